@@ -1,0 +1,1 @@
+"""The KV cache: pages, write-ahead, commit by length."""

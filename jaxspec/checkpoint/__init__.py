@@ -1,0 +1,1 @@
+"""Checkpoint files to parameter trees and back."""

@@ -1,0 +1,1 @@
+"""One name table per model family."""

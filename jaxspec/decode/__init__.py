@@ -1,0 +1,1 @@
+"""The compiled step and its state."""

@@ -1,0 +1,25 @@
+"""The errors that a caller of jaxspec may catch."""
+
+
+class JaxspecError(Exception):
+    """Base of every error that jaxspec raises on purpose; the message says what was got, what is allowed, what to do."""
+
+
+class ConfigError(JaxspecError):
+    """A configuration value or file is missing, unknown or contradictory."""
+
+
+class CheckpointError(JaxspecError):
+    """A checkpoint cannot be read or does not match the model; all wrong names are listed at once."""
+
+
+class CapacityError(JaxspecError):
+    """A request or a batch does not fit the memory that was set aside."""
+
+
+class RequestError(JaxspecError):
+    """A prompt or its sampling parameters are not acceptable."""
+
+
+class UnsupportedKernel(JaxspecError):
+    """No implementation of an operation exists for this platform, dtype and shape."""

@@ -1,0 +1,1 @@
+"""One file of declarative rows per model family."""

@@ -1,0 +1,11 @@
+"""Qwen3: dense layers with normalised query and key heads."""
+
+from jaxspec.models.family import Family
+
+FAMILY = Family(
+    model_type="qwen3",
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm="head",
+    window_switch="use_sliding_window",
+)

@@ -1,0 +1,1 @@
+"""Network mechanisms, one file each."""

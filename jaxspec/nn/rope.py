@@ -1,0 +1,96 @@
+"""Rotary position embedding: frequencies, scalings and the two layouts of pairs."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.shapes import Array
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How the frequencies of a longer context are derived; unused numbers keep their defaults.
+
+    Attributes:
+      kind: ``linear``, ``llama3`` or ``yarn``.
+      factor: ratio of the new context to the original one.
+      original: original context in tokens.
+      low, high: llama3 frequency factors, or yarn's beta_slow and beta_fast.
+      attention_factor: multiplier on cos and sin; None takes yarn's ``0.1 ln(factor) + 1``.
+      truncate: whether yarn rounds its correction range to whole dimensions.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original: int = 0
+    low: float = 1.0
+    high: float = 4.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotation of the first ``dim`` channels of each head.
+
+    Attributes:
+      theta: base of the frequencies.
+      dim: rotated channels, even.
+      interleaved: pairs are (2i, 2i + 1) instead of (i, i + dim / 2).
+      scaling: context extension, if any.
+    """
+
+    theta: float
+    dim: int
+    interleaved: bool = False
+    scaling: RopeScaling | None = None
+
+
+def frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
+    """Inverse frequencies [dim / 2] and the multiplier of cos and sin (Su 2021; Llama 3; YaRN, Peng 2023)."""
+    inv = spec.theta ** (-np.arange(0, spec.dim, 2, dtype=np.float64) / spec.dim)
+    s = spec.scaling
+    if s is None:
+        return inv, 1.0
+    if s.kind == "linear":
+        return inv / s.factor, 1.0
+    if s.kind == "llama3":
+        wave = 2 * math.pi / inv
+        blend = (s.original / wave - s.low) / (s.high - s.low)
+        mixed = (1 - blend) * inv / s.factor + blend * inv
+        return np.where(wave < s.original / s.high, inv, np.where(wave > s.original / s.low, inv / s.factor, mixed)), 1.0
+
+    def corrected(rotations: float) -> float:
+        return spec.dim * math.log(s.original / (2 * math.pi * rotations)) / (2 * math.log(spec.theta))
+
+    low, high = corrected(s.high), corrected(s.low)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    ramp = np.clip((np.arange(spec.dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    scaled = inv / s.factor * ramp + inv * (1 - ramp)
+    return scaled, s.attention_factor if s.attention_factor is not None else 0.1 * math.log(s.factor) + 1
+
+
+def rotate(x_BTHC: Array, position_BT: Array, spec: RopeSpec) -> Array:
+    """Rotates the first ``spec.dim`` channels of each head by the token's position.
+
+    Args:
+      x_BTHC: float32 queries or keys.
+      position_BT: absolute positions, int32.
+      spec: the rotation.
+    """
+    inv, scale = frequencies(spec)
+    angle = position_BT[..., None].astype(jnp.float32) * jnp.asarray(inv, jnp.float32)
+    cos, sin = jnp.cos(angle)[:, :, None] * scale, jnp.sin(angle)[:, :, None] * scale
+    turned, rest = x_BTHC[..., : spec.dim], x_BTHC[..., spec.dim :]
+    if spec.interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        out = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turned.shape)
+    else:
+        a, b = jnp.split(turned, 2, axis=-1)
+        out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return jnp.concatenate([out, rest], axis=-1) if rest.shape[-1] else out

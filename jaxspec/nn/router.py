@@ -1,0 +1,50 @@
+"""Which experts a token goes to, and with what weights."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.pytree import pytree
+from jaxspec.shapes import Array
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How router logits become expert choices.
+
+    Attributes:
+      kind: ``softmax`` takes the top-k of the softmax; ``topk_softmax`` takes the softmax of the top-k logits.
+      renormalise: whether the chosen probabilities are divided by their sum (``softmax`` only).
+    """
+
+    kind: Literal["softmax", "topk_softmax"] = "softmax"
+    renormalise: bool = True
+
+
+@pytree
+class Routing:
+    """Choices of M rows.
+
+    Attributes:
+      expert_MA: int32 ids, best first.
+      weight_MA: float32 combine weights.
+      logits_ME: float32 router logits.
+    """
+
+    expert_MA: Array
+    weight_MA: Array
+    logits_ME: Array
+
+
+def route(logits_ME: Array, top_k: int, spec: RouterSpec) -> Routing:
+    """Chooses ``top_k`` experts per row; ties go to the lower expert id."""
+    if spec.kind == "topk_softmax":
+        top, expert_MA = lax.top_k(logits_ME, top_k)
+        return Routing(expert_MA, jax.nn.softmax(top, axis=-1), logits_ME)
+    weight_MA, expert_MA = lax.top_k(jax.nn.softmax(logits_ME, axis=-1), top_k)
+    if spec.renormalise:
+        weight_MA = weight_MA / jnp.sum(weight_MA, axis=-1, keepdims=True)
+    return Routing(expert_MA, weight_MA, logits_ME)

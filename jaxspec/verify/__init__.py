@@ -1,0 +1,1 @@
+"""Sampling rules and the acceptance of drafts."""

@@ -1,0 +1,39 @@
+"""Sets JAX up before anything imports it: CPU, eight virtual devices, strict dtypes, one compile cache."""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxspec" / "tests"
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+    # A bounded cache is also a locked one, so that the pytest workers can share it.
+    "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 << 30),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    "HF_HUB_OFFLINE": "1",
+}
+DEVICES = "--xla_force_host_platform_device_count"
+
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before tests/conftest.py could set it up; find what did it")
+for name, value in ENVIRONMENT.items():
+    os.environ.setdefault(name, value)
+if DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}=8".strip()
+
+settings.register_profile("house", deadline=None, derandomize=True, database=None)
+settings.load_profile("house")
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Every test starts from the same global seeds."""
+    random.seed(0)
+    np.random.seed(0)
