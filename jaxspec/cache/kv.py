@@ -30,14 +30,21 @@ class Window:
     Attributes:
       start_B: committed length of each row; the anchor goes to this position.
       table_BJ: page ids of each row, or None when row i owns page i alone (no gather then).
-      ancestors: T x T rows of 0/1, node t sees node s; a lower triangle for a chain.
+      ancestors: one row per query, query t sees provisional node s; None for a chain, where it sees all before it.
+      offset: nodes written by earlier forwards of the same tree; this one writes behind them.
       block: positions that attention reads at a time; divides the page size.
     """
 
     start_B: Array
     table_BJ: Array | None
     ancestors: tuple[tuple[bool, ...], ...] | None = static(default=None)
+    offset: int = static(default=0)
     block: int = static(default=128)
+
+    @property
+    def first_B(self) -> Array:
+        """Position of the first node that this forward writes."""
+        return self.start_B + self.offset if self.offset else self.start_B
 
 
 def init_layers(
@@ -64,7 +71,7 @@ def _write(pages_PGZC: Array, window: Window, new_BTGC: Array) -> Array:
         new_BGTC = new_BTGC.swapaxes(1, 2)
         for row in range(rows):  # one in-place update per row; a scatter would be slower on CPU
             page = row if table is None else table[row, 0]
-            pages_PGZC = lax.dynamic_update_slice(pages_PGZC, new_BGTC[row][None], (page, 0, window.start_B[row], 0))
+            pages_PGZC = lax.dynamic_update_slice(pages_PGZC, new_BGTC[row][None], (page, 0, window.first_B[row], 0))
         return pages_PGZC
     page_BT, slot_BT = _places(window, jnp.arange(count, dtype=jnp.int32)[None], rows, pages_PGZC.shape[2])
     return pages_PGZC.at[page_BT, :, slot_BT].set(new_BTGC, mode="drop")
@@ -72,7 +79,7 @@ def _write(pages_PGZC: Array, window: Window, new_BTGC: Array) -> Array:
 
 def _places(window: Window, offset_BT: Array, rows: int, page: int) -> tuple[Array, Array]:
     """Page id and slot in it of the positions ``start + offset`` of each row."""
-    position_BT = window.start_B[:, None] + offset_BT
+    position_BT = window.first_B[:, None] + offset_BT
     if window.table_BJ is None:
         return jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[:, None], position_BT.shape), position_BT
     return jnp.take_along_axis(window.table_BJ, position_BT // page, axis=1, mode="clip"), position_BT % page

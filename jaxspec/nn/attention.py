@@ -123,7 +123,7 @@ def attend(q_BTHC: Array, memory: LayerKV, window: Window, position_BT: Array, s
     q_BGQC = q.transpose(0, 2, 3, 1, 4).reshape(rows, spec.kv_heads, group * count, width).astype(dtype)
     padded = max(group * count, 2)  # one-row products round differently
     q_BGQC = jnp.pad(q_BGQC, ((0, 0), (0, 0), (0, padded - group * count), (0, 0)))
-    blocks = (jnp.max(window.start_B) + count + window.block - 1) // window.block
+    blocks = (jnp.max(window.first_B) + count + window.block - 1) // window.block
 
     def visit(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
@@ -157,12 +157,14 @@ def _seen(index: Array, window: Window, position_BT: Array, reach: int | None) -
         own_BTZ = offset_BZ[:, None] <= jnp.arange(count, dtype=jnp.int32)[None, :, None]
         depth_BZ = offset_BZ
     else:
-        see = np.asarray(window.ancestors)
-        inside = jnp.clip(offset_BZ, 0, count - 1)
-        own_BTZ = jnp.moveaxis(jnp.asarray(see)[:, inside], 0, 1) & (offset_BZ < count)[:, None]
-        depth_BZ = jnp.where(offset_BZ < 0, offset_BZ, jnp.asarray(see.sum(1) - 1, jnp.int32)[inside])
+        see_TN = np.asarray(window.ancestors)
+        inside = jnp.clip(offset_BZ, 0, see_TN.shape[1] - 1)
+        own_BTZ = jnp.moveaxis(jnp.asarray(see_TN)[:, inside], 0, 1) & (offset_BZ < see_TN.shape[1])[:, None]
+        # Only visible nodes matter, and those are ancestors of a query: their depth is their rank on its path.
+        rank_TN = jnp.asarray(np.cumsum(see_TN, axis=1) - 1, jnp.int32)
+        depth_BTZ = jnp.where((offset_BZ < 0)[:, None], offset_BZ[:, None], jnp.moveaxis(rank_TN[:, inside], 0, 1))
     seen = (offset_BZ < 0)[:, None] | own_BTZ
     if reach is not None:
-        key_BZ = window.start_B[:, None] + depth_BZ
-        seen &= key_BZ[:, None] > position_BT[..., None] - reach
+        depth = depth_BZ[:, None] if window.ancestors is None else depth_BTZ
+        seen &= window.start_B[:, None, None] + depth > position_BT[..., None] - reach
     return seen

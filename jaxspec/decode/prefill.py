@@ -1,0 +1,81 @@
+"""Prompts into the cache chunk by chunk, and rows into and out of the batch."""
+
+from dataclasses import fields
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache.kv import Window
+from jaxspec.decode.state import DecodeState, Target
+from jaxspec.protocol import Commit, Drafter, Sampling
+from jaxspec.pytree import replace
+from jaxspec.shapes import Array
+
+
+def prefill(
+    target: Target, drafter: Drafter, state: DecodeState, row: Array, token_T: Array, start: Array
+) -> DecodeState:
+    """Writes one chunk of a row's prompt into the target's and the drafter's caches.
+
+    Args:
+      target: its cache is filled.
+      drafter: observes the chunk.
+      state: donated.
+      row: int32 scalar.
+      token_T: chunk, padded to its bucket; padding lands behind the prompt and is overwritten later.
+      start: position of the first token.
+    """
+    start_B, token_BT = start[None], token_T[None]
+    position_BT = start_B[:, None] + jnp.arange(token_T.shape[0], dtype=jnp.int32)[None]
+    table = row.reshape(1, 1) if state.table_BJ is None else lax.dynamic_slice_in_dim(state.table_BJ, row, 1)
+    hidden = target.net.apply(target.params, token_BT, position_BT, state.layers, Window(start_B, table, block=target.block))
+    count_B = jnp.full(1, token_T.shape[0], jnp.int32)
+    draft = drafter.observe(state.draft, Commit(token_BT, count_B, start_B, None, row))
+    return replace(state, layers=hidden.layers, draft=draft)
+
+
+def admit(
+    state: DecodeState, row: Array, prompt_S: Array, length: Array, sampling: Sampling, table_J: Array | None
+) -> DecodeState:
+    """Starts a request in a row whose cache holds all of its prompt but the last token.
+
+    Args:
+      state: donated.
+      row: int32 scalar.
+      prompt_S: prompt, padded to the history's width.
+      length: prompt length in tokens, at least 1.
+      sampling: settings, arrays of one row.
+      table_J: page ids of the row, None without a page pool.
+    """
+    where = jnp.arange(prompt_S.shape[0], dtype=jnp.int32) < length
+    vocab = state.count_BV.shape[1]
+    prompt_V = jnp.zeros(vocab, bool).at[jnp.where(where, prompt_S, vocab)].set(True, mode="drop")
+    merged = {
+        f.name: getattr(state.sampling, f.name).at[row].set(getattr(sampling, f.name)[0])
+        for f in fields(Sampling)  # pyright: ignore[reportArgumentType]
+    }
+    return replace(
+        state,
+        table_BJ=state.table_BJ if table_J is None or state.table_BJ is None else state.table_BJ.at[row].set(table_J),
+        length_B=state.length_B.at[row].set(length - 1),
+        anchor_B=state.anchor_B.at[row].set(prompt_S[length - 1]),
+        history_BS=state.history_BS.at[row].set(prompt_S),
+        count_BV=state.count_BV.at[row].set(0),
+        prompt_BV=state.prompt_BV.at[row].set(prompt_V),
+        sampling=Sampling(**merged),
+        active_B=state.active_B.at[row].set(True),
+    )
+
+
+def retire(state: DecodeState, row: Array) -> DecodeState:
+    """Frees a row; its settings become neutral, so that it switches no feature on for the others."""
+    s = state.sampling
+    neutral = {"temperature_B": 0.0, "top_p_B": 1.0, "min_p_B": 0.0, "top_k_B": 0, "repetition_B": 1.0}
+    neutral |= {"presence_B": 0.0, "frequency_B": 0.0, "min_length_B": 0, "draft_limit_B": 0, "logprobs_B": -1}
+    changes = {name: getattr(s, name).at[row].set(value) for name, value in neutral.items()}
+    return replace(
+        state,
+        sampling=replace(s, **changes),
+        active_B=state.active_B.at[row].set(False),
+        length_B=state.length_B.at[row].set(0),
+    )

@@ -1,0 +1,119 @@
+"""Everything that decoding carries from step to step, as one donated pytree."""
+
+from dataclasses import fields
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache.kv import UNROLLED_ROWS, LayerKV, init_layers
+from jaxspec.models.transformer import Transformer
+from jaxspec.protocol import Anchor, Drafter, DraftState, Sampling
+from jaxspec.pytree import pytree, static
+from jaxspec.shapes import Array, Params
+
+
+@pytree
+class Target:
+    """The model that decides the text.
+
+    Attributes:
+      params: parameters.
+      net: network.
+      block: positions that attention reads at a time.
+    """
+
+    params: Params
+    net: Transformer = static()
+    block: int = static(default=128)
+
+
+@pytree
+class DecodeState:
+    """State of B rows.
+
+    Attributes:
+      layers: the target's cache.
+      table_BJ: page ids per row; None when row i owns page i.
+      length_B: committed positions in the cache; the anchor comes next.
+      anchor_B: last committed token.
+      history_BS: all committed tokens, prompt included.
+      count_BV: generated tokens counted, kept only while some row has penalties.
+      prompt_BV: tokens of the prompt, likewise.
+      sampling: settings of each row.
+      active_B: rows in use.
+      draft: the drafter's own state.
+    """
+
+    layers: tuple[LayerKV, ...]
+    table_BJ: Array | None
+    length_B: Array
+    anchor_B: Array
+    history_BS: Array
+    count_BV: Array
+    prompt_BV: Array
+    sampling: Sampling
+    active_B: Array
+    draft: DraftState
+
+    @property
+    def anchor(self) -> Anchor:
+        """Where the next drafts start."""
+        return Anchor(self.anchor_B, self.length_B, self.history_BS, self.sampling)
+
+
+def init_sampling(rows: int, stop_ids: int) -> Sampling:
+    """Neutral settings: greedy, nothing switched on."""
+    zeros, ones = jnp.zeros(rows, jnp.float32), jnp.ones(rows, jnp.float32)
+    ints = jnp.zeros(rows, jnp.int32)
+    values = {f.name: zeros for f in fields(Sampling)}  # pyright: ignore[reportArgumentType]
+    values |= {"top_p_B": ones, "repetition_B": ones, "logprobs_B": ints - 1}
+    values |= dict.fromkeys(("top_k_B", "min_length_B", "max_length_B", "draft_limit_B"), ints)
+    values |= {"key_BX": jnp.zeros((rows, 2), jnp.uint32), "stop_BX": jnp.full((rows, stop_ids), -1, jnp.int32)}
+    return Sampling(**values)
+
+
+def init_state(
+    target: Target, drafter: Drafter, rows: int, capacity: int, *, slack: int, stop_ids: int = 8, pages: int = 0, page: int = 0
+) -> DecodeState:
+    """Allocates empty rows.
+
+    Args:
+      target: gives the cache's shapes.
+      drafter: allocates its own state.
+      rows: B.
+      capacity: longest text in tokens, prompt included.
+      slack: provisional positions beyond the capacity (the widest verification or prefill chunk).
+      stop_ids: most stop ids per row.
+      pages: page count of a shared pool; 0 gives every row one page of its own.
+      page: page size in tokens of the shared pool.
+    """
+    arch = target.net.arch
+    spec = arch.layers[0].attention
+    room = -(-(capacity + slack) // target.block) * target.block
+    dtype = jnp.dtype(target.net.policy.compute)
+    shape = (pages, page) if pages else (rows, room)
+    layers = init_layers(len(arch.layers), shape[0], spec.kv_heads, shape[1], spec.head_dim, dtype)
+    ints = jnp.zeros(rows, jnp.int32)
+    return DecodeState(
+        layers=layers,
+        table_BJ=jnp.zeros((rows, -(-room // page)), jnp.int32) if pages else None,
+        length_B=ints,
+        anchor_B=ints,
+        history_BS=jnp.zeros((rows, room), jnp.int32),
+        count_BV=jnp.zeros((rows, arch.vocab_size), jnp.int32),
+        prompt_BV=jnp.zeros((rows, arch.vocab_size), bool),
+        sampling=init_sampling(rows, stop_ids),
+        active_B=jnp.zeros(rows, bool),
+        draft=drafter.init_state(rows, capacity + slack),
+    )
+
+
+def write_rows(x_BS: Array, new_BT: Array, start_B: Array) -> Array:
+    """Overwrites T entries of each row from ``start`` on."""
+    rows = x_BS.shape[0]
+    if rows <= UNROLLED_ROWS:
+        for row in range(rows):
+            x_BS = lax.dynamic_update_slice(x_BS, new_BT[row][None], (row, start_B[row]))
+        return x_BS
+    return jax.vmap(lambda x, new, start: lax.dynamic_update_slice(x, new, (start,)))(x_BS, new_BT, start_B)

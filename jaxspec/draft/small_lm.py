@@ -1,0 +1,130 @@
+"""A small language model as drafter: dense or MoE, its own cache, chains and trees."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache.kv import LayerKV, Window, compact, init_layers
+from jaxspec.models.transformer import Transformer
+from jaxspec.protocol import Anchor, Commit, Proposal
+from jaxspec.pytree import pytree, static
+from jaxspec.shapes import Array, Params
+from jaxspec.topology import Topology
+from jaxspec.keys import Purpose, gumbel
+
+
+@pytree
+class SmallLm:
+    """Drafts with a model that shares the target's vocabulary (Leviathan 2023).
+
+    A chain runs K + 1 cells, so that full acceptance leaves no hole in the cache; a tree runs one forward per level.
+
+    Attributes:
+      params: the model's parameters.
+      net: its network.
+      topology: what is drafted; a tree's nodes are numbered level by level.
+      block: positions that attention reads at a time.
+    """
+
+    params: Params
+    net: Transformer = static()
+    topology: Topology = static()
+    block: int = static(default=128)
+
+    @property
+    def slack(self) -> int:
+        return self.topology.nodes
+
+    def init_state(self, rows: int, capacity: int) -> tuple[LayerKV, ...]:
+        spec = self.net.arch.layers[0].attention
+        page = -(-(capacity + self.slack) // self.block) * self.block
+        dtype = jnp.dtype(self.net.policy.compute)
+        return init_layers(len(self.net.arch.layers), rows, spec.kv_heads, page, spec.head_dim, dtype)
+
+    def propose(self, state: tuple[LayerKV, ...], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[LayerKV, ...]]:
+        return self._chain(state, anchor, rule) if self.topology.is_chain else self._tree(state, anchor, rule)
+
+    def observe(self, state: tuple[LayerKV, ...], commit: Commit) -> tuple[LayerKV, ...]:
+        if commit.row is not None:  # prefill of one row
+            table = commit.row.reshape(1, 1)
+            position = commit.start_B[:, None] + jnp.arange(commit.token_BT.shape[1], dtype=jnp.int32)[None]
+            window = Window(commit.start_B, table, block=self.block)
+            return self._forward(commit.token_BT, position, state, window)[1]
+        if self.topology.is_chain or commit.path_BT is None:
+            return state  # the accepted prefix already stands where it belongs
+        return compact(state, Window(commit.start_B, None, block=self.block), commit.path_BT)
+
+    def _forward(self, token_BT: Array, position_BT: Array, state: tuple[LayerKV, ...], window: Window):
+        hidden = self.net.apply(self.params, token_BT, position_BT, state, window)
+        return hidden.last_BTD, hidden.layers
+
+    def _scores(self, last_BTD: Array, anchor: Anchor, position_BT: Array, rule: str) -> tuple[Array, Array]:
+        """Log-probabilities at each row's temperature, and the same with the noise that ranks drafts."""
+        logits = self.net.apply(self.params, last_BTD, method="logits")
+        warm_B = (anchor.sampling.temperature_B > 0)[:, None, None]
+        logp = jax.nn.log_softmax(logits / jnp.where(warm_B, anchor.sampling.temperature_B[:, None, None], 1.0))
+        if rule == "greedy":
+            return logp, logp
+        # match: the target's own noise, so that drafts agree; reject and block need independent draws.
+        purpose = Purpose.TARGET if rule == "match" else Purpose.DRAFT
+
+        def noisy(logp: Array) -> Array:
+            noise = gumbel(anchor.sampling.key_BX, position_BT + 1, purpose, logp.shape[-1])
+            return jnp.where(warm_B, logp + noise, logp)
+
+        return logp, lax.cond(jnp.any(warm_B), noisy, lambda x: x, logp)
+
+    def _chain(self, state: tuple[LayerKV, ...], anchor: Anchor, rule: str):
+        rows, drafts, vocab = anchor.token_B.shape[0], self.topology.drafts, self.net.arch.vocab_size
+        keep = rule in ("reject", "block")
+
+        def cell(k: Array, carry):
+            layers, token_B, token_BN, logp_BNV = carry
+            start_B = anchor.length_B + k
+            last, layers = self._forward(token_B[:, None], start_B[:, None], layers, Window(start_B, None, block=self.block))
+            logp, score = self._scores(last, anchor, start_B[:, None], rule)
+            token_B = jnp.argmax(score[:, 0], axis=-1).astype(jnp.int32)
+            token_BN = lax.dynamic_update_slice(token_BN, token_B[:, None], (0, k))
+            if keep:
+                logp_BNV = lax.dynamic_update_slice(logp_BNV, logp, (0, k, 0))
+            return layers, token_B, token_BN, logp_BNV
+
+        # One place more than drafts: the last cell only fills the cache.
+        room = jnp.zeros((rows, drafts + 1), jnp.int32)
+        kept = jnp.zeros((rows, (drafts + 1) if keep else 0, vocab), jnp.float32)
+        state, _, token_BN, logp_BNV = lax.fori_loop(0, drafts + 1, cell, (state, anchor.token_B, room, kept))
+        token_BN = token_BN[:, :drafts]
+        return Proposal(token_BN, jnp.ones_like(token_BN, bool), logp_BNV[:, :drafts] if keep else None), state
+
+    def _tree(self, state: tuple[LayerKV, ...], anchor: Anchor, rule: str):
+        top = self.topology
+        see = top.ancestors_TT
+        tokens: dict[int, Array] = {0: anchor.token_B}
+        logps: dict[int, Array] = {}
+        for depth in range(top.max_depth + 1):
+            level = [n for n in range(top.nodes) if top.depth[n] == depth]
+            first, end = level[0], level[-1] + 1
+            window = Window(
+                anchor.length_B,
+                None,
+                ancestors=tuple(tuple(bool(v) for v in see[n, :end]) for n in level),
+                offset=first,
+                block=self.block,
+            )
+            token_BT = jnp.stack([tokens[n] for n in level], axis=1)
+            position_BT = jnp.broadcast_to((anchor.length_B + depth)[:, None], token_BT.shape)
+            last, state = self._forward(token_BT, position_BT, state, window)
+            if depth == top.max_depth:
+                break
+            logp, score = self._scores(last, anchor, position_BT, rule)
+            for place, node in enumerate(level):
+                children = top.children[node]
+                if children:
+                    _, best = lax.top_k(score[:, place], len(children))
+                    for rank, child in enumerate(children):
+                        tokens[child] = best[:, rank].astype(jnp.int32)
+                        logps[child] = logp[:, place]
+        order = range(1, top.nodes)
+        token_BN = jnp.stack([tokens[n] for n in order], axis=1)
+        logp_BNV = jnp.stack([logps[n] for n in order], axis=1) if rule in ("reject", "block") else None
+        return Proposal(token_BN, jnp.ones_like(token_BN, bool), logp_BNV), state

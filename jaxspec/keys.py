@@ -1,0 +1,49 @@
+"""Randomness keyed by request seed, position and purpose, never by step, batch slot or speculation length."""
+
+from enum import IntEnum
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.shapes import Array
+
+
+class Purpose(IntEnum):
+    """What a random draw is for; distinct purposes at one position are independent."""
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+def _keys(key_BX: Array, position_BT: Array, purpose: Purpose) -> Array:
+    def one(words: Array, position: Array) -> Array:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, position), int(purpose)))
+
+    return jax.vmap(lambda words, row: jax.vmap(lambda position: one(words, position))(row))(key_BX, position_BT)
+
+
+def gumbel(key_BX: Array, position_BT: Array, purpose: Purpose, width: int) -> Array:
+    """Standard Gumbel noise of the token at each position, float32 [B, T, width].
+
+    The argmax of log-probabilities plus this noise is a sample of them (Gumbel-max); the same position gets the
+    same noise in drafting and in verification, which makes a good draft agree with the target even when sampling.
+    """
+    words = _keys(key_BX, position_BT, purpose)
+
+    def draw(word: Array) -> Array:
+        return jax.random.gumbel(jax.random.wrap_key_data(word, impl="threefry2x32"), (width,), jnp.float32)
+
+    return jax.vmap(jax.vmap(draw))(words)
+
+
+def uniform(key_BX: Array, position_BT: Array, purpose: Purpose) -> Array:
+    """Uniform numbers in [0, 1), float32 [B, T]."""
+    words = _keys(key_BX, position_BT, purpose)
+
+    def draw(word: Array) -> Array:
+        return jax.random.uniform(jax.random.wrap_key_data(word, impl="threefry2x32"), (), jnp.float32)
+
+    return jax.vmap(jax.vmap(draw))(words)

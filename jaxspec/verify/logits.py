@@ -1,0 +1,92 @@
+"""From raw logits to the scores that are sampled: bans, penalties, temperature, truncation, in vLLM's order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.protocol import Sampling
+from jaxspec.pytree import pytree
+from jaxspec.shapes import Array
+from jaxspec.topology import Topology
+
+BANNED = -jnp.inf
+
+
+@pytree
+class Context:
+    """What the text so far means for the next token of every node.
+
+    Attributes:
+      count_BV: how often each token was generated.
+      prompt_BV: whether the prompt contains it.
+      token_BT: tokens of the nodes, the anchor first.
+      length_B: position of the anchor.
+    """
+
+    count_BV: Array
+    prompt_BV: Array
+    token_BT: Array
+    length_B: Array
+
+
+def process(logits_BTV: Array, sampling: Sampling, context: Context, topology: Topology) -> Array:
+    """Scores whose softmax is the distribution that each node's next token is sampled from.
+
+    Every feature runs only in steps in which some row uses it, and leaves the other rows bitwise as they are.
+
+    Args:
+      logits_BTV: raw target logits, float32.
+      sampling: row settings.
+      context: text so far.
+      topology: parents of the nodes.
+
+    Returns:
+      float32 [B, T, V]; greedy rows are neither scaled nor truncated.
+    """
+    s = sampling
+    depth_T = jnp.asarray(topology.depth, jnp.int32)
+    next_length_BT = context.length_B[:, None] + depth_T[None] + 2
+    early_BT = next_length_BT <= s.min_length_B[:, None]
+
+    def ban(x: Array) -> Array:
+        ids_BX = jnp.where(s.stop_BX < 0, x.shape[-1], s.stop_BX)
+        stops_BV = jax.vmap(lambda ids: jnp.zeros(x.shape[-1], bool).at[ids].set(True, mode="drop"))(ids_BX)
+        return jnp.where(early_BT[..., None] & stops_BV[:, None], BANNED, x)
+
+    x = lax.cond(jnp.any(early_BT), ban, lambda x: x, logits_BTV)
+    penalised_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
+    x = lax.cond(jnp.any(penalised_B), lambda x: penalise(x, s, context, topology), lambda x: x, x)
+    warm_B = s.temperature_B > 0
+    x = jnp.where(warm_B[:, None, None], x / jnp.where(warm_B, s.temperature_B, 1)[:, None, None], x)
+    cut_B = warm_B & ((s.top_k_B > 0) | (s.top_p_B < 1) | (s.min_p_B > 0))
+    return lax.cond(jnp.any(cut_B), lambda x: jnp.where(cut_B[:, None, None], truncate(x, s), x), lambda x: x, x)
+
+
+def penalise(x: Array, s: Sampling, context: Context, topology: Topology) -> Array:
+    """Repetition (Keskar 2019), frequency and presence penalties; a draft's own path counts as generated text."""
+    on_path_TN = jnp.asarray(topology.ancestors_TT[:, 1:], jnp.float32)
+    drafts_BNV = jax.nn.one_hot(context.token_BT[:, 1:], x.shape[-1], dtype=jnp.float32)
+    count_BTV = context.count_BV[:, None].astype(jnp.float32) + jnp.einsum("tn,bnv->btv", on_path_TN, drafts_BNV)
+    made = count_BTV > 0
+    known = made | context.prompt_BV[:, None]
+    factor = jnp.where(known, s.repetition_B[:, None, None], 1.0)
+    x = jnp.where(x > 0, x / factor, x * factor)
+    return x - s.frequency_B[:, None, None] * count_BTV - s.presence_B[:, None, None] * made.astype(jnp.float32)
+
+
+def truncate(x: Array, s: Sampling) -> Array:
+    """min-p, then top-k, then top-p (Holtzman 2020): everything else is banned; the best token always stays."""
+    vocab = x.shape[-1]
+    best = jnp.max(x, axis=-1, keepdims=True)
+    floor = jnp.where(s.min_p_B > 0, jnp.log(jnp.maximum(s.min_p_B, np.finfo(np.float32).tiny)), -jnp.inf)
+    x = jnp.where(x < best + floor[:, None, None], BANNED, x)
+    ranked = -jnp.sort(-x, axis=-1)
+    top_k = jnp.where(s.top_k_B > 0, jnp.minimum(s.top_k_B, vocab), vocab)
+    kth = jnp.take_along_axis(ranked, (top_k - 1)[:, None, None] + jnp.zeros_like(ranked[..., :1], jnp.int32), axis=-1)
+    x = jnp.where(x < kth, BANNED, x)
+    ranked = jnp.where(ranked < kth, BANNED, ranked)
+    prob = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.cumsum(prob, axis=-1) - prob
+    kept = jnp.where(before < s.top_p_B[:, None, None], ranked, jnp.inf)
+    return jnp.where(x < jnp.min(kept, axis=-1, keepdims=True), BANNED, x)

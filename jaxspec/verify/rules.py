@@ -1,0 +1,166 @@
+"""Verification rules: which drafts are kept, so that the text (greedy, match) or its law (reject, block) is the target's."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.protocol import Proposal, Sampling, Verdict
+from jaxspec.shapes import Array
+from jaxspec.topology import Topology
+from jaxspec.keys import Purpose, gumbel, uniform
+from jaxspec.verify.walk import follow, usable
+
+Rule = Callable[[Proposal, Array, Sampling, Array, Topology], Verdict]
+
+
+def next_positions(length_B: Array, topology: Topology) -> Array:
+    """Position of the token that each node's logits predict, [B, T]."""
+    return length_B[:, None] + jnp.asarray(topology.depth, jnp.int32)[None] + 1
+
+
+def greedy(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, topology: Topology) -> Verdict:
+    """Keeps drafts that equal the argmax; ties go to the lower token id."""
+    target_BT = jnp.argmax(score_BTV, axis=-1).astype(jnp.int32)
+    return follow(target_BT, proposal.token_BN, usable(proposal, sampling, topology), topology)
+
+
+def match(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, topology: Topology) -> Verdict:
+    """Keeps drafts that equal the token that plain decoding samples at that position with the same noise.
+
+    The committed text is therefore exactly the text of plain sampling with the same seed; rows of temperature 0
+    are greedy.
+    """
+    warm_B = sampling.temperature_B > 0
+
+    def noisy(score_BTV: Array) -> Array:
+        noise = gumbel(sampling.key_BX, next_positions(length_B, topology), Purpose.TARGET, score_BTV.shape[-1])
+        return jnp.where(warm_B[:, None, None], score_BTV + noise, score_BTV)
+
+    score_BTV = jax.lax.cond(jnp.any(warm_B), noisy, lambda x: x, score_BTV)
+    return greedy(proposal, score_BTV, sampling, length_B, topology)
+
+
+def _distributions(proposal: Proposal, score_BTV: Array, sampling: Sampling) -> tuple[Array, Array]:
+    """Target probabilities [B, T, V] and draft probabilities [B, N, V]; greedy rows are point masses."""
+    vocab = score_BTV.shape[-1]
+    best = jax.nn.one_hot(jnp.argmax(score_BTV, axis=-1), vocab, dtype=jnp.float32)
+    p_BTV = jnp.where((sampling.temperature_B > 0)[:, None, None], jax.nn.softmax(score_BTV, axis=-1), best)
+    point = jax.nn.one_hot(proposal.token_BN, vocab, dtype=jnp.float32)
+    if proposal.logp_BNV is None:
+        return p_BTV, point
+    return p_BTV, jnp.where((sampling.temperature_B > 0)[:, None, None], jnp.exp(proposal.logp_BNV), point)
+
+
+def _normalise(weight: Array, fallback: Array) -> Array:
+    total = jnp.sum(weight, axis=-1, keepdims=True)
+    return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1), fallback)
+
+
+def _draw(prob_BV: Array, noise_BV: Array) -> Array:
+    return jnp.argmax(jnp.log(prob_BV) + noise_BV, axis=-1).astype(jnp.int32)
+
+
+def _conclude(draft_BK: Array, accepted_B: Array, last_B: Array) -> Verdict:
+    """Verdict of a chain: the first ``accepted`` drafts and then ``last``."""
+    depth_K = jnp.arange(draft_BK.shape[1] + 1, dtype=jnp.int32)[None]
+    tokens = jnp.concatenate([draft_BK, draft_BK[:, :1] if draft_BK.shape[1] else last_B[:, None]], axis=1)
+    tokens = jnp.where(depth_K == accepted_B[:, None], last_B[:, None], tokens)
+    return Verdict(jnp.where(depth_K <= accepted_B[:, None], depth_K, 0), tokens, accepted_B + 1)
+
+
+def reject(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, topology: Topology) -> Verdict:
+    """Rejection sampling over a tree whose siblings are drawn without replacement (Leviathan 2023; Jeon 2024).
+
+    At a node the residual r starts as p; each sibling c in draw order is accepted with probability min(1, r(c)/q(c)),
+    else r becomes norm(max(r - q, 0)) and q loses c. The committed text has the target's distribution. Draft
+    siblings must be drawn from the same parent distribution in order; a chain is the case of one sibling.
+    """
+    p_BTV, q_BNV = _distributions(proposal, score_BTV, sampling)
+    rows, nodes, vocab = p_BTV.shape
+    may_BN = usable(proposal, sampling, topology)
+    position_BT = next_positions(length_B, topology)
+    coin_BT = _coins(sampling, length_B, topology)
+    noise_BTV = gumbel(sampling.key_BX, position_BT, Purpose.RESIDUAL, vocab)
+    here = [jnp.ones(rows, bool)] + [jnp.zeros(rows, bool)] * (nodes - 1)
+    final_B = jnp.zeros(rows, jnp.int32)
+    path = [jnp.zeros(rows, jnp.int32) for _ in range(topology.max_depth + 1)]
+    for node in range(nodes):
+        residual, open_B = p_BTV[:, node], here[node]
+        spent = jnp.zeros((rows, vocab), bool)
+        for child in topology.children[node]:
+            token_B = proposal.token_BN[:, child - 1]
+            q_BV = _normalise(jnp.where(spent, 0.0, q_BNV[:, child - 1]), jnp.zeros((rows, vocab)))
+            q_of = jnp.take_along_axis(q_BV, token_B[:, None], axis=1)[:, 0]
+            r_of = jnp.take_along_axis(residual, token_B[:, None], axis=1)[:, 0]
+            tried_B = open_B & may_BN[:, child - 1] & (q_of > 0)
+            hit_B = tried_B & (coin_BT[:, child] * q_of < r_of)
+            here[child] = hit_B
+            depth = topology.depth[child]
+            path[depth] = jnp.where(hit_B, child, path[depth])
+            lost_B = tried_B & ~hit_B
+            reduced = _normalise(jnp.maximum(residual - q_BV, 0.0), residual)
+            residual = jnp.where(lost_B[:, None], reduced, residual)
+            spent |= lost_B[:, None] & jax.nn.one_hot(token_B, vocab, dtype=bool)
+            open_B &= ~hit_B
+        final_B = jnp.where(open_B, _draw(residual, noise_BTV[:, node]), final_B)
+    path_BK = jnp.stack(path, axis=1)
+    accepted_B = jnp.stack(here, axis=1).sum(axis=1, dtype=jnp.int32) - 1
+    draft_BK = _path_tokens(proposal, path_BK)
+    verdict = _conclude(draft_BK, accepted_B, final_B)
+    return Verdict(path_BK, verdict.token_BT, verdict.count_B)
+
+
+def _coins(sampling: Sampling, length_B: Array, topology: Topology) -> Array:
+    """One independent uniform number per node, keyed by its own position and its rank among equally deep nodes."""
+    depth, rank, seen = topology.depth, [], dict.fromkeys(topology.depth, 0)
+    for d in depth:
+        rank.append(seen[d])
+        seen[d] += 1
+    position_BT = length_B[:, None] + jnp.asarray(depth, jnp.int32)[None]
+    # Ranks get keys far above any context length, so that they never meet another position's key.
+    return uniform(sampling.key_BX, position_BT + jnp.asarray(rank, jnp.int32)[None] * (1 << 24), Purpose.ACCEPT)
+
+
+def _path_tokens(proposal: Proposal, path_BK: Array) -> Array:
+    return jnp.take_along_axis(proposal.token_BN, jnp.maximum(path_BK[:, 1:] - 1, 0), axis=1)
+
+
+def block(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, topology: Topology) -> Verdict:
+    """Block verification of a chain (Sun 2024, 2403.10444): accepts at least as many drafts as ``reject``, same law.
+
+    With p_0 = 1, p_i = min(p_{i-1} Mb(x_i)/Ms(x_i), 1), R_i = sum max(p_i Mb - Ms, 0) and h_i = R_i / (R_i + 1 - p_i)
+    (h = p at the end of the block), the number of accepted drafts is the largest i whose coin falls below h_i; the
+    next token is drawn from norm(max(p_i Mb - Ms, 0)), or from Mb behind the last draft.
+    """
+    p_BTV, q_BNV = _distributions(proposal, score_BTV, sampling)
+    drafts = proposal.token_BN.shape[1]
+    length_of_B = jnp.sum(jnp.cumprod(usable(proposal, sampling, topology).astype(jnp.int32), axis=1), axis=1)
+    coin_BT = _coins(sampling, length_B, topology)
+    carried_B = jnp.ones(p_BTV.shape[0], jnp.float32)
+    accepted_B = jnp.zeros(p_BTV.shape[0], jnp.int32)
+    last_BV = _block_residual(carried_B, p_BTV[:, 0], q_BNV[:, 0], length_of_B > 0) if drafts else p_BTV[:, 0]
+    for i in range(1, drafts + 1):
+        token = proposal.token_BN[:, i - 1, None]
+        ratio = jnp.take_along_axis(p_BTV[:, i - 1], token, 1) / jnp.take_along_axis(q_BNV[:, i - 1], token, 1)
+        carried_B = jnp.minimum(carried_B * ratio[:, 0], 1.0)
+        inner = i < length_of_B
+        residual = p_BTV[:, i] * carried_B[:, None]
+        if i < drafts:
+            residual = jnp.where(inner[:, None], jnp.maximum(residual - q_BNV[:, i], 0.0), residual)
+        total = jnp.sum(residual, axis=-1)
+        rest = total + 1 - carried_B
+        h_B = jnp.where(inner, jnp.where(rest > 0, total / jnp.where(rest > 0, rest, 1), 1.0), carried_B)
+        hit = (i <= length_of_B) & (coin_BT[:, i] < h_B)
+        accepted_B = jnp.where(hit, i, accepted_B)
+        last_BV = jnp.where(hit[:, None], _normalise(residual, p_BTV[:, i]), last_BV)
+    noise = gumbel(sampling.key_BX, length_B[:, None] + accepted_B[:, None] + 1, Purpose.RESIDUAL, p_BTV.shape[-1])
+    return _conclude(proposal.token_BN, accepted_B, _draw(last_BV, noise[:, 0]))
+
+
+def _block_residual(carried_B: Array, p_BV: Array, q_BV: Array, drafted_B: Array) -> Array:
+    left = jnp.maximum(carried_B[:, None] * p_BV - q_BV, 0.0)
+    return jnp.where(drafted_B[:, None], _normalise(left, p_BV), p_BV)
+
+
+RULES: dict[str, Rule] = {"greedy": greedy, "match": match, "reject": reject, "block": block}

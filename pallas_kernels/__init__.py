@@ -1,0 +1,1 @@
+"""Pallas kernels for the accelerator, one folder per operation, each with a plain reference."""
