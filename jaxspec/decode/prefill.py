@@ -3,7 +3,6 @@
 from dataclasses import fields
 
 import jax.numpy as jnp
-from jax import lax
 
 from jaxspec.cache.kv import Window
 from jaxspec.decode.state import DecodeState, Target
@@ -13,7 +12,13 @@ from jaxspec.shapes import Array
 
 
 def prefill(
-    target: Target, drafter: Drafter, state: DecodeState, row: Array, token_T: Array, start: Array
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    row: Array,
+    token_T: Array,
+    start: Array,
+    table_J: Array | None = None,
 ) -> DecodeState:
     """Writes one chunk of a row's prompt into the target's and the drafter's caches.
 
@@ -24,10 +29,11 @@ def prefill(
       row: int32 scalar.
       token_T: chunk, padded to its bucket; padding lands behind the prompt and is overwritten later.
       start: position of the first token.
+      table_J: page ids of the row, None without a page pool.
     """
     start_B, token_BT = start[None], token_T[None]
     position_BT = start_B[:, None] + jnp.arange(token_T.shape[0], dtype=jnp.int32)[None]
-    table = row.reshape(1, 1) if state.table_BJ is None else lax.dynamic_slice_in_dim(state.table_BJ, row, 1)
+    table = row.reshape(1, 1) if table_J is None else table_J[None]
     hidden = target.net.apply(target.params, token_BT, position_BT, state.layers, Window(start_B, table, block=target.block))
     count_B = jnp.full(1, token_T.shape[0], jnp.int32)
     draft = drafter.observe(state.draft, Commit(token_BT, count_B, start_B, None, row))
@@ -75,6 +81,7 @@ def retire(state: DecodeState, row: Array) -> DecodeState:
     changes = {name: getattr(s, name).at[row].set(value) for name, value in neutral.items()}
     return replace(
         state,
+        table_BJ=None if state.table_BJ is None else state.table_BJ.at[row].set(0),
         sampling=replace(s, **changes),
         active_B=state.active_B.at[row].set(False),
         length_B=state.length_B.at[row].set(0),

@@ -64,11 +64,12 @@ class DecodeState:
 
 def init_sampling(rows: int, stop_ids: int) -> Sampling:
     """Neutral settings: greedy, nothing switched on."""
-    zeros, ones = jnp.zeros(rows, jnp.float32), jnp.ones(rows, jnp.float32)
-    ints = jnp.zeros(rows, jnp.int32)
-    values = {f.name: zeros for f in fields(Sampling)}  # pyright: ignore[reportArgumentType]
-    values |= {"top_p_B": ones, "repetition_B": ones, "logprobs_B": ints - 1}
-    values |= dict.fromkeys(("top_k_B", "min_length_B", "max_length_B", "draft_limit_B"), ints)
+    special = {"top_p_B": 1.0, "repetition_B": 1.0, "logprobs_B": -1}
+    whole = {"top_k_B", "min_length_B", "max_length_B", "draft_limit_B", "logprobs_B"}
+    values = {  # one array each: a donated buffer must not appear twice
+        f.name: jnp.full(rows, special.get(f.name, 0), jnp.int32 if f.name in whole else jnp.float32)
+        for f in fields(Sampling)  # pyright: ignore[reportArgumentType]
+    }
     values |= {"key_BX": jnp.zeros((rows, 2), jnp.uint32), "stop_BX": jnp.full((rows, stop_ids), -1, jnp.int32)}
     return Sampling(**values)
 
@@ -94,12 +95,11 @@ def init_state(
     dtype = jnp.dtype(target.net.policy.compute)
     shape = (pages, page) if pages else (rows, room)
     layers = init_layers(len(arch.layers), shape[0], spec.kv_heads, shape[1], spec.head_dim, dtype)
-    ints = jnp.zeros(rows, jnp.int32)
     return DecodeState(
         layers=layers,
         table_BJ=jnp.zeros((rows, -(-room // page)), jnp.int32) if pages else None,
-        length_B=ints,
-        anchor_B=ints,
+        length_B=jnp.zeros(rows, jnp.int32),
+        anchor_B=jnp.zeros(rows, jnp.int32),
         history_BS=jnp.zeros((rows, room), jnp.int32),
         count_BV=jnp.zeros((rows, arch.vocab_size), jnp.int32),
         prompt_BV=jnp.zeros((rows, arch.vocab_size), bool),

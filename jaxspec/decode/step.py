@@ -72,7 +72,7 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
     final_BT = jnp.concatenate([anchor.token_B[:, None], verdict.token_BT[:, :-1]], axis=1)
     draft = drafter.observe(draft, Commit(final_BT, verdict.count_B, anchor.length_B, verdict.path_BT, None))
     logprob, ranked = _logprobs(logits_BTV, verdict, sampling.logprobs_B, plan.logprobs)
-    drafted_B = jnp.sum(usable(proposal, sampling, top), axis=1, dtype=jnp.int32) * state.active_B
+    drafted_B = jnp.sum(usable(proposal, sampling, top) & state.active_B[:, None], axis=1, dtype=jnp.int32)
     out = StepOut(verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, logprob, ranked)
     return _advance(state, layers, draft, verdict, stopped_B | full_B), out
 

@@ -1,0 +1,39 @@
+"""Which pages of a shared pool belong to whom; page 0 belongs to nobody and takes the writes of idle rows."""
+
+from jaxspec.errors import CapacityError
+
+
+class PageAllocator:
+    """A free list of page ids, kept on the host."""
+
+    def __init__(self, pages: int, page: int):
+        if pages < 2 or page < 1:
+            raise CapacityError(f"page pool: at least 2 pages of at least 1 token are needed, got {pages} of {page}")
+        self.page, self.total = page, pages - 1
+        self._free = list(range(pages - 1, 0, -1))
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def needed(self, tokens: int) -> int:
+        """Pages for so many tokens."""
+        return -(-tokens // self.page)
+
+    def allocate(self, tokens: int) -> list[int] | None:
+        """Takes pages for so many tokens; None if they are not free now.
+
+        Raises:
+          CapacityError: the pool could never hold them.
+        """
+        count = self.needed(tokens)
+        if count > self.total:
+            raise CapacityError(f"page pool: {tokens} tokens need {count} pages, the pool has {self.total}; enlarge it")
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, pages: list[int]) -> None:
+        """Gives pages back."""
+        self._free.extend(reversed(pages))

@@ -1,0 +1,122 @@
+"""Speculation settings, in vLLM's words, to a drafter."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxspec.draft.ngram import Ngram
+from jaxspec.draft.null import NoDrafts
+from jaxspec.draft.small_lm import SmallLm
+from jaxspec.errors import ConfigError
+from jaxspec.models.transformer import Transformer
+from jaxspec.protocol import Drafter
+from jaxspec.shapes import Params
+from jaxspec.topology import Topology, chain, tree
+
+MAX_LENGTH = 16
+RULES = {
+    "match": "match", "standard": "reject", "reject": "reject", "block": "block",
+    "probabilistic": "reject", "greedy": "greedy",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """A checked ``speculative_config``.
+
+    Attributes:
+      method: ``ngram``, ``draft_model`` or ``none``.
+      topology: chain or tree.
+      rule: verification rule.
+      model: directory of the draft model.
+      lookup_max, lookup_min: suffix lengths of n-gram matches.
+    """
+
+    method: str
+    topology: Topology
+    rule: str = "match"
+    model: str | None = None
+    lookup_max: int = 4
+    lookup_min: int = 2
+
+
+KEYS = {
+    "method", "model", "num_speculative_tokens", "speculative_token_tree", "rejection_sample_method",
+    "prompt_lookup_max", "prompt_lookup_min",
+}  # fmt: skip
+METHODS = ("ngram", "draft_model")
+
+
+def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
+    """Checks a ``speculative_config``.
+
+    Args:
+      config: vLLM's keys. ``num_speculative_tokens`` gives a chain, ``speculative_token_tree`` a list of branching
+        factors per level instead; ``rejection_sample_method`` is ``match`` (default: the same text as without
+        speculation), ``standard`` or ``block`` (the same distribution, higher acceptance when sampling).
+
+    Raises:
+      ConfigError: keys or values are unknown or contradict each other.
+    """
+    if config is None:
+        return SpeculativeConfig("none", chain(0))
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"speculative_config: a mapping is needed, got {type(config).__name__}")
+    unknown = sorted(set(config) - KEYS)
+    if unknown:
+        raise ConfigError(f"speculative_config: unknown keys {unknown}; known are {sorted(KEYS)}")
+    method = config.get("method") or ("draft_model" if config.get("model") else None)
+    if method not in METHODS:
+        raise ConfigError(f"speculative_config: method {method!r} is not known; known are {list(METHODS)}")
+    rule = config.get("rejection_sample_method", "match")
+    if rule not in RULES:
+        raise ConfigError(f"speculative_config: rejection_sample_method {rule!r} is not known; known are {sorted(RULES)}")
+    topology = _topology(config)
+    if RULES[rule] == "block" and not topology.is_chain:
+        raise ConfigError("speculative_config: block verification is for chains; leave speculative_token_tree out")
+    longest = config.get("prompt_lookup_max", max(4, config.get("prompt_lookup_min", 0)))
+    shortest = config.get("prompt_lookup_min", min(2, longest))
+    if not 1 <= shortest <= longest <= 16:
+        raise ConfigError(f"speculative_config: 1 <= prompt_lookup_min <= prompt_lookup_max <= 16, got {shortest}, {longest}")
+    if method == "draft_model" and not config.get("model"):
+        raise ConfigError('speculative_config: method "draft_model" needs "model", the directory of the draft model')
+    return SpeculativeConfig(method, topology, RULES[rule], config.get("model"), longest, shortest)
+
+
+def _topology(config: Mapping[str, Any]) -> Topology:
+    levels, length = config.get("speculative_token_tree"), config.get("num_speculative_tokens")
+    if levels is not None:
+        if not isinstance(levels, list | tuple) or not all(isinstance(n, int) for n in levels):
+            raise ConfigError(f"speculative_config: speculative_token_tree lists branching factors, got {levels!r}")
+        return tree(tuple(levels))
+    if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= MAX_LENGTH:
+        raise ConfigError(
+            f"speculative_config: num_speculative_tokens must be an integer from 1 to {MAX_LENGTH}, got {length!r}; "
+            "leave speculative_config out for plain decoding"
+        )
+    return chain(length)
+
+
+def build(config: SpeculativeConfig, vocab_size: int, block: int, model: tuple[Transformer, Params] | None) -> Drafter:
+    """The drafter of a checked config, ready for a target.
+
+    Args:
+      config: what is wanted.
+      vocab_size: the target's.
+      block: positions that attention reads at a time.
+      model: network and parameters of the draft model, where the method has one.
+
+    Raises:
+      ConfigError: the draft model's vocabulary does not fit the target's.
+    """
+    if config.method == "none":
+        return NoDrafts()
+    if config.method == "ngram" or model is None:
+        return Ngram(config.topology, config.lookup_max, config.lookup_min)
+    net, params = model
+    if net.arch.vocab_size != vocab_size:
+        raise ConfigError(
+            f"speculative_config: the draft model has a vocabulary of {net.arch.vocab_size}, the target of {vocab_size}; "
+            "use a draft model trained with the target's tokenizer"
+        )
+    return SmallLm(params, net, config.topology, block)

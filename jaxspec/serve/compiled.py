@@ -1,0 +1,92 @@
+"""Ahead-of-time executables of one engine: nothing compiles after warm-up, a changed shape is an error."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.decode.prefill import admit, prefill, retire
+from jaxspec.decode.state import DecodeState, Target, init_sampling
+from jaxspec.decode.step import Report, StepPlan, dispatch
+from jaxspec.draft.null import NoDrafts
+from jaxspec.protocol import Drafter, Sampling
+from jaxspec.shapes import Array
+
+
+class Programs:
+    """Every program that serving needs, compiled for one state's shapes.
+
+    Attributes:
+      target, drafter: passed to the programs as arguments; weights are never baked in.
+      buckets: prefill chunk sizes in tokens, ascending.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan, buckets: tuple[int, ...]):
+        self.target, self.drafter, self.buckets, self.plan = target, drafter, buckets, plan
+        scalar = jnp.int32(0)
+        table = None if state.table_BJ is None else state.table_BJ[0]
+        flag = jnp.array(False)
+        plain = NoDrafts()
+        speculative = drafter.topology.drafts > 0
+        jobs: dict[str, Callable[[], Any]] = {
+            "plain": lambda: _compile(_dispatch(plan), (target, plain, state, scalar, flag), donate=2),
+            "admit": lambda: _compile(admit, (state, scalar, state.history_BS[0], scalar, init_sampling(1, state.sampling.stop_BX.shape[1]), table), donate=0),
+            "retire": lambda: _compile(retire, (state, scalar), donate=0),
+        }  # fmt: skip
+        if speculative:
+            jobs["speculative"] = lambda: _compile(_dispatch(plan), (target, drafter, state, scalar, flag), donate=2)
+        for size in buckets:
+            chunk = jnp.zeros(size, jnp.int32)
+            jobs[f"prefill {size}"] = lambda chunk=chunk: _compile(
+                prefill, (target, drafter, state, scalar, chunk, scalar, table), donate=2
+            )
+        # XLA compiles outside the interpreter lock, so two threads halve the wait on two cores.
+        with ThreadPoolExecutor(2) as pool:
+            done = {name: pool.submit(job) for name, job in jobs.items()}
+            self._programs = {name: future.result() for name, future in done.items()}
+
+    def dispatch(self, state: DecodeState, steps: int, eager: bool, speculative: bool) -> tuple[DecodeState, Report]:
+        """Up to ``steps`` steps, with or without drafts."""
+        name, drafter = ("speculative", self.drafter) if speculative else ("plain", NoDrafts())
+        return self._programs[name](self.target, drafter, state, np.int32(steps), np.bool_(eager))
+
+    def prefill(self, state: DecodeState, row: int, prompt: np.ndarray, table_J: np.ndarray | None) -> DecodeState:
+        """Runs all of a prompt but its last token, in as few chunks as the buckets allow."""
+        start, left = 0, len(prompt) - 1
+        while left > 0:
+            size = next((b for b in self.buckets if b >= left), self.buckets[-1])
+            chunk = np.zeros(size, np.int32)
+            count = min(size, left)
+            chunk[:count] = prompt[start : start + count]
+            state = self._programs[f"prefill {size}"](
+                self.target, self.drafter, state, np.int32(row), chunk, np.int32(start), table_J
+            )
+            start, left = start + count, left - count
+        return state
+
+    def admit(
+        self, state: DecodeState, row: int, prompt: np.ndarray, sampling: Sampling, table_J: np.ndarray | None
+    ) -> DecodeState:
+        """Starts a prefilled row."""
+        history = np.zeros(state.history_BS.shape[1], np.int32)
+        history[: len(prompt)] = prompt
+        return self._programs["admit"](state, np.int32(row), history, np.int32(len(prompt)), sampling, table_J)
+
+    def retire(self, state: DecodeState, row: int) -> DecodeState:
+        """Frees a row."""
+        return self._programs["retire"](state, np.int32(row))
+
+
+def _dispatch(plan: StepPlan) -> Callable[..., tuple[DecodeState, Report]]:
+    def run(target: Target, drafter: Drafter, state: DecodeState, limit: Array, eager: Array):
+        return dispatch(target, drafter, state, limit, eager, plan=plan)
+
+    return run
+
+
+def _compile(function: Callable[..., Any], args: tuple[Any, ...], donate: int) -> Any:
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()

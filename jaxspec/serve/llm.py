@@ -1,0 +1,264 @@
+"""The in-process API: load a model, generate, chat, stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.checkpoint.load import load_model
+from jaxspec.decode.state import Target
+from jaxspec.draft import catalog
+from jaxspec.errors import CapacityError, ConfigError, RequestError
+from jaxspec.models.transformer import Policy
+from jaxspec.serve.engine import STOP_PLACES, Engine, EngineSpec
+from jaxspec.serve.metrics import Metric
+from jaxspec.serve.request import RequestOutput, SamplingParams
+from jaxspec.serve.rows import Sample, new_samples
+from jaxspec.serve.text import Growing, Text
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+DEFAULT_CAPACITY = 8192
+BLOCK = 128
+
+
+class LLM:
+    """A model ready to generate, with or without speculation.
+
+    Args:
+      model: directory in Hugging Face layout.
+      speculative_config: vLLM's keys, see ``jaxspec.draft.catalog.parse``; None decodes plainly.
+      dtype: ``bfloat16`` or ``float32`` weights and products; ``auto`` takes the checkpoint's, or bfloat16.
+      max_model_len: longest text in tokens, prompt included; by default the model's, at most 8192.
+      max_num_seqs: rows that are decoded together.
+      seed: origin of the seeds of requests that bring none.
+      max_logprobs: most log-probabilities per token that a request may ask for.
+      steps_per_dispatch: most verification steps before the host looks.
+      prefill_buckets: prompt chunk sizes in tokens, ascending.
+      kv_page_size: tokens per page of a pool that all rows share; 0 gives each row its whole capacity.
+      num_kv_pages: size of that pool; by default enough for all rows at full length.
+
+    Raises:
+      ConfigError, CheckpointError: the directory or the settings are not usable.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 8,
+        seed: int = 0,
+        max_logprobs: int = 20,
+        steps_per_dispatch: int = 8,
+        prefill_buckets: tuple[int, ...] = (32, 256),
+        kv_page_size: int = 0,
+        num_kv_pages: int = 0,
+    ):
+        config = catalog.parse(speculative_config)
+        for name, value in (("max_num_seqs", max_num_seqs), ("steps_per_dispatch", steps_per_dispatch)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"LLM: {name} must be an integer of at least 1, got {value!r}")
+        self.model = load_model(model, _policy(dtype))
+        arch = self.model.net.arch
+        self.capacity = max_model_len or min(arch.max_position, DEFAULT_CAPACITY)
+        if not 2 <= self.capacity <= arch.max_position:
+            raise ConfigError(f"LLM: max_model_len must be from 2 to the model's {arch.max_position}, got {max_model_len}")
+        self.text = Text.load(self.model.directory)
+        self.eos = _eos(self.model.config, self.model.generation)
+        self.seed, self.max_logprobs = seed, max_logprobs
+        draft = load_model(config.model, self.model.net.policy) if config.model else None
+        drafter = catalog.build(config, arch.vocab_size, BLOCK, (draft.net, draft.params) if draft else None)
+        block = math.gcd(BLOCK, kv_page_size) if kv_page_size else BLOCK
+        if kv_page_size and not num_kv_pages:
+            num_kv_pages = 1 + max_num_seqs * -(-(self.capacity + max(prefill_buckets)) // kv_page_size)
+        self.spec = EngineSpec(
+            rows=max_num_seqs,
+            capacity=self.capacity,
+            rule=config.rule,
+            steps=steps_per_dispatch,
+            logprobs=max_logprobs,
+            buckets=tuple(sorted(prefill_buckets)),
+            page=kv_page_size,
+            pages=num_kv_pages,
+        )
+        self.engine = Engine(Target(self.model.params, self.model.net, block), drafter, self.spec, self.eos)
+        self._number = 0
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's ``generation_config.json`` recommends."""
+        names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+        names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+        published = self.model.generation
+        values = {ours: published[name] for name, ours in names.items() if published.get(name) is not None}
+        if published.get("do_sample") is False:
+            values["temperature"] = 0.0
+        return SamplingParams(**values)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Generates for all prompts, as many at a time as there are rows; results come in the prompts' order.
+
+        Args:
+          prompts: texts, lists of token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": [...]}``.
+          sampling_params: one for all, or one per prompt.
+
+        Raises:
+          RequestError: a prompt or its parameters are not acceptable; nothing has been generated then.
+        """
+        many = _as_list(prompts)
+        return self._run([self._request(p, s) for p, s in zip(many, self._params(sampling_params, len(many)), strict=True)])
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generates the assistant's answer to one conversation or to several."""
+        talks: Any = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self.generate([{"messages": talk} for talk in talks], sampling_params)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, steps: int = 1
+    ) -> Iterator[RequestOutput]:
+        """Yields the same growing output after every ``steps`` verification steps."""
+        samples = self._request(prompt, self._params(sampling_params, 1)[0])
+        self.engine.add(samples)
+        output = samples[0].output
+        try:
+            while not output.finished:
+                self.engine.step(steps)
+                yield output
+        finally:
+            if not output.finished:
+                self.engine.abort()
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1."""
+        ids = self._check_ids(list(token_ids))
+        if len(ids) > self.capacity:
+            raise RequestError(f"logits: {len(ids)} tokens, the capacity is {self.capacity}; raise max_model_len")
+        size = -(-len(ids) // 64) * 64
+        token = np.zeros((1, size), np.int32)
+        token[0, : len(ids)] = ids
+        position = np.arange(size, dtype=np.int32)[None]
+        return np.asarray(self._teacher(self.model.params, token, position))[0, : len(ids)]
+
+    def get_metrics(self) -> list[Metric]:
+        """Engine totals since the start, vLLM's names first."""
+        return self.engine.metrics.counters()
+
+    @cached_property
+    def _teacher(self):
+        return jax.jit(lambda params, token, at: self.model.net.apply(params, token, at, method="logits_of")[0])
+
+    def _run(self, requests: list[list[Sample]]) -> list[RequestOutput]:
+        for samples in requests:
+            self.engine.add(samples)
+        try:
+            while self.engine.busy:
+                self.engine.step()
+        except BaseException:
+            self.engine.abort()
+            raise
+        return [samples[0].output for samples in requests]
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.default_sampling_params] * count
+        if len(given) != count:
+            raise RequestError(f"sampling_params: {len(given)} for {count} prompts; give one, or one per prompt")
+        return list(given)
+
+    def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> list[Sample]:
+        text, ids = self._encode(prompt)
+        self._check_params(params)
+        if len(ids) >= self.capacity:
+            raise RequestError(
+                f"prompt: {len(ids)} tokens leave no room to generate within {self.capacity}; shorten it or raise max_model_len"
+            )
+        if params.min_tokens and len(ids) + params.min_tokens > self.capacity:
+            raise RequestError(f"min_tokens: {params.min_tokens} behind {len(ids)} prompt tokens exceed {self.capacity}")
+        number, self._number = self._number, self._number + 1
+        return new_samples(
+            request_id or str(number), text, ids, params, lambda p: Growing(self.text, p),
+            engine_seed=self.seed, number=number, capacity=self.capacity, draft_length=self.engine.drafter.topology.max_depth,
+        )  # fmt: skip
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), self._check_ids(prompt["prompt_token_ids"])
+            if "messages" in prompt:
+                return None, self._check_ids(self._tokenizer().encode_chat(prompt["messages"]))
+            if "prompt" not in prompt:
+                raise RequestError(f'prompt: needs "prompt", "messages" or "prompt_token_ids", got {sorted(prompt)}')
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return prompt, self._check_ids(self._tokenizer().encode(prompt))
+        return None, self._check_ids(prompt)
+
+    def _tokenizer(self) -> Text:
+        if self.text is None:
+            raise RequestError(f"prompt: {self.model.directory} has no tokenizer; give prompt_token_ids")
+        return self.text
+
+    def _check_ids(self, ids: Any) -> list[int]:
+        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str) or len(ids) == 0:
+            raise RequestError(f"prompt: at least one token is needed, got {ids!r}")
+        vocab = self.model.net.arch.vocab_size
+        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab]
+        if wrong:
+            raise RequestError(f"prompt: token ids are integers from 0 to {vocab - 1}, got {wrong[:5]}")
+        return [int(i) for i in ids]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab = self.model.net.arch.vocab_size
+        stops = params.stop_token_ids or []
+        if any(not 0 <= i < vocab for i in stops):
+            raise RequestError(f"stop_token_ids: ids are from 0 to {vocab - 1}, got {stops}")
+        if len(set(stops) | self.eos) > STOP_PLACES:
+            raise RequestError(f"stop_token_ids: at most {STOP_PLACES - len(self.eos)} besides the model's own, got {len(stops)}")
+        if (params.logprobs or 0) > self.max_logprobs:
+            raise RequestError(f"logprobs: at most {self.max_logprobs}, got {params.logprobs}; raise LLM(max_logprobs=)")
+        if params.stop_strings and self.text is None:
+            raise RequestError(f"stop: {self.model.directory} has no tokenizer; use stop_token_ids")
+        if params.logprobs is not None and self.max_logprobs == 0:
+            raise RequestError("logprobs: this engine was built with max_logprobs=0")
+
+
+def _policy(dtype: str) -> Policy:
+    if dtype not in (*DTYPES, "auto"):
+        raise ConfigError(f"LLM: dtype {dtype!r} is not known; known are {['auto', *DTYPES]}")
+    kind = jnp.dtype(DTYPES.get(dtype, "bfloat16"))
+    return Policy(kind, kind, "switched" if jax.default_backend() == "cpu" else "stacked")
+
+
+def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int]:
+    found: set[int] = set()
+    for source in (generation.get("eos_token_id"), config.get("eos_token_id")):
+        if isinstance(source, int):
+            found.add(source)
+        elif isinstance(source, list):
+            found |= set(source)
+    if len(found) > STOP_PLACES:
+        raise CapacityError(f"config: {len(found)} end-of-text ids, at most {STOP_PLACES} are supported")
+    return found
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    many: list[Any] = list(prompts)
+    return [many] if many and isinstance(many[0], int | np.integer) else many

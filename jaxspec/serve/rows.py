@@ -1,0 +1,127 @@
+"""Which sample runs in which batch row, and what the host knows about it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxspec.protocol import Sampling
+from jaxspec.serve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, SpeculationMetrics, key_words
+
+if TYPE_CHECKING:
+    from jaxspec.serve.text import Growing
+
+
+@dataclass
+class Sample:
+    """One of a request's n samples on its way through the engine.
+
+    Attributes:
+      output: the request that it belongs to.
+      completion: what the caller sees of it.
+      params: its settings.
+      growing: its text.
+      key: words of its random key.
+      max_length: total length at which it ends.
+      pages: page ids that it holds.
+    """
+
+    output: RequestOutput
+    completion: CompletionOutput
+    params: SamplingParams
+    growing: Growing
+    key: tuple[int, int]
+    max_length: int
+    arrived: float = field(default_factory=time.monotonic)
+    pages: list[int] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> np.ndarray:
+        """Prompt ids."""
+        return np.asarray(self.output.prompt_token_ids, np.int32)
+
+    def sampling(self, stop_ids: list[int], stop_places: int, draft_length: int) -> Sampling:
+        """Its settings as arrays of one row."""
+        p = self.params
+        limit = draft_length if p.draft_limit is None else min(p.draft_limit, draft_length)
+        stops = stop_ids + [-1] * (stop_places - len(stop_ids))
+
+        def real(x: float) -> np.ndarray:
+            return np.asarray([x], np.float32)
+
+        def whole(x: int) -> np.ndarray:
+            return np.asarray([x], np.int32)
+
+        return Sampling(
+            temperature_B=real(p.temperature),
+            top_p_B=real(p.top_p),
+            min_p_B=real(p.min_p),
+            top_k_B=whole(max(p.top_k, 0)),
+            repetition_B=real(p.repetition_penalty),
+            presence_B=real(p.presence_penalty),
+            frequency_B=real(p.frequency_penalty),
+            key_BX=np.asarray([self.key], np.uint32),
+            stop_BX=np.asarray([stops], np.int32),
+            min_length_B=whole(len(self.output.prompt_token_ids) + p.min_tokens if p.min_tokens else 0),
+            max_length_B=whole(self.max_length),
+            draft_limit_B=whole(limit),
+            logprobs_B=whole(-1 if p.logprobs is None else p.logprobs),
+        )
+
+    def take(self, tokens: np.ndarray, drafted: int, logprobs: list[dict[int, Logprob]] | None, eos: set[int]) -> bool:
+        """Takes over the tokens of one verification, one by one; returns whether the text ended at one of them."""
+        c = self.completion
+        if "first_token" not in self.output.time_s:
+            self.output.time_s["first_token"] = time.monotonic() - self.arrived
+        used = 0
+        for place, token in enumerate(tokens.tolist()):
+            used += 1
+            c.token_ids.append(token)
+            c.drafted.append(place < len(tokens) - 1)
+            if logprobs is not None and c.logprobs is not None:
+                c.logprobs.append(logprobs[place])
+                c.cumulative_logprob = (c.cumulative_logprob or 0.0) + logprobs[place][token].logprob
+            stop = self.growing.add(token)
+            c.text = self.growing.text
+            if stop is not None:
+                c.finish_reason, c.stop_reason = "stop", stop
+            elif not self.params.ignore_eos and token in eos:
+                c.finish_reason = "stop"
+            elif token in (self.params.stop_token_ids or []):
+                c.finish_reason, c.stop_reason = "stop", token
+            elif len(self.output.prompt_token_ids) + len(c.token_ids) >= self.max_length:
+                c.finish_reason = "length"
+            if c.finish_reason:
+                break
+        self.output.metrics.add(drafted, used)
+        return c.finish_reason is not None
+
+
+def new_metrics(draft_length: int) -> SpeculationMetrics:
+    """Zeroed counts with a place per draft position."""
+    return SpeculationMetrics(num_accepted_tokens_per_pos=[0] * draft_length)
+
+
+def new_samples(
+    request_id: str,
+    prompt: str | None,
+    ids: list[int],
+    params: SamplingParams,
+    grow,
+    *,
+    engine_seed: int,
+    number: int,
+    capacity: int,
+    draft_length: int,
+) -> list[Sample]:
+    """One request as n samples that share one output."""
+    outputs = [CompletionOutput(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
+    output = RequestOutput(request_id, prompt, ids, outputs, metrics=new_metrics(draft_length))
+    longest = min(len(ids) + params.max_tokens if params.max_tokens else capacity, capacity)
+    return [
+        Sample(output, c, params, grow(params), key_words(params.seed, engine_seed, number, c.index), longest)
+        for c in outputs
+    ]

@@ -1,0 +1,101 @@
+"""Tokenizer and chat template of a model directory, and text that grows token by token."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from jaxspec.errors import ConfigError, RequestError
+from jaxspec.serve.request import SamplingParams
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+class Text:
+    """Encodes prompts and decodes ids; wraps the published tokenizer."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, directory: Path) -> Text | None:
+        """The directory's tokenizer, None if it has none.
+
+        Raises:
+          ConfigError: tokenizer files are there but cannot be read.
+        """
+        if not any((directory / name).exists() for name in TOKENIZER_FILES):
+            return None
+        logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns that torch is missing
+        from transformers import AutoTokenizer
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(directory))
+        except Exception as error:
+            raise ConfigError(f"{directory}: the tokenizer cannot be read ({error})") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with the special tokens that the model expects at its start."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"prompt: not valid Unicode at character {error.start}; remove lone surrogates") from error
+        return self.tokenizer(text)["input_ids"]
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Ids of a conversation, ready for the assistant's answer.
+
+        Raises:
+          RequestError: the messages are malformed or the model has no chat template.
+        """
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise RequestError(f'messages: each needs "role" and "content", got {message!r}')
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise RequestError("messages: this model has no chat template; give a plain prompt")
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            raise RequestError(f"messages: the chat template refuses them ({error})") from error
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+
+class Growing:
+    """The text of one sample while it grows, cut at the first stop string."""
+
+    def __init__(self, text: Text | None, params: SamplingParams):
+        self.text = ""
+        self._stops = params.stop_strings
+        self._include = params.include_stop_str_in_output
+        self._backend = getattr(text.tokenizer, "backend_tokenizer", None) if text else None
+        self._slow, self._skip, self._ids = text, params.skip_special_tokens, []
+        self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens) if self._backend else None
+
+    def add(self, token: int) -> str | None:
+        """Appends one token; returns the stop string that it completes, if any."""
+        if self._slow is None:
+            return None
+        before = len(self.text)
+        if self._stream is not None:
+            self.text += self._stream.step(self._backend, token) or ""
+        else:
+            self._ids.append(token)
+            self.text = self._slow.decode(self._ids, self._skip)
+        hits = []
+        for stop in self._stops:
+            place = self.text.find(stop, max(before - len(stop) + 1, 0))
+            if place >= 0:
+                hits.append((place, stop))
+        if not hits:
+            return None
+        place, stop = min(hits)
+        self.text = self.text[: place + len(stop) if self._include else place]
+        return stop
