@@ -25,6 +25,16 @@ def _keys(key_BX: Array, position_BT: Array, purpose: Purpose) -> Array:
     return jax.vmap(lambda words, row: jax.vmap(lambda position: one(words, position))(row))(key_BX, position_BT)
 
 
+def within_step(anchor_B: Array, rank_BT: Array) -> Array:
+    """Positions that key draws by step: the anchor's position and a rank (a node or a depth) inside the step, [B, T].
+
+    Rejection rules need it: block verification looks behind the last draft that it accepts, so drafts and coins that
+    it saw there must not come back when the next step drafts for the same positions.
+    """
+    # Ranks get keys far above any context length, so that they never meet another position's key.
+    return anchor_B[:, None] + rank_BT * (1 << 24)
+
+
 def gumbel(key_BX: Array, position_BT: Array, purpose: Purpose, width: int) -> Array:
     """Standard Gumbel noise of the token at each position, float32 [B, T, width].
 

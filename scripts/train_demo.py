@@ -1,141 +1,189 @@
-"""Reproduces the demo pair: an MoE target trained on the standard library's source, and a draft distilled from it."""
+"""Reproduces the demo pair: an MoE target trained on the standard library's source, and a draft distilled from it.
+
+Run ``python scripts/train_demo.py --work DIR``; started again, it goes on where it stopped.
+"""
 
 import argparse
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import demo_corpus
 import jax
-import jax.numpy as jnp
 import numpy as np
+from demo_models import DEMO, FROZEN, TINY, Recipe, draft_figures, forward, init, net_of, target_figures
+from demo_record import describe, export, figures, write_provenance
+from demo_text import write_text
 
-from jaxspec.models.catalog import arch_of
-from jaxspec.models.transformer import Policy, Transformer
-from jaxspec.train import losses, loop, optimizer
-
-HERE = Path(__file__).parent
-LENGTH, BATCH = 512, 4
-TRAIN = Policy(jnp.dtype("float32"), jnp.dtype("bfloat16"), "stacked")
-
-TARGET = {
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "model_type": "qwen2_moe",
-    "vocab_size": 4096,
-    "hidden_size": 384,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 96,
-    "shared_expert_intermediate_size": 512,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
-    "use_sliding_window": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "torch_dtype": "bfloat16",
-}
-DRAFT = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 256,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "torch_dtype": "bfloat16",
-}
+from jaxspec.checkpoint.load import load_model
+from jaxspec.shapes import Array, Params
+from jaxspec.train import loop, losses, optimizer
 
 
-def positions(batch: jax.Array) -> jax.Array:
-    """0, 1, 2, ... for every row."""
-    return jnp.broadcast_to(jnp.arange(batch.shape[1], dtype=jnp.int32), batch.shape)
+def prepare_corpus(data: Path, recipe: Recipe, root: Path | None) -> None:
+    """Writes tokenizer and token streams, unless they are there."""
+    if (data / "corpus.json").exists():
+        return
+    corpus = demo_corpus.collect(root)
+    demo_corpus.train_tokenizer(corpus, data, recipe.target["vocab_size"])
+    demo_corpus.encode(corpus, data, data)
 
 
-def init(net: Transformer) -> dict:
-    """Random float32 parameters, residual outputs scaled down by depth."""
-    token = jnp.zeros((1, 8), jnp.int32)
-    params = net.init(jax.random.key(0), token, positions(token), method="logits_of")
-    scale = (2 * len(net.arch.layers)) ** -0.5
-
-    def shrink(path: tuple, leaf: jax.Array) -> jax.Array:
-        return leaf * scale if path[-1].key.startswith(("down_", "out_HCD")) else leaf
-
-    return jax.tree_util.tree_map_with_path(shrink, params)
+def spec_of(directory: Path, steps: int, recipe: Recipe) -> loop.LoopSpec:
+    """Run numbers; the directory is made."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return loop.LoopSpec(steps, directory, recipe.save_every, recipe.log_every, recipe.evaluate_every)
 
 
-def evaluator(apply, data: Path):
-    """Held-out loss in nats per token over fixed windows, and the busiest expert's share of the choices."""
-    held_out = np.load(data / "held_out.npy")
-    windows = demo_corpus.batch(held_out, step=0, batch_size=32, length=LENGTH, seed=1)
-
-    @jax.jit
-    def one(params, batch):
-        logits, hidden = apply(params, batch[:, :-1], positions(batch[:, :-1]))
-        layers = [jnp.bincount(r.expert_MA.ravel(), length=r.logits_ME.shape[1]) for r in hidden.routing]
-        return losses.cross_entropy(logits, batch[:, 1:]), jnp.stack(layers) if layers else jnp.zeros((0, 1))
-
-    def evaluate(params) -> dict[str, float]:
-        parts = [one(params, windows[i : i + BATCH]) for i in range(0, len(windows), BATCH)]
-        usage = sum(np.asarray(u, np.float64) for _, u in parts)
-        figures = {"held_out_loss": float(np.mean([float(loss) for loss, _ in parts]))}
-        if usage.size:
-            share = usage / usage.sum(1, keepdims=True)
-            figures |= {"busiest_expert": float(share.max()), "idlest_expert": float(share.min())}
-        return figures
-
-    return evaluate
+def held_out_windows(data: Path, recipe: Recipe) -> np.ndarray:
+    """The fixed held-out rows that training looks at."""
+    tokens = np.load(data / "held_out.npy")
+    return demo_corpus.batch(
+        tokens, step=0, batch_size=recipe.windows, length=recipe.length, seed=recipe.held_out_seed
+    )
 
 
-def train_target(data: Path, runs: Path, steps: int) -> None:
+def train_target(data: Path, directory: Path, steps: int, recipe: Recipe) -> Params:
     """Next-token training of the target with load balancing."""
-    net = Transformer(arch_of(TARGET), TRAIN)
-    tokens = np.load(data / "train.npy")
+    net, tokens, windows = net_of(recipe.target), np.load(data / "train.npy"), held_out_windows(data, recipe)
+    measure = target_figures(net, recipe.target_batch)
 
-    def apply(params, token, position):
-        return net.apply(params, token, position, method="logits_of")
-
-    def loss_fn(params, batch):
-        logits, hidden = apply(params, batch[:, :-1], positions(batch[:, :-1]))
+    def loss_fn(params: Params, batch: Array) -> tuple[Array, dict[str, Array]]:
+        logits, hidden = forward(net, params, batch[:, :-1])
         ce = losses.cross_entropy(logits, batch[:, 1:])
         balance = losses.load_balance(hidden.routing)
         return ce + 0.01 * balance + 0.001 * losses.router_z(hidden.routing), {"ce": ce, "balance": balance}
 
-    spec = loop.LoopSpec(steps=steps, directory=runs / "target")
-    spec.directory.mkdir(parents=True, exist_ok=True)
-    loop.run(
-        spec,
-        init(net),
-        optimizer.build(steps, matrix_peak=2e-3, other_peak=3e-3),
+    def batch_of(step: int) -> np.ndarray:
+        size, seed = recipe.target_batch, recipe.target_seed
+        return demo_corpus.batch(tokens, step=step, batch_size=size, length=recipe.length, seed=seed)
+
+    def evaluate(params: Params) -> dict[str, float]:
+        found = measure(params, windows)
+        share = found.pop("share_YE")
+        return found | {"busiest_expert": float(share.max()), "idlest_expert": float(share.min())}
+
+    return loop.run(
+        spec_of(directory, steps, recipe),
+        init(net, recipe.target_seed),
+        optimizer.build(steps, matrix_peak=2e-3, other_peak=3e-3, warmup=recipe.warmup),
         loss_fn,
-        lambda step: demo_corpus.batch(tokens, step=step, batch_size=BATCH, length=LENGTH, seed=0),
-        evaluator(apply, data),
+        batch_of,
+        evaluate,
         print,
     )
 
 
+def mixed_batch(tokens: np.ndarray, text: np.ndarray, step: int, recipe: Recipe) -> np.ndarray:
+    """Rows of the corpus, then as many of the target's own text, a pure function of its arguments."""
+    half, seed = recipe.draft_batch // 2, recipe.draft_seed
+    corpus = demo_corpus.batch(tokens, step=step, batch_size=half, length=recipe.length, seed=seed)
+    epochs = [divmod(step * half + row, len(text)) for row in range(half)]
+    own = [
+        text[np.random.default_rng((seed, epoch)).permutation(len(text))[index]] for epoch, index in epochs
+    ]
+    return np.concatenate([corpus, np.stack(own)])
+
+
+def distill_draft(
+    data: Path, model: Path, directory: Path, steps: int, recipe: Recipe, text: dict[str, np.ndarray]
+) -> Params:
+    """Trains the draft towards the target's distribution, on the corpus and on the target's own text.
+
+    Args:
+      data: token streams.
+      model: directory of the target.
+      directory: of the run.
+      steps: updates in all.
+      recipe: sizes.
+      text: rows that the target wrote, ``train`` and ``held_out``.
+    """
+    net, teacher = net_of(recipe.draft), load_model(model, FROZEN)
+    tokens, windows = np.load(data / "train.npy"), held_out_windows(data, recipe)
+    measure = draft_figures(net, teacher.net, recipe.target_batch)
+
+    def loss_fn(params: Params, batch: dict[str, Any]) -> tuple[Array, dict[str, Array]]:
+        inputs = batch["token_BT"][:, :-1]
+        logits, _ = forward(net, params, inputs)
+        wanted, _ = forward(teacher.net, batch["teacher"], inputs)
+        return losses.distillation(logits, jax.lax.stop_gradient(wanted)), {}
+
+    def batch_of(step: int) -> dict[str, Any]:
+        # The teacher travels with the batch: closed over, its weights would become constants of the program.
+        return {"token_BT": mixed_batch(tokens, text["train"], step, recipe), "teacher": teacher.params}
+
+    def evaluate(params: Params) -> dict[str, float]:
+        corpus = measure(params, teacher.params, windows, 0)
+        own = measure(params, teacher.params, text["held_out"], recipe.prompt - 1)
+        names = [(f"held_out_{k}", v) for k, v in corpus.items()] + [
+            (f"held_out_text_{k}", v) for k, v in own.items()
+        ]
+        return dict(names)
+
+    return loop.run(
+        spec_of(directory, steps, recipe),
+        init(net, recipe.draft_seed),
+        optimizer.build(steps, matrix_peak=5e-3, other_peak=5e-3, warmup=recipe.warmup),
+        loss_fn,
+        batch_of,
+        evaluate,
+        print,
+    )
+
+
+def target_text(
+    data: Path, model: Path, directory: Path, sequences: int, recipe: Recipe
+) -> dict[str, np.ndarray]:
+    """What the target writes after pieces of the training stream, and a little after held-out ones."""
+    wanted = {"train": sequences, "held_out": 2 * recipe.rows}
+    return {
+        split: write_text(model, np.load(data / f"{split}.npy"), directory / f"text_{split}", recipe, rows)
+        for split, rows in wanted.items()
+    }
+
+
+def make_pair(args: argparse.Namespace, recipe: Recipe) -> None:
+    """Every stage in order; what an earlier run finished is not done again."""
+    data, runs, out = args.work / "data", args.work / "runs", args.out
+    prepare_corpus(data, recipe, args.root)
+
+    params = train_target(data, runs / "target", args.target_steps, recipe)
+    export(out / "target", params, recipe.target, data)
+    # A draft belongs to one target: other weights get a directory of their own.
+    digest = hashlib.sha256((out / "target" / "model.safetensors").read_bytes()).hexdigest()
+    directory = runs / f"draft-{digest[:12]}"
+
+    text = target_text(data, out / "target", directory, args.sequences, recipe)
+    params = distill_draft(data, out / "target", directory, args.draft_steps, recipe, text)
+    export(out / "draft", params, recipe.draft, data)
+
+    of_target, of_draft = figures(out, data, text["held_out"], recipe)
+    target_run = describe(
+        runs / "target", recipe.target, args.target_steps, recipe.target_batch, recipe.length
+    )
+    draft_run = describe(directory, recipe.draft, args.draft_steps, recipe.draft_batch, recipe.length)
+    draft_run |= {"target_sha256": digest, "target_text_rows": len(text["train"])}
+    write_provenance(out, data, target_run | of_target, draft_run | of_draft, recipe)
+    print(json.dumps({"target": of_target, "draft": of_draft}, indent=2))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore[reportOptionalMemberAccess]
+    parser.add_argument("--work", type=Path, required=True, help="directory for data and runs")
+    parser.add_argument("--out", type=Path, default=Path("jaxspec/demo_model"), help="directory for the pair")
+    parser.add_argument("--root", type=Path, help="a standard library other than the running Python's")
+    parser.add_argument("--target-steps", type=int, default=3200)
+    parser.add_argument("--draft-steps", type=int, default=2000)
+    parser.add_argument(
+        "--sequences", type=int, default=400, help="rows of the target's own text for the draft"
+    )
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    make_pair(args, TINY if args.tiny else DEMO)
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--target-steps", type=int, default=3000)
-    args = parser.parse_args()
-    print(json.dumps({k: v for k, v in vars(args).items() if not isinstance(v, Path)}))
-    train_target(args.data, args.runs, args.target_steps)
+    main()

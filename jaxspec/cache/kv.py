@@ -14,6 +14,9 @@ UNROLLED_ROWS = 16
 class LayerKV:
     """One layer's pages.
 
+    Bfloat16 is kept as its bits in uint16: XLA:CPU widens every bfloat16 update of a buffer to float32, the whole
+    buffer at a time (5 ms instead of 6 us for 8 rows).
+
     Attributes:
       k_PGZC: keys, after rotation.
       v_PGZC: values.
@@ -21,6 +24,12 @@ class LayerKV:
 
     k_PGZC: Array
     v_PGZC: Array
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What a key is read as."""
+        stored = self.k_PGZC.dtype
+        return jnp.dtype(jnp.bfloat16) if stored == jnp.uint16 else stored
 
 
 @pytree
@@ -52,15 +61,24 @@ def init_layers(
 ) -> tuple[LayerKV, ...]:
     """Allocates zeroed pages for every layer."""
     shape = (pages, kv_heads, page, head_dim)
+    dtype = jnp.dtype(jnp.uint16 if dtype == jnp.bfloat16 else dtype)
     return tuple(LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
 
 
 def write(layer: LayerKV, window: Window, k_BTGC: Array, v_BTGC: Array) -> LayerKV:
     """Writes T positions of each row at its committed length; nothing is committed by this."""
     return LayerKV(
-        _write(layer.k_PGZC, window, k_BTGC.astype(layer.k_PGZC.dtype)),
-        _write(layer.v_PGZC, window, v_BTGC.astype(layer.v_PGZC.dtype)),
+        _write(layer.k_PGZC, window, _stored(k_BTGC.astype(layer.dtype))),
+        _write(layer.v_PGZC, window, _stored(v_BTGC.astype(layer.dtype))),
     )
+
+
+def _stored(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def _read(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
 def _write(pages_PGZC: Array, window: Window, new_BTGC: Array) -> Array:
@@ -92,12 +110,12 @@ def read_block(pages_PGZC: Array, window: Window, index: Array, rows: int) -> Ar
     if window.table_BJ is None:
         if rows != pages_PGZC.shape[0]:
             raise AssertionError("a cache without a table is read whole")
-        return lax.dynamic_slice(pages_PGZC, (0, 0, first, 0), (rows, heads, window.block, width))
+        return _read(lax.dynamic_slice(pages_PGZC, (0, 0, first, 0), (rows, heads, window.block, width)))
     page_B = jnp.take(window.table_BJ, first // page, axis=1)
     size = (1, heads, window.block, width)
     if rows == 1:
-        return lax.dynamic_slice(pages_PGZC, (page_B[0], 0, first % page, 0), size)
-    return jax.vmap(lambda p: lax.dynamic_slice(pages_PGZC, (p, 0, first % page, 0), size)[0])(page_B)
+        return _read(lax.dynamic_slice(pages_PGZC, (page_B[0], 0, first % page, 0), size))
+    return _read(jax.vmap(lambda p: lax.dynamic_slice(pages_PGZC, (p, 0, first % page, 0), size)[0])(page_B))
 
 
 def compact(layers: tuple[LayerKV, ...], window: Window, path_BT: Array) -> tuple[LayerKV, ...]:

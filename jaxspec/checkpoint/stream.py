@@ -69,7 +69,8 @@ def _files(directory: Path) -> list[Path]:
         if missing:
             raise CheckpointError(f"{directory}: the index names shards that are not there: {missing}")
         return [directory / name for name in sorted(names)]
-    files = sorted(directory.glob("*.safetensors"))
+    single = directory / "model.safetensors"
+    files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{directory}: no .safetensors file; jaxspec reads Hugging Face directories of safetensors")
     return files

@@ -88,6 +88,6 @@ class Ngram:
                 wanted = jnp.where(at >= 0, known, -1)
             shifted = history if back == 0 else jnp.pad(history, ((0, 0), (back, 0)), constant_values=-1)[:, :-back]
             run &= shifted == wanted[:, None]
-            size += run
+            size += run.astype(jnp.int32)
         usable = (size >= self.shortest) & (places < length_B[:, None])
         return jnp.where(usable, size * history.shape[1] + places, -1)

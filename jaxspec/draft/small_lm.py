@@ -10,7 +10,7 @@ from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import Topology
-from jaxspec.keys import Purpose, gumbel
+from jaxspec.keys import Purpose, gumbel, within_step
 
 
 @pytree
@@ -65,11 +65,13 @@ class SmallLm:
         logp = jax.nn.log_softmax(logits / jnp.where(warm_B, anchor.sampling.temperature_B[:, None, None], 1.0))
         if rule == "greedy":
             return logp, logp
-        # match: the target's own noise, so that drafts agree; reject and block need independent draws.
-        purpose = Purpose.TARGET if rule == "match" else Purpose.DRAFT
+        # match: the target's own noise, so that drafts agree; reject and block need draws that no other step sees.
+        purpose, place_BT = Purpose.TARGET, position_BT + 1
+        if rule != "match":
+            purpose, place_BT = Purpose.DRAFT, within_step(anchor.length_B, place_BT - anchor.length_B[:, None])
 
         def noisy(logp: Array) -> Array:
-            noise = gumbel(anchor.sampling.key_BX, position_BT + 1, purpose, logp.shape[-1])
+            noise = gumbel(anchor.sampling.key_BX, place_BT, purpose, logp.shape[-1])
             return jnp.where(warm_B, logp + noise, logp)
 
         return logp, lax.cond(jnp.any(warm_B), noisy, lambda x: x, logp)

@@ -118,7 +118,7 @@ def attend(q_BTHC: Array, memory: LayerKV, window: Window, position_BT: Array, s
     """
     rows, count, heads, width = q_BTHC.shape
     group = heads // spec.kv_heads
-    dtype = memory.k_PGZC.dtype
+    dtype = memory.dtype
     q = (q_BTHC * width**-0.5).reshape(rows, count, spec.kv_heads, group, width)
     q_BGQC = q.transpose(0, 2, 3, 1, 4).reshape(rows, spec.kv_heads, group * count, width).astype(dtype)
     padded = max(group * count, 2)  # one-row products round differently

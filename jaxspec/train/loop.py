@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
 from jaxspec.shapes import Array, Params
 
-LossFn = Callable[[Params, Array], tuple[Array, dict[str, Array]]]
+Batch = Any
+LossFn = Callable[[Params, Batch], tuple[Array, dict[str, Array]]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def run(
     params: Params,
     optimizer: optax.GradientTransformation,
     loss_fn: LossFn,
-    batch_of: Callable[[int], np.ndarray],
+    batch_of: Callable[[int], Batch],
     evaluate: Callable[[Params], dict[str, float]],
     show: Callable[[str], None],
 ) -> Params:
@@ -49,8 +49,8 @@ def run(
       spec: run numbers.
       params: initial float32 parameters.
       optimizer: optax transformation.
-      loss_fn: (params, int32 batch) to (loss, metrics).
-      batch_of: step to batch; a pure function, so that a resumed run sees the same data.
+      loss_fn: (params, batch) to (loss, metrics).
+      batch_of: step to batch, arrays in any pytree; a pure function, so that a resumed run sees the same data.
       evaluate: params to held-out figures.
       show: receives one line per log entry.
 
@@ -59,7 +59,7 @@ def run(
     """
 
     @jax.jit
-    def update(params: Params, state: optax.OptState, batch: Array):
+    def update(params: Params, state: optax.OptState, batch: Batch):
         (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
         changes, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, changes), state, {"loss": loss, **metrics}

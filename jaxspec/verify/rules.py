@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxspec.protocol import Proposal, Sampling, Verdict
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology
-from jaxspec.keys import Purpose, gumbel, uniform
+from jaxspec.keys import Purpose, gumbel, uniform, within_step
 from jaxspec.verify.walk import follow, usable
 
 Rule = Callable[[Proposal, Array, Sampling, Array, Topology], Verdict]
@@ -112,14 +112,9 @@ def reject(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: A
 
 
 def _coins(sampling: Sampling, length_B: Array, topology: Topology) -> Array:
-    """One independent uniform number per node, keyed by its own position and its rank among equally deep nodes."""
-    depth, rank, seen = topology.depth, [], dict.fromkeys(topology.depth, 0)
-    for d in depth:
-        rank.append(seen[d])
-        seen[d] += 1
-    position_BT = length_B[:, None] + jnp.asarray(depth, jnp.int32)[None]
-    # Ranks get keys far above any context length, so that they never meet another position's key.
-    return uniform(sampling.key_BX, position_BT + jnp.asarray(rank, jnp.int32)[None] * (1 << 24), Purpose.ACCEPT)
+    """One uniform number per node, independent of every other node's and step's."""
+    node_T = jnp.arange(topology.nodes, dtype=jnp.int32)
+    return uniform(sampling.key_BX, within_step(length_B, node_T[None]), Purpose.ACCEPT)
 
 
 def _path_tokens(proposal: Proposal, path_BK: Array) -> Array:

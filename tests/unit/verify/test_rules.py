@@ -1,4 +1,4 @@
-"""Verification rules: exact laws by enumeration over drafts and coins, deterministic walks, and whole steps."""
+"""Verification rules: exact laws by enumeration of drafts and coins, deterministic walks, whole texts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,8 +57,10 @@ def path_to(topology: Topology, node: int) -> list[int]:
     return path
 
 
-def draw_all(topology: Topology, q: Conditional, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Every draft, siblings without replacement: tokens [X, N], probability [X], log q of every node [X, N, V]."""
+def draw_all(
+    topology: Topology, q: Conditional, valid: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every draft, siblings without replacement: tokens [X, N], probability [X], log q [X, N, V]."""
     vocab = len(q(()))
     grown: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     for node in range(1, topology.nodes):
@@ -105,7 +107,7 @@ def judge(rule: str, topology: Topology, proposal: Proposal, score_BTV, sampling
 
 @dataclass(frozen=True)
 class Endings:
-    """For every draft [X] and node: how likely the accepted path ends there, and the law of the token behind it."""
+    """For every draft [X] and node: how likely the path ends there, and the law of the token behind it."""
 
     tokens_XN: np.ndarray
     weight_X: np.ndarray
@@ -114,14 +116,23 @@ class Endings:
 
 
 def endings(
-    rule: str, topology: Topology, p: Conditional, drawn, *, valid: np.ndarray | None = None, limit: int = 99, point=False
+    rule: str,
+    topology: Topology,
+    p: Conditional,
+    drawn,
+    *,
+    valid: np.ndarray | None = None,
+    limit: int = 99,
+    point=False,
 ) -> Endings:
     """Integrates the coins out: the coin at which a node stops being accepted is found by bisection."""
     tokens, weight, logq = drawn
     drafts, nodes = tokens.shape[0], topology.nodes
     valid = np.ones(nodes - 1, bool) if valid is None else valid
     with np.errstate(divide="ignore"):
-        score = [[np.log(p(tuple(t[[n - 1 for n in path_to(topology, v)]]))) for v in range(nodes)] for t in tokens]
+        score = [
+            [np.log(p(tuple(t[[n - 1 for n in path_to(topology, v)]]))) for v in range(nodes)] for t in tokens
+        ]
     repeat = partial(np.repeat, repeats=nodes, axis=0)  # row x * nodes + v examines node v of draft x
     proposal = Proposal(repeat(tokens), np.tile(valid, (drafts * nodes, 1)), None if point else repeat(logq))
     rows = drafts * nodes
@@ -134,7 +145,9 @@ def endings(
     def ends(own_coin: np.ndarray):
         coins = np.tile(accept_all, (drafts, 1)).reshape(drafts, nodes, nodes)
         coins[:, np.arange(nodes), np.arange(nodes)] = own_coin
-        verdict, laws = judge(rule, topology, proposal, repeat(np.array(score, np.float32)), sampling, coins.reshape(rows, -1))
+        verdict, laws = judge(
+            rule, topology, proposal, repeat(np.array(score, np.float32)), sampling, coins.reshape(rows, -1)
+        )
         count = np.asarray(verdict.count_B).reshape(drafts, nodes)
         return verdict, np.asarray(laws, np.float64), count == depth + 1
 
@@ -164,7 +177,7 @@ def check_tokens(topology: Topology, tokens: np.ndarray, verdict, reached: np.nd
 
 
 def ending_prob(rule: str, topology: Topology, accept: np.ndarray) -> np.ndarray:
-    """Probability that verification ends at each node, from the probability of accepting it when it is examined."""
+    """Probability that the path ends at each node, from that of accepting a node that is examined."""
     refuse = 1 - accept
     prob = np.ones_like(accept)
     for v in range(topology.nodes):
@@ -191,7 +204,9 @@ def text_law(topology: Topology, p: Conditional, found: Endings) -> np.ndarray:
     vocab, depth = len(p(())), topology.max_depth
     behind = cache(lambda prefix: continuations(p, prefix, depth - len(prefix) + 1))
     total = np.zeros((vocab,) * (depth + 1))
-    for tokens, weight, prob, law in zip(found.tokens_XN, found.weight_X, found.prob_XT, found.law_XTV, strict=True):
+    for tokens, weight, prob, law in zip(
+        found.tokens_XN, found.weight_X, found.prob_XT, found.law_XTV, strict=True
+    ):
         for v in range(topology.nodes):
             if weight * prob[v] == 0:
                 continue
@@ -203,8 +218,8 @@ def text_law(topology: Topology, p: Conditional, found: Endings) -> np.ndarray:
     return total
 
 
-CHAINS = [(2, 1), (3, 2), (4, 2), (2, 3), (4, 3)]
-TREES = [(2, (2,)), (4, (2,)), (4, (3,)), (3, (2, 2)), (2, (2, 2)), (4, (2, 1)), (3, (1, 2))]
+CHAINS = [(2, 1), (4, 2), (2, 3), (3, 3)]
+TREES = [(2, (2,)), (4, (3,)), (3, (2, 2)), (4, (2, 1)), (3, (1, 2))]
 
 
 def limits(topology: Topology) -> Iterator[tuple[np.ndarray, int]]:
@@ -222,9 +237,15 @@ def limits(topology: Topology) -> Iterator[tuple[np.ndarray, int]]:
 @pytest.mark.parametrize(("vocab", "length"), CHAINS)
 @pytest.mark.parametrize("rule", ["reject", "block"])
 def test_chain_commits_the_targets_law(rule: str, vocab: int, length: int, zeros: bool):
-    topology, p, q = chain(length), Language(vocab, 1, zeros and vocab > 2), Language(vocab, 2, zeros and vocab > 2)
+    topology, p, q = (
+        chain(length),
+        Language(vocab, 1, zeros and vocab > 2),
+        Language(vocab, 2, zeros and vocab > 2),
+    )
     for valid, limit in limits(topology):
-        found = endings(rule, topology, p, draw_all(topology, q, np.ones(length, bool)), valid=valid, limit=limit)
+        found = endings(
+            rule, topology, p, draw_all(topology, q, np.ones(length, bool)), valid=valid, limit=limit
+        )
         np.testing.assert_allclose(found.prob_XT.sum(axis=1), 1, atol=EXACT)
         np.testing.assert_allclose(text_law(topology, p, found), continuations(p, (), length + 1), atol=EXACT)
 
@@ -242,7 +263,12 @@ def test_tree_commits_the_targets_law(vocab: int, branching: tuple[int, ...]):
 
 @pytest.mark.parametrize(
     ("rule", "topology", "vocab"),
-    [("reject", chain(2), 3), ("reject", tree((2, 2)), 2), ("reject", tree((2, 1)), 3), ("block", chain(3), 3)],
+    [
+        ("reject", chain(2), 3),
+        ("reject", tree((2, 2)), 2),
+        ("reject", tree((2, 1)), 3),
+        ("block", chain(3), 3),
+    ],
     ids=["reject-chain", "reject-tree22", "reject-tree21", "block-chain"],
 )
 def test_every_point_mass_draft_commits_the_targets_law(rule: str, topology: Topology, vocab: int):
@@ -251,9 +277,14 @@ def test_every_point_mass_draft_commits_the_targets_law(rule: str, topology: Top
     tokens = np.array(everything, np.int32)
     found = endings(rule, topology, p, (tokens, np.ones(len(tokens)), None), point=True)
     for x in range(len(tokens)):
-        one = Endings(*(a[x : x + 1] for a in (found.tokens_XN, found.weight_X, found.prob_XT, found.law_XTV)))
+        one = Endings(
+            *(a[x : x + 1] for a in (found.tokens_XN, found.weight_X, found.prob_XT, found.law_XTV))
+        )
         np.testing.assert_allclose(
-            text_law(topology, p, one), continuations(p, (), topology.max_depth + 1), atol=EXACT, err_msg=str(tokens[x])
+            text_law(topology, p, one),
+            continuations(p, (), topology.max_depth + 1),
+            atol=EXACT,
+            err_msg=str(tokens[x]),
         )
 
 
@@ -275,7 +306,9 @@ def test_expected_accepted_drafts(rule: str, length: int, accepted: float):
     assert expected == pytest.approx(accepted, abs=1e-6)
 
 
-def verdict_of(rule: str, topology: Topology, tokens, score, *, valid=None, limit=99, temperature=0.0, length=0, seed=0):
+def verdict_of(
+    rule: str, topology: Topology, tokens, score, *, valid=None, limit=99, temperature=0.0, length=0, seed=0
+):
     rows = len(tokens)
     sampling = replace(
         init_sampling(rows, 1),
@@ -286,7 +319,8 @@ def verdict_of(rule: str, topology: Topology, tokens, score, *, valid=None, limi
     valid = np.ones(tokens.shape, bool) if valid is None else valid
     length_B = jnp.broadcast_to(jnp.asarray(length, jnp.int32), rows)
     proposal = Proposal(jnp.asarray(tokens), jnp.asarray(valid), None)
-    return RULES[rule](proposal, jnp.asarray(score, jnp.float32), sampling, length_B, topology), sampling
+    decide = jax.jit(RULES[rule], static_argnums=4)
+    return decide(proposal, jnp.asarray(score, jnp.float32), sampling, length_B, topology), sampling
 
 
 def walk_reference(topology: Topology, drafts, valid, limit: int, target) -> tuple[list[int], list[int]]:
@@ -302,7 +336,7 @@ def walk_reference(topology: Topology, drafts, valid, limit: int, target) -> tup
 
 
 @pytest.mark.parametrize("rule", ["greedy", "match", "reject", "block"])
-@pytest.mark.parametrize("topology", [chain(0), chain(1), chain(4), tree((2, 2)), tree((3,)), tree((1, 3, 1))], ids=repr)
+@pytest.mark.parametrize("topology", [chain(0), chain(3), tree((1, 2))], ids=["plain", "chain", "tree"])
 def test_cold_rows_follow_the_argmax(rule: str, topology: Topology):
     if rule == "block" and not topology.is_chain:
         pytest.skip("block verifies chains")
@@ -314,7 +348,9 @@ def test_cold_rows_follow_the_argmax(rule: str, topology: Topology):
     score = rng.integers(0, 4, (rows, topology.nodes, vocab))  # ties happen
     verdict, _ = verdict_of(rule, topology, drafts, score, valid=valid, limit=limit)
     for row in range(rows):
-        path, tokens = walk_reference(topology, drafts[row], valid[row], limit[row], score[row].argmax(axis=-1))
+        path, tokens = walk_reference(
+            topology, drafts[row], valid[row], limit[row], score[row].argmax(axis=-1)
+        )
         assert int(verdict.count_B[row]) == len(path)
         assert verdict.path_BT[row, : len(path)].tolist() == path
         assert verdict.token_BT[row, : len(path)].tolist() == tokens
@@ -329,14 +365,16 @@ def test_match_commits_what_plain_sampling_draws(topology: Topology):
     drafts = rng.integers(0, vocab, (rows, topology.drafts)).astype(np.int32)
     verdict, sampling = verdict_of("match", topology, drafts, score, temperature=0.7, length=length, seed=3)
     plain = np.zeros((rows, topology.nodes), int)
+    noise_of = jax.jit(gumbel, static_argnums=(2, 3))
     for node in range(topology.nodes):
         place = length + topology.depth[node]
         alone, _ = verdict_of(
             "match", chain(0), drafts[:, :0], score[:, node : node + 1], temperature=0.7, length=place, seed=3
         )
         plain[:, node] = np.asarray(alone.token_BT[:, 0])
-        noise = gumbel(sampling.key_BX, jnp.full((rows, 1), place + 1, jnp.int32), Purpose.TARGET, vocab)[:, 0]
-        np.testing.assert_array_equal(plain[:, node], np.argmax(score[:, node].astype(np.float32) + noise, axis=-1))
+        noise = noise_of(sampling.key_BX, jnp.full((rows, 1), place + 1, jnp.int32), Purpose.TARGET, vocab)
+        wanted = np.argmax(score[:, node].astype(np.float32) + np.asarray(noise)[:, 0], axis=-1)
+        np.testing.assert_array_equal(plain[:, node], wanted)
     assert len({tuple(row) for row in plain}) > 20, "rows draw their own noise"
     for row in range(rows):
         path, tokens = walk_reference(topology, drafts[row], np.ones(topology.drafts, bool), 99, plain[row])
@@ -398,11 +436,16 @@ def chi_square(texts: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("rule", "topology"),
-    [("match", chain(2)), ("match", tree((2, 2))), ("reject", chain(2)), ("reject", tree((2, 2))), ("block", chain(2))],
-    ids=["match-chain", "match-tree", "reject-chain", "reject-tree", "block-chain"],
+    [
+        ("match", chain(2)),
+        ("reject", chain(2)),
+        ("reject", tree((2, 2))),
+        ("block", chain(2)),
+    ],
+    ids=["match-chain", "reject-chain", "reject-tree", "block-chain"],
 )
 def test_texts_of_many_steps_have_the_targets_law(rule: str, topology: Topology):
-    rows, new = 20000, 4
+    rows, new = 8000, 4
     texts = markov_texts(rule, lambda params, net: SmallLm(params, net, topology, block=16), rows, new)
     assert chi_square(texts) > 1e-3
     if rule == "match":

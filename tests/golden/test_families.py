@@ -1,0 +1,168 @@
+"""Every known family gives the logits and texts of its reference, in every way that the engine computes them.
+
+``JAXSPEC_ORACLES`` may name a directory of further references: one folder per model with ``hub_config.json``,
+``model.safetensors`` and ``io.safetensors``.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cache.kv import Window, init_layers
+from jaxspec.checkpoint.load import Model, load_model
+from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.decode.prefill import admit, prefill
+from jaxspec.decode.state import Target, init_sampling, init_state
+from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.draft.null import NoDrafts
+from jaxspec.models.catalog import arch_of, known_families
+from jaxspec.models.transformer import Policy
+from jaxspec.pytree import replace
+
+BLOCK = 8  # smaller than every prompt, so that attention crosses blocks
+CLOSE = {"rtol": 0, "atol": 1e-4}
+HALF = {"rtol": 1e-3, "atol": 1e-3}  # the references keep streams in half precision
+GOLDENS = sorted(file.parent for file in Path(__file__).parent.glob("*/config.json"))
+ORACLES = sorted(
+    file.parent for file in Path(os.environ.get("JAXSPEC_ORACLES", "-")).glob("*/hub_config.json")
+)
+
+
+def config_of(directory: Path) -> dict:
+    name = "hub_config.json" if directory in ORACLES else "config.json"
+    return json.loads((directory / name).read_text())
+
+
+def layouts() -> list:
+    """Every known model with each expert layout; without experts there is but one."""
+    found = []
+    for directory in (*GOLDENS, *ORACLES):
+        config = config_of(directory)
+        if config["model_type"] in known_families():
+            kinds = ("switched", "stacked") if arch_of(config).is_moe else ("stacked",)
+            prefix = "oracle-" if directory in ORACLES else ""
+            found += [pytest.param((directory, k), id=f"{prefix}{directory.name}-{k}") for k in kinds]
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loaded model and what the reference says about it."""
+
+    model: Model
+    says: dict[str, np.ndarray]
+    prompt_BT: np.ndarray
+    continuation_BT: np.ndarray
+
+    @property
+    def ids_BT(self) -> np.ndarray:
+        return self.says["input_ids"].astype(np.int32)
+
+
+@pytest.fixture(scope="module", params=layouts())
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    directory, layout = request.param
+    oracle = directory in ORACLES
+    model_dir, says_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("reference")
+    (model_dir / "config.json").symlink_to(directory / ("hub_config.json" if oracle else "config.json"))
+    (model_dir / "model.safetensors").symlink_to(directory / "model.safetensors")
+    reference = "io.safetensors" if oracle else "reference.safetensors"
+    (says_dir / "says.safetensors").symlink_to(directory / reference)
+    policy = Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), layout)
+    says = {name: np.asarray(value) for name, value in TensorFiles(says_dir).items()}
+    if oracle:  # the continuation there is that of the first row's first 24 tokens
+        prompt, new = says["input_ids"][:1, :24], says["gen_ids"][None]
+    else:
+        prompt, new = says["input_ids"][:, : int(says["prompt_length"])], says["greedy_ids"]
+    return Case(load_model(model_dir, policy), says, prompt.astype(np.int32), new.astype(np.int32))
+
+
+def test_every_family_has_a_golden():
+    assert {config_of(directory)["model_type"] for directory in GOLDENS} == set(known_families())
+
+
+@pytest.mark.parametrize("directory", ORACLES, ids=lambda d: d.name)
+def test_both_dialects_of_a_config_mean_the_same(directory: Path):
+    hub, saved = config_of(directory), json.loads((directory / "config.json").read_text())
+    if hub["model_type"] not in known_families():
+        pytest.skip(f"{hub['model_type']} is not known")
+    assert arch_of(hub) == arch_of(saved)
+
+
+def test_prefill(case: Case):
+    net, ids_BT = case.model.net, case.ids_BT
+    taps = tuple(range(len(net.arch.layers) + 1))
+
+    @jax.jit
+    def forward(params, token_BT):
+        position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
+        hidden = net.apply(params, token_BT, position_BT, taps=taps)
+        logits_BTV, _ = net.apply(params, token_BT, position_BT, method="logits_of")
+        return logits_BTV, hidden.taps, [routing.logits_ME for routing in hidden.routing]
+
+    logits_BTV, streams, routers = forward(case.model.params, ids_BT)
+    for boundary, stream_BTD in enumerate(streams):
+        np.testing.assert_allclose(
+            stream_BTD, case.says[f"hidden.{boundary}"], **HALF, err_msg=f"layer {boundary}"
+        )
+    for index, logits_ME in enumerate(routers):
+        wanted = case.says[f"router_logits.{index}"]
+        np.testing.assert_allclose(logits_ME, wanted.reshape(logits_ME.shape), **CLOSE)
+    np.testing.assert_allclose(logits_BTV, case.says["logits"], **CLOSE)
+
+
+@pytest.mark.parametrize("count", [1, 5], ids=["one-by-one", "blocks-of-5"])
+def test_decode_over_the_cache(case: Case, count: int):
+    net, ids_BT = case.model.net, case.ids_BT
+    spec = net.arch.layers[0].attention
+    rows, length = ids_BT.shape[0], ids_BT.shape[1] // count * count
+    room = -(-(ids_BT.shape[1] + count) // BLOCK) * BLOCK
+    layers = init_layers(
+        len(net.arch.layers), rows, spec.kv_heads, room, spec.head_dim, jnp.dtype(jnp.float32)
+    )
+
+    @partial(jax.jit, donate_argnums=1)
+    def forward(params, layers, token_BT, start):
+        start_B = jnp.full(rows, start, jnp.int32)
+        position_BT = start_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        hidden = net.apply(params, token_BT, position_BT, layers, Window(start_B, None, block=BLOCK))
+        return hidden.layers, net.apply(params, hidden.last_BTD, method="logits")
+
+    found = []
+    for start in range(0, length, count):
+        layers, logits_BTV = forward(
+            case.model.params, layers, ids_BT[:, start : start + count], np.int32(start)
+        )
+        found.append(np.asarray(logits_BTV))
+    np.testing.assert_allclose(np.concatenate(found, axis=1), case.says["logits"][:, :length], **CLOSE)
+
+
+def test_greedy_continuation(case: Case):
+    new = case.continuation_BT.shape[1]
+    rows, length = case.prompt_BT.shape
+    target, drafter = Target(case.model.params, case.model.net, block=BLOCK), NoDrafts()
+    state = init_state(target, drafter, rows, length + new, slack=1, stop_ids=1)
+    sampling = replace(init_sampling(1, 1), max_length_B=jnp.full(1, length + new, jnp.int32))
+
+    @jax.jit
+    def start(target, state, prompt_BT):
+        for row in range(rows):
+            place = jnp.int32(row)
+            state = prefill(target, drafter, state, place, prompt_BT[row, :-1], jnp.int32(0))
+            prompt_S = jnp.pad(prompt_BT[row], (0, state.history_BS.shape[1] - length))
+            state = admit(state, place, prompt_S, jnp.int32(length), sampling, None)
+        return state
+
+    run = jax.jit(partial(dispatch, plan=StepPlan("greedy", steps=new)))
+    state, report = run(
+        target, drafter, start(target, state, case.prompt_BT), jnp.int32(new), jnp.asarray(False)
+    )
+    np.testing.assert_array_equal(state.history_BS[:, length : length + new], case.continuation_BT)
+    assert report.packed_BX[:, -2:].tolist() == [[1, new]] * rows, "the length limit ends the rows"

@@ -1,0 +1,248 @@
+"""A tiny target, a draft model and a scripted drafter; engines whose compiled programs all tests share."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from jaxspec.checkpoint.export import save_model
+from jaxspec.checkpoint.load import Model, load_model
+from jaxspec.decode.prefill import admit, prefill, retire
+from jaxspec.decode.state import Target
+from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.draft.ngram import Ngram
+from jaxspec.draft.null import NoDrafts
+from jaxspec.draft.small_lm import SmallLm
+from jaxspec.models.catalog import arch_of
+from jaxspec.models.transformer import Policy, Transformer
+from jaxspec.protocol import Anchor, Commit, Drafter, Proposal
+from jaxspec.pytree import pytree, replace, static
+from jaxspec.serve import engine as engine_module
+from jaxspec.serve.compiled import Programs
+from jaxspec.serve.engine import Engine, EngineSpec
+from jaxspec.serve.request import RequestOutput, SamplingParams
+from jaxspec.serve.rows import new_samples
+from jaxspec.serve.text import Growing
+from jaxspec.shapes import Array
+from jaxspec.topology import Topology, chain
+
+VOCAB, EOS, CAPACITY, PLACES = 64, 0, 96, 3
+LETTERS = [chr(ord("!") + i) for i in range(VOCAB)]
+CONFIG = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": False,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS,
+}
+Request = tuple[list[int], SamplingParams]
+
+
+def write_model(directory: Path, config: dict, seed: int) -> Path:
+    """A random model, its weights large enough that its text varies and its distributions have a shape."""
+    arch = arch_of(config)
+    policy = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+    net = Transformer(arch, policy)
+    token = jnp.zeros((1, 2), jnp.int32)
+    params = net.init(jax.random.key(seed), token, token, method="logits_of")
+    params = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
+    save_model(directory, params, arch, config, np.dtype("float32"))
+    return directory
+
+
+def write_tokenizer(directory: Path, letters: list[str]) -> None:
+    """One character per token."""
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, unk_token=letters[1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": letters[1]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="session")
+def target_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_model(tmp_path_factory.mktemp("target"), CONFIG, 0)
+    write_tokenizer(directory, LETTERS)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's architecture with other weights: knows nothing about the target."""
+    return write_model(tmp_path_factory.mktemp("draft"), CONFIG, 1)
+
+
+@pytree
+class Scripted:
+    """Proposes what a table says: per request the target's true text, and where to be wrong or silent.
+
+    Attributes:
+      key_RX: key words by which rows find their request.
+      truth_RS: each request's prompt and true continuation.
+      wrong_RS: positions at which every sibling is wrong.
+      silent_RS: positions at which the right draft is not valid.
+      twins: scalar; true makes wrong siblings equal to each other.
+    """
+
+    key_RX: Array
+    truth_RS: Array
+    wrong_RS: Array
+    silent_RS: Array
+    twins: Array
+    topology: Topology = static()
+
+    @property
+    def slack(self) -> int:
+        return 0
+
+    def init_state(self, rows: int, capacity: int) -> tuple[()]:
+        return ()
+
+    def propose(self, state: tuple[()], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[()]]:
+        same = jnp.all(anchor.sampling.key_BX[:, None] == self.key_RX[None], axis=-1)
+        request_B = jnp.argmax(same, axis=1)
+        tokens, valid = [], []
+        for node in range(1, self.topology.nodes):
+            siblings = self.topology.children[self.topology.parents[node]]
+            rank = siblings.index(node)
+            at_B = anchor.length_B + self.topology.depth[node]
+            truth, wrong, silent = (
+                jnp.take_along_axis(x[request_B], at_B[:, None], axis=1, mode="clip")[:, 0]
+                for x in (self.truth_RS, self.wrong_RS, self.silent_RS)
+            )
+            right = (at_B % len(siblings) == rank) & ~wrong
+            off = jnp.where(self.twins, 1, 1 + rank)
+            tokens.append(jnp.where(right, truth, (truth + off) % VOCAB))
+            valid.append(~(right & silent))
+        return Proposal(jnp.stack(tokens, 1).astype(jnp.int32), jnp.stack(valid, 1), None), state
+
+    def observe(self, state: tuple[()], commit: Commit) -> tuple[()]:
+        return state
+
+
+@cache
+def _jitted(plan: StepPlan) -> Callable:
+    return jax.jit(partial(dispatch, plan=plan), donate_argnums=2)
+
+
+SHARED = {
+    "admit": jax.jit(admit, donate_argnums=0),
+    "retire": jax.jit(retire, donate_argnums=0),
+    "prefill": jax.jit(prefill, donate_argnums=2),
+}
+
+
+def _prefill(target, drafter, *rest):
+    # What a drafter observes of a prompt does not depend on its topology: one program serves all of them.
+    plain = replace(drafter, topology=chain(1)) if isinstance(drafter, SmallLm) else NoDrafts()
+    return SHARED["prefill"](target, plain, *rest)
+
+
+class SharedPrograms(Programs):
+    """The engine's programs, compiled once per shape for all engines of the test run."""
+
+    def __init__(self, target, drafter, state, plan, buckets):
+        self.target, self.drafter, self.buckets, self.plan = target, drafter, buckets, plan
+        self._programs = {"admit": SHARED["admit"], "retire": SHARED["retire"]}
+        self._programs |= {name: _jitted(plan) for name in ("plain", "speculative")}
+        self._programs |= {f"prefill {size}": _prefill for size in buckets}
+
+
+@pytest.fixture
+def shared_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "Programs", SharedPrograms)
+
+
+@dataclass
+class Lab:
+    """Models by kind, and engines over them.
+
+    Attributes:
+      target_dir, draft_dir: checkpoints.
+      plain: outputs of plain decoding by settings, so that each is computed once.
+    """
+
+    target_dir: Path
+    draft_dir: Path
+    plain: dict = field(default_factory=dict)
+    loaded: dict = field(default_factory=dict)
+
+    def model(self, name: str, dtype: str = "float32", layout: str = "switched") -> Model:
+        key = (name, dtype, layout)
+        if key not in self.loaded:
+            policy = Policy(jnp.dtype(dtype), jnp.dtype(dtype), layout)
+            self.loaded[key] = load_model(getattr(self, f"{name}_dir"), policy)
+        return self.loaded[key]
+
+    def drafter(self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "switched") -> Drafter:
+        if kind == "ngram":
+            return Ngram(topology, 3, 1)
+        model = self.model({"self": "target", "random": "draft"}[kind], dtype, layout)
+        return SmallLm(model.params, model.net, topology)
+
+    def engine(self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = 128, **spec) -> Engine:
+        model = self.model("target", dtype, layout)
+        spec = EngineSpec(**{"rows": PLACES, "capacity": CAPACITY, "logprobs": 0, "buckets": (8, 32), **spec})
+        made = engine_module.Programs
+        engine_module.Programs = SharedPrograms
+        try:
+            return Engine(Target(model.params, model.net, block), drafter, spec, {EOS})
+        finally:
+            engine_module.Programs = made
+
+    def run(self, drafter: Drafter, requests: list[Request], **spec) -> list[RequestOutput]:
+        return generate(self.engine(drafter, **spec), requests)
+
+    def reference(self, name: str, requests: list[Request], **spec) -> list[RequestOutput]:
+        """Plain decoding's outputs of a named batch."""
+        key = (name, tuple(sorted(spec.items())))
+        if key not in self.plain:
+            self.plain[key] = self.run(NoDrafts(), requests, **spec)
+        return self.plain[key]
+
+
+def generate(engine: Engine, requests: list[Request]) -> list[RequestOutput]:
+    """Runs requests to their ends."""
+    depth, outputs = engine.drafter.topology.max_depth, []
+    for number, (prompt, params) in enumerate(requests):
+        samples = new_samples(
+            str(number), None, prompt, params, lambda p: Growing(None, p),
+            engine_seed=0, number=number, capacity=engine.spec.capacity, draft_length=depth,
+        )  # fmt: skip
+        engine.add(samples)
+        outputs.append(samples[0].output)
+    while engine.busy:
+        engine.step()
+    return outputs
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    """Token ids of every sample of every request."""
+    return [[c.token_ids for c in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="session")
+def lab(target_dir: Path, draft_dir: Path) -> Lab:
+    return Lab(target_dir, draft_dir)
