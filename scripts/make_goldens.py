@@ -119,8 +119,7 @@ def build(golden: Golden) -> torch.nn.Module:
 def hub_tensors(model: torch.nn.Module, directory: Path) -> None:
     """Writes the weights under their published names."""
     model.bfloat16().save_pretrained(directory)
-    for extra in ("generation_config.json", "config.json"):
-        (directory / extra).unlink(missing_ok=True)
+    (directory / "generation_config.json").unlink(missing_ok=True)
 
 
 @torch.no_grad()
@@ -151,7 +150,7 @@ def router_logits(gate: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Continues a prompt by full forwards: new ids, the whole text, and the smallest gap between the best two logits."""
+    """Continues a prompt by full forwards: new ids, whole text, smallest gap between the best two logits."""
     ids, gap = prompt, float("inf")
     for _ in range(NEW):
         best = model(ids).logits[:, -1].topk(2)
@@ -188,10 +187,8 @@ def make(name: str, golden: Golden) -> None:
     prompt = torch.tensor(PROMPT, dtype=torch.int32)
     found |= {"input_ids": ids.int(), "greedy_ids": new.int().contiguous(), "prompt_length": prompt}
     save_file(found, directory / "reference.safetensors")
-    (directory / "config.json").write_text(json.dumps(golden.published(), indent=2) + "\n")
-    published = (directory / "config.json").read_text()
     hub_tensors(model, directory)
-    (directory / "config.json").write_text(published)
+    (directory / "config.json").write_text(json.dumps(golden.published(), indent=2) + "\n")
     size = sum(file.stat().st_size for file in directory.iterdir())
     print(f"{name}: seed {seed}, gap {gap:.1e}, margin {margin:.1e}, {size / 1000:.0f} kB")
 

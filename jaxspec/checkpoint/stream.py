@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def _files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
+            names = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index}: not a weight index ({error}); download the file again") from error
         missing = sorted(name for name in names if not (directory / name).exists())
@@ -83,9 +84,9 @@ def _header(file: Path) -> dict[str, Tensor]:
         if size < 8 or length > size - 8:
             raise CheckpointError(f"{file}: truncated: {size} bytes, the header alone needs {length + 8}")
         try:
-            header = json.loads(handle.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{file}: the header is not JSON ({error}); the file is corrupt") from error
+            header = dict(json.loads(handle.read(length)))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{file}: the header is not a JSON object ({error}); the file is corrupt") from error
     found = {}
     for name, entry in header.items():
         if name == "__metadata__":
@@ -93,12 +94,12 @@ def _header(file: Path) -> dict[str, Tensor]:
         try:
             dtype = np.dtype(DTYPES[entry["dtype"]])
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            shape = tuple(entry["shape"])
+            shape = tuple(operator.index(axis) for axis in entry["shape"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{file}: tensor {name!r} has an unreadable entry {entry!r}") from error
         if end > size:
             raise CheckpointError(f"{file}: truncated: {name!r} ends at byte {end}, the file has {size}")
-        if end - begin != int(np.prod(shape, dtype=np.int64)) * dtype.itemsize:
+        if begin < 8 + length or end - begin != int(np.prod(shape, dtype=np.int64)) * dtype.itemsize:
             raise CheckpointError(f"{file}: {name!r} of shape {shape} does not fill its {end - begin} bytes")
         found[name] = Tensor(file, dtype, shape, begin, end)
     return found

@@ -78,6 +78,12 @@ class _Reader:
             return 1
         return default
 
+    def count(self, *keys: str, default: Any = ...) -> int:
+        value = self.get(*keys, default=default)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"config: {keys[0]} must be a whole number of at least 1, got {value!r}")
+        return value
+
     def flag(self, value: bool | str) -> bool:
         return bool(self.get(value, default=False)) if isinstance(value, str) else value
 
@@ -89,9 +95,9 @@ def arch_from_config(config: Config, family: Family) -> ArchSpec:
       ConfigError: keys are missing (all listed) or values contradict each other.
     """
     read = _Reader(config, family.defaults)
-    dim, heads = read.get("hidden_size"), read.get("num_attention_heads")
-    kv_heads = read.get("num_key_value_heads", default=heads)
-    head_dim = read.get("head_dim", default=dim // heads)
+    dim, heads = read.count("hidden_size"), read.count("num_attention_heads")
+    kv_heads = read.count("num_key_value_heads", default=heads)
+    head_dim = read.count("head_dim", default=dim // heads or 1)
     window = read.get("sliding_window", default=None)
     if family.window_switch and not read.flag(family.window_switch):
         window = None
@@ -105,15 +111,15 @@ def arch_from_config(config: Config, family: Family) -> ArchSpec:
         qk_norm=family.qk_norm,
         window=window,
     )
-    ffns = [_ffn(read, family, layer) for layer in range(read.get("num_hidden_layers"))]
+    ffns = [_ffn(read, family, layer) for layer in range(read.count("num_hidden_layers"))]
     spec = ArchSpec(
         family=family.model_type,
-        vocab_size=read.get("vocab_size"),
+        vocab_size=read.count("vocab_size"),
         model_dim=dim,
         layers=tuple(LayerSpec(attention, ffn) for ffn in ffns),
         norm_eps=float(read.get("rms_norm_eps", default=1e-6)),
         tied=bool(read.get("tie_word_embeddings", default=False)),
-        max_position=read.get("max_position_embeddings"),
+        max_position=read.count("max_position_embeddings"),
     )
     if read.missing:
         raise ConfigError(f"config of {family.model_type}: missing {sorted(set(read.missing))}")
@@ -128,16 +134,16 @@ def _ffn(read: _Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
         raise ConfigError(f"config: hidden_act {activation!r} is not known; known are {sorted(ACTIVATIONS)}")
     row = family.moe
     if row is None or (row.sparse_step and not _is_sparse(read, layer)):
-        return FfnSpec(read.get("intermediate_size"), activation)
-    experts, top_k = read.get(*row.experts), read.get(row.top_k)
-    if top_k > experts:
+        return FfnSpec(read.count("intermediate_size"), activation)
+    experts, top_k = read.count(*row.experts), read.count(row.top_k)
+    if top_k > experts and not read.missing:
         raise ConfigError(f"config: {row.top_k} is {top_k}, but there are only {experts} experts")
     return MoeSpec(
         experts=experts,
         top_k=top_k,
-        hidden=read.get(row.hidden),
+        hidden=read.count(row.hidden),
         router=RouterSpec(row.router, read.flag(row.renormalise)),
-        shared_hidden=read.get(row.shared_hidden) if row.shared_hidden else 0,
+        shared_hidden=read.count(row.shared_hidden) if row.shared_hidden else 0,
         shared_gate=row.shared_gate,
         activation=activation,
     )
@@ -151,7 +157,10 @@ def _is_sparse(read: _Reader, layer: int) -> bool:
 def rope_from_config(read: _Reader, head_dim: int) -> RopeSpec:
     """Rotation from either dialect: hub ``rope_theta`` + ``rope_scaling``, or transformers 5 ``rope_parameters``."""
     nested = read.get("rope_parameters", default=None) or {}
-    scaling = {**(read.get("rope_scaling", default=None) or {}), **nested}
+    scaling = read.get("rope_scaling", default=None) or {}
+    if not isinstance(scaling, Mapping) or not isinstance(nested, Mapping):
+        raise ConfigError(f"config: rope_scaling must be an object, got {scaling or nested!r}")
+    scaling = {**scaling, **nested}
     theta = float(nested.get("rope_theta") or read.get("rope_theta", default=10000.0))
     dim = int(head_dim * float(scaling.get("partial_rotary_factor") or 1.0))
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -159,7 +168,9 @@ def rope_from_config(read: _Reader, head_dim: int) -> RopeSpec:
         return RopeSpec(theta, dim)
     if kind not in ("linear", "llama3", "yarn"):
         raise ConfigError(f"config: rope scaling {kind!r} is not known; known are default, linear, llama3, yarn")
-    original = scaling.get("original_max_position_embeddings") or read.get("max_position_embeddings")
+    original = scaling.get("original_max_position_embeddings") or read.count("max_position_embeddings")
+    if scaling.get("factor") is None:
+        read.missing.append("rope_scaling.factor")
     names = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
     low, high = (scaling.get(name) for name in names)
     return RopeSpec(
@@ -167,7 +178,7 @@ def rope_from_config(read: _Reader, head_dim: int) -> RopeSpec:
         dim,
         scaling=RopeScaling(
             kind=kind,
-            factor=float(scaling["factor"]),
+            factor=float(scaling.get("factor") or 1.0),
             original=int(original),
             low=float(low if low is not None else 1.0),
             high=float(high if high is not None else (4.0 if kind == "llama3" else 32.0)),

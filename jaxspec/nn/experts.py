@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxspec.nn.ffn import ACTIVATIONS, gated
@@ -12,6 +13,7 @@ from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
 
 TRAINING_BLOCK = 128
+COMPARED_ROWS = 256
 
 
 @pytree
@@ -32,29 +34,38 @@ class Blocks:
 
 
 def lay_out(expert_MA: Array, experts: int, block: int) -> Blocks:
-    """Sorts the M x A routed rows by expert into blocks of ``block`` rows (order within an expert is row order)."""
+    """Sorts the M x A routed rows by expert into blocks of ``block`` rows; within an expert they keep their order."""
     rows, top_k = expert_MA.shape
     flat_R = expert_MA.reshape(-1)
     routed = flat_R.shape[0]
     most = min(routed, experts) + routed // block
-    order_R = jnp.argsort(flat_R, stable=True).astype(jnp.int32)
-    count_E = jnp.zeros(experts, jnp.int32).at[flat_R].add(1)
+    chosen_RE = flat_R[:, None] == jnp.arange(experts, dtype=jnp.int32)
+    count_E = jnp.sum(chosen_RE, axis=0, dtype=jnp.int32)
     blocks_E = (count_E + block - 1) // block
-    first_E = jnp.cumsum(count_E) - count_E
-    last_block_E = jnp.cumsum(blocks_E)
-    sorted_R = flat_R[order_R]
-    slot_sorted_R = (last_block_E - blocks_E)[sorted_R] * block + jnp.arange(routed, dtype=jnp.int32) - first_E[sorted_R]
-    slot_R = jnp.zeros(routed, jnp.int32).at[order_R].set(slot_sorted_R)
-    row_S = jnp.full(most * block, rows, jnp.int32).at[slot_sorted_R].set(order_R // top_k)
+    last_block_E = _running_sum(blocks_E)
+    first_slot_E = (last_block_E - blocks_E) * block
+    if routed <= COMPARED_ROWS:  # comparing all pairs is one small loop, sorting costs a call into the library
+        before_RR = np.tri(routed, k=-1, dtype=bool)
+        rank_R = jnp.sum((flat_R[:, None] == flat_R[None]) & before_RR, axis=1, dtype=jnp.int32)
+    else:
+        order_R = jnp.argsort(flat_R, stable=True).astype(jnp.int32)
+        place_R = jnp.zeros(routed, jnp.int32).at[order_R].set(jnp.arange(routed, dtype=jnp.int32))
+        rank_R = place_R - (_running_sum(count_E) - count_E)[flat_R]
+    slot_R = first_slot_E[flat_R] + rank_R
+    row_R = jnp.asarray(np.arange(routed) // top_k, jnp.int32)
+    row_S = jnp.full(most * block, rows, jnp.int32).at[slot_R].set(row_R)
     expert_N = jnp.sum(jnp.arange(most)[:, None] >= last_block_E[None], axis=1, dtype=jnp.int32)
     return Blocks(row_S, slot_R.reshape(rows, top_k), jnp.minimum(expert_N, experts - 1), last_block_E[-1])
 
 
-def block_rows(rows: int) -> int:
-    """Rows per block: what holds all rows of a decode step, at most 8 of them; 32 in prefill."""
-    if rows > 32:
-        return 32
-    return next(block for block in (2, 4, 8) if block >= min(rows, 8))
+def _running_sum(x_E: Array) -> Array:
+    size = x_E.shape[0]
+    return jnp.sum(jnp.where(np.tri(size, dtype=bool), x_E[None], 0), axis=1, dtype=jnp.int32)
+
+
+def block_rows(routed: int, experts: int) -> int:
+    """Rows per block for R routed rows: a power of two from 2 to 32, about twice what an expert gets on average."""
+    return next((block for block in (2, 4, 8, 16) if block * experts >= 1.5 * routed), 32)
 
 
 def combine(out_SD: Array, blocks: Blocks, weight_MA: Array) -> Array:
@@ -67,8 +78,8 @@ def combine(out_SD: Array, blocks: Blocks, weight_MA: Array) -> Array:
 
 def switched(x_MD: Array, routing: Routing, experts: tuple[dict[str, Array], ...], activation: str) -> Array:
     """Routed experts for CPU: a loop over the blocks in use, each choosing its expert's own arrays by a switch."""
-    rows, width = x_MD.shape
-    block = block_rows(rows)
+    width = x_MD.shape[1]
+    block = block_rows(routing.expert_MA.size, len(experts))
     blocks = lay_out(routing.expert_MA, len(experts), block)
     x_SD = jnp.concatenate([x_MD, jnp.zeros((1, width), x_MD.dtype)])[blocks.row_S]
     branches = [partial(gated, activation=activation, **weights) for weights in experts]
@@ -84,8 +95,9 @@ def switched(x_MD: Array, routing: Routing, experts: tuple[dict[str, Array], ...
 
 def stacked(x_MD: Array, routing: Routing, gate_up_ED2F: Array, down_EFD: Array, activation: str, dtype: jnp.dtype) -> Array:
     """Routed experts for training: every block gathers its expert's weights, then batched products (no row is dropped)."""
-    rows, width = x_MD.shape
-    block = min(TRAINING_BLOCK, block_rows(rows) if rows <= 64 else TRAINING_BLOCK)
+    width = x_MD.shape[1]
+    routed, experts = routing.expert_MA.size, gate_up_ED2F.shape[0]
+    block = TRAINING_BLOCK if routed > 32 * experts else block_rows(routed, experts)
     blocks = lay_out(routing.expert_MA, gate_up_ED2F.shape[0], block)
     x_NZD = jnp.concatenate([x_MD, jnp.zeros((1, width), x_MD.dtype)])[blocks.row_S].reshape(-1, block, width)
     hidden = gate_up_ED2F.shape[-1]

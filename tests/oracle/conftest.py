@@ -27,7 +27,7 @@ from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine import Engine, EngineSpec
-from jaxspec.serve.request import RequestOutput, SamplingParams
+from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
 from jaxspec.serve.rows import new_samples
 from jaxspec.serve.text import Growing
 from jaxspec.shapes import Array
@@ -103,7 +103,7 @@ class Scripted:
       truth_RS: each request's prompt and true continuation.
       wrong_RS: positions at which every sibling is wrong.
       silent_RS: positions at which the right draft is not valid.
-      twins: scalar; true makes wrong siblings equal to each other.
+      twins: scalar; true makes all siblings equal.
     """
 
     key_RX: Array
@@ -132,7 +132,7 @@ class Scripted:
                 jnp.take_along_axis(x[request_B], at_B[:, None], axis=1, mode="clip")[:, 0]
                 for x in (self.truth_RS, self.wrong_RS, self.silent_RS)
             )
-            right = (at_B % len(siblings) == rank) & ~wrong
+            right = ((at_B % len(siblings) == rank) | self.twins) & ~wrong
             off = jnp.where(self.twins, 1, 1 + rank)
             tokens.append(jnp.where(right, truth, (truth + off) % VOCAB))
             valid.append(~(right & silent))
@@ -223,8 +223,8 @@ class Lab:
         return self.plain[key]
 
 
-def generate(engine: Engine, requests: list[Request]) -> list[RequestOutput]:
-    """Runs requests to their ends."""
+def generate(engine: Engine, requests: list[Request], steps: int | None = None) -> list[RequestOutput]:
+    """Runs requests to their ends, at most ``steps`` verifications per dispatch."""
     depth, outputs = engine.drafter.topology.max_depth, []
     for number, (prompt, params) in enumerate(requests):
         samples = new_samples(
@@ -234,8 +234,25 @@ def generate(engine: Engine, requests: list[Request]) -> list[RequestOutput]:
         engine.add(samples)
         outputs.append(samples[0].output)
     while engine.busy:
-        engine.step()
+        engine.step(steps)
     return outputs
+
+
+def script(
+    requests: list[Request], outputs: list[RequestOutput], topology: Topology, *, wrong: float, silent: float = 0.0,
+    twins: bool = False,
+) -> Scripted:  # fmt: skip
+    """A drafter that knows the outputs, wrong at a share of the positions and silent at another."""
+    rng = np.random.default_rng(7)
+    truth_RS = np.zeros((PLACES * 6, CAPACITY), np.int32)
+    key_RX = np.full((PLACES * 6, 2), 1, np.uint32)
+    for number, (output, (prompt, params)) in enumerate(zip(outputs, requests, strict=True)):
+        text = prompt + output.outputs[0].token_ids
+        truth_RS[number, : len(text)] = text
+        key_RX[number] = key_words(params.seed, 0, number, 0)
+    wrong_RS, silent_RS = rng.random(truth_RS.shape) < wrong, rng.random(truth_RS.shape) < silent
+    arrays = (jnp.asarray(x) for x in (key_RX, truth_RS, wrong_RS, silent_RS, np.bool_(twins)))
+    return Scripted(*arrays, topology=topology)
 
 
 def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -246,3 +263,17 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 @pytest.fixture(scope="session")
 def lab(target_dir: Path, draft_dir: Path) -> Lab:
     return Lab(target_dir, draft_dir)
+
+
+def mixed_requests(kind: str) -> list[Request]:
+    """More requests than rows, of many lengths: ``cold`` all greedy, ``warm`` all sampled, ``mixed`` both."""
+    rng = np.random.default_rng(3)
+    shapes = [(1, 20), (5, 9), (40, 24), (9, 16), (17, 1), (30, 12), (3, 18), (33, 30)]
+    styles = [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.8, "top_k": 12, "min_p": 0.01}]
+    requests = []
+    for number, (length, most) in enumerate(shapes):
+        warm = kind == "warm" or (kind == "mixed" and number % 2 == 1)
+        style = {"temperature": 0.8, **styles[number % len(styles)]} if warm else {"temperature": 0.0}
+        params = SamplingParams(**style, max_tokens=most, seed=number, ignore_eos=number % 3 != 1)
+        requests.append((rng.integers(1, VOCAB, length).tolist(), params))
+    return requests

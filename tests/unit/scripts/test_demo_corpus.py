@@ -28,15 +28,28 @@ def demo_corpus():
 def library(demo_corpus, tmp_path_factory):
     root = tmp_path_factory.mktemp("library")
     for index, name in enumerate(demo_corpus.HELD_OUT):
-        (root / name).write_text("".join(CODE.format(100 * index + part) for part in range(20)), encoding="utf-8")
+        (root / name).write_text(
+            "".join(CODE.format(100 * index + part) for part in range(20)), encoding="utf-8"
+        )
     code = "".join(CODE.format(part) for part in range(5000, 5040))
-    for name in ("a.py", "b.py", "test/c.py", "package/tests/c.py", "site-packages/c.py", "_sysconfigdata_x.py"):
+    for name in (
+        "a.py",
+        "b.py",
+        "test/c.py",
+        "package/tests/c.py",
+        "site-packages/c.py",
+        "_sysconfigdata_x.py",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"# {name}\n{code}" if name != "b.py" else f"# a.py\n{code}", encoding="utf-8")
+        (root / name).write_text(
+            f"# {name}\n{code}" if name != "b.py" else f"# a.py\n{code}", encoding="utf-8"
+        )
     (root / "package" / "d.py").write_text(code, encoding="utf-8")
     (root / "copy.py").write_bytes((root / demo_corpus.HELD_OUT[0]).read_bytes())
     (root / "latin.py").write_bytes(b"x = '\xe9'\n")
-    (root / "table.py").write_text("# names\nTABLE = {\n" + "    0x41: 'a', # first\n" * 30 + "}\n", encoding="utf-8")
+    (root / "table.py").write_text(
+        "# names\nTABLE = {\n" + "    0x41: 'a', # first\n" * 30 + "}\n", encoding="utf-8"
+    )
     return root
 
 
@@ -55,7 +68,13 @@ def tokenizer_dir(demo_corpus, corpus, tmp_path_factory):
 def test_collect_leaves_out_what_it_says(demo_corpus, corpus):
     assert [file.name for file in corpus.train] == ["a.py", "package/d.py"]
     assert [file.name for file in corpus.held_out] == list(demo_corpus.HELD_OUT)
-    assert corpus.skipped == {"directory": 3, "machine settings": 1, "not utf-8": 1, "duplicate or empty": 2, "data table": 1}
+    assert corpus.skipped == {
+        "directory": 3,
+        "machine settings": 1,
+        "not utf-8": 1,
+        "duplicate or empty": 2,
+        "data table": 1,
+    }
 
 
 def test_held_out_files_are_never_trained_on(corpus):
@@ -88,7 +107,9 @@ def test_transformers_reads_the_directory(corpus, tokenizer_dir):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0, 0)
     text = corpus.held_out[0].text
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "sort"}], add_generation_prompt=True, tokenize=False)
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "sort"}], add_generation_prompt=True, tokenize=False
+    )
     assert rendered == "# user: sort\n# assistant:\n"
 
 
@@ -110,7 +131,9 @@ def test_batch_depends_on_its_arguments_only(demo_corpus):
     run = [demo_corpus.batch(tokens, step=step, batch_size=3, length=16, seed=1) for step in range(60)]
     demo_corpus._plan_epoch.cache_clear()
     for step in (59, 7, 0):
-        np.testing.assert_array_equal(demo_corpus.batch(tokens, step=step, batch_size=3, length=16, seed=1), run[step])
+        np.testing.assert_array_equal(
+            demo_corpus.batch(tokens, step=step, batch_size=3, length=16, seed=1), run[step]
+        )
     assert run[0].dtype == np.int32 and run[0].shape == (3, 17)
     assert not np.array_equal(run[0], demo_corpus.batch(tokens, step=0, batch_size=3, length=16, seed=2))
 
@@ -118,7 +141,9 @@ def test_batch_depends_on_its_arguments_only(demo_corpus):
 def test_batch_sees_each_window_once_an_epoch(demo_corpus):
     tokens = np.arange(1000, dtype=np.uint16)
     windows = (1000 - 16) // 16
-    epochs = [demo_corpus.batch(tokens, step=epoch, batch_size=windows, length=16, seed=1) for epoch in range(3)]
+    epochs = [
+        demo_corpus.batch(tokens, step=epoch, batch_size=windows, length=16, seed=1) for epoch in range(3)
+    ]
     for rows in epochs:
         starts = np.sort(rows[:, 0])
         assert set(np.diff(starts)) == {16}
@@ -134,7 +159,9 @@ def test_batch_refuses(demo_corpus, size, step):
 
 def test_batch_fits_the_shortest_stream(demo_corpus):
     for seed in range(40):
-        rows = demo_corpus.batch(np.arange(32, dtype=np.uint16), step=seed, batch_size=1, length=16, seed=seed)
+        rows = demo_corpus.batch(
+            np.arange(32, dtype=np.uint16), step=seed, batch_size=1, length=16, seed=seed
+        )
         assert rows.shape == (1, 17)
 
 

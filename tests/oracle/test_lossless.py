@@ -1,0 +1,352 @@
+"""Losslessness: with any drafter, topology, rule, cache and batch the text is plain decoding's, token for token."""
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.draft.null import NoDrafts
+from jaxspec.serve.llm import LLM
+from jaxspec.serve.request import RequestOutput, SamplingParams
+from jaxspec.topology import Topology, chain, tree
+from tests.oracle.conftest import (
+    CAPACITY,
+    EOS,
+    LETTERS,
+    VOCAB,
+    Lab,
+    Request,
+    Scripted,
+    SharedPrograms,
+    generate,
+    mixed_requests,
+    script,
+    tokens_of,
+)
+
+CHAINS = [chain(k) for k in (1, 2, 4, 8)]
+TREES = [tree((2,)), tree((2, 2)), tree((3, 1, 1))]
+UNEVEN = Topology((-1, 0, 0, 0, 1, 1, 2, 4, 4, 6))
+BATCHES = ("cold", "warm", "mixed")
+
+
+def name_of(topology: Topology) -> str:
+    return f"chain{topology.drafts}" if topology.is_chain else "tree" + "".join(map(str, topology.parents[1:]))
+
+
+def accepted_by_script(drafter: Scripted, request: Request, number: int, output: RequestOutput) -> tuple[int, int]:
+    """Accepted drafts and verifications that a scripted drafter must lead to."""
+    prompt, end = request[0], len(request[0]) + len(output.outputs[0].token_ids)
+    good = ~(np.asarray(drafter.wrong_RS[number]) | np.asarray(drafter.silent_RS[number]))
+    anchor, accepted, steps = len(prompt) - 1, 0, 0
+    while anchor + 1 < end:
+        run = 0
+        while run < drafter.topology.max_depth and anchor + run + 1 < end and good[anchor + run + 1]:
+            run += 1
+        committed = min(run + 1, end - anchor - 1)
+        accepted, steps, anchor = accepted + committed - 1, steps + 1, anchor + committed
+    return accepted, steps
+
+
+def check_script(drafter: Scripted, requests: list[Request], outputs: list[RequestOutput]) -> None:
+    for number, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+        m = output.metrics
+        assert (m.num_accepted_tokens, m.num_steps) == accepted_by_script(drafter, request, number, output)
+
+
+def test_plain_decoding_is_the_teacher_forced_argmax(lab: Lab):
+    model = lab.model("target")
+    requests = mixed_requests("cold")
+    for (prompt, _), output in zip(requests, lab.reference("cold", requests), strict=True):
+        ids = np.asarray([prompt + output.outputs[0].token_ids], np.int32)
+        position = np.arange(ids.shape[1], dtype=np.int32)[None]
+        logits, _ = model.net.apply(model.params, ids, position, method="logits_of")
+        best = np.asarray(jnp.argmax(logits[0], axis=-1))[len(prompt) - 1 : -1]
+        assert best.tolist() == output.outputs[0].token_ids
+
+
+def test_the_reference_batches_vary(lab: Lab):
+    texts = [c[0] for kind in BATCHES for c in tokens_of(lab.reference(kind, mixed_requests(kind)))]
+    assert len({token for text in texts for token in text}) > VOCAB // 2
+    ended = [o.outputs[0] for o in lab.reference("warm", mixed_requests("warm"))]
+    assert {c.finish_reason for c in ended} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("topology", [*CHAINS, *TREES, UNEVEN], ids=name_of)
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0], ids=["perfect", "mixture", "adversarial"])
+def test_scripted_drafts(lab: Lab, topology: Topology, batch: str, wrong: float):
+    requests = mixed_requests(batch)
+    plain = lab.reference(batch, requests)
+    for twins in (False, True) if not topology.is_chain and 0 < wrong < 1 else (False,):
+        drafter = script(requests, plain, topology, wrong=wrong, silent=0.2 if 0 < wrong < 1 else 0.0, twins=twins)
+        outputs = lab.run(drafter, requests)
+        assert tokens_of(outputs) == tokens_of(plain)
+        check_script(drafter, requests, outputs)
+        if wrong == 1:
+            assert sum(o.metrics.num_accepted_tokens for o in outputs) == 0
+
+
+@pytest.mark.parametrize("kind", ["ngram", "self", "random"])
+@pytest.mark.parametrize("topology", [*CHAINS, *TREES], ids=name_of)
+def test_drafters(lab: Lab, kind: str, topology: Topology):
+    for batch in BATCHES:
+        requests = mixed_requests(batch)
+        plain = lab.reference(batch, requests)
+        outputs = lab.run(lab.drafter(kind, topology), requests)
+        assert tokens_of(outputs) == tokens_of(plain), batch
+        if batch == "cold" and kind == "self":
+            for output in outputs:  # every draft on the first path is accepted
+                count = len(output.outputs[0].token_ids)
+                assert output.metrics.num_steps == -(-count // (topology.max_depth + 1))
+                assert output.metrics.num_accepted_tokens == count - output.metrics.num_steps
+        if batch == "cold" and kind == "random":
+            accepted = sum(o.metrics.num_accepted_tokens for o in outputs)
+            drafted = sum(o.metrics.num_draft_tokens for o in outputs)
+            assert accepted < 0.15 * drafted
+
+
+@pytest.mark.parametrize("kind", ["ngram", "self", "random", "scripted"])
+@pytest.mark.parametrize("topology", [chain(4), tree((2, 2))], ids=name_of)
+def test_greedy_rule(lab: Lab, kind: str, topology: Topology):
+    requests = mixed_requests("cold")
+    plain = lab.reference("cold", requests, rule="greedy")
+    assert tokens_of(plain) == tokens_of(lab.reference("cold", requests))
+    scripted = kind == "scripted"
+    drafter = script(requests, plain, topology, wrong=0.3) if scripted else lab.drafter(kind, topology)
+    outputs = lab.run(drafter, requests, rule="greedy")
+    assert tokens_of(outputs) == tokens_of(plain)
+    if scripted:
+        check_script(drafter, requests, outputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_rows(lab: Lab, dtype: str):
+    """Above 16 rows the caches are written by scatters."""
+    requests = [r for kind in BATCHES for r in mixed_requests(kind)]
+    requests = [(p, SamplingParams(**{**vars(s), "seed": n})) for n, (p, s) in enumerate(requests)][:18]
+    few = lab.reference("many", requests, dtype=dtype)
+    many = lab.reference("many", requests, dtype=dtype, rows=17)
+    assert tokens_of(many) == tokens_of(few)
+    for topology in (chain(4), tree((2, 2))):
+        drafter = script(requests, few, topology, wrong=0.3)
+        outputs = lab.run(drafter, requests, dtype=dtype, rows=17)
+        assert tokens_of(outputs) == tokens_of(few)
+        check_script(drafter, requests, outputs)
+
+
+@pytest.mark.parametrize("kind", ["self", "scripted"])
+@pytest.mark.parametrize("topology", [chain(4), tree((2, 2))], ids=name_of)
+def test_bfloat16(lab: Lab, kind: str, topology: Topology):
+    for batch in ("cold", "mixed"):
+        requests = mixed_requests(batch)
+        plain = lab.reference(batch, requests, dtype="bfloat16")
+        assert tokens_of(plain) == tokens_of(lab.reference(batch, requests, dtype="bfloat16", rows=1))
+        scripted = kind == "scripted"
+        drafter = (
+            script(requests, plain, topology, wrong=0.3) if scripted else lab.drafter(kind, topology, "bfloat16")
+        )
+        outputs = lab.run(drafter, requests, dtype="bfloat16")
+        assert tokens_of(outputs) == tokens_of(plain)
+        if scripted:
+            check_script(drafter, requests, outputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_stacked_experts(lab: Lab, dtype: str):
+    requests = mixed_requests("mixed")
+    plain = lab.reference("mixed", requests, layout="stacked", dtype=dtype)
+    drafter = lab.drafter("self", chain(4), dtype, "stacked")
+    outputs = lab.run(drafter, requests, layout="stacked", dtype=dtype)
+    assert tokens_of(outputs) == tokens_of(plain)
+
+
+@pytest.mark.parametrize("page", [16, 128])
+def test_pages_equal_whole_rows(lab: Lab, page: int):
+    """A pool that is too small for all rows at once, its pages crossed by drafts, gives the text of whole rows."""
+    requests = mixed_requests("mixed")
+    plain = lab.reference("mixed", requests)
+    paged = {"block": page, "page": page, "pages": 2 + 2 * 128 // page}
+    whole = lab.run(NoDrafts(), requests, block=page)
+    assert tokens_of(whole) == tokens_of(plain)
+    assert tokens_of(lab.run(NoDrafts(), requests, **paged)) == tokens_of(whole)
+    for topology in (chain(8), tree((2, 2))):
+        drafter = script(requests, plain, topology, wrong=0.2)
+        engine = lab.engine(drafter, **paged)
+        outputs = generate(engine, requests)
+        assert tokens_of(outputs) == tokens_of(whole)
+        check_script(drafter, requests, outputs)
+        assert engine.pool is not None
+        assert engine.pool.free == engine.pool.total
+
+
+def test_steps_per_dispatch(lab: Lab):
+    requests = mixed_requests("mixed")
+    plain = lab.reference("mixed", requests)
+    drafter = script(requests, plain, chain(4), wrong=0.3)
+    for steps in (1, 3):
+        assert tokens_of(generate(lab.engine(drafter), requests, steps)) == tokens_of(plain)
+    assert tokens_of(lab.run(drafter, requests, steps=1)) == tokens_of(plain)
+
+
+SETTINGS = {"dtype": "float32", "max_model_len": CAPACITY, "max_num_seqs": 3, "prefill_buckets": (8, 32)}
+
+
+@pytest.fixture(scope="module")
+def llms(lab: Lab) -> Iterator[dict[str, LLM]]:
+    """One plain and two speculative engines behind the public door."""
+    configs = {
+        "plain": None,
+        "chain": {"model": str(lab.target_dir), "num_speculative_tokens": 4},
+        "tree": {"method": "ngram", "speculative_token_tree": [2, 2], "prompt_lookup_min": 1},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxspec.serve.engine.Programs", SharedPrograms)
+        yield {
+            name: LLM(lab.target_dir, speculative_config=config, max_logprobs=3, **SETTINGS)
+            for name, config in configs.items()
+        }
+
+
+PROMPTS = [prompt for prompt, _ in mixed_requests("cold")]
+STYLES = {
+    "repetition": {"repetition_penalty": 1.3},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.7, "presence_penalty": -0.5},
+    "all penalties": {"repetition_penalty": 0.8, "presence_penalty": 0.4, "frequency_penalty": -0.6},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": list(range(0, VOCAB, 3))},
+    "stop ids": {"stop_token_ids": list(range(1, 14))},
+    "stop string": {"stop": [LETTERS[43], LETTERS[7] + LETTERS[9]]},
+    "stop string kept": {"stop": LETTERS[12:20], "include_stop_str_in_output": True},
+    "ignore_eos": {"ignore_eos": True},
+    "samples": {"n": 3},
+    "logprobs": {"logprobs": 2},
+}
+
+
+def seen(outputs: list[RequestOutput]) -> list[list[tuple]]:
+    return [[(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in o.outputs] for o in outputs]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("style", STYLES)
+def test_every_setting(llms: dict[str, LLM], style: str, temperature: float):
+    params = [
+        SamplingParams(temperature=temperature, seed=n, max_tokens=14 + n, **STYLES[style]) for n in range(len(PROMPTS))
+    ]
+    plain = llms["plain"].generate(PROMPTS, params)
+    for name in ("chain", "tree"):
+        outputs = llms[name].generate(PROMPTS, params)
+        assert seen(outputs) == seen(plain), name
+        for ours, theirs in zip(outputs, plain, strict=True):
+            for mine, other in zip(ours.outputs, theirs.outputs, strict=True):
+                assert (mine.logprobs is None) == (style != "logprobs")
+                assert [sorted(p) for p in mine.logprobs or []] == [sorted(p) for p in other.logprobs or []]
+                for p, q in zip(mine.logprobs or [], other.logprobs or [], strict=True):
+                    for token, found in p.items():
+                        assert found.rank == q[token].rank
+                        assert found.logprob == pytest.approx(q[token].logprob, abs=1e-4)
+    reasons = {c.finish_reason for o in plain for c in o.outputs}
+    assert ("stop" in reasons) == ("stop" in style or style == "min_tokens" or "stop" in reasons)
+    if style == "ignore_eos":
+        assert reasons == {"length"}
+    if style == "min_tokens":
+        assert min(len(c.token_ids) for o in plain for c in o.outputs) > 9
+    if "stop" in style:
+        assert "stop" in reasons
+
+
+def test_logprobs_are_the_teacher_forced_ones(llms: dict[str, LLM]):
+    llm = llms["chain"]
+    prompt = PROMPTS[2]
+    output = llm.generate([prompt], SamplingParams(temperature=0.8, seed=4, max_tokens=12, logprobs=3, ignore_eos=True))[0]
+    choice = output.outputs[0]
+    logits = llm.logits(prompt + choice.token_ids).astype(np.float64)[len(prompt) - 1 : -1]
+    logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    assert choice.logprobs is not None
+    total = 0.0
+    for row, entry, token in zip(logp, choice.logprobs, choice.token_ids, strict=True):
+        assert set(entry) == {token, *np.argsort(-row)[:3].tolist()}
+        assert all(found.logprob == pytest.approx(row[i], abs=1e-4) for i, found in entry.items())
+        assert all(found.rank == 1 + int((row > row[i]).sum()) for i, found in entry.items())
+        total += row[token]
+    assert choice.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def test_a_seed_gives_one_text_alone_or_in_any_row(llms: dict[str, LLM]):
+    wanted = SamplingParams(temperature=0.9, seed=123, max_tokens=15)
+    other = SamplingParams(temperature=0.9, max_tokens=11)
+    prompt = PROMPTS[3]
+    alone = seen(llms["plain"].generate([prompt], wanted))[0]
+    for llm in llms.values():
+        for place in range(4):
+            prompts = [*PROMPTS[:place], prompt, *PROMPTS[place:5]]
+            params = [wanted if n == place else other for n in range(len(prompts))]
+            assert seen(llm.generate(prompts, params))[place] == alone
+    different = llms["plain"].generate([prompt], SamplingParams(temperature=0.9, seed=124, max_tokens=15))
+    assert seen(different)[0] != alone
+
+
+def test_samples_of_one_request_differ(llms: dict[str, LLM]):
+    output = llms["chain"].generate([PROMPTS[1]], SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=12))[0]
+    assert [c.index for c in output.outputs] == [0, 1, 2]
+    assert len({tuple(c.token_ids) for c in output.outputs}) == 3
+
+
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_requests_choose_their_speculation(llms: dict[str, LLM], name: str):
+    choices = [False, {"num_speculative_tokens": 1}, None, True, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 99}]
+
+    def params(choose: bool) -> list[SamplingParams]:
+        return [
+            SamplingParams(
+                temperature=0.0, max_tokens=16, ignore_eos=True, speculative=choices[n % len(choices)] if choose else None
+            )
+            for n in range(len(PROMPTS))
+        ]
+
+    plain = llms["plain"].generate(PROMPTS, params(False))
+    outputs = llms[name].generate(PROMPTS, params(True))
+    assert seen(outputs) == seen(plain)
+    depth = {"chain": 4, "tree": 2}[name]
+    for n, output in enumerate(outputs):
+        choice, m = choices[n % len(choices)], output.metrics
+        limit = {False: 0, None: depth, True: depth}[choice] if not isinstance(choice, dict) else 0
+        limit = min(choice["num_speculative_tokens"], depth) if isinstance(choice, dict) else limit
+        assert all(count == 0 for count in m.num_accepted_tokens_per_pos[limit:])
+        assert (m.num_draft_tokens == 0) if limit == 0 else (m.num_drafts > 0 or name == "tree")
+        if name == "chain":
+            assert m.num_steps == -(-16 // (limit + 1))
+    alone = llms[name].generate(PROMPTS[:2], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, speculative=False))
+    assert seen(alone) == seen(plain[:2])
+
+
+def test_stream_equals_generate(llms: dict[str, LLM]):
+    for params in (SamplingParams(temperature=0.8, seed=5, max_tokens=14), SamplingParams(temperature=0.0, max_tokens=9, n=2)):
+        for name, llm in llms.items():
+            texts, final = [], None
+            for final in llm.stream(PROMPTS[2], params):
+                texts.append(final.outputs[0].text)
+            assert final is not None
+            assert final.finished
+            assert seen([final]) == seen(llms["plain"].generate([PROMPTS[2]], params)), name
+            assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+
+
+def test_rows_end_at_the_capacity(llms: dict[str, LLM]):
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    prompt = PROMPTS[2]
+    plain = llms["plain"].generate([prompt], params)
+    assert len(plain[0].outputs[0].token_ids) == CAPACITY - len(prompt)
+    assert plain[0].outputs[0].finish_reason == "length"
+    for name in ("chain", "tree"):
+        assert seen(llms[name].generate([prompt], params)) == seen(plain)
+
+
+def test_texts_end_at_the_end_of_text(llms: dict[str, LLM]):
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=50)
+    for output in llms["chain"].generate(PROMPTS, params):
+        ids = output.outputs[0].token_ids
+        assert EOS not in ids[:-1]
+        assert (ids[-1] == EOS) == (output.outputs[0].finish_reason == "stop")

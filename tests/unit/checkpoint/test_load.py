@@ -1,0 +1,284 @@
+"""Checkpoint directories: what is wrong is said at once, what is right survives a round trip."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxspec.checkpoint.catalog import known_tables
+from jaxspec.checkpoint.export import published_tensors, save_model
+from jaxspec.checkpoint.load import abstract_params, flatten, load_model, place_of, wanted
+from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.checkpoint.table import PACKS
+from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.models.arch import ArchSpec
+from jaxspec.models.catalog import arch_of, known_families
+from jaxspec.models.transformer import Policy, Transformer
+
+GOLDENS = sorted(file.parent for file in (Path(__file__).parents[2] / "golden").glob("*/config.json"))
+BF16 = jnp.dtype(ml_dtypes.bfloat16)
+LAYOUTS = ("switched", "stacked")
+
+
+def golden(name: str) -> Path:
+    return next(d for d in GOLDENS if d.name == name)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A sound checkpoint to be spoilt."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(golden("qwen2_moe") / name, tmp_path / name)
+    return tmp_path
+
+
+def load(directory: Path, layout: str = "switched"):
+    return load_model(directory, Policy(BF16, BF16, layout))
+
+
+def edit_config(directory: Path, **changes) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    config |= changes
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def complaint(directory: Path, kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        load(directory)
+    return str(caught.value)
+
+
+def test_missing_directory(tmp_path: Path):
+    assert "no such directory" in complaint(tmp_path / "nowhere", ConfigError)
+
+
+def test_missing_config(directory: Path):
+    (directory / "config.json").unlink()
+    assert "no config.json" in complaint(directory, ConfigError)
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1, 2]", "\x00"])
+def test_corrupt_config(directory: Path, text: str):
+    (directory / "config.json").write_text(text)
+    assert "config.json" in complaint(directory, ConfigError)
+
+
+@pytest.mark.parametrize("model_type", ["bert", None, 7])
+def test_unknown_family_lists_the_known_ones(directory: Path, model_type):
+    edit_config(directory, model_type=model_type)
+    text = complaint(directory, ConfigError)
+    assert repr(model_type) in text
+    assert all(family in text for family in known_families())
+
+
+def test_all_missing_keys_are_listed(directory: Path):
+    missing = ("vocab_size", "num_experts", "moe_intermediate_size", "num_hidden_layers")
+    edit_config(directory, **dict.fromkeys(missing))
+    text = complaint(directory, ConfigError)
+    assert [key for key in missing if key not in text] == []
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads"])
+def test_a_missing_key_is_named_even_if_others_derive_from_it(directory: Path, key: str):
+    edit_config(directory, **{key: None})
+    assert key in complaint(directory, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"num_key_value_heads": 3}, "heads"),
+        ({"num_experts_per_tok": 13}, "num_experts_per_tok"),
+        ({"hidden_act": "swish9"}, "swish9"),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "spiral"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+    ],
+    ids=str,
+)
+def test_contradictory_config(directory: Path, changes: dict, word: str):
+    edit_config(directory, **changes)
+    assert word in complaint(directory, ConfigError)
+
+
+def test_no_weights(directory: Path):
+    (directory / "model.safetensors").unlink()
+    assert "no .safetensors file" in complaint(directory, CheckpointError)
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, 0.5, 0.999])
+def test_truncated_weights(directory: Path, size: float):
+    file = directory / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: int(size * len(data)) if isinstance(size, float) else size])
+    assert "truncated" in complaint(directory, CheckpointError)
+
+
+def with_header(file: Path, header: bytes) -> None:
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"\xff" * 40,
+        b"[1]",
+        b'{"x": 3}',
+        b'{"x": {"dtype": "F32", "shape": [4]}}',
+        b'{"x": {"dtype": "F3", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"x": {"dtype": "F32", "shape": [5], "data_offsets": [0, 16]}}',
+        b'{"x": {"dtype": "F32", "shape": 4, "data_offsets": [0, 16]}}',
+        b'{"x": {"dtype": "F32", "shape": [4], "data_offsets": [-8, 8]}}',
+        b'{"x": {"dtype": "F32", "shape": ["4"], "data_offsets": [0, 16]}}',
+    ],
+    ids=lambda h: h.decode("latin-1"),
+)
+def test_corrupt_header(directory: Path, header: bytes):
+    with_header(directory / "model.safetensors", header)
+    assert "model.safetensors" in complaint(directory, CheckpointError)
+
+
+def shard(directory: Path) -> dict[str, str]:
+    """Splits the weights into three shards with an index."""
+    tensors = {name: np.asarray(value) for name, value in TensorFiles(directory).items()}
+    files = [f"model-{n + 1:05}-of-00003.safetensors" for n in range(3)]
+    places = {name: files[n % 3] for n, name in enumerate(tensors)}
+    for file in files:
+        save_file({name: value for name, value in tensors.items() if places[name] == file}, directory / file)
+    (directory / "model.safetensors").unlink()
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return places
+
+
+def equal(a, b) -> bool:
+    return jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and bool(np.array_equal(x, y)), a, b))
+
+
+def test_shards_load_like_one_file(directory: Path):
+    whole = load(directory)
+    shard(directory)
+    assert equal(load(directory).params, whole.params)
+
+
+def test_missing_shards_are_listed(directory: Path):
+    gone = sorted(set(shard(directory).values()))[1:]
+    for name in gone:
+        (directory / name).unlink()
+    text = complaint(directory, CheckpointError)
+    assert all(name in text for name in gone)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}", '{"weight_map": {"x": 3}}'])
+def test_corrupt_index(directory: Path, text: str):
+    (directory / "model.safetensors.index.json").write_text(text)
+    assert "index" in complaint(directory, CheckpointError)
+
+
+def test_every_wrong_tensor_is_named_at_once(directory: Path):
+    tensors = {name: np.asarray(value) for name, value in TensorFiles(directory).items()}
+    missing = ["model.layers.0.mlp.experts.3.up_proj.weight", "model.norm.weight"]
+    for name in missing:
+        del tensors[name]
+    tensors["model.layers.9.extra.weight"] = np.zeros((2, 2), np.float32)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(
+        4, np.float32
+    )  # old checkpoints hold it
+    wrong = "model.layers.2.self_attn.q_proj.weight"
+    tensors[wrong] = tensors[wrong][:-8]
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in tensors.items()},
+        directory / "model.safetensors",
+    )
+    text = complaint(directory, CheckpointError)
+    assert "2 missing" in text
+    assert "1 not known: model.layers.9.extra.weight" in text
+    assert f"1 of the wrong shape: {wrong}: (24, 32) in the file, (32, 32) by the config" in text
+    assert all(name in text for name in missing)
+    assert "inv_freq" not in text
+
+
+def test_other_files_beside_the_weights_are_left_alone(directory: Path):
+    save_file({"unrelated": np.zeros(1, np.float32)}, directory / "consolidated.safetensors")
+    load(directory)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", GOLDENS, ids=lambda d: d.name)
+def test_export_round_trip(source: Path, layout: str, tmp_path: Path):
+    shutil.copy(source / "config.json", tmp_path / "config.json")
+    shutil.copy(source / "model.safetensors", tmp_path / "model.safetensors")
+    model = load(tmp_path, layout)
+    out = tmp_path / "out"
+    save_model(out, model.params, model.net.arch, model.config, np.dtype(BF16))
+    old, new = TensorFiles(tmp_path), TensorFiles(out)
+    assert set(new) == set(old)
+    assert [n for n in old if old[n].tobytes() != new[n].tobytes() or old[n].shape != new[n].shape] == []
+    again = load(out, layout)
+    assert equal(again.params, model.params)
+    assert again.net == model.net
+    assert not (out / "model.safetensors.part").exists()
+
+
+def arches() -> list:
+    """Of each golden config, with its head and with the other kind of head."""
+    found = []
+    for source in GOLDENS:
+        arch = arch_of(json.loads((source / "config.json").read_text()))
+        found += [
+            pytest.param(arch, id=source.name),
+            pytest.param(replace(arch, tied=not arch.tied), id=f"{source.name}-tied"),
+        ]
+    return found
+
+
+def test_every_family_has_a_name_table():
+    assert set(known_tables()) >= set(known_families())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("arch", arches())
+def test_name_table_is_a_bijection_onto_the_parameters(arch: ArchSpec, layout: str):
+    leaves = flatten(abstract_params(Transformer(arch, Policy(BF16, BF16, layout))))
+    rules = list(wanted(known_tables()[arch.family], arch, leaves))
+    names = [name for rule, *_ in rules for name in rule.hub]
+    assert len(names) == len(set(names)), "a published tensor feeds two parameters"
+    places = [(path, index) for _, path, index, _ in rules]
+    assert len(places) == len(set(places)), "a parameter has two rules"
+    needed = {
+        (path, index)
+        for path, leaf in leaves.items()
+        for index in (range(leaf.shape[0]) if path.endswith(("gate_up_ED2F", "down_EFD")) else (None,))
+    }
+    assert set(places) == needed
+    rng = np.random.default_rng(0)
+    for rule, path, index, shapes in rules:
+        shape = leaves[path].shape if index is None else leaves[path].shape[1:]
+        leaf = rng.normal(size=shape)
+        parts = PACKS[rule.pack].split(leaf, arch)
+        assert [part.shape for part in parts] == shapes
+        np.testing.assert_array_equal(PACKS[rule.pack].join(parts, arch), leaf)
+        assert sorted(np.concatenate([p.ravel() for p in parts])) == sorted(leaf.ravel())
+        assert place_of(rule, leaves) == (path, index)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fresh_parameters_export_under_the_published_names(layout: str):
+    source = golden("mixtral")
+    arch = arch_of(json.loads((source / "config.json").read_text()))
+    shapes = abstract_params(Transformer(arch, Policy(BF16, BF16, layout)))
+    params = {"params": jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)}
+    out = published_tensors(params, arch, np.dtype(np.float16))
+    assert {name: value.shape for name, value in out.items()} == {
+        name: tensor.shape for name, tensor in TensorFiles(source).tensors.items()
+    }
+    assert {value.dtype for value in out.values()} == {np.dtype(np.float16)}
