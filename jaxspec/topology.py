@@ -107,6 +107,8 @@ def tree(branching: tuple[int, ...]) -> Topology:
         raise ConfigError(f"tree: branching factors must be at least 1, got {branching}")
     parents, level = [-1], [0]
     for width in branching:
+        if len(parents) + len(level) * width > MAX_NODES:
+            raise ConfigError(f"tree: {branching} has more than {MAX_NODES} nodes, the anchor included; branch less")
         grown = []
         for parent in level:
             for _ in range(width):

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.transformer import Policy, Transformer
+from jaxspec.models.transformer import Hidden, Policy, Transformer
 from jaxspec.shapes import Array, Params
 from jaxspec.train import losses
 
@@ -76,6 +76,7 @@ class Recipe:
       prompt: tokens of the corpus that the target continues.
       rows: prompts that it continues at once.
       warmup: updates until the peak learning rate.
+      balance: weight of the load-balancing loss from an update on; raised when an expert had gone idle.
       save_every, log_every, evaluate_every: in updates.
       windows: held-out rows looked at during training.
     """
@@ -88,6 +89,7 @@ class Recipe:
     prompt: int = 128
     rows: int = 16
     warmup: int = 100
+    balance: tuple[tuple[int, float], ...] = ((0, 0.01), (1000, 0.05))
     save_every: int = 100
     log_every: int = 10
     evaluate_every: int = 100
@@ -129,9 +131,10 @@ def net_of(config: dict[str, Any]) -> Transformer:
     return Transformer(arch_of(config), TRAIN)
 
 
-def forward(net: Transformer, params: Params, token_BT: Array):
+def forward(net: Transformer, params: Params, token_BT: Array) -> tuple[Array, Hidden]:
     """Logits and hidden states of whole rows."""
-    return net.apply(params, token_BT, positions(token_BT), method="logits_of")
+    result: Any = net.apply(cast(Any, params), token_BT, positions(token_BT), method="logits_of")
+    return result
 
 
 def init(net: Transformer, seed: int) -> Params:
@@ -157,7 +160,7 @@ def groups(windows: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def cut(tokens: np.ndarray, length: int) -> np.ndarray:
-    """The whole stream as int32 rows of ``length`` + 1, each starting with the last token of the one before."""
+    """The whole stream as int32 rows of ``length`` + 1, each from the last token of the one before."""
     rows = (len(tokens) - 1) // length
     return np.stack([tokens[i * length : i * length + length + 1] for i in range(rows)]).astype(np.int32)
 
@@ -185,7 +188,8 @@ def draft_figures(
 ) -> Callable[[Params, Params, np.ndarray, int], dict[str, float]]:
     """Measures how a draft follows its target over rows, from a position on.
 
-    The figures are the draft's loss, KL(target || draft), and the share of positions with the same most likely token.
+    The figures are the draft's loss, KL(target || draft), and the share of positions at which both find the
+    same token most likely.
     """
 
     @jax.jit

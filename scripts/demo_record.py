@@ -100,7 +100,7 @@ def machine() -> dict[str, Any]:
 
 
 def figures(out: Path, data: Path, text: np.ndarray, recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Held-out figures of the two exported models, over the whole held-out stream and over the target's own text."""
+    """Figures of the two exported models, over the whole held-out stream and over the target's own text."""
     target, draft = (load_model(out / name, FROZEN) for name in ("target", "draft"))
     windows = cut(np.load(data / "held_out.npy"), recipe.length)
     ratio = json.loads((data / "corpus.json").read_text())["held_out"]["bytes_per_token"]
@@ -135,9 +135,10 @@ def write_provenance(
     packages = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
     record = {
         "made_by": "scripts/train_demo.py",
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "corpus": {k: v for k, v in corpus.items() if k != "skipped"},
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
+        "balance_weight": recipe.balance,
         "seeds": {k: v for k, v in vars(recipe).items() if k.endswith("seed")},
         "machine": machine(),
         "target": target,

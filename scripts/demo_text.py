@@ -1,4 +1,4 @@
-"""Lets the demo target continue pieces of the corpus, so that its draft also learns from the target's own text."""
+"""Lets the demo target continue pieces of the corpus, so that its draft learns from its text too."""
 
 from functools import partial
 from pathlib import Path
@@ -63,7 +63,7 @@ def prompts(tokens: np.ndarray, recipe: Recipe, index: int) -> np.ndarray:
 
 
 def write_text(model: Path, tokens: np.ndarray, out: Path, recipe: Recipe, sequences: int) -> np.ndarray:
-    """Returns ``sequences`` rows of the target's text, at least one batch, reading what an earlier call wrote.
+    """Returns rows of the target's own text, written now or by an earlier call.
 
     Args:
       model: directory of the target.

@@ -1,4 +1,4 @@
-"""Reproduces the demo pair: an MoE target trained on the standard library's source, and a draft distilled from it.
+"""Reproduces the demo pair: an MoE target trained on the standard library, and a draft distilled from it.
 
 Run ``python scripts/train_demo.py --work DIR``; started again, it goes on where it stopped.
 """
@@ -50,15 +50,18 @@ def train_target(data: Path, directory: Path, steps: int, recipe: Recipe) -> Par
     net, tokens, windows = net_of(recipe.target), np.load(data / "train.npy"), held_out_windows(data, recipe)
     measure = target_figures(net, recipe.target_batch)
 
-    def loss_fn(params: Params, batch: Array) -> tuple[Array, dict[str, Array]]:
-        logits, hidden = forward(net, params, batch[:, :-1])
-        ce = losses.cross_entropy(logits, batch[:, 1:])
+    def loss_fn(params: Params, batch: tuple[Array, Array]) -> tuple[Array, dict[str, Array]]:
+        rows, weight = batch
+        logits, hidden = forward(net, params, rows[:, :-1])
+        ce = losses.cross_entropy(logits, rows[:, 1:])
         balance = losses.load_balance(hidden.routing)
-        return ce + 0.01 * balance + 0.001 * losses.router_z(hidden.routing), {"ce": ce, "balance": balance}
+        return ce + weight * balance + 0.001 * losses.router_z(hidden.routing), {"ce": ce, "balance": balance}
 
-    def batch_of(step: int) -> np.ndarray:
+    def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
         size, seed = recipe.target_batch, recipe.target_seed
-        return demo_corpus.batch(tokens, step=step, batch_size=size, length=recipe.length, seed=seed)
+        rows = demo_corpus.batch(tokens, step=step, batch_size=size, length=recipe.length, seed=seed)
+        weight = next(w for first, w in reversed(recipe.balance) if step >= first)
+        return rows, np.float32(weight)  # pyright: ignore[reportReturnType]
 
     def evaluate(params: Params) -> dict[str, float]:
         found = measure(params, windows)
@@ -125,7 +128,7 @@ def distill_draft(
     return loop.run(
         spec_of(directory, steps, recipe),
         init(net, recipe.draft_seed),
-        optimizer.build(steps, matrix_peak=5e-3, other_peak=5e-3, warmup=recipe.warmup),
+        optimizer.build(steps, matrix_peak=7e-3, other_peak=7e-3, warmup=recipe.warmup),
         loss_fn,
         batch_of,
         evaluate,
@@ -175,10 +178,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, required=True, help="directory for data and runs")
     parser.add_argument("--out", type=Path, default=Path("jaxspec/demo_model"), help="directory for the pair")
     parser.add_argument("--root", type=Path, help="a standard library other than the running Python's")
-    parser.add_argument("--target-steps", type=int, default=3200)
-    parser.add_argument("--draft-steps", type=int, default=2000)
+    parser.add_argument("--target-steps", type=int, default=1700)
+    parser.add_argument("--draft-steps", type=int, default=700)
     parser.add_argument(
-        "--sequences", type=int, default=400, help="rows of the target's own text for the draft"
+        "--sequences", type=int, default=640, help="rows of the target's own text for the draft"
     )
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -21,12 +21,12 @@ PROPOSALS = 16  # drafted per timed call, so that starting the program does not 
 
 @dataclass(frozen=True)
 class Run:
-    """One batch of prompts, generated once.
+    """Some prompts, generated once.
 
     Attributes:
       token_ids: generated ids of each prompt.
       tokens, time_s: generated in all, and how long it took with the prompts read.
-      decode_tokens, decode_time_s, decode_steps: the same behind the first step, when all prompts have been read.
+      decode_tokens, decode_time_s, decode_steps: the same while every row was busy and no prompt was read.
       speculation: what happened to the drafts.
     """
 
@@ -43,19 +43,19 @@ class Run:
 class Comparison:
     """Plain against speculative decoding of the same prompts.
 
-    Rates and times are medians over repetitions of totals over prompts. "Plain step" is one target pass over one token
-    per row, as plain decoding makes it.
+    Rates and times are medians over repetitions of totals over prompts. "Plain step" is one target pass over
+    one token per row, as plain decoding makes it.
 
     Attributes:
       batch: rows decoded together.
       prompts, max_tokens, repetitions: how much was run.
-      plain_tok_per_s, spec_tok_per_s: committed tokens per second behind the first step.
+      plain_tok_per_s, spec_tok_per_s: tokens per second while every row decodes and no prompt is read.
       speedup, speedup_range: median, least and greatest of the paired ratios of the repetitions.
-      prompt_speedup_range: least and greatest median speed-up of a prompt (or group of ``batch`` prompts).
-      total_speedup: the median ratio with the time to read the prompts counted in.
+      prompt_speedup_range: least and greatest median speed-up of a prompt, where each is run by itself.
+      total_speedup: the median ratio of whole runs: prompts are read, and rows run empty at the end.
       acceptance_length: tokens committed per row and verification, the target's own included.
       acceptance_per_pos: share of verifications whose accepted prefix covers each draft position.
-      plain_step_time_s, spec_step_time_s, draft_time_s: of one step, and of the drafting part of a speculative one.
+      plain_step_time_s, spec_step_time_s, draft_time_s: of a step, and of drafting in it.
       draft_cost: drafting over a plain step.
       verify_ratio: a speculative step without the drafting over a plain step.
       identical: whether every run of a prompt gave the same tokens.
@@ -82,50 +82,53 @@ class Comparison:
 
 
 def run_once(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Run:
-    """Generates for at most as many prompts as the engine has rows, and times it."""
-    began = time.perf_counter()
-    outputs = _submit(llm, prompts, params)
-    llm.engine.step(1)
-    started = time.perf_counter()
-    first = _progress(outputs)
-    while llm.engine.busy:
-        llm.engine.step()
-    ended = time.perf_counter()
-    last = _progress(outputs)
+    """Generates for all prompts, rows refilled as they become free, and times it."""
+    engine = llm.engine
+    began = now = time.perf_counter()
+    outputs = [llm.submit(prompt, params) for prompt in prompts]
+    seen, decoded = (0, 0), [0.0, 0, 0]
+    while engine.busy:
+        reads = bool(engine.waiting) and not all(engine.rows)
+        full = all(engine.rows)
+        # A dispatch that reads prompts is kept short and out of the decoding figures.
+        engine.step(1 if reads else None)
+        before, now = now, time.perf_counter()
+        was, seen = seen, _progress(outputs)
+        if full:
+            decoded = [
+                x + y
+                for x, y in zip(decoded, (now - before, seen[0] - was[0], seen[1] - was[1]), strict=True)
+            ]
     speculation = SpeculationMetrics()
     for output in outputs:
         speculation.merge(output.metrics)
     return Run(
         token_ids=[list(output.outputs[0].token_ids) for output in outputs],
-        tokens=last[0],
-        time_s=ended - began,
-        decode_tokens=last[0] - first[0],
-        decode_time_s=ended - started,
-        decode_steps=last[1] - first[1],
+        tokens=seen[0],
+        time_s=now - began,
+        decode_tokens=int(decoded[1]),
+        decode_time_s=decoded[0],
+        decode_steps=int(decoded[2]),
         speculation=speculation,
     )
 
 
-def _submit(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
-    requests = [llm._request(prompt, params) for prompt in prompts]
-    for samples in requests:
-        llm.engine.add(samples)
-    return [samples[0].output for samples in requests]
-
-
 def _progress(outputs: list[RequestOutput]) -> tuple[int, int]:
-    """Tokens so far, and steps so far: rows that start together step together."""
-    return sum(len(o.outputs[0].token_ids) for o in outputs), max(o.metrics.num_steps for o in outputs)
+    """Tokens and verifications of all rows so far."""
+    return sum(len(o.outputs[0].token_ids) for o in outputs), sum(o.metrics.num_steps for o in outputs)
 
 
 def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Callable[[], float]:
-    """A function that times one proposal of all rows, on the state in which the prompts have just been started."""
-    _submit(llm, prompts, params)
+    """A function that times one proposal of all rows, on the state behind the prompts."""
+    for prompt in prompts:
+        llm.submit(prompt, params)
     for _ in range(2):
         llm.engine.step(1)
     held = jax.tree.map(jnp.copy, (llm.engine.state.draft, llm.engine.state.anchor))
     llm.engine.abort()
-    program = jax.jit(_propose_often, static_argnums=3).lower(llm.engine.drafter, *held, llm.spec.rule).compile()
+    program = (
+        jax.jit(_propose_often, static_argnums=3).lower(llm.engine.drafter, *held, llm.spec.rule).compile()
+    )
 
     def measure() -> float:
         began = time.perf_counter()
@@ -155,13 +158,13 @@ def compare(
     repetitions: int,
     show: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Measures greedy decoding of the prompts, in groups of as many as the engine has rows.
+    """Measures greedy decoding, one prompt after the other, or all of them in an engine of several rows.
 
-    Each repetition runs every group plainly and speculatively, one right after the other, the first of the two in turn.
+    Each repetition runs the same prompts plainly and speculatively, one right after the other, in turns.
 
     Args:
       llm: with a drafter.
-      prompts: texts; if they do not fill the last group it starts again with the first ones.
+      prompts: texts, at least as many as the engine has rows.
       max_tokens: generated per prompt, end-of-text ids ignored.
       repetitions: measured rounds, behind one that only warms up.
       show: called with (runs done, runs in all).
@@ -170,16 +173,16 @@ def compare(
       ConfigError: the numbers leave nothing to measure.
     """
     batch, depth = llm.spec.rows, llm.engine.drafter.topology.max_depth
-    if not prompts or repetitions < 1 or depth < 1 or max_tokens < 2 * (depth + 1):
+    if len(prompts) < batch or repetitions < 1 or depth < 1 or max_tokens < 2 * (depth + 1):
         raise ConfigError(
-            f"compare: needs prompts, a drafter, at least one repetition and {2 * (depth + 1)} tokens per prompt; "
+            f"compare: needs {batch} prompts, drafts, repetitions and {2 * (depth + 1)} tokens each; "
             f"got {len(prompts)} prompts, {depth} drafts, {repetitions} repetitions, {max_tokens} tokens"
         )
     plain = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, speculative=False)
     modes = {False: plain, True: replace(plain, speculative=None)}
-    groups = [[prompts[(i + j) % len(prompts)] for j in range(batch)] for i in range(0, len(prompts), batch)]
+    groups = [[prompt] for prompt in prompts] if batch == 1 else [list(prompts)]
     total = 2 * len(groups) * (repetitions + 1)
-    draft_time = draft_timer(llm, groups[0], modes[True])
+    draft_time = draft_timer(llm, prompts[:batch], modes[True])
     rounds: list[list[dict[bool, Run]]] = []
     draft_times: list[float] = []
     for repetition in range(repetitions + 1):
@@ -200,15 +203,23 @@ def _summarize(
     rates = [{mode: _rate([pair[mode] for pair in pairs]) for mode in (False, True)} for pairs in warm]
     speedups = [rate[True] / rate[False] for rate in rates]
     per_group = [
-        statistics.median(_rate([pairs[g][True]]) / _rate([pairs[g][False]]) for pairs in warm) for g in range(len(warm[0]))
+        statistics.median(_rate([pairs[g][True]]) / _rate([pairs[g][False]]) for pairs in warm)
+        for g in range(len(warm[0]))
     ]
     whole = [sum(p[False].time_s for p in pairs) / sum(p[True].time_s for p in pairs) for pairs in warm]
-    step_s = {mode: statistics.median(_step_time([p[mode] for p in pairs]) for pairs in warm) for mode in (False, True)}
+    step_s = {
+        mode: batch * statistics.median(_row_step_time([p[mode] for p in pairs]) for pairs in warm)
+        for mode in (False, True)
+    }
     speculation = SpeculationMetrics()
     for pair in warm[0]:
         speculation.merge(pair[True].speculation)
+    steps = max(speculation.num_steps, 1)
     same = all(
-        run.token_ids == rounds[0][g][False].token_ids for pairs in rounds for g, p in enumerate(pairs) for run in p.values()
+        run.token_ids == rounds[0][g][False].token_ids
+        for pairs in rounds
+        for g, p in enumerate(pairs)
+        for run in p.values()
     )
     return Comparison(
         batch=batch,
@@ -221,8 +232,8 @@ def _summarize(
         speedup_range=(min(speedups), max(speedups)),
         prompt_speedup_range=(min(per_group), max(per_group)),
         total_speedup=statistics.median(whole),
-        acceptance_length=speculation.num_accepted_tokens / max(speculation.num_steps, 1) + 1,
-        acceptance_per_pos=speculation.acceptance_per_pos,
+        acceptance_length=1 + speculation.num_accepted_tokens / steps,
+        acceptance_per_pos=[count / steps for count in speculation.num_accepted_tokens_per_pos],
         plain_step_time_s=step_s[False],
         spec_step_time_s=step_s[True],
         draft_time_s=draft_time_s,
@@ -236,5 +247,5 @@ def _rate(runs: list[Run]) -> float:
     return sum(run.decode_tokens for run in runs) / sum(run.decode_time_s for run in runs)
 
 
-def _step_time(runs: list[Run]) -> float:
+def _row_step_time(runs: list[Run]) -> float:
     return sum(run.decode_time_s for run in runs) / max(sum(run.decode_steps for run in runs), 1)

@@ -35,7 +35,9 @@ def load_excerpts(file: Path) -> list[Excerpt]:
         entries: Any = json.loads(file.read_text(encoding="utf-8"))
         found = [Excerpt(str(e["file"]), int(e["line"]), str(e["prompt"])) for e in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file}: prompts cannot be read ({error!r}); scripts/make_demo_prompts.py writes them") from error
+        raise ConfigError(
+            f"{file}: prompts cannot be read ({error!r}); scripts/make_demo_prompts.py writes them"
+        ) from error
     if not found:
         raise ConfigError(f"{file}: no prompts; scripts/make_demo_prompts.py writes them")
     return found
@@ -51,3 +53,8 @@ def choose(excerpts: list[Excerpt], count: int, seed: int | None = None) -> list
         raise ConfigError(f"prompts: from 1 to {len(excerpts)} are available, got {count}")
     order = range(len(excerpts)) if seed is None else np.random.default_rng(seed).permutation(len(excerpts))
     return [excerpts[i] for i in list(order)[:count]]
+
+
+def repeat(excerpts: list[Excerpt], count: int) -> list[Excerpt]:
+    """``count`` excerpts; behind the last one it starts again with the first."""
+    return [excerpts[i % len(excerpts)] for i in range(count)]

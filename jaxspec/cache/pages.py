@@ -21,15 +21,26 @@ class PageAllocator:
         """Pages for so many tokens."""
         return -(-tokens // self.page)
 
+    def check(self, tokens: int) -> None:
+        """Refuses what could never be allocated.
+
+        Raises:
+          CapacityError: so many tokens need more pages than there are in all.
+        """
+        if self.needed(tokens) > self.total:
+            raise CapacityError(
+                f"page pool: {tokens} tokens, provisional ones included, need {self.needed(tokens)} pages of {self.page}, "
+                f"the pool has {self.total}; raise num_kv_pages, or lower max_tokens or max_model_len"
+            )
+
     def allocate(self, tokens: int) -> list[int] | None:
         """Takes pages for so many tokens; None if they are not free now.
 
         Raises:
           CapacityError: the pool could never hold them.
         """
+        self.check(tokens)
         count = self.needed(tokens)
-        if count > self.total:
-            raise CapacityError(f"page pool: {tokens} tokens need {count} pages, the pool has {self.total}; enlarge it")
         if count > len(self._free):
             return None
         return [self._free.pop() for _ in range(count)]

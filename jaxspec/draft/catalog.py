@@ -74,13 +74,24 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     topology = _topology(config)
     if RULES[rule] == "block" and not topology.is_chain:
         raise ConfigError("speculative_config: block verification is for chains; leave speculative_token_tree out")
-    longest = config.get("prompt_lookup_max", max(4, config.get("prompt_lookup_min", 0)))
-    shortest = config.get("prompt_lookup_min", min(2, longest))
-    if not 1 <= shortest <= longest <= 16:
-        raise ConfigError(f"speculative_config: 1 <= prompt_lookup_min <= prompt_lookup_max <= 16, got {shortest}, {longest}")
+    longest, shortest = _lookup(config)
+    if method == "ngram" and config.get("model"):
+        raise ConfigError('speculative_config: method "ngram" takes no "model"; leave one of them out')
     if method == "draft_model" and not config.get("model"):
         raise ConfigError('speculative_config: method "draft_model" needs "model", the directory of the draft model')
     return SpeculativeConfig(method, topology, RULES[rule], config.get("model"), longest, shortest)
+
+
+def _lookup(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Longest and shortest suffix that an n-gram drafter looks for."""
+    given = {name: config[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in config}
+    if not all(isinstance(n, int) for n in given.values()):
+        raise ConfigError(f"speculative_config: suffix lengths are integers from 1 to 16, got {given}")
+    longest = given.get("prompt_lookup_max", max(4, given.get("prompt_lookup_min", 0)))
+    shortest = given.get("prompt_lookup_min", min(2, longest))
+    if not 1 <= shortest <= longest <= 16:
+        raise ConfigError(f"speculative_config: 1 <= prompt_lookup_min <= prompt_lookup_max <= 16, got {shortest}, {longest}")
+    return longest, shortest
 
 
 def _topology(config: Mapping[str, Any]) -> Topology:

@@ -51,6 +51,7 @@ class Engine:
     def __init__(self, target: Target, drafter: Drafter, spec: EngineSpec, eos: set[int]):
         self.spec, self.eos, self.drafter = spec, eos, drafter
         self.slack = max(drafter.topology.nodes, drafter.slack, spec.buckets[-1])
+        self.pool = PageAllocator(spec.pages, spec.page) if spec.pages else None
         plan = StepPlan(spec.rule, spec.steps, spec.logprobs)
         self.state = init_state(
             target, drafter, spec.rows, spec.capacity,
@@ -58,7 +59,6 @@ class Engine:
         )  # fmt: skip
         self.programs = Programs(target, drafter, self.state, plan, spec.buckets)
         self.metrics = EngineMetrics(drafter.topology.max_depth)
-        self.pool = PageAllocator(spec.pages, spec.page) if spec.pages else None
         self.waiting: deque[Sample] = deque()
         self.rows: list[Sample | None] = [None] * spec.rows
 
@@ -68,14 +68,24 @@ class Engine:
         return bool(self.waiting) or any(self.rows)
 
     def add(self, samples: list[Sample]) -> None:
-        """Queues the samples of one request."""
+        """Queues the samples of one request.
+
+        Raises:
+          CapacityError: the page pool could never hold one of them; nothing is queued then.
+        """
+        if self.pool is not None:
+            for sample in samples:
+                self.pool.check(sample.max_length + self.slack)
         self.waiting.extend(samples)
 
-    def abort(self) -> None:
-        """Forgets everything that waits or runs."""
-        self.waiting.clear()
+    def abort(self, samples: list[Sample] | None = None) -> None:
+        """Forgets these samples (None: all), whether they wait or run; the others go on."""
+        if samples is None:
+            samples = [*self.waiting, *filter(None, self.rows)]
+        gone = {id(sample) for sample in samples}
+        self.waiting = deque(sample for sample in self.waiting if id(sample) not in gone)
         for row, sample in enumerate(self.rows):
-            if sample is not None:
+            if sample is not None and id(sample) in gone:
                 self._free(row, sample)
 
     def step(self, steps: int | None = None) -> list[RequestOutput]:
@@ -155,8 +165,9 @@ class Engine:
 
 def _logprobs(report: Report, row: int, first: int, tokens: np.ndarray, most: int) -> list[dict[int, Logprob]]:
     """Log-probabilities of one verification's tokens: the sampled one and the ``most`` best."""
-    values = np.asarray(report.logprob_BXL[row, first : first + len(tokens)])
-    ids = np.asarray(report.top_BXL[row, first : first + len(tokens)])
+    # Sliced on the host: a slice on the device would compile a program for each length.
+    values = np.asarray(report.logprob_BXL)[row, first : first + len(tokens)]
+    ids = np.asarray(report.top_BXL)[row, first : first + len(tokens)]
     found = []
     for token, value, top in zip(tokens.tolist(), values, ids, strict=True):
         entry = {int(i): Logprob(float(v), r + 1) for r, (i, v) in enumerate(zip(top[1:], value[1:], strict=True)) if r < most}

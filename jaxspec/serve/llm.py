@@ -65,9 +65,14 @@ class LLM:
         num_kv_pages: int = 0,
     ):
         config = catalog.parse(speculative_config)
-        for name, value in (("max_num_seqs", max_num_seqs), ("steps_per_dispatch", steps_per_dispatch)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"LLM: {name} must be an integer of at least 1, got {value!r}")
+        wholes = [("max_num_seqs", max_num_seqs, 1), ("steps_per_dispatch", steps_per_dispatch, 1)]
+        wholes += [("max_logprobs", max_logprobs, 0), ("kv_page_size", kv_page_size, 0), ("num_kv_pages", num_kv_pages, 0)]
+        wholes += [("prefill_buckets", size, 1) for size in prefill_buckets or (0,)]
+        for name, value, least in wholes:
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"LLM: {name} must be an integer of at least {least}, got {value!r}")
+        if num_kv_pages and not kv_page_size:
+            raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
         self.model = load_model(model, _policy(dtype))
         arch = self.model.net.arch
         self.capacity = max_model_len or min(arch.max_position, DEFAULT_CAPACITY)
@@ -80,7 +85,8 @@ class LLM:
         drafter = catalog.build(config, arch.vocab_size, BLOCK, (draft.net, draft.params) if draft else None)
         block = math.gcd(BLOCK, kv_page_size) if kv_page_size else BLOCK
         if kv_page_size and not num_kv_pages:
-            num_kv_pages = 1 + max_num_seqs * -(-(self.capacity + max(prefill_buckets)) // kv_page_size)
+            slack = max(drafter.topology.nodes, drafter.slack, *prefill_buckets)
+            num_kv_pages = 1 + max_num_seqs * -(-(self.capacity + slack) // kv_page_size)
         self.spec = EngineSpec(
             rows=max_num_seqs,
             capacity=self.capacity,
@@ -141,8 +147,34 @@ class LLM:
                 self.engine.step(steps)
                 yield output
         finally:
-            if not output.finished:
-                self.engine.abort()
+            self.engine.abort(samples)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        number: int | None = None,
+    ) -> RequestOutput:
+        """Queues one request and returns its output, which ``step`` lets grow.
+
+        Args:
+          prompt: as for ``generate``, or ``{"messages": [...]}``.
+          sampling_params: its settings.
+          request_id: name that the output carries.
+          number: origin of its randomness where it brings no seed; by default how many came before it.
+
+        Raises:
+          RequestError, CapacityError: the request is not acceptable; nothing has been queued then.
+        """
+        samples = self._request(prompt, self._params(sampling_params, 1)[0], request_id, number)
+        self.engine.add(samples)
+        return samples[0].output
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one dispatch and returns the requests that it moved forward; ended ones are ``finished``."""
+        return self.engine.step()
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1."""
@@ -164,14 +196,13 @@ class LLM:
         return jax.jit(lambda params, token, at: self.model.net.apply(params, token, at, method="logits_of")[0])
 
     def _run(self, requests: list[list[Sample]]) -> list[RequestOutput]:
-        for samples in requests:
-            self.engine.add(samples)
         try:
-            while self.engine.busy:
+            for samples in requests:
+                self.engine.add(samples)
+            while not all(samples[0].output.finished for samples in requests):
                 self.engine.step()
-        except BaseException:
-            self.engine.abort()
-            raise
+        finally:
+            self.engine.abort([sample for samples in requests for sample in samples])
         return [samples[0].output for samples in requests]
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -181,7 +212,9 @@ class LLM:
             raise RequestError(f"sampling_params: {len(given)} for {count} prompts; give one, or one per prompt")
         return list(given)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> list[Sample]:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, number: int | None = None
+    ) -> list[Sample]:
         text, ids = self._encode(prompt)
         self._check_params(params)
         if len(ids) >= self.capacity:
@@ -190,7 +223,8 @@ class LLM:
             )
         if params.min_tokens and len(ids) + params.min_tokens > self.capacity:
             raise RequestError(f"min_tokens: {params.min_tokens} behind {len(ids)} prompt tokens exceed {self.capacity}")
-        number, self._number = self._number, self._number + 1
+        arrival, self._number = self._number, self._number + 1
+        number = arrival if number is None else number
         return new_samples(
             request_id or str(number), text, ids, params, lambda p: Growing(self.text, p),
             engine_seed=self.seed, number=number, capacity=self.capacity, draft_length=self.engine.drafter.topology.max_depth,
@@ -224,6 +258,8 @@ class LLM:
         return [int(i) for i in ids]
 
     def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params: SamplingParams are needed, got {type(params).__name__}")
         vocab = self.model.net.arch.vocab_size
         stops = params.stop_token_ids or []
         if any(not 0 <= i < vocab for i in stops):
@@ -260,5 +296,7 @@ def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int]:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise RequestError(f"prompts: a text, token ids, a mapping or a list of them is needed, got {type(prompts).__name__}")
     many: list[Any] = list(prompts)
     return [many] if many and isinstance(many[0], int | np.integer) else many

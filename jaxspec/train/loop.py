@@ -50,7 +50,7 @@ def run(
       params: initial float32 parameters.
       optimizer: optax transformation.
       loss_fn: (params, batch) to (loss, metrics).
-      batch_of: step to batch, arrays in any pytree; a pure function, so that a resumed run sees the same data.
+      batch_of: step to batch, a pytree; a pure function, so that a resumed run sees the same data.
       evaluate: params to held-out figures.
       show: receives one line per log entry.
 

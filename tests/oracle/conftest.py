@@ -65,7 +65,7 @@ def write_model(directory: Path, config: dict, seed: int) -> Path:
     policy = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
     net = Transformer(arch, policy)
     token = jnp.zeros((1, 2), jnp.int32)
-    params = net.init(jax.random.key(seed), token, token, method="logits_of")
+    params = jax.jit(partial(net.init, method="logits_of"))(jax.random.key(seed), token, token)
     params = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
     save_model(directory, params, arch, config, np.dtype("float32"))
     return directory
@@ -196,13 +196,17 @@ class Lab:
             self.loaded[key] = load_model(getattr(self, f"{name}_dir"), policy)
         return self.loaded[key]
 
-    def drafter(self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "switched") -> Drafter:
+    def drafter(
+        self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "switched"
+    ) -> Drafter:
         if kind == "ngram":
             return Ngram(topology, 3, 1)
         model = self.model({"self": "target", "random": "draft"}[kind], dtype, layout)
         return SmallLm(model.params, model.net, topology)
 
-    def engine(self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = 128, **spec) -> Engine:
+    def engine(
+        self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = 128, **spec
+    ) -> Engine:
         model = self.model("target", dtype, layout)
         spec = EngineSpec(**{"rows": PLACES, "capacity": CAPACITY, "logprobs": 0, "buckets": (8, 32), **spec})
         made = engine_module.Programs
@@ -239,9 +243,14 @@ def generate(engine: Engine, requests: list[Request], steps: int | None = None) 
 
 
 def script(
-    requests: list[Request], outputs: list[RequestOutput], topology: Topology, *, wrong: float, silent: float = 0.0,
+    requests: list[Request],
+    outputs: list[RequestOutput],
+    topology: Topology,
+    *,
+    wrong: float,
+    silent: float = 0.0,
     twins: bool = False,
-) -> Scripted:  # fmt: skip
+) -> Scripted:
     """A drafter that knows the outputs, wrong at a share of the positions and silent at another."""
     rng = np.random.default_rng(7)
     truth_RS = np.zeros((PLACES * 6, CAPACITY), np.int32)

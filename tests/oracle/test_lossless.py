@@ -1,7 +1,9 @@
-"""Losslessness: with any drafter, topology, rule, cache and batch the text is plain decoding's, token for token."""
+"""Losslessness: with any drafter, topology, rule, cache and batch the tokens are plain decoding's."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,23 +30,38 @@ from tests.oracle.conftest import (
 CHAINS = [chain(k) for k in (1, 2, 4, 8)]
 TREES = [tree((2,)), tree((2, 2)), tree((3, 1, 1))]
 UNEVEN = Topology((-1, 0, 0, 0, 1, 1, 2, 4, 4, 6))
+# Every other shape costs seconds of compilation: these run always, the others only with the slow tests.
+QUICK = (chain(4), tree((2, 2)))
 BATCHES = ("cold", "warm", "mixed")
 
 
 def name_of(topology: Topology) -> str:
-    return f"chain{topology.drafts}" if topology.is_chain else "tree" + "".join(map(str, topology.parents[1:]))
+    return (
+        f"chain{topology.drafts}" if topology.is_chain else "tree" + "".join(map(str, topology.parents[1:]))
+    )
 
 
-def accepted_by_script(drafter: Scripted, request: Request, number: int, output: RequestOutput) -> tuple[int, int]:
+def marked(*topologies: Topology, quick: tuple[Topology, ...] = QUICK) -> list:
+    """Parameters of which all but the quick ones are slow."""
+    return [
+        pytest.param(t, id=name_of(t), marks=[] if t in quick else [pytest.mark.slow]) for t in topologies
+    ]
+
+
+def accepted_by_script(
+    drafter: Scripted, request: Request, number: int, output: RequestOutput
+) -> tuple[int, int]:
     """Accepted drafts and verifications that a scripted drafter must lead to."""
     prompt, end = request[0], len(request[0]) + len(output.outputs[0].token_ids)
+    top, twins = drafter.topology, bool(drafter.twins)
     good = ~(np.asarray(drafter.wrong_RS[number]) | np.asarray(drafter.silent_RS[number]))
     anchor, accepted, steps = len(prompt) - 1, 0, 0
     while anchor + 1 < end:
-        run = 0
-        while run < drafter.topology.max_depth and anchor + run + 1 < end and good[anchor + run + 1]:
-            run += 1
-        committed = min(run + 1, end - anchor - 1)
+        node, at = 0, anchor + 1
+        while top.children[node] and at < end and good[at]:
+            siblings = top.children[node]
+            node, at = siblings[0 if twins else at % len(siblings)], at + 1
+        committed = min(at - anchor, end - anchor - 1)
         accepted, steps, anchor = accepted + committed - 1, steps + 1, anchor + committed
     return accepted, steps
 
@@ -58,10 +75,11 @@ def check_script(drafter: Scripted, requests: list[Request], outputs: list[Reque
 def test_plain_decoding_is_the_teacher_forced_argmax(lab: Lab):
     model = lab.model("target")
     requests = mixed_requests("cold")
+    teach = jax.jit(lambda ids, position: model.net.apply(model.params, ids, position, method="logits_of")[0])
+    position = np.arange(CAPACITY, dtype=np.int32)[None]
     for (prompt, _), output in zip(requests, lab.reference("cold", requests), strict=True):
-        ids = np.asarray([prompt + output.outputs[0].token_ids], np.int32)
-        position = np.arange(ids.shape[1], dtype=np.int32)[None]
-        logits, _ = model.net.apply(model.params, ids, position, method="logits_of")
+        text = prompt + output.outputs[0].token_ids
+        logits = teach(np.asarray([text + [0] * (CAPACITY - len(text))], np.int32), position)[:, : len(text)]
         best = np.asarray(jnp.argmax(logits[0], axis=-1))[len(prompt) - 1 : -1]
         assert best.tolist() == output.outputs[0].token_ids
 
@@ -74,13 +92,15 @@ def test_the_reference_batches_vary(lab: Lab):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("topology", [*CHAINS, *TREES, UNEVEN], ids=name_of)
+@pytest.mark.parametrize("topology", marked(*CHAINS, *TREES, UNEVEN, quick=(*QUICK, chain(1), UNEVEN)))
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0], ids=["perfect", "mixture", "adversarial"])
 def test_scripted_drafts(lab: Lab, topology: Topology, batch: str, wrong: float):
     requests = mixed_requests(batch)
     plain = lab.reference(batch, requests)
     for twins in (False, True) if not topology.is_chain and 0 < wrong < 1 else (False,):
-        drafter = script(requests, plain, topology, wrong=wrong, silent=0.2 if 0 < wrong < 1 else 0.0, twins=twins)
+        drafter = script(
+            requests, plain, topology, wrong=wrong, silent=0.2 if 0 < wrong < 1 else 0.0, twins=twins
+        )
         outputs = lab.run(drafter, requests)
         assert tokens_of(outputs) == tokens_of(plain)
         check_script(drafter, requests, outputs)
@@ -89,7 +109,7 @@ def test_scripted_drafts(lab: Lab, topology: Topology, batch: str, wrong: float)
 
 
 @pytest.mark.parametrize("kind", ["ngram", "self", "random"])
-@pytest.mark.parametrize("topology", [*CHAINS, *TREES], ids=name_of)
+@pytest.mark.parametrize("topology", marked(*CHAINS, *TREES))
 def test_drafters(lab: Lab, kind: str, topology: Topology):
     for batch in BATCHES:
         requests = mixed_requests(batch)
@@ -108,7 +128,7 @@ def test_drafters(lab: Lab, kind: str, topology: Topology):
 
 
 @pytest.mark.parametrize("kind", ["ngram", "self", "random", "scripted"])
-@pytest.mark.parametrize("topology", [chain(4), tree((2, 2))], ids=name_of)
+@pytest.mark.parametrize("topology", marked(*QUICK, quick=QUICK[1:]))
 def test_greedy_rule(lab: Lab, kind: str, topology: Topology):
     requests = mixed_requests("cold")
     plain = lab.reference("cold", requests, rule="greedy")
@@ -121,7 +141,7 @@ def test_greedy_rule(lab: Lab, kind: str, topology: Topology):
         check_script(drafter, requests, outputs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_many_rows(lab: Lab, dtype: str):
     """Above 16 rows the caches are written by scatters."""
     requests = [r for kind in BATCHES for r in mixed_requests(kind)]
@@ -137,7 +157,7 @@ def test_many_rows(lab: Lab, dtype: str):
 
 
 @pytest.mark.parametrize("kind", ["self", "scripted"])
-@pytest.mark.parametrize("topology", [chain(4), tree((2, 2))], ids=name_of)
+@pytest.mark.parametrize("topology", marked(*QUICK, quick=QUICK[:1]))
 def test_bfloat16(lab: Lab, kind: str, topology: Topology):
     for batch in ("cold", "mixed"):
         requests = mixed_requests(batch)
@@ -145,7 +165,9 @@ def test_bfloat16(lab: Lab, kind: str, topology: Topology):
         assert tokens_of(plain) == tokens_of(lab.reference(batch, requests, dtype="bfloat16", rows=1))
         scripted = kind == "scripted"
         drafter = (
-            script(requests, plain, topology, wrong=0.3) if scripted else lab.drafter(kind, topology, "bfloat16")
+            script(requests, plain, topology, wrong=0.3)
+            if scripted
+            else lab.drafter(kind, topology, "bfloat16")
         )
         outputs = lab.run(drafter, requests, dtype="bfloat16")
         assert tokens_of(outputs) == tokens_of(plain)
@@ -153,7 +175,7 @@ def test_bfloat16(lab: Lab, kind: str, topology: Topology):
             check_script(drafter, requests, outputs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_stacked_experts(lab: Lab, dtype: str):
     requests = mixed_requests("mixed")
     plain = lab.reference("mixed", requests, layout="stacked", dtype=dtype)
@@ -162,9 +184,9 @@ def test_stacked_experts(lab: Lab, dtype: str):
     assert tokens_of(outputs) == tokens_of(plain)
 
 
-@pytest.mark.parametrize("page", [16, 128])
+@pytest.mark.parametrize("page", [16, pytest.param(128, marks=pytest.mark.slow)])
 def test_pages_equal_whole_rows(lab: Lab, page: int):
-    """A pool that is too small for all rows at once, its pages crossed by drafts, gives the text of whole rows."""
+    """A pool too small for all rows at once, its pages crossed by drafts, gives the text of whole rows."""
     requests = mixed_requests("mixed")
     plain = lab.reference("mixed", requests)
     paged = {"block": page, "page": page, "pages": 2 + 2 * 128 // page}
@@ -233,7 +255,8 @@ def seen(outputs: list[RequestOutput]) -> list[list[tuple]]:
 @pytest.mark.parametrize("style", STYLES)
 def test_every_setting(llms: dict[str, LLM], style: str, temperature: float):
     params = [
-        SamplingParams(temperature=temperature, seed=n, max_tokens=14 + n, **STYLES[style]) for n in range(len(PROMPTS))
+        SamplingParams(temperature=temperature, seed=n, max_tokens=14 + n, **STYLES[style])
+        for n in range(len(PROMPTS))
     ]
     plain = llms["plain"].generate(PROMPTS, params)
     for name in ("chain", "tree"):
@@ -260,7 +283,9 @@ def test_every_setting(llms: dict[str, LLM], style: str, temperature: float):
 def test_logprobs_are_the_teacher_forced_ones(llms: dict[str, LLM]):
     llm = llms["chain"]
     prompt = PROMPTS[2]
-    output = llm.generate([prompt], SamplingParams(temperature=0.8, seed=4, max_tokens=12, logprobs=3, ignore_eos=True))[0]
+    output = llm.generate(
+        [prompt], SamplingParams(temperature=0.8, seed=4, max_tokens=12, logprobs=3, ignore_eos=True)
+    )[0]
     choice = output.outputs[0]
     logits = llm.logits(prompt + choice.token_ids).astype(np.float64)[len(prompt) - 1 : -1]
     logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -289,19 +314,31 @@ def test_a_seed_gives_one_text_alone_or_in_any_row(llms: dict[str, LLM]):
 
 
 def test_samples_of_one_request_differ(llms: dict[str, LLM]):
-    output = llms["chain"].generate([PROMPTS[1]], SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=12))[0]
+    output = llms["chain"].generate(
+        [PROMPTS[1]], SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=12)
+    )[0]
     assert [c.index for c in output.outputs] == [0, 1, 2]
     assert len({tuple(c.token_ids) for c in output.outputs}) == 3
 
 
 @pytest.mark.parametrize("name", ["chain", "tree"])
 def test_requests_choose_their_speculation(llms: dict[str, LLM], name: str):
-    choices = [False, {"num_speculative_tokens": 1}, None, True, {"num_speculative_tokens": 0}, {"num_speculative_tokens": 99}]
+    choices = [
+        False,
+        {"num_speculative_tokens": 1},
+        None,
+        True,
+        {"num_speculative_tokens": 0},
+        {"num_speculative_tokens": 99},
+    ]
 
     def params(choose: bool) -> list[SamplingParams]:
         return [
             SamplingParams(
-                temperature=0.0, max_tokens=16, ignore_eos=True, speculative=choices[n % len(choices)] if choose else None
+                temperature=0.0,
+                max_tokens=16,
+                ignore_eos=True,
+                speculative=choices[n % len(choices)] if choose else None,
             )
             for n in range(len(PROMPTS))
         ]
@@ -318,12 +355,17 @@ def test_requests_choose_their_speculation(llms: dict[str, LLM], name: str):
         assert (m.num_draft_tokens == 0) if limit == 0 else (m.num_drafts > 0 or name == "tree")
         if name == "chain":
             assert m.num_steps == -(-16 // (limit + 1))
-    alone = llms[name].generate(PROMPTS[:2], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, speculative=False))
+    alone = llms[name].generate(
+        PROMPTS[:2], SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, speculative=False)
+    )
     assert seen(alone) == seen(plain[:2])
 
 
 def test_stream_equals_generate(llms: dict[str, LLM]):
-    for params in (SamplingParams(temperature=0.8, seed=5, max_tokens=14), SamplingParams(temperature=0.0, max_tokens=9, n=2)):
+    for params in (
+        SamplingParams(temperature=0.8, seed=5, max_tokens=14),
+        SamplingParams(temperature=0.0, max_tokens=9, n=2),
+    ):
         for name, llm in llms.items():
             texts, final = [], None
             for final in llm.stream(PROMPTS[2], params):
@@ -331,7 +373,7 @@ def test_stream_equals_generate(llms: dict[str, LLM]):
             assert final is not None
             assert final.finished
             assert seen([final]) == seen(llms["plain"].generate([PROMPTS[2]], params)), name
-            assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+            assert all(b.startswith(a) for a, b in pairwise(texts))
 
 
 def test_rows_end_at_the_capacity(llms: dict[str, LLM]):

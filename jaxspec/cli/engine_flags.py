@@ -1,0 +1,82 @@
+"""The flags that every command with an engine shares."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxspec.serve.llm import LLM
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """Settings of the engine, under vLLM's names where it has them.
+
+    Attributes:
+      model: Model directory in Hugging Face layout; by default the packaged demo model.
+      speculative_config: JSON as for vLLM, for example '{"method": "ngram", "num_speculative_tokens": 4}';
+        by default plain decoding.
+      dtype: Weights and products.
+      max_model_len: Longest text in tokens, prompt included; by default the model's, at most 8192.
+      max_num_seqs: Rows that are decoded together.
+      seed: Origin of the seeds of requests that bring none.
+      max_logprobs: Most log-probabilities per token that a request may ask for.
+      steps_per_dispatch: Most verification steps before the host looks.
+      prefill_buckets: Prompt chunk sizes in tokens, ascending.
+      kv_page_size: Tokens per page of a KV pool that all rows share; 0 gives each row its whole capacity.
+      num_kv_pages: Pages of that pool; by default enough for all rows at full length.
+    """
+
+    model: Path | None = None
+    speculative_config: str | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 8
+    seed: int = 0
+    max_logprobs: int = 20
+    steps_per_dispatch: int = 8
+    prefill_buckets: tuple[int, ...] = (32, 256)
+    kv_page_size: int = 0
+    num_kv_pages: int = 0
+
+    def directory(self) -> Path:
+        """The model directory.
+
+        Raises:
+          ConfigError: none is named and the demo model is not there.
+        """
+        if self.model is not None:
+            return self.model
+        from jaxspec.serve.demo_pair import demo_model_dir
+
+        return demo_model_dir("target")
+
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments of ``LLM``.
+
+        Raises:
+          ConfigError: the speculation settings are not JSON.
+        """
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "model"}
+        if self.speculative_config is not None:
+            try:
+                values["speculative_config"] = json.loads(self.speculative_config)
+            except ValueError as error:
+                raise ConfigError(f"--speculative-config: not valid JSON ({error})") from error
+        return values
+
+    def load(self) -> "LLM":
+        """The engine, compiled with the help of the cache of earlier starts."""
+        return load_llm(self.directory(), **self.keywords())
+
+
+def load_llm(model: Path, **keywords: Any) -> "LLM":
+    """Loads a model with JAX's compile cache switched on."""
+    from jaxspec.serve.compile_cache import use_compile_cache
+    from jaxspec.serve.llm import LLM
+
+    use_compile_cache()
+    return LLM(model, **keywords)

@@ -1,0 +1,66 @@
+"""The command line: finds the subcommand, shows its errors as one line, sets the exit code."""
+
+import os
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from typing import get_type_hints
+
+import tyro
+from tyro.extras import SubcommandApp
+
+from jaxspec.errors import JaxspecError
+
+COMMANDS = {
+    "generate": "Generate text for one prompt, or for a file of them.",
+    "demo": "See speculation at work on the packaged demo models.",
+}
+USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs ``jaxspec`` and returns its exit code.
+
+    Each subcommand is a module of this package with a function ``run(args)``; the type of ``args`` gives its
+    flags. Only the module that is asked for is imported.
+    """
+    args = sys.argv[1:] if args is None else args
+    try:
+        code = _run(args)
+        sys.stdout.flush()
+    except JaxspecError as error:
+        sys.stderr.write(f"jaxspec: {' '.join(str(error).split())}\n")
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return BROKEN_PIPE
+    return code
+
+
+def _run(args: list[str]) -> int:
+    if args == ["--version"]:
+        sys.stdout.write(f"jaxspec {version('jaxspec')}\n")
+        return 0
+    if not args or args[0] not in COMMANDS:
+        overview = SubcommandApp()
+        for name, about in COMMANDS.items():
+            overview.command(name=name, help=about)(_nothing)
+        overview.cli(
+            prog="jaxspec", args=args or ["--help"], description="Lossless speculative decoding in JAX."
+        )
+        return 0
+    command = import_module(f"jaxspec.cli.{args[0]}")
+    kind = get_type_hints(command.run)["args"]
+    parsed = tyro.cli(kind, prog=f"jaxspec {args[0]}", args=args[1:], description=COMMANDS[args[0]])
+    return command.run(parsed) or 0
+
+
+def _nothing() -> None:
+    pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""How far a job is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+if TYPE_CHECKING:
+    from jaxspec.serve.job import Progress
+
+LINE_EVERY_S = 10.0
+
+
+class ShownProgress:
+    """Shows a job's progress while it is entered; call it with what the job reports."""
+
+    def __init__(self):
+        console = Console(stderr=True)
+        self._bar: Bar | None = None
+        if console.is_terminal:
+            rates = TextColumn("{task.fields[rates]}")
+            self._bar = Bar(BarColumn(), MofNCompleteColumn(), rates, TimeRemainingColumn(), console=console)
+        self._task = None
+        self._last: float | None = None
+
+    def __enter__(self) -> "ShownProgress":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, p: "Progress") -> None:
+        """Shows one state."""
+        if self._bar is not None:
+            if self._task is None:
+                self._task = self._bar.add_task("", total=p.total, rates="")
+                self._bar.start()
+            self._bar.update(self._task, completed=p.done, rates=rates(p))
+        elif self._last is None:
+            self._last = time.monotonic()
+        elif time.monotonic() - self._last >= LINE_EVERY_S:
+            self._last = time.monotonic()
+            sys.stderr.write(f"jaxspec: {p.done}/{p.total} requests, {rates(p)}, {left(p)}\n")
+            sys.stderr.flush()
+
+
+def rates(p: "Progress") -> str:
+    """Speed and acceptance, in words."""
+    speed = p.tokens / p.time_s if p.time_s else 0.0
+    failed = f", {p.failed} failed" if p.failed else ""
+    return f"{speed:.0f} tokens/s, acceptance length {p.acceptance_length:.2f}{failed}"
+
+
+def left(p: "Progress") -> str:
+    """Time to go at the pace of this run, in words."""
+    fresh = p.done - p.earlier
+    if not fresh:
+        return "time left unknown"
+    seconds = round(p.time_s / fresh * (p.total - p.done))
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"

@@ -1,0 +1,59 @@
+"""What commands print for people: styled on a terminal, plain lines without escape codes when piped."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.text import Text as Styled
+
+
+class Screen:
+    """Standard output; no escape codes when piped, when told so, or under ``NO_COLOR``."""
+
+    def __init__(self, color: bool):
+        self.live = sys.stdout.isatty()
+        color = color and self.live and not os.environ.get("NO_COLOR")
+        self.color = color
+        width = None if self.live else 100
+        self.console = Console(
+            color_system="auto" if color else None,
+            force_terminal=color,
+            highlight=False,
+            markup=False,
+            width=width,
+        )
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """One line."""
+        self.console.print(Styled(text, style), soft_wrap=True)
+
+    def piece(self, text: str, style: str = "") -> None:
+        """Text without a line end, on the screen at once."""
+        self.console.print(Styled(text, style), end="", soft_wrap=True)
+        self.console.file.flush()
+
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Says what is waited for, with a moving sign on a terminal, then how long it took."""
+        began = time.monotonic()
+        if self.color:
+            with self.console.status(Styled(f"{text} ...", "dim")):
+                yield
+        self.piece(f"{text} ... ", "dim")
+        if not self.color:
+            yield
+        self.line(f"{time.monotonic() - began:.1f} s", "dim")
+
+    @contextmanager
+    def counting(self, text: str) -> Iterator[Callable[[int, int], None]]:
+        """Yields a function (done, total) that shows progress on a terminal, and nothing elsewhere."""
+        if not self.color:
+            self.line(f"{text} ...")
+            yield lambda done, total: None
+            return
+        # Rarely drawn: it would take time from what is measured.
+        with self.console.status(Styled(text, "dim"), refresh_per_second=1) as status:
+            yield lambda done, total: status.update(Styled(f"{text}: run {done} of {total}", "dim"))

@@ -1,0 +1,157 @@
+"""One line of a batch job to a request, and what became of it to one record of the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from jaxspec.errors import RequestError
+from jaxspec.serve import openai
+from jaxspec.serve.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxspec.serve.text import Text
+
+PROMPTS = ("prompt", "messages", "prompt_token_ids")
+MOST_SAMPLES = 1024
+
+
+@dataclass
+class Line:
+    """One line of the input.
+
+    Attributes:
+      index: place in the file, from 0.
+      custom_id: the caller's name for it.
+      batch: whether it has the form of OpenAI's Batch API.
+      url: endpoint that a Batch line asks for.
+      prompt: what to continue, as ``LLM.submit`` takes it.
+      params: how.
+      error: why it cannot run, None if it can.
+    """
+
+    index: int
+    custom_id: str | int | None = None
+    batch: bool = False
+    url: str = ""
+    prompt: dict[str, Any] = field(default_factory=dict)
+    params: SamplingParams = field(default_factory=SamplingParams)
+    error: str | None = None
+
+
+def read_line(data: bytes, index: int, defaults: SamplingParams) -> Line:
+    """Reads one line; whatever is wrong with it stands in ``error``."""
+    line = Line(index)
+    try:
+        _fill(line, _object(data.strip().removeprefix(b"\xef\xbb\xbf")), defaults)
+    except RequestError as error:
+        line.error = str(error)
+    return line
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        data.decode()
+        value = msgspec.json.decode(data)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"not valid UTF-8 at byte {error.start}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise RequestError(f"not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"a JSON object is needed, got {type(value).__name__}")
+    return value
+
+
+def _fill(line: Line, value: dict[str, Any], defaults: SamplingParams) -> None:
+    line.batch = "body" in value or "url" in value
+    name = value.pop("custom_id", None)
+    if (
+        isinstance(name, bool)
+        or not isinstance(name, str | int | None)
+        or (line.batch and not isinstance(name, str))
+    ):
+        raise RequestError(f"custom_id: a string is needed, got {name!r}")
+    line.custom_id = name
+    if line.batch:
+        line.prompt, settings = _read_batch(line, value)
+    else:
+        given = [key for key in PROMPTS if value.get(key) is not None]
+        if len(given) != 1:
+            raise RequestError(f"exactly one of {list(PROMPTS)} is needed, got {given or sorted(value)}")
+        line.prompt = {given[0]: value[given[0]]}
+        if given == ["messages"]:
+            openai.messages_of(value["messages"])
+        settings = openai.renamed({key: v for key, v in value.items() if key not in PROMPTS})
+    line.params = SamplingParams.from_mapping(settings, defaults)
+    if line.params.n > MOST_SAMPLES:
+        raise RequestError(f"sampling: n must be at most {MOST_SAMPLES}, got {line.params.n}")
+
+
+def _read_batch(line: Line, value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    url, body, method = value.get("url"), value.get("body"), value.get("method", "POST")
+    unknown = sorted(set(value) - {"url", "body", "method"})
+    if unknown:
+        raise RequestError(f"unknown keys {unknown}; a Batch line has custom_id, method, url and body")
+    if method != "POST":
+        raise RequestError(f"method: POST is needed, got {method!r}")
+    if url not in openai.URLS:
+        raise RequestError(f"url: {url!r} is not supported; supported are {list(openai.URLS)}")
+    if not isinstance(body, dict):
+        raise RequestError(f"body: a JSON object is needed, got {type(body).__name__}")
+    line.url = url
+    return openai.read_body(url, body)
+
+
+def error_record(line: Line, message: str) -> dict[str, Any]:
+    """A request that could not run; ``error.line`` counts from 1."""
+    error: dict[str, Any] = {"line": line.index + 1, "message": message}
+    if line.batch:
+        return _batch_record(line, None, {"code": "invalid_request", **error})
+    return _head(line) | {"error": error}
+
+
+def finished_record(line: Line, output: RequestOutput, model: str, text: Text | None) -> dict[str, Any]:
+    """A request that ended."""
+    if line.batch:
+        body = openai.response_body(line.url, line.index, model, output, line.params.logprobs, text)
+        response = {"status_code": 200, "request_id": f"req_{line.index}", "body": body}
+        return _batch_record(line, response, None)
+    m = output.metrics
+    record = _head(line)
+    if output.prompt is not None:
+        record["prompt"] = output.prompt
+    if line.params.n == 1:
+        record |= _sample(output.outputs[0])
+    else:
+        record["outputs"] = [{"index": c.index} | _sample(c) for c in output.outputs]
+    record["metrics"] = {
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_generated_tokens": sum(len(c.token_ids) for c in output.outputs),
+        "num_steps": m.num_steps,
+        "num_draft_tokens": m.num_draft_tokens,
+        "num_accepted_tokens": m.num_accepted_tokens,
+        "mean_acceptance_length": m.mean_acceptance_length,
+    }
+    return record
+
+
+def _head(line: Line) -> dict[str, Any]:
+    return {"index": line.index} | ({} if line.custom_id is None else {"custom_id": line.custom_id})
+
+
+def _batch_record(
+    line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None
+) -> dict[str, Any]:
+    record = {"id": f"batch_req_{line.index}", "index": line.index, "custom_id": line.custom_id}
+    return record | {"response": response, "error": error}
+
+
+def _sample(c: CompletionOutput) -> dict[str, Any]:
+    found: dict[str, Any] = {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
+    found["stop_reason"] = c.stop_reason
+    if c.logprobs is not None:
+        found["cumulative_logprob"] = c.cumulative_logprob
+        found["logprobs"] = [
+            {str(i): {"logprob": p.logprob, "rank": p.rank} for i, p in entry.items()} for entry in c.logprobs
+        ]
+    return found

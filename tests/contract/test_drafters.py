@@ -1,0 +1,195 @@
+"""What every drafter keeps, for everything that the catalog can build."""
+
+from collections.abc import Iterator
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cache.kv import LayerKV
+from jaxspec.decode.state import Target, init_state
+from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.draft import catalog
+from jaxspec.models.catalog import arch_of
+from jaxspec.models.transformer import Policy, Transformer
+from jaxspec.protocol import Anchor, Commit, Drafter, Proposal
+from jaxspec.pytree import replace
+from jaxspec.shapes import Params
+from jaxspec.topology import Topology
+
+ROWS, CAPACITY, VOCAB, BLOCK = 3, 60, 64, 16
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 128,
+}
+SHAPES = [{"num_speculative_tokens": 1}, {"num_speculative_tokens": 4}, {"speculative_token_tree": [2, 2]}]
+METHODS = ["none", *catalog.METHODS]
+CASES = [(m, s) for m in METHODS for s in (SHAPES if m != "none" else SHAPES[:1])]
+each_drafter = pytest.mark.parametrize(
+    ("method", "shape"), CASES, ids=[f"{m}-{next(iter(s.values()))}" for m, s in CASES]
+)
+
+
+@cache
+def model() -> tuple[Transformer, Params]:
+    net = Transformer(arch_of(CONFIG), Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked"))
+    token = jnp.zeros((1, 2), jnp.int32)
+    params = jax.jit(partial(net.init, method="logits_of"))(jax.random.key(0), token, token)
+    return net, jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
+
+
+def drafter_of(method: str, shape: dict) -> Drafter:
+    if method == "none":
+        return catalog.build(catalog.parse(None), VOCAB, BLOCK, None)
+    config = {"method": method, **shape} | ({"model": "draft"} if method != "ngram" else {})
+    return catalog.build(catalog.parse(config), VOCAB, BLOCK, model() if method != "ngram" else None)
+
+
+def observed(drafter: Drafter, lengths: tuple[int, ...]):
+    """The drafter's state and the anchor behind prompts of the given lengths."""
+    net, params = model()
+    state = init_state(
+        Target(params, net, BLOCK),
+        drafter,
+        ROWS,
+        CAPACITY,
+        slack=max(drafter.topology.nodes, drafter.slack, 32),
+    )
+    rng = np.random.default_rng(0)
+    # Three-token motifs, so that suffixes repeat.
+    history = np.tile(rng.integers(1, VOCAB, (ROWS, 3)), (1, state.history_BS.shape[1]))[
+        :, : state.history_BS.shape[1]
+    ]
+    draft = state.draft
+    for row, length in enumerate(lengths):
+        chunk = np.zeros((1, 32), np.int32)
+        chunk[0, : length - 1] = history[row, : length - 1]
+        commit = Commit(
+            jnp.asarray(chunk), jnp.full(1, 32, jnp.int32), jnp.zeros(1, jnp.int32), None, jnp.int32(row)
+        )
+        draft = jax.jit(drafter.observe)(draft, commit)
+    at = jnp.asarray(lengths, jnp.int32) - 1
+    places = np.arange(history.shape[1])[None] < np.asarray(lengths)[:, None]
+    history_BS = jnp.asarray(np.where(places, history, 0), jnp.int32)
+    token_B = jnp.take_along_axis(history_BS, at[:, None], axis=1)[:, 0]
+    sampling = replace(state.sampling, draft_limit_B=jnp.full(ROWS, 99, jnp.int32))
+    return draft, Anchor(token_B, at, history_BS, sampling)
+
+
+def committed(state, length_B: np.ndarray) -> Iterator[np.ndarray]:
+    """What a drafter's caches hold at committed positions."""
+    for layer in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerKV)):
+        for leaf in (layer.k_PGZC, layer.v_PGZC) if isinstance(layer, LayerKV) else (layer,):
+            for row, length in enumerate(length_B):
+                yield np.asarray(leaf)[row, ..., :length, :]
+
+
+def test_the_catalog_builds_what_it_names():
+    assert {type(drafter_of(m, SHAPES[0])).__name__ for m in METHODS} == {"NoDrafts", "Ngram", "SmallLm"}
+
+
+@each_drafter
+def test_it_is_a_pytree_with_a_static_topology(method: str, shape: dict):
+    drafter = drafter_of(method, shape)
+    leaves, structure = jax.tree.flatten(drafter)
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+    again = jax.tree.unflatten(structure, leaves)
+    assert type(again) is type(drafter)
+    assert again.topology == drafter.topology
+    assert isinstance(drafter.topology, Topology)
+    assert hash(structure) == hash(jax.tree.structure(drafter_of(method, shape)))
+    assert isinstance(drafter.slack, int)
+    for name in ("init_state", "propose", "observe"):
+        assert callable(getattr(drafter, name))
+    with pytest.raises(AttributeError):
+        drafter.topology = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@each_drafter
+def test_states_are_arrays_of_the_same_shapes_throughout(method: str, shape: dict):
+    drafter = drafter_of(method, shape)
+    state, anchor = observed(drafter, (4, 9, 20))
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    proposal, after = jax.eval_shape(lambda s, a: drafter.propose(s, a, "match"), state, anchor)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == shapes
+    drafts, depth = drafter.topology.drafts, drafter.topology.max_depth + 1
+    assert (proposal.token_BN.shape, proposal.token_BN.dtype) == ((ROWS, drafts), jnp.int32)
+    assert (proposal.valid_BN.shape, proposal.valid_BN.dtype) == ((ROWS, drafts), jnp.bool_)
+    path = jax.ShapeDtypeStruct((ROWS, depth), jnp.int32)
+    count = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    seen = jax.eval_shape(drafter.observe, after, Commit(path, count, count, path, None))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), seen) == shapes
+
+
+@each_drafter
+@pytest.mark.parametrize("rule", ["greedy", "match", "reject"])
+def test_proposing_commits_nothing(method: str, shape: dict, rule: str):
+    drafter = drafter_of(method, shape)
+    lengths = (4, 9, 20)
+    state, anchor = observed(drafter, lengths)
+    anchor = replace(anchor, sampling=replace(anchor.sampling, temperature_B=jnp.asarray([0.0, 0.7, 1.0])))
+    propose = jax.jit(partial(drafter.propose, rule=rule))
+    first, after = propose(state, anchor)
+    second, _ = propose(after, anchor)
+    check_equal(first, second)
+    anchor_B = np.asarray(lengths) - 1
+    for old, new in zip(committed(state, anchor_B), committed(after, anchor_B), strict=True):
+        np.testing.assert_array_equal(old, new)
+    token = np.asarray(first.token_BN)
+    assert ((token >= 0) & (token < VOCAB)).all()
+    needs_law = method == "draft_model" and rule == "reject"
+    assert (first.logp_BNV is not None) == needs_law
+    if needs_law:
+        np.testing.assert_allclose(np.exp(np.asarray(first.logp_BNV)).sum(-1), 1, rtol=1e-5)
+
+
+def check_equal(a: Proposal, b: Proposal) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@each_drafter
+def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
+    drafter = drafter_of(method, shape)
+    propose = jax.jit(partial(drafter.propose, rule="match"))
+    here, _ = propose(*observed(drafter, (4, 9, 20)))
+    there, _ = propose(*observed(drafter, (30, 9, 2)))
+    np.testing.assert_array_equal(np.asarray(here.token_BN)[1], np.asarray(there.token_BN)[1])
+    np.testing.assert_array_equal(np.asarray(here.valid_BN)[1], np.asarray(there.valid_BN)[1])
+
+
+@each_drafter
+def test_one_trace_per_program(method: str, shape: dict):
+    """Equal kind, rows, topology and rule share one program; other rows or another rule take another."""
+    net, params = model()
+    target, traces = Target(params, net, BLOCK), []
+
+    def run(target, drafter, state, limit, eager, *, plan):
+        traces.append(plan)
+        return dispatch(target, drafter, state, limit, eager, plan=plan)
+
+    jitted = jax.jit(run, static_argnames="plan")
+
+    def lower(rows: int, rule: str) -> None:
+        drafter = drafter_of(method, shape)  # built anew each time
+        state = init_state(target, drafter, rows, CAPACITY, slack=32)
+        jax.eval_shape(
+            partial(jitted, plan=StepPlan(rule, 2)), target, drafter, state, jnp.int32(1), jnp.array(False)
+        )
+
+    for rows, rule, expected in (
+        (3, "match", 1),
+        (3, "match", 1),
+        (2, "match", 2),
+        (3, "greedy", 3),
+        (3, "match", 3),
+    ):
+        lower(rows, rule)
+        assert len(traces) == expected

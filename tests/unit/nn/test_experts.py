@@ -1,0 +1,179 @@
+"""Routed experts against plain numpy, and rows that do not depend on how many rows are computed with them."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cache.kv import LayerKV, Window
+from jaxspec.nn.attention import AttentionSpec, attend
+from jaxspec.nn.dense import dense
+from jaxspec.nn.experts import lay_out, stacked, switched
+from jaxspec.nn.norm import rms_norm
+from jaxspec.nn.rope import RopeSpec
+from jaxspec.nn.router import RouterSpec, Routing, route
+
+EXPERTS, TOP_K, DIM, HIDDEN = 6, 2, 24, 20
+FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+ROWS = (1, 2, 3, 5, 8, 40)
+
+
+def weights(
+    dtype: jnp.dtype, dim: int = DIM, hidden: int = HIDDEN, experts: int = EXPERTS
+) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    gate_up = rng.normal(size=(experts, dim, 2, hidden)) * dim**-0.5
+    down = rng.normal(size=(experts, hidden, dim)) * hidden**-0.5
+    return jnp.asarray(gate_up, dtype), jnp.asarray(down, dtype)
+
+
+def parts(gate_up: jax.Array, down: jax.Array) -> tuple[dict[str, jax.Array], ...]:
+    return tuple({"gate_up_D2F": g, "down_FD": d} for g, d in zip(gate_up, down, strict=True))
+
+
+def routing_of(kind: str, rows: int, experts: int = EXPERTS) -> Routing:
+    rng = np.random.default_rng(rows)
+    logits_ME = rng.normal(size=(rows, experts))
+    if kind == "uneven":
+        logits_ME += 2.0 * np.arange(experts)
+    expert_MA = np.argsort(-logits_ME, axis=1)[:, :TOP_K].astype(np.int32)
+    if kind == "one":  # every row's first choice is the same expert, and so is its second
+        expert_MA[:] = [4, 1]
+    weight_MA = rng.random((rows, TOP_K)).astype(np.float32)
+    return Routing(jnp.asarray(expert_MA), jnp.asarray(weight_MA), jnp.asarray(logits_ME, jnp.float32))
+
+
+def reference(x_MD: np.ndarray, routing: Routing, gate_up: jax.Array, down: jax.Array) -> np.ndarray:
+    gate_up, down = np.asarray(gate_up, np.float64), np.asarray(down, np.float64)
+    out = np.zeros(x_MD.shape)
+    for m, x in enumerate(x_MD.astype(np.float64)):
+        for expert, weight in zip(routing.expert_MA[m], routing.weight_MA[m], strict=True):
+            gate, up = x @ gate_up[expert, :, 0], x @ gate_up[expert, :, 1]
+            out[m] += float(weight) * ((gate / (1 + np.exp(-gate)) * up) @ down[expert])
+    return out
+
+
+@cache
+def compiled(layout: str):
+    if layout == "switched":
+        return jax.jit(lambda x, routing, gate_up, down: switched(x, routing, parts(gate_up, down), "silu"))
+    return jax.jit(
+        lambda x, routing, gate_up, down: stacked(x, routing, gate_up, down, "silu", gate_up.dtype)
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 31, 70])
+@pytest.mark.parametrize("layout", ["switched", "stacked"])
+def test_experts_equal_numpy(layout: str, rows: int):
+    x_MD = np.random.default_rng(1).normal(size=(rows, DIM)).astype(np.float32)
+    gate_up, down = weights(FLOAT32)
+    for kind in ("even", "uneven", "one"):
+        routing = routing_of(kind, rows)
+        found = compiled(layout)(x_MD, routing, gate_up, down)
+        wanted = reference(x_MD, routing, gate_up, down)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5, err_msg=kind)
+
+
+@pytest.mark.parametrize("block", [1, 2, 8, 32])
+def test_layout_gives_every_routed_row_its_own_slot(block: int):
+    lay = jax.jit(partial(lay_out, experts=EXPERTS, block=block))
+    for rows in (1, 5, 70, 200):
+        for kind in ("even", "uneven", "one"):
+            expert_MA = np.asarray(routing_of(kind, rows).expert_MA)
+            blocks = lay(jnp.asarray(expert_MA))
+            slot_MA, row_S, expert_N = (
+                np.asarray(a) for a in (blocks.slot_MA, blocks.row_S, blocks.expert_N)
+            )
+            assert len(set(slot_MA.ravel())) == rows * TOP_K
+            np.testing.assert_array_equal(row_S[slot_MA], np.repeat(np.arange(rows)[:, None], TOP_K, axis=1))
+            np.testing.assert_array_equal(expert_N[slot_MA // block], expert_MA)
+            assert np.sum(row_S < rows) == rows * TOP_K, "the other slots are padding"
+            loads = np.bincount(expert_MA.ravel(), minlength=EXPERTS)
+            assert int(blocks.count) == np.sum(-(-loads // block))
+            assert slot_MA.max() < int(blocks.count) * block
+
+
+@pytest.mark.parametrize("kind", ["softmax", "topk_softmax"])
+@pytest.mark.parametrize("top_k", [1, 2, 4, 6, 8])
+def test_routing_equals_numpy(kind: str, top_k: int):
+    logits_ME = np.random.default_rng(2).integers(-4, 4, (50, 8)).astype(np.float32)  # ties happen
+    for renormalise in (True, False):
+        found = jax.jit(route, static_argnums=(1, 2))(logits_ME, top_k, RouterSpec(kind, renormalise))
+        order = np.argsort(-logits_ME, axis=1, kind="stable")[:, :top_k]
+        prob = np.exp(logits_ME.astype(np.float64))
+        chosen = np.take_along_axis(prob / prob.sum(axis=1, keepdims=True), order, axis=1)
+        if renormalise or kind == "topk_softmax":
+            chosen /= chosen.sum(axis=1, keepdims=True)
+        np.testing.assert_array_equal(found.expert_MA, order)
+        np.testing.assert_allclose(found.weight_MA, chosen, rtol=1e-5)
+
+
+def bits(x: jax.Array) -> np.ndarray:
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+def changed(compute, whole: np.ndarray, counts=ROWS) -> list[int]:
+    """The row counts at which the first rows come out with other bits than among all rows."""
+    return [count for count in counts if not np.array_equal(bits(compute(count)), whole[:count])]
+
+
+@pytest.mark.parametrize(("dim", "out"), [(24, 40), (64, 64), (256, 640), (704, 96)])
+@pytest.mark.parametrize(("dtype", "most"), [(BFLOAT16, 40), (FLOAT32, 8)], ids=["bfloat16", "float32"])
+def test_dense_is_row_invariant(dtype: jnp.dtype, most: int, dim: int, out: int):
+    rng = np.random.default_rng(3)
+    x_MD = rng.normal(size=(most, dim)).astype(np.float32)
+    w = jnp.asarray(rng.normal(size=(dim, out)), dtype)
+    compute, counts = jax.jit(dense), [rows for rows in ROWS if rows <= most]
+    assert changed(lambda m: compute(x_MD[:m], w), bits(compute(x_MD, w)), counts) == []
+
+
+@pytest.mark.parametrize("dim", [48, 512, 1024, 1536])
+def test_normalisation_is_row_invariant(dim: int):
+    x_MD = np.random.default_rng(6).normal(size=(max(ROWS), dim)).astype(np.float32)
+    compute = jax.jit(partial(rms_norm, weight_D=jnp.ones(dim), eps=1e-6))
+    assert changed(lambda m: compute(x_MD[:m]), bits(compute(x_MD))) == []
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4), (128, 8)])
+def test_routing_is_row_invariant(experts: int, top_k: int):
+    logits_ME = np.random.default_rng(7).normal(size=(max(ROWS), experts)).astype(np.float32)
+    compute = jax.jit(lambda x: route(x, top_k, RouterSpec()).weight_MA)
+    assert changed(lambda m: compute(logits_ME[:m]), bits(compute(logits_ME))) == []
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize(("dim", "hidden"), [(24, 20), (128, 192)])
+def test_switched_experts_are_row_invariant(dim: int, hidden: int, dtype: jnp.dtype):
+    x_MD = np.random.default_rng(4).normal(size=(max(ROWS), dim)).astype(np.float32)
+    gate_up, down = weights(dtype, dim, hidden)
+    for kind in ("uneven", "one"):
+        routing = routing_of(kind, max(ROWS))
+
+        def compute(count: int, routing: Routing = routing) -> jax.Array:
+            part = jax.tree.map(lambda a: a[:count], routing)
+            return compiled("switched")(x_MD[:count], part, gate_up, down)
+
+        assert changed(compute, bits(compute(max(ROWS)))) == [], kind
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (8, 1, 64)])
+def test_attention_is_row_invariant(heads: int, kv_heads: int, width: int, dtype: jnp.dtype):
+    rng = np.random.default_rng(5)
+    spec = AttentionSpec(heads, kv_heads, width, RopeSpec(10000.0, width))
+    batch, most, room = 5, max(ROWS), 128
+    k, v = (jnp.asarray(rng.normal(size=(batch, kv_heads, room, width)), dtype) for _ in "kv")
+    q = rng.normal(size=(batch, most, heads, width)).astype(np.float32)
+    start_B = np.array([70, 0, 31, 64, 7], np.int32)
+
+    @jax.jit
+    def compute(q, k, v, start_B):
+        position_BT = start_B[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)
+        return attend(q, LayerKV(k, v), Window(start_B, None, block=32), position_BT, spec)
+
+    whole = bits(compute(q, k, v, start_B))
+    assert changed(lambda t: compute(q[:, :t], k, v, start_B).swapaxes(0, 1), whole.swapaxes(0, 1)) == [], "T"
+    fewer = partial(changed, counts=(1, 2, 3))
+    assert fewer(lambda b: compute(q[:b, :5], k[:b], v[:b], start_B[:b]), whole[:, :5]) == [], "B"

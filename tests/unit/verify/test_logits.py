@@ -1,0 +1,152 @@
+"""From raw logits to scores: every feature against numpy, alone and together, never in a neighbour's row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.decode.state import init_sampling
+from jaxspec.protocol import Sampling
+from jaxspec.pytree import replace
+from jaxspec.topology import Topology, chain, tree
+from jaxspec.verify.logits import Context, process
+
+VOCAB, STOPS, ANCHOR = 12, (3, 8), 10
+TOPOLOGIES = {"chain": chain(3), "tree": tree((2, 2)), "plain": chain(0)}
+FEATURES = {
+    "nothing": {},
+    "temperature": {"temperature": 0.6},
+    "min tokens": {"min_length": ANCHOR + 3},
+    "repetition": {"repetition": 1.3},
+    "frequency": {"frequency": 0.4},
+    "presence": {"presence": -0.7},
+    "top-k": {"temperature": 1.0, "top_k": 4},
+    "top-k above the vocabulary": {"temperature": 1.0, "top_k": 50},
+    "top-1": {"temperature": 2.0, "top_k": 1},
+    "top-p": {"temperature": 1.0, "top_p": 0.7},
+    "tiny top-p": {"temperature": 1.0, "top_p": 1e-6},
+    "min-p": {"temperature": 1.0, "min_p": 0.2},
+    "min-p of 1": {"temperature": 1.0, "min_p": 1.0},
+    "cuts of a greedy row": {"top_k": 2, "top_p": 0.1, "min_p": 0.5},
+    "greedy with penalties": {"repetition": 1.2, "presence": 0.3},
+    "everything": {
+        "temperature": 0.8,
+        "min_length": ANCHOR + 4,
+        "repetition": 1.2,
+        "frequency": 0.2,
+        "presence": 0.3,
+        "min_p": 0.01,
+        "top_k": 7,
+        "top_p": 0.9,
+    },
+}
+OFF = {"temperature": 0.0, "top_p": 1.0, "repetition": 1.0}
+
+
+def settings(names: list[str]) -> Sampling:
+    base = init_sampling(len(names), len(STOPS) + 1)
+    changes = {"stop_BX": jnp.tile(jnp.asarray([[*STOPS, -1]], jnp.int32), (len(names), 1))}
+    for key in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "top_k",
+        "repetition",
+        "presence",
+        "frequency",
+        "min_length",
+    ):
+        old = getattr(base, f"{key}_B")
+        changes[f"{key}_B"] = jnp.asarray([FEATURES[n].get(key, OFF.get(key, 0)) for n in names], old.dtype)
+    return replace(base, **changes)
+
+
+def inputs(rows: int, topology: Topology) -> tuple[np.ndarray, Context]:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 2, (rows, topology.nodes, VOCAB)).astype(np.float32)
+    context = Context(
+        jnp.asarray(rng.integers(0, 3, (rows, VOCAB)) * (rng.random((rows, VOCAB)) < 0.4), jnp.int32),
+        jnp.asarray(rng.random((rows, VOCAB)) < 0.3),
+        jnp.asarray(rng.integers(0, VOCAB, (rows, topology.nodes)), jnp.int32),
+        jnp.full(rows, ANCHOR, jnp.int32),
+    )
+    return logits, context
+
+
+def path_drafts(topology: Topology, node: int, tokens: np.ndarray) -> list[int]:
+    found = []
+    while node > 0:
+        found.append(int(tokens[node]))
+        node = topology.parents[node]
+    return found
+
+
+def reference(
+    x: np.ndarray, feature: dict, count: np.ndarray, prompt: np.ndarray, drafts: list[int]
+) -> np.ndarray:
+    """One node's scores in vLLM's order; the drafts on its path count as generated."""
+    x, count = x.astype(np.float64), count.astype(np.float64)
+    for token in drafts:
+        count[token] += 1
+    # The token sampled here makes the text this long; a stop id may only end a text beyond the minimum.
+    if ANCHOR + len(drafts) + 2 <= feature.get("min_length", 0):
+        x[list(STOPS)] = -np.inf
+    known = (count > 0) | prompt
+    repetition = feature.get("repetition", 1.0)
+    x = np.where(known, np.where(x > 0, x / repetition, x * repetition), x)
+    x = x - feature.get("frequency", 0.0) * count - feature.get("presence", 0.0) * (count > 0)
+    temperature = feature.get("temperature", 0.0)
+    if temperature == 0:
+        return x
+    x = x / temperature
+    prob = np.exp(x - x.max())
+    if "min_p" in feature:
+        x = np.where(prob < feature["min_p"], -np.inf, x)
+    if "top_k" in feature:
+        x = np.where(x < np.sort(x)[::-1][min(feature["top_k"], VOCAB) - 1], -np.inf, x)
+    if "top_p" in feature:
+        order = np.argsort(-x)
+        prob = np.exp(x[order] - x.max())
+        prob /= prob.sum()
+        before = np.concatenate([[0], np.cumsum(prob)[:-1]])
+        x[order[before >= feature["top_p"]]] = -np.inf
+    return x
+
+
+@pytest.mark.parametrize("shape", TOPOLOGIES)
+def test_every_feature_equals_numpy(shape: str):
+    topology, names = TOPOLOGIES[shape], list(FEATURES)
+    logits, context = inputs(len(names), topology)
+    scores = jax.jit(process, static_argnums=3)(logits, settings(names), context, topology)
+    for row, name in enumerate(names):
+        for node in range(topology.nodes):
+            drafts = path_drafts(topology, node, np.asarray(context.token_BT[row]))
+            count, prompt = np.asarray(context.count_BV[row]), np.asarray(context.prompt_BV[row])
+            wanted = reference(logits[row, node], FEATURES[name], count, prompt, drafts)
+            np.testing.assert_allclose(
+                scores[row, node], wanted, rtol=1e-5, atol=1e-5, err_msg=f"{name}, node {node}"
+            )
+
+
+def test_a_row_is_bitwise_what_it_is_alone():
+    topology, names = TOPOLOGIES["chain"], list(FEATURES)
+    logits, context = inputs(len(names), topology)
+    run = jax.jit(process, static_argnums=3)
+    together = np.asarray(run(logits, settings(names), context, topology))
+    nothing = names.index("nothing")
+    np.testing.assert_array_equal(together[nothing].view(np.uint32), logits[nothing].view(np.uint32))
+    for row, name in enumerate(names):
+        quiet = ["nothing"] * len(names)  # the same shape, every other row switched off
+        quiet[row] = name
+        alone = np.asarray(run(logits, settings(quiet), context, topology))
+        np.testing.assert_array_equal(together[row].view(np.uint32), alone[row].view(np.uint32), err_msg=name)
+
+
+@pytest.mark.parametrize("feature", ["top-k", "top-p", "min-p"])
+def test_the_best_token_survives_ties_and_bans(feature: str):
+    logits = np.zeros((1, 1, VOCAB), np.float32)
+    logits[0, 0, : VOCAB // 2] = -np.inf
+    _, context = inputs(1, chain(0))
+    scores = np.asarray(process(jnp.asarray(logits), settings([feature]), context, chain(0)))[0, 0]
+    assert np.all(np.isneginf(scores[: VOCAB // 2]))
+    assert np.all(scores[VOCAB // 2 :] == 0), "equal scores are kept or dropped together"
