@@ -2,7 +2,7 @@
 
 
 class JaxspecError(Exception):
-    """Base of every error that jaxspec raises on purpose; the message says what was got, what is allowed, what to do."""
+    """Base of every error raised on purpose; the message says what was got, what is allowed and what to do."""
 
 
 class ConfigError(JaxspecError):

@@ -26,4 +26,4 @@ def pytree(cls: type[T]) -> type[T]:
 
 def replace(node: T, **changes: Any) -> T:
     """A copy of a pytree node with some fields changed."""
-    return dataclasses.replace(node, **changes)  # pyright: ignore[reportType]
+    return dataclasses.replace(node, **changes)  # pyright: ignore[reportArgumentType, reportType]

@@ -39,9 +39,7 @@ def first_difference(ours: RequestOutput, plain: RequestOutput) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def compare(
-    name: str, outputs: list[RequestOutput], plain: list[RequestOutput], time_s: float
-) -> dict[str, Any]:
+def compare(name: str, outputs: list[RequestOutput], plain: list[RequestOutput], time_s: float) -> dict[str, Any]:
     """One row of the result."""
     places = {n: first_difference(a, b) for n, (a, b) in enumerate(zip(outputs, plain, strict=True))}
     differing = {n: place for n, place in places.items() if place is not None}
@@ -60,9 +58,7 @@ def compare(
     }
 
 
-def run(
-    llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
-) -> tuple[list[RequestOutput], float]:
+def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list[RequestOutput], float]:
     """All prompts through one engine, and the seconds it took."""
     began = time.monotonic()
     outputs = llm.generate(prompts, params)
@@ -88,17 +84,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--k", type=int, default=4, help="speculation length of the chains")
-    parser.add_argument(
-        "--tree", action="append", default=None, help="branching factors such as 2,2; may be repeated"
-    )
+    parser.add_argument("--tree", action="append", default=None, help="branching factors such as 2,2; may be repeated")
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument(
-        "--temperature", type=float, default=0.7, help="of the odd requests; the even ones are greedy"
-    )
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the odd requests; the even ones are greedy")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--out", type=Path, default=None, help="file that receives the JSON, besides the screen"
-    )
+    parser.add_argument("--out", type=Path, default=None, help="file that receives the JSON, besides the screen")
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
 """Turns Python's standard library into the tokens that the demo language model trains and is measured on.
 
-Run ``python scripts/demo_corpus.py OUT`` to write the tokenizer and the token streams into OUT and to print their statistics.
+Run ``python scripts/demo_corpus.py OUT`` to write tokenizer and token streams into OUT and print statistics.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EXCLUDED_DIRECTORIES = {
 # Build-time settings of one machine, paths included: the digest would differ between installations of one version.
 EXCLUDED_NAMES = re.compile(r"^_sysconfigdata_.*\.py$")
 
-# Generated tables (character maps, help topics, stub lists) have nearly nothing but literals: predictable noise, not code.
+# Generated tables (character maps, help topics, stub lists) have nearly nothing but literals: noise, not code.
 MAX_DATA_LINES = 0.55
 
 _LITERAL = re.compile(
@@ -138,7 +138,9 @@ def collect(root: Path | None = None) -> Corpus:
     root = Path(sysconfig.get_path("stdlib")) if root is None else Path(root)
     missing = [name for name in HELD_OUT if not (root / name).is_file()]
     if missing:
-        raise ValueError(f"{root} lacks the held-out modules {missing}; pass the directory of a complete standard library")
+        raise ValueError(
+            f"{root} lacks the held-out modules {missing}; pass the directory of a complete standard library"
+        )
     held_out = tuple(SourceFile(name, (root / name).read_bytes().decode("utf-8")) for name in HELD_OUT)
 
     seen = {file.text for file in held_out}
@@ -154,7 +156,9 @@ def collect(root: Path | None = None) -> Corpus:
         else:
             skipped[reason] += 1
     if not train:
-        raise ValueError(f"{root} has no .py files to train on besides the held-out ones; pass a standard library's directory")
+        raise ValueError(
+            f"{root} has no .py files to train on besides the held-out ones; pass a standard library's directory"
+        )
     return Corpus(tuple(train), held_out, _digest(train), _digest(held_out), platform.python_version(), skipped)
 
 
@@ -187,7 +191,7 @@ def _digest(files) -> str:
 def train_tokenizer(corpus: Corpus, out_dir: Path, vocab_size: int = 4096) -> Tokenizer:
     """Trains a byte-level BPE on the training files and writes it as a Hugging Face tokenizer directory.
 
-    The GPT-2 pattern already makes a newline and its indentation one token (less the space that the next word carries), and
+    The GPT-2 pattern already makes a newline and its indentation one token (less the next word's space), and
     every reader of such files knows it.
 
     Args:
@@ -199,7 +203,9 @@ def train_tokenizer(corpus: Corpus, out_dir: Path, vocab_size: int = 4096) -> To
         ValueError: `vocab_size` is outside those bounds.
     """
     if not 257 <= vocab_size <= 65536:
-        raise ValueError(f"vocab_size is {vocab_size}; it must lie in 257..65536, all bytes and one special token to uint16")
+        raise ValueError(
+            f"vocab_size is {vocab_size}; it must lie in 257..65536, all bytes and one special token to uint16"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -236,7 +242,7 @@ def encode(corpus: Corpus, tokenizer_dir: Path, out_dir: Path) -> dict:
     Each file is preceded by the end-of-text token; the files' order is shuffled by a fixed seed.
 
     Returns:
-        What corpus.json holds: digests, version, counts, and for each held-out file the offset of its end-of-text token.
+        What corpus.json holds: digests, version, counts, and for each held-out file its end-of-text token's offset.
     """
     tokenizer = load_tokenizer(tokenizer_dir)
     out_dir = Path(out_dir)
@@ -282,7 +288,7 @@ def load_tokenizer(tokenizer_dir: Path) -> Tokenizer:
 def batch(tokens: np.ndarray, *, step: int, batch_size: int, length: int, seed: int) -> np.ndarray:
     """Returns the training batch of one step, a pure function of its arguments.
 
-    An epoch is a shuffle of windows that start `length` apart, from a random phase of that epoch; each window's last token is
+    An epoch is a shuffle of windows that start `length` apart, from a random phase; each window's last token is
     only predicted, and is the next window's first. A batch may span two epochs.
 
     Args:
@@ -300,7 +306,9 @@ def batch(tokens: np.ndarray, *, step: int, batch_size: int, length: int, seed: 
     """
     windows = (len(tokens) - length) // length
     if windows < 1 or step < 0:
-        raise ValueError(f"got {len(tokens)} tokens at step {step}; need at least {2 * length} tokens and a step from 0 on")
+        raise ValueError(
+            f"got {len(tokens)} tokens at step {step}; need at least {2 * length} tokens and a step from 0 on"
+        )
     rows = np.empty((batch_size, length + 1), dtype=np.int32)
     for row in range(batch_size):
         epoch, index = divmod(step * batch_size + row, windows)
@@ -340,7 +348,7 @@ def held_out_prompts(corpus: Corpus, tokenizer_dir: Path, count: int, prompt_tok
         found = _cut_prompts(tokenizer, file, wanted, prompt_tokens, rng)
         if len(found) < wanted:
             raise ValueError(
-                f"{file.name} gives {len(found)} of {wanted} prompts of {prompt_tokens} tokens; ask for fewer or shorter ones"
+                f"{file.name} gives {len(found)} of {wanted} prompts of {prompt_tokens} tokens; ask for less"
             )
         prompts += found
     return [prompts[index] for index in rng.permutation(len(prompts))]
@@ -351,7 +359,9 @@ def _cut_prompts(tokenizer: Tokenizer, file: SourceFile, wanted: int, prompt_tok
         return []
     lines = file.text.split("\n")
     starts = np.cumsum([0] + [len(line) + 1 for line in lines[:-1]])
-    candidates = [(number, int(start)) for number, (line, start) in enumerate(zip(lines, starts, strict=True), 1) if line.strip()]
+    candidates = [
+        (number, int(start)) for number, (line, start) in enumerate(zip(lines, starts, strict=True), 1) if line.strip()
+    ]
     cuts = {number: _cut(tokenizer, file.text[start:], prompt_tokens) for number, start in candidates}
     eligible = [number for number, cut in cuts.items() if cut is not None]
     wanted = min(wanted, len(eligible))
@@ -360,7 +370,7 @@ def _cut_prompts(tokenizer: Tokenizer, file: SourceFile, wanted: int, prompt_tok
 
 
 def _cut(tokenizer: Tokenizer, text: str, prompt_tokens: int) -> tuple[str, tuple[int, ...]] | None:
-    # 16 characters per token are far more than any text needs; without a limit each cut would encode the file's whole rest.
+    # 16 characters per token are far more than any text needs; without a limit each cut encodes the whole rest.
     ids = tokenizer.encode(text[: 16 * prompt_tokens]).ids[:prompt_tokens]
     if len(ids) < prompt_tokens:
         return None

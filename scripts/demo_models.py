@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.transformer import Hidden, Policy, Transformer
+from jaxspec.models.transformer import Hidden, Policy, Transformer, teacher_forced
 from jaxspec.shapes import Array, Params
 from jaxspec.train import losses
 
@@ -133,8 +133,7 @@ def net_of(config: dict[str, Any]) -> Transformer:
 
 def forward(net: Transformer, params: Params, token_BT: Array) -> tuple[Array, Hidden]:
     """Logits and hidden states of whole rows."""
-    result: Any = net.apply(cast(Any, params), token_BT, positions(token_BT), method="logits_of")
-    return result
+    return teacher_forced(net, params, token_BT, positions(token_BT))
 
 
 def init(net: Transformer, seed: int) -> Params:
@@ -204,9 +203,7 @@ def draft_figures(
         return jnp.stack([jnp.mean(x, where=seen) for x in (-label, kl, same)])
 
     def measure(params: Params, frozen: Params, windows: np.ndarray, start: int) -> dict[str, float]:
-        parts = [
-            np.asarray(one(params, frozen, batch, np.int32(start))) for batch in groups(windows, batch_size)
-        ]
+        parts = [np.asarray(one(params, frozen, batch, np.int32(start))) for batch in groups(windows, batch_size)]
         loss, kl, same = np.mean(parts, axis=0).tolist()
         return {"loss": loss, "kl": kl, "agreement": same}
 

@@ -61,13 +61,10 @@ def curve(entries: list[dict[str, float]]) -> dict[str, list[dict[str, float]]]:
     by_step = {int(entry["step"]): entry for entry in entries}
     steps = sorted(by_step)
     kept = steps[:: max(1, len(steps) // POINTS)]
-    training = [
-        {"step": step, "loss": round(by_step[step]["loss"], 4)} for step in dict.fromkeys([*kept, steps[-1]])
-    ]
+    training = [{"step": step, "loss": round(by_step[step]["loss"], 4)} for step in dict.fromkeys([*kept, steps[-1]])]
     names = {name for entry in entries for name in entry if name.startswith("held_out")}
     held_out = [
-        {"step": step}
-        | {name: round(by_step[step][name], 4) for name in sorted(names & by_step[step].keys())}
+        {"step": step} | {name: round(by_step[step][name], 4) for name in sorted(names & by_step[step].keys())}
         for step in steps
         if names & by_step[step].keys()
     ]
@@ -127,9 +124,7 @@ def figures(out: Path, data: Path, text: np.ndarray, recipe: Recipe) -> tuple[di
     return of_target, of_draft
 
 
-def write_provenance(
-    out: Path, data: Path, target: dict[str, Any], draft: dict[str, Any], recipe: Recipe
-) -> None:
+def write_provenance(out: Path, data: Path, target: dict[str, Any], draft: dict[str, Any], recipe: Recipe) -> None:
     """Writes ``provenance.json`` beside the two models."""
     corpus = json.loads((data / "corpus.json").read_text())
     packages = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")

@@ -59,9 +59,7 @@ def measure(file: Path) -> Source:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
     suppressions = sum(bool(SUPPRESSION.match(c)) for c in comments)
-    return Source(
-        path, len(text.splitlines()), len(comments), suppressions, ast.get_docstring(tree), functions
-    )
+    return Source(path, len(text.splitlines()), len(comments), suppressions, ast.get_docstring(tree), functions)
 
 
 def survey(*places: str) -> list[Source]:

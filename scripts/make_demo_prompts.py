@@ -64,10 +64,7 @@ def make_prompts(tokenizer: Tokenizer, files: tuple[SourceFile, ...], count: int
 
 def overlap(a: dict, b: dict) -> bool:
     """Whether two prompts of one file share lines."""
-    return (
-        a["line"] < b["line"] + b["prompt"].count("\n") + 1
-        and b["line"] < a["line"] + a["prompt"].count("\n") + 1
-    )
+    return a["line"] < b["line"] + b["prompt"].count("\n") + 1 and b["line"] < a["line"] + a["prompt"].count("\n") + 1
 
 
 def main() -> None:

@@ -70,12 +70,8 @@ GOLDENS = {
         "Qwen3ForCausalLM",
         {"model_type": "qwen3", "rope_theta": 1e6, "head_dim": 16, "tie_word_embeddings": False},
     ),
-    "mixtral": Golden(
-        "MixtralForCausalLM", {**MIXTRAL, "sliding_window": None, "tie_word_embeddings": False}
-    ),
-    "mixtral_window": Golden(
-        "MixtralForCausalLM", {**MIXTRAL, "sliding_window": 7, "tie_word_embeddings": False}
-    ),
+    "mixtral": Golden("MixtralForCausalLM", {**MIXTRAL, "sliding_window": None, "tie_word_embeddings": False}),
+    "mixtral_window": Golden("MixtralForCausalLM", {**MIXTRAL, "sliding_window": 7, "tie_word_embeddings": False}),
     "qwen2_moe": Golden(
         "Qwen2MoeForCausalLM",
         {
@@ -98,9 +94,7 @@ GOLDENS = {
 
 def build(golden: Golden) -> torch.nn.Module:
     """A model in float32 whose weights are bfloat16 numbers, spread widely enough that every part matters."""
-    values = {
-        k: v for k, v in golden.published().items() if k not in ("architectures", "torch_dtype", "model_type")
-    }
+    values = {k: v for k, v in golden.published().items() if k not in ("architectures", "torch_dtype", "model_type")}
     architecture = getattr(transformers, golden.architecture)
     config = architecture.config_class(**values, attn_implementation="eager")
     model = architecture(config).eval()
@@ -161,9 +155,7 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[torch.Tensor, 
 
 def smallest_gap(found: dict[str, torch.Tensor], top_k: int) -> float:
     """Smallest distance between the last chosen and the first left-out expert."""
-    ranked = [
-        v.softmax(-1).sort(descending=True).values for k, v in found.items() if k.startswith("router_logits")
-    ]
+    ranked = [v.softmax(-1).sort(descending=True).values for k, v in found.items() if k.startswith("router_logits")]
     return min((float((r[:, top_k - 1] - r[:, top_k]).min()) for r in ranked), default=1.0)
 
 

@@ -40,9 +40,7 @@ def spec_of(directory: Path, steps: int, recipe: Recipe) -> loop.LoopSpec:
 def held_out_windows(data: Path, recipe: Recipe) -> np.ndarray:
     """The fixed held-out rows that training looks at."""
     tokens = np.load(data / "held_out.npy")
-    return demo_corpus.batch(
-        tokens, step=0, batch_size=recipe.windows, length=recipe.length, seed=recipe.held_out_seed
-    )
+    return demo_corpus.batch(tokens, step=0, batch_size=recipe.windows, length=recipe.length, seed=recipe.held_out_seed)
 
 
 def train_target(data: Path, directory: Path, steps: int, recipe: Recipe) -> Params:
@@ -84,9 +82,7 @@ def mixed_batch(tokens: np.ndarray, text: np.ndarray, step: int, recipe: Recipe)
     half, seed = recipe.draft_batch // 2, recipe.draft_seed
     corpus = demo_corpus.batch(tokens, step=step, batch_size=half, length=recipe.length, seed=seed)
     epochs = [divmod(step * half + row, len(text)) for row in range(half)]
-    own = [
-        text[np.random.default_rng((seed, epoch)).permutation(len(text))[index]] for epoch, index in epochs
-    ]
+    own = [text[np.random.default_rng((seed, epoch)).permutation(len(text))[index]] for epoch, index in epochs]
     return np.concatenate([corpus, np.stack(own)])
 
 
@@ -120,9 +116,7 @@ def distill_draft(
     def evaluate(params: Params) -> dict[str, float]:
         corpus = measure(params, teacher.params, windows, 0)
         own = measure(params, teacher.params, text["held_out"], recipe.prompt - 1)
-        names = [(f"held_out_{k}", v) for k, v in corpus.items()] + [
-            (f"held_out_text_{k}", v) for k, v in own.items()
-        ]
+        names = [(f"held_out_{k}", v) for k, v in corpus.items()] + [(f"held_out_text_{k}", v) for k, v in own.items()]
         return dict(names)
 
     return loop.run(
@@ -136,9 +130,7 @@ def distill_draft(
     )
 
 
-def target_text(
-    data: Path, model: Path, directory: Path, sequences: int, recipe: Recipe
-) -> dict[str, np.ndarray]:
+def target_text(data: Path, model: Path, directory: Path, sequences: int, recipe: Recipe) -> dict[str, np.ndarray]:
     """What the target writes after pieces of the training stream, and a little after held-out ones."""
     wanted = {"train": sequences, "held_out": 2 * recipe.rows}
     return {
@@ -163,9 +155,7 @@ def make_pair(args: argparse.Namespace, recipe: Recipe) -> None:
     export(out / "draft", params, recipe.draft, data)
 
     of_target, of_draft = figures(out, data, text["held_out"], recipe)
-    target_run = describe(
-        runs / "target", recipe.target, args.target_steps, recipe.target_batch, recipe.length
-    )
+    target_run = describe(runs / "target", recipe.target, args.target_steps, recipe.target_batch, recipe.length)
     draft_run = describe(directory, recipe.draft, args.draft_steps, recipe.draft_batch, recipe.length)
     draft_run |= {"target_sha256": digest, "target_text_rows": len(text["train"])}
     write_provenance(out, data, target_run | of_target, draft_run | of_draft, recipe)
@@ -180,9 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, help="a standard library other than the running Python's")
     parser.add_argument("--target-steps", type=int, default=1700)
     parser.add_argument("--draft-steps", type=int, default=700)
-    parser.add_argument(
-        "--sequences", type=int, default=640, help="rows of the target's own text for the draft"
-    )
+    parser.add_argument("--sequences", type=int, default=640, help="rows of the target's own text for the draft")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     make_pair(args, TINY if args.tiny else DEMO)

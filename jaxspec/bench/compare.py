@@ -95,10 +95,7 @@ def run_once(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Run:
         before, now = now, time.perf_counter()
         was, seen = seen, _progress(outputs)
         if full:
-            decoded = [
-                x + y
-                for x, y in zip(decoded, (now - before, seen[0] - was[0], seen[1] - was[1]), strict=True)
-            ]
+            decoded = [x + y for x, y in zip(decoded, (now - before, seen[0] - was[0], seen[1] - was[1]), strict=True)]
     speculation = SpeculationMetrics()
     for output in outputs:
         speculation.merge(output.metrics)
@@ -126,9 +123,7 @@ def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Cal
         llm.engine.step(1)
     held = jax.tree.map(jnp.copy, (llm.engine.state.draft, llm.engine.state.anchor))
     llm.engine.abort()
-    program = (
-        jax.jit(_propose_often, static_argnums=3).lower(llm.engine.drafter, *held, llm.spec.rule).compile()
-    )
+    program = jax.jit(_propose_often, static_argnums=3).lower(llm.engine.drafter, *held, llm.spec.rule).compile()
 
     def measure() -> float:
         began = time.perf_counter()

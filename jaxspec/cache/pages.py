@@ -29,7 +29,7 @@ class PageAllocator:
         """
         if self.needed(tokens) > self.total:
             raise CapacityError(
-                f"page pool: {tokens} tokens, provisional ones included, need {self.needed(tokens)} pages of {self.page}, "
+                f"page pool: {tokens} tokens (provisional ones too) need {self.needed(tokens)} pages of {self.page}, "
                 f"the pool has {self.total}; raise num_kv_pages, or lower max_tokens or max_model_len"
             )
 

@@ -49,7 +49,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     file = directory / "config.json"
     if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory; a model is a directory with config.json and .safetensors files")
+        raise ConfigError(
+            f"{directory}: no such directory; a model is a directory with config.json and .safetensors files"
+        )
     if not file.exists():
         raise ConfigError(f"{directory}: no config.json; a model is a directory in Hugging Face layout")
     return _read_json(file)
@@ -79,7 +81,7 @@ def flatten(params: Params) -> dict[str, Any]:
 
 
 def place_of(rule: Rule, leaves: Mapping[str, Any]) -> tuple[str, int | None] | None:
-    """Leaf path and index along the expert axis (None outside stacked experts) of a rule, or None if it does not apply."""
+    """Leaf path of a rule and its index along a stack of experts, if any; None if the rule does not apply."""
     if rule.leaf in leaves:
         return rule.leaf, None
     folder, _, name = rule.leaf.rpartition("/")
@@ -89,7 +91,9 @@ def place_of(rule: Rule, leaves: Mapping[str, Any]) -> tuple[str, int | None] | 
     return None
 
 
-def wanted(table: Table, arch: ArchSpec, leaves: Mapping[str, Any]) -> Iterator[tuple[Rule, str, int | None, list[tuple]]]:
+def wanted(
+    table: Table, arch: ArchSpec, leaves: Mapping[str, Any]
+) -> Iterator[tuple[Rule, str, int | None, list[tuple]]]:
     """Each rule that applies, its place, and the shapes of the published tensors it needs."""
     for rule in table.rules(arch):
         place = place_of(rule, leaves)
@@ -107,7 +111,11 @@ def check_names(directory: Path, table: Table, arch: ArchSpec, leaves: Mapping[s
     Raises:
       CheckpointError: names every missing, extra and misshaped tensor at once.
     """
-    expected = {name: shape for rule, _, _, shapes in wanted(table, arch, leaves) for name, shape in zip(rule.hub, shapes)}
+    expected = {
+        name: shape
+        for rule, _, _, shapes in wanted(table, arch, leaves)
+        for name, shape in zip(rule.hub, shapes, strict=True)
+    }
     missing = [name for name in expected if name not in files]
     extra = [name for name in files if name not in expected and not name.endswith(table.ignored)]
     if "lm_head.weight" in extra and arch.tied:
@@ -123,9 +131,7 @@ def check_names(directory: Path, table: Table, arch: ArchSpec, leaves: Mapping[s
         raise CheckpointError(f"{directory}: tensors do not match config.json; " + "; ".join(text))
 
 
-def load_params(
-    directory: Path, net: Transformer, show: Callable[[int, int], None] | None = None
-) -> Params:
+def load_params(directory: Path, net: Transformer, show: Callable[[int, int], None] | None = None) -> Params:
     """Reads every tensor once into its final layout and dtype.
 
     Args:
@@ -143,7 +149,7 @@ def load_params(
     dtype = np.dtype(net.policy.param)
     done: dict[str, Any] = {}
     stacks: dict[str, np.ndarray] = {}
-    left = {path: 0 for path in leaves}
+    left = dict.fromkeys(leaves, 0)
     for rule, path, index, _ in wanted(table, net.arch, leaves):
         joined = PACKS[rule.pack].join([files[name] for name in rule.hub], net.arch)
         if index is None:

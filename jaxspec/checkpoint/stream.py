@@ -73,7 +73,9 @@ def _files(directory: Path) -> list[Path]:
     single = directory / "model.safetensors"
     files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{directory}: no .safetensors file; jaxspec reads Hugging Face directories of safetensors")
+        raise CheckpointError(
+            f"{directory}: no .safetensors file; jaxspec reads Hugging Face directories of safetensors"
+        )
     return files
 
 

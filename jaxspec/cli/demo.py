@@ -100,9 +100,7 @@ def plan_of(args: DemoArgs) -> Plan:
     """
     for name in ("prompts", "max_tokens", "repetitions", "batch"):
         if getattr(args, name) < 1:
-            raise ConfigError(
-                f"demo: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
-            )
+            raise ConfigError(f"demo: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     model = args.model or demo_model_dir("target")
     speculative = speculative_of(args)
     catalog.parse(speculative)
@@ -335,9 +333,7 @@ def measure(screen: Screen, plan: Plan, llm: LLM) -> list[Comparison]:
                 llm = build(plan, rows)
         texts = [e.prompt for e in prompts]
         with screen.counting(f"Measuring {_rows(rows)} at a time") as show:
-            results.append(
-                compare(llm, texts, max_tokens=plan.max_tokens, repetitions=repetitions, show=show)
-            )
+            results.append(compare(llm, texts, max_tokens=plan.max_tokens, repetitions=repetitions, show=show))
     return results
 
 

@@ -48,9 +48,7 @@ def _run(args: list[str]) -> int:
         overview = SubcommandApp()
         for name, about in COMMANDS.items():
             overview.command(name=name, help=about)(_nothing)
-        overview.cli(
-            prog="jaxspec", args=args or ["--help"], description="Lossless speculative decoding in JAX."
-        )
+        overview.cli(prog="jaxspec", args=args or ["--help"], description="Lossless speculative decoding in JAX.")
         return 0
     command = import_module(f"jaxspec.cli.{args[0]}")
     kind = get_type_hints(command.run)["args"]

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.kv import Window
 from jaxspec.decode.state import DecodeState, Target
+from jaxspec.models.transformer import forward
 from jaxspec.protocol import Commit, Drafter, Sampling
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
@@ -34,10 +35,11 @@ def prefill(
     start_B, token_BT = start[None], token_T[None]
     position_BT = start_B[:, None] + jnp.arange(token_T.shape[0], dtype=jnp.int32)[None]
     table = row.reshape(1, 1) if table_J is None else table_J[None]
-    hidden = target.net.apply(target.params, token_BT, position_BT, state.layers, Window(start_B, table, block=target.block))
+    window = Window(start_B, table, block=target.block)
+    _, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window)
     count_B = jnp.full(1, token_T.shape[0], jnp.int32)
     draft = drafter.observe(state.draft, Commit(token_BT, count_B, start_B, None, row))
-    return replace(state, layers=hidden.layers, draft=draft)
+    return replace(state, layers=layers, draft=draft)
 
 
 def admit(

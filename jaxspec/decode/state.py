@@ -75,7 +75,15 @@ def init_sampling(rows: int, stop_ids: int) -> Sampling:
 
 
 def init_state(
-    target: Target, drafter: Drafter, rows: int, capacity: int, *, slack: int, stop_ids: int = 8, pages: int = 0, page: int = 0
+    target: Target,
+    drafter: Drafter,
+    rows: int,
+    capacity: int,
+    *,
+    slack: int,
+    stop_ids: int = 8,
+    pages: int = 0,
+    page: int = 0,
 ) -> DecodeState:
     """Allocates empty rows.
 

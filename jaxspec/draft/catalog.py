@@ -70,7 +70,9 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
         raise ConfigError(f"speculative_config: method {method!r} is not known; known are {list(METHODS)}")
     rule = config.get("rejection_sample_method", "match")
     if rule not in RULES:
-        raise ConfigError(f"speculative_config: rejection_sample_method {rule!r} is not known; known are {sorted(RULES)}")
+        raise ConfigError(
+            f"speculative_config: rejection_sample_method {rule!r} is not known; known are {sorted(RULES)}"
+        )
     topology = _topology(config)
     if RULES[rule] == "block" and not topology.is_chain:
         raise ConfigError("speculative_config: block verification is for chains; leave speculative_token_tree out")
@@ -90,7 +92,9 @@ def _lookup(config: Mapping[str, Any]) -> tuple[int, int]:
     longest = given.get("prompt_lookup_max", max(4, given.get("prompt_lookup_min", 0)))
     shortest = given.get("prompt_lookup_min", min(2, longest))
     if not 1 <= shortest <= longest <= 16:
-        raise ConfigError(f"speculative_config: 1 <= prompt_lookup_min <= prompt_lookup_max <= 16, got {shortest}, {longest}")
+        raise ConfigError(
+            f"speculative_config: 1 <= prompt_lookup_min <= prompt_lookup_max <= 16, got {shortest}, {longest}"
+        )
     return longest, shortest
 
 
@@ -127,7 +131,7 @@ def build(config: SpeculativeConfig, vocab_size: int, block: int, model: tuple[T
     net, params = model
     if net.arch.vocab_size != vocab_size:
         raise ConfigError(
-            f"speculative_config: the draft model has a vocabulary of {net.arch.vocab_size}, the target of {vocab_size}; "
+            f"speculative_config: the draft has a vocabulary of {net.arch.vocab_size}, the target of {vocab_size}; "
             "use a draft model trained with the target's tokenizer"
         )
     return SmallLm(params, net, config.topology, block)

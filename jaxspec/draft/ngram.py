@@ -23,12 +23,15 @@ class Ngram:
 
     @property
     def slack(self) -> int:
+        """Positions written beyond the committed ones."""
         return 0
 
     def init_state(self, rows: int, capacity: int) -> tuple[()]:
+        """Allocates the state of empty rows."""
         return ()
 
     def propose(self, state: tuple[()], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[()]]:
+        """Drafts every node; commits nothing."""
         if self.topology.is_chain:
             return self._chain(anchor), state
         tokens: dict[int, Array] = {}
@@ -49,6 +52,7 @@ class Ngram:
         return Proposal(jnp.stack([tokens[n] for n in order], 1), jnp.stack([valid[n] for n in order], 1), None), state
 
     def observe(self, state: tuple[()], commit: Commit) -> tuple[()]:
+        """Takes over committed tokens."""
         return state
 
     def _path(self, node: int) -> list[int]:

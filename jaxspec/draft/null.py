@@ -13,18 +13,23 @@ class NoDrafts:
 
     @property
     def topology(self) -> Topology:
+        """The static shape of what is proposed."""
         return chain(0)
 
     @property
     def slack(self) -> int:
+        """Positions written beyond the committed ones."""
         return 0
 
     def init_state(self, rows: int, capacity: int) -> tuple[()]:
+        """Allocates the state of empty rows."""
         return ()
 
     def propose(self, state: tuple[()], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[()]]:
+        """Drafts every node; commits nothing."""
         shape = (anchor.token_B.shape[0], 0)
         return Proposal(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), None), state
 
     def observe(self, state: tuple[()], commit: Commit) -> tuple[()]:
+        """Takes over committed tokens."""
         return state

@@ -5,12 +5,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.kv import LayerKV, Window, compact, init_layers
-from jaxspec.models.transformer import Transformer
+from jaxspec.keys import Purpose, gumbel, within_step
+from jaxspec.models.transformer import Transformer, forward, head
 from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import Topology
-from jaxspec.keys import Purpose, gumbel, within_step
 
 
 @pytree
@@ -33,18 +33,22 @@ class SmallLm:
 
     @property
     def slack(self) -> int:
+        """Positions written beyond the committed ones."""
         return self.topology.nodes
 
     def init_state(self, rows: int, capacity: int) -> tuple[LayerKV, ...]:
+        """Allocates the state of empty rows."""
         spec = self.net.arch.layers[0].attention
         page = -(-(capacity + self.slack) // self.block) * self.block
         dtype = jnp.dtype(self.net.policy.compute)
         return init_layers(len(self.net.arch.layers), rows, spec.kv_heads, page, spec.head_dim, dtype)
 
     def propose(self, state: tuple[LayerKV, ...], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[LayerKV, ...]]:
+        """Drafts every node; commits nothing."""
         return self._chain(state, anchor, rule) if self.topology.is_chain else self._tree(state, anchor, rule)
 
     def observe(self, state: tuple[LayerKV, ...], commit: Commit) -> tuple[LayerKV, ...]:
+        """Takes over committed tokens."""
         if commit.row is not None:  # prefill of one row
             table = commit.row.reshape(1, 1)
             position = commit.start_B[:, None] + jnp.arange(commit.token_BT.shape[1], dtype=jnp.int32)[None]
@@ -55,12 +59,12 @@ class SmallLm:
         return compact(state, Window(commit.start_B, None, block=self.block), commit.path_BT)
 
     def _forward(self, token_BT: Array, position_BT: Array, state: tuple[LayerKV, ...], window: Window):
-        hidden = self.net.apply(self.params, token_BT, position_BT, state, window)
-        return hidden.last_BTD, hidden.layers
+        hidden, state = forward(self.net, self.params, token_BT, position_BT, state, window)
+        return hidden.last_BTD, state
 
     def _scores(self, last_BTD: Array, anchor: Anchor, position_BT: Array, rule: str) -> tuple[Array, Array]:
         """Log-probabilities at each row's temperature, and the same with the noise that ranks drafts."""
-        logits = self.net.apply(self.params, last_BTD, method="logits")
+        logits = head(self.net, self.params, last_BTD)
         warm_B = (anchor.sampling.temperature_B > 0)[:, None, None]
         logp = jax.nn.log_softmax(logits / jnp.where(warm_B, anchor.sampling.temperature_B[:, None, None], 1.0))
         if rule == "greedy":
@@ -83,7 +87,9 @@ class SmallLm:
         def cell(k: Array, carry):
             layers, token_B, token_BN, logp_BNV = carry
             start_B = anchor.length_B + k
-            last, layers = self._forward(token_B[:, None], start_B[:, None], layers, Window(start_B, None, block=self.block))
+            last, layers = self._forward(
+                token_B[:, None], start_B[:, None], layers, Window(start_B, None, block=self.block)
+            )
             logp, score = self._scores(last, anchor, start_B[:, None], rule)
             token_B = jnp.argmax(score[:, 0], axis=-1).astype(jnp.int32)
             token_BN = lax.dynamic_update_slice(token_BN, token_B[:, None], (0, k))

@@ -1,6 +1,7 @@
 """The one transformer: it reads an ArchSpec and runs any family, for training, prefill, drafting and verification."""
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from jaxspec.nn.moe import DenseFfn, ExpertLayout, Moe, MoeSpec
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import pytree
-from jaxspec.shapes import Array
+from jaxspec.shapes import Array, Params
+
+BFLOAT16 = jnp.dtype("bfloat16")
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class Policy:
       experts: layout of the routed experts: ``switched`` (one array per expert, for CPU) or ``stacked``.
     """
 
-    param: jnp.dtype = jnp.dtype("bfloat16")
-    compute: jnp.dtype = jnp.dtype("bfloat16")
+    param: jnp.dtype = BFLOAT16
+    compute: jnp.dtype = BFLOAT16
     experts: ExpertLayout = "stacked"
 
 
@@ -60,6 +63,7 @@ class Block(nn.Module):
     def __call__(
         self, x_BTD: Array, position_BT: Array, memory: LayerKV | None, window: Window | None
     ) -> tuple[Array, LayerKV | None, Routing | None]:
+        """The stream after this layer, its cache with the new positions, and the expert choices."""
         p, dim = self.policy, self.model_dim
         ones = nn.initializers.ones
         normed = rms_norm(x_BTD, self.param("attention_norm_D", ones, (dim,), p.param), self.norm_eps)
@@ -80,6 +84,7 @@ class Transformer(nn.Module):
     policy: Policy
 
     def setup(self) -> None:
+        """Declares the parameters."""
         a, p = self.arch, self.policy
         init = nn.initializers.normal(0.02)
         self.embed_VD = self.param("embed_VD", init, (a.vocab_size, a.model_dim), p.param)
@@ -126,3 +131,27 @@ class Transformer(nn.Module):
         """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states."""
         hidden = self(token_BT, position_BT)
         return self.logits(hidden.last_BTD), hidden
+
+
+def forward(
+    net: Transformer,
+    params: Params,
+    token_BT: Array,
+    position_BT: Array,
+    memory: tuple[LayerKV, ...],
+    window: Window,
+    taps: tuple[int, ...] = (),
+) -> tuple[Hidden, tuple[LayerKV, ...]]:
+    """Runs T positions over a cache; returns the hidden states and the caches with those positions written."""
+    hidden: Any = net.apply(cast(Any, params), token_BT, position_BT, memory, window, taps)
+    return hidden, hidden.layers
+
+
+def head(net: Transformer, params: Params, last: Array) -> Array:
+    """Logits of final hidden states, float32 [..., V]."""
+    return cast(Array, net.apply(cast(Any, params), last, method="logits"))
+
+
+def teacher_forced(net: Transformer, params: Params, token_BT: Array, position_BT: Array) -> tuple[Array, Hidden]:
+    """Logits of whole sequences without a cache, float32 [B, T, V], and the hidden states."""
+    return cast(Any, net.apply(cast(Any, params), token_BT, position_BT, method="logits_of"))

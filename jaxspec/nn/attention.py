@@ -54,6 +54,7 @@ class Attention(nn.Module):
     def __call__(
         self, x_BTD: Array, position_BT: Array, memory: LayerKV | None, window: Window | None
     ) -> tuple[Array, LayerKV | None]:
+        """Attention output [B, T, D] and the cache with the new positions."""
         s = self.spec
         group = s.heads // s.kv_heads
         init = nn.initializers.normal(0.02)
@@ -75,7 +76,9 @@ class Attention(nn.Module):
             memory = write(memory, window, k_BTGC, v)
             out = attend(q_BTHC, memory, window, position_BT, s)
         w_o = self.param("out_HCD", init, (s.heads, s.head_dim, self.model_dim), self.param_dtype)
-        b_o = self.param("out_bias_D", nn.initializers.zeros, (self.model_dim,), self.param_dtype) if s.out_bias else None
+        b_o = (
+            self.param("out_bias_D", nn.initializers.zeros, (self.model_dim,), self.param_dtype) if s.out_bias else None
+        )
         return dense(out.reshape(rows, count, -1), w_o.reshape(-1, self.model_dim), b_o, dtype=self.dtype), memory
 
 

@@ -54,6 +54,6 @@ def dense(x: Array, w: Array, bias: Array | None = None, *, dtype: jnp.dtype | N
     rows = x_MD.shape[0]
     if rows == 1:
         x_MD = jnp.concatenate([x_MD, x_MD])
-    out = _dot(x_MD, w.reshape(w.shape[0], -1), jnp.dtype(dtype or w.dtype))[:rows]
-    out = out.reshape(*lead, *trail)
+    out: Array = _dot(x_MD, w.reshape(w.shape[0], -1), jnp.dtype(dtype or w.dtype))  # pyright: ignore[reportAssignmentType]
+    out = out[:rows].reshape(*lead, *trail)
     return out if bias is None else out + bias.astype(jnp.float32)

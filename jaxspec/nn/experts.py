@@ -93,17 +93,19 @@ def switched(x_MD: Array, routing: Routing, experts: tuple[dict[str, Array], ...
     return combine(out_SD, blocks, routing.weight_MA)
 
 
-def stacked(x_MD: Array, routing: Routing, gate_up_ED2F: Array, down_EFD: Array, activation: str, dtype: jnp.dtype) -> Array:
-    """Routed experts for training: every block gathers its expert's weights, then batched products (no row is dropped)."""
+def stacked(
+    x_MD: Array, routing: Routing, gate_up_ED2F: Array, down_EFD: Array, activation: str, dtype: jnp.dtype
+) -> Array:
+    """Routed experts for training: every block gathers its expert's weights; no row is dropped."""
     width = x_MD.shape[1]
     routed, experts = routing.expert_MA.size, gate_up_ED2F.shape[0]
     block = TRAINING_BLOCK if routed > 32 * experts else block_rows(routed, experts)
     blocks = lay_out(routing.expert_MA, gate_up_ED2F.shape[0], block)
     x_NZD = jnp.concatenate([x_MD, jnp.zeros((1, width), x_MD.dtype)])[blocks.row_S].reshape(-1, block, width)
     hidden = gate_up_ED2F.shape[-1]
-    both = _batched_dot(x_NZD, gate_up_ED2F[blocks.expert_N].reshape(-1, width, 2 * hidden), jnp.dtype(dtype))
+    both: Array = _batched_dot(x_NZD, gate_up_ED2F[blocks.expert_N].reshape(-1, width, 2 * hidden), jnp.dtype(dtype))
     gate, up = both[..., :hidden], both[..., hidden:]
-    y_NZD = _batched_dot(ACTIVATIONS[activation](gate) * up, down_EFD[blocks.expert_N], jnp.dtype(dtype))
+    y_NZD: Array = _batched_dot(ACTIVATIONS[activation](gate) * up, down_EFD[blocks.expert_N], jnp.dtype(dtype))
     return combine(y_NZD.reshape(-1, width), blocks, routing.weight_MA)
 
 

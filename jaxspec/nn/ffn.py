@@ -9,7 +9,9 @@ from jaxspec.shapes import Array
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 
 
-def gated(x: Array, gate_up_D2F: Array, down_FD: Array, *, activation: str = "silu", dtype: jnp.dtype | None = None) -> Array:
+def gated(
+    x: Array, gate_up_D2F: Array, down_FD: Array, *, activation: str = "silu", dtype: jnp.dtype | None = None
+) -> Array:
     """``down(act(gate(x)) * up(x))`` (Shazeer 2020), gate and up in one product.
 
     Args:

@@ -56,6 +56,7 @@ class DenseFfn(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> Array:
+        """The layer's output, [B, T, D]."""
         init, dim, hidden = nn.initializers.normal(0.02), self.model_dim, self.spec.hidden
         gate_up = self.param("gate_up_D2F", init, (dim, 2, hidden), self.param_dtype)
         down = self.param("down_FD", init, (hidden, dim), self.param_dtype)
@@ -73,6 +74,7 @@ class Moe(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTD: Array) -> tuple[Array, Routing]:
+        """Routed plus shared output [B, T, D], and the choices."""
         s, dim = self.spec, self.model_dim
         init = nn.initializers.normal(0.02)
         router_DE = self.param("router_DE", init, (dim, s.experts), self.param_dtype)

@@ -61,7 +61,9 @@ def frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
         wave = 2 * math.pi / inv
         blend = (s.original / wave - s.low) / (s.high - s.low)
         mixed = (1 - blend) * inv / s.factor + blend * inv
-        return np.where(wave < s.original / s.high, inv, np.where(wave > s.original / s.low, inv / s.factor, mixed)), 1.0
+        return np.where(
+            wave < s.original / s.high, inv, np.where(wave > s.original / s.low, inv / s.factor, mixed)
+        ), 1.0
 
     def corrected(rotations: float) -> float:
         return spec.dim * math.log(s.original / (2 * math.pi * rotations)) / (2 * math.log(spec.theta))

@@ -29,11 +29,12 @@ class Programs:
         scalar = jnp.int32(0)
         table = None if state.table_BJ is None else state.table_BJ[0]
         flag = jnp.array(False)
+        settings = init_sampling(1, state.sampling.stop_BX.shape[1])
         plain = NoDrafts()
         speculative = drafter.topology.drafts > 0
         jobs: dict[str, Callable[[], Any]] = {
             "plain": lambda: _compile(_dispatch(plan), (target, plain, state, scalar, flag), donate=2),
-            "admit": lambda: _compile(admit, (state, scalar, state.history_BS[0], scalar, init_sampling(1, state.sampling.stop_BX.shape[1]), table), donate=0),
+            "admit": lambda: _compile(admit, (state, scalar, state.history_BS[0], scalar, settings, table), donate=0),
             "retire": lambda: _compile(retire, (state, scalar), donate=0),
         }  # fmt: skip
         if speculative:

@@ -97,7 +97,9 @@ class Engine:
         depth = self.drafter.topology.max_depth
         speculative = depth > 0 and any(sample.params.draft_limit != 0 for sample in running)
         began = time.monotonic()
-        self.state, report = self.programs.dispatch(self.state, steps or self.spec.steps, bool(self.waiting), speculative)
+        self.state, report = self.programs.dispatch(
+            self.state, steps or self.spec.steps, bool(self.waiting), speculative
+        )
         packed = np.asarray(jax.device_get(report.packed_BX))
         self.metrics.decode_time_s += time.monotonic() - began
         moved: dict[int, RequestOutput] = {}
@@ -123,7 +125,9 @@ class Engine:
                 table[: len(pages)] = pages
             self.waiting.popleft()
             began = time.monotonic()
-            stop_ids = sorted(({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or []))
+            stop_ids = sorted(
+                ({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or [])
+            )
             sampling = sample.sampling(stop_ids, STOP_PLACES, self.drafter.topology.max_depth)
             state = self.programs.prefill(self.state, row, sample.prompt, table)
             self.state = self.programs.admit(state, row, sample.prompt, sampling, table)
@@ -170,7 +174,11 @@ def _logprobs(report: Report, row: int, first: int, tokens: np.ndarray, most: in
     ids = np.asarray(report.top_BXL)[row, first : first + len(tokens)]
     found = []
     for token, value, top in zip(tokens.tolist(), values, ids, strict=True):
-        entry = {int(i): Logprob(float(v), r + 1) for r, (i, v) in enumerate(zip(top[1:], value[1:], strict=True)) if r < most}
+        entry = {
+            int(i): Logprob(float(v), r + 1)
+            for r, (i, v) in enumerate(zip(top[1:], value[1:], strict=True))
+            if r < most
+        }
         entry.setdefault(token, Logprob(float(value[0]), int(top[0])))
         found.append(entry)
     return found

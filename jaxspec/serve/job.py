@@ -262,9 +262,7 @@ def fingerprint(directory: str | Path | None) -> str:
             with file.open("rb") as data:
                 size = file.stat().st_size
                 digest.update(f"{file.name} {size} ".encode())
-                for place in (
-                    [None] if file.name in READ_WHOLE else [0, size // 2, max(size - PROBE_BYTES, 0)]
-                ):
+                for place in [None] if file.name in READ_WHOLE else [0, size // 2, max(size - PROBE_BYTES, 0)]:
                     data.seek(place or 0)
                     digest.update(data.read(-1 if place is None else PROBE_BYTES))
         except OSError as error:

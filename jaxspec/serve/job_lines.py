@@ -65,11 +65,7 @@ def _object(data: bytes) -> dict[str, Any]:
 def _fill(line: Line, value: dict[str, Any], defaults: SamplingParams) -> None:
     line.batch = "body" in value or "url" in value
     name = value.pop("custom_id", None)
-    if (
-        isinstance(name, bool)
-        or not isinstance(name, str | int | None)
-        or (line.batch and not isinstance(name, str))
-    ):
+    if isinstance(name, bool) or not isinstance(name, str | int | None) or (line.batch and not isinstance(name, str)):
         raise RequestError(f"custom_id: a string is needed, got {name!r}")
     line.custom_id = name
     if line.batch:
@@ -139,9 +135,7 @@ def _head(line: Line) -> dict[str, Any]:
     return {"index": line.index} | ({} if line.custom_id is None else {"custom_id": line.custom_id})
 
 
-def _batch_record(
-    line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None
-) -> dict[str, Any]:
+def _batch_record(line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None) -> dict[str, Any]:
     record = {"id": f"batch_req_{line.index}", "index": line.index, "custom_id": line.custom_id}
     return record | {"response": response, "error": error}
 

@@ -48,13 +48,9 @@ class Journal:
         self.path, self.done, self.failed = path, set[int](), 0
         self._sidecar = Path(f"{path}.job.json")
         try:
-            self._fd = (
-                os.dup(1) if path == STDOUT else os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            )
+            self._fd = os.dup(1) if path == STDOUT else os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be written ({error.strerror}); choose another output"
-            ) from error
+            raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another output") from error
         self.resumable = path != STDOUT and stat.S_ISREG(os.fstat(self._fd).st_mode)
         self._size = 0
         try:
@@ -84,9 +80,7 @@ class Journal:
             self._cut_back()
             again = "; make room and run the same command again to go on" if self.resumable else ""
             records = f"after {len(self.done)} complete records"
-            raise JaxspecError(
-                f"{self.path}: cannot be written ({error.strerror}) {records}{again}"
-            ) from error
+            raise JaxspecError(f"{self.path}: cannot be written ({error.strerror}) {records}{again}") from error
         self._size += size
         self.done.add(record["index"])
         self.failed += record.get("error") is not None
@@ -158,9 +152,7 @@ class Journal:
                         f"{self.path}: line {number} is not a record of a job ({error}); remove it to go on"
                     ) from error
                 if entry.index in self.done:
-                    raise ConfigError(
-                        f"{self.path}: line {number} repeats index {entry.index}; remove that line"
-                    )
+                    raise ConfigError(f"{self.path}: line {number} repeats index {entry.index}; remove that line")
                 self._size += len(line)
                 self.done.add(entry.index)
                 self.failed += entry.error is not None
@@ -179,8 +171,4 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     """Nested mappings as one, names joined with dots."""
     if not isinstance(value, Mapping):
         return {name: value}
-    return {
-        k: v
-        for key, part in value.items()
-        for k, v in _flat(part, f"{name}.{key}" if name else str(key)).items()
-    }
+    return {k: v for key, part in value.items() for k, v in _flat(part, f"{name}.{key}" if name else str(key)).items()}

@@ -16,7 +16,7 @@ from jaxspec.checkpoint.load import load_model
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, RequestError
-from jaxspec.models.transformer import Policy
+from jaxspec.models.transformer import Policy, teacher_forced
 from jaxspec.serve.engine import STOP_PLACES, Engine, EngineSpec
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.request import RequestOutput, SamplingParams
@@ -66,7 +66,11 @@ class LLM:
     ):
         config = catalog.parse(speculative_config)
         wholes = [("max_num_seqs", max_num_seqs, 1), ("steps_per_dispatch", steps_per_dispatch, 1)]
-        wholes += [("max_logprobs", max_logprobs, 0), ("kv_page_size", kv_page_size, 0), ("num_kv_pages", num_kv_pages, 0)]
+        wholes += [
+            ("max_logprobs", max_logprobs, 0),
+            ("kv_page_size", kv_page_size, 0),
+            ("num_kv_pages", num_kv_pages, 0),
+        ]
         wholes += [("prefill_buckets", size, 1) for size in prefill_buckets or (0,)]
         for name, value, least in wholes:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -77,7 +81,9 @@ class LLM:
         arch = self.model.net.arch
         self.capacity = max_model_len or min(arch.max_position, DEFAULT_CAPACITY)
         if not 2 <= self.capacity <= arch.max_position:
-            raise ConfigError(f"LLM: max_model_len must be from 2 to the model's {arch.max_position}, got {max_model_len}")
+            raise ConfigError(
+                f"LLM: max_model_len must be from 2 to the model's {arch.max_position}, got {max_model_len}"
+            )
         self.text = Text.load(self.model.directory)
         self.eos = _eos(self.model.config, self.model.generation)
         self.seed, self.max_logprobs = seed, max_logprobs
@@ -112,7 +118,9 @@ class LLM:
         return SamplingParams(**values)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Generates for all prompts, as many at a time as there are rows; results come in the prompts' order.
 
@@ -124,7 +132,9 @@ class LLM:
           RequestError: a prompt or its parameters are not acceptable; nothing has been generated then.
         """
         many = _as_list(prompts)
-        return self._run([self._request(p, s) for p, s in zip(many, self._params(sampling_params, len(many)), strict=True)])
+        return self._run(
+            [self._request(p, s) for p, s in zip(many, self._params(sampling_params, len(many)), strict=True)]
+        )
 
     def chat(
         self,
@@ -193,7 +203,7 @@ class LLM:
 
     @cached_property
     def _teacher(self):
-        return jax.jit(lambda params, token, at: self.model.net.apply(params, token, at, method="logits_of")[0])
+        return jax.jit(lambda params, token, at: teacher_forced(self.model.net, params, token, at)[0])
 
     def _run(self, requests: list[list[Sample]]) -> list[RequestOutput]:
         try:
@@ -219,15 +229,18 @@ class LLM:
         self._check_params(params)
         if len(ids) >= self.capacity:
             raise RequestError(
-                f"prompt: {len(ids)} tokens leave no room to generate within {self.capacity}; shorten it or raise max_model_len"
+                f"prompt: {len(ids)} tokens leave no room within {self.capacity}; shorten it or raise max_model_len"
             )
         if params.min_tokens and len(ids) + params.min_tokens > self.capacity:
-            raise RequestError(f"min_tokens: {params.min_tokens} behind {len(ids)} prompt tokens exceed {self.capacity}")
+            raise RequestError(
+                f"min_tokens: {params.min_tokens} behind {len(ids)} prompt tokens exceed {self.capacity}"
+            )
         arrival, self._number = self._number, self._number + 1
         number = arrival if number is None else number
         return new_samples(
             request_id or str(number), text, ids, params, lambda p: Growing(self.text, p),
-            engine_seed=self.seed, number=number, capacity=self.capacity, draft_length=self.engine.drafter.topology.max_depth,
+            engine_seed=self.seed, number=number, capacity=self.capacity,
+            draft_length=self.engine.drafter.topology.max_depth,
         )  # fmt: skip
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -265,9 +278,13 @@ class LLM:
         if any(not 0 <= i < vocab for i in stops):
             raise RequestError(f"stop_token_ids: ids are from 0 to {vocab - 1}, got {stops}")
         if len(set(stops) | self.eos) > STOP_PLACES:
-            raise RequestError(f"stop_token_ids: at most {STOP_PLACES - len(self.eos)} besides the model's own, got {len(stops)}")
+            raise RequestError(
+                f"stop_token_ids: at most {STOP_PLACES - len(self.eos)} besides the model's own, got {len(stops)}"
+            )
         if (params.logprobs or 0) > self.max_logprobs:
-            raise RequestError(f"logprobs: at most {self.max_logprobs}, got {params.logprobs}; raise LLM(max_logprobs=)")
+            raise RequestError(
+                f"logprobs: at most {self.max_logprobs}, got {params.logprobs}; raise LLM(max_logprobs=)"
+            )
         if params.stop_strings and self.text is None:
             raise RequestError(f"stop: {self.model.directory} has no tokenizer; use stop_token_ids")
         if params.logprobs is not None and self.max_logprobs == 0:
@@ -297,6 +314,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence | np.ndarray):
-        raise RequestError(f"prompts: a text, token ids, a mapping or a list of them is needed, got {type(prompts).__name__}")
+        raise RequestError(
+            f"prompts: a text, token ids, a mapping or a list of them is needed, got {type(prompts).__name__}"
+        )
     many: list[Any] = list(prompts)
     return [many] if many and isinstance(many[0], int | np.integer) else many

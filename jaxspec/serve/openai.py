@@ -71,9 +71,7 @@ def _prompt(value: Any) -> dict[str, Any]:
         return {"prompt": value}
     if isinstance(value, list) and value and not isinstance(value[0], str | list):
         return {"prompt_token_ids": value}
-    raise RequestError(
-        "body: prompt must be one text or one list of token ids; give several prompts on several lines"
-    )
+    raise RequestError("body: prompt must be one text or one list of token ids; give several prompts on several lines")
 
 
 def _flat(message: Any) -> Any:
@@ -81,9 +79,7 @@ def _flat(message: Any) -> Any:
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     parts = message["content"]
-    if not all(
-        isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts
-    ):
+    if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
         raise RequestError("messages: only parts of type text are supported")
     return {**message, "content": "\n".join(p["text"] for p in parts)}
 

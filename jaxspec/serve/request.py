@@ -56,32 +56,39 @@ class SamplingParams:
 
     def _checks(self) -> list[tuple[bool, str, str]]:
         number = (int, float)
+        k, r, strings, ids = self.top_k, self.repetition_penalty, self.stop, self.stop_token_ids
+        presence, frequency, least = self.presence_penalty, self.frequency_penalty, self.min_tokens
+        most = self.max_tokens
         return [
             (_is(self.n, int) and self.n >= 1, "n", "an integer of at least 1"),
             (_is(self.temperature, number) and 0 <= self.temperature < 1e4, "temperature", "a number from 0"),
             (_is(self.top_p, number) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
-            (_is(self.top_k, int) and -1 <= self.top_k < 2**31, "top_k", "-1 or 0 for off, or an integer of at least 1"),
+            (_is(k, int) and -1 <= k < 2**31, "top_k", "-1 or 0 for off, or an integer of at least 1"),
             (_is(self.min_p, number) and 0 <= self.min_p <= 1, "min_p", "from 0 to 1"),
-            (_is(self.repetition_penalty, number) and 0 < self.repetition_penalty < 1e4, "repetition_penalty", "above 0"),
-            (_is(self.presence_penalty, number) and abs(self.presence_penalty) <= 2, "presence_penalty", "from -2 to 2"),
-            (_is(self.frequency_penalty, number) and abs(self.frequency_penalty) <= 2, "frequency_penalty", "from -2 to 2"),
-            (self.seed is None or (_is(self.seed, int) and self.seed >= 0), "seed", "None or an integer of at least 0"),
-            (_is(self.stop, str | list | tuple | None) and all(isinstance(s, str) and s for s in self.stop_strings)
-             and self.stop != "", "stop", "a string or strings, none of them empty"),
-            (_is(self.stop_token_ids, list | tuple | None) and all(_is(t, int) for t in self.stop_token_ids or []),
+            (_is(r, number) and 0 < r < 1e4, "repetition_penalty", "above 0"),
+            (_is(presence, number) and abs(presence) <= 2, "presence_penalty", "from -2 to 2"),
+            (_is(frequency, number) and abs(frequency) <= 2, "frequency_penalty", "from -2 to 2"),
+            (self.seed is None or (_is(self.seed, int) and self.seed >= 0), "seed", "None or an integer from 0"),
+            (_is(strings, str | list | tuple | None) and all(isinstance(s, str) and s for s in self.stop_strings)
+             and strings != "", "stop", "a string or strings, none of them empty"),
+            (_is(ids, list | tuple | None) and all(_is(t, int) for t in ids or []),
              "stop_token_ids", "a list of token ids"),
-            (self.max_tokens is None or (_is(self.max_tokens, int) and self.max_tokens >= 1), "max_tokens", "at least 1"),
-            (_is(self.min_tokens, int) and 0 <= self.min_tokens <= (self.max_tokens or self.min_tokens), "min_tokens",
+            (most is None or (_is(most, int) and most >= 1), "max_tokens", "at least 1"),
+            (_is(least, int) and 0 <= least <= (most or least), "min_tokens",
              "from 0 to max_tokens"),
-            (self.logprobs is None or (_is(self.logprobs, int) and self.logprobs >= 0), "logprobs", "None or at least 0"),
-            (self._speculative_ok(), "speculative", 'a bool, None or {"num_speculative_tokens": K} with K of at least 0'),
+            (self.logprobs is None or (_is(self.logprobs, int) and self.logprobs >= 0), "logprobs", "None or from 0"),
+            (self._speculative_ok(), "speculative", 'a bool, None or {"num_speculative_tokens": K}, K from 0'),
         ]  # fmt: skip
 
     def _speculative_ok(self) -> bool:
         s = self.speculative
         if s is None or isinstance(s, bool):
             return True
-        return isinstance(s, dict) and set(s) == {"num_speculative_tokens"} and all(_is(v, int) and v >= 0 for v in s.values())
+        return (
+            isinstance(s, dict)
+            and set(s) == {"num_speculative_tokens"}
+            and all(_is(v, int) and v >= 0 for v in s.values())
+        )
 
     @property
     def stop_strings(self) -> list[str]:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxspec.protocol import Sampling
-from jaxspec.serve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, SpeculationMetrics, key_words
+from jaxspec.serve.request import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+    SpeculationMetrics,
+    key_words,
+)
 
 if TYPE_CHECKING:
     from jaxspec.serve.text import Growing
@@ -49,11 +56,14 @@ class Sample:
         limit = draft_length if p.draft_limit is None else min(p.draft_limit, draft_length)
         stops = stop_ids + [-1] * (stop_places - len(stop_ids))
 
-        def real(x: float) -> np.ndarray:
+        def real(x: float) -> Any:
             return np.asarray([x], np.float32)
 
-        def whole(x: int) -> np.ndarray:
+        def whole(x: int) -> Any:
             return np.asarray([x], np.int32)
+
+        def words(x: tuple[int, ...] | list[int], dtype: type) -> Any:
+            return np.asarray([x], dtype)
 
         return Sampling(
             temperature_B=real(p.temperature),
@@ -63,8 +73,8 @@ class Sample:
             repetition_B=real(p.repetition_penalty),
             presence_B=real(p.presence_penalty),
             frequency_B=real(p.frequency_penalty),
-            key_BX=np.asarray([self.key], np.uint32),
-            stop_BX=np.asarray([stops], np.int32),
+            key_BX=words(self.key, np.uint32),
+            stop_BX=words(stops, np.int32),
             min_length_B=whole(len(self.output.prompt_token_ids) + p.min_tokens if p.min_tokens else 0),
             max_length_B=whole(self.max_length),
             draft_limit_B=whole(limit),

@@ -43,7 +43,9 @@ class Text:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RequestError(f"prompt: not valid Unicode at character {error.start}; remove lone surrogates") from error
+            raise RequestError(
+                f"prompt: not valid Unicode at character {error.start}; remove lone surrogates"
+            ) from error
         return self.tokenizer(text)["input_ids"]
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
@@ -65,7 +67,9 @@ class Text:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
 
 
 class Growing:
@@ -75,7 +79,7 @@ class Growing:
         self.text = ""
         self._stops = params.stop_strings
         self._include = params.include_stop_str_in_output
-        self._backend = getattr(text.tokenizer, "backend_tokenizer", None) if text else None
+        self._backend: Any = getattr(text.tokenizer, "backend_tokenizer", None) if text else None
         self._slow, self._skip, self._ids = text, params.skip_special_tokens, []
         self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens) if self._backend else None
 

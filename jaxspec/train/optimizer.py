@@ -46,7 +46,7 @@ def build(steps: int, *, matrix_peak: float, other_peak: float, warmup: int = 10
             adam_b2=0.98,
             adam_weight_decay=0.0,
             adam_learning_rate=schedule(other_peak, steps, warmup),
-            muon_weight_dimension_numbers=matrices,
+            muon_weight_dimension_numbers=matrices,  # pyright: ignore[reportArgumentType]
             consistent_rms=0.2,
         ),
     )

@@ -1,14 +1,14 @@
-"""Verification rules: which drafts are kept, so that the text (greedy, match) or its law (reject, block) is the target's."""
+"""Verification rules: which drafts are kept, so that the text or its distribution stays the target's."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from jaxspec.keys import Purpose, gumbel, uniform, within_step
 from jaxspec.protocol import Proposal, Sampling, Verdict
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology
-from jaxspec.keys import Purpose, gumbel, uniform, within_step
 from jaxspec.verify.walk import follow, usable
 
 Rule = Callable[[Proposal, Array, Sampling, Array, Topology], Verdict]

@@ -64,16 +64,12 @@ def observed(drafter: Drafter, lengths: tuple[int, ...]):
     )
     rng = np.random.default_rng(0)
     # Three-token motifs, so that suffixes repeat.
-    history = np.tile(rng.integers(1, VOCAB, (ROWS, 3)), (1, state.history_BS.shape[1]))[
-        :, : state.history_BS.shape[1]
-    ]
+    history = np.tile(rng.integers(1, VOCAB, (ROWS, 3)), (1, state.history_BS.shape[1]))[:, : state.history_BS.shape[1]]
     draft = state.draft
     for row, length in enumerate(lengths):
         chunk = np.zeros((1, 32), np.int32)
         chunk[0, : length - 1] = history[row, : length - 1]
-        commit = Commit(
-            jnp.asarray(chunk), jnp.full(1, 32, jnp.int32), jnp.zeros(1, jnp.int32), None, jnp.int32(row)
-        )
+        commit = Commit(jnp.asarray(chunk), jnp.full(1, 32, jnp.int32), jnp.zeros(1, jnp.int32), None, jnp.int32(row))
         draft = jax.jit(drafter.observe)(draft, commit)
     at = jnp.asarray(lengths, jnp.int32) - 1
     places = np.arange(history.shape[1])[None] < np.asarray(lengths)[:, None]
@@ -180,9 +176,7 @@ def test_one_trace_per_program(method: str, shape: dict):
     def lower(rows: int, rule: str) -> None:
         drafter = drafter_of(method, shape)  # built anew each time
         state = init_state(target, drafter, rows, CAPACITY, slack=32)
-        jax.eval_shape(
-            partial(jitted, plan=StepPlan(rule, 2)), target, drafter, state, jnp.int32(1), jnp.array(False)
-        )
+        jax.eval_shape(partial(jitted, plan=StepPlan(rule, 2)), target, drafter, state, jnp.int32(1), jnp.array(False))
 
     for rows, rule, expected in (
         (3, "match", 1),

@@ -30,9 +30,7 @@ BLOCK = 8  # smaller than every prompt, so that attention crosses blocks
 CLOSE = {"rtol": 0, "atol": 1e-4}
 HALF = {"rtol": 1e-3, "atol": 1e-3}  # the references keep streams in half precision
 GOLDENS = sorted(file.parent for file in Path(__file__).parent.glob("*/config.json"))
-ORACLES = sorted(
-    file.parent for file in Path(os.environ.get("JAXSPEC_ORACLES", "-")).glob("*/hub_config.json")
-)
+ORACLES = sorted(file.parent for file in Path(os.environ.get("JAXSPEC_ORACLES", "-")).glob("*/hub_config.json"))
 
 
 def config_of(directory: Path) -> dict:
@@ -108,9 +106,7 @@ def test_prefill(case: Case):
 
     logits_BTV, streams, routers = forward(case.model.params, ids_BT)
     for boundary, stream_BTD in enumerate(streams):
-        np.testing.assert_allclose(
-            stream_BTD, case.says[f"hidden.{boundary}"], **HALF, err_msg=f"layer {boundary}"
-        )
+        np.testing.assert_allclose(stream_BTD, case.says[f"hidden.{boundary}"], **HALF, err_msg=f"layer {boundary}")
     for index, logits_ME in enumerate(routers):
         wanted = case.says[f"router_logits.{index}"]
         np.testing.assert_allclose(logits_ME, wanted.reshape(logits_ME.shape), **CLOSE)
@@ -123,9 +119,7 @@ def test_decode_over_the_cache(case: Case, count: int):
     spec = net.arch.layers[0].attention
     rows, length = ids_BT.shape[0], ids_BT.shape[1] // count * count
     room = -(-(ids_BT.shape[1] + count) // BLOCK) * BLOCK
-    layers = init_layers(
-        len(net.arch.layers), rows, spec.kv_heads, room, spec.head_dim, jnp.dtype(jnp.float32)
-    )
+    layers = init_layers(len(net.arch.layers), rows, spec.kv_heads, room, spec.head_dim, jnp.dtype(jnp.float32))
 
     @partial(jax.jit, donate_argnums=1)
     def forward(params, layers, token_BT, start):
@@ -136,9 +130,7 @@ def test_decode_over_the_cache(case: Case, count: int):
 
     found = []
     for start in range(0, length, count):
-        layers, logits_BTV = forward(
-            case.model.params, layers, ids_BT[:, start : start + count], np.int32(start)
-        )
+        layers, logits_BTV = forward(case.model.params, layers, ids_BT[:, start : start + count], np.int32(start))
         found.append(np.asarray(logits_BTV))
     np.testing.assert_allclose(np.concatenate(found, axis=1), case.says["logits"][:, :length], **CLOSE)
 
@@ -159,8 +151,6 @@ def test_greedy_continuation(case: Case):
     for row in range(rows):
         state = start(target, state, np.int32(row), case.prompt_BT[row])
     run = jax.jit(partial(dispatch, plan=StepPlan("greedy", steps=new)))
-    state, report = run(
-        target, drafter, start(target, state, case.prompt_BT), jnp.int32(new), jnp.asarray(False)
-    )
+    state, report = run(target, drafter, state, jnp.int32(new), jnp.asarray(False))
     np.testing.assert_array_equal(state.history_BS[:, length : length + new], case.continuation_BT)
     assert report.packed_BX[:, -2:].tolist() == [[1, new]] * rows, "the length limit ends the rows"

@@ -196,17 +196,13 @@ class Lab:
             self.loaded[key] = load_model(getattr(self, f"{name}_dir"), policy)
         return self.loaded[key]
 
-    def drafter(
-        self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "switched"
-    ) -> Drafter:
+    def drafter(self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "switched") -> Drafter:
         if kind == "ngram":
             return Ngram(topology, 3, 1)
         model = self.model({"self": "target", "random": "draft"}[kind], dtype, layout)
         return SmallLm(model.params, model.net, topology)
 
-    def engine(
-        self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = 128, **spec
-    ) -> Engine:
+    def engine(self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = 128, **spec) -> Engine:
         model = self.model("target", dtype, layout)
         spec = EngineSpec(**{"rows": PLACES, "capacity": CAPACITY, "logprobs": 0, "buckets": (8, 32), **spec})
         made = engine_module.Programs

@@ -90,9 +90,7 @@ def test_bad_prompts(llm: LLM, wanted: list[int], name: str):
 
 @pytest.mark.parametrize("prompts", [5, None, 1.5])
 def test_bad_kinds_of_prompts(llm: LLM, wanted: list[int], prompts: Any):
-    with pytest.raises(
-        RequestError, match=r"prompts: a text, token ids, a mapping or a list of them is needed, got"
-    ):
+    with pytest.raises(RequestError, match=r"prompts: a text, token ids, a mapping or a list of them is needed, got"):
         llm.generate(prompts, GREEDY)
     check_it_goes_on(llm, wanted)
 
@@ -178,9 +176,7 @@ def test_a_model_without_tokenizer(mute: LLM):
 
 
 def test_logits_of_too_long_texts(llm: LLM, wanted: list[int]):
-    with pytest.raises(
-        RequestError, match=f"{CAPACITY + 1} tokens, the capacity is {CAPACITY}; raise max_model_len"
-    ):
+    with pytest.raises(RequestError, match=f"{CAPACITY + 1} tokens, the capacity is {CAPACITY}; raise max_model_len"):
         llm.logits([1] * (CAPACITY + 1))
     check_it_goes_on(llm, wanted)
 
@@ -262,9 +258,7 @@ def test_missing_directories(target_dir: Path, tmp_path: Path):
 
 def test_a_draft_model_of_another_vocabulary(target_dir: Path, tmp_path: Path):
     draft = write_model(tmp_path / "draft", {**CONFIG, "vocab_size": VOCAB + 8, "num_hidden_layers": 1}, 2)
-    message = (
-        rf"a vocabulary of {VOCAB + 8}, the target of {VOCAB}; use a draft model trained with the target's"
-    )
+    message = rf"a vocabulary of {VOCAB + 8}, the target of {VOCAB}; use a draft model trained with the target's"
     with pytest.raises(ConfigError, match=message):
         LLM(target_dir, speculative_config={"model": str(draft), "num_speculative_tokens": 2}, **SETTINGS)
 

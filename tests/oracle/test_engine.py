@@ -87,9 +87,7 @@ def test_nothing_compiles_after_warm_up(llm: LLM, compiled: list[str]):
 
 def test_logprobs_compile_nothing(llm: LLM, compiled: list[str]):
     for most in (3, 5, 8):
-        llm.generate(
-            prompts_of(4, 9), SamplingParams(temperature=0.9, logprobs=2, max_tokens=most, seed=most)
-        )
+        llm.generate(prompts_of(4, 9), SamplingParams(temperature=0.9, logprobs=2, max_tokens=most, seed=most))
     assert compiled == []
 
 
@@ -241,8 +239,7 @@ def test_counts_add_up(llm: LLM):
     before = totals(llm)
     prompts = prompts_of(3, 40, 9, 17)
     params = [
-        SamplingParams(temperature=t, seed=1, max_tokens=m)
-        for t, m in ((0.0, 20), (0.8, 13), (1.0, 30), (0.0, 1))
+        SamplingParams(temperature=t, seed=1, max_tokens=m) for t, m in ((0.0, 20), (0.8, 13), (1.0, 30), (0.0, 1))
     ]
     outputs = llm.generate(prompts, params)
     change = {name: value - before[name] for name, value in totals(llm).items()}

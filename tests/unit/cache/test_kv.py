@@ -61,9 +61,7 @@ class Layout:
         return write(self.empty(), window, *(jnp.asarray(x.swapaxes(1, 2)) for x in (k_BGSC, v_BGSC)))
 
 
-LAYOUTS = [Layout(name, rows) for name in ("plain", "whole rows", "paged") for rows in (3, MANY)] + [
-    Layout("paged", 1)
-]
+LAYOUTS = [Layout(name, rows) for name in ("plain", "whole rows", "paged") for rows in (3, MANY)] + [Layout("paged", 1)]
 each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.rows}")
 
 
@@ -109,14 +107,10 @@ def test_compaction_moves_the_accepted_path(layout: Layout):
             np.testing.assert_array_equal(found[row, :, :start], old[row, :, :start], err_msg="committed")
             moved = found[row, :, start : start + len(kept)]
             np.testing.assert_array_equal(moved, old[row][:, start + kept], err_msg=f"path {kept}")
-            np.testing.assert_array_equal(
-                found[row, :, start + 7 :], old[row, :, start + 7 :], err_msg="behind"
-            )
+            np.testing.assert_array_equal(found[row, :, start + 7 :], old[row, :, start + 7 :], err_msg="behind")
 
 
-def dense_attention(
-    q_BTHC, k_BGSC, v_BGSC, start_B, topology: Topology, nodes: range, reach: int | None
-) -> np.ndarray:
+def dense_attention(q_BTHC, k_BGSC, v_BGSC, start_B, topology: Topology, nodes: range, reach: int | None) -> np.ndarray:
     """One query at a time: its row's committed keys and its ancestors, within the window."""
     out = np.zeros(q_BTHC.shape)
     group = HEADS // KV_HEADS
@@ -159,9 +153,7 @@ def test_attention_equals_numpy_in_every_layout(shape: str, reach: int | None):
     found = []
     for name in ("plain", "paged"):
         layout = Layout(name, rows)
-        found.append(
-            run(q, layout.holding(k, v), layout.window(start_B, ancestors=see(topology, nodes)), position_BT)
-        )
+        found.append(run(q, layout.holding(k, v), layout.window(start_B, ancestors=see(topology, nodes)), position_BT))
     np.testing.assert_array_equal(found[0], found[1])
     wanted = dense_attention(q, k, v, start_B, topology, nodes, reach)
     np.testing.assert_allclose(found[0], wanted, rtol=0, atol=2e-6)

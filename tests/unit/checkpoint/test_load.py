@@ -190,9 +190,7 @@ def test_every_wrong_tensor_is_named_at_once(directory: Path):
     for name in missing:
         del tensors[name]
     tensors["model.layers.9.extra.weight"] = np.zeros((2, 2), np.float32)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(
-        4, np.float32
-    )  # old checkpoints hold it
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)  # old checkpoints hold it
     wrong = "model.layers.2.self_attn.q_proj.weight"
     tensors[wrong] = tensors[wrong][:-8]
     save_file(

@@ -158,9 +158,7 @@ def test_failed_lines_give_exit_code_1(model: Path, tmp_path: Path, capsys: pyte
         (["--input", "nowhere", "--output", "b", "--model", "nowhere"], "nowhere"),
     ],
 )
-def test_mistakes_are_one_line(
-    flags: list[str], words: str, capsys: pytest.CaptureFixture, tmp_path, monkeypatch
-):
+def test_mistakes_are_one_line(flags: list[str], words: str, capsys: pytest.CaptureFixture, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = [] if "--model" in flags else ["--model", "unused"]
     assert main(["generate", *flags, *model]) == 2
@@ -169,9 +167,7 @@ def test_mistakes_are_one_line(
     assert words in shown[-1]
 
 
-def test_interruption_and_broken_pipes_are_quiet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
+def test_interruption_and_broken_pipes_are_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     def run_with(error: BaseException) -> int:
         def run(args: GenerateArgs) -> int:
             raise error
@@ -207,8 +203,6 @@ except SystemExit as end:
     assert not end.code
 assert "jax" not in sys.modules and "transformers" not in sys.modules
 """
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "usage: jaxspec" in result.stdout

@@ -59,9 +59,7 @@ def reference(x_MD: np.ndarray, routing: Routing, gate_up: jax.Array, down: jax.
 def compiled(layout: str):
     if layout == "switched":
         return jax.jit(lambda x, routing, gate_up, down: switched(x, routing, parts(gate_up, down), "silu"))
-    return jax.jit(
-        lambda x, routing, gate_up, down: stacked(x, routing, gate_up, down, "silu", gate_up.dtype)
-    )
+    return jax.jit(lambda x, routing, gate_up, down: stacked(x, routing, gate_up, down, "silu", gate_up.dtype))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 31, 70])
@@ -83,9 +81,7 @@ def test_layout_gives_every_routed_row_its_own_slot(block: int):
         for kind in ("even", "uneven", "one"):
             expert_MA = np.asarray(routing_of(kind, rows).expert_MA)
             blocks = lay(jnp.asarray(expert_MA))
-            slot_MA, row_S, expert_N = (
-                np.asarray(a) for a in (blocks.slot_MA, blocks.row_S, blocks.expert_N)
-            )
+            slot_MA, row_S, expert_N = (np.asarray(a) for a in (blocks.slot_MA, blocks.row_S, blocks.expert_N))
             assert len(set(slot_MA.ravel())) == rows * TOP_K
             np.testing.assert_array_equal(row_S[slot_MA], np.repeat(np.arange(rows)[:, None], TOP_K, axis=1))
             np.testing.assert_array_equal(expert_N[slot_MA // block], expert_MA)

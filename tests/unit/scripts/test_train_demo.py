@@ -69,10 +69,7 @@ def whole(library: Path, tmp_path_factory) -> Path:
 
 
 def digests(pair: Path) -> dict[str, str]:
-    return {
-        n: hashlib.sha256((pair / n / "model.safetensors").read_bytes()).hexdigest()
-        for n in ("target", "draft")
-    }
+    return {n: hashlib.sha256((pair / n / "model.safetensors").read_bytes()).hexdigest() for n in ("target", "draft")}
 
 
 def test_pair_loads(whole: Path):
@@ -88,9 +85,7 @@ def test_provenance_is_complete(whole: Path):
     record = json.loads((whole / "provenance.json").read_text())
     assert set(record) == {"made_by", "date", "corpus", "versions", "seeds", "machine", "target", "draft"}
     assert set(record["target"]) == RUN | LOSS | {"expert_share_by_layer"}
-    agreement = {
-        f"{place}_{figure}" for place in ("held_out", "target_text") for figure in ("kl", "agreement")
-    }
+    agreement = {f"{place}_{figure}" for place in ("held_out", "target_text") for figure in ("kl", "agreement")}
     assert set(record["draft"]) == RUN | LOSS | agreement | {"target_sha256", "target_text_rows"}
     assert record["draft"]["target_sha256"] == digests(whole)["target"]
     assert record["target"]["tokens_seen"] == 6 * 2 * 32

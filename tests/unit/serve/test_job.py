@@ -1,4 +1,4 @@
-"""The batch job: formats, bad lines, resuming after any crash, and every way in which files can be in the way."""
+"""The batch job: formats, bad lines, resuming after any crash, and files that are in the way."""
 
 import errno
 import fcntl
@@ -77,9 +77,7 @@ class Desk:
         return run_job(self.model, str(self.source), str(self.target), **settings)
 
     def records(self) -> list[dict[str, Any]]:
-        return sorted(
-            (json.loads(line) for line in self.target.read_bytes().splitlines()), key=lambda r: r["index"]
-        )
+        return sorted((json.loads(line) for line in self.target.read_bytes().splitlines()), key=lambda r: r["index"])
 
 
 @pytest.fixture
@@ -119,11 +117,7 @@ def test_plain_lines(desk: Desk):
     assert records[6]["token_ids"] != records[8]["token_ids"], "equal lines without a seed are independent"
     for index in (1, 2):
         line = {k: v for k, v in MIXED[index].items() if k.startswith("prompt")}
-        params = (
-            SamplingParams(temperature=0.0, max_tokens=9)
-            if index == 1
-            else SamplingParams(seed=3, max_tokens=12)
-        )
+        params = SamplingParams(temperature=0.0, max_tokens=9) if index == 1 else SamplingParams(seed=3, max_tokens=12)
         assert records[index]["token_ids"] == desk.llm.generate(line, params)[0].outputs[0].token_ids
 
 
@@ -163,9 +157,7 @@ def test_batch_lines(desk: Desk):
     )
     talk, plain, ids = desk.records()
     assert [r["custom_id"] for r in (talk, plain, ids)] == ["c", "t", "i"]
-    assert all(
-        r["error"] is None and r["response"]["status_code"] == 200 and r["id"] for r in (talk, plain, ids)
-    )
+    assert all(r["error"] is None and r["response"]["status_code"] == 200 and r["id"] for r in (talk, plain, ids))
     body = talk["response"]["body"]
     assert body["object"] == "chat.completion"
     assert [c["message"]["role"] for c in body["choices"]] == ["assistant"] * 2
@@ -223,9 +215,7 @@ BAD: list[tuple[Any, str]] = [
 
 def test_bad_lines_become_error_records_with_their_numbers(desk: Desk):
     lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line, _ in BAD]
-    progress = desk.run(
-        b"\xef\xbb\xbf" + json.dumps({"prompt": "a"}).encode(), b"", *lines, b"  ", {"prompt": "a"}
-    )
+    progress = desk.run(b"\xef\xbb\xbf" + json.dumps({"prompt": "a"}).encode(), b"", *lines, b"  ", {"prompt": "a"})
     good, *bad, last = desk.records()
     assert good["token_ids"]
     assert last["token_ids"]
@@ -455,9 +445,7 @@ def test_unusable_files_are_named(desk: Desk, spoil: Callable[[Desk], None]):
     assert desk.loads == 0
 
 
-def test_standard_input_and_devices(
-    desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-):
+def test_standard_input_and_devices(desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
     data = b"".join(json.dumps(line).encode() + b"\n" for line in MIXED)
     desk.run(*MIXED)
     wanted = said(desk.records())

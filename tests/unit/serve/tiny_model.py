@@ -1,9 +1,9 @@
-"""A model directory small enough for tests of serving: the golden Mixture-of-Experts weights with a tokenizer."""
+"""A model directory small enough for tests of serving: one golden Mixture-of-Experts layer and a tokenizer."""
 
 import json
-import shutil
 from pathlib import Path
 
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen2_moe"
@@ -15,16 +15,16 @@ def write_tiny_model(directory: Path) -> Path:
     """Writes it, with a byte-pair vocabulary of the size of the model's."""
     directory.mkdir()
     config = json.loads((GOLDEN / "config.json").read_text())
-    config["eos_token_id"] = 0
+    config |= {"eos_token_id": 0, "num_hidden_layers": 1, "mlp_only_layers": []}
     (directory / "config.json").write_text(json.dumps(config))
-    shutil.copy(GOLDEN / "model.safetensors", directory)
+    tensors = load_file(GOLDEN / "model.safetensors")
+    kept = {name: x for name, x in tensors.items() if "layers." not in name or "layers.0." in name}
+    save_file(kept, directory / "model.safetensors")
     tokenizer = Tokenizer(models.BPE(unk_token="<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     text = "the cat sat on a mat: user assistant said, hello world one two three"
-    trainer = trainers.BpeTrainer(
-        vocab_size=config["vocab_size"], special_tokens=["<end>"], show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=config["vocab_size"], special_tokens=["<end>"], show_progress=False)
     tokenizer.train_from_iterator([text] * 3, trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(SETTINGS))

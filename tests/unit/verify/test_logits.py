@@ -81,9 +81,7 @@ def path_drafts(topology: Topology, node: int, tokens: np.ndarray) -> list[int]:
     return found
 
 
-def reference(
-    x: np.ndarray, feature: dict, count: np.ndarray, prompt: np.ndarray, drafts: list[int]
-) -> np.ndarray:
+def reference(x: np.ndarray, feature: dict, count: np.ndarray, prompt: np.ndarray, drafts: list[int]) -> np.ndarray:
     """One node's scores in vLLM's order; the drafts on its path count as generated."""
     x, count = x.astype(np.float64), count.astype(np.float64)
     for token in drafts:
@@ -123,9 +121,7 @@ def test_every_feature_equals_numpy(shape: str):
             drafts = path_drafts(topology, node, np.asarray(context.token_BT[row]))
             count, prompt = np.asarray(context.count_BV[row]), np.asarray(context.prompt_BV[row])
             wanted = reference(logits[row, node], FEATURES[name], count, prompt, drafts)
-            np.testing.assert_allclose(
-                scores[row, node], wanted, rtol=1e-5, atol=1e-5, err_msg=f"{name}, node {node}"
-            )
+            np.testing.assert_allclose(scores[row, node], wanted, rtol=1e-5, atol=1e-5, err_msg=f"{name}, node {node}")
 
 
 def test_a_row_is_bitwise_what_it_is_alone():

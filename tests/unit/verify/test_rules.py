@@ -57,9 +57,7 @@ def path_to(topology: Topology, node: int) -> list[int]:
     return path
 
 
-def draw_all(
-    topology: Topology, q: Conditional, valid: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def draw_all(topology: Topology, q: Conditional, valid: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Every draft, siblings without replacement: tokens [X, N], probability [X], log q [X, N, V]."""
     vocab = len(q(()))
     grown: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
@@ -130,9 +128,7 @@ def endings(
     drafts, nodes = tokens.shape[0], topology.nodes
     valid = np.ones(nodes - 1, bool) if valid is None else valid
     with np.errstate(divide="ignore"):
-        score = [
-            [np.log(p(tuple(t[[n - 1 for n in path_to(topology, v)]]))) for v in range(nodes)] for t in tokens
-        ]
+        score = [[np.log(p(tuple(t[[n - 1 for n in path_to(topology, v)]]))) for v in range(nodes)] for t in tokens]
     repeat = partial(np.repeat, repeats=nodes, axis=0)  # row x * nodes + v examines node v of draft x
     proposal = Proposal(repeat(tokens), np.tile(valid, (drafts * nodes, 1)), None if point else repeat(logq))
     rows = drafts * nodes
@@ -204,9 +200,7 @@ def text_law(topology: Topology, p: Conditional, found: Endings) -> np.ndarray:
     vocab, depth = len(p(())), topology.max_depth
     behind = cache(lambda prefix: continuations(p, prefix, depth - len(prefix) + 1))
     total = np.zeros((vocab,) * (depth + 1))
-    for tokens, weight, prob, law in zip(
-        found.tokens_XN, found.weight_X, found.prob_XT, found.law_XTV, strict=True
-    ):
+    for tokens, weight, prob, law in zip(found.tokens_XN, found.weight_X, found.prob_XT, found.law_XTV, strict=True):
         for v in range(topology.nodes):
             if weight * prob[v] == 0:
                 continue
@@ -243,9 +237,7 @@ def test_chain_commits_the_targets_law(rule: str, vocab: int, length: int, zeros
         Language(vocab, 2, zeros and vocab > 2),
     )
     for valid, limit in limits(topology):
-        found = endings(
-            rule, topology, p, draw_all(topology, q, np.ones(length, bool)), valid=valid, limit=limit
-        )
+        found = endings(rule, topology, p, draw_all(topology, q, np.ones(length, bool)), valid=valid, limit=limit)
         np.testing.assert_allclose(found.prob_XT.sum(axis=1), 1, atol=EXACT)
         np.testing.assert_allclose(text_law(topology, p, found), continuations(p, (), length + 1), atol=EXACT)
 
@@ -277,9 +269,7 @@ def test_every_point_mass_draft_commits_the_targets_law(rule: str, topology: Top
     tokens = np.array(everything, np.int32)
     found = endings(rule, topology, p, (tokens, np.ones(len(tokens)), None), point=True)
     for x in range(len(tokens)):
-        one = Endings(
-            *(a[x : x + 1] for a in (found.tokens_XN, found.weight_X, found.prob_XT, found.law_XTV))
-        )
+        one = Endings(*(a[x : x + 1] for a in (found.tokens_XN, found.weight_X, found.prob_XT, found.law_XTV)))
         np.testing.assert_allclose(
             text_law(topology, p, one),
             continuations(p, (), topology.max_depth + 1),
@@ -348,9 +338,7 @@ def test_cold_rows_follow_the_argmax(rule: str, topology: Topology):
     score = rng.integers(0, 4, (rows, topology.nodes, vocab))  # ties happen
     verdict, _ = verdict_of(rule, topology, drafts, score, valid=valid, limit=limit)
     for row in range(rows):
-        path, tokens = walk_reference(
-            topology, drafts[row], valid[row], limit[row], score[row].argmax(axis=-1)
-        )
+        path, tokens = walk_reference(topology, drafts[row], valid[row], limit[row], score[row].argmax(axis=-1))
         assert int(verdict.count_B[row]) == len(path)
         assert verdict.path_BT[row, : len(path)].tolist() == path
         assert verdict.token_BT[row, : len(path)].tolist() == tokens

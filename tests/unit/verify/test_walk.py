@@ -53,9 +53,7 @@ ROWS = (
 @pytest.fixture(scope="module")
 def outcome():
     width, length = 4, 20
-    tokens = np.full(
-        (len(ROWS), width), STOP, np.int32
-    )  # what lies behind the accepted tokens must not count
+    tokens = np.full((len(ROWS), width), STOP, np.int32)  # what lies behind the accepted tokens must not count
     for place, row in enumerate(ROWS):
         tokens[place, : len(row.tokens)] = row.tokens
     stops = np.tile(np.array([STOP, -2, OTHER_STOP], np.int32), (len(ROWS), 1))
@@ -67,9 +65,7 @@ def outcome():
     count_B = jnp.asarray([len(row.tokens) for row in ROWS], jnp.int32)
     verdict = Verdict(jnp.zeros_like(tokens), jnp.asarray(tokens), count_B)
     active_B = jnp.asarray([row.active for row in ROWS])
-    cut, stopped_B, full_B = jax.jit(stop_at)(
-        verdict, sampling, jnp.full(len(ROWS), length, jnp.int32), active_B
-    )
+    cut, stopped_B, full_B = jax.jit(stop_at)(verdict, sampling, jnp.full(len(ROWS), length, jnp.int32), active_B)
     np.testing.assert_array_equal(cut.token_BT, tokens)
     return np.asarray(cut.count_B), np.asarray(stopped_B), np.asarray(full_B)
 
