@@ -144,7 +144,9 @@ def collect(root: Path | None = None) -> Corpus:
     held_out = tuple(SourceFile(name, (root / name).read_bytes().decode("utf-8")) for name in HELD_OUT)
 
     seen = {file.text for file in held_out}
-    skipped = dict.fromkeys(("directory", "machine settings", "not utf-8", "duplicate or empty", "data table"), 0)
+    skipped: dict[str, int] = dict.fromkeys(
+        ("directory", "machine settings", "not utf-8", "duplicate or empty", "data table"), 0
+    )
     train = []
     for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
         if name in HELD_OUT:
@@ -363,10 +365,10 @@ def _cut_prompts(tokenizer: Tokenizer, file: SourceFile, wanted: int, prompt_tok
         (number, int(start)) for number, (line, start) in enumerate(zip(lines, starts, strict=True), 1) if line.strip()
     ]
     cuts = {number: _cut(tokenizer, file.text[start:], prompt_tokens) for number, start in candidates}
-    eligible = [number for number, cut in cuts.items() if cut is not None]
+    eligible = {number: cut for number, cut in cuts.items() if cut is not None}
     wanted = min(wanted, len(eligible))
-    chosen = [int(rng.choice(stretch)) for stretch in np.array_split(eligible, wanted)] if wanted else []
-    return [Prompt(file.name, number, *cuts[number]) for number in chosen]
+    chosen = [int(rng.choice(stretch)) for stretch in np.array_split(list(eligible), wanted)] if wanted else []
+    return [Prompt(file.name, number, *eligible[number]) for number in chosen]
 
 
 def _cut(tokenizer: Tokenizer, text: str, prompt_tokens: int) -> tuple[str, tuple[int, ...]] | None:
@@ -385,7 +387,7 @@ def _write_json(path: Path, value: dict) -> None:
 
 def main() -> None:
     """Collects, trains, encodes, and prints what came out."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="The demo corpus and its tokenizer.")
     parser.add_argument("out", type=Path, help="directory that receives the tokenizer and the token streams")
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--root", type=Path, default=None, help="a standard library other than the running Python's")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 import transformers
 from safetensors.torch import save_file
 

@@ -18,7 +18,7 @@ from jaxspec.bench.workload import Excerpt, choose, load_excerpts, repeat
 from jaxspec.checkpoint.load import read_config
 from jaxspec.cli.screen import Screen
 from jaxspec.draft import catalog
-from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.demo_pair import demo_model_dir
@@ -337,15 +337,7 @@ def measure(screen: Screen, plan: Plan, llm: LLM) -> list[Comparison]:
     return results
 
 
-def main() -> None:
-    """Runs the demo by itself: ``python -m jaxspec.cli.demo``."""
-    import tyro
-
-    try:
-        sys.exit(run(tyro.cli(DemoArgs)))
-    except JaxspecError as error:
-        sys.exit(f"jaxspec: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    from jaxspec.cli.main import main
+
+    sys.exit(main(["demo", *sys.argv[1:]]))

@@ -1,4 +1,4 @@
-"""A model directory small enough for tests of serving: one golden Mixture-of-Experts layer and a tokenizer."""
+"""A model directory small enough for tests of serving: one golden expert layer and a tokenizer."""
 
 import json
 from pathlib import Path
