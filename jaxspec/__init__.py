@@ -1,8 +1,13 @@
 """jaxspec: lossless speculative decoding of Mixture-of-Experts language models."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from jaxspec.errors import CapacityError, CheckpointError, ConfigError, JaxspecError, RequestError, UnsupportedKernel
-from jaxspec.serve.llm import LLM
-from jaxspec.serve.request import CompletionOutput, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxspec.serve.llm import LLM
+    from jaxspec.serve.request import CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = [
     "LLM",
@@ -16,3 +21,14 @@ __all__ = [
     "SamplingParams",
     "UnsupportedKernel",
 ]
+
+# Loaded on first use: these import JAX, which `jaxspec --help` has no need of.
+_LATER = {"LLM": "jaxspec.serve.llm"} | dict.fromkeys(
+    ("CompletionOutput", "RequestOutput", "SamplingParams"), "jaxspec.serve.request"
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'jaxspec' has no attribute {name!r}")
+    return getattr(import_module(_LATER[name]), name)

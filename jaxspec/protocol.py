@@ -67,7 +67,7 @@ class Proposal:
     """Drafted tokens of the nodes behind the anchor.
 
     Attributes:
-      token_BN: one token per draft node.
+      token_BN: one token id of the vocabulary per draft node, also where it is not valid.
       valid_BN: whether the node is a real proposal; others are never accepted.
       logp_BNV: log of the distribution that each node was drawn from, None for point masses.
     """

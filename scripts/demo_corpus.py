@@ -374,11 +374,10 @@ def _cut_prompts(tokenizer: Tokenizer, file: SourceFile, wanted: int, prompt_tok
 def _cut(tokenizer: Tokenizer, text: str, prompt_tokens: int) -> tuple[str, tuple[int, ...]] | None:
     # 16 characters per token are far more than any text needs; without a limit each cut encodes the whole rest.
     ids = tokenizer.encode(text[: 16 * prompt_tokens]).ids[:prompt_tokens]
-    if len(ids) < prompt_tokens:
-        return None
     prompt = tokenizer.decode(ids, skip_special_tokens=False)
     # A cut inside a word may encode differently than the whole did; such a prompt would be two different ones.
-    return (prompt, tuple(ids)) if tokenizer.encode(prompt).ids == ids else None
+    whole = len(ids) == prompt_tokens and tokenizer.encode(prompt).ids == ids
+    return (prompt, tuple(ids)) if whole else None
 
 
 def _write_json(path: Path, value: dict) -> None:

@@ -16,7 +16,7 @@ from jaxspec.topology import Topology, chain, tree
 MAX_LENGTH = 16
 RULES = {
     "match": "match", "standard": "reject", "reject": "reject", "block": "block",
-    "probabilistic": "reject", "greedy": "greedy",
+    "probabilistic": "reject",
 }  # fmt: skip
 
 
@@ -101,6 +101,8 @@ def _lookup(config: Mapping[str, Any]) -> tuple[int, int]:
 def _topology(config: Mapping[str, Any]) -> Topology:
     levels, length = config.get("speculative_token_tree"), config.get("num_speculative_tokens")
     if levels is not None:
+        if length is not None:
+            raise ConfigError("speculative_config: give num_speculative_tokens or speculative_token_tree, not both")
         if not isinstance(levels, list | tuple) or not all(isinstance(n, int) for n in levels):
             raise ConfigError(f"speculative_config: speculative_token_tree lists branching factors, got {levels!r}")
         return tree(tuple(levels))

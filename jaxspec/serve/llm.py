@@ -86,7 +86,7 @@ class LLM:
             )
         self.text = Text.load(self.model.directory)
         self.eos = _eos(self.model.config, self.model.generation)
-        self.seed, self.max_logprobs = seed, max_logprobs
+        self.seed, self.max_logprobs = seed, min(max_logprobs, arch.vocab_size)
         draft = load_model(config.model, self.model.net.policy) if config.model else None
         drafter = catalog.build(config, arch.vocab_size, BLOCK, (draft.net, draft.params) if draft else None)
         block = math.gcd(BLOCK, kv_page_size) if kv_page_size else BLOCK
@@ -98,7 +98,7 @@ class LLM:
             capacity=self.capacity,
             rule=config.rule,
             steps=steps_per_dispatch,
-            logprobs=max_logprobs,
+            logprobs=self.max_logprobs,
             buckets=tuple(sorted(prefill_buckets)),
             page=kv_page_size,
             pages=num_kv_pages,

@@ -21,6 +21,8 @@ from jaxspec.serve.request import (
 if TYPE_CHECKING:
     from jaxspec.serve.text import Growing
 
+LEAST_TEMPERATURE = 0.01  # as in vLLM: below it the scores overflow
+
 
 @dataclass
 class Sample:
@@ -66,7 +68,7 @@ class Sample:
             return np.asarray([x], dtype)
 
         return Sampling(
-            temperature_B=real(p.temperature),
+            temperature_B=real(max(p.temperature, LEAST_TEMPERATURE) if p.temperature else 0.0),
             top_p_B=real(p.top_p),
             min_p_B=real(p.min_p),
             top_k_B=whole(max(p.top_k, 0)),
@@ -94,7 +96,7 @@ class Sample:
             if logprobs is not None and c.logprobs is not None:
                 c.logprobs.append(logprobs[place])
                 c.cumulative_logprob = (c.cumulative_logprob or 0.0) + logprobs[place][token].logprob
-            stop = self.growing.add(token)
+            stop = self.growing.add(token, may_stop=len(c.token_ids) > self.params.min_tokens)
             c.text = self.growing.text
             if stop is not None:
                 c.finish_reason, c.stop_reason = "stop", stop

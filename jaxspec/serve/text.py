@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Text:
         """
         if not any((directory / name).exists() for name in TOKENIZER_FILES):
             return None
-        logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns that torch is missing
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
         from transformers import AutoTokenizer
 
         try:
@@ -83,8 +83,8 @@ class Growing:
         self._slow, self._skip, self._ids = text, params.skip_special_tokens, []
         self._stream = DecodeStream(skip_special_tokens=params.skip_special_tokens) if self._backend else None
 
-    def add(self, token: int) -> str | None:
-        """Appends one token; returns the stop string that it completes, if any."""
+    def add(self, token: int, may_stop: bool = True) -> str | None:
+        """Appends one token; returns the stop string that it completes, if any and if it may stop here."""
         if self._slow is None:
             return None
         before = len(self.text)
@@ -94,7 +94,7 @@ class Growing:
             self._ids.append(token)
             self.text = self._slow.decode(self._ids, self._skip)
         hits = []
-        for stop in self._stops:
+        for stop in self._stops if may_stop else ():
             place = self.text.find(stop, max(before - len(stop) + 1, 0))
             if place >= 0:
                 hits.append((place, stop))
