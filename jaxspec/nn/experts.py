@@ -21,13 +21,13 @@ class Blocks:
     """Routed rows laid out by expert, each expert's rows padded to whole blocks.
 
     Attributes:
-      row_S: for each slot the flattened row m that it holds, or M for padding.
+      routed_S: for each slot the routed row m * A + a that it holds, or M * A for padding.
       slot_MA: the slot that holds row m's a-th choice.
       expert_N: expert of each block.
       count: number of blocks in use, a scalar.
     """
 
-    row_S: Array
+    routed_S: Array
     slot_MA: Array
     expert_N: Array
     count: Array
@@ -52,10 +52,9 @@ def lay_out(expert_MA: Array, experts: int, block: int) -> Blocks:
         place_R = jnp.zeros(routed, jnp.int32).at[order_R].set(jnp.arange(routed, dtype=jnp.int32))
         rank_R = place_R - (_running_sum(count_E) - count_E)[flat_R]
     slot_R = first_slot_E[flat_R] + rank_R
-    row_R = jnp.asarray(np.arange(routed) // top_k, jnp.int32)
-    row_S = jnp.full(most * block, rows, jnp.int32).at[slot_R].set(row_R)
+    routed_S = jnp.full(most * block, routed, jnp.int32).at[slot_R].set(jnp.arange(routed, dtype=jnp.int32))
     expert_N = jnp.sum(jnp.arange(most)[:, None] >= last_block_E[None], axis=1, dtype=jnp.int32)
-    return Blocks(row_S, slot_R.reshape(rows, top_k), jnp.minimum(expert_N, experts - 1), last_block_E[-1])
+    return Blocks(routed_S, slot_R.reshape(rows, top_k), jnp.minimum(expert_N, experts - 1), last_block_E[-1])
 
 
 def _running_sum(x_E: Array) -> Array:
@@ -68,11 +67,22 @@ def block_rows(routed: int, experts: int) -> int:
     return next((block for block in (2, 4, 8, 16) if block * experts >= 1.5 * routed), 32)
 
 
-def combine(out_SD: Array, blocks: Blocks, weight_MA: Array) -> Array:
-    """Weighted sum of each row's A expert outputs, in order of preference (a fixed order, hence row-invariant)."""
-    total = jnp.zeros((weight_MA.shape[0], out_SD.shape[1]), jnp.float32)
-    for a in range(weight_MA.shape[1]):
-        total = total + out_SD[blocks.slot_MA[:, a]] * weight_MA[:, a, None]
+def gather(x_MD: Array, weight_MA: Array, blocks: Blocks) -> tuple[Array, Array]:
+    """Input row and combine weight of every slot, zeros for padding."""
+    top_k = weight_MA.shape[1]
+    x_SD = jnp.pad(x_MD, ((0, 1), (0, 0)))[blocks.routed_S // top_k]
+    return x_SD, jnp.pad(weight_MA.reshape(-1), (0, 1))[blocks.routed_S]
+
+
+def combine(out_SD: Array, blocks: Blocks) -> Array:
+    """Sum of each row's A weighted expert outputs, in order of preference (a fixed order, hence row-invariant).
+
+    The weights are already in: a product that meets its sum here would be fused into one rounding in some programs
+    and not in others.
+    """
+    total = out_SD[blocks.slot_MA[:, 0]]
+    for a in range(1, blocks.slot_MA.shape[1]):
+        total = total + out_SD[blocks.slot_MA[:, a]]
     return total
 
 
@@ -81,32 +91,32 @@ def switched(x_MD: Array, routing: Routing, experts: tuple[dict[str, Array], ...
     width = x_MD.shape[1]
     block = block_rows(routing.expert_MA.size, len(experts))
     blocks = lay_out(routing.expert_MA, len(experts), block)
-    x_SD = jnp.concatenate([x_MD, jnp.zeros((1, width), x_MD.dtype)])[blocks.row_S]
+    x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
     branches = [partial(gated, activation=activation, **weights) for weights in experts]
 
     def compute(n: Array, out_SD: Array) -> Array:
         x = lax.dynamic_slice(x_SD, (n * block, 0), (block, width))
-        y = lax.switch(blocks.expert_N[n], branches, x)
+        weight = lax.dynamic_slice(weight_S, (n * block,), (block,))
+        y = lax.switch(blocks.expert_N[n], branches, x) * weight[:, None]
         return lax.dynamic_update_slice(out_SD, y, (n * block, 0))
 
-    out_SD = lax.fori_loop(0, blocks.count, compute, jnp.zeros(x_SD.shape, jnp.float32))
-    return combine(out_SD, blocks, routing.weight_MA)
+    return combine(lax.fori_loop(0, blocks.count, compute, jnp.zeros(x_SD.shape, jnp.float32)), blocks)
 
 
 def stacked(
     x_MD: Array, routing: Routing, gate_up_ED2F: Array, down_EFD: Array, activation: str, dtype: jnp.dtype
 ) -> Array:
     """Routed experts for training: every block gathers its expert's weights; no row is dropped."""
-    width = x_MD.shape[1]
+    width, hidden = x_MD.shape[1], gate_up_ED2F.shape[-1]
     routed, experts = routing.expert_MA.size, gate_up_ED2F.shape[0]
     block = TRAINING_BLOCK if routed > 32 * experts else block_rows(routed, experts)
-    blocks = lay_out(routing.expert_MA, gate_up_ED2F.shape[0], block)
-    x_NZD = jnp.concatenate([x_MD, jnp.zeros((1, width), x_MD.dtype)])[blocks.row_S].reshape(-1, block, width)
-    hidden = gate_up_ED2F.shape[-1]
-    both: Array = _batched_dot(x_NZD, gate_up_ED2F[blocks.expert_N].reshape(-1, width, 2 * hidden), jnp.dtype(dtype))
+    blocks = lay_out(routing.expert_MA, experts, block)
+    x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
+    gate_up_NDF = gate_up_ED2F[blocks.expert_N].reshape(-1, width, 2 * hidden)
+    both: Array = _batched_dot(x_SD.reshape(-1, block, width), gate_up_NDF, jnp.dtype(dtype))
     gate, up = both[..., :hidden], both[..., hidden:]
     y_NZD: Array = _batched_dot(ACTIVATIONS[activation](gate) * up, down_EFD[blocks.expert_N], jnp.dtype(dtype))
-    return combine(y_NZD.reshape(-1, width), blocks, routing.weight_MA)
+    return combine(y_NZD.reshape(-1, width) * weight_S[:, None], blocks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -55,12 +55,12 @@ class DenseFfn(nn.Module):
     dtype: jnp.dtype
 
     @nn.compact
-    def __call__(self, x_BTD: Array) -> Array:
-        """The layer's output, [B, T, D]."""
+    def __call__(self, x: Array, scale: Array | None = None) -> Array:
+        """The layer's output, [..., D], times ``scale`` [..., 1]."""
         init, dim, hidden = nn.initializers.normal(0.02), self.model_dim, self.spec.hidden
         gate_up = self.param("gate_up_D2F", init, (dim, 2, hidden), self.param_dtype)
         down = self.param("down_FD", init, (hidden, dim), self.param_dtype)
-        return gated(x_BTD, gate_up, down, activation=self.spec.activation, dtype=self.dtype)
+        return gated(x, gate_up, down, activation=self.spec.activation, dtype=self.dtype, scale=scale)
 
 
 class Moe(nn.Module):
@@ -94,10 +94,10 @@ class Moe(nn.Module):
             )
             out_MD = switched(x_MD, routing, experts, s.activation)
         if s.shared_hidden:
-            ffn = FfnSpec(s.shared_hidden, s.activation)
-            shared = DenseFfn(ffn, dim, self.param_dtype, self.dtype, name="shared")(x_MD)
+            gate = None
             if s.shared_gate:
                 gate_D1 = self.param("shared_gate_D1", init, (dim, 1), self.param_dtype)
-                shared = shared * jax.nn.sigmoid(dense(x_MD, gate_D1, dtype=self.dtype))
-            out_MD = out_MD + shared
+                gate = jax.nn.sigmoid(dense(x_MD, gate_D1, dtype=self.dtype))
+            shared = DenseFfn(FfnSpec(s.shared_hidden, s.activation), dim, self.param_dtype, self.dtype, name="shared")
+            out_MD = out_MD + shared(x_MD, gate)
         return out_MD.reshape(x_BTD.shape), routing

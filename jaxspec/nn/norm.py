@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.nn.sums import row_sum
 from jaxspec.shapes import Array
 
 
@@ -18,5 +19,5 @@ def rms_norm(x: Array, weight_D: Array, eps: float) -> Array:
       float32 array of x's shape.
     """
     x = x.astype(jnp.float32)
-    inv = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    inv = lax.rsqrt(row_sum(x * x) / x.shape[-1] + eps)
     return x * inv * weight_D.astype(jnp.float32)

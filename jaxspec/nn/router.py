@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.nn.sums import row_sum, softmax
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
 
@@ -45,10 +45,10 @@ def route(logits_ME: Array, top_k: int, spec: RouterSpec) -> Routing:
     """Chooses ``top_k`` experts per row; ties go to the lower expert id."""
     if spec.kind == "topk_softmax":
         top, expert_MA = best(logits_ME, top_k)
-        return Routing(expert_MA, jax.nn.softmax(top, axis=-1), logits_ME)
-    weight_MA, expert_MA = best(jax.nn.softmax(logits_ME, axis=-1), top_k)
+        return Routing(expert_MA, softmax(top), logits_ME)
+    weight_MA, expert_MA = best(softmax(logits_ME), top_k)
     if spec.renormalise:
-        weight_MA = weight_MA / jnp.sum(weight_MA, axis=-1, keepdims=True)
+        weight_MA = weight_MA / row_sum(weight_MA)
     return Routing(expert_MA, weight_MA, logits_ME)
 
 

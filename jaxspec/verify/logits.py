@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.nn.sums import softmax
 from jaxspec.protocol import Sampling
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
@@ -86,7 +87,7 @@ def truncate(x: Array, s: Sampling) -> Array:
     kth = jnp.take_along_axis(ranked, (top_k - 1)[:, None, None] + jnp.zeros_like(ranked[..., :1], jnp.int32), axis=-1)
     x = jnp.where(x < kth, BANNED, x)
     ranked = jnp.where(ranked < kth, BANNED, ranked)
-    prob = jax.nn.softmax(ranked, axis=-1)
+    prob = softmax(ranked)
     before = jnp.cumsum(prob, axis=-1) - prob
     kept = jnp.where(before < s.top_p_B[:, None, None], ranked, jnp.inf)
     return jnp.where(x < jnp.min(kept, axis=-1, keepdims=True), BANNED, x)
