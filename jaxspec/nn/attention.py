@@ -13,11 +13,10 @@ from jaxspec.cache.kv import LayerKV, Window, read_block, write
 from jaxspec.nn.dense import dense
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.rope import RopeSpec, rotate
-from jaxspec.nn.sums import row_sum
+from jaxspec.nn.steady import exp, row_sum
 from jaxspec.shapes import Array
 
 SELF_CHUNK = 64
-LANES = 4
 HIDDEN = -1e30  # finite, so that a block without a visible key leaves the running softmax as it is
 
 
@@ -126,8 +125,7 @@ def attend(q_BTHC: Array, memory: LayerKV, window: Window, position_BT: Array, s
     dtype = memory.dtype
     q = (q_BTHC * width**-0.5).reshape(rows, count, spec.kv_heads, group, width)
     q_BGQC = q.transpose(0, 2, 3, 1, 4).reshape(rows, spec.kv_heads, group * count, width).astype(dtype)
-    # XLA:CPU rounds one-row products differently, and the exponentials left over behind the last full vector.
-    padded = -(-group * count // LANES) * LANES
+    padded = max(group * count, 2)  # one-row products round differently
     q_BGQC = jnp.pad(q_BGQC, ((0, 0), (0, 0), (0, padded - group * count), (0, 0)))
     blocks = (jnp.max(window.first_B) + count + window.block - 1) // window.block
 
@@ -142,8 +140,8 @@ def attend(q_BTHC: Array, memory: LayerKV, window: Window, position_BT: Array, s
         )
         seen = jnp.pad(seen, ((0, 0), (0, 0), (0, padded - group * count), (0, 0)))
         new_top = jnp.maximum(top, jnp.max(jnp.where(seen, score, HIDDEN), axis=-1))
-        prob = jnp.where(seen, jnp.exp(score - new_top[..., None]), 0.0)
-        keep = jnp.exp(top - new_top)
+        prob = jnp.where(seen, exp(score - new_top[..., None]), 0.0)
+        keep = exp(top - new_top)
         added = jnp.einsum("bgqz,bgzc->bgqc", prob.astype(dtype), v_BGZC, preferred_element_type=jnp.float32)
         return new_top, total * keep + row_sum(prob)[..., 0], out * keep[..., None] + added
 

@@ -4,13 +4,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense
+from jaxspec.nn.steady import silu
 from jaxspec.shapes import Array
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+ACTIVATIONS = {"silu": silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
 
 
 def gated(
-    x: Array, gate_up_D2F: Array, down_FD: Array, *, activation: str = "silu", dtype: jnp.dtype | None = None, scale: Array | None = None
+    x: Array,
+    gate_up_D2F: Array,
+    down_FD: Array,
+    *,
+    activation: str = "silu",
+    dtype: jnp.dtype | None = None,
+    scale: Array | None = None,
 ) -> Array:
     """``down(act(gate(x)) * up(x))`` (Shazeer 2020), gate and up in one product.
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense
 from jaxspec.nn.experts import stacked, switched
 from jaxspec.nn.ffn import gated
 from jaxspec.nn.router import RouterSpec, Routing, route
+from jaxspec.nn.steady import sigmoid
 from jaxspec.shapes import Array
 
 ExpertLayout = Literal["stacked", "switched"]
@@ -97,7 +97,7 @@ class Moe(nn.Module):
             gate = None
             if s.shared_gate:
                 gate_D1 = self.param("shared_gate_D1", init, (dim, 1), self.param_dtype)
-                gate = jax.nn.sigmoid(dense(x_MD, gate_D1, dtype=self.dtype))
+                gate = sigmoid(dense(x_MD, gate_D1, dtype=self.dtype))
             shared = DenseFfn(FfnSpec(s.shared_hidden, s.activation), dim, self.param_dtype, self.dtype, name="shared")
             out_MD = out_MD + shared(x_MD, gate)
         return out_MD.reshape(x_BTD.shape), routing

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.nn.sums import row_sum
+from jaxspec.nn.steady import row_sum
 from jaxspec.shapes import Array
 
 

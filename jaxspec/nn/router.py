@@ -6,7 +6,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.nn.sums import row_sum, softmax
+from jaxspec.nn.steady import row_sum, softmax
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.nn.sums import softmax
+from jaxspec.nn.steady import softmax
 from jaxspec.protocol import Sampling
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array

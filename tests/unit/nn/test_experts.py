@@ -81,7 +81,8 @@ def test_layout_gives_every_routed_row_its_own_slot(block: int):
         for kind in ("even", "uneven", "one"):
             expert_MA = np.asarray(routing_of(kind, rows).expert_MA)
             blocks = lay(jnp.asarray(expert_MA))
-            slot_MA, row_S, expert_N = (np.asarray(a) for a in (blocks.slot_MA, blocks.row_S, blocks.expert_N))
+            slot_MA, routed_S, expert_N = (np.asarray(a) for a in (blocks.slot_MA, blocks.routed_S, blocks.expert_N))
+            row_S = routed_S // TOP_K
             assert len(set(slot_MA.ravel())) == rows * TOP_K
             np.testing.assert_array_equal(row_S[slot_MA], np.repeat(np.arange(rows)[:, None], TOP_K, axis=1))
             np.testing.assert_array_equal(expert_N[slot_MA // block], expert_MA)

@@ -1,0 +1,77 @@
+"""Sums and exponentials whose rounding never depends on how many rows are computed together."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.shapes import Array
+
+
+@jax.custom_jvp
+def row_sum(x: Array) -> Array:
+    """Sum over the last axis, kept as one column, by halving it.
+
+    XLA:CPU adds in another order once a reduction has some 4,096 elements, so that the same row sums differently
+    among 5 rows than alone; verification would then not see the logits of plain decoding.
+
+    Args:
+      x: [..., N] floats.
+
+    Returns:
+      [..., 1].
+    """
+    while x.shape[-1] > 1:
+        half = (x.shape[-1] + 1) // 2
+        left, right = x[..., :half], x[..., half:]
+        if x.shape[-1] % 2:
+            right = jnp.pad(right, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+        x = left + right
+    return x
+
+
+@row_sum.defjvp
+def _row_sum_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return row_sum(*primals), jnp.sum(tangents[0], axis=-1, keepdims=True)
+
+
+@jax.custom_jvp
+def exp(x: Array) -> Array:
+    """Exponential of float32 to 8e-8, by Cephes' reduction and polynomial (Moshier 1989).
+
+    XLA:CPU's own has two roundings, one for full vectors and one for what is left over, and it depends on the size
+    of the array which element gets which.
+    """
+    x = jnp.clip(x, -87.0, 88.0)
+    power = jnp.round(x * np.float32(1.4426950408889634))
+    rest = x - power * np.float32(0.693359375)  # exact: the constant has 9 bits
+    rest = rest - power * np.float32(-2.12194440e-4)
+    tail = jnp.full_like(rest, 1.9875691500e-4)
+    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        tail = tail * rest + np.float32(factor)
+    scale = lax.bitcast_convert_type((power.astype(jnp.int32) + 127) << 23, jnp.float32)
+    return (tail * (rest * rest) + rest + np.float32(1)) * scale
+
+
+@exp.defjvp
+def _exp_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    value = exp(*primals)
+    return value, value * tangents[0]
+
+
+def sigmoid(x: Array) -> Array:
+    """Logistic function."""
+    return 1 / (1 + exp(-x))
+
+
+def silu(x: Array) -> Array:
+    """``x * sigmoid(x)`` (Elfwing 2017)."""
+    return x / (1 + exp(-x))
+
+
+def softmax(x: Array) -> Array:
+    """Softmax over the last axis."""
+    weight = exp(x - lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True)))
+    return weight / row_sum(weight)

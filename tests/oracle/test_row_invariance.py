@@ -1,0 +1,49 @@
+"""The promise behind losslessness in bfloat16: a row's logits are bitwise the same however many rows run with it."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cache.kv import Window, init_layers
+from jaxspec.checkpoint.load import Model, load_model
+from jaxspec.models.transformer import Policy, forward, head
+from jaxspec.serve.demo_pair import demo_model_dir
+
+BFLOAT16 = jnp.dtype("bfloat16")
+LENGTH = 140  # beyond one attention block
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_model(demo_model_dir("target"), Policy(BFLOAT16, BFLOAT16, "switched"))
+
+
+def bits(model: Model, token_BS: np.ndarray, width: int) -> np.ndarray:
+    """Logits of the first row, decoded ``width`` positions at a time, as bits."""
+    net, rows = model.net, len(token_BS)
+    spec = net.arch.layers[0].attention
+    layers = init_layers(len(net.arch.layers), rows, spec.kv_heads, 256, spec.head_dim, BFLOAT16)
+
+    @partial(jax.jit, donate_argnums=0)
+    def run(layers, token_BT, start_B):
+        position_BT = start_B[:, None] + jnp.arange(width, dtype=jnp.int32)
+        hidden, layers = forward(net, model.params, token_BT, position_BT, layers, Window(start_B, None))
+        return layers, head(net, model.params, hidden.last_BTD)[0]
+
+    found = []
+    for start in range(0, token_BS.shape[1] - width + 1, width):
+        layers, logits = run(layers, token_BS[:, start : start + width], np.full(rows, start, np.int32))
+        found.append(np.asarray(logits))
+    return np.concatenate(found).view(np.uint32)
+
+
+def test_logits_do_not_depend_on_the_rows_beside_them(model: Model):
+    rng = np.random.default_rng(0)
+    token_BS = rng.integers(0, model.net.arch.vocab_size, (3, LENGTH)).astype(np.int32)
+    one = bits(model, token_BS[:1], 1)
+    for rows, width in ((1, 4), (1, 7), (3, 5)):
+        many = bits(model, token_BS[:rows], width)
+        np.testing.assert_array_equal(many, one[: len(many)], err_msg=f"{rows} rows of {width} positions")
