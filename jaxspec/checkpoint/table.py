@@ -1,7 +1,7 @@
 """Name tables: which published tensors make up which parameter, in both directions."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -91,7 +91,9 @@ class Table:
 
     def rules(self, arch: ArchSpec) -> Iterator[Rule]:
         """Every rule with layer and expert numbers filled in."""
-        yield from self.top
+        embedding = next(rule.hub for rule in self.top if rule.leaf == "embed_VD")
+        for rule in self.top:
+            yield replace(rule, hub=embedding) if rule.leaf == "head_DV" and arch.tied else rule
         for y, layer in enumerate(arch.layers):
             moe = isinstance(layer.ffn, MoeSpec)
             for rule in (*self.attention, *(self.moe if moe else self.dense)):

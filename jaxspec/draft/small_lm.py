@@ -63,22 +63,23 @@ class SmallLm:
         return hidden.last_BTD, state
 
     def _scores(self, last_BTD: Array, anchor: Anchor, position_BT: Array, rule: str) -> tuple[Array, Array]:
-        """Log-probabilities at each row's temperature, and the same with the noise that ranks drafts."""
+        """Scores at each row's temperature (log-probabilities where the rule needs them), and with ranking noise."""
         logits = head(self.net, self.params, last_BTD)
-        warm_B = (anchor.sampling.temperature_B > 0)[:, None, None]
-        logp = jax.nn.log_softmax(logits / jnp.where(warm_B, anchor.sampling.temperature_B[:, None, None], 1.0))
         if rule == "greedy":
-            return logp, logp
+            return logits, logits
+        warm_B = (anchor.sampling.temperature_B > 0)[:, None, None]
+        score = logits / jnp.where(warm_B, anchor.sampling.temperature_B[:, None, None], 1.0)
         # match: the target's own noise, so that drafts agree; reject and block need draws that no other step sees.
         purpose, place_BT = Purpose.TARGET, position_BT + 1
         if rule != "match":
+            score = jax.nn.log_softmax(score)
             purpose, place_BT = Purpose.DRAFT, within_step(anchor.length_B, place_BT - anchor.length_B[:, None])
 
-        def noisy(logp: Array) -> Array:
-            noise = gumbel(anchor.sampling.key_BX, place_BT, purpose, logp.shape[-1])
-            return jnp.where(warm_B, logp + noise, logp)
+        def noisy(score: Array) -> Array:
+            noise = gumbel(anchor.sampling.key_BX, place_BT, purpose, score.shape[-1])
+            return jnp.where(warm_B, score + noise, score)
 
-        return logp, lax.cond(jnp.any(warm_B), noisy, lambda x: x, logp)
+        return score, lax.cond(jnp.any(warm_B), noisy, lambda x: x, score)
 
     def _chain(self, state: tuple[LayerKV, ...], anchor: Anchor, rule: str):
         rows, drafts, vocab = anchor.token_B.shape[0], self.topology.drafts, self.net.arch.vocab_size

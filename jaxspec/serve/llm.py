@@ -295,7 +295,8 @@ def _policy(dtype: str) -> Policy:
     if dtype not in (*DTYPES, "auto"):
         raise ConfigError(f"LLM: dtype {dtype!r} is not known; known are {['auto', *DTYPES]}")
     kind = jnp.dtype(DTYPES.get(dtype, "bfloat16"))
-    return Policy(kind, kind, "switched" if jax.default_backend() == "cpu" else "stacked")
+    on_cpu = jax.default_backend() == "cpu"
+    return Policy(kind, kind, "switched" if on_cpu else "stacked", own_head=on_cpu)
 
 
 def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int]:
