@@ -76,7 +76,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Counts requests whose tokens differ from plain decoding.")
     parser.add_argument("--model", type=Path, required=True, help="directory of the target")
     parser.add_argument("--draft", type=Path, default=None, help="directory of a draft model")
     parser.add_argument("--prompts", type=int, default=500)
