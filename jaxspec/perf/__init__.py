@@ -1,1 +1,1 @@
-"""The performance model, plain arithmetic."""
+"""The performance model: plain arithmetic about when speculation pays."""

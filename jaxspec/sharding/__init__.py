@@ -1,1 +1,0 @@
-"""Meshes and logical axis rules."""
