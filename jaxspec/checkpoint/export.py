@@ -35,4 +35,5 @@ def save_model(directory: Path, params: Params, arch: ArchSpec, config: Mapping[
     part = directory / "model.safetensors.part"
     save_file(published_tensors(params, arch, dtype), part, metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n")
+    part.chmod((directory / "config.json").stat().st_mode)  # safetensors writes for the owner alone
     part.rename(directory / "model.safetensors")

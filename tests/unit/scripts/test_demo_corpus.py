@@ -168,5 +168,5 @@ def test_held_out_prompts(demo_corpus, corpus, tokenizer_dir):
 
 
 def test_too_many_prompts_are_refused(demo_corpus, corpus, tokenizer_dir):
-    with pytest.raises(ValueError, match="ask for fewer"):
+    with pytest.raises(ValueError, match="ask for less"):
         demo_corpus.held_out_prompts(corpus, tokenizer_dir, 5000, 12, seed=3)

@@ -83,7 +83,8 @@ def test_pair_loads(whole: Path):
 
 def test_provenance_is_complete(whole: Path):
     record = json.loads((whole / "provenance.json").read_text())
-    assert set(record) == {"made_by", "date", "corpus", "versions", "seeds", "machine", "target", "draft"}
+    about = {"made_by", "date", "corpus", "versions", "seeds", "balance_weight", "machine"}
+    assert set(record) == about | {"target", "draft"}
     assert set(record["target"]) == RUN | LOSS | {"expert_share_by_layer"}
     agreement = {f"{place}_{figure}" for place in ("held_out", "target_text") for figure in ("kl", "agreement")}
     assert set(record["draft"]) == RUN | LOSS | agreement | {"target_sha256", "target_text_rows"}

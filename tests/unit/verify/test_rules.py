@@ -385,7 +385,7 @@ class MarkovNet:
     def policy(self):
         return SimpleNamespace(compute=jnp.float32)
 
-    def apply(self, params, token, position=None, memory=None, window=None, *, method=None):
+    def apply(self, params, token, position=None, memory=None, window=None, taps=(), *, method=None):
         if method == "logits":
             return token
         return SimpleNamespace(last_BTD=params[token], layers=memory)
