@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxspec.pytree import pytree, static
@@ -96,26 +97,53 @@ def _write(pages_PGZC: Array, window: Window, new_BTGC: Array) -> Array:
 
 
 def _places(window: Window, offset_BT: Array, rows: int, page: int) -> tuple[Array, Array]:
-    """Page id and slot in it of the positions ``start + offset`` of each row."""
-    position_BT = window.first_B[:, None] + offset_BT
+    """Page id and slot in it of the positions ``first + offset`` of each row."""
+    return _pages_of(window, window.first_B[:, None] + offset_BT, rows, page)
+
+
+def _pages_of(window: Window, position_BT: Array, rows: int, page: int) -> tuple[Array, Array]:
     if window.table_BJ is None:
         return jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[:, None], position_BT.shape), position_BT
     return jnp.take_along_axis(window.table_BJ, position_BT // page, axis=1, mode="clip"), position_BT % page
 
 
 def read_block(pages_PGZC: Array, window: Window, index: Array, rows: int) -> Array:
-    """Positions ``index * block`` onwards of every row, [B, G, block, C]."""
+    """Positions ``index * block`` onwards of every reader, [B, G, block, C].
+
+    The readers of a tree are its nodes, [B * T, G, block, C]: each finds its own ancestors at the positions of their
+    depths, whatever their places in the tree.
+    """
+    block_BGZC = _read_rows(pages_PGZC, window, index, rows)
+    if window.ancestors is None:
+        return _read(block_BGZC)
+    see_TN = np.asarray(window.ancestors)
+    paths = [np.flatnonzero(see) for see in see_TN]
+    deepest = max(len(path) for path in paths)
+    path_TJ = np.stack([np.pad(path, (0, deepest - len(path))) for path in paths]).astype(np.int32)
+    place_BN = window.start_B[:, None] + jnp.arange(see_TN.shape[1], dtype=jnp.int32)
+    page_BN, slot_BN = _pages_of(window, place_BN, rows, pages_PGZC.shape[2])
+    own_BTJGC = pages_PGZC[page_BN, :, slot_BN][:, path_TJ]
+    depth_BZ = index * window.block + jnp.arange(window.block, dtype=jnp.int32) - window.start_B[:, None]
+    inside = jnp.clip(depth_BZ, 0, deepest - 1)[:, None, :, None, None]
+    own_BTZGC = jnp.take_along_axis(own_BTJGC, inside, axis=2)
+    is_own = ((depth_BZ >= 0) & (depth_BZ < deepest))[:, None, None, :, None]
+    block_BTGZC = jnp.where(is_own, own_BTZGC.swapaxes(2, 3), block_BGZC[:, None])
+    return _read(block_BTGZC.reshape(-1, *block_BGZC.shape[1:]))
+
+
+def _read_rows(pages_PGZC: Array, window: Window, index: Array, rows: int) -> Array:
+    """One block of every row, as stored."""
     _, heads, page, width = pages_PGZC.shape
     first = index * window.block
     if window.table_BJ is None:
         if rows != pages_PGZC.shape[0]:
             raise AssertionError("a cache without a table is read whole")
-        return _read(lax.dynamic_slice(pages_PGZC, (0, 0, first, 0), (rows, heads, window.block, width)))
+        return lax.dynamic_slice(pages_PGZC, (0, 0, first, 0), (rows, heads, window.block, width))
     page_B = jnp.take(window.table_BJ, first // page, axis=1)
     size = (1, heads, window.block, width)
     if rows == 1:
-        return _read(lax.dynamic_slice(pages_PGZC, (page_B[0], 0, first % page, 0), size))
-    return _read(jax.vmap(lambda p: lax.dynamic_slice(pages_PGZC, (p, 0, first % page, 0), size)[0])(page_B))
+        return lax.dynamic_slice(pages_PGZC, (page_B[0], 0, first % page, 0), size)
+    return jax.vmap(lambda p: lax.dynamic_slice(pages_PGZC, (p, 0, first % page, 0), size)[0])(page_B)
 
 
 def compact(layers: tuple[LayerKV, ...], window: Window, path_BT: Array) -> tuple[LayerKV, ...]:

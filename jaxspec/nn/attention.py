@@ -115,60 +115,41 @@ def attend(q_BTHC: Array, memory: LayerKV, window: Window, position_BT: Array, s
 
     The cache is read in blocks of ``window.block`` positions up to the longest row, with a running softmax (Milakov
     2018), so the cost follows the context and not the capacity, and a row's result does not depend on T or on other
-    rows: blocks are aligned to position 0 and a block in which a row sees nothing leaves its sums unchanged.
+    rows: blocks are aligned to position 0 and a block in which a row sees nothing leaves its sums unchanged. Each node
+    of a tree reads its ancestors at their depths, as plain decoding would have stored them: sums over other places
+    would round differently.
 
     Returns:
       float32 [B, T, H, C].
     """
     rows, count, heads, width = q_BTHC.shape
-    group = heads // spec.kv_heads
-    dtype = memory.dtype
-    q = (q_BTHC * width**-0.5).reshape(rows, count, spec.kv_heads, group, width)
-    q_BGQC = q.transpose(0, 2, 3, 1, 4).reshape(rows, spec.kv_heads, group * count, width).astype(dtype)
-    padded = max(group * count, 2)  # one-row products round differently
-    q_BGQC = jnp.pad(q_BGQC, ((0, 0), (0, 0), (0, padded - group * count), (0, 0)))
+    kv, group = spec.kv_heads, heads // spec.kv_heads
+    readers, each = (rows, count) if window.ancestors is None else (rows * count, 1)
+    q = (q_BTHC * width**-0.5).reshape(readers, each, kv, group, width).transpose(0, 2, 3, 1, 4)
+    q_XGQC = q.reshape(readers, kv, group * each, width).astype(memory.dtype)
+    padded = max(group * each, 2)  # one-row products round differently
+    q_XGQC = jnp.pad(q_XGQC, ((0, 0), (0, 0), (0, padded - group * each), (0, 0)))
+    position_XQ = jnp.tile(position_BT.reshape(readers, each), (1, -(-padded // each)))[:, :padded]
     blocks = (jnp.max(window.first_B) + count + window.block - 1) // window.block
 
     def visit(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
-        k_BGZC = read_block(memory.k_PGZC, window, index, rows)
-        v_BGZC = read_block(memory.v_PGZC, window, index, rows)
-        score = jnp.einsum("bgqc,bgzc->bgqz", q_BGQC, k_BGZC, preferred_element_type=jnp.float32)
-        seen = _seen(index, window, position_BT, spec.window)  # [B, T, Z]
-        seen = jnp.broadcast_to(seen[:, None, None], (rows, 1, group, count, window.block)).reshape(
-            rows, 1, group * count, window.block
-        )
-        seen = jnp.pad(seen, ((0, 0), (0, 0), (0, padded - group * count), (0, 0)))
+        k_XGZC = read_block(memory.k_PGZC, window, index, rows)
+        v_XGZC = read_block(memory.v_PGZC, window, index, rows)
+        score = jnp.einsum("xgqc,xgzc->xgqz", q_XGQC, k_XGZC, preferred_element_type=jnp.float32)
+        slot_Z = index * window.block + jnp.arange(window.block, dtype=jnp.int32)
+        seen = slot_Z <= position_XQ[..., None]
+        if spec.window is not None:
+            seen &= slot_Z > position_XQ[..., None] - spec.window
+        seen = seen[:, None]
         new_top = jnp.maximum(top, jnp.max(jnp.where(seen, score, HIDDEN), axis=-1))
         prob = jnp.where(seen, exp(score - new_top[..., None]), 0.0)
         keep = exp(top - new_top)
-        added = jnp.einsum("bgqz,bgzc->bgqc", prob.astype(dtype), v_BGZC, preferred_element_type=jnp.float32)
+        added = jnp.einsum("xgqz,xgzc->xgqc", prob.astype(memory.dtype), v_XGZC, preferred_element_type=jnp.float32)
         return new_top, total * keep + row_sum(prob)[..., 0], out * keep[..., None] + added
 
-    shape = (rows, spec.kv_heads, padded)
+    shape = (readers, kv, padded)
     start = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, width)))
     _, total, out = lax.fori_loop(0, blocks, visit, start)
-    out = (out / jnp.maximum(total, 1e-30)[..., None])[:, :, : group * count]
-    return out.reshape(rows, spec.kv_heads, group, count, width).transpose(0, 3, 1, 2, 4).reshape(q_BTHC.shape)
-
-
-def _seen(index: Array, window: Window, position_BT: Array, reach: int | None) -> Array:
-    """Which of a block's cache slots each query sees, [B, T, block]."""
-    count = position_BT.shape[1]
-    slot_Z = index * window.block + jnp.arange(window.block, dtype=jnp.int32)
-    offset_BZ = slot_Z[None] - window.start_B[:, None]
-    if window.ancestors is None:
-        own_BTZ = offset_BZ[:, None] <= jnp.arange(count, dtype=jnp.int32)[None, :, None]
-        depth_BZ = offset_BZ
-    else:
-        see_TN = np.asarray(window.ancestors)
-        inside = jnp.clip(offset_BZ, 0, see_TN.shape[1] - 1)
-        own_BTZ = jnp.moveaxis(jnp.asarray(see_TN)[:, inside], 0, 1) & (offset_BZ < see_TN.shape[1])[:, None]
-        # Only visible nodes matter, and those are ancestors of a query: their depth is their rank on its path.
-        rank_TN = jnp.asarray(np.cumsum(see_TN, axis=1) - 1, jnp.int32)
-        depth_BTZ = jnp.where((offset_BZ < 0)[:, None], offset_BZ[:, None], jnp.moveaxis(rank_TN[:, inside], 0, 1))
-    seen = (offset_BZ < 0)[:, None] | own_BTZ
-    if reach is not None:
-        depth = depth_BZ[:, None] if window.ancestors is None else depth_BTZ
-        seen &= window.start_B[:, None, None] + depth > position_BT[..., None] - reach
-    return seen
+    out = (out / jnp.maximum(total, 1e-30)[..., None])[:, :, : group * each]
+    return out.reshape(readers, kv, group, each, width).transpose(0, 3, 1, 2, 4).reshape(q_BTHC.shape)

@@ -389,10 +389,18 @@ def test_a_write_that_the_system_cuts_short_is_undone(desk: Desk):
     assert len(desk.records()) == len(MIXED)
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """A shell starts background jobs with SIGINT ignored, which a job respects; here it shall hear it."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_after_whole_records(desk: Desk, number: int):
     before = signal.getsignal(number)
-
     sent: list[int] = []
 
     def watch(p: Progress) -> None:
