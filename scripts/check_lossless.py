@@ -116,6 +116,7 @@ def main() -> int:
     for name, config in configs(args.k, trees, args.draft).items():
         outputs, time_s = run(LLM(args.model, speculative_config=config, **settings), prompts, params)
         rows.append(compare(name, outputs, plain, time_s))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     show(rows)
     text = json.dumps({"dtype": args.dtype, "rows": args.rows, "runs": rows}, indent=2)
     print(text)
