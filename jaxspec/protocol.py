@@ -124,8 +124,14 @@ class Drafter(Protocol):
         """Positions beyond the capacity that the drafter's caches must hold while writing ahead."""
         ...
 
-    def init_state(self, rows: int, capacity: int) -> DraftState:
-        """Allocates the state of empty rows."""
+    def init_state(self, rows: int, capacity: int, slack: int) -> DraftState:
+        """Allocates the state of empty rows.
+
+        Args:
+          rows: B.
+          capacity: longest text in tokens.
+          slack: most positions that one forward or one chunk of a prompt writes beyond the committed ones.
+        """
         ...
 
     def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.transformer import Hidden, Policy, Transformer, teacher_forced
+from jaxspec.models.transformer import Hidden, Transformer, teacher_forced
+from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Array, Params
 from jaxspec.train import losses
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
-from jaxspec.checkpoint.load import abstract_params, flatten
+from jaxspec.checkpoint.places import abstract_params, flatten
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.transformer import Policy, Transformer
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.moe import MoeSpec
 
 PACKAGES = ("jaxspec", "jax", "jaxlib", "flax", "numpy")

@@ -1,4 +1,7 @@
-"""Keys and values in pages, heads before positions: write ahead, commit by length, compact a tree."""
+"""What layers cache, in pages or rings, heads before positions: write ahead, commit by length, compact a tree."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -9,44 +12,55 @@ from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array
 
 UNROLLED_ROWS = 16
+LayerCache = dict[str, Array]
 
 
-@pytree
-class LayerKV:
-    """One layer's pages.
-
-    Bfloat16 is kept as its bits in uint16: XLA:CPU widens every bfloat16 update of a buffer to float32, the whole
-    buffer at a time (5 ms instead of 6 us for 8 rows).
+@dataclass(frozen=True)
+class StreamSpec:
+    """One quantity that a layer caches, such as its keys.
 
     Attributes:
-      k_PGZC: keys, after rotation.
-      v_PGZC: values.
+      heads, width: G and C.
+      reach: None keeps every position, in pages of the shared pool. A number keeps a ring per row instead, addressed
+        by position: what lies up to ``reach`` positions before the first provisional one stays readable.
+      stride: positions per entry. Above 1 entry w stands for positions ``w * stride`` onwards, and every row has its
+        own entries whether or not there is a pool.
+      dtype: of the entries; None takes the compute dtype.
     """
 
-    k_PGZC: Array
-    v_PGZC: Array
+    heads: int
+    width: int
+    reach: int | None = None
+    stride: int = 1
+    dtype: str | None = None
 
     @property
-    def dtype(self) -> jnp.dtype:
-        """What a key is read as."""
-        stored = self.k_PGZC.dtype
-        return jnp.dtype(jnp.bfloat16) if stored == jnp.uint16 else stored
+    def pooled(self) -> bool:
+        """Whether it lies in pages of the shared pool."""
+        return self.reach is None and self.stride == 1
 
 
 @pytree
 class Window:
     """Where one forward of B rows writes its T provisional positions, and what it sees.
 
+    Bfloat16 is stored as its bits in uint16: XLA:CPU widens every bfloat16 update of a buffer to float32, the whole
+    buffer at a time (5 ms instead of 6 us for 8 rows).
+
     Attributes:
       start_B: committed length of each row; the anchor goes to this position.
-      table_BJ: page ids of each row, or None when row i owns page i alone (no gather then).
+      table_BJ: page ids of each row, or None without a pool.
+      row_B: batch row of each row of this forward, or None when row i is batch row i.
+      base: first page of this layer where several layers share one array, or None for page 0.
       ancestors: one row per query, query t sees provisional node s; None for a chain, where it sees all before it.
       offset: nodes written by earlier forwards of the same tree; this one writes behind them.
       block: positions that attention reads at a time; divides the page size.
     """
 
     start_B: Array
-    table_BJ: Array | None
+    table_BJ: Array | None = None
+    row_B: Array | None = None
+    base: Array | None = None
     ancestors: tuple[tuple[bool, ...], ...] | None = static(default=None)
     offset: int = static(default=0)
     block: int = static(default=128)
@@ -57,63 +71,135 @@ class Window:
         return self.start_B + self.offset if self.offset else self.start_B
 
 
-def init_layers(
-    layers: int, pages: int, kv_heads: int, page: int, head_dim: int, dtype: jnp.dtype
-) -> tuple[LayerKV, ...]:
-    """Allocates zeroed pages for every layer."""
-    shape = (pages, kv_heads, page, head_dim)
-    dtype = jnp.dtype(jnp.uint16 if dtype == jnp.bfloat16 else dtype)
-    return tuple(LayerKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
+def entries(spec: StreamSpec, room: int, slack: int, block: int) -> int:
+    """Entries of one row's own array: its ring, or ``room`` positions; whole blocks of ``entry_block``."""
+    size = entry_block(spec, block)
+    needed = room if spec.reach is None else min(spec.reach + slack, room)
+    return -(-(-(-needed // spec.stride)) // size) * size
 
 
-def write(layer: LayerKV, window: Window, k_BTGC: Array, v_BTGC: Array) -> LayerKV:
-    """Writes T positions of each row at its committed length; nothing is committed by this."""
-    return LayerKV(
-        _write(layer.k_PGZC, window, _stored(k_BTGC.astype(layer.dtype))),
-        _write(layer.v_PGZC, window, _stored(v_BTGC.astype(layer.dtype))),
-    )
+def entry_block(spec: StreamSpec, block: int) -> int:
+    """Entries that attention reads at a time, about ``block`` positions."""
+    return max(block // spec.stride, 8) if spec.stride > 1 else block
 
 
-def _stored(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+def init_layer(
+    streams: Mapping[str, StreamSpec],
+    rows: int,
+    room: int,
+    slack: int,
+    block: int,
+    dtype: jnp.dtype,
+    pool: tuple[int, int] | None = None,
+    layers: int = 1,
+) -> LayerCache:
+    """Allocates the zeroed cache of one layer, or of several equal ones one behind the other.
+
+    Args:
+      streams: what is cached.
+      rows: B.
+      room: positions of a row, provisional ones included.
+      slack: most positions that one forward writes.
+      block: positions that attention reads at a time.
+      dtype: compute dtype.
+      pool: page count and page size of a shared pool; None gives every row one page of its own.
+      layers: how many layers share the arrays; layer y starts at page ``y * pages``.
+    """
+    made = {}
+    for name, spec in streams.items():
+        pages, size = pool if pool and spec.pooled else (rows, entries(spec, room, slack, block))
+        kept = jnp.dtype(spec.dtype or dtype)
+        stored = jnp.uint16 if kept == jnp.bfloat16 else kept
+        made[name] = jnp.zeros((layers * pages, spec.heads, size, spec.width), stored)
+    return made
+
+
+def write(pages_PGZC: Array, spec: StreamSpec, window: Window, new_BTGC: Array, first_B: Array | None = None) -> Array:
+    """Writes T consecutive entries of each row, from its first provisional position on; commits nothing.
+
+    Args:
+      pages_PGZC: updated in place.
+      spec: how it is addressed.
+      window: rows and positions.
+      new_BTGC: the entries.
+      first_B: number of the first entry where it is not the first provisional position.
+    """
+    new_BTGC = _stored(new_BTGC, pages_PGZC.dtype)
+    first_B = window.first_B if first_B is None else first_B
+    rows, count = new_BTGC.shape[:2]
+    if rows <= UNROLLED_ROWS and not (_paged(spec, window) and window.table_BJ.shape[1] > 1):  # pyright: ignore
+        new_BGTC, page_B = new_BTGC.swapaxes(1, 2), _own_pages(spec, window, rows)
+        put = _put if spec.reach is None or count == 1 else _put_around
+        for row in range(rows):  # one in-place update per row; a scatter would be slower on CPU
+            slot = first_B[row] if spec.reach is None else first_B[row] % pages_PGZC.shape[2]
+            pages_PGZC = put(pages_PGZC, new_BGTC[row][None], page_B[row], slot)
+        return pages_PGZC
+    entry_BT = first_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    page_BT, slot_BT = _places(pages_PGZC, spec, window, entry_BT)
+    return pages_PGZC.at[page_BT, :, slot_BT].set(new_BTGC, mode="drop")
+
+
+def _put(pages_PGZC: Array, new_1GTC: Array, page: Array, slot: Array) -> Array:
+    return lax.dynamic_update_slice(pages_PGZC, new_1GTC, (page, jnp.int32(0), slot, jnp.int32(0)))
+
+
+def _put_around(pages_PGZC: Array, new_1GTC: Array, page: Array, slot: Array) -> Array:
+    """Writes across the end of a ring: what fits before the end, then the rest at the beginning."""
+    count, size = new_1GTC.shape[2], pages_PGZC.shape[2]
+    for first in (jnp.minimum(slot, size - count), jnp.int32(0)):
+        shape = (1, pages_PGZC.shape[1], count, pages_PGZC.shape[3])
+        old = lax.dynamic_slice(pages_PGZC, (page, jnp.int32(0), first, jnp.int32(0)), shape)
+        place_T = (first + jnp.arange(count, dtype=jnp.int32) - slot) % size
+        moved = jnp.take(new_1GTC, jnp.minimum(place_T, count - 1), axis=2)
+        pages_PGZC = _put(pages_PGZC, jnp.where((place_T < count)[:, None], moved, old), page, first)
+    return pages_PGZC
+
+
+def _stored(x: Array, dtype: jnp.dtype) -> Array:
+    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16) if dtype == jnp.uint16 else x.astype(dtype)
 
 
 def _read(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
-def _write(pages_PGZC: Array, window: Window, new_BTGC: Array) -> Array:
-    rows, count = new_BTGC.shape[:2]
-    table = window.table_BJ
-    whole_rows = table is None or table.shape[1] == 1
-    if whole_rows and rows <= UNROLLED_ROWS:
-        new_BGTC = new_BTGC.swapaxes(1, 2)
-        for row in range(rows):  # one in-place update per row; a scatter would be slower on CPU
-            page = row if table is None else table[row, 0]
-            pages_PGZC = lax.dynamic_update_slice(pages_PGZC, new_BGTC[row][None], (page, 0, window.first_B[row], 0))
-        return pages_PGZC
-    page_BT, slot_BT = _places(window, jnp.arange(count, dtype=jnp.int32)[None], rows, pages_PGZC.shape[2])
-    return pages_PGZC.at[page_BT, :, slot_BT].set(new_BTGC, mode="drop")
+def _paged(spec: StreamSpec, window: Window) -> bool:
+    return spec.pooled and window.table_BJ is not None
 
 
-def _places(window: Window, offset_BT: Array, rows: int, page: int) -> tuple[Array, Array]:
-    """Page id and slot in it of the positions ``first + offset`` of each row."""
-    return _pages_of(window, window.first_B[:, None] + offset_BT, rows, page)
+def _own_pages(spec: StreamSpec, window: Window, rows: int) -> Array:
+    """The one page of each row."""
+    if _paged(spec, window):
+        page_B = window.table_BJ[:, 0]  # pyright: ignore[reportOptionalSubscript]
+    else:
+        page_B = jnp.arange(rows, dtype=jnp.int32) if window.row_B is None else window.row_B
+    return page_B if window.base is None else page_B + window.base
 
 
-def _pages_of(window: Window, position_BT: Array, rows: int, page: int) -> tuple[Array, Array]:
-    if window.table_BJ is None:
-        return jnp.broadcast_to(jnp.arange(rows, dtype=jnp.int32)[:, None], position_BT.shape), position_BT
-    return jnp.take_along_axis(window.table_BJ, position_BT // page, axis=1, mode="clip"), position_BT % page
+def _places(pages_PGZC: Array, spec: StreamSpec, window: Window, entry_BT: Array) -> tuple[Array, Array]:
+    """Page id and slot in it of entries of each row."""
+    size = pages_PGZC.shape[2]
+    if _paged(spec, window):
+        page_BT = jnp.take_along_axis(window.table_BJ, entry_BT // size, axis=1, mode="clip")  # pyright: ignore
+        return page_BT if window.base is None else page_BT + window.base, entry_BT % size
+    page_BT = jnp.broadcast_to(_own_pages(spec, window, entry_BT.shape[0])[:, None], entry_BT.shape)
+    return page_BT, entry_BT if spec.reach is None else entry_BT % size
 
 
-def read_block(pages_PGZC: Array, window: Window, index: Array, rows: int) -> Array:
-    """Positions ``index * block`` onwards of every reader, [B, G, block, C].
+def read(pages_PGZC: Array, spec: StreamSpec, window: Window, entry_BT: Array) -> Array:
+    """Chosen entries of each row, [B, T, G, C]."""
+    page_BT, slot_BT = _places(pages_PGZC, spec, window, entry_BT)
+    return _read(pages_PGZC[page_BT, :, slot_BT])
+
+
+def read_block(pages_PGZC: Array, spec: StreamSpec, window: Window, index: Array, rows: int) -> Array:
+    """Entries ``index * block`` onwards of every reader, [B, G, block, C], block being ``entry_block``.
 
     The readers of a tree are its nodes, [B * T, G, block, C]: each finds its own ancestors at the positions of their
     depths, whatever their places in the tree.
     """
-    block_BGZC = _read_rows(pages_PGZC, window, index, rows)
+    size = entry_block(spec, window.block)
+    block_BGZC = _read_rows(pages_PGZC, spec, window, index, rows, size)
     if window.ancestors is None:
         return _read(block_BGZC)
     see_TN = np.asarray(window.ancestors)
@@ -121,9 +207,9 @@ def read_block(pages_PGZC: Array, window: Window, index: Array, rows: int) -> Ar
     deepest = max(len(path) for path in paths)
     path_TJ = np.stack([np.pad(path, (0, deepest - len(path))) for path in paths]).astype(np.int32)
     place_BN = window.start_B[:, None] + jnp.arange(see_TN.shape[1], dtype=jnp.int32)
-    page_BN, slot_BN = _pages_of(window, place_BN, rows, pages_PGZC.shape[2])
+    page_BN, slot_BN = _places(pages_PGZC, spec, window, place_BN)
     own_BTJGC = pages_PGZC[page_BN, :, slot_BN][:, path_TJ]
-    depth_BZ = index * window.block + jnp.arange(window.block, dtype=jnp.int32) - window.start_B[:, None]
+    depth_BZ = index * size + jnp.arange(size, dtype=jnp.int32) - window.start_B[:, None]
     inside = jnp.clip(depth_BZ, 0, deepest - 1)[:, None, :, None, None]
     own_BTZGC = jnp.take_along_axis(own_BTJGC, inside, axis=2)
     is_own = ((depth_BZ >= 0) & (depth_BZ < deepest))[:, None, None, :, None]
@@ -131,32 +217,40 @@ def read_block(pages_PGZC: Array, window: Window, index: Array, rows: int) -> Ar
     return _read(block_BTGZC.reshape(-1, *block_BGZC.shape[1:]))
 
 
-def _read_rows(pages_PGZC: Array, window: Window, index: Array, rows: int) -> Array:
+def _read_rows(pages_PGZC: Array, spec: StreamSpec, window: Window, index: Array, rows: int, size: int) -> Array:
     """One block of every row, as stored."""
     _, heads, page, width = pages_PGZC.shape
-    first = index * window.block
-    if window.table_BJ is None:
-        if rows != pages_PGZC.shape[0]:
-            raise AssertionError("a cache without a table is read whole")
-        return lax.dynamic_slice(pages_PGZC, (0, 0, first, 0), (rows, heads, window.block, width))
-    page_B = jnp.take(window.table_BJ, first // page, axis=1)
-    size = (1, heads, window.block, width)
+    first, zero = index * size, jnp.int32(0)
+    if _paged(spec, window):
+        page_B = jnp.take(window.table_BJ, first // page, axis=1)  # pyright: ignore[reportArgumentType]
+        page_B = page_B if window.base is None else page_B + window.base
+        first = first % page
+    else:
+        first = first if spec.reach is None else first % page
+        if window.row_B is None:
+            base = zero if window.base is None else window.base
+            return lax.dynamic_slice(pages_PGZC, (base, zero, first, zero), (rows, heads, size, width))
+        page_B = _own_pages(spec, window, rows)
+    shape = (1, heads, size, width)
     if rows == 1:
-        return lax.dynamic_slice(pages_PGZC, (page_B[0], 0, first % page, 0), size)
-    return jax.vmap(lambda p: lax.dynamic_slice(pages_PGZC, (p, 0, first % page, 0), size)[0])(page_B)
+        return lax.dynamic_slice(pages_PGZC, (page_B[0], zero, first, zero), shape)
+    return jax.vmap(lambda p: lax.dynamic_slice(pages_PGZC, (p, zero, first, zero), shape)[0])(page_B)
 
 
-def compact(layers: tuple[LayerKV, ...], window: Window, path_BT: Array) -> tuple[LayerKV, ...]:
+def compact(cache: LayerCache, streams: Mapping[str, StreamSpec], window: Window, path_BT: Array) -> LayerCache:
     """Moves the accepted path of a tree to consecutive positions behind the committed length.
 
     Args:
-      layers: pages in which T provisional positions stand.
+      cache: a layer in which T provisional positions stand.
+      streams: how it is addressed.
       window: the window of the forward that wrote them.
       path_BT: node index that belongs at each offset; offsets beyond the path may hold anything.
     """
 
-    def move(pages_PGZC: Array) -> Array:
-        page_BT, slot_BT = _places(window, path_BT, path_BT.shape[0], pages_PGZC.shape[2])
-        return _write(pages_PGZC, window, pages_PGZC[page_BT, :, slot_BT])
+    def move(pages_PGZC: Array, spec: StreamSpec) -> Array:
+        if spec.stride > 1:
+            raise AssertionError("compressed entries hold several positions; trees are refused before")
+        page_BT, slot_BT = _places(pages_PGZC, spec, window, window.first_B[:, None] + path_BT)
+        return write(pages_PGZC, spec, window, _read(pages_PGZC[page_BT, :, slot_BT]))
 
-    return tuple(LayerKV(move(layer.k_PGZC), move(layer.v_PGZC)) for layer in layers)
+    return {name: move(pages, streams[name]) for name, pages in cache.items()}

@@ -9,8 +9,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.catalog import known_tables
-from jaxspec.checkpoint.load import flatten, place_of
-from jaxspec.checkpoint.table import PACKS
+from jaxspec.checkpoint.packs import PACKS
+from jaxspec.checkpoint.places import Leaf, flatten, places
 from jaxspec.models.arch import ArchSpec
 from jaxspec.shapes import Params
 
@@ -19,14 +19,22 @@ def published_tensors(params: Params, arch: ArchSpec, dtype: np.dtype) -> dict[s
     """Every parameter under its published name and shape."""
     leaves = flatten(params["params"])  # pyright: ignore[reportArgumentType]
     out: dict[str, np.ndarray] = {}
-    for rule in known_tables()[arch.family].rules(arch):
-        place = place_of(rule, leaves)
-        if place is not None:
-            path, index = place
-            leaf = np.asarray(leaves[path] if index is None else leaves[path][index])
-            parts = PACKS[rule.pack].split(leaf, arch)
-            out |= {name: np.ascontiguousarray(part.astype(dtype)) for name, part in zip(rule.hub, parts, strict=True)}
+    for path, leaf in places(known_tables()[arch.family].rules(arch), leaves, arch).items():
+        whole = np.asarray(leaves[path])
+        for index, rule in leaf.rules.items():
+            for name, part in zip(rule.hub, PACKS[rule.pack].split(whole[index]), strict=True):
+                _put(out, name, part.astype(dtype), leaf)
     return out
+
+
+def _put(out: dict[str, np.ndarray], name: str, part: np.ndarray, leaf: Leaf) -> None:
+    """Puts a tensor, or an entry of one, where it belongs."""
+    whole, _, entry = name.partition("[")
+    if not entry:
+        out[whole] = np.ascontiguousarray(part)
+        return
+    count = max(index[-1] for index in leaf.rules) + 1
+    out.setdefault(whole, np.empty((count, *part.shape), part.dtype))[int(entry.rstrip("]"))] = part
 
 
 def save_model(directory: Path, params: Params, arch: ArchSpec, config: Mapping[str, Any], dtype: np.dtype) -> None:

@@ -1,25 +1,26 @@
 """A checkpoint directory to parameters on the device, in the layout that the compute path wants."""
 
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint.catalog import known_tables
+from jaxspec.checkpoint.packs import PACKS
+from jaxspec.checkpoint.places import Leaf, abstract_params, flatten, places, published_shapes, unflatten
 from jaxspec.checkpoint.stream import TensorFiles
-from jaxspec.checkpoint.table import PACKS, Rule, Table
+from jaxspec.checkpoint.table import Table
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.transformer import Policy, Transformer
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Params
-
-STACKED = {"gate_up_D2F": "gate_up_ED2F", "down_FD": "down_EFD"}
 
 
 @dataclass(frozen=True)
@@ -67,45 +68,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def abstract_params(net: Transformer) -> Params:
-    """Shapes and dtypes of every parameter, nothing allocated."""
-    token = jax.ShapeDtypeStruct((1, 2), jnp.int32)
-    shapes = jax.eval_shape(lambda t: net.init(jax.random.key(0), t, t, method="logits_of"), token)
-    return shapes["params"]
-
-
-def flatten(params: Params) -> dict[str, Any]:
-    """Leaves by path, parts joined with a slash."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    return {"/".join(part.key for part in path): leaf for path, leaf in leaves}
-
-
-def place_of(rule: Rule, leaves: Mapping[str, Any]) -> tuple[str, int | None] | None:
-    """Leaf path of a rule and its index along a stack of experts, if any; None if the rule does not apply."""
-    if rule.leaf in leaves:
-        return rule.leaf, None
-    folder, _, name = rule.leaf.rpartition("/")
-    base, _, number = name.rpartition("_")
-    if base in STACKED and f"{folder}/{STACKED[base]}" in leaves:
-        return f"{folder}/{STACKED[base]}", int(number)
-    return None
-
-
-def wanted(
-    table: Table, arch: ArchSpec, leaves: Mapping[str, Any]
-) -> Iterator[tuple[Rule, str, int | None, list[tuple]]]:
-    """Each rule that applies, its place, and the shapes of the published tensors it needs."""
-    for rule in table.rules(arch):
-        place = place_of(rule, leaves)
-        if place is None:
-            continue
-        path, index = place
-        shape = leaves[path].shape if index is None else leaves[path].shape[1:]
-        parts = PACKS[rule.pack].split(np.broadcast_to(np.zeros((), np.int8), shape), arch)
-        yield rule, path, index, [part.shape for part in parts]
-
-
-def check_names(directory: Path, table: Table, arch: ArchSpec, leaves: Mapping[str, Any], files: TensorFiles) -> None:
+def check_names(directory: Path, table: Table, arch: ArchSpec, found: Mapping[str, Leaf], files: TensorFiles) -> None:
     """Compares published names and shapes with what the architecture needs.
 
     Raises:
@@ -113,17 +76,20 @@ def check_names(directory: Path, table: Table, arch: ArchSpec, leaves: Mapping[s
     """
     expected = {
         name: shape
-        for rule, _, _, shapes in wanted(table, arch, leaves)
-        for name, shape in zip(rule.hub, shapes, strict=True)
+        for leaf in found.values()
+        for rule in leaf.rules.values()
+        for name, shape in zip(rule.hub, published_shapes(leaf, rule), strict=True)
     }
-    missing = [name for name in expected if name not in files]
-    extra = [name for name in files if name not in expected and not name.endswith(table.ignored)]
+    whole = {name.partition("[")[0] for name in expected}
+    missing = sorted({name.partition("[")[0] for name in expected} - set(files))
+    behind = {name for rule in table.mtp_rules(arch) for name in rule.hub}
+    extra = [n for n in files if n not in whole and n not in behind and not n.endswith(table.ignored)]
     if "lm_head.weight" in extra and arch.tied:
         extra.remove("lm_head.weight")
     wrong = [
-        f"{name}: {files.tensors[name].shape} in the file, {shape} by the config"
+        f"{name}: {files.shape(name)} in the file, {shape} by the config"
         for name, shape in expected.items()
-        if name in files and files.tensors[name].shape != tuple(shape)
+        if name.partition("[")[0] in files and files.shape(name) != tuple(shape)
     ]
     problems = [("missing", missing), ("not known", extra), ("of the wrong shape", wrong)]
     text = [f"{len(names)} {kind}: " + ", ".join(names) for kind, names in problems if names]
@@ -145,36 +111,23 @@ def load_params(directory: Path, net: Transformer, show: Callable[[int, int], No
     table = known_tables()[net.arch.family]
     leaves = flatten(abstract_params(net))
     files = TensorFiles(directory)
-    check_names(directory, table, net.arch, leaves, files)
-    dtype = np.dtype(net.policy.param)
+    found = places(table.rules(net.arch), leaves, net.arch)
+    check_names(directory, table, net.arch, found, files)
     done: dict[str, Any] = {}
-    stacks: dict[str, np.ndarray] = {}
-    left = dict.fromkeys(leaves, 0)
-    for rule, path, index, _ in wanted(table, net.arch, leaves):
-        joined = PACKS[rule.pack].join([files[name] for name in rule.hub], net.arch)
-        if index is None:
-            done[path] = jnp.asarray(np.ascontiguousarray(joined).astype(dtype, copy=False))
-        else:
-            stack = stacks.setdefault(path, np.empty(leaves[path].shape, dtype))
-            stack[index] = joined
-            left[path] += 1
-            if left[path] == len(stack):
-                done[path] = jnp.asarray(stacks.pop(path))
+    for path, leaf in found.items():
+        done[path] = jnp.asarray(_read(files, leaf, np.dtype(leaves[path].dtype)))
         if show:
             show(len(done), len(leaves))
     return {"params": unflatten(done)}
 
 
-def unflatten(leaves: Mapping[str, Any]) -> Params:
-    """The inverse of ``flatten``."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *folders, name = path.split("/")
-        node = tree
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[name] = leaf
-    return tree
+def _read(files: TensorFiles, leaf: Leaf, dtype: np.dtype) -> np.ndarray:
+    """One parameter, filled part by part."""
+    out = np.empty(leaf.shape, dtype)
+    for index in itertools.product(*map(range, leaf.shape[: leaf.lead])):
+        rule = leaf.rules[index]
+        out[index] = PACKS[rule.pack].join([files.read(name) for name in rule.hub], leaf.part)
+    return out
 
 
 def load_model(directory: str | Path, policy: Policy, show: Callable[[int, int], None] | None = None) -> Model:

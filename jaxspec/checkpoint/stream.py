@@ -52,6 +52,16 @@ class TensorFiles(Mapping[str, np.ndarray]):
         raw = np.frombuffer(self._maps[tensor.file], np.uint8, tensor.end - tensor.begin, tensor.begin)
         return raw.view(tensor.dtype).reshape(tensor.shape)
 
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, or with ``name[i]`` the i-th entry of its first axis."""
+        whole, _, entry = name.partition("[")
+        return self[whole][int(entry.rstrip("]"))] if entry else self[whole]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of what ``read`` gives."""
+        whole, _, entry = name.partition("[")
+        return self.tensors[whole].shape[1:] if entry else self.tensors[whole].shape
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
 

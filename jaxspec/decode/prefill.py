@@ -34,8 +34,8 @@ def prefill(
     """
     start_B, token_BT = start[None], token_T[None]
     position_BT = start_B[:, None] + jnp.arange(token_T.shape[0], dtype=jnp.int32)[None]
-    table = row.reshape(1, 1) if table_J is None else table_J[None]
-    window = Window(start_B, table, block=target.block)
+    table = None if table_J is None else table_J[None]
+    window = Window(start_B, table, row[None], block=target.block)
     _, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window)
     count_B = jnp.full(1, token_T.shape[0], jnp.int32)
     draft = drafter.observe(state.draft, Commit(token_BT, count_B, start_B, None, row))

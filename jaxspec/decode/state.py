@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import UNROLLED_ROWS, LayerKV, init_layers
-from jaxspec.models.transformer import Transformer
+from jaxspec.cache.kv import UNROLLED_ROWS
+from jaxspec.models.caches import init_caches
+from jaxspec.models.transformer import Caches, Transformer
 from jaxspec.protocol import Anchor, Drafter, DraftState, Sampling
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
@@ -45,7 +46,7 @@ class DecodeState:
       draft: the drafter's own state.
     """
 
-    layers: tuple[LayerKV, ...]
+    layers: Caches
     table_BJ: Array | None
     length_B: Array
     anchor_B: Array
@@ -98,11 +99,11 @@ def init_state(
       page: page size in tokens of the shared pool.
     """
     arch = target.net.arch
-    spec = arch.layers[0].attention
     room = -(-(capacity + slack) // target.block) * target.block
-    dtype = jnp.dtype(target.net.policy.compute)
-    shape = (pages, page) if pages else (rows, room)
-    layers = init_layers(len(arch.layers), shape[0], spec.kv_heads, shape[1], spec.head_dim, dtype)
+    layers = init_caches(
+        arch, target.net.policy, rows, room,
+        slack=slack, block=target.block, pool=(pages, page) if pages else None,
+    )  # fmt: skip
     return DecodeState(
         layers=layers,
         table_BJ=jnp.zeros((rows, -(-room // page)), jnp.int32) if pages else None,
@@ -113,7 +114,7 @@ def init_state(
         prompt_BV=jnp.zeros((rows, arch.vocab_size), bool),
         sampling=init_sampling(rows, stop_ids),
         active_B=jnp.zeros(rows, bool),
-        draft=drafter.init_state(rows, capacity + slack),
+        draft=drafter.init_state(rows, capacity, slack),
     )
 
 

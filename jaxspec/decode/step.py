@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import Window, compact
+from jaxspec.cache.kv import Window
 from jaxspec.decode.state import DecodeState, Target, write_rows
+from jaxspec.models.caches import compact_caches
 from jaxspec.models.transformer import forward, head
 from jaxspec.protocol import Commit, Drafter, Verdict
 from jaxspec.pytree import pytree, replace
@@ -62,14 +63,15 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
     token_BT = jnp.concatenate([anchor.token_B[:, None], proposal.token_BN], axis=1)
     position_BT = anchor.length_B[:, None] + jnp.asarray(top.depth, jnp.int32)[None]
     see = None if top.is_chain else tuple(tuple(bool(v) for v in row) for row in top.ancestors_TT)
-    window = Window(anchor.length_B, state.table_BJ, see, block=target.block)
+    window = Window(anchor.length_B, state.table_BJ, ancestors=see, block=target.block)
     hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window)
     logits_BTV = head(target.net, target.params, hidden.last_BTD)
     context = Context(state.count_BV, state.prompt_BV, token_BT, anchor.length_B)
     score_BTV = process(logits_BTV, sampling, context, top)
     verdict = RULES[plan.rule](proposal, score_BTV, sampling, anchor.length_B, top)
     verdict, stopped_B, full_B = stop_at(verdict, sampling, anchor.length_B, state.active_B)
-    layers = layers if top.is_chain else compact(layers, window, verdict.path_BT)
+    if not top.is_chain:
+        layers = compact_caches(layers, target.net.arch, target.net.policy, window, verdict.path_BT)
     final_BT = jnp.concatenate([anchor.token_B[:, None], verdict.token_BT[:, :-1]], axis=1)
     draft = drafter.observe(draft, Commit(final_BT, verdict.count_B, anchor.length_B, verdict.path_BT, None))
     logprob, ranked = _logprobs(logits_BTV, verdict, sampling.logprobs_B, plan.logprobs)

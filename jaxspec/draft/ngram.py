@@ -26,7 +26,7 @@ class Ngram:
         """Positions written beyond the committed ones."""
         return 0
 
-    def init_state(self, rows: int, capacity: int) -> tuple[()]:
+    def init_state(self, rows: int, capacity: int, slack: int) -> tuple[()]:
         """Allocates the state of empty rows."""
         return ()
 

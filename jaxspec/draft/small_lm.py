@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerKV, Window, compact, init_layers
+from jaxspec.cache.kv import Window
 from jaxspec.keys import Purpose, gumbel, within_step
-from jaxspec.models.transformer import Transformer, forward, head
+from jaxspec.models.caches import compact_caches, init_caches
+from jaxspec.models.transformer import Caches, Transformer, forward, head
 from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
@@ -36,29 +37,28 @@ class SmallLm:
         """Positions written beyond the committed ones."""
         return self.topology.nodes
 
-    def init_state(self, rows: int, capacity: int) -> tuple[LayerKV, ...]:
+    def init_state(self, rows: int, capacity: int, slack: int) -> Caches:
         """Allocates the state of empty rows."""
-        spec = self.net.arch.layers[0].attention
-        page = -(-(capacity + self.slack) // self.block) * self.block
-        dtype = jnp.dtype(self.net.policy.compute)
-        return init_layers(len(self.net.arch.layers), rows, spec.kv_heads, page, spec.head_dim, dtype)
+        slack = max(slack, self.slack)
+        room = -(-(capacity + slack) // self.block) * self.block
+        return init_caches(self.net.arch, self.net.policy, rows, room, slack=slack, block=self.block)
 
-    def propose(self, state: tuple[LayerKV, ...], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[LayerKV, ...]]:
+    def propose(self, state: Caches, anchor: Anchor, rule: str) -> tuple[Proposal, Caches]:
         """Drafts every node; commits nothing."""
         return self._chain(state, anchor, rule) if self.topology.is_chain else self._tree(state, anchor, rule)
 
-    def observe(self, state: tuple[LayerKV, ...], commit: Commit) -> tuple[LayerKV, ...]:
+    def observe(self, state: Caches, commit: Commit) -> Caches:
         """Takes over committed tokens."""
         if commit.row is not None:  # prefill of one row
-            table = commit.row.reshape(1, 1)
             position = commit.start_B[:, None] + jnp.arange(commit.token_BT.shape[1], dtype=jnp.int32)[None]
-            window = Window(commit.start_B, table, block=self.block)
+            window = Window(commit.start_B, row_B=commit.row[None], block=self.block)
             return self._forward(commit.token_BT, position, state, window)[1]
         if self.topology.is_chain or commit.path_BT is None:
             return state  # the accepted prefix already stands where it belongs
-        return compact(state, Window(commit.start_B, None, block=self.block), commit.path_BT)
+        window = Window(commit.start_B, block=self.block)
+        return compact_caches(state, self.net.arch, self.net.policy, window, commit.path_BT)
 
-    def _forward(self, token_BT: Array, position_BT: Array, state: tuple[LayerKV, ...], window: Window):
+    def _forward(self, token_BT: Array, position_BT: Array, state: Caches, window: Window):
         hidden, state = forward(self.net, self.params, token_BT, position_BT, state, window)
         return hidden.last_BTD, state
 
@@ -81,7 +81,7 @@ class SmallLm:
 
         return score, lax.cond(jnp.any(warm_B), noisy, lambda x: x, score)
 
-    def _chain(self, state: tuple[LayerKV, ...], anchor: Anchor, rule: str):
+    def _chain(self, state: Caches, anchor: Anchor, rule: str):
         rows, drafts, vocab = anchor.token_B.shape[0], self.topology.drafts, self.net.arch.vocab_size
         keep = rule in ("reject", "block")
 
@@ -89,7 +89,7 @@ class SmallLm:
             layers, token_B, token_BN, logp_BNV = carry
             start_B = anchor.length_B + k
             last, layers = self._forward(
-                token_B[:, None], start_B[:, None], layers, Window(start_B, None, block=self.block)
+                token_B[:, None], start_B[:, None], layers, Window(start_B, block=self.block)
             )
             logp, score = self._scores(last, anchor, start_B[:, None], rule)
             token_B = jnp.argmax(score[:, 0], axis=-1).astype(jnp.int32)
@@ -105,7 +105,7 @@ class SmallLm:
         token_BN = token_BN[:, :drafts]
         return Proposal(token_BN, jnp.ones_like(token_BN, bool), logp_BNV[:, :drafts] if keep else None), state
 
-    def _tree(self, state: tuple[LayerKV, ...], anchor: Anchor, rule: str):
+    def _tree(self, state: Caches, anchor: Anchor, rule: str):
         top = self.topology
         see = top.ancestors_TT
         tokens: dict[int, Array] = {0: anchor.token_B}
@@ -115,7 +115,6 @@ class SmallLm:
             first, end = level[0], level[-1] + 1
             window = Window(
                 anchor.length_B,
-                None,
                 ancestors=tuple(tuple(bool(v) for v in see[n, :end]) for n in level),
                 offset=first,
                 block=self.block,

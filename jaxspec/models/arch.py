@@ -1,16 +1,29 @@
 """An architecture as data: a tuple of layers and a few global numbers."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.moe import FfnSpec, MoeSpec
+from jaxspec.cache.kv import StreamSpec
+from jaxspec.nn.ffn import FfnSpec
+from jaxspec.nn.hyper import HyperSpec
+from jaxspec.nn.moe import MoeSpec
+
+
+class MixerSpec(Protocol):
+    """One kind of attention: ``AttentionSpec``, ``LatentSpec`` or ``CompressedSpec``."""
+
+    @property
+    def streams(self) -> Mapping[str, StreamSpec]:
+        """What it caches."""
+        ...
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: pre-norm attention, then a dense or expert feed-forward."""
+    """One decoder layer: attention, then a dense or expert feed-forward."""
 
-    attention: AttentionSpec
+    attention: MixerSpec
     ffn: FfnSpec | MoeSpec
 
 
@@ -23,9 +36,16 @@ class ArchSpec:
       vocab_size: V.
       model_dim: D.
       layers: one spec per layer.
-      norm_eps: of every RMSNorm.
+      norm: root mean square, or mean and variance with a bias.
+      norm_eps: of every norm whose family does not fix its own.
+      norm_last: whether a layer normalises what it adds to instead of what it reads (OPT-350m).
+      final_norm: whether the last stream is normalised.
       tied: whether the head reuses the embedding.
       max_position: longest context in tokens.
+      learned_positions: rows of a table of positions, 0 for none; position i is row i + 2 (OPT).
+      embed_dim: width of the embedding where projections lead from and to it, 0 where it is D.
+      hyper: hyper-connections between layers, None for plain residuals.
+      mtp: layers of multi-token prediction behind the model.
     """
 
     family: str
@@ -35,8 +55,53 @@ class ArchSpec:
     norm_eps: float
     tied: bool
     max_position: int
+    norm: Literal["rms", "layer"] = "rms"
+    norm_last: bool = False
+    final_norm: bool = True
+    learned_positions: int = 0
+    embed_dim: int = 0
+    hyper: HyperSpec | None = None
+    mtp: tuple[LayerSpec, ...] = ()
 
     @property
     def is_moe(self) -> bool:
         """Whether any layer has routed experts."""
         return any(isinstance(layer.ffn, MoeSpec) for layer in self.layers)
+
+    @property
+    def chain_only(self) -> str | None:
+        """Why trees cannot be verified, None if they can."""
+        return next((why for layer in self.layers if (why := getattr(layer.attention, "chain_only", None))), None)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Layers that repeat: ``pattern`` from layer ``first`` on, ``repeats`` times."""
+
+    first: int
+    pattern: tuple[LayerSpec, ...]
+    repeats: int
+
+    @property
+    def stop(self) -> int:
+        """Number of the first layer behind it."""
+        return self.first + len(self.pattern) * self.repeats
+
+
+LONGEST_PATTERN = 8
+
+
+def segments(layers: tuple[LayerSpec, ...]) -> Iterator[Segment]:
+    """Cuts a model's layers into repeating patterns; what does not repeat is a segment of one layer."""
+    first = 0
+    while first < len(layers):
+        found = Segment(first, layers[first : first + 1], 1)
+        for period in range(1, LONGEST_PATTERN + 1):
+            pattern = layers[first : first + period]
+            repeats = 1
+            while layers[first + repeats * period : first + (repeats + 1) * period] == pattern:
+                repeats += 1
+            if repeats > 1 and repeats * period > found.stop - first:
+                found = Segment(first, pattern, repeats)
+        yield found
+        first = found.stop

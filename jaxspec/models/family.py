@@ -2,17 +2,41 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.ffn import ACTIVATIONS
-from jaxspec.nn.moe import FfnSpec, MoeSpec
-from jaxspec.nn.rope import RopeScaling, RopeSpec
+from jaxspec.models.arch import ArchSpec, LayerSpec, MixerSpec
+from jaxspec.models.mixers.gqa import GqaRow
+from jaxspec.models.read import Config, Reader
+from jaxspec.nn.ffn import ACTIVATIONS, Activation, FfnSpec
+from jaxspec.nn.hyper import HyperSpec
+from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.router import RouterSpec
 
-Config = Mapping[str, Any]
+
+class MixerRow(Protocol):
+    """Where a family's config keeps the numbers of its attention."""
+
+    def spec(self, read: Reader, layer: int) -> MixerSpec:
+        """Attention of one layer."""
+        ...
+
+
+@dataclass(frozen=True)
+class FfnRow:
+    """Where a family's config keeps its dense feed-forward numbers; a value that is a string names a config key.
+
+    Attributes:
+      hidden: key of F.
+      activation: key of the activation's name.
+      gated: whether a gate multiplies the hidden units.
+      bias: biases of the products.
+    """
+
+    hidden: str = "intermediate_size"
+    activation: str = "hidden_act"
+    gated: bool = True
+    bias: bool | str = False
 
 
 @dataclass(frozen=True)
@@ -22,20 +46,50 @@ class MoeRow:
     Attributes:
       experts, top_k, hidden: keys of E, A and F, the first present one counts.
       router: kind of router.
-      renormalise: whether chosen probabilities are renormalised.
-      shared_hidden: key of the shared expert's F, None for no shared expert.
+      renormalise: whether chosen weights are divided by their sum.
+      scale: multiplies the weights.
+      logit_bias, choice_bias: biases of the router, see ``RouterSpec``.
+      grouped: whether ``n_group`` and ``topk_group`` limit the choice to some groups of experts.
+      exact: whether router logits are computed in float32.
+      hash_layers: key of the number of first layers that are routed by token id.
+      shared_hidden: key of the shared expert's F; with ``shared_count`` the F of one of them.
+      shared_count: key of the number of shared experts, stored as one.
       shared_gate: whether the shared expert is gated.
+      activation: kind that replaces the config's own.
+      limit: key of the bound of the hidden units, or the bound.
+      bias: whether the routed experts' products have biases.
       sparse_step: whether ``decoder_sparse_step`` and ``mlp_only_layers`` leave some layers dense.
+      first_dense: key of the number of first layers that are dense.
     """
 
     experts: tuple[str, ...]
-    top_k: str
-    hidden: str
-    router: Literal["softmax", "topk_softmax"] = "softmax"
+    top_k: str = "num_experts_per_tok"
+    hidden: str = "moe_intermediate_size"
+    router: Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     renormalise: bool | str = True
+    scale: float | str = 1.0
+    logit_bias: bool = False
+    choice_bias: bool = False
+    grouped: bool = False
+    exact: bool = False
+    hash_layers: str | None = None
     shared_hidden: str | None = None
+    shared_count: str | None = None
     shared_gate: bool = False
+    activation: str | None = None
+    limit: str | float | None = None
+    bias: bool = False
     sparse_step: bool = False
+    first_dense: str | None = None
+
+
+@dataclass(frozen=True)
+class HyperRow:
+    """Keys of the numbers of hyper-connections."""
+
+    streams: str
+    rounds: str
+    eps: str
 
 
 @dataclass(frozen=True)
@@ -44,48 +98,35 @@ class Family:
 
     Attributes:
       model_type: of the published config.
-      qkv_bias, out_bias: biases of the attention projections.
-      qk_norm: normalisation of queries and keys.
-      window_switch: config key that must be true for ``sliding_window`` to apply; None if its presence is enough.
+      mixer: attention row.
+      ffn: row of the dense feed-forward layers.
       moe: expert row, None for a dense family.
+      norm: kind of normalisation.
+      norm_eps: key of its epsilon.
+      norm_first: key that is false where layers normalise what they add to; None where they never do.
+      final_norm: key that is true where the last norm is left out; None where it never is.
+      learned_positions: whether positions are learned.
+      embed_dim: key of the width of the embedding.
+      hyper: row of hyper-connections.
+      mtp: key of the number of layers of multi-token prediction.
+      inside: key under which the text model's config lies, where it is not the whole.
       defaults: config values that may be left out.
     """
 
     model_type: str
-    qkv_bias: bool | str = False
-    out_bias: bool | str = False
-    qk_norm: Literal["none", "head"] = "none"
-    window_switch: str | None = None
+    mixer: MixerRow = field(default_factory=GqaRow)
+    ffn: FfnRow = field(default_factory=FfnRow)
     moe: MoeRow | None = None
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: str = "rms_norm_eps"
+    norm_first: str | None = None
+    final_norm: str | None = None
+    learned_positions: bool = False
+    embed_dim: str | None = None
+    hyper: HyperRow | None = None
+    mtp: str | None = None
+    inside: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-class _Reader:
-    """Reads keys with defaults and remembers every missing one, so that all are reported at once."""
-
-    def __init__(self, config: Config, defaults: Mapping[str, Any]):
-        self.config, self.defaults, self.missing = config, defaults, []
-
-    def get(self, *keys: str, default: Any = ...) -> Any:
-        for key in keys:
-            if self.config.get(key) is not None:
-                return self.config[key]
-        for key in keys:
-            if key in self.defaults:
-                return self.defaults[key]
-        if default is ...:
-            self.missing.append(" or ".join(keys))
-            return 1
-        return default
-
-    def count(self, *keys: str, default: Any = ...) -> int:
-        value = self.get(*keys, default=default)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"config: {keys[0]} must be a whole number of at least 1, got {value!r}")
-        return value
-
-    def flag(self, value: bool | str) -> bool:
-        return bool(self.get(value, default=False)) if isinstance(value, str) else value
 
 
 def arch_from_config(config: Config, family: Family) -> ArchSpec:
@@ -94,95 +135,97 @@ def arch_from_config(config: Config, family: Family) -> ArchSpec:
     Raises:
       ConfigError: keys are missing (all listed) or values contradict each other.
     """
-    read = _Reader(config, family.defaults)
-    dim, heads = read.count("hidden_size"), read.count("num_attention_heads")
-    kv_heads = read.count("num_key_value_heads", default=heads)
-    head_dim = read.count("head_dim", default=dim // heads or 1)
-    window = read.get("sliding_window", default=None)
-    if family.window_switch and not read.flag(family.window_switch):
-        window = None
-    attention = AttentionSpec(
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rope=rope_from_config(read, head_dim),
-        qkv_bias=read.flag(family.qkv_bias),
-        out_bias=read.flag(family.out_bias),
-        qk_norm=family.qk_norm,
-        window=window,
-    )
-    ffns = [_ffn(read, family, layer) for layer in range(read.count("num_hidden_layers"))]
+    if family.inside and isinstance(config.get(family.inside), Mapping):
+        config = {**config, **config[family.inside]}
+    read = Reader(config, family.defaults)
+    dim, count = read.count("hidden_size"), read.count("num_hidden_layers")
+    behind = int(read.get(family.mtp, default=0)) if family.mtp else 0
+    longest = read.count("max_position_embeddings")
+    width = read.count(family.embed_dim, default=dim) if family.embed_dim else dim
+    norm_last = family.norm_first is not None and not read.get(family.norm_first, default=True)
+    layers = [_layer(read, family, layer) for layer in range(count + behind)]
     spec = ArchSpec(
         family=family.model_type,
         vocab_size=read.count("vocab_size"),
         model_dim=dim,
-        layers=tuple(LayerSpec(attention, ffn) for ffn in ffns),
-        norm_eps=float(read.get("rms_norm_eps", default=1e-6)),
+        layers=tuple(layers[:count]),
+        norm_eps=float(read.get(family.norm_eps, default=1e-6)),
         tied=bool(read.get("tie_word_embeddings", default=False)),
-        max_position=read.count("max_position_embeddings"),
+        max_position=longest,
+        norm=family.norm,
+        norm_last=norm_last,
+        final_norm=not (norm_last or (family.final_norm and read.flag(family.final_norm))),
+        learned_positions=longest if family.learned_positions else 0,
+        embed_dim=0 if width == dim else width,
+        hyper=_hyper(read, family.hyper) if family.hyper else None,
+        mtp=tuple(layers[count:]),
     )
     if read.missing:
         raise ConfigError(f"config of {family.model_type}: missing {sorted(set(read.missing))}")
-    if heads % kv_heads:
-        raise ConfigError(f"config: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
     return spec
 
 
-def _ffn(read: _Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
-    activation = read.get("hidden_act", default="silu")
+def _hyper(read: Reader, row: HyperRow) -> HyperSpec:
+    return HyperSpec(
+        read.count(row.streams, default=4), read.count(row.rounds, default=20), float(read.get(row.eps, default=1e-6))
+    )
+
+
+def _layer(read: Reader, family: Family, layer: int) -> LayerSpec:
+    return LayerSpec(family.mixer.spec(read, layer), _ffn(read, family, layer))
+
+
+def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
+    activation, row = read.get(family.ffn.activation, default="silu"), family.moe
     if activation not in ACTIVATIONS:
-        raise ConfigError(f"config: hidden_act {activation!r} is not known; known are {sorted(ACTIVATIONS)}")
-    row = family.moe
-    if row is None or (row.sparse_step and not _is_sparse(read, layer)):
-        return FfnSpec(read.count("intermediate_size"), activation)
+        raise ConfigError(
+            f"config: {family.ffn.activation} {activation!r} is not known; known are {sorted(ACTIVATIONS)}"
+        )
+    if row is None or _is_dense(read, row, layer):
+        bias = read.flag(family.ffn.bias)
+        return FfnSpec(read.count(family.ffn.hidden), Activation(activation), family.ffn.gated, bias)
     experts, top_k = read.count(*row.experts), read.count(row.top_k)
     if top_k > experts and not read.missing:
         raise ConfigError(f"config: {row.top_k} is {top_k}, but there are only {experts} experts")
+    shared = read.get(row.shared_hidden, default=0) if row.shared_hidden else 0
+    shared *= read.get(row.shared_count, default=0) if row.shared_count else 1
+    limit = read.get(row.limit, default=None) if isinstance(row.limit, str) else row.limit
+    router = _router(read, row, layer, experts)
     return MoeSpec(
         experts=experts,
         top_k=top_k,
         hidden=read.count(row.hidden),
-        router=RouterSpec(row.router, read.flag(row.renormalise)),
-        shared_hidden=read.count(row.shared_hidden) if row.shared_hidden else 0,
+        router=router,
+        vocab_size=read.count("vocab_size") if router.kind == "hash" else 0,
+        shared_hidden=int(shared),
         shared_gate=row.shared_gate,
-        activation=activation,
+        activation=Activation(row.activation or activation, None if limit is None else float(limit)),
+        bias=row.bias,
     )
 
 
-def _is_sparse(read: _Reader, layer: int) -> bool:
+def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
+    hashed = row.hash_layers is not None and layer < read.get(row.hash_layers, default=0)
+    groups = read.count("n_group", default=1) if row.grouped else 1
+    kept = read.count("topk_group", default=1) if row.grouped else 1
+    if (experts % groups or kept > groups) and not read.missing:
+        raise ConfigError(f"config: {experts} experts cannot lie in {groups} equal groups of which {kept} are kept")
+    return RouterSpec(
+        kind="hash" if hashed else row.router,
+        renormalise=read.flag(row.renormalise),
+        scale=read.number(row.scale),
+        logit_bias=row.logit_bias,
+        choice_bias=row.choice_bias and not hashed,
+        groups=groups,
+        kept_groups=kept,
+        exact=row.exact,
+    )
+
+
+def _is_dense(read: Reader, row: MoeRow, layer: int) -> bool:
+    if row.first_dense is not None and layer < read.get(row.first_dense, default=0):
+        return True
+    if not row.sparse_step:
+        return False
     step = read.get("decoder_sparse_step", default=1)
-    return layer not in read.get("mlp_only_layers", default=[]) and (layer + 1) % step == 0
-
-
-def rope_from_config(read: _Reader, head_dim: int) -> RopeSpec:
-    """Rotation from either dialect: hub ``rope_theta`` + ``rope_scaling``, or transformers 5 ``rope_parameters``."""
-    nested = read.get("rope_parameters", default=None) or {}
-    scaling = read.get("rope_scaling", default=None) or {}
-    if not isinstance(scaling, Mapping) or not isinstance(nested, Mapping):
-        raise ConfigError(f"config: rope_scaling must be an object, got {scaling or nested!r}")
-    scaling = {**scaling, **nested}
-    theta = float(nested.get("rope_theta") or read.get("rope_theta", default=10000.0))
-    dim = int(head_dim * float(scaling.get("partial_rotary_factor") or 1.0))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return RopeSpec(theta, dim)
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ConfigError(f"config: rope scaling {kind!r} is not known; known are default, linear, llama3, yarn")
-    original = scaling.get("original_max_position_embeddings") or read.count("max_position_embeddings")
-    if scaling.get("factor") is None:
-        read.missing.append("rope_scaling.factor")
-    names = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
-    low, high = (scaling.get(name) for name in names)
-    return RopeSpec(
-        theta,
-        dim,
-        scaling=RopeScaling(
-            kind=kind,
-            factor=float(scaling.get("factor") or 1.0),
-            original=int(original),
-            low=float(low if low is not None else 1.0),
-            high=float(high if high is not None else (4.0 if kind == "llama3" else 32.0)),
-            attention_factor=scaling.get("attention_factor"),
-            truncate=bool(scaling.get("truncate", True)),
-        ),
-    )
+    return layer in read.get("mlp_only_layers", default=[]) or (layer + 1) % step != 0

@@ -1,39 +1,23 @@
 """The one transformer: it reads an ArchSpec and runs any family, for training, prefill, drafting and verification."""
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerKV, Window
-from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.nn.attention import Attention
+from jaxspec.cache.kv import LayerCache, Window
+from jaxspec.models.arch import ArchSpec, segments
+from jaxspec.models.block import Block, norm_params, normalise
+from jaxspec.models.depth import Loop, init_stack, stack_name
 from jaxspec.nn.dense import dense
-from jaxspec.nn.moe import DenseFfn, ExpertLayout, Moe, MoeSpec
-from jaxspec.nn.norm import rms_norm
+from jaxspec.nn.hyper import HyperHead
+from jaxspec.nn.policy import Policy, weight
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array, Params
 
-BFLOAT16 = jnp.dtype("bfloat16")
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How parameters are stored and computed with.
-
-    Attributes:
-      param: dtype of the stored weights.
-      compute: dtype of both factors of every product; sums and the residual stream are float32 always.
-      experts: layout of the routed experts: ``switched`` (one array per expert, for CPU) or ``stacked``.
-      own_head: whether a tied head is kept as an array of its own; on CPU a transposed one is 4 times slower.
-    """
-
-    param: jnp.dtype = BFLOAT16
-    compute: jnp.dtype = BFLOAT16
-    experts: ExpertLayout = "stacked"
-    own_head: bool = False
+Caches = tuple[LayerCache, ...]
+POSITION_OFFSET = 2
 
 
 @pytree
@@ -42,41 +26,17 @@ class Hidden:
 
     Attributes:
       last_BTD: stream after the final norm, float32.
+      stream: the stream before it, or the streams [B, T, N, D].
       layers: caches with the T provisional positions written, None without a cache.
-      taps: the stream entering each tapped layer, float32 [B, T, D].
-      routing: choices of every expert layer over the M = B * T rows, in layer order.
+      taps: the stream entering each tapped layer, float32.
+      routing: choices of every expert layer over the M = B * T rows, in layer order; empty unless asked for.
     """
 
     last_BTD: Array
-    layers: tuple[LayerKV, ...] | None
+    stream: Array
+    layers: Caches | None
     taps: tuple[Array, ...]
     routing: tuple[Routing, ...]
-
-
-class Block(nn.Module):
-    """One decoder layer with its two residual connections."""
-
-    spec: LayerSpec
-    model_dim: int
-    norm_eps: float
-    policy: Policy
-
-    @nn.compact
-    def __call__(
-        self, x_BTD: Array, position_BT: Array, memory: LayerKV | None, window: Window | None
-    ) -> tuple[Array, LayerKV | None, Routing | None]:
-        """The stream after this layer, its cache with the new positions, and the expert choices."""
-        p, dim = self.policy, self.model_dim
-        ones = nn.initializers.ones
-        normed = rms_norm(x_BTD, self.param("attention_norm_D", ones, (dim,), p.param), self.norm_eps)
-        attention = Attention(self.spec.attention, dim, self.norm_eps, p.param, p.compute, name="attention")
-        mixed, memory = attention(normed, position_BT, memory, window)
-        x_BTD = x_BTD + mixed
-        normed = rms_norm(x_BTD, self.param("ffn_norm_D", ones, (dim,), p.param), self.norm_eps)
-        if isinstance(self.spec.ffn, MoeSpec):
-            out, routing = Moe(self.spec.ffn, dim, p.param, p.compute, p.experts, name="ffn")(normed)
-            return x_BTD + out, memory, routing
-        return x_BTD + DenseFfn(self.spec.ffn, dim, p.param, p.compute, name="ffn")(normed), memory, None
 
 
 class Transformer(nn.Module):
@@ -88,44 +48,98 @@ class Transformer(nn.Module):
     def setup(self) -> None:
         """Declares the parameters."""
         a, p = self.arch, self.policy
-        init = nn.initializers.normal(0.02)
-        self.embed_VD = self.param("embed_VD", init, (a.vocab_size, a.model_dim), p.param)
-        self.norm_D = self.param("norm_D", nn.initializers.ones, (a.model_dim,), p.param)
+        width = a.embed_dim or a.model_dim
+        self.embed_VD = weight(self, p, "embed_VD", (a.vocab_size, width))
         if p.own_head or not a.tied:
-            self.head_DV = self.param("head_DV", init, (a.model_dim, a.vocab_size), p.param)
-        self.layers = [Block(layer, a.model_dim, a.norm_eps, p) for layer in a.layers]
+            self.head_DV = weight(self, p, "head_DV", (width, a.vocab_size))
+        if a.learned_positions:
+            self.position_SD = weight(self, p, "position_SD", (a.learned_positions + POSITION_OFFSET, a.model_dim))
+        if a.embed_dim:
+            self.project_in_XD = weight(self, p, "project_in_XD", (width, a.model_dim))
+            self.project_out_DX = weight(self, p, "project_out_DX", (a.model_dim, width))
+        if a.final_norm:
+            self.norm = norm_params(self, a, p, "norm")
+        if a.hyper is not None:
+            self.hyper_head = HyperHead(a.hyper, a.model_dim, a.norm_eps, p)
+        if p.depth == "unrolled":
+            self.layers = [Block(layer, a, p) for layer in a.layers]
+        else:
+            self.stacks = [
+                self.param(stack_name(segment, place), init_stack, segment, place, a, p)
+                for segment in segments(a.layers)
+                for place in range(len(segment.pattern))
+            ]
 
     def __call__(
         self,
         token_BT: Array,
         position_BT: Array,
-        memory: tuple[LayerKV, ...] | None = None,
+        memory: Caches | None = None,
         window: Window | None = None,
         taps: tuple[int, ...] = (),
+        routes: bool = False,
     ) -> Hidden:
         """Runs T positions of each row.
 
         Args:
           token_BT: int32 token ids.
           position_BT: int32 absolute positions (a tree node's is start + depth).
-          memory: per-layer caches; None attends causally within the T tokens alone.
+          memory: caches as ``init_caches`` lays them out; None attends causally within the T tokens alone.
           window: where the caches are written and what is seen.
           taps: layer boundaries b whose stream is kept; b is the input of layer b, len(layers) the last output.
+          routes: whether the expert choices of every layer are kept.
         """
-        x_BTD = self.embed_VD[token_BT].astype(jnp.float32)
-        written, kept, routed = [], {}, []
-        for index, layer in enumerate(self.layers):
-            kept[index] = x_BTD
-            x_BTD, layer_memory, routing = layer(x_BTD, position_BT, memory[index] if memory else None, window)
-            written.append(layer_memory)
-            if routing is not None:
-                routed.append(routing)
-        kept[len(self.layers)] = x_BTD
-        last = rms_norm(x_BTD, self.norm_D, self.arch.norm_eps)
-        return Hidden(last, tuple(written) if memory else None, tuple(kept[b] for b in taps), tuple(routed))
+        x = self._embed(token_BT, position_BT)
+        walk = self._unrolled if self.policy.depth == "unrolled" else self._stacked
+        x, written, kept, routing = walk(x, (token_BT, position_BT), memory, window, taps, routes)
+        kept[len(self.arch.layers)] = x
+        last = self.hyper_head(x) if self.arch.hyper else x
+        last = normalise(self.arch, last, self.norm) if self.arch.final_norm else last
+        return Hidden(last, x, tuple(written) if memory else None, tuple(kept[b] for b in taps), tuple(routing))
+
+    def _embed(self, token_BT: Array, position_BT: Array) -> Array:
+        a = self.arch
+        x = self.embed_VD[token_BT].astype(jnp.float32)
+        if a.embed_dim:
+            x = dense(x, self.project_in_XD, dtype=self.policy.compute)
+        if a.learned_positions:
+            place_BT = jnp.minimum(position_BT, a.learned_positions - 1) + POSITION_OFFSET
+            x = x + self.position_SD[place_BT].astype(jnp.float32)
+        return jnp.repeat(x[:, :, None], a.hyper.streams, axis=2) if a.hyper else x
+
+    def _unrolled(self, x, tokens, memory, window, taps, routes):
+        written, kept, routing, shared = [], {}, [], None
+        for index, block in enumerate(self.layers):
+            kept[index] = x
+            x, cache, shared, routed = block(x, *tokens, memory[index] if memory else None, window, shared)
+            written.append(cache)
+            routing += [routed] if routes and routed is not None else []
+        return x, written, kept, routing
+
+    def _stacked(self, x, tokens, memory, window, taps, routes):
+        written, kept, routing, shared, place = [], {}, [], None, 0
+        for segment in segments(self.arch.layers):
+            size = len(segment.pattern)
+            stacks = self.stacks[place : place + size]
+            caches = tuple(memory[place : place + size]) if memory else (None,) * size
+            inside = [b for b in taps if segment.first <= b < segment.stop]
+            body = Loop(segment, self.arch, self.policy, stacks, tokens, window, tuple(inside), routes)
+            x, caches, shared, streams, routed = body.run(x, caches, shared)
+            kept |= dict(zip(inside, streams, strict=True))
+            written += caches
+            routing += routed
+            place += size
+        return x, written, kept, routing
+
+    def initial(self, key: Array) -> Params:
+        """Random parameters."""
+        token = jnp.zeros((1, 2), jnp.int32)
+        return cast(Params, self.init(key, token, token, method="logits_of"))
 
     def logits(self, last: Array) -> Array:
         """Head over [..., D] final hidden states, float32 [..., V]."""
+        if self.arch.embed_dim:
+            last = dense(last, self.project_out_DX, dtype=self.policy.compute)
         head_DV = self.head_DV if self.policy.own_head or not self.arch.tied else self.embed_VD.T
         return dense(last, head_DV, dtype=self.policy.compute)
 
@@ -140,10 +154,10 @@ def forward(
     params: Params,
     token_BT: Array,
     position_BT: Array,
-    memory: tuple[LayerKV, ...],
+    memory: Caches,
     window: Window,
     taps: tuple[int, ...] = (),
-) -> tuple[Hidden, tuple[LayerKV, ...]]:
+) -> tuple[Hidden, Caches]:
     """Runs T positions over a cache; returns the hidden states and the caches with those positions written."""
     hidden: Any = net.apply(cast(Any, params), token_BT, position_BT, memory, window, taps)
     return hidden, hidden.layers

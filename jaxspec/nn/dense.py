@@ -1,11 +1,14 @@
 """Matrix products of a few rows with big weights, in the forms that every backend computes fast and row-invariantly."""
 
+import math
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jaxspec.nn.quantized import Quantized, widen
 from jaxspec.shapes import Array
 
 FEW_COLUMNS = 4
@@ -36,30 +39,72 @@ def _dot_bwd(dtype: jnp.dtype, saved: tuple[Array, Array], grad_MX: Array):
 _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
-def dense(x: Array, w: Array, bias: Array | None = None, *, dtype: jnp.dtype | None = None) -> Array:
-    """Contracts the last axis of x with the first axis of w, accumulating in float32.
+def dense(
+    x: Array, w: Array | Quantized, bias: Array | None = None, *, dtype: jnp.dtype | None = None, axes: int = 1
+) -> Array:
+    """Contracts the last axes of x with the first axes of w, accumulating in float32.
 
     A single row is padded to two and a few columns to four: on CPU such bfloat16 products take other paths, 7 times
     slower for one row, whose rounding differs from that of bigger ones.
 
     Args:
       x: [..., D] float array.
-      w: [D, ...] weight.
+      w: [D, ...] weight, plain or quantised.
       bias: added to the result, of w's trailing shape.
       dtype: of both factors; w's own dtype by default.
+      axes: how many axes are contracted.
 
     Returns:
-      float32 [..., *w.shape[1:]].
+      float32 [..., *w.shape[axes:]].
     """
-    lead, trail = x.shape[:-1], w.shape[1:]
-    x_MD = x.reshape(-1, x.shape[-1])
+    lead, trail = x.shape[: x.ndim - axes], w.shape[axes:]
+    width = math.prod(w.shape[:axes])
+    if isinstance(w, Quantized):
+        dtype = dtype or jnp.dtype(jnp.bfloat16)
+        w = widen(w, dtype)
+    x_MD = x.reshape(-1, width)
     rows = x_MD.shape[0]
     if rows == 1:
         x_MD = jnp.concatenate([x_MD, x_MD])
-    w_DX = w.reshape(w.shape[0], -1)
+    w_DX = w.reshape(width, -1)
     columns = w_DX.shape[1]
     if columns < FEW_COLUMNS:
         w_DX = jnp.pad(w_DX, ((0, 0), (0, FEW_COLUMNS - columns)))
     out: Array = _dot(x_MD, w_DX, jnp.dtype(dtype or w.dtype))  # pyright: ignore[reportAssignmentType]
     out = out[:rows, :columns].reshape(*lead, *trail)
     return out if bias is None else out + bias.astype(jnp.float32)
+
+
+def exact_dense(x: Array, w_DX: Array, bias: Array | None = None, *, dtype: jnp.dtype) -> Array:
+    """A product to float32's precision, for routers and mixing weights that are small and whose errors spread.
+
+    Where the rest computes in bfloat16, both factors are split into bfloat16 parts (8 bits each) and the six products
+    that matter are summed by one longer bfloat16 product: XLA:CPU's float32 products are not row-invariant.
+
+    Args:
+      x: [..., D].
+      w_DX: [D, X].
+      bias: [X].
+      dtype: compute dtype of everything else.
+
+    Returns:
+      float32 [..., X].
+    """
+    if dtype == jnp.float32:
+        return dense(x, w_DX.astype(jnp.float32), bias, dtype=dtype)
+    parts_x, parts_w = _parts(x), _parts(w_DX) if w_DX.dtype == jnp.float32 else [w_DX]
+    pairs = [(i, j) for j in range(len(parts_w)) for i in range(3) if i + j < 3]
+    long_x = jnp.concatenate([parts_x[i] for i, _ in pairs], axis=-1)
+    return dense(long_x, jnp.concatenate([parts_w[j] for _, j in pairs], axis=0), bias, dtype=dtype)
+
+
+def _parts(x: Array) -> list[Array]:
+    """Three bfloat16 arrays that add up to x."""
+    found, rest = [], x.astype(jnp.float32)
+    for _ in range(3):
+        # Cut, not rounded: XLA may drop a rounding that is undone at once, and the rest would then be 0.
+        bits = lax.bitcast_convert_type(rest, jnp.uint32) & np.uint32(0xFFFF0000)
+        head = lax.bitcast_convert_type(bits, jnp.float32)
+        found.append(head.astype(jnp.bfloat16))
+        rest = rest - head
+    return found

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.nn.ffn import ACTIVATIONS, gated
+from jaxspec.nn.ffn import Activation, gated
+from jaxspec.nn.policy import Weight
+from jaxspec.nn.quantized import widen
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
@@ -86,13 +88,15 @@ def combine(out_SD: Array, blocks: Blocks) -> Array:
     return total
 
 
-def switched(x_MD: Array, routing: Routing, experts: tuple[dict[str, Array], ...], activation: str) -> Array:
+def switched(
+    x_MD: Array, routing: Routing, experts: tuple[dict[str, Weight], ...], activation: Activation, dtype: jnp.dtype
+) -> Array:
     """Routed experts for CPU: a loop over the blocks in use, each choosing its expert's own arrays by a switch."""
     width = x_MD.shape[1]
     block = block_rows(routing.expert_MA.size, len(experts))
     blocks = lay_out(routing.expert_MA, len(experts), block)
     x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
-    branches = [partial(gated, activation=activation, **weights) for weights in experts]
+    branches = [partial(gated, activation=activation, dtype=dtype, **weights) for weights in experts]
 
     def compute(n: Array, out_SD: Array) -> Array:
         x = lax.dynamic_slice(x_SD, (n * block, 0), (block, width))
@@ -104,18 +108,39 @@ def switched(x_MD: Array, routing: Routing, experts: tuple[dict[str, Array], ...
 
 
 def stacked(
-    x_MD: Array, routing: Routing, gate_up_ED2F: Array, down_EFD: Array, activation: str, dtype: jnp.dtype
+    x_MD: Array,
+    routing: Routing,
+    experts: dict[str, Weight],
+    activation: Activation,
+    dtype: jnp.dtype,
+    layer: Array | None = None,
 ) -> Array:
-    """Routed experts for training: every block gathers its expert's weights; no row is dropped."""
-    width, hidden = x_MD.shape[1], gate_up_ED2F.shape[-1]
-    routed, experts = routing.expert_MA.size, gate_up_ED2F.shape[0]
-    block = TRAINING_BLOCK if routed > 32 * experts else block_rows(routed, experts)
-    blocks = lay_out(routing.expert_MA, experts, block)
+    """Routed experts as batched products: every block gathers its expert's weights; no row is dropped.
+
+    Args:
+      x_MD: rows.
+      routing: their choices.
+      experts: ``gate_up_ED2F``, ``down_EFD`` and maybe biases, with a leading axis of layers if ``layer`` is given.
+      activation: of all experts.
+      dtype: compute dtype.
+      layer: which layer of the stack; the stack itself is never sliced, for a slice would be a copy.
+    """
+    width, first = x_MD.shape[1], 0 if layer is None else 1
+    count, hidden = (experts["gate_up_ED2F"].shape[first + i] for i in (0, 3))
+    routed = routing.expert_MA.size
+    block = TRAINING_BLOCK if routed > 32 * count else block_rows(routed, count)
+    blocks = lay_out(routing.expert_MA, count, block)
     x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
-    gate_up_NDF = gate_up_ED2F[blocks.expert_N].reshape(-1, width, 2 * hidden)
+    place = blocks.expert_N if layer is None else (layer, blocks.expert_N)
+    own = {name: widen(jax.tree.map(lambda leaf: leaf[place], w), dtype) for name, w in experts.items()}
+    gate_up_NDF = own["gate_up_ED2F"].reshape(-1, width, 2 * hidden)
     both: Array = _batched_dot(x_SD.reshape(-1, block, width), gate_up_NDF, jnp.dtype(dtype))
-    gate, up = both[..., :hidden], both[..., hidden:]
-    y_NZD: Array = _batched_dot(ACTIVATIONS[activation](gate) * up, down_EFD[blocks.expert_N], jnp.dtype(dtype))
+    if "gate_up_bias_E2F" in own:
+        both = both + own["gate_up_bias_E2F"].reshape(-1, 1, 2 * hidden).astype(jnp.float32)
+    inner = activation(both[..., :hidden], both[..., hidden:])
+    y_NZD: Array = _batched_dot(inner, own["down_EFD"], jnp.dtype(dtype))
+    if "down_bias_ED" in own:
+        y_NZD = y_NZD + own["down_bias_ED"][:, None].astype(jnp.float32)
     return combine(y_NZD.reshape(-1, width) * weight_S[:, None], blocks)
 
 

@@ -1,27 +1,21 @@
 """The mixture-of-experts layer: router, routed experts, shared expert."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
-from jaxspec.nn.dense import dense
+from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.experts import stacked, switched
-from jaxspec.nn.ffn import gated
+from jaxspec.nn.ffn import Activation, DenseFfn, FfnSpec
+from jaxspec.nn.policy import Policy, weight
 from jaxspec.nn.router import RouterSpec, Routing, route
 from jaxspec.nn.steady import sigmoid
 from jaxspec.shapes import Array
 
-ExpertLayout = Literal["stacked", "switched"]
-
-
-@dataclass(frozen=True)
-class FfnSpec:
-    """A dense gated feed-forward layer of ``hidden`` units."""
-
-    hidden: int
-    activation: str = "silu"
+ZEROS = nn.initializers.zeros
+ROUTED = ("gate_up_ED2F", "down_EFD", "gate_up_bias_E2F", "down_bias_ED")
 
 
 @dataclass(frozen=True)
@@ -32,72 +26,95 @@ class MoeSpec:
       experts, top_k: E and A.
       hidden: F of one routed expert.
       router: how experts are chosen.
+      vocab_size: tokens of the table of a ``hash`` router, 0 for other routers.
       shared_hidden: F of the shared expert, 0 for none.
       shared_gate: whether a sigmoid of the input scales the shared expert.
       activation: of all experts.
+      bias: whether the routed experts' products have biases.
     """
 
     experts: int
     top_k: int
     hidden: int
     router: RouterSpec = field(default_factory=RouterSpec)
+    vocab_size: int = 0
     shared_hidden: int = 0
     shared_gate: bool = False
-    activation: str = "silu"
+    activation: Activation = Activation()
+    bias: bool = False
 
-
-class DenseFfn(nn.Module):
-    """Parameters of one gated feed-forward layer."""
-
-    spec: FfnSpec
-    model_dim: int
-    param_dtype: jnp.dtype
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x: Array, scale: Array | None = None) -> Array:
-        """The layer's output, [..., D], times ``scale`` [..., 1]."""
-        init, dim, hidden = nn.initializers.normal(0.02), self.model_dim, self.spec.hidden
-        gate_up = self.param("gate_up_D2F", init, (dim, 2, hidden), self.param_dtype)
-        down = self.param("down_FD", init, (hidden, dim), self.param_dtype)
-        return gated(x, gate_up, down, activation=self.spec.activation, dtype=self.dtype, scale=scale)
+    def shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the routed parameters, all experts stacked."""
+        e, f = self.experts, self.hidden
+        shapes = {"gate_up_ED2F": (e, model_dim, 2, f), "down_EFD": (e, f, model_dim)}
+        return shapes | ({"gate_up_bias_E2F": (e, 2, f), "down_bias_ED": (e, model_dim)} if self.bias else {})
 
 
 class Moe(nn.Module):
-    """Parameters of one expert layer; ``layout`` says how the routed weights are stored and computed."""
+    """Parameters of one expert layer; the policy says how the routed weights are stored and computed.
+
+    Attributes:
+      layers: length of the stack of equal layers that the routed parameters are a part of, 0 for none.
+    """
 
     spec: MoeSpec
     model_dim: int
-    param_dtype: jnp.dtype
-    dtype: jnp.dtype
-    layout: ExpertLayout
+    policy: Policy
+    layers: int = 0
 
     @nn.compact
-    def __call__(self, x_BTD: Array) -> tuple[Array, Routing]:
-        """Routed plus shared output [B, T, D], and the choices."""
-        s, dim = self.spec, self.model_dim
-        init = nn.initializers.normal(0.02)
-        router_DE = self.param("router_DE", init, (dim, s.experts), self.param_dtype)
+    def __call__(self, x_BTD: Array, token_BT: Array, layer: Array | None = None) -> tuple[Array, Routing]:
+        """Routed plus shared output [B, T, D], and the choices; ``layer`` is the place in the stack."""
+        s, p, dim = self.spec, self.policy, self.model_dim
         x_MD = x_BTD.reshape(-1, dim)
-        routing = route(dense(x_MD, router_DE, dtype=self.dtype), s.top_k, s.router)
-        if self.layout == "stacked":
-            gate_up = self.param("gate_up_ED2F", init, (s.experts, dim, 2, s.hidden), self.param_dtype)
-            down = self.param("down_EFD", init, (s.experts, s.hidden, dim), self.param_dtype)
-            out_MD = stacked(x_MD, routing, gate_up, down, s.activation, self.dtype)
+        routing = self._route(x_MD, token_BT.reshape(-1))
+        if p.experts == "stacked":
+            lead = (self.layers,) if self.layers else ()
+            experts = {
+                name: weight(self, p, name, (*lead, *shape), ZEROS if "bias" in name else None)
+                for name, shape in s.shapes(dim).items()
+            }
+            out_MD = stacked(x_MD, routing, experts, s.activation, p.compute, layer)
         else:
-            experts = tuple(
-                {
-                    "gate_up_D2F": self.param(f"gate_up_D2F_{e}", init, (dim, 2, s.hidden), self.param_dtype),
-                    "down_FD": self.param(f"down_FD_{e}", init, (s.hidden, dim), self.param_dtype),
-                }
-                for e in range(s.experts)
-            )
-            out_MD = switched(x_MD, routing, experts, s.activation)
+            out_MD = switched(x_MD, routing, tuple(map(self._one, range(s.experts))), s.activation, p.compute)
         if s.shared_hidden:
             gate = None
             if s.shared_gate:
-                gate_D1 = self.param("shared_gate_D1", init, (dim, 1), self.param_dtype)
-                gate = sigmoid(dense(x_MD, gate_D1, dtype=self.dtype))
-            shared = DenseFfn(FfnSpec(s.shared_hidden, s.activation), dim, self.param_dtype, self.dtype, name="shared")
+                gate = sigmoid(dense(x_MD, weight(self, p, "shared_gate_D1", (dim, 1)), dtype=p.compute))
+            shared = DenseFfn(FfnSpec(s.shared_hidden, s.activation), dim, p, name="shared")
             out_MD = out_MD + shared(x_MD, gate)
         return out_MD.reshape(x_BTD.shape), routing
+
+    def _route(self, x_MD: Array, token_M: Array) -> Routing:
+        s, p, r = self.spec, self.policy, self.spec.router
+        router_DE = weight(self, p, "router_DE", (self.model_dim, s.experts))
+        logit_bias = weight(self, p, "router_bias_E", (s.experts,), ZEROS) if r.logit_bias else None
+        product = exact_dense if r.exact else dense
+        logits_ME = product(x_MD, router_DE, logit_bias, dtype=p.compute)
+        bias_E = weight(self, p, "choice_bias_E", (s.experts,), ZEROS, jnp.float32) if r.choice_bias else None
+        if r.kind != "hash":
+            return route(logits_ME, s.top_k, r, bias_E)
+        table_VA = weight(self, p, "table_VA", (s.vocab_size, s.top_k), _any_experts(s.experts), jnp.int32)
+        return route(logits_ME, s.top_k, r, bias_E, table_VA[token_M])
+
+    def _one(self, e: int) -> dict[str, Array]:
+        """Parameters of expert e, in arrays of their own."""
+        made = {}
+        for name, shape in self.spec.shapes(self.model_dim).items():
+            own = own_name(name)
+            made[own] = weight(self, self.policy, f"{own}_{e}", shape[1:], ZEROS if "bias" in name else None)
+        return made
+
+
+def own_name(name: str) -> str:
+    """Name of one expert's parameter, from that of all experts: ``down_EFD`` to ``down_FD``."""
+    base, _, axes = name.rpartition("_")
+    return f"{base}_{axes.removeprefix('E')}"
+
+
+def _any_experts(experts: int):
+    def init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+        ids = jax.vmap(lambda k: jax.random.permutation(k, experts)[: shape[1]])(jax.random.split(key, shape[0]))
+        return ids.astype(dtype)
+
+    return init

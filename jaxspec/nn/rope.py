@@ -34,18 +34,20 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotation of the first ``dim`` channels of each head.
+    """Rotation of ``dim`` channels of each head.
 
     Attributes:
       theta: base of the frequencies.
       dim: rotated channels, even.
       interleaved: pairs are (2i, 2i + 1) instead of (i, i + dim / 2).
+      last: the rotated channels are the last ones of a head instead of the first.
       scaling: context extension, if any.
     """
 
     theta: float
     dim: int
     interleaved: bool = False
+    last: bool = False
     scaling: RopeScaling | None = None
 
 
@@ -77,22 +79,27 @@ def frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
     return scaled, s.attention_factor if s.attention_factor is not None else 0.1 * math.log(s.factor) + 1
 
 
-def rotate(x_BTHC: Array, position_BT: Array, spec: RopeSpec) -> Array:
-    """Rotates the first ``spec.dim`` channels of each head by the token's position.
+def rotate(x_BTHC: Array, position_BT: Array, spec: RopeSpec, *, back: bool = False) -> Array:
+    """Rotates ``spec.dim`` channels of each head by the token's position.
 
     Args:
       x_BTHC: float32 queries or keys.
       position_BT: absolute positions, int32.
       spec: the rotation.
+      back: rotates by the negative position, which undoes a rotation.
     """
     inv, scale = frequencies(spec)
     angle = position_BT[..., None].astype(jnp.float32) * jnp.asarray(inv, jnp.float32)
     cos, sin = jnp.cos(angle)[:, :, None] * scale, jnp.sin(angle)[:, :, None] * scale
-    turned, rest = x_BTHC[..., : spec.dim], x_BTHC[..., spec.dim :]
+    sin = -sin if back else sin
+    cut = x_BTHC.shape[-1] - spec.dim if spec.last else spec.dim
+    turned, rest = (x_BTHC[..., cut:], x_BTHC[..., :cut]) if spec.last else (x_BTHC[..., :cut], x_BTHC[..., cut:])
     if spec.interleaved:
         a, b = turned[..., 0::2], turned[..., 1::2]
         out = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(turned.shape)
     else:
         a, b = jnp.split(turned, 2, axis=-1)
         out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return jnp.concatenate([out, rest], axis=-1) if rest.shape[-1] else out
+    if not rest.shape[-1]:
+        return out
+    return jnp.concatenate([rest, out] if spec.last else [out, rest], axis=-1)

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxspec.nn.steady import row_sum, softmax
+from jaxspec.nn.steady import row_sum, sigmoid, softmax
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
 
@@ -18,12 +19,25 @@ class RouterSpec:
     """How router logits become expert choices.
 
     Attributes:
-      kind: ``softmax`` takes the top-k of the softmax; ``topk_softmax`` takes the softmax of the top-k logits.
-      renormalise: whether the chosen probabilities are divided by their sum (``softmax`` only).
+      kind: ``softmax`` takes the top-k of the softmax; ``topk_softmax`` the softmax of the top-k logits; ``sigmoid``
+        and ``sqrt_softplus`` score each expert by itself; ``hash`` takes the experts that a table names for the token
+        and weighs them by ``sqrt_softplus``.
+      renormalise: whether the chosen weights are divided by their sum (not ``topk_softmax``).
+      scale: multiplies the weights.
+      logit_bias: whether a bias is added to the logits.
+      choice_bias: whether a bias is added to the scores for choosing, but not for weighing.
+      groups, kept_groups: experts lie in equal groups, of which those with the best two members are kept.
+      exact: whether the logits are computed to float32's precision whatever the compute dtype.
     """
 
-    kind: Literal["softmax", "topk_softmax"] = "softmax"
+    kind: Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "hash"] = "softmax"
     renormalise: bool = True
+    scale: float = 1.0
+    logit_bias: bool = False
+    choice_bias: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    exact: bool = False
 
 
 @pytree
@@ -41,15 +55,48 @@ class Routing:
     logits_ME: Array
 
 
-def route(logits_ME: Array, top_k: int, spec: RouterSpec) -> Routing:
-    """Chooses ``top_k`` experts per row; ties go to the lower expert id."""
+def route(
+    logits_ME: Array, top_k: int, spec: RouterSpec, bias_E: Array | None = None, chosen_MA: Array | None = None
+) -> Routing:
+    """Chooses ``top_k`` experts per row; ties go to the lower expert id.
+
+    Args:
+      logits_ME: router logits.
+      top_k: A.
+      spec: how.
+      bias_E: added to the scores for choosing (DeepSeek-V3, section 2.1.2).
+      chosen_MA: the table's choices, for ``hash``.
+    """
     if spec.kind == "topk_softmax":
         top, expert_MA = best(logits_ME, top_k)
-        return Routing(expert_MA, softmax(top), logits_ME)
-    weight_MA, expert_MA = best(softmax(logits_ME), top_k)
+        return Routing(expert_MA, softmax(top) * spec.scale, logits_ME)
+    score_ME = SCORES[spec.kind](logits_ME)
+    if chosen_MA is None:
+        wanted_ME = score_ME if bias_E is None else score_ME + bias_E.astype(jnp.float32)
+        if spec.groups > 1:
+            wanted_ME = _within_best_groups(wanted_ME, spec)
+        _, chosen_MA = best(wanted_ME, top_k)
+    weight_MA = jnp.take_along_axis(score_ME, chosen_MA, axis=-1)
     if spec.renormalise:
-        weight_MA = weight_MA / row_sum(weight_MA)
-    return Routing(expert_MA, weight_MA, logits_ME)
+        weight_MA = weight_MA / (row_sum(weight_MA) + np.float32(1e-20))
+    return Routing(chosen_MA, weight_MA * spec.scale, logits_ME)
+
+
+def _within_best_groups(score_ME: Array, spec: RouterSpec) -> Array:
+    """Hides the experts outside of the groups whose two best members score highest together."""
+    rows, experts = score_ME.shape
+    score_MXE = score_ME.reshape(rows, spec.groups, experts // spec.groups)
+    pair_MX2, _ = best(score_MXE, 2)
+    _, kept_MX = best(pair_MX2[..., 0] + pair_MX2[..., 1], spec.kept_groups)
+    is_kept = jnp.any(jnp.arange(spec.groups)[None, :, None] == kept_MX[:, None], axis=-1)
+    return jnp.where(is_kept[..., None], score_MXE, -jnp.inf).reshape(rows, experts)
+
+
+def _sqrt_softplus(x: Array) -> Array:
+    return jnp.sqrt(jnp.logaddexp(x, np.float32(0)))
+
+
+SCORES = {"softmax": softmax, "sigmoid": sigmoid, "sqrt_softplus": _sqrt_softplus, "hash": _sqrt_softplus}
 
 
 def best(score_ME: Array, top_k: int) -> tuple[Array, Array]:

@@ -16,7 +16,8 @@ from jaxspec.checkpoint.load import load_model
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, RequestError
-from jaxspec.models.transformer import Policy, teacher_forced
+from jaxspec.models.transformer import teacher_forced
+from jaxspec.nn.policy import Policy
 from jaxspec.serve.engine import STOP_PLACES, Engine, EngineSpec
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.request import RequestOutput, SamplingParams

@@ -13,7 +13,8 @@ from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan, dispatch
 from jaxspec.draft import catalog
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.transformer import Policy, Transformer
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy
 from jaxspec.protocol import Anchor, Commit, Drafter, Proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params

@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window, init_layers
+from jaxspec.cache.kv import Window
 from jaxspec.checkpoint.load import Model, load_model
 from jaxspec.checkpoint.stream import TensorFiles
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan, dispatch
 from jaxspec.draft.null import NoDrafts
+from jaxspec.models.caches import init_caches
 from jaxspec.models.catalog import arch_of, known_families
-from jaxspec.models.transformer import Policy
+from jaxspec.nn.policy import Policy
 from jaxspec.pytree import replace
 
 BLOCK = 8  # smaller than every prompt, so that attention crosses blocks
@@ -42,12 +43,12 @@ KNOWN_ORACLES = [d for d in ORACLES if config_of(d)["model_type"] in known_famil
 
 
 def layouts() -> list:
-    """Every known model with each expert layout; without experts there is but one."""
+    """Every known model with each layout of experts and layers; without experts there is but one of experts."""
     found = []
     for directory in (*GOLDENS, *KNOWN_ORACLES):
-        kinds = ("switched", "stacked") if arch_of(config_of(directory)).is_moe else ("stacked",)
+        kinds = [("switched", "unrolled"), ("stacked", "stacked")]
         prefix = "oracle-" if directory in ORACLES else ""
-        found += [pytest.param((directory, k), id=f"{prefix}{directory.name}-{k}") for k in kinds]
+        found += [pytest.param((directory, *k), id=f"{prefix}{directory.name}-{k[0]}-{k[1]}") for k in kinds]
     return found
 
 
@@ -67,14 +68,14 @@ class Case:
 
 @pytest.fixture(scope="module", params=layouts())
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    directory, layout = request.param
+    directory, experts, depth = request.param
     oracle = directory in ORACLES
     model_dir, says_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("reference")
     (model_dir / "config.json").symlink_to(directory / ("hub_config.json" if oracle else "config.json"))
     (model_dir / "model.safetensors").symlink_to(directory / "model.safetensors")
     reference = "io.safetensors" if oracle else "reference.safetensors"
     (says_dir / "says.safetensors").symlink_to(directory / reference)
-    policy = Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), layout)
+    policy = Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), experts, depth)
     says = {name: np.asarray(value) for name, value in TensorFiles(says_dir).items()}
     if oracle:  # the continuation there is that of the first row's first 24 tokens
         prompt, new = says["input_ids"][:1, :24], says["gen_ids"][None]
@@ -100,7 +101,7 @@ def test_prefill(case: Case):
     @jax.jit
     def forward(params, token_BT):
         position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-        hidden = net.apply(params, token_BT, position_BT, taps=taps)
+        hidden = net.apply(params, token_BT, position_BT, taps=taps, routes=True)
         logits_BTV, _ = net.apply(params, token_BT, position_BT, method="logits_of")
         return logits_BTV, hidden.taps, [routing.logits_ME for routing in hidden.routing]
 
@@ -116,16 +117,15 @@ def test_prefill(case: Case):
 @pytest.mark.parametrize("count", [1, 5], ids=["one-by-one", "blocks-of-5"])
 def test_decode_over_the_cache(case: Case, count: int):
     net, ids_BT = case.model.net, case.ids_BT
-    spec = net.arch.layers[0].attention
     rows, length = ids_BT.shape[0], ids_BT.shape[1] // count * count
     room = -(-(ids_BT.shape[1] + count) // BLOCK) * BLOCK
-    layers = init_layers(len(net.arch.layers), rows, spec.kv_heads, room, spec.head_dim, jnp.dtype(jnp.float32))
+    layers = init_caches(net.arch, net.policy, rows, room, slack=count, block=BLOCK)
 
     @partial(jax.jit, donate_argnums=1)
     def forward(params, layers, token_BT, start):
         start_B = jnp.full(rows, start, jnp.int32)
         position_BT = start_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        hidden = net.apply(params, token_BT, position_BT, layers, Window(start_B, None, block=BLOCK))
+        hidden = net.apply(params, token_BT, position_BT, layers, Window(start_B, block=BLOCK))
         return hidden.layers, net.apply(params, hidden.last_BTD, method="logits")
 
     found = []
@@ -139,7 +139,7 @@ def test_greedy_continuation(case: Case):
     new = case.continuation_BT.shape[1]
     rows, length = case.prompt_BT.shape
     target, drafter = Target(case.model.params, case.model.net, block=BLOCK), NoDrafts()
-    state = init_state(target, drafter, rows, length + new, slack=1, stop_ids=1)
+    state = init_state(target, drafter, rows, length + new, slack=length, stop_ids=1)
     sampling = replace(init_sampling(1, 1), max_length_B=jnp.full(1, length + new, jnp.int32))
 
     @jax.jit

@@ -21,7 +21,8 @@ from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.transformer import Policy, Transformer
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy
 from jaxspec.protocol import Anchor, Commit, Drafter, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
@@ -117,7 +118,7 @@ class Scripted:
     def slack(self) -> int:
         return 0
 
-    def init_state(self, rows: int, capacity: int) -> tuple[()]:
+    def init_state(self, rows: int, capacity: int, slack: int) -> tuple[()]:
         return ()
 
     def propose(self, state: tuple[()], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[()]]:

@@ -9,7 +9,8 @@ import pytest
 
 from jaxspec.cache.kv import Window, init_layers
 from jaxspec.checkpoint.load import Model, load_model
-from jaxspec.models.transformer import Policy, forward, head
+from jaxspec.models.transformer import forward, head
+from jaxspec.nn.policy import Policy
 from jaxspec.serve.demo_pair import demo_model_dir
 
 BFLOAT16 = jnp.dtype("bfloat16")

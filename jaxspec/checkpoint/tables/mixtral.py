@@ -1,15 +1,18 @@
-"""Tensor names of Mixtral: w1 is the gate, w3 the up and w2 the down projection."""
+"""Tensor names of Mixtral and MiniMax-M2: w1 is the gate, w3 the up and w2 the down projection."""
 
-from jaxspec.checkpoint.table import EMBEDDING, Rule, Table, attention_rules, gated_rules
+from jaxspec.checkpoint.table import EMBEDDING, NORMS, Table, attention_rules, gated_rules, router_rules
 
-MOE = "model.layers.{y}.block_sparse_moe."
+MOE = "block_sparse_moe."
 
-TABLES = {
-    "mixtral": Table(
+TABLES = dict.fromkeys(
+    ("mixtral", "minimax_m2"),
+    Table(
         top=EMBEDDING,
-        attention=attention_rules(),
-        dense=(),
-        moe=(Rule("layers_{y}/ffn/router_DE", (MOE + "gate.weight",), "transpose"),),
-        expert=gated_rules("layers_{y}/ffn/", MOE + "experts.{e}.", "w1", "w3", "w2"),
-    )
-}
+        layer=(
+            *NORMS,
+            *attention_rules(),
+            *router_rules(f"{MOE}gate.weight", f"{MOE}e_score_correction_bias"),
+        ),
+        expert=gated_rules("ffn/", MOE + "experts.{e}.", "w1", "w3", "w2"),
+    ),
+)

@@ -1,19 +1,19 @@
-"""Tensor names of Qwen2-MoE."""
+"""Tensor names of Qwen2-MoE, and of the families that kept them without its shared expert."""
 
-from jaxspec.checkpoint.table import EMBEDDING, Rule, Table, attention_rules, gated_rules
+from jaxspec.checkpoint.table import EMBEDDING, NORMS, Rule, Table, attention_rules, gated_rules, router_rules
 
-MLP = "model.layers.{y}.mlp."
-
-TABLES = {
-    "qwen2_moe": Table(
+TABLES = dict.fromkeys(
+    ("qwen2_moe", "qwen3_moe", "olmoe"),
+    Table(
         top=EMBEDDING,
-        attention=attention_rules(),
-        dense=gated_rules("layers_{y}/ffn/", MLP),
-        moe=(
-            Rule("layers_{y}/ffn/router_DE", (MLP + "gate.weight",), "transpose"),
-            Rule("layers_{y}/ffn/shared_gate_D1", (MLP + "shared_expert_gate.weight",), "transpose"),
-            *gated_rules("layers_{y}/ffn/shared/", MLP + "shared_expert."),
+        layer=(
+            *NORMS,
+            *attention_rules(),
+            *gated_rules("ffn/", "mlp."),
+            *router_rules("mlp.gate.weight"),
+            Rule("ffn/shared_gate_D1", ("mlp.shared_expert_gate.weight",), "transpose"),
+            *gated_rules("ffn/shared/", "mlp.shared_expert."),
         ),
-        expert=gated_rules("layers_{y}/ffn/", MLP + "experts.{e}."),
-    )
-}
+        expert=gated_rules("ffn/", "mlp.experts.{e}."),
+    ),
+)

@@ -2,7 +2,4 @@
 
 from jaxspec.models.family import Family, MoeRow
 
-FAMILY = Family(
-    model_type="mixtral",
-    moe=MoeRow(experts=("num_local_experts",), top_k="num_experts_per_tok", hidden="intermediate_size"),
-)
+FAMILY = Family(model_type="mixtral", moe=MoeRow(experts=("num_local_experts",), hidden="intermediate_size"))

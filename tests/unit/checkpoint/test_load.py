@@ -20,7 +20,8 @@ from jaxspec.checkpoint.table import PACKS
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of, known_families
-from jaxspec.models.transformer import Policy, Transformer
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy
 
 GOLDENS = sorted(file.parent for file in (Path(__file__).parents[2] / "golden").glob("*/config.json"))
 BF16 = jnp.dtype(ml_dtypes.bfloat16)

@@ -18,7 +18,8 @@ from jaxspec.cli.demo import PROMPTS, DemoArgs, plan_of, speculative_of
 from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.transformer import Policy, Transformer
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy
 from scripts.house_report import ROOT
 
 VOCAB = 320

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint.load import load_model
-from jaxspec.models.transformer import Policy
+from jaxspec.nn.policy import Policy
 from scripts.house_report import ROOT
 
 pytest.importorskip("orbax.checkpoint")

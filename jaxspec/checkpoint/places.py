@@ -1,0 +1,100 @@
+"""Where the published tensors of a table go: which leaf of the parameters, and which entry of its leading axes."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.checkpoint.packs import PACKS
+from jaxspec.checkpoint.table import Rule
+from jaxspec.models.arch import ArchSpec, segments
+from jaxspec.models.depth import stack_of
+from jaxspec.nn.moe import ROUTED, own_name
+from jaxspec.nn.quantized import Quantized
+from jaxspec.shapes import Params
+
+STACKED = {own_name(name): name for name in ROUTED}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter and the rules that fill it.
+
+    Attributes:
+      shape: of the whole parameter.
+      lead: how many leading axes count layers and experts.
+      rules: by entry of those axes.
+    """
+
+    shape: tuple[int, ...]
+    lead: int
+    rules: dict[tuple[int, ...], Rule]
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Shape of what one rule fills."""
+        return self.shape[self.lead :]
+
+
+def abstract_params(net: Any) -> Params:
+    """Shapes and dtypes of every parameter of a network or of its multi-token prediction, nothing allocated."""
+    return jax.eval_shape(net.initial, jax.random.key(0))["params"]
+
+
+def flatten(params: Params) -> dict[str, Any]:
+    """Leaves by path, parts joined with a slash; a quantised weight is one leaf."""
+    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Quantized))[0]
+    return {"/".join(part.key for part in path): leaf for path, leaf in leaves}
+
+
+def unflatten(leaves: Mapping[str, Any]) -> Params:
+    """The inverse of ``flatten``."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, name = path.split("/")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = leaf
+    return tree
+
+
+def places(rules: Iterable[Rule], leaves: Mapping[str, Any], arch: ArchSpec) -> dict[str, Leaf]:
+    """What fills each leaf; rules whose parameter is not there are left out.
+
+    Args:
+      rules: of a table.
+      leaves: abstract parameters by path.
+      arch: says which layers lie in one stack.
+    """
+    cut = tuple(segments(arch.layers)) if any(path.startswith("segment_") for path in leaves) else ()
+    found: dict[str, Leaf] = {}
+    for rule in rules:
+        place = _place(rule.leaf, leaves, cut)
+        if place is not None:
+            path, index = place
+            leaf = found.setdefault(path, Leaf(leaves[path].shape, len(index), {}))
+            leaf.rules[index] = rule
+    return found
+
+
+def _place(path: str, leaves: Mapping[str, Any], cut: tuple) -> tuple[str, tuple[int, ...]] | None:
+    index: tuple[int, ...] = ()
+    layer, _, rest = path.partition("/")
+    if layer.startswith("layers_") and cut:
+        stack, place, _ = stack_of(int(layer.removeprefix("layers_")), cut)
+        path, index = f"{stack}/{rest}", (place,)
+    if path in leaves:
+        return path, index
+    folder, _, name = path.rpartition("/")
+    base, _, number = name.rpartition("_")
+    if base in STACKED and f"{folder}/{STACKED[base]}" in leaves:
+        return f"{folder}/{STACKED[base]}", (*index, int(number))
+    return None
+
+
+def published_shapes(leaf: Leaf, rule: Rule) -> list[tuple[int, ...]]:
+    """Shapes of the published tensors of one rule."""
+    return [part.shape for part in PACKS[rule.pack].split(np.broadcast_to(np.zeros((), np.int8), leaf.part))]

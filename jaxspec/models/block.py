@@ -1,0 +1,112 @@
+"""One decoder layer: normalised attention and feed-forward, each added to the stream or to several streams."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from jaxspec.cache.kv import LayerCache, Window
+from jaxspec.models.arch import ArchSpec, LayerSpec
+from jaxspec.nn.attention import Attention, AttentionSpec
+from jaxspec.nn.ffn import DenseFfn
+from jaxspec.nn.hyper import HyperConnection, merge
+from jaxspec.nn.moe import Moe, MoeSpec
+from jaxspec.nn.norm import layer_norm, rms_norm
+from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.router import Routing
+from jaxspec.shapes import Array
+
+MIXERS: dict[type, Any] = {AttentionSpec: Attention}
+
+
+def norm_params(module: nn.Module, arch: ArchSpec, policy: Policy, name: str) -> tuple[Array, Array | None]:
+    """Declares the scale of a norm, and its bias where the architecture has one."""
+    scale = weight(module, policy, f"{name}_D", (arch.model_dim,), nn.initializers.ones)
+    if arch.norm == "rms":
+        return scale, None
+    return scale, weight(module, policy, f"{name}_bias_D", (arch.model_dim,), nn.initializers.zeros)
+
+
+def normalise(arch: ArchSpec, x: Array, params: tuple[Array, Array | None]) -> Array:
+    """Normalises the last axis in the architecture's way."""
+    scale, bias = params
+    return rms_norm(x, scale, arch.norm_eps) if bias is None else layer_norm(x, scale, bias, arch.norm_eps)
+
+
+class Block(nn.Module):
+    """One layer.
+
+    Attributes:
+      spec: its mechanisms.
+      arch: norms, widths and streams.
+      policy: how parameters are kept.
+      layers: length of the stack of equal layers that its routed experts are a part of, 0 for none.
+    """
+
+    spec: LayerSpec
+    arch: ArchSpec
+    policy: Policy
+    layers: int = 0
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        token_BT: Array,
+        position_BT: Array,
+        cache: LayerCache | None,
+        window: Window | None,
+        shared: Array | None = None,
+        layer: Array | None = None,
+    ) -> tuple[Array, LayerCache | None, Array | None, Routing | None]:
+        """Runs T positions.
+
+        Args:
+          x: the stream [B, T, D], or the streams [B, T, N, D].
+          token_BT: token ids, for routers that read them.
+          position_BT: absolute positions.
+          cache: of this layer; None attends within the T tokens alone.
+          window: where the cache is written and what is seen.
+          shared: what an earlier layer selected for this one to see too.
+          layer: place in the stack.
+
+        Returns:
+          The stream behind the layer, its cache, what later layers may share, and the expert choices.
+        """
+        arch, p = self.arch, self.policy
+        routing, mixer = None, MIXERS[type(self.spec.attention)]
+
+        def attend(u: Array) -> Array:
+            nonlocal cache, shared
+            attention = mixer(self.spec.attention, arch.model_dim, arch.norm_eps, p, name="attention")
+            out, cache, shared = attention(u, position_BT, cache, window, shared)
+            return out
+
+        def feed(u: Array) -> Array:
+            nonlocal routing
+            if isinstance(self.spec.ffn, MoeSpec):
+                out, routing = Moe(self.spec.ffn, arch.model_dim, p, self.layers, name="ffn")(u, token_BT, layer)
+                return out
+            return DenseFfn(self.spec.ffn, arch.model_dim, p, name="ffn")(u)
+
+        for name, sublayer in (("attention", attend), ("ffn", feed)):
+            x = self._around(name, sublayer, x)
+        return x, cache, shared, routing
+
+    def _around(self, name: str, sublayer: Any, x: Array) -> Array:
+        arch, p = self.arch, self.policy
+        norm = norm_params(self, arch, p, f"{name}_norm")
+        if arch.hyper is not None:
+            connection = HyperConnection(arch.hyper, arch.model_dim, arch.norm_eps, p, name=f"{name}_hyper")
+            u, write, comb = connection(x)
+            return merge(x, sublayer(normalise(arch, u, norm)), write, comb)
+        if arch.norm_last:
+            return normalise(arch, x + sublayer(x), norm)
+        return x + sublayer(normalise(arch, x, norm))
+
+
+def init_block(key: Array, spec: LayerSpec, arch: ArchSpec, policy: Policy) -> Any:
+    """Random parameters of one layer."""
+    width = (arch.hyper.streams, arch.model_dim) if arch.hyper else (arch.model_dim,)
+    token = jnp.zeros((1, 1), jnp.int32)
+    return Block(spec, arch, policy).init(key, jnp.zeros((1, 1, *width)), token, token, None, None)["params"]

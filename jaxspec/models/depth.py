@@ -1,0 +1,114 @@
+"""Equal layers behind one another in stacked parameters, walked by a loop: one layer's program for any depth."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache.kv import LayerCache, Window
+from jaxspec.models.arch import ArchSpec, Segment
+from jaxspec.models.block import Block, init_block
+from jaxspec.nn.moe import ROUTED
+from jaxspec.nn.policy import Policy
+from jaxspec.pytree import replace
+from jaxspec.shapes import Array
+
+
+def stack_name(segment: Segment, place: int) -> str:
+    """Name of the parameters of one place of a segment's pattern."""
+    return f"segment_{segment.first + place}"
+
+
+def stack_of(layer: int, segments: tuple[Segment, ...]) -> tuple[str, int, int]:
+    """Name of the stack that holds a layer, the layer's place in it, and the stack's length."""
+    segment = next(s for s in segments if layer < s.stop)
+    place = (layer - segment.first) % len(segment.pattern)
+    return stack_name(segment, place), (layer - segment.first) // len(segment.pattern), segment.repeats
+
+
+def init_stack(key: Array, segment: Segment, place: int, arch: ArchSpec, policy: Policy) -> Any:
+    """Random parameters of one place of a segment's pattern, every leaf with a leading axis of repeats."""
+    keys = jax.random.split(key, segment.repeats)
+    return jax.vmap(lambda k: init_block(k, segment.pattern[place], arch, policy))(keys)
+
+
+@dataclass
+class Loop:
+    """Runs the layers of one segment.
+
+    Attributes:
+      segment: pattern and repeats.
+      arch, policy: of the model.
+      stacks: parameters of each place of the pattern.
+      tokens: ids and positions.
+      window: of the forward; None without a cache.
+      taps: layers whose input is kept.
+      routes: whether expert choices are kept.
+    """
+
+    segment: Segment
+    arch: ArchSpec
+    policy: Policy
+    stacks: list[Any]
+    tokens: tuple[Array, Array]
+    window: Window | None
+    taps: tuple[int, ...] = ()
+    routes: bool = False
+    _blocks: list[Block] = field(init=False)
+
+    def __post_init__(self) -> None:
+        repeats = self.segment.repeats
+        self._blocks = [Block(s, self.arch, self.policy, repeats, parent=None) for s in self.segment.pattern]
+
+    def run(self, x: Array, caches: tuple[LayerCache | None, ...], shared: Array | None):
+        """The stream behind the segment, its caches, what is shared, the kept streams and the kept choices."""
+        first = self._repeat(jnp.int32(0), x, caches, shared)
+        repeats = self.segment.repeats
+        routed = jax.tree.map(lambda r: jnp.broadcast_to(r, (repeats, *r.shape)), first[4])
+        taps = tuple(first[3].get(b, x) for b in self.taps)
+        carry = (*first[:3], taps, routed)
+        if repeats > 1:
+            carry = lax.fori_loop(1, repeats, self._body, carry)
+        x, caches, shared, taps, routed = carry
+        choices = [jax.tree.map(lambda r, y=y: r[y], place) for y in range(repeats) for place in routed]
+        return x, caches, shared, taps, choices
+
+    def _body(self, y: Array, carry):
+        x, caches, shared, taps, routed = carry
+        x, caches, shared, streams, choices = self._repeat(y, x, caches, shared)
+        period = len(self.segment.pattern)
+        taps = tuple(
+            jnp.where((b - self.segment.first) // period == y, streams[b], old)
+            for b, old in zip(self.taps, taps, strict=True)
+        )
+        routed = jax.tree.map(lambda all_y, one: lax.dynamic_update_index_in_dim(all_y, one, y, 0), routed, choices)
+        return x, caches, shared, taps, routed
+
+    def _repeat(self, y: Array, x: Array, caches, shared):
+        """One run through the pattern, in its y-th place; streams are those entering each tapped layer's place."""
+        written, streams, choices, period = [], {}, [], len(self.segment.pattern)
+        for place, block in enumerate(self._blocks):
+            streams |= {b: x for b in self.taps if (b - self.segment.first) % period == place}
+            window = self.window
+            if window is not None and caches[place] is not None:
+                pages = jax.tree.leaves(caches[place])[0].shape[0] // self.segment.repeats
+                window = replace(window, base=y * jnp.int32(pages))
+            own = _layer(self.stacks[place], y)
+            x, cache, shared, routing = block.apply(
+                {"params": own}, x, *self.tokens, caches[place], window, shared, y
+            )  # pyright: ignore[reportGeneralTypeIssues]
+            written.append(cache)
+            choices += [routing] if self.routes and routing is not None else []
+        return x, tuple(written), shared, streams, tuple(choices)
+
+
+def _layer(stack: Any, y: Array) -> Any:
+    """One layer's parameters; routed experts stay whole, for a slice of them would be a copy."""
+
+    def pick(path: tuple[Any, ...], leaf: Array) -> Array:
+        routed = any(getattr(part, "key", None) in ROUTED for part in path)
+        return leaf if routed else lax.dynamic_index_in_dim(leaf, y, 0, keepdims=False)
+
+    return jax.tree_util.tree_map_with_path(pick, stack)

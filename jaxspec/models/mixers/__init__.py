@@ -1,0 +1,1 @@
+"""Where each kind of attention finds its numbers in a published config."""

@@ -1,0 +1,100 @@
+"""Hyper-connections: several residual streams that each sub-layer mixes, reads and writes (DeepSeek-V4's mHC)."""
+
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.nn.dense import exact_dense
+from jaxspec.nn.norm import rms_norm
+from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.steady import row_sum, sigmoid, softmax
+from jaxspec.shapes import Array
+
+
+@dataclass(frozen=True)
+class HyperSpec:
+    """Streams and how they are mixed.
+
+    Attributes:
+      streams: N, residual streams.
+      rounds: Sinkhorn normalisations of the mixing matrix.
+      eps: keeps mixing weights and their sums positive.
+    """
+
+    streams: int = 4
+    rounds: int = 20
+    eps: float = 1e-6
+
+
+class HyperConnection(nn.Module):
+    """Weights for reading the streams, for writing a sub-layer's output, and for mixing the streams themselves.
+
+    The rows of ``mix_fn_XS`` are N for reading, N for writing and N x N for mixing; all are float32.
+    """
+
+    spec: HyperSpec
+    model_dim: int
+    norm_eps: float
+    policy: Policy
+
+    @nn.compact
+    def __call__(self, x_BTND: Array) -> tuple[Array, Array, Array]:
+        """What the sub-layer reads [B, T, D], its writing weights [B, T, N] and the mixing matrix [B, T, N, N]."""
+        s, n = self.spec, self.spec.streams
+        size = n * (2 + n)
+        fn_XS = weight(self, self.policy, "mix_fn_XS", (size, n * self.model_dim), dtype=jnp.float32)
+        base_X = weight(self, self.policy, "mix_base_X", (size,), nn.initializers.zeros, jnp.float32)
+        scale_3 = weight(self, self.policy, "mix_scale_X", (3,), nn.initializers.ones, jnp.float32)
+        flat = rms_norm(x_BTND.reshape(*x_BTND.shape[:2], -1), None, self.norm_eps)
+        mixed = exact_dense(flat, fn_XS.T, dtype=self.policy.compute)
+        each = np.repeat(np.arange(3), (n, n, n * n))
+        mixed = mixed * scale_3[each] + base_X
+        read_BTN = sigmoid(mixed[..., :n]) + np.float32(s.eps)
+        write_BTN = 2 * sigmoid(mixed[..., n : 2 * n])
+        comb = softmax(mixed[..., 2 * n :].reshape(*mixed.shape[:2], n, n)) + np.float32(s.eps)
+        comb = _columns(comb, s.eps)
+        for _ in range(s.rounds - 1):
+            comb = _columns(comb / (row_sum(comb) + np.float32(s.eps)), s.eps)
+        return _weighted(read_BTN, x_BTND), write_BTN, comb
+
+
+def _columns(comb: Array, eps: float) -> Array:
+    """Divides every column by its sum."""
+    total = row_sum(comb.swapaxes(-1, -2)).swapaxes(-1, -2)
+    return comb / (total + np.float32(eps))
+
+
+def _weighted(w_BTN: Array, x_BTND: Array) -> Array:
+    """Weighted sum of streams."""
+    return row_sum((w_BTN[..., None] * x_BTND).swapaxes(-1, -2))[..., 0]
+
+
+def merge(x_BTND: Array, out_BTD: Array, write_BTN: Array, comb_BTNN: Array) -> Array:
+    """The streams after a sub-layer: each gets its share of the output and a mixture of the old streams.
+
+    The mixture sums over the matrix's first index.
+    """
+    mixed = row_sum(comb_BTNN.swapaxes(-1, -2)[..., None, :] * x_BTND.swapaxes(-1, -2)[..., None, :, :])[..., 0]
+    return write_BTN[..., None] * out_BTD[..., None, :] + mixed
+
+
+class HyperHead(nn.Module):
+    """Reads the last streams into one."""
+
+    spec: HyperSpec
+    model_dim: int
+    norm_eps: float
+    policy: Policy
+
+    @nn.compact
+    def __call__(self, x_BTND: Array) -> Array:
+        """[B, T, N, D] to [B, T, D]."""
+        n = self.spec.streams
+        fn_NS = weight(self, self.policy, "head_fn_NS", (n, n * self.model_dim), dtype=jnp.float32)
+        base_N = weight(self, self.policy, "head_base_N", (n,), nn.initializers.zeros, jnp.float32)
+        scale = weight(self, self.policy, "head_scale_X", (1,), nn.initializers.ones, jnp.float32)
+        flat = rms_norm(x_BTND.reshape(*x_BTND.shape[:2], -1), None, self.norm_eps)
+        mixed = exact_dense(flat, fn_NS.T, dtype=self.policy.compute) * scale + base_N
+        return _weighted(sigmoid(mixed) + np.float32(self.spec.eps), x_BTND)

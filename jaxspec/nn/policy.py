@@ -1,0 +1,72 @@
+"""How parameters are stored, laid out and computed with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
+from jaxspec.shapes import Array
+
+BFLOAT16 = jnp.dtype("bfloat16")
+CONTAINERS = ("layers_", "segment_", "block")
+Weight = Array | Quantized
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How parameters are stored and computed with.
+
+    Attributes:
+      param: dtype of the stored weights; a few small ones are float32 always.
+      compute: dtype of both factors of every product; sums and the residual stream are float32 always.
+      experts: layout of the routed experts: ``switched`` (one array per expert, for CPU) or ``stacked``.
+      depth: ``unrolled`` gives every layer arrays of its own; ``stacked`` puts equal layers behind one another and
+        walks them in a loop, so that compile time does not grow with depth.
+      own_head: whether a tied head is kept as an array of its own; on CPU a transposed one is 4 times slower.
+      formats: parameters that stay quantised, as pairs of a path without layer number (``ffn/down_EFD``) and format.
+    """
+
+    param: jnp.dtype = BFLOAT16
+    compute: jnp.dtype = BFLOAT16
+    experts: Literal["stacked", "switched"] = "stacked"
+    depth: Literal["unrolled", "stacked"] = "unrolled"
+    own_head: bool = False
+    formats: tuple[tuple[str, Format], ...] = ()
+
+    def format_of(self, kind: str) -> Format | None:
+        """Format of a kind of parameter, None if it is stored plainly."""
+        return dict(self.formats).get(kind)
+
+
+def kind_of(path: Sequence[str]) -> str:
+    """A parameter's path without what numbers its layer: the same for all layers of an architecture."""
+    kept = [part for part in path if not part.startswith(CONTAINERS)]
+    name = kept[-1].rstrip("0123456789")
+    return "/".join([*kept[:-1], name[:-1] if name != kept[-1] and name.endswith("_") else kept[-1]])
+
+
+def weight(
+    module: nn.Module, policy: Policy, name: str, shape: tuple[int, ...], init: Any = None, dtype: Any = None
+) -> Any:
+    """Declares one parameter of a module, quantised where the policy says so.
+
+    Args:
+      module: declares it.
+      policy: knows its format and dtype.
+      name: ends in the letters of its axes.
+      shape: of the weight itself, whatever its format.
+      init: initialiser, a normal distribution of deviation 0.02 by default.
+      dtype: where it is not the policy's.
+    """
+    wanted = policy.format_of(kind_of((*module.path, name)))
+    if wanted is not None:
+        return module.param(name, lambda _: jax.tree.map(_zeros, abstract_quantized(shape, wanted)))
+    return module.param(name, init or nn.initializers.normal(0.02), shape, dtype or policy.param)
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(x.shape, x.dtype)

@@ -1,0 +1,121 @@
+"""Weights that stay quantised in memory: blocks of small numbers with a scale each, widened where they are used."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxspec.pytree import pytree, static
+from jaxspec.shapes import Array
+
+# E2M1: one sign bit, two exponent bits, one mantissa bit (OCP Microscaling Formats 1.0, 5.3.3).
+FP4_VALUES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one kind of weight is quantised.
+
+    Attributes:
+      kind: ``fp8`` (e4m3), ``int8``, or ``fp4`` (e2m1, two numbers per byte along ``packed_axis``).
+      blocks: numbers per scale along each of the last axes; the last block of an axis may be shorter.
+      exponent_scales: whether scales are powers of two, stored as the bytes of e8m0, instead of float32.
+      packed_axis: axis of ``fp4`` along which the low and the high half of a byte are neighbours, counted from the end.
+    """
+
+    kind: Literal["fp8", "int8", "fp4"]
+    blocks: tuple[int, ...]
+    exponent_scales: bool = False
+    packed_axis: int = 0
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What the numbers are stored as."""
+        return jnp.dtype({"fp8": jnp.float8_e4m3fn, "int8": jnp.int8, "fp4": jnp.uint8}[self.kind])
+
+    @property
+    def scale_dtype(self) -> jnp.dtype:
+        """What the scales are stored as."""
+        return jnp.dtype(jnp.uint8 if self.exponent_scales else jnp.float32)
+
+    def data_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the stored numbers of a weight."""
+        if self.kind != "fp4":
+            return shape
+        axis = len(shape) + self.packed_axis
+        return (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the scales of a weight."""
+        lead = len(shape) - len(self.blocks)
+        return (*shape[:lead], *(-(-n // b) for n, b in zip(shape[lead:], self.blocks, strict=True)))
+
+
+@pytree
+class Quantized:
+    """A quantised weight; leading axes (layers, experts) may be sliced off like those of an array.
+
+    Attributes:
+      data: the numbers.
+      scale: one factor per block.
+      format: how they belong together.
+    """
+
+    data: Array
+    scale: Array
+    format: Format = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight itself."""
+        f, shape = self.format, self.data.shape
+        if f.kind != "fp4":
+            return shape
+        axis = len(shape) + f.packed_axis
+        return (*shape[:axis], shape[axis] * 2, *shape[axis + 1 :])
+
+    def widen(self, dtype: Any) -> Array:
+        """The weight as floats: number times scale in float32, then rounded once to ``dtype``."""
+        value = _unpacked(self.data, self.format)
+        factor = _exponent(self.scale) if self.format.exponent_scales else self.scale
+        lead = value.ndim - len(self.format.blocks)
+        for axis, block in enumerate(self.format.blocks, start=lead):
+            factor = _spread(factor, axis, block, value.shape[axis])
+        return (value * factor).astype(dtype)
+
+
+def widen(w: Array | Quantized, dtype: Any) -> Array:
+    """A weight in the dtype of its product."""
+    return w.widen(dtype) if isinstance(w, Quantized) else w.astype(dtype)
+
+
+def abstract_quantized(shape: tuple[int, ...], form: Format) -> Quantized:
+    """Shapes and dtypes of a quantised weight, nothing allocated."""
+    data: Any = jax.ShapeDtypeStruct(form.data_shape(shape), form.dtype)
+    scale: Any = jax.ShapeDtypeStruct(form.scale_shape(shape), form.scale_dtype)
+    return Quantized(data, scale, form)
+
+
+def _unpacked(data: Array, form: Format) -> Array:
+    if form.kind != "fp4":
+        return data.astype(jnp.float32)
+    axis = data.ndim + form.packed_axis
+    both = jnp.stack([data & 15, data >> 4], axis=axis + 1)
+    half = both.reshape(*data.shape[:axis], -1, *data.shape[axis + 1 :])
+    return jnp.asarray(FP4_VALUES)[half.astype(jnp.int32)]
+
+
+def _exponent(scale: Array) -> Array:
+    """2 ** (byte - 127); the byte 0 would be subnormal and is never written by a quantiser."""
+    return lax.bitcast_convert_type(scale.astype(jnp.uint32) << 23, jnp.float32)
+
+
+def _spread(factor: Array, axis: int, block: int, size: int) -> Array:
+    if block == 1:
+        return factor
+    if factor.shape[axis] == 1:
+        return factor  # broadcasts
+    return lax.slice_in_dim(jnp.repeat(factor, block, axis=axis), 0, size, axis=axis)
