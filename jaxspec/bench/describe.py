@@ -12,8 +12,8 @@ from jaxspec.checkpoint.places import abstract_params, flatten
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
 from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.policy import Policy
 
 PACKAGES = ("jaxspec", "jax", "jaxlib", "flax", "numpy")
 

@@ -1,5 +1,6 @@
 """What layers cache, in pages or rings, heads before positions: write ahead, commit by length, compact a tree."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ def entries(spec: StreamSpec, room: int, slack: int, block: int) -> int:
     """Entries of one row's own array: its ring, or ``room`` positions; whole blocks of ``entry_block``."""
     size = entry_block(spec, block)
     needed = room if spec.reach is None else min(spec.reach + slack, room)
-    return -(-(-(-needed // spec.stride)) // size) * size
+    return math.ceil(needed / (spec.stride * size)) * size
 
 
 def entry_block(spec: StreamSpec, block: int) -> int:

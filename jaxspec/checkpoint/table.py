@@ -54,7 +54,7 @@ class Table:
             yield from self._layer(f"layers_{y}/", self.prefix.replace("{y}", str(y)), layer.ffn)
 
     def mtp_rules(self, arch: ArchSpec) -> Iterator[Rule]:
-        """Every rule of the layers of multi-token prediction; paths begin with ``mtp_0/``, their layer's with ``block/``."""
+        """Every rule of multi-token prediction, under ``mtp_0/``; those of its decoder layer under ``mtp_0/block/``."""
         for n, layer in enumerate(arch.mtp):
             numbers = {"y": len(arch.layers) + n, "n": n}
             prefix = _fill(self.mtp_prefix or self.prefix, **numbers)

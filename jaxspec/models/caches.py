@@ -17,9 +17,8 @@ def layout(arch: ArchSpec, policy: Policy) -> Layout:
     """What each cache holds, and how many layers share it."""
     if policy.depth == "unrolled":
         return tuple((dict(layer.attention.streams), 1) for layer in arch.layers)
-    return tuple(
-        (dict(layer.attention.streams), segment.repeats) for segment in segments(arch.layers) for layer in segment.pattern
-    )
+    cut = segments(arch.layers)
+    return tuple((dict(layer.attention.streams), part.repeats) for part in cut for layer in part.pattern)
 
 
 def init_caches(

@@ -96,9 +96,8 @@ class Loop:
                 pages = jax.tree.leaves(caches[place])[0].shape[0] // self.segment.repeats
                 window = replace(window, base=y * jnp.int32(pages))
             own = _layer(self.stacks[place], y)
-            x, cache, shared, routing = block.apply(
-                {"params": own}, x, *self.tokens, caches[place], window, shared, y
-            )  # pyright: ignore[reportGeneralTypeIssues]
+            out: Any = block.apply({"params": own}, x, *self.tokens, caches[place], window, shared, y)
+            x, cache, shared, routing = out
             written.append(cache)
             choices += [routing] if self.routes and routing is not None else []
         return x, tuple(written), shared, streams, tuple(choices)

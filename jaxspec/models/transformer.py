@@ -111,7 +111,9 @@ class Transformer(nn.Module):
         written, kept, routing, shared = [], {}, [], None
         for index, block in enumerate(self.layers):
             kept[index] = x
-            x, cache, shared, routed = block(x, *tokens, memory[index] if memory else None, window, shared)
+            token_BT, position_BT = tokens
+            memory_y = memory[index] if memory else None
+            x, cache, shared, routed = block(x, token_BT, position_BT, memory_y, window, shared)
             written.append(cache)
             routing += [routed] if routes and routed is not None else []
         return x, written, kept, routing

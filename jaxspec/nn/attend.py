@@ -99,7 +99,8 @@ def attend(
         new_top = jnp.maximum(top, jnp.max(jnp.where(seen, score, HIDDEN), axis=-1))
         prob = jnp.where(seen, exp(score - new_top[..., None]), 0.0)
         keep = exp(top - new_top)
-        added = jnp.einsum("xgqz,xgzc->xgqc", prob.astype(dtype), v_XGZC.astype(dtype), preferred_element_type=jnp.float32)
+        weight, v = prob.astype(dtype), v_XGZC.astype(dtype)
+        added = jnp.einsum("xgqz,xgzc->xgqc", weight, v, preferred_element_type=jnp.float32)
         return new_top, total * keep + row_sum(prob)[..., 0], out * keep[..., None] + added
 
     shape = (xs, kv_heads, padded)
@@ -134,7 +135,8 @@ def attend_self(
 
     Args:
       q_BTHC: queries.
-      k_BSGC, v_BSGC: keys and values; S is T unless ``seen_BTS`` is given.
+      k_BSGC: keys; S is T unless ``seen_BTS`` is given.
+      v_BSGC: values.
       scale: of the scores.
       span: most positions that a query sees, itself included.
       seen_BTS: what each query sees, instead of the causal order; B may be 1.

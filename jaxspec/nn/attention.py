@@ -1,10 +1,10 @@
 """Grouped-query attention: projections, query and key norms, rotation, windows and sinks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import flax.linen as nn
-import jax.numpy as jnp
 
 from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
@@ -71,8 +71,9 @@ class Attention(nn.Module):
             new = {"k": k_BTGC, "v": v_BTGC}
             cache = {name: write(cache[name], streams[name], window, new[name]) for name in new}
             out = attend(
-                q_BTHC, [_source(cache, s, window, position_BT)], kv_heads=s.kv_heads, value_width=s.head_dim,
-                scale=scale, dtype=p.compute, sinks_H=sinks_H, tree=window.ancestors is not None,
+                q_BTHC, [source_of(cache, streams, window, position_BT, s.window)], kv_heads=s.kv_heads,
+                value_width=s.head_dim, scale=scale, dtype=p.compute, sinks_H=sinks_H,
+                tree=window.ancestors is not None,
             )  # fmt: skip
         w_o = weight(self, p, "out_HCD", (s.heads, s.head_dim, self.model_dim))
         b_o = weight(self, p, "out_bias_D", (self.model_dim,), ZEROS) if s.out_bias else None
@@ -102,13 +103,15 @@ class Attention(nn.Module):
         return rms_norm(flat, scale, self.norm_eps).reshape(x_BTHC.shape)
 
 
-def _source(cache: LayerCache, spec: AttentionSpec, window: Window, position_BT: Array) -> Source:
-    """The cache as something to attend to."""
+def source_of(
+    cache: LayerCache, streams: Mapping[str, StreamSpec], window: Window, position_BT: Array, span: int | None
+) -> Source:
+    """Cached keys and values as something to attend to, of which a query sees up to ``span`` positions."""
     rows, count = position_BT.shape
-    position_XT, streams = readers(window, position_BT), spec.streams
+    position_XT = readers(window, position_BT)
 
     def load(index: Array) -> tuple[Array, Array, Array]:
         k, v = (read_block(cache[name], streams[name], window, index, rows) for name in ("k", "v"))
-        return k, v, positions_seen(position_XT, index, window.block, spec.window)
+        return k, v, positions_seen(position_XT, index, window.block, span)
 
-    return Source(*blocks_in_reach(window, count, spec.window), load)
+    return Source(*blocks_in_reach(window, count, span), load)

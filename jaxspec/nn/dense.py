@@ -75,6 +75,28 @@ def dense(
     return out if bias is None else out + bias.astype(jnp.float32)
 
 
+def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype) -> Array:
+    """One product per entry of the first axis, such as per head, accumulating in float32; one row is padded to two.
+
+    Args:
+      x_XMC: M rows each.
+      w: [X, C, N], or [X, N, C].
+      contract: which axis of w is contracted, 1 or 2.
+      dtype: of both factors.
+
+    Returns:
+      float32 [X, M, N].
+    """
+    rows = x_XMC.shape[1]
+    if rows == 1:
+        x_XMC = jnp.concatenate([x_XMC, x_XMC], axis=1)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    numbers = (((2,), (contract,)), ((0,), (0,)))
+    x, w = x_XMC.astype(dtype), w.astype(dtype)
+    out = lax.dot_general(x, w, numbers, precision=precision, preferred_element_type=jnp.float32)
+    return out[:, :rows]
+
+
 def exact_dense(x: Array, w_DX: Array, bias: Array | None = None, *, dtype: jnp.dtype) -> Array:
     """A product to float32's precision, for routers and mixing weights that are small and whose errors spread.
 

@@ -34,6 +34,7 @@ class Activation:
 
 
 ACTIVATIONS = {"silu": silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu, "gpt_oss": silu}
+SILU = Activation()
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class FfnSpec:
     """
 
     hidden: int
-    activation: Activation = Activation()
+    activation: Activation = SILU
     gated: bool = True
     bias: bool = False
 
@@ -70,7 +71,8 @@ def gated(
       x: [..., D].
       gate_up_D2F: gate weights, then up weights.
       down_FD: projection back to the model width.
-      gate_up_bias_2F, down_bias_D: biases of the products.
+      gate_up_bias_2F: bias of the first product.
+      down_bias_D: bias of the second.
       activation: of the hidden units.
       dtype: compute dtype of the products; the weights' own by default.
       scale: [..., 1], multiplies the result; applied to the hidden units, so that no product meets the sum behind it.

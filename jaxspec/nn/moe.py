@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.experts import stacked, switched
-from jaxspec.nn.ffn import Activation, DenseFfn, FfnSpec
-from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
+from jaxspec.nn.policy import Policy, Weight, weight
 from jaxspec.nn.router import RouterSpec, Routing, route
 from jaxspec.nn.steady import sigmoid
 from jaxspec.shapes import Array
@@ -40,7 +40,7 @@ class MoeSpec:
     vocab_size: int = 0
     shared_hidden: int = 0
     shared_gate: bool = False
-    activation: Activation = Activation()
+    activation: Activation = SILU
     bias: bool = False
 
     def shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
@@ -97,7 +97,7 @@ class Moe(nn.Module):
         table_VA = weight(self, p, "table_VA", (s.vocab_size, s.top_k), _any_experts(s.experts), jnp.int32)
         return route(logits_ME, s.top_k, r, bias_E, table_VA[token_M])
 
-    def _one(self, e: int) -> dict[str, Array]:
+    def _one(self, e: int) -> dict[str, Weight]:
         """Parameters of expert e, in arrays of their own."""
         made = {}
         for name, shape in self.spec.shapes(self.model_dim).items():

@@ -297,7 +297,8 @@ def _policy(dtype: str) -> Policy:
         raise ConfigError(f"LLM: dtype {dtype!r} is not known; known are {['auto', *DTYPES]}")
     kind = jnp.dtype(DTYPES.get(dtype, "bfloat16"))
     on_cpu = jax.default_backend() == "cpu"
-    return Policy(kind, kind, "switched" if on_cpu else "stacked", own_head=on_cpu)
+    experts, depth = ("switched", "unrolled") if on_cpu else ("stacked", "stacked")
+    return Policy(kind, kind, experts, depth, own_head=on_cpu)
 
 
 def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int]:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window, init_layers
+from jaxspec.cache.kv import Window
 from jaxspec.checkpoint.load import Model, load_model
+from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import forward, head
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.demo_pair import demo_model_dir
@@ -25,13 +26,12 @@ def model() -> Model:
 def bits(model: Model, token_BS: np.ndarray, width: int) -> np.ndarray:
     """Logits of the first row, decoded ``width`` positions at a time, as bits."""
     net, rows = model.net, len(token_BS)
-    spec = net.arch.layers[0].attention
-    layers = init_layers(len(net.arch.layers), rows, spec.kv_heads, 256, spec.head_dim, BFLOAT16)
+    layers = init_caches(net.arch, net.policy, rows, 256, slack=width)
 
     @partial(jax.jit, donate_argnums=0)
     def run(layers, token_BT, start_B):
         position_BT = start_B[:, None] + jnp.arange(width, dtype=jnp.int32)
-        hidden, layers = forward(net, model.params, token_BT, position_BT, layers, Window(start_B, None))
+        hidden, layers = forward(net, model.params, token_BT, position_BT, layers, Window(start_B))
         return layers, head(net, model.params, hidden.last_BTD)[0]
 
     found = []

@@ -1,6 +1,6 @@
 """The cache: writes, reads and compaction in both layouts, and attention over it against dense numpy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -8,13 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import UNROLLED_ROWS, LayerKV, Window, compact, init_layers, read_block, write
-from jaxspec.nn.attention import AttentionSpec, attend
-from jaxspec.nn.rope import RopeSpec
+from jaxspec.cache.kv import (
+    UNROLLED_ROWS,
+    LayerCache,
+    StreamSpec,
+    Window,
+    compact,
+    entries,
+    init_layer,
+    read,
+    read_block,
+    write,
+)
+from jaxspec.nn.attend import attend
+from jaxspec.nn.attention import AttentionSpec, source_of
 from jaxspec.topology import Topology, chain, tree
 
 CAPACITY, HEADS, KV_HEADS, WIDTH, BLOCK = 32, 4, 2, 4, 4
-SPEC = AttentionSpec(HEADS, KV_HEADS, WIDTH, RopeSpec(10000.0, WIDTH))
+SPEC = AttentionSpec(HEADS, KV_HEADS, WIDTH)
+STREAM = SPEC.streams["k"]
 MANY = UNROLLED_ROWS + 2
 FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -38,9 +50,12 @@ class Layout:
         order = np.random.default_rng(0).permutation(self.rows * per_row + 2)  # two pages belong to nobody
         return order[: self.rows * per_row].reshape(self.rows, per_row).astype(np.int32)
 
-    def empty(self) -> LayerKV:
-        pages = self.rows if self.table_BJ is None else self.rows * CAPACITY // self.page + 2
-        return init_layers(1, pages, KV_HEADS, self.page, WIDTH, FLOAT32)[0]
+    @property
+    def pool(self) -> tuple[int, int] | None:
+        return None if self.table_BJ is None else (self.rows * CAPACITY // self.page + 2, self.page)
+
+    def empty(self) -> LayerCache:
+        return init_layer(SPEC.streams, self.rows, CAPACITY, 0, BLOCK, FLOAT32, self.pool)
 
     def window(self, start_B: np.ndarray, **settings) -> Window:
         table_BJ = self.table_BJ
@@ -55,10 +70,15 @@ class Layout:
             return pages
         return np.concatenate([pages[self.table_BJ[:, j]] for j in range(self.table_BJ.shape[1])], axis=2)
 
-    def holding(self, k_BGSC: np.ndarray, v_BGSC: np.ndarray) -> LayerKV:
+    def holding(self, k_BGSC: np.ndarray, v_BGSC: np.ndarray) -> LayerCache:
         """A cache with the given contents."""
         window = self.window(np.zeros(self.rows, np.int32))
-        return write(self.empty(), window, *(jnp.asarray(x.swapaxes(1, 2)) for x in (k_BGSC, v_BGSC)))
+        return write_both(self.empty(), window, *(jnp.asarray(x.swapaxes(1, 2)) for x in (k_BGSC, v_BGSC)))
+
+
+def write_both(cache: LayerCache, window: Window, k_BTGC, v_BTGC) -> LayerCache:
+    new = {"k": k_BTGC, "v": v_BTGC}
+    return {name: write(cache[name], STREAM, window, new[name]) for name in cache}
 
 
 LAYOUTS = [Layout(name, rows) for name in ("plain", "whole rows", "paged") for rows in (3, MANY)] + [Layout("paged", 1)]
@@ -79,17 +99,17 @@ def test_write_then_read(layout: Layout):
     rows, count, start_B = layout.rows, 6, starts(layout.rows)  # wider than a small page
     k, v = noise(1, rows, count, KV_HEADS, WIDTH), noise(2, rows, count, KV_HEADS, WIDTH)
     window = layout.window(start_B)
-    layer = jax.jit(write)(layout.empty(), window, k, v)
+    layer = jax.jit(write_both)(layout.empty(), window, k, v)
     wanted = np.zeros((2, rows, KV_HEADS, CAPACITY, WIDTH), np.float32)
     for row, start in enumerate(start_B):
         wanted[0, row, :, start : start + count] = k[row].swapaxes(0, 1)
         wanted[1, row, :, start : start + count] = v[row].swapaxes(0, 1)
-    np.testing.assert_array_equal(layout.logical(layer.k_PGZC), wanted[0])
-    np.testing.assert_array_equal(layout.logical(layer.v_PGZC), wanted[1])
-    assert np.count_nonzero(layer.k_PGZC) == k.size, "pages of nobody stay as they are"
-    read = jax.jit(read_block, static_argnums=3)
+    np.testing.assert_array_equal(layout.logical(layer["k"]), wanted[0])
+    np.testing.assert_array_equal(layout.logical(layer["v"]), wanted[1])
+    assert np.count_nonzero(layer["k"]) == k.size, "pages of nobody stay as they are"
+    load = jax.jit(read_block, static_argnums=(1, 4))
     for index in range(CAPACITY // BLOCK):
-        block = read(layer.k_PGZC, window, jnp.int32(index), rows)
+        block = load(layer["k"], STREAM, window, jnp.int32(index), rows)
         np.testing.assert_array_equal(block, wanted[0][:, :, index * BLOCK : (index + 1) * BLOCK])
 
 
@@ -99,9 +119,10 @@ def test_compaction_moves_the_accepted_path(layout: Layout):
     k, v = noise(1, rows, KV_HEADS, CAPACITY, WIDTH), noise(2, rows, KV_HEADS, CAPACITY, WIDTH)
     paths = [(0, *path) for path in topology.paths()] + [(0, 1, 0), (0, 2, 0), (0, 0, 0)]
     path_BT = np.array([paths[(row + 2) % len(paths)] for row in range(rows)], np.int32)
-    (layer,) = jax.jit(compact)((layout.holding(k, v),), layout.window(start_B), path_BT)
+    move = jax.jit(lambda cache, window, path_BT: compact(cache, SPEC.streams, window, path_BT))
+    layer = move(layout.holding(k, v), layout.window(start_B), path_BT)
     accepted = np.count_nonzero(path_BT, axis=1)
-    for found, old in ((layout.logical(layer.k_PGZC), k), (layout.logical(layer.v_PGZC), v)):
+    for found, old in ((layout.logical(layer["k"]), k), (layout.logical(layer["v"]), v)):
         for row, start in enumerate(start_B):
             kept = path_BT[row, : accepted[row] + 1]
             np.testing.assert_array_equal(found[row, :, :start], old[row, :, :start], err_msg="committed")
@@ -130,6 +151,15 @@ def dense_attention(q_BTHC, k_BGSC, v_BGSC, start_B, topology: Topology, nodes: 
     return out
 
 
+def attention(q_BTHC, cache: LayerCache, window: Window, position_BT, spec: AttentionSpec) -> jax.Array:
+    whole = replace(spec, window=None)  # the caches of these tests hold every position
+    source = source_of(cache, whole.streams, window, position_BT, spec.window)
+    return attend(
+        q_BTHC, [source], kv_heads=KV_HEADS, value_width=WIDTH, scale=WIDTH**-0.5, dtype=FLOAT32,
+        tree=window.ancestors is not None,
+    )  # fmt: skip
+
+
 def see(topology: Topology, nodes: range) -> tuple[tuple[bool, ...], ...] | None:
     if topology.is_chain:
         return None
@@ -144,12 +174,12 @@ SHAPES = {"plain": chain(0), "chain": chain(5), "tree": tree((2, 2)), "uneven tr
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_equals_numpy_in_every_layout(shape: str, reach: int | None):
     topology = SHAPES[shape]
-    spec = AttentionSpec(HEADS, KV_HEADS, WIDTH, SPEC.rope, window=reach)
+    spec = AttentionSpec(HEADS, KV_HEADS, WIDTH, window=reach)
     rows, nodes, start_B = 4, range(topology.nodes), starts(4)
     k, v = noise(1, rows, KV_HEADS, CAPACITY, WIDTH), noise(2, rows, KV_HEADS, CAPACITY, WIDTH)
     q = noise(3, rows, topology.nodes, HEADS, WIDTH)
     position_BT = start_B[:, None] + np.asarray(topology.depth, np.int32)[None]
-    run = jax.jit(partial(attend, spec=spec))
+    run = jax.jit(partial(attention, spec=spec))
     found = []
     for name in ("plain", "paged"):
         layout = Layout(name, rows)
@@ -162,17 +192,17 @@ def test_attention_equals_numpy_in_every_layout(shape: str, reach: int | None):
 @pytest.mark.parametrize("reach", [None, 3])
 def test_a_tree_written_level_by_level(reach: int | None):
     topology, rows = tree((2, 2)), 2
-    spec = AttentionSpec(HEADS, KV_HEADS, WIDTH, SPEC.rope, window=reach)
+    spec = AttentionSpec(HEADS, KV_HEADS, WIDTH, window=reach)
     layout, start_B = Layout("plain", rows), starts(rows)
     k, v = noise(1, rows, KV_HEADS, CAPACITY, WIDTH), noise(2, rows, KV_HEADS, CAPACITY, WIDTH)
     layer = layout.holding(np.where(np.arange(CAPACITY)[:, None] < start_B[:, None, None, None], k, 99), v)
     q = noise(3, rows, topology.nodes, HEADS, WIDTH)
-    run = jax.jit(partial(attend, spec=spec))
+    run = jax.jit(partial(attention, spec=spec))
     for nodes in (range(1), range(1, 3), range(3, 7)):
         window = layout.window(start_B, ancestors=see(topology, nodes), offset=nodes.start)
         slots = start_B[:, None] + np.asarray(nodes)
         new = [np.stack([x[row][:, slots[row]].swapaxes(0, 1) for row in range(rows)]) for x in (k, v)]
-        layer = write(layer, window, *map(jnp.asarray, new))
+        layer = write_both(layer, window, *map(jnp.asarray, new))
         position_BT = start_B[:, None] + np.asarray(topology.depth, np.int32)[None, nodes.start : nodes.stop]
         found = run(q[:, nodes.start : nodes.stop], layer, window, position_BT)
         wanted = dense_attention(q[:, nodes.start : nodes.stop], k, v, start_B, topology, nodes, reach)
@@ -183,7 +213,66 @@ def test_one_row_reads_its_own_pages():
     layout, rows = Layout("paged", 3), 3
     k, v = noise(1, rows, KV_HEADS, CAPACITY, WIDTH), noise(2, rows, KV_HEADS, CAPACITY, WIDTH)
     layer, window = layout.holding(k, v), layout.window(starts(rows))
-    alone = Window(window.start_B[1:2], window.table_BJ[1:2], block=BLOCK)
+    alone = Window(window.start_B[1:2], window.table_BJ[1:2], jnp.ones(1, jnp.int32), block=BLOCK)
     for index in (0, 5):
-        block = read_block(layer.k_PGZC, alone, jnp.int32(index), 1)
+        block = read_block(layer["k"], STREAM, alone, jnp.int32(index), 1)
         np.testing.assert_array_equal(block[0], k[1][:, index * BLOCK : (index + 1) * BLOCK])
+
+
+@pytest.mark.parametrize("rows", [3, MANY])
+def test_a_ring_keeps_its_reach(rows: int):
+    """Whatever was written in whatever steps, the positions within reach of the next one are those last written."""
+    spec, slack = StreamSpec(KV_HEADS, WIDTH, reach=5), 6
+    size = entries(spec, 1000, slack, BLOCK)
+    assert size == 12
+    pages = init_layer({"x": spec}, rows, 1000, slack, BLOCK, FLOAT32)["x"]
+    truth = np.zeros((rows, 200, KV_HEADS, WIDTH), np.float32)
+    put, take = jax.jit(write, static_argnums=1), jax.jit(read, static_argnums=1)
+    load = jax.jit(read_block, static_argnums=(1, 4))
+    rng, start_B = np.random.default_rng(4), np.resize(np.arange(0, 20, 3, dtype=np.int32), rows)
+    for step in range(30):
+        count = int(rng.integers(1, slack + 1))
+        new = noise(step, rows, count, KV_HEADS, WIDTH)
+        window = Window(jnp.asarray(start_B), block=BLOCK)
+        pages = put(pages, spec, window, new)
+        for row, start in enumerate(start_B):
+            truth[row, start : start + count] = new[row]
+        seen_BT = np.maximum(start_B[:, None] + np.arange(-5, count), 0).astype(np.int32)
+        wanted = truth[np.arange(rows)[:, None], seen_BT]
+        np.testing.assert_array_equal(take(pages, spec, window, seen_BT), wanted)
+        block = int(start_B[1]) // BLOCK
+        inside = [p for p in range(block * BLOCK, (block + 1) * BLOCK) if start_B[1] - 5 <= p < start_B[1] + count]
+        found = np.asarray(load(pages, spec, window, jnp.int32(block), rows))[1].swapaxes(0, 1)
+        np.testing.assert_array_equal(found[[p - block * BLOCK for p in inside]], truth[1, inside])
+        start_B = start_B + rng.integers(0, count + 1, rows).astype(np.int32)  # the rest was rejected
+
+
+def test_entries_of_several_positions():
+    spec = StreamSpec(1, WIDTH, stride=4)
+    assert entries(spec, 100, 6, 32) == 32
+    pages = init_layer({"x": spec}, 2, 100, 6, 32, FLOAT32)["x"]
+    new, first_B = noise(1, 2, 3, 1, WIDTH), np.array([4, 19], np.int32)
+    window = Window(jnp.asarray([17, 78], jnp.int32), block=32)
+    pages = write(pages, spec, window, jnp.asarray(new), jnp.asarray(first_B))
+    found = read(pages, spec, window, jnp.asarray(first_B[:, None] + np.arange(3, dtype=np.int32)))
+    np.testing.assert_array_equal(found, new)
+    np.testing.assert_array_equal(read_block(pages, spec, window, jnp.int32(2), 2)[1, :, 3:6], new[1].swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("stream", [STREAM, replace(STREAM, reach=5)], ids=["pages", "ring"])
+def test_layers_behind_one_another_do_not_meet(stream: StreamSpec):
+    rows, layers = 2, 3
+    pages = init_layer({"x": stream}, rows, CAPACITY, 6, BLOCK, FLOAT32, layers=layers)["x"]
+    each = pages.shape[0] // layers
+    start_B, row_B = jnp.asarray([3], jnp.int32), jnp.ones(1, jnp.int32)
+    new = [jnp.asarray(noise(y, 1, 5, KV_HEADS, WIDTH)) for y in range(layers)]
+    for y in range(layers):
+        window = Window(start_B, row_B=row_B, base=jnp.int32(y * each), block=BLOCK)
+        pages = write(pages, stream, window, new[y])
+    for y in range(layers):
+        window = Window(start_B, row_B=row_B, base=jnp.int32(y * each), block=BLOCK)
+        np.testing.assert_array_equal(read(pages, stream, window, jnp.arange(3, 8, dtype=jnp.int32)[None]), new[y])
+        whole = Window(jnp.zeros(rows, jnp.int32), base=window.base, block=BLOCK)
+        block = read_block(pages, stream, whole, jnp.int32(1), rows)
+        np.testing.assert_array_equal(block[1], new[y][0, 1:5].swapaxes(0, 1))
+        assert not np.any(block[0])

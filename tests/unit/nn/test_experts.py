@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import LayerKV, Window
-from jaxspec.nn.attention import AttentionSpec, attend
+from jaxspec.nn.attend import Source, attend, positions_seen
 from jaxspec.nn.dense import dense
 from jaxspec.nn.experts import lay_out, stacked, switched
+from jaxspec.nn.ffn import SILU, Activation
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.rope import RopeSpec
 from jaxspec.nn.router import RouterSpec, Routing, route
 
 EXPERTS, TOP_K, DIM, HIDDEN = 6, 2, 24, 20
@@ -58,12 +57,21 @@ def reference(x_MD: np.ndarray, routing: Routing, gate_up: jax.Array, down: jax.
 @cache
 def compiled(layout: str):
     if layout == "switched":
-        return jax.jit(lambda x, routing, gate_up, down: switched(x, routing, parts(gate_up, down), "silu"))
-    return jax.jit(lambda x, routing, gate_up, down: stacked(x, routing, gate_up, down, "silu", gate_up.dtype))
+        return jax.jit(lambda x, routing, g, down: switched(x, routing, parts(g, down), SILU, g.dtype))
+    names = ("gate_up_ED2F", "down_EFD")
+    if layout == "stacked":
+        return jax.jit(lambda x, routing, *w: stacked(x, routing, dict(zip(names, w, strict=True)), SILU, w[0].dtype))
+
+    def deep(x, routing, *w):
+        """The layer in the middle of three, the others being nothing but NaN."""
+        stack = {n: jnp.stack([a * jnp.nan, a, a * jnp.nan]) for n, a in zip(names, w, strict=True)}
+        return stacked(x, routing, stack, SILU, w[0].dtype, jnp.int32(1))
+
+    return jax.jit(deep)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 31, 70])
-@pytest.mark.parametrize("layout", ["switched", "stacked"])
+@pytest.mark.parametrize("layout", ["switched", "stacked", "deep"])
 def test_experts_equal_numpy(layout: str, rows: int):
     x_MD = np.random.default_rng(1).normal(size=(rows, DIM)).astype(np.float32)
     gate_up, down = weights(FLOAT32)
@@ -155,22 +163,60 @@ def test_switched_experts_are_row_invariant(dim: int, hidden: int, dtype: jnp.dt
         assert changed(compute, bits(compute(max(ROWS)))) == [], kind
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (8, 1, 64)])
-def test_attention_is_row_invariant(heads: int, kv_heads: int, width: int, dtype: jnp.dtype):
+def test_attention_is_row_invariant(heads: int, kv_heads: int, width: int, dtype: jnp.dtype, sinks: bool):
     rng = np.random.default_rng(5)
-    spec = AttentionSpec(heads, kv_heads, width, RopeSpec(10000.0, width))
     batch, most, room = 5, max(ROWS), 128
     k, v = (jnp.asarray(rng.normal(size=(batch, kv_heads, room, width)), dtype) for _ in "kv")
     q = rng.normal(size=(batch, most, heads, width)).astype(np.float32)
+    sinks_H = jnp.asarray(rng.normal(size=heads), jnp.float32) if sinks else None
     start_B = np.array([70, 0, 31, 64, 7], np.int32)
 
     @jax.jit
     def compute(q, k, v, start_B):
         position_BT = start_B[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)
-        return attend(q, LayerKV(k, v), Window(start_B, None, block=32), position_BT, spec)
+
+        def load(index):
+            part = tuple(jax.lax.dynamic_slice_in_dim(a, index * 32, 32, axis=2) for a in (k, v))
+            return *part, positions_seen(position_BT, index, 32)
+
+        last = (jnp.max(position_BT) + 32) // 32
+        return attend(
+            q, [Source(0, last, load)], kv_heads=kv_heads, value_width=width, scale=0.2, dtype=dtype, sinks_H=sinks_H
+        )
 
     whole = bits(compute(q, k, v, start_B))
     assert changed(lambda t: compute(q[:, :t], k, v, start_B).swapaxes(0, 1), whole.swapaxes(0, 1)) == [], "T"
     fewer = partial(changed, counts=(1, 2, 3))
     assert fewer(lambda b: compute(q[:b, :5], k[:b], v[:b], start_B[:b]), whole[:, :5]) == [], "B"
+
+
+def test_activations_equal_numpy():
+    gate, up = np.random.default_rng(8).normal(scale=9, size=(2, 50)).astype(np.float32)
+    low, clipped = np.minimum(gate, 7), np.clip(up, -7, 7)
+    wanted = {
+        Activation(): gate / (1 + np.exp(-gate)) * up,
+        Activation("silu", 7.0): low / (1 + np.exp(-low)) * clipped,
+        Activation("gpt_oss", 7.0): (clipped + 1) * low / (1 + np.exp(-1.702 * low)),
+    }
+    for activation, value in wanted.items():
+        np.testing.assert_allclose(jax.jit(activation)(gate, up), value, rtol=2e-6, err_msg=str(activation))
+
+
+def test_biased_choices_within_groups_equal_numpy():
+    """DeepSeek-V3's choice, spelled out row by row."""
+    rng = np.random.default_rng(9)
+    logits_ME, bias_E = rng.normal(size=(40, 16)).astype(np.float32), rng.normal(size=16).astype(np.float32)
+    spec = RouterSpec("sigmoid", scale=2.5, choice_bias=True, groups=4, kept_groups=2)
+    found = jax.jit(route, static_argnums=(1, 2))(logits_ME, 4, spec, bias_E)
+    score_ME = 1 / (1 + np.exp(-logits_ME.astype(np.float64)))
+    for row in range(40):
+        wanted = (score_ME[row] + bias_E).reshape(4, 4)
+        kept = np.argsort(-np.sort(wanted, axis=1)[:, -2:].sum(axis=1))[:2]
+        hidden = np.where(np.isin(np.arange(4), kept)[:, None], wanted, -np.inf).ravel()
+        chosen = np.argsort(-hidden)[:4]
+        assert found.expert_MA[row].tolist() == chosen.tolist()
+        weight = score_ME[row, chosen] / score_ME[row, chosen].sum() * 2.5
+        np.testing.assert_allclose(found.weight_MA[row], weight, rtol=1e-5)
