@@ -93,11 +93,26 @@ class Verdict:
 
 
 @pytree
+class Features:
+    """What the target computed at some positions.
+
+    Attributes:
+      last_BTD: stream behind the final norm, float32.
+      stream: the stream before it [B, T, D], or with hyper-connections the streams [B, T, N, D].
+    """
+
+    last_BTD: Array
+    stream: Array
+
+
+@pytree
 class Commit:
     """What became part of the text.
 
     Attributes:
       token_BT: the anchor first, then every committed token but the last: the tokens whose positions are now final.
+      next_BT: the token behind each of them, so the last one that counts is the next anchor.
+      features: of the target at their positions.
       count_B: how many of them count.
       start_B: position of the first.
       path_BT: nodes that they stood at, for drafters that wrote ahead along the topology; None in prefill.
@@ -105,6 +120,8 @@ class Commit:
     """
 
     token_BT: Array
+    next_BT: Array
+    features: Features
     count_B: Array
     start_B: Array
     path_BT: Array | None

@@ -73,9 +73,13 @@ class Window:
 
 
 def entries(spec: StreamSpec, room: int, slack: int, block: int) -> int:
-    """Entries of one row's own array: its ring, or ``room`` positions; whole blocks of ``entry_block``."""
+    """Entries of one row's own array: its ring, or ``room`` positions; whole blocks of ``entry_block``.
+
+    Of several positions per entry there is one more entry: a forward writes as many as its positions may touch.
+    """
     size = entry_block(spec, block)
     needed = room if spec.reach is None else min(spec.reach + slack, room)
+    needed += spec.stride if spec.stride > 1 else 0
     return math.ceil(needed / (spec.stride * size)) * size
 
 

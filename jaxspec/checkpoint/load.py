@@ -1,26 +1,25 @@
-"""A checkpoint directory to parameters on the device, in the layout that the compute path wants."""
+"""A checkpoint directory to a model on its devices, in the layout that the compute path wants."""
 
-import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec.checkpoint.catalog import known_tables
-from jaxspec.checkpoint.packs import PACKS
-from jaxspec.checkpoint.places import Leaf, abstract_params, flatten, places, published_shapes, unflatten
-from jaxspec.checkpoint.stream import TensorFiles
-from jaxspec.checkpoint.table import Table
+from jaxspec.checkpoint.fill import Show, fill
+from jaxspec.checkpoint.plan import Plan, make_plan
+from jaxspec.checkpoint.quantized import check_method
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Params
+from jaxspec.sharding.rules import named_shardings
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Model:
     """A loaded model.
 
     Attributes:
-      net: the network, hashable.
+      net: the network, hashable; its policy knows what stayed quantised.
       params: its parameters.
       config: the published config.
       generation: the published generation defaults, empty if there are none.
@@ -68,78 +67,95 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def check_names(directory: Path, table: Table, arch: ArchSpec, found: Mapping[str, Leaf], files: TensorFiles) -> None:
-    """Compares published names and shapes with what the architecture needs.
-
-    Raises:
-      CheckpointError: names every missing, extra and misshaped tensor at once.
-    """
-    expected = {
-        name: shape
-        for leaf in found.values()
-        for rule in leaf.rules.values()
-        for name, shape in zip(rule.hub, published_shapes(leaf, rule), strict=True)
-    }
-    whole = {name.partition("[")[0] for name in expected}
-    missing = sorted({name.partition("[")[0] for name in expected} - set(files))
-    behind = {name for rule in table.mtp_rules(arch) for name in rule.hub}
-    extra = [n for n in files if n not in whole and n not in behind and not n.endswith(table.ignored)]
-    if "lm_head.weight" in extra and arch.tied:
-        extra.remove("lm_head.weight")
-    wrong = [
-        f"{name}: {files.shape(name)} in the file, {shape} by the config"
-        for name, shape in expected.items()
-        if name.partition("[")[0] in files and files.shape(name) != tuple(shape)
-    ]
-    problems = [("missing", missing), ("not known", extra), ("of the wrong shape", wrong)]
-    text = [f"{len(names)} {kind}: " + ", ".join(names) for kind, names in problems if names]
-    if text:
-        raise CheckpointError(f"{directory}: tensors do not match config.json; " + "; ".join(text))
-
-
-def load_params(directory: Path, net: Transformer, show: Callable[[int, int], None] | None = None) -> Params:
-    """Reads every tensor once into its final layout and dtype.
+def plan_model(directory: str | Path, policy: Policy, quantization: str = "auto") -> Plan:
+    """What loading a directory would do and what is wrong with it, from its headers alone.
 
     Args:
-      directory: checkpoint.
-      net: says which parameters exist, in which layout and dtype.
-      show: called with (parameters read, parameters in all).
+      directory: checkpoint in Hugging Face layout.
+      policy: layout and dtypes of the parameters.
+      quantization: see ``make_plan``.
 
     Raises:
-      CheckpointError: files are unreadable or do not match.
-    """
-    table = known_tables()[net.arch.family]
-    leaves = flatten(abstract_params(net))
-    files = TensorFiles(directory)
-    found = places(table.rules(net.arch), leaves, net.arch)
-    check_names(directory, table, net.arch, found, files)
-    done: dict[str, Any] = {}
-    for path, leaf in found.items():
-        done[path] = jnp.asarray(_read(files, leaf, np.dtype(leaves[path].dtype)))
-        if show:
-            show(len(done), len(leaves))
-    return {"params": unflatten(done)}
-
-
-def _read(files: TensorFiles, leaf: Leaf, dtype: np.dtype) -> np.ndarray:
-    """One parameter, filled part by part."""
-    out = np.empty(leaf.shape, dtype)
-    for index in itertools.product(*map(range, leaf.shape[: leaf.lead])):
-        rule = leaf.rules[index]
-        out[index] = PACKS[rule.pack].join([files.read(name) for name in rule.hub], leaf.part)
-    return out
-
-
-def load_model(directory: str | Path, policy: Policy, show: Callable[[int, int], None] | None = None) -> Model:
-    """Loads a Hugging Face directory.
-
-    Raises:
-      ConfigError: the config is missing, corrupt or of an unknown family.
-      CheckpointError: the tensors are unreadable or do not match.
+      ConfigError: the config is missing, corrupt, of an unknown family or quantised in a way that is not supported.
+      CheckpointError: the files are unreadable.
     """
     directory = Path(directory)
     config = read_config(directory)
     net = Transformer(arch_of(config), policy)
-    params = load_params(directory, net, show)
-    generation = directory / "generation_config.json"
-    return Model(net, params, config, _read_json(generation) if generation.exists() else {}, directory)
+    table = known_tables()[net.arch.family]
+    return make_plan(
+        directory, net, table.rules(net.arch), beside=table.beside(net.arch), ignored=table.ignored,
+        block=check_method(config), quantization=quantization,
+    )  # fmt: skip
+
+
+def load_model(
+    directory: str | Path,
+    policy: Policy,
+    *,
+    quantization: str = "auto",
+    mesh: Mesh | None = None,
+    show: Show | None = None,
+) -> Model:
+    """Loads a Hugging Face directory.
+
+    Args:
+      directory: checkpoint.
+      policy: layout and dtypes of the parameters; formats of what stays quantised are filled in.
+      quantization: ``auto`` keeps published quantised weights as they are, ``none`` widens them to the policy's dtype;
+        ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain checkpoint.
+      mesh: devices that the parameters are split over, None for the default device.
+      show: called with (bytes placed, bytes in all).
+
+    Raises:
+      ConfigError: the config is missing, corrupt or of an unknown family, or the quantisation is not possible.
+      CheckpointError: the tensors are unreadable or do not match.
+    """
+    plan = plan_model(directory, policy, quantization)
+    plan.check()
+    config = read_config(plan.directory)
+    net = Transformer(arch_of(config), plan.policy)
+    params = fill(plan, partial(named_shardings, mesh=mesh) if mesh else None, show)
+    generation = plan.directory / "generation_config.json"
+    return Model(net, params, config, _read_json(generation) if generation.exists() else {}, plan.directory)
+
+
+def load_mtp(
+    directory: str | Path,
+    net: Transformer,
+    *,
+    quantization: str = "auto",
+    mesh: Mesh | None = None,
+    show: Show | None = None,
+) -> tuple[Mtp, Params]:
+    """Loads the layers of multi-token prediction that were published with a model.
+
+    Args:
+      directory: the model's checkpoint.
+      net: the model's network.
+      quantization: as of ``load_model``, like what follows.
+      mesh: devices that the parameters are split over.
+      show: called with (bytes placed, bytes in all).
+
+    Raises:
+      ConfigError: the config promises no such layers.
+      CheckpointError: the files lack them, which is common in copies that were saved again, or do not match.
+    """
+    directory, arch = Path(directory), net.arch
+    if not arch.mtp:
+        raise ConfigError(
+            f"{directory}: config.json ({arch.family}) has no layers of multi-token prediction "
+            "(num_nextn_predict_layers); speculate with another method"
+        )
+    block, rules = check_method(read_config(directory)), known_tables()[arch.family].mtp_rules(arch)
+    plan = make_plan(directory, Mtp(arch, net.policy), rules, block=block, quantization=quantization)
+    missing = plan.problems["missing"]
+    if missing:
+        raise CheckpointError(
+            f"{directory}: config.json promises {len(arch.mtp)} layers of multi-token prediction, but {len(missing)} "
+            f"of their tensors are missing, as copies that were saved again often lack them: {', '.join(missing)}; "
+            "download the published files, or speculate with another method"
+        )
+    plan.check()
+    params = fill(plan, partial(named_shardings, mesh=mesh) if mesh else None, show)
+    return Mtp(arch, plan.policy), params

@@ -1,5 +1,6 @@
 """Bijections between published arrays and one parameter: they move axes and never change a value."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,18 +15,39 @@ class Pack:
     """One bijection.
 
     Attributes:
-      join: published arrays to a parameter of the given shape.
+      join: published arrays to a parameter of the given shape; where it can, a view of them.
       split: parameter to published arrays.
+      axes: for each axis of a parameter made of matrices, the matrix axis that it comes from, None for that which
+        counts matrices. None for packs of whatever else, whose parameters are never kept quantised.
+      inner: the matrix axis that a product sums over.
+      finer: size of the blocks that fit both layouts, from that of published blocks and the size of the last of the
+        axes that a matrix axis is cut into.
     """
 
     join: Callable[[Arrays, Shape], np.ndarray]
     split: Callable[[np.ndarray], Arrays]
+    axes: tuple[int | None, ...] | None = None
+    inner: int = 1
+    finer: Callable[[int, int], int] = math.gcd
+
+    def blocks(self, part: Shape, blocks: tuple[int, int]) -> tuple[int, ...] | None:
+        """Sizes of the blocks of a parameter, from those of its matrices; None if it cannot be kept quantised."""
+        if self.axes is None or len(self.axes) != len(part):
+            return None
+        found = []
+        for place, axis in enumerate(self.axes):
+            if axis is None or axis in self.axes[place + 1 :]:
+                found.append(1)
+            elif axis in self.axes[:place]:
+                found.append(self.finer(blocks[axis], part[place]))
+            else:
+                found.append(blocks[axis])
+        return tuple(found)
 
 
 def _join_qkv(arrays: Arrays, shape: Shape) -> np.ndarray:
     *_, kv_heads, _, width = shape
-    parts = [a.reshape(kv_heads, -1, width, *a.shape[1:]) for a in arrays]
-    joined = np.concatenate(parts, axis=1)
+    joined = np.concatenate([a.reshape(kv_heads, -1, width, *a.shape[1:]) for a in arrays], axis=1)
     return np.moveaxis(joined, -1, 0) if joined.ndim == 4 else joined
 
 
@@ -37,26 +59,36 @@ def _split_qkv(leaf: np.ndarray) -> Arrays:
 
 PACKS: Mapping[str, Pack] = {
     # [N] or any shape to itself
-    "copy": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf]),
+    "copy": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf], (0, 1), inner=0),
     # [H * C] to [H, C]
     "heads": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf.reshape(-1)]),
     # [out, in] to [in, out]
-    "transpose": Pack(lambda a, _: a[0].T, lambda leaf: [leaf.T]),
+    "transpose": Pack(lambda a, _: a[0].T, lambda leaf: [leaf.T], (1, 0)),
     # three of [heads * C, D] to [D, G, R + 2, C], or three biases to [G, R + 2, C]
-    "qkv": Pack(_join_qkv, _split_qkv),
+    "qkv": Pack(_join_qkv, _split_qkv, (1, 0, 0, 0)),
     # [D, H * C] to [H, C, D]
-    "out": Pack(lambda a, shape: a[0].T.reshape(shape), lambda leaf: [leaf.reshape(-1, leaf.shape[-1]).T]),
+    "out": Pack(lambda a, shape: a[0].T.reshape(shape), lambda leaf: [leaf.reshape(-1, leaf.shape[-1]).T], (1, 1, 0)),
     # [H * C, R] to [R, H, C]
-    "from_rank": Pack(lambda a, shape: a[0].T.reshape(shape), lambda leaf: [leaf.reshape(leaf.shape[0], -1).T]),
+    "from_rank": Pack(
+        lambda a, shape: a[0].T.reshape(shape),
+        lambda leaf: [leaf.reshape(leaf.shape[0], -1).T],
+        (1, 0, 0),
+    ),
+    # [H * X, R] to [H, X, R]
+    "head_rows": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf.reshape(-1, leaf.shape[-1])], (0, 0, 1)),
     # two of [F, D] to [D, 2, F]
     "gate_up": Pack(
-        lambda a, _: np.stack([a[0].T, a[1].T], axis=1),
+        lambda a, _: np.stack(a).transpose(2, 0, 1),
         lambda leaf: [leaf[:, 0].T, leaf[:, 1].T],
+        (1, None, 0),
     ),
     # [D, 2 F], gate and up columns by turns, to [D, 2, F]
     "by_turns": Pack(
         lambda a, shape: a[0].reshape(shape[0], -1, 2).swapaxes(1, 2),
         lambda leaf: [leaf.swapaxes(1, 2).reshape(leaf.shape[0], -1)],
+        (0, 1, 1),
+        inner=0,
+        finer=lambda block, _: max(block // 2, 1),
     ),
     # [2 F], gate and up entries by turns, to [2, F]
     "bias_by_turns": Pack(lambda a, _: a[0].reshape(-1, 2).T, lambda leaf: [leaf.T.reshape(-1)]),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -96,5 +97,11 @@ def _place(path: str, leaves: Mapping[str, Any], cut: tuple) -> tuple[str, tuple
 
 
 def published_shapes(leaf: Leaf, rule: Rule) -> list[tuple[int, ...]]:
-    """Shapes of the published tensors of one rule."""
-    return [part.shape for part in PACKS[rule.pack].split(np.broadcast_to(np.zeros((), np.int8), leaf.part))]
+    """Shapes of what the published tensors of one rule stand for."""
+    return part_shapes(rule.pack, leaf.part)
+
+
+@cache
+def part_shapes(pack: str, part: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes of the arrays that a pack makes a part of a parameter of."""
+    return [array.shape for array in PACKS[pack].split(np.broadcast_to(np.zeros((), np.int8), part))]

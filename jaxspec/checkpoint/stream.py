@@ -52,6 +52,20 @@ class TensorFiles(Mapping[str, np.ndarray]):
         raw = np.frombuffer(self._maps[tensor.file], np.uint8, tensor.end - tensor.begin, tensor.begin)
         return raw.view(tensor.dtype).reshape(tensor.shape)
 
+    def release(self, name: str) -> None:
+        """Lets go of the memory that reading a tensor or an entry took; reading it again brings it back."""
+        whole, _, entry = name.partition("[")
+        tensor = self.tensors[whole]
+        if tensor.file not in self._maps:
+            return
+        begin, end = tensor.begin, tensor.end
+        if entry:
+            size = (end - begin) // tensor.shape[0]
+            begin += int(entry.rstrip("]")) * size
+            end = begin + size
+        begin -= begin % mmap.PAGESIZE
+        self._maps[tensor.file].madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
     def read(self, name: str) -> np.ndarray:
         """A tensor, or with ``name[i]`` the i-th entry of its first axis."""
         whole, _, entry = name.partition("[")
@@ -61,6 +75,9 @@ class TensorFiles(Mapping[str, np.ndarray]):
         """Shape of what ``read`` gives."""
         whole, _, entry = name.partition("[")
         return self.tensors[whole].shape[1:] if entry else self.tensors[whole].shape
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)

@@ -53,6 +53,12 @@ class Table:
         for y, layer in enumerate(arch.layers):
             yield from self._layer(f"layers_{y}/", self.prefix.replace("{y}", str(y)), layer.ffn)
 
+    def beside(self, arch: ArchSpec) -> tuple[str, ...]:
+        """Beginnings of the published names of multi-token prediction, which the model itself does without."""
+        if self.mtp_prefix is not None:
+            return (self.mtp_prefix.partition("{")[0],)
+        return tuple(_fill(self.prefix, y=len(arch.layers) + n) for n in range(len(arch.mtp)))
+
     def mtp_rules(self, arch: ArchSpec) -> Iterator[Rule]:
         """Every rule of multi-token prediction, under ``mtp_0/``; those of its decoder layer under ``mtp_0/block/``."""
         for n, layer in enumerate(arch.mtp):

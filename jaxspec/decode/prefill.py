@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxspec.cache.kv import Window
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import forward
-from jaxspec.protocol import Commit, Drafter, Sampling
+from jaxspec.protocol import Commit, Drafter, Features, Sampling
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
@@ -17,8 +17,9 @@ def prefill(
     drafter: Drafter,
     state: DecodeState,
     row: Array,
-    token_T: Array,
+    token_X: Array,
     start: Array,
+    count: Array,
     table_J: Array | None = None,
 ) -> DecodeState:
     """Writes one chunk of a row's prompt into the target's and the drafter's caches.
@@ -28,18 +29,20 @@ def prefill(
       drafter: observes the chunk.
       state: donated.
       row: int32 scalar.
-      token_T: chunk, padded to its bucket; padding lands behind the prompt and is overwritten later.
+      token_X: chunk and the token behind it, then padding up to one more than its bucket; what padding writes lands
+        behind the prompt and is overwritten later.
       start: position of the first token.
+      count: length of the chunk, which leaves at least one token behind it.
       table_J: page ids of the row, None without a page pool.
     """
-    start_B, token_BT = start[None], token_T[None]
-    position_BT = start_B[:, None] + jnp.arange(token_T.shape[0], dtype=jnp.int32)[None]
+    start_B, token_BT, next_BT = start[None], token_X[None, :-1], token_X[None, 1:]
+    position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     table = None if table_J is None else table_J[None]
     window = Window(start_B, table, row[None], block=target.block)
-    _, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window)
-    count_B = jnp.full(1, token_T.shape[0], jnp.int32)
-    draft = drafter.observe(state.draft, Commit(token_BT, count_B, start_B, None, row))
-    return replace(state, layers=layers, draft=draft)
+    hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window)
+    features = Features(hidden.last_BTD, hidden.stream)
+    commit = Commit(token_BT, next_BT, features, count[None], start_B, path_BT=None, row=row)
+    return replace(state, layers=layers, draft=drafter.observe(state.draft, commit))
 
 
 def admit(

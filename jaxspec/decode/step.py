@@ -1,6 +1,7 @@
 """The step: draft, verify, accept, commit, observe, for every row at once; and several of them in one dispatch."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxspec.cache.kv import Window
 from jaxspec.decode.state import DecodeState, Target, write_rows
 from jaxspec.models.caches import compact_caches
 from jaxspec.models.transformer import forward, head
-from jaxspec.protocol import Commit, Drafter, Verdict
+from jaxspec.protocol import Commit, Drafter, Features, Verdict
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from jaxspec.verify.logits import Context, process
@@ -73,11 +74,20 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
     if not top.is_chain:
         layers = compact_caches(layers, target.net.arch, target.net.policy, window, verdict.path_BT)
     final_BT = jnp.concatenate([anchor.token_B[:, None], verdict.token_BT[:, :-1]], axis=1)
-    draft = drafter.observe(draft, Commit(final_BT, verdict.count_B, anchor.length_B, verdict.path_BT, None))
+    features = jax.tree.map(partial(_along, path_BT=verdict.path_BT), Features(hidden.last_BTD, hidden.stream))
+    commit = Commit(
+        final_BT, verdict.token_BT, features, verdict.count_B, anchor.length_B, path_BT=verdict.path_BT, row=None
+    )
+    draft = drafter.observe(draft, commit)
     logprob, ranked = _logprobs(logits_BTV, verdict, sampling.logprobs_B, plan.logprobs)
     drafted_B = jnp.sum(usable(proposal, sampling, top) & state.active_B[:, None], axis=1, dtype=jnp.int32)
     out = StepOut(verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, logprob, ranked)
     return _advance(state, layers, draft, verdict, stopped_B | full_B), out
+
+
+def _along(x: Array, path_BT: Array) -> Array:
+    """Entries [B, T, ...] of an array over nodes that a path visits."""
+    return jnp.take_along_axis(x, path_BT.reshape(*path_BT.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 def _advance(state: DecodeState, layers, draft, verdict: Verdict, done_B: Array) -> DecodeState:

@@ -1,13 +1,16 @@
 """Speculation settings, in vLLM's words, to a drafter."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
+from jaxspec.models.arch import ArchSpec, LayerSpec
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.protocol import Drafter
 from jaxspec.shapes import Params
@@ -25,7 +28,7 @@ class SpeculativeConfig:
     """A checked ``speculative_config``.
 
     Attributes:
-      method: ``ngram``, ``draft_model`` or ``none``.
+      method: ``ngram``, ``draft_model``, ``mtp`` or ``none``.
       topology: chain or tree.
       rule: verification rule.
       model: directory of the draft model.
@@ -44,7 +47,8 @@ KEYS = {
     "method", "model", "num_speculative_tokens", "speculative_token_tree", "rejection_sample_method",
     "prompt_lookup_max", "prompt_lookup_min",
 }  # fmt: skip
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "mtp")
+ALIASES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
 
 
 def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
@@ -66,6 +70,7 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     if unknown:
         raise ConfigError(f"speculative_config: unknown keys {unknown}; known are {sorted(KEYS)}")
     method = config.get("method") or ("draft_model" if config.get("model") else None)
+    method = ALIASES.get(method, method) if isinstance(method, str) else method
     if method not in METHODS:
         raise ConfigError(f"speculative_config: method {method!r} is not known; known are {list(METHODS)}")
     rule = config.get("rejection_sample_method", "match")
@@ -77,8 +82,8 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     if RULES[rule] == "block" and not topology.is_chain:
         raise ConfigError("speculative_config: block verification is for chains; leave speculative_token_tree out")
     longest, shortest = _lookup(config)
-    if method == "ngram" and config.get("model"):
-        raise ConfigError('speculative_config: method "ngram" takes no "model"; leave one of them out')
+    if method != "draft_model" and config.get("model"):
+        raise ConfigError(f'speculative_config: method "{method}" takes no "model"; leave one of them out')
     if method == "draft_model" and not config.get("model"):
         raise ConfigError('speculative_config: method "draft_model" needs "model", the directory of the draft model')
     return SpeculativeConfig(method, topology, RULES[rule], config.get("model"), longest, shortest)
@@ -114,26 +119,50 @@ def _topology(config: Mapping[str, Any]) -> Topology:
     return chain(length)
 
 
-def build(config: SpeculativeConfig, vocab_size: int, block: int, model: tuple[Transformer, Params] | None) -> Drafter:
+def build(
+    config: SpeculativeConfig,
+    target: tuple[Transformer, Params],
+    block: int,
+    model: tuple[Transformer | Mtp, Params] | None = None,
+) -> Drafter:
     """The drafter of a checked config, ready for a target.
 
     Args:
       config: what is wanted.
-      vocab_size: the target's.
+      target: its network and parameters.
       block: positions that attention reads at a time.
-      model: network and parameters of the draft model, where the method has one.
+      model: network and parameters that draft: of the draft model, or of the target's multi-token prediction.
 
     Raises:
-      ConfigError: the draft model's vocabulary does not fit the target's.
+      ConfigError: trees are wanted where attention cannot verify or draft them, or the draft model's vocabulary does
+        not fit the target's.
     """
+    net, params = target
     if config.method == "none":
         return NoDrafts()
-    if config.method == "ngram" or model is None:
+    _check_tree(config, net.arch, net.arch.layers, "the target")
+    if config.method == "ngram":
         return Ngram(config.topology, config.lookup_max, config.lookup_min)
-    net, params = model
-    if net.arch.vocab_size != vocab_size:
+    if model is None:
+        raise AssertionError(f"method {config.method} drafts with a model")
+    draft, weights = model
+    if isinstance(draft, Mtp):
+        _check_tree(config, draft.arch, draft.arch.mtp, "its multi-token prediction")
+        return MtpHeads(weights, params, draft, net, config.topology, block)
+    if draft.arch.vocab_size != net.arch.vocab_size:
         raise ConfigError(
-            f"speculative_config: the draft has a vocabulary of {net.arch.vocab_size}, the target of {vocab_size}; "
-            "use a draft model trained with the target's tokenizer"
+            f"speculative_config: the draft has a vocabulary of {draft.arch.vocab_size}, the target of "
+            f"{net.arch.vocab_size}; use a draft model trained with the target's tokenizer"
         )
-    return SmallLm(params, net, config.topology, block)
+    _check_tree(config, draft.arch, draft.arch.layers, "the draft model")
+    return SmallLm(weights, draft, config.topology, block)
+
+
+def _check_tree(config: SpeculativeConfig, arch: ArchSpec, layers: tuple[LayerSpec, ...], whose: str) -> None:
+    """Refuses trees where a layer cannot run them."""
+    why = replace(arch, layers=layers).chain_only
+    if why and not config.topology.is_chain:
+        raise ConfigError(
+            f"speculative_config: speculative_token_tree is not possible, because {whose} ({arch.family}) has {why}; "
+            "use num_speculative_tokens"
+        )

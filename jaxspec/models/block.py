@@ -8,15 +8,21 @@ import jax.numpy as jnp
 from jaxspec.cache.kv import LayerCache, Window
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.nn.attention import Attention, AttentionSpec
+from jaxspec.nn.compressed_attention import CompressedAttention, CompressedSpec
 from jaxspec.nn.ffn import DenseFfn
 from jaxspec.nn.hyper import HyperConnection, merge
+from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
 from jaxspec.nn.moe import Moe, MoeSpec
 from jaxspec.nn.norm import layer_norm, rms_norm
 from jaxspec.nn.policy import Policy, weight
 from jaxspec.nn.router import Routing
 from jaxspec.shapes import Array
 
-MIXERS: dict[type, Any] = {AttentionSpec: Attention}
+MIXERS: dict[type, Any] = {
+    AttentionSpec: Attention,
+    LatentSpec: LatentAttention,
+    CompressedSpec: CompressedAttention,
+}
 
 
 def norm_params(module: nn.Module, arch: ArchSpec, policy: Policy, name: str) -> tuple[Array, Array | None]:

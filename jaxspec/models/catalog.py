@@ -1,4 +1,4 @@
-"""The families that are known, found by looking into the folder of families."""
+"""The families that are known: ``FAMILY``, or several ``FAMILIES``, of each module in the folder of families."""
 
 import importlib
 import pkgutil
@@ -14,7 +14,8 @@ from jaxspec.models.family import Config, Family, arch_from_config
 def known_families() -> dict[str, Family]:
     """Every family by its ``model_type``."""
     names = [module.name for module in pkgutil.iter_modules(families.__path__)]
-    rows = [importlib.import_module(f"{families.__name__}.{name}").FAMILY for name in names]
+    modules = [importlib.import_module(f"{families.__name__}.{name}") for name in names]
+    rows = [row for module in modules for row in getattr(module, "FAMILIES", None) or (module.FAMILY,)]
     return {row.model_type: row for row in rows}
 
 

@@ -205,7 +205,7 @@ def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
 
 
 def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
-    hashed = row.hash_layers is not None and layer < read.get(row.hash_layers, default=0)
+    hashed = row.hash_layers is not None and _is_hashed(read, row.hash_layers, layer)
     groups = read.count("n_group", default=1) if row.grouped else 1
     kept = read.count("topk_group", default=1) if row.grouped else 1
     if (experts % groups or kept > groups) and not read.missing:
@@ -220,6 +220,12 @@ def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
         kept_groups=kept,
         exact=row.exact,
     )
+
+
+def _is_hashed(read: Reader, key: str, layer: int) -> bool:
+    """Whether a layer is routed by token id: the first ones, or those that transformers 5 lists."""
+    kinds = read.get("mlp_layer_types", default=None)
+    return layer < read.get(key, default=0) if kinds is None else "hash_moe" in kinds[layer : layer + 1]
 
 
 def _is_dense(read: Reader, row: MoeRow, layer: int) -> bool:

@@ -97,11 +97,13 @@ class Transformer(nn.Module):
         last = normalise(self.arch, last, self.norm) if self.arch.final_norm else last
         return Hidden(last, x, tuple(written) if memory else None, tuple(kept[b] for b in taps), tuple(routing))
 
-    def _embed(self, token_BT: Array, position_BT: Array) -> Array:
-        a = self.arch
+    def embed(self, token_BT: Array) -> Array:
+        """Embeddings of tokens, float32 [B, T, D]."""
         x = self.embed_VD[token_BT].astype(jnp.float32)
-        if a.embed_dim:
-            x = dense(x, self.project_in_XD, dtype=self.policy.compute)
+        return dense(x, self.project_in_XD, dtype=self.policy.compute) if self.arch.embed_dim else x
+
+    def _embed(self, token_BT: Array, position_BT: Array) -> Array:
+        a, x = self.arch, self.embed(token_BT)
         if a.learned_positions:
             place_BT = jnp.minimum(position_BT, a.learned_positions - 1) + POSITION_OFFSET
             x = x + self.position_SD[place_BT].astype(jnp.float32)
@@ -163,6 +165,11 @@ def forward(
     """Runs T positions over a cache; returns the hidden states and the caches with those positions written."""
     hidden: Any = net.apply(cast(Any, params), token_BT, position_BT, memory, window, taps)
     return hidden, hidden.layers
+
+
+def embed(net: Transformer, params: Params, token_BT: Array) -> Array:
+    """Embeddings of tokens, float32 [B, T, D]."""
+    return cast(Array, net.apply(cast(Any, params), token_BT, method="embed"))
 
 
 def head(net: Transformer, params: Params, last: Array) -> Array:

@@ -1,10 +1,13 @@
 """Hyper-connections: several residual streams that each sub-layer mixes, reads and writes (DeepSeek-V4's mHC)."""
 
+import functools
+import operator
 from dataclasses import dataclass
 
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxspec.nn.dense import exact_dense
 from jaxspec.nn.norm import rms_norm
@@ -19,7 +22,7 @@ class HyperSpec:
 
     Attributes:
       streams: N, residual streams.
-      rounds: Sinkhorn normalisations of the mixing matrix.
+      rounds: normalisations of the mixing matrix's columns.
       eps: keeps mixing weights and their sums positive.
     """
 
@@ -53,31 +56,49 @@ class HyperConnection(nn.Module):
         mixed = mixed * scale_3[each] + base_X
         read_BTN = sigmoid(mixed[..., :n]) + np.float32(s.eps)
         write_BTN = 2 * sigmoid(mixed[..., n : 2 * n])
-        comb = softmax(mixed[..., 2 * n :].reshape(*mixed.shape[:2], n, n)) + np.float32(s.eps)
-        comb = _columns(comb, s.eps)
-        for _ in range(s.rounds - 1):
-            comb = _columns(comb / (row_sum(comb) + np.float32(s.eps)), s.eps)
-        return _weighted(read_BTN, x_BTND), write_BTN, comb
+        comb_BTNN = softmax(mixed[..., 2 * n :].reshape(*mixed.shape[:2], n, n)) + np.float32(s.eps)
+        return _weighted(read_BTN, x_BTND), write_BTN, balanced(comb_BTNN, s.rounds, s.eps)
 
 
-def _columns(comb: Array, eps: float) -> Array:
-    """Divides every column by its sum."""
-    total = row_sum(comb.swapaxes(-1, -2)).swapaxes(-1, -2)
-    return comb / (total + np.float32(eps))
+def balanced(comb: Array, rounds: int, eps: float) -> Array:
+    """Brings the sums of columns and rows of [..., N, N] by turns to 1, columns first and last (Sinkhorn 1967).
+
+    Args:
+      comb: positive matrices.
+      rounds: how often columns are normalised.
+      eps: added to the sums.
+    """
+
+    def columns(comb: Array) -> Array:
+        return comb / (row_sum(comb.swapaxes(-1, -2)).swapaxes(-1, -2) + np.float32(eps))
+
+    def both(_: Array, comb: Array) -> Array:
+        return columns(comb / (row_sum(comb) + np.float32(eps)))
+
+    return lax.fori_loop(0, rounds - 1, both, columns(comb))
 
 
 def _weighted(w_BTN: Array, x_BTND: Array) -> Array:
     """Weighted sum of streams."""
-    return row_sum((w_BTN[..., None] * x_BTND).swapaxes(-1, -2))[..., 0]
+    return _added([w_BTN[..., i, None] * x_BTND[..., i, :] for i in range(w_BTN.shape[-1])])
 
 
 def merge(x_BTND: Array, out_BTD: Array, write_BTN: Array, comb_BTNN: Array) -> Array:
     """The streams after a sub-layer: each gets its share of the output and a mixture of the old streams.
 
-    The mixture sums over the matrix's first index.
+    Args:
+      x_BTND: the streams before it.
+      out_BTD: the sub-layer's output.
+      write_BTN: shares of the output.
+      comb_BTNN: mixture; stream j gets the entries ``comb[i, j]`` of streams i.
     """
-    mixed = row_sum(comb_BTNN.swapaxes(-1, -2)[..., None, :] * x_BTND.swapaxes(-1, -2)[..., None, :, :])[..., 0]
-    return write_BTN[..., None] * out_BTD[..., None, :] + mixed
+    shares = [(write_BTN, out_BTD)] + [(comb_BTNN[:, :, i], x_BTND[:, :, i]) for i in range(x_BTND.shape[2])]
+    return _added([share_BTN[..., None] * x_BTD[:, :, None] for share_BTN, x_BTD in shares])
+
+
+def _added(parts: list[Array]) -> Array:
+    """Sum in the order of the list."""
+    return functools.reduce(operator.add, parts)
 
 
 class HyperHead(nn.Module):

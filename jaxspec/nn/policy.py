@@ -12,7 +12,7 @@ from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
 from jaxspec.shapes import Array
 
 BFLOAT16 = jnp.dtype("bfloat16")
-CONTAINERS = ("layers_", "segment_", "block")
+CONTAINERS = ("layers_", "segment_", "mtp_", "block")
 Weight = Array | Quantized
 
 
@@ -43,10 +43,13 @@ class Policy:
 
 
 def kind_of(path: Sequence[str]) -> str:
-    """A parameter's path without what numbers its layer: the same for all layers of an architecture."""
-    kept = [part for part in path if not part.startswith(CONTAINERS)]
-    name = kept[-1].rstrip("0123456789")
-    return "/".join([*kept[:-1], name[:-1] if name != kept[-1] and name.endswith("_") else kept[-1]])
+    """A parameter's path without the numbers of its layer and expert: the same for all of an architecture.
+
+    ``layers_3/ffn/down_FD_5`` is of the kind ``ffn/down_FD_{e}``.
+    """
+    *folders, name = (part for part in path if not part.startswith(CONTAINERS))
+    base, _, number = name.rpartition("_")
+    return "/".join([*folders, f"{base}_{{e}}" if number.isdigit() else name])
 
 
 def weight(

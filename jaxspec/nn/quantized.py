@@ -11,8 +11,7 @@ from jax import lax
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array
 
-# E2M1: one sign bit, two exponent bits, one mantissa bit (OCP Microscaling Formats 1.0, 5.3.3).
-FP4_VALUES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+E4M3_BIAS, E2M1_BIAS, E4M3_LEAST = 7, 1, np.float32(2.0**-9)
 
 
 @dataclass(frozen=True)
@@ -100,22 +99,47 @@ def abstract_quantized(shape: tuple[int, ...], form: Format) -> Quantized:
 
 
 def _unpacked(data: Array, form: Format) -> Array:
-    if form.kind != "fp4":
+    """The numbers as float32, without their scales."""
+    if form.kind == "int8":
         return data.astype(jnp.float32)
+    if form.kind == "fp8":
+        bits = lax.bitcast_convert_type(data, jnp.uint8).astype(jnp.uint32)
+        return _float(bits, exponent=4, mantissa=3, bias=E4M3_BIAS, least=E4M3_LEAST)
     axis = data.ndim + form.packed_axis
-    both = jnp.stack([data & 15, data >> 4], axis=axis + 1)
+    both = jnp.stack([data & np.uint8(15), data >> np.uint8(4)], axis=axis + 1)
     half = both.reshape(*data.shape[:axis], -1, *data.shape[axis + 1 :])
-    return jnp.asarray(FP4_VALUES)[half.astype(jnp.int32)]
+    return _float(half.astype(jnp.uint32), exponent=2, mantissa=1, bias=E2M1_BIAS, least=np.float32(0.5))
+
+
+def _float(bits: Array, *, exponent: int, mantissa: int, bias: int, least: np.float32) -> Array:
+    """Small floats by their bits; on CPU half the time of XLA's own conversion, a third of a table's.
+
+    Not-a-number is not known here; the loader refuses it.
+
+    Args:
+      bits: uint32.
+      exponent: its width in bits.
+      mantissa: its width in bits.
+      bias: of the exponent.
+      least: what the lowest mantissa bit counts where the exponent is 0.
+    """
+    magnitude = bits & np.uint32((1 << (exponent + mantissa)) - 1)
+    shifted = (magnitude << np.uint32(23 - mantissa)) + np.uint32((127 - bias) << 23)
+    # From integers, because XLA:CPU takes float32 numbers below the normal ones for 0.
+    low = magnitude.astype(jnp.int32).astype(jnp.float32) * least
+    value = jnp.where(magnitude < 1 << mantissa, low, lax.bitcast_convert_type(shifted, jnp.float32))
+    sign = (bits >> np.uint32(exponent + mantissa)) << np.uint32(31)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(value, jnp.uint32) | sign, jnp.float32)
 
 
 def _exponent(scale: Array) -> Array:
-    """2 ** (byte - 127); the byte 0 would be subnormal and is never written by a quantiser."""
-    return lax.bitcast_convert_type(scale.astype(jnp.uint32) << 23, jnp.float32)
+    """2 ** (byte - 127). Where a backend takes 2 ** -127, which is subnormal, for 0, weights are off by < 3e-36."""
+    byte = scale.astype(jnp.uint32)
+    bits = jnp.where(byte == 0, np.uint32(1 << 22), byte << np.uint32(23))
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _spread(factor: Array, axis: int, block: int, size: int) -> Array:
-    if block == 1:
-        return factor
-    if factor.shape[axis] == 1:
-        return factor  # broadcasts
+    if block == 1 or factor.shape[axis] == 1:
+        return factor  # as it is, or by broadcasting
     return lax.slice_in_dim(jnp.repeat(factor, block, axis=axis), 0, size, axis=axis)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.nn.steady import row_sum, sigmoid, softmax
+from jaxspec.nn.steady import row_sum, sigmoid, softmax, softplus
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
 
@@ -93,7 +93,7 @@ def _within_best_groups(score_ME: Array, spec: RouterSpec) -> Array:
 
 
 def _sqrt_softplus(x: Array) -> Array:
-    return jnp.sqrt(jnp.logaddexp(x, np.float32(0)))
+    return jnp.sqrt(softplus(x))
 
 
 SCORES = {"softmax": softmax, "sigmoid": sigmoid, "sqrt_softplus": _sqrt_softplus, "hash": _sqrt_softplus}

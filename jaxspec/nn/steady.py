@@ -71,6 +71,19 @@ def silu(x: Array) -> Array:
     return x / (1 + exp(-x))
 
 
+def softplus(x: Array) -> Array:
+    """``log(1 + exp(x))``, to float32's relative precision also where it is tiny.
+
+    ``log(1 + u)`` is the series of ``2 atanh(u / (2 + u))``, of whose odd powers of at most 1/3 nine are enough.
+    """
+    u = exp(-jnp.abs(x))
+    s = u / (2 + u)
+    tail = jnp.full_like(s, 1 / 17)
+    for odd in range(15, 0, -2):
+        tail = tail * (s * s) + np.float32(1 / odd)
+    return jnp.maximum(x, np.float32(0)) + 2 * s * tail
+
+
 def softmax(x: Array) -> Array:
     """Softmax over the last axis."""
     weight = exp(x - lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True)))

@@ -40,9 +40,9 @@ class Programs:
         if speculative:
             jobs["speculative"] = lambda: _compile(_dispatch(plan), (target, drafter, state, scalar, flag), donate=2)
         for size in buckets:
-            chunk = jnp.zeros(size, jnp.int32)
+            chunk = jnp.zeros(size + 1, jnp.int32)
             jobs[f"prefill {size}"] = lambda chunk=chunk: _compile(
-                prefill, (target, drafter, state, scalar, chunk, scalar, table), donate=2
+                prefill, (target, drafter, state, scalar, chunk, scalar, scalar, table), donate=2
             )
         # XLA compiles outside the interpreter lock, so two threads halve the wait on two cores.
         with ThreadPoolExecutor(2) as pool:
@@ -59,11 +59,11 @@ class Programs:
         start, left = 0, len(prompt) - 1
         while left > 0:
             size = next((b for b in self.buckets if b >= left), self.buckets[-1])
-            chunk = np.zeros(size, np.int32)
+            chunk = np.zeros(size + 1, np.int32)
             count = min(size, left)
-            chunk[:count] = prompt[start : start + count]
+            chunk[: count + 1] = prompt[start : start + count + 1]
             state = self._programs[f"prefill {size}"](
-                self.target, self.drafter, state, np.int32(row), chunk, np.int32(start), table_J
+                self.target, self.drafter, state, np.int32(row), chunk, np.int32(start), np.int32(count), table_J
             )
             start, left = start + count, left - count
         return state

@@ -12,17 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load import Model, load_model, load_mtp
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, RequestError
-from jaxspec.models.transformer import teacher_forced
+from jaxspec.models.mtp import Mtp
+from jaxspec.models.transformer import Transformer, teacher_forced
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.engine import STOP_PLACES, Engine, EngineSpec
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.serve.rows import Sample, new_samples
 from jaxspec.serve.text import Growing, Text
+from jaxspec.shapes import Params
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
@@ -88,8 +90,8 @@ class LLM:
         self.text = Text.load(self.model.directory)
         self.eos = _eos(self.model.config, self.model.generation)
         self.seed, self.max_logprobs = seed, min(max_logprobs, arch.vocab_size)
-        draft = load_model(config.model, self.model.net.policy) if config.model else None
-        drafter = catalog.build(config, arch.vocab_size, BLOCK, (draft.net, draft.params) if draft else None)
+        draft = _draft(config, self.model)
+        drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
         block = math.gcd(BLOCK, kv_page_size) if kv_page_size else BLOCK
         if kv_page_size and not num_kv_pages:
             slack = max(drafter.topology.nodes, drafter.slack, *prefill_buckets)
@@ -290,6 +292,16 @@ class LLM:
             raise RequestError(f"stop: {self.model.directory} has no tokenizer; use stop_token_ids")
         if params.logprobs is not None and self.max_logprobs == 0:
             raise RequestError("logprobs: this engine was built with max_logprobs=0")
+
+
+def _draft(config: catalog.SpeculativeConfig, target: Model) -> tuple[Transformer | Mtp, Params] | None:
+    """Network and parameters that draft, where the method has some."""
+    if config.method == "mtp":
+        return load_mtp(target.directory, target.net)
+    if config.model is None:
+        return None
+    model = load_model(config.model, target.net.policy)
+    return model.net, model.params
 
 
 def _policy(dtype: str) -> Policy:

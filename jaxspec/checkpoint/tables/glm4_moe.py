@@ -21,5 +21,7 @@ TABLES = {
         layer=(*NORMS, *attention_rules(), *DEEPSEEK_FFN),
         expert=DEEPSEEK_EXPERT,
         mtp=DEEPSEEK_MTP,
+        # A layer of multi-token prediction brings copies of the model's embedding and head.
+        ignored=("rotary_emb.inv_freq", "embed_tokens.weight", "shared_head.head.weight"),
     )
 }

@@ -1,0 +1,166 @@
+"""The target's own layers of multi-token prediction as drafter: they continue from its hidden states."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxspec.cache.kv import Window
+from jaxspec.draft.autoregress import Root, draft
+from jaxspec.models.mtp import Caches, Mtp, feature_shape, init_mtp_caches, last_of, run_mtp
+from jaxspec.models.transformer import Transformer, embed, head
+from jaxspec.protocol import Anchor, Commit, Proposal
+from jaxspec.pytree import pytree, replace, static
+from jaxspec.shapes import Array, Params
+from jaxspec.topology import Topology
+
+
+@pytree
+class MtpState:
+    """What the layers know of B rows.
+
+    Attributes:
+      caches: one per layer.
+      features: what each layer returned at the last committed position, [B, D] or [B, N, D].
+    """
+
+    caches: Caches
+    features: tuple[Array, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Inputs that all layers share, at consecutive positions of each row."""
+
+    token_BT: Array
+    embedded_BTD: Array
+    position_BT: Array
+    window: Window
+
+
+@pytree
+class MtpHeads:
+    """Drafts with the layers that were trained together with the target (DeepSeek-V3 2024, section 2.2).
+
+    At position j the first layer joins the target's hidden state there with the embedding of token j + 1 and predicts
+    token j + 2; layer m joins what layer m - 1 returned at position j - 1 with the same token and predicts the same
+    one, from m tokens less of real hidden states. So layer m fills its slot j - m. Observing runs all layers over
+    the committed positions. Draft k + 1 is what layer min(k, n - 1) predicts; the last layer goes on from its own
+    output. Positions without a real hidden state are written ahead and overwritten by the next observation.
+
+    Attributes:
+      params: parameters of the layers.
+      base: the target's parameters, whose embedding and head are used.
+      net: the layers.
+      target: the target's network.
+      topology: what is drafted; a tree's nodes are numbered level by level.
+      block: positions that attention reads at a time.
+    """
+
+    params: Params
+    base: Params
+    net: Mtp = static()
+    target: Transformer = static()
+    topology: Topology = static()
+    block: int = static(default=128)
+
+    @property
+    def slack(self) -> int:
+        """Positions written beyond the committed ones."""
+        return self.topology.nodes
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.net.arch.vocab_size
+
+    @property
+    def stages(self) -> int:
+        """Cells before only the last layer is left to run."""
+        return self._layers - 1
+
+    @property
+    def _layers(self) -> int:
+        return len(self.net.arch.mtp)
+
+    def init_state(self, rows: int, capacity: int, slack: int) -> MtpState:
+        """Allocates the state of empty rows."""
+        slack = max(slack, self.slack)
+        room = -(-(capacity + slack) // self.block) * self.block
+        arch = self.net.arch
+        caches = init_mtp_caches(arch, self.net.policy, rows, room, slack=slack, block=self.block)
+        return MtpState(caches, tuple(jnp.zeros((rows, *feature_shape(arch))) for _ in arch.mtp))
+
+    def propose(self, state: MtpState, anchor: Anchor, rule: str) -> tuple[Proposal, MtpState]:
+        """Drafts every node; commits nothing."""
+        features = tuple(x[:, None] for x in state.features)
+        root = Root(last_of(self.net, self.params, 0, features[0]), features, anchor.length_B >= self._layers)
+        proposal, caches = draft(self, state.caches, anchor, rule, root)
+        return proposal, replace(state, caches=caches)
+
+    def run(
+        self, state: Caches, token_BT: Array, feature: tuple[Array, ...], position_BT: Array, window: Window, stage: int
+    ) -> tuple[Array, tuple[Array, ...], Caches]:
+        """Reads T drafted tokens: with the layers for which the features before them are known."""
+        step = Step(token_BT, embed(self.target, self.base, token_BT), position_BT, window)
+        caches, found = list(state), list(feature)
+        first = stage + 1 if stage < self.stages else self._layers - 1
+        lasts = {}
+        for layer in range(first, self._layers):
+            before = feature[layer - 1 if stage < self.stages else layer]
+            lasts[layer], found[layer], caches[layer] = self._layer(layer, step, before, caches[layer])
+        return lasts[first], tuple(found), tuple(caches)
+
+    def observe(self, state: MtpState, commit: Commit) -> MtpState:
+        """Takes over committed tokens with the target's hidden states."""
+        count = commit.next_BT.shape[1]
+        position_BT = commit.start_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        window = Window(commit.start_B, row_B=None if commit.row is None else commit.row[None], block=self.block)
+        step = Step(commit.next_BT, embed(self.target, self.base, commit.next_BT), position_BT, window)
+        features = state.features if commit.row is None else tuple(x[commit.row][None] for x in state.features)
+        plain = self.target.arch.hyper is None
+        x, caches, kept = commit.features.last_BTD if plain else commit.features.stream, [], []
+        for layer, (cache, old) in enumerate(zip(state.caches, features, strict=True)):
+            x, cache = self._observe_layer(layer, step, x, cache)
+            caches.append(cache)
+            kept.append(_entry(x, commit.count_B, old))
+            x = jnp.concatenate([old[:, None], x[:, :-1]], axis=1)
+        if commit.row is not None:
+            kept = [whole.at[commit.row].set(x[0]) for whole, x in zip(state.features, kept, strict=True)]
+        return MtpState(tuple(caches), tuple(kept))
+
+    def logits(self, last_BTD: Array) -> Array:
+        """Logits over the vocabulary, float32 [B, T, V]."""
+        return head(self.target, self.base, last_BTD)
+
+    def _observe_layer(self, layer: int, step: Step, feature: Array, cache: Any) -> tuple[Array, Any]:
+        """Runs a layer over committed positions, leaving out those before position 0 of its slots."""
+        if layer == 0:
+            _, out, cache = self._layer(0, step, feature, cache)
+            return out, cache
+        left_B = jnp.maximum(layer - step.window.start_B, 0)
+        shifted = Step(*(_shift(x, left_B) for x in (step.token_BT, step.embedded_BTD, step.position_BT)), step.window)
+        _, out, cache = self._layer(layer, shifted, _shift(feature, left_B), cache)
+        return _shift(out, -left_B), cache
+
+    def _layer(self, layer: int, step: Step, feature: Array, cache: Any) -> tuple[Array, Array, Any]:
+        """Runs a layer in its own slots."""
+        window = replace(step.window, start_B=jnp.maximum(step.window.start_B - layer, 0))
+        position_BT = jnp.maximum(step.position_BT - layer, 0)
+        return run_mtp(
+            self.net, self.params, layer, step.embedded_BTD, feature, step.token_BT, position_BT, cache, window
+        )  # pyright: ignore[reportReturnType]
+
+
+def _shift(x: Array, left_B: Array) -> Array:
+    """Moves the entries [B, T, ...] of each row to the left; what comes from outside repeats an end."""
+    place_BT = jnp.arange(x.shape[1], dtype=jnp.int32)[None] + left_B[:, None]
+    place_BT = jnp.clip(place_BT, 0, x.shape[1] - 1)
+    return jnp.take_along_axis(x, place_BT.reshape(*place_BT.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def _entry(x: Array, count_B: Array, old: Array) -> Array:
+    """The last of the first ``count`` entries [B, T, ...] of each row, the old one where none counts."""
+    last_B = jnp.maximum(count_B - 1, 0).reshape(-1, *[1] * (x.ndim - 1))
+    new = jnp.take_along_axis(x, last_B, axis=1)[:, 0]
+    return jnp.where((count_B > 0).reshape(-1, *[1] * (old.ndim - 1)), new, old)

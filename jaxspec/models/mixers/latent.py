@@ -1,0 +1,99 @@
+"""Multi-head latent attention and its indexer from a published config."""
+
+from dataclasses import dataclass, replace
+
+from jaxspec.errors import ConfigError
+from jaxspec.models.read import Reader, rope_of, scaling_of, yarn_scale
+from jaxspec.nn.latent_attention import LatentSpec
+from jaxspec.nn.rope import RopeSpec
+from jaxspec.nn.sparse_index import IndexSpec
+
+KINDS = {"full": "full", "shared": "shared", "F": "full", "S": "shared"}
+
+
+@dataclass(frozen=True)
+class LatentRow:
+    """What distinguishes the latent attention of one family.
+
+    Attributes:
+      indexed: whether an indexer limits what a query attends to.
+      index_interleaved: layout of the indexer's rotation, where ``indexer_rope_interleave`` does not say.
+      index_sharing: whether layers may use the selection of an earlier one.
+    """
+
+    indexed: bool = False
+    index_interleaved: bool = False
+    index_sharing: bool = False
+
+    def spec(self, read: Reader, layer: int) -> LatentSpec:
+        """Attention of one layer.
+
+        Raises:
+          ConfigError: an indexer has nothing to read, or a layer shares a selection that there is not.
+        """
+        turned, plain = read.count("qk_rope_head_dim"), read.count("qk_nope_head_dim")
+        rope = rope_of(read, turned, interleaved=bool(read.get("rope_interleave", default=True)))
+        rope = replace(rope, dim=turned)  # a partial factor speaks of the whole head
+        query_rank = read.get("q_lora_rank", default=None)
+        kinds = self._kinds(read, layer)
+        index = self._index(read, rope, kinds) if kinds[0] == "full" else None
+        if index and not query_rank and not read.missing:
+            raise ConfigError("config: an indexer reads the low-rank queries, but q_lora_rank is null")
+        return LatentSpec(
+            heads=read.count("num_attention_heads"),
+            plain_dim=plain,
+            value_dim=read.count("v_head_dim"),
+            rank=read.count("kv_lora_rank"),
+            rope=rope,
+            scale=(plain + turned) ** -0.5 * _sharpened(read),
+            query_rank=read.count("q_lora_rank") if query_rank else None,
+            bias=read.flag("attention_bias"),
+            index=index,
+            borrows=kinds[0] == "shared",
+        )
+
+    def _index(self, read: Reader, rope: RopeSpec, kinds: tuple[str, str]) -> IndexSpec:
+        interleaved = read.get("indexer_rope_interleave", default=self.index_interleaved)
+        dim = read.count("index_head_dim")
+        if dim < rope.dim and not read.missing:
+            raise ConfigError(f"config: index_head_dim is {dim}, less than the {rope.dim} rotated channels")
+        return IndexSpec(
+            heads=read.count("index_n_heads"),
+            head_dim=dim,
+            top_k=read.count("index_topk"),
+            rope=replace(rope, interleaved=bool(interleaved)),
+            lends=kinds[1] == "shared",
+        )
+
+    def _kinds(self, read: Reader, layer: int) -> tuple[str, str]:
+        """How a layer and the one behind it come to their selections: ``none``, ``full`` or ``shared``.
+
+        Layers of multi-token prediction have indexers of their own.
+        """
+        if not self.indexed:
+            return "none", "none"
+        count = read.count("num_hidden_layers")
+        if not self.index_sharing or layer >= count:
+            return "full", "full"
+        listed = read.get("indexer_types", "index_topk_pattern", default=None)
+        if listed is None:
+            freq = max(int(read.get("index_topk_freq", default=1)), 1)
+            offset = int(read.get("index_skip_topk_offset", default=2))
+            listed = ["shared" if max(y - offset + 1, 0) % freq else "full" for y in range(count)]
+        unknown = sorted({str(kind) for kind in listed} - set(KINDS))
+        if unknown or len(listed) < count or KINDS[listed[0]] == "shared":
+            raise ConfigError(
+                f"config: indexer_types must name full or shared for each of the {count} layers, the first one full; "
+                f"got {listed!r}"
+            )
+        kinds = [KINDS[kind] for kind in listed[:count]]
+        return kinds[layer], ([*kinds, "full"])[layer + 1]
+
+
+def _sharpened(read: Reader) -> float:
+    """What the scores are multiplied by in an extended context (DeepSeek-V3's use of YaRN)."""
+    scaling = scaling_of(read)
+    all_dim = scaling.get("mscale_all_dim")
+    if (scaling.get("rope_type") or scaling.get("type") or "default") == "default" or not all_dim:
+        return 1.0
+    return yarn_scale(scaling, all_dim) ** 2

@@ -1,0 +1,174 @@
+"""DeepSeek-V4's attention: one shared key that is also the value, over a window and over compressed entries."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read_block, write
+from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen
+from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
+from jaxspec.nn.dense import batched_dense, dense
+from jaxspec.nn.entry_index import EntryIndexer, EntryIndexSpec
+from jaxspec.nn.norm import rms_norm
+from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.quantized import widen
+from jaxspec.nn.rope import RopeSpec, rotate
+from jaxspec.shapes import Array
+
+ONES = nn.initializers.ones
+
+
+@dataclass(frozen=True)
+class CompressedSpec:
+    """One attention layer.
+
+    Attributes:
+      heads, head_dim: H and C; one key head serves all.
+      query_rank: R, width of what queries are products of.
+      groups, group_rank: the output is projected by equal groups of heads to ``group_rank`` each, then together.
+      window: latest positions that a query sees, itself included.
+      rope: rotation of queries and keys, and back of what attention gives, for the values are rotated too.
+      compressor: pools older positions, None where only the window is seen.
+      index: limits the entries that a query attends to, None for none.
+      chain_only: why trees cannot be verified.
+    """
+
+    chain_only: ClassVar[str] = "compressed attention pools consecutive positions, which the branches of a tree are not"
+
+    heads: int
+    head_dim: int
+    query_rank: int
+    groups: int
+    group_rank: int
+    window: int
+    rope: RopeSpec
+    compressor: CompressorSpec | None = None
+    index: EntryIndexSpec | None = None
+
+    @property
+    def streams(self) -> dict[str, StreamSpec]:
+        """What it caches: keys of the window, what each position adds to entries, and the entries."""
+        found = {"kv": StreamSpec(1, self.head_dim, self.window - 1)}
+        if self.compressor is not None:
+            found |= {"raw": self.compressor.raw, "entry": self.compressor.entries}
+        return found | (self.index.streams if self.index else {})
+
+
+class CompressedAttention(nn.Module):
+    """Over a cache, window and entries are two sources of one softmax; both lie by position, so drafts can be undone.
+
+    The weights of the first output projection lie as published, [groups * group_rank, heads of a group * C].
+    """
+
+    spec: CompressedSpec
+    model_dim: int
+    norm_eps: float
+    policy: Policy
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: Array, position_BT: Array, cache: LayerCache | None, window: Window | None, shared: Array | None
+    ) -> tuple[Array, LayerCache | None, Array | None]:
+        """Attention output [B, T, D], the cache with the new positions, and ``shared`` as it came."""
+        s, p = self.spec, self.policy
+        low_BTR, q_BTHC = self._queries(x_BTD, position_BT)
+        kv_DC = weight(self, p, "kv_DC", (self.model_dim, s.head_dim))
+        norm_C = weight(self, p, "kv_norm_C", (s.head_dim,), ONES)
+        kv_BT1C = rms_norm(dense(x_BTD, kv_DC, dtype=p.compute), norm_C, self.norm_eps)[:, :, None]
+        kv_BT1C = rotate(kv_BT1C, position_BT, s.rope)
+        sinks_H = weight(self, p, "sinks_H", (s.heads,), dtype=jnp.float32)
+        if cache is not None and window is not None:
+            cache = cache | {"kv": write(cache["kv"], s.streams["kv"], window, kv_BT1C)}
+        entry_BNC, kept_BTN = None, None
+        if s.compressor is not None:
+            compressor = Compressor(s.compressor, self.model_dim, self.norm_eps, p, name="compressor")
+            entry_BNC, cache = compressor(x_BTD, position_BT, cache, window)
+        if s.index is not None:
+            indexer = EntryIndexer(s.index, self.model_dim, s.query_rank, self.norm_eps, p, name="indexer")
+            kept_BTN, cache = indexer(x_BTD, low_BTR, position_BT, cache, window)
+        if cache is None or window is None:
+            out = _among_themselves(q_BTHC, kv_BT1C, entry_BNC, kept_BTN, sinks_H, s)
+        else:
+            out = _over_cache(q_BTHC, position_BT, cache, kept_BTN, sinks_H, s, window, p.compute)
+        return self._project(rotate(out, position_BT, s.rope, back=True)), cache, shared
+
+    def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
+        """The normalised vector that queries are products of, and the normalised and rotated queries."""
+        s, p = self.spec, self.policy
+        low_BTR = dense(x_BTD, weight(self, p, "q_a_DR", (self.model_dim, s.query_rank)), dtype=p.compute)
+        low_BTR = rms_norm(low_BTR, weight(self, p, "q_norm_R", (s.query_rank,), ONES), self.norm_eps)
+        q_BTHC = dense(low_BTR, weight(self, p, "q_b_RHC", (s.query_rank, s.heads, s.head_dim)), dtype=p.compute)
+        return low_BTR, rotate(rms_norm(q_BTHC, None, self.norm_eps), position_BT, s.rope)
+
+    def _project(self, out_BTHC: Array) -> Array:
+        """Each group of heads by itself, then all groups together."""
+        s, p = self.spec, self.policy
+        rows, count = out_BTHC.shape[:2]
+        wide = s.heads // s.groups * s.head_dim
+        out_a_XC = widen(weight(self, p, "out_a_XC", (s.groups * s.group_rank, wide)), p.compute)
+        out_b_XD = weight(self, p, "out_b_XD", (s.groups * s.group_rank, self.model_dim))
+        x_GMC = out_BTHC.reshape(rows * count, s.groups, wide).swapaxes(0, 1)
+        w_GRC = out_a_XC.reshape(s.groups, s.group_rank, wide)
+        low_GMR = batched_dense(x_GMC, w_GRC, contract=2, dtype=p.compute)
+        return dense(low_GMR.swapaxes(0, 1).reshape(rows, count, -1), out_b_XD, dtype=p.compute)
+
+
+def _among_themselves(
+    q_BTHC: Array,
+    kv_BT1C: Array,
+    entry_BNC: Array | None,
+    kept_BTN: Array | None,
+    sinks_H: Array,
+    spec: CompressedSpec,
+) -> Array:
+    """Attention of whole sequences to themselves and to their entries."""
+    scale = spec.head_dim**-0.5
+    if spec.compressor is None or entry_BNC is None:
+        return attend_self(q_BTHC, kv_BT1C, kv_BT1C, scale=scale, span=spec.window, sinks_H=sinks_H)
+    position_1T = jnp.arange(q_BTHC.shape[1], dtype=jnp.int32)[None]
+    near = positions_seen(position_1T, jnp.int32(0), position_1T.shape[1], spec.window)
+    far = entries_seen(position_1T, 0, entry_BNC.shape[1], spec.compressor.ratio)
+    far = far if kept_BTN is None else far & kept_BTN
+    near = jnp.broadcast_to(near, (far.shape[0], *near.shape[1:]))
+    both = jnp.concatenate([kv_BT1C, entry_BNC[:, :, None]], axis=1)
+    seen = jnp.concatenate([near, far], axis=2)
+    return attend_self(q_BTHC, both, both, scale=scale, seen_BTS=seen, sinks_H=sinks_H)
+
+
+def _over_cache(
+    q_BTHC: Array,
+    position_BT: Array,
+    cache: LayerCache,
+    kept_BTN: Array | None,
+    sinks_H: Array,
+    spec: CompressedSpec,
+    window: Window,
+    dtype: jnp.dtype,
+) -> Array:
+    """Attention over the cached window and the cached entries, those of this forward written."""
+    (rows, count), streams = position_BT.shape, spec.streams
+
+    def near(index: Array) -> tuple[Array, Array, Array]:
+        kv = read_block(cache["kv"], streams["kv"], window, index, rows)
+        return kv, kv, positions_seen(position_BT, index, window.block, spec.window)
+
+    sources = [Source(*blocks_in_reach(window, count, spec.window), near)]
+    if spec.compressor is not None:
+        stream, ratio = streams["entry"], spec.compressor.ratio
+        size = entry_block(stream, window.block)
+
+        def far(index: Array) -> tuple[Array, Array, Array]:
+            kv = read_block(cache["entry"], stream, window, index, rows)
+            seen_BTZ = entries_seen(position_BT, index * size, size, ratio)
+            if kept_BTN is not None:
+                seen_BTZ &= lax.dynamic_slice_in_dim(kept_BTN, index * size, size, axis=2)
+            return kv, kv, seen_BTZ
+
+        sources.append(Source(0, blocks_of_entries(window, count, stream), far))
+    return attend(
+        q_BTHC, sources, kv_heads=1, value_width=spec.head_dim, scale=spec.head_dim**-0.5, dtype=dtype,
+        sinks_H=sinks_H,
+    )  # fmt: skip

@@ -1,0 +1,154 @@
+"""Compressed entries scored by an indexer with a compressor of its own; each query attends to the best of them."""
+
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read_block
+from jaxspec.nn.attend import HIDDEN
+from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
+from jaxspec.nn.dense import dense, exact_dense
+from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.rope import rotate
+from jaxspec.nn.sparse_index import SELF_QUERIES, best, scores
+from jaxspec.shapes import Array
+
+PREFIX = "index_"
+
+
+@dataclass(frozen=True)
+class EntryIndexSpec:
+    """The indexer of one attention layer.
+
+    Attributes:
+      heads: H of its queries.
+      top_k: entries that a query keeps.
+      compressor: pools its keys, as many as the layer has entries; queries rotate as they do.
+    """
+
+    heads: int
+    top_k: int
+    compressor: CompressorSpec
+
+    @property
+    def streams(self) -> dict[str, StreamSpec]:
+        """What it caches."""
+        return {f"{PREFIX}raw": self.compressor.raw, f"{PREFIX}entry": self.compressor.entries}
+
+
+class EntryIndexer(nn.Module):
+    """Scores entries as ``sum_h w_h relu(q_h k)`` (DeepSeek-V3.2-Exp, equation 1)."""
+
+    spec: EntryIndexSpec
+    model_dim: int
+    rank: int
+    norm_eps: float
+    policy: Policy
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: Array, low_BTR: Array, position_BT: Array, cache: LayerCache | None, window: Window | None
+    ) -> tuple[Array | None, LayerCache | None]:
+        """Selects entries, which may include such as the query does not see.
+
+        Args:
+          x_BTD: input of the attention layer.
+          low_BTR: its normalised low-rank queries.
+          position_BT: absolute positions; without a cache, 0 onwards.
+          cache: of the layer; None selects among the entries of the T tokens.
+          window: where the cache is written and what is seen.
+
+        Returns:
+          Whether a query keeps an entry, [B, T, N]; None where there are never more than it keeps, so that scores are
+          not needed. And the cache with the new keys.
+        """
+        s, p, dim = self.spec, self.policy, self.spec.compressor.head_dim
+        q_BTHC = dense(low_BTR, weight(self, p, "q_RHC", (self.rank, s.heads, dim)), dtype=p.compute)
+        q_BTHC = rotate(q_BTHC, position_BT, s.compressor.rope)
+        weight_DH = weight(self, p, "weight_DH", (self.model_dim, s.heads))
+        weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute) * (s.heads * dim) ** -0.5
+        compressor = Compressor(s.compressor, self.model_dim, self.norm_eps, p, name="compressor")
+        k_BNC, cache = compressor(x_BTD, position_BT, cache, window, PREFIX)
+        # Which entries are best has no derivative.
+        q_BTHC, weight_BTH = lax.stop_gradient((q_BTHC, weight_BTH))
+        if cache is None or window is None:
+            assert k_BNC is not None, "without a cache there are entries"
+            return select_self(q_BTHC, weight_BTH, lax.stop_gradient(k_BNC), s, p.compute), None
+        pages_PGZC = cache[f"{PREFIX}entry"]
+        return select_cached(q_BTHC, weight_BTH, position_BT, pages_PGZC, s, window, p.compute), cache
+
+
+def select_self(q_BTHC: Array, weight_BTH: Array, k_BNC: Array, spec: EntryIndexSpec, dtype: jnp.dtype) -> Array | None:
+    """What each token of whole sequences keeps of their entries, [B, T, N]; None where it is all.
+
+    Args:
+      q_BTHC: queries, rotated.
+      weight_BTH: weights of the heads.
+      k_BNC: keys, rotated.
+      spec: of the indexer.
+      dtype: of the products' factors.
+    """
+    rows, count = q_BTHC.shape[:2]
+    if k_BNC.shape[1] <= spec.top_k:
+        return None
+    chunks = -(-count // SELF_QUERIES)
+
+    def cut(x_BT: Array) -> Array:
+        x_BT = jnp.pad(x_BT, [(0, 0), (0, chunks * SELF_QUERIES - count)] + [(0, 0)] * (x_BT.ndim - 2))
+        return x_BT.reshape(rows, chunks, SELF_QUERIES, *x_BT.shape[2:]).swapaxes(0, 1)
+
+    def one(chunk: tuple[Array, Array, Array]) -> Array:
+        q_BTHC, weight_BTH, position_T = chunk
+        seen_TN = entries_seen(position_T, 0, k_BNC.shape[1], spec.compressor.ratio)
+        return best(jnp.where(seen_TN, scores(q_BTHC, weight_BTH, k_BNC, dtype), HIDDEN), spec.top_k)
+
+    position_XT = jnp.arange(chunks * SELF_QUERIES, dtype=jnp.int32).reshape(chunks, SELF_QUERIES)
+    kept_XBTN = lax.map(one, (cut(q_BTHC), cut(weight_BTH), position_XT))
+    return kept_XBTN.swapaxes(0, 1).reshape(rows, chunks * SELF_QUERIES, -1)[:, :count]
+
+
+def select_cached(
+    q_BTHC: Array,
+    weight_BTH: Array,
+    position_BT: Array,
+    pages_PGZC: Array,
+    spec: EntryIndexSpec,
+    window: Window,
+    dtype: jnp.dtype,
+) -> Array | None:
+    """What each query keeps of the cached entries, [B, T, N]; None where the cache cannot hold more than that.
+
+    Scores are computed block by block as far as the context goes, and not at all while it is short enough to be
+    kept whole.
+
+    Args:
+      q_BTHC: queries, rotated.
+      weight_BTH: weights of the heads.
+      position_BT: absolute positions of the queries.
+      pages_PGZC: cached keys, those of this forward written.
+      spec: of the indexer.
+      window: of the forward.
+      dtype: of the products' factors.
+    """
+    (rows, count), room = position_BT.shape, pages_PGZC.shape[2]
+    stream, ratio = spec.compressor.entries, spec.compressor.ratio
+    size = entry_block(stream, window.block)
+    if room <= spec.top_k:
+        return None
+
+    def add(index: Array, score_BTN: Array) -> Array:
+        k_BZC = read_block(pages_PGZC, stream, window, index, rows)[:, 0]
+        seen_BTZ = entries_seen(position_BT, index * size, size, ratio)
+        score_BTZ = jnp.where(seen_BTZ, scores(q_BTHC, weight_BTH, k_BZC, dtype), HIDDEN)
+        return lax.dynamic_update_slice_in_dim(score_BTN, score_BTZ, index * size, axis=2)
+
+    def among_all() -> Array:
+        nothing = jnp.full((rows, count, room), HIDDEN)
+        return best(lax.fori_loop(0, blocks_of_entries(window, count, stream), add, nothing), spec.top_k)
+
+    def every() -> Array:
+        return jnp.ones((rows, count, room), bool)
+
+    return lax.cond(jnp.max((position_BT + 1) // ratio) <= spec.top_k, every, among_all)

@@ -1,0 +1,172 @@
+"""Multi-head latent attention: all heads' keys and values are products of one small cached vector per position."""
+
+from dataclasses import dataclass
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
+from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
+from jaxspec.nn.dense import batched_dense, dense
+from jaxspec.nn.norm import rms_norm
+from jaxspec.nn.policy import Policy, Weight, weight
+from jaxspec.nn.quantized import widen
+from jaxspec.nn.rope import RopeSpec, rotate
+from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec
+from jaxspec.shapes import Array
+
+ZEROS, ONES = nn.initializers.zeros, nn.initializers.ones
+RANK_NORM_EPS = 1e-6  # fixed in the reference, whatever the model's own
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """One layer of multi-head latent attention (DeepSeek-V2, section 2.1).
+
+    Attributes:
+      heads: H.
+      plain_dim: channels of a query or key head that are not rotated.
+      value_dim: channels of a value head.
+      rank: R, width of the vector that keys and values are products of.
+      rope: rotation of the further channels of each query head, and of one key that all heads share.
+      scale: of the scores.
+      query_rank: width of what queries are products of, None where they come straight from the input.
+      bias: whether the projections from and to the stream have biases, except that of queries without a rank.
+      index: indexer that limits what a query attends to, None for none.
+      borrows: whether the selection of an earlier layer's indexer does.
+    """
+
+    heads: int
+    plain_dim: int
+    value_dim: int
+    rank: int
+    rope: RopeSpec
+    scale: float
+    query_rank: int | None = None
+    bias: bool = False
+    index: IndexSpec | None = None
+    borrows: bool = False
+
+    @property
+    def streams(self) -> dict[str, StreamSpec]:
+        """What it caches: the vector with the shared rotated key behind it, and the indexer's keys."""
+        latent = {"latent": StreamSpec(1, self.rank + self.rope.dim)}
+        return latent | ({STREAM: self.index.stream} if self.index else {})
+
+
+class LatentAttention(nn.Module):
+    """Over a cache the products with key and value weights are moved to queries and results, so that it is read as is.
+
+    The weights of keys and values lie as published, [H, key and value channels, R].
+    """
+
+    spec: LatentSpec
+    model_dim: int
+    norm_eps: float
+    policy: Policy
+
+    @nn.compact
+    def __call__(
+        self, x_BTD: Array, position_BT: Array, cache: LayerCache | None, window: Window | None, shared: Array | None
+    ) -> tuple[Array, LayerCache | None, Array | None]:
+        """Attention output [B, T, D], the cache with the new positions, and the selection for later layers if any."""
+        s, p = self.spec, self.policy
+        q_BTHC, low_BTR = self._queries(x_BTD, position_BT)
+        c_BTR, turned_BT1C = self._latent(x_BTD, position_BT)
+        kv_HXR = weight(self, p, "kv_b_HXR", (s.heads, s.plain_dim + s.value_dim, s.rank))
+        seen = shared if s.borrows else None
+        if s.index is not None:
+            assert low_BTR is not None, "an indexer reads the low-rank queries"
+            indexer = Indexer(s.index, self.model_dim, low_BTR.shape[-1], p, name="indexer")
+            seen, cache = indexer(x_BTD, low_BTR, position_BT, cache, window)
+        if cache is None or window is None:
+            out = _among_themselves(q_BTHC, c_BTR, turned_BT1C, kv_HXR, seen, s, p.compute)
+        else:
+            new_BT1C = jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
+            cache = cache | {"latent": write(cache["latent"], s.streams["latent"], window, new_BT1C)}
+            out = _over_cache(q_BTHC, position_BT, cache["latent"], kv_HXR, seen, s, window, p.compute)
+        w_o = weight(self, p, "out_HCD", (s.heads, s.value_dim, self.model_dim))
+        lends = s.borrows or (s.index is not None and s.index.lends)
+        out = dense(out, w_o, self._bias("out_bias_D", self.model_dim), dtype=p.compute, axes=2)
+        return out, cache, seen if lends else None
+
+    def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array | None]:
+        """Queries, rotated at the end, and the normalised vector that they are products of."""
+        s, p = self.spec, self.policy
+        each, low = (s.heads, s.plain_dim + s.rope.dim), None
+        if s.query_rank is None:
+            q = dense(x_BTD, weight(self, p, "q_DHC", (self.model_dim, *each)), dtype=p.compute)
+        else:
+            w_a = weight(self, p, "q_a_DR", (self.model_dim, s.query_rank))
+            low = dense(x_BTD, w_a, self._bias("q_a_bias_R", s.query_rank), dtype=p.compute)
+            low = rms_norm(low, weight(self, p, "q_norm_R", (s.query_rank,), ONES), RANK_NORM_EPS)
+            q = dense(low, weight(self, p, "q_b_RHC", (s.query_rank, *each)), dtype=p.compute)
+        turned = rotate(q[..., s.plain_dim :], position_BT, s.rope)
+        return jnp.concatenate([q[..., : s.plain_dim], turned], axis=-1), low
+
+    def _latent(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
+        """The normalised vector of each position, and its rotated key."""
+        s, p = self.spec, self.policy
+        width = s.rank + s.rope.dim
+        w_a, bias = weight(self, p, "kv_a_DX", (self.model_dim, width)), self._bias("kv_a_bias_X", width)
+        both = dense(x_BTD, w_a, bias, dtype=p.compute)
+        c = rms_norm(both[..., : s.rank], weight(self, p, "kv_norm_R", (s.rank,), ONES), RANK_NORM_EPS)
+        return c, rotate(both[:, :, None, s.rank :], position_BT, s.rope)
+
+    def _bias(self, name: str, width: int) -> Array | None:
+        return weight(self, self.policy, name, (width,), ZEROS) if self.spec.bias else None
+
+
+def _among_themselves(
+    q_BTHC: Array,
+    c_BTR: Array,
+    turned_BT1C: Array,
+    kv_HXR: Weight,
+    seen_BTS: Array | None,
+    spec: LatentSpec,
+    dtype: jnp.dtype,
+) -> Array:
+    """Attention of whole sequences to themselves, with every head's keys and values written out."""
+    kv_BTHX = dense(c_BTR, widen(kv_HXR, dtype).transpose(2, 0, 1), dtype=dtype)
+    turned = jnp.broadcast_to(turned_BT1C, (*kv_BTHX.shape[:3], spec.rope.dim))
+    k_BTHC = jnp.concatenate([kv_BTHX[..., : spec.plain_dim], turned], axis=-1)
+    return attend_self(q_BTHC, k_BTHC, kv_BTHX[..., spec.plain_dim :], scale=spec.scale, seen_BTS=seen_BTS)
+
+
+def _over_cache(
+    q_BTHC: Array,
+    position_BT: Array,
+    pages_PGZC: Array,
+    kv_HXR: Weight,
+    seen_XTS: Array | None,
+    spec: LatentSpec,
+    window: Window,
+    dtype: jnp.dtype,
+) -> Array:
+    """Attention over the cached vectors themselves (DeepSeek-V2, appendix C): one key head, whose start is the value."""
+    rows, count = position_BT.shape
+    position_XT, stream, block = readers(window, position_BT), spec.streams["latent"], window.block
+    kv_HXR, cut = widen(kv_HXR, dtype), spec.plain_dim
+    plain_BTHR = _per_head(q_BTHC[..., :cut], kv_HXR[:, :cut], 1, dtype)
+    q = jnp.concatenate([plain_BTHR, q_BTHC[..., cut:]], axis=-1)
+
+    def load(index: Array) -> tuple[Array, Array, Array]:
+        k_X1ZC = read_block(pages_PGZC, stream, window, index, rows)
+        seen_XTZ = positions_seen(position_XT, index, block)
+        if seen_XTS is not None:
+            seen_XTZ &= lax.dynamic_slice_in_dim(seen_XTS, index * block, block, axis=2)
+        return k_X1ZC, k_X1ZC[..., : spec.rank], seen_XTZ
+
+    out_BTHR = attend(
+        q, [Source(*blocks_in_reach(window, count), load)], kv_heads=1, value_width=spec.rank, scale=spec.scale,
+        dtype=dtype, tree=window.ancestors is not None,
+    )  # fmt: skip
+    return _per_head(out_BTHR, kv_HXR[:, cut:], 2, dtype)
+
+
+def _per_head(x_BTHC: Array, w: Array, contract: int, dtype: jnp.dtype) -> Array:
+    """Each head's product with its own weights."""
+    rows, count, heads, width = x_BTHC.shape
+    x_HMC = x_BTHC.reshape(rows * count, heads, width).swapaxes(0, 1)
+    return batched_dense(x_HMC, w, contract=contract, dtype=dtype).swapaxes(0, 1).reshape(rows, count, heads, -1)

@@ -1,0 +1,1 @@
+"""Logical axes of parameters to axes of a mesh of devices."""
