@@ -47,7 +47,8 @@ def continue_prompts(target: Target, prompt_BT: np.ndarray, length: int, seed: i
             max_length_B=jnp.full(1, length, jnp.int32),
             key_BX=jnp.array([[seed, row]], jnp.uint32),
         )
-        state = _prefill(target, drafter, state, jnp.int32(row), jnp.asarray(prompt_T[:-1]), jnp.int32(0))
+        chunk = (jnp.asarray(prompt_T), jnp.int32(0), jnp.int32(given - 1))
+        state = _prefill(target, drafter, state, jnp.int32(row), *chunk)
         padded = jnp.asarray(np.pad(prompt_T, (0, width - given)))
         state = _admit(state, jnp.int32(row), padded, jnp.int32(given), sampling, None)
     while bool(np.asarray(state.active_B).any()):

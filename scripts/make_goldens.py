@@ -4,142 +4,325 @@ Run it with a Python that has torch and transformers: ``python scripts/make_gold
 """
 
 import json
+import re
 import sys
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers
-from safetensors.torch import save_file
+from golden_models import COMMON, GOLDENS, Golden
+from safetensors.torch import load_file, save_file
 
 OUT = Path(__file__).resolve().parent.parent / "tests" / "golden"
 ROWS, LENGTH, NEW, PROMPT = 2, 24, 24, 12
 SMALLEST_GAP = 1e-5
-COMMON = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+Tensors = dict[str, torch.Tensor]
+# Kept in float32 by those who publish: biases of choices, and what DeepSeek-V4 computes in float32.
+FLOAT32 = ("e_score_correction_bias", "ffn.gate.bias", "attn_sink", ".ape", "_base", "_scale", "_fn")
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-@dataclass(frozen=True)
-class Golden:
-    """One model: its class in transformers and the published config on top of ``COMMON``."""
-
-    architecture: str
-    config: dict[str, Any] = field(default_factory=dict)
-
-    def published(self) -> dict[str, Any]:
-        """The ``config.json`` that a hub directory of this model would hold."""
-        return {"architectures": [self.architecture], "torch_dtype": "bfloat16", **COMMON, **self.config}
-
-
-MIXTRAL = {
-    "model_type": "mixtral",
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "intermediate_size": 24,
-    "rope_theta": 1e6,
-}
-GOLDENS = {
-    "llama3": Golden(
-        "LlamaForCausalLM",
-        {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": False},
-    ),
-    "llama_tied": Golden(
-        "LlamaForCausalLM",
-        {"model_type": "llama", "rope_theta": 1e4, "head_dim": 16, "tie_word_embeddings": True},
-    ),
-    "qwen3": Golden(
-        "Qwen3ForCausalLM",
-        {"model_type": "qwen3", "rope_theta": 1e6, "head_dim": 16, "tie_word_embeddings": False},
-    ),
-    "mixtral": Golden("MixtralForCausalLM", {**MIXTRAL, "sliding_window": None, "tie_word_embeddings": False}),
-    "mixtral_window": Golden("MixtralForCausalLM", {**MIXTRAL, "sliding_window": 7, "tie_word_embeddings": False}),
-    "qwen2_moe": Golden(
-        "Qwen2MoeForCausalLM",
-        {
-            "model_type": "qwen2_moe",
-            "rope_theta": 1e6,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 24,
-            "num_experts": 12,
-            "num_experts_per_tok": 4,
-            "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [1],
-            "num_hidden_layers": 3,
-            "use_sliding_window": False,
-            "tie_word_embeddings": False,
-        },
-    ),
-}
-
-
-def build(golden: Golden) -> torch.nn.Module:
-    """A model in float32 whose weights are bfloat16 numbers, spread widely enough that every part matters."""
-    values = {k: v for k, v in golden.published().items() if k not in ("architectures", "torch_dtype", "model_type")}
+def build(golden: Golden, layers: int) -> torch.nn.Module:
+    """A model in float32, its weights spread widely enough that every part matters."""
     architecture = getattr(transformers, golden.architecture)
-    config = architecture.config_class(**values, attn_implementation="eager")
-    model = architecture(config).eval()
+    settings = golden.settings() | {"num_hidden_layers": layers}
+    kinds: Any = settings.get("layer_types")
+    if kinds and len(kinds) < layers:
+        settings["layer_types"] = [*kinds, "sliding_attention"]
+    model = architecture(architecture.config_class(**settings, attn_implementation="eager")).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "scale")):
                 weight.uniform_(0.5, 1.5)
             elif weight.ndim == 1:
                 weight.normal_(0, 0.3)
             else:
                 weight.normal_(0, 1.0 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5)
-            weight.copy_(weight.bfloat16().float())
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
+            elif name.endswith("tid2eid"):
+                experts = torch.rand(buffer.shape[0], COMMON["vocab_size"])[:, : golden.config["n_routed_experts"]]
+                buffer.copy_(experts.argsort(dim=1)[:, : buffer.shape[1]])
     return model
 
 
-def hub_tensors(model: torch.nn.Module, directory: Path) -> None:
-    """Writes the weights under their published names."""
-    model.bfloat16().save_pretrained(directory)
-    (directory / "generation_config.json").unlink(missing_ok=True)
+def published_tensors(model: torch.nn.Module, golden: Golden) -> Tensors:
+    """Every weight under its published name, rounded to the numbers that its published dtype has."""
+    if golden.config["model_type"] == "deepseek_v4":
+        found = dict(deepseek_v4_tensors(model))
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            model.save_pretrained(directory)
+            found = load_file(Path(directory) / "model.safetensors")
+    return {name: x if is_exact(name, x) else x.bfloat16().float() for name, x in found.items()}
+
+
+def is_exact(name: str, x: torch.Tensor) -> bool:
+    """Whether a tensor is published in the dtype that it has here."""
+    return name.endswith(FLOAT32) or not x.is_floating_point()
+
+
+# What transformers 5.23 writes for DeepSeek-V4 are neither the published names nor those of its modules.
+DEEPSEEK_V4 = (
+    (r"^lm_head", "head"),
+    (r"^model\.embed_tokens", "embed"),
+    (r"^model\.", ""),
+    (r"hc_head\.hc_", "hc_head_"),
+    (r"(attn|ffn)_hc\.", r"hc_\1_"),
+    (r"compressor\.indexer\.(scorer\.weights_proj|q_b_proj)", r"indexer.\1"),
+    (r"compressor\.indexer\.", "indexer.compressor."),
+    (r"scorer\.", ""),
+    (r"compressor\.kv_norm", "compressor.norm"),
+    (r"self_attn\.", "attn."),
+    (r"mlp\.", "ffn."),
+    (r"input_layernorm", "attn_norm"),
+    (r"post_attention_layernorm", "ffn_norm"),
+    (r"position_bias", "ape"),
+    (r"gate\.e_score_correction_bias", "gate.bias"),
+    (r"shared_experts\.gate_proj", "shared_experts.w1"),
+    (r"shared_experts\.up_proj", "shared_experts.w3"),
+    (r"shared_experts\.down_proj", "shared_experts.w2"),
+    (r"\.sinks", ".attn_sink"),
+    (r"\.q_a_norm", ".q_norm"),
+    (r"\.(q_a|q_b|kv|gate|o_a|o_b)_proj", r".w\1"),
+    (r"\.w(q|o)(_[ab])", r".w\1\2"),
+)
+
+
+def deepseek_v4_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights of DeepSeek-V4 under their published names."""
+    for name, x in model.state_dict().items():
+        for pattern, replacement in DEEPSEEK_V4:
+            name = re.sub(pattern, replacement, name)
+        stem, _, fused = name.partition("experts.gate_up_proj")
+        down, _, last = name.partition("experts.down_proj")
+        if name != stem and not fused:
+            for e, both in enumerate(x):
+                gate, up = both.chunk(2)
+                yield f"{stem}experts.{e}.w1.weight", gate
+                yield f"{stem}experts.{e}.w3.weight", up
+        elif name != down and not last:
+            yield from ((f"{down}experts.{e}.w2.weight", one) for e, one in enumerate(x))
+        else:
+            yield name, x
+
+
+def mtp_names(golden: Golden) -> tuple[str, str]:
+    """Prefix of the layer behind the model as transformers would read it, and as it is published."""
+    behind = golden.text()["num_hidden_layers"]
+    if golden.config["model_type"] == "deepseek_v4":
+        return f"layers.{behind}.", "mtp.0."
+    return f"model.layers.{behind}.", f"model.layers.{behind}."
+
+
+def add_mtp(golden: Golden, tensors: Tensors) -> Tensors:
+    """Adds what a layer of multi-token prediction has besides its decoder layer, and gives that its published name."""
+    dim, (read, prefix) = COMMON["hidden_size"], mtp_names(golden)
+    tensors = {name.replace(read, prefix): x for name, x in tensors.items()}
+
+    def norm() -> torch.Tensor:
+        return torch.rand(dim) + 0.5
+
+    def product(*shape: int) -> torch.Tensor:
+        return torch.randn(shape) * 1.5 * shape[-1] ** -0.5
+
+    more = {"enorm.weight": norm(), "hnorm.weight": norm()}
+    if prefix == "mtp.0.":
+        more |= {"norm.weight": norm(), "e_proj.weight": product(dim, dim), "h_proj.weight": product(dim, dim)}
+        for part in ("fn", "base", "scale"):
+            main = tensors[f"hc_head_{part}"]
+            tensors[f"{prefix}hc_head_{part}"] = main + 0.1 * torch.randn(main.shape)
+    else:
+        more |= {"shared_head.norm.weight": norm(), "eh_proj.weight": product(dim, 2 * dim)}
+        more["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        more["shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    return tensors | {prefix + name: x.bfloat16().float() for name, x in more.items()}
+
+
+def blocks_of(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Largest magnitude of every block of a matrix, ragged ones at its edges included."""
+    return torch.stack([torch.stack([b.abs().max() for b in a.split(columns, 1)]) for a in x.split(rows)])
+
+
+def fp8(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """e4m3 numbers in blocks of 128 x 128, the scale of each block, and the exact values."""
+    scale = blocks_of(x, 128, 128) / 448
+    if power_of_two:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    wide = scale.repeat_interleave(128, 0)[: x.shape[0]].repeat_interleave(128, 1)[:, : x.shape[1]]
+    stored = (x / wide).to(torch.float8_e4m3fn)
+    return stored, scale, stored.float() * wide
+
+
+def fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """e2m1 nibbles [..., K/2], an exponent byte per 32 of them [..., K/32], and the exact values."""
+    group = x.unflatten(-1, (-1, 32))
+    power = torch.ceil(torch.log2(group.abs().amax(-1) / 6)).clamp(-127, 127)
+    scaled = group / torch.exp2(power)[..., None]
+    code = (scaled.abs()[..., None] - FP4).abs().argmin(-1)
+    exact = FP4[code] * torch.where(scaled < 0, -1.0, 1.0) * torch.exp2(power)[..., None]
+    nibble = (code + 8 * (scaled < 0)).to(torch.uint8).flatten(-2)
+    return nibble[..., ::2] | (nibble[..., 1::2] << 4), (power + 127).to(torch.uint8), exact.flatten(-2)
+
+
+def quantise(golden: Golden, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """What is stored, and the same weights exactly dequantised in float32."""
+    stored, exact = {}, dict(tensors)
+    for name, x in tensors.items():
+        stem = name.removesuffix(".weight")
+        parts, layer = {name: x if is_exact(name, x) else x.bfloat16()}, "layers." in name
+        if golden.quantised == "fp8" and layer and x.ndim == 2 and not name.endswith("mlp.gate.weight"):
+            stored_x, scale, exact[name] = fp8(x, power_of_two=False)
+            parts = {name: stored_x, f"{name}_scale_inv": scale}
+        elif golden.quantised == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+            nibbles, power, values = fp4(x.transpose(1, 2).contiguous())
+            parts = {f"{name}_blocks": nibbles.unflatten(-1, (-1, 16)), f"{name}_scales": power}
+            exact[name] = values.transpose(1, 2).contiguous()
+        elif golden.quantised == "deepseek_v4" and ".experts." in name:
+            nibbles, power, exact[name] = fp4(x)
+            parts = {name: nibbles.view(torch.int8), f"{stem}.scale": power.view(torch.float8_e8m0fnu)}
+        elif golden.quantised == "deepseek_v4" and stem.endswith(
+            ("wq_a", "wq_b", "attn.wkv", "wo_a", "wo_b", "shared_experts.w1", "shared_experts.w2", "shared_experts.w3")
+        ):
+            stored_x, scale, exact[name] = fp8(x, power_of_two=True)
+            parts = {name: stored_x, f"{stem}.scale": scale.to(torch.float8_e8m0fnu)}
+        stored |= parts
+    return {name: x.contiguous() for name, x in stored.items()}, exact
+
+
+def loaded(golden: Golden, tensors: Tensors, layers: int) -> torch.nn.Module:
+    """The model of transformers with these weights, read from their published names."""
+    architecture = getattr(transformers, golden.architecture)
+    config = build(golden, layers).config
+    with tempfile.TemporaryDirectory() as directory:
+        whole = {name: x.contiguous() for name, x in tensors.items()}
+        save_file(whole, Path(directory) / "model.safetensors", metadata={"format": "pt"})
+        (Path(directory) / "generation_config.json").write_text("{}")
+        model = architecture.from_pretrained(directory, config=config, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+@contextmanager
+def watched_choices() -> Iterator[list[float]]:
+    """Collects the distance between the last taken and the first left-out value of every ``topk`` inside."""
+    gaps, places = [1.0], [(torch, torch.topk), (torch.Tensor, torch.Tensor.topk)]
+
+    def watch(real: Callable, x: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+        if k < x.shape[-1]:
+            best = real(x, k + 1).values
+            gap = best[..., -2] - best[..., -1]
+            gaps.extend(gap[best[..., -1] > -1e30].tolist())  # below that are masked ones
+        return real(x, k, *args, **kwargs)
+
+    for place, real in places:
+        place.topk = _method(watch, real)
+    try:
+        yield gaps
+    finally:
+        for place, real in places:
+            place.topk = real
+
+
+def _method(watch: Callable, real: Callable) -> Callable:
+    return lambda *args, **kwargs: watch(real, *args, **kwargs)
+
+
+def logits_of(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of whole texts, without a cache."""
+    return model(ids, use_cache=False).logits
 
 
 @torch.no_grad()
-def reference(model: torch.nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Logits, the stream at every layer boundary, router logits."""
-    routers: list[torch.Tensor] = []
-    hooks = [
-        module.register_forward_hook(lambda module, args, out: routers.append(router_logits(module, args[0])))
-        for name, module in model.named_modules()
-        if name.endswith(("mlp.gate", "block_sparse_moe.gate"))
-    ]
+def reference(model: torch.nn.Module, ids: torch.Tensor) -> Tensors:
+    """Logits, the stream at every layer boundary, router logits by layer."""
+    layers = getattr(model.model, "decoder", model.model).layers
     streams: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        hooks.append(layer.register_forward_pre_hook(lambda module, args: streams.append(args[0])))
-    hooks.append(model.model.norm.register_forward_pre_hook(lambda module, args: streams.append(args[0])))
-    logits = model(ids).logits
+    routers: dict[int, torch.Tensor] = {}
+
+    def enter(module: Any, args: Any, kwargs: Any) -> None:
+        streams.append(args[0] if args else kwargs["hidden_states"])
+
+    def leave(module: Any, args: Any, out: Any) -> None:
+        streams.append(out if isinstance(out, torch.Tensor) else out[0])
+
+    def route(y: int, gate: Any, args: Any, out: Any) -> None:
+        x = args[0].reshape(-1, args[0].shape[-1])
+        routers[y] = torch.nn.functional.linear(x, gate.weight, getattr(gate, "bias", None))
+
+    hooks = [layers[-1].register_forward_hook(leave)]
+    for y, layer in enumerate(layers):
+        hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+        for name, module in layer.named_modules():
+            if name in ("mlp.gate", "mlp.router", "block_sparse_moe.gate"):
+                hooks.append(module.register_forward_hook(partial(route, y)))
+    out = {"logits": logits_of(model, ids).float().contiguous()}
     for hook in hooks:
         hook.remove()
-    out = {"logits": logits.float().contiguous()}
     out |= {f"hidden.{n}": stream.half().contiguous() for n, stream in enumerate(streams)}
-    return out | {f"router_logits.{n}": router.float().contiguous() for n, router in enumerate(routers)}
+    return out | {f"router_logits.{y}": router.float().contiguous() for y, router in routers.items()}
 
 
-def router_logits(gate: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Logits of a router, whatever its module returns."""
-    return torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), gate.weight)
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root mean square norm."""
+    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+@torch.no_grad()
+def mtp_reference(
+    golden: Golden, tensors: Tensors, model: torch.nn.Module, core: torch.nn.Module, ids: torch.Tensor
+) -> torch.Tensor:
+    """Logits of multi-token prediction [B, T-1, V]: slot i joins token i + 1 with the hidden state behind token i.
+
+    DeepSeek-V3 (2024), section 2.2; for DeepSeek-V4 its released inference code. The decoder layer is transformers'.
+
+    Args:
+      golden: which model.
+      tensors: its weights by published name.
+      model: the model.
+      core: the same without its head and with nothing but the layer behind it.
+      ids: the text.
+    """
+    config, prefix = golden.text(), mtp_names(golden)[1]
+    w = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+    eps, kept, out = config["rms_norm_eps"], [], []
+    hook = model.model.layers[-1].register_forward_hook(lambda m, a, o: kept.append(o if torch.is_tensor(o) else o[0]))
+    logits_of(model, ids)
+    hook.remove()
+    e = rms(model.model.embed_tokens(ids[:, 1:]), w["enorm.weight"], eps)
+    hidden = kept[0][:, :-1]
+    if prefix == "mtp.0.":
+        joined = (e @ w["e_proj.weight"].T)[:, :, None] + rms(hidden, w["hnorm.weight"], eps) @ w["h_proj.weight"].T
+    else:
+        joined = torch.cat([e, rms(model.model.norm(hidden), w["hnorm.weight"], eps)], -1) @ w["eh_proj.weight"].T
+    layer = core.layers[0]
+    hooks = [
+        layer.register_forward_pre_hook(lambda m, args: (joined, *args[1:])),
+        layer.register_forward_hook(lambda m, a, o: out.append(o if torch.is_tensor(o) else o[0])),
+    ]
+    core(inputs_embeds=e, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    if prefix == "mtp.0.":
+        flat = rms(out[0].flatten(2), torch.ones(1), eps)
+        weight = torch.sigmoid(flat @ w["hc_head_fn"].T * w["hc_head_scale"] + w["hc_head_base"]) + config["hc_eps"]
+        last = rms((weight[..., None] * out[0]).sum(2), w["norm.weight"], eps)
+    else:
+        last = rms(out[0], w["shared_head.norm.weight"], eps)
+    return model.lm_head(last).float().contiguous()
+
+
+def layer_behind(golden: Golden, tensors: Tensors) -> torch.nn.Module:
+    """A model without a head that has nothing but the layer of multi-token prediction."""
+    (read, prefix), behind = mtp_names(golden), golden.text()["num_hidden_layers"]
+    core = loaded(golden, {n.replace(prefix, read): x for n, x in tensors.items()}, behind + 1).model
+    core.layers = torch.nn.ModuleList([core.layers[behind]])
+    return core
 
 
 @torch.no_grad()
@@ -147,16 +330,10 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[torch.Tensor, 
     """Continues a prompt by full forwards: new ids, whole text, smallest gap between the best two logits."""
     ids, gap = prompt, float("inf")
     for _ in range(NEW):
-        best = model(ids).logits[:, -1].topk(2)
+        best = logits_of(model, ids)[:, -1].topk(2)
         gap = min(gap, float((best.values[:, 0] - best.values[:, 1]).min()))
         ids = torch.cat([ids, best.indices[:, :1]], dim=1)
     return ids[:, prompt.shape[1] :], ids, gap
-
-
-def smallest_gap(found: dict[str, torch.Tensor], top_k: int) -> float:
-    """Smallest distance between the last chosen and the first left-out expert."""
-    ranked = [v.softmax(-1).sort(descending=True).values for k, v in found.items() if k.startswith("router_logits")]
-    return min((float((r[:, top_k - 1] - r[:, top_k]).min()) for r in ranked), default=1.0)
 
 
 def make(name: str, golden: Golden) -> None:
@@ -164,27 +341,36 @@ def make(name: str, golden: Golden) -> None:
     directory = OUT / name
     directory.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(len(name))
-    model = build(golden)
-    top_k = golden.config.get("num_experts_per_tok", 1)
-    for seed in range(100):
+    layers = golden.text()["num_hidden_layers"]
+    tensors = published_tensors(build(golden, layers + golden.mtp), golden)
+    stored, exact = quantise(golden, add_mtp(golden, tensors) if golden.mtp else tensors)
+    model, core = loaded(golden, exact, layers), layer_behind(golden, exact) if golden.mtp else None
+    for seed in range(400):
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(2, COMMON["vocab_size"], (ROWS, LENGTH), generator=generator)
-        found = reference(model, ids)
         new, text, margin = greedy(model, ids[:, :PROMPT])
-        gap = min(smallest_gap(found, top_k), smallest_gap(reference(model, text), top_k))
-        if gap >= SMALLEST_GAP and margin > 1e-3:
+        if margin <= 1e-3:
+            continue
+        with watched_choices() as gaps, torch.no_grad():
+            found = reference(model, ids)
+            logits_of(model, text)
+            if core is not None:
+                found["mtp_logits"] = mtp_reference(golden, exact, model, core, ids)
+        if min(gaps) >= SMALLEST_GAP:
             break
     else:
         raise SystemExit(f"{name}: every input comes close to a tie")
     prompt = torch.tensor(PROMPT, dtype=torch.int32)
     found |= {"input_ids": ids.int(), "greedy_ids": new.int().contiguous(), "prompt_length": prompt}
     save_file(found, directory / "reference.safetensors")
-    hub_tensors(model, directory)
+    stored = {golden.nested[1] + tensor: x for tensor, x in stored.items()}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(golden.published(), indent=2) + "\n")
     size = sum(file.stat().st_size for file in directory.iterdir())
-    print(f"{name}: seed {seed}, gap {gap:.1e}, margin {margin:.1e}, {size / 1000:.0f} kB")
+    print(f"{name}: seed {seed}, gap {min(gaps):.1e}, margin {margin:.1e}, {size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
     for chosen in sys.argv[1:] or GOLDENS:
         make(chosen, GOLDENS[chosen])

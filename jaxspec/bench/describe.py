@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxspec.bench.sizes import idle_parameters, parameters
 from jaxspec.checkpoint.places import abstract_params, flatten
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
@@ -49,14 +50,14 @@ def describe_versions() -> dict[str, str]:
 
 
 def count_parameters(arch: ArchSpec) -> tuple[int, int]:
-    """Parameters in all, and those that one token uses: all but the experts that its router leaves out."""
-    total = sum(leaf.size for leaf in flatten(abstract_params(Transformer(arch, Policy()))).values())
-    idle = 0
-    for layer in arch.layers:
-        if isinstance(layer.ffn, MoeSpec):
-            # Each expert has a gate, an up and a down projection.
-            idle += (layer.ffn.experts - layer.ffn.top_k) * 3 * arch.model_dim * layer.ffn.hidden
-    return total, total - idle
+    """Parameters in all, and those that one token uses: all but the experts that its router leaves out.
+
+    Embedding and head count in both; multi-token prediction counts in neither.
+    """
+    net: Any = Transformer(arch, Policy(depth="stacked"))
+    leaves = flatten(abstract_params(net))
+    total = sum(parameters(leaves).values())
+    return total, total - idle_parameters(arch.layers, arch.model_dim)
 
 
 def describe_model(config: dict[str, Any]) -> dict[str, Any]:

@@ -58,8 +58,10 @@ def _split_qkv(leaf: np.ndarray) -> Arrays:
 
 
 PACKS: Mapping[str, Pack] = {
-    # [N] or any shape to itself
+    # [N], [in, out] or any other shape to itself
     "copy": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf], (0, 1), inner=0),
+    # [out, in] to itself
+    "rows": Pack(lambda a, _: a[0], lambda leaf: [leaf], (0, 1)),
     # [H * C] to [H, C]
     "heads": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf.reshape(-1)]),
     # [out, in] to [in, out]

@@ -1,7 +1,7 @@
 """Where the published tensors of a table go: which leaf of the parameters, and which entry of its leading axes."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -10,10 +10,12 @@ import numpy as np
 
 from jaxspec.checkpoint.packs import PACKS
 from jaxspec.checkpoint.table import Rule
-from jaxspec.models.arch import ArchSpec, segments
+from jaxspec.models.arch import ArchSpec, LayerSpec, segments
 from jaxspec.models.depth import stack_of
+from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import ROUTED, own_name
-from jaxspec.nn.quantized import Quantized
+from jaxspec.nn.policy import kind_of
+from jaxspec.nn.quantized import Quantized, abstract_quantized
 from jaxspec.shapes import Params
 
 STACKED = {own_name(name): name for name in ROUTED}
@@ -39,9 +41,47 @@ class Leaf:
         return self.shape[self.lead :]
 
 
+@cache
 def abstract_params(net: Any) -> Params:
-    """Shapes and dtypes of every parameter of a network or of its multi-token prediction, nothing allocated."""
-    return jax.eval_shape(net.initial, jax.random.key(0))["params"]
+    """Shapes and dtypes of every parameter of a network or of its multi-token prediction, nothing allocated.
+
+    Equal layers and equal experts are looked at once, so that depth and experts cost no time.
+    """
+    arch, policy = net.arch, net.policy
+    distinct = tuple(dict.fromkeys(arch.layers))
+    once = isinstance(net, Transformer) and policy.depth == "unrolled"
+    small = net.clone(
+        arch=replace(arch, layers=distinct) if once else arch, policy=replace(policy, formats=(), experts="stacked")
+    )
+    found: dict[str, Any] = {}
+    for path, leaf in flatten(jax.eval_shape(small.initial, jax.random.key(0))["params"]).items():
+        for whole in _layers(path, arch.layers, distinct) if once else (path,):
+            found |= dict(_experts(whole, leaf)) if policy.experts == "switched" else {whole: leaf}
+    for path, leaf in found.items():
+        form = policy.format_of(kind_of(path.split("/")))
+        found[path] = leaf if form is None else abstract_quantized(leaf.shape, form)
+    return unflatten(found)
+
+
+def _layers(path: str, layers: tuple[LayerSpec, ...], distinct: tuple[LayerSpec, ...]) -> list[str]:
+    """Paths of one parameter in all layers that are like its own."""
+    first, _, rest = path.partition("/")
+    if not first.startswith("layers_"):
+        return [path]
+    like = distinct[int(first.removeprefix("layers_"))]
+    return [f"layers_{y}/{rest}" for y, layer in enumerate(layers) if layer == like]
+
+
+def _experts(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    """One parameter of all experts as one of each."""
+    folder, _, name = path.rpartition("/")
+    if name not in ROUTED:
+        yield path, leaf
+        return
+    axis = 1 if path.startswith("segment_") else 0
+    shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
+    for e in range(leaf.shape[axis]):
+        yield f"{folder}/{own_name(name)}_{e}", jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def flatten(params: Params) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +17,8 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.policy import Policy, kind_of
 from jaxspec.nn.quantized import Format, abstract_quantized
 
-Quantization = Literal["auto", "none", "fp8", "int8"]
-QUANTIZATIONS: tuple[str, ...] = ("auto", "none", "fp8", "int8")
-WORDS = {
-    "missing": "missing",
-    "extra": "not known",
-    "shape": "of the wrong shape",
-    "dtype": "of a dtype that is not read",
-}
+QUANTIZATIONS = ("auto", "none", "fp8", "int8")
+WORDS = {"missing": "missing", "extra": "not known", "shape": "of the wrong shape", "dtype": "of the wrong dtype"}
 
 # What quantization=fp8 and int8 leave as it is, besides everything outside of attention and feed-forward layers.
 FOLDERS = ("attention", "ffn", "ffn/shared")
@@ -77,6 +71,7 @@ def make_plan(
     ignored: tuple[str, ...] = (),
     block: tuple[int, int] = FP8_BLOCK,
     quantization: str = "auto",
+    files: TensorFiles | None = None,
 ) -> Plan:
     """Compares a network with the tensors of a directory, of which only the headers are read.
 
@@ -89,6 +84,7 @@ def make_plan(
       block: numbers per scale of fp8 weights.
       quantization: ``auto`` keeps what is published quantised, ``none`` widens it, ``fp8`` and ``int8`` quantise the
         matrices of attention and feed-forward layers.
+      files: the directory's tensors, where they are known already or only promised.
 
     Raises:
       ConfigError: the quantisation is not known, or the checkpoint already has another.
@@ -96,11 +92,12 @@ def make_plan(
     """
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization {quantization!r} is not known; known are {', '.join(QUANTIZATIONS)}")
-    files = TensorFiles(directory)
+    files = TensorFiles(directory) if files is None else files
     leaves = flatten(abstract_params(net.clone(policy=replace(net.policy, formats=()))))
     fills = places(rules, leaves, net.arch)
     unnamed = [path for path, leaf in fills.items() if len(leaf.rules) != int(np.prod(leaf.shape[: leaf.lead]))]
-    assert not unnamed and len(fills) == len(leaves), f"no rules for {unnamed or set(leaves) - set(fills)}"
+    unnamed += [path for path in leaves if path not in fills]
+    assert not unnamed, f"parameters that no rule of the name table fills: {unnamed}"
     names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}
     stored = {name: found for name in names if (found := find(files, name, block))}
     problems = _problems(files, fills, stored)
@@ -181,16 +178,17 @@ def _to_quantise(
         for rule in leaf.rules.values():
             pack = PACKS[rule.pack]
             for part in (stored[n] for n in rule.hub if n in stored):
-                if (
-                    len(part.shape) != 2
-                    or pack.axes is None
-                    or files.tensors[part.data.partition("[")[0]].dtype not in PLAIN
-                ):
-                    continue
-                per_output = (1, part.shape[1]) if pack.inner == 1 else (part.shape[0], 1)
-                form = Format("fp8", FP8_BLOCK) if kind == "fp8" else Format("int8", per_output)
-                found[part.name] = replace(part, form=form, fresh=True)
+                dtype = files.tensors[part.data.partition("[")[0]].dtype
+                if len(part.shape) == 2 and pack.axes is not None and dtype in PLAIN:
+                    found[part.name] = replace(part, form=_own_form(kind, part.shape, pack.inner), fresh=True)
     return found
+
+
+def _own_form(kind: str, shape: tuple[int, ...], inner: int) -> Format:
+    """Blocks for fp8, one scale per output for int8."""
+    if kind == "fp8":
+        return Format("fp8", FP8_BLOCK)
+    return Format("int8", (1, shape[1]) if inner == 1 else (shape[0], 1))
 
 
 def _formats(fills: Mapping[str, Leaf], stored: Mapping[str, Stored]) -> dict[str, Format]:

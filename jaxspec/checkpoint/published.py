@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,7 @@ import numpy as np
 from jaxspec.checkpoint.catalog import known_tables
 from jaxspec.checkpoint.places import Leaf, abstract_params, flatten, places, published_shapes
 from jaxspec.checkpoint.quantized import E4M3, E8M0, FP4_BLOCK, check_method
+from jaxspec.checkpoint.stream import Tensor, TensorFiles
 from jaxspec.checkpoint.table import Rule
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
@@ -80,6 +82,17 @@ def published(config: Mapping[str, Any]) -> Tensors:
     return _spread(tensors, layout)
 
 
+def promised(config: Mapping[str, Any]) -> TensorFiles:
+    """The files of a release as its config promises them: names, dtypes and shapes, nothing to read.
+
+    Raises:
+      ConfigError: the config is wrong, or quantised in a way that is not supported.
+    """
+    files = TensorFiles.__new__(TensorFiles)
+    files.tensors = {n: Tensor(Path(), t.dtype, t.shape, 0, t.size_bytes) for n, t in published(config).items()}
+    return files
+
+
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The ``quantization_config`` of a published config, or of the text model in it."""
     inside = [config, *(value for value in config.values() if isinstance(value, Mapping))]
@@ -103,11 +116,12 @@ def plain_tensors(arch: ArchSpec, wide: str = "bfloat16") -> Tensors:
     """
     table, policy = known_tables()[arch.family], Policy(depth="stacked")
     found: Tensors = {}
-    leaves = flatten(abstract_params(Transformer(arch, policy)))
+    nets: list[Any] = [Transformer(arch, policy), Mtp(arch, policy)]
+    leaves = flatten(abstract_params(nets[0]))
     _add(found, places(table.rules(arch), leaves, arch), leaves, wide)
     if not arch.mtp:
         return found
-    leaves = flatten(abstract_params(Mtp(arch, policy)))
+    leaves = flatten(abstract_params(nets[1]))
     rules = list(table.mtp_rules(arch))
     _add(found, places(rules, leaves, arch), leaves, wide, behind=True)
     if arch.family in MTP_COPIES:

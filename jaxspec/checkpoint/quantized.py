@@ -1,7 +1,7 @@
 """How a published matrix is stored: plainly, or as small numbers with a scale per block; and what it stands for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -69,6 +69,13 @@ class Stored:
         return (self.data, self.scale) if self.scale else (self.data,)
 
 
+def matrix_form(form: Format, block: tuple[int, int], *, turned: bool = False) -> Format:
+    """How a kind of numbers and scales lies along the two axes of a published matrix."""
+    if form.kind == "fp8":
+        return replace(form, blocks=block)
+    return replace(form, blocks=(FP4_BLOCK, 1) if turned else (1, FP4_BLOCK), packed_axis=-2 if turned else -1)
+
+
 def check_method(config: Mapping[str, Any]) -> tuple[int, int]:
     """The block size of fp8 weights by a published config.
 
@@ -103,14 +110,14 @@ def find(files: TensorFiles, name: str, block: tuple[int, int]) -> Stored | None
             return Stored(name, shape, name)
         exponents = files.tensors[scale].dtype in EXPONENTS
         if files.tensors[whole].dtype in BYTES:
-            packed = Format("fp4", (1, FP4_BLOCK), exponents, packed_axis=-1)
+            packed = matrix_form(Format("fp4", (), exponents), block)
             return Stored(name, (shape[0], 2 * shape[1]), name, scale + entry, packed)
         return Stored(name, shape, name, scale + entry, Format("fp8", block, exponents))
     blocks, scales = f"{whole}_blocks{entry}", f"{whole}_scales{entry}"
     if f"{whole}_blocks" not in files:
         return None
     out, groups, _ = (*files.shape(blocks), 0, 0)[:3]
-    packed = Format("fp4", (FP4_BLOCK, 1), exponent_scales=True, packed_axis=-2)
+    packed = matrix_form(Format("fp4", (), exponent_scales=True), block, turned=True)
     return Stored(name, (groups * FP4_BLOCK, out), blocks, scales, packed, turned=True)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
@@ -35,6 +36,8 @@ class Table:
         own; None for the prefix of all layers.
       prefix: published prefix of a layer.
       ignored: endings of published names that carry no parameter.
+      scales: how the scales of quantised weights are published: ``X.weight_scale_inv`` or ``X.scale`` with
+        ``X.weight``, or ``X_scales`` with ``X_blocks``.
     """
 
     top: tuple[Rule, ...]
@@ -44,6 +47,7 @@ class Table:
     mtp_prefix: str | None = None
     prefix: str = "model.layers.{y}."
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    scales: Literal["weight_scale_inv", "scale", "blocks"] = "weight_scale_inv"
 
     def rules(self, arch: ArchSpec) -> Iterator[Rule]:
         """Every rule of the model itself with layer and expert numbers filled in."""

@@ -13,6 +13,7 @@ from jaxspec.errors import JaxspecError
 
 COMMANDS = {
     "generate": "Generate text for one prompt, or for a file of them.",
+    "inspect": "Say what a model directory holds and needs, without loading it.",
     "demo": "See speculation at work on the packaged demo models.",
 }
 USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141

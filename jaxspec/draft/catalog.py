@@ -163,6 +163,6 @@ def _check_tree(config: SpeculativeConfig, arch: ArchSpec, layers: tuple[LayerSp
     why = replace(arch, layers=layers).chain_only
     if why and not config.topology.is_chain:
         raise ConfigError(
-            f"speculative_config: speculative_token_tree is not possible, because {whose} ({arch.family}) has {why}; "
+            f"speculative_config: speculative_token_tree is not possible for {whose} ({arch.family}): {why}; "
             "use num_speculative_tokens"
         )

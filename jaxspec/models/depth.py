@@ -31,7 +31,7 @@ def stack_of(layer: int, segments: tuple[Segment, ...]) -> tuple[str, int, int]:
 def init_stack(key: Array, segment: Segment, place: int, arch: ArchSpec, policy: Policy) -> Any:
     """Random parameters of one place of a segment's pattern, every leaf with a leading axis of repeats."""
     keys = jax.random.split(key, segment.repeats)
-    return jax.vmap(lambda k: init_block(k, segment.pattern[place], arch, policy))(keys)
+    return lax.map(lambda k: init_block(k, segment.pattern[place], arch, policy), keys)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from jaxspec.cache.kv import LayerCache, Window
-from jaxspec.models.arch import ArchSpec, segments
+from jaxspec.models.arch import ArchSpec, Segment, segments
 from jaxspec.models.block import Block, norm_params, normalise
 from jaxspec.models.depth import Loop, init_stack, stack_name
 from jaxspec.nn.dense import dense
@@ -65,10 +65,15 @@ class Transformer(nn.Module):
             self.layers = [Block(layer, a, p) for layer in a.layers]
         else:
             self.stacks = [
-                self.param(stack_name(segment, place), init_stack, segment, place, a, p)
-                for segment in segments(a.layers)
-                for place in range(len(segment.pattern))
+                self._stack(segment, place) for segment in segments(a.layers) for place in range(len(segment.pattern))
             ]
+
+    def _stack(self, segment: Segment, place: int) -> Any:
+        name = stack_name(segment, place)
+        # Flax would trace the initialiser in every forward, to compare shapes that the loader has compared.
+        if self.has_variable("params", name):
+            return self.get_variable("params", name)
+        return self.param(name, init_stack, segment, place, self.arch, self.policy)
 
     def __call__(
         self,
@@ -121,6 +126,8 @@ class Transformer(nn.Module):
         return x, written, kept, routing
 
     def _stacked(self, x, tokens, memory, window, taps, routes):
+        if self.is_initializing():
+            return x, [], dict.fromkeys(taps, x), []  # the stacks' parameters are there already
         written, kept, routing, shared, place = [], {}, [], None, 0
         for segment in segments(self.arch.layers):
             size = len(segment.pattern)

@@ -144,7 +144,7 @@ def _over_cache(
     window: Window,
     dtype: jnp.dtype,
 ) -> Array:
-    """Attention over the cached vectors themselves (DeepSeek-V2, appendix C): one key head, whose start is the value."""
+    """Attention over the cached vectors themselves (DeepSeek-V2, appendix C); a key begins with the value."""
     rows, count = position_BT.shape
     position_XT, stream, block = readers(window, position_BT), spec.streams["latent"], window.block
     kv_HXR, cut = widen(kv_HXR, dtype), spec.plain_dim

@@ -87,9 +87,7 @@ class Indexer(nn.Module):
         return select_cached(*queries, position_BT, cache[STREAM], s, window, p.compute), cache
 
 
-def select_self(
-    q_BTHC: Array, weight_BTH: Array, k_BTC: Array, top_k: int, dtype: jnp.dtype
-) -> Array | None:
+def select_self(q_BTHC: Array, weight_BTH: Array, k_BTC: Array, top_k: int, dtype: jnp.dtype) -> Array | None:
     """What each token of whole sequences keeps of those before it and itself, [B, T, T]; None where it is all.
 
     Args:

@@ -77,6 +77,7 @@ def _fill(line: Line, value: dict[str, Any], defaults: SamplingParams) -> None:
         line.prompt = {given[0]: value[given[0]]}
         if given == ["messages"]:
             openai.messages_of(value["messages"])
+            line.prompt |= {name: value.pop(name) for name in openai.TEMPLATE if name in value}
         settings = openai.renamed({key: v for key, v in value.items() if key not in PROMPTS})
     line.params = SamplingParams.from_mapping(settings, defaults)
     if line.params.n > MOST_SAMPLES:

@@ -19,6 +19,7 @@ from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer, teacher_forced
 from jaxspec.nn.policy import Policy
+from jaxspec.serve.defaults import end_ids, sampling_defaults
 from jaxspec.serve.engine import STOP_PLACES, Engine, EngineSpec
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.request import RequestOutput, SamplingParams
@@ -88,7 +89,9 @@ class LLM:
                 f"LLM: max_model_len must be from 2 to the model's {arch.max_position}, got {max_model_len}"
             )
         self.text = Text.load(self.model.directory)
-        self.eos = _eos(self.model.config, self.model.generation)
+        self.eos = end_ids(self.model.config, self.model.generation)
+        if len(self.eos) > STOP_PLACES:
+            raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
         self.seed, self.max_logprobs = seed, min(max_logprobs, arch.vocab_size)
         draft = _draft(config, self.model)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
@@ -112,13 +115,7 @@ class LLM:
     @property
     def default_sampling_params(self) -> SamplingParams:
         """What the model's ``generation_config.json`` recommends."""
-        names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
-        names |= {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-        published = self.model.generation
-        values = {ours: published[name] for name, ours in names.items() if published.get(name) is not None}
-        if published.get("do_sample") is False:
-            values["temperature"] = 0.0
-        return SamplingParams(**values)
+        return sampling_defaults(self.model.generation)
 
     def generate(
         self,
@@ -143,10 +140,19 @@ class LLM:
         self,
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the assistant's answer to one conversation or to several."""
+        """Generates the assistant's answer to one conversation or to several.
+
+        Args:
+          messages: one conversation, or a list of them.
+          sampling_params: one for all, or one per conversation.
+          chat_template_kwargs: settings that the model's template knows, such as ``enable_thinking``.
+        """
         talks: Any = [messages] if messages and isinstance(messages[0], dict) else messages
-        return self.generate([{"messages": talk} for talk in talks], sampling_params)
+        prompts = [{"messages": talk, "chat_template_kwargs": chat_template_kwargs} for talk in talks]
+        return self.generate(prompts, sampling_params)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, steps: int = 1
@@ -251,7 +257,8 @@ class LLM:
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), self._check_ids(prompt["prompt_token_ids"])
             if "messages" in prompt:
-                return None, self._check_ids(self._tokenizer().encode_chat(prompt["messages"]))
+                options = prompt.get("chat_template_kwargs")
+                return None, self._check_ids(self._tokenizer().encode_chat(prompt["messages"], options))
             if "prompt" not in prompt:
                 raise RequestError(f'prompt: needs "prompt", "messages" or "prompt_token_ids", got {sorted(prompt)}')
             prompt = prompt["prompt"]
@@ -311,18 +318,6 @@ def _policy(dtype: str) -> Policy:
     on_cpu = jax.default_backend() == "cpu"
     experts, depth = ("switched", "unrolled") if on_cpu else ("stacked", "stacked")
     return Policy(kind, kind, experts, depth, own_head=on_cpu)
-
-
-def _eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int]:
-    found: set[int] = set()
-    for source in (generation.get("eos_token_id"), config.get("eos_token_id")):
-        if isinstance(source, int):
-            found.add(source)
-        elif isinstance(source, list):
-            found |= set(source)
-    if len(found) > STOP_PLACES:
-        raise CapacityError(f"config: {len(found)} end-of-text ids, at most {STOP_PLACES} are supported")
-    return found
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -12,6 +12,7 @@ from jaxspec.serve.text import Text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 URLS = (COMPLETIONS, CHAT)
+TEMPLATE = ("chat_template_kwargs",)
 ALIASES = {"max_completion_tokens": "max_tokens"}
 IGNORED = {
     "model", "user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier",
@@ -53,7 +54,8 @@ def read_body(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
             raise RequestError("body: top_logprobs needs logprobs: true")
         if wanted:
             values["logprobs"] = most or 0
-        return {"messages": [_flat(m) for m in messages_of(values.pop("messages", None))]}, values
+        prompt = {"messages": [_flat(m) for m in messages_of(values.pop("messages", None))]}
+        return prompt | {name: values.pop(name) for name in TEMPLATE if name in values}, values
     return _prompt(values.pop("prompt", None)), values
 
 

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
 from jaxspec.errors import ConfigError, RequestError
+from jaxspec.serve import deepseek_v4_chat
 from jaxspec.serve.request import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+# Chat formats of models that are published without a Jinja template, by model_type.
+FORMATS: dict[str, Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]] = {
+    "deepseek_v4": deepseek_v4_chat.encode
+}
 
 
 class Text:
-    """Encodes prompts and decodes ids; wraps the published tokenizer."""
+    """Encodes prompts and decodes ids; wraps the published tokenizer.
 
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
+    Attributes:
+      tokenizer: of transformers.
+      model_type: of the published config, which says how to chat where there is no template.
+    """
+
+    def __init__(self, tokenizer: Any, model_type: str = ""):
+        self.tokenizer, self.model_type = tokenizer, model_type
 
     @classmethod
     def load(cls, directory: Path) -> Text | None:
@@ -34,7 +45,7 @@ class Text:
         from transformers import AutoTokenizer
 
         try:
-            return cls(AutoTokenizer.from_pretrained(directory))
+            return cls(AutoTokenizer.from_pretrained(directory), _model_type(directory))
         except Exception as error:
             raise ConfigError(f"{directory}: the tokenizer cannot be read ({error})") from error
 
@@ -48,28 +59,61 @@ class Text:
             ) from error
         return self.tokenizer(text)["input_ids"]
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Ids of a conversation, ready for the assistant's answer.
 
+        The published chat template writes it; where a model has none, the format that its makers document.
+
+        Args:
+          messages: ``role`` and ``content`` each.
+          template_kwargs: settings that the template knows, such as ``enable_thinking``.
+
         Raises:
-          RequestError: the messages are malformed or the model has no chat template.
+          RequestError: the messages are malformed, or the model cannot chat.
         """
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+            raise RequestError(f"messages: a list of at least one message is needed, got {messages!r}")
         for message in messages:
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise RequestError(f'messages: each needs "role" and "content", got {message!r}')
+        options = {} if template_kwargs is None else template_kwargs
+        if not isinstance(options, Mapping):
+            raise RequestError(f"chat_template_kwargs: a mapping is needed, got {options!r}")
+        return self.tokenizer(self._write(messages, options), add_special_tokens=False)["input_ids"]
+
+    def _write(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError("messages: this model has no chat template; give a plain prompt")
+            if self.model_type in FORMATS:
+                return FORMATS[self.model_type](messages, options)
+            raise RequestError(
+                "messages: this model has no chat template; give a plain prompt, "
+                "or put the template that you want into chat_template.jinja next to its tokenizer"
+            )
+        if taken := sorted({"tokenize", "add_generation_prompt", "conversation"} & set(options)):
+            raise RequestError(f"chat_template_kwargs: {taken} are set already; leave them out")
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **options
+            )
         except Exception as error:
             raise RequestError(f"messages: the chat template refuses them ({error})") from error
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids."""
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+
+def _model_type(directory: Path) -> str:
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except ValueError:
+        return ""
+    return str(config.get("model_type", "")) if isinstance(config, dict) else ""
 
 
 class Growing:

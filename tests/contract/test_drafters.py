@@ -1,6 +1,8 @@
 """What every drafter keeps, for everything that the catalog can build."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from dataclasses import replace as changed
 from functools import cache, partial
 
 import jax
@@ -8,26 +10,34 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import LayerKV
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan, dispatch
 from jaxspec.draft import catalog
+from jaxspec.errors import ConfigError
+from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.transformer import Transformer
+from jaxspec.models.mtp import Mtp
+from jaxspec.models.transformer import Hidden, Transformer, teacher_forced
+from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Anchor, Commit, Drafter, Proposal
+from jaxspec.protocol import Anchor, Commit, Drafter, Features, Proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
 from jaxspec.topology import Topology
 
 ROWS, CAPACITY, VOCAB, BLOCK = 3, 60, 64, 16
 CONFIG = {
-    "model_type": "llama",
+    "model_type": "glm4_moe",
     "vocab_size": VOCAB,
     "hidden_size": 16,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
     "max_position_embeddings": 128,
 }
 SHAPES = [{"num_speculative_tokens": 1}, {"num_speculative_tokens": 4}, {"speculative_token_tree": [2, 2]}]
@@ -38,19 +48,34 @@ each_drafter = pytest.mark.parametrize(
 )
 
 
+def _initial(net: Transformer | Mtp) -> Params:
+    return jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), jax.jit(net.initial)(jax.random.key(0)))
+
+
 @cache
 def model() -> tuple[Transformer, Params]:
     net = Transformer(arch_of(CONFIG), Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked"))
-    token = jnp.zeros((1, 2), jnp.int32)
-    params = jax.jit(partial(net.init, method="logits_of"))(jax.random.key(0), token, token)
-    return net, jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
+    return net, _initial(net)
+
+
+@cache
+def prediction() -> tuple[Mtp, Params]:
+    """The layers of multi-token prediction of the model."""
+    net = Mtp(model()[0].arch, model()[0].policy)
+    return net, _initial(net)
 
 
 def drafter_of(method: str, shape: dict) -> Drafter:
-    if method == "none":
-        return catalog.build(catalog.parse(None), VOCAB, BLOCK, None)
-    config = {"method": method, **shape} | ({"model": "draft"} if method != "ngram" else {})
-    return catalog.build(catalog.parse(config), VOCAB, BLOCK, model() if method != "ngram" else None)
+    config = None if method == "none" else {"method": method, **shape}
+    if method == "draft_model":
+        config = {**config, "model": "draft"}
+    own = {"draft_model": model, "mtp": prediction}
+    return catalog.build(catalog.parse(config), model(), BLOCK, own[method]() if method in own else None)
+
+
+@partial(jax.jit, static_argnums=0)
+def hidden_of(net: Transformer, params: Params, token_BT: np.ndarray, position_BT: np.ndarray) -> Hidden:
+    return teacher_forced(net, params, token_BT, position_BT)[1]
 
 
 def observed(drafter: Drafter, lengths: tuple[int, ...]):
@@ -68,9 +93,15 @@ def observed(drafter: Drafter, lengths: tuple[int, ...]):
     history = np.tile(rng.integers(1, VOCAB, (ROWS, 3)), (1, state.history_BS.shape[1]))[:, : state.history_BS.shape[1]]
     draft = state.draft
     for row, length in enumerate(lengths):
-        chunk = np.zeros((1, 32), np.int32)
-        chunk[0, : length - 1] = history[row, : length - 1]
-        commit = Commit(jnp.asarray(chunk), jnp.full(1, 32, jnp.int32), jnp.zeros(1, jnp.int32), None, jnp.int32(row))
+        chunk = np.zeros((1, 33), np.int32)
+        chunk[0, :length] = history[row, :length]
+        hidden = jax.jit(teacher_forced, static_argnums=0)(
+            net, params, chunk[:, :-1], np.arange(32, dtype=np.int32)[None]
+        )[1]
+        commit = Commit(
+            jnp.asarray(chunk[:, :-1]), jnp.asarray(chunk[:, 1:]), Features(hidden.last_BTD, hidden.stream),
+            jnp.full(1, length - 1, jnp.int32), jnp.zeros(1, jnp.int32), None, jnp.int32(row),
+        )  # fmt: skip
         draft = jax.jit(drafter.observe)(draft, commit)
     at = jnp.asarray(lengths, jnp.int32) - 1
     places = np.arange(history.shape[1])[None] < np.asarray(lengths)[:, None]
@@ -81,15 +112,14 @@ def observed(drafter: Drafter, lengths: tuple[int, ...]):
 
 
 def committed(state, length_B: np.ndarray) -> Iterator[np.ndarray]:
-    """What a drafter's caches hold at committed positions."""
-    for layer in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LayerKV)):
-        for leaf in (layer.k_PGZC, layer.v_PGZC) if isinstance(layer, LayerKV) else (layer,):
-            for row, length in enumerate(length_B):
-                yield np.asarray(leaf)[row, ..., :length, :]
+    """What a drafter's caches hold at committed positions, and whatever else it remembers of the rows."""
+    for leaf in jax.tree.leaves(state):
+        for row, length in enumerate(length_B):
+            yield np.asarray(leaf)[row, ..., :length, :] if leaf.ndim == 4 else np.asarray(leaf)[row]
 
 
 def test_the_catalog_builds_what_it_names():
-    assert {type(drafter_of(m, SHAPES[0])).__name__ for m in METHODS} == {"NoDrafts", "Ngram", "SmallLm"}
+    assert {type(drafter_of(m, SHAPES[0])).__name__ for m in METHODS} == {"NoDrafts", "Ngram", "SmallLm", "MtpHeads"}
 
 
 @each_drafter
@@ -121,7 +151,9 @@ def test_states_are_arrays_of_the_same_shapes_throughout(method: str, shape: dic
     assert (proposal.valid_BN.shape, proposal.valid_BN.dtype) == ((ROWS, drafts), jnp.bool_)
     path = jax.ShapeDtypeStruct((ROWS, depth), jnp.int32)
     count = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
-    seen = jax.eval_shape(drafter.observe, after, Commit(path, count, count, path, None))
+    stream = jax.ShapeDtypeStruct((ROWS, depth, CONFIG["hidden_size"]), jnp.float32)
+    commit = Commit(path, path, Features(stream, stream), count, count, path, None)
+    seen = jax.eval_shape(drafter.observe, after, commit)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), seen) == shapes
 
 
@@ -141,7 +173,7 @@ def test_proposing_commits_nothing(method: str, shape: dict, rule: str):
         np.testing.assert_array_equal(old, new)
     token = np.asarray(first.token_BN)
     assert ((token >= 0) & (token < VOCAB)).all()
-    needs_law = method == "draft_model" and rule == "reject"
+    needs_law = method in ("draft_model", "mtp") and rule == "reject"
     assert (first.logp_BNV is not None) == needs_law
     if needs_law:
         np.testing.assert_allclose(np.exp(np.asarray(first.logp_BNV)).sum(-1), 1, rtol=1e-5)
@@ -188,3 +220,34 @@ def test_one_trace_per_program(method: str, shape: dict):
     ):
         lower(rows, rule)
         assert len(traces) == expected
+
+
+@dataclass(frozen=True)
+class Unbranching(AttentionSpec):
+    """Attention that cannot verify trees."""
+
+    chain_only = "its attention cannot branch"
+
+
+def unbranching(arch: ArchSpec) -> ArchSpec:
+    spec = Unbranching(**vars(arch.layers[0].attention))
+    layers, mtp = (tuple(changed(layer, attention=spec) for layer in part) for part in (arch.layers, arch.mtp))
+    return changed(arch, layers=layers, mtp=mtp)
+
+
+@pytest.mark.parametrize("method", catalog.METHODS)
+@pytest.mark.parametrize("whose", ["target", "draft"])
+def test_trees_are_refused_where_attention_cannot_branch(method: str, whose: str):
+    net, params = model()
+    odd = Transformer(unbranching(net.arch), net.policy)
+    target = (odd if whose == "target" else net, params)
+    config = {"method": method, **({"model": "draft"} if method == "draft_model" else {})}
+    own = {"draft_model": (odd, params), "mtp": (Mtp(odd.arch, odd.policy), prediction()[1])}.get(method)
+    build = partial(catalog.build, target=target, block=BLOCK, model=own)
+    build(catalog.parse({**config, "num_speculative_tokens": 2}))
+    tree = catalog.parse({**config, "speculative_token_tree": [2, 2]})
+    if (method, whose) == ("ngram", "draft"):
+        assert build(tree).topology == tree.topology
+        return
+    with pytest.raises(ConfigError, match=r"tree is not possible for .*: its attention cannot branch; use num_spec"):
+        build(tree)

@@ -1,27 +1,247 @@
-"""Every published config in configs/models builds its parameters, unallocated, with the published counts."""
+"""Every published config in configs/models: its parameters build unallocated, and counts, bytes and names are right."""
 
 import json
+import math
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxspec.bench.describe import count_parameters
+from jaxspec.bench.sizes import cached_values, memory_bytes, parameters
+from jaxspec.checkpoint.catalog import known_tables
+from jaxspec.checkpoint.places import abstract_params, flatten
+from jaxspec.checkpoint.plan import make_plan
+from jaxspec.checkpoint.published import Published, promised, published
+from jaxspec.checkpoint.quantized import check_method
+from jaxspec.errors import ConfigError
+from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy
+from jaxspec.sharding.mesh import make_mesh
+from jaxspec.sharding.rules import named_shardings
 
 CONFIGS = {path.stem: path for path in sorted(Path("configs/models").glob("*.json"))}
-# Billions of parameters, in all and active per token; from the models' cards.
-PUBLISHED = {
-    "mixtral-8x7b": (46.7, 12.9),
-    "qwen2-57b-a14b": (57.4, 14.25),
-    "qwen1.5-moe-a2.7b": (14.3, 2.7),
+# Billions of parameters, in all and active per token, embedding and head in both, multi-token prediction in neither.
+COUNTS = {
+    "deepseek-v3": (671.0, 37.6),
+    "deepseek-v3.2": (671.9, 38.4),
+    "deepseek-v4-flash": (284.3, 13.8),
+    "deepseek-v4-pro": (1573, 49.8),
+    "glm-4.5": (352.8, 33.6),
+    "glm-4.5-air": (106.9, 13.4),
+    "glm-4.7-flash": (29.94, 3.90),
+    "glm-5.1": (743.9, 41.8),
+    "glm-5.2": (743.4, 41.25),
+    "gpt-oss-120b": (116.8, 5.71),
+    "gpt-oss-20b": (20.9, 4.19),
+    "kimi-k2": (1026, 32.9),
     "llama-3.1-8b": (8.03, 8.03),
+    "llama-3.2-1b": (1.236, 1.236),
+    "llama-3.3-70b": (70.55, 70.55),
+    "minimax-m2": (228.7, 11.0),
+    "mixtral-8x22b": (140.6, 39.2),
+    "mixtral-8x7b": (46.7, 12.9),
+    "olmoe-1b-7b": (6.92, 1.28),
+    "opt-125m": (0.1252, 0.1252),
+    "opt-350m": (0.3312, 0.3312),
+    "opt-6.7b": (6.658, 6.658),
+    "qwen1.5-moe-a2.7b": (14.3, 2.7),
+    "qwen2-57b-a14b": (57.4, 14.25),
+    "qwen2.5-7b": (7.616, 7.616),
+    "qwen3-235b-a22b": (235.1, 22.2),
+    "qwen3-30b-a3b": (30.5, 3.35),
     "qwen3-8b": (8.19, 8.19),
+}
+# ``total_size`` of the release's weight index: bytes of all tensors, to the byte.
+TOTAL_SIZES = {
+    "deepseek-v4-flash": 159609485896,
+    "deepseek-v4-pro": 864704792696,
+    "glm-5.2": 1506659919872,
+    "gpt-oss-120b": 65248815744,
+    "gpt-oss-20b": 13761264768,
+    "llama-3.1-8b": 16060522496,
+    "llama-3.3-70b": 141107412992,
+    "mixtral-8x7b": 93405585408,
+    "qwen1.5-moe-a2.7b": 28631568384,
+    "qwen2.5-7b": 15231233024,
+    "qwen3-235b-a22b": 470187269120,
+    "qwen3-30b-a3b": 61064245248,
+    "qwen3-8b": 16381470720,
+}
+# Gigabytes of releases whose index is not at hand, and whether multi-token prediction is in that figure.
+GIGABYTES = {
+    "deepseek-v3": (689, True),
+    "deepseek-v3.2": (690, True),
+    "glm-4.5": (706, False),
+    "glm-4.5-air": (214, False),
+    "glm-5.1": (1490, False),
+    "kimi-k2": (1030, True),
+    "minimax-m2": (230, True),
+    "mixtral-8x22b": (281, True),
+    "qwen2-57b-a14b": (115, True),
+}
+# Tensors of the release's weight index.
+NAMES = {
+    "deepseek-v3": 91991,
+    "deepseek-v4-flash": 69187,
+    "deepseek-v4-pro": 145116,
+    "gpt-oss-20b": 459,
+    "gpt-oss-120b": 687,
+    "llama-3.1-8b": 291,
+    "llama-3.2-1b": 146,
+    "llama-3.3-70b": 723,
+    "mixtral-8x7b": 995,
+    "qwen1.5-moe-a2.7b": 4659,
+    "qwen2.5-7b": 339,
+    "qwen3-235b-a22b": 36945,
+    "qwen3-30b-a3b": 18867,
+}
+# Values per token that caches grow by; windows do not grow.
+CACHED = {
+    "deepseek-v3": 35136,
+    "deepseek-v4-flash": 3440,
+    "glm-5.1": 54912,
+    "gpt-oss-120b": 36864 // 2,
+    "mixtral-8x7b": 65536,
+    "qwen3-30b-a3b": 49152,
+}
+MESHES = {"one": {}, "experts": {"expert": 8}, "tensors": {"tensor": 8}, "both": {"expert": 4, "tensor": 2}}
+# Where eight devices do not divide a model, and why.
+REFUSED = {
+    ("glm-4.7-flash", "tensors"): "kv_b_HXR: H = 20 over tensor = 8",
+    ("opt-125m", "tensors"): "qkv_DGQC: G = 12 over tensor = 8",
+    ("qwen1.5-moe-a2.7b", "experts"): "down_EFD: E = 60 over expert = 8",
+    ("qwen2-57b-a14b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
+    ("qwen2.5-7b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
+    ("qwen3-235b-a22b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
+    ("qwen3-30b-a3b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
+}
+SMALL = ("gpt-oss-20b", "llama-3.2-1b", "olmoe-1b-7b", "opt-125m", "opt-350m", "qwen1.5-moe-a2.7b")
+QUANTIZED = {
+    "deepseek-v3": "fp8",
+    "deepseek-v4-flash": "fp4",
+    "gpt-oss-20b": "fp4",
 }
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS | PUBLISHED))
+@cache
+def config_of(name: str) -> dict[str, Any]:
+    return json.loads(CONFIGS[name].read_text())
+
+
+@cache
+def arch_named(name: str) -> ArchSpec:
+    return arch_of(config_of(name))
+
+
+@cache
+def tensors_of(name: str) -> dict[str, Published]:
+    return published(config_of(name))
+
+
+def leaves_of(name: str, **policy: Any) -> dict[str, Any]:
+    return flatten(abstract_params(Transformer(arch_named(name), Policy(**policy))))
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS | COUNTS))
 def test_counts_are_the_published_ones(name: str):
-    counted = count_parameters(arch_of(json.loads(CONFIGS[name].read_text())))
-    total, active = PUBLISHED[name]
-    assert counted[0] / 1e9 == pytest.approx(total, rel=0.01)
-    assert counted[1] / 1e9 == pytest.approx(active, rel=0.01)
+    total, active = count_parameters(arch_named(name))
+    assert total / 1e9 == pytest.approx(COUNTS[name][0], rel=0.01)
+    assert active / 1e9 == pytest.approx(COUNTS[name][1], rel=0.01)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_layers_of_their_own_are_as_many_parameters(name: str):
+    alone, together = leaves_of(name, depth="unrolled"), leaves_of(name, depth="stacked")
+    assert len(alone) > len(together)
+    assert parameters(alone) == parameters(together)
+    assert memory_bytes(alone) == memory_bytes(together)
+
+
+@pytest.mark.parametrize("name", sorted(TOTAL_SIZES))
+def test_bytes_are_those_of_the_weight_index(name: str):
+    assert sum(t.size_bytes for t in tensors_of(name).values()) == TOTAL_SIZES[name]
+
+
+@pytest.mark.parametrize("name", sorted(GIGABYTES))
+def test_bytes_are_the_published_ones(name: str):
+    size, with_prediction = GIGABYTES[name]
+    tensors = tensors_of(name).values()
+    assert sum(t.size_bytes for t in tensors if with_prediction or not t.behind) / 1e9 == pytest.approx(size, rel=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_names_are_as_many_as_published(name: str):
+    assert len(tensors_of(name)) == NAMES[name]
+
+
+def test_names_of_multi_token_prediction_are_as_many_as_published():
+    assert sum(name.startswith("mtp.0.") for name in tensors_of("deepseek-v4-flash")) == 1575
+    behind = {name for name, tensor in tensors_of("deepseek-v3").items() if tensor.behind}
+    assert all(name.startswith("model.layers.61.") for name in behind)
+    assert len(behind) == 1564, "one layer of 1558 tensors, three norms, a projection, copies of embedding and head"
+
+
+def test_a_release_quantised_afterwards_has_its_names():
+    """GLM-5.2-FP8: 118629 tensors of 756 GB."""
+    config = config_of("glm-5.2") | {"quantization_config": config_of("deepseek-v3")["quantization_config"]}
+    tensors = published(config)
+    assert len(tensors) == 118629
+    assert sum(t.size_bytes for t in tensors.values()) / 1e9 == pytest.approx(756, rel=0.01)
+
+
+@pytest.mark.parametrize("name", sorted(CACHED))
+def test_caches_grow_as_published(name: str):
+    assert sum(cached_values(arch_named(name)).values()) == CACHED[name]
+
+
+@pytest.mark.parametrize("name", sorted(QUANTIZED))
+def test_promised_files_are_loaded_quantised(name: str):
+    """What the name lists promise is what loading takes, with nothing missing, unknown or misshaped."""
+    config, arch = config_of(name), arch_named(name)
+    table, net = known_tables()[arch.family], Transformer(arch, Policy(depth="stacked"))
+    plan = make_plan(
+        Path(name), net, table.rules(arch), beside=table.beside(arch), ignored=table.ignored,
+        block=check_method(config), files=promised(config),
+    )  # fmt: skip
+    assert not any(plan.problems.values()), plan.problems
+    routed = plan.policy.format_of("ffn/down_EFD")
+    assert routed is not None
+    assert routed.kind == QUANTIZED[name]
+    in_files = sum(t.size_bytes for t in tensors_of(name).values() if not t.behind)
+    assert sum(memory_bytes(plan.leaves).values()) == pytest.approx(in_files, rel=0.02)
+    made = named_shardings(plan.leaves, make_mesh({"expert": 8}))
+    for leaf, sharding in zip(jax.tree.leaves(plan.leaves), jax.tree.leaves(made), strict=True):
+        assert len(sharding.shard_shape(leaf.shape)) == leaf.ndim
+    down = next(path for path in made if path.endswith("down_EFD"))
+    assert made[down].data.spec == made[down].scale.spec == PartitionSpec(None, "expert", None, None)
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_every_leaf_has_a_sharding(name: str):
+    leaves = leaves_of(name, depth="stacked")
+    for kind, sizes in MESHES.items():
+        why = REFUSED.get((name, kind))
+        if why is not None:
+            with pytest.raises(ConfigError, match=why):
+                named_shardings(leaves, make_mesh(sizes))
+        share = shares(leaves, sizes, allow_replication=why is not None)
+        routed = {part for path, part in share.items() if path.endswith(("_ED2F", "_EFD"))}
+        whole = not sizes or (why is not None and kind == "experts")
+        assert routed <= {1.0 if whole else 1 / 8}, "experts are split over all devices"
+        if kind == "tensors" and why is None:
+            held = sum(leaf.size * share[path] for path, leaf in leaves.items())
+            assert held < sum(leaf.size for leaf in leaves.values()) / 7
+
+
+def shares(leaves: dict[str, Any], sizes: dict[str, int], **keywords: bool) -> dict[str, float]:
+    """Share of each parameter that one device holds."""
+    made = named_shardings(leaves, make_mesh(sizes), **keywords)
+    assert made.keys() == leaves.keys()
+    shapes = {path: (leaf.shape, made[path].shard_shape(leaf.shape)) for path, leaf in leaves.items()}
+    return {path: math.prod(held) / math.prod(whole) for path, (whole, held) in shapes.items()}

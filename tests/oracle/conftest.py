@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from dataclasses import replace as changed
 from functools import cache, partial
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from jaxspec.checkpoint.load import Model, load_model
 from jaxspec.decode.prefill import admit, prefill, retire
 from jaxspec.decode.state import Target
 from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
 from jaxspec.protocol import Anchor, Commit, Drafter, Proposal
@@ -157,7 +160,7 @@ SHARED = {
 
 def _prefill(target, drafter, *rest):
     # What a drafter observes of a prompt does not depend on its topology: one program serves all of them.
-    plain = replace(drafter, topology=chain(1)) if isinstance(drafter, SmallLm) else NoDrafts()
+    plain = replace(drafter, topology=chain(1)) if isinstance(drafter, SmallLm | MtpHeads) else NoDrafts()
     return SHARED["prefill"](target, plain, *rest)
 
 
@@ -200,8 +203,20 @@ class Lab:
     def drafter(self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "switched") -> Drafter:
         if kind == "ngram":
             return Ngram(topology, 3, 1)
+        if kind == "mtp":
+            return self.prediction(topology, dtype, layout)
         model = self.model({"self": "target", "random": "draft"}[kind], dtype, layout)
         return SmallLm(model.params, model.net, topology)
+
+    def prediction(self, topology: Topology, dtype: str, layout: str) -> MtpHeads:
+        """A random layer of multi-token prediction, as if published with the target."""
+        target = self.model("target", dtype, layout)
+        net = Mtp(changed(target.net.arch, mtp=target.net.arch.layers[-1:]), target.net.policy)
+        key = ("prediction", dtype, layout)
+        if key not in self.loaded:
+            params = jax.jit(net.initial)(jax.random.key(2))
+            self.loaded[key] = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
+        return MtpHeads(self.loaded[key], target.params, net, target.net, topology)
 
     def engine(self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = 128, **spec) -> Engine:
         model = self.model("target", dtype, layout)

@@ -100,7 +100,7 @@ def test_scripted_drafts(lab: Lab, topology: Topology, batch: str, wrong: float)
             assert sum(o.metrics.num_accepted_tokens for o in outputs) == 0
 
 
-@pytest.mark.parametrize("kind", ["ngram", "self", "random"])
+@pytest.mark.parametrize("kind", ["ngram", "self", "random", "mtp"])
 @pytest.mark.parametrize("topology", marked(*CHAINS, *TREES))
 def test_drafters(lab: Lab, kind: str, topology: Topology):
     for batch in BATCHES:

@@ -29,7 +29,7 @@ ATTENTION = (
     Rule(f"{A}kv_DC", (f"{HUB}wkv.weight",), "transpose"),
     Rule(f"{A}kv_norm_C", (f"{HUB}kv_norm.weight",)),
     Rule(f"{A}sinks_H", (f"{HUB}attn_sink",)),
-    Rule(f"{A}out_a_XC", (f"{HUB}wo_a.weight",)),
+    Rule(f"{A}out_a_XC", (f"{HUB}wo_a.weight",), "rows"),
     Rule(f"{A}out_b_XD", (f"{HUB}wo_b.weight",), "transpose"),
     *_compressor(A, HUB),
     Rule(f"{A}indexer/q_RHC", (f"{HUB}indexer.wq_b.weight",), "from_rank"),
@@ -67,5 +67,6 @@ TABLES = {
         ),
         mtp_prefix="mtp.{n}.",
         prefix="layers.{y}.",
+        scales="scale",
     )
 }

@@ -19,5 +19,6 @@ TABLES = {
             Rule("ffn/down_FD_{e}", (EXPERTS + "down_proj[{e}]",)),
             Rule("ffn/down_bias_D_{e}", (EXPERTS + "down_proj_bias[{e}]",)),
         ),
+        scales="blocks",
     )
 }

@@ -1,0 +1,149 @@
+"""``jaxspec inspect``: what a model directory or a bare config holds and needs, without loading a weight."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from jaxspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxspec.cli.screen import Screen
+
+ERROR_TEXT = (
+    "Speculative decoding drafts several tokens cheaply and checks them in one pass of the big model. "
+    "The river froze early that year, and the ferryman counted the days until the ice would carry a cart."
+)
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True)
+class InspectArgs:
+    """What ``jaxspec inspect`` is asked for.
+
+    Attributes:
+      path: Model directory in Hugging Face layout, or a config.json alone, whose files are taken as promised.
+      json: Print JSON.
+      dtype: Of weights that are not quantised, and of products.
+      quantization: How weights would lie in memory: auto keeps what is published quantised, none widens it, fp8 and
+        int8 quantise a plain checkpoint.
+      logit_error: Also load the model both ways and compare logits; goes with --quantization fp8 or int8.
+      color: Colours on a terminal.
+    """
+
+    path: Annotated[Path, tyro.conf.Positional]
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
+    logit_error: tyro.conf.FlagCreatePairsOff[bool] = False
+    color: bool = True
+
+
+def run(args: InspectArgs) -> int:
+    """Prints the survey of a model; returns 1 where its tensors are not those that its config needs."""
+    if args.logit_error and (args.quantization not in ("fp8", "int8") or args.path.is_file()):
+        raise ConfigError("inspect: --logit-error needs --quantization fp8 or int8, and a directory with weights")
+    from jaxspec.bench.survey import survey
+
+    found = survey(args.path, dtype=args.dtype, quantization=args.quantization)
+    if args.logit_error:
+        found["logit_error"] = _logit_error(args.path, args.quantization)
+    if args.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        from jaxspec.cli.screen import Screen
+
+        show(found, Screen(args.color))
+    tensors = found["tensors"]
+    return 1 if any(tensors[kind] for kind in ("missing", "extra", "misshaped", "mistyped")) else 0
+
+
+def _logit_error(directory: Path, quantization: str) -> Any:
+    from dataclasses import asdict, is_dataclass
+
+    from jaxspec.bench.quantization_error import quantization_error
+    from jaxspec.serve.text import Text
+
+    text = Text.load(directory)
+    ids = text.encode(ERROR_TEXT) if text else list(range(1, 65))
+    found = quantization_error(directory, quantization, ids)
+    return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
+
+
+def show(found: dict[str, Any], screen: "Screen") -> None:
+    """Prints a survey for people."""
+    screen.line(f"{found['family']}   {found['path']}", "bold")
+    _rows(screen, "layers", [(str(count), kind) for kind, count in found["layers"].items()])
+    _parts(screen, found)
+    cache, lines = found["cache"], []
+    for key, words in (("bytes_per_token", "per token"), ("bytes_per_row", "per row, whatever its length")):
+        if cache[key]:
+            streams = ", ".join(f"{name} {amount(n)}" for name, n in cache[key].items())
+            lines.append((amount(sum(cache[key].values())), f"{words}: {streams}"))
+    _rows(screen, "caches", lines)
+    _rows(screen, "weights", _weights(found))
+    prediction = found["multi_token_prediction"]
+    there = {True: "present", False: "not in the files", None: "promised"}[prediction["present"]]
+    words = f"{prediction['layers']} layers, {there}" if prediction["layers"] else "none"
+    _rows(screen, "drafters", [*found["drafters"].items(), ("multi-token prediction", words)])
+    _rows(screen, "text", [(name.replace("_", " "), str(value)) for name, value in found["text"].items()])
+    if "logit_error" in found:
+        _rows(screen, "logit error", [(str(k), str(v)) for k, v in dict(found["logit_error"]).items()])
+    tensors = found["tensors"]
+    screen.line(f"tensors  {tensors['in_files']} in the files, {tensors['read']} of them read")
+    for kind in ("missing", "extra", "misshaped", "mistyped"):
+        for name in tensors[kind]:
+            screen.line(f"  {kind}: {name}", "red")
+
+
+def _parts(screen: "Screen", found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    parameters, sizes = found["parameters"], found["bytes"]
+    disk = "on_disk" if "on_disk" in sizes else "promised"
+    table = Table("part", disk.replace("_", " "), "in memory", "parameters", title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for part in sizes["in_memory"]["by_part"] | sizes[disk]["by_part"]:
+        count = parameters["by_part"].get(part) or found["multi_token_prediction"]["parameters"]
+        both = (amount(sizes[kind]["by_part"].get(part, 0)) for kind in (disk, "in_memory"))
+        table.add_row(part, *both, f"{count:,}")
+    if sizes[disk]["not_read"]:
+        table.add_row("not read", amount(sizes[disk]["not_read"]), "", "")
+    whole = (amount(sizes[kind]["total"]) for kind in (disk, "in_memory"))
+    table.add_row("all", *whole, "", style="bold")
+    table.add_row("all but prediction", "", "", f"{parameters['total']:,}")
+    table.add_row("used by one token", "", "", f"{parameters['active']:,}")
+    screen.console.print(table)
+
+
+def _weights(found: dict[str, Any]) -> list[tuple[str, str]]:
+    layout = found["quantization"]
+    stored = ", ".join(f"{count} {kind}" for kind, count in sorted(layout["tensors"].items()))
+    kept = ", ".join(f"{name} {kind}" for name, kind in sorted(layout["kept_in_memory"].items()))
+    return [
+        ("config says", layout["config"] or "not quantised"),
+        ("stored", stored or "nothing"),
+        ("kept quantised", kept or "nothing"),
+    ]
+
+
+def _rows(screen: "Screen", title: str, rows: list[tuple[str, str]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, words in rows:
+        table.add_row(f"  {name}", words)
+    screen.line(title, "bold")
+    screen.console.print(table)
+
+
+def amount(size_bytes: float) -> str:
+    """Bytes in the largest unit that leaves at least 1: ``35.1 kB``."""
+    size, place = float(size_bytes), 0
+    while size >= 1000 and place < len(UNITS) - 1:
+        size, place = size / 1000, place + 1
+    return f"{size:.0f} {UNITS[place]}" if place == 0 else f"{size:.3g} {UNITS[place]}"

@@ -1,0 +1,50 @@
+"""What a published model says about generating with it: the ids that end its texts, and how to sample."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.errors import ConfigError, RequestError
+from jaxspec.serve.request import SamplingParams
+
+SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def end_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int]:
+    """Ids that end a text: those of ``generation_config.json``, of ``config.json`` and of its text model, together.
+
+    Raises:
+      ConfigError: a value is neither an id, a list of ids nor null.
+    """
+    found: set[int] = set()
+    inside = [value for name, value in config.items() if name == "text_config" and isinstance(value, Mapping)]
+    for source in (generation, config, *inside):
+        value = source.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise ConfigError(f"config: eos_token_id must be an id, a list of ids or null, got {value!r}")
+        found |= set(ids)
+    return found
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> SamplingParams:
+    """The settings that ``generation_config.json`` recommends; ``do_sample: false`` is temperature 0.
+
+    Names that are not there, or null, keep their defaults, as in vLLM. A ``top_k`` of 0 or -1 is off.
+
+    Raises:
+      ConfigError: a value is out of range.
+    """
+    values = {ours: generation[name] for name, ours in SAMPLING.items() if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        values["temperature"] = 0.0
+    try:
+        return SamplingParams(**values)
+    except RequestError as error:
+        raise ConfigError(f"generation_config.json: {error}; mend the file or give sampling parameters") from error

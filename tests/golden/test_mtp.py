@@ -1,0 +1,195 @@
+"""Multi-token prediction gives its reference's logits: teacher forced, and drafting behind observed text."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.checkpoint.load import Model, load_model, load_mtp
+from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.decode.state import init_sampling
+from jaxspec.draft import catalog
+from jaxspec.draft.mtp import MtpHeads
+from jaxspec.errors import ConfigError
+from jaxspec.models.mtp import Mtp, run_mtp
+from jaxspec.models.transformer import embed, head, teacher_forced
+from jaxspec.nn.policy import Policy
+from jaxspec.protocol import Anchor, Commit, Features
+from jaxspec.pytree import replace
+from jaxspec.shapes import Array, Params
+from jaxspec.topology import Topology, chain, tree
+from tests.golden.test_families import CLOSE, GOLDENS, KNOWN_ORACLES, ORACLES, config_of
+
+BLOCK, DRAFTS, SPARE = 8, 4, 8
+PROMISING = [d for d in (*GOLDENS, *KNOWN_ORACLES) if config_of(d).get("num_nextn_predict_layers")]
+
+
+def reference_of(directory: Path) -> Path:
+    return directory / ("io.safetensors" if directory in ORACLES else "reference.safetensors")
+
+
+def layouts() -> list:
+    known = [d for d in PROMISING if b'"mtp_logits"' in reference_of(d).read_bytes()[:10000]]
+    return [
+        pytest.param((d, e), id=f"{'oracle-' * (d in ORACLES)}{d.name}-{e}")
+        for d in known
+        for e in ("switched", "stacked")
+    ]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loaded model, its layers of prediction, and what the reference says.
+
+    Attributes:
+      feature: the target's hidden states that prediction starts from, behind every token.
+    """
+
+    model: Model
+    net: Mtp
+    params: Params
+    ids_BT: np.ndarray
+    feature: np.ndarray
+    features: Features
+    logits_BTV: np.ndarray
+
+    def run(self, token_BT: np.ndarray, feature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Logits and features of whole sequences of slots."""
+        return tuple(
+            np.asarray(x) for x in _run(self.net, self.model.net, self.params, self.model.params, token_BT, feature)
+        )
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _run(net, target, params, base, token_BT: Array, feature: Array) -> tuple[Array, Array]:
+    position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
+    last, feature, _ = run_mtp(net, params, 0, embed(target, base, token_BT), feature, token_BT, position_BT)
+    return head(target, base, last), feature
+
+
+@pytest.fixture(scope="module", params=layouts())
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    directory, experts = request.param
+    model_dir, says_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("reference")
+    (model_dir / "config.json").symlink_to(directory / ("hub_config.json" if directory in ORACLES else "config.json"))
+    (model_dir / "model.safetensors").symlink_to(directory / "model.safetensors")
+    (says_dir / "says.safetensors").symlink_to(reference_of(directory))
+    says = TensorFiles(says_dir)
+    model = load_model(model_dir, Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), experts))
+    net, params = load_mtp(model_dir, model.net)
+    ids_BT = np.asarray(says["input_ids"]).astype(np.int32)
+    position_BT = np.broadcast_to(np.arange(ids_BT.shape[1], dtype=np.int32), ids_BT.shape)
+    _, hidden = jax.jit(teacher_forced, static_argnums=0)(model.net, model.params, ids_BT, position_BT)
+    feature = hidden.stream if model.net.arch.hyper else hidden.last_BTD
+    features = Features(hidden.last_BTD, hidden.stream)
+    return Case(model, net, params, ids_BT, np.asarray(feature), features, np.asarray(says["mtp_logits"]))
+
+
+def test_a_config_that_promises_prediction_has_a_reference_for_it():
+    assert {d.name for d in PROMISING if d in GOLDENS} <= {p.values[0][0].name for p in layouts()}
+
+
+def test_teacher_forced(case: Case):
+    logits_BTV, _ = case.run(case.ids_BT[:, 1:], case.feature[:, :-1])
+    np.testing.assert_allclose(logits_BTV, case.logits_BTV, **CLOSE)
+
+
+class Plain:
+    """Prediction without a cache: what is drafted behind each row's first tokens, whole sequences at a time."""
+
+    def __init__(self, case: Case, length_B: np.ndarray):
+        rows, count = case.ids_BT.shape
+        self.case, self.slot_B, self.rows = case, length_B - 1, np.arange(rows)
+        self.token_BT = np.zeros((rows, count + SPARE), np.int32)
+        self.feature = np.zeros((rows, count + SPARE, *case.feature.shape[2:]), np.float32)
+        for row, length in enumerate(length_B):
+            self.token_BT[row, :length] = case.ids_BT[row, 1 : length + 1]
+            self.feature[row, :length] = case.feature[row, :length]
+
+    def next(self) -> np.ndarray:
+        """Logits of the next draft, [B, V]."""
+        self.logits_BTV, self.out = self.case.run(self.token_BT, self.feature)
+        return self.logits_BTV[self.rows, self.slot_B]
+
+    def take(self, token_B: np.ndarray) -> None:
+        """Goes on behind a draft."""
+        self.feature[self.rows, self.slot_B + 1] = self.out[self.rows, self.slot_B]
+        self.slot_B = self.slot_B + 1
+        self.token_BT[self.rows, self.slot_B] = token_B
+
+
+def observed(case: Case, topology: Topology, seed: int = 0):
+    """Yields lengths, drafter, state and anchor behind blocks of which only some places count."""
+    rows, count = case.ids_BT.shape
+    drafter = MtpHeads(case.params, case.model.params, case.net, case.model.net, topology, BLOCK)
+    state = drafter.init_state(rows, count, slack=drafter.slack)
+    observe, rng, length_B = jax.jit(drafter.observe), np.random.default_rng(seed), np.zeros(rows, np.int32)
+    while True:
+        place_BT = np.minimum(length_B[:, None] + np.arange(5), count - 2)
+        # All places but one may be wrong; a row that commits nothing keeps what it knows.
+        count_B = np.minimum(rng.integers(0, 6, rows), count - 1 - length_B).astype(np.int32)
+        wrong_BT = np.arange(5)[None] >= count_B[:, None]
+
+        def along(x, place_BT=place_BT, wrong_BT=wrong_BT):
+            found = np.take_along_axis(np.asarray(x), place_BT.reshape(*place_BT.shape, *[1] * (x.ndim - 2)), axis=1)
+            return jnp.asarray(np.where(wrong_BT.reshape(*wrong_BT.shape, *[1] * (x.ndim - 2)), found * 0 + 3, found))
+
+        tokens = [along(case.ids_BT), along(case.ids_BT[:, 1:])]
+        commit = Commit(*tokens, jax.tree.map(along, case.features), count_B, length_B, None, None)
+        state, length_B = observe(state, commit), length_B + count_B
+        last_B = case.ids_BT[np.arange(rows), length_B]
+        # Cold rows under a rejection rule show the law of what they choose greedily.
+        anchor = Anchor(last_B, jnp.asarray(length_B), jnp.zeros((rows, 1), jnp.int32), init_sampling(rows, 1))
+        yield length_B, drafter, state, anchor
+        if (length_B >= count - 1).all():
+            return
+
+
+def check_law(proposal, node: int, logits_BV: np.ndarray, rows: np.ndarray) -> None:
+    wanted = jax.nn.log_softmax(logits_BV)
+    np.testing.assert_allclose(np.asarray(proposal.logp_BNV)[rows, node - 1], wanted[rows], **CLOSE)
+
+
+def test_drafting_a_chain_behind_observed_text(case: Case):
+    propose = None
+    for length_B, drafter, state, anchor in observed(case, chain(DRAFTS)):
+        propose = propose or jax.jit(partial(drafter.propose, rule="reject"))
+        proposal, _ = propose(state, anchor)
+        some = length_B > 0
+        np.testing.assert_array_equal(proposal.valid_BN, np.repeat(some[:, None], DRAFTS, axis=1))
+        plain, rows = Plain(case, np.maximum(length_B, 1)), np.flatnonzero(some)
+        first = case.logits_BTV[np.arange(len(some)), np.maximum(length_B, 1) - 1]
+        for node in range(1, DRAFTS + 1):
+            logits_BV = plain.next()
+            check_law(proposal, node, logits_BV, rows)
+            if node == 1:
+                check_law(proposal, node, first, rows)
+            token_B = np.asarray(proposal.token_BN)[:, node - 1]
+            np.testing.assert_array_equal(token_B[rows], logits_BV.argmax(-1)[rows])
+            plain.take(token_B)
+
+
+def test_drafting_a_tree_behind_observed_text(case: Case):
+    arch = case.model.net.arch
+    if arch.chain_only or replace(arch, layers=arch.mtp).chain_only:
+        config = catalog.parse({"method": "mtp", "speculative_token_tree": [2, 1, 2]})
+        with pytest.raises(ConfigError, match="speculative_token_tree is not possible for the target"):
+            catalog.build(config, (case.model.net, case.model.params), BLOCK, (case.net, case.params))
+        return
+    topology, propose = tree((2, 1, 2)), None
+    for length_B, drafter, state, anchor in list(observed(case, topology))[3::3]:
+        propose = propose or jax.jit(partial(drafter.propose, rule="reject"))
+        proposal, _ = propose(state, anchor)
+        for path in topology.paths():
+            plain = Plain(case, length_B)
+            for node in path:
+                logits_BV = plain.next()
+                check_law(proposal, node, logits_BV, plain.rows)
+                token_B = np.asarray(proposal.token_BN)[:, node - 1]
+                rank = topology.children[topology.parents[node]].index(node)
+                np.testing.assert_array_equal(token_B, np.argsort(-logits_BV, axis=-1)[:, rank])
+                plain.take(token_B)

@@ -1,0 +1,352 @@
+"""Quantised checkpoints: found by their scales, kept or widened exactly, refused where they are not understood."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxspec.checkpoint.load import load_model, plan_model
+from jaxspec.checkpoint.places import flatten
+from jaxspec.checkpoint.quantized import block_scales, dequantised, quantised
+from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.nn.policy import Policy
+from jaxspec.nn.quantized import Format, Quantized
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+QUANTISED = ("deepseek_v3_fp8", "deepseek_v4_fp4", "gpt_oss_mxfp4")
+LAYOUTS = (("switched", "unrolled"), ("stacked", "unrolled"), ("stacked", "stacked"))
+FP4 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+FINITE = np.asarray([b for b in range(256) if b & 127 != 127], np.uint8)
+E4M3, E8M0, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, jnp.dtype("bfloat16")
+
+
+def policy(layout=LAYOUTS[0], dtype: str = "bfloat16") -> Policy:
+    return Policy(jnp.dtype(dtype), jnp.dtype(dtype), *layout)
+
+
+def edited(name: str, tmp_path: Path, edit: Callable[[dict], None] = lambda _: None, **config) -> Path:
+    """A golden checkpoint with some of its tensors or config keys changed."""
+    tensors = {key: np.array(value) for key, value in TensorFiles(GOLDEN / name).items()}
+    edit(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    values = json.loads((GOLDEN / name / "config.json").read_text()) | config
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(192, 192), (576, 512), (136, 192), (128, 128), (5, 130)], ids=str)
+def test_fp8_blocks_by_plain_numpy(shape: tuple[int, int], dtype: str):
+    rng = np.random.default_rng(0)
+    numbers = rng.choice(FINITE, shape).view(E4M3)
+    form = Format("fp8", (128, 128))
+    scale = rng.lognormal(size=(-(-shape[0] // 128), -(-shape[1] // 128))).astype(np.float32)
+    wanted = np.empty(shape, dtype)
+    for n in range(shape[0]):
+        row = np.asarray([scale[n // 128, k // 128] for k in range(shape[1])])
+        wanted[n] = (numbers[n].astype(np.float32) * row).astype(dtype)
+    assert dequantised(numbers, scale, form, np.dtype(dtype)).tobytes() == wanted.tobytes()
+    exponents = rng.integers(90, 160, scale.shape, dtype=np.uint8)
+    factor = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
+    same = dequantised(numbers, factor, form, np.dtype(dtype))
+    power = dequantised(numbers, exponents, Format("fp8", (128, 128), True), np.dtype(dtype))
+    assert power.tobytes() == same.tobytes()
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["deepseek_v4", "gpt_oss"])
+def test_fp4_by_plain_numpy(turned: bool):
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, 256, (200, 96), dtype=np.uint8)  # [N, K / 2]
+    exponents = rng.integers(0, 255, (200, 6), dtype=np.uint8)
+    wanted = np.empty((200, 192), np.float32)
+    for k in range(192):
+        half = numbers[:, k // 2] & 15 if k % 2 == 0 else numbers[:, k // 2] >> 4
+        wanted[:, k] = FP4[half] * np.ldexp(np.float32(1), exponents[:, k // 32].astype(np.int32) - 127)
+    if turned:
+        form = Format("fp4", (32, 1), exponent_scales=True, packed_axis=-2)
+        got = dequantised(numbers.T, exponents.T, form, np.dtype(np.float32)).T
+    else:
+        form = Format("fp4", (1, 32), exponent_scales=True, packed_axis=-1)
+        got = dequantised(numbers, exponents, form, np.dtype(np.float32))
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_kept_weights_widen_to_what_widening_while_loading_gives(name: str, layout, dtype: str):
+    kept = load_model(GOLDEN / name, policy(layout, dtype))
+    plain = load_model(GOLDEN / name, policy(layout, dtype), quantization="none")
+    assert plain.net.policy.formats == ()
+    pairs = {
+        path: (flatten(kept.params["params"])[path], leaf) for path, leaf in flatten(plain.params["params"]).items()
+    }
+    assert sum(isinstance(one, Quantized) for one, _ in pairs.values()) >= 2
+    for path, (one, other) in pairs.items():
+        assert not isinstance(other, Quantized)
+        whole = one.widen(dtype) if isinstance(one, Quantized) else one
+        assert np.asarray(whole).tobytes() == np.asarray(other).tobytes(), path
+
+
+def test_what_stays_quantised():
+    formats = dict(load_model(GOLDEN / "deepseek_v3_fp8", policy()).net.policy.formats)
+    assert set(formats) == {
+        "attention/q_a_DR", "attention/q_b_RHC", "attention/kv_a_DX", "attention/kv_b_HXR", "attention/out_HCD",
+        "ffn/gate_up_D2F", "ffn/down_FD", "ffn/gate_up_D2F_{e}", "ffn/down_FD_{e}",
+        "ffn/shared/gate_up_D2F", "ffn/shared/down_FD",
+    }  # fmt: skip
+    assert formats["attention/q_a_DR"] == Format("fp8", (128, 128))
+    assert formats["ffn/gate_up_D2F_{e}"] == Format("fp8", (128, 1, 128))
+    formats = dict(load_model(GOLDEN / "gpt_oss_mxfp4", policy(LAYOUTS[2])).net.policy.formats)
+    assert formats == {
+        "ffn/gate_up_ED2F": Format("fp4", (32, 1, 1), exponent_scales=True, packed_axis=-3),
+        "ffn/down_EFD": Format("fp4", (32, 1), exponent_scales=True, packed_axis=-2),
+    }
+    formats = dict(load_model(GOLDEN / "deepseek_v4_fp4", policy()).net.policy.formats)
+    assert formats["ffn/gate_up_D2F_{e}"] == Format("fp4", (32, 1, 1), exponent_scales=True, packed_axis=-3)
+    assert formats["ffn/shared/gate_up_D2F"] == Format("fp8", (128, 1, 128), exponent_scales=True)
+    assert formats["attention/out_a_XC"] == Format("fp8", (128, 128), exponent_scales=True)
+
+
+def test_kinds_whose_layers_differ_are_widened(tmp_path: Path):
+    name = "model.layers.1.self_attn.o_proj.weight"
+
+    def edit(tensors: dict) -> None:
+        scale = tensors.pop(name + "_scale_inv")
+        tensors[name] = dequantised(tensors[name], scale, Format("fp8", (128, 128)), np.dtype(BF16))
+
+    model = load_model(edited("deepseek_v3_fp8", tmp_path, edit), policy())
+    whole = load_model(GOLDEN / "deepseek_v3_fp8", policy(), quantization="none")
+    assert "attention/out_HCD" not in dict(model.net.policy.formats)
+    assert "attention/q_a_DR" in dict(model.net.policy.formats)
+    for layer in ("layers_0", "layers_1"):
+        got, wanted = (m.params["params"][layer]["attention"]["out_HCD"] for m in (model, whole))
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_scales_in_other_float_dtypes(tmp_path: Path):
+    """Qwen3's are bfloat16; DeepSeek-V4's base checkpoints have float32 ones under V4's name."""
+
+    def narrow(tensors: dict) -> None:
+        tensors |= {name: value.astype(BF16) for name, value in tensors.items() if name.endswith("_scale_inv")}
+
+    directory = edited("deepseek_v3_fp8", tmp_path, narrow)
+    scales = TensorFiles(directory)
+    leaf = load_model(directory, policy()).params["params"]["layers_0"]["attention"]["q_a_DR"]
+    wanted = scales["model.layers.0.self_attn.q_a_proj.weight_scale_inv"].astype(np.float32).T
+    np.testing.assert_array_equal(leaf.scale, wanted)
+
+
+def test_base_checkpoints_of_deepseek_v4(tmp_path: Path):
+    """Experts are fp8 with float32 scales there."""
+    plain = load_model(GOLDEN / "deepseek_v4_fp4", policy(dtype="float32"), quantization="none")
+
+    def edit(tensors: dict) -> None:
+        for name in [name for name in tensors if name.endswith(".scale")]:
+            data = tensors[name.removesuffix("scale") + "weight"]
+            if data.dtype != np.int8:
+                tensors[name] = np.ldexp(np.float32(1), tensors[name].view(np.uint8).astype(np.int32) - 127)
+                continue
+            form = Format("fp4", (1, 32), exponent_scales=True, packed_axis=-1)
+            wide = dequantised(data.view(np.uint8), tensors[name].view(np.uint8), form, np.dtype(np.float32))
+            scale = 2.0 ** np.ceil(np.log2(block_scales(wide, Format("fp8", (128, 128)))))
+            tensors[name] = scale.astype(np.float32)
+            tensors[name.removesuffix("scale") + "weight"] = quantised(wide, tensors[name], Format("fp8", (128, 128)))
+
+    model = load_model(edited("deepseek_v4_fp4", tmp_path, edit), policy(dtype="float32"))
+    formats = dict(model.net.policy.formats)
+    assert formats["ffn/gate_up_D2F_{e}"] == Format("fp8", (128, 1, 128))
+    assert formats["attention/q_a_DR"] == Format("fp8", (128, 128))
+    got, wanted = (m.params["params"]["layers_0"]["ffn"]["down_FD_3"] for m in (model, plain))
+    np.testing.assert_allclose(got.widen("float32"), wanted, atol=np.abs(wanted).max() / 16)
+    got, wanted = (m.params["params"]["layers_0"]["attention"]["q_a_DR"] for m in (model, plain))
+    np.testing.assert_array_equal(got.widen("float32"), wanted)
+
+
+X = "model.layers.0.self_attn.q_a_proj.weight"
+WRONG = {
+    "no scales": (lambda t: t.pop(X + "_scale_inv"), f"1 missing: scales of {X}"),
+    "grid": (
+        lambda t: t.update({X + "_scale_inv": t[X + "_scale_inv"][:1]}),
+        rf"{X}_scale_inv: \(1, 2\) in the file, \(2, 2\) by its weight's",
+    ),
+    "dtype of the scales": (
+        lambda t: t.update({X + "_scale_inv": t[X + "_scale_inv"].astype(np.int32)}),
+        f"1 of the wrong dtype: {X}_scale_inv: int32",
+    ),
+    "dtype of the numbers": (
+        lambda t: t.update({X: t[X].astype(ml_dtypes.float8_e5m2)}),
+        f"1 of the wrong dtype: {X}: float8_e5m2 with scales",
+    ),
+    "scales of nothing": (
+        lambda t: t.update({"model.norm.weight_scale_inv": np.ones((1, 1), np.float32)}),
+        "1 not known: model.norm.weight_scale_inv",
+    ),
+    "not a number": (lambda t: t[X].view(np.uint8).__setitem__((3, 5), 0xFF), f"{X}: .*not finite"),
+    "infinite scale": (lambda t: t[X + "_scale_inv"].__setitem__((0, 1), np.inf), f"{X}_scale_inv: .*not finite"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("quantization", ["auto", "none"])
+def test_what_is_wrong_with_scales_is_said(what: str, quantization: str, tmp_path: Path):
+    edit, words = WRONG[what]
+    directory = edited("deepseek_v3_fp8", tmp_path, edit)
+    with pytest.raises(CheckpointError, match=words):
+        load_model(directory, policy(), quantization=quantization)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda t, n: t.pop(n + "_scales"), "1 missing: .*down_proj_scales"),
+        (lambda t, n: t.update({n + "_scales": t[n + "_scales"][:, :, :1]}), r"down_proj_scales\[0\]: \(64, 1\) in"),
+        (lambda t, n: t.update({n + "_blocks": t[n + "_blocks"][:4]}), "down_proj_blocks: 4 entries in the file, 8 by"),
+        (lambda t, n: t[n + "_scales"].__setitem__((1, 2, 0), 255), r"down_proj_scales\[1\]: .*not finite"),
+    ],
+    ids=["no scales", "grid", "experts", "not a number"],
+)
+def test_what_is_wrong_with_packed_experts_is_said(edit, words: str, tmp_path: Path):
+    name = "model.layers.1.mlp.experts.down_proj"
+    directory = edited("gpt_oss_mxfp4", tmp_path, lambda tensors: edit(tensors, name))
+    with pytest.raises(CheckpointError, match=words):
+        load_model(directory, policy())
+
+
+def test_everything_wrong_is_listed_at_once(tmp_path: Path):
+    def edit(tensors: dict) -> None:
+        del tensors[X], tensors["model.layers.1.self_attn.o_proj.weight_scale_inv"]
+
+    with pytest.raises(CheckpointError) as caught:
+        load_model(edited("deepseek_v3_fp8", tmp_path, edit), policy())
+    assert f"2 missing: {X}, scales of model.layers.1.self_attn.o_proj.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors", None])
+@pytest.mark.parametrize("inside", [False, True])
+def test_other_ways_of_quantisation_are_named(method: str | None, inside: bool, tmp_path: Path):
+    settings: dict = {"quantization_config": {"quant_method": method, "bits": 4}}
+    directory = edited("qwen3", tmp_path, **({"text_config": settings} if inside else settings))
+    with pytest.raises(ConfigError, match=f"{method!r}.*supported are fp8"):
+        load_model(directory, policy())
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        ("weight_packed", "compressed-tensors"),
+        ("qweight", "AWQ or GPTQ"),
+        ("weight.absmax", "bitsandbytes"),
+        ("weight_scale", "per tensor or channel"),
+    ],
+)
+def test_other_ways_of_quantisation_are_seen_by_their_tensors(ending: str, words: str, tmp_path: Path):
+    extra = {f"model.layers.0.mlp.down_proj.{ending}": np.ones((2, 2), np.int32)}
+    with pytest.raises(CheckpointError, match=f"{words}.*supported are fp8"):
+        load_model(edited("qwen3", tmp_path, lambda tensors: tensors.update(extra)), policy())
+
+
+@pytest.mark.parametrize("block", [[128], [0, 128], "wide"])
+def test_block_sizes_are_checked(block, tmp_path: Path):
+    settings = {"quant_method": "fp8", "weight_block_size": block}
+    with pytest.raises(ConfigError, match="weight_block_size"):
+        plan_model(edited("deepseek_v3_fp8", tmp_path, quantization_config=settings), policy())
+
+
+def test_block_sizes_of_the_config_count(tmp_path: Path):
+    def edit(tensors: dict) -> None:
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            weight = tensors[name.removesuffix("_scale_inv")]
+            grid = (-(-weight.shape[0] // 64), -(-weight.shape[1] // 32))
+            tensors[name] = np.ones(grid, np.float32)
+
+    settings = {"quant_method": "fp8", "weight_block_size": [64, 32]}
+    model = load_model(edited("deepseek_v3_fp8", tmp_path, edit, quantization_config=settings), policy())
+    assert dict(model.net.policy.formats)["attention/q_a_DR"] == Format("fp8", (32, 64))
+
+
+@pytest.mark.parametrize("shape", [(192, 192), (576, 512), (136, 192), (7, 5)], ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "int8 by rows", "int8 by columns"])
+def test_own_quantisation_is_the_nearest(kind: str, shape: tuple[int, int]):
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=shape) * rng.lognormal(0, 2, (shape[0], 1))).astype(np.float32)
+    x[: min(128, shape[0] - 1), : min(128, shape[1] - 1)] = 0  # a block or a part of one without a largest number
+    blocks = {"fp8": (128, 128), "int8 by rows": (1, shape[1]), "int8 by columns": (shape[0], 1)}[kind]
+    form = Format("fp8" if kind == "fp8" else "int8", blocks)
+    scale = block_scales(x, form)
+    assert scale.shape == form.scale_shape(shape)
+    numbers = quantised(x, scale, form)
+    back = dequantised(numbers, scale, form, np.dtype(np.float32))
+    for block in np.ndindex(scale.shape):
+        here = tuple(slice(i * b, (i + 1) * b) for i, b in zip(block, blocks, strict=True))
+        top = np.abs(x[here]).max()
+        assert scale[block] == (np.float32(top / np.float32(448 if kind == "fp8" else 127)) if top else 1)
+        step = top / 16 if kind == "fp8" else top / 127  # e4m3 numbers lie at most 1/8 apart, relative to themselves
+        assert np.abs(back[here] - x[here]).max() <= step / 2 * 1.001 + 1e-30
+        assert np.abs(back[here]).max() == pytest.approx(top)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids="-".join)
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "qwen3"])
+def test_quantising_while_loading(name: str, kind: str, layout):
+    plain = load_model(GOLDEN / name, policy(layout, "float32"))
+    model = load_model(GOLDEN / name, policy(layout, "float32"), quantization=kind)
+    old, new = flatten(plain.params["params"]), flatten(model.params["params"])
+    for path, leaf in new.items():
+        if isinstance(leaf, Quantized):
+            assert leaf.format.kind == kind
+            assert "/attention/" in path or "/ffn/" in path
+            assert leaf.shape == old[path].shape
+            step = np.abs(old[path]).max() / 16
+            np.testing.assert_allclose(leaf.widen("float32"), old[path], rtol=0, atol=step, err_msg=path)
+        else:
+            np.testing.assert_array_equal(leaf, old[path])
+    names = {path.rpartition("/")[2] for path, leaf in new.items() if not isinstance(leaf, Quantized)}
+    assert not {
+        n for n in names if n.startswith(("gate_up_D2F", "down_FD", "gate_up_ED", "down_EFD", "qkv_DGQC", "q_b"))
+    }
+    assert {n for n in names if n.startswith(("embed_VD", "head_DV", "norm_D", "router_DE"))} >= {"embed_VD", "norm_D"}
+
+
+def test_int8_scales_belong_to_outputs():
+    model = load_model(GOLDEN / "qwen2_moe", policy(LAYOUTS[1]), quantization="int8")
+    layer = model.params["params"]["layers_0"]
+    (d, g, q, c), (h, k, _) = layer["attention"]["qkv_DGQC"].shape, layer["attention"]["out_HCD"].shape
+    assert layer["attention"]["qkv_DGQC"].scale.shape == (1, g, q, c)
+    assert layer["attention"]["out_HCD"].scale.shape == (h, 1, d)
+    assert layer["ffn"]["gate_up_ED2F"].format.blocks == (d, 1, 1)
+    assert k == layer["attention"]["out_HCD"].format.blocks[1]
+
+
+def test_quantising_what_is_quantised():
+    same = load_model(GOLDEN / "deepseek_v3_fp8", policy(), quantization="fp8")
+    assert same.net == load_model(GOLDEN / "deepseek_v3_fp8", policy()).net
+    for name, kind, published in (
+        ("deepseek_v3_fp8", "int8", "fp8"),
+        ("gpt_oss_mxfp4", "fp8", "fp4"),
+        ("deepseek_v4_fp4", "fp8", "fp4, fp8"),
+    ):
+        with pytest.raises(ConfigError, match=f"quantization={kind}.* published as {published}; use auto"):
+            load_model(GOLDEN / name, policy(), quantization=kind)
+
+
+@pytest.mark.parametrize("kind", ["int4", "", "FP8", None])
+def test_unknown_quantisation(kind):
+    with pytest.raises(ConfigError, match="known are auto, none, fp8, int8"):
+        load_model(GOLDEN / "qwen3", policy(), quantization=kind)
+
+
+def test_copies_of_a_loaded_policy_load_other_models():
+    """A draft model is loaded with its target's policy, whose formats are not its own."""
+    target = load_model(GOLDEN / "deepseek_v3_fp8", policy())
+    draft = load_model(GOLDEN / "qwen3", target.net.policy)
+    assert draft.net.policy.formats == ()
+    jax.tree.map(lambda leaf: leaf.block_until_ready(), draft.params)

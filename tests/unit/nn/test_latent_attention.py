@@ -1,0 +1,313 @@
+"""Latent attention, with and without an indexer: two ways to compute it, and the same bits in every company."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.cache.kv import Window, init_layer
+from jaxspec.errors import ConfigError
+from jaxspec.models.caches import compact_caches, init_caches
+from jaxspec.models.catalog import arch_of
+from jaxspec.models.transformer import Caches, Transformer, forward, head
+from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
+from jaxspec.nn.policy import Policy
+from jaxspec.nn.quantized import Format
+from jaxspec.nn.rope import RopeSpec
+from jaxspec.nn.sparse_index import IndexSpec
+from jaxspec.topology import Topology
+
+BLOCK, LENGTH, TOP_K = 8, 40, 8
+FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+EXACT = Policy(FLOAT32, FLOAT32)
+ROPE = RopeSpec(1e4, 8, interleaved=True)
+PLAIN = LatentSpec(heads=4, plain_dim=16, value_dim=12, rank=24, rope=ROPE, scale=24**-0.5, query_rank=32)
+INDEX = IndexSpec(heads=4, head_dim=16, top_k=TOP_K, rope=ROPE)
+SPECS = {
+    "plain": PLAIN,
+    "direct-queries": replace(PLAIN, query_rank=None),
+    "biased": replace(PLAIN, bias=True),
+    "indexed": replace(PLAIN, index=INDEX),
+}
+CONFIG = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 9,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+INDEXED = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": TOP_K}
+CONFIGS = {
+    "mla": CONFIG,
+    "dsa": {**CONFIG, "model_type": "deepseek_v32", **INDEXED},
+    "shared-dsa": {
+        **CONFIG,
+        **INDEXED,
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 4,
+        "index_topk_pattern": "FSFS",
+    },
+}
+
+
+def filled(init, *args):
+    """Random parameters of the shapes that an initialiser gives; compiling the initialisers would take longer."""
+    rng = np.random.default_rng(1)
+
+    def fill(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        middle = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
+        return jnp.asarray(middle + rng.normal(0, 0.2, leaf.shape), jnp.float32).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(init, *args))
+
+
+def attention(spec: LatentSpec, policy: Policy = EXACT) -> tuple[LatentAttention, dict]:
+    module, one = LatentAttention(spec, 64, 1e-5, policy), jnp.zeros((1, 1), jnp.int32)
+    return module, filled(module.init, jax.random.key(0), jnp.zeros((1, 1, 64)), one, None, None, None)
+
+
+def model(name: str, depth: str = "unrolled", dtype: jnp.dtype = BFLOAT16, **changes) -> tuple[Transformer, dict]:
+    net = Transformer(arch_of({**CONFIGS[name], **changes}), Policy(dtype, dtype, "switched", depth))
+    return net, filled(net.initial, jax.random.key(0))
+
+
+def tokens(rows: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, CONFIG["vocab_size"], (rows, LENGTH)).astype(np.int32)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def run(net: Transformer, params: dict, caches: Caches, token_BT: np.ndarray, start_B: np.ndarray):
+    position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)
+    hidden, caches = forward(net, params, token_BT, position_BT, caches, Window(start_B, block=BLOCK))
+    return caches, head(net, params, hidden.last_BTD)
+
+
+def decode(net: Transformer, params: dict, token_BS: np.ndarray, width: int, room: int = 64) -> np.ndarray:
+    """Logits, ``width`` positions at a time, [B, S, V]."""
+    rows = len(token_BS)
+    caches = init_caches(net.arch, net.policy, rows, room, slack=width, block=BLOCK)
+    found = []
+    for start in range(0, token_BS.shape[1] - width + 1, width):
+        caches, logits = run(net, params, caches, token_BS[:, start : start + width], np.full(rows, start, np.int32))
+        found.append(np.asarray(logits))
+    return np.concatenate(found, axis=1)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("count", [1, 5])
+def test_absorbed_products_equal_written_out_ones(name: str, count: int):
+    spec = SPECS[name]
+    module, params = attention(spec)
+    x_BTD = jax.random.normal(jax.random.key(2), (2, LENGTH, 64))
+    position_BT = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (2, LENGTH))
+    whole_BTD, _, _ = jax.jit(module.apply)(params, x_BTD, position_BT, None, None, None)
+    cache = init_layer(spec.streams, 2, LENGTH, count, BLOCK, FLOAT32)
+
+    @jax.jit
+    def step(cache, x_BTD, position_BT):
+        window = Window(position_BT[:, 0], block=BLOCK)
+        out_BTD, cache, _ = module.apply(params, x_BTD, position_BT, cache, window, None)
+        return out_BTD, cache
+
+    for at in range(0, LENGTH, count):
+        part = slice(at, at + count)
+        out_BTD, cache = step(cache, x_BTD[:, part], position_BT[:, part])
+        np.testing.assert_allclose(out_BTD, whole_BTD[:, part], rtol=0, atol=1e-4)
+
+
+def test_quantised_key_and_value_weights_are_widened_exactly():
+    form = Format("fp8", (16, 24))
+    module, params = attention(PLAIN, replace(EXACT, formats=(("kv_b_HXR", form),)))
+    kept = params["params"]["kv_b_HXR"]
+    assert kept.data.dtype == jnp.float8_e4m3fn
+    wide = {"params": params["params"] | {"kv_b_HXR": kept.widen(FLOAT32)}}
+    x_BTD = jax.random.normal(jax.random.key(2), (1, 4, 64))
+    position_BT = jnp.arange(4, dtype=jnp.int32)[None]
+    cache = init_layer(PLAIN.streams, 1, BLOCK, 4, BLOCK, FLOAT32)
+    window = Window(jnp.zeros(1, jnp.int32), block=BLOCK)
+    plain = LatentAttention(PLAIN, 64, 1e-5, EXACT)
+    for memory in ((None, None), (cache, window)):
+        kept_BTD, _, _ = module.apply(params, x_BTD, position_BT, *memory, None)
+        wide_BTD, _, _ = plain.apply(wide, x_BTD, position_BT, *memory, None)
+        assert np.abs(wide_BTD).max() > 0.1
+        np.testing.assert_array_equal(kept_BTD, wide_BTD)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_do_not_depend_on_the_rows_beside_them(name: str):
+    net, params = model(name)
+    token_BS = tokens(3)
+    one = decode(net, params, token_BS[:1], 1)[0]
+    for rows, width in ((1, 5), (3, 1), (3, 5)):
+        many = decode(net, params, token_BS[:rows], width)[0]
+        np.testing.assert_array_equal(
+            many.view(np.uint32), one.view(np.uint32), err_msg=f"{rows} rows of {width} positions"
+        )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_trees_give_the_bits_of_plain_decoding_along_every_path(name: str):
+    net, params = model(name)
+    top, known = Topology((-1, 0, 0, 1, 2, 3)), 21
+    prompt_T = tokens(1)[0, :known]
+    node_T = np.asarray([prompt_T[-1], 5, 9, 11, 12, 13], np.int32)
+    start = known - 1
+    ancestors = tuple(tuple(bool(v) for v in row) for row in top.ancestors_TT)
+    window = Window(jnp.full(1, start, jnp.int32), ancestors=ancestors, block=BLOCK)
+
+    @jax.jit
+    def verify(prompt_BT, node_BT, path_BT):
+        caches = init_caches(net.arch, net.policy, 1, 64, slack=start, block=BLOCK)
+        before = Window(jnp.zeros(1, jnp.int32), block=BLOCK)
+        _, caches = forward(net, params, prompt_BT, jnp.arange(start, dtype=jnp.int32)[None], caches, before)
+        position_BT = start + jnp.asarray(top.depth, jnp.int32)[None]
+        hidden, caches = forward(net, params, node_BT, position_BT, caches, window)
+        chain = replace(window, ancestors=None)
+        caches = compact_caches(caches, net.arch, net.policy, chain, path_BT)
+        behind = Window(jnp.full(1, start + path_BT.shape[1], jnp.int32), block=BLOCK)
+        position_BT = behind.start_B[:, None]
+        after, _ = forward(net, params, node_BT[:, :1], position_BT, caches, behind)
+        return head(net, params, hidden.last_BTD)[0], head(net, params, after.last_BTD)[0]
+
+    for path in ([0, *path] for path in top.paths()):
+        text_BT = np.concatenate([prompt_T[:-1], node_T[path], node_T[:1]])[None]
+        plain_SV = decode(net, params, text_BT, 1)[0]
+        tree_TV, after_TV = verify(prompt_T[None, :-1], node_T[None], np.asarray(path, np.int32)[None])
+        np.testing.assert_array_equal(np.asarray(tree_TV)[path], plain_SV[start:-1], err_msg=str(path))
+        np.testing.assert_array_equal(after_TV, plain_SV[-1:], err_msg=f"behind {path}")
+
+
+@pytest.mark.parametrize("name", ["dsa", "shared-dsa"])
+def test_a_selection_changes_the_logits_only_where_it_leaves_something_out(name: str):
+    net, params = model(name)
+    token_BS = tokens(1)
+    few = decode(net, params, token_BS, 1)[0]
+    wide_net, _ = model(name, index_topk=48)
+    skipped = decode(wide_net, params, token_BS, 1, room=48)[0]
+    kept_whole = decode(wide_net, params, token_BS, 1, room=64)[0]
+    np.testing.assert_array_equal(kept_whole, skipped, err_msg="scores are needless up to top_k positions")
+    np.testing.assert_array_equal(few[:TOP_K], skipped[:TOP_K])
+    assert (few[TOP_K:] != skipped[TOP_K:]).any(axis=-1).mean() > 0.9
+
+
+def test_a_selection_of_all_that_is_seen_is_plain_attention():
+    """Scores are computed from position 30 on, and leave out nothing up to position 31."""
+    net, params = model("dsa", index_topk=30)
+    token_BS = tokens(1)
+    plain_net, _ = model("dsa", index_topk=64)
+    limited, plain = (decode(n, params, token_BS[:, :31], 1)[0] for n in (net, plain_net))
+    np.testing.assert_array_equal(limited[:30], plain[:30])
+    assert (limited[30] != plain[30]).any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("top_k", [TOP_K, 64])
+def test_stacked_layers_share_selections_as_unrolled_ones_do(name: str, top_k: int):
+    net, params = model(name, dtype=FLOAT32, index_topk=top_k)
+    stacked, _ = model(name, "stacked", FLOAT32, index_topk=top_k)
+    shapes = jax.eval_shape(stacked.initial, jax.random.key(0))["params"]
+    layers = [params["params"][f"layers_{y}"] for y in range(len(net.arch.layers))]
+    made = {key: params["params"][key] for key in shapes if not key.startswith("segment_")}
+    firsts = {"mla": {0: (0, 1)}, "dsa": {0: (0, 1)}, "shared-dsa": {0: (0, 2), 1: (1, 3)}}[name]
+    for first, members in firsts.items():
+        made[f"segment_{first}"] = jax.tree.map(lambda *x: jnp.stack(x), *(layers[y] for y in members))
+    jax.tree.map(lambda x, shape: None if x.shape == shape.shape else pytest.fail(f"{x.shape}"), made, shapes)
+    token_BS = tokens(2)
+    for width in (1, 5):
+        unrolled = decode(net, params, token_BS, width)
+        np.testing.assert_allclose(decode(stacked, {"params": made}, token_BS, width), unrolled, rtol=0, atol=1e-4)
+
+
+def test_a_borrowing_layer_sees_what_it_is_lent():
+    module, params = attention(replace(PLAIN, borrows=True))
+    x_BTD = jax.random.normal(jax.random.key(2), (1, 12, 64))
+    position_BT = jnp.arange(12, dtype=jnp.int32)[None]
+    lent_BTS = jnp.zeros((1, 12, 16), bool).at[:, :, jnp.asarray([0, 3])].set(True)
+    cache = init_layer(PLAIN.streams, 1, 16, 12, BLOCK, FLOAT32)
+    window = Window(jnp.zeros(1, jnp.int32), block=BLOCK)
+    out, _, passed = module.apply(params, x_BTD, position_BT, cache, window, lent_BTS)
+    assert passed is lent_BTS
+    for hidden in (1, 5, 11):
+        changed = x_BTD.at[:, hidden].add(1.0)
+        other, _, _ = module.apply(params, changed, position_BT, cache, window, lent_BTS)
+        rest = np.arange(12) != hidden
+        np.testing.assert_allclose(other[:, rest], out[:, rest], rtol=0, atol=1e-6)
+    seen, _, _ = module.apply(params, x_BTD.at[:, 3].add(1.0), position_BT, cache, window, lent_BTS)
+    assert (np.abs(seen - out).max(axis=-1)[0, 3:] > 1e-3).all()
+
+
+def test_weights_behind_a_selection_have_gradients_and_the_indexer_none():
+    module, params = attention(replace(PLAIN, index=INDEX))
+    x_BTD = jax.random.normal(jax.random.key(2), (1, 20, 64))
+    position_BT = jnp.arange(20, dtype=jnp.int32)[None]
+
+    def loss(params):
+        return jnp.sum(jnp.square(module.apply(params, x_BTD, position_BT, None, None, None)[0]))
+
+    grads = jax.grad(loss)(params)["params"]
+    assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(grads.pop("indexer")))
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
+
+
+def test_scores_are_scaled_as_the_config_says():
+    yarn = {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    extended = arch_of({**CONFIG, "rope_scaling": yarn}).layers[0].attention
+    assert isinstance(extended, LatentSpec)
+    assert extended.scale * 24**0.5 == pytest.approx(1.8739, abs=1e-4)
+    assert arch_of(CONFIG).layers[0].attention.scale == pytest.approx(24**-0.5)
+    assert arch_of({**CONFIG, "head_dim": 7, "partial_rotary_factor": 0.5}) == arch_of(CONFIG)
+
+
+def test_the_text_model_inside_another_config_is_the_same():
+    nested = {"model_type": "kimi_k25", "text_config": {**CONFIG, "model_type": "kimi_k2"}, "vision_config": {}}
+    assert replace(arch_of(nested), family="deepseek_v3") == arch_of(CONFIG)
+
+
+def test_which_layers_lend_and_borrow():
+    def kinds(**keys) -> list[str]:
+        config = {**CONFIG, **INDEXED, "model_type": "glm_moe_dsa", "num_hidden_layers": 7, **keys}
+        specs = [layer.attention for layer in (*arch_of(config).layers, *arch_of(config).mtp)]
+        assert all((s.index is None) == s.borrows for s in specs)
+        return ["shared" if s.borrows else "lends" if s.index.lends else "full" for s in specs]
+
+    assert kinds() == ["full"] * 7
+    wanted = ["full", "full", "lends", "shared", "shared", "lends", "shared"]
+    assert kinds(indexer_types=["shared" if k == "shared" else "full" for k in wanted]) == wanted
+    assert kinds(index_topk_pattern="FFFSSFS") == wanted
+    assert kinds(index_topk_freq=3, index_skip_topk_offset=3) == wanted
+    behind = kinds(index_topk_pattern="FFFSSFS", num_nextn_predict_layers=1, n_routed_experts=4, num_experts_per_tok=2,
+                   moe_intermediate_size=8)  # fmt: skip
+    assert behind == [*wanted, "full"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"index_topk_pattern": "SFFFF"}, "first one full"),
+        ({"index_topk_pattern": "FFX"}, "full or shared"),
+        ({"indexer_types": ["full"]}, "each of the 2 layers"),
+        ({"q_lora_rank": None}, "q_lora_rank is null"),
+        ({"index_head_dim": 4}, "less than the 8 rotated channels"),
+        ({"kv_lora_rank": None, "index_topk": None}, "missing \\['index_topk', 'kv_lora_rank'\\]"),
+    ],
+)
+def test_bad_configs_are_refused(changes: dict, says: str):
+    with pytest.raises(ConfigError, match=says):
+        arch_of({**CONFIG, **INDEXED, "model_type": "glm_moe_dsa", **changes})
