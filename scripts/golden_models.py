@@ -1,5 +1,6 @@
 """The tiny models that tests/golden holds: which class of transformers builds each, and its published config."""
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,7 +60,8 @@ class Golden:
     def settings(self) -> dict[str, Any]:
         """What the config class of transformers takes."""
         outside = ("architectures", "torch_dtype", "model_type", "quantization_config", "expert_dtype")
-        return {key: value for key, value in self.text().items() if key not in outside}
+        # A copy: transformers writes into what it is given.
+        return deepcopy({key: value for key, value in self.text().items() if key not in outside})
 
 
 MIXTRAL = {

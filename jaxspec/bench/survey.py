@@ -24,7 +24,8 @@ from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
-from jaxspec.serve.text import TOKENIZER_FILES
+from jaxspec.serve.defaults import end_ids
+from jaxspec.serve.text import FORMATS, TOKENIZER_FILES
 
 MIXERS = {
     "AttentionSpec": "grouped-query attention",
@@ -192,15 +193,12 @@ def drafters(arch: ArchSpec, behind: Plan | None = None) -> dict[str, str]:
 def _text(config: Mapping[str, Any], directory: Path | None) -> dict[str, Any]:
     """Tokenizer, chat template and end-of-text ids; without a directory only what the config says."""
     generation = _json(directory / "generation_config.json") if directory else {}
-    ids: set[int] = set()
-    for source in (config, *(v for v in config.values() if isinstance(v, Mapping)), generation):
-        value = source.get("eos_token_id")
-        ids |= {value} if isinstance(value, int) else set(value or ())
-    found: dict[str, Any] = {"eos_token_ids": sorted(ids)}
+    found: dict[str, Any] = {"eos_token_ids": sorted(end_ids(config, generation))}
     if directory is None:
         return found
     settings = _json(directory / "tokenizer_config.json")
     template = (directory / "chat_template.jinja").exists() or bool(settings.get("chat_template"))
+    template = template or config.get("model_type") in FORMATS
     tokenizer = next((name for name in TOKENIZER_FILES if (directory / name).exists()), None)
     return found | {"tokenizer": tokenizer, "chat_template": template}
 

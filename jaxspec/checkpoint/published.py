@@ -24,8 +24,6 @@ from jaxspec.nn.policy import Policy
 
 # Matrices that no release quantises, by what their names contain.
 WIDE = re.compile(r"embed|head\.|\.gate\.|shared_expert_gate\.|weights_proj\.|\.compressor\.|eh_proj\.|hc_")
-# Families whose layers of multi-token prediction bring copies of the model's embedding and head.
-MTP_COPIES = ("deepseek_v3", "deepseek_v32", "glm4_moe")
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
 
 
@@ -124,12 +122,11 @@ def plain_tensors(arch: ArchSpec, wide: str = "bfloat16") -> Tensors:
     leaves = flatten(abstract_params(nets[1]))
     rules = list(table.mtp_rules(arch))
     _add(found, places(rules, leaves, arch), leaves, wide, behind=True)
-    if arch.family in MTP_COPIES:
-        shape, dtype = (arch.vocab_size, arch.model_dim), np.dtype(DTYPES[wide])
-        for n in range(len(arch.mtp)):
-            norm = next(rule.hub[0] for rule in rules if rule.leaf == f"mtp_{n}/embed_norm_D")
-            for name in ("embed_tokens.weight", "shared_head.head.weight"):
-                found[norm.removesuffix("enorm.weight") + name] = Published(shape, dtype, f"mtp_{n}/copy", True)
+    shape, dtype = (arch.vocab_size, arch.model_dim), np.dtype(DTYPES[wide])
+    for n in range(len(arch.mtp)):
+        norm = next(rule.hub[0] for rule in rules if rule.leaf == f"mtp_{n}/embed_norm_D")
+        for name in table.mtp_copies:
+            found[norm.removesuffix("enorm.weight") + name] = Published(shape, dtype, f"mtp_{n}/copy", True)
     return found
 
 

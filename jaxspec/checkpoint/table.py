@@ -34,6 +34,7 @@ class Table:
       mtp: of a layer of multi-token prediction, besides ``layer`` and ``expert``.
       mtp_prefix: published prefix of such a layer, ``{y}`` for its number behind the last main one, ``{n}`` for its
         own; None for the prefix of all layers.
+      mtp_copies: what such a layer brings besides, copies of the model's embedding and head that nothing reads.
       prefix: published prefix of a layer.
       ignored: endings of published names that carry no parameter.
       scales: how the scales of quantised weights are published: ``X.weight_scale_inv`` or ``X.scale`` with
@@ -45,6 +46,7 @@ class Table:
     expert: tuple[Rule, ...] = ()
     mtp: tuple[Rule, ...] = ()
     mtp_prefix: str | None = None
+    mtp_copies: tuple[str, ...] = ()
     prefix: str = "model.layers.{y}."
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     scales: Literal["weight_scale_inv", "scale", "blocks"] = "weight_scale_inv"

@@ -28,6 +28,8 @@ class EngineFlags:
       prefill_buckets: Prompt chunk sizes in tokens, ascending.
       kv_page_size: Tokens per page of a KV pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: Pages of that pool; by default enough for all rows at full length.
+      quantization: auto keeps weights that were published quantised as they are, none widens them; fp8 and int8
+        quantise the matrices of a plain checkpoint.
     """
 
     model: Path | None = None
@@ -41,6 +43,7 @@ class EngineFlags:
     prefill_buckets: tuple[int, ...] = (32, 256)
     kv_page_size: int = 0
     num_kv_pages: int = 0
+    quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
 
     def directory(self) -> Path:
         """The model directory.
@@ -74,9 +77,11 @@ class EngineFlags:
 
 
 def load_llm(model: Path, **keywords: Any) -> "LLM":
-    """Loads a model with JAX's compile cache switched on."""
+    """Loads a model with JAX's compile cache switched on, and shows how far it is on a terminal."""
+    from jaxspec.cli.progress import shown_loading
     from jaxspec.serve.compile_cache import use_compile_cache
     from jaxspec.serve.llm import LLM
 
     use_compile_cache()
-    return LLM(model, **keywords)
+    with shown_loading() as on_load:
+        return LLM(model, **keywords, on_load=on_load)

@@ -1,11 +1,20 @@
-"""How far a job is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""How far a job or a load is, on standard error: a bar on a terminal, for a job a line now and then elsewhere."""
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bar
 
 if TYPE_CHECKING:
@@ -46,6 +55,29 @@ class ShownProgress:
             self._last = time.monotonic()
             sys.stderr.write(f"jaxspec: {p.done}/{p.total} requests, {rates(p)}, {left(p)}\n")
             sys.stderr.flush()
+
+
+@contextmanager
+def shown_loading() -> Iterator[Callable[[int, int], None] | None]:
+    """Gives what shows (bytes placed, bytes in all) of a loading model, None where no terminal is."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    bar = Bar(*columns, console=console, transient=True)
+    task = bar.add_task("", total=None)
+
+    def show(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+        if done == total:
+            bar.stop()
+
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 def rates(p: "Progress") -> str:

@@ -139,7 +139,10 @@ class MtpHeads:
             _, out, cache = self._layer(0, step, feature, cache)
             return out, cache
         left_B = jnp.maximum(layer - step.window.start_B, 0)
-        shifted = Step(*(_shift(x, left_B) for x in (step.token_BT, step.embedded_BTD, step.position_BT)), step.window)
+        token_BT, embedded_BTD, position_BT = (
+            _shift(x, left_B) for x in (step.token_BT, step.embedded_BTD, step.position_BT)
+        )
+        shifted = Step(token_BT, embedded_BTD, position_BT, step.window)
         _, out, cache = self._layer(layer, shifted, _shift(feature, left_B), cache)
         return _shift(out, -left_B), cache
 

@@ -76,7 +76,10 @@ def dense(
 
 
 def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype) -> Array:
-    """One product per entry of the first axis, such as per head, accumulating in float32; one row is padded to two.
+    """One product per entry of the first axis, such as per head, accumulating in float32.
+
+    A row is added always: one row would round differently, and XLA:CPU moves a transposition of x into the product,
+    which it then computes in float32, weights widened and all.
 
     Args:
       x_XMC: M rows each.
@@ -88,8 +91,7 @@ def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype) ->
       float32 [X, M, N].
     """
     rows = x_XMC.shape[1]
-    if rows == 1:
-        x_XMC = jnp.concatenate([x_XMC, x_XMC], axis=1)
+    x_XMC = jnp.pad(x_XMC, ((0, 0), (0, 1), (0, 0)))
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     numbers = (((2,), (contract,)), ((0,), (0,)))
     x, w = x_XMC.astype(dtype), w.astype(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,10 @@ class LLM:
       prefill_buckets: prompt chunk sizes in tokens, ascending.
       kv_page_size: tokens per page of a pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: size of that pool; by default enough for all rows at full length.
+      quantization: ``auto`` keeps weights that were published quantised as they are, ``none`` widens them to
+        ``dtype``; ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain
+        checkpoint. None is ``auto``.
+      on_load: called while the model loads, with (bytes placed, bytes in all).
 
     Raises:
       ConfigError, CheckpointError: the directory or the settings are not usable.
@@ -67,6 +71,8 @@ class LLM:
         prefill_buckets: tuple[int, ...] = (32, 256),
         kv_page_size: int = 0,
         num_kv_pages: int = 0,
+        quantization: str | None = "auto",
+        on_load: Callable[[int, int], None] | None = None,
     ):
         config = catalog.parse(speculative_config)
         wholes = [("max_num_seqs", max_num_seqs, 1), ("steps_per_dispatch", steps_per_dispatch, 1)]
@@ -81,7 +87,8 @@ class LLM:
                 raise ConfigError(f"LLM: {name} must be an integer of at least {least}, got {value!r}")
         if num_kv_pages and not kv_page_size:
             raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
-        self.model = load_model(model, _policy(dtype))
+        quantization = "auto" if quantization is None else quantization
+        self.model = load_model(model, _policy(dtype), quantization=quantization, show=on_load)
         arch = self.model.net.arch
         self.capacity = max_model_len or min(arch.max_position, DEFAULT_CAPACITY)
         if not 2 <= self.capacity <= arch.max_position:
@@ -93,7 +100,7 @@ class LLM:
         if len(self.eos) > STOP_PLACES:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
         self.seed, self.max_logprobs = seed, min(max_logprobs, arch.vocab_size)
-        draft = _draft(config, self.model)
+        draft = _draft(config, self.model, quantization)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
         block = math.gcd(BLOCK, kv_page_size) if kv_page_size else BLOCK
         if kv_page_size and not num_kv_pages:
@@ -301,10 +308,12 @@ class LLM:
             raise RequestError("logprobs: this engine was built with max_logprobs=0")
 
 
-def _draft(config: catalog.SpeculativeConfig, target: Model) -> tuple[Transformer | Mtp, Params] | None:
-    """Network and parameters that draft, where the method has some."""
+def _draft(
+    config: catalog.SpeculativeConfig, target: Model, quantization: str
+) -> tuple[Transformer | Mtp, Params] | None:
+    """Network and parameters that draft, where the method has some; only the target's own are quantised like it."""
     if config.method == "mtp":
-        return load_mtp(target.directory, target.net)
+        return load_mtp(target.directory, target.net, quantization=quantization)
     if config.model is None:
         return None
     model = load_model(config.model, target.net.policy)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxspec.checkpoint.table import EMBEDDING, NORMS, Rule, Table
-from jaxspec.checkpoint.tables.glm4_moe import DEEPSEEK_EXPERT, DEEPSEEK_FFN, DEEPSEEK_MTP
+from jaxspec.checkpoint.tables.glm4_moe import DEEPSEEK_COPIES, DEEPSEEK_EXPERT, DEEPSEEK_FFN, DEEPSEEK_MTP
 
 A, HUB = "attention/", "self_attn."
 LATENT = (
@@ -31,8 +31,7 @@ DEEPSEEK = Table(
     layer=(*NORMS, *LATENT, *INDEXER, *DEEPSEEK_FFN),
     expert=DEEPSEEK_EXPERT,
     mtp=DEEPSEEK_MTP,
-    # A layer of multi-token prediction brings copies of the model's embedding and head.
-    ignored=("rotary_emb.inv_freq", "embed_tokens.weight", "shared_head.head.weight"),
+    mtp_copies=DEEPSEEK_COPIES,
 )
 KIMI = "language_model."
 KIMI_INSIDE = replace(
@@ -41,6 +40,11 @@ KIMI_INSIDE = replace(
     prefix=KIMI + DEEPSEEK.prefix,
 )
 
-TABLES = dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite"), DEEPSEEK) | {
-    "kimi_k25": KIMI_INSIDE
-}
+# GLM-5's repositories leave the copies out.
+NO_COPIES = replace(DEEPSEEK, mtp_copies=())
+
+TABLES = (
+    dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), DEEPSEEK)
+    | dict.fromkeys(("glm_moe_dsa", "glm4_moe_lite"), NO_COPIES)
+    | {"kimi_k25": KIMI_INSIDE}
+)

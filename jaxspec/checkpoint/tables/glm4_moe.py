@@ -14,6 +14,7 @@ DEEPSEEK_MTP = (
     Rule("join_XD", ("eh_proj.weight",), "transpose"),
     Rule("norm_D", ("shared_head.norm.weight",)),
 )
+DEEPSEEK_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 TABLES = {
     "glm4_moe": Table(
@@ -21,7 +22,6 @@ TABLES = {
         layer=(*NORMS, *attention_rules(), *DEEPSEEK_FFN),
         expert=DEEPSEEK_EXPERT,
         mtp=DEEPSEEK_MTP,
-        # A layer of multi-token prediction brings copies of the model's embedding and head.
-        ignored=("rotary_emb.inv_freq", "embed_tokens.weight", "shared_head.head.weight"),
+        mtp_copies=DEEPSEEK_COPIES,
     )
 }
