@@ -75,10 +75,9 @@ def _logits(directory: str | Path, quantization: str, token_ids: Sequence[int], 
             f"token_ids: from 1 to {longest} ids from 0 to {vocab - 1} are needed, "
             f"got {len(token_ids)} of which {wrong[:5]} are out of range"
         )
-    size = -(-len(token_ids) // PADDED_TO) * PADDED_TO
-    token_BT = np.zeros((1, size), np.int32)
-    token_BT[0, : len(token_ids)] = token_ids
-    position_BT = np.arange(size, dtype=np.int32)[None]
+    padding = -len(token_ids) % PADDED_TO
+    token_BT = jnp.asarray([[*map(int, token_ids), *[0] * padding]], jnp.int32)
+    position_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     forward = jax.jit(lambda params: teacher_forced(model.net, params, token_BT, position_BT)[0])
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     return np.asarray(forward(model.params))[0, : len(token_ids)], weight_bytes

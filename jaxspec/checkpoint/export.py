@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy, kind_of
 from jaxspec.nn.quantized import Format, Quantized
+from jaxspec.pytree import replace
 from jaxspec.shapes import Params
 
 Named = Iterator[tuple[str, np.ndarray]]
@@ -39,7 +39,7 @@ def published_tensors(
     Raises:
       ConfigError: weights are quantised in a way that no published layout has.
     """
-    table, leaves = known_tables()[arch.family], flatten(params["params"])  # pyright: ignore[reportArgumentType]
+    table, leaves = known_tables()[arch.family], flatten(params["params"])
     fixed = _fixed_dtypes(arch, dtype)
     out: dict[str, np.ndarray] = {}
     entries: dict[str, dict[int, np.ndarray]] = {}
@@ -65,19 +65,19 @@ def published_tensors(
 
 def _on_host(leaf: Any) -> Any:
     if isinstance(leaf, Quantized):
-        return replace(leaf, data=np.asarray(leaf.data), scale=np.asarray(leaf.scale))  # pyright: ignore
+        return replace(leaf, data=np.asarray(leaf.data), scale=np.asarray(leaf.scale))
     return np.asarray(leaf)
 
 
 def _fixed_dtypes(arch: ArchSpec, dtype: np.dtype) -> dict[str, np.dtype]:
     """Kinds of parameters whose dtype is not a matter of choice."""
-    net = Transformer(arch, Policy(dtype, dtype, "stacked", "stacked"))
+    net: Any = Transformer(arch, Policy(dtype, dtype, "stacked", "stacked"))
     found = {kind_of(path.split("/")): leaf.dtype for path, leaf in flatten(abstract_params(net)).items()}
     wide = {kind: np.dtype(np.int64) if np.issubdtype(d, np.integer) else d for kind, d in found.items()}
     return {kind: d for kind, d in wide.items() if d != dtype}
 
 
-def _quantised(table: Table, rule: Rule, leaf: Quantized, index: tuple[int, ...], block: tuple[int, int]) -> Named:
+def _quantised(table: Table, rule: Rule, leaf: Any, index: tuple[int, ...], block: tuple[int, int]) -> Named:
     """Numbers and scales as published."""
     pack, form = PACKS[rule.pack], leaf.format
     if form.kind == "int8":
@@ -87,7 +87,7 @@ def _quantised(table: Table, rule: Rule, leaf: Quantized, index: tuple[int, ...]
     turned = table.scales == "blocks"
     published = matrix_form(form, block, turned=turned)
     down, across = scale_steps(rule.pack, form, published)
-    data, scale = (pack.split(array[index]) for array in (leaf.data, leaf.scale))  # pyright: ignore
+    data, scale = (pack.split(array[index]) for array in (leaf.data, leaf.scale))
     for name, numbers, factors in zip(rule.hub, data, scale, strict=True):
         yield from _as_published(table, name, numbers, factors[::down, ::across], form)
 
@@ -118,7 +118,7 @@ def save_model(directory: Path, params: Params, arch: ArchSpec, config: Mapping[
       ConfigError: weights are quantised in a way that no published layout has.
     """
     block, config = check_method(config), dict(config)
-    if not any(isinstance(leaf, Quantized) for leaf in flatten(params["params"]).values()):  # pyright: ignore
+    if not any(isinstance(leaf, Quantized) for leaf in flatten(params["params"]).values()):
         config.pop("quantization_config", None)
     elif "quantization_config" not in config:
         config["quantization_config"] = {

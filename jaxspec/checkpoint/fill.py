@@ -53,7 +53,8 @@ def fill(plan: Plan, shardings: Any = None, show: Show | None = None) -> Params:
     Raises:
       CheckpointError: numbers or scales are not finite.
     """
-    wanted = flatten(shardings(unflatten(plan.leaves)) if callable(shardings) else shardings) if shardings else {}
+    tree: Any = shardings(unflatten(plan.leaves)) if callable(shardings) else shardings
+    wanted = flatten(tree) if tree is not None else {}
     total = sum(math.prod(s.shape) * s.dtype.itemsize for path in plan.leaves for s in _sources(plan, path).values())
     placed, done = 0, {}
     for path, leaf in plan.leaves.items():
@@ -107,7 +108,7 @@ def _scale(plan: Plan, part: Shape, leaf: Quantized, rule: Rule) -> tuple[np.nda
 def _array(plan: Plan, source: Source, sharding: Sharding | None) -> jax.Array:
     if sharding is None:
         return jax.device_put(_piece(plan, source, (slice(None),) * len(source.shape)))
-    return jax.make_array_from_callback(source.shape, sharding, lambda index: _piece(plan, source, index))
+    return jax.make_array_from_callback(source.shape, sharding, lambda index: _piece(plan, source, index or ()))
 
 
 def _piece(plan: Plan, source: Source, index: tuple[slice, ...]) -> np.ndarray:

@@ -84,7 +84,7 @@ def _experts(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
         yield f"{folder}/{own_name(name)}_{e}", jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
-def flatten(params: Params) -> dict[str, Any]:
+def flatten(params: Any) -> dict[str, Any]:
     """Leaves by path, parts joined with a slash; a quantised weight is one leaf."""
     leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Quantized))[0]
     return {"/".join(part.key for part in path): leaf for path, leaf in leaves}

@@ -37,6 +37,7 @@ class Table:
       mtp_copies: what such a layer brings besides, copies of the model's embedding and head that nothing reads.
       prefix: published prefix of a layer.
       ignored: endings of published names that carry no parameter.
+      others: beginnings of the published names of other models in the same files, such as an image encoder.
       scales: how the scales of quantised weights are published: ``X.weight_scale_inv`` or ``X.scale`` with
         ``X.weight``, or ``X_scales`` with ``X_blocks``.
     """
@@ -49,6 +50,7 @@ class Table:
     mtp_copies: tuple[str, ...] = ()
     prefix: str = "model.layers.{y}."
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    others: tuple[str, ...] = ()
     scales: Literal["weight_scale_inv", "scale", "blocks"] = "weight_scale_inv"
 
     def rules(self, arch: ArchSpec) -> Iterator[Rule]:
@@ -60,10 +62,10 @@ class Table:
             yield from self._layer(f"layers_{y}/", self.prefix.replace("{y}", str(y)), layer.ffn)
 
     def beside(self, arch: ArchSpec) -> tuple[str, ...]:
-        """Beginnings of the published names of multi-token prediction, which the model itself does without."""
+        """Beginnings of the published names of what the model itself does without, such as multi-token prediction."""
         if self.mtp_prefix is not None:
-            return (self.mtp_prefix.partition("{")[0],)
-        return tuple(_fill(self.prefix, y=len(arch.layers) + n) for n in range(len(arch.mtp)))
+            return (*self.others, self.mtp_prefix.partition("{")[0])
+        return self.others + tuple(_fill(self.prefix, y=len(arch.layers) + n) for n in range(len(arch.mtp)))
 
     def mtp_rules(self, arch: ArchSpec) -> Iterator[Rule]:
         """Every rule of multi-token prediction, under ``mtp_0/``; those of its decoder layer under ``mtp_0/block/``."""

@@ -13,7 +13,7 @@ from jaxspec.nn.dense import exact_dense
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, weight
 from jaxspec.nn.rope import RopeSpec, rotate
-from jaxspec.nn.steady import exp, row_sum
+from jaxspec.nn.steady import exp, row_dot, row_sum
 from jaxspec.shapes import Array
 
 
@@ -47,6 +47,10 @@ class CompressorSpec:
     def entries(self) -> StreamSpec:
         """The entries."""
         return StreamSpec(1, self.head_dim, stride=self.ratio)
+
+    def touched(self, count: int) -> int:
+        """Most windows that ``count`` consecutive positions lie in."""
+        return (count + self.ratio - 2) // self.ratio + 1
 
 
 class Compressor(nn.Module):
@@ -93,7 +97,7 @@ class Compressor(nn.Module):
             return self._pooled(raw_BPX, jnp.zeros(rows, jnp.int32), norm_C), None
         raw, entries = f"{prefix}raw", f"{prefix}entry"
         pages_PGZX = write(cache[raw], s.raw, window, raw_BT1X)
-        touched, first_B = (count + s.ratio - 2) // s.ratio + 1, window.first_B // s.ratio
+        touched, first_B = s.touched(count), window.first_B // s.ratio
 
         def pool() -> Array:
             place_P = jnp.arange(-behind, touched * s.ratio, dtype=jnp.int32)
@@ -131,8 +135,8 @@ def _softmax_sum(gate_BNZC: Array, value_BNZC: Array, is_there_BNZ1: Array) -> A
     gate = jnp.where(is_there_BNZ1, gate_BNZC, HIDDEN)
     top = lax.stop_gradient(jnp.max(gate, axis=2, keepdims=True))
     part = jnp.where(is_there_BNZ1, exp(gate - top), 0.0)
-    total, mixed = (row_sum(x.swapaxes(2, 3))[..., 0] for x in (part, part * value_BNZC))
-    return mixed / total
+    part_BNCZ = part.swapaxes(2, 3)
+    return (row_dot(part_BNCZ, value_BNZC.swapaxes(2, 3)) / row_sum(part_BNCZ))[..., 0]
 
 
 def entries_seen(position_XT: Array, first: Array | int, count: int, ratio: int) -> Array:

@@ -1,7 +1,5 @@
 """Hyper-connections: several residual streams that each sub-layer mixes, reads and writes (DeepSeek-V4's mHC)."""
 
-import functools
-import operator
 from dataclasses import dataclass
 
 import flax.linen as nn
@@ -12,7 +10,7 @@ from jax import lax
 from jaxspec.nn.dense import exact_dense
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, weight
-from jaxspec.nn.steady import row_sum, sigmoid, softmax
+from jaxspec.nn.steady import added_products, row_sum, sigmoid, softmax
 from jaxspec.shapes import Array
 
 
@@ -53,7 +51,7 @@ class HyperConnection(nn.Module):
         flat = rms_norm(x_BTND.reshape(*x_BTND.shape[:2], -1), None, self.norm_eps)
         mixed = exact_dense(flat, fn_XS.T, dtype=self.policy.compute)
         each = np.repeat(np.arange(3), (n, n, n * n))
-        mixed = mixed * scale_3[each] + base_X
+        mixed = added_products([(mixed, scale_3[each])]) + base_X
         read_BTN = sigmoid(mixed[..., :n]) + np.float32(s.eps)
         write_BTN = 2 * sigmoid(mixed[..., n : 2 * n])
         comb_BTNN = softmax(mixed[..., 2 * n :].reshape(*mixed.shape[:2], n, n)) + np.float32(s.eps)
@@ -80,7 +78,7 @@ def balanced(comb: Array, rounds: int, eps: float) -> Array:
 
 def _weighted(w_BTN: Array, x_BTND: Array) -> Array:
     """Weighted sum of streams."""
-    return _added([w_BTN[..., i, None] * x_BTND[..., i, :] for i in range(w_BTN.shape[-1])])
+    return added_products((w_BTN[..., i, None], x_BTND[..., i, :]) for i in range(w_BTN.shape[-1]))
 
 
 def merge(x_BTND: Array, out_BTD: Array, write_BTN: Array, comb_BTNN: Array) -> Array:
@@ -93,12 +91,7 @@ def merge(x_BTND: Array, out_BTD: Array, write_BTN: Array, comb_BTNN: Array) -> 
       comb_BTNN: mixture; stream j gets the entries ``comb[i, j]`` of streams i.
     """
     shares = [(write_BTN, out_BTD)] + [(comb_BTNN[:, :, i], x_BTND[:, :, i]) for i in range(x_BTND.shape[2])]
-    return _added([share_BTN[..., None] * x_BTD[:, :, None] for share_BTN, x_BTD in shares])
-
-
-def _added(parts: list[Array]) -> Array:
-    """Sum in the order of the list."""
-    return functools.reduce(operator.add, parts)
+    return added_products((share_BTN[..., None], x_BTD[:, :, None]) for share_BTN, x_BTD in shares)
 
 
 class HyperHead(nn.Module):
@@ -117,5 +110,6 @@ class HyperHead(nn.Module):
         base_N = weight(self, self.policy, "head_base_N", (n,), nn.initializers.zeros, jnp.float32)
         scale = weight(self, self.policy, "head_scale_X", (1,), nn.initializers.ones, jnp.float32)
         flat = rms_norm(x_BTND.reshape(*x_BTND.shape[:2], -1), None, self.norm_eps)
-        mixed = exact_dense(flat, fn_NS.T, dtype=self.policy.compute) * scale + base_N
+        mixed = exact_dense(flat, fn_NS.T, dtype=self.policy.compute)
+        mixed = added_products([(mixed, scale)]) + base_N
         return _weighted(sigmoid(mixed) + np.float32(self.spec.eps), x_BTND)

@@ -1,54 +1,84 @@
 """Losslessness of every family: on each golden model, drafts that are right, wrong or mixed change no token."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jaxspec.checkpoint.load import Model, load_model, load_mtp
-from jaxspec.draft import catalog
+from jaxspec.decode.prefill import admit, prefill, retire
+from jaxspec.decode.state import Target
+from jaxspec.decode.step import StepPlan, dispatch
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
+from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import Policy
 from jaxspec.protocol import Drafter
+from jaxspec.serve import engine as engine_module
+from jaxspec.serve.engine import Engine, EngineSpec
+from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology, chain, tree
-from tests.oracle.conftest import Lab, Request, tokens_of
+from tests.oracle.conftest import EOS, Lab, SharedPrograms, tokens_of
 
 GOLDENS = {file.parent.name: file.parent for file in sorted(Path(__file__).parents[1].glob("golden/*/config.json"))}
 ARCHS = {name: arch_of(json.loads((path / "config.json").read_text())) for name, path in GOLDENS.items()}
 # One golden for each way of attending and caching: windows, sinks, latents, a shared index, compressed entries.
 MECHANISMS = ("qwen2", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek_v4")
 CHAIN, TREE, BLOCK = chain(4), tree((2, 2)), 16
-SPEC = {"rows": 2, "capacity": 64, "buckets": (16,), "block": BLOCK}
 
 
-def goldens(quick: tuple[str, ...], *, trees: bool = False, mtp: bool = False) -> list:
+# LLVM's optimisation is most of the compile time and no part of what these tests prove; bfloat16 runs with it.
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def goldens(quick: tuple[str, ...], fits: Callable[[str], bool] = lambda name: True) -> list:
     """Golden models of a test, slow but for the quick ones."""
-    fit = [n for n, a in ARCHS.items() if not (trees and a.chain_only) and not (mtp and not has_mtp(n))]
-    return [pytest.param(n, marks=[] if n in quick else [pytest.mark.slow]) for n in fit]
+    return [pytest.param(n, marks=[] if n in quick else [pytest.mark.slow]) for n in ARCHS if fits(n)]
 
 
 def has_mtp(name: str) -> bool:
     return b'"mtp_logits"' in (GOLDENS[name] / "reference.safetensors").read_bytes()[:10000]
 
 
-def requests_of(vocab: int) -> list[Request]:
-    """More requests than rows, greedy and sampled by turns; they cross windows, chunks and compressed entries."""
-    rng, requests = np.random.default_rng(3), []
-    for number, (length, most) in enumerate([(1, 25), (11, 20), (26, 30), (17, 13), (8, 22)]):
-        style = {"temperature": 0.8, "top_p": 0.9} if number % 2 else {"temperature": 0.0}
-        params = SamplingParams(**style, max_tokens=most, seed=number, ignore_eos=number != 3)
-        requests.append((rng.integers(1, vocab, length).tolist(), params))
-    return requests
+def has_trees(name: str) -> bool:
+    return ARCHS[name].chain_only is None
+
+
+@cache
+def fast_dispatch(plan: StepPlan) -> Callable:
+    return jax.jit(partial(dispatch, plan=plan), donate_argnums=2, compiler_options=FAST)
+
+
+class FastPrograms(SharedPrograms):
+    """The engine's programs, compiled with little optimisation and once per shape."""
+
+    admit_row = jax.jit(admit, donate_argnums=0, compiler_options=FAST)
+    retire_row = jax.jit(retire, donate_argnums=0, compiler_options=FAST)
+    fill = jax.jit(prefill, donate_argnums=2, compiler_options=FAST)
+
+    def __init__(self, target, drafter, state, plan, buckets):
+        super().__init__(target, drafter, state, plan, buckets)
+        self._programs = {"admit": FastPrograms.admit_row, "retire": FastPrograms.retire_row}
+        self._programs |= {name: fast_dispatch(plan) for name in ("plain", "speculative")}
+        self._programs |= {f"prefill {size}": self.fill_row for size in buckets}
+
+    @staticmethod
+    def fill_row(target, drafter, *rest):
+        # What a drafter observes of a prompt does not depend on its topology: one program serves all of them.
+        plain = replace(drafter, topology=chain(1)) if isinstance(drafter, SmallLm | MtpHeads) else NoDrafts()
+        return FastPrograms.fill(target, plain, *rest)
 
 
 def shifted(head_DV: Array, first: int) -> Array:
@@ -57,22 +87,37 @@ def shifted(head_DV: Array, first: int) -> Array:
 
 
 class Family(Lab):
-    """A golden model as target, and as draft with heads that are right, wrong everywhere, or wrong half the time."""
+    """A golden model as target, and as draft with heads that are right, wrong everywhere, or wrong half the time.
+
+    Attributes:
+      requests: more than rows, greedy and sampled, of lengths that cross windows, chunks and compressed entries; the
+        first two are the golden's own.
+      greedy: what transformers says to those two.
+    """
 
     def __init__(self, name: str):
         super().__init__(GOLDENS[name], GOLDENS[name])
-        self.requests = requests_of(ARCHS[name].vocab_size)
+        says = reference_of(name)
+        self.greedy = says["greedy_ids"].tolist()
+        prompts = says["input_ids"][:, : int(says["prompt_length"])].tolist()
+        self.requests = [(p, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)) for p in prompts]
+        rng = np.random.default_rng(3)
+        for number, (length, most) in enumerate([(1, 25), (26, 30), (17, 13)]):
+            style = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=most, seed=number, ignore_eos=number != 2)
+            self.requests.append((rng.integers(1, ARCHS[name].vocab_size, length).tolist(), style))
 
     def model(self, name: str, dtype: str = "float32", layout: str = "switched") -> Model:
         key, kind = (name, dtype, layout), jnp.dtype(dtype)
-        if key not in self.loaded and name == "target":
+        if key in self.loaded:
+            return self.loaded[key]
+        if name == "target":
             policy = Policy(kind, kind, layout, "unrolled" if layout == "switched" else "stacked", own_head=True)
             self.loaded[key] = load_model(self.target_dir, policy)
-        elif key not in self.loaded:
+        else:
             target = self.model("target", dtype, layout)
             inside = dict(target.params["params"])
-            first = {"right": inside["head_DV"].shape[1], "mixed": inside["head_DV"].shape[1] // 2, "wrong": 0}[name]
-            inside["head_DV"] = shifted(inside["head_DV"], first) if name != "right" else inside["head_DV"]
+            vocab = inside["head_DV"].shape[1]
+            inside["head_DV"] = shifted(inside["head_DV"], {"right": vocab, "mixed": vocab // 2, "wrong": 0}[name])
             self.loaded[key] = replace(target, params={"params": inside})
         return self.loaded[key]
 
@@ -86,25 +131,42 @@ class Family(Lab):
         model = self.model(kind, dtype, layout)
         return SmallLm(model.params, model.net, topology, BLOCK)
 
-    def check(self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "switched", **more) -> None:
-        """Speculates and compares every token; then whether as many drafts were accepted as must be."""
-        settings = {**SPEC, "dtype": dtype, "layout": layout, **more}
-        wanted = self.reference("mixed", self.requests, **settings)
-        found = self.run(self.drafter(kind, topology, dtype, layout), self.requests, **settings)
-        assert tokens_of(found) == tokens_of(wanted), kind
-        greedy = [o for o, (_, p) in zip(found, self.requests, strict=True) if p.temperature == 0]
-        check_acceptance(kind, greedy, topology)
+    def engine(self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = BLOCK, **spec) -> Engine:
+        model = self.model("target", dtype, layout)
+        programs = FastPrograms if dtype == "float32" else SharedPrograms
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine_module, "Programs", programs)
+            spec = EngineSpec(**{"rows": 2, "capacity": 64, "logprobs": 0, "buckets": (16,), **spec})
+            return Engine(Target(model.params, model.net, block), drafter, spec, {EOS})
+
+    def speculate(self, kind: str, topology: Topology, dtype="float32", layout="switched", **spec) -> list:
+        """Tokens of every request; as many drafts have been accepted as must be."""
+        drafter = self.drafter(kind, topology, dtype, layout)
+        outputs = self.run(drafter, self.requests, dtype=dtype, layout=layout, **spec)
+        check_acceptance(
+            kind, [o for o, (_, p) in zip(outputs, self.requests, strict=True) if not p.temperature], drafter
+        )
+        return tokens_of(outputs)
+
+    def plainly(self, **settings) -> list:
+        """Tokens of every request without speculation."""
+        return tokens_of(self.reference("all", self.requests, **settings))
 
 
-def check_acceptance(kind: str, greedy: list[RequestOutput], topology: Topology) -> None:
+def reference_of(name: str) -> dict[str, np.ndarray]:
+    """What transformers says about a golden model."""
+    return {key: np.asarray(x) for key, x in load_file(GOLDENS[name] / "reference.safetensors").items()}
+
+
+def check_acceptance(kind: str, greedy: list[RequestOutput], drafter: Drafter) -> None:
     drafted = sum(o.metrics.num_draft_tokens for o in greedy)
     accepted = sum(o.metrics.num_accepted_tokens for o in greedy)
     if kind == "right":
         for output in greedy:
             count = len(output.outputs[0].token_ids)
-            assert output.metrics.num_steps == -(-count // (topology.max_depth + 1))
+            assert output.metrics.num_steps == -(-count // (drafter.topology.max_depth + 1))
             assert output.metrics.num_accepted_tokens == count - output.metrics.num_steps
-    elif kind == "wrong" and topology.is_chain:
+    elif kind == "wrong":
         assert drafted > 0
         assert accepted == 0
     elif kind == "mixed":
@@ -114,23 +176,88 @@ def check_acceptance(kind: str, greedy: list[RequestOutput], topology: Topology)
 
 
 @pytest.fixture(scope="module")
-def families() -> Iterator[dict[str, Family]]:
-    """Families made so far; tests of one model stand together, so that only the last one is kept."""
-    yield {}
+def made() -> dict[str, Family]:
+    """The last family used: the tests of a model stand together."""
+    return {}
 
 
-def family_of(families: dict[str, Family], name: str) -> Family:
-    if name not in families:
-        families.clear()
-        families[name] = Family(name)
-    return families[name]
+@pytest.fixture
+def family(made: dict[str, Family], name: str) -> Family:
+    if name not in made:
+        made.clear()
+        made[name] = Family(name)
+    return made[name]
 
 
 @pytest.mark.parametrize("name", goldens(tuple(GOLDENS)))
-def test_right_wrong_and_mixed_drafts(families: dict[str, Family], name: str):
-    """The three drafts differ in their weights alone, so all of them run the same program."""
-    family = family_of(families, name)
-    texts = [o.outputs[0].token_ids for o in family.reference("mixed", family.requests, **SPEC, dtype="float32", layout="stacked")]
-    assert len({token for text in texts for token in text}) > 20, "the texts vary"
-    for kind in ("right", "wrong", "mixed"):
-        family.check(kind, CHAIN, layout="stacked")
+def test_right_wrong_and_mixed_drafts(family: Family):
+    """The drafts differ in their weights alone, so one program runs them all; a wrong one leaves a token per step."""
+    texts = {kind: family.speculate(kind, CHAIN, layout="stacked") for kind in ("wrong", "right", "mixed")}
+    assert [text for [text] in texts["wrong"][:2]] == family.greedy
+    assert texts["right"] == texts["wrong"]
+    assert texts["mixed"] == texts["wrong"]
+    assert len({token for [text] in texts["wrong"] for token in text}) > 20, "the texts vary"
+
+
+@pytest.mark.parametrize("name", goldens(MECHANISMS))
+def test_plain_decoding_and_ngrams(family: Family):
+    plain = family.plainly(layout="stacked")
+    assert [text for [text] in plain[:2]] == family.greedy
+    assert family.speculate("ngram", CHAIN, layout="stacked") == plain
+    assert family.speculate("mixed", CHAIN, layout="stacked") == plain
+
+
+@pytest.mark.parametrize("name", goldens((), has_trees))
+def test_trees(family: Family):
+    assert family.speculate("mixed", TREE, layout="stacked") == family.plainly(layout="stacked")
+
+
+@pytest.mark.parametrize("name", goldens(("deepseek_v4",), has_mtp))
+def test_multi_token_prediction(family: Family):
+    assert family.speculate("mtp", CHAIN, layout="stacked") == family.plainly(layout="stacked")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_layers_and_experts_of_their_own(family: Family):
+    assert family.speculate("mixed", CHAIN) == family.plainly()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_bfloat16(family: Family):
+    """Rounded logits leave room for ties and flips; every bit must be as without drafts."""
+    plain = family.plainly(dtype="bfloat16", layout="stacked")
+    for kind in ("right", "mixed"):
+        assert family.speculate(kind, CHAIN, "bfloat16", "stacked") == plain
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4"])
+def test_rows_of_deepseek_v4_do_not_touch_each_other(family: Family):
+    """Several rows of different lengths, each at its own place within its windows, give the texts of single ones."""
+    together = family.speculate("mixed", CHAIN, layout="stacked", rows=3)
+    assert together == family.speculate("mixed", CHAIN, layout="stacked", rows=1)
+    assert together == family.plainly(layout="stacked")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v4_fp4"])
+def test_a_published_window_of_128_completes(family: Family):
+    long = np.random.default_rng(5).integers(1, ARCHS["deepseek_v4_fp4"].vocab_size, (2, 120)).tolist()
+    styles = (SamplingParams(temperature=t, max_tokens=20, seed=1, ignore_eos=True) for t in (0.0, 0.8))
+    requests, family.requests = family.requests, list(zip(long, styles, strict=True))
+    family.plain.clear()
+    for kind in ("right", "mixed"):
+        assert family.speculate(kind, CHAIN, layout="stacked", capacity=160) == family.plainly(
+            layout="stacked", capacity=160
+        )
+    family.requests = requests
+    family.plain.clear()
+
+
+@pytest.mark.parametrize("name", [n for n in ARCHS if not has_trees(n)])
+def test_trees_are_refused_where_branches_cannot_be_told_apart(name: str):
+    config = {"method": "ngram", "speculative_token_tree": [2, 2]}
+    says = rf"speculative_token_tree is not possible for the target \({ARCHS[name].family}\): .*num_speculative_tokens"
+    with pytest.raises(ConfigError, match=says):
+        LLM(GOLDENS[name], dtype="float32", max_model_len=64, speculative_config=config)

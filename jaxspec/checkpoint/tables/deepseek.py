@@ -38,6 +38,7 @@ KIMI_INSIDE = replace(
     DEEPSEEK,
     top=tuple(replace(rule, hub=tuple(KIMI + name for name in rule.hub)) for rule in EMBEDDING),
     prefix=KIMI + DEEPSEEK.prefix,
+    others=("vision_tower.", "mm_projector."),
 )
 
 # GLM-5's repositories leave the copies out.

@@ -159,33 +159,28 @@ def test_logits_do_not_depend_on_the_rows_beside_them(name: str):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trees_give_the_bits_of_plain_decoding_along_every_path(name: str):
     net, params = model(name)
-    top, known = Topology((-1, 0, 0, 1, 2, 3)), 21
-    prompt_T = tokens(1)[0, :known]
-    node_T = np.asarray([prompt_T[-1], 5, 9, 11, 12, 13], np.int32)
-    start = known - 1
+    top, start = Topology((-1, 0, 0, 1, 2)), 20
+    prompt_BT, node_BT = tokens(1)[:, :start], np.asarray([[7, 5, 9, 11, 12]], np.int32)
     ancestors = tuple(tuple(bool(v) for v in row) for row in top.ancestors_TT)
-    window = Window(jnp.full(1, start, jnp.int32), ancestors=ancestors, block=BLOCK)
+    position_BT = start + np.asarray(top.depth, np.int32)[None]
 
-    @jax.jit
-    def verify(prompt_BT, node_BT, path_BT):
-        caches = init_caches(net.arch, net.policy, 1, 64, slack=start, block=BLOCK)
-        before = Window(jnp.zeros(1, jnp.int32), block=BLOCK)
-        _, caches = forward(net, params, prompt_BT, jnp.arange(start, dtype=jnp.int32)[None], caches, before)
-        position_BT = start + jnp.asarray(top.depth, jnp.int32)[None]
+    @partial(jax.jit, donate_argnums=0)
+    def verify(caches, start_B, path_BT):
+        window = Window(start_B, ancestors=ancestors, block=BLOCK)
         hidden, caches = forward(net, params, node_BT, position_BT, caches, window)
-        chain = replace(window, ancestors=None)
-        caches = compact_caches(caches, net.arch, net.policy, chain, path_BT)
-        behind = Window(jnp.full(1, start + path_BT.shape[1], jnp.int32), block=BLOCK)
-        position_BT = behind.start_B[:, None]
-        after, _ = forward(net, params, node_BT[:, :1], position_BT, caches, behind)
-        return head(net, params, hidden.last_BTD)[0], head(net, params, after.last_BTD)[0]
+        caches = compact_caches(caches, net.arch, net.policy, Window(start_B, block=BLOCK), path_BT)
+        return caches, head(net, params, hidden.last_BTD)[0]
 
     for path in ([0, *path] for path in top.paths()):
-        text_BT = np.concatenate([prompt_T[:-1], node_T[path], node_T[:1]])[None]
+        text_BT = np.concatenate([prompt_BT, node_BT[:, path], node_BT[:, :1]], axis=1)
         plain_SV = decode(net, params, text_BT, 1)[0]
-        tree_TV, after_TV = verify(prompt_T[None, :-1], node_T[None], np.asarray(path, np.int32)[None])
+        caches = init_caches(net.arch, net.policy, 1, 64, slack=1, block=BLOCK)
+        for at in range(start):
+            caches, _ = run(net, params, caches, prompt_BT[:, at : at + 1], np.full(1, at, np.int32))
+        caches, tree_TV = verify(caches, np.full(1, start, np.int32), np.asarray([path], np.int32))
+        _, after_BTV = run(net, params, caches, node_BT[:, :1], np.full(1, start + len(path), np.int32))
         np.testing.assert_array_equal(np.asarray(tree_TV)[path], plain_SV[start:-1], err_msg=str(path))
-        np.testing.assert_array_equal(after_TV, plain_SV[-1:], err_msg=f"behind {path}")
+        np.testing.assert_array_equal(after_BTV[0, 0], plain_SV[-1], err_msg=f"behind {path}")
 
 
 @pytest.mark.parametrize("name", ["dsa", "shared-dsa"])
