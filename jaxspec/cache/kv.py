@@ -132,7 +132,8 @@ def write(pages_PGZC: Array, spec: StreamSpec, window: Window, new_BTGC: Array, 
     new_BTGC = _stored(new_BTGC, pages_PGZC.dtype)
     first_B = window.first_B if first_B is None else first_B
     rows, count = new_BTGC.shape[:2]
-    if rows <= UNROLLED_ROWS and not (_paged(spec, window) and window.table_BJ.shape[1] > 1):  # pyright: ignore
+    table_BJ = _table(spec, window)
+    if rows <= UNROLLED_ROWS and (table_BJ is None or table_BJ.shape[1] == 1):
         new_BGTC, page_B = new_BTGC.swapaxes(1, 2), _own_pages(spec, window, rows)
         put = _put if spec.reach is None or count == 1 else _put_around
         for row in range(rows):  # one in-place update per row; a scatter would be slower on CPU
@@ -168,14 +169,16 @@ def _read(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
-def _paged(spec: StreamSpec, window: Window) -> bool:
-    return spec.pooled and window.table_BJ is not None
+def _table(spec: StreamSpec, window: Window) -> Array | None:
+    """Page ids of each row, None where every row has one page of its own."""
+    return window.table_BJ if spec.pooled else None
 
 
 def _own_pages(spec: StreamSpec, window: Window, rows: int) -> Array:
     """The one page of each row."""
-    if _paged(spec, window):
-        page_B = window.table_BJ[:, 0]  # pyright: ignore[reportOptionalSubscript]
+    table_BJ = _table(spec, window)
+    if table_BJ is not None:
+        page_B = table_BJ[:, 0]
     else:
         page_B = jnp.arange(rows, dtype=jnp.int32) if window.row_B is None else window.row_B
     return page_B if window.base is None else page_B + window.base
@@ -183,9 +186,9 @@ def _own_pages(spec: StreamSpec, window: Window, rows: int) -> Array:
 
 def _places(pages_PGZC: Array, spec: StreamSpec, window: Window, entry_BT: Array) -> tuple[Array, Array]:
     """Page id and slot in it of entries of each row."""
-    size = pages_PGZC.shape[2]
-    if _paged(spec, window):
-        page_BT = jnp.take_along_axis(window.table_BJ, entry_BT // size, axis=1, mode="clip")  # pyright: ignore
+    size, table_BJ = pages_PGZC.shape[2], _table(spec, window)
+    if table_BJ is not None:
+        page_BT = jnp.take_along_axis(table_BJ, entry_BT // size, axis=1, mode="clip")
         return page_BT if window.base is None else page_BT + window.base, entry_BT % size
     page_BT = jnp.broadcast_to(_own_pages(spec, window, entry_BT.shape[0])[:, None], entry_BT.shape)
     return page_BT, entry_BT if spec.reach is None else entry_BT % size
@@ -225,9 +228,9 @@ def read_block(pages_PGZC: Array, spec: StreamSpec, window: Window, index: Array
 def _read_rows(pages_PGZC: Array, spec: StreamSpec, window: Window, index: Array, rows: int, size: int) -> Array:
     """One block of every row, as stored."""
     _, heads, page, width = pages_PGZC.shape
-    first, zero = index * size, jnp.int32(0)
-    if _paged(spec, window):
-        page_B = jnp.take(window.table_BJ, first // page, axis=1)  # pyright: ignore[reportArgumentType]
+    first, zero, table_BJ = index * size, jnp.int32(0), _table(spec, window)
+    if table_BJ is not None:
+        page_B = jnp.take(table_BJ, first // page, axis=1)
         page_B = page_B if window.base is None else page_B + window.base
         first = first % page
     else:

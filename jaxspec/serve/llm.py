@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.load import Model, load_model, load_mtp
+from jaxspec.checkpoint.load import Model, load_model, load_mtp, read_config
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, RequestError
@@ -75,20 +75,15 @@ class LLM:
         on_load: Callable[[int, int], None] | None = None,
     ):
         config = catalog.parse(speculative_config)
-        wholes = [("max_num_seqs", max_num_seqs, 1), ("steps_per_dispatch", steps_per_dispatch, 1)]
-        wholes += [
-            ("max_logprobs", max_logprobs, 0),
-            ("kv_page_size", kv_page_size, 0),
-            ("num_kv_pages", num_kv_pages, 0),
-        ]
-        wholes += [("prefill_buckets", size, 1) for size in prefill_buckets or (0,)]
-        for name, value, least in wholes:
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"LLM: {name} must be an integer of at least {least}, got {value!r}")
+        _check_wholes(
+            max_num_seqs=(max_num_seqs, 1), steps_per_dispatch=(steps_per_dispatch, 1), max_logprobs=(max_logprobs, 0),
+            kv_page_size=(kv_page_size, 0), num_kv_pages=(num_kv_pages, 0),
+            prefill_buckets=(min(prefill_buckets, default=0), 1),
+        )  # fmt: skip
         if num_kv_pages and not kv_page_size:
             raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
         quantization = "auto" if quantization is None else quantization
-        self.model = load_model(model, _policy(dtype), quantization=quantization, show=on_load)
+        self.model = load_model(model, _policy(dtype, model), quantization=quantization, show=on_load)
         arch = self.model.net.arch
         self.capacity = max_model_len or min(arch.max_position, DEFAULT_CAPACITY)
         if not 2 <= self.capacity <= arch.max_position:
@@ -320,9 +315,19 @@ def _draft(
     return model.net, model.params
 
 
-def _policy(dtype: str) -> Policy:
+def _check_wholes(**settings: tuple[Any, int]) -> None:
+    """Refuses values that are not whole numbers of at least their least."""
+    for name, (value, least) in settings.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"LLM: {name} must be an integer of at least {least}, got {value!r}")
+
+
+def _policy(dtype: str, directory: str | Path) -> Policy:
     if dtype not in (*DTYPES, "auto"):
         raise ConfigError(f"LLM: dtype {dtype!r} is not known; known are {['auto', *DTYPES]}")
+    if dtype == "auto":
+        config = read_config(Path(directory))
+        dtype = str(config.get("dtype") or config.get("torch_dtype"))
     kind = jnp.dtype(DTYPES.get(dtype, "bfloat16"))
     on_cpu = jax.default_backend() == "cpu"
     experts, depth = ("switched", "unrolled") if on_cpu else ("stacked", "stacked")

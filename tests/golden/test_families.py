@@ -32,7 +32,9 @@ BLOCK = 8  # smaller than every prompt, so that attention crosses blocks
 CLOSE = {"rtol": 0, "atol": 1e-4}
 HALF = {"rtol": 1e-3, "atol": 1e-3}  # the references keep streams in half precision
 GOLDENS = sorted(file.parent for file in Path(__file__).parent.glob("*/config.json"))
-ORACLES = sorted(file.parent for file in Path(os.environ.get("JAXSPEC_ORACLES", "-")).resolve().glob("*/hub_config.json"))
+ORACLES = sorted(
+    file.parent for file in Path(os.environ.get("JAXSPEC_ORACLES", "-")).resolve().glob("*/hub_config.json")
+)
 
 
 def config_of(directory: Path) -> dict:

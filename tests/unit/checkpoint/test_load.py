@@ -249,12 +249,14 @@ def test_devices_read_only_their_own_experts(directory: Path, monkeypatch: pytes
     assert set(counts.values()) == {1}
 
 
-def test_layers_of_multi_token_prediction_are_not_the_models_own():
+@pytest.mark.parametrize("quantization", ["auto", "fp8"])
+def test_layers_of_multi_token_prediction_are_not_the_models_own(quantization: str):
     source = golden("glm4_moe")
     model = load(source)
     extra = [name for name in TensorFiles(source) if name.startswith(f"model.layers.{len(model.net.arch.layers)}.")]
     assert extra
-    mtp, params = load_mtp(source, model.net)
+    mtp, params = load_mtp(source, model.net, quantization=quantization)
+    assert ("attention/qkv_DGQC" in dict(mtp.policy.formats)) == (quantization == "fp8")
     fresh = jax.eval_shape(mtp.initial, jax.random.key(0))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), fresh)
 

@@ -95,14 +95,14 @@ class Layer:
 
     def whole(self, x_BSD: np.ndarray) -> np.ndarray:
         position_BS = jnp.broadcast_to(jnp.arange(x_BSD.shape[1], dtype=jnp.int32), x_BSD.shape[:2])
-        out, _, _ = jax.jit(lambda x: self.module.apply(self.params, x, position_BS, None, None, None))(x_BSD)
-        return np.asarray(out)
+        out: Any = jax.jit(lambda x: self.module.apply(self.params, x, position_BS, None, None, None))(x_BSD)
+        return np.asarray(out[0])
 
     def _run(self, cache: Any, x_BTD: jax.Array, start_B: jax.Array, row_B: jax.Array | None = None) -> Any:
         position_BT = start_B[:, None] + jnp.arange(x_BTD.shape[1], dtype=jnp.int32)
         window = Window(start_B, row_B=row_B, block=BLOCK)
-        out, cache, _ = self.module.apply(self.params, x_BTD, position_BT, cache, window, None)
-        return cache, out
+        out: Any = self.module.apply(self.params, x_BTD, position_BT, cache, window, None)
+        return out[1], out[0]
 
 
 def drafted(layer: Layer, x_BSD: np.ndarray, cache: Any, first_B: np.ndarray) -> np.ndarray:
@@ -146,7 +146,7 @@ def test_prompts_in_padded_chunks_and_then_drafts_give_what_the_whole_gives(rati
             right = min(chunk, prompt - start)
             padded = np.full((1, chunk, DIM), 9.0, np.float32)
             padded[0, :right] = x_BSD[row, start : start + right]
-            cache, _ = layer.run(cache, padded, np.int32([start]), np.int32([row]))
+            cache, _ = layer.run(cache, padded, np.array([start], np.int32), np.array([row], np.int32))
     found, wanted = drafted(layer, x_BSD, cache, np.array(prompts)), layer.whole(x_BSD)
     for row, prompt in enumerate(prompts):
         np.testing.assert_allclose(found[row, prompt:], wanted[row, prompt:], rtol=0, atol=2e-5)
@@ -161,7 +161,7 @@ def test_entries_are_the_published_ones(ratio: int):
     position_BT = jnp.arange(count, dtype=jnp.int32)[None]
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), x_BTD, position_BT, None, None))
     params = filled(shapes)
-    found, _ = module.apply(params, x_BTD, position_BT, None, None)  # pyright: ignore
+    found: Any = module.apply(params, x_BTD, position_BT, None, None)[0]
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"])
     value, gate = (np.einsum("td,dx->tx", x_BTD[0], p["kv_gate_D2X"][:, i]) for i in range(2))
     gate = gate + p["place_TX"][np.arange(count) % ratio]
@@ -176,14 +176,15 @@ def test_entries_are_the_published_ones(ratio: int):
         gates = np.exp(np.stack([gate[t, half * width : (half + 1) * width] for t, half in slots]))
         entry = (gates * values).sum(axis=0) / gates.sum(axis=0)
         entry = entry / np.sqrt(np.mean(entry**2) + EPS) * p["norm_C"]
-        wanted = rotate(jnp.asarray(entry[None, None, None], jnp.float32), jnp.int32([[w * ratio]]), spec.rope)
+        place_BT = jnp.full((1, 1), w * ratio, jnp.int32)
+        wanted = rotate(jnp.asarray(entry[None, None, None], jnp.float32), place_BT, spec.rope)
         np.testing.assert_allclose(np.asarray(found)[0, w], np.asarray(wanted)[0, 0, 0], rtol=0, atol=2e-5)
     assert np.asarray(found).shape[1] == 3, "the fourth window is not complete"
 
 
 def test_bits_of_a_whole_model_do_not_depend_on_rows_and_positions():
     arch, length, room = arch_of(CONFIG | {"num_hidden_layers": 2, "compress_ratios": [4, 8]}), 45, 64
-    net = Transformer(arch, Policy(HALF, HALF, "switched"))
+    net: Any = Transformer(arch, Policy(HALF, HALF, "switched"))
     params = {"params": filled(abstract_params(net), experts=4)}
     token_BS = np.random.default_rng(4).integers(0, 96, (3, length)).astype(np.int32)
 

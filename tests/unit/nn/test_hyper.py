@@ -1,5 +1,7 @@
 """Hyper-connections give what the published equations say, and the same bits for any number of rows."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,10 @@ def connection_params(rng: np.random.Generator, streams: int = 4, dim: int = DIM
     fn = rng.standard_normal((size, streams * dim)) * (streams * dim) ** -0.5
     values = {"mix_fn_XS": fn, "mix_base_X": rng.standard_normal(size), "mix_scale_X": 1 + rng.random(3)}
     return {name: value.astype(np.float32) for name, value in values.items()}
+
+
+def applied(module: Any, params: Any, x_BTND: Any) -> Any:
+    return module.apply({"params": params}, x_BTND)
 
 
 def logistic(x: np.ndarray) -> np.ndarray:
@@ -49,7 +55,7 @@ def test_connection_is_the_published_one(streams: int, rounds: int):
     x_BTND = rng.standard_normal((2, 3, streams, DIM)).astype(np.float32)
     out_BTD = rng.standard_normal((2, 3, DIM)).astype(np.float32)
     module = HyperConnection(HyperSpec(streams, rounds, EPS), DIM, NORM_EPS, Policy(FLOAT, FLOAT))
-    read, write, comb = module.apply({"params": params}, x_BTND)  # pyright: ignore
+    read, write, comb = applied(module, params, x_BTND)
     after = merge(jnp.asarray(x_BTND), jnp.asarray(out_BTD), write, comb)
     for place in np.ndindex(2, 3):
         wanted = published(params, x_BTND[place], rounds)
@@ -65,7 +71,7 @@ def test_mixing_neither_grows_nor_shrinks_the_sum_of_the_streams():
     rng = np.random.default_rng(1)
     x_BTND = jnp.asarray(rng.standard_normal((1, 4, 4, DIM)), jnp.float32)
     module = HyperConnection(HyperSpec(), DIM, NORM_EPS, Policy(FLOAT, FLOAT))
-    _, write, comb = module.apply({"params": connection_params(rng)}, x_BTND)  # pyright: ignore
+    _, write, comb = applied(module, connection_params(rng), x_BTND)
     after = merge(x_BTND, jnp.zeros((1, 4, DIM)), write, comb)
     np.testing.assert_allclose(after.sum(axis=2), x_BTND.sum(axis=2), rtol=0, atol=1e-3)
 
@@ -73,10 +79,10 @@ def test_mixing_neither_grows_nor_shrinks_the_sum_of_the_streams():
 def test_head_is_the_published_one():
     rng = np.random.default_rng(2)
     fn = (rng.standard_normal((4, 4 * DIM)) * 0.1).astype(np.float32)
-    base, scale = rng.standard_normal(4).astype(np.float32), np.float32([1.5])
+    base, scale = rng.standard_normal(4).astype(np.float32), np.array([1.5], np.float32)
     x_ND = rng.standard_normal((4, DIM)).astype(np.float32)
-    params = {"params": {"head_fn_NS": fn, "head_base_N": base, "head_scale_X": scale}}
-    found = HyperHead(HyperSpec(), DIM, NORM_EPS, Policy(FLOAT, FLOAT)).apply(params, x_ND[None, None])
+    params = {"head_fn_NS": fn, "head_base_N": base, "head_scale_X": scale}
+    found = applied(HyperHead(HyperSpec(), DIM, NORM_EPS, Policy(FLOAT, FLOAT)), params, x_ND[None, None])
     flat = x_ND.reshape(-1) / np.sqrt(np.mean(x_ND**2) + NORM_EPS)
     wanted = (logistic(fn @ flat * scale + base) + EPS) @ x_ND
     np.testing.assert_allclose(np.asarray(found)[0, 0], wanted, rtol=0, atol=5e-6)
@@ -92,7 +98,7 @@ def test_bits_do_not_depend_on_the_rows_beside_them(dim: int):
     @jax.jit
     def twice(x_BTND):
         for _ in range(2):
-            read, write, comb = module.apply({"params": params}, x_BTND)  # pyright: ignore
+            read, write, comb = applied(module, params, x_BTND)
             x_BTND = merge(x_BTND, dense(read, w_DX, dtype=HALF), write, comb)
         return x_BTND
 

@@ -206,8 +206,7 @@ def test_a_selection_of_all_that_is_seen_is_plain_attention():
     assert (limited[30] != plain[30]).any()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("top_k", [TOP_K, 64])
+@pytest.mark.parametrize(("name", "top_k"), [("mla", TOP_K), ("dsa", TOP_K), ("shared-dsa", TOP_K), ("shared-dsa", 64)])
 def test_stacked_layers_share_selections_as_unrolled_ones_do(name: str, top_k: int):
     net, params = model(name, dtype=FLOAT32, index_topk=top_k)
     stacked, _ = model(name, "stacked", FLOAT32, index_topk=top_k)
@@ -219,9 +218,8 @@ def test_stacked_layers_share_selections_as_unrolled_ones_do(name: str, top_k: i
         made[f"segment_{first}"] = jax.tree.map(lambda *x: jnp.stack(x), *(layers[y] for y in members))
     jax.tree.map(lambda x, shape: None if x.shape == shape.shape else pytest.fail(f"{x.shape}"), made, shapes)
     token_BS = tokens(2)
-    for width in (1, 5):
-        unrolled = decode(net, params, token_BS, width)
-        np.testing.assert_allclose(decode(stacked, {"params": made}, token_BS, width), unrolled, rtol=0, atol=1e-4)
+    unrolled = decode(net, params, token_BS, 5)
+    np.testing.assert_allclose(decode(stacked, {"params": made}, token_BS, 5), unrolled, rtol=0, atol=1e-4)
 
 
 def test_a_borrowing_layer_sees_what_it_is_lent():
@@ -250,7 +248,7 @@ def test_weights_behind_a_selection_have_gradients_and_the_indexer_none():
     def loss(params):
         return jnp.sum(jnp.square(module.apply(params, x_BTD, position_BT, None, None, None)[0]))
 
-    grads = jax.grad(loss)(params)["params"]
+    grads = jax.jit(jax.grad(loss))(params)["params"]
     assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(grads.pop("indexer")))
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
 

@@ -18,6 +18,7 @@ from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.keys import Purpose, gumbel
 from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.protocol import Proposal
 from jaxspec.pytree import replace
@@ -383,12 +384,12 @@ class MarkovNet:
 
     @property
     def policy(self):
-        return SimpleNamespace(compute=jnp.float32)
+        return Policy(jnp.dtype("float32"), jnp.dtype("float32"))
 
     def apply(self, params, token, position=None, memory=None, window=None, taps=(), *, method=None):
         if method == "logits":
             return token
-        return SimpleNamespace(last_BTD=params[token], layers=memory)
+        return SimpleNamespace(last_BTD=params[token], stream=params[token], layers=memory)
 
 
 def markov_texts(rule: str, drafter_of: Callable, rows: int, new: int) -> np.ndarray:
