@@ -66,7 +66,7 @@ def published(config: Mapping[str, Any]) -> Tensors:
         return _spread(tensors, lambda name, t: _mxfp4(name, t) if ".experts." in name else None)
     skipped = tuple(settings.get("modules_to_not_convert") or ())
     tight = config.get("expert_dtype") == "fp4"
-    exponents = config.get("model_type") == "deepseek_v4"
+    exponents = known_tables()[config["model_type"]].scales == "scale"
 
     def layout(name: str, tensor: Published) -> Tensors | None:
         if len(tensor.shape) != 2 or not name.endswith(".weight") or WIDE.search(name):
