@@ -45,14 +45,20 @@ def config_of(directory: Path) -> dict:
 KNOWN_ORACLES = [d for d in ORACLES if config_of(d)["model_type"] in known_families()]
 
 
-def layouts() -> list:
-    """Every known model with each layout of experts and layers; without experts there is but one of experts."""
+KINDS = (("switched", "unrolled"), ("stacked", "stacked"))
+
+
+def layouts(kinds: tuple[tuple[str, str], ...] = KINDS) -> list:
+    """Every known model with these layouts of experts and of layers."""
     found = []
     for directory in (*GOLDENS, *KNOWN_ORACLES):
-        kinds = [("switched", "unrolled"), ("stacked", "stacked")]
         prefix = "oracle-" if directory in ORACLES else ""
         found += [pytest.param((directory, *k), id=f"{prefix}{directory.name}-{k[0]}-{k[1]}") for k in kinds]
     return found
+
+
+every_layout = pytest.mark.parametrize("case", layouts(), indirect=True, scope="module")
+cpu_layout = pytest.mark.parametrize("case", layouts(KINDS[:1]), indirect=True, scope="module")
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Case:
         return self.says["input_ids"].astype(np.int32)
 
 
-@pytest.fixture(scope="module", params=layouts())
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     directory, experts, depth = request.param
     oracle = directory in ORACLES
@@ -98,6 +104,7 @@ def test_both_dialects_of_a_config_mean_the_same(directory: Path):
     assert arch_of(hub) == arch_of(saved)
 
 
+@every_layout
 def test_prefill(case: Case):
     net, ids_BT = case.model.net, case.ids_BT
     taps = tuple(range(len(net.arch.layers) + 1))
@@ -123,8 +130,18 @@ def test_prefill(case: Case):
     np.testing.assert_allclose(logits_BTV, case.says["logits"], **CLOSE)
 
 
-@pytest.mark.parametrize("count", [1, 5], ids=["one-by-one", "blocks-of-5"])
-def test_decode_over_the_cache(case: Case, count: int):
+@cpu_layout
+def test_decode_one_by_one(case: Case):
+    decode(case, 1)
+
+
+@every_layout
+def test_decode_in_blocks_of_5(case: Case):
+    decode(case, 5)
+
+
+def decode(case: Case, count: int) -> None:
+    """Runs a text over the cache, so many positions at a time."""
     net, ids_BT = case.model.net, case.ids_BT
     rows, length = ids_BT.shape[0], ids_BT.shape[1] // count * count
     room = -(-(ids_BT.shape[1] + count) // BLOCK) * BLOCK
@@ -144,6 +161,7 @@ def test_decode_over_the_cache(case: Case, count: int):
     np.testing.assert_allclose(np.concatenate(found, axis=1), case.says["logits"][:, :length], **CLOSE)
 
 
+@cpu_layout
 def test_greedy_continuation(case: Case):
     new = case.continuation_BT.shape[1]
     rows, length = case.prompt_BT.shape

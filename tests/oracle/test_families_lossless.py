@@ -99,6 +99,8 @@ class Family(Lab):
         super().__init__(GOLDENS[name], GOLDENS[name])
         says = reference_of(name)
         self.greedy = says["greedy_ids"].tolist()
+        said = np.unique(says["greedy_ids"])
+        self.cut = int(said[len(said) // 2])  # so that it has tokens on both sides
         prompts = says["input_ids"][:, : int(says["prompt_length"])].tolist()
         self.requests = [(p, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)) for p in prompts]
         rng = np.random.default_rng(3)
@@ -117,7 +119,7 @@ class Family(Lab):
             target = self.model("target", dtype, layout)
             inside = dict(target.params["params"])
             vocab = inside["head_DV"].shape[1]
-            inside["head_DV"] = shifted(inside["head_DV"], {"right": vocab, "mixed": vocab // 2, "wrong": 0}[name])
+            inside["head_DV"] = shifted(inside["head_DV"], {"right": vocab, "mixed": self.cut, "wrong": 0}[name])
             self.loaded[key] = replace(target, params={"params": inside})
         return self.loaded[key]
 
@@ -196,7 +198,9 @@ def test_right_wrong_and_mixed_drafts(family: Family):
     assert [text for [text] in texts["wrong"][:2]] == family.greedy
     assert texts["right"] == texts["wrong"]
     assert texts["mixed"] == texts["wrong"]
-    assert len({token for [text] in texts["wrong"] for token in text}) > 20, "the texts vary"
+    assert len({token for [text] in texts["wrong"] for token in text}) > 6, (
+        "the texts vary, though tied random models like to repeat"
+    )
 
 
 @pytest.mark.parametrize("name", goldens(MECHANISMS))
@@ -207,7 +211,7 @@ def test_plain_decoding_and_ngrams(family: Family):
     assert family.speculate("mixed", CHAIN, layout="stacked") == plain
 
 
-@pytest.mark.parametrize("name", goldens((), has_trees))
+@pytest.mark.parametrize("name", [n for n in MECHANISMS if has_trees(n)])
 def test_trees(family: Family):
     assert family.speculate("mixed", TREE, layout="stacked") == family.plainly(layout="stacked")
 
