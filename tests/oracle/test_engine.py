@@ -123,8 +123,7 @@ def program_names(llm: LLM) -> list[str]:
 
 
 def cache_shapes(llm: LLM) -> set[tuple[int, ...]]:
-    layers = [*llm.engine.state.layers, *llm.engine.state.draft]
-    return {layer.k_PGZC.shape for layer in layers}
+    return {pages.shape for pages in jax.tree.leaves((llm.engine.state.layers, llm.engine.state.draft))}
 
 
 @pytest.mark.parametrize("name", ["plain", "speculative", "prefill 32", "prefill 256", "admit", "retire"])
