@@ -155,8 +155,8 @@ class Transformer(nn.Module):
         return dense(last, head_DV, dtype=self.policy.compute)
 
     def logits_of(self, token_BT: Array, position_BT: Array) -> tuple[Array, Hidden]:
-        """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states."""
-        hidden = self(token_BT, position_BT)
+        """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states with expert choices."""
+        hidden = self(token_BT, position_BT, routes=True)
         return self.logits(hidden.last_BTD), hidden
 
 
