@@ -1,8 +1,10 @@
 """Sets JAX up before anything imports it: CPU, eight virtual devices, strict dtypes, one compile cache."""
 
+import gc
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ ENVIRONMENT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     "HF_HUB_OFFLINE": "1",
 }
+MOST_MAPS = 15_000
 DEVICES = "--xla_force_host_platform_device_count"
 
 if "jax" in sys.modules:
@@ -37,3 +40,16 @@ def seeds() -> None:
     """Every test starts from the same global seeds."""
     random.seed(0)
     np.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """Drops compiled programs before they fill the process's table of memory maps.
+
+    Linux allows a process 65 530 maps and every XLA:CPU program holds some; when they run out, LLVM crashes.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        sys.modules["jax"].clear_caches()
+        gc.collect()

@@ -1,0 +1,71 @@
+"""Which implementation of an operation runs, and why."""
+
+import warnings
+from dataclasses import dataclass
+
+from pallas_kernels.backend import Implementation
+
+WANTED = ("auto", "triton", "interpret", "xla")
+
+
+class UnsupportedKernel(ValueError):
+    """A kernel was asked for by name and cannot compute this case."""
+
+
+class SlowKernelWarning(UserWarning):
+    """A reference runs where a kernel was to be expected."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for one operation and shape.
+
+    Attributes:
+      op: name of its folder.
+      case: the shape, in words.
+      implementation: what runs.
+      reason: why.
+    """
+
+    op: str
+    case: str
+    implementation: Implementation
+    reason: str
+
+
+def choose(op: str, case: str, wanted: str, platform: str, obstacles: list[str]) -> Choice:
+    """Chooses for one case of an operation.
+
+    Args:
+      op: name of its folder.
+      case: the shape, in words.
+      wanted: ``auto`` takes the kernel on a GPU where nothing stands in the way, and the reference elsewhere;
+        ``triton`` and ``interpret`` take the kernel or warn once and take the reference; ``xla`` takes the reference.
+      platform: that the program is compiled for: ``cuda``, ``cpu``, ...
+      obstacles: why the kernel cannot compute this case, each a sentence; empty if it can.
+
+    Raises:
+      UnsupportedKernel: ``wanted`` is none of these.
+    """
+    if wanted not in WANTED:
+        raise UnsupportedKernel(f"kernels: must be one of {', '.join(WANTED)}, got {wanted!r}")
+    if wanted == "xla":
+        return Choice(op, case, "xla", "asked for")
+    if wanted == "auto" and platform not in ("cuda", "gpu"):
+        return Choice(op, case, "xla", f"kernels are for GPUs, this is {platform}")
+    if obstacles:
+        choice = Choice(op, case, "xla", "; ".join(obstacles))
+        _warn_once(choice)
+        return choice
+    if wanted == "interpret":
+        return Choice(op, case, "interpret", "asked for")
+    return Choice(op, case, "triton", "asked for" if wanted == "triton" else "a GPU, and the kernel covers this case")
+
+
+_warned: set[Choice] = set()
+
+
+def _warn_once(choice: Choice) -> None:
+    if choice not in _warned:
+        _warned.add(choice)
+        warnings.warn(f"{choice.op} ({choice.case}) runs without its kernel: {choice.reason}", SlowKernelWarning, 3)
