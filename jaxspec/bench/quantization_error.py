@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.checkpoint.load import load_model
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import policy_for
 
 PADDED_TO = 64
 
@@ -65,9 +65,7 @@ def _log_softmax(logits_TV: np.ndarray) -> np.ndarray:
 
 def _logits(directory: str | Path, quantization: str, token_ids: Sequence[int], dtype: str) -> tuple[np.ndarray, int]:
     """Logits [T, V] and the bytes of all weights."""
-    kind, on_cpu = jnp.dtype(dtype), jax.default_backend() == "cpu"
-    experts, depth = ("switched", "unrolled") if on_cpu else ("stacked", "stacked")
-    model = load_model(directory, Policy(kind, kind, experts, depth, own_head=on_cpu), quantization=quantization)
+    model = load_model(directory, policy_for(dtype, jax.default_backend()), quantization=quantization)
     vocab, longest = model.net.arch.vocab_size, model.net.arch.max_position
     wrong = [i for i in token_ids if not 0 <= int(i) < vocab]
     if not 0 < len(token_ids) <= longest or wrong:

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read_block
-from jaxspec.nn.attend import HIDDEN
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.policy import Policy, weight
 from jaxspec.nn.rope import rotate
-from jaxspec.nn.sparse_index import SELF_QUERIES, best, scores
+from jaxspec.nn.selection import Queries, select_cached, select_self
 from jaxspec.shapes import Array
 
 PREFIX = "index_"
@@ -72,83 +71,39 @@ class EntryIndexer(nn.Module):
         compressor = Compressor(s.compressor, self.model_dim, self.norm_eps, p, name="compressor")
         k_BNC, cache = compressor(x_BTD, position_BT, cache, window, PREFIX)
         # Which entries are best has no derivative.
-        q_BTHC, weight_BTH = lax.stop_gradient((q_BTHC, weight_BTH))
+        queries = lax.stop_gradient((q_BTHC, weight_BTH))
         if cache is None or window is None:
             assert k_BNC is not None, "without a cache there are entries"
-            return select_self(q_BTHC, weight_BTH, lax.stop_gradient(k_BNC), s, p.compute), None
-        pages_PGZC = cache[f"{PREFIX}entry"]
-        return select_cached(q_BTHC, weight_BTH, position_BT, pages_PGZC, s, window, p.compute), cache
+            return select_entries_self(queries, lax.stop_gradient(k_BNC), s, p.compute), None
+        return select_entries(queries, position_BT, cache[f"{PREFIX}entry"], s, window, p.compute), cache
 
 
-def select_self(q_BTHC: Array, weight_BTH: Array, k_BNC: Array, spec: EntryIndexSpec, dtype: jnp.dtype) -> Array | None:
-    """What each token of whole sequences keeps of their entries, [B, T, N]; None where it is all.
-
-    Args:
-      q_BTHC: queries, rotated.
-      weight_BTH: weights of the heads.
-      k_BNC: keys, rotated.
-      spec: of the indexer.
-      dtype: of the products' factors.
-    """
-    rows, count = q_BTHC.shape[:2]
-    if k_BNC.shape[1] <= spec.top_k:
-        return None
-    chunks = -(-count // SELF_QUERIES)
-
-    def cut(x_BT: Array) -> Array:
-        x_BT = jnp.pad(x_BT, [(0, 0), (0, chunks * SELF_QUERIES - count)] + [(0, 0)] * (x_BT.ndim - 2))
-        return x_BT.reshape(rows, chunks, SELF_QUERIES, *x_BT.shape[2:]).swapaxes(0, 1)
-
-    def one(chunk: tuple[Array, Array, Array]) -> Array:
-        q_BTHC, weight_BTH, position_T = chunk
-        seen_TN = entries_seen(position_T, 0, k_BNC.shape[1], spec.compressor.ratio)
-        return best(jnp.where(seen_TN, scores(q_BTHC, weight_BTH, k_BNC, dtype), HIDDEN), spec.top_k)
-
-    position_XT = jnp.arange(chunks * SELF_QUERIES, dtype=jnp.int32).reshape(chunks, SELF_QUERIES)
-    kept_XBTN = lax.map(one, (cut(q_BTHC), cut(weight_BTH), position_XT))
-    return kept_XBTN.swapaxes(0, 1).reshape(rows, chunks * SELF_QUERIES, -1)[:, :count]
+def select_entries_self(queries: Queries, k_BNC: Array, spec: EntryIndexSpec, dtype: jnp.dtype) -> Array | None:
+    """What each token of whole sequences keeps of their entries, [B, T, N]; None where it is all."""
+    count, ratio = k_BNC.shape[1], spec.compressor.ratio
+    return select_self(queries, k_BNC, lambda position_T: entries_seen(position_T, 0, count, ratio), spec.top_k, dtype)
 
 
-def select_cached(
-    q_BTHC: Array,
-    weight_BTH: Array,
-    position_BT: Array,
-    pages_PGZC: Array,
-    spec: EntryIndexSpec,
-    window: Window,
-    dtype: jnp.dtype,
+def select_entries(
+    queries: Queries, position_BT: Array, pages_PGZC: Array, spec: EntryIndexSpec, window: Window, dtype: jnp.dtype
 ) -> Array | None:
     """What each query keeps of the cached entries, [B, T, N]; None where the cache cannot hold more than that.
 
-    Scores are computed block by block as far as the context goes, and not at all while it is short enough to be
-    kept whole.
-
     Args:
-      q_BTHC: queries, rotated.
-      weight_BTH: weights of the heads.
-      position_BT: absolute positions of the queries.
+      queries: [B, T, ...].
+      position_BT: their absolute positions.
       pages_PGZC: cached keys, those of this forward written.
       spec: of the indexer.
       window: of the forward.
       dtype: of the products' factors.
     """
-    (rows, count), room = position_BT.shape, pages_PGZC.shape[2]
+    rows, count = position_BT.shape
     stream, ratio = spec.compressor.entries, spec.compressor.ratio
     size = entry_block(stream, window.block)
-    if room <= spec.top_k:
-        return None
 
-    def add(index: Array, score_BTN: Array) -> Array:
+    def load(index: Array) -> tuple[Array, Array]:
         k_BZC = read_block(pages_PGZC, stream, window, index, rows)[:, 0]
-        seen_BTZ = entries_seen(position_BT, index * size, size, ratio)
-        score_BTZ = jnp.where(seen_BTZ, scores(q_BTHC, weight_BTH, k_BZC, dtype), HIDDEN)
-        return lax.dynamic_update_slice_in_dim(score_BTN, score_BTZ, index * size, axis=2)
+        return k_BZC, entries_seen(position_BT, index * size, size, ratio)
 
-    def among_all() -> Array:
-        nothing = jnp.full((rows, count, room), HIDDEN)
-        return best(lax.fori_loop(0, blocks_of_entries(window, count, stream), add, nothing), spec.top_k)
-
-    def every() -> Array:
-        return jnp.ones((rows, count, room), bool)
-
-    return lax.cond(jnp.max((position_BT + 1) // ratio) <= spec.top_k, every, among_all)
+    few, blocks = jnp.max((position_BT + 1) // ratio) <= spec.top_k, (0, blocks_of_entries(window, count, stream))
+    return select_cached(queries, load, blocks, pages_PGZC.shape[2], few, spec.top_k, dtype)

@@ -8,10 +8,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxspec.errors import ConfigError
 from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
 from jaxspec.shapes import Array
 
 BFLOAT16 = jnp.dtype("bfloat16")
+KERNELS = ("auto", "triton", "interpret", "xla")
 CONTAINERS = ("layers_", "segment_", "mtp_", "block")
 Weight = Array | Quantized
 
@@ -26,6 +28,8 @@ class Policy:
       experts: layout of the routed experts: ``switched`` (one array per expert, for CPU) or ``stacked``.
       depth: ``unrolled`` gives every layer arrays of its own; ``stacked`` puts equal layers behind one another and
         walks them in a loop, so that compile time does not grow with depth.
+      kernels: what computes the operations that have kernels: ``triton`` on a GPU, ``interpret`` the same kernels as
+        plain JAX anywhere, ``xla`` none; a case that a kernel does not cover falls back with a warning.
       own_head: whether a tied head is kept as an array of its own; on CPU a transposed one is 4 times slower.
       formats: parameters that stay quantised, as pairs of a path without layer number (``ffn/down_EFD``) and format.
     """
@@ -34,12 +38,33 @@ class Policy:
     compute: jnp.dtype = BFLOAT16
     experts: Literal["stacked", "switched"] = "stacked"
     depth: Literal["unrolled", "stacked"] = "unrolled"
+    kernels: Literal["triton", "interpret", "xla"] = "xla"
     own_head: bool = False
     formats: tuple[tuple[str, Format], ...] = ()
 
     def format_of(self, kind: str) -> Format | None:
         """Format of a kind of parameter, None if it is stored plainly."""
         return dict(self.formats).get(kind)
+
+
+def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
+    """How a platform wants parameters stored and computed.
+
+    Args:
+      dtype: of plain weights and of products.
+      platform: ``cpu``, or ``gpu`` or ``cuda``.
+      kernels: ``auto`` takes ``triton`` on a GPU and ``xla`` elsewhere; see ``Policy.kernels`` for the others.
+
+    Raises:
+      ConfigError: kernels is none of these.
+    """
+    if kernels not in KERNELS:
+        raise ConfigError(f"kernels {kernels!r} is not known; known are {', '.join(KERNELS)}")
+    kind, on_gpu = jnp.dtype(dtype), platform in ("gpu", "cuda")
+    chosen: Any = ("triton" if on_gpu else "xla") if kernels == "auto" else kernels
+    own_arrays = platform == "cpu" and chosen == "xla"
+    experts, depth = ("switched", "unrolled") if own_arrays else ("stacked", "stacked")
+    return Policy(kind, kind, experts, depth, chosen, own_head=platform == "cpu")
 
 
 def kind_of(path: Sequence[str]) -> str:

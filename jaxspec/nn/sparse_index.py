@@ -3,22 +3,20 @@
 from dataclasses import dataclass
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
-from jaxspec.nn.attend import HIDDEN, blocks_in_reach, positions_seen, readers
-from jaxspec.nn.dense import batched_dense, dense, exact_dense
+from jaxspec.nn.attend import blocks_in_reach, positions_seen, readers
+from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.norm import layer_norm
 from jaxspec.nn.policy import Policy, weight
 from jaxspec.nn.rope import RopeSpec, rotate
-from jaxspec.nn.steady import row_sum
+from jaxspec.nn.selection import Queries, select_cached, select_self
 from jaxspec.shapes import Array
 
 KEY_NORM_EPS = 1e-6
 STREAM = "index"
-SELF_QUERIES = 64
 
 
 @dataclass(frozen=True)
@@ -82,104 +80,41 @@ class Indexer(nn.Module):
         # Which positions are best has no derivative.
         queries = lax.stop_gradient((q_BTHC, weight_BTH))
         if cache is None or window is None:
-            return select_self(*queries, lax.stop_gradient(k_BT1C)[:, :, 0], s.top_k, p.compute), cache
+            return select_among_themselves(queries, lax.stop_gradient(k_BT1C)[:, :, 0], s.top_k, p.compute), cache
         cache = cache | {STREAM: write(cache[STREAM], s.stream, window, k_BT1C)}
-        return select_cached(*queries, position_BT, cache[STREAM], s, window, p.compute), cache
+        return select_positions(queries, position_BT, cache[STREAM], s, window, p.compute), cache
 
 
-def select_self(q_BTHC: Array, weight_BTH: Array, k_BTC: Array, top_k: int, dtype: jnp.dtype) -> Array | None:
-    """What each token of whole sequences keeps of those before it and itself, [B, T, T]; None where it is all.
-
-    Args:
-      q_BTHC: queries, rotated.
-      weight_BTH: weights of the heads.
-      k_BTC: keys, rotated.
-      top_k: tokens that each keeps.
-      dtype: of the products' factors.
-    """
-    rows, count = k_BTC.shape[:2]
-    if count <= top_k:
-        return None
-    chunks = -(-count // SELF_QUERIES)
-
-    def cut(x_BT: Array) -> Array:
-        x_BT = jnp.pad(x_BT, ((0, 0), (0, chunks * SELF_QUERIES - count)) + ((0, 0),) * (x_BT.ndim - 2))
-        return x_BT.reshape(rows, chunks, SELF_QUERIES, *x_BT.shape[2:]).swapaxes(0, 1)
-
-    def one(chunk: tuple[Array, Array, Array]) -> Array:
-        q_BTHC, weight_BTH, position_T = chunk
-        seen_TS = jnp.arange(count, dtype=jnp.int32) <= position_T[:, None]
-        score_BTS = scores(q_BTHC, weight_BTH, k_BTC, dtype)
-        return best(jnp.where(seen_TS, score_BTS, HIDDEN), top_k) & seen_TS
-
-    position_NT = jnp.arange(chunks * SELF_QUERIES, dtype=jnp.int32).reshape(chunks, SELF_QUERIES)
-    kept_NBTS = lax.map(one, (cut(q_BTHC), cut(weight_BTH), position_NT))
-    return kept_NBTS.swapaxes(0, 1).reshape(rows, -1, count)[:, :count]
+def select_among_themselves(queries: Queries, k_BTC: Array, top_k: int, dtype: jnp.dtype) -> Array | None:
+    """What each token of whole sequences keeps of those before it and itself, [B, T, T]; None where it is all."""
+    place_S = jnp.arange(k_BTC.shape[1], dtype=jnp.int32)
+    return select_self(queries, k_BTC, lambda position_T: place_S <= position_T[:, None], top_k, dtype)
 
 
-def select_cached(
-    q_BTHC: Array,
-    weight_BTH: Array,
-    position_BT: Array,
-    pages_PGZC: Array,
-    spec: IndexSpec,
-    window: Window,
-    dtype: jnp.dtype,
+def select_positions(
+    queries: Queries, position_BT: Array, pages_PGZC: Array, spec: IndexSpec, window: Window, dtype: jnp.dtype
 ) -> Array | None:
     """What each reader keeps of the cached positions, [X, T', S]; None where the cache cannot hold more than that.
 
-    Scores are computed block by block as far as the context goes, and not at all while it is short enough to be
-    kept whole.
-
     Args:
-      q_BTHC: queries, rotated.
-      weight_BTH: weights of the heads.
-      position_BT: absolute positions of the queries.
+      queries: [B, T, ...].
+      position_BT: their absolute positions.
       pages_PGZC: cached keys, those of this forward written.
       spec: of the indexer.
       window: of the forward.
       dtype: of the products' factors.
     """
     rows, count = position_BT.shape
-    block, room = window.block, _room(pages_PGZC, window)
-    if room <= spec.top_k:
-        return None
+    room = pages_PGZC.shape[2] * (1 if window.table_BJ is None else window.table_BJ.shape[1])
     position_XT = readers(window, position_BT)
-    q_XTHC = q_BTHC.reshape(*position_XT.shape, *q_BTHC.shape[2:])
-    weight_XTH = weight_BTH.reshape(*position_XT.shape, -1)
-    first, last = blocks_in_reach(window, count)
+    by_reader = (
+        queries[0].reshape(*position_XT.shape, *queries[0].shape[2:]),
+        queries[1].reshape(*position_XT.shape, -1),
+    )
 
-    def add(index: Array, score_XTS: Array) -> Array:
+    def load(index: Array) -> tuple[Array, Array]:
         k_XZC = read_block(pages_PGZC, spec.stream, window, index, rows)[:, 0]
-        seen_XTZ = positions_seen(position_XT, index, block)
-        score_XTZ = jnp.where(seen_XTZ, scores(q_XTHC, weight_XTH, k_XZC, dtype), HIDDEN)
-        return lax.dynamic_update_slice_in_dim(score_XTS, score_XTZ, index * block, axis=2)
+        return k_XZC, positions_seen(position_XT, index, window.block)
 
-    def among_all() -> Array:
-        return best(lax.fori_loop(first, last, add, jnp.full((*position_XT.shape, room), HIDDEN)), spec.top_k)
-
-    def every() -> Array:
-        return jnp.ones((*position_XT.shape, room), bool)
-
-    return lax.cond(jnp.max(position_XT) < spec.top_k, every, among_all)
-
-
-def _room(pages_PGZC: Array, window: Window) -> int:
-    """S, positions that one row may have in the cache."""
-    return pages_PGZC.shape[2] * (1 if window.table_BJ is None else window.table_BJ.shape[1])
-
-
-def scores(q_XTHC: Array, weight_XTH: Array, k_XZC: Array, dtype: jnp.dtype) -> Array:
-    """Weighted sum over the heads of what is positive of the products, float32 [X, T, Z]."""
-    readers_X, count, heads, width = q_XTHC.shape
-    product = batched_dense(q_XTHC.reshape(readers_X, count * heads, width), k_XZC, contract=2, dtype=dtype)
-    score_XTHZ = jax.nn.relu(product.reshape(readers_X, count, heads, -1)) * weight_XTH[..., None]
-    score_XTZ = row_sum(score_XTHZ.swapaxes(2, 3))[..., 0]
-    return jnp.where(score_XTZ == 0, 0.0, score_XTZ)  # -0.0, of negative weights, would lose against 0.0
-
-
-def best(score_XTS: Array, top_k: int) -> Array:
-    """Whether an entry is among the ``top_k`` best of the last axis; of equal ones those of lower places are."""
-    _, place_XTK = lax.top_k(score_XTS, top_k)
-    nowhere = jnp.zeros(score_XTS.shape, bool)
-    return jnp.put_along_axis(nowhere, place_XTK, True, axis=-1, inplace=False)
+    few = jnp.max(position_XT) < spec.top_k
+    return select_cached(by_reader, load, blocks_in_reach(window, count), room, few, spec.top_k, dtype)

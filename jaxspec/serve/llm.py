@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint.load import Model, load_model, load_mtp, read_config
@@ -18,7 +17,7 @@ from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer, teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, policy_for
 from jaxspec.serve.defaults import end_ids, sampling_defaults
 from jaxspec.serve.engine import STOP_PLACES, Engine, EngineSpec
 from jaxspec.serve.metrics import Metric
@@ -51,6 +50,8 @@ class LLM:
       quantization: ``auto`` keeps weights that were published quantised as they are, ``none`` widens them to
         ``dtype``; ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain
         checkpoint. None is ``auto``.
+      kernels: ``auto`` computes experts, attention and small products with Pallas kernels on a GPU and with XLA on a
+        CPU; ``triton``, ``interpret`` (the kernels as plain JAX, slow) and ``xla`` ask for one of them.
       on_load: called while the model loads, with (bytes placed, bytes in all).
 
     Raises:
@@ -72,6 +73,7 @@ class LLM:
         kv_page_size: int = 0,
         num_kv_pages: int = 0,
         quantization: str | None = "auto",
+        kernels: str = "auto",
         on_load: Callable[[int, int], None] | None = None,
     ):
         config = catalog.parse(speculative_config)
@@ -83,7 +85,7 @@ class LLM:
         if num_kv_pages and not kv_page_size:
             raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
         quantization = "auto" if quantization is None else quantization
-        self.model = load_model(model, _policy(dtype, model), quantization=quantization, show=on_load)
+        self.model = load_model(model, _policy(dtype, kernels, model), quantization=quantization, show=on_load)
         arch = self.model.net.arch
         self.capacity = max_model_len or min(arch.max_position, DEFAULT_CAPACITY)
         if not 2 <= self.capacity <= arch.max_position:
@@ -322,16 +324,13 @@ def _check_wholes(**settings: tuple[Any, int]) -> None:
             raise ConfigError(f"LLM: {name} must be an integer of at least {least}, got {value!r}")
 
 
-def _policy(dtype: str, directory: str | Path) -> Policy:
+def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:
     if dtype not in (*DTYPES, "auto"):
         raise ConfigError(f"LLM: dtype {dtype!r} is not known; known are {['auto', *DTYPES]}")
     if dtype == "auto":
         config = read_config(Path(directory))
         dtype = str(config.get("dtype") or config.get("torch_dtype"))
-    kind = jnp.dtype(DTYPES.get(dtype, "bfloat16"))
-    on_cpu = jax.default_backend() == "cpu"
-    experts, depth = ("switched", "unrolled") if on_cpu else ("stacked", "stacked")
-    return Policy(kind, kind, experts, depth, own_head=on_cpu)
+    return policy_for(DTYPES.get(dtype, "bfloat16"), jax.default_backend(), kernels)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

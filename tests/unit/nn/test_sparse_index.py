@@ -8,7 +8,8 @@ import pytest
 from jaxspec.cache.kv import Window, init_layer, write
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec
-from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec, best, scores, select_cached, select_self
+from jaxspec.nn.selection import best, scores
+from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec, select_among_themselves, select_positions
 from jaxspec.topology import Topology
 
 BLOCK, ROOM, DIM, RANK, TOP_K = 8, 48, 20, 10, 6
@@ -108,7 +109,7 @@ def test_equal_scores_keep_the_lower_positions():
 def test_zero_scores_tie_whatever_the_sign_of_their_weights():
     """Both heads of every key are hidden by the relu; negative weights would make their zeros negative."""
     q_THC, k_ZC = jnp.ones((1, 1, 2, 4)), -jnp.ones((1, 5, 4)).at[0, 3].set(-1.0)
-    score = jax.jit(lambda w: scores(q_THC, w, k_ZC, FLOAT32))
+    score = jax.jit(lambda w: scores((q_THC, w), k_ZC, FLOAT32))
     assert not np.signbit(score(jnp.asarray([[[-1.0, -2.0]]])))[0, 0, :3].any()
     kept = best(score(jnp.asarray([[[1.0, 1.0]]])), 2)
     np.testing.assert_array_equal(np.flatnonzero(kept), [0, 3])
@@ -117,7 +118,7 @@ def test_zero_scores_tie_whatever_the_sign_of_their_weights():
 @pytest.mark.parametrize("count", [70, 64, 7])
 def test_whole_sequences_select_as_transcribed(count: int):
     q, weight, k = random_queries(2, count)
-    kept_BTS = jax.jit(lambda *a: select_self(*a, TOP_K, FLOAT32))(q, weight, k)
+    kept_BTS = jax.jit(lambda *a: select_among_themselves(a[:2], a[2], TOP_K, FLOAT32))(q, weight, k)
     for row in range(2):
         np.testing.assert_array_equal(kept_BTS[row], chosen(exact_scores(q[row], weight[row], k[row])))
 
@@ -135,7 +136,7 @@ def test_cached_keys_are_selected_as_transcribed(count: int, paged: bool):
         window = Window(start_B, table_BJ, block=BLOCK)
         pages = write(pages, SMALL.stream, window, k[:, :, None])
         position_BT = start_B[:, None] + jnp.arange(count, dtype=jnp.int32)
-        return pages, select_cached(q, weight, position_BT, pages, SMALL, window, FLOAT32)
+        return pages, select_positions((q, weight), position_BT, pages, SMALL, window, FLOAT32)
 
     for at in range(0, 40, count):
         part = slice(at, at + count)
@@ -156,7 +157,7 @@ def test_tree_nodes_select_among_their_ancestors():
     ancestors = tuple(tuple(bool(v) for v in row) for row in top.ancestors_TT)
     window = Window(jnp.full(1, start, jnp.int32), ancestors=ancestors, block=BLOCK)
     position_BT = start + jnp.asarray(top.depth, jnp.int32)[None]
-    kept_XTS = select_cached(q[:, start:], weight[:, start:], position_BT, pages, SMALL, window, FLOAT32)
+    kept_XTS = select_positions((q[:, start:], weight[:, start:]), position_BT, pages, SMALL, window, FLOAT32)
     assert kept_XTS.shape == (top.nodes, 1, ROOM)
     for node in range(top.nodes):
         path = [*range(start), *(start + np.flatnonzero(top.ancestors_TT[node]))]
@@ -168,12 +169,12 @@ def test_tree_nodes_select_among_their_ancestors():
 def test_scores_are_not_computed_where_everything_is_kept():
     q, weight, k = random_queries(1, 4)
     pages = init_layer({STREAM: SMALL.stream}, 1, BLOCK, 4, BLOCK, FLOAT32)[STREAM]
-    assert select_self(q, weight, k, 4, FLOAT32) is None
+    assert select_among_themselves((q, weight), k, 4, FLOAT32) is None
     window, position_BT = Window(jnp.zeros(1, jnp.int32), block=BLOCK), jnp.arange(4, dtype=jnp.int32)[None]
     small = IndexSpec(3, 4, BLOCK, SMALL.rope)
-    assert select_cached(q, weight, position_BT, pages, small, window, FLOAT32) is None
+    assert select_positions((q, weight), position_BT, pages, small, window, FLOAT32) is None
     # Keys that are no numbers would show in any score; the cache is longer than top_k, the context is not.
-    kept = select_cached(q, weight, position_BT, pages * jnp.nan, SMALL, window, FLOAT32)
+    kept = select_positions((q, weight), position_BT, pages * jnp.nan, SMALL, window, FLOAT32)
     assert kept is not None
     assert bool(kept.all())
 
@@ -185,7 +186,7 @@ def test_decoding_needs_no_array_of_all_pairs_of_positions():
 
     def step(q, weight, pages, start_B):
         position_BT = start_B[:, None] + jnp.arange(2, dtype=jnp.int32)
-        return select_cached(q, weight, position_BT, pages, spec, Window(start_B), FLOAT32)
+        return select_positions((q, weight), position_BT, pages, spec, Window(start_B), FLOAT32)
 
     compiled = jax.jit(step).lower(q, weight, pages, jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
     used = compiled.memory_analysis()

@@ -1,0 +1,103 @@
+"""What each query keeps of what an indexer scores: of whole sequences in chunks, of a cache block by block."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.nn.attend import HIDDEN
+from jaxspec.nn.dense import batched_dense
+from jaxspec.nn.steady import row_sum
+from jaxspec.shapes import Array
+
+SELF_QUERIES = 64
+Queries = tuple[Array, Array]
+"""Rotated queries [X, T, H, C] and the weights of their heads [X, T, H]."""
+
+
+def select_self(
+    queries: Queries, k_BNC: Array, seen: Callable[[Array], Array], top_k: int, dtype: jnp.dtype
+) -> Array | None:
+    """What each token of whole sequences keeps of N keys, [B, T, N]; None where it is all.
+
+    Args:
+      queries: of all tokens.
+      k_BNC: keys, rotated.
+      seen: positions [T] to whether they see each key, [T, N].
+      top_k: keys that each keeps.
+      dtype: of the products' factors.
+    """
+    rows, count = queries[0].shape[:2]
+    if k_BNC.shape[1] <= top_k:
+        return None
+    chunks = -(-count // SELF_QUERIES)
+
+    def cut(x_BT: Array) -> Array:
+        x_BT = jnp.pad(x_BT, [(0, 0), (0, chunks * SELF_QUERIES - count)] + [(0, 0)] * (x_BT.ndim - 2))
+        return x_BT.reshape(rows, chunks, SELF_QUERIES, *x_BT.shape[2:]).swapaxes(0, 1)
+
+    def one(chunk: tuple[Array, Array, Array]) -> Array:
+        q_BTHC, weight_BTH, position_T = chunk
+        seen_TN = seen(position_T)
+        score_BTN = scores((q_BTHC, weight_BTH), k_BNC, dtype)
+        return best(jnp.where(seen_TN, score_BTN, HIDDEN), top_k) & seen_TN
+
+    position_XT = jnp.arange(chunks * SELF_QUERIES, dtype=jnp.int32).reshape(chunks, SELF_QUERIES)
+    kept_XBTN = lax.map(one, (*map(cut, queries), position_XT))
+    return kept_XBTN.swapaxes(0, 1).reshape(rows, chunks * SELF_QUERIES, -1)[:, :count]
+
+
+def select_cached(
+    queries: Queries,
+    load: Callable[[Array], tuple[Array, Array]],
+    blocks: tuple[Array | int, Array],
+    room: int,
+    few: Array,
+    top_k: int,
+    dtype: jnp.dtype,
+) -> Array | None:
+    """What each reader keeps of N cached keys, [X, T, N]; None where the cache cannot hold more than that.
+
+    Scores are computed block by block as far as the context goes, and not at all while it is short enough to be
+    kept whole.
+
+    Args:
+      queries: by reader.
+      load: block number to keys [X, Z, C] and whether each query sees them, [X, T, Z].
+      blocks: numbers of the first block that any reader sees and of the one behind the last.
+      room: N.
+      few: whether no query sees more than it keeps.
+      top_k: keys that each keeps.
+      dtype: of the products' factors.
+    """
+    if room <= top_k:
+        return None
+    shape = (*queries[0].shape[:2], room)
+
+    def add(index: Array, score_XTN: Array) -> Array:
+        k_XZC, seen_XTZ = load(index)
+        score_XTZ = jnp.where(seen_XTZ, scores(queries, k_XZC, dtype), HIDDEN)
+        return lax.dynamic_update_slice_in_dim(score_XTN, score_XTZ, index * k_XZC.shape[1], axis=2)
+
+    def among_all() -> Array:
+        return best(lax.fori_loop(*blocks, add, jnp.full(shape, HIDDEN)), top_k)
+
+    return lax.cond(few, lambda: jnp.ones(shape, bool), among_all)
+
+
+def scores(queries: Queries, k_XZC: Array, dtype: jnp.dtype) -> Array:
+    """``sum_h w_h relu(q_h k)`` (DeepSeek-V3.2-Exp, equation 1), float32 [X, T, Z]."""
+    q_XTHC, weight_XTH = queries
+    readers_X, count, heads, width = q_XTHC.shape
+    product = batched_dense(q_XTHC.reshape(readers_X, count * heads, width), k_XZC, contract=2, dtype=dtype)
+    score_XTHZ = jax.nn.relu(product.reshape(readers_X, count, heads, -1)) * weight_XTH[..., None]
+    score_XTZ = row_sum(score_XTHZ.swapaxes(2, 3))[..., 0]
+    return jnp.where(score_XTZ == 0, 0.0, score_XTZ)  # -0.0, of negative weights, would lose against 0.0
+
+
+def best(score_XTN: Array, top_k: int) -> Array:
+    """Whether an entry is among the ``top_k`` best of the last axis; of equal ones those of lower places are."""
+    _, place_XTK = lax.top_k(score_XTN, top_k)
+    nowhere = jnp.zeros(score_XTN.shape, bool)
+    return jnp.put_along_axis(nowhere, place_XTK, True, axis=-1, inplace=False)
