@@ -4,22 +4,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import chi2
 
-from jaxspec.decode.state import Target, init_sampling, init_state
-from jaxspec.decode.step import StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
-from jaxspec.draft.small_lm import SmallLm
+from jaxspec.decode.state import init_sampling
 from jaxspec.keys import Purpose, gumbel
-from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.policy import Policy
-from jaxspec.nn.rope import RopeSpec
 from jaxspec.protocol import Proposal
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
@@ -369,74 +361,3 @@ def test_match_commits_what_plain_sampling_draws(topology: Topology):
         path, tokens = walk_reference(topology, drafts[row], np.ones(topology.drafts, bool), 99, plain[row])
         assert verdict.token_BT[row, : int(verdict.count_B[row])].tolist() == tokens
         assert verdict.path_BT[row, : len(path)].tolist() == path
-
-
-@dataclass(frozen=True)
-class MarkovNet:
-    """Stands in for a network: the next token's logits depend on the last token alone."""
-
-    vocab: int
-
-    @property
-    def arch(self):
-        spec = AttentionSpec(heads=1, kv_heads=1, head_dim=1, rope=RopeSpec(10000.0, 2))
-        return SimpleNamespace(vocab_size=self.vocab, layers=(SimpleNamespace(attention=spec),))
-
-    @property
-    def policy(self):
-        return Policy(jnp.dtype("float32"), jnp.dtype("float32"))
-
-    def apply(self, params, token, position=None, memory=None, window=None, taps=(), *, method=None):
-        if method == "logits":
-            return token
-        return SimpleNamespace(last_BTD=params[token], stream=params[token], layers=memory)
-
-
-def markov_texts(rule: str, drafter_of: Callable, rows: int, new: int) -> np.ndarray:
-    """Texts [rows, new] behind a prompt of one token, over as many steps as they take."""
-    net = MarkovNet(3)
-    p, q = (np.random.default_rng(seed).dirichlet(np.ones(3), 3) for seed in (8, 9))
-    target = Target(jnp.log(jnp.asarray(p, jnp.float32)), net, block=16)
-    drafter = drafter_of(jnp.log(jnp.asarray(q, jnp.float32)), net)
-    state = init_state(target, drafter, rows, new + 1, slack=drafter.topology.nodes, stop_ids=1)
-    sampling = replace(
-        state.sampling,
-        temperature_B=jnp.ones(rows),
-        draft_limit_B=jnp.full(rows, 99, jnp.int32),
-        max_length_B=jnp.full(rows, new + 1, jnp.int32),
-        key_BX=jnp.stack([jnp.zeros(rows, jnp.uint32), jnp.arange(rows, dtype=jnp.uint32)], axis=1),
-    )
-    state = replace(state, sampling=sampling, active_B=jnp.ones(rows, bool))
-    plan = StepPlan(rule=rule, steps=new)
-    run = jax.jit(partial(dispatch, plan=plan))
-    state, _ = run(target, drafter, state, jnp.int32(new), jnp.asarray(False))
-    assert not np.any(state.active_B)
-    return np.asarray(state.history_BS[:, 1 : new + 1])
-
-
-def chi_square(texts: np.ndarray) -> float:
-    """Probability of counts at least as far from the target's law as these."""
-    rows, new = texts.shape
-    p = np.random.default_rng(8).dirichlet(np.ones(3), 3)
-    law = continuations(lambda prefix: p[prefix[-1] if prefix else 0], (), new).reshape(-1)
-    seen = np.bincount(np.ravel_multi_index(tuple(texts.T), (3,) * new), minlength=law.size)
-    return float(chi2.sf(np.sum((seen - rows * law) ** 2 / (rows * law)), law.size - 1))
-
-
-@pytest.mark.parametrize(
-    ("rule", "topology"),
-    [
-        ("match", chain(2)),
-        ("reject", chain(2)),
-        ("reject", tree((2, 2))),
-        ("block", chain(2)),
-    ],
-    ids=["match-chain", "reject-chain", "reject-tree", "block-chain"],
-)
-def test_texts_of_many_steps_have_the_targets_law(rule: str, topology: Topology):
-    rows, new = 8000, 4
-    texts = markov_texts(rule, lambda params, net: SmallLm(params, net, topology, block=16), rows, new)
-    assert chi_square(texts) > 1e-3
-    if rule == "match":
-        plain = markov_texts("match", lambda params, net: NoDrafts(), rows, new)
-        np.testing.assert_array_equal(texts, plain)
