@@ -52,6 +52,7 @@ class Window:
       start_B: committed length of each row; the anchor goes to this position.
       table_BJ: page ids of each row, or None without a pool.
       row_B: batch row of each row of this forward, or None when row i is batch row i.
+      live_BT: positions whose results are used, None for all; the others touch no routed expert.
       base: first page of this layer where several layers share one array, or None for page 0.
       ancestors: one row per query, query t sees provisional node s; None for a chain, where it sees all before it.
       offset: nodes written by earlier forwards of the same tree; this one writes behind them.
@@ -62,6 +63,7 @@ class Window:
     table_BJ: Array | None = None
     row_B: Array | None = None
     base: Array | None = None
+    live_BT: Array | None = None
     ancestors: tuple[tuple[bool, ...], ...] | None = static(default=None)
     offset: int = static(default=0)
     block: int = static(default=128)

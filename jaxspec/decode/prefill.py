@@ -38,7 +38,8 @@ def prefill(
     start_B, token_BT, next_BT = start[None], token_X[None, :-1], token_X[None, 1:]
     position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     table = None if table_J is None else table_J[None]
-    window = Window(start_B, table, row[None], block=target.block)
+    live_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None] < count
+    window = Window(start_B, table, row[None], live_BT=live_BT, block=target.block)
     hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window)
     features = Features(hidden.last_BTD, hidden.stream)
     commit = Commit(token_BT, next_BT, features, count[None], start_B, path_BT=None, row=row)

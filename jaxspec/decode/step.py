@@ -64,7 +64,8 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
     token_BT = jnp.concatenate([anchor.token_B[:, None], proposal.token_BN], axis=1)
     position_BT = anchor.length_B[:, None] + jnp.asarray(top.depth, jnp.int32)[None]
     see = None if top.is_chain else tuple(tuple(bool(v) for v in row) for row in top.ancestors_TT)
-    window = Window(anchor.length_B, state.table_BJ, ancestors=see, block=target.block)
+    live_BT = jnp.broadcast_to(state.active_B[:, None], token_BT.shape)
+    window = Window(anchor.length_B, state.table_BJ, live_BT=live_BT, ancestors=see, block=target.block)
     hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window)
     logits_BTV = head(target.net, target.params, hidden.last_BTD)
     context = Context(state.count_BV, state.prompt_BV, token_BT, anchor.length_B)

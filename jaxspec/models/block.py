@@ -91,7 +91,8 @@ class Block(nn.Module):
         def feed(u: Array) -> Array:
             nonlocal routing
             if isinstance(self.spec.ffn, MoeSpec):
-                out, routing = Moe(self.spec.ffn, arch.model_dim, p, self.layers, name="ffn")(u, token_BT, layer)
+                moe = Moe(self.spec.ffn, arch.model_dim, p, self.layers, name="ffn")
+                out, routing = moe(u, token_BT, layer, None if window is None else window.live_BT)
                 return out
             return DenseFfn(self.spec.ffn, arch.model_dim, p, name="ffn")(u)
 

@@ -35,9 +35,14 @@ class Blocks:
     count: Array
 
 
-def lay_out(expert_MA: Array, experts: int, block: int) -> Blocks:
-    """Sorts the M x A routed rows by expert into blocks of ``block`` rows; within an expert they keep their order."""
+def lay_out(expert_MA: Array, experts: int, block: int, live_M: Array | None = None) -> Blocks:
+    """Sorts the M x A routed rows by expert into blocks of ``block`` rows; within an expert they keep their order.
+
+    Rows that are not live get no slot; ``slot_MA`` is then one behind the last.
+    """
     rows, top_k = expert_MA.shape
+    if live_M is not None:
+        expert_MA = jnp.where(live_M[:, None], expert_MA, experts)
     flat_R = expert_MA.reshape(-1)
     routed = flat_R.shape[0]
     most = min(routed, experts) + routed // block
@@ -52,9 +57,12 @@ def lay_out(expert_MA: Array, experts: int, block: int) -> Blocks:
     else:
         order_R = jnp.argsort(flat_R, stable=True).astype(jnp.int32)
         place_R = jnp.zeros(routed, jnp.int32).at[order_R].set(jnp.arange(routed, dtype=jnp.int32))
-        rank_R = place_R - (_running_sum(count_E) - count_E)[flat_R]
-    slot_R = first_slot_E[flat_R] + rank_R
-    routed_S = jnp.full(most * block, routed, jnp.int32).at[slot_R].set(jnp.arange(routed, dtype=jnp.int32))
+        rank_R = place_R - (_running_sum(count_E) - count_E)[jnp.minimum(flat_R, experts - 1)]
+    slot_R = first_slot_E[jnp.minimum(flat_R, experts - 1)] + rank_R
+    if live_M is not None:
+        slot_R = jnp.where(flat_R < experts, slot_R, most * block)
+    number_R = jnp.arange(routed, dtype=jnp.int32)
+    routed_S = jnp.full(most * block, routed, jnp.int32).at[slot_R].set(number_R, mode="drop")
     expert_N = jnp.sum(jnp.arange(most)[:, None] >= last_block_E[None], axis=1, dtype=jnp.int32)
     return Blocks(routed_S, slot_R.reshape(rows, top_k), jnp.minimum(expert_N, experts - 1), last_block_E[-1])
 
@@ -76,7 +84,7 @@ def gather(x_MD: Array, weight_MA: Array, blocks: Blocks) -> tuple[Array, Array]
     return x_SD, jnp.pad(weight_MA.reshape(-1), (0, 1))[blocks.routed_S]
 
 
-def combine(out_SD: Array, blocks: Blocks) -> Array:
+def combine(out_SD: Array, blocks: Blocks, live_M: Array | None = None) -> Array:
     """Sum of each row's A weighted expert outputs, in order of preference (a fixed order, hence row-invariant).
 
     The weights are already in: a product that meets its sum here would be fused into one rounding in some programs
@@ -85,16 +93,21 @@ def combine(out_SD: Array, blocks: Blocks) -> Array:
     total = out_SD[blocks.slot_MA[:, 0]]
     for a in range(1, blocks.slot_MA.shape[1]):
         total = total + out_SD[blocks.slot_MA[:, a]]
-    return total
+    return total if live_M is None else jnp.where(live_M[:, None], total, 0.0)
 
 
 def switched(
-    x_MD: Array, routing: Routing, experts: tuple[dict[str, Weight], ...], activation: Activation, dtype: jnp.dtype
+    x_MD: Array,
+    routing: Routing,
+    experts: tuple[dict[str, Weight], ...],
+    activation: Activation,
+    dtype: jnp.dtype,
+    live_M: Array | None = None,
 ) -> Array:
     """Routed experts for CPU: a loop over the blocks in use, each choosing its expert's own arrays by a switch."""
     width = x_MD.shape[1]
     block = block_rows(routing.expert_MA.size, len(experts))
-    blocks = lay_out(routing.expert_MA, len(experts), block)
+    blocks = lay_out(routing.expert_MA, len(experts), block, live_M)
     x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
     branches = [partial(gated, activation=activation, dtype=dtype, **weights) for weights in experts]
 
@@ -104,7 +117,7 @@ def switched(
         y = lax.switch(blocks.expert_N[n], branches, x) * weight[:, None]
         return lax.dynamic_update_slice(out_SD, y, (n * block, 0))
 
-    return combine(lax.fori_loop(0, blocks.count, compute, jnp.zeros(x_SD.shape, jnp.float32)), blocks)
+    return combine(lax.fori_loop(0, blocks.count, compute, jnp.zeros(x_SD.shape, jnp.float32)), blocks, live_M)
 
 
 def stacked(
@@ -114,6 +127,7 @@ def stacked(
     activation: Activation,
     dtype: jnp.dtype,
     layer: Array | None = None,
+    live_M: Array | None = None,
 ) -> Array:
     """Routed experts as batched products: every block gathers its expert's weights; no row is dropped.
 
@@ -124,12 +138,13 @@ def stacked(
       activation: of all experts.
       dtype: compute dtype.
       layer: which layer of the stack; the stack itself is never sliced, for a slice would be a copy.
+      live_M: rows that are computed, None for all; the others give zeros.
     """
     width, first = x_MD.shape[1], 0 if layer is None else 1
     count, hidden = (experts["gate_up_ED2F"].shape[first + i] for i in (0, 3))
     routed = routing.expert_MA.size
     block = TRAINING_BLOCK if routed > 32 * count else block_rows(routed, count)
-    blocks = lay_out(routing.expert_MA, count, block)
+    blocks = lay_out(routing.expert_MA, count, block, live_M)
     x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
     place = blocks.expert_N if layer is None else (layer, blocks.expert_N)
     own = {name: widen(jax.tree.map(lambda leaf: leaf[place], w), dtype) for name, w in experts.items()}
@@ -141,7 +156,7 @@ def stacked(
     y_NZD: Array = _batched_dot(inner, own["down_EFD"], jnp.dtype(dtype))
     if "down_bias_ED" in own:
         y_NZD = y_NZD + own["down_bias_ED"][:, None].astype(jnp.float32)
-    return combine(y_NZD.reshape(-1, width) * weight_S[:, None], blocks)
+    return combine(y_NZD.reshape(-1, width) * weight_S[:, None], blocks, live_M)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -63,10 +63,20 @@ class Moe(nn.Module):
     layers: int = 0
 
     @nn.compact
-    def __call__(self, x_BTD: Array, token_BT: Array, layer: Array | None = None) -> tuple[Array, Routing]:
-        """Routed plus shared output [B, T, D], and the choices; ``layer`` is the place in the stack."""
+    def __call__(
+        self, x_BTD: Array, token_BT: Array, layer: Array | None = None, live_BT: Array | None = None
+    ) -> tuple[Array, Routing]:
+        """Routed plus shared output [B, T, D], and the choices.
+
+        Args:
+          x_BTD: the normalised stream.
+          token_BT: for routers that read token ids.
+          layer: place in the stack.
+          live_BT: positions whose results are used, None for all; the others touch no expert.
+        """
         s, p, dim = self.spec, self.policy, self.model_dim
         x_MD = x_BTD.reshape(-1, dim)
+        live_M = None if live_BT is None else live_BT.reshape(-1)
         routing = self._route(x_MD, token_BT.reshape(-1))
         if p.experts == "stacked":
             lead = (self.layers,) if self.layers else ()
@@ -74,9 +84,10 @@ class Moe(nn.Module):
                 name: weight(self, p, name, (*lead, *shape), ZEROS if "bias" in name else None)
                 for name, shape in s.shapes(dim).items()
             }
-            out_MD = stacked(x_MD, routing, experts, s.activation, p.compute, layer)
+            out_MD = stacked(x_MD, routing, experts, s.activation, p.compute, layer, live_M)
         else:
-            out_MD = switched(x_MD, routing, tuple(map(self._one, range(s.experts))), s.activation, p.compute)
+            own = tuple(map(self._one, range(s.experts)))
+            out_MD = switched(x_MD, routing, own, s.activation, p.compute, live_M)
         if s.shared_hidden:
             gate = None
             if s.shared_gate:

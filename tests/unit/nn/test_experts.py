@@ -100,6 +100,34 @@ def test_layout_gives_every_routed_row_its_own_slot(block: int):
             assert slot_MA.max() < int(blocks.count) * block
 
 
+@pytest.mark.parametrize("layout", ["switched", "stacked"])
+def test_rows_that_are_not_live_touch_no_expert(layout: str):
+    rows, live = 40, np.arange(40) % 3 == 0
+    x_MD = np.random.default_rng(1).normal(size=(rows, DIM)).astype(np.float32)
+    gate_up, down = weights(FLOAT32)
+    routing = routing_of("uneven", rows)
+    chosen = set(np.asarray(routing.expert_MA)[live].ravel().tolist())
+    poison = [jnp.asarray([0.0 if e in chosen else np.nan for e in range(EXPERTS)], jnp.float32) for _ in range(2)]
+    gate_up, down = gate_up + poison[0].reshape(-1, 1, 1, 1), down + poison[1].reshape(-1, 1, 1)
+    x = np.where(live[:, None], x_MD, np.nan)
+    if layout == "switched":
+        found = switched(x, routing, parts(gate_up, down), SILU, FLOAT32, jnp.asarray(live))
+    else:
+        weights_of = {"gate_up_ED2F": gate_up, "down_EFD": down}
+        found = stacked(x, routing, weights_of, SILU, FLOAT32, live_M=jnp.asarray(live))
+    clean = [jnp.nan_to_num(w) for w in (gate_up, down)]
+    np.testing.assert_allclose(found[live], reference(x_MD, routing, *clean)[live], rtol=0, atol=1e-5)
+    assert not np.any(np.asarray(found)[~live])
+
+
+def test_layout_counts_live_rows_alone():
+    expert_MA = jnp.asarray([[0, 1], [2, 3], [0, 2]], jnp.int32)
+    blocks = lay_out(expert_MA, EXPERTS, 2, jnp.asarray([True, False, True]))
+    assert int(blocks.count) == 3
+    routed_S = np.asarray(blocks.routed_S)
+    assert sorted(routed_S[routed_S < 6]) == [0, 1, 4, 5]
+
+
 @pytest.mark.parametrize("kind", ["softmax", "topk_softmax"])
 @pytest.mark.parametrize("top_k", [1, 2, 4, 6, 8])
 def test_routing_equals_numpy(kind: str, top_k: int):
