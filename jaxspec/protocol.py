@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
@@ -112,7 +112,7 @@ class Commit:
     Attributes:
       token_BT: the anchor first, then every committed token but the last: the tokens whose positions are now final.
       next_BT: the token behind each of them, so the last one that counts is the next anchor.
-      features: of the target at their positions.
+      features: of the target at their positions; None where plain decoding left none behind.
       count_B: how many of them count.
       start_B: position of the first.
       path_BT: nodes that they stood at, for drafters that wrote ahead along the topology; None in prefill.
@@ -121,7 +121,7 @@ class Commit:
 
     token_BT: Array
     next_BT: Array
-    features: Features
+    features: Features | None
     count_B: Array
     start_B: Array
     path_BT: Array | None
@@ -139,6 +139,11 @@ class Drafter(Protocol):
     @property
     def slack(self) -> int:
         """Positions beyond the capacity that the drafter's caches must hold while writing ahead."""
+        ...
+
+    @property
+    def follows(self) -> Literal["nothing", "tokens", "features"]:
+        """What of the text it must have observed to draft well."""
         ...
 
     def init_state(self, rows: int, capacity: int, slack: int) -> DraftState:

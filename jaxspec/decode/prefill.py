@@ -46,6 +46,23 @@ def prefill(
     return replace(state, layers=layers, draft=drafter.observe(state.draft, commit))
 
 
+def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, count: Array, *, size: int) -> DecodeState:
+    """Shows a drafter that reads tokens what a row committed without it.
+
+    Args:
+      drafter: observes.
+      state: donated.
+      row: int32 scalar.
+      start: first position that it has not seen.
+      count: how many of them are shown.
+      size: static, at least ``count``.
+    """
+    place_X = start + jnp.arange(size + 1, dtype=jnp.int32)
+    token_X = jnp.take(state.history_BS[row], place_X, mode="clip")
+    commit = Commit(token_X[None, :-1], token_X[None, 1:], None, count[None], start[None], path_BT=None, row=row)
+    return replace(state, draft=drafter.observe(state.draft, commit))
+
+
 def admit(
     state: DecodeState, row: Array, prompt_S: Array, length: Array, sampling: Sampling, table_J: Array | None
 ) -> DecodeState:

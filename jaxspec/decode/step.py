@@ -15,7 +15,7 @@ from jaxspec.protocol import Commit, Drafter, Features, Verdict
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from jaxspec.verify.logits import Context, process
-from jaxspec.verify.rules import RULES
+from jaxspec.verify.rules import RULES, synthetic
 from jaxspec.verify.walk import stop_at, usable
 
 
@@ -27,11 +27,13 @@ class StepPlan:
       rule: key of ``RULES``.
       steps: most steps in one dispatch.
       logprobs: most log-probabilities per token that a row may ask for.
+      survival: rates of synthetic acceptance instead of the rule, empty for none.
     """
 
     rule: str = "match"
     steps: int = 8
     logprobs: int = 0
+    survival: tuple[float, ...] = ()
 
 
 @pytree
@@ -70,7 +72,8 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
     logits_BTV = head(target.net, target.params, hidden.last_BTD)
     context = Context(state.count_BV, state.prompt_BV, token_BT, anchor.length_B)
     score_BTV = process(logits_BTV, sampling, context, top)
-    verdict = RULES[plan.rule](proposal, score_BTV, sampling, anchor.length_B, top)
+    rule = partial(synthetic, survival=plan.survival) if plan.survival else RULES[plan.rule]
+    verdict = rule(proposal, score_BTV, sampling, anchor.length_B, top)
     verdict, stopped_B, full_B = stop_at(verdict, sampling, anchor.length_B, state.active_B)
     if not top.is_chain:
         layers = compact_caches(layers, target.net.arch, target.net.policy, window, verdict.path_BT)

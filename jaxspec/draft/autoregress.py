@@ -88,6 +88,9 @@ def draft(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None =
       root: None where the first cell reads the anchor. Such a chain takes K + 1 cells, the last of which only fills
         the cache, so that full acceptance leaves no hole in it; with a root it takes K - 1.
     """
+    if root is not None and not cell.topology.drafts:
+        nothing = jnp.zeros((anchor.token_B.shape[0], 0), jnp.int32)
+        return Proposal(nothing, nothing.astype(bool), None), state
     walk = _chain if cell.topology.is_chain else _tree
     return walk(cell, state, anchor, rule, root)
 

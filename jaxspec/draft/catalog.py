@@ -4,19 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxspec.draft.lengths import LENGTH_KEYS, Lengths, parse_lengths
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
+from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.protocol import Drafter
 from jaxspec.shapes import Params
-from jaxspec.topology import Topology, chain, tree
+from jaxspec.topology import Topology, chain
 
-MAX_LENGTH = 16
 RULES = {
     "match": "match", "standard": "reject", "reject": "reject", "block": "block",
     "probabilistic": "reject",
@@ -29,23 +30,29 @@ class SpeculativeConfig:
 
     Attributes:
       method: ``ngram``, ``draft_model``, ``mtp`` or ``none``.
-      topology: chain or tree.
+      lengths: what is drafted, and when.
       rule: verification rule.
       model: directory of the draft model.
       lookup_max, lookup_min: suffix lengths of n-gram matches.
+      survival: rates of synthetic acceptance, empty for none.
     """
 
     method: str
-    topology: Topology
+    lengths: Lengths
     rule: str = "match"
     model: str | None = None
     lookup_max: int = 4
     lookup_min: int = 2
+    survival: tuple[float, ...] = ()
+
+    @property
+    def topology(self) -> Topology:
+        """The longest chain, or the tree."""
+        return self.lengths.topology
 
 
 KEYS = {
-    "method", "model", "num_speculative_tokens", "speculative_token_tree", "rejection_sample_method",
-    "prompt_lookup_max", "prompt_lookup_min",
+    "method", "model", "rejection_sample_method", "prompt_lookup_max", "prompt_lookup_min", *LENGTH_KEYS,
 }  # fmt: skip
 METHODS = ("ngram", "draft_model", "mtp")
 ALIASES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
@@ -55,15 +62,15 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     """Checks a ``speculative_config``.
 
     Args:
-      config: vLLM's keys. ``num_speculative_tokens`` gives a chain, ``speculative_token_tree`` a list of branching
-        factors per level instead; ``rejection_sample_method`` is ``match`` (default: the same text as without
-        speculation), ``standard`` or ``block`` (the same distribution, higher acceptance when sampling).
+      config: vLLM's keys. Those of ``parse_lengths`` say what is drafted; ``rejection_sample_method`` is ``match``
+        (default: the same text as without speculation), ``standard`` or ``block`` (the same distribution, higher
+        acceptance when sampling).
 
     Raises:
       ConfigError: keys or values are unknown or contradict each other.
     """
     if config is None:
-        return SpeculativeConfig("none", chain(0))
+        return SpeculativeConfig("none", Lengths(chain(0)))
     if not isinstance(config, Mapping):
         raise ConfigError(f"speculative_config: a mapping is needed, got {type(config).__name__}")
     unknown = sorted(set(config) - KEYS)
@@ -73,20 +80,44 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     method = ALIASES.get(method, method) if isinstance(method, str) else method
     if method not in METHODS:
         raise ConfigError(f"speculative_config: method {method!r} is not known; known are {list(METHODS)}")
-    rule = config.get("rejection_sample_method", "match")
-    if rule not in RULES:
-        raise ConfigError(
-            f"speculative_config: rejection_sample_method {rule!r} is not known; known are {sorted(RULES)}"
-        )
-    topology = _topology(config)
-    if RULES[rule] == "block" and not topology.is_chain:
+    rule, decreed = _rule(config)
+    lengths = parse_lengths(config)
+    topology = lengths.topology
+    if rule == "block" and not topology.is_chain:
         raise ConfigError("speculative_config: block verification is for chains; leave speculative_token_tree out")
     longest, shortest = _lookup(config)
     if method != "draft_model" and config.get("model"):
         raise ConfigError(f'speculative_config: method "{method}" takes no "model"; leave one of them out')
     if method == "draft_model" and not config.get("model"):
         raise ConfigError('speculative_config: method "draft_model" needs "model", the directory of the draft model')
-    return SpeculativeConfig(method, topology, RULES[rule], config.get("model"), longest, shortest)
+    survival = _survival(decreed, topology)
+    return SpeculativeConfig(method, lengths, rule, config.get("model"), longest, shortest, survival)
+
+
+def _rule(config: Mapping[str, Any]) -> tuple[str, Synthetic | None]:
+    """The verification rule, and what is accepted instead of what it finds."""
+    rule = config.get("rejection_sample_method", "match")
+    if isinstance(rule, Synthetic):
+        return "match", rule
+    if rule == "synthetic":
+        raise ConfigError(
+            "speculative_config: synthetic acceptance gives text that is not the model's; only jaxspec bench has it "
+            "(--synthetic-rates, --synthetic-length)"
+        )
+    if rule not in RULES:
+        raise ConfigError(
+            f"speculative_config: rejection_sample_method {rule!r} is not known; known are {sorted(RULES)}"
+        )
+    return RULES[rule], None
+
+
+def _survival(decreed: Synthetic | None, topology: Topology) -> tuple[float, ...]:
+    """Rates of synthetic acceptance, empty without it."""
+    if decreed is None:
+        return ()
+    if not topology.is_chain:
+        raise ConfigError("speculative_config: synthetic acceptance is for chains; leave speculative_token_tree out")
+    return decreed.survival(topology.max_depth)
 
 
 def _lookup(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -101,22 +132,6 @@ def _lookup(config: Mapping[str, Any]) -> tuple[int, int]:
             f"speculative_config: 1 <= prompt_lookup_min <= prompt_lookup_max <= 16, got {shortest}, {longest}"
         )
     return longest, shortest
-
-
-def _topology(config: Mapping[str, Any]) -> Topology:
-    levels, length = config.get("speculative_token_tree"), config.get("num_speculative_tokens")
-    if levels is not None:
-        if length is not None:
-            raise ConfigError("speculative_config: give num_speculative_tokens or speculative_token_tree, not both")
-        if not isinstance(levels, list | tuple) or not all(isinstance(n, int) for n in levels):
-            raise ConfigError(f"speculative_config: speculative_token_tree lists branching factors, got {levels!r}")
-        return tree(tuple(levels))
-    if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= MAX_LENGTH:
-        raise ConfigError(
-            f"speculative_config: num_speculative_tokens must be an integer from 1 to {MAX_LENGTH}, got {length!r}; "
-            "leave speculative_config out for plain decoding"
-        )
-    return chain(length)
 
 
 def build(

@@ -1,7 +1,7 @@
 """The target's own layers of multi-token prediction as drafter: they continue from its hidden states."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -65,6 +65,11 @@ class MtpHeads:
     block: int = static(default=128)
 
     @property
+    def follows(self) -> Literal["nothing", "tokens", "features"]:
+        """What of the text it must have observed to draft well."""
+        return "features"
+
+    @property
     def slack(self) -> int:
         """Positions written beyond the committed ones."""
         return self.topology.nodes
@@ -118,6 +123,7 @@ class MtpHeads:
         window = Window(commit.start_B, row_B=None if commit.row is None else commit.row[None], block=self.block)
         step = Step(commit.next_BT, embed(self.target, self.base, commit.next_BT), position_BT, window)
         features = state.features if commit.row is None else tuple(x[commit.row][None] for x in state.features)
+        assert commit.features is not None, "what reads features is never caught up by tokens alone"
         plain = self.target.arch.hyper is None
         x, caches, kept = commit.features.last_BTD if plain else commit.features.stream, [], []
         for layer, (cache, old) in enumerate(zip(state.caches, features, strict=True)):

@@ -1,5 +1,7 @@
 """Prompt lookup: the continuations of earlier occurrences of the text's last tokens, searched on the device."""
 
+from typing import Literal
+
 import jax.numpy as jnp
 
 from jaxspec.protocol import Anchor, Commit, Proposal
@@ -20,6 +22,11 @@ class Ngram:
     topology: Topology = static()
     longest: int = static(default=4)
     shortest: int = static(default=2)
+
+    @property
+    def follows(self) -> Literal["nothing", "tokens", "features"]:
+        """What of the text it must have observed to draft well."""
+        return "nothing"
 
     @property
     def slack(self) -> int:

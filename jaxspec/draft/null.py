@@ -1,5 +1,7 @@
 """The drafter that proposes nothing: plain decoding as the same step."""
 
+from typing import Literal
+
 import jax.numpy as jnp
 
 from jaxspec.protocol import Anchor, Commit, Proposal
@@ -15,6 +17,11 @@ class NoDrafts:
     def topology(self) -> Topology:
         """The static shape of what is proposed."""
         return chain(0)
+
+    @property
+    def follows(self) -> Literal["nothing", "tokens", "features"]:
+        """What of the text it must have observed to draft well."""
+        return "nothing"
 
     @property
     def slack(self) -> int:

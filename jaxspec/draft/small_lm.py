@@ -1,5 +1,7 @@
 """A small language model as drafter: dense or MoE, its own cache, chains and trees."""
 
+from typing import Literal
+
 import jax.numpy as jnp
 
 from jaxspec.cache.kv import Window
@@ -27,6 +29,11 @@ class SmallLm:
     net: Transformer = static()
     topology: Topology = static()
     block: int = static(default=128)
+
+    @property
+    def follows(self) -> Literal["nothing", "tokens", "features"]:
+        """What of the text it must have observed to draft well."""
+        return "tokens"
 
     @property
     def slack(self) -> int:

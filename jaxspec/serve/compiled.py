@@ -1,17 +1,17 @@
 """Ahead-of-time executables of one engine: nothing compiles after warm-up, a changed shape is an error."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.decode.prefill import admit, prefill, retire
+from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.state import DecodeState, Target, init_sampling
 from jaxspec.decode.step import Report, StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter, Sampling
 from jaxspec.shapes import Array
 
@@ -24,35 +24,68 @@ class Programs:
       buckets: prefill chunk sizes in tokens, ascending.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan, buckets: tuple[int, ...]):
-        self.target, self.drafter, self.buckets, self.plan = target, drafter, buckets, plan
+    def __init__(
+        self,
+        target: Target,
+        drafters: Mapping[int, Drafter],
+        state: DecodeState,
+        plan: StepPlan,
+        buckets: tuple[int, ...],
+        turns: bool = False,
+    ):
+        """Compiles.
+
+        Args:
+          target: verifies.
+          drafters: by speculation length, 0 for plain decoding.
+          state: its shapes are those of the longest one's.
+          plan: static.
+          buckets: prefill chunk sizes in tokens, ascending.
+          turns: whether rows that speculate also take part in dispatches without drafts, and must be caught up.
+        """
+        drafter = drafters[max(drafters)]
+        self.target, self.drafters, self.drafter, self.buckets, self.plan = target, drafters, drafter, buckets, plan
         scalar = jnp.int32(0)
         table = None if state.table_BJ is None else state.table_BJ[0]
         flag = jnp.array(False)
         settings = init_sampling(1, state.sampling.stop_BX.shape[1])
-        plain = NoDrafts()
-        speculative = drafter.topology.drafts > 0
         jobs: dict[str, Callable[[], Any]] = {
-            "plain": lambda: _compile(_dispatch(plan), (target, plain, state, scalar, flag), donate=2),
             "admit": lambda: _compile(admit, (state, scalar, state.history_BS[0], scalar, settings, table), donate=0),
             "retire": lambda: _compile(retire, (state, scalar), donate=0),
         }  # fmt: skip
-        if speculative:
-            jobs["speculative"] = lambda: _compile(_dispatch(plan), (target, drafter, state, scalar, flag), donate=2)
+        for length, one in drafters.items():
+            jobs[f"length {length}"] = lambda one=one: _compile(
+                _dispatch(plan), (target, one, state, scalar, flag), donate=2
+            )
         for size in buckets:
             chunk = jnp.zeros(size + 1, jnp.int32)
             jobs[f"prefill {size}"] = lambda chunk=chunk: _compile(
                 prefill, (target, drafter, state, scalar, chunk, scalar, scalar, table), donate=2
             )
+            if turns and drafter.follows == "tokens":
+                jobs[f"catch up {size}"] = lambda size=size: _compile(
+                    partial(catch_up, size=size), (drafter, state, scalar, scalar, scalar), donate=1
+                )
         # XLA compiles outside the interpreter lock, so two threads halve the wait on two cores.
         with ThreadPoolExecutor(2) as pool:
             done = {name: pool.submit(job) for name, job in jobs.items()}
             self._programs = {name: future.result() for name, future in done.items()}
 
-    def dispatch(self, state: DecodeState, steps: int, eager: bool, speculative: bool) -> tuple[DecodeState, Report]:
-        """Up to ``steps`` steps, with or without drafts."""
-        name, drafter = ("speculative", self.drafter) if speculative else ("plain", NoDrafts())
-        return self._programs[name](self.target, drafter, state, np.int32(steps), np.bool_(eager))
+    def dispatch(self, state: DecodeState, steps: int, eager: bool, length: int) -> tuple[DecodeState, Report]:
+        """Up to ``steps`` steps of a speculation length."""
+        program = self._programs[f"length {length}"]
+        return program(self.target, self.drafters[length], state, np.int32(steps), np.bool_(eager))
+
+    def catch_up(self, state: DecodeState, row: int, start: int, count: int) -> DecodeState:
+        """Shows the drafter what a row committed without it: ``count`` positions from ``start`` on."""
+        while count > 0:
+            size = next((b for b in self.buckets if b >= count), self.buckets[-1])
+            done = min(size, count)
+            state = self._programs[f"catch up {size}"](
+                self.drafter, state, np.int32(row), np.int32(start), np.int32(done)
+            )
+            start, count = start + done, count - done
+        return state
 
     def prefill(self, state: DecodeState, row: int, prompt: np.ndarray, table_J: np.ndarray | None) -> DecodeState:
         """Runs all of a prompt but its last token, in as few chunks as the buckets allow."""

@@ -12,13 +12,19 @@ import numpy as np
 from jaxspec.cache.pages import PageAllocator
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import Report, StepPlan
+from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter
+from jaxspec.pytree import replace
 from jaxspec.serve.compiled import Programs
+from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.request import Logprob, RequestOutput
 from jaxspec.serve.rows import Sample
+from jaxspec.serve.survival import Survival
+from jaxspec.topology import chain
 
 STOP_PLACES = 16
+REMEMBERED = 64.0  # verifications of one request
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class EngineSpec:
       logprobs: most log-probabilities per token that a request may ask for.
       buckets: prefill chunk sizes, ascending.
       page, pages: page size and count of a shared pool; 0 gives each row one page of its own.
+      survival: rates of synthetic acceptance instead of the rule, empty for none.
     """
 
     rows: int
@@ -43,21 +50,35 @@ class EngineSpec:
     buckets: tuple[int, ...] = (32, 256)
     page: int = 0
     pages: int = 0
+    survival: tuple[float, ...] = ()
 
 
 class Engine:
     """Continuous batching over compiled steps."""
 
-    def __init__(self, target: Target, drafter: Drafter, spec: EngineSpec, eos: set[int]):
+    def __init__(
+        self, target: Target, drafter: Drafter, spec: EngineSpec, eos: set[int], control: Control | None = None
+    ):
+        """Compiles every program.
+
+        Args:
+          target: verifies.
+          drafter: of the longest speculation length.
+          spec: what the engine is fixed to.
+          eos: ids that end a text.
+          control: chooses the speculation length of each dispatch; by default the drafter's own, always.
+        """
         self.spec, self.eos, self.drafter = spec, eos, drafter
+        self.control = control or Fixed(drafter.topology.max_depth)
         self.slack = max(drafter.topology.nodes, drafter.slack, spec.buckets[-1])
         self.pool = PageAllocator(spec.pages, spec.page) if spec.pages else None
-        plan = StepPlan(spec.rule, spec.steps, spec.logprobs)
+        plan = StepPlan(spec.rule, spec.steps, spec.logprobs, spec.survival)
         self.state = init_state(
             target, drafter, spec.rows, spec.capacity,
             slack=self.slack, stop_ids=STOP_PLACES, pages=spec.pages, page=spec.page,
         )  # fmt: skip
-        self.programs = Programs(target, drafter, self.state, plan, spec.buckets)
+        lengths = self.control.lengths
+        self.programs = Programs(target, arms(drafter, lengths), self.state, plan, spec.buckets, turns=0 in lengths)
         self.metrics = EngineMetrics(drafter.topology.max_depth)
         self.waiting: deque[Sample] = deque()
         self.rows: list[Sample | None] = [None] * spec.rows
@@ -94,21 +115,41 @@ class Engine:
         running = [sample for sample in self.rows if sample is not None]
         if not running:
             return []
-        depth = self.drafter.topology.max_depth
-        speculative = depth > 0 and any(sample.params.draft_limit != 0 for sample in running)
-        began = time.monotonic()
+        decision, began = self._decide(running), time.monotonic()
+        self._catch_up(decision.length)
+        ready = time.monotonic()
         self.state, report = self.programs.dispatch(
-            self.state, steps or self.spec.steps, bool(self.waiting), speculative
+            self.state, steps or self.spec.steps, bool(self.waiting), decision.length
         )
         packed = np.asarray(jax.device_get(report.packed_BX))
-        self.metrics.decode_time_s += time.monotonic() - began
+        done = time.monotonic()
+        self.metrics.decode_time_s += done - began
         moved: dict[int, RequestOutput] = {}
+        accepted: dict[int, list[int]] = {}
         for row, sample in enumerate(self.rows):
             if sample is not None:
                 moved[id(sample.output)] = sample.output
-                if self._take(row, sample, packed[row], report, depth + 1 if speculative else 1):
+                if self._take(row, sample, packed[row], report, decision.length, accepted):
                     self._finish(row, sample)
+        outcome = Outcome(len(running), int(packed[0, -1]), done - ready, accepted, ready - began)
+        self.control.record(decision, outcome)
+        self.metrics.dispatched(decision, outcome)
         return list(moved.values())
+
+    def _decide(self, running: list[Sample]) -> Decision:
+        """Speculation length of the next dispatch."""
+        wanting = [sample.survival for sample in running if sample.params.draft_limit != 0]
+        return self.control.choose(len(running), len(self.waiting), wanting) if wanting else Decision(0)
+
+    def _catch_up(self, length: int) -> None:
+        """Shows the drafter what rows committed in dispatches without it."""
+        if not length or self.drafter.follows != "tokens":
+            return
+        for row, sample in enumerate(self.rows):
+            if sample is not None and sample.params.draft_limit != 0 and sample.observed < sample.length:
+                behind = sample.length - sample.observed
+                self.state = self.programs.catch_up(self.state, row, sample.observed, behind)
+                sample.observed = sample.length
 
     def _admit(self) -> None:
         for row, held in enumerate(self.rows):
@@ -132,12 +173,20 @@ class Engine:
             state = self.programs.prefill(self.state, row, sample.prompt, table)
             self.state = self.programs.admit(state, row, sample.prompt, sampling, table)
             self.rows[row] = sample
+            sample.observed, sample.survival = sample.length, Survival(self.drafter.topology.max_depth, REMEMBERED)
             self.metrics.prompt_tokens += len(sample.output.prompt_token_ids)
             self.metrics.prefill_time_s += time.monotonic() - began
 
-    def _take(self, row: int, sample: Sample, packed: np.ndarray, report: Report, depth: int) -> bool:
-        """Hands the tokens of a dispatch to a sample, step by step; returns whether it ended."""
-        width = depth + 2
+    def _take(
+        self, row: int, sample: Sample, packed: np.ndarray, report: Report, length: int, accepted: dict[int, list[int]]
+    ) -> bool:
+        """Hands the tokens of a dispatch to a sample, step by step; returns whether it ended.
+
+        What was accepted of how many tried drafts is added to ``accepted``, but for a last step that was cut short.
+        """
+        depth, limit = length + 1, sample.params.draft_limit
+        tried = length if limit is None else min(limit, length)
+        width, counts = depth + 2, []
         for index in range(int(packed[-1])):
             entry = packed[index * width : (index + 1) * width]
             count, drafted = int(entry[depth]), int(entry[depth + 1])
@@ -150,8 +199,13 @@ class Engine:
             ended = sample.take(entry[:count], drafted, logprobs, self.eos)
             self.metrics.add(drafted, sample.output.metrics.num_accepted_tokens - before, sample.completion)
             if ended:
-                return True
-        return False
+                break
+            counts.append(count - 1)
+        sample.survival.add(tried, counts)
+        accepted.setdefault(tried, []).extend(counts)
+        if length:
+            sample.observed = sample.length
+        return sample.completion.finish_reason is not None
 
     def _finish(self, row: int, sample: Sample) -> None:
         self._free(row, sample)
@@ -165,6 +219,19 @@ class Engine:
         self.state = self.programs.retire(self.state, row)
         if self.pool is not None:
             self.pool.release(sample.pages)
+
+
+def arms(drafter: Drafter, lengths: tuple[int, ...]) -> dict[int, Drafter]:
+    """A drafter of each speculation length, 0 always among them; they share their weights and their state.
+
+    Plain decoding drafts and observes nothing. But where it takes turns with a drafter that reads what the target
+    computed, that drafter observes all the same, for it cannot be caught up later.
+    """
+    longest = drafter.topology.max_depth
+    found: dict[int, Drafter] = {0: NoDrafts()}
+    if 0 in lengths and longest and drafter.follows == "features":
+        found[0] = replace(drafter, topology=chain(0))
+    return found | {k: drafter if k == longest else replace(drafter, topology=chain(k)) for k in lengths if k}
 
 
 def _logprobs(report: Report, row: int, first: int, tokens: np.ndarray, most: int) -> list[dict[int, Logprob]]:

@@ -18,6 +18,7 @@ from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer, teacher_forced
 from jaxspec.nn.policy import Policy, policy_for
+from jaxspec.serve.control import control_of
 from jaxspec.serve.defaults import end_ids, sampling_defaults
 from jaxspec.serve.engine import STOP_PLACES, Engine, EngineSpec
 from jaxspec.serve.metrics import Metric
@@ -36,7 +37,8 @@ class LLM:
     """A model ready to generate, with or without speculation.
 
     Args:
-      model: directory in Hugging Face layout.
+      model: directory in Hugging Face layout, or the ``model`` of another ``LLM``, whose dtype, quantisation and
+        kernels then hold here too.
       speculative_config: vLLM's keys, see ``jaxspec.draft.catalog.parse``; None decodes plainly.
       dtype: ``bfloat16`` or ``float32`` weights and products; ``auto`` takes the checkpoint's, or bfloat16.
       max_model_len: longest text in tokens, prompt included; by default the model's, at most 8192.
@@ -60,7 +62,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path,
+        model: str | Path | Model,
         *,
         speculative_config: Mapping[str, Any] | None = None,
         dtype: str = "auto",
@@ -85,7 +87,11 @@ class LLM:
         if num_kv_pages and not kv_page_size:
             raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
         quantization = "auto" if quantization is None else quantization
-        self.model = load_model(model, _policy(dtype, kernels, model), quantization=quantization, show=on_load)
+        self.model = (
+            model
+            if isinstance(model, Model)
+            else load_model(model, _policy(dtype, kernels, model), quantization=quantization, show=on_load)
+        )
         arch = self.model.net.arch
         self.capacity = max_model_len or min(arch.max_position, DEFAULT_CAPACITY)
         if not 2 <= self.capacity <= arch.max_position:
@@ -107,13 +113,15 @@ class LLM:
             rows=max_num_seqs,
             capacity=self.capacity,
             rule=config.rule,
+            survival=config.survival,
             steps=steps_per_dispatch,
             logprobs=self.max_logprobs,
             buckets=tuple(sorted(prefill_buckets)),
             page=kv_page_size,
             pages=num_kv_pages,
         )
-        self.engine = Engine(Target(self.model.params, self.model.net, block), drafter, self.spec, self.eos)
+        target = Target(self.model.params, self.model.net, block)
+        self.engine = Engine(target, drafter, self.spec, self.eos, control_of(config.lengths))
         self._number = 0
 
     @property

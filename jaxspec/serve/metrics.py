@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jaxspec.serve.control import Decision, Outcome
 from jaxspec.serve.request import CompletionOutput, SpeculationMetrics
 
 
@@ -16,6 +17,31 @@ class Metric:
     labels: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
+class Arm:
+    """What dispatches of one speculation length did.
+
+    Attributes:
+      dispatches, probes: how many, and how many of them only to learn.
+      steps, tokens, time_s: in all.
+      predicted_gain: tokens per second over plain decoding's, as predicted for the last one.
+    """
+
+    dispatches: int = 0
+    probes: int = 0
+    steps: int = 0
+    tokens: int = 0
+    time_s: float = 0.0
+    predicted_gain: float | None = None
+
+    def counters(self) -> list[tuple[str, float]]:
+        """Names and values."""
+        found = [
+            (f"{name}_total", getattr(self, name)) for name in ("dispatches", "probes", "steps", "tokens", "time_s")
+        ]
+        return found if self.predicted_gain is None else [*found, ("predicted_gain", self.predicted_gain)]
+
+
 class EngineMetrics:
     """Counts since the engine started."""
 
@@ -23,11 +49,22 @@ class EngineMetrics:
         self.speculation = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * draft_length)
         self.prompt_tokens = self.generated_tokens = self.requests = 0
         self.prefill_time_s = self.decode_time_s = 0.0
+        self.arms: dict[int, Arm] = {}
 
     def add(self, drafted: int, accepted: int, completion: CompletionOutput) -> None:
         """Counts one verification of one row."""
         self.speculation.add(drafted, accepted + 1)
         self.generated_tokens += accepted + 1
+
+    def dispatched(self, decision: Decision, outcome: Outcome) -> None:
+        """Counts a dispatch of a speculation length."""
+        arm = self.arms.setdefault(decision.length, Arm())
+        arm.dispatches += 1
+        arm.probes += decision.probe
+        arm.steps += outcome.steps
+        arm.time_s += outcome.time_s
+        arm.tokens += sum(len(a) + sum(a) for a in outcome.accepted.values())
+        arm.predicted_gain = decision.gain
 
     def counters(self) -> list[Metric]:
         """Every counter."""
@@ -49,4 +86,6 @@ class EngineMetrics:
             Metric("jaxspec:decode_time_s_total", self.decode_time_s),
             Metric("jaxspec:num_steps_total", s.num_steps),
         ]
+        for length, arm in sorted(self.arms.items()):
+            found += [Metric(f"jaxspec:arm_{name}", value, {"length": str(length)}) for name, value in arm.counters()]
         return found

@@ -17,6 +17,7 @@ from jaxspec.serve.request import (
     SpeculationMetrics,
     key_words,
 )
+from jaxspec.serve.survival import Survival
 
 if TYPE_CHECKING:
     from jaxspec.serve.text import Growing
@@ -36,6 +37,8 @@ class Sample:
       key: words of its random key.
       max_length: total length at which it ends.
       pages: page ids that it holds.
+      observed: positions that the drafter has observed.
+      survival: of its drafts.
     """
 
     output: RequestOutput
@@ -46,6 +49,13 @@ class Sample:
     max_length: int
     arrived: float = field(default_factory=time.monotonic)
     pages: list[int] = field(default_factory=list)
+    observed: int = 0
+    survival: Survival = field(default_factory=lambda: Survival(0))
+
+    @property
+    def length(self) -> int:
+        """Positions in the target's cache: all tokens but the last."""
+        return len(self.output.prompt_token_ids) + len(self.completion.token_ids) - 1
 
     @property
     def prompt(self) -> np.ndarray:

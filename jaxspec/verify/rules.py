@@ -31,14 +31,49 @@ def match(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Ar
     The committed text is therefore exactly the text of plain sampling with the same seed; rows of temperature 0
     are greedy.
     """
+    return greedy(proposal, _with_noise(score_BTV, sampling, length_B, topology), sampling, length_B, topology)
+
+
+def _with_noise(score_BTV: Array, sampling: Sampling, length_B: Array, topology: Topology) -> Array:
+    """Scores whose argmax is the token that plain decoding samples."""
     warm_B = sampling.temperature_B > 0
 
     def noisy(score_BTV: Array) -> Array:
         noise = gumbel(sampling.key_BX, next_positions(length_B, topology), Purpose.TARGET, score_BTV.shape[-1])
         return jnp.where(warm_B[:, None, None], score_BTV + noise, score_BTV)
 
-    score_BTV = jax.lax.cond(jnp.any(warm_B), noisy, lambda x: x, score_BTV)
-    return greedy(proposal, score_BTV, sampling, length_B, topology)
+    return jax.lax.cond(jnp.any(warm_B), noisy, lambda x: x, score_BTV)
+
+
+def synthetic(
+    proposal: Proposal,
+    score_BTV: Array,
+    sampling: Sampling,
+    length_B: Array,
+    topology: Topology,
+    *,
+    survival: tuple[float, ...],
+) -> Verdict:
+    """Accepts as many drafts of a chain as a coin says, whatever they are: for studies of speed, the text is no one's.
+
+    One uniform number per row and step falls below the rates of the drafts that are kept, so draft i survives in a
+    share ``survival[i - 1]`` of the verifications in which it was usable. Behind them comes the target's own token.
+
+    Args:
+      proposal: of a chain.
+      score_BTV: decide what comes behind the accepted drafts.
+      sampling: keys of the coins, and how the token behind is drawn.
+      length_B: position of the anchor.
+      topology: the chain.
+      survival: rates in [0, 1] that never rise, at least one per draft.
+    """
+    rates_K = jnp.asarray(survival[: topology.drafts], jnp.float32)
+    coin_B = _coins(sampling, length_B, topology)[:, 0]
+    may_B = jnp.sum(jnp.cumprod(usable(proposal, sampling, topology).astype(jnp.int32), axis=1), axis=1)
+    accepted_B = jnp.minimum(jnp.sum(coin_B[:, None] < rates_K[None], axis=1, dtype=jnp.int32), may_B)
+    own_BT = jnp.argmax(_with_noise(score_BTV, sampling, length_B, topology), axis=-1).astype(jnp.int32)
+    last_B = jnp.take_along_axis(own_BT, accepted_B[:, None], axis=1)[:, 0]
+    return _conclude(proposal.token_BN, accepted_B, last_B)
 
 
 def _distributions(proposal: Proposal, score_BTV: Array, sampling: Sampling) -> tuple[Array, Array]:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec.checkpoint.export import save_model
 from jaxspec.checkpoint.load import Model, load_model
-from jaxspec.decode.prefill import admit, prefill, retire
+from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.state import Target
 from jaxspec.decode.step import StepPlan, dispatch
 from jaxspec.draft.mtp import MtpHeads
@@ -118,6 +118,10 @@ class Scripted:
     topology: Topology = static()
 
     @property
+    def follows(self) -> str:
+        return "nothing"
+
+    @property
     def slack(self) -> int:
         return 0
 
@@ -151,6 +155,11 @@ def _jitted(plan: StepPlan) -> Callable:
     return jax.jit(partial(dispatch, plan=plan), donate_argnums=2)
 
 
+@cache
+def _caught_up(size: int) -> Callable:
+    return jax.jit(partial(catch_up, size=size), donate_argnums=1)
+
+
 SHARED = {
     "admit": jax.jit(admit, donate_argnums=0),
     "retire": jax.jit(retire, donate_argnums=0),
@@ -167,10 +176,12 @@ def _prefill(target, drafter, *rest):
 class SharedPrograms(Programs):
     """The engine's programs, compiled once per shape for all engines of the test run."""
 
-    def __init__(self, target, drafter, state, plan, buckets):
-        self.target, self.drafter, self.buckets, self.plan = target, drafter, buckets, plan
+    def __init__(self, target, drafters, state, plan, buckets, turns=False):
+        self.target, self.drafters, self.buckets, self.plan = target, drafters, buckets, plan
+        self.drafter = drafters[max(drafters)]
         self._programs = {"admit": SHARED["admit"], "retire": SHARED["retire"]}
-        self._programs |= {name: _jitted(plan) for name in ("plain", "speculative")}
+        self._programs |= {name: _jitted(plan) for name in map("length {}".format, drafters)}
+        self._programs |= {f"catch up {size}": _caught_up(size) for size in buckets}
         self._programs |= {f"prefill {size}": _prefill for size in buckets}
 
 
@@ -218,13 +229,15 @@ class Lab:
             self.loaded[key] = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
         return MtpHeads(self.loaded[key], target.params, net, target.net, topology)
 
-    def engine(self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = 128, **spec) -> Engine:
+    def engine(
+        self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = 128, control=None, **spec
+    ) -> Engine:
         model = self.model("target", dtype, layout)
         spec = EngineSpec(**{"rows": PLACES, "capacity": CAPACITY, "logprobs": 0, "buckets": (8, 32), **spec})
         made = engine_module.Programs
         engine_module.Programs = SharedPrograms
         try:
-            return Engine(Target(model.params, model.net, block), drafter, spec, {EOS})
+            return Engine(Target(model.params, model.net, block), drafter, spec, {EOS}, control)
         finally:
             engine_module.Programs = made
 

@@ -68,10 +68,10 @@ class FastPrograms(SharedPrograms):
     retire_row = jax.jit(retire, donate_argnums=0, compiler_options=FAST)
     fill = jax.jit(prefill, donate_argnums=2, compiler_options=FAST)
 
-    def __init__(self, target, drafter, state, plan, buckets):
-        super().__init__(target, drafter, state, plan, buckets)
+    def __init__(self, target, drafters, state, plan, buckets, turns=False):
+        super().__init__(target, drafters, state, plan, buckets, turns)
         self._programs = {"admit": FastPrograms.admit_row, "retire": FastPrograms.retire_row}
-        self._programs |= {name: fast_dispatch(plan) for name in ("plain", "speculative")}
+        self._programs |= {name: fast_dispatch(plan) for name in map("length {}".format, drafters)}
         self._programs |= {f"prefill {size}": self.fill_row for size in buckets}
 
     @staticmethod
