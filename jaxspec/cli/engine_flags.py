@@ -30,6 +30,8 @@ class EngineFlags:
       num_kv_pages: Pages of that pool; by default enough for all rows at full length.
       quantization: auto keeps weights that were published quantised as they are, none widens them; fp8 and int8
         quantise the matrices of a plain checkpoint.
+      kernels: What computes experts, attention and small products: Pallas kernels (triton, or interpret: the same as
+        plain JAX, slow) or xla; auto takes kernels on a GPU.
     """
 
     model: Path | None = None
@@ -44,6 +46,7 @@ class EngineFlags:
     kv_page_size: int = 0
     num_kv_pages: int = 0
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
+    kernels: Literal["auto", "triton", "interpret", "xla"] = "auto"
 
     def directory(self) -> Path:
         """The model directory.

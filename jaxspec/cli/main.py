@@ -14,6 +14,10 @@ from jaxspec.errors import JaxspecError
 COMMANDS = {
     "generate": "Generate text for one prompt, or for a file of them.",
     "inspect": "Say what a model directory holds and needs, without loading it.",
+    "plan": "Say whether speculation will pay for a model on a machine, before anything is loaded.",
+    "calibrate": "Measure a model on this machine, so that plans for it rest on measurements.",
+    "bench": "Measure speed and acceptance over a grid, or compare two such reports (jaxspec bench compare A B).",
+    "bench compare": "Compare two reports of jaxspec bench, cell by cell.",
     "demo": "See speculation at work on the packaged demo models.",
 }
 USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
@@ -45,15 +49,18 @@ def _run(args: list[str]) -> int:
     if args == ["--version"]:
         sys.stdout.write(f"jaxspec {version('jaxspec')}\n")
         return 0
-    if not args or args[0] not in COMMANDS:
+    name = next((words for words in (" ".join(args[:2]), " ".join(args[:1])) if words in COMMANDS), None)
+    if name is None:
         overview = SubcommandApp()
-        for name, about in COMMANDS.items():
-            overview.command(name=name, help=about)(_nothing)
+        for word, about in COMMANDS.items():
+            if " " not in word:
+                overview.command(name=word, help=about)(_nothing)
         overview.cli(prog="jaxspec", args=args or ["--help"], description="Lossless speculative decoding in JAX.")
         return 0
-    command = import_module(f"jaxspec.cli.{args[0]}")
+    command = import_module(f"jaxspec.cli.{name.replace(' ', '_')}")
     kind = get_type_hints(command.run)["args"]
-    parsed = tyro.cli(kind, prog=f"jaxspec {args[0]}", args=args[1:], description=COMMANDS[args[0]])
+    rest = args[len(name.split()) :]
+    parsed = tyro.cli(kind, prog=f"jaxspec {name}", args=rest, description=COMMANDS[name])
     return command.run(parsed) or 0
 
 

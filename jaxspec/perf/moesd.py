@@ -1,6 +1,12 @@
 """MoESD's arithmetic (Huang 2025, 2505.19645): experts that tokens touch, and what a speed-up is made of."""
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import cast
+
+from scipy.optimize import brentq
 
 from jaxspec.errors import ConfigError
 
@@ -9,6 +15,11 @@ def _check(num_experts: int, top_k: int) -> float:
     if not 1 <= top_k <= num_experts:
         raise ConfigError(f"moesd: top_k must be from 1 to num_experts, got {top_k} of {num_experts}")
     return top_k / num_experts
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ConfigError(f"moesd: {name} must be from 0 to 1, got {value}")
 
 
 def expected_experts(*, num_experts: int, top_k: int, tokens: float) -> float:
@@ -35,9 +46,60 @@ def tokens_per_expert(*, num_experts: int, top_k: int, tokens: float) -> float:
 
 def acceptance_length(*, acceptance: float, length: int) -> float:
     """Tokens committed per target pass, bonus included, if each draft is accepted independently (Leviathan 2023)."""
-    if not 0 <= acceptance <= 1:
-        raise ConfigError(f"moesd: acceptance must be from 0 to 1, got {acceptance}")
+    _check_share("acceptance", acceptance)
     return length + 1.0 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
+
+
+def sigma(*, acceptance_length: float, length: int) -> float:
+    """MoESD's sigma: tokens committed over positions verified, K + 1 of them."""
+    if length < 0 or not 0 < acceptance_length <= length + 1:
+        raise ConfigError(f"moesd: {length} drafts commit from 0 to {length + 1} tokens, got {acceptance_length}")
+    return acceptance_length / (length + 1)
+
+
+def acceptance_rate(*, acceptance_length: float, length: int) -> float:
+    """Accepted over proposed drafts, as vLLM reports it; not the probability that one draft is accepted."""
+    if length < 1 or not 1 <= acceptance_length <= length + 1:
+        raise ConfigError(f"moesd: {length} drafts commit from 1 to {length + 1} tokens, got {acceptance_length}")
+    return (acceptance_length - 1) / length
+
+
+def acceptance_of(*, acceptance_length: float, length: int) -> float:
+    """The probability per draft that commits so many tokens: ``acceptance_length`` the other way round."""
+    acceptance_rate(acceptance_length=acceptance_length, length=length)
+    found = break_even_acceptance(cost=acceptance_length, length=length)
+    assert found is not None
+    return found
+
+
+def survival(conditional: Sequence[float]) -> list[float]:
+    """s_j, the chance that drafts 1 to j are all accepted, from the chance of each behind accepted ones."""
+    for value in conditional:
+        _check_share("acceptance", value)
+    return list(accumulate(conditional, mul))
+
+
+def survival_length(survives: Sequence[float]) -> float:
+    """Tokens committed per target pass, bonus included, by survival per position: 1 + sum of s_j.
+
+    Holds whatever the dependence between positions, which the closed form does not. Engines' acceptance rates per
+    position are s_j.
+
+    Raises:
+      ConfigError: the values are not from 0 to 1 and falling.
+    """
+    for value in survives:
+        _check_share("survival", value)
+    if any(later > earlier for earlier, later in pairwise(survives)):
+        raise ConfigError(f"moesd: survival per position cannot rise, got {list(survives)}")
+    return 1 + sum(survives)
+
+
+def target_efficiency(*, plain_time_s: float, verify_time_s: float) -> float:
+    """T_T(B, 1) / T_T(B, K + 1): 1 where verifying costs no more than a plain step, 1 / (K + 1) where it scales."""
+    if plain_time_s <= 0 or verify_time_s <= 0:
+        raise ConfigError(f"moesd: times must be positive, got {plain_time_s} and {verify_time_s}")
+    return plain_time_s / verify_time_s
 
 
 def speedup(*, acceptance_length: float, verify_ratio: float, draft_cost: float = 0.0, overhead: float = 0.0) -> float:
@@ -50,3 +112,31 @@ def speedup(*, acceptance_length: float, verify_ratio: float, draft_cost: float 
       overhead: time of acceptance and the rest over a plain step.
     """
     return acceptance_length / (verify_ratio + draft_cost + overhead)
+
+
+def break_even_acceptance(*, cost: float, length: int) -> float | None:
+    """The acceptance per draft at which K drafts pay for themselves, None where none is enough.
+
+    Args:
+      cost: a speculative step over a plain one, drafting and the rest included.
+      length: K.
+    """
+    if length < 1:
+        raise ConfigError(f"moesd: break-even needs at least one draft, got {length}")
+    if cost <= 1:
+        return 0.0
+    if cost > length + 1:
+        return None
+    return cast(float, brentq(lambda a: acceptance_length(acceptance=a, length=length) - cost, 0.0, 1.0))
+
+
+def worth_one_more(*, survival: float, acceptance_length: float, cost: float, extra_cost: float) -> bool:
+    """The marginal rule: whether a further draft raises the speed-up, s / tau > d cost / cost.
+
+    Args:
+      survival: chance that all drafts up to the further one are accepted.
+      acceptance_length: tokens per pass without it.
+      cost: a step without it over a plain step.
+      extra_cost: what it adds to that.
+    """
+    return survival / acceptance_length > extra_cost / cost

@@ -1,0 +1,45 @@
+"""Where the values that ship with jaxspec lie: configs of published models, records of hardware."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxspec.errors import ConfigError
+
+
+def shipped(folder: str) -> Path:
+    """A folder of ``configs/``, which stands beside the package in a checkout and inside it in a wheel.
+
+    Raises:
+      ConfigError: this installation came without it.
+    """
+    package = Path(__file__).resolve().parents[1]
+    places = [place / "configs" / folder for place in (package, package.parent)]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise ConfigError(f"configs/{folder} is missing in this installation; give the path of a file of your own")
+    return found
+
+
+def model_config(wanted: str) -> tuple[str, dict[str, Any]]:
+    """Name and published config of a shipped name (``qwen3-30b-a3b``), a ``config.json``, or a model directory.
+
+    Raises:
+      ConfigError: there is no such thing, or it is not a JSON object.
+    """
+    path = Path(wanted)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        known = {file.stem: file for file in sorted(shipped("models").glob("*.json"), key=lambda file: file.stem)}
+        if wanted.lower() not in known:
+            raise ConfigError(
+                f"model {wanted!r}: neither a config.json nor a model directory nor one of {', '.join(known)}"
+            )
+        file = known[wanted.lower()]
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: not readable as JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: a JSON object is needed, got {type(config).__name__}")
+    return path.resolve().name if path.is_dir() else file.stem, config

@@ -1,0 +1,128 @@
+"""``jaxspec calibrate``: measures a model on this machine and writes what ``jaxspec plan`` can predict from."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from jaxspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxspec.cli.screen import Screen
+    from jaxspec.perf.calibration import Calibration
+
+PROMPTS = Path(__file__).parents[1] / "demo_model" / "held_out_prompts.json"
+
+
+@dataclass(frozen=True)
+class CalibrateArgs:
+    """What ``jaxspec calibrate`` is asked for.
+
+    Attributes:
+      model: Model directory in Hugging Face layout; by default the packaged demo model.
+      output: File that gets the calibration.
+      speculative_config: JSON as for vLLM without a length, which the grid gives; by default n-gram lookup.
+      text: File of real text that rows continue, the longer the better; by default the demo's held-out prompts.
+      rows: Rows decoded together, ascending.
+      lengths: Drafts per step, 0 among them, ascending.
+      contexts: Cached positions per row, ascending; all pairs of rows and lengths are measured at the first.
+      rounds: Measured rounds over all cells, behind one that warms up.
+      steps: Steps per timed dispatch.
+      dtype: Weights and products.
+      quantization: As for generate.
+      color: Colours on a terminal.
+    """
+
+    model: Annotated[Path | None, tyro.conf.Positional] = None
+    output: Path = Path("calibration.json")
+    speculative_config: str = '{"method": "ngram"}'
+    text: Path | None = None
+    rows: tuple[int, ...] = (1, 2, 4, 8)
+    lengths: tuple[int, ...] = (0, 1, 3, 7)
+    contexts: tuple[int, ...] = (128, 1024)
+    rounds: int = 9
+    steps: int = 8
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
+    color: bool = True
+
+
+def run(args: CalibrateArgs) -> int:
+    """Measures, fits, writes and shows."""
+    from jaxspec.bench.calibrate import Grid, calibrate
+    from jaxspec.cli.engine_flags import load_llm
+    from jaxspec.cli.screen import Screen
+    from jaxspec.perf.calibration import save_calibration
+    from jaxspec.serve.demo_pair import demo_model_dir
+    from jaxspec.serve.llm import LLM
+
+    grid = Grid(args.rows, args.lengths, args.contexts, args.rounds, args.steps)
+    try:
+        speculative: Any = json.loads(args.speculative_config)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config: not valid JSON ({error})") from error
+    if not isinstance(speculative, dict):
+        raise ConfigError(f"--speculative-config: a JSON object is needed, got {args.speculative_config}")
+    if not args.output.parent.is_dir():
+        raise ConfigError(f"--output: there is no directory {args.output.parent}")
+    model = args.model or demo_model_dir("target")
+    texts = _texts(args.text)
+
+    def load(what: Any, **keywords: Any) -> LLM:
+        return load_llm(what, **keywords)
+
+    screen = Screen(args.color)
+    with screen.counting(f"measuring {len(grid.cells())} cells in {grid.rounds} rounds") as count:
+        found = calibrate(
+            model, texts, speculative=speculative, grid=grid, load=load, show=count,
+            dtype=args.dtype, quantization=args.quantization,
+        )  # fmt: skip
+    save_calibration(found, args.output)
+    show(found, screen)
+    sys.stderr.write(f"jaxspec: {args.output} written\n")
+    return 0
+
+
+def _texts(file: Path | None) -> list[str]:
+    from jaxspec.bench.workload import load_excerpts
+
+    if file is None:
+        return [excerpt.prompt for excerpt in load_excerpts(PROMPTS)]
+    try:
+        return [file.read_text(encoding="utf-8")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text: {file} cannot be read ({error})") from None
+
+
+def show(found: "Calibration", screen: "Screen") -> None:
+    """Prints a calibration for people: the raw table, the fits, and how much experts overlap."""
+    from rich.table import Table
+
+    table = Table("rows", "K", "context", "step", "drafting", "spread", title_justify="left")
+    for p in found.points:
+        table.add_row(
+            *map(str, (p.rows, p.length, p.context)), f"{p.step_s * 1e3:.2f} ms", f"{p.draft_s * 1e3:.2f} ms",
+            f"{p.spread:.1%}",
+        )  # fmt: skip
+    screen.console.print(table)
+    rates = Table("rate", "seconds per unit", "95 % interval", title_justify="left")
+    for name, value in found.fit.rates.items():
+        low, high = found.fit.interval[name]
+        rates.add_row(name, f"{value:.3g}", f"{low:.2g} to {high:.2g}")
+    screen.console.print(rates)
+    for name, fit in (("with experts", found.fit), ("tokens alone", found.token_count_fit)):
+        held = "" if fit.held_out_error is None else f", {fit.held_out_error:.1%} where the cell is held out"
+        screen.line(f"error of the formula {name}: {fit.error:.1%}{held}")
+    screen.line(f"noise floor: {found.noise_floor:.1%} between rounds of the same cell")
+    if found.overlap is not None:
+        row = list(zip(found.overlap.positions, _mean(found.overlap.share), strict=True))
+        words = ", ".join(f"{positions}: {share:.2f}" for positions, share in row)
+        screen.line(f"experts touched by neighbouring positions of a row, share of the independent count: {words}")
+
+
+def _mean(share: Any) -> list[float]:
+    """Over layers, at the fewest rows."""
+    return [sum(layer[0][place] for layer in share) / len(share) for place in range(len(share[0][0]))]

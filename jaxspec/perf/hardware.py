@@ -1,0 +1,156 @@
+"""What a machine moves and computes: records of devices with their sources, and how much of it is achieved."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import msgspec
+
+from jaxspec.errors import ConfigError
+from jaxspec.perf.cost import SHARPNESS, Rates
+
+COUNTED = re.compile(r"(.+?)(?:x(\d+))?")
+SCENARIOS = ("low", "likely", "high")
+
+
+class Assumed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What no data sheet says; each a low, a likely and a high value.
+
+    Attributes:
+      bandwidth, expert_bandwidth: shares of the memory's bandwidth that dense weights and routed experts reach.
+      compute: share of the peak of matrix products.
+      link: share of the links' bandwidth.
+      launch_us: from one program to the next on the device.
+      launches_per_layer: programs per layer.
+      step_us: of a step besides.
+      link_us: from sending to receiving.
+      usable_memory: share of the memory that weights, caches and buffers may take.
+      source: where the ranges come from.
+    """
+
+    bandwidth: tuple[float, float, float]
+    expert_bandwidth: tuple[float, float, float]
+    compute: tuple[float, float, float]
+    link: tuple[float, float, float]
+    launch_us: tuple[float, float, float]
+    launches_per_layer: int
+    step_us: tuple[float, float, float]
+    link_us: tuple[float, float, float]
+    usable_memory: float
+    source: str
+
+
+class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One device.
+
+    Attributes:
+      name: as people call it.
+      memory_gb: capacity, 1e9 bytes.
+      memory_gb_per_s: bandwidth.
+      bf16_tflops, fp8_tflops, fp4_tflops: peaks of dense matrix products, 0 where there is no such unit.
+      nvlink_gb_per_s: both directions together, 0 without.
+      pcie_gb_per_s: both directions together.
+      power_w: most.
+      sources: by field, the vendor's document.
+      assumed: achieved shares and overheads.
+    """
+
+    name: str
+    memory_gb: float
+    memory_gb_per_s: float
+    bf16_tflops: float
+    fp8_tflops: float
+    fp4_tflops: float
+    nvlink_gb_per_s: float
+    pcie_gb_per_s: float
+    power_w: float
+    sources: dict[str, str]
+    assumed: Assumed
+
+    @property
+    def memory_bytes(self) -> float:
+        """Capacity."""
+        return self.memory_gb * 1e9
+
+    @property
+    def ridge_flops_per_byte(self) -> float:
+        """Products per byte at which bfloat16 compute and memory take equally long."""
+        return self.bf16_tflops * 1e12 / (self.memory_gb_per_s * 1e9)
+
+    def rates(self, bandwidth: str = "likely", overhead: str = "likely") -> Rates:
+        """Seconds per unit; routed experts and dense products are bfloat16, into which quantised weights are widened.
+
+        Args:
+          bandwidth: ``low``, ``likely`` or ``high`` shares of what the device could.
+          overhead: ``low``, ``likely`` or ``high`` launch and link times.
+        """
+        a, share, slow = self.assumed, SCENARIOS.index(bandwidth), SCENARIOS.index(overhead)
+        byte_s = 1 / (self.memory_gb_per_s * 1e9)
+        flop_s = 1 / (self.bf16_tflops * 1e12 * a.compute[share])
+        # One direction of the faster link: NVLink where there is one.
+        link = max(self.nvlink_gb_per_s, self.pcie_gb_per_s) / 2 * 1e9 * a.link[share]
+        return Rates(
+            fixed_s=a.step_us[slow] * 1e-6,
+            layer_s=a.launches_per_layer * a.launch_us[slow] * 1e-6,
+            byte_s=byte_s / a.bandwidth[share],
+            flop_s=flop_s,
+            expert_byte_s=byte_s / a.expert_bandwidth[share],
+            expert_flop_s=flop_s,
+            kv_byte_s=byte_s / a.bandwidth[share],
+            link_byte_s=1 / link,
+            link_s=a.link_us[slow] * 1e-6,
+            sharpness=SHARPNESS,
+        )
+
+
+def parse_hardware(text: str, name: str) -> Hardware:
+    """Reads a record.
+
+    Raises:
+      ConfigError: keys are missing or unknown, numbers are not positive, or a number has no source.
+    """
+    try:
+        found = msgspec.convert(tomllib.loads(text), Hardware)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"hardware {name}: {error}; configs/hardware/h200.toml is an example") from None
+    numbers = [f for f in found.__struct_fields__ if f not in ("name", "sources", "assumed")]
+    unsourced = sorted(set(numbers) ^ set(found.sources))
+    if unsourced:
+        raise ConfigError(f"hardware {name}: every number needs a source and nothing else has one, see {unsourced}")
+    zero = ("fp8_tflops", "fp4_tflops", "nvlink_gb_per_s")
+    bad = [f for f in numbers if not (getattr(found, f) > 0 or (f in zero and getattr(found, f) == 0))]
+    a = found.assumed
+    for field in ("bandwidth", "expert_bandwidth", "compute", "link", "launch_us", "step_us", "link_us"):
+        low, likely, high = getattr(a, field)
+        if not 0 < low <= likely <= high or (
+            field in ("bandwidth", "expert_bandwidth", "compute", "link") and high > 1
+        ):
+            bad.append(f"assumed.{field}")
+    if not 0 < a.usable_memory <= 1 or a.launches_per_layer < 1:
+        bad.append("assumed.usable_memory or launches_per_layer")
+    if bad:
+        raise ConfigError(f"hardware {name}: numbers must be positive, rise, and shares be at most 1: {bad}")
+    return found
+
+
+def load_hardware(wanted: str, directory: Path) -> tuple[Hardware, int]:
+    """A record and how many devices, from ``h200``, ``h200x8`` or the path of a record of one's own.
+
+    Raises:
+      ConfigError: there is no such record (the known ones are listed), or it is wrong.
+    """
+    match = COUNTED.fullmatch(wanted)
+    name, count = (match[1], int(match[2] or 1)) if match else (wanted, 1)
+    known = known_hardware(directory)
+    file = Path(name) if name.endswith(".toml") else known.get(name.lower())
+    if file is None or not file.is_file() or count < 1:
+        raise ConfigError(
+            f"hardware {wanted!r} is not known; known are {', '.join(known)}, with a count behind an x (h200x8), or a "
+            ".toml file like them"
+        )
+    return parse_hardware(file.read_text(encoding="utf-8"), name), count
+
+
+def known_hardware(directory: Path) -> dict[str, Path]:
+    """Records by name."""
+    return {file.stem: file for file in sorted(directory.glob("*.toml"), key=lambda file: file.stem)}
