@@ -4,39 +4,21 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.bench.measure import Run, in_turns, run_once
 from jaxspec.errors import ConfigError
 from jaxspec.protocol import Anchor, Drafter, DraftState
 from jaxspec.pytree import replace as with_leaves
 from jaxspec.serve.llm import LLM
-from jaxspec.serve.request import RequestOutput, SamplingParams, SpeculationMetrics
+from jaxspec.serve.request import SamplingParams, SpeculationMetrics
 from jaxspec.shapes import Array
 
 PROPOSALS = 16  # drafted per timed call, so that starting the program does not count
-
-
-@dataclass(frozen=True)
-class Run:
-    """Some prompts, generated once.
-
-    Attributes:
-      token_ids: generated ids of each prompt.
-      tokens, time_s: generated in all, and how long it took with the prompts read.
-      decode_tokens, decode_time_s, decode_steps: the same while every row was busy and no prompt was read.
-      speculation: what happened to the drafts.
-    """
-
-    token_ids: list[list[int]]
-    tokens: int
-    time_s: float
-    decode_tokens: int
-    decode_time_s: float
-    decode_steps: int
-    speculation: SpeculationMetrics
 
 
 @dataclass(frozen=True)
@@ -81,40 +63,6 @@ class Comparison:
     identical: bool
 
 
-def run_once(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Run:
-    """Generates for all prompts, rows refilled as they become free, and times it."""
-    engine = llm.engine
-    began = now = time.perf_counter()
-    outputs = [llm.submit(prompt, params) for prompt in prompts]
-    seen, decoded = (0, 0), [0.0, 0, 0]
-    while engine.busy:
-        reads = bool(engine.waiting) and not all(engine.rows)
-        full = all(engine.rows)
-        # A dispatch that reads prompts is kept short and out of the decoding figures.
-        engine.step(1 if reads else None)
-        before, now = now, time.perf_counter()
-        was, seen = seen, _progress(outputs)
-        if full:
-            decoded = [x + y for x, y in zip(decoded, (now - before, seen[0] - was[0], seen[1] - was[1]), strict=True)]
-    speculation = SpeculationMetrics()
-    for output in outputs:
-        speculation.merge(output.metrics)
-    return Run(
-        token_ids=[list(output.outputs[0].token_ids) for output in outputs],
-        tokens=seen[0],
-        time_s=now - began,
-        decode_tokens=int(decoded[1]),
-        decode_time_s=decoded[0],
-        decode_steps=int(decoded[2]),
-        speculation=speculation,
-    )
-
-
-def _progress(outputs: list[RequestOutput]) -> tuple[int, int]:
-    """Tokens and verifications of all rows so far."""
-    return sum(len(o.outputs[0].token_ids) for o in outputs), sum(o.metrics.num_steps for o in outputs)
-
-
 def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Callable[[], float]:
     """A function that times one proposal of all rows, on the state behind the prompts."""
     for prompt in prompts:
@@ -123,7 +71,7 @@ def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Cal
         llm.engine.step(1)
     held = jax.tree.map(jnp.copy, (llm.engine.state.draft, llm.engine.state.anchor))
     llm.engine.abort()
-    program = jax.jit(_propose_often, static_argnums=3).lower(llm.engine.drafter, *held, llm.spec.rule).compile()
+    program = jax.jit(propose_often, static_argnums=3).lower(llm.engine.drafter, *held, llm.spec.rule).compile()
 
     def measure() -> float:
         began = time.perf_counter()
@@ -134,7 +82,9 @@ def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Cal
     return measure
 
 
-def _propose_often(drafter: Drafter, draft: DraftState, anchor: Anchor, rule: str) -> Array:
+def propose_often(drafter: Drafter, draft: DraftState, anchor: Anchor, rule: str) -> Array:
+    """``PROPOSALS`` proposals one after the other, to be compiled and timed."""
+
     def one(_: Array, carry: tuple[DraftState, Array]):
         draft, token_B = carry
         # Each proposal starts from the one before, or XLA would draft once and reuse it.
@@ -183,8 +133,8 @@ def compare(
     for repetition in range(repetitions + 1):
         rounds.append([])
         for number, group in enumerate(groups):
-            order = (False, True) if (repetition + number) % 2 else (True, False)
-            rounds[-1].append({mode: run_once(llm, group, modes[mode]) for mode in order})
+            subjects = {mode: partial(run_once, llm, group, params) for mode, params in modes.items()}
+            rounds[-1].append(in_turns(subjects, repetition + number + 1))
             if show:
                 show(2 * (repetition * len(groups) + number + 1), total)
         draft_times.append(draft_time())

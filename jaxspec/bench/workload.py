@@ -1,13 +1,19 @@
 """Named prompts that measurements run on."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxspec.errors import ConfigError
+from jaxspec.serve.job_lines import read_line
+from jaxspec.serve.request import SamplingParams
+from jaxspec.serve.text import Text
+
+HELD_OUT = Path(__file__).resolve().parents[1] / "demo_model" / "held_out_prompts.json"
 
 
 @dataclass(frozen=True)
@@ -58,3 +64,119 @@ def choose(excerpts: list[Excerpt], count: int, seed: int | None = None) -> list
 def repeat(excerpts: list[Excerpt], count: int) -> list[Excerpt]:
     """``count`` excerpts; behind the last one it starts again with the first."""
     return [excerpts[i % len(excerpts)] for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a named workload is unless lengths are asked for.
+
+    Attributes:
+      about: in words.
+      input_tokens: of each prompt, None for as long as it is.
+      output_tokens: generated per prompt.
+      sampling: settings of its requests.
+    """
+
+    about: str
+    input_tokens: int | None
+    output_tokens: int
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "code": Workload("held-out code of the demo, continued", None, 128),
+    "prefill": Workload("long prompts of the same code, short answers", 384, 16),
+    "shuffled": Workload(
+        "tokens of the same code in a random order, and a penalty on every repetition: hardly a draft is right",
+        64, 128, {"frequency_penalty": 2.0, "presence_penalty": 2.0},
+    ),
+    "random": Workload("token ids drawn evenly from the vocabulary; needs no tokenizer", 64, 128),
+    "file": Workload("the prompts of --prompts", None, 128),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the token ids of prompts come from.
+
+    Attributes:
+      text: the model's tokenizer, None if it has none.
+      vocab_size: V.
+      file: JSONL for the workload ``file``, as ``jaxspec generate`` reads it.
+    """
+
+    text: Text | None
+    vocab_size: int
+    file: Path | None = None
+
+    def prompts(self, name: str, count: int, seed: int, input_tokens: int | None = None) -> list[list[int]]:
+        """Token ids of prompts, the same for the same arguments.
+
+        Args:
+          name: key of ``WORKLOADS``.
+          count: how many; behind the last one it starts again with the first.
+          seed: of their order, and of what is drawn.
+          input_tokens: of each prompt; by default the workload's. Shorter prompts get others in front of them, and
+            what is too long in front is cut off.
+
+        Raises:
+          ConfigError: the workload is not known, or cannot be made for this model.
+        """
+        if name not in WORKLOADS:
+            raise ConfigError(f"workload {name!r} is not known; known are {list(WORKLOADS)}")
+        size, draws = input_tokens or WORKLOADS[name].input_tokens, np.random.default_rng(seed)
+        if name == "random":
+            return draws.integers(0, self.vocab_size, (count, size or 1)).tolist()
+        pool = self._lines() if name == "file" else self._code(name)
+        pool = [pool[i] for i in draws.permutation(len(pool))]
+        if name == "shuffled":
+            together = [token for ids in pool for token in ids]
+            return draws.choice(together, (count, size or 1)).tolist()
+        return [pool[i % len(pool)] if size is None else _ending_at(pool, i % len(pool), size) for i in range(count)]
+
+    def _code(self, name: str) -> list[list[int]]:
+        if self.text is None:
+            raise ConfigError(f"workload {name!r} is text, and this model has no tokenizer; use the workload random")
+        return [self.text.encode(excerpt.prompt) for excerpt in load_excerpts(HELD_OUT)]
+
+    def _lines(self) -> list[list[int]]:
+        if self.file is None:
+            raise ConfigError("workload 'file' needs --prompts, a JSONL file")
+        try:
+            lines = self.file.read_bytes().splitlines()
+        except OSError as error:
+            raise ConfigError(f"{self.file}: prompts cannot be read ({error})") from error
+        found = []
+        for index, data in enumerate(lines):
+            if data.strip():
+                line = read_line(data, index, SamplingParams())
+                if line.error:
+                    raise ConfigError(f"{self.file}: line {index + 1}: {line.error}")
+                found.append(self._ids(line.prompt, index))
+        if not found:
+            raise ConfigError(f"{self.file}: no prompts; each line is a JSON object with a prompt")
+        return found
+
+    def _ids(self, prompt: Mapping[str, Any], index: int) -> list[int]:
+        if "prompt_token_ids" in prompt:
+            ids = prompt["prompt_token_ids"]
+        elif self.text is None:
+            raise ConfigError(f"{self.file}: line {index + 1} is text, and this model has no tokenizer; give ids")
+        elif "messages" in prompt:
+            ids = self.text.encode_chat(prompt["messages"], prompt.get("chat_template_kwargs"))
+        else:
+            ids = self.text.encode(prompt["prompt"])
+        if not ids or not all(isinstance(i, int) and 0 <= i < self.vocab_size for i in ids):
+            raise ConfigError(
+                f"{self.file}: line {index + 1}: needs token ids from 0 to {self.vocab_size - 1}, got {ids!r:.80}"
+            )
+        return list(ids)
+
+
+def _ending_at(pool: list[list[int]], place: int, size: int) -> list[int]:
+    """The last ``size`` tokens of a prompt with the ones before it in front."""
+    ids: list[int] = []
+    while len(ids) < size:
+        ids = pool[place] + ids
+        place = (place - 1) % len(pool)
+    return ids[-size:]

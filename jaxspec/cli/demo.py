@@ -14,7 +14,7 @@ from rich.table import Table
 
 from jaxspec.bench.compare import Comparison, compare
 from jaxspec.bench.describe import describe_machine, describe_model, describe_versions
-from jaxspec.bench.workload import Excerpt, choose, load_excerpts, repeat
+from jaxspec.bench.workload import HELD_OUT, Excerpt, choose, load_excerpts, repeat
 from jaxspec.checkpoint.load import read_config
 from jaxspec.cli.screen import Screen
 from jaxspec.draft import catalog
@@ -27,7 +27,7 @@ from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.text import Growing
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
-PROMPTS = DEMO_MODEL / "held_out_prompts.json"
+PROMPTS = HELD_OUT
 DRAFT_LENGTH, NGRAM_LENGTH = 4, 4
 SHOWN, BATCH_REPETITIONS = 3, 3
 PROMPT_ROOM = 512

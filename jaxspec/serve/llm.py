@@ -87,11 +87,7 @@ class LLM:
         if num_kv_pages and not kv_page_size:
             raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
         quantization = "auto" if quantization is None else quantization
-        self.model = (
-            model
-            if isinstance(model, Model)
-            else load_model(model, _policy(dtype, kernels, model), quantization=quantization, show=on_load)
-        )
+        self.model = _loaded(model, dtype, kernels, quantization, on_load)
         arch = self.model.net.arch
         self.capacity = max_model_len or min(arch.max_position, DEFAULT_CAPACITY)
         if not 2 <= self.capacity <= arch.max_position:
@@ -330,6 +326,19 @@ def _check_wholes(**settings: tuple[Any, int]) -> None:
     for name, (value, least) in settings.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"LLM: {name} must be an integer of at least {least}, got {value!r}")
+
+
+def _loaded(
+    model: str | Path | Model,
+    dtype: str,
+    kernels: str,
+    quantization: str,
+    on_load: Callable[[int, int], None] | None,
+) -> Model:
+    """The model, or the one that another engine has loaded."""
+    if isinstance(model, Model):
+        return model
+    return load_model(model, _policy(dtype, kernels, model), quantization=quantization, show=on_load)
 
 
 def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:

@@ -1,0 +1,218 @@
+"""Times one run of requests through an engine: how fast tokens come, and how long each request waits for them."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from jaxspec.errors import ConfigError
+from jaxspec.serve.llm import LLM, Prompt
+from jaxspec.serve.request import RequestOutput, SamplingParams, SpeculationMetrics
+
+Name = TypeVar("Name", bound=Hashable)
+Result = TypeVar("Result")
+
+
+@dataclass
+class Trace:
+    """One request as its caller sees it, in seconds.
+
+    Attributes:
+      issued_s: when it was sent, from the start of the run.
+      first_s, last_s: when its first and its last tokens came.
+      gaps_s: times between arrivals behind the first. Tokens of one dispatch arrive together and count as one arrival,
+        as tokens of one chunk do in ``vllm bench serve``; so they depend on ``steps_per_dispatch``.
+      tokens: how many came.
+    """
+
+    issued_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.first_s - self.issued_s
+
+    @property
+    def latency_s(self) -> float:
+        """Time to the last token."""
+        return self.last_s - self.issued_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per token behind the first arrival of them all, None for texts of one token."""
+        return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
+
+    def arrive(self, count: int, now_s: float) -> None:
+        """Notes that tokens came."""
+        if self.tokens:
+            self.gaps_s.append(now_s - self.last_s)
+        else:
+            self.first_s = now_s
+        self.last_s = now_s
+        self.tokens += count
+
+
+@dataclass(frozen=True)
+class Run:
+    """Some prompts, generated once.
+
+    Attributes:
+      token_ids: generated ids of each prompt.
+      drafted: for each of them whether it was an accepted draft.
+      tokens, time_s: generated in all, and how long it took with the prompts read.
+      decode_tokens, decode_time_s, decode_steps: the same while every row was busy and no prompt was read.
+      speculation: what happened to the drafts.
+      traces: when the tokens of each prompt came.
+      lengths: steps of the engine by the speculation length that it took.
+    """
+
+    token_ids: list[list[int]]
+    drafted: list[list[bool]]
+    tokens: int
+    time_s: float
+    decode_tokens: int
+    decode_time_s: float
+    decode_steps: int
+    speculation: SpeculationMetrics
+    traces: list[Trace]
+    lengths: dict[int, int]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole run."""
+        return self.tokens / self.time_s
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """While every row decoded, None if that never was."""
+        return self.decode_tokens / self.decode_time_s if self.decode_tokens else None
+
+
+def poisson_arrivals(count: int, rate_per_s: float, seed: int) -> list[float]:
+    """Seconds from the start at which requests of a Poisson process come; the first comes at once.
+
+    Raises:
+      ConfigError: the rate is not a positive number.
+    """
+    if not 0 < rate_per_s < float("inf"):
+        raise ConfigError(f"arrivals: a rate above 0 requests per second is needed, got {rate_per_s}")
+    gaps = np.random.default_rng((seed, count)).exponential(1 / rate_per_s, count - 1)
+    return [0.0, *np.cumsum(gaps).tolist()]
+
+
+def run_once(
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams],
+    arrivals_s: Sequence[float] | None = None,
+) -> Run:
+    """Generates for all prompts and times it.
+
+    Args:
+      llm: idle.
+      prompts: texts or token ids.
+      params: of all, or of each.
+      arrivals_s: when each request is sent, ascending; waiting times count from there, also while the engine was too
+        busy to look (so that a slow engine cannot hide its queue). None is a closed loop: as many requests are out
+        as the engine has rows, and whenever one ends, the next is sent in that moment.
+    """
+    every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    due = deque(zip([0.0] * len(prompts) if arrivals_s is None else arrivals_s, prompts, every, strict=True))
+    watch = _Watch(llm.spec.rows if arrivals_s is None else None)
+    engine, began = llm.engine, time.perf_counter()
+    now, steps = 0.0, _steps(llm)
+    while due or engine.busy:
+        while due and due[0][0] <= now:
+            at, prompt, wanted = due.popleft()
+            watch.follow(llm.submit(prompt, wanted), at)
+        if not engine.busy:
+            time.sleep(due[0][0] - now)
+            now = time.perf_counter() - began
+            continue
+        reads = bool(engine.waiting) and not all(engine.rows)
+        full = all(engine.rows)
+        # A dispatch that reads prompts is kept short and out of the decoding figures.
+        moved = engine.step(1 if reads else None)
+        before, now = now, time.perf_counter() - began
+        watch.look(moved, now, now - before if full else None)
+    return watch.run(now, {k: n - steps.get(k, 0) for k, n in _steps(llm).items() if n > steps.get(k, 0)})
+
+
+def _steps(llm: LLM) -> dict[int, int]:
+    """Steps since the engine started, by speculation length."""
+    return {length: arm.steps for length, arm in llm.engine.metrics.arms.items()}
+
+
+class _Watch:
+    """Follows the outputs of a run; ``rows`` is how many requests of a closed loop are out, None without one."""
+
+    def __init__(self, rows: int | None):
+        self._rows = rows
+        self._outputs: list[RequestOutput] = []
+        self._traces: list[Trace] = []
+        self._places: dict[int, int] = {}
+        self._steps: list[int] = []
+        self._ends: list[float] = []
+        self._decoded = [0, 0.0, 0]
+
+    def follow(self, output: RequestOutput, issued_s: float) -> None:
+        self._places[id(output)] = len(self._outputs)
+        self._outputs.append(output)
+        self._traces.append(Trace(issued_s))
+        self._steps.append(0)
+
+    def look(self, moved: Sequence[RequestOutput], now_s: float, decoding_s: float | None) -> None:
+        """Notes what a dispatch brought, and counts it as decoding if every row was busy with that."""
+        tokens = steps = 0
+        for output in moved:
+            place = self._places[id(output)]
+            trace, count = self._traces[place], len(output.outputs[0].token_ids)
+            if count > trace.tokens:
+                tokens += count - trace.tokens
+                trace.arrive(count - trace.tokens, now_s)
+            steps += output.metrics.num_steps - self._steps[place]
+            self._steps[place] = output.metrics.num_steps
+            if output.finished:
+                self._ends.append(now_s)
+        if decoding_s is not None:
+            self._decoded = [self._decoded[0] + tokens, self._decoded[1] + decoding_s, self._decoded[2] + steps]
+
+    def run(self, time_s: float, lengths: dict[int, int]) -> Run:
+        """What there was to see, when all is done."""
+        if self._rows is not None:
+            # The engine had them queued, so that it never waited for us; they count as sent when one before them ended.
+            for trace, end in zip(self._traces[self._rows :], self._ends, strict=False):
+                trace.issued_s = end
+        speculation = SpeculationMetrics()
+        for output in self._outputs:
+            speculation.merge(output.metrics)
+        completions = [output.outputs[0] for output in self._outputs]
+        return Run(
+            token_ids=[list(c.token_ids) for c in completions],
+            drafted=[list(c.drafted) for c in completions],
+            tokens=sum(trace.tokens for trace in self._traces),
+            time_s=time_s,
+            decode_tokens=int(self._decoded[0]),
+            decode_time_s=self._decoded[1],
+            decode_steps=int(self._decoded[2]),
+            speculation=speculation,
+            traces=self._traces,
+            lengths=lengths,
+        )
+
+
+def in_turns(subjects: Mapping[Name, Callable[[], Result]], turn: int) -> dict[Name, Result]:
+    """Runs every subject once, one right after the other; each turn begins with another one.
+
+    Ratios between results of one turn are free of what makes a machine slower from minute to minute.
+    """
+    names = list(subjects)
+    first = turn % len(names)
+    return {name: subjects[name]() for name in names[first:] + names[:first]}
