@@ -1,6 +1,9 @@
 """Which implementation of an operation runs, and why."""
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from pallas_kernels.backend import Implementation
@@ -47,6 +50,16 @@ def choose(op: str, case: str, wanted: str, platform: str, obstacles: list[str])
     Raises:
       UnsupportedKernel: ``wanted`` is none of these.
     """
+    choice = _choose(op, case, wanted, platform, obstacles)
+    record = _record.get()
+    if record is not None:
+        record.append(choice)
+    elif obstacles and choice.reason == "; ".join(obstacles):
+        _warn_once(choice)
+    return choice
+
+
+def _choose(op: str, case: str, wanted: str, platform: str, obstacles: list[str]) -> Choice:
     if wanted not in WANTED:
         raise UnsupportedKernel(f"kernels: must be one of {', '.join(WANTED)}, got {wanted!r}")
     if wanted == "xla":
@@ -54,12 +67,24 @@ def choose(op: str, case: str, wanted: str, platform: str, obstacles: list[str])
     if wanted == "auto" and platform not in ("cuda", "gpu"):
         return Choice(op, case, "xla", f"kernels are for GPUs, this is {platform}")
     if obstacles:
-        choice = Choice(op, case, "xla", "; ".join(obstacles))
-        _warn_once(choice)
-        return choice
+        return Choice(op, case, "xla", "; ".join(obstacles))
     if wanted == "interpret":
         return Choice(op, case, "interpret", "asked for")
     return Choice(op, case, "triton", "asked for" if wanted == "triton" else "a GPU, and the kernel covers this case")
+
+
+_record: ContextVar[list[Choice] | None] = ContextVar("record", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[list[Choice]]:
+    """Collects every choice that is made inside, instead of warning of any."""
+    found: list[Choice] = []
+    token = _record.set(found)
+    try:
+        yield found
+    finally:
+        _record.reset(token)
 
 
 _warned: set[Choice] = set()

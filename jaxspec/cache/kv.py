@@ -57,6 +57,7 @@ class Window:
       ancestors: one row per query, query t sees provisional node s; None for a chain, where it sees all before it.
       offset: nodes written by earlier forwards of the same tree; this one writes behind them.
       block: positions that attention reads at a time; divides the page size.
+      at_once: whether all rows are written by one scatter, as a GPU wants it, and not by an update each.
     """
 
     start_B: Array
@@ -67,6 +68,7 @@ class Window:
     ancestors: tuple[tuple[bool, ...], ...] | None = static(default=None)
     offset: int = static(default=0)
     block: int = static(default=128)
+    at_once: bool = static(default=False)
 
     @property
     def first_B(self) -> Array:
@@ -99,6 +101,7 @@ def init_layer(
     dtype: jnp.dtype,
     pool: tuple[int, int] | None = None,
     layers: int = 1,
+    as_bits: bool = True,
 ) -> LayerCache:
     """Allocates the zeroed cache of one layer, or of several equal ones one behind the other.
 
@@ -111,12 +114,13 @@ def init_layer(
       dtype: compute dtype.
       pool: page count and page size of a shared pool; None gives every row one page of its own.
       layers: how many layers share the arrays; layer y starts at page ``y * pages``.
+      as_bits: whether bfloat16 is stored as its bits, which a CPU updates faster and a GPU's products read slower.
     """
     made = {}
     for name, spec in streams.items():
         pages, size = pool if pool and spec.pooled else (rows, entries(spec, room, slack, block))
         kept = jnp.dtype(spec.dtype or dtype)
-        stored = jnp.uint16 if kept == jnp.bfloat16 else kept
+        stored = jnp.uint16 if as_bits and kept == jnp.bfloat16 else kept
         made[name] = jnp.zeros((layers * pages, spec.heads, size, spec.width), stored)
     return made
 
@@ -135,7 +139,7 @@ def write(pages_PGZC: Array, spec: StreamSpec, window: Window, new_BTGC: Array, 
     first_B = window.first_B if first_B is None else first_B
     rows, count = new_BTGC.shape[:2]
     table_BJ = _table(spec, window)
-    if rows <= UNROLLED_ROWS and (table_BJ is None or table_BJ.shape[1] == 1):
+    if rows <= UNROLLED_ROWS and not window.at_once and (table_BJ is None or table_BJ.shape[1] == 1):
         new_BGTC, page_B = new_BTGC.swapaxes(1, 2), _own_pages(spec, window, rows)
         put = _put if spec.reach is None or count == 1 else _put_around
         for row in range(rows):  # one in-place update per row; a scatter would be slower on CPU
@@ -144,7 +148,8 @@ def write(pages_PGZC: Array, spec: StreamSpec, window: Window, new_BTGC: Array, 
         return pages_PGZC
     entry_BT = first_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     page_BT, slot_BT = _places(pages_PGZC, spec, window, entry_BT)
-    return pages_PGZC.at[page_BT, :, slot_BT].set(new_BTGC, mode="drop")
+    # Only rows that hold no request may share a page, and what is written for them counts nowhere.
+    return pages_PGZC.at[page_BT, :, slot_BT].set(new_BTGC, mode="drop", unique_indices=window.at_once)
 
 
 def _put(pages_PGZC: Array, new_1GTC: Array, page: Array, slot: Array) -> Array:

@@ -44,7 +44,8 @@ def init_caches(
     """
     dtype = jnp.dtype(policy.compute)
     return tuple(
-        init_layer(streams, rows, room, slack, block, dtype, pool, layers) for streams, layers in layout(arch, policy)
+        init_layer(streams, rows, room, slack, block, dtype, pool, layers, as_bits=policy.kernels != "triton")
+        for streams, layers in layout(arch, policy)
     )
 
 

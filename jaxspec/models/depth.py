@@ -10,8 +10,10 @@ from jax import lax
 from jaxspec.cache.kv import LayerCache, Window
 from jaxspec.models.arch import ArchSpec, Segment
 from jaxspec.models.block import Block, init_block
+from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.moe import ROUTED
 from jaxspec.nn.policy import Policy
+from jaxspec.nn.quantized import Quantized
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
@@ -94,8 +96,8 @@ class Loop:
             window = self.window
             if window is not None and caches[place] is not None:
                 pages = jax.tree.leaves(caches[place])[0].shape[0] // self.segment.repeats
-                window = replace(window, base=y * jnp.int32(pages))
-            own = _layer(self.stacks[place], y)
+                window = replace(window, base=y * jnp.int32(pages), at_once=self.policy.kernels == "triton")
+            own = _layer(self.stacks[place], y, self.policy)
             out: Any = block.apply({"params": own}, x, *self.tokens, caches[place], window, shared, y)
             x, cache, shared, routing = out
             written.append(cache)
@@ -103,11 +105,16 @@ class Loop:
         return x, tuple(written), shared, streams, tuple(choices)
 
 
-def _layer(stack: Any, y: Array) -> Any:
-    """One layer's parameters; routed experts stay whole, for a slice of them would be a copy."""
+def _layer(stack: Any, y: Array, policy: Policy) -> Any:
+    """One layer's parameters; routed experts stay whole, for a slice of them would be a copy.
 
-    def pick(path: tuple[Any, ...], leaf: Array) -> Array:
-        routed = any(getattr(part, "key", None) in ROUTED for part in path)
-        return leaf if routed else lax.dynamic_index_in_dim(leaf, y, 0, keepdims=False)
+    Where kernels compute, everything stays whole until somebody wants it by itself.
+    """
 
-    return jax.tree_util.tree_map_with_path(pick, stack)
+    def pick(path: tuple[Any, ...], leaf: Any) -> Any:
+        if any(getattr(part, "key", None) in ROUTED for part in path):
+            return leaf
+        one = Matrix(leaf, y, policy.kernels)
+        return one.own() if policy.kernels == "xla" else one
+
+    return jax.tree_util.tree_map_with_path(pick, stack, is_leaf=lambda leaf: isinstance(leaf, Quantized))

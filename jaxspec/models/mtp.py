@@ -10,7 +10,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.block import Block, norm_params, normalise
 from jaxspec.nn.dense import dense
 from jaxspec.nn.hyper import HyperHead
-from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.policy import Policy, matrix
 from jaxspec.shapes import Array, Params
 
 Caches = tuple[LayerCache, ...]
@@ -38,10 +38,10 @@ class MtpLayer(nn.Module):
         self.hidden_norm = norm_params(self, a, p, "hidden_norm")
         self.norm = norm_params(self, a, p, "norm")
         if a.hyper is None:
-            self.join_XD = weight(self, p, "join_XD", (2 * a.model_dim, a.model_dim))
+            self.join_XD = matrix(self, p, "join_XD", (2 * a.model_dim, a.model_dim))
         else:
-            self.embed_proj_DX = weight(self, p, "embed_proj_DX", (a.model_dim, a.model_dim))
-            self.hidden_proj_DX = weight(self, p, "hidden_proj_DX", (a.model_dim, a.model_dim))
+            self.embed_proj_DX = matrix(self, p, "embed_proj_DX", (a.model_dim, a.model_dim))
+            self.hidden_proj_DX = matrix(self, p, "hidden_proj_DX", (a.model_dim, a.model_dim))
             self.hyper_head = HyperHead(a.hyper, a.model_dim, a.norm_eps, p)
         self.block = Block(a.mtp[self.number], a, p)
 
@@ -160,4 +160,8 @@ def last_of(net: Mtp, params: Params, layer: int, feature: Array) -> Array:
 def init_mtp_caches(arch: ArchSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int) -> Caches:
     """Allocates the zeroed caches of the layers; arguments as of ``init_caches``."""
     dtype = jnp.dtype(policy.compute)
-    return tuple(init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype) for layer in arch.mtp)
+    as_bits = policy.kernels != "triton"
+    return tuple(
+        init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
+        for layer in arch.mtp
+    )

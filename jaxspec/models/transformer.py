@@ -11,7 +11,7 @@ from jaxspec.models.block import Block, norm_params, normalise
 from jaxspec.models.depth import Loop, init_stack, stack_name
 from jaxspec.nn.dense import dense
 from jaxspec.nn.hyper import HyperHead
-from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array, Params
@@ -51,12 +51,12 @@ class Transformer(nn.Module):
         width = a.embed_dim or a.model_dim
         self.embed_VD = weight(self, p, "embed_VD", (a.vocab_size, width))
         if p.own_head or not a.tied:
-            self.head_DV = weight(self, p, "head_DV", (width, a.vocab_size))
+            self.head_DV = matrix(self, p, "head_DV", (width, a.vocab_size))
         if a.learned_positions:
             self.position_SD = weight(self, p, "position_SD", (a.learned_positions + POSITION_OFFSET, a.model_dim))
         if a.embed_dim:
-            self.project_in_XD = weight(self, p, "project_in_XD", (width, a.model_dim))
-            self.project_out_DX = weight(self, p, "project_out_DX", (a.model_dim, width))
+            self.project_in_XD = matrix(self, p, "project_in_XD", (width, a.model_dim))
+            self.project_out_DX = matrix(self, p, "project_out_DX", (a.model_dim, width))
         if a.final_norm:
             self.norm = norm_params(self, a, p, "norm")
         if a.hyper is not None:

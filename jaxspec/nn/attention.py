@@ -8,9 +8,10 @@ import flax.linen as nn
 
 from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
+from jaxspec.nn.attention_kernel import attend_by_kernel
 from jaxspec.nn.dense import dense
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.shapes import Array
 
@@ -70,12 +71,17 @@ class Attention(nn.Module):
             streams = s.streams
             new = {"k": k_BTGC, "v": v_BTGC}
             cache = {name: write(cache[name], streams[name], window, new[name]) for name in new}
-            out = attend(
-                q_BTHC, [source_of(cache, streams, window, position_BT, s.window)], kv_heads=s.kv_heads,
-                value_width=s.head_dim, scale=scale, dtype=p.compute, sinks_H=sinks_H,
-                tree=window.ancestors is not None,
-            )  # fmt: skip
-        w_o = weight(self, p, "out_HCD", (s.heads, s.head_dim, self.model_dim))
+            pages = cache["k"], cache["v"]
+            out = attend_by_kernel(
+                q_BTHC, pages, position_BT, streams["k"], window, p, scale=scale, span=s.window, sinks_H=sinks_H
+            )
+            if out is None:
+                out = attend(
+                    q_BTHC, [source_of(cache, streams, window, position_BT, s.window)], kv_heads=s.kv_heads,
+                    value_width=s.head_dim, scale=scale, dtype=p.compute, sinks_H=sinks_H,
+                    tree=window.ancestors is not None,
+                )  # fmt: skip
+        w_o = matrix(self, p, "out_HCD", (s.heads, s.head_dim, self.model_dim))
         b_o = weight(self, p, "out_bias_D", (self.model_dim,), ZEROS) if s.out_bias else None
         return dense(out, w_o, b_o, dtype=p.compute, axes=2), cache, shared
 
@@ -83,7 +89,7 @@ class Attention(nn.Module):
         s, p = self.spec, self.policy
         group = s.heads // s.kv_heads
         shape = (self.model_dim, s.kv_heads, group + 2, s.head_dim)
-        qkv_DGQC = weight(self, p, "qkv_DGQC", shape)
+        qkv_DGQC = matrix(self, p, "qkv_DGQC", shape)
         bias = weight(self, p, "qkv_bias_GQC", shape[1:], ZEROS) if s.qkv_bias else None
         qkv = dense(x_BTD, qkv_DGQC, bias, dtype=p.compute)
         q = qkv[..., :group, :].reshape(*x_BTD.shape[:2], s.heads, s.head_dim)

@@ -13,7 +13,7 @@ from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries,
 from jaxspec.nn.dense import batched_dense, dense
 from jaxspec.nn.entry_index import EntryIndexer, EntryIndexSpec
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.quantized import widen
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.shapes import Array
@@ -75,7 +75,7 @@ class CompressedAttention(nn.Module):
         """Attention output [B, T, D], the cache with the new positions, and ``shared`` as it came."""
         s, p = self.spec, self.policy
         low_BTR, q_BTHC = self._queries(x_BTD, position_BT)
-        kv_DC = weight(self, p, "kv_DC", (self.model_dim, s.head_dim))
+        kv_DC = matrix(self, p, "kv_DC", (self.model_dim, s.head_dim))
         norm_C = weight(self, p, "kv_norm_C", (s.head_dim,), ONES)
         kv_BT1C = rms_norm(dense(x_BTD, kv_DC, dtype=p.compute), norm_C, self.norm_eps)[:, :, None]
         kv_BT1C = rotate(kv_BT1C, position_BT, s.rope)
@@ -98,9 +98,9 @@ class CompressedAttention(nn.Module):
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
         """The normalised vector that queries are products of, and the normalised and rotated queries."""
         s, p = self.spec, self.policy
-        low_BTR = dense(x_BTD, weight(self, p, "q_a_DR", (self.model_dim, s.query_rank)), dtype=p.compute)
+        low_BTR = dense(x_BTD, matrix(self, p, "q_a_DR", (self.model_dim, s.query_rank)), dtype=p.compute)
         low_BTR = rms_norm(low_BTR, weight(self, p, "q_norm_R", (s.query_rank,), ONES), self.norm_eps)
-        q_BTHC = dense(low_BTR, weight(self, p, "q_b_RHC", (s.query_rank, s.heads, s.head_dim)), dtype=p.compute)
+        q_BTHC = dense(low_BTR, matrix(self, p, "q_b_RHC", (s.query_rank, s.heads, s.head_dim)), dtype=p.compute)
         return low_BTR, rotate(rms_norm(q_BTHC, None, self.norm_eps), position_BT, s.rope)
 
     def _project(self, out_BTHC: Array) -> Array:
@@ -109,7 +109,7 @@ class CompressedAttention(nn.Module):
         rows, count = out_BTHC.shape[:2]
         wide = s.heads // s.groups * s.head_dim
         out_a_XC = widen(weight(self, p, "out_a_XC", (s.groups * s.group_rank, wide)), p.compute)
-        out_b_XD = weight(self, p, "out_b_XD", (s.groups * s.group_rank, self.model_dim))
+        out_b_XD = matrix(self, p, "out_b_XD", (s.groups * s.group_rank, self.model_dim))
         x_GMC = out_BTHC.reshape(rows * count, s.groups, wide).swapaxes(0, 1)
         w_GRC = out_a_XC.reshape(s.groups, s.group_rank, wide)
         low_GMR = batched_dense(x_GMC, w_GRC, contract=2, dtype=p.compute)

@@ -11,7 +11,7 @@ from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read, 
 from jaxspec.nn.attend import HIDDEN
 from jaxspec.nn.dense import exact_dense
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.steady import exp, row_dot, row_sum
 from jaxspec.shapes import Array
@@ -83,7 +83,7 @@ class Compressor(nn.Module):
           Without a cache the complete entries [B, N, C]; with one, the cache with the new entries.
         """
         s, p = self.spec, self.policy
-        kv_gate_D2X = weight(self, p, "kv_gate_D2X", (self.model_dim, 2, s.windows * s.head_dim))
+        kv_gate_D2X = matrix(self, p, "kv_gate_D2X", (self.model_dim, 2, s.windows * s.head_dim))
         place_TX = weight(self, p, "place_TX", (s.ratio, s.windows * s.head_dim), dtype=jnp.float32)
         norm_C = weight(self, p, "norm_C", (s.head_dim,), nn.initializers.ones)
         both_BT2X = exact_dense(x_BTD, kv_gate_D2X, dtype=p.compute)

@@ -2,12 +2,14 @@
 
 import math
 from functools import partial
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.quantized import Quantized, widen
 from jaxspec.shapes import Array
 
@@ -40,7 +42,12 @@ _dot.defvjp(_dot_fwd, _dot_bwd)
 
 
 def dense(
-    x: Array, w: Array | Quantized, bias: Array | None = None, *, dtype: jnp.dtype | None = None, axes: int = 1
+    x: Array,
+    w: Array | Quantized | Matrix,
+    bias: Array | None = None,
+    *,
+    dtype: jnp.dtype | None = None,
+    axes: int = 1,
 ) -> Array:
     """Contracts the last axes of x with the first axes of w, accumulating in float32.
 
@@ -49,7 +56,7 @@ def dense(
 
     Args:
       x: [..., D] float array.
-      w: [D, ...] weight, plain or quantised.
+      w: [D, ...] weight, plain or quantised; a ``Matrix`` is multiplied by its kernel where that is possible.
       bias: added to the result, of w's trailing shape.
       dtype: of both factors; w's own dtype by default.
       axes: how many axes are contracted.
@@ -59,10 +66,16 @@ def dense(
     """
     lead, trail = x.shape[: x.ndim - axes], w.shape[axes:]
     width = math.prod(w.shape[:axes])
+    x_MD = x.reshape(-1, width)
+    if isinstance(w, Matrix):
+        found = w.product(x_MD, dtype or jnp.bfloat16, axes)
+        if found is not None:
+            out = found.reshape(*lead, *trail)
+            return out if bias is None else out + bias.astype(jnp.float32)
+        w = w.own()
     if isinstance(w, Quantized):
         dtype = dtype or jnp.dtype(jnp.bfloat16)
         w = widen(w, dtype)
-    x_MD = x.reshape(-1, width)
     rows = x_MD.shape[0]
     if rows == 1:
         x_MD = jnp.concatenate([x_MD, x_MD])
@@ -99,7 +112,7 @@ def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype) ->
     return out[:, :rows]
 
 
-def exact_dense(x: Array, w_DX: Array, bias: Array | None = None, *, dtype: jnp.dtype) -> Array:
+def exact_dense(x: Array, w_DX: Array | Matrix, bias: Array | None = None, *, dtype: jnp.dtype) -> Array:
     """A product to float32's precision, for routers and mixing weights that are small and whose errors spread.
 
     Where the rest computes in bfloat16, both factors are split into bfloat16 parts (8 bits each) and the six products
@@ -114,12 +127,32 @@ def exact_dense(x: Array, w_DX: Array, bias: Array | None = None, *, dtype: jnp.
     Returns:
       float32 [..., X].
     """
+    if isinstance(w_DX, Matrix):
+        found = _exactly(x, w_DX, dtype)
+        if found is not None:
+            return found if bias is None else found + bias.astype(jnp.float32)
+        w_DX = cast(Array, w_DX.own())
     if dtype == jnp.float32:
         return dense(x, w_DX.astype(jnp.float32), bias, dtype=dtype)
     parts_x, parts_w = _parts(x), _parts(w_DX) if w_DX.dtype == jnp.float32 else [w_DX]
     pairs = [(i, j) for j in range(len(parts_w)) for i in range(3) if i + j < 3]
     long_x = jnp.concatenate([parts_x[i] for i, _ in pairs], axis=-1)
     return dense(long_x, jnp.concatenate([parts_w[j] for _, j in pairs], axis=0), bias, dtype=dtype)
+
+
+def _exactly(x: Array, w: Matrix, dtype: jnp.dtype) -> Array | None:
+    """The same by a kernel: a bfloat16 weight is read once, for the three parts of x as rows of one product."""
+    x_MD, trail = x.reshape(-1, x.shape[-1]), w.shape[1:]
+    if isinstance(w.whole, Quantized):
+        return None
+    if dtype == jnp.float32 or w.whole.dtype == jnp.float32:
+        out = w.product(x_MD, jnp.float32)
+    else:
+        out = w.product(jnp.concatenate(_parts(x_MD)), dtype)
+        if out is not None:
+            high, middle, low = jnp.split(out, 3)
+            out = high + (middle + low)
+    return None if out is None else out.reshape(*x.shape[:-1], *trail)
 
 
 def _parts(x: Array) -> list[Array]:

@@ -9,7 +9,7 @@ from jax import lax
 from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read_block
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, exact_dense
-from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.policy import Policy, matrix
 from jaxspec.nn.rope import rotate
 from jaxspec.nn.selection import Queries, select_cached, select_self
 from jaxspec.shapes import Array
@@ -64,9 +64,9 @@ class EntryIndexer(nn.Module):
           not needed. And the cache with the new keys.
         """
         s, p, dim = self.spec, self.policy, self.spec.compressor.head_dim
-        q_BTHC = dense(low_BTR, weight(self, p, "q_RHC", (self.rank, s.heads, dim)), dtype=p.compute)
+        q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, dim)), dtype=p.compute)
         q_BTHC = rotate(q_BTHC, position_BT, s.compressor.rope)
-        weight_DH = weight(self, p, "weight_DH", (self.model_dim, s.heads))
+        weight_DH = matrix(self, p, "weight_DH", (self.model_dim, s.heads))
         weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute) * (s.heads * dim) ** -0.5
         compressor = Compressor(s.compressor, self.model_dim, self.norm_eps, p, name="compressor")
         k_BNC, cache = compressor(x_BTD, position_BT, cache, window, PREFIX)

@@ -8,11 +8,14 @@ import numpy as np
 from jax import lax
 
 from jaxspec.nn.ffn import Activation, gated
-from jaxspec.nn.policy import Weight
+from jaxspec.nn.matrix import kernel_weight
+from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.quantized import widen
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
+from pallas_kernels.routed_experts.api import OP, case_name, obstacles, routed_experts
+from pallas_kernels.select import choose
 
 TRAINING_BLOCK = 128
 COMPARED_ROWS = 256
@@ -157,6 +160,42 @@ def stacked(
     if "down_bias_ED" in own:
         y_NZD = y_NZD + own["down_bias_ED"][:, None].astype(jnp.float32)
     return combine(y_NZD.reshape(-1, width) * weight_S[:, None], blocks, live_M)
+
+
+def by_kernel(
+    x_MD: Array,
+    routing: Routing,
+    experts: dict[str, Weight],
+    activation: Activation,
+    policy: Policy,
+    layer: Array | None = None,
+    live_M: Array | None = None,
+) -> Array | None:
+    """Routed experts by their kernel, which skips rows that are not live; None where XLA computes them.
+
+    Args:
+      x_MD: rows.
+      routing: their choices.
+      experts: as of ``stacked``.
+      activation: of all experts.
+      policy: what computes, and in which dtype.
+      layer: place in the stack.
+      live_M: rows that are computed, None for all; the others give zeros.
+    """
+    if policy.kernels == "xla":
+        return None
+    weights, expert_MA = {name: kernel_weight(w) for name, w in experts.items()}, routing.expert_MA
+    stack = layer is not None
+    name = case_name(x_MD.shape[0], expert_MA.shape[1], weights, stack)
+    choice = choose(OP, name, policy.kernels, "cuda", obstacles(weights, stack))
+    if choice.implementation == "xla":
+        return None
+    if live_M is not None:
+        expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
+    return routed_experts(
+        x_MD, expert_MA, routing.weight_MA, weights, activation=activation, dtype=policy.compute, layer=layer,
+        implementation=choice,
+    )  # fmt: skip
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

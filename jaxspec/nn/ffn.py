@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense
-from jaxspec.nn.policy import Policy, Weight, weight
+from jaxspec.nn.policy import Policy, Weight, matrix, weight
 from jaxspec.nn.steady import exp, silu
 from jaxspec.shapes import Array
 
@@ -93,12 +93,12 @@ class DenseFfn(nn.Module):
     def __call__(self, x: Array, scale: Array | None = None) -> Array:
         """The layer's output, [..., D], times ``scale`` [..., 1]."""
         s, p, dim, zeros = self.spec, self.policy, self.model_dim, nn.initializers.zeros
-        down = weight(self, p, "down_FD", (s.hidden, dim))
+        down = matrix(self, p, "down_FD", (s.hidden, dim))
         down_bias = weight(self, p, "down_bias_D", (dim,), zeros) if s.bias else None
         if s.gated:
-            gate_up = weight(self, p, "gate_up_D2F", (dim, 2, s.hidden))
+            gate_up = matrix(self, p, "gate_up_D2F", (dim, 2, s.hidden))
             bias = weight(self, p, "gate_up_bias_2F", (2, s.hidden), zeros) if s.bias else None
             return gated(x, gate_up, down, bias, down_bias, activation=s.activation, dtype=p.compute, scale=scale)
         up_bias = weight(self, p, "up_bias_F", (s.hidden,), zeros) if s.bias else None
-        hidden = dense(x, weight(self, p, "up_DF", (dim, s.hidden)), up_bias, dtype=p.compute)
+        hidden = dense(x, matrix(self, p, "up_DF", (dim, s.hidden)), up_bias, dtype=p.compute)
         return dense(ACTIVATIONS[s.activation.kind](hidden), down, down_bias, dtype=p.compute)

@@ -8,9 +8,10 @@ from jax import lax
 
 from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
+from jaxspec.nn.attention_kernel import attend_by_kernel
 from jaxspec.nn.dense import batched_dense, dense
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, Weight, weight
+from jaxspec.nn.policy import Policy, Weight, matrix, weight
 from jaxspec.nn.quantized import widen
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec
@@ -85,8 +86,8 @@ class LatentAttention(nn.Module):
         else:
             new_BT1C = jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
             cache = cache | {"latent": write(cache["latent"], s.streams["latent"], window, new_BT1C)}
-            out = _over_cache(q_BTHC, position_BT, cache["latent"], kv_HXR, seen, s, window, p.compute)
-        w_o = weight(self, p, "out_HCD", (s.heads, s.value_dim, self.model_dim))
+            out = _over_cache(q_BTHC, position_BT, cache["latent"], kv_HXR, seen, s, window, p)
+        w_o = matrix(self, p, "out_HCD", (s.heads, s.value_dim, self.model_dim))
         lends = s.borrows or (s.index is not None and s.index.lends)
         out = dense(out, w_o, self._bias("out_bias_D", self.model_dim), dtype=p.compute, axes=2)
         return out, cache, seen if lends else None
@@ -96,12 +97,12 @@ class LatentAttention(nn.Module):
         s, p = self.spec, self.policy
         each, low = (s.heads, s.plain_dim + s.rope.dim), None
         if s.query_rank is None:
-            q = dense(x_BTD, weight(self, p, "q_DHC", (self.model_dim, *each)), dtype=p.compute)
+            q = dense(x_BTD, matrix(self, p, "q_DHC", (self.model_dim, *each)), dtype=p.compute)
         else:
-            w_a = weight(self, p, "q_a_DR", (self.model_dim, s.query_rank))
+            w_a = matrix(self, p, "q_a_DR", (self.model_dim, s.query_rank))
             low = dense(x_BTD, w_a, self._bias("q_a_bias_R", s.query_rank), dtype=p.compute)
             low = rms_norm(low, weight(self, p, "q_norm_R", (s.query_rank,), ONES), RANK_NORM_EPS)
-            q = dense(low, weight(self, p, "q_b_RHC", (s.query_rank, *each)), dtype=p.compute)
+            q = dense(low, matrix(self, p, "q_b_RHC", (s.query_rank, *each)), dtype=p.compute)
         turned = rotate(q[..., s.plain_dim :], position_BT, s.rope)
         return jnp.concatenate([q[..., : s.plain_dim], turned], axis=-1), low
 
@@ -109,7 +110,7 @@ class LatentAttention(nn.Module):
         """The normalised vector of each position, and its rotated key."""
         s, p = self.spec, self.policy
         width = s.rank + s.rope.dim
-        w_a, bias = weight(self, p, "kv_a_DX", (self.model_dim, width)), self._bias("kv_a_bias_X", width)
+        w_a, bias = matrix(self, p, "kv_a_DX", (self.model_dim, width)), self._bias("kv_a_bias_X", width)
         both = dense(x_BTD, w_a, bias, dtype=p.compute)
         c = rms_norm(both[..., : s.rank], weight(self, p, "kv_norm_R", (s.rank,), ONES), RANK_NORM_EPS)
         return c, rotate(both[:, :, None, s.rank :], position_BT, s.rope)
@@ -142,10 +143,10 @@ def _over_cache(
     seen_XTS: Array | None,
     spec: LatentSpec,
     window: Window,
-    dtype: jnp.dtype,
+    policy: Policy,
 ) -> Array:
     """Attention over the cached vectors themselves (DeepSeek-V2, appendix C); a key begins with the value."""
-    rows, count = position_BT.shape
+    (rows, count), dtype = position_BT.shape, policy.compute
     position_XT, stream, block = readers(window, position_BT), spec.streams["latent"], window.block
     kv_HXR, cut = widen(kv_HXR, dtype), spec.plain_dim
     plain_BTHR = _per_head(q_BTHC[..., :cut], kv_HXR[:, :cut], 1, dtype)
@@ -158,10 +159,16 @@ def _over_cache(
             seen_XTZ &= lax.dynamic_slice_in_dim(seen_XTS, index * block, block, axis=2)
         return k_X1ZC, k_X1ZC[..., : spec.rank], seen_XTZ
 
-    out_BTHR = attend(
-        q, [Source(*blocks_in_reach(window, count), load)], kv_heads=1, value_width=spec.rank, scale=spec.scale,
-        dtype=dtype, tree=window.ancestors is not None,
+    out_BTHR = attend_by_kernel(
+        q, (pages_PGZC, None), position_BT, stream, window, policy, scale=spec.scale, value_width=spec.rank,
+        selected=seen_XTS is not None,
     )  # fmt: skip
+    if out_BTHR is None:
+        sources = [Source(*blocks_in_reach(window, count), load)]
+        out_BTHR = attend(
+            q, sources, kv_heads=1, value_width=spec.rank, scale=spec.scale, dtype=dtype,
+            tree=window.ancestors is not None,
+        )  # fmt: skip
     return _per_head(out_BTHR, kv_HXR[:, cut:], 2, dtype)
 
 

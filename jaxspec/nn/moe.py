@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense, exact_dense
-from jaxspec.nn.experts import stacked, switched
+from jaxspec.nn.experts import by_kernel, stacked, switched
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
-from jaxspec.nn.policy import Policy, Weight, weight
+from jaxspec.nn.policy import Policy, Weight, matrix, weight
 from jaxspec.nn.router import RouterSpec, Routing, route
 from jaxspec.nn.steady import sigmoid
 from jaxspec.shapes import Array
@@ -84,21 +84,23 @@ class Moe(nn.Module):
                 name: weight(self, p, name, (*lead, *shape), ZEROS if "bias" in name else None)
                 for name, shape in s.shapes(dim).items()
             }
-            out_MD = stacked(x_MD, routing, experts, s.activation, p.compute, layer, live_M)
+            out_MD = by_kernel(x_MD, routing, experts, s.activation, p, layer, live_M)
+            if out_MD is None:
+                out_MD = stacked(x_MD, routing, experts, s.activation, p.compute, layer, live_M)
         else:
             own = tuple(map(self._one, range(s.experts)))
             out_MD = switched(x_MD, routing, own, s.activation, p.compute, live_M)
         if s.shared_hidden:
             gate = None
             if s.shared_gate:
-                gate = sigmoid(dense(x_MD, weight(self, p, "shared_gate_D1", (dim, 1)), dtype=p.compute))
+                gate = sigmoid(dense(x_MD, matrix(self, p, "shared_gate_D1", (dim, 1)), dtype=p.compute))
             shared = DenseFfn(FfnSpec(s.shared_hidden, s.activation), dim, p, name="shared")
             out_MD = out_MD + shared(x_MD, gate)
         return out_MD.reshape(x_BTD.shape), routing
 
     def _route(self, x_MD: Array, token_M: Array) -> Routing:
         s, p, r = self.spec, self.policy, self.spec.router
-        router_DE = weight(self, p, "router_DE", (self.model_dim, s.experts))
+        router_DE = matrix(self, p, "router_DE", (self.model_dim, s.experts))
         logit_bias = weight(self, p, "router_bias_E", (s.experts,), ZEROS) if r.logit_bias else None
         product = exact_dense if r.exact else dense
         logits_ME = product(x_MD, router_DE, logit_bias, dtype=p.compute)

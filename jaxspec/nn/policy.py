@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.errors import ConfigError
+from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
 from jaxspec.shapes import Array
 
@@ -90,10 +91,32 @@ def weight(
       init: initialiser, a normal distribution of deviation 0.02 by default.
       dtype: where it is not the policy's.
     """
+    if module.has_variable("params", name):
+        found = module.get_variable("params", name)
+        if isinstance(found, Matrix):
+            return found.own()
     wanted = policy.format_of(kind_of((*module.path, name)))
     if wanted is not None:
         return module.param(name, lambda _: jax.tree.map(_zeros, abstract_quantized(shape, wanted)))
     return module.param(name, init or nn.initializers.normal(0.02), shape, dtype or policy.param)
+
+
+def matrix(module: nn.Module, policy: Policy, name: str, shape: tuple[int, ...]) -> Any:
+    """Declares one parameter that ``dense`` and ``exact_dense`` alone read: with kernels it stays in its stack.
+
+    Args:
+      module: declares it.
+      policy: knows its format and dtype, and what computes.
+      name: ends in the letters of its axes.
+      shape: of the weight itself.
+    """
+    if policy.kernels == "xla":
+        return weight(module, policy, name, shape)
+    if module.has_variable("params", name):
+        found = module.get_variable("params", name)
+        if isinstance(found, Matrix):
+            return found
+    return Matrix(weight(module, policy, name, shape), None, policy.kernels)
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Array:

@@ -10,7 +10,7 @@ from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
 from jaxspec.nn.attend import blocks_in_reach, positions_seen, readers
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.norm import layer_norm
-from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.selection import Queries, select_cached, select_self
 from jaxspec.shapes import Array
@@ -69,13 +69,13 @@ class Indexer(nn.Module):
           keys.
         """
         s, p = self.spec, self.policy
-        q_BTHC = dense(low_BTR, weight(self, p, "q_RHC", (self.rank, s.heads, s.head_dim)), dtype=p.compute)
+        q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, s.head_dim)), dtype=p.compute)
         q_BTHC = rotate(q_BTHC, position_BT, s.rope)
-        k_BTC = dense(x_BTD, weight(self, p, "k_DC", (self.model_dim, s.head_dim)), dtype=p.compute)
+        k_BTC = dense(x_BTD, matrix(self, p, "k_DC", (self.model_dim, s.head_dim)), dtype=p.compute)
         scale = weight(self, p, "k_norm_C", (s.head_dim,), nn.initializers.ones)
         shift = weight(self, p, "k_norm_bias_C", (s.head_dim,), nn.initializers.zeros)
         k_BT1C = rotate(layer_norm(k_BTC, scale, shift, KEY_NORM_EPS)[:, :, None], position_BT, s.rope)
-        weight_DH = weight(self, p, "weight_DH", (self.model_dim, s.heads))
+        weight_DH = matrix(self, p, "weight_DH", (self.model_dim, s.heads))
         weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute) * (s.heads * s.head_dim) ** -0.5
         # Which positions are best has no derivative.
         queries = lax.stop_gradient((q_BTHC, weight_BTH))

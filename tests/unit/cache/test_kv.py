@@ -276,3 +276,14 @@ def test_layers_behind_one_another_do_not_meet(stream: StreamSpec):
         block = read_block(pages, stream, whole, jnp.int32(1), rows)
         np.testing.assert_array_equal(block[1], new[y][0, 1:5].swapaxes(0, 1))
         assert not np.any(block[0])
+
+
+@pytest.mark.parametrize("stream", [STREAM, StreamSpec(KV_HEADS, WIDTH, reach=9)], ids=["pages", "ring"])
+def test_rows_written_at_once_are_those_written_one_by_one(stream: StreamSpec):
+    rows, count = 3, 5
+    empty = init_layer({"k": stream}, rows, CAPACITY, count, BLOCK, jnp.dtype(jnp.bfloat16))["k"]
+    new_BTGC = jnp.asarray(np.random.default_rng(0).normal(size=(rows, count, KV_HEADS, WIDTH)), jnp.float32)
+    window = Window(jnp.asarray([0, 6, 13], jnp.int32), block=BLOCK)
+    apart, together = (write(empty, stream, w, new_BTGC) for w in (window, replace(window, at_once=True)))
+    assert np.any(np.asarray(apart))
+    assert np.array_equal(apart, together)

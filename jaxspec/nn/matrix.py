@@ -1,0 +1,69 @@
+"""A weight that products alone read: it may stay in its stack of layers, and knows what computes its products."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.nn.quantized import Quantized
+from jaxspec.shapes import Array
+from pallas_kernels.few_rows_dense.api import MOST_ROWS, OP, case_name, few_rows_dense, flat, obstacles
+from pallas_kernels.packed import Packed, Packing
+from pallas_kernels.packed import Weight as KernelWeight
+from pallas_kernels.select import choose
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight, or one layer's entry of a stack that is not cut out of it, for that would be a copy.
+
+    Attributes:
+      whole: [D, ...], or [L, D, ...] with a layer.
+      layer: int32 place in the stack, None without one.
+      kernels: see ``Policy.kernels``.
+    """
+
+    whole: Array | Quantized
+    layer: Array | None
+    kernels: Literal["triton", "interpret", "xla"] = "xla"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight itself."""
+        return self.whole.shape if self.layer is None else self.whole.shape[1:]
+
+    def own(self) -> Array | Quantized:
+        """The weight by itself."""
+        layer = self.layer
+        if layer is None:
+            return self.whole
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False), self.whole)
+
+    def product(self, x_MD: Array, dtype: Any, axes: int = 1) -> Array | None:
+        """``x_MD`` times the weight by its kernel, float32 [M, N]; None where XLA computes it.
+
+        Args:
+          x_MD: rows.
+          dtype: of both factors.
+          axes: how many axes of the weight are contracted.
+        """
+        rows, stacked = x_MD.shape[0], self.layer is not None
+        if self.kernels == "xla" or rows > MOST_ROWS:
+            return None
+        w = flat(kernel_weight(self.whole), int(stacked), axes)
+        blocked = ["scales shared by numbers that are no neighbours"] if w is None else obstacles(w, rows, stacked)
+        name = f"{rows} rows, weight of {self.shape}" if w is None else case_name(rows, w)
+        choice = choose(OP, name, self.kernels, "cuda", blocked)
+        if w is None or choice.implementation == "xla":
+            return None
+        return few_rows_dense(x_MD, w, dtype=jnp.dtype(dtype), layer=self.layer, implementation=choice)
+
+
+def kernel_weight(w: Array | Quantized) -> KernelWeight:
+    """A weight as kernels take it; nothing moves."""
+    if not isinstance(w, Quantized):
+        return w
+    f = w.format
+    return Packed(w.data, w.scale, Packing(f.kind, f.blocks, f.exponent_scales, f.packed_axis))

@@ -1,0 +1,175 @@
+"""The Pallas body of few-row products: tiles of columns, each a sum over one part of the depth, for blocks of rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.backend import Implementation, Launch, launch, load, program_id, store, whole
+from pallas_kernels.packed import Weight, exponent
+from pallas_kernels.product import Layout, layout, references
+
+ROWS = 16
+"""Rows of one tensor-core product. A row's sums must not depend on it, so it is the same for any number of rows."""
+MOST_BLOCKS = 4
+FEWEST_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a launch; none depends on the number of rows.
+
+    Attributes:
+      columns: of the result per program, a power of two of at least 16.
+      depth: numbers of a weight's column per step of the loop, a power of two of at least 16.
+      programs: that keep a GPU busy; a weight of fewer tiles is cut along its depth, too.
+      num_warps: of 32 threads per program.
+      num_stages: steps whose loads are under way at a time.
+    """
+
+    columns: int = 64
+    depth: int = 128
+    programs: int = 264
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+@dataclass(frozen=True)
+class _Body:
+    """Static facts of the kernel: ``parts`` of ``steps`` steps each add up the depth, for ``blocks`` of rows."""
+
+    facts: Layout
+    rows: int
+    blocks: int
+    columns: int
+    step: int
+    parts: int
+    steps: int
+    dtype: jnp.dtype
+    stacked: bool
+
+
+def few_rows_dense(
+    x_MD: jax.Array,
+    w: Weight,
+    bias_N: jax.Array | None,
+    *,
+    dtype: jnp.dtype,
+    layer: jax.Array | None,
+    tiles: Tiles,
+    implementation: Implementation,
+) -> jax.Array:
+    """As ``api.few_rows_dense``."""
+    rows, lead = x_MD.shape[0], 0 if layer is None else 1
+    facts = layout(w, lead=lead)
+    body = _body(facts, rows, tiles, dtype, stacked=layer is not None)
+    place = jnp.zeros(1, jnp.int32) if layer is None else layer.astype(jnp.int32).reshape(1)
+    operands = [place, x_MD, *references(w)]
+    out = jax.ShapeDtypeStruct((body.parts, rows, facts.columns), jnp.float32)
+    out_SMN = launch(
+        partial(_product, body),
+        *operands,
+        name="few_rows_dense",
+        grid=(-(-rows // (ROWS * body.blocks)), -(-facts.columns // body.columns), body.parts),
+        in_specs=[whole(operand.shape) for operand in operands],
+        out_specs=whole(out.shape),
+        out_shape=out,
+        how=Launch(tiles.num_warps, tiles.num_stages),
+        implementation=implementation,
+    )
+    total = out_SMN[0]
+    for part in range(1, body.parts):
+        total = total + out_SMN[part]
+    return total if bias_N is None else total + bias_N.astype(jnp.float32)
+
+
+def _body(facts: Layout, rows: int, tiles: Tiles, dtype: jnp.dtype, *, stacked: bool) -> _Body:
+    columns = min(tiles.columns, max(16, 1 << (facts.columns - 1).bit_length()))
+    step = facts.step(tiles.depth)
+    steps = -(-facts.depth // step)
+    parts = min(tiles.programs // -(-facts.columns // columns), steps // FEWEST_STEPS)
+    each = -(-steps // max(parts, 1))
+    blocks = next(n for n in (1, 2, MOST_BLOCKS) if ROWS * n >= min(rows, ROWS * MOST_BLOCKS))
+    return _Body(facts, rows, blocks, columns, step, -(-steps // each), each, dtype, stacked)
+
+
+def _product(body: _Body, layer_ref, x_ref, *refs: Any):
+    """One tile of columns, over one part of the depth, for a few blocks of rows."""
+    *weight_refs, out_ref = refs
+    facts, part = body.facts, program_id(2)
+    first_column = program_id(1) * body.columns
+    column = first_column + jnp.arange(body.columns, dtype=jnp.int32)
+    first_row = program_id(0) * (ROWS * body.blocks)
+    rows = [first_row + b * ROWS + jnp.arange(ROWS, dtype=jnp.int32) for b in range(body.blocks)]
+    lead = (layer_ref[0],) if body.stacked else ()
+    factor_at = partial(_factor, weight_refs, facts, lead, first_column, body.columns)
+    first, last = part * body.steps, jnp.minimum((part + 1) * body.steps, -(-facts.depth // body.step))
+
+    def add(number, carry):
+        sums, factor = carry
+        deep = number * body.step + jnp.arange(body.step, dtype=jnp.int32)
+        w = _weights(weight_refs[0], lead, deep, column, facts, body.step).astype(body.dtype)
+        # The next scale is asked for before this product: nothing else would hide the wait for it.
+        later = factor_at(jnp.minimum(number + 1, last - 1) * body.step, inside=True)
+        new = []
+        for row, total in zip(rows, sums, strict=True):
+            found = _dot(_rows(x_ref, row, deep, body), w)
+            new.append(total + (found if factor is None else found * factor))
+        return new, later
+
+    zeros = [jnp.zeros((ROWS, body.columns), jnp.float32) for _ in rows]
+    factor = factor_at(first * body.step, inside=True)
+    sums, _ = lax.fori_loop(first, last, add, (zeros, factor))
+    factor = factor_at(0, inside=False)
+    for row, total in zip(rows, sums, strict=True):
+        result = total if factor is None else total * factor
+        mask = _known(row, body) & (column < facts.columns)[None]
+        store(out_ref.at[part, row[:, None], column[None]], result, mask=mask)
+
+
+def _known(row: jax.Array, body: _Body) -> jax.Array:
+    return (row < body.rows)[:, None]
+
+
+def _rows(x_ref, row, deep, body: _Body) -> jax.Array:
+    mask = _known(row, body)
+    if body.facts.depth % body.step:
+        mask = mask & (deep < body.facts.depth)[None]
+    return load(x_ref.at[row[:, None], deep[None]], mask=mask, other=0.0).astype(body.dtype)
+
+
+def _weights(ref, lead: tuple[Any, ...], deep, column, facts: Layout, step: int) -> jax.Array:
+    place, mask = ref.at[(*lead, deep[:, None], column[None])], None
+    if facts.depth % step:
+        mask = (deep < facts.depth)[:, None]
+    if facts.columns % column.shape[0]:
+        fits = (column < facts.columns)[None]
+        mask = fits if mask is None else mask & fits
+    return load(place) if mask is None else load(place, mask=mask, other=np.zeros((), ref.dtype))
+
+
+def _factor(
+    refs: Sequence[Any], facts: Layout, lead: tuple[Any, ...], first_column, columns: int, deep, *, inside: bool
+) -> Any:
+    """Scales of one step, or with ``inside`` false those of whole columns; None where there are none of that kind."""
+    if facts.packing is None or facts.scaled_inside != inside:
+        return None
+    row = deep // facts.blocks[0] if inside else 0
+    wide = facts.blocks[2]
+    if wide % columns == 0:
+        found = refs[1][(*lead, row, first_column // wide)]
+    else:
+        column = first_column + jnp.arange(columns, dtype=jnp.int32)
+        place = refs[1].at[(*lead, row, column // wide)]
+        found = load(place, mask=column < facts.columns, other=np.zeros((), refs[1].dtype))[None]
+    return exponent(found) if facts.packing.exponent_scales else found
+
+
+def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)

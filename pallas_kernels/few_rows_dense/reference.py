@@ -1,0 +1,19 @@
+"""Few-row products in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.packed import Weight, widen
+
+
+def few_rows_dense(
+    x_MD: jax.Array, w: Weight, bias_N: jax.Array | None, *, dtype: jnp.dtype, layer: jax.Array | None
+) -> jax.Array:
+    """As ``api.few_rows_dense``."""
+    if layer is not None:
+        w = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer.reshape(()), keepdims=False), w)
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    w_DN = widen(w).astype(dtype)
+    out = jnp.dot(x_MD.astype(dtype), w_DN, precision=precision, preferred_element_type=jnp.float32)
+    return out if bias_N is None else out + bias_N.astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""Grouped matrix product: each group of rows times its own matrix."""

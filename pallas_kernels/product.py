@@ -1,0 +1,281 @@
+"""Inside a kernel: a tile of rows times columns of one group's weights, whatever the weights are stored as."""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.backend import load
+from pallas_kernels.packed import Packed, Packing, Weight
+
+LANES = 4
+FP4_STEP = np.float32(2.0**14)
+
+
+@dataclass(frozen=True)
+class Product:
+    """Tile sizes of one product.
+
+    Attributes:
+      columns: of the result per program, a power of two of at least 16, or of at least 64 for fp4.
+      depth: numbers of a weight's column that one step of the loop reads at most.
+      num_warps: of 32 threads per program.
+      num_stages: steps whose loads are under way at a time.
+    """
+
+    columns: int = 64
+    depth: int = 128
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Static facts of a weight [..., K, N] or [..., K, J, N] that products are computed with.
+
+    Attributes:
+      depth, columns: K and N.
+      packing: None for a plain array.
+      blocks: numbers per scale along K, J and N; K itself where one scale covers a column.
+      transposed: whether the array is [..., N, K]; only for plain ones.
+    """
+
+    depth: int
+    columns: int
+    packing: Packing | None = None
+    blocks: tuple[int, int, int] = (0, 0, 0)
+    transposed: bool = False
+
+    @property
+    def planes(self) -> int:
+        """In how many parts x must come: even and odd columns apart for two numbers per byte."""
+        return 2 if self.packing is not None and self.packing.kind == "fp4" else 1
+
+    @property
+    def lanes(self) -> int:
+        """Columns per stored word: four bytes of fp4 are taken at a time, whose codes are unpacked in pairs."""
+        return LANES if self.planes == 2 else 1
+
+    def column(self, first: Any, lane: int, columns: int) -> jax.Array:
+        """Columns of one lane in a tile of so many that begins at ``first``."""
+        return first + jnp.arange(columns // self.lanes, dtype=jnp.int32) * self.lanes + lane
+
+    @property
+    def scaled_inside(self) -> bool:
+        """Whether scales change along K, so that partial sums are scaled and not the whole."""
+        return self.packing is not None and self.blocks[0] < self.depth
+
+    def step(self, wanted: int) -> int:
+        """Numbers along K of one tensor-core product: at most ``wanted``, and of one scale."""
+        return min(wanted, self.blocks[0]) if self.scaled_inside else min(wanted, _power(self.depth))
+
+    def unroll(self, wanted: int) -> int:
+        """Products per step of the loop: as many as ``wanted`` numbers hold, and a divisor of all there are."""
+        step = self.step(wanted)
+        steps = -(-self.depth // step)
+        return next(n for n in range(max(1, wanted // step), 0, -1) if steps % n == 0)
+
+
+def layout(w: Weight, *, lead: int) -> Layout:
+    """Facts of a weight whose first ``lead`` axes count layers and groups."""
+    inner = w.shape[lead:]
+    if not isinstance(w, Packed):
+        return Layout(inner[0], inner[-1])
+    blocks = (1,) * (w.scale.ndim - len(w.packing.blocks)) + w.packing.blocks
+    deep, *part, wide = blocks[lead:]
+    return Layout(inner[0], inner[-1], w.packing, (min(deep, inner[0]), (part or [1])[0], wide))
+
+
+def obstacles(w: Weight, name: str, *, lead: int) -> list[str]:
+    """Why products with a weight cannot be computed by the kernel; empty if they can."""
+    if not isinstance(w, Packed):
+        known = w.dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn)
+        return [] if known else [f"{name}: dtype {w.dtype} has no product in the kernel"]
+    facts, form, axes = layout(w, lead=lead), w.packing, len(w.shape) - lead
+    found = []
+    least = 32 if form.kind == "fp4" else 16
+    if facts.scaled_inside and (facts.blocks[0] < least or facts.blocks[0] & (facts.blocks[0] - 1)):
+        found.append(
+            f"{name}: {facts.blocks[0]} numbers per scale along the product's sum, not a power of two >= {least}"
+        )
+    if form.kind == "fp4" and form.packed_axis != -axes:
+        found.append(f"{name}: packed along axis {form.packed_axis}, not along that of the product's sum, {-axes}")
+    if form.kind == "fp4" and facts.columns % LANES:
+        found.append(f"{name}: {facts.columns} columns, not a multiple of {LANES}")
+    if any(block != 1 for block in form.blocks[: len(form.blocks) - axes]):
+        found.append(f"{name}: scales shared by groups")
+    return found
+
+
+def references(w: Weight) -> list[jax.Array]:
+    """What a kernel is given of a weight: its numbers, and its scales if it has them; bytes of fp4 in words of four.
+
+    The words are a view, not a copy.
+    """
+    if not isinstance(w, Packed):
+        return [w]
+    if w.packing.kind != "fp4":
+        return [w.data, w.scale]
+    return [_words(w.data), _words(w.scale) if _in_words(w.packing) else w.scale]
+
+
+def _in_words(packing: Packing) -> bool:
+    return packing.kind == "fp4" and packing.exponent_scales and packing.blocks[-1] == 1
+
+
+def _words(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], x.shape[-1] // LANES, LANES), jnp.uint32)
+
+
+def planes(x_RK: jax.Array, count: int) -> jax.Array:
+    """[count, R, K / count]: for two planes even columns, then odd ones."""
+    rows, depth = x_RK.shape
+    return x_RK[None] if count == 1 else jnp.moveaxis(x_RK.reshape(rows, depth // 2, 2), 2, 0)
+
+
+def products(
+    x_tile: Callable[[int, Any, int], jax.Array],
+    refs: Sequence[Any],
+    facts: Layout,
+    lead: tuple[Any, ...],
+    parts: Sequence[tuple[int, ...]],
+    program: Any,
+    tile: Product,
+    rows: int,
+) -> list[list[jax.Array]]:
+    """Float32 [rows, tile.columns / lanes] products of the same rows with the same columns of each part.
+
+    Sums run along K in steps of a size that depends on nothing but the weight, so that a row comes out the same
+    whatever is computed beside it. A scale multiplies the float32 sum of the numbers that share it.
+
+    Args:
+      x_tile: takes a plane, the first column of it and how many; returns the rows there, zero behind the last column.
+      refs: as from ``references``.
+      facts: of the weight.
+      lead: layer and group.
+      parts: index between K and N for each result: ``()``, or ``(0,)`` and ``(1,)``.
+      program: which tile of columns.
+      tile: sizes.
+      rows: of x.
+
+    Returns:
+      For each part and lane the sums of the columns that ``Layout.column`` names.
+    """
+    step, unroll = facts.step(tile.depth), facts.unroll(tile.depth)
+    steps, stored = -(-facts.depth // step), step // facts.planes
+    word = program * (tile.columns // facts.lanes) + jnp.arange(tile.columns // facts.lanes, dtype=jnp.int32)
+    fits = None if facts.columns % tile.columns == 0 else word < facts.columns // facts.lanes
+
+    def scales(number) -> list[list[jax.Array]]:
+        row = number * step // facts.blocks[0] if facts.scaled_inside else 0
+        return [_scales(refs[1], facts, (*lead, row), part, program * tile.columns, word, fits, tile) for part in parts]
+
+    def add(number, sums, factors):
+        row = number * stored + jnp.arange(stored, dtype=jnp.int32)
+        inside = _inside(facts, row, step, fits)
+        xs = [x_tile(plane, number * stored, stored) for plane in range(facts.planes)]
+        new = []
+        for place, part in enumerate(parts):
+            index = (word[None], row[:, None]) if facts.transposed else (row[:, None], *part, word[None])
+            ref = refs[0].at[(*lead, *index)]
+            w = load(ref) if inside is None else load(ref, mask=inside, other=_zero(refs[0].dtype))
+            lanes = []
+            for lane, halves in enumerate(_decoded(w, facts, xs[0].dtype)):
+                found = functools.reduce(operator.add, (_dot(x, half) for x, half in zip(xs, halves, strict=True)))
+                lanes.append(sums[place][lane] + (found * factors[place][lane] if factors else found))
+            new.append(lanes)
+        return new
+
+    def several(i, carry):
+        sums, factors = carry
+        for u in range(unroll):
+            number = i * unroll + u
+            # The next product's scales are asked for before this one: nothing else would hide the wait for them.
+            later = scales(jnp.minimum(number + 1, steps - 1)) if factors else []
+            sums, factors = add(number, sums, factors), later
+        return sums, factors
+
+    zeros = [[jnp.zeros((rows, tile.columns // facts.lanes), jnp.float32)] * facts.lanes for _ in parts]
+    sums, _ = lax.fori_loop(0, steps // unroll, several, (zeros, scales(0) if facts.scaled_inside else []))
+    if facts.packing is None or (facts.scaled_inside and facts.planes == 1):
+        return sums
+    if facts.planes == 2:
+        sums = [[total * FP4_STEP for total in lanes] for lanes in sums]
+    if facts.scaled_inside:
+        return sums
+    return [[total * f for total, f in zip(*pair, strict=True)] for pair in zip(sums, scales(0), strict=True)]
+
+
+def _scales(ref, facts: Layout, lead, part, first_column, word, fits, tile: Product) -> list[jax.Array]:
+    """Factors of one product by lane: a scalar if one scale covers the tile's columns, else [1, words]."""
+    _, between, wide = facts.blocks
+    assert facts.packing is not None
+    index = (*lead, *(j // between for j in part))
+    if wide % tile.columns == 0:
+        found = [ref[(*index, first_column // wide)]] * facts.lanes
+    elif _in_words(facts.packing):
+        four = _masked(ref.at[(*index, word)], fits)
+        found = [((four >> np.uint32(8 * lane)) & np.uint32(255))[None] for lane in range(facts.lanes)]
+    else:
+        columns = [word * facts.lanes + lane for lane in range(facts.lanes)]
+        found = [_masked(ref.at[(*index, column // wide)], fits)[None] for column in columns]
+    return [_power_of_two(f) if facts.packing.exponent_scales else f for f in found]
+
+
+def _power_of_two(byte: jax.Array) -> jax.Array:
+    """2 ** (byte - 127) by its bits, but 0 for the lowest, which is 2 ** -127; on that a test would cost more."""
+    return lax.bitcast_convert_type(byte.astype(jnp.uint32) << np.uint32(23), jnp.float32)
+
+
+def _inside(facts: Layout, row: jax.Array, step: int, fits: jax.Array | None) -> jax.Array | None:
+    if facts.depth % step == 0:
+        return None if fits is None else fits[None]
+    deep = row < facts.depth // facts.planes
+    return deep[:, None] if fits is None else deep[:, None] & fits[None]
+
+
+def _masked(ref, mask: jax.Array | None) -> jax.Array:
+    return load(ref) if mask is None else load(ref, mask=mask, other=_zero(ref.dtype))
+
+
+def _decoded(w: jax.Array, facts: Layout, dtype: jnp.dtype) -> list[list[jax.Array]]:
+    """The numbers by lane and plane in the dtype of the product; e2m1 times 2 ** -14, as float16 bits have them."""
+    if w.dtype == jnp.float8_e4m3fn:
+        w = w.astype(jnp.float16).astype(jnp.float32)  # the card has no fast way from e4m3 to bfloat16 but this
+    if facts.planes == 1:
+        return [[w.astype(dtype)]]
+    lanes: list[list[jax.Array]] = [[] for _ in range(LANES)]
+    for lane, half in ((lane, half) for lane in (0, 1) for half in (0, 1)):
+        first = 8 * lane + 4 * half
+        pair = (_shifted(w, 9 - first) & np.uint32(0x0E000E00)) | (_shifted(w, 12 - first) & np.uint32(0x80008000))
+        lanes[lane].append(_halfs(pair & np.uint32(0xFFFF), dtype))
+        lanes[lane + 2].append(_halfs(pair >> np.uint32(16), dtype))
+    return lanes
+
+
+def _shifted(w: jax.Array, left: int) -> jax.Array:
+    return w << np.uint32(left) if left > 0 else w >> np.uint32(-left)
+
+
+def _halfs(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32).astype(dtype)
+
+
+def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _zero(dtype: jnp.dtype):
+    return np.zeros((), dtype)
+
+
+def _power(n: int) -> int:
+    return 1 << max(4, math.ceil(math.log2(n)))

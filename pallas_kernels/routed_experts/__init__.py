@@ -1,0 +1,1 @@
+"""Routed experts: the weighted sum of what each row's chosen experts make of it."""

@@ -1,0 +1,191 @@
+"""Named cases of verify_attention: small ones of every feature, and the shapes of published models."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.backend import Implementation
+from pallas_kernels.case import Case
+from pallas_kernels.verify_attention.api import verify_attention
+
+# The root, two children, and children of both: as wide as it is deep.
+TREE = (-1, 0, 0, 1, 1, 2, 3, 5)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A shape of the operation.
+
+    Attributes:
+      heads, kv_heads, key_width: H, G and C.
+      value_width: C' where values are the beginnings of keys, None where they have pages of their own.
+      rows, count: B and T; with ``parents`` the nodes of a tree.
+      capacity: positions of a row, or of its ring where ``span`` is given.
+      cached: dtype of the pages.
+      compute: dtype of the products' factors.
+      span: most positions that a query sees, None for all.
+      sinks: whether heads have sinks.
+      page: size of the pages of a shared pool, None where every row has one page.
+      layers: layers behind one another in the pages; the last of them is read.
+      row: the one page that a prefill reads, None where every row reads its own.
+      parents: parent of each node of a tree.
+      committed: length of the longest row.
+      block: positions that may be read at a time.
+    """
+
+    heads: int
+    kv_heads: int
+    key_width: int
+    value_width: int | None = None
+    rows: int = 2
+    count: int = 4
+    capacity: int = 8192
+    cached: str = "bfloat16"
+    compute: str = "bfloat16"
+    span: int | None = None
+    sinks: bool = False
+    page: int | None = None
+    layers: int = 1
+    row: int | None = None
+    parents: tuple[int, ...] | None = None
+    committed: int = 4096
+    block: int = 64
+    _names: tuple[str, ...] = field(default=("q", "k", "v", "position", "sinks", "start", "table", "row", "base"))
+
+    @property
+    def ancestors(self) -> tuple[tuple[bool, ...], ...] | None:
+        """One row per node: those that it sees."""
+        if self.parents is None:
+            return None
+        see = np.eye(len(self.parents), dtype=bool)
+        for node, parent in enumerate(self.parents):
+            see[node] |= see[parent] if parent >= 0 else False
+        return tuple(tuple(bool(v) for v in row) for row in see)
+
+    @property
+    def depth_T(self) -> np.ndarray:
+        """How far behind the committed length each query stands."""
+        if self.ancestors is None:
+            return np.arange(self.count, dtype=np.int32)
+        return np.asarray([sum(row) - 1 for row in self.ancestors], np.int32)
+
+    def abstract(self) -> tuple[Any, ...]:
+        """The arguments as shapes and dtypes, None for those that are not there."""
+        per_row = 1 if self.page is None else -(-self.capacity // self.page)
+        own = self.rows if self.row is None else self.row + 1
+        pages = (self.layers * own * per_row, self.kv_heads, self.page or self.capacity)
+        int32, shape = jnp.dtype(jnp.int32), jax.ShapeDtypeStruct
+        own_values = self.value_width is None
+        made = {
+            "q": shape((self.rows, self.count, self.heads, self.key_width), jnp.dtype(jnp.float32)),
+            "k": shape((*pages, self.key_width), jnp.dtype(self.cached)),
+            "v": shape((*pages, self.key_width), jnp.dtype(self.cached)) if own_values else None,
+            "position": shape((self.rows, self.count), int32),
+            "sinks": shape((self.heads,), jnp.dtype(jnp.float32)) if self.sinks else None,
+            "start": shape((self.rows,), int32) if self.parents else None,
+            "table": shape((self.rows, per_row), int32) if self.page else None,
+            "row": shape((self.rows,), int32) if self.row is not None else None,
+            "base": shape((), int32) if self.layers > 1 else None,
+        }
+        return tuple(made[name] for name in self._names)
+
+    def random(self, key: jax.Array) -> tuple[Any, ...]:
+        """Arguments with normal queries, keys, values and sinks; rows of different lengths; shuffled pages."""
+        made = dict(zip(self._names, self.abstract(), strict=True))
+        for name, draw in zip(("q", "k", "v", "sinks"), jax.random.split(key, 4), strict=True):
+            made[name] = None if made[name] is None else _normal(draw, made[name])
+        start_B = np.maximum(self.committed - np.arange(self.rows) * (self.committed // (self.rows + 1)), 0)
+        made["position"] = jnp.asarray(start_B[:, None] + self.depth_T, jnp.int32)
+        per_layer = made["k"].shape[0] // self.layers
+        given = {"start": start_B, "row": np.full(self.rows, self.row or 0), "base": (self.layers - 1) * per_layer}
+        given["table"] = np.random.default_rng(0).permutation(per_layer)
+        for name, value in given.items():
+            if made[name] is not None:
+                made[name] = jnp.asarray(np.reshape(value, made[name].shape), jnp.int32)
+        return tuple(made[name] for name in self._names)
+
+    def call(self, implementation: Implementation) -> Any:
+        """The operation on these arguments."""
+        return partial(self._run, implementation)
+
+    def _run(self, implementation: Implementation, *arguments: Any) -> jax.Array:
+        x = dict(zip(self._names, arguments, strict=True))
+        return verify_attention(
+            x["q"], x["k"], x["v"], x["position"], scale=self.key_width**-0.5, dtype=jnp.dtype(self.compute),
+            value_width=self.value_width, sinks_H=x["sinks"], span=self.span, ring=self.span is not None,
+            start_B=x["start"], ancestors=self.ancestors, table_BJ=x["table"], row_B=x["row"], base=x["base"],
+            block=self.block, implementation=implementation,
+        )  # fmt: skip
+
+    def read_bytes(self, *arguments: Any) -> int:
+        """Bytes of the cached entries that some query of a row sees, each once."""
+        k, v, position_BT = arguments[1], arguments[2], np.asarray(arguments[3])
+        first_B = 0 if self.span is None else np.maximum(position_BT.min(axis=1) - self.span + 1, 0)
+        entry = sum(x.shape[1] * x.shape[3] * x.dtype.itemsize for x in (k, v) if x is not None)
+        beside = self.count - 1 - int(self.depth_T.max())  # nodes of a tree that stand beside its longest path
+        return int((position_BT.max(axis=1) + 1 - first_B).sum() + beside * self.rows) * entry
+
+
+def _normal(key: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    kept = jnp.dtype(jnp.bfloat16) if like.dtype == jnp.uint16 else like.dtype
+    x = jax.random.normal(key, like.shape, jnp.float32).astype(kept)
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if like.dtype == jnp.uint16 else x
+
+
+def _case(name: str, size: Any, sizes: Sizes) -> Case:
+    # Of weights rounded to 8 bits the reference and the kernel round those of a block with another maximum differently.
+    tolerance = 1e-5 if sizes.compute == "float32" else 2**-7
+    return Case(name, size, sizes.abstract, sizes.random, sizes.call, tolerance, sizes.read_bytes)
+
+
+def _tiny() -> dict[str, Sizes]:
+    plain = Sizes(4, 2, 16, capacity=64, committed=40, block=8, cached="float32", compute="float32")
+    ring = replace(plain, span=13, capacity=32)
+    latent = replace(plain, heads=6, kv_heads=1, key_width=24, value_width=16)
+    tree = {"parents": TREE, "count": len(TREE), "committed": 37}
+    bits = {"cached": "uint16", "compute": "bfloat16"}
+    return {
+        "chain-of-7-heads": replace(plain, heads=7, kv_heads=1, key_width=24, sinks=True),
+        "chain-pool-layers": replace(plain, page=16, rows=3, layers=3, **bits),
+        "chain-many-splits": replace(plain, capacity=9216, committed=8900, block=64),
+        "ring-sinks": replace(ring, sinks=True, **bits),
+        "ring-many-splits": replace(ring, span=600, capacity=640, committed=900, block=64, layers=2),
+        "prefill": replace(plain, rows=1, row=1, count=24, committed=8),
+        "tree": replace(plain, page=16, **tree),
+        "tree-ring": replace(ring, **tree),
+        "latent": replace(latent, page=16),
+        "latent-tree": replace(latent, **tree, **bits),
+    }
+
+
+def _real() -> dict[str, Sizes]:
+    published = {
+        "qwen3-30b-a3b": Sizes(32, 4, 128),
+        "gpt-oss-window": Sizes(64, 8, 64, span=128, sinks=True, capacity=256),
+        "gpt-oss-full": Sizes(64, 8, 64, sinks=True),
+        "mixtral-8x7b": Sizes(32, 8, 128),
+        "deepseek-v3-of-8": Sizes(16, 1, 576, 512),
+    }
+    found = {}
+    for name, sizes in published.items():
+        sizes = replace(sizes, rows=8)
+        found[f"{name}-plain"] = replace(sizes, count=1)
+        found[f"{name}-chain"] = sizes
+        found[f"{name}-tree"] = replace(sizes, parents=TREE, count=len(TREE))
+    qwen, latent = found["qwen3-30b-a3b-chain"], found["deepseek-v3-of-8-chain"]
+    found["qwen3-30b-a3b-pool"] = replace(qwen, page=256, layers=2)
+    found["qwen3-30b-a3b-bits"] = replace(qwen, cached="uint16")
+    found["qwen3-30b-a3b-prefill"] = replace(qwen, rows=1, row=7, count=256)
+    found["deepseek-v3-of-8-pool"] = replace(latent, page=256, layers=2)
+    found["deepseek-v3-of-8-prefill"] = replace(latent, rows=1, row=7, count=256)
+    return found
+
+
+CASES: tuple[Case, ...] = (
+    *(_case(name, "tiny", sizes) for name, sizes in _tiny().items()),
+    *(_case(name, "real", sizes) for name, sizes in _real().items()),
+)
