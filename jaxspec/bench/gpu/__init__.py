@@ -1,0 +1,1 @@
+"""What the GPU suite measures, one section per file."""
