@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.backend import load
-from pallas_kernels.packed import Packed, Packing, Weight
+from pallas_kernels.quantized import Format, Quantized, Weight
 
 LANES = 4
 FP4_STEP = np.float32(2.0**14)
@@ -42,21 +42,21 @@ class Layout:
 
     Attributes:
       depth, columns: K and N.
-      packing: None for a plain array.
+      format: None for a plain array.
       blocks: numbers per scale along K, J and N; K itself where one scale covers a column.
       transposed: whether the array is [..., N, K]; only for plain ones.
     """
 
     depth: int
     columns: int
-    packing: Packing | None = None
+    format: Format | None = None
     blocks: tuple[int, int, int] = (0, 0, 0)
     transposed: bool = False
 
     @property
     def planes(self) -> int:
         """In how many parts x must come: even and odd columns apart for two numbers per byte."""
-        return 2 if self.packing is not None and self.packing.kind == "fp4" else 1
+        return 2 if self.format is not None and self.format.kind == "fp4" else 1
 
     @property
     def lanes(self) -> int:
@@ -70,7 +70,7 @@ class Layout:
     @property
     def scaled_inside(self) -> bool:
         """Whether scales change along K, so that partial sums are scaled and not the whole."""
-        return self.packing is not None and self.blocks[0] < self.depth
+        return self.format is not None and self.blocks[0] < self.depth
 
     def step(self, wanted: int) -> int:
         """Numbers along K of one tensor-core product: at most ``wanted``, and of one scale."""
@@ -86,19 +86,19 @@ class Layout:
 def layout(w: Weight, *, lead: int) -> Layout:
     """Facts of a weight whose first ``lead`` axes count layers and groups."""
     inner = w.shape[lead:]
-    if not isinstance(w, Packed):
+    if not isinstance(w, Quantized):
         return Layout(inner[0], inner[-1])
-    blocks = (1,) * (w.scale.ndim - len(w.packing.blocks)) + w.packing.blocks
+    blocks = (1,) * (w.scale.ndim - len(w.format.blocks)) + w.format.blocks
     deep, *part, wide = blocks[lead:]
-    return Layout(inner[0], inner[-1], w.packing, (min(deep, inner[0]), (part or [1])[0], wide))
+    return Layout(inner[0], inner[-1], w.format, (min(deep, inner[0]), (part or [1])[0], wide))
 
 
 def obstacles(w: Weight, name: str, *, lead: int) -> list[str]:
     """Why products with a weight cannot be computed by the kernel; empty if they can."""
-    if not isinstance(w, Packed):
+    if not isinstance(w, Quantized):
         known = w.dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn)
         return [] if known else [f"{name}: dtype {w.dtype} has no product in the kernel"]
-    facts, form, axes = layout(w, lead=lead), w.packing, len(w.shape) - lead
+    facts, form, axes = layout(w, lead=lead), w.format, len(w.shape) - lead
     found = []
     least = 32 if form.kind == "fp4" else 16
     if facts.scaled_inside and (facts.blocks[0] < least or facts.blocks[0] & (facts.blocks[0] - 1)):
@@ -119,15 +119,15 @@ def references(w: Weight) -> list[jax.Array]:
 
     The words are a view, not a copy.
     """
-    if not isinstance(w, Packed):
+    if not isinstance(w, Quantized):
         return [w]
-    if w.packing.kind != "fp4":
+    if w.format.kind != "fp4":
         return [w.data, w.scale]
-    return [_words(w.data), _words(w.scale) if _in_words(w.packing) else w.scale]
+    return [_words(w.data), _words(w.scale) if _in_words(w.format) else w.scale]
 
 
-def _in_words(packing: Packing) -> bool:
-    return packing.kind == "fp4" and packing.exponent_scales and packing.blocks[-1] == 1
+def _in_words(form: Format) -> bool:
+    return form.kind == "fp4" and form.exponent_scales and form.blocks[-1] == 1
 
 
 def _words(x: jax.Array) -> jax.Array:
@@ -204,7 +204,7 @@ def products(
 
     zeros = [[jnp.zeros((rows, tile.columns // facts.lanes), jnp.float32)] * facts.lanes for _ in parts]
     sums, _ = lax.fori_loop(0, steps // unroll, several, (zeros, scales(0) if facts.scaled_inside else []))
-    if facts.packing is None or (facts.scaled_inside and facts.planes == 1):
+    if facts.format is None or (facts.scaled_inside and facts.planes == 1):
         return sums
     if facts.planes == 2:
         sums = [[total * FP4_STEP for total in lanes] for lanes in sums]
@@ -216,17 +216,17 @@ def products(
 def _scales(ref, facts: Layout, lead, part, first_column, word, fits, tile: Product) -> list[jax.Array]:
     """Factors of one product by lane: a scalar if one scale covers the tile's columns, else [1, words]."""
     _, between, wide = facts.blocks
-    assert facts.packing is not None
+    assert facts.format is not None
     index = (*lead, *(j // between for j in part))
     if wide % tile.columns == 0:
         found = [ref[(*index, first_column // wide)]] * facts.lanes
-    elif _in_words(facts.packing):
+    elif _in_words(facts.format):
         four = _masked(ref.at[(*index, word)], fits)
         found = [((four >> np.uint32(8 * lane)) & np.uint32(255))[None] for lane in range(facts.lanes)]
     else:
         columns = [word * facts.lanes + lane for lane in range(facts.lanes)]
         found = [_masked(ref.at[(*index, column // wide)], fits)[None] for column in columns]
-    return [_power_of_two(f) if facts.packing.exponent_scales else f for f in found]
+    return [_power_of_two(f) if facts.format.exponent_scales else f for f in found]
 
 
 def _power_of_two(byte: jax.Array) -> jax.Array:

@@ -1,4 +1,5 @@
 # Sourced by scripts/test and scripts/demo; `setup [extra]` makes .venv ready, and does nothing when it already is.
+# `setup_aot` adds what compiles for GPUs without one, in .venv/aot, where only such compiles look for it.
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 venv=.venv
 
@@ -41,5 +42,22 @@ setup() {
             "Check that this machine reaches a package index, then run the same command again."
     }
     printf '%s\n' "$key" >"$venv/stamp-$extra"
+    echo "done in $((SECONDS - started)) s" >&2
+}
+
+setup_aot() {
+    local wanted started=$SECONDS
+    wanted=$("$venv/bin/python" -c 'from jaxspec.bench.aot import packages; print("\n".join(packages()))') || exit 1
+    [ "$(cat "$venv/aot/installed" 2>/dev/null)" = "$wanted" ] && return
+    rm -rf "$venv/aot"
+    printf 'Installing what compiles for GPUs into %s (220 MB) ... ' "$venv/aot" >&2
+    # shellcheck disable=SC2086
+    "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off --no-deps \
+        --target "$venv/aot" $wanted >"$venv/setup-aot.log" 2>&1 || {
+        echo "failed; the tests that need it are left out, $venv/setup-aot.log says why" >&2
+        rm -rf "$venv/aot"
+        return
+    }
+    printf '%s\n' "$wanted" >"$venv/aot/installed"
     echo "done in $((SECONDS - started)) s" >&2
 }

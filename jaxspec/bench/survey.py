@@ -47,7 +47,7 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
       ConfigError: there is no such config, or it is wrong or not supported.
       CheckpointError: the files are unreadable or quantised in a way that is not supported.
     """
-    config, directory = _config(path)
+    config, directory = config_at(path)
     arch, block = arch_of(config), check_method(config)
     kind = np.dtype(dtype)
     policy, table = Policy(param=kind, compute=kind, depth="stacked"), known_tables()[arch.family]
@@ -81,8 +81,12 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
     }
 
 
-def _config(path: Path) -> tuple[dict[str, Any], Path | None]:
-    """The config, and the directory where it is one with files."""
+def config_at(path: Path) -> tuple[dict[str, Any], Path | None]:
+    """The config of a model directory or of a bare ``config.json``, and the directory where it is one with files.
+
+    Raises:
+      ConfigError: there is no such config, or it is not a JSON object.
+    """
     if path.is_file():
         try:
             config = json.loads(path.read_text(encoding="utf-8"))

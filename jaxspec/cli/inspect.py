@@ -31,6 +31,17 @@ class InspectArgs:
       quantization: How weights would lie in memory: auto keeps what is published quantised, none widens it, fp8 and
         int8 quantise a plain checkpoint.
       logit_error: Also load the model both ways and compare logits; goes with --quantization fp8 or int8.
+      compiled: Compile the model's programs for a GPU, which need not be there, and show launches, CUDA graphs,
+        collectives, memory, copies and spills.
+      kernels: Show which operations kernels compute on a GPU, and why not the others.
+      gpu: What to compile for.
+      devices: How many of them; 16 are two machines of 8.
+      mesh: Devices by axis, such as expert=4,tensor=2; by default all along expert, or tensor without experts.
+      rows: Batch slots.
+      capacity: Longest text in tokens.
+      topology: Drafted tokens K.
+      programs: Which of plain, ngram, mtp and prefill; by default all that the model has.
+      xla_only: Compile without our kernels.
       color: Colours on a terminal.
     """
 
@@ -39,6 +50,16 @@ class InspectArgs:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
     logit_error: tyro.conf.FlagCreatePairsOff[bool] = False
+    compiled: tyro.conf.FlagCreatePairsOff[bool] = False
+    kernels: tyro.conf.FlagCreatePairsOff[bool] = False
+    gpu: Literal["h100", "h200"] = "h100"
+    devices: int = 1
+    mesh: str = ""
+    rows: int = 4
+    capacity: int = 4096
+    topology: int = 3
+    programs: tuple[Literal["plain", "ngram", "mtp", "prefill"], ...] = ()
+    xla_only: tyro.conf.FlagCreatePairsOff[bool] = False
     color: bool = True
 
 
@@ -46,6 +67,8 @@ def run(args: InspectArgs) -> int:
     """Prints the survey of a model; returns 1 where its tensors are not those that its config needs."""
     if args.logit_error and (args.quantization not in ("fp8", "int8") or args.path.is_file()):
         raise ConfigError("inspect: --logit-error needs --quantization fp8 or int8, and a directory with weights")
+    if args.compiled or args.kernels:
+        return _programs(args)
     from jaxspec.bench.survey import survey
 
     found = survey(args.path, dtype=args.dtype, quantization=args.quantization)
@@ -59,6 +82,47 @@ def run(args: InspectArgs) -> int:
         show(found, Screen(args.color))
     tensors = found["tensors"]
     return 1 if any(tensors[kind] for kind in ("missing", "extra", "misshaped", "mistyped")) else 0
+
+
+def _programs(args: InspectArgs) -> int:
+    """Shows the model's programs; returns 1 where a kernel spills registers."""
+    from jaxspec.bench import aot
+    from jaxspec.bench.survey import config_at
+    from jaxspec.cli.inspect_programs import show_compiled, show_kernels
+    from jaxspec.cli.screen import Screen
+
+    config, screen, found = config_at(args.path)[0], Screen(args.color), {}
+    setting: dict[str, Any] = {"rows": args.rows, "capacity": args.capacity, "drafts": args.topology}
+    if args.kernels:
+        from jaxspec.bench.kernel_choices import kernel_choices
+        from jaxspec.bench.programs import Setting
+
+        found["kernels"] = kernel_choices(Setting(config, **setting), args.programs)
+    if args.compiled:
+        found["compiled"] = aot.run(
+            "jaxspec.bench.compiled:look", config=config, gpu=args.gpu, devices=args.devices, mesh=_mesh(args.mesh),
+            wanted=args.programs, kernels="xla" if args.xla_only else "triton", **setting,
+        )  # fmt: skip
+    if args.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        if args.kernels:
+            show_kernels(found["kernels"], screen)
+        if args.compiled:
+            show_compiled(found["compiled"], screen, amount)
+    programs = found["compiled"]["programs"].values() if args.compiled else ()
+    return 1 if any(program["spills"] for program in programs) else 0
+
+
+def _mesh(text: str) -> dict[str, int]:
+    """``expert=4,tensor=2`` as a mapping."""
+    sizes = {}
+    for part in filter(None, text.split(",")):
+        axis, _, size = part.partition("=")
+        if not size.isdigit():
+            raise ConfigError(f"inspect: --mesh takes axes and sizes such as expert=4,tensor=2, got {text!r}")
+        sizes[axis.strip()] = int(size)
+    return sizes
 
 
 def _logit_error(directory: Path, quantization: str) -> Any:

@@ -8,7 +8,6 @@ import numpy as np
 from jax import lax
 
 from jaxspec.nn.ffn import Activation, gated
-from jaxspec.nn.matrix import kernel_weight
 from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.quantized import widen
 from jaxspec.nn.router import Routing
@@ -184,16 +183,15 @@ def by_kernel(
     """
     if policy.kernels == "xla":
         return None
-    weights, expert_MA = {name: kernel_weight(w) for name, w in experts.items()}, routing.expert_MA
-    stack = layer is not None
-    name = case_name(x_MD.shape[0], expert_MA.shape[1], weights, stack)
-    choice = choose(OP, name, policy.kernels, "cuda", obstacles(weights, stack))
+    expert_MA, stack = routing.expert_MA, layer is not None
+    name = case_name(x_MD.shape[0], expert_MA.shape[1], experts, stack)
+    choice = choose(OP, name, policy.kernels, "cuda", obstacles(experts, stack))
     if choice.implementation == "xla":
         return None
     if live_M is not None:
         expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
     return routed_experts(
-        x_MD, expert_MA, routing.weight_MA, weights, activation=activation, dtype=policy.compute, layer=layer,
+        x_MD, expert_MA, routing.weight_MA, experts, activation=activation, dtype=policy.compute, layer=layer,
         implementation=choice,
     )  # fmt: skip
 

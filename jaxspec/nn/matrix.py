@@ -10,8 +10,6 @@ from jax import lax
 from jaxspec.nn.quantized import Quantized
 from jaxspec.shapes import Array
 from pallas_kernels.few_rows_dense.api import MOST_ROWS, OP, case_name, few_rows_dense, flat, obstacles
-from pallas_kernels.packed import Packed, Packing
-from pallas_kernels.packed import Weight as KernelWeight
 from pallas_kernels.select import choose
 
 
@@ -52,18 +50,10 @@ class Matrix:
         rows, stacked = x_MD.shape[0], self.layer is not None
         if self.kernels == "xla" or rows > MOST_ROWS:
             return None
-        w = flat(kernel_weight(self.whole), int(stacked), axes)
+        w = flat(self.whole, int(stacked), axes)
         blocked = ["scales shared by numbers that are no neighbours"] if w is None else obstacles(w, rows, stacked)
         name = f"{rows} rows, weight of {self.shape}" if w is None else case_name(rows, w)
         choice = choose(OP, name, self.kernels, "cuda", blocked)
         if w is None or choice.implementation == "xla":
             return None
         return few_rows_dense(x_MD, w, dtype=jnp.dtype(dtype), layer=self.layer, implementation=choice)
-
-
-def kernel_weight(w: Array | Quantized) -> KernelWeight:
-    """A weight as kernels take it; nothing moves."""
-    if not isinstance(w, Quantized):
-        return w
-    f = w.format
-    return Packed(w.data, w.scale, Packing(f.kind, f.blocks, f.exponent_scales, f.packed_axis))

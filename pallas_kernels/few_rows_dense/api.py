@@ -10,7 +10,7 @@ from pallas_kernels import blocks, product
 from pallas_kernels.backend import Implementation
 from pallas_kernels.few_rows_dense import kernel, reference
 from pallas_kernels.few_rows_dense.kernel import Tiles
-from pallas_kernels.packed import Packed, Packing, Weight, form
+from pallas_kernels.quantized import Format, Quantized, Weight, form
 from pallas_kernels.select import Choice, UnsupportedKernel, choose
 
 OP = "few_rows_dense"
@@ -68,7 +68,7 @@ def few_rows_dense(
 def obstacles(w: Weight, rows: int, stacked: bool) -> list[str]:
     """Why the kernel cannot compute with this weight, each a sentence; empty if it can."""
     found = product.obstacles(w, "weight", lead=1 if stacked else 0)
-    if isinstance(w, Packed) and w.packing.kind == "fp4":
+    if isinstance(w, Quantized) and w.format.kind == "fp4":
         found.append("weight: two numbers per byte, which only experts have")
     if rows > MOST_ROWS:
         found.append(f"{rows} rows, more than {MOST_ROWS}: a library's product reads the weight less often")
@@ -88,17 +88,17 @@ def flat(w: Weight, lead: int, axes: int) -> Weight | None:
     """
     shape = w.shape[lead:]
     sizes = (*w.shape[:lead], math.prod(shape[:axes]), math.prod(shape[axes:]))
-    if not isinstance(w, Packed):
+    if not isinstance(w, Quantized):
         return w.reshape(sizes)
-    packing = w.packing
-    if packing.kind == "fp4" or len(packing.blocks) != len(shape):
+    how = w.format
+    if how.kind == "fp4" or len(how.blocks) != len(shape):
         return None
-    deep, wide = _one_block(shape[:axes], packing.blocks[:axes]), _one_block(shape[axes:], packing.blocks[axes:])
+    deep, wide = _one_block(shape[:axes], how.blocks[:axes]), _one_block(shape[axes:], how.blocks[axes:])
     if deep is None or wide is None:
         return None
     scale = w.scale.shape[lead:]
     factors = w.scale.reshape(*w.shape[:lead], math.prod(scale[:axes]), math.prod(scale[axes:]))
-    return Packed(w.data.reshape(sizes), factors, Packing(packing.kind, (deep, wide), packing.exponent_scales))
+    return Quantized(w.data.reshape(sizes), factors, Format(how.kind, (deep, wide), how.exponent_scales))
 
 
 def _one_block(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int | None:

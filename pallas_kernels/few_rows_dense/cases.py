@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.backend import Implementation
 from pallas_kernels.case import Case
 from pallas_kernels.few_rows_dense.api import few_rows_dense
-from pallas_kernels.packing_cases import abstract_weight, nbytes, random_weight
+from pallas_kernels.weight_cases import abstract_weight, nbytes, random_weight
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Sizes:
 
     Attributes:
       rows, depth, columns: M, D and N.
-      form: how the weight is stored, see ``packing``.
+      form: how the weight is stored, see ``weight_cases.format_of``.
       layers: L of the stack, 0 for none.
       bias: whether there is one.
       block: side of the squares that share an fp8 scale.

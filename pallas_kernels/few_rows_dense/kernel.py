@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.backend import Implementation, Launch, launch, load, program_id, store, whole
-from pallas_kernels.packed import Weight, exponent
 from pallas_kernels.product import Layout, layout, references
+from pallas_kernels.quantized import Weight, exponent
 
 ROWS = 16
 """Rows of one tensor-core product. A row's sums must not depend on it, so it is the same for any number of rows."""
@@ -157,7 +157,7 @@ def _factor(
     refs: Sequence[Any], facts: Layout, lead: tuple[Any, ...], first_column, columns: int, deep, *, inside: bool
 ) -> Any:
     """Scales of one step, or with ``inside`` false those of whole columns; None where there are none of that kind."""
-    if facts.packing is None or facts.scaled_inside != inside:
+    if facts.format is None or facts.scaled_inside != inside:
         return None
     row = deep // facts.blocks[0] if inside else 0
     wide = facts.blocks[2]
@@ -167,7 +167,7 @@ def _factor(
         column = first_column + jnp.arange(columns, dtype=jnp.int32)
         place = refs[1].at[(*lead, row, column // wide)]
         found = load(place, mask=column < facts.columns, other=np.zeros((), refs[1].dtype))[None]
-    return exponent(found) if facts.packing.exponent_scales else found
+    return exponent(found) if facts.format.exponent_scales else found
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.packed import Weight, widen
+from pallas_kernels.quantized import Weight, widen
 
 
 def few_rows_dense(

@@ -7,9 +7,9 @@ from pallas_kernels import blocks
 from pallas_kernels.backend import Implementation
 from pallas_kernels.grouped_matmul import kernel, reference
 from pallas_kernels.grouped_matmul.kernel import Setting, Tiles
-from pallas_kernels.packed import Weight, form
 from pallas_kernels.product import Product
 from pallas_kernels.product import obstacles as product_obstacles
+from pallas_kernels.quantized import Weight, form
 from pallas_kernels.select import Choice, UnsupportedKernel, choose
 
 OP = "grouped_matmul"

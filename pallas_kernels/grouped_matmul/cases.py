@@ -11,8 +11,8 @@ import numpy as np
 
 from pallas_kernels.case import Case
 from pallas_kernels.grouped_matmul.api import Tiles, grouped_matmul
-from pallas_kernels.packing_cases import abstract_weight, nbytes, random_weight
 from pallas_kernels.product import Product
+from pallas_kernels.weight_cases import abstract_weight, nbytes, random_weight
 
 SMALL = Tiles(16, Product(64, 32, 4, 2), Product(32, 16, 4, 2), 32)
 

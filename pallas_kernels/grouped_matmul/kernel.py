@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import Implementation, Launch, launch, load, program_id, store, when, whole
-from pallas_kernels.packed import Packed, Weight, widen
 from pallas_kernels.product import Layout, Product, layout, planes, products, references
+from pallas_kernels.quantized import Quantized, Weight, widen
 from pallas_kernels.row_blocks import cut
 
 
@@ -57,7 +57,7 @@ def _forward(setting: Setting, x_RK, size_E, w_EKN, layer):
 def _backward(setting: Setting, saved, grad_RN: jax.Array):
     x_RK, size_E, w, layer = saved
     grad, depth = grad_RN.astype(setting.dtype), x_RK.shape[1]
-    if isinstance(w, Packed):
+    if isinstance(w, Quantized):
         # Numbers in few bits have no gradient; that of the rows takes them widened.
         own = widen(w if layer is None else jax.tree.map(lambda leaf: leaf[layer], w)).astype(setting.dtype)
         grad_x = _product(setting, grad, size_E, own, None, Layout(grad.shape[1], depth, transposed=True))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.packed import Packed, Weight, widen
+from pallas_kernels.quantized import Quantized, Weight, widen
 
 
 def grouped_matmul(
@@ -30,6 +30,6 @@ def _entry(w: Weight, place: jax.Array) -> Weight:
 
 def _dot(x: jax.Array, w: Weight) -> jax.Array:
     """Numbers with scales are not rounded to the dtype of x, as in the kernel."""
-    if isinstance(w, Packed) or x.dtype == jnp.float32:
+    if isinstance(w, Quantized) or x.dtype == jnp.float32:
         return jnp.dot(x.astype(jnp.float32), widen(w), precision=lax.Precision.HIGHEST)
     return jnp.dot(x, w.astype(x.dtype), preferred_element_type=jnp.float32)

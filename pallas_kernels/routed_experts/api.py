@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import blocks
 from pallas_kernels.backend import Implementation
-from pallas_kernels.packed import Packed, Weight, form
 from pallas_kernels.product import Product
 from pallas_kernels.product import obstacles as product_obstacles
+from pallas_kernels.quantized import Quantized, Weight, form
 from pallas_kernels.routed_experts import kernel, reference
 from pallas_kernels.routed_experts.kernel import Tiles
 from pallas_kernels.select import Choice, UnsupportedKernel, choose
@@ -84,7 +84,7 @@ def obstacles(weights: Mapping[str, Weight], stacked: bool) -> list[str]:
     found = [o for name in ("gate_up_ED2F", "down_EFD") for o in product_obstacles(weights[name], name, lead=lead)]
     hidden = weights["down_EFD"].shape[lead]
     down = weights["down_EFD"]
-    if isinstance(down, Packed) and down.packing.kind == "fp4" and hidden % 2:
+    if isinstance(down, Quantized) and down.format.kind == "fp4" and hidden % 2:
         found.append(f"down_EFD: an odd number of hidden units, {hidden}, in pairs")
     return found
 
@@ -134,7 +134,7 @@ def _check(x_MD, expert_MA, weight_MA, weights: Mapping[str, Weight], layer) -> 
             raise UnsupportedKernel(
                 f"{OP}: {name} must be {(*lead, *shape)} beside down_EFD, got {weights[name].shape}"
             )
-        if "bias" in name and isinstance(weights.get(name), Packed):
+        if "bias" in name and isinstance(weights.get(name), Quantized):
             raise UnsupportedKernel(f"{OP}: {name} must be a plain array")
     if x_MD.shape[1] != width:
         raise UnsupportedKernel(f"{OP}: rows of {x_MD.shape[1]} numbers for experts of width {width}")

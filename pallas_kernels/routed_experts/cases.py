@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.case import Case
-from pallas_kernels.packing_cases import abstract_weight, nbytes, random_weight
 from pallas_kernels.product import Product
 from pallas_kernels.routed_experts.api import Tiles, routed_experts
+from pallas_kernels.weight_cases import abstract_weight, nbytes, random_weight
 
 SMALL = Tiles(16, Product(32, 32, 4, 2), Product(64, 32, 4, 2))
 
@@ -39,7 +39,7 @@ class Shape:
 
     Attributes:
       rows, experts, top_k, width, hidden: M, E, A, D and F.
-      form: how weights are stored, see ``packing_cases.packing``.
+      form: how weights are stored, see ``weight_cases.format_of``.
       bias: whether both products have one.
       layers: of the stack, 0 for no stack.
       chosen: experts that choices are drawn from, E by default; more on one of several devices.

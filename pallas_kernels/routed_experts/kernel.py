@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Implementation, Launch, launch, load, program_id, store, when, whole
-from pallas_kernels.packed import Packed, Weight
 from pallas_kernels.product import Layout, Product, layout, planes, products, references
+from pallas_kernels.quantized import Quantized, Weight
 from pallas_kernels.row_blocks import Blocks, sort
 
 
@@ -88,7 +88,7 @@ def routed_experts(
 
 def _bias(weights: Mapping[str, Weight], name: str) -> jax.Array | None:
     found = weights.get(name)
-    assert not isinstance(found, Packed), "biases are plain"
+    assert not isinstance(found, Quantized), "biases are plain"
     return found
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.packed import Packed, Weight, widen
+from pallas_kernels.quantized import Quantized, Weight, widen
 
 
 def routed_experts(
@@ -46,7 +46,7 @@ def _entry(w: Weight, place: jax.Array) -> Weight:
 
 def _dot(x: jax.Array, w: Weight) -> jax.Array:
     """Plain weights are rounded to the dtype of x; numbers with scales are not rounded at all, as in the kernel."""
-    if isinstance(w, Packed) or x.dtype == jnp.float32:
+    if isinstance(w, Quantized) or x.dtype == jnp.float32:
         precision, x, wide = lax.Precision.HIGHEST, x.astype(jnp.float32), widen(w)
     else:
         precision, wide = None, w.astype(x.dtype)

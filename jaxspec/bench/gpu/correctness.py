@@ -24,12 +24,12 @@ from jaxspec.serve.request import SamplingParams
 from pallas_kernels.case import Case
 from pallas_kernels.few_rows_dense.api import few_rows_dense
 from pallas_kernels.few_rows_dense.cases import Sizes as DenseSizes
-from pallas_kernels.packed import Packed
-from pallas_kernels.packing_cases import abstract_weight
+from pallas_kernels.quantized import Quantized
 from pallas_kernels.routed_experts.api import routed_experts
 from pallas_kernels.routed_experts.cases import gpt_oss
 from pallas_kernels.select import SlowKernelWarning
 from pallas_kernels.verify_attention.api import verify_attention
+from pallas_kernels.weight_cases import abstract_weight
 
 # Bfloat16 keeps 8 bits and sums are float32, so errors lie between 1e-3 and 1e-2 of the norm (2 ** -9 per factor).
 BFLOAT16 = 1e-2
@@ -96,8 +96,8 @@ def _dense(section: Section, kernel: Any) -> None:
     real = (DenseSizes(64, 2048, 5120, layers=2), DenseSizes(64, 1536, 24576, "fp8", layers=2))
     for sizes in (DenseSizes(3, 64, 48, layers=2),) if section.tiny else real:
         w: Any = abstract_weight(sizes.form, (sizes.layers,), (sizes.depth, sizes.columns), sizes.block)
-        if isinstance(w, Packed):
-            w = Packed(*random_quantized(w, w.packing.kind, 0), w.packing)
+        if isinstance(w, Quantized):
+            w = Quantized(*random_quantized(w, w.format.kind, 0), w.format)
         else:
             w = random_array(0, w.shape, w.dtype)
         x = jnp.asarray(np.random.default_rng(1).standard_normal((sizes.rows, sizes.depth)), jnp.bfloat16)

@@ -16,7 +16,7 @@ from jaxspec.bench.gpu.ragged import Dot, by_ragged_dot, tokamax_dot, xla_dot
 from jaxspec.bench.gpu.random_model import random_array, random_quantized
 from jaxspec.bench.gpu.report import Section
 from jaxspec.bench.gpu.timing import Subject, chained, interleaved, side_by_side
-from pallas_kernels.packed import Packed
+from pallas_kernels.quantized import Quantized
 from pallas_kernels.routed_experts.api import routed_experts
 from pallas_kernels.routed_experts.cases import Shape, gpt_oss
 
@@ -101,11 +101,11 @@ def random_inputs(shape: Shape) -> Inputs:
     """Random weights of a shape on the device."""
     stack = {}
     for number, (name, like) in enumerate(shape.abstract()[3].items()):
-        if isinstance(like, Packed):
-            stack[name] = Packed(*random_quantized(like, like.packing.kind, number), like.packing)
+        if isinstance(like, Quantized):
+            stack[name] = Quantized(*random_quantized(like, like.format.kind, number), like.format)
         else:
             stack[name] = random_array(number, like.shape, like.dtype)
-    plain = not any(isinstance(w, Packed) for w in stack.values())
+    plain = not any(isinstance(w, Quantized) for w in stack.values())
     layers = [{name: w[y] for name, w in stack.items()} for y in range(shape.layers)] if plain else []
     return Inputs(shape, stack, layers)
 
@@ -142,8 +142,8 @@ def _torch_subject(inputs: Inputs, rows: list[Any]) -> tuple[Subject, Any]:
     }
     stack = {}
     for name, w in inputs.stack.items():
-        stack[names[name]] = there.from_jax(w.data if isinstance(w, Packed) else w)
-        if isinstance(w, Packed):
+        stack[names[name]] = there.from_jax(w.data if isinstance(w, Quantized) else w)
+        if isinstance(w, Quantized):
             stack[f"{names[name]}_scale"] = there.from_jax(w.scale)
     oss, calls = inputs.shape.activation is gpt_oss, []
     for y, row in enumerate(rows):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.packed import Packed
+from pallas_kernels.quantized import Quantized
 
 FP4 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -17,9 +17,9 @@ def wide(w: Any, place: tuple[int, ...] = ()) -> np.ndarray:
       w: an array, or quantised.
       place: index of the leading axes.
     """
-    if not isinstance(w, Packed):
+    if not isinstance(w, Quantized):
         return np.asarray(w[place]).astype(np.float64)
-    data, scale, how = np.asarray(w.data[place]), np.asarray(w.scale[place]), w.packing
+    data, scale, how = np.asarray(w.data[place]), np.asarray(w.scale[place]), w.format
     values = data.astype(np.float64)
     if how.kind == "fp4":
         axis = data.ndim + how.packed_axis

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from jaxspec.nn.dense import dense, exact_dense
-from jaxspec.nn.matrix import Matrix, kernel_weight
+from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
 from pallas_kernels.few_rows_dense.api import few_rows_dense, flat, obstacles
-from pallas_kernels.packed import Packed
-from pallas_kernels.packing_cases import abstract_weight, random_weight
 from pallas_kernels.select import SlowKernelWarning, UnsupportedKernel
+from pallas_kernels.weight_cases import abstract_weight, random_weight
 
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
 
@@ -71,13 +70,13 @@ def test_flat_weights_keep_their_numbers(shape, axes, blocks, flat_blocks):
     data = jax.random.normal(jax.random.key(0), shape, jnp.float32).astype(form.dtype)
     scale = jax.random.uniform(jax.random.key(1), form.scale_shape(shape), jnp.float32, 0.5, 2.0)
     weight = Quantized(data, scale, form)
-    found = flat(kernel_weight(weight), 0, axes)
+    found = flat(weight, 0, axes)
     if flat_blocks is None:
         assert found is None
         return
-    assert isinstance(found, Packed)
-    assert found.packing.blocks == flat_blocks
-    again = Quantized(found.data, found.scale, Format("fp8", found.packing.blocks)).widen(jnp.float32)
+    assert isinstance(found, Quantized)
+    assert found.format.blocks == flat_blocks
+    again = Quantized(found.data, found.scale, Format("fp8", found.format.blocks)).widen(jnp.float32)
     assert np.array_equal(again, weight.widen(jnp.float32).reshape(again.shape))
 
 

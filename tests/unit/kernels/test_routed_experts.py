@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxspec.nn.ffn import Activation
-from pallas_kernels.packed import Packed, Packing
 from pallas_kernels.product import Product
+from pallas_kernels.quantized import Format, Quantized
 from pallas_kernels.routed_experts.api import Tiles, routed_experts, tiles_for
 from pallas_kernels.routed_experts.cases import Shape, gpt_oss
 from pallas_kernels.row_blocks import IN_ONE_PROGRAM, most_blocks, sort
@@ -128,8 +128,8 @@ def test_what_the_kernel_cannot_do_goes_to_the_reference():
         got = routed_experts(x, choice, weight, weights, implementation="interpret", **how)
     same(np.asarray(got), np.asarray(routed_experts(x, choice, weight, weights, implementation="xla", **how)))
     down = weights["down_EFD"]
-    wrong = Packed(
-        jnp.zeros((2, 48, 24), jnp.uint8), jnp.zeros((2, 48, 2), jnp.uint8), Packing("fp4", (1, 32), True, -1)
+    wrong = Quantized(
+        jnp.zeros((2, 48, 24), jnp.uint8), jnp.zeros((2, 48, 2), jnp.uint8), Format("fp4", (1, 32), True, -1)
     )
     assert wrong.shape == down.shape
     with pytest.warns(SlowKernelWarning, match="packed along axis -1, not along that of the product's sum, -2"):

@@ -1,0 +1,83 @@
+"""What ``jaxspec inspect`` shows of a model's programs on a GPU: the kernels chosen, and the compiled programs."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxspec.cli.screen import Screen
+
+Show = Callable[[float], str]
+MOST_COPIES = 12
+
+
+def show_kernels(found: dict[str, list[dict[str, Any]]], screen: "Screen") -> None:
+    """Prints the choices of each program."""
+    from rich.table import Table
+
+    for name, choices in found.items():
+        table = Table("operation", "case", "computed by", "why", title=name, title_justify="left")
+        for choice in choices:
+            taken = choice["implementation"] != "xla"
+            why = "the kernel covers this case" if taken else choice["reason"]
+            table.add_row(
+                choice["op"], choice["case"], choice["implementation"], why, style=None if taken else "yellow"
+            )
+        screen.console.print(table)
+
+
+def show_compiled(found: dict[str, Any], screen: "Screen", amount: Show) -> None:
+    """Prints what compiled programs do, a column each."""
+    from rich.table import Table
+
+    mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1)
+    where = f"{found['devices']} x {found['gpu']}" + (f" ({mesh})" if mesh else "")
+    shape = f"{found['rows']} rows of {found['capacity']} tokens, {found['drafts']} drafts, kernels {found['kernels']}"
+    screen.line(f"{where}   {shape}", "bold")
+    programs = found["programs"]
+    table = Table("per step", *programs, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = [_rows(program, amount) for program in programs.values()]
+    for label in dict.fromkeys(label for row in rows for label in row):
+        table.add_row(label, *(row.get(label, "") for row in rows))
+    screen.console.print(table)
+    for name, program in programs.items():
+        _show_faults(name, program, screen, amount)
+
+
+def _rows(program: dict[str, Any], amount: Show) -> dict[str, str]:
+    """Words by label."""
+    launches, graphs, sizes = program["launches"], program["graphs"], program["bytes"]
+    found = {
+        "launches": str(launches["per_step"]),
+        "launches per position": f"{launches['per_position']:g}" if program["positions"] else "",
+        "more in branches": str(launches["in_branches"]),
+        "more per turn of open loops": str(launches["per_turn"]),
+        "launches outside CUDA graphs": str(graphs["launches_outside"]),
+        "CUDA graphs": str(graphs["per_step"]),
+        "host waits": str(graphs["host_waits"]),
+    }
+    for kind, entry in program["collectives"].items():
+        found[f"{kind}, all / per MoE layer"] = f"{entry['per_step']} / {entry['per_moe_layer']:g}"
+        found[f"{kind}, bytes"] = amount(entry["bytes_per_step"])
+    found |= {
+        "arguments": amount(sizes["arguments"]),
+        "temporary memory": amount(sizes["temp"]),
+        "updated in place": amount(sizes["aliased"]),
+        "of them caches": amount(sizes["caches"]),
+        "most shared memory of a kernel": amount(max(program["shared_bytes"].values(), default=0)),
+        "compile time": f"{program['compile_s']:.0f} s",
+    }
+    return found
+
+
+def _show_faults(name: str, program: dict[str, Any], screen: "Screen", amount: Show) -> None:
+    for kernel, size in program["spills"].items():
+        screen.line(f"{name}: {kernel} spills {amount(size)} of registers", "red")
+    copies = [entry for entry in program["copies"] if not entry["setup"]]
+    for entry in copies[:MOST_COPIES]:
+        often = " per turn" if entry["looped"] else " in a branch" if entry["optional"] else ""
+        words = f"{amount(entry['bytes'])} written again, {entry['times']} times{often}: {entry['result']}"
+        screen.line(f"{name}: {words}   {entry['where']}", "yellow")
+    if len(copies) > MOST_COPIES:
+        screen.line(f"{name}: and {len(copies) - MOST_COPIES} more such arrays; --json lists them", "yellow")

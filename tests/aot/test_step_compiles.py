@@ -1,0 +1,84 @@
+"""Whole steps and prefills of published models compile for H100s and H200s, and do nothing but their work."""
+
+import json
+from typing import Any
+
+import pytest
+
+from jaxspec.bench import aot
+from jaxspec.errors import ConfigError
+from scripts.house_report import ROOT
+
+MIB = 1 << 20
+MOST_SHARED_BYTES = 232448
+ROWS, CAPACITY = 4, 4096
+# What happens once per step and reads or writes the logits of all positions is no copy of weights or caches.
+LOGITS = "f32[4,4,"
+
+
+def compiled(name: str, program: str, **setting: Any) -> dict[str, Any]:
+    config = json.loads((ROOT / "configs" / "models" / f"{name}.json").read_text())
+    shape = {"rows": ROWS, "capacity": CAPACITY, "wanted": [program]}
+    found = aot.run("jaxspec.bench.compiled:look", config=config, **shape, **setting)
+    return found["programs"][program]
+
+
+def weight_or_cache_copies(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is written again in every layer, or is as big as a layer's weights or cache."""
+    often = [entry for entry in found["copies"] if entry["times"] > 1 and not entry["optional"]]
+    big = [entry for entry in found["copies"] if entry["bytes"] > 16 * MIB and not entry["result"].startswith(LOGITS)]
+    return often + big
+
+
+# Layers, and most launches per layer: what is left for fusing is more than the kernels themselves.
+STEPS = {"qwen3-30b-a3b": (48, 30), "gpt-oss-20b": (24, 28), "gpt-oss-120b": (36, 28), "mixtral-8x7b": (32, 28)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_reads_its_weights_where_they_lie(name: str):
+    layers, most = STEPS[name]
+    found = compiled(name, "ngram", gpu="h100" if name != "gpt-oss-120b" else "h200")
+    sizes, graphs = found["bytes"], found["graphs"]
+    assert weight_or_cache_copies(found) == []
+    assert sizes["temp"] < 96 * MIB
+    assert sizes["aliased"] >= sizes["caches"], "the caches are written in place"
+    for kernel in ("verify_attention", "experts_gate_up", "experts_down"):
+        assert found["kernels"][kernel] == layers
+    assert found["kernels"]["few_rows_dense"] == 3 * layers + 1, "into attention, out of it, router; and the head"
+    assert found["launches"]["per_step"] <= most * layers + 80
+    assert found["launches"]["per_turn"] == 0, "no loop over the cache outside of kernels"
+    assert graphs["launches_outside"] <= 4
+    assert graphs["per_step"] <= layers + 4
+    assert graphs["host_waits"] == 1, "once per step, for the loop over steps"
+    assert found["collectives"] == {}
+    assert {kernel: size for kernel, size in found["spills"].items() if kernel in found["shared_bytes"]} == {}
+    assert max(found["shared_bytes"].values()) <= MOST_SHARED_BYTES
+
+
+@pytest.mark.slow
+def test_a_prefill_writes_its_cache_in_place():
+    found = compiled("qwen3-30b-a3b", "prefill", bucket=256)
+    assert found["bytes"]["aliased"] >= found["bytes"]["caches"]
+    assert found["bytes"]["temp"] < 256 * MIB
+    assert weight_or_cache_copies(found) == []
+    assert found["graphs"]["host_waits"] == 0
+
+
+@pytest.mark.slow
+def test_eight_devices_share_the_experts():
+    """Without kernels: what the compiler makes of sharded experts today, which the mesh is still to replace."""
+    found = compiled("deepseek-v3", "mtp", gpu="h200", devices=8, kernels="xla")
+    sizes, collectives = found["bytes"], found["collectives"]
+    assert sizes["arguments"] < 112e9, "of the 141e9 of one device"
+    assert sizes["aliased"] >= sizes["caches"]
+    runs = 58 + 3  # of expert layers: the model's, and of the layer that drafts two cells and one observation
+    assert collectives["all-reduce"]["per_step"] == 3 * runs
+    assert set(collectives) <= {"all-reduce", "all-gather"}
+
+
+def test_what_cannot_be_compiled_is_said_in_one_line():
+    config = json.loads((ROOT / "configs" / "models" / "qwen3-8b.json").read_text())
+    for wrong, words in (({"gpu": "v100"}, "described; .*h100, h200"), ({"wanted": ["mtp"]}, "mtp are not known")):
+        with pytest.raises(ConfigError, match=words):
+            aot.run("jaxspec.bench.compiled:look", config=config, **wrong)
