@@ -1,5 +1,6 @@
 """What a program compiled for GPUs does in a step: launches, CUDA graphs, collectives, memory, copies, spills."""
 
+import contextlib
 import re
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from jaxspec.bench import aot, hlo, launches
 from jaxspec.bench.programs import STATE, Program, Setting, programs, size_bytes
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
+from jaxspec.models.catalog import arch_of
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.pytree import replace
 from jaxspec.sharding.mesh import make_mesh
@@ -45,7 +47,7 @@ def compile_for(
         return function(*given)
 
     call.__name__ = name
-    with target_context(devices):
+    with target_context(devices) if len(devices) == 1 else contextlib.nullcontext():
         return jax.jit(call, donate_argnums=donate).lower(*shapes).compile()
 
 
@@ -67,12 +69,13 @@ def look(
         raise ConfigError(f"devices: up to 8, or whole machines of 8, got {devices}")
     hosts, each = (1, devices) if devices <= 8 else (devices // 8, 8)
     targets = target_devices(aot.target_text(gpu), hosts, each)
-    made = programs(Setting(config, **setting), tuple(wanted))
-    arch: ArchSpec = next(iter(made.values())).arguments[0].net.arch
+    arch = arch_of(config)
     chosen = make_mesh(mesh or {"expert" if arch.is_moe else "tensor": devices}, targets)
+    over = chosen.abstract_mesh if devices > 1 else None
+    made = programs(Setting(config, mesh=over, **setting), tuple(wanted))
     found = {name: report(name, program, chosen, arch) for name, program in made.items()}
     sizes = {axis: int(size) for axis, size in chosen.shape.items()}
-    settings = {k: v for k, v in vars(Setting(config, **setting)).items() if k != "config"}
+    settings = {k: v for k, v in vars(Setting(config, **setting)).items() if k not in ("config", "mesh")}
     return {"gpu": targets[0].device_kind, "devices": devices, "mesh": sizes, **settings, "programs": found}
 
 

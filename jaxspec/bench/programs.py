@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jaxspec.checkpoint.catalog import known_tables
 from jaxspec.checkpoint.places import unflatten
@@ -41,6 +42,7 @@ class Setting:
       capacity: longest text in tokens.
       drafts: K.
       kernels: see ``Policy.kernels``.
+      mesh: devices that parameters are split over, None for one device.
       bucket: tokens of a prefill chunk.
       steps: most steps per dispatch.
     """
@@ -50,6 +52,7 @@ class Setting:
     capacity: int = 4096
     drafts: int = 3
     kernels: str = "triton"
+    mesh: AbstractMesh | None = None
     bucket: int = 256
     steps: int = 8
 
@@ -103,7 +106,7 @@ def abstract_target(config: Mapping[str, Any], policy: Policy) -> Target:
 
 
 def _target(setting: Setting) -> tuple[Target, tuple[Mtp, Any] | None]:
-    policy = replace(policy_for("bfloat16", "gpu", setting.kernels), own_head=False)
+    policy = replace(policy_for("bfloat16", "gpu", setting.kernels), own_head=False, mesh=setting.mesh)
     target = abstract_target(setting.config, policy)
     arch = target.net.arch
     if not arch.mtp:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,13 +111,17 @@ def load_model(
       ConfigError: the config is missing, corrupt or of an unknown family, or the quantisation is not possible.
       CheckpointError: the tensors are unreadable or do not match.
     """
-    plan = plan_model(directory, policy, quantization)
+    plan = plan_model(directory, _over(policy, mesh), quantization)
     plan.check()
     config = read_config(plan.directory)
     net = Transformer(arch_of(config), plan.policy)
     params = fill(plan, partial(named_shardings, mesh=mesh) if mesh else None, show)
     generation = plan.directory / "generation_config.json"
     return Model(net, params, config, _read_json(generation) if generation.exists() else {}, plan.directory)
+
+
+def _over(policy: Policy, mesh: Mesh | None) -> Policy:
+    return policy if mesh is None else replace(policy, mesh=mesh.abstract_mesh)
 
 
 def load_mtp(
@@ -148,7 +152,7 @@ def load_mtp(
             "(num_nextn_predict_layers); speculate with another method"
         )
     block, rules = check_method(read_config(directory)), known_tables()[arch.family].mtp_rules(arch)
-    plan = make_plan(directory, Mtp(arch, net.policy), rules, block=block, quantization=quantization)
+    plan = make_plan(directory, Mtp(arch, _over(net.policy, mesh)), rules, block=block, quantization=quantization)
     missing = plan.problems["missing"]
     if missing:
         raise CheckpointError(

@@ -114,7 +114,7 @@ def _layer(stack: Any, y: Array, policy: Policy) -> Any:
     def pick(path: tuple[Any, ...], leaf: Any) -> Any:
         if any(getattr(part, "key", None) in ROUTED for part in path):
             return leaf
-        one = Matrix(leaf, y, policy.kernels)
-        return one.own() if policy.kernels == "xla" else one
+        one = Matrix(leaf, y, policy.whole_kernels)
+        return one.own() if policy.whole_kernels == "xla" else one
 
     return jax.tree_util.tree_map_with_path(pick, stack, is_leaf=lambda leaf: isinstance(leaf, Quantized))

@@ -39,12 +39,13 @@ def attend_by_kernel(
     Returns:
       float32 [B, T, H, C'] or None.
     """
-    if policy.kernels == "xla":
+    kernels = policy.whole_kernels
+    if kernels == "xla":
         return None
     k_pages, v_pages = pages_PGZC
     wide = (k_pages.shape[3] if value_width is None else value_width) if v_pages is None else v_pages.shape[3]
-    blocked = obstacles(k_pages, value_width=wide, block=window.block, wanted=policy.kernels, selected=selected)
-    choice = choose(OP, case_name(q_BTHC.shape[2], k_pages, wide), policy.kernels, "cuda", blocked)
+    blocked = obstacles(k_pages, value_width=wide, block=window.block, wanted=kernels, selected=selected)
+    choice = choose(OP, case_name(q_BTHC.shape[2], k_pages, wide), kernels, "cuda", blocked)
     if choice.implementation == "xla":
         return None
     return verify_attention(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.nn.expert_shards import obstacles_on, on_each_device, split
 from jaxspec.nn.ffn import Activation, gated
 from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.quantized import widen
@@ -185,15 +186,19 @@ def by_kernel(
         return None
     expert_MA, stack = routing.expert_MA, layer is not None
     name = case_name(x_MD.shape[0], expert_MA.shape[1], experts, stack)
-    choice = choose(OP, name, policy.kernels, "cuda", obstacles(experts, stack))
+    blocked = obstacles(experts, stack) + obstacles_on(policy.mesh, experts)
+    choice = choose(OP, name, policy.kernels, "cuda", blocked)
     if choice.implementation == "xla":
         return None
     if live_M is not None:
         expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
-    return routed_experts(
-        x_MD, expert_MA, routing.weight_MA, experts, activation=activation, dtype=policy.compute, layer=layer,
-        implementation=choice,
-    )  # fmt: skip
+
+    def compute(x: Array, choices: Array, weights: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
+        how = {"activation": activation, "dtype": policy.compute, "implementation": choice}
+        return routed_experts(x, choices, weights, experts, layer=layer, **how)
+
+    operands, mesh = (x_MD, expert_MA, routing.weight_MA, experts, layer), policy.mesh
+    return compute(*operands) if mesh is None or not split(mesh) else on_each_device(compute, mesh, *operands)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
 from jaxspec.errors import ConfigError
 from jaxspec.nn.matrix import Matrix
@@ -32,6 +33,8 @@ class Policy:
       kernels: what computes the operations that have kernels: ``triton`` on a GPU, ``interpret`` the same kernels as
         plain JAX anywhere, ``xla`` none; a case that a kernel does not cover falls back with a warning.
       own_head: whether a tied head is kept as an array of its own.
+      mesh: devices that parameters are split over, None for one device. Kernels of routed experts compute each device's
+        part; others compute where no axis but ``expert`` has several devices, for what they read is then whole.
       formats: parameters that stay quantised, as pairs of a path without layer number (``ffn/down_EFD``) and format.
     """
 
@@ -41,7 +44,13 @@ class Policy:
     depth: Literal["unrolled", "stacked"] = "unrolled"
     kernels: Literal["triton", "interpret", "xla"] = "xla"
     own_head: bool = False
+    mesh: AbstractMesh | None = None
     formats: tuple[tuple[str, Format], ...] = ()
+
+    @property
+    def whole_kernels(self) -> Literal["triton", "interpret", "xla"]:
+        """What computes operations whose kernels know nothing of split operands."""
+        return "xla" if self.mesh is not None and self.mesh.shape.get("tensor", 1) > 1 else self.kernels
 
     def format_of(self, kind: str) -> Format | None:
         """Format of a kind of parameter, None if it is stored plainly."""
@@ -111,13 +120,13 @@ def matrix(module: nn.Module, policy: Policy, name: str, shape: tuple[int, ...])
       name: ends in the letters of its axes.
       shape: of the weight itself.
     """
-    if policy.kernels == "xla":
+    if policy.whole_kernels == "xla":
         return weight(module, policy, name, shape)
     if module.has_variable("params", name):
         found = module.get_variable("params", name)
         if isinstance(found, Matrix):
             return found
-    return Matrix(weight(module, policy, name, shape), None, policy.kernels)
+    return Matrix(weight(module, policy, name, shape), None, policy.whole_kernels)
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Array:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.errors import ConfigError
 
@@ -13,8 +13,8 @@ from jaxspec.errors import ConfigError
 # first here gets it and the other dimension is replicated.
 RULES: Mapping[str, str] = {"E": "expert", "H": "tensor", "G": "tensor", "F": "tensor", "V": "tensor"}
 LAYER = "Y"
-# Tables that are read by token id, whose rows every device needs.
-WHOLE = ("table_VA",)
+# Small ones that every device needs whole: routers, for every device routes all rows, and tables read by token id.
+WHOLE = ("router_DE", "router_bias_E", "choice_bias_E", "table_VA")
 
 Axes = tuple[str, ...]
 
@@ -49,7 +49,7 @@ def _key(part: Any) -> str | None:
     return part if isinstance(part, str) else getattr(part, "key", None)
 
 
-def mesh_axes(axes: Axes, mesh: Mesh, rules: Mapping[str, str] = RULES) -> tuple[str | None, ...]:
+def mesh_axes(axes: Axes, mesh: Mesh | AbstractMesh, rules: Mapping[str, str] = RULES) -> tuple[str | None, ...]:
     """Mesh axis of each dimension, None where it is replicated; no mesh axis is named twice.
 
     Args:

@@ -61,15 +61,21 @@ def test_trees_keep_their_structure():
     }
 
 
+def test_routers_are_whole_on_every_device():
+    params = {"ffn": {"router_DE": shape(16, 8), "choice_bias_E": shape(8), "down_EFD": shape(8, 4, 16)}}
+    made = jax.tree.map(lambda s: s.spec, named_shardings(params, make_mesh({"expert": 4})))
+    assert made["ffn"] == {"router_DE": P(None, None), "choice_bias_E": P(None), "down_EFD": P("expert", None, None)}
+
+
 def test_what_does_not_divide_is_refused_with_all_names():
-    params = {"ffn": {"down_EFD": shape(6, 20, 8), "router_DE": shape(8, 6)}}
+    params = {"ffn": {"down_EFD": shape(6, 20, 8), "gate_up_bias_E2F": shape(6, 2, 20)}}
     mesh = make_mesh({"expert": 4, "tensor": 2})
     with pytest.raises(ConfigError, match="2 dimensions") as error:
         named_shardings(params, mesh)
     assert "ffn/down_EFD: E = 6 over expert = 4" in str(error.value)
-    assert "ffn/router_DE: E = 6 over expert = 4" in str(error.value)
+    assert "ffn/gate_up_bias_E2F: E = 6 over expert = 4" in str(error.value)
     made = specs(params, mesh, allow_replication=True)
-    assert made == {"ffn": {"down_EFD": P(None, "tensor", None), "router_DE": P(None, None)}}
+    assert made == {"ffn": {"down_EFD": P(None, "tensor", None), "gate_up_bias_E2F": P(None, None, "tensor")}}
 
 
 def test_long_refusals_are_cut_short():
