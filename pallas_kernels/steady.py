@@ -2,27 +2,35 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.backend import Implementation
 
 
 def exp(x: jax.Array, implementation: Implementation) -> jax.Array:
-    """Exponential of float32 that is not positive, to 8e-8 where it is interpreted.
+    """Exponential of float32: where it is interpreted, the same in every program; a GPU has one instruction for all."""
+    return jnp.exp(x) if implementation == "triton" else polynomial_exp(x)
 
-    XLA:CPU's own has two roundings, and it depends on the program which element gets which; the one here is Cephes'
-    reduction and polynomial (Moshier 1989). A GPU has one instruction for all.
+
+def polynomial_exp(x: jax.Array) -> jax.Array:
+    """Exponential of float32 to 8e-8, by Cephes' reduction and polynomial (Moshier 1989), of what kernels can do.
+
+    XLA:CPU's own has two roundings, one for full vectors and one for what is left over, and it depends on the size
+    of the array which element gets which.
     """
-    if implementation == "triton":
-        return jnp.exp(x)
-    x = jnp.maximum(x, -87.0)
-    power = jnp.floor(x * 1.4426950408889634 + 0.5)
-    rest = (x - power * 0.693359375) - power * -2.12194440e-4  # the first is exact: the constant has 9 bits
+    x = jnp.clip(x, -87.0, 88.0)
+    # The nearest whole number, without a sum that might be fused with the product.
+    twice = (x * np.float32(2 * 1.4426950408889634)).astype(jnp.int32)
+    whole = (twice + jnp.where(twice < 0, 0, 1)) >> 1
+    power = whole.astype(jnp.float32)
+    rest = x - power * np.float32(0.693359375)  # exact: the constant has 9 bits
+    rest = rest - power * np.float32(-2.12194440e-4)
     tail = jnp.full_like(rest, 1.9875691500e-4)
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        tail = tail * rest + factor
-    scale = lax.bitcast_convert_type((power.astype(jnp.int32) + 127) << 23, jnp.float32)
-    return (tail * (rest * rest) + rest + 1.0) * scale
+        tail = tail * rest + np.float32(factor)
+    scale = lax.bitcast_convert_type((whole + 127) << 23, jnp.float32)
+    return (tail * (rest * rest) + rest + np.float32(1)) * scale
 
 
 def total(x: jax.Array, axis: int, implementation: Implementation) -> jax.Array:

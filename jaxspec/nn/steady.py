@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.shapes import Array
+from pallas_kernels.steady import polynomial_exp
 
 
 @jax.custom_jvp
@@ -68,23 +69,8 @@ def _halves(x: Array) -> tuple[Array, Array]:
 
 @jax.custom_jvp
 def exp(x: Array) -> Array:
-    """Exponential of float32 to 8e-8, by Cephes' reduction and polynomial (Moshier 1989).
-
-    XLA:CPU's own has two roundings, one for full vectors and one for what is left over, and it depends on the size
-    of the array which element gets which.
-    """
-    x = jnp.clip(x, -87.0, 88.0)
-    # The nearest whole number, without a sum that might be fused with the product, and of what GPU kernels know.
-    twice = (x * np.float32(2 * 1.4426950408889634)).astype(jnp.int32)
-    whole = (twice + jnp.where(twice < 0, 0, 1)) >> 1
-    power = whole.astype(jnp.float32)
-    rest = x - power * np.float32(0.693359375)  # exact: the constant has 9 bits
-    rest = rest - power * np.float32(-2.12194440e-4)
-    tail = jnp.full_like(rest, 1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        tail = tail * rest + np.float32(factor)
-    scale = lax.bitcast_convert_type((whole + 127) << 23, jnp.float32)
-    return (tail * (rest * rest) + rest + np.float32(1)) * scale
+    """Exponential of float32 to 8e-8, the same in every program; see ``polynomial_exp``."""
+    return polynomial_exp(x)
 
 
 @exp.defjvp
