@@ -186,7 +186,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "not a mapping": ("ngram", r"a mapping is needed, got str"),
     "unknown key": (
         {**NGRAM, "num_drafts": 3},
-        r"unknown keys \['num_drafts'\]; known are \['disable_by_batch_size', 'max_num_speculative_tokens', 'method', 'model'",
+        r"unknown keys \['num_drafts'\]; known are \['disable_by_batch_size', 'max_num_",
     ),
     "unknown method": (
         {**NGRAM, "method": "magic"},
