@@ -6,7 +6,8 @@ Run ``python scripts/train_demo.py --work DIR``; started again, it goes on where
 import argparse
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ def spec_of(directory: Path, steps: int, recipe: Recipe) -> loop.LoopSpec:
     return loop.LoopSpec(steps, directory, recipe.save_every, recipe.log_every, recipe.evaluate_every)
 
 
+def on_from(batch_of: Callable[[int], Any]) -> Callable[[int], Iterator[Any]]:
+    """Batches from an update on, each a single pass, of a function of the update."""
+    return lambda first: (jax.tree.map(lambda x: np.asarray(x)[None], batch_of(step)) for step in count(first))
+
+
+def show(entry: dict[str, float]) -> None:
+    """Prints a log entry."""
+    print("  ".join(f"{name} {value:.4g}" for name, value in entry.items()), flush=True)
+
+
 def held_out_windows(data: Path, recipe: Recipe) -> np.ndarray:
     """The fixed held-out rows that training looks at."""
     tokens = np.load(data / "held_out.npy")
@@ -48,33 +59,27 @@ def train_target(data: Path, directory: Path, steps: int, recipe: Recipe) -> Par
     net, tokens, windows = net_of(recipe.target), np.load(data / "train.npy"), held_out_windows(data, recipe)
     measure = target_figures(net, recipe.target_batch)
 
-    def loss_fn(params: Params, batch: tuple[Array, Array]) -> tuple[Array, dict[str, Array]]:
+    def loss_fn(params: Params, frozen: None, batch: tuple[Array, Array], key: Array) -> tuple[Array, dict[str, Array]]:
         rows, weight = batch
         logits, hidden = forward(net, params, rows[:, :-1])
         ce = losses.cross_entropy(logits, rows[:, 1:])
         balance = losses.load_balance(hidden.routing)
         return ce + weight * balance + 0.001 * losses.router_z(hidden.routing), {"ce": ce, "balance": balance}
 
-    def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
+    def batch_of(step: int) -> tuple[np.ndarray, np.float32]:
         size, seed = recipe.target_batch, recipe.target_seed
         rows = demo_corpus.batch(tokens, step=step, batch_size=size, length=recipe.length, seed=seed)
         weight = next(w for first, w in reversed(recipe.balance) if step >= first)
-        return rows, np.float32(weight)  # pyright: ignore[reportReturnType]
+        return rows, np.float32(weight)
 
     def evaluate(params: Params) -> dict[str, float]:
         found = measure(params, windows)
         share = found.pop("share_YE")
         return found | {"busiest_expert": float(share.max()), "idlest_expert": float(share.min())}
 
-    return loop.run(
-        spec_of(directory, steps, recipe),
-        init(net, recipe.target_seed),
-        optimizer.build(steps, matrix_peak=2e-3, other_peak=3e-3, warmup=recipe.warmup),
-        loss_fn,
-        batch_of,
-        evaluate,
-        print,
-    )
+    muon = optimizer.build(steps, matrix_peak=2e-3, other_peak=3e-3, warmup=recipe.warmup)
+    task = loop.Task(init(net, recipe.target_seed), muon, loss_fn, on_from(batch_of), evaluate=evaluate)
+    return loop.run(spec_of(directory, steps, recipe), task, show)
 
 
 def mixed_batch(tokens: np.ndarray, text: np.ndarray, step: int, recipe: Recipe) -> np.ndarray:
@@ -103,15 +108,14 @@ def distill_draft(
     tokens, windows = np.load(data / "train.npy"), held_out_windows(data, recipe)
     measure = draft_figures(net, teacher.net, recipe.target_batch)
 
-    def loss_fn(params: Params, batch: dict[str, Any]) -> tuple[Array, dict[str, Array]]:
-        inputs = batch["token_BT"][:, :-1]
+    def loss_fn(params: Params, frozen: Params, token_BT: Array, key: Array) -> tuple[Array, dict[str, Array]]:
+        inputs = token_BT[:, :-1]
         logits, _ = forward(net, params, inputs)
-        wanted, _ = forward(teacher.net, batch["teacher"], inputs)
+        wanted, _ = forward(teacher.net, frozen, inputs)
         return losses.distillation(logits, jax.lax.stop_gradient(wanted)), {}
 
-    def batch_of(step: int) -> dict[str, Any]:
-        # The teacher travels with the batch: closed over, its weights would become constants of the program.
-        return {"token_BT": mixed_batch(tokens, text["train"], step, recipe), "teacher": teacher.params}
+    def batch_of(step: int) -> np.ndarray:
+        return mixed_batch(tokens, text["train"], step, recipe)
 
     def evaluate(params: Params) -> dict[str, float]:
         corpus = measure(params, teacher.params, windows, 0)
@@ -119,15 +123,10 @@ def distill_draft(
         names = [(f"held_out_{k}", v) for k, v in corpus.items()] + [(f"held_out_text_{k}", v) for k, v in own.items()]
         return dict(names)
 
-    return loop.run(
-        spec_of(directory, steps, recipe),
-        init(net, recipe.draft_seed),
-        optimizer.build(steps, matrix_peak=7e-3, other_peak=7e-3, warmup=recipe.warmup),
-        loss_fn,
-        batch_of,
-        evaluate,
-        print,
-    )
+    muon = optimizer.build(steps, matrix_peak=7e-3, other_peak=7e-3, warmup=recipe.warmup)
+    params, source = init(net, recipe.draft_seed), on_from(batch_of)
+    task = loop.Task(params, muon, loss_fn, source, frozen=teacher.params, evaluate=evaluate)
+    return loop.run(spec_of(directory, steps, recipe), task, show)
 
 
 def target_text(data: Path, model: Path, directory: Path, sequences: int, recipe: Recipe) -> dict[str, np.ndarray]:
@@ -164,7 +163,7 @@ def make_pair(args: argparse.Namespace, recipe: Recipe) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore[reportOptionalMemberAccess]
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="directory for data and runs")
     parser.add_argument("--out", type=Path, default=Path("jaxspec/demo_model"), help="directory for the pair")
     parser.add_argument("--root", type=Path, help="a standard library other than the running Python's")

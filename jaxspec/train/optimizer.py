@@ -1,10 +1,11 @@
-"""Optimizers and schedules for training from scratch."""
+"""Optimizers and schedules: Muon for training from scratch, AdamW for draft heads."""
 
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from jaxspec.shapes import Params
+from jaxspec.train.settings import OptimizerSettings
 
 
 def schedule(peak: float, steps: int, warmup: int, decay_from: float = 0.6) -> optax.Schedule:
@@ -50,3 +51,31 @@ def build(steps: int, *, matrix_peak: float, other_peak: float, warmup: int = 10
             consistent_rms=0.2,
         ),
     )
+
+
+def schedule_of(settings: OptimizerSettings, steps: int) -> optax.Schedule:
+    """Learning rate by update: linear warm-up to the peak, then what the settings say, over ``steps`` in all."""
+    peak, warmup = settings.learning_rate, min(settings.warmup, steps)
+    end, rest = peak * settings.final, max(steps - warmup, 1)
+    if settings.schedule == "cosine":
+        later = optax.cosine_decay_schedule(peak, rest, alpha=settings.final)
+    elif settings.schedule == "linear":
+        later = optax.linear_schedule(peak, end, rest)
+    elif settings.schedule == "wsd":
+        decay = max(min(round(steps * settings.decay_fraction), rest), 1)
+        later = optax.join_schedules(
+            [optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)], [rest - decay]
+        )
+    else:
+        later = optax.constant_schedule(peak)
+    return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), later], [warmup])
+
+
+def adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
+    """AdamW (Loshchilov 2019) with the gradient's norm limited; only matrices are decayed."""
+    first, second = settings.betas
+    rule = optax.adamw(
+        schedule_of(settings, steps), first, second, settings.eps, weight_decay=settings.weight_decay,
+        mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    )  # fmt: skip
+    return optax.chain(optax.clip_by_global_norm(settings.clip), rule) if settings.clip else rule

@@ -1,0 +1,62 @@
+"""``jaxspec train``: fits a draft head to a target, and goes on where an earlier run stopped."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxspec.errors import ConfigError
+
+NEEDED = {"optax": "optax", "orbax": "orbax-checkpoint", "grain": "grain"}
+
+
+@dataclass(frozen=True)
+class TrainArgs:
+    """What ``jaxspec train`` is asked for.
+
+    Attributes:
+      config: TOML file, or a name in configs/train.
+      set: Values that differ from the file's, such as train.steps=100 or data.train=["my.jsonl"]; may come again.
+      out: Directory of the run, by default the config's. The same command started again goes on where it ended.
+      features_only: Write the config's feature cache, which runs the target once over the data, and do not train.
+    """
+
+    config: Annotated[str, tyro.conf.Positional]
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    out: str | None = None
+    features_only: tyro.conf.FlagCreatePairsOff[bool] = False
+
+
+def run(args: TrainArgs) -> int:
+    """Trains; returns the exit code."""
+    if missing := [package for module, package in NEEDED.items() if find_spec(module) is None]:
+        raise ConfigError(f"train: {', '.join(missing)} not installed; pip install 'jaxspec[train]'")
+    from jaxspec.cli.progress import ShownTraining
+    from jaxspec.serve.compile_cache import use_compile_cache
+    from jaxspec.serve.demo_pair import demo_model_dir
+    from jaxspec.train.run import train, write_features
+    from jaxspec.train.settings import load_run_settings
+
+    settings = load_run_settings(args.config, args.set, args.out)
+    target = demo_model_dir("target") if settings.target == "demo" else Path(settings.target)
+    use_compile_cache()
+    if args.features_only:
+        write_features(settings, target, _tell)
+        sys.stderr.write(f"jaxspec: the features are in {settings.features.cache}\n")
+        return 0
+    sys.stderr.write(f"jaxspec: {settings.head.kind} head for {target}, run in {settings.out}\n")
+    with ShownTraining(settings.train.steps) as watch:
+        trained = train(settings, target, watch, _tell)
+    kept = [name for name in ("best", "last") if (trained.directory / name).exists()]
+    places = " and ".join(str(trained.directory / name) for name in kept)
+    sys.stderr.write(f"jaxspec: {settings.train.steps} updates done; the head is in {places}\n")
+    return 0
+
+
+def _tell(facts: Mapping[str, object]) -> None:
+    if facts:
+        sys.stderr.write(f"jaxspec: {', '.join(f'{name} {value}' for name, value in facts.items())}\n")

@@ -1,0 +1,133 @@
+"""Config files: TOML to frozen records, strictly, with single values changed from the command line."""
+
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from jaxspec.errors import ConfigError
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+def shipped(folder: str) -> Path:
+    """A folder of ``configs/``, which stands beside the package in a checkout and inside it in a wheel.
+
+    Raises:
+      ConfigError: this installation came without it.
+    """
+    package = Path(__file__).resolve().parent
+    places = [place / "configs" / folder for place in (package, package.parent)]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise ConfigError(f"configs/{folder} is missing in this installation; give the path of a file of your own")
+    return found
+
+
+def find_config(wanted: str, folder: str) -> Path:
+    """The file of a shipped name (``eagle3``) or of a path that ends in ``.toml``.
+
+    Raises:
+      ConfigError: there is none; the shipped names are listed.
+    """
+    known = {file.stem: file for file in sorted(shipped(folder).glob("*.toml"), key=lambda file: file.stem)}
+    file = Path(wanted) if wanted.endswith(".toml") else known.get(wanted)
+    if file is None or not file.is_file():
+        raise ConfigError(
+            f"{wanted}: no such file, and not one of the names that ship in configs/{folder}: {', '.join(known)}"
+        )
+    return file
+
+
+def read_toml(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """The values of a file, with some of them changed.
+
+    Args:
+      file: TOML.
+      changes: ``table.key=value`` each, the value as TOML writes it; what is no TOML is taken as text.
+
+    Raises:
+      ConfigError: the file cannot be read, or a change has no ``=`` or goes into something that is no table.
+    """
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: cannot be read as TOML ({error})") from error
+    for change in changes:
+        _set(values, change)
+    return values
+
+
+def _set(values: dict[str, Any], change: str) -> None:
+    name, equals, text = change.partition("=")
+    *tables, key = (part.strip() for part in name.split("."))
+    if not equals or not key:
+        raise ConfigError(f"--set {change}: write table.key=value, for example train.steps=100")
+    for table in tables:
+        values = values.setdefault(table, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"--set {change}: {table} is a value, not a table")
+    try:
+        values[key] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        values[key] = text
+
+
+def to_record(values: Mapping[str, Any], kind: type[Record], name: str) -> Record:
+    """Checks values against a record.
+
+    Args:
+      values: as TOML gives them.
+      kind: frozen ``msgspec.Struct``, whose fields may be such records too.
+      name: of the file, for messages.
+
+    Raises:
+      ConfigError: keys are not known (all are named, with the known ones beside them), missing, of another type, or
+        the record refuses their values.
+    """
+    unknown = list(_unknown(values, kind, ""))
+    if unknown:
+        raise ConfigError(f"{name}: {'; '.join(unknown)}")
+    try:
+        return msgspec.convert(values, kind)
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _unknown(values: Mapping[str, Any], kind: type, path: str) -> typing.Iterator[str]:
+    hints = typing.get_type_hints(kind)
+    for key, value in values.items():
+        if key not in hints:
+            yield f"unknown key {path}{key}; known {f'in [{path[:-1]}] ' if path else ''}are {', '.join(hints)}"
+            continue
+        inner = next((part for part in _parts(hints[key]) if _is_record(part)), None)
+        if inner is not None and isinstance(value, Mapping):
+            yield from _unknown(value, inner, f"{path}{key}.")
+
+
+def _parts(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _is_record(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+
+
+def differences(was: Any, now: Any) -> list[str]:
+    """What differs between two nested mappings, in words; names are joined with dots."""
+    first, second = _flat(was), _flat(now)
+    return [
+        f"{name} was {first.get(name)!r} and is {second.get(name)!r}"
+        for name in sorted(first | second)
+        if first.get(name) != second.get(name)
+    ]
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {k: v for key, part in value.items() for k, v in _flat(part, f"{name}.{key}" if name else str(key)).items()}

@@ -1,0 +1,195 @@
+"""The checkpoints of a run: written aside and renamed, so that there always is a whole one to go on from."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxspec.config import differences
+from jaxspec.errors import ConfigError, JaxspecError
+
+State = TypeVar("State")
+KEPT = 2
+FULL = ("No space left on device", "Disk quota exceeded", "RESOURCE_EXHAUSTED", "File too large")
+
+
+class Checkpoints:
+    """The checkpoints of one directory, which one process group at a time may write.
+
+    Saving goes on in the background; the newest two are kept, so that a whole one is there at any moment.
+
+    Args:
+      run: directory of the run; made where it is missing.
+      identity: what the result depends on; nested JSON.
+
+    Raises:
+      ConfigError: another process writes there, or the directory belongs to a run of other settings.
+      JaxspecError: the directory cannot be written.
+    """
+
+    def __init__(self, run: Path, identity: Mapping[str, Any]):
+        self.run = run
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise JaxspecError(f"{run}: cannot be written ({error.strerror})") from error
+        try:
+            if jax.process_index() == 0:
+                _lock(self._lock, run)
+                _bind(run, identity)
+            with self._told("opened", 0):
+                self._manager = ocp.CheckpointManager(
+                    (run / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=KEPT)
+                )
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    @property
+    def step(self) -> int:
+        """Of the newest checkpoint, 0 where there is none."""
+        return self._manager.latest_step() or 0
+
+    def save(self, step: int, state: Any, about: Mapping[str, Any]) -> None:
+        """Copies a state, and writes it in the background.
+
+        Args:
+          step: updates done.
+          state: arrays.
+          about: JSON that goes with them.
+
+        Raises:
+          JaxspecError: the disk is full or the directory cannot be written, now or for the checkpoint before.
+        """
+        with self._told("saved", step):
+            self._manager.wait_until_finished()
+            needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.run).free
+            if free < needed:
+                raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed and {free / 1e6:.0f} MB are free")
+            items = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(dict(about)))
+            self._manager.save(step, args=items)
+
+    def restore(self, like: State) -> tuple[State, dict[str, Any]]:
+        """The newest state and what goes with it.
+
+        Args:
+          like: a state of the same structure, whose dtypes and places on devices it gets.
+
+        Raises:
+          JaxspecError: it cannot be read, or has another structure.
+        """
+        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), about=ocp.args.JsonRestore())
+        with self._told("read", self.step):
+            found: Any = self._manager.restore(self.step, args=items)
+        return found["state"], found["about"]
+
+    def close(self) -> None:
+        """Waits for what is being written.
+
+        Raises:
+          JaxspecError: it could not be written.
+        """
+        try:
+            with self._told("saved", self.step):
+                self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+        finally:
+            self._manager.close()
+            os.close(self._lock)
+
+    @contextmanager
+    def _told(self, done: str, step: int) -> Iterator[None]:
+        """Makes one clear error of whatever the checkpoint library raises."""
+        try:
+            yield
+        except JaxspecError:
+            raise
+        except Exception as error:
+            steps = sorted(int(p.name) for p in (self.run / "checkpoints").glob("*") if p.name.isdigit())
+            whole = f"the checkpoint of step {steps[-1]} is whole" if steps else "there is no earlier checkpoint"
+            if _is_full(error):
+                room = f" ({error.strerror})" if isinstance(error, OSError) else ""
+                raise JaxspecError(
+                    f"{self.run}: the disk is full{room}, step {step} could not be {done}; {whole}; make room and "
+                    "run the same command again to go on"
+                ) from error
+            reason = " ".join(str(error).split())[:300]
+            raise JaxspecError(
+                f"{self.run}: the checkpoint of step {step} could not be {done} ({reason}); {whole}"
+            ) from error
+
+
+def _is_full(error: BaseException | None) -> bool:
+    while error is not None:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if full or any(words in str(error) for words in FULL):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _lock(file: int, run: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"{run}: another process trains there; wait for its end or choose another --out") from None
+    except OSError as error:
+        raise ConfigError(f"{run}: cannot be locked ({error.strerror}); choose a file system with locks") from error
+
+
+def _bind(run: Path, identity: Mapping[str, Any]) -> None:
+    """Writes what a fresh directory is of, or compares it with what was begun."""
+    file, now = run / "run.json", json.loads(json.dumps(identity))
+    if not file.exists():
+        if (run / "checkpoints").exists():
+            raise ConfigError(f"{run}: has checkpoints but no {file.name}; choose another --out")
+        part = file.with_suffix(".part")
+        try:
+            part.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+            part.replace(file)
+        except OSError as error:
+            raise JaxspecError(f"{run}: cannot be written ({error.strerror})") from error
+        return
+    try:
+        was = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file}: not readable ({error}); choose another --out") from None
+    if changed := differences(was, now):
+        raise ConfigError(
+            f"{run}: begun with other settings: {'; '.join(changed)}; give what was given then to go on, choose "
+            "another --out, or remove the directory to start anew"
+        )
+
+
+def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
+    """Writes a directory beside the one of that name, and puts it in its place when it is whole.
+
+    Args:
+      directory: what is replaced; where a crash left none, the same call made again writes it.
+      write: fills the directory that it is given.
+
+    Raises:
+      JaxspecError: the disk is full or the directory cannot be written; the one before is still there.
+    """
+    part, old = (directory.with_name(f"{directory.name}.{end}") for end in ("part", "old"))
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        write(part)
+        if directory.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            directory.rename(old)
+        part.rename(directory)
+        shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise JaxspecError(f"{directory}: cannot be written ({error.strerror}); make room and go on") from error

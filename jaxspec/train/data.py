@@ -1,0 +1,213 @@
+"""What a run is trained on: documents within the limit, held-out ones, and batches in an order of their own."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import grain
+import numpy as np
+
+from jaxspec.checkpoint.text import Text
+from jaxspec.errors import ConfigError
+from jaxspec.train.features import FeatureRows
+from jaxspec.train.packing import PackedRows
+from jaxspec.train.settings import DataSettings
+from jaxspec.train.sources import Document, Reader
+from jaxspec.train.teacher import Batch
+
+NAMED = 8
+PASSES = 1 << 32  # over the data; without an end grain cannot count batches of one row
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Everything that was read.
+
+    Attributes:
+      rows: what is trained on.
+      held_out: documents that are not.
+      counts: documents by what became of them, and tokens.
+    """
+
+    rows: PackedRows
+    held_out: tuple[Document, ...]
+    counts: dict[str, int]
+
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        """How often each token is trained on, int64 [V]."""
+        count_V = np.zeros(vocab_size, np.int64)
+        for document in self.rows.documents:
+            count_V += np.bincount(document.token_T[document.loss_T], minlength=vocab_size)
+        return count_V
+
+    def digest(self) -> str:
+        """Tells apart what is trained on, in its order."""
+        found = hashlib.sha256(f"{self.rows.length} {self.rows.rows}".encode())
+        for document in (*self.rows.documents, *self.held_out):
+            found.update(document.token_T.tobytes() + document.loss_T.tobytes())
+        return found.hexdigest()[:32]
+
+
+def load_corpus(settings: DataSettings, text: Text | None, vocab_size: int, *, alone: bool = False) -> Corpus:
+    """Reads, cuts, splits and packs.
+
+    Args:
+      settings: files and limits.
+      text: the target's tokenizer, None if it has none.
+      vocab_size: V of the target.
+      alone: whether every document gets a row of its own, see ``ArchSpec.one_text_only``.
+
+    Raises:
+      ConfigError: a file or line cannot be read, a conversation is too long, or nothing is left to train on.
+    """
+    counts: Counter[str] = Counter()
+    train = _documents(settings, settings.train, text, vocab_size, counts)
+    held_out = _documents(settings, settings.held_out, text, vocab_size, Counter())
+    if settings.held_out_fraction:
+        train, held_out = split(train, settings.held_out_fraction)
+    if not train:
+        raise ConfigError(
+            f"data: nothing to train on in {', '.join(settings.train)}; "
+            f"{_told(counts) or 'the files are empty'}; no token of an answer is left"
+        )
+    rows = PackedRows(train, settings.length, settings.window, alone=alone)
+    sizes = {
+        "rows": len(rows),
+        "documents": len(train),
+        "held_out": len(held_out),
+        "tokens": sum(len(d.token_T) for d in train),
+        "trained_tokens": sum(int(d.loss_T.sum()) for d in train),
+    }
+    return Corpus(rows, tuple(held_out), sizes | counts)
+
+
+def _told(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+
+
+def _documents(
+    settings: DataSettings, files: Sequence[str], text: Text | None, vocab_size: int, counts: Counter[str]
+) -> list[Document]:
+    """The documents of files, none longer than the limit and each with something to train on."""
+    reader = Reader(text, vocab_size, settings.template)
+    kept, long = [], []
+    for document in (d for file in files for d in reader.read(Path(file))):
+        if len(document.token_T) > settings.length and not document.plain:
+            long.append(document)
+            if settings.too_long != "cut":
+                continue
+        pieces = _pieces(document, settings.length)
+        fit = [piece for piece in pieces[: None if document.plain else 1] if piece.loss_T.any()]
+        counts["documents without a token to train on"] += not fit
+        kept += fit
+    if long and settings.too_long == "error":
+        named = ", ".join(f"{d.place} ({len(d.token_T)} tokens)" for d in long[:NAMED])
+        more = f" and {len(long) - NAMED} more" if len(long) > NAMED else ""
+        raise ConfigError(
+            f"data: {len(long)} conversations are longer than data.length = {settings.length}: {named}{more}; raise "
+            'it, or choose data.too_long = "cut" or "drop"'
+        )
+    if long:
+        counts[f"conversations {'cut' if settings.too_long == 'cut' else 'dropped'} as too long"] += len(long)
+    counts.update(reader.skipped)
+    for name in [name for name, count in counts.items() if not count]:
+        del counts[name]
+    return kept
+
+
+def _pieces(document: Document, length: int) -> list[Document]:
+    """A document in pieces of at most ``length`` tokens."""
+    return [
+        Document(
+            document.token_T[first : first + length], document.loss_T[first : first + length],
+            document.place, document.plain,
+        )
+        for first in range(0, len(document.token_T), length)
+    ]  # fmt: skip
+
+
+def split(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """Takes a share of the documents away, at least one: those with the smallest hashes.
+
+    The choice follows the contents, not the order, and equal documents stay together.
+
+    Returns:
+      What is left, and what was taken.
+    """
+    if not documents:
+        return [], []
+    marks = [hashlib.blake2b(d.token_T.tobytes(), digest_size=8).digest() for d in documents]
+    last = sorted(marks)[max(round(fraction * len(documents)), 1) - 1]
+    pairs = list(zip(documents, marks, strict=True))
+    return [d for d, mark in pairs if mark > last], [d for d, mark in pairs if mark <= last]
+
+
+def batches(
+    rows: PackedRows | FeatureRows,
+    *,
+    seed: int,
+    size: int,
+    accumulation: int = 1,
+    first: int = 0,
+    host: int = 0,
+    hosts: int = 1,
+    workers: int = 2,
+) -> Iterator[Batch]:
+    """Endless batches of one update each, shuffled anew in every pass over the rows.
+
+    The order depends on the seed alone: update u takes rows u * accumulation * size and following of one global order,
+    wherever the run was resumed and however many threads read. Each host takes its part of every update.
+
+    Args:
+      rows: what is trained on.
+      seed: of the order.
+      size: B, rows over all hosts.
+      accumulation: A, passes of one update.
+      first: update to start with.
+      host: which part of an update this process takes.
+      hosts: how many share it.
+      workers: threads that make rows ahead.
+
+    Yields:
+      Arrays [A, B / hosts, T].
+
+    Raises:
+      ConfigError: the hosts cannot share the rows evenly.
+    """
+    if size % hosts:
+        raise ConfigError(f"train: {size} rows cannot be split evenly over {hosts} hosts")
+    local = size // hosts
+    order = grain.MapDataset.source(cast(Any, rows)).seed(seed).shuffle().repeat(PASSES).batch(local)[host::hosts]
+    update = order.batch(accumulation)[first:]
+    ahead = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
+    return (Batch(**found) for found in update.to_iter_dataset(ahead))
+
+
+def prompts(documents: Sequence[Document], *, count: int, length: int) -> list[np.ndarray]:
+    """The beginnings that held-out documents are continued from, int32.
+
+    A conversation gives what stands before its first answer, plain text its first ``length`` tokens; documents that
+    leave nothing to continue, or whose prompt is longer, are passed over.
+
+    Args:
+      documents: held out.
+      count: most prompts.
+      length: most tokens of a prompt.
+
+    Raises:
+      ConfigError: no document gives a prompt.
+    """
+    found = []
+    for document in documents:
+        given = document.prompt_length or min(length, len(document.token_T) // 2)
+        if 0 < given <= length:
+            found.append(document.token_T[:given])
+    if not found:
+        raise ConfigError(
+            f"evaluation: none of {len(documents)} held-out documents has a prompt of 1 to {length} tokens; name "
+            "data.held_out, set data.held_out_fraction, or raise evaluation.prompt_tokens"
+        )
+    return found[:count]

@@ -1,0 +1,130 @@
+"""Acceptance of a head on held-out prompts, measured by the step that serves."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.decode.prefill import admit, prefill
+from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
+from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.protocol import Drafter
+from jaxspec.pytree import replace
+
+BUCKET = 64
+# Of the module, so that trials of all temperatures and updates share them.
+PREFILL = jax.jit(prefill, donate_argnums=2)
+ADMIT = jax.jit(admit, donate_argnums=0)
+DISPATCH = jax.jit(dispatch, static_argnames="plan", donate_argnums=2)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is generated to measure acceptance.
+
+    Attributes:
+      tokens: generated per prompt.
+      temperature: 0 is greedy.
+      rows: prompts at a time.
+      rule: of verification.
+      seed: of the sampling.
+    """
+
+    tokens: int = 96
+    temperature: float = 0.0
+    rows: int = 8
+    rule: str = "match"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What verification accepted.
+
+    Attributes:
+      length: tokens committed per verification, bonus token included.
+      survival: share of verifications whose first 1, 2, ... K drafts were all accepted.
+      verifications: how many there were; those that met the end of a text are left out.
+      counts: accepted drafts of each verification, by prompt.
+    """
+
+    length: float
+    survival: tuple[float, ...]
+    verifications: int
+    counts: tuple[tuple[int, ...], ...]
+
+
+class Examiner:
+    """Runs prompts through the compiled step; other parameters of a drafter and temperatures recompile nothing."""
+
+    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], trial: Trial):
+        """Keeps what is generated from.
+
+        Args:
+          target: verifies.
+          prompts: token ids.
+          trial: how.
+        """
+        self.target, self.prompts, self.trial = target, [np.asarray(p, np.int32) for p in prompts], trial
+
+    def measure(self, drafter: Drafter) -> Acceptance:
+        """Acceptance over all prompts."""
+        counts: list[tuple[int, ...]] = []
+        for first in range(0, len(self.prompts), self.trial.rows):
+            counts += self._group(drafter, first)
+        flat = np.array([n for row in counts for n in row], np.int64)
+        depth = np.arange(1, drafter.topology.max_depth + 1)
+        if not len(flat):
+            return Acceptance(float("nan"), (float("nan"),) * len(depth), 0, tuple(counts))
+        survival = tuple(float(np.mean(flat >= k)) for k in depth)
+        return Acceptance(float(np.mean(flat)) + 1, survival, len(flat), tuple(counts))
+
+    def _group(self, drafter: Drafter, first: int) -> list[tuple[int, ...]]:
+        """Accepted drafts of each verification of some prompts."""
+        t, group = self.trial, self.prompts[first : first + self.trial.rows]
+        longest = max(len(p) for p in self.prompts)
+        slack = max(drafter.topology.nodes, drafter.slack, BUCKET)
+        state = init_state(self.target, drafter, t.rows, longest + t.tokens, slack=slack)
+        for row, prompt in enumerate(group):
+            state = self._start(drafter, state, row, prompt, first + row)
+        found: list[list[int]] = [[] for _ in group]
+        depth, plan = drafter.topology.max_depth + 1, StepPlan(t.rule, 8)
+        while bool(np.asarray(state.active_B).any()):
+            state, report = DISPATCH(self.target, drafter, state, jnp.int32(8), jnp.array(False), plan=plan)
+            packed = np.asarray(report.packed_BX)
+            for row, counts in enumerate(found):
+                took = packed[row, : int(packed[row, -1]) * (depth + 2)].reshape(-1, depth + 2)[:, depth]
+                took = took[took > 0]
+                ended = bool(packed[row, -3] or packed[row, -2])
+                counts += (took[: -1 if ended else None] - 1).tolist()
+        return [tuple(counts) for counts in found]
+
+    def _start(self, drafter: Drafter, state: DecodeState, row: int, prompt: np.ndarray, number: int) -> DecodeState:
+        """Prefills and admits one prompt."""
+        t, at = self.trial, 0
+        while at < len(prompt) - 1:
+            count = min(BUCKET, len(prompt) - 1 - at)
+            chunk = np.zeros(BUCKET + 1, np.int32)
+            chunk[: count + 1] = prompt[at : at + count + 1]
+            state = PREFILL(
+                self.target, drafter, state, jnp.int32(row), jnp.asarray(chunk), jnp.int32(at), jnp.int32(count)
+            )
+            at += count
+        sampling = replace(
+            init_sampling(1, 8),
+            temperature_B=jnp.full(1, t.temperature, jnp.float32),
+            max_length_B=jnp.full(1, len(prompt) + t.tokens, jnp.int32),
+            draft_limit_B=jnp.full(1, drafter.topology.max_depth, jnp.int32),
+            key_BX=jnp.array([[t.seed, number]], jnp.uint32),
+        )
+        history = np.zeros(state.history_BS.shape[1], np.int32)
+        history[: len(prompt)] = prompt
+        return ADMIT(state, jnp.int32(row), jnp.asarray(history), jnp.int32(len(prompt)), sampling, None)
+
+
+def figures(name: str, found: Acceptance) -> dict[str, float]:
+    """Acceptance as metrics: ``NAME/acceptance_length`` and ``NAME/accepted_at_K``."""
+    rates = {f"{name}/accepted_at_{k}": rate for k, rate in enumerate(found.survival, start=1)}
+    return {f"{name}/acceptance_length": found.length} | rates

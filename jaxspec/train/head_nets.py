@@ -1,0 +1,187 @@
+"""The network of a head from its settings: what is not given is the target's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.checkpoint.head_layers import layers_of
+from jaxspec.errors import ConfigError
+from jaxspec.models.arch import ArchSpec
+from jaxspec.models.draft_head import DraftHead, HeadSpec
+from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.policy import Policy
+from jaxspec.protocol import Reads
+from jaxspec.shapes import Params
+from jaxspec.train.settings import HeadSettings
+from jaxspec.train.teacher import expert_layers
+
+Net = DraftHead | Medusa | Transformer
+HEAD_DIM = 128
+ROTATION = ("rope_theta", "rope_scaling", "rope_parameters")
+
+
+def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], policy: Policy) -> Net:
+    """The network.
+
+    Args:
+      settings: what is wanted.
+      arch: of the target.
+      config: the target's published config, whose rotation the layers take over.
+      policy: how parameters are kept and computed with.
+
+    Raises:
+      ConfigError: the settings contradict each other or the target.
+    """
+    width = draft_vocab(settings, arch)
+    if settings.kind == "medusa":
+        return Medusa(MedusaSpec(settings.heads, settings.layers, arch.model_dim, arch.vocab_size, width), policy)
+    layers = layers_of(layers_config(settings, arch, config))
+    if settings.kind == "draft_model":
+        return Transformer(layers, policy)
+    _check_width(settings, arch)
+    reads = Reads() if settings.kind == "eagle" else Reads(_taps(settings, arch), _chosen(settings.commons, arch))
+    routing = _chosen(settings.routing, arch)
+    spec = HeadSpec(
+        arch=layers,
+        target_dim=arch.model_dim,
+        reads=reads,
+        last=settings.kind == "eagle",
+        join="product" if settings.kind == "eagle" else "attention",
+        join_bias=settings.bias and settings.kind == "eagle",
+        norm_before_fc=settings.norm_before_fc,
+        fc_norm=settings.fc_norm,
+        norm_before_residual=settings.norm_before_residual,
+        norm_output=settings.norm_output,
+        draft_vocab=width,
+        own_embedding=settings.own_embedding,
+        mask_token=_mask(settings, arch),
+        routing=routing,
+        experts=_experts(arch, routing),
+    )
+    if not spec.parts:
+        raise ConfigError("head: it reads nothing; give taps or commons")
+    return DraftHead(spec, policy)
+
+
+def draft_vocab(settings: HeadSettings, arch: ArchSpec) -> int:
+    """W of a head with a vocabulary product of its own, 0 for one that uses the target's.
+
+    Raises:
+      ConfigError: the target's product, which is for all tokens, is wanted for some.
+    """
+    if settings.own_head:
+        return min(settings.draft_vocab_size or arch.vocab_size, arch.vocab_size)
+    if settings.draft_vocab_size is not None and settings.draft_vocab_size < arch.vocab_size:
+        raise ConfigError("head: draft_vocab_size needs own_head = true; the target's head knows all tokens")
+    return 0
+
+
+def layers_config(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Decoder layers as a published config."""
+    mixer, ffn = arch.layers[0].attention, arch.layers[-1].ffn
+    dim = settings.hidden_size or arch.model_dim
+    if isinstance(mixer, AttentionSpec):
+        heads, groups, size = mixer.heads, mixer.kv_heads, mixer.head_dim
+    else:
+        heads, size = max(dim // HEAD_DIM, 1), min(HEAD_DIM, dim)
+        groups = heads
+    active = ffn.top_k * ffn.hidden + ffn.shared_hidden if isinstance(ffn, MoeSpec) else ffn.hidden
+    if settings.rope_theta is None:
+        rotation = {key: config[key] for key in ROTATION if config.get(key) is not None}
+    else:
+        rotation = {"rope_theta": settings.rope_theta}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": arch.vocab_size,
+        "hidden_size": dim,
+        "intermediate_size": settings.intermediate_size or active,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.num_attention_heads or heads,
+        "num_key_value_heads": settings.num_key_value_heads or settings.num_attention_heads or groups,
+        "head_dim": settings.head_dim or size,
+        "hidden_act": "silu",
+        "rms_norm_eps": arch.norm_eps,
+        "max_position_embeddings": arch.max_position,
+        "tie_word_embeddings": False,
+        **rotation,
+    }
+
+
+def start_from_target(params: Params, target: Params, ids_W: np.ndarray | None) -> Params:
+    """A head's parameters with the target's embedding and vocabulary product where it has its own of equal width."""
+    found: Any = target["params"]
+    embed = found.get("embed_VD")
+    head = found.get("head_DV", None if embed is None else embed.T)
+    given = {"embed_VD": embed, "head_DW": head if head is None or ids_W is None else head[:, ids_W]}
+
+    def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        new = given.get(path[-1].key)
+        return new.astype(leaf.dtype) if isinstance(new, jax.Array) and new.shape == leaf.shape else leaf
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _check_width(settings: HeadSettings, arch: ArchSpec) -> None:
+    dim = settings.hidden_size or arch.model_dim
+    if dim == arch.model_dim:
+        return
+    if settings.kind == "eagle":
+        raise ConfigError(
+            f"head: an EAGLE-1 head continues from the target's hidden states and is as wide as they are; leave "
+            f"hidden_size = {dim} out or give {arch.model_dim}"
+        )
+    if not settings.own_embedding or not settings.own_head:
+        raise ConfigError(
+            f"head: hidden_size = {dim} is not the target's {arch.model_dim}, so it cannot use the target's embedding "
+            "and head; set own_embedding and own_head, or leave hidden_size out"
+        )
+
+
+def _taps(settings: HeadSettings, arch: ArchSpec) -> tuple[int, ...]:
+    """Boundaries, SafeAILab's by default."""
+    count = len(arch.layers)
+    if settings.taps == "default":
+        return tuple(sorted({min(2, count), count // 2, max(count - 3, 0)}))
+    if wrong := [b for b in settings.taps if not 0 <= b <= count]:
+        raise ConfigError(
+            f"head: taps {wrong} are beyond the target's depth; boundary b is the input of layer b, from 0 to {count}"
+        )
+    return settings.taps
+
+
+def _chosen(layers: str | tuple[int, ...], arch: ArchSpec) -> tuple[int, ...]:
+    """Expert layers, three over the depth by default."""
+    known = expert_layers(arch)
+    if isinstance(layers, str):
+        if not known:
+            raise ConfigError("head: the target has no layers with routed experts; give commons and routing as []")
+        return tuple(sorted({known[len(known) * part // 6] for part in (1, 3, 5)}))
+    if wrong := [y for y in layers if y not in known]:
+        raise ConfigError(
+            f"head: layers {wrong} have no routed experts in this target; those that do are {list(known)}"
+        )
+    return layers
+
+
+def _mask(settings: HeadSettings, arch: ArchSpec) -> int | None:
+    if settings.kind != "peagle":
+        return None
+    token = arch.vocab_size - 1 if settings.mask_token is None else settings.mask_token
+    if token >= arch.vocab_size:
+        raise ConfigError(f"head: mask_token {token} is beyond the target's vocabulary of {arch.vocab_size}")
+    return token
+
+
+def _experts(arch: ArchSpec, routing: tuple[int, ...]) -> int:
+    found = {layer.ffn.experts for y in routing if isinstance((layer := arch.layers[y]).ffn, MoeSpec)}
+    if len(found) > 1:
+        raise ConfigError(
+            f"head: layers {list(routing)} have {sorted(found)} experts; predict layers that have equally many"
+        )
+    return found.pop() if found else 0

@@ -1,0 +1,93 @@
+"""What a run begins with: a head's network, its draft vocabulary and its parameters."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.checkpoint.head_config import is_head
+from jaxspec.checkpoint.heads import load_head
+from jaxspec.checkpoint.load import Model, load_model, read_config
+from jaxspec.errors import ConfigError
+from jaxspec.models.transformer import Transformer
+from jaxspec.models.vocab import choose_ids
+from jaxspec.nn.policy import Policy
+from jaxspec.shapes import Array, Params
+from jaxspec.train.head_nets import Net, draft_vocab, layers_config, net_of, start_from_target
+from jaxspec.train.settings import HeadSettings
+
+
+@dataclass(frozen=True)
+class Start:
+    """A head before its first update.
+
+    Attributes:
+      net: its network.
+      ids_W: the target's id of each token that it can draft, None where it knows all.
+      init: a key to parameters.
+      config: a draft model's, None for a head.
+    """
+
+    net: Net
+    ids_W: np.ndarray | None
+    init: Callable[[Array], Params]
+    config: Mapping[str, Any] | None = None
+
+
+def start_of(settings: HeadSettings, target: Model, policy: Policy, count_V: np.ndarray) -> Start:
+    """A new head of the size that is wanted, or one that is trained further.
+
+    Args:
+      settings: what is wanted.
+      target: that it drafts for.
+      policy: how parameters are kept and computed with.
+      count_V: how often each token occurs, which chooses a new head's draft vocabulary.
+
+    Raises:
+      ConfigError: the settings contradict each other or the target.
+      CheckpointError: the head that it starts from cannot be read.
+    """
+    arch = target.net.arch
+    if settings.start is not None:
+        return _further(settings, target, policy)
+    net, size = net_of(settings, arch, target.config, policy), draft_vocab(settings, arch)
+    small = 0 < size < arch.vocab_size and not isinstance(net, Transformer)
+    ids_W = choose_ids(count_V, size) if small else None
+
+    def init(key: Array) -> Params:
+        params = jax.jit(lambda key: initial(net, key))(key)
+        if isinstance(net, Transformer) or not settings.from_target:
+            return params
+        return start_from_target(params, target.params, ids_W)
+
+    return Start(
+        net, ids_W, init, layers_config(settings, arch, target.config) if settings.kind == "draft_model" else None
+    )
+
+
+def initial(net: Net, key: Array) -> Params:
+    """Random parameters."""
+    if not isinstance(net, Transformer):
+        return net.initial(key)
+    token = jnp.zeros((1, 8), jnp.int32)
+    return cast(Params, net.init(key, token, token, method="logits_of"))
+
+
+def _further(settings: HeadSettings, target: Model, policy: Policy) -> Start:
+    directory, default = Path(settings.start or ""), HeadSettings(kind=settings.kind, start=settings.start)
+    if extra := [name for name in settings.__struct_fields__ if getattr(settings, name) != getattr(default, name)]:
+        raise ConfigError(f"head: start = {directory} says everything about the head; leave out {', '.join(extra)}")
+    if not is_head(read_config(directory)):
+        model = load_model(directory, policy)
+        found, net, params, ids_W, config = "draft_model", model.net, model.params, None, model.config
+    else:
+        head = load_head(directory, target.net.arch, policy)
+        found, net, params, ids_W, config = head.kind, head.net, head.params, head.ids_W, None
+    if found != settings.kind:
+        raise ConfigError(f'head: start = {directory} holds kind "{found}", not "{settings.kind}"; set head.kind to it')
+    # The loop donates what it updates, so that every start needs arrays of its own.
+    return Start(net, ids_W, lambda key: jax.tree.map(jnp.array, params), config)

@@ -1,0 +1,134 @@
+"""What a run logs: metrics.jsonl, which fits the checkpoint to the line, and TensorBoard or Weights & Biases."""
+
+import os
+import uuid
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxspec.errors import ConfigError, JaxspecError
+
+FILE = "metrics.jsonl"
+Entry = dict[str, int | float]
+
+
+def read_metrics(run: Path) -> list[Entry]:
+    """The complete entries of a run, in their order.
+
+    Raises:
+      ConfigError: there is no such run, or a line is no entry.
+    """
+    try:
+        lines = (run / FILE).read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise ConfigError(f"{run / FILE}: cannot be read ({error.strerror}); name the directory of a run") from None
+    try:
+        return [msgspec.json.decode(line, type=Entry) for line in lines if line.endswith(b"\n")]
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{run / FILE}: not the log of a run ({error})") from None
+
+
+class MetricsLog:
+    """Writes entries; what stands behind the step of a checkpoint is cut off when a run goes on from there.
+
+    Args:
+      run: directory of the run.
+      step: of the checkpoint that the run goes on from, 0 for none.
+      tensorboard: whether TensorBoard files are written.
+      wandb: project of Weights & Biases, None for not at all.
+      settings: what Weights & Biases shows as the run's settings.
+
+    Raises:
+      ConfigError: what is asked for is not installed.
+      JaxspecError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        step: int,
+        *,
+        tensorboard: bool = False,
+        wandb: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ):
+        self._path = run / FILE
+        self._board = _tensorboard(run, step) if tensorboard else None
+        self._wandb = None if wandb is None else _wandb(run, wandb, settings or {})
+        kept = [entry for entry in read_metrics(run) if entry["step"] <= step] if self._path.exists() else []
+        try:
+            # Entries behind the checkpoint are written again; a name of its own keeps the file whole until then.
+            part = self._path.with_name(f"{FILE}.part")
+            part.write_bytes(b"".join(_line(entry) for entry in kept))
+            part.replace(self._path)
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise JaxspecError(f"{self._path}: cannot be written ({error.strerror})") from error
+
+    def write(self, entry: Entry) -> None:
+        """Appends one entry, which has a ``step``.
+
+        Raises:
+          JaxspecError: the disk is full or the file cannot be written.
+        """
+        try:
+            self._file.write(_line(entry))
+            if self._board is not None:
+                for name, value in entry.items():
+                    if name != "step":
+                        self._board.add_scalar(name, value, int(entry["step"]))
+        except OSError as error:
+            raise JaxspecError(
+                f"{self._path}: cannot be written ({error.strerror}); make room and run the same command again to go on"
+            ) from error
+        if self._wandb is not None:
+            self._wandb.log({k: v for k, v in entry.items() if k != "step"}, step=int(entry["step"]))
+
+    def sync(self) -> None:
+        """Hands everything to the disk, which a checkpoint relies on.
+
+        Raises:
+          JaxspecError: the disk is full or the file cannot be written.
+        """
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise JaxspecError(f"{self._path}: cannot be written ({error.strerror})") from error
+
+    def close(self) -> None:
+        """Closes all files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _line(entry: Entry) -> bytes:
+    return msgspec.json.encode(entry) + b"\n"
+
+
+def _tensorboard(run: Path, step: int) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "logging: tensorboardX is not installed; pip install 'jaxspec[train]', or set logging.tensorboard=false"
+        ) from None
+    return SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+
+
+def _wandb(run: Path, project: str, settings: Mapping[str, Any]) -> Any:
+    try:
+        module = import_module("wandb")
+    except ImportError:
+        raise ConfigError("logging: wandb is not installed; pip install wandb, or leave logging.wandb out") from None
+    # A resumed run needs the name that it had, which dies with its directory.
+    file = run / "wandb_id"
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex)
+    values = {"project": project, "dir": str(run), "name": run.name, "id": file.read_text(), "resume": "allow"}
+    return module.init(**values, config=dict(settings))

@@ -1,0 +1,124 @@
+"""A whole training run from its settings: data, target, head, loop."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxspec.checkpoint.fingerprint import fingerprint
+from jaxspec.checkpoint.load import read_config
+from jaxspec.checkpoint.text import Text
+from jaxspec.errors import ConfigError
+from jaxspec.models.catalog import arch_of
+from jaxspec.shapes import Params
+from jaxspec.sharding.mesh import make_mesh
+from jaxspec.train import head_run, loop
+from jaxspec.train.data import Corpus, batches, load_corpus
+from jaxspec.train.features import FeatureRows, Teacher
+from jaxspec.train.metrics import Entry
+from jaxspec.train.optimizer import adamw, schedule_of
+from jaxspec.train.settings import RunSettings, identity
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run gave.
+
+    Attributes:
+      params: after the last update.
+      run: the head that they belong to.
+      directory: holds ``best/``, ``last/`` and ``metrics.jsonl``.
+    """
+
+    params: Params
+    run: head_run.HeadRun
+    directory: Path
+
+
+def train(
+    settings: RunSettings,
+    target: Path,
+    watch: Callable[[Entry], None] = lambda entry: None,
+    tell: Callable[[Mapping[str, object]], None] = lambda facts: None,
+) -> Trained:
+    """Trains a head, going on where an earlier run of the same settings stopped.
+
+    Args:
+      settings: everything about it.
+      target: model directory.
+      watch: receives every logged entry, first ``{"step": first}``.
+      tell: receives what is known before training begins: documents, tokens, sizes.
+
+    Raises:
+      ConfigError, CheckpointError: settings, data or target are not usable.
+      JaxspecError: the disk is full, or a loss is not finite; what went before is kept.
+    """
+    corpus, mesh = _prepare(settings, target, tell)
+    found = head_run.build(settings, target, corpus, mesh)
+    tell(found.facts)
+    rows = corpus.rows if settings.features.cache is None else _cached(settings, target, corpus, mesh, found, tell)
+    t, seed = settings.train, settings.seed
+    spec = loop.LoopSpec(
+        t.steps, Path(settings.out), t.save_every, t.log_every, settings.evaluation.every, seed,
+        best=None if found.evaluate is None else head_run.metric_of(settings),
+        identity={"settings": identity(settings), "data": corpus.digest(), "target": fingerprint(target)},
+        tensorboard=settings.logging.tensorboard, wandb=settings.logging.wandb, mesh=mesh,
+    )  # fmt: skip
+    task = loop.Task(
+        params=found.init(jax.random.key(seed, impl="rbg")),  # a third of the time to compile
+        optimizer=adamw(settings.optimizer, t.steps),
+        loss_fn=found.loss_fn,
+        batches=lambda first: batches(
+            rows, seed=seed, size=t.rows, accumulation=t.accumulation, first=first,
+            host=jax.process_index(), hosts=jax.process_count(),
+        ),
+        frozen=found.frozen,
+        evaluate=found.evaluate,
+        save=found.save,
+        learning_rate=schedule_of(settings.optimizer, t.steps),
+    )  # fmt: skip
+    return Trained(loop.run(spec, task, watch), found, spec.directory)
+
+
+def write_features(
+    settings: RunSettings, target: Path, tell: Callable[[Mapping[str, object]], None] = lambda facts: None
+) -> None:
+    """Writes the feature cache of a run, as far as it is not there, and trains nothing; arguments as of ``train``.
+
+    Raises:
+      ConfigError, CheckpointError: settings, data or target are not usable, or the cache is of something else.
+      JaxspecError: the features do not fit on the disk, or it cannot be written.
+    """
+    if settings.features.cache is None:
+        raise ConfigError("features: cache names no directory to write to; give --set features.cache=DIR")
+    corpus, mesh = _prepare(settings, target, tell)
+    found = head_run.build(settings, target, corpus, mesh, evaluated=False)
+    _cached(settings, target, corpus, mesh, found, tell)
+
+
+def _prepare(
+    settings: RunSettings, target: Path, tell: Callable[[Mapping[str, object]], None]
+) -> tuple[Corpus, Mesh | None]:
+    """The data, and the devices."""
+    arch = arch_of(read_config(target))
+    corpus = load_corpus(settings.data, Text.load(target), arch.vocab_size, alone=arch.one_text_only)
+    tell(corpus.counts)
+    sizes = {name: getattr(settings.mesh, name) for name in settings.mesh.__struct_fields__}
+    return corpus, make_mesh(sizes) if max(sizes.values()) > 1 else None
+
+
+def _cached(
+    settings: RunSettings,
+    target: Path,
+    corpus: Corpus,
+    mesh: Mesh | None,
+    found: head_run.HeadRun,
+    tell: Callable[[Mapping[str, object]], None],
+) -> FeatureRows:
+    """The rows with their features, which are computed where they are not there yet."""
+    course, t = found.frozen, settings.train
+    teacher = Teacher(course.target, course.base, found.reads, found.routing, settings.features.dtype, t.rows, mesh)
+    identity = {"target": fingerprint(target), "target_dtype": t.target_dtype, "data": corpus.digest()}
+    return FeatureRows(corpus.rows, teacher, Path(settings.features.cache or ""), identity, tell)

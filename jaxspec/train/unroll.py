@@ -1,0 +1,123 @@
+"""Rounds of drafting over whole texts: what a head predicts from real features, and then from its own output."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.models.draft_head import DraftHead, part_of, run_head
+from jaxspec.models.transformer import Transformer, embed
+from jaxspec.nn.unrolled import Unrolled
+from jaxspec.protocol import Features
+from jaxspec.pytree import pytree
+from jaxspec.shapes import Array, Params
+from jaxspec.train.teacher import Batch, ahead
+
+
+@pytree
+class Round:
+    """What one round of X slots per row found; slot i of round j drafts the token of position i + 2 + j.
+
+    Attributes:
+      last_BXD: what the vocabulary product reads.
+      next_BXD: what the next draft would continue from.
+      slot_BX: i, ascending.
+    """
+
+    last_BXD: Array
+    next_BXD: Array
+    slot_BX: Array
+
+
+def unroll(
+    net: DraftHead, params: Params, target: tuple[Transformer, Params], features: Features, batch: Batch, rounds: int
+) -> list[Round]:
+    """Training-time test (Li 2025, 2503.01840, section 3.2): every slot drafts ``rounds`` tokens ahead.
+
+    Each round reads the text's own tokens and what the round before returned, and sees the real slots and what the
+    same slot drafted, as drafting does.
+
+    Args:
+      net: the head.
+      params: its parameters.
+      target: whose embedding is used where the head has none of its own.
+      features: of the target over the batch.
+      batch: texts.
+      rounds: S, tokens drafted from every slot.
+    """
+    g_BTD = part_of(net, params, "join", net.spec.feature(features))
+    memory, found = _memory(net, batch), []
+    slot_BT = _all_slots(batch)
+    for j in range(rounds):
+        token_BT = ahead(batch.token_BT, 1 + j)
+        embedded = embedding(net, params, target, token_BT)
+        last, g_BTD, memory = run_head(net, params, embedded, g_BTD, token_BT, batch.position_BT + j, memory)
+        found.append(Round(last, g_BTD, slot_BT))
+    return found
+
+
+def unroll_masked(
+    net: DraftHead,
+    params: Params,
+    target: tuple[Transformer, Params],
+    features: Features,
+    batch: Batch,
+    counts: tuple[int, ...],
+    key: Array,
+) -> list[Round]:
+    """Rounds of a head that drafts all tokens in one pass, on masks, from fewer and fewer slots.
+
+    Conditional drop-token sampling (Hui 2026, 2602.01469, section 3.3): the slots of a round are drawn from those of
+    the round before, texts' trained slots first, so that each has all of its own earlier drafts to see.
+
+    Args:
+      net: the head, which has a mask token.
+      params: its parameters.
+      target: whose embedding is used where the head has none of its own.
+      features: of the target over the batch.
+      batch: texts.
+      counts: slots of each round behind the first, never growing.
+      key: of the choice.
+    """
+    g_BTD = part_of(net, params, "join", net.spec.feature(features))
+    memory, slot_BX = _memory(net, batch), _all_slots(batch)
+    token_BT = ahead(batch.token_BT, 1)
+    embedded = embedding(net, params, target, token_BT)
+    last, following, memory = run_head(net, params, embedded, g_BTD, token_BT, batch.position_BT, memory)
+    found = [Round(last, following, slot_BX)]
+    assert net.spec.mask_token is not None, "only such heads draft in one pass"
+    mask = part_of(net, params, "mask")
+    for d, (count, one) in enumerate(zip(counts, jax.random.split(key, max(len(counts), 1)), strict=False), start=1):
+        weight_BX = jnp.take_along_axis(weights(batch, d), slot_BX, axis=1)
+        rank_BX = jax.random.uniform(one, slot_BX.shape) + weight_BX
+        place_BX = jnp.sort(jax.lax.top_k(rank_BX, count)[1], axis=1).astype(jnp.int32)
+        slot_BX = jnp.take_along_axis(slot_BX, place_BX, axis=1)
+        memory = tuple(m.keep(place_BX, slot_BX) for m in memory)
+        token_BX = jnp.full(slot_BX.shape, net.spec.mask_token, jnp.int32)
+        position_BX = jnp.take_along_axis(batch.position_BT, slot_BX, axis=1) + d
+        g_BXD = jnp.broadcast_to(mask, (*slot_BX.shape, mask.shape[-1]))
+        embedded = embedding(net, params, target, token_BX)
+        last, following, memory = run_head(net, params, embedded, g_BXD, token_BX, position_BX, memory)
+        found.append(Round(last, following, slot_BX))
+    return found
+
+
+def weights(batch: Batch, j: int) -> Array:
+    """1 for slots whose draft of round j is a token to learn from, of the slot's own text, float32 [B, T]."""
+    wanted = ahead(batch.loss_BT, 2 + j) & (ahead(batch.segment_BT, 2 + j) == batch.segment_BT)
+    inside = jnp.arange(batch.token_BT.shape[1]) + 2 + j < batch.token_BT.shape[1]
+    return (wanted & inside & (batch.segment_BT > 0)).astype(jnp.float32)
+
+
+def embedding(net: DraftHead, params: Params, target: tuple[Transformer, Params], token_BT: Array) -> Array:
+    """Embeddings of tokens: the head's own, or the target's."""
+    return part_of(net, params, "embed", token_BT) if net.spec.own_embedding else embed(*target, token_BT)
+
+
+def _memory(net: DraftHead, batch: Batch) -> tuple[Any, ...]:
+    return tuple(Unrolled(batch.segment_BT) for _ in net.spec.arch.layers)
+
+
+def _all_slots(batch: Batch) -> Array:
+    slots = jnp.arange(batch.token_BT.shape[1], dtype=jnp.int32)
+    return jnp.broadcast_to(slots[None], batch.token_BT.shape)
