@@ -19,7 +19,7 @@ from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Params
-from jaxspec.sharding.rules import named_shardings
+from jaxspec.sharding.rules import MAY_BE_WHOLE, named_shardings
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ def load_model(
     *,
     quantization: str = "auto",
     mesh: Mesh | None = None,
+    allow_replication: bool | str = MAY_BE_WHOLE,
     show: Show | None = None,
 ) -> Model:
     """Loads a Hugging Face directory.
@@ -105,23 +106,32 @@ def load_model(
       quantization: ``auto`` keeps published quantised weights as they are, ``none`` widens them to the policy's dtype;
         ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain checkpoint.
       mesh: devices that the parameters are split over, None for the default device.
+      allow_replication: what is whole on each device where the mesh does not divide it, see ``named_shardings``; heads
+        and vocabulary by default, but neither experts nor hidden units.
       show: called with (bytes placed, bytes in all).
 
     Raises:
-      ConfigError: the config is missing, corrupt or of an unknown family, or the quantisation is not possible.
+      ConfigError: the config is missing, corrupt or of an unknown family, the quantisation is not possible, or the
+        mesh does not divide the model.
       CheckpointError: the tensors are unreadable or do not match.
     """
-    plan = plan_model(directory, _over(policy, mesh), quantization)
+    plan = plan_model(directory, over(policy, mesh), quantization)
     plan.check()
     config = read_config(plan.directory)
     net = Transformer(arch_of(config), plan.policy)
-    params = fill(plan, partial(named_shardings, mesh=mesh) if mesh else None, show)
+    params = fill(plan, shards_for(mesh, allow_replication), show)
     generation = plan.directory / "generation_config.json"
     return Model(net, params, config, _read_json(generation) if generation.exists() else {}, plan.directory)
 
 
-def _over(policy: Policy, mesh: Mesh | None) -> Policy:
-    return policy if mesh is None else replace(policy, mesh=mesh.abstract_mesh)
+def over(policy: Policy, mesh: Mesh | None) -> Policy:
+    """The policy on a mesh, where routed experts lie stacked: an expert in an array of its own cannot be split off."""
+    return policy if mesh is None else replace(policy, mesh=mesh.abstract_mesh, experts="stacked")
+
+
+def shards_for(mesh: Mesh | None, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
+    """What makes the shardings of parameters from their shapes, None for one device."""
+    return None if mesh is None else partial(named_shardings, mesh=mesh, allow_replication=allow_replication)
 
 
 def load_mtp(
@@ -152,7 +162,7 @@ def load_mtp(
             "(num_nextn_predict_layers); speculate with another method"
         )
     block, rules = check_method(read_config(directory)), known_tables()[arch.family].mtp_rules(arch)
-    plan = make_plan(directory, Mtp(arch, _over(net.policy, mesh)), rules, block=block, quantization=quantization)
+    plan = make_plan(directory, Mtp(arch, over(net.policy, mesh)), rules, block=block, quantization=quantization)
     missing = plan.problems["missing"]
     if missing:
         raise CheckpointError(
@@ -161,5 +171,5 @@ def load_mtp(
             "download the published files, or speculate with another method"
         )
     plan.check()
-    params = fill(plan, partial(named_shardings, mesh=mesh) if mesh else None, show)
+    params = fill(plan, shards_for(mesh), show)
     return Mtp(arch, plan.policy), params

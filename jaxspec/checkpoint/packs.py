@@ -92,6 +92,10 @@ PACKS: Mapping[str, Pack] = {
         inner=0,
         finer=lambda block, _: max(block // 2, 1),
     ),
+    # N of [D] to [N, D]
+    "each": Pack(lambda a, _: np.stack(a), list),
+    # [1, 1, N] to [N]
+    "slot": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf[None, None]]),
     # [2 F], gate and up entries by turns, to [2, F]
     "bias_by_turns": Pack(lambda a, _: a[0].reshape(-1, 2).T, lambda leaf: [leaf.T.reshape(-1)]),
 }

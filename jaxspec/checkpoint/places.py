@@ -102,15 +102,15 @@ def unflatten(leaves: Mapping[str, Any]) -> Params:
     return tree
 
 
-def places(rules: Iterable[Rule], leaves: Mapping[str, Any], arch: ArchSpec) -> dict[str, Leaf]:
+def places(rules: Iterable[Rule], leaves: Mapping[str, Any], arch: ArchSpec | None = None) -> dict[str, Leaf]:
     """What fills each leaf; rules whose parameter is not there are left out.
 
     Args:
       rules: of a table.
       leaves: abstract parameters by path.
-      arch: says which layers lie in one stack.
+      arch: says which layers lie in one stack, None where none do.
     """
-    cut = tuple(segments(arch.layers)) if any(path.startswith("segment_") for path in leaves) else ()
+    cut = tuple(segments(arch.layers)) if arch and any(path.startswith("segment_") for path in leaves) else ()
     found: dict[str, Leaf] = {}
     for rule in rules:
         place = _place(rule.leaf, leaves, cut)

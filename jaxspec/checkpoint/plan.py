@@ -100,7 +100,7 @@ def make_plan(
     assert not unnamed, f"parameters that no rule of the name table fills: {unnamed}"
     names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}
     stored = {name: found for name in names if (found := find(files, name, block))}
-    problems = _problems(files, fills, stored)
+    problems = mismatches(files, fills, stored)
     if beside is not None:
         extra = _extra(files, stored, names, net.arch, beside, ignored)
         scheme = other_scheme(extra)
@@ -121,7 +121,8 @@ def _kind(path: str) -> str:
     return kind_of(path.split("/"))
 
 
-def _problems(files: TensorFiles, fills: Mapping[str, Leaf], stored: Mapping[str, Stored]) -> dict[str, list[str]]:
+def mismatches(files: TensorFiles, fills: Mapping[str, Leaf], stored: Mapping[str, Stored]) -> dict[str, list[str]]:
+    """Names of tensors that are missing, of the wrong shape or of the wrong dtype, by the keys of ``WORDS``."""
     found: dict[str, list[str]] = {"missing": [], "extra": [], "shape": [], "dtype": []}
     entries: dict[str, int] = {}
     for leaf in fills.values():

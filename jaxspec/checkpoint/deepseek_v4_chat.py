@@ -18,8 +18,8 @@ OPTIONS = ("thinking", "enable_thinking")
 OTHERWISE = "encode the rest with the script in the checkpoint's encoding/ folder and give prompt_token_ids"
 
 
-def encode(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """Text of a conversation, ready for the assistant's answer.
+def encode(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], answered: bool = False) -> str:
+    """Text of a conversation, ready for the assistant's answer or behind it.
 
     System messages stand unmarked; user messages in a row make one turn, a blank line between them; an assistant's
     turn ends with the end of the sentence. Reasoning of earlier answers is left out, as released. What the assistant
@@ -28,6 +28,7 @@ def encode(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) ->
     Args:
       messages: ``role`` and ``content`` each; ``reasoning_content`` may be there.
       options: ``thinking`` (or ``enable_thinking``) switches thinking on, by default off.
+      answered: whether the last message is the assistant's answer; its reasoning is written where it thinks.
 
     Raises:
       RequestError: an option, role or key is not covered, or nobody waits for an answer.
@@ -35,6 +36,10 @@ def encode(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) ->
     thinking = _thinking(options)
     for message in messages:
         _check(message)
+    if answered:
+        *before, last = messages
+        reasoning = f"{last.get('reasoning_content') or ''}{ANSWER}" if thinking else ""
+        return f"{encode(before, options)}{reasoning}{last['content']}{END}"
     turns = [(role, [message["content"] for message in run]) for role, run in groupby(messages, lambda m: m["role"])]
     _check_order([role for role, _ in turns])
     parts = [START]

@@ -1,0 +1,146 @@
+"""The decoder layers of a draft head as a Llama-like config, in both directions."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxspec.errors import ConfigError
+from jaxspec.models.arch import ArchSpec
+from jaxspec.models.catalog import known_families
+from jaxspec.models.family import Family, arch_from_config
+from jaxspec.models.mixers.latent import LatentRow
+from jaxspec.models.read import yarn_scale
+from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.ffn import FfnSpec
+from jaxspec.nn.latent_attention import LatentSpec
+from jaxspec.nn.rope import RopeSpec
+
+DENSE = ("llama", "qwen2", "qwen3")
+LATENT = Family(model_type="deepseek_v3", mixer=LatentRow())
+NOTABLE_DIGITS = 9  # of a published factor that is found back from what it was multiplied into
+
+
+def layers_of(config: Mapping[str, Any], names: tuple[str, ...] = ()) -> ArchSpec:
+    """The layers that a config describes.
+
+    Args:
+      config: of a head, or the ``transformer_layer_config`` inside it; the feed-forward layers are dense whatever
+        family its ``model_type`` names.
+      names: of the tensors, which tell latent from grouped-query attention and Qwen's from Llama's where the
+        ``model_type`` does not.
+
+    Raises:
+      ConfigError: keys are missing or contradict each other.
+    """
+    kind, attention = config.get("model_type"), "layers.0.self_attn."
+    if f"{attention}kv_a_proj_with_mqa.weight" in names or (not names and kind == LATENT.model_type):
+        return arch_from_config(config, LATENT)
+    if kind not in DENSE:
+        kind = "qwen3" if f"{attention}q_norm.weight" in names else "llama"
+    if config.get("qkv_bias") and not config.get("attention_bias"):
+        kind = "qwen2"
+    return arch_from_config(config, known_families()[kind])
+
+
+def layers_config(arch: ArchSpec) -> dict[str, Any]:
+    """The config that describes some layers, every number stated.
+
+    Raises:
+      ConfigError: no such config describes them.
+    """
+    first = arch.layers[0].attention
+    if isinstance(first, LatentSpec):
+        config = _latent(first)
+    elif isinstance(first, AttentionSpec):
+        config = _grouped(arch, first)
+    else:
+        raise ConfigError(f"head: no published config describes layers of {type(first).__name__}")
+    ffn = arch.layers[0].ffn
+    config |= {
+        "hidden_size": arch.model_dim,
+        "intermediate_size": ffn.hidden,
+        "hidden_act": ffn.activation.kind if isinstance(ffn, FfnSpec) else None,
+        "num_hidden_layers": len(arch.layers),
+        "vocab_size": arch.vocab_size,
+        "rms_norm_eps": arch.norm_eps,
+        "max_position_embeddings": arch.max_position,
+        "tie_word_embeddings": False,
+    }
+    if alike(layers_of(config)) != alike(arch):
+        raise ConfigError(
+            "head: its layers have mechanisms that no published config of Llama, Qwen or DeepSeek states; layers that "
+            "can be saved are all alike, with dense gated feed-forward and rotary positions"
+        )
+    return config
+
+
+def alike(arch: ArchSpec) -> ArchSpec:
+    """The layers without what a head does not depend on: the name of the family and a tied vocabulary product."""
+    return replace(arch, family="", tied=False, mtp=())
+
+
+def _grouped(arch: ArchSpec, spec: AttentionSpec) -> dict[str, Any]:
+    kind = "qwen3" if spec.qk_norm == "head" else "qwen2" if spec.qkv_bias and not spec.out_bias else "llama"
+    config: dict[str, Any] = {
+        "model_type": kind,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "attention_bias": spec.qkv_bias,
+    }
+    spans = [getattr(layer.attention, "window", None) for layer in arch.layers]
+    if any(spans):
+        config |= {
+            "sliding_window": next(filter(None, spans)),
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention" if span else "full_attention" for span in spans],
+        }
+    if spec.rope is None:
+        raise ConfigError("head: its layers have no rotary positions, which no published head lacks")
+    if spec.rope.dim != spec.head_dim:
+        config["partial_rotary_factor"] = spec.rope.dim / spec.head_dim
+    return config | _rotation(spec.rope)
+
+
+def _latent(spec: LatentSpec) -> dict[str, Any]:
+    config = {
+        "model_type": LATENT.model_type,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.heads,
+        "qk_nope_head_dim": spec.plain_dim,
+        "qk_rope_head_dim": spec.rope.dim,
+        "v_head_dim": spec.value_dim,
+        "kv_lora_rank": spec.rank,
+        "q_lora_rank": spec.query_rank,
+        "attention_bias": spec.bias,
+        "rope_interleave": spec.rope.interleaved,
+        "n_routed_experts": None,
+        **_rotation(spec.rope),
+    }
+    sharpened = (spec.scale * (spec.plain_dim + spec.rope.dim) ** 0.5) ** 0.5
+    if spec.rope.scaling is not None and sharpened > 1:
+        step = yarn_scale(config["rope_scaling"], 1.0) - 1
+        all_dim = float(f"{(sharpened - 1) / step:.{NOTABLE_DIGITS}g}")
+        for dialect in ("rope_scaling", "rope_parameters"):
+            config[dialect] = config[dialect] | {"mscale_all_dim": all_dim}
+    return config
+
+
+def _rotation(rope: RopeSpec) -> dict[str, Any]:
+    """Rotation in both dialects, which say the same."""
+    s = rope.scaling
+    theta = {"rope_theta": rope.theta}
+    if s is None:
+        return theta | {"rope_scaling": None, "rope_parameters": {"rope_type": "default"} | theta}
+    scaling: dict[str, Any] = {
+        "rope_type": s.kind,
+        "factor": s.factor,
+        "original_max_position_embeddings": s.original,
+    }
+    if s.kind == "llama3":
+        scaling |= {"low_freq_factor": s.low, "high_freq_factor": s.high}
+    elif s.kind == "yarn":
+        scaling |= {"beta_slow": s.low, "beta_fast": s.high, "truncate": s.truncate}
+        if s.attention_factor is not None:
+            scaling["attention_factor"] = s.attention_factor
+    return theta | {"rope_scaling": scaling, "rope_parameters": scaling | theta}

@@ -1,0 +1,37 @@
+"""``jaxspec import``: a draft head of any known format in ours."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxspec.cli.screen import Screen
+
+
+@dataclass(frozen=True)
+class ImportArgs:
+    """What ``jaxspec import`` is asked for.
+
+    Attributes:
+      head: Directory of a draft head: EAGLE-1, EAGLE-3, P-EAGLE, speculators or Medusa, safetensors or PyTorch.
+      out: Directory to write; an older head in it is replaced.
+      target: Directory of the model that it drafts for.
+      color: Colours on a terminal.
+    """
+
+    head: Annotated[Path, tyro.conf.Positional]
+    out: Annotated[Path, tyro.conf.Positional]
+    target: Path
+    color: bool = True
+
+
+def run(args: ImportArgs) -> None:
+    """Loads a head and writes it in our format, every number as it was."""
+    from jaxspec.checkpoint.heads import load_head, save_head, stored_policy
+    from jaxspec.checkpoint.load import read_config
+    from jaxspec.models.catalog import arch_of
+
+    head = load_head(args.head, arch_of(read_config(args.target)), stored_policy(args.head))
+    save_head(head, args.out)
+    Screen(args.color).line(f"{args.out}: head in jaxspec's format, ready")
