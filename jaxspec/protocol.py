@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-from jaxspec.pytree import pytree
+import jax.numpy as jnp
+
+from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array
-from jaxspec.topology import Topology
+from jaxspec.topology import DynamicTree, Topology
 
 DraftState = Any
 D = TypeVar("D", bound="Drafter")
@@ -46,6 +49,33 @@ class Sampling:
 
 
 @pytree
+class Prices:
+    """What one more draft of a chain costs, and what its tokens are worth; float32 scalars but where axes are named.
+
+    Attributes:
+      rate: tokens per second that the batch commits now; 0 makes time worth nothing, so that it cuts none.
+      rows: rows that decode.
+      token_s: seconds that a verified draft adds to a step.
+      expert_s: seconds that a routed expert adds which no other token of the step touches, all layers together.
+      depth_s: seconds that drafting one position deeper adds, all rows together.
+      least: product of a drafter's confidences below which nothing is verified.
+      accept_MC: share of tried drafts that were accepted, by C equal steps of confidence; of greedy rows (M = 0) and of
+        rows that sample (M = 1).
+      experts, top_k: E and A of the target's routed layers, 0 without any.
+    """
+
+    rate: Array
+    rows: Array
+    token_s: Array
+    expert_s: Array
+    depth_s: Array
+    least: Array
+    accept_MC: Array
+    experts: int = static(default=0)
+    top_k: int = static(default=0)
+
+
+@pytree
 class Anchor:
     """Where drafting starts.
 
@@ -54,12 +84,52 @@ class Anchor:
       length_B: committed positions, and so the anchor's position.
       history_BS: committed tokens, the anchor included at ``length``.
       sampling: how rows sample.
+      prices: of drafts, which are then cut where they do not pay; None keeps them all.
     """
 
     token_B: Array
     length_B: Array
     history_BS: Array
     sampling: Sampling
+    prices: Prices | None = None
+
+
+@pytree
+class Tree:
+    """How the nodes of one verification hang together, by row; B is 1 where all rows have the same.
+
+    Attributes:
+      parent_BT: int32, parent of each node; -1 for the anchor.
+      depth_BT: int32, distance from the anchor.
+      path_BTJ: int32 [B, T, K + 1], the nodes from the anchor to each node by depth, and 0 behind its end.
+      is_chain: whether no node of any row has a sibling.
+    """
+
+    parent_BT: Array
+    depth_BT: Array
+    path_BTJ: Array
+    is_chain: bool = static(default=False)
+
+    @property
+    def nodes(self) -> int:
+        """T."""
+        return self.parent_BT.shape[1]
+
+    @property
+    def max_depth(self) -> int:
+        """K."""
+        return self.path_BTJ.shape[2] - 1
+
+    def path_to(self, node_B: Array) -> tuple[Array, Array]:
+        """The path from the anchor to one node of each row, [B, K + 1], and its depth."""
+        rows_B = jnp.arange(node_B.shape[0], dtype=jnp.int32) if self.parent_BT.shape[0] > 1 else 0
+        return self.path_BTJ[rows_B, node_B], self.depth_BT[rows_B, node_B]
+
+    @staticmethod
+    def of(topology: Topology) -> Tree:
+        """The same tree for all rows."""
+        made = (jnp.asarray(x, jnp.int32)[None] for x in (topology.parents, topology.depth, topology.path_TJ))
+        return Tree(*made, is_chain=topology.is_chain)
 
 
 @pytree
@@ -70,11 +140,26 @@ class Proposal:
       token_BN: one token id of the vocabulary per draft node, also where it is not valid.
       valid_BN: whether the node is a real proposal; others are never accepted.
       logp_BNV: log of the distribution that each node was drawn from, None for point masses.
+      tree: how each row's nodes hang together, None where the topology says it.
+      expert_BKYA: experts that the target is predicted to choose for the drafts of a chain, in some layers; None
+        where the drafter predicts none. Nothing is accepted or refused because of them.
+      confidence_BN: largest probability of what each draft of a chain is drawn from, where drafts have prices; 0 where
+        nothing was drafted.
     """
 
     token_BN: Array
     valid_BN: Array
     logp_BNV: Array | None
+    tree: Tree | None = None
+    expert_BKYA: Array | None = None
+    confidence_BN: Array | None = None
+
+    def tree_of(self, topology: Topology | DynamicTree) -> Tree:
+        """How the nodes hang together, from itself or from the topology that it was drafted for."""
+        if self.tree is not None:
+            return self.tree
+        assert isinstance(topology, Topology), "a drafter says what tree it has grown"
+        return Tree.of(topology)
 
 
 @pytree
@@ -92,6 +177,24 @@ class Verdict:
     count_B: Array
 
 
+@dataclass(frozen=True)
+class Reads:
+    """What a drafter reads of the target besides its last hidden states.
+
+    Attributes:
+      taps: layer boundaries b whose residual stream it reads; b is the input of layer b, the number of layers the
+        last output (``hidden_states[b]`` of transformers).
+      commons: expert layers of which it reads what their shared experts return, or what their router reads where
+        there are none.
+    """
+
+    taps: tuple[int, ...] = ()
+    commons: tuple[int, ...] = ()
+
+
+NOTHING = Reads()
+
+
 @pytree
 class Features:
     """What the target computed at some positions.
@@ -99,10 +202,13 @@ class Features:
     Attributes:
       last_BTD: stream behind the final norm, float32.
       stream: the stream before it [B, T, D], or with hyper-connections the streams [B, T, N, D].
+      taps, commons: what ``Reads`` asked for, one [B, T, D] each.
     """
 
     last_BTD: Array
     stream: Array
+    taps: tuple[Array, ...] = ()
+    commons: tuple[Array, ...] = ()
 
 
 @pytree
@@ -132,7 +238,7 @@ class Drafter(Protocol):
     """A source of drafts; implementers are final pytrees, so weights are leaves and everything else is static."""
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> Topology | DynamicTree:
         """The static shape of what is proposed."""
         ...
 
@@ -144,6 +250,11 @@ class Drafter(Protocol):
     @property
     def follows(self) -> Literal["nothing", "tokens", "features"]:
         """What of the text it must have observed to draft well."""
+        ...
+
+    @property
+    def reads(self) -> Reads:
+        """What it reads of the target besides its last hidden states."""
         ...
 
     def init_state(self, rows: int, capacity: int, slack: int) -> DraftState:

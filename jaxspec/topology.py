@@ -1,4 +1,4 @@
-"""A static chain or tree of draft nodes, the anchor at the root."""
+"""What is drafted, the anchor at the root: a static chain or tree of nodes, or a tree that every row grows itself."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ class Topology:
         return max(self.depth)
 
     @property
+    def ahead(self) -> int:
+        """Most positions that a drafter writes ahead for it."""
+        return self.nodes
+
+    @property
     def is_chain(self) -> bool:
         """Whether no node has a sibling."""
         return self.parents == tuple(range(-1, self.nodes - 1))
@@ -72,14 +77,13 @@ class Topology:
         return tuple(tuple(c) for c in found)
 
     @cached_property
-    def ancestors_TT(self) -> np.ndarray:
-        """Boolean [T, T]: node t sees node s, which is an ancestor or itself."""
-        see = np.zeros((self.nodes, self.nodes), bool)
-        for node, parent in enumerate(self.parents):
-            if parent >= 0:
-                see[node] = see[parent]
-            see[node, node] = True
-        return see
+    def path_TJ(self) -> np.ndarray:
+        """int32 [T, K + 1]: the nodes from the anchor to each node by depth, and 0 behind its end."""
+        path_TJ = np.zeros((self.nodes, self.max_depth + 1), np.int32)
+        for node, parent in enumerate(self.parents[1:], start=1):
+            path_TJ[node] = path_TJ[parent]
+            path_TJ[node, self.depth[node]] = node
+        return path_TJ
 
     def paths(self) -> tuple[tuple[int, ...], ...]:
         """Root-to-leaf paths, the anchor left out."""
@@ -92,6 +96,58 @@ class Topology:
                 node = self.parents[node]
             out.append(tuple(reversed(path)))
         return tuple(out)
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """A tree that every row grows while it drafts (EAGLE-2, Li 2024, 2406.16858, section 4).
+
+    At each depth the ``top_k`` most confident nodes are expanded into their ``top_k`` best tokens; of all tokens found
+    on the way the ``nodes - 1`` most confident are verified. A node's confidence is the product of the draft's
+    probabilities on its path, so no node is kept without its parent.
+
+    Attributes:
+      top_k: nodes expanded per depth, and children of each.
+      steps: K, depth of the tree.
+      nodes: T, positions of one verification, the anchor included.
+    """
+
+    top_k: int
+    steps: int
+    nodes: int
+
+    def __post_init__(self) -> None:
+        if self.top_k < 2 or self.steps < 1:
+            raise ConfigError(
+                f"dynamic tree: at least 2 nodes are expanded per depth, and depths are at least 1; got {self.top_k} "
+                f"and {self.steps}"
+            )
+        most = min(MAX_NODES, 1 + self.top_k + (self.steps - 1) * self.top_k**2)
+        if not self.steps < self.nodes <= most:
+            raise ConfigError(
+                f"dynamic tree: {self.nodes} nodes, but top {self.top_k} at {self.steps} depths give "
+                f"{self.steps + 1} to {most}, the anchor included"
+            )
+
+    @property
+    def drafts(self) -> int:
+        """N, the drafted nodes."""
+        return self.nodes - 1
+
+    @property
+    def max_depth(self) -> int:
+        """K, the most drafts that one step can accept."""
+        return self.steps
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has a sibling."""
+        return False
+
+    @property
+    def ahead(self) -> int:
+        """Most positions that a drafter writes ahead: the anchor and every expanded level, or what is accepted."""
+        return max(1 + (self.steps - 1) * self.top_k, self.steps + 1)
 
 
 def chain(length: int) -> Topology:

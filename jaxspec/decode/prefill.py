@@ -6,8 +6,8 @@ import jax.numpy as jnp
 
 from jaxspec.cache.kv import Window
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.models.transformer import forward
-from jaxspec.protocol import Commit, Drafter, Features, Sampling
+from jaxspec.models.transformer import features_of, forward
+from jaxspec.protocol import Commit, Drafter, Sampling
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
@@ -40,9 +40,8 @@ def prefill(
     table = None if table_J is None else table_J[None]
     live_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None] < count
     window = Window(start_B, table, row[None], live_BT=live_BT, block=target.block)
-    hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window)
-    features = Features(hidden.last_BTD, hidden.stream)
-    commit = Commit(token_BT, next_BT, features, count[None], start_B, path_BT=None, row=row)
+    hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window, drafter.reads)
+    commit = Commit(token_BT, next_BT, features_of(hidden), count[None], start_B, path_BT=None, row=row)
     return replace(state, layers=layers, draft=drafter.observe(state.draft, commit))
 
 

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.kv import Window
+from jaxspec.decode.confidence import outcomes
 from jaxspec.decode.state import DecodeState, Target, write_rows
+from jaxspec.decode.touched import distinct_by_depth, experts_of
 from jaxspec.models.caches import compact_caches
-from jaxspec.models.transformer import forward, head
-from jaxspec.protocol import Commit, Drafter, Features, Verdict
+from jaxspec.models.transformer import features_of, forward, head
+from jaxspec.protocol import Commit, Drafter, Verdict
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from jaxspec.verify.logits import Context, process
@@ -47,6 +49,9 @@ class StepOut:
       stopped_B, full_B: rows that met a stop id, or their length limit.
       logprob_BTL: log-probability of each committed token, then of the most likely ones.
       top_BTL: rank of the committed token, then ids of the most likely ones.
+      touched_K: experts per layer that the first 1, 2, ... K drafts of all rows were predicted to touch, float32;
+        None where the drafter predicts none.
+      outcome_HMC: drafts that were tried (H = 0) and accepted (H = 1) by confidence; None where drafts have no prices.
     """
 
     token_BT: Array
@@ -56,37 +61,50 @@ class StepOut:
     full_B: Array
     logprob_BTL: Array
     top_BTL: Array
+    touched_K: Array | None
+    outcome_HMC: Array | None
 
 
 def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan) -> tuple[DecodeState, StepOut]:
     """Drafts, verifies, accepts and commits once for every row."""
-    top = drafter.topology
     anchor, sampling = state.anchor, state.sampling
     proposal, draft = drafter.propose(state.draft, anchor, plan.rule)
     token_BT = jnp.concatenate([anchor.token_B[:, None], proposal.token_BN], axis=1)
-    position_BT = anchor.length_B[:, None] + jnp.asarray(top.depth, jnp.int32)[None]
-    see = None if top.is_chain else tuple(tuple(bool(v) for v in row) for row in top.ancestors_TT)
-    live_BT = jnp.broadcast_to(state.active_B[:, None], token_BT.shape)
-    window = Window(anchor.length_B, state.table_BJ, live_BT=live_BT, ancestors=see, block=target.block)
-    hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window)
+    tree = proposal.tree_of(drafter.topology)
+    position_BT = anchor.length_B[:, None] + tree.depth_BT
+    path_BTJ = None if tree.is_chain else jnp.broadcast_to(tree.path_BTJ, (*token_BT.shape, tree.max_depth + 1))
+    active_B1 = state.active_B[:, None]
+    live_BT = jnp.concatenate([active_B1, usable(proposal, sampling, tree) & active_B1], axis=1)
+    window = Window(anchor.length_B, state.table_BJ, live_BT=live_BT, path_BTJ=path_BTJ, block=target.block)
+    hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window, drafter.reads)
     logits_BTV = head(target.net, target.params, hidden.last_BTD)
     context = Context(state.count_BV, state.prompt_BV, token_BT, anchor.length_B)
-    score_BTV = process(logits_BTV, sampling, context, top)
+    score_BTV = process(logits_BTV, sampling, context, tree)
     rule = partial(synthetic, survival=plan.survival) if plan.survival else RULES[plan.rule]
-    verdict = rule(proposal, score_BTV, sampling, anchor.length_B, top)
+    verdict = rule(proposal, score_BTV, sampling, anchor.length_B, tree)
     verdict, stopped_B, full_B = stop_at(verdict, sampling, anchor.length_B, state.active_B)
-    if not top.is_chain:
+    if not tree.is_chain:
         layers = compact_caches(layers, target.net.arch, target.net.policy, window, verdict.path_BT)
     final_BT = jnp.concatenate([anchor.token_B[:, None], verdict.token_BT[:, :-1]], axis=1)
-    features = jax.tree.map(partial(_along, path_BT=verdict.path_BT), Features(hidden.last_BTD, hidden.stream))
+    features = jax.tree.map(partial(_along, path_BT=verdict.path_BT), features_of(hidden))
     commit = Commit(
         final_BT, verdict.token_BT, features, verdict.count_B, anchor.length_B, path_BT=verdict.path_BT, row=None
     )
     draft = drafter.observe(draft, commit)
     logprob, ranked = _logprobs(logits_BTV, verdict, sampling.logprobs_B, plan.logprobs)
-    drafted_B = jnp.sum(usable(proposal, sampling, top) & state.active_B[:, None], axis=1, dtype=jnp.int32)
-    out = StepOut(verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, logprob, ranked)
-    return _advance(state, layers, draft, verdict, stopped_B | full_B), out
+    drafted_B = jnp.sum(live_BT[:, 1:], axis=1, dtype=jnp.int32)
+    touched_K = None
+    if proposal.expert_BKYA is not None:
+        touched_K = distinct_by_depth(proposal.expert_BKYA, live_BT[:, 1:], experts_of(target.net.arch))
+    done_B, outcome_HMC = stopped_B | full_B, None
+    if state.prices is not None and proposal.confidence_BN is not None:
+        tried_BN = live_BT[:, 1:] & ~done_B[:, None]  # an ending cuts verdicts short
+        steps, warm_B = state.prices.accept_MC.shape[1], sampling.temperature_B > 0
+        outcome_HMC = outcomes(proposal.confidence_BN, tried_BN, verdict.count_B - 1, warm_B, steps)
+    out = StepOut(
+        verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, logprob, ranked, touched_K, outcome_HMC
+    )
+    return _advance(state, layers, draft, verdict, done_B), out
 
 
 def _along(x: Array, path_BT: Array) -> Array:
@@ -138,17 +156,20 @@ def _logprobs(logits_BTV: Array, verdict: Verdict, wanted_B: Array, most: int) -
 
 @pytree
 class Report:
-    """Outcomes of a dispatch, one small array for the host and two that it reads only on demand.
+    """Outcomes of a dispatch, one small array for the host and others that it reads only on demand.
 
     Attributes:
       packed_BX: int32 [B, steps * (T + 2) + 3]: per step the committed tokens, their count and the usable drafts;
         then whether a stop id was met, whether the length limit was met, and the steps done.
       logprob_BXL, top_BXL: as in ``StepOut``, [B, steps * T, L + 1].
+      touched_K, outcome_HMC: sums over the steps of what ``StepOut`` has, None where it has none.
     """
 
     packed_BX: Array
     logprob_BXL: Array
     top_BXL: Array
+    touched_K: Array | None = None
+    outcome_HMC: Array | None = None
 
 
 def dispatch(
@@ -169,24 +190,35 @@ def dispatch(
     limit = jnp.minimum(limit, plan.steps)
 
     def go_on(carry) -> Array:
-        i, state, _, _, _, ended_B2 = carry
+        i, state, *_, ended_B2 = carry
         return (i < limit) & jnp.any(state.active_B) & ~(eager & jnp.any(ended_B2))
 
     def one(carry):
-        i, state, packed, logprob, top, ended_B2 = carry
+        i, state, packed, logprob, top, sums, ended_B2 = carry
         state, out = step(target, drafter, state, plan=plan)
         entry = jnp.concatenate([out.token_BT, out.count_B[:, None], out.drafted_B[:, None]], axis=1)
         packed = lax.dynamic_update_slice(packed, entry, (0, i * width))
         if plan.logprobs:
             logprob = lax.dynamic_update_slice(logprob, out.logprob_BTL, (0, i * depth, 0))
             top = lax.dynamic_update_slice(top, out.top_BTL, (0, i * depth, 0))
-        return i + 1, state, packed, logprob, top, ended_B2 | jnp.stack([out.stopped_B, out.full_B], axis=1)
+        sums = jax.tree.map(jnp.add, sums, (out.touched_K, out.outcome_HMC))
+        ended_B2 |= jnp.stack([out.stopped_B, out.full_B], axis=1)
+        return i + 1, state, packed, logprob, top, sums, ended_B2
 
     places = (rows, plan.steps * depth if plan.logprobs else 0, plan.logprobs + 1)
     carry = (
         jnp.int32(0), state, jnp.zeros((rows, plan.steps * width), jnp.int32),
-        jnp.zeros(places), jnp.zeros(places, jnp.int32), jnp.zeros((rows, 2), bool),
+        jnp.zeros(places), jnp.zeros(places, jnp.int32), _no_sums(drafter, state, plan), jnp.zeros((rows, 2), bool),
     )  # fmt: skip
-    i, state, packed, logprob, top, ended_B2 = lax.while_loop(go_on, one, carry)
+    i, state, packed, logprob, top, sums, ended_B2 = lax.while_loop(go_on, one, carry)
     tail = jnp.concatenate([ended_B2.astype(jnp.int32), jnp.broadcast_to(i, (rows, 1))], axis=1)
-    return state, Report(jnp.concatenate([packed, tail], axis=1), logprob, top)
+    return state, Report(jnp.concatenate([packed, tail], axis=1), logprob, top, *sums)
+
+
+def _no_sums(drafter: Drafter, state: DecodeState, plan: StepPlan) -> tuple[Array | None, Array | None]:
+    """Zeros to add predictions of touched experts and outcomes of confidences to, None where there are none."""
+    proposal, _ = jax.eval_shape(lambda s: drafter.propose(s.draft, s.anchor, plan.rule), state)
+    touched = None if proposal.expert_BKYA is None else jnp.zeros(proposal.expert_BKYA.shape[1])
+    if state.prices is None or proposal.confidence_BN is None:
+        return touched, None
+    return touched, jnp.zeros((2, *state.prices.accept_MC.shape))

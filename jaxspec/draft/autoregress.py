@@ -7,22 +7,36 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.kv import Window
+from jaxspec.draft.budget import Kept, keep, nothing_kept
+from jaxspec.draft.growth import growth_of, take
 from jaxspec.keys import Purpose, gumbel, within_step
 from jaxspec.protocol import Anchor, Proposal
-from jaxspec.pytree import pytree
+from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
-from jaxspec.topology import Topology
+from jaxspec.topology import DynamicTree, Topology
 
 LAWFUL = ("reject", "block")
 
 
-class Cell(Protocol):
-    """A drafter as its one forward; it has a cache of its own."""
+class Scorer(Protocol):
+    """What turns hidden states into predictions of drafts."""
 
     @property
-    def topology(self) -> Topology:
-        """What is drafted; a tree's nodes are numbered level by level."""
+    def topology(self) -> Topology | DynamicTree:
+        """What is drafted; a static tree's nodes are numbered level by level."""
         ...
+
+    def logits(self, last_BTD: Array) -> Array:
+        """Logits over the target's vocabulary, float32 [B, T, V]."""
+        ...
+
+    def experts(self, last_BTD: Array) -> Array | None:
+        """Experts that the target is predicted to choose for what is drafted, int32 [B, T, Y, A], if it can say."""
+        ...
+
+
+class Cell(Scorer, Protocol):
+    """A drafter as its one forward; it has a cache of its own."""
 
     @property
     def block(self) -> int:
@@ -57,10 +71,6 @@ class Cell(Protocol):
         """
         ...
 
-    def logits(self, last_BTD: Array) -> Array:
-        """Logits over the target's vocabulary, float32 [B, T, V]."""
-        ...
-
 
 @pytree
 class Root:
@@ -86,7 +96,8 @@ def draft(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None =
       anchor: where drafting starts.
       rule: of verification.
       root: None where the first cell reads the anchor. Such a chain takes K + 1 cells, the last of which only fills
-        the cache, so that full acceptance leaves no hole in it; with a root it takes K - 1.
+        the cache, so that full acceptance leaves no hole in it; with a root it takes K - 1. The last level of a tree is
+        never run: what is accepted must be observed.
     """
     if root is not None and not cell.topology.drafts:
         nothing = jnp.zeros((anchor.token_B.shape[0], 0), jnp.int32)
@@ -95,7 +106,7 @@ def draft(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None =
     return walk(cell, state, anchor, rule, root)
 
 
-def _scores(cell: Cell, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: str) -> tuple[Array, Array]:
+def scores(cell: Scorer, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: str) -> tuple[Array, Array]:
     """Scores at each row's temperature (log-probabilities where the rule needs them), and with ranking noise.
 
     Args:
@@ -123,24 +134,24 @@ def _scores(cell: Cell, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: s
     return score, lax.cond(jnp.any(warm_B), noisy, lambda x: x, score)
 
 
-def _proposal(root: Root | None, token_BN: Array, logp_BNV: Array | None) -> Proposal:
-    valid = jnp.ones_like(token_BN, bool)
-    return Proposal(token_BN, valid if root is None else valid & root.valid_B[:, None], logp_BNV)
-
-
 def _chain(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):
-    rows, drafts, keep = anchor.token_B.shape[0], cell.topology.drafts, rule in LAWFUL
+    rows, drafts, laws = anchor.token_B.shape[0], cell.topology.drafts, rule in LAWFUL
     known = 0 if root is None else 1
 
     def draw(last_BTD: Array, k: Array, drawn):
         """Draws the draft of depth k + 1."""
-        _, token_BN, logp_BNV = drawn
-        logp, score = _scores(cell, last_BTD, anchor, jnp.reshape(k + 1, (1,)), rule)
+        _, token_BN, logp_BNV, expert_BKYA, kept = drawn
+        logp, score = scores(cell, last_BTD, anchor, jnp.reshape(k + 1, (1,)), rule)
         token_B = jnp.argmax(score[:, 0], axis=-1).astype(jnp.int32)
-        token_BN = lax.dynamic_update_slice(token_BN, token_B[:, None], (jnp.int32(0), k))
-        if keep:
-            logp_BNV = lax.dynamic_update_slice(logp_BNV, logp, (jnp.int32(0), k, jnp.int32(0)))
-        return token_B, token_BN, logp_BNV
+        token_BN = lax.dynamic_update_slice_in_dim(token_BN, token_B[:, None], k, axis=1)
+        if laws:
+            logp_BNV = lax.dynamic_update_slice_in_dim(logp_BNV, logp, k, axis=1)
+        guess = None if expert_BKYA is None else cell.experts(last_BTD)
+        if expert_BKYA is not None and guess is not None:
+            expert_BKYA = lax.dynamic_update_slice_in_dim(expert_BKYA, guess, k, axis=1)
+        if kept is not None:
+            kept = keep(kept, anchor, k, logp[:, 0], None if guess is None else guess[:, 0])
+        return token_B, token_BN, logp_BNV, expert_BKYA, kept
 
     def step(k: Array, carry, stage: int = cell.stages):
         state, feature, drawn = carry
@@ -151,58 +162,72 @@ def _chain(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None)
 
     # Without a root there is one place more than drafts: that of the last cell.
     room = drafts + 1 - known
-    kept = jnp.zeros((rows, room if keep else 0, cell.vocab_size), jnp.float32)
-    drawn = (anchor.token_B, jnp.zeros((rows, room), jnp.int32), kept)
+    law_BNV = jnp.zeros((rows, room if laws else 0, cell.vocab_size), jnp.float32)
+    guessed = None if root is None else jax.eval_shape(cell.experts, root.last_BTD)
+    guesses = None if guessed is None else jnp.zeros((rows, room, *guessed.shape[2:]), jnp.int32)
+    kept = None
+    if anchor.prices is not None:
+        may_B = anchor.sampling.draft_limit_B > 0
+        may_B = may_B if root is None else may_B & root.valid_B
+        kept = nothing_kept(anchor.prices, may_B, room, None if guessed is None else guessed.shape[2])
+    drawn = (anchor.token_B, jnp.zeros((rows, room), jnp.int32), law_BNV, guesses, kept)
     if root is not None:
         drawn = draw(root.last_BTD, jnp.int32(0), drawn)
     carry = (state, None if root is None else root.feature, drawn)
     first = min(known + cell.stages, room)
     for k in range(known, first):
         carry = step(jnp.int32(k), carry, k - known)
-    if first < room:
-        carry = lax.fori_loop(first, room, step, carry)
-    state, _, (_, token_BN, logp_BNV) = carry
-    return _proposal(root, token_BN[:, :drafts], logp_BNV[:, :drafts] if keep else None), state
+    state, _, drawn = _further(step, carry, first, room, kept is not None)
+    _, token_BN, logp_BNV, expert_BKYA, kept = drawn
+    return _proposal(root, token_BN[:, :drafts], logp_BNV[:, :drafts] if laws else None, expert_BKYA, kept), state
+
+
+def _further(step, carry, first: int, room: int, may_stop: bool):
+    """The cells that share a program; where drafts are cut, only as long as some row's draft is verified."""
+    if first == room:
+        return carry
+    if not may_stop:
+        return lax.fori_loop(first, room, step, carry)
+
+    def goes_on(found) -> Array:
+        k, (_, _, (*_, kept)) = found
+        return (k < room) & jnp.any(kept.going_B)
+
+    return lax.while_loop(goes_on, lambda found: (found[0] + 1, step(*found)), (jnp.int32(first), carry))[1]
+
+
+def _proposal(
+    root: Root | None, token_BN: Array, logp_BNV: Array | None, expert_BKYA: Array | None, kept: Kept | None
+) -> Proposal:
+    valid_BN = jnp.ones_like(token_BN, bool)
+    valid_BN = valid_BN if root is None else valid_BN & root.valid_B[:, None]
+    proposal = Proposal(token_BN, valid_BN, logp_BNV, expert_BKYA=expert_BKYA)
+    if kept is None:
+        return proposal
+    drafts = token_BN.shape[1]
+    return replace(
+        proposal, valid_BN=valid_BN & kept.valid_BN[:, :drafts], confidence_BN=kept.confidence_BN[:, :drafts]
+    )
 
 
 def _tree(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):
-    top, known = cell.topology, 0 if root is None else 1
-    tokens: dict[int, Array] = {0: anchor.token_B}
-    logps: dict[int, Array] = {}
-    features: dict[int, Any] = {0: None}
-    # Where the anchor is a cell, the last level is run too: the cache keeps what is accepted of it.
-    for depth in range(top.max_depth + 1 - known):
-        level = [n for n in range(top.nodes) if top.depth[n] == depth]
-        if depth < known:
-            last, feature = root.last_BTD, root.feature  # pyright: ignore[reportOptionalMemberAccess]
+    top, known, written = cell.topology, 0 if root is None else 1, 0
+    rows = anchor.token_B.shape[0]
+    growth, valid_B = growth_of(top, rows), jnp.ones(rows, bool) if root is None else root.valid_B
+    token_BL, feature = anchor.token_B[:, None], None if root is None else root.feature
+    path_BLJ = jnp.zeros((rows, 1, 1 - known), jnp.int32)
+    for depth in range(top.max_depth):
+        if root is not None and depth == 0:
+            last = root.last_BTD
         else:
-            token_BT = jnp.stack([tokens[n] for n in level], axis=1)
-            before = [features[n] for n in level]
-            feature = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *before)
-            position_BT = jnp.broadcast_to((anchor.length_B + (depth - known))[:, None], token_BT.shape)
-            window = _level(cell, anchor, level, known)
+            position_BL = jnp.broadcast_to((anchor.length_B + (depth - known))[:, None], token_BL.shape)
+            window = Window(anchor.length_B, path_BTJ=path_BLJ, offset=written, block=cell.block)
             stage = min(depth - known, cell.stages)
-            last, feature, state = cell.run(state, token_BT, feature, position_BT, window, stage)
-        if depth == top.max_depth:
-            break
-        logp, score = _scores(cell, last, anchor, jnp.full(len(level), depth + 1, jnp.int32), rule)
-        for place, node in enumerate(level):
-            children = top.children[node]
-            if not children:
-                continue
-            _, best = lax.top_k(score[:, place], len(children))
-            for rank, child in enumerate(children):
-                tokens[child] = best[:, rank].astype(jnp.int32)
-                logps[child] = logp[:, place]
-                features[child] = jax.tree.map(lambda x, place=place: x[:, place], feature)
-    order = range(1, top.nodes)
-    token_BN = jnp.stack([tokens[n] for n in order], axis=1)
-    logp_BNV = jnp.stack([logps[n] for n in order], axis=1) if rule in LAWFUL else None
-    return _proposal(root, token_BN, logp_BNV), state
-
-
-def _level(cell: Cell, anchor: Anchor, level: list[int], known: int) -> Window:
-    """Where one level of a tree is written, and which nodes before it each of its nodes sees."""
-    see_TT, first, end = cell.topology.ancestors_TT, level[0], level[-1] + 1
-    ancestors = tuple(tuple(bool(v) for v in see_TT[n, known:end]) for n in level)
-    return Window(anchor.length_B, ancestors=ancestors, offset=first - known, block=cell.block)
+            last, feature, state = cell.run(state, token_BL, feature, position_BL, window, stage)
+            written += token_BL.shape[1]
+        logp, score = scores(cell, last, anchor, jnp.full(token_BL.shape[1], depth + 1, jnp.int32), rule)
+        token_BL, parent_BL = growth.grow(score, logp if rule in LAWFUL else None)
+        feature = jax.tree.map(lambda x, parent_BL=parent_BL: take(x, parent_BL), feature)
+        place_BL = jnp.broadcast_to(written + jnp.arange(token_BL.shape[1], dtype=jnp.int32), token_BL.shape)
+        path_BLJ = jnp.concatenate([take(path_BLJ, parent_BL), place_BL[..., None]], axis=2)
+    return growth.finish(valid_B), state

@@ -4,7 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxspec.draft.lengths import LENGTH_KEYS, Lengths, parse_lengths
+from jaxspec.draft.cuts import CUT_KEYS, NO_CUTS, Cuts, parse_cuts
+from jaxspec.draft.early_exit import first_layers
+from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.hybrid import Hybrid
+from jaxspec.draft.lengths import DYNAMIC_KEYS, LENGTH_KEYS, Lengths, parse_lengths
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.null import NoDrafts
@@ -12,11 +16,13 @@ from jaxspec.draft.small_lm import SmallLm
 from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
+from jaxspec.models.heads import Head
+from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.protocol import Drafter
 from jaxspec.shapes import Params
-from jaxspec.topology import Topology, chain
+from jaxspec.topology import DynamicTree, Topology, chain
 
 RULES = {
     "match": "match", "standard": "reject", "reject": "reject", "block": "block",
@@ -29,12 +35,14 @@ class SpeculativeConfig:
     """A checked ``speculative_config``.
 
     Attributes:
-      method: ``ngram``, ``draft_model``, ``mtp`` or ``none``.
+      method: one of ``METHODS``, or ``none``.
       lengths: what is drafted, and when.
       rule: verification rule.
-      model: directory of the draft model.
+      model: directory of the draft model or head.
       lookup_max, lookup_min: suffix lengths of n-gram matches.
+      exit_layer: layers of the target that draft, for ``early_exit``.
       survival: rates of synthetic acceptance, empty for none.
+      cuts: what drafts need to be verified.
     """
 
     method: str
@@ -43,19 +51,24 @@ class SpeculativeConfig:
     model: str | None = None
     lookup_max: int = 4
     lookup_min: int = 2
+    exit_layer: int = 0
     survival: tuple[float, ...] = ()
+    cuts: Cuts = NO_CUTS
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> Topology | DynamicTree:
         """The longest chain, or the tree."""
         return self.lengths.topology
 
 
 KEYS = {
-    "method", "model", "rejection_sample_method", "prompt_lookup_max", "prompt_lookup_min", *LENGTH_KEYS,
+    "method", "model", "rejection_sample_method", "prompt_lookup_max", "prompt_lookup_min", "exit_layer", *LENGTH_KEYS,
+    *CUT_KEYS,
 }  # fmt: skip
-METHODS = ("ngram", "draft_model", "mtp")
-ALIASES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
+HEADS = ("eagle", "eagle3", "peagle", "medusa", "shared_expert")
+WITH_MODEL = ("draft_model", "hybrid", *HEADS)
+METHODS = ("ngram", "mtp", "early_exit", *WITH_MODEL)
+ALIASES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "eagle2": "eagle", "p_eagle": "peagle"}
 
 
 def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
@@ -64,7 +77,9 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     Args:
       config: vLLM's keys. Those of ``parse_lengths`` say what is drafted; ``rejection_sample_method`` is ``match``
         (default: the same text as without speculation), ``standard`` or ``block`` (the same distribution, higher
-        acceptance when sampling).
+        acceptance when sampling). ``early_exit`` takes ``exit_layer``, the first layers of the target that draft;
+        ``hybrid`` takes ``model`` and looks the text's suffix up first. Those of ``parse_cuts`` say which drafts are
+        left out.
 
     Raises:
       ConfigError: keys or values are unknown or contradict each other.
@@ -84,14 +99,32 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     lengths = parse_lengths(config)
     topology = lengths.topology
     if rule == "block" and not topology.is_chain:
-        raise ConfigError("speculative_config: block verification is for chains; leave speculative_token_tree out")
+        raise ConfigError("speculative_config: block verification is for chains; ask for num_speculative_tokens")
     longest, shortest = _lookup(config)
-    if method != "draft_model" and config.get("model"):
+    if method in ("ngram", "hybrid") and isinstance(topology, DynamicTree):
+        raise ConfigError(
+            f'speculative_config: method "{method}" grows no tree by confidence; leave {", ".join(DYNAMIC_KEYS)} out '
+            "and give speculative_token_tree or num_speculative_tokens"
+        )
+    if method not in WITH_MODEL and config.get("model"):
         raise ConfigError(f'speculative_config: method "{method}" takes no "model"; leave one of them out')
-    if method == "draft_model" and not config.get("model"):
-        raise ConfigError('speculative_config: method "draft_model" needs "model", the directory of the draft model')
+    if method in WITH_MODEL and not config.get("model"):
+        kind = "draft model" if method == "draft_model" else "head" if method in HEADS else "draft model or head"
+        raise ConfigError(f'speculative_config: method "{method}" needs "model", the directory of the {kind}')
     survival = _survival(decreed, topology)
-    return SpeculativeConfig(method, lengths, rule, config.get("model"), longest, shortest, survival)
+    exits = _exit(config, method)
+    cuts = parse_cuts(config, method, topology.is_chain, decreed is not None)
+    return SpeculativeConfig(method, lengths, rule, config.get("model"), longest, shortest, exits, survival, cuts)
+
+
+def _exit(config: Mapping[str, Any], method: str) -> int:
+    """How many layers of the target draft, 0 where it has another drafter."""
+    layers = config.get("exit_layer")
+    if (method == "early_exit") != (layers is not None):
+        raise ConfigError('speculative_config: method "early_exit" and "exit_layer" go together; give both or neither')
+    if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 1):
+        raise ConfigError(f"speculative_config: exit_layer must be an integer from 1, got {layers!r}")
+    return layers or 0
 
 
 def _rule(config: Mapping[str, Any]) -> tuple[str, Synthetic | None]:
@@ -111,12 +144,12 @@ def _rule(config: Mapping[str, Any]) -> tuple[str, Synthetic | None]:
     return RULES[rule], None
 
 
-def _survival(decreed: Synthetic | None, topology: Topology) -> tuple[float, ...]:
+def _survival(decreed: Synthetic | None, topology: Topology | DynamicTree) -> tuple[float, ...]:
     """Rates of synthetic acceptance, empty without it."""
     if decreed is None:
         return ()
     if not topology.is_chain:
-        raise ConfigError("speculative_config: synthetic acceptance is for chains; leave speculative_token_tree out")
+        raise ConfigError("speculative_config: synthetic acceptance is for chains; ask for num_speculative_tokens")
     return decreed.survival(topology.max_depth)
 
 
@@ -138,7 +171,7 @@ def build(
     config: SpeculativeConfig,
     target: tuple[Transformer, Params],
     block: int,
-    model: tuple[Transformer | Mtp, Params] | None = None,
+    model: tuple[Transformer | Mtp, Params] | Head | None = None,
 ) -> Drafter:
     """The drafter of a checked config, ready for a target.
 
@@ -146,21 +179,60 @@ def build(
       config: what is wanted.
       target: its network and parameters.
       block: positions that attention reads at a time.
-      model: network and parameters that draft: of the draft model, or of the target's multi-token prediction.
+      model: what drafts: network and parameters of the draft model or of the target's multi-token prediction, or a
+        head.
 
     Raises:
-      ConfigError: trees are wanted where attention cannot verify or draft them, or the draft model's vocabulary does
-        not fit the target's.
+      ConfigError: trees are wanted where attention cannot verify or draft them, the draft model's vocabulary does not
+        fit the target's, or the head is of another kind.
     """
     net, params = target
     if config.method == "none":
         return NoDrafts()
     _check_tree(config, net.arch, net.arch.layers, "the target")
     if config.method == "ngram":
-        return Ngram(config.topology, config.lookup_max, config.lookup_min)
+        return _lookup_drafter(config)
+    if config.method == "early_exit":
+        model = first_layers(net, params, config.exit_layer)
     if model is None:
         raise AssertionError(f"method {config.method} drafts with a model")
-    draft, weights = model
+    if isinstance(model, Head):
+        drafter = _head_drafter(config, target, model, block)
+    else:
+        drafter = _model_drafter(config, target, model, block)
+    if config.method != "hybrid":
+        return drafter
+    lookup = _lookup_drafter(config)
+    return Hybrid(lookup, drafter, lookup.topology)
+
+
+def _lookup_drafter(config: SpeculativeConfig) -> Ngram:
+    assert isinstance(config.topology, Topology), "refused by parse"
+    return Ngram(config.topology, config.lookup_max, config.lookup_min)
+
+
+def _head_drafter(config: SpeculativeConfig, target: tuple[Transformer, Params], head: Head, block: int) -> Drafter:
+    topology = config.topology
+    if config.method not in (head.kind, "hybrid"):
+        raise ConfigError(
+            f'speculative_config: {config.model} holds a head of kind "{head.kind}", not "{config.method}"; '
+            f'give method "{head.kind}"'
+        )
+    if isinstance(head.net, Medusa):
+        if topology.max_depth > head.net.spec.heads:
+            raise ConfigError(
+                f"speculative_config: {config.model} has {head.net.spec.heads} Medusa heads and drafts as many tokens; "
+                f"got a depth of {topology.max_depth}"
+            )
+    else:
+        _check_tree(config, head.net.spec.arch, head.net.spec.arch.layers, "the head")
+    return head_drafter(head, target, topology, block)
+
+
+def _model_drafter(
+    config: SpeculativeConfig, target: tuple[Transformer, Params], model: tuple[Transformer | Mtp, Params], block: int
+) -> Drafter:
+    (net, params), (draft, weights) = target, model
     if isinstance(draft, Mtp):
         _check_tree(config, draft.arch, draft.arch.mtp, "its multi-token prediction")
         return MtpHeads(weights, params, draft, net, config.topology, block)
@@ -178,6 +250,5 @@ def _check_tree(config: SpeculativeConfig, arch: ArchSpec, layers: tuple[LayerSp
     why = replace(arch, layers=layers).chain_only
     if why and not config.topology.is_chain:
         raise ConfigError(
-            f"speculative_config: speculative_token_tree is not possible for {whose} ({arch.family}): {why}; "
-            "use num_speculative_tokens"
+            f"speculative_config: a tree is not possible for {whose} ({arch.family}): {why}; use num_speculative_tokens"
         )

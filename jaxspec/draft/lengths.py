@@ -1,20 +1,19 @@
-"""How many tokens a ``speculative_config`` drafts: always the same, by batch size, or chosen while running."""
+"""What a ``speculative_config`` drafts: chains of one length, by batch size or chosen while running, and trees."""
 
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from jaxspec.errors import ConfigError
-from jaxspec.topology import Topology, chain, tree
+from jaxspec.topology import DynamicTree, Topology, chain, tree
 
 MAX_LENGTH = 16
 AUTO_LENGTH = 5
 AUTO = "auto"
-LENGTH_KEYS = (
-    "num_speculative_tokens", "max_num_speculative_tokens", "num_speculative_tokens_per_batch_size",
-    "disable_by_batch_size", "speculative_token_tree",
-)  # fmt: skip
+CHAIN_KEYS = ("num_speculative_tokens", "max_num_speculative_tokens", "num_speculative_tokens_per_batch_size")
+DYNAMIC_KEYS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+LENGTH_KEYS = (*CHAIN_KEYS, "disable_by_batch_size", "speculative_token_tree", *DYNAMIC_KEYS, "calibration")
 
 
 @dataclass(frozen=True)
@@ -26,12 +25,14 @@ class Lengths:
       adaptive: whether every dispatch chooses a length up to the topology's.
       ranges: lowest and highest number of requests and the length for them, None for the same length always.
       otherwise: the length outside of all ranges.
+      calibration: file of measured step times that an adaptive choice starts from.
     """
 
-    topology: Topology
+    topology: Topology | DynamicTree
     adaptive: bool = False
     ranges: tuple[tuple[int, int, int], ...] | None = None
     otherwise: int = 0
+    calibration: str | None = None
 
 
 def parse_lengths(config: Mapping[str, Any]) -> Lengths:
@@ -40,13 +41,27 @@ def parse_lengths(config: Mapping[str, Any]) -> Lengths:
     Args:
       config: ``num_speculative_tokens`` is a chain's length, or ``auto``: then every dispatch takes the length that
         pays most, up to ``max_num_speculative_tokens`` (5), or none at all. ``speculative_token_tree`` lists branching
-        factors per level instead. ``num_speculative_tokens_per_batch_size`` is vLLM's ``[[lowest, highest, length],
-        ...]``, for running and waiting requests together; ``disable_by_batch_size`` decodes plainly above that many.
+        factors per level instead; SGLang's ``speculative_num_steps``, ``speculative_eagle_topk`` and
+        ``speculative_num_draft_tokens``, which counts the anchor, make a dynamic tree.
+        ``num_speculative_tokens_per_batch_size`` is vLLM's ``[[lowest, highest, length], ...]``, for running and
+        waiting requests together; ``disable_by_batch_size`` decodes plainly above that many. ``calibration`` names what
+        ``jaxspec calibrate`` wrote for this target and drafter; with it ``auto`` is the default.
 
     Raises:
       ConfigError: values are of the wrong kind or contradict each other.
     """
     levels, length = config.get("speculative_token_tree"), config.get("num_speculative_tokens")
+    calibration = config.get("calibration")
+    if calibration is not None:
+        length = AUTO if length is None else length
+        given = [key for key in ("speculative_token_tree", CHAIN_KEYS[2], *DYNAMIC_KEYS) if config.get(key) is not None]
+        if length != AUTO or given or not isinstance(calibration, str):
+            raise ConfigError(
+                f'speculative_config: calibration names a file, for num_speculative_tokens "{AUTO}" alone; got '
+                f"{calibration!r} and {given or length!r}"
+            )
+    if any(config.get(key) is not None for key in DYNAMIC_KEYS):
+        return _dynamic(config)
     if levels is not None:
         return _tree(config, levels)
     if config.get("num_speculative_tokens_per_batch_size") is not None:
@@ -56,26 +71,54 @@ def parse_lengths(config: Mapping[str, Any]) -> Lengths:
         if config.get("disable_by_batch_size") is not None:
             raise ConfigError(f'speculative_config: num_speculative_tokens "{AUTO}" takes no disable_by_batch_size')
         most = AUTO_LENGTH if most is None else _length(most, "max_num_speculative_tokens")
-        return Lengths(chain(most), adaptive=True)
+        return Lengths(chain(most), adaptive=True, calibration=calibration)
     if most is not None:
         raise ConfigError(f'speculative_config: max_num_speculative_tokens needs num_speculative_tokens "{AUTO}"')
     return _disabled(config, chain(_length(length, "num_speculative_tokens")))
 
 
+def _alone(config: Mapping[str, Any], tree_key: str, others: tuple[str, ...]) -> None:
+    """Refuses a tree next to other ways to say what is drafted."""
+    given = [key for key in others if config.get(key) is not None]
+    if given:
+        raise ConfigError(f"speculative_config: give {tree_key} or {', '.join(given)}, not both")
+
+
+def _dynamic(config: Mapping[str, Any]) -> Lengths:
+    _alone(config, ", ".join(DYNAMIC_KEYS), (*CHAIN_KEYS, "speculative_token_tree"))
+    steps, top_k, nodes = (config.get(key) for key in DYNAMIC_KEYS)
+    if not (_whole(steps) and _whole(top_k) and _whole(nodes)):
+        raise ConfigError(
+            f"speculative_config: {', '.join(DYNAMIC_KEYS)} are given together, integers from 1; got {steps!r}, "
+            f"{top_k!r}, {nodes!r}"
+        )
+    steps = _length(steps, DYNAMIC_KEYS[0])
+    if top_k > 1:
+        return _disabled(config, DynamicTree(top_k, steps, nodes))
+    if nodes != steps + 1:
+        raise ConfigError(
+            f"speculative_config: {DYNAMIC_KEYS[1]} 1 is a chain, whose {DYNAMIC_KEYS[2]} is {DYNAMIC_KEYS[0]} + 1; "
+            f"got {nodes} and {steps}"
+        )
+    return _disabled(config, chain(steps))
+
+
+def _whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _tree(config: Mapping[str, Any], levels: Any) -> Lengths:
-    others = [key for key in LENGTH_KEYS[:3] if config.get(key) is not None]
-    if others:
-        raise ConfigError(f"speculative_config: give speculative_token_tree or {', '.join(others)}, not both")
+    _alone(config, "speculative_token_tree", CHAIN_KEYS)
     if not isinstance(levels, list | tuple) or not all(isinstance(n, int) for n in levels):
         raise ConfigError(f"speculative_config: speculative_token_tree lists branching factors, got {levels!r}")
     return _disabled(config, tree(tuple(levels)))
 
 
-def _disabled(config: Mapping[str, Any], topology: Topology) -> Lengths:
+def _disabled(config: Mapping[str, Any], topology: Topology | DynamicTree) -> Lengths:
     size = config.get("disable_by_batch_size")
     if size is None:
         return Lengths(topology)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+    if not _whole(size):
         raise ConfigError(f"speculative_config: disable_by_batch_size must be an integer from 1, got {size!r}")
     return Lengths(topology, ranges=((1, size, topology.max_depth),))
 

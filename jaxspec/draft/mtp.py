@@ -7,12 +7,13 @@ import jax.numpy as jnp
 
 from jaxspec.cache.kv import Window
 from jaxspec.draft.autoregress import Root, draft
+from jaxspec.draft.remember import keep_last, of_rows
 from jaxspec.models.mtp import Caches, Mtp, feature_shape, init_mtp_caches, last_of, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head
-from jaxspec.protocol import Anchor, Commit, Proposal
+from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
-from jaxspec.topology import Topology
+from jaxspec.topology import DynamicTree, Topology
 
 
 @pytree
@@ -53,7 +54,7 @@ class MtpHeads:
       base: the target's parameters, whose embedding and head are used.
       net: the layers.
       target: the target's network.
-      topology: what is drafted; a tree's nodes are numbered level by level.
+      topology: what is drafted; a static tree's nodes are numbered level by level.
       block: positions that attention reads at a time.
     """
 
@@ -61,7 +62,7 @@ class MtpHeads:
     base: Params
     net: Mtp = static()
     target: Transformer = static()
-    topology: Topology = static()
+    topology: Topology | DynamicTree = static()
     block: int = static(default=128)
 
     @property
@@ -70,9 +71,14 @@ class MtpHeads:
         return "features"
 
     @property
+    def reads(self) -> Reads:
+        """What it reads of the target besides its last hidden states."""
+        return NOTHING
+
+    @property
     def slack(self) -> int:
         """Positions written beyond the committed ones."""
-        return self.topology.nodes
+        return self.topology.ahead
 
     @property
     def vocab_size(self) -> int:
@@ -122,22 +128,22 @@ class MtpHeads:
         position_BT = commit.start_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
         window = Window(commit.start_B, row_B=None if commit.row is None else commit.row[None], block=self.block)
         step = Step(commit.next_BT, embed(self.target, self.base, commit.next_BT), position_BT, window)
-        features = state.features if commit.row is None else tuple(x[commit.row][None] for x in state.features)
         assert commit.features is not None, "what reads features is never caught up by tokens alone"
         plain = self.target.arch.hyper is None
         x, caches, kept = commit.features.last_BTD if plain else commit.features.stream, [], []
-        for layer, (cache, old) in enumerate(zip(state.caches, features, strict=True)):
+        for layer, (cache, old) in enumerate(zip(state.caches, state.features, strict=True)):
             x, cache = self._observe_layer(layer, step, x, cache)
             caches.append(cache)
-            kept.append(_entry(x, commit.count_B, old))
-            x = jnp.concatenate([old[:, None], x[:, :-1]], axis=1)
-        if commit.row is not None:
-            kept = [whole.at[commit.row].set(x[0]) for whole, x in zip(state.features, kept, strict=True)]
+            kept.append(keep_last(old, x, commit))
+            x = jnp.concatenate([of_rows(old, commit)[:, None], x[:, :-1]], axis=1)
         return MtpState(tuple(caches), tuple(kept))
 
     def logits(self, last_BTD: Array) -> Array:
         """Logits over the vocabulary, float32 [B, T, V]."""
         return head(self.target, self.base, last_BTD)
+
+    def experts(self, last_BTD: Array) -> None:
+        """It predicts none."""
 
     def _observe_layer(self, layer: int, step: Step, feature: Array, cache: Any) -> tuple[Array, Any]:
         """Runs a layer over committed positions, leaving out those before position 0 of its slots."""
@@ -166,10 +172,3 @@ def _shift(x: Array, left_B: Array) -> Array:
     place_BT = jnp.arange(x.shape[1], dtype=jnp.int32)[None] + left_B[:, None]
     place_BT = jnp.clip(place_BT, 0, x.shape[1] - 1)
     return jnp.take_along_axis(x, place_BT.reshape(*place_BT.shape, *[1] * (x.ndim - 2)), axis=1)
-
-
-def _entry(x: Array, count_B: Array, old: Array) -> Array:
-    """The last of the first ``count`` entries [B, T, ...] of each row, the old one where none counts."""
-    last_B = jnp.maximum(count_B - 1, 0).reshape(-1, *[1] * (x.ndim - 1))
-    new = jnp.take_along_axis(x, last_B, axis=1)[:, 0]
-    return jnp.where((count_B > 0).reshape(-1, *[1] * (old.ndim - 1)), new, old)

@@ -4,7 +4,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxspec.protocol import Anchor, Commit, Proposal
+from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology
@@ -27,6 +27,11 @@ class Ngram:
     def follows(self) -> Literal["nothing", "tokens", "features"]:
         """What of the text it must have observed to draft well."""
         return "nothing"
+
+    @property
+    def reads(self) -> Reads:
+        """What it reads of the target besides its last hidden states."""
+        return NOTHING
 
     @property
     def slack(self) -> int:

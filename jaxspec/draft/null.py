@@ -4,7 +4,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxspec.protocol import Anchor, Commit, Proposal
+from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
 from jaxspec.pytree import pytree
 from jaxspec.topology import Topology, chain
 
@@ -22,6 +22,11 @@ class NoDrafts:
     def follows(self) -> Literal["nothing", "tokens", "features"]:
         """What of the text it must have observed to draft well."""
         return "nothing"
+
+    @property
+    def reads(self) -> Reads:
+        """What it reads of the target besides its last hidden states."""
+        return NOTHING
 
     @property
     def slack(self) -> int:

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 
 from jaxspec.cache.kv import Window
 from jaxspec.draft.autoregress import draft
-from jaxspec.models.caches import compact_caches, init_caches
+from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer, forward, head
-from jaxspec.protocol import Anchor, Commit, Proposal
+from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
-from jaxspec.topology import Topology
+from jaxspec.topology import DynamicTree, Topology
 
 
 @pytree
@@ -21,13 +21,13 @@ class SmallLm:
     Attributes:
       params: the model's parameters.
       net: its network.
-      topology: what is drafted; a tree's nodes are numbered level by level.
+      topology: what is drafted; a static tree's nodes are numbered level by level.
       block: positions that attention reads at a time.
     """
 
     params: Params
     net: Transformer = static()
-    topology: Topology = static()
+    topology: Topology | DynamicTree = static()
     block: int = static(default=128)
 
     @property
@@ -36,9 +36,14 @@ class SmallLm:
         return "tokens"
 
     @property
+    def reads(self) -> Reads:
+        """What it reads of the target besides its last hidden states."""
+        return NOTHING
+
+    @property
     def slack(self) -> int:
         """Positions written beyond the committed ones."""
-        return self.topology.nodes
+        return self.topology.ahead
 
     @property
     def vocab_size(self) -> int:
@@ -62,14 +67,11 @@ class SmallLm:
 
     def observe(self, state: Caches, commit: Commit) -> Caches:
         """Takes over committed tokens."""
-        if commit.row is not None:  # prefill of one row
-            position = commit.start_B[:, None] + jnp.arange(commit.token_BT.shape[1], dtype=jnp.int32)[None]
-            window = Window(commit.start_B, row_B=commit.row[None], block=self.block)
-            return self.run(state, commit.token_BT, None, position, window, 0)[2]
-        if self.topology.is_chain or commit.path_BT is None:
+        if commit.row is None and self.topology.is_chain:
             return state  # the accepted prefix already stands where it belongs
-        window = Window(commit.start_B, block=self.block)
-        return compact_caches(state, self.net.arch, self.net.policy, window, commit.path_BT)
+        position = commit.start_B[:, None] + jnp.arange(commit.token_BT.shape[1], dtype=jnp.int32)[None]
+        window = Window(commit.start_B, row_B=None if commit.row is None else commit.row[None], block=self.block)
+        return self.run(state, commit.token_BT, None, position, window, 0)[2]
 
     def run(
         self, state: Caches, token_BT: Array, feature: None, position_BT: Array, window: Window, stage: int
@@ -81,3 +83,6 @@ class SmallLm:
     def logits(self, last_BTD: Array) -> Array:
         """Logits over the vocabulary, float32 [B, T, V]."""
         return head(self.net, self.params, last_BTD)
+
+    def experts(self, last_BTD: Array) -> None:
+        """It predicts none."""

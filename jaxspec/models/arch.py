@@ -69,6 +69,14 @@ class ArchSpec:
         return any(isinstance(layer.ffn, MoeSpec) for layer in self.layers)
 
     @property
+    def one_text_only(self) -> bool:
+        """Whether a row without a cache can hold one text alone: what selects positions knows no others."""
+        return any(
+            getattr(layer.attention, "index", None) is not None or hasattr(layer.attention, "compressor")
+            for layer in self.layers
+        )
+
+    @property
     def chain_only(self) -> str | None:
         """Why trees cannot be verified, None if they can."""
         return next((why for layer in self.layers if (why := getattr(layer.attention, "chain_only", None))), None)

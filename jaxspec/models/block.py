@@ -5,9 +5,9 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Window
+from jaxspec.cache.kv import Packed, Window
 from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.nn.attention import Attention, AttentionSpec
+from jaxspec.nn.attention import Attention, AttentionSpec, Memory
 from jaxspec.nn.compressed_attention import CompressedAttention, CompressedSpec
 from jaxspec.nn.ffn import DenseFfn
 from jaxspec.nn.hyper import HyperConnection, merge
@@ -16,6 +16,7 @@ from jaxspec.nn.moe import Moe, MoeSpec
 from jaxspec.nn.norm import layer_norm, rms_norm
 from jaxspec.nn.policy import Policy, weight
 from jaxspec.nn.router import Routing
+from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
 MIXERS: dict[type, Any] = {
@@ -60,11 +61,11 @@ class Block(nn.Module):
         x: Array,
         token_BT: Array,
         position_BT: Array,
-        cache: LayerCache | None,
-        window: Window | None,
+        cache: Memory | None,
+        window: Window | Packed | None,
         shared: Array | None = None,
         layer: Array | None = None,
-    ) -> tuple[Array, LayerCache | None, Array | None, Routing | None]:
+    ) -> tuple[Array, Memory | None, Array | None, Routing | None]:
         """Runs T positions.
 
         Args:
@@ -81,6 +82,8 @@ class Block(nn.Module):
         """
         arch, p = self.arch, self.policy
         routing, mixer = None, MIXERS[type(self.spec.attention)]
+        if isinstance(window, Window) and p.splits_rows:
+            window = replace(window, apart=True)
 
         def attend(u: Array) -> Array:
             nonlocal cache, shared

@@ -51,7 +51,7 @@ def init_caches(
 
 def compact_caches(caches: Caches, arch: ArchSpec, policy: Policy, window: Window, path_BT: Array) -> Caches:
     """Moves the accepted path of a tree to consecutive positions in every layer."""
-    done = []
+    done, window = [], replace(window, apart=policy.splits_rows)
     for cache, (streams, layers) in zip(caches, layout(arch, policy), strict=True):
         if layers == 1:
             done.append(compact(cache, streams, window, path_BT))

@@ -47,6 +47,7 @@ class Loop:
       tokens: ids and positions.
       window: of the forward; None without a cache.
       taps: layers whose input is kept.
+      commons: expert layers of which is kept what their shared experts return, see ``Routing.common_MD``.
       routes: whether expert choices are kept.
     """
 
@@ -57,6 +58,7 @@ class Loop:
     tokens: tuple[Array, Array]
     window: Window | None
     taps: tuple[int, ...] = ()
+    commons: tuple[int, ...] = ()
     routes: bool = False
     _blocks: list[Block] = field(init=False)
 
@@ -65,44 +67,44 @@ class Loop:
         self._blocks = [Block(s, self.arch, self.policy, repeats, parent=None) for s in self.segment.pattern]
 
     def run(self, x: Array, caches: tuple[LayerCache | None, ...], shared: Array | None):
-        """The stream behind the segment, its caches, what is shared, the kept streams and the kept choices."""
+        """The stream behind the segment, its caches, what is shared, what is kept by layer, and the kept choices."""
         first = self._repeat(jnp.int32(0), x, caches, shared)
         repeats = self.segment.repeats
         routed = jax.tree.map(lambda r: jnp.broadcast_to(r, (repeats, *r.shape)), first[4])
-        taps = tuple(first[3].get(b, x) for b in self.taps)
-        carry = (*first[:3], taps, routed)
+        carry = (*first[:3], first[3], routed)
         if repeats > 1:
             carry = lax.fori_loop(1, repeats, self._body, carry)
-        x, caches, shared, taps, routed = carry
+        x, caches, shared, kept, routed = carry
         choices = [jax.tree.map(lambda r, y=y: r[y], place) for y in range(repeats) for place in routed]
-        return x, caches, shared, taps, choices
+        return x, caches, shared, kept, choices
 
     def _body(self, y: Array, carry):
-        x, caches, shared, taps, routed = carry
-        x, caches, shared, streams, choices = self._repeat(y, x, caches, shared)
-        period = len(self.segment.pattern)
-        taps = tuple(
-            jnp.where((b - self.segment.first) // period == y, streams[b], old)
-            for b, old in zip(self.taps, taps, strict=True)
-        )
+        x, caches, shared, kept, routed = carry
+        x, caches, shared, found, choices = self._repeat(y, x, caches, shared)
+        kept = {key: jnp.where(self._place(key[1])[0] == y, found[key], old) for key, old in kept.items()}
         routed = jax.tree.map(lambda all_y, one: lax.dynamic_update_index_in_dim(all_y, one, y, 0), routed, choices)
-        return x, caches, shared, taps, routed
+        return x, caches, shared, kept, routed
+
+    def _place(self, layer: int) -> tuple[int, int]:
+        """In which repeat a layer is run, and at which place of the pattern."""
+        return divmod(layer - self.segment.first, len(self.segment.pattern))
 
     def _repeat(self, y: Array, x: Array, caches, shared):
-        """One run through the pattern, in its y-th place; streams are those entering each tapped layer's place."""
-        written, streams, choices, period = [], {}, [], len(self.segment.pattern)
+        """One run through the pattern, in its y-th place; kept is what each place has to show, by kind and layer."""
+        written, kept, choices = [], {}, []
         for place, block in enumerate(self._blocks):
-            streams |= {b: x for b in self.taps if (b - self.segment.first) % period == place}
+            kept |= {("tap", b): x for b in self.taps if self._place(b)[1] == place}
             window = self.window
-            if window is not None and caches[place] is not None:
+            if isinstance(window, Window) and caches[place] is not None:
                 pages = jax.tree.leaves(caches[place])[0].shape[0] // self.segment.repeats
                 window = replace(window, base=y * jnp.int32(pages), at_once=self.policy.kernels == "triton")
             own = _layer(self.stacks[place], y, self.policy)
             out: Any = block.apply({"params": own}, x, *self.tokens, caches[place], window, shared, y)
             x, cache, shared, routing = out
             written.append(cache)
-            choices += [routing] if self.routes and routing is not None else []
-        return x, tuple(written), shared, streams, tuple(choices)
+            kept |= {("common", b): routing.common_MD for b in self.commons if self._place(b)[1] == place}
+            choices += [replace(routing, common_MD=None)] if self.routes and routing is not None else []
+        return x, tuple(written), shared, kept, tuple(choices)
 
 
 def _layer(stack: Any, y: Array, policy: Policy) -> Any:

@@ -11,6 +11,7 @@ from jaxspec.models.block import Block, norm_params, normalise
 from jaxspec.nn.dense import dense
 from jaxspec.nn.hyper import HyperHead
 from jaxspec.nn.policy import Policy, matrix
+from jaxspec.nn.unrolled import Unrolled
 from jaxspec.shapes import Array, Params
 
 Caches = tuple[LayerCache, ...]
@@ -75,8 +76,9 @@ class MtpLayer(nn.Module):
             x = dense(jnp.concatenate([e_BTD, h], axis=-1), self.join_XD, dtype=dtype)
         else:
             x = dense(e_BTD, self.embed_proj_DX, dtype=dtype)[:, :, None] + dense(h, self.hidden_proj_DX, dtype=dtype)
-        x, cache, _, _ = self.block(x, token_BT, position_BT, cache, window)
-        return normalise(a, x, self.norm) if a.hyper is None else x, cache
+        x, memory, _, _ = self.block(x, token_BT, position_BT, cache, window)
+        assert not isinstance(memory, Unrolled), "it came in as a cache"
+        return normalise(a, x, self.norm) if a.hyper is None else x, memory
 
     def last(self, feature: Array) -> Array:
         """What the head reads, [..., D]; it predicts the token of position i + 2."""

@@ -5,7 +5,7 @@ from typing import Any, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Window
+from jaxspec.cache.kv import LayerCache, Packed, Window
 from jaxspec.models.arch import ArchSpec, Segment, segments
 from jaxspec.models.block import Block, norm_params, normalise
 from jaxspec.models.depth import Loop, init_stack, stack_name
@@ -13,7 +13,8 @@ from jaxspec.nn.dense import dense
 from jaxspec.nn.hyper import HyperHead
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.router import Routing
-from jaxspec.pytree import pytree
+from jaxspec.protocol import NOTHING, Features, Reads
+from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array, Params
 
 Caches = tuple[LayerCache, ...]
@@ -29,6 +30,7 @@ class Hidden:
       stream: the stream before it, or the streams [B, T, N, D].
       layers: caches with the T provisional positions written, None without a cache.
       taps: the stream entering each tapped layer, float32.
+      commons: what the shared experts of each asked layer return [B, T, D], see ``Routing.common_MD``.
       routing: choices of every expert layer over the M = B * T rows, in layer order; empty unless asked for.
     """
 
@@ -36,6 +38,7 @@ class Hidden:
     stream: Array
     layers: Caches | None
     taps: tuple[Array, ...]
+    commons: tuple[Array, ...]
     routing: tuple[Routing, ...]
 
 
@@ -80,9 +83,10 @@ class Transformer(nn.Module):
         token_BT: Array,
         position_BT: Array,
         memory: Caches | None = None,
-        window: Window | None = None,
+        window: Window | Packed | None = None,
         taps: tuple[int, ...] = (),
         routes: bool = False,
+        commons: tuple[int, ...] = (),
     ) -> Hidden:
         """Runs T positions of each row.
 
@@ -90,17 +94,20 @@ class Transformer(nn.Module):
           token_BT: int32 token ids.
           position_BT: int32 absolute positions (a tree node's is start + depth).
           memory: caches as ``init_caches`` lays them out; None attends causally within the T tokens alone.
-          window: where the caches are written and what is seen.
+          window: where the caches are written and what is seen; without caches, the texts that a row holds.
           taps: layer boundaries b whose stream is kept; b is the input of layer b, len(layers) the last output.
           routes: whether the expert choices of every layer are kept.
+          commons: expert layers of which is kept what their shared experts return, or what their router reads.
         """
         x = self._embed(token_BT, position_BT)
         walk = self._unrolled if self.policy.depth == "unrolled" else self._stacked
-        x, written, kept, routing = walk(x, (token_BT, position_BT), memory, window, taps, routes)
-        kept[len(self.arch.layers)] = x
+        x, written, kept, routing = walk(x, (token_BT, position_BT), memory, window, taps, commons, routes)
+        kept["tap", len(self.arch.layers)] = x
         last = self.hyper_head(x) if self.arch.hyper else x
         last = normalise(self.arch, last, self.norm) if self.arch.final_norm else last
-        return Hidden(last, x, tuple(written) if memory else None, tuple(kept[b] for b in taps), tuple(routing))
+        common = tuple(kept["common", y].reshape(*token_BT.shape, -1) for y in commons)
+        streams = tuple(kept["tap", b] for b in taps)
+        return Hidden(last, x, tuple(written) if memory else None, streams, common, tuple(routing))
 
     def embed(self, token_BT: Array) -> Array:
         """Embeddings of tokens, float32 [B, T, D]."""
@@ -114,29 +121,33 @@ class Transformer(nn.Module):
             x = x + self.position_SD[place_BT].astype(jnp.float32)
         return jnp.repeat(x[:, :, None], a.hyper.streams, axis=2) if a.hyper else x
 
-    def _unrolled(self, x, tokens, memory, window, taps, routes):
+    def _unrolled(self, x, tokens, memory, window, taps, commons, routes):
         written, kept, routing, shared = [], {}, [], None
         for index, block in enumerate(self.layers):
-            kept[index] = x
+            kept["tap", index] = x
             token_BT, position_BT = tokens
             memory_y = memory[index] if memory else None
             x, cache, shared, routed = block(x, token_BT, position_BT, memory_y, window, shared)
             written.append(cache)
-            routing += [routed] if routes and routed is not None else []
+            if routed is not None:
+                kept["common", index] = routed.common_MD
+                routing += [replace(routed, common_MD=None)] if routes else []
         return x, written, kept, routing
 
-    def _stacked(self, x, tokens, memory, window, taps, routes):
-        if self.is_initializing():
-            return x, [], dict.fromkeys(taps, x), []  # the stacks' parameters are there already
+    def _stacked(self, x, tokens, memory, window, taps, commons, routes):
+        if self.is_initializing():  # the stacks' parameters are there already
+            return x, [], {(kind, b): x for kind in ("tap", "common") for b in (*taps, *commons)}, []
         written, kept, routing, shared, place = [], {}, [], None, 0
         for segment in segments(self.arch.layers):
             size = len(segment.pattern)
             stacks = self.stacks[place : place + size]
             caches = tuple(memory[place : place + size]) if memory else (None,) * size
-            inside = [b for b in taps if segment.first <= b < segment.stop]
-            body = Loop(segment, self.arch, self.policy, stacks, tokens, window, tuple(inside), routes)
-            x, caches, shared, streams, routed = body.run(x, caches, shared)
-            kept |= dict(zip(inside, streams, strict=True))
+            own_taps, own_commons = (
+                tuple(b for b in some if segment.first <= b < segment.stop) for some in (taps, commons)
+            )
+            body = Loop(segment, self.arch, self.policy, stacks, tokens, window, own_taps, own_commons, routes)
+            x, caches, shared, found, routed = body.run(x, caches, shared)
+            kept |= found
             written += caches
             routing += routed
             place += size
@@ -154,9 +165,10 @@ class Transformer(nn.Module):
         head_DV = self.head_DV if self.policy.own_head or not self.arch.tied else self.embed_VD.T
         return dense(last, head_DV, dtype=self.policy.compute)
 
-    def logits_of(self, token_BT: Array, position_BT: Array) -> tuple[Array, Hidden]:
+    def logits_of(self, token_BT: Array, position_BT: Array, segment_BT: Array | None = None) -> tuple[Array, Hidden]:
         """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states with expert choices."""
-        hidden = self(token_BT, position_BT, routes=True)
+        packed = None if segment_BT is None else Packed(segment_BT)
+        hidden = self(token_BT, position_BT, window=packed, routes=True)
         return self.logits(hidden.last_BTD), hidden
 
 
@@ -167,11 +179,18 @@ def forward(
     position_BT: Array,
     memory: Caches,
     window: Window,
-    taps: tuple[int, ...] = (),
+    reads: Reads = NOTHING,
 ) -> tuple[Hidden, Caches]:
     """Runs T positions over a cache; returns the hidden states and the caches with those positions written."""
-    hidden: Any = net.apply(cast(Any, params), token_BT, position_BT, memory, window, taps)
+    hidden: Any = net.apply(
+        cast(Any, params), token_BT, position_BT, memory, window, taps=reads.taps, commons=reads.commons
+    )
     return hidden, hidden.layers
+
+
+def features_of(hidden: Hidden) -> Features:
+    """What drafters may read of a forward."""
+    return Features(hidden.last_BTD, hidden.stream, hidden.taps, hidden.commons)
 
 
 def embed(net: Transformer, params: Params, token_BT: Array) -> Array:
@@ -184,6 +203,16 @@ def head(net: Transformer, params: Params, last: Array) -> Array:
     return cast(Array, net.apply(cast(Any, params), last, method="logits"))
 
 
-def teacher_forced(net: Transformer, params: Params, token_BT: Array, position_BT: Array) -> tuple[Array, Hidden]:
-    """Logits of whole sequences without a cache, float32 [B, T, V], and the hidden states."""
-    return cast(Any, net.apply(cast(Any, params), token_BT, position_BT, method="logits_of"))
+def teacher_forced(
+    net: Transformer, params: Params, token_BT: Array, position_BT: Array, segment_BT: Array | None = None
+) -> tuple[Array, Hidden]:
+    """Logits of whole sequences without a cache, float32 [B, T, V], and the hidden states.
+
+    Args:
+      net: the network.
+      params: its parameters.
+      token_BT: ids.
+      position_BT: place of each in its text.
+      segment_BT: number of the text that each belongs to where rows hold several.
+    """
+    return cast(Any, net.apply(cast(Any, params), token_BT, position_BT, segment_BT, method="logits_of"))

@@ -6,10 +6,9 @@ import numpy as np
 from jax import lax
 
 from jaxspec.nn.steady import softmax
-from jaxspec.protocol import Sampling
+from jaxspec.protocol import Sampling, Tree
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
-from jaxspec.topology import Topology
 
 BANNED = -jnp.inf
 
@@ -31,7 +30,7 @@ class Context:
     length_B: Array
 
 
-def process(logits_BTV: Array, sampling: Sampling, context: Context, topology: Topology) -> Array:
+def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree) -> Array:
     """Scores whose softmax is the distribution that each node's next token is sampled from.
 
     Every feature runs only in steps in which some row uses it, and leaves the other rows bitwise as they are.
@@ -40,14 +39,13 @@ def process(logits_BTV: Array, sampling: Sampling, context: Context, topology: T
       logits_BTV: raw target logits, float32.
       sampling: row settings.
       context: text so far.
-      topology: parents of the nodes.
+      tree: of the nodes.
 
     Returns:
       float32 [B, T, V]; greedy rows are neither scaled nor truncated.
     """
     s = sampling
-    depth_T = jnp.asarray(topology.depth, jnp.int32)
-    next_length_BT = context.length_B[:, None] + depth_T[None] + 2
+    next_length_BT = context.length_B[:, None] + tree.depth_BT + 2
     early_BT = next_length_BT <= s.min_length_B[:, None]
 
     def ban(x: Array) -> Array:
@@ -57,18 +55,20 @@ def process(logits_BTV: Array, sampling: Sampling, context: Context, topology: T
 
     x = lax.cond(jnp.any(early_BT), ban, lambda x: x, logits_BTV)
     penalised_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
-    x = lax.cond(jnp.any(penalised_B), lambda x: penalise(x, s, context, topology), lambda x: x, x)
+    x = lax.cond(jnp.any(penalised_B), lambda x: penalise(x, s, context, tree), lambda x: x, x)
     warm_B = s.temperature_B > 0
     x = jnp.where(warm_B[:, None, None], x / jnp.where(warm_B, s.temperature_B, 1)[:, None, None], x)
     cut_B = warm_B & ((s.top_k_B > 0) | (s.top_p_B < 1) | (s.min_p_B > 0))
     return lax.cond(jnp.any(cut_B), lambda x: jnp.where(cut_B[:, None, None], truncate(x, s), x), lambda x: x, x)
 
 
-def penalise(x: Array, s: Sampling, context: Context, topology: Topology) -> Array:
+def penalise(x: Array, s: Sampling, context: Context, tree: Tree) -> Array:
     """Repetition (Keskar 2019), frequency and presence penalties; a draft's own path counts as generated text."""
-    on_path_TN = jnp.asarray(topology.ancestors_TT[:, 1:], jnp.float32)
+    draft_N = jnp.arange(1, tree.nodes, dtype=jnp.int32)
+    on_path_BTN = jnp.any(tree.path_BTJ[..., None] == draft_N, axis=2).astype(jnp.float32)
+    on_path_BTN = jnp.broadcast_to(on_path_BTN, (x.shape[0], *on_path_BTN.shape[1:]))
     drafts_BNV = jax.nn.one_hot(context.token_BT[:, 1:], x.shape[-1], dtype=jnp.float32)
-    count_BTV = context.count_BV[:, None].astype(jnp.float32) + jnp.einsum("tn,bnv->btv", on_path_TN, drafts_BNV)
+    count_BTV = context.count_BV[:, None].astype(jnp.float32) + jnp.einsum("btn,bnv->btv", on_path_BTN, drafts_BNV)
     made = count_BTV > 0
     known = made | context.prompt_BV[:, None]
     factor = jnp.where(known, s.repetition_B[:, None, None], 1.0)

@@ -4,42 +4,42 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxspec.keys import Purpose, gumbel, uniform, within_step
-from jaxspec.protocol import Proposal, Sampling, Verdict
+from jaxspec.protocol import Proposal, Sampling, Tree, Verdict
 from jaxspec.shapes import Array
-from jaxspec.topology import Topology
 from jaxspec.verify.walk import follow, usable
 
-Rule = Callable[[Proposal, Array, Sampling, Array, Topology], Verdict]
+Rule = Callable[[Proposal, Array, Sampling, Array, Tree], Verdict]
 
 
-def next_positions(length_B: Array, topology: Topology) -> Array:
+def next_positions(length_B: Array, tree: Tree) -> Array:
     """Position of the token that each node's logits predict, [B, T]."""
-    return length_B[:, None] + jnp.asarray(topology.depth, jnp.int32)[None] + 1
+    return length_B[:, None] + tree.depth_BT + 1
 
 
-def greedy(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, topology: Topology) -> Verdict:
+def greedy(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, tree: Tree) -> Verdict:
     """Keeps drafts that equal the argmax; ties go to the lower token id."""
     target_BT = jnp.argmax(score_BTV, axis=-1).astype(jnp.int32)
-    return follow(target_BT, proposal.token_BN, usable(proposal, sampling, topology), topology)
+    return follow(target_BT, proposal.token_BN, usable(proposal, sampling, tree), tree)
 
 
-def match(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, topology: Topology) -> Verdict:
+def match(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, tree: Tree) -> Verdict:
     """Keeps drafts that equal the token that plain decoding samples at that position with the same noise.
 
     The committed text is therefore exactly the text of plain sampling with the same seed; rows of temperature 0
     are greedy.
     """
-    return greedy(proposal, _with_noise(score_BTV, sampling, length_B, topology), sampling, length_B, topology)
+    return greedy(proposal, _with_noise(score_BTV, sampling, length_B, tree), sampling, length_B, tree)
 
 
-def _with_noise(score_BTV: Array, sampling: Sampling, length_B: Array, topology: Topology) -> Array:
+def _with_noise(score_BTV: Array, sampling: Sampling, length_B: Array, tree: Tree) -> Array:
     """Scores whose argmax is the token that plain decoding samples."""
     warm_B = sampling.temperature_B > 0
 
     def noisy(score_BTV: Array) -> Array:
-        noise = gumbel(sampling.key_BX, next_positions(length_B, topology), Purpose.TARGET, score_BTV.shape[-1])
+        noise = gumbel(sampling.key_BX, next_positions(length_B, tree), Purpose.TARGET, score_BTV.shape[-1])
         return jnp.where(warm_B[:, None, None], score_BTV + noise, score_BTV)
 
     return jax.lax.cond(jnp.any(warm_B), noisy, lambda x: x, score_BTV)
@@ -50,7 +50,7 @@ def synthetic(
     score_BTV: Array,
     sampling: Sampling,
     length_B: Array,
-    topology: Topology,
+    tree: Tree,
     *,
     survival: tuple[float, ...],
 ) -> Verdict:
@@ -64,14 +64,14 @@ def synthetic(
       score_BTV: decide what comes behind the accepted drafts.
       sampling: keys of the coins, and how the token behind is drawn.
       length_B: position of the anchor.
-      topology: the chain.
+      tree: the chain.
       survival: rates in [0, 1] that never rise, at least one per draft.
     """
-    rates_K = jnp.asarray(survival[: topology.drafts], jnp.float32)
-    coin_B = _coins(sampling, length_B, topology)[:, 0]
-    may_B = jnp.sum(jnp.cumprod(usable(proposal, sampling, topology).astype(jnp.int32), axis=1), axis=1)
+    rates_K = jnp.asarray(survival[: tree.max_depth], jnp.float32)
+    coin_B = _coins(sampling, length_B, tree)[:, 0]
+    may_B = jnp.sum(jnp.cumprod(usable(proposal, sampling, tree).astype(jnp.int32), axis=1), axis=1)
     accepted_B = jnp.minimum(jnp.sum(coin_B[:, None] < rates_K[None], axis=1, dtype=jnp.int32), may_B)
-    own_BT = jnp.argmax(_with_noise(score_BTV, sampling, length_B, topology), axis=-1).astype(jnp.int32)
+    own_BT = jnp.argmax(_with_noise(score_BTV, sampling, length_B, tree), axis=-1).astype(jnp.int32)
     last_B = jnp.take_along_axis(own_BT, accepted_B[:, None], axis=1)[:, 0]
     return _conclude(proposal.token_BN, accepted_B, last_B)
 
@@ -104,7 +104,7 @@ def _conclude(draft_BK: Array, accepted_B: Array, last_B: Array) -> Verdict:
     return Verdict(jnp.where(depth_K <= accepted_B[:, None], depth_K, 0), tokens, accepted_B + 1)
 
 
-def reject(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, topology: Topology) -> Verdict:
+def reject(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, tree: Tree) -> Verdict:
     """Rejection sampling over a tree whose siblings are drawn without replacement (Leviathan 2023; Jeon 2024).
 
     At a node the residual r starts as p; each sibling c in draw order is accepted with probability min(1, r(c)/q(c)),
@@ -113,42 +113,34 @@ def reject(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: A
     """
     p_BTV, q_BNV = _distributions(proposal, score_BTV, sampling)
     rows, nodes, vocab = p_BTV.shape
-    may_BN = usable(proposal, sampling, topology)
-    position_BT = next_positions(length_B, topology)
-    coin_BT = _coins(sampling, length_B, topology)
-    noise_BTV = gumbel(sampling.key_BX, position_BT, Purpose.RESIDUAL, vocab)
-    here = [jnp.ones(rows, bool)] + [jnp.zeros(rows, bool)] * (nodes - 1)
-    final_B = jnp.zeros(rows, jnp.int32)
-    path = [jnp.zeros(rows, jnp.int32) for _ in range(topology.max_depth + 1)]
-    for node in range(nodes):
-        residual, open_B = p_BTV[:, node], here[node]
-        spent = jnp.zeros((rows, vocab), bool)
-        for child in topology.children[node]:
-            token_B = proposal.token_BN[:, child - 1]
-            q_BV = _normalise(jnp.where(spent, 0.0, q_BNV[:, child - 1]), jnp.zeros((rows, vocab)))
-            q_of = jnp.take_along_axis(q_BV, token_B[:, None], axis=1)[:, 0]
-            r_of = jnp.take_along_axis(residual, token_B[:, None], axis=1)[:, 0]
-            tried_B = open_B & may_BN[:, child - 1] & (q_of > 0)
-            hit_B = tried_B & (coin_BT[:, child] * q_of < r_of)
-            here[child] = hit_B
-            depth = topology.depth[child]
-            path[depth] = jnp.where(hit_B, child, path[depth])
-            lost_B = tried_B & ~hit_B
-            reduced = _normalise(jnp.maximum(residual - q_BV, 0.0), residual)
-            residual = jnp.where(lost_B[:, None], reduced, residual)
-            spent |= lost_B[:, None] & jax.nn.one_hot(token_B, vocab, dtype=bool)
-            open_B &= ~hit_B
-        final_B = jnp.where(open_B, _draw(residual, noise_BTV[:, node]), final_B)
-    path_BK = jnp.stack(path, axis=1)
-    accepted_B = jnp.stack(here, axis=1).sum(axis=1, dtype=jnp.int32) - 1
-    draft_BK = _path_tokens(proposal, path_BK)
-    verdict = _conclude(draft_BK, accepted_B, final_B)
+    may_BN, coin_BT = usable(proposal, sampling, tree), _coins(sampling, length_B, tree)
+
+    def visit(child: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        here_B, residual, spent = carry
+        token_B, parent_B = proposal.token_BN[:, child - 1], tree.parent_BT[:, child]
+        q_BV = _normalise(jnp.where(spent, 0.0, q_BNV[:, child - 1]), jnp.zeros((rows, vocab)))
+        q_of = jnp.take_along_axis(q_BV, token_B[:, None], axis=1)[:, 0]
+        r_of = jnp.take_along_axis(residual, token_B[:, None], axis=1)[:, 0]
+        tried_B = (parent_B == here_B) & may_BN[:, child - 1] & (q_of > 0)
+        hit_B = tried_B & (coin_BT[:, child] * q_of < r_of)
+        lost_B = tried_B & ~hit_B
+        reduced = _normalise(jnp.maximum(residual - q_BV, 0.0), residual)
+        residual = jnp.where(lost_B[:, None], reduced, jnp.where(hit_B[:, None], p_BTV[:, child], residual))
+        spent = (spent | (lost_B[:, None] & jax.nn.one_hot(token_B, vocab, dtype=bool))) & ~hit_B[:, None]
+        return jnp.where(hit_B, child, here_B), residual, spent
+
+    # Children come behind their parents and in draw order, so one pass over the nodes descends.
+    carry = (jnp.zeros(rows, jnp.int32), p_BTV[:, 0], jnp.zeros((rows, vocab), bool))
+    here_B, residual, _ = lax.fori_loop(1, nodes, visit, carry) if nodes > 1 else carry
+    path_BK, depth_B = tree.path_to(here_B)
+    noise_BV = gumbel(sampling.key_BX, length_B[:, None] + depth_B[:, None] + 1, Purpose.RESIDUAL, vocab)[:, 0]
+    verdict = _conclude(_path_tokens(proposal, path_BK), depth_B, _draw(residual, noise_BV))
     return Verdict(path_BK, verdict.token_BT, verdict.count_B)
 
 
-def _coins(sampling: Sampling, length_B: Array, topology: Topology) -> Array:
+def _coins(sampling: Sampling, length_B: Array, tree: Tree) -> Array:
     """One uniform number per node, independent of every other node's and step's."""
-    node_T = jnp.arange(topology.nodes, dtype=jnp.int32)
+    node_T = jnp.arange(tree.nodes, dtype=jnp.int32)
     return uniform(sampling.key_BX, within_step(length_B, node_T[None]), Purpose.ACCEPT)
 
 
@@ -156,7 +148,7 @@ def _path_tokens(proposal: Proposal, path_BK: Array) -> Array:
     return jnp.take_along_axis(proposal.token_BN, jnp.maximum(path_BK[:, 1:] - 1, 0), axis=1)
 
 
-def block(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, topology: Topology) -> Verdict:
+def block(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Array, tree: Tree) -> Verdict:
     """Block verification of a chain (Sun 2024, 2403.10444): accepts at least as many drafts as ``reject``, same law.
 
     With p_0 = 1, p_i = min(p_{i-1} Mb(x_i)/Ms(x_i), 1), R_i = sum max(p_i Mb - Ms, 0) and h_i = R_i / (R_i + 1 - p_i)
@@ -165,8 +157,8 @@ def block(proposal: Proposal, score_BTV: Array, sampling: Sampling, length_B: Ar
     """
     p_BTV, q_BNV = _distributions(proposal, score_BTV, sampling)
     drafts = proposal.token_BN.shape[1]
-    length_of_B = jnp.sum(jnp.cumprod(usable(proposal, sampling, topology).astype(jnp.int32), axis=1), axis=1)
-    coin_BT = _coins(sampling, length_B, topology)
+    length_of_B = jnp.sum(jnp.cumprod(usable(proposal, sampling, tree).astype(jnp.int32), axis=1), axis=1)
+    coin_BT = _coins(sampling, length_B, tree)
     carried_B = jnp.ones(p_BTV.shape[0], jnp.float32)
     accepted_B = jnp.zeros(p_BTV.shape[0], jnp.int32)
     last_BV = _block_residual(carried_B, p_BTV[:, 0], q_BNV[:, 0], length_of_B > 0) if drafts else p_BTV[:, 0]

@@ -2,43 +2,37 @@
 
 import jax.numpy as jnp
 
-from jaxspec.protocol import Proposal, Sampling, Verdict
+from jaxspec.protocol import Proposal, Sampling, Tree, Verdict
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
-from jaxspec.topology import Topology
 
 
-def usable(proposal: Proposal, sampling: Sampling, topology: Topology) -> Array:
+def usable(proposal: Proposal, sampling: Sampling, tree: Tree) -> Array:
     """Draft nodes that may be accepted at all: real proposals within the row's own speculation length, [B, N]."""
-    depth_N = jnp.asarray(topology.depth[1:], jnp.int32)
-    return proposal.valid_BN & (depth_N[None] <= sampling.draft_limit_B[:, None])
+    return proposal.valid_BN & (tree.depth_BT[:, 1:] <= sampling.draft_limit_B[:, None])
 
 
-def follow(target_BT: Array, token_BN: Array, usable_BN: Array, topology: Topology) -> Verdict:
+def follow(target_BT: Array, token_BN: Array, usable_BN: Array, tree: Tree) -> Verdict:
     """Accepts every node that equals the target's own token at its parent, from the root on.
 
     Args:
       target_BT: the token that the target samples behind each node.
       token_BN: drafted tokens.
       usable_BN: nodes that may be accepted.
-      topology: parents.
+      tree: of equal siblings the first one stands for all.
     """
-    rows = target_BT.shape[0]
-    accepted = [jnp.ones(rows, bool)]
-    for node in range(1, topology.nodes):
-        parent = topology.parents[node]
-        hit = accepted[parent] & usable_BN[:, node - 1] & (token_BN[:, node - 1] == target_BT[:, parent])
-        for sibling in topology.children[parent]:
-            if sibling < node:
-                hit &= ~accepted[sibling]  # equal siblings: the first one stands for all
-        accepted.append(hit)
-    path = [jnp.zeros(rows, jnp.int32) for _ in range(topology.max_depth + 1)]
-    for node in range(1, topology.nodes):
-        depth = topology.depth[node]
-        path[depth] = jnp.where(accepted[node], node, path[depth])
-    path_BK = jnp.stack(path, axis=1)
-    count_B = jnp.stack(accepted, axis=1).sum(axis=1, dtype=jnp.int32)
-    return Verdict(path_BK, jnp.take_along_axis(target_BT, path_BK, axis=1), count_B)
+    if tree.is_chain:
+        hit_BN = usable_BN & (token_BN == target_BT[:, :-1])
+        node_B = jnp.argmin(jnp.pad(hit_BN, ((0, 0), (0, 1))), axis=1).astype(jnp.int32)
+    else:
+        node_B = jnp.zeros(target_BT.shape[0], jnp.int32)
+        for _ in range(tree.max_depth):  # where no child is right, the node stays
+            wanted_B1 = jnp.take_along_axis(target_BT, node_B[:, None], axis=1)
+            hit_BN = usable_BN & (tree.parent_BT[:, 1:] == node_B[:, None]) & (token_BN == wanted_B1)
+            child_B = jnp.argmax(hit_BN, axis=1).astype(jnp.int32) + 1
+            node_B = jnp.where(jnp.any(hit_BN, axis=1), child_B, node_B)
+    path_BK, depth_B = tree.path_to(node_B)
+    return Verdict(path_BK, jnp.take_along_axis(target_BT, path_BK, axis=1), depth_B + 1)
 
 
 def stop_at(verdict: Verdict, sampling: Sampling, length_B: Array, active_B: Array) -> tuple[Verdict, Array, Array]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +17,24 @@ from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
+from jaxspec.models.draft_head import DraftHead, HeadSpec
+from jaxspec.models.heads import Head
+from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.mtp import Mtp
-from jaxspec.models.transformer import Hidden, Transformer, teacher_forced
+from jaxspec.models.transformer import Transformer, features_of
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Anchor, Commit, Drafter, Features, Proposal
+from jaxspec.protocol import Anchor, Commit, Drafter, Features, Prices, Proposal, Reads
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
-from jaxspec.topology import Topology
+from jaxspec.topology import DynamicTree, Topology
 
 ROWS, CAPACITY, VOCAB, BLOCK = 3, 60, 64, 16
 CONFIG = {
     "model_type": "glm4_moe",
     "vocab_size": VOCAB,
     "hidden_size": 16,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 16,
     "n_routed_experts": 4,
@@ -40,9 +44,13 @@ CONFIG = {
     "num_nextn_predict_layers": 1,
     "max_position_embeddings": 128,
 }
-SHAPES = [{"num_speculative_tokens": 1}, {"num_speculative_tokens": 4}, {"speculative_token_tree": [2, 2]}]
+DYNAMIC = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}
+SHAPES = [{"num_speculative_tokens": 1}, {"num_speculative_tokens": 4}, {"speculative_token_tree": [2, 2]}, DYNAMIC]
 METHODS = ["none", *catalog.METHODS]
-CASES = [(m, s) for m in METHODS for s in (SHAPES if m != "none" else SHAPES[:1])]
+# Drafters that share their walk with one that takes every shape take a chain: each shape costs seconds of compilation.
+LIMITED = {"none": SHAPES[:1], "ngram": SHAPES[:3], "peagle": SHAPES[1::2], "medusa": SHAPES[1:3]}
+LIMITED |= dict.fromkeys(("eagle", "shared_expert", "early_exit", "hybrid"), SHAPES[1:2])
+CASES = [(m, s) for m in METHODS for s in LIMITED.get(m, SHAPES)]
 each_drafter = pytest.mark.parametrize(
     ("method", "shape"), CASES, ids=[f"{m}-{next(iter(s.values()))}" for m, s in CASES]
 )
@@ -65,17 +73,46 @@ def prediction() -> tuple[Mtp, Params]:
     return net, _initial(net)
 
 
-def drafter_of(method: str, shape: dict) -> Drafter:
-    config = None if method == "none" else {"method": method, **shape}
-    if method == "draft_model":
-        config = {**config, "model": "draft"}
+@cache
+def head_of(method: str) -> Head:
+    """A head of each kind with random parameters, that knows half of the vocabulary where it has its own."""
+    arch, policy, own = model()[0].arch, model()[0].policy, np.arange(0, VOCAB, 2, dtype=np.int32)
+    if method == "medusa":
+        net = Medusa(MedusaSpec(4, 1, arch.model_dim, VOCAB, len(own)), policy)
+        return Head(net, _initial(net), own)
+    layer = arch_of({**CONFIG, "model_type": "llama", "num_hidden_layers": 1, "num_nextn_predict_layers": 0})
+    wanted: dict[str, Any] = {
+        "eagle": {"last": True, "join": "product", "join_bias": True},
+        "eagle3": {"reads": Reads(taps=(0, 1, 2))},
+        "peagle": {"reads": Reads(taps=(1, 2)), "mask_token": 5},
+        "shared_expert": {"reads": Reads(commons=(1,)), "fc_norm": True, "routing": (1,), "experts": 4},
+    }
+    whole = method == "eagle"
+    net = DraftHead(HeadSpec(layer, arch.model_dim, draft_vocab=0 if whole else len(own), **wanted[method]), policy)
+    return Head(net, _initial(net), None if whole else own)
+
+
+def config_of(method: str, shape: dict) -> dict | None:
+    extra = {"early_exit": {"exit_layer": 1}} | {m: {"model": "draft"} for m in catalog.WITH_MODEL}
+    return None if method == "none" else {"method": method, **extra.get(method, {}), **shape}
+
+
+def drafting(method: str) -> tuple[Transformer | Mtp, Params] | Head | None:
+    """What drafts, where a method has a model."""
+    if method in catalog.HEADS or method == "hybrid":
+        return head_of("eagle3" if method == "hybrid" else method)
     own = {"draft_model": model, "mtp": prediction}
-    return catalog.build(catalog.parse(config), model(), BLOCK, own[method]() if method in own else None)
+    return own[method]() if method in own else None
 
 
-@partial(jax.jit, static_argnums=0)
-def hidden_of(net: Transformer, params: Params, token_BT: np.ndarray, position_BT: np.ndarray) -> Hidden:
-    return teacher_forced(net, params, token_BT, position_BT)[1]
+def drafter_of(method: str, shape: dict) -> Drafter:
+    return catalog.build(catalog.parse(config_of(method, shape)), model(), BLOCK, drafting(method))
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def features_for(net: Transformer, params: Params, token_BT: np.ndarray, reads: Reads) -> Features:
+    position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
+    return features_of(net.apply(params, token_BT, position_BT, taps=reads.taps, commons=reads.commons))
 
 
 def observed(drafter: Drafter, lengths: tuple[int, ...]):
@@ -95,11 +132,9 @@ def observed(drafter: Drafter, lengths: tuple[int, ...]):
     for row, length in enumerate(lengths):
         chunk = np.zeros((1, 33), np.int32)
         chunk[0, :length] = history[row, :length]
-        hidden = jax.jit(teacher_forced, static_argnums=0)(
-            net, params, chunk[:, :-1], np.arange(32, dtype=np.int32)[None]
-        )[1]
+        features = features_for(net, params, chunk[:, :-1], drafter.reads)
         commit = Commit(
-            jnp.asarray(chunk[:, :-1]), jnp.asarray(chunk[:, 1:]), Features(hidden.last_BTD, hidden.stream),
+            jnp.asarray(chunk[:, :-1]), jnp.asarray(chunk[:, 1:]), features,
             jnp.full(1, length - 1, jnp.int32), jnp.zeros(1, jnp.int32), None, jnp.int32(row),
         )  # fmt: skip
         draft = jax.jit(drafter.observe)(draft, commit)
@@ -119,7 +154,9 @@ def committed(state, length_B: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def test_the_catalog_builds_what_it_names():
-    assert {type(drafter_of(m, SHAPES[0])).__name__ for m in METHODS} == {"NoDrafts", "Ngram", "SmallLm", "MtpHeads"}
+    built = {type(drafter_of(m, SHAPES[0])).__name__ for m in METHODS}
+    assert built == {"NoDrafts", "Ngram", "SmallLm", "MtpHeads", "HeadDrafter", "MedusaDrafter", "Hybrid"}
+    assert all(head_of(kind).kind == kind for kind in catalog.HEADS)
 
 
 @each_drafter
@@ -130,7 +167,7 @@ def test_it_is_a_pytree_with_a_static_topology(method: str, shape: dict):
     again = jax.tree.unflatten(structure, leaves)
     assert type(again) is type(drafter)
     assert again.topology == drafter.topology
-    assert isinstance(drafter.topology, Topology)
+    assert isinstance(drafter.topology, DynamicTree if shape is DYNAMIC else Topology)
     assert hash(structure) == hash(jax.tree.structure(drafter_of(method, shape)))
     assert isinstance(drafter.slack, int)
     for name in ("init_state", "propose", "observe"):
@@ -149,16 +186,46 @@ def test_states_are_arrays_of_the_same_shapes_throughout(method: str, shape: dic
     drafts, depth = drafter.topology.drafts, drafter.topology.max_depth + 1
     assert (proposal.token_BN.shape, proposal.token_BN.dtype) == ((ROWS, drafts), jnp.int32)
     assert (proposal.valid_BN.shape, proposal.valid_BN.dtype) == ((ROWS, drafts), jnp.bool_)
+    assert (proposal.tree is None) == isinstance(drafter.topology, Topology)
+    tree = jax.eval_shape(lambda p: p.tree_of(drafter.topology), proposal)
+    assert (tree.nodes, tree.max_depth, tree.is_chain) == (drafts + 1, depth - 1, drafter.topology.is_chain)
     path = jax.ShapeDtypeStruct((ROWS, depth), jnp.int32)
     count = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
     stream = jax.ShapeDtypeStruct((ROWS, depth, CONFIG["hidden_size"]), jnp.float32)
-    commit = Commit(path, path, Features(stream, stream), count, count, path, None)
+    reads = drafter.reads
+    features = Features(stream, stream, (stream,) * len(reads.taps), (stream,) * len(reads.commons))
+    commit = Commit(path, path, features, count, count, path, None)
     seen = jax.eval_shape(drafter.observe, after, commit)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), seen) == shapes
 
 
-@each_drafter
-@pytest.mark.parametrize("rule", ["greedy", "match", "reject"])
+@pytest.mark.parametrize("method", [m for m in catalog.METHODS if m not in ("ngram", "hybrid")])
+def test_chains_with_prices_say_how_sure_they_are(method: str):
+    drafter = drafter_of(method, SHAPES[1])
+    state, anchor = jax.eval_shape(lambda: observed_shapes(drafter))
+    for prices in (None, Prices(*(jnp.float32(0) for _ in range(6)), jnp.ones((2, 4)), experts=4, top_k=2)):
+        proposal, after = jax.eval_shape(
+            lambda s, a, p: drafter.propose(s, replace(a, prices=p), "reject"), state, anchor, prices
+        )
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+        assert (proposal.confidence_BN is None) == (prices is None)
+        assert proposal.valid_BN.shape == (ROWS, 4)
+    assert proposal.confidence_BN.shape == (ROWS, 4)
+
+
+def observed_shapes(drafter: Drafter):
+    """Like what is observed behind a prompt."""
+    net, params = model()
+    state = init_state(Target(params, net, BLOCK), drafter, ROWS, CAPACITY, slack=32)
+    return state.draft, state.anchor
+
+
+WITH_RULES = [(m, s, r) for m, s in CASES for r in ("match", *(("greedy", "reject") if s is SHAPES[1] else ()))]
+
+
+@pytest.mark.parametrize(
+    ("method", "shape", "rule"), WITH_RULES, ids=[f"{m}-{next(iter(s.values()))}-{r}" for m, s, r in WITH_RULES]
+)
 def test_proposing_commits_nothing(method: str, shape: dict, rule: str):
     drafter = drafter_of(method, shape)
     lengths = (4, 9, 20)
@@ -173,7 +240,7 @@ def test_proposing_commits_nothing(method: str, shape: dict, rule: str):
         np.testing.assert_array_equal(old, new)
     token = np.asarray(first.token_BN)
     assert ((token >= 0) & (token < VOCAB)).all()
-    needs_law = method in ("draft_model", "mtp") and rule == "reject"
+    needs_law = method not in ("none", "ngram") and rule == "reject" and shape is not DYNAMIC
     assert (first.logp_BNV is not None) == needs_law
     if needs_law:
         np.testing.assert_allclose(np.exp(np.asarray(first.logp_BNV)).sum(-1), 1, rtol=1e-5)
@@ -184,6 +251,7 @@ def check_equal(a: Proposal, b: Proposal) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+@pytest.mark.served
 @each_drafter
 def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
     drafter = drafter_of(method, shape)
@@ -194,11 +262,11 @@ def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
     np.testing.assert_array_equal(np.asarray(here.valid_BN)[1], np.asarray(there.valid_BN)[1])
 
 
-@each_drafter
-def test_one_trace_per_program(method: str, shape: dict):
+@pytest.mark.parametrize("method", METHODS)
+def test_one_trace_per_program(method: str):
     """Equal kind, rows, topology and rule share one program; other rows or another rule take another."""
     net, params = model()
-    target, traces = Target(params, net, BLOCK), []
+    target, traces, shape = Target(params, net, BLOCK), [], SHAPES[1]
 
     def run(target, drafter, state, limit, eager, *, plan):
         traces.append(plan)
@@ -235,18 +303,30 @@ def unbranching(arch: ArchSpec) -> ArchSpec:
     return changed(arch, layers=layers, mtp=mtp)
 
 
+def odd_drafting(method: str) -> Any:
+    """What drafts, with attention that cannot verify trees; Medusa and n-grams have none."""
+    net, params = model()
+    if method == "draft_model":
+        return Transformer(unbranching(net.arch), net.policy), params
+    if method == "mtp":
+        return Mtp(unbranching(net.arch), net.policy), prediction()[1]
+    own = drafting(method)
+    if isinstance(own, Head) and isinstance(own.net, DraftHead):
+        spec = changed(own.net.spec, arch=unbranching(own.net.spec.arch))
+        return changed(own, net=DraftHead(spec, own.net.policy))
+    return own
+
+
 @pytest.mark.parametrize("method", catalog.METHODS)
 @pytest.mark.parametrize("whose", ["target", "draft"])
 def test_trees_are_refused_where_attention_cannot_branch(method: str, whose: str):
     net, params = model()
     odd = Transformer(unbranching(net.arch), net.policy)
     target = (odd if whose == "target" else net, params)
-    config = {"method": method, **({"model": "draft"} if method == "draft_model" else {})}
-    own = {"draft_model": (odd, params), "mtp": (Mtp(odd.arch, odd.policy), prediction()[1])}.get(method)
-    build = partial(catalog.build, target=target, block=BLOCK, model=own)
-    build(catalog.parse({**config, "num_speculative_tokens": 2}))
-    tree = catalog.parse({**config, "speculative_token_tree": [2, 2]})
-    if (method, whose) == ("ngram", "draft"):
+    build = partial(catalog.build, target=target, block=BLOCK, model=odd_drafting(method))
+    build(catalog.parse(config_of(method, {"num_speculative_tokens": 2})))
+    tree = catalog.parse(config_of(method, {"speculative_token_tree": [2, 2]}))
+    if whose == "draft" and method in ("ngram", "medusa", "early_exit"):
         assert build(tree).topology == tree.topology
         return
     with pytest.raises(ConfigError, match=r"tree is not possible for .*: its attention cannot branch; use num_spec"):

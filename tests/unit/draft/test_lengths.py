@@ -8,9 +8,16 @@ from jaxspec.draft.catalog import parse
 from jaxspec.draft.lengths import Lengths, parse_lengths
 from jaxspec.errors import ConfigError
 from jaxspec.serve.control import Adaptive, ByBatchSize, Fixed, control_of
-from jaxspec.topology import chain, tree
+from jaxspec.topology import DynamicTree, chain, tree
 
 TABLE = "num_speculative_tokens_per_batch_size"
+
+
+def grow(steps, top_k, nodes) -> dict[str, Any]:
+    """A dynamic tree in SGLang's words."""
+    return {
+        "speculative_num_steps": steps, "speculative_eagle_topk": top_k, "speculative_num_draft_tokens": nodes,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -18,12 +25,20 @@ TABLE = "num_speculative_tokens_per_batch_size"
     [
         ({"num_speculative_tokens": 4}, Lengths(chain(4)), Fixed(4)),
         ({"speculative_token_tree": [2, 1]}, Lengths(tree((2, 1))), Fixed(2)),
+        (grow(3, 4, 10), Lengths(DynamicTree(4, 3, 10)), Fixed(3)),
+        (grow(3, 1, 4), Lengths(chain(3)), Fixed(3)),
+        (
+            grow(3, 4, 10) | {"disable_by_batch_size": 2},
+            Lengths(DynamicTree(4, 3, 10), ranges=((1, 2, 3),)),
+            ByBatchSize(((1, 2, 3),), 0),
+        ),
         ({"num_speculative_tokens": "auto"}, Lengths(chain(5), adaptive=True), Adaptive((0, 1, 2, 3, 4, 5))),
         (
             {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 2},
             Lengths(chain(2), adaptive=True),
             Adaptive((0, 1, 2)),
         ),
+        ({"calibration": "c.json"}, Lengths(chain(5), True, calibration="c.json"), Adaptive((0, 1, 2, 3, 4, 5))),
         (
             {"num_speculative_tokens": 3, "disable_by_batch_size": 8},
             Lengths(chain(3), ranges=((1, 8, 3),)),
@@ -44,13 +59,21 @@ TABLE = "num_speculative_tokens_per_batch_size"
 def test_lengths(config: dict[str, Any], lengths: Lengths, control):
     assert parse_lengths(config) == lengths
     assert control_of(lengths) == control
-    assert parse({"method": "ngram", **config}).lengths == lengths
+    assert parse({"method": "mtp", **config}).lengths == lengths
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         ({}, "from 1 to 16, got None"),
+        (
+            {"calibration": "c.json", "num_speculative_tokens": 3},
+            "calibration names a file, for .* alone; got 'c.json' and 3",
+        ),
+        (
+            {"calibration": "c.json", "speculative_token_tree": [2]},
+            r"alone; got 'c.json' and \['speculative_token_tree'\]",
+        ),
         ({"num_speculative_tokens": 0}, "got 0"),
         ({"num_speculative_tokens": True}, "got True"),
         ({"num_speculative_tokens": "many"}, "got 'many'"),
@@ -64,6 +87,16 @@ def test_lengths(config: dict[str, Any], lengths: Lengths, control):
         ({TABLE: [[1, 4, 2], [4, 8, 1]]}, "overlap"),
         ({TABLE: [[1, 4, 0]]}, "never drafts"),
         ({TABLE: 3}, "lists"),
+        (grow(3, 4, None), "given together, .*; got 3, 4, None"),
+        (grow(3, 4.0, 10), "given together, integers"),
+        (grow(0, 4, 10), "given together, integers"),
+        (grow(17, 4, 40), "speculative_num_steps must be an integer from 1 to 16, got 17"),
+        (grow(3, 4, 66), "66 nodes, but top 4 at 3 depths give 4 to 37"),
+        (grow(3, 4, 3), "3 nodes, but"),
+        (grow(3, 1, 5), "1 is a chain, .* got 5 and 3"),
+        (grow(3, 4, 10) | {"num_speculative_tokens": 3}, "or num_speculative_tokens, not both"),
+        (grow(3, 4, 10) | {"speculative_token_tree": [2, 2]}, "or speculative_token_tree, not both"),
+        (grow(3, 4, 10), "ngram.* grows no tree by confidence; leave speculative_num_steps"),
     ],
 )
 def test_nonsense_is_refused(config: dict[str, Any], words: str):

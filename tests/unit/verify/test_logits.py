@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from jaxspec.decode.state import init_sampling
-from jaxspec.protocol import Sampling
+from jaxspec.protocol import Sampling, Tree
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
 from jaxspec.verify.logits import Context, process
 
 VOCAB, STOPS, ANCHOR = 12, (3, 8), 10
-TOPOLOGIES = {"chain": chain(3), "tree": tree((2, 2)), "plain": chain(0)}
+TOPOLOGIES = {"chain": [chain(3)], "tree": [tree((2, 2))], "plain": [chain(0)]}
+TOPOLOGIES["trees"] = [tree((2, 2)), Topology((-1, 0, 1, 1, 0, 4, 0)), Topology((-1, 0, 0, 0, 1, 1, 2))]
 FEATURES = {
     "nothing": {},
     "temperature": {"temperature": 0.6},
@@ -113,10 +114,12 @@ def reference(x: np.ndarray, feature: dict, count: np.ndarray, prompt: np.ndarra
 
 @pytest.mark.parametrize("shape", TOPOLOGIES)
 def test_every_feature_equals_numpy(shape: str):
-    topology, names = TOPOLOGIES[shape], list(FEATURES)
-    logits, context = inputs(len(names), topology)
-    scores = jax.jit(process, static_argnums=3)(logits, settings(names), context, topology)
-    for row, name in enumerate(names):
+    names = list(FEATURES)
+    tops = [TOPOLOGIES[shape][row % len(TOPOLOGIES[shape])] for row in range(len(names))]
+    logits, context = inputs(len(names), tops[0])
+    trees = jax.tree.map(lambda *x: jnp.concatenate(x), *map(Tree.of, tops)) if shape == "trees" else Tree.of(tops[0])
+    scores = jax.jit(process)(logits, settings(names), context, trees)
+    for row, (name, topology) in enumerate(zip(names, tops, strict=True)):
         for node in range(topology.nodes):
             drafts = path_drafts(topology, node, np.asarray(context.token_BT[row]))
             count, prompt = np.asarray(context.count_BV[row]), np.asarray(context.prompt_BV[row])
@@ -124,17 +127,18 @@ def test_every_feature_equals_numpy(shape: str):
             np.testing.assert_allclose(scores[row, node], wanted, rtol=1e-5, atol=1e-5, err_msg=f"{name}, node {node}")
 
 
+@pytest.mark.served
 def test_a_row_is_bitwise_what_it_is_alone():
-    topology, names = TOPOLOGIES["chain"], list(FEATURES)
+    topology, names = chain(3), list(FEATURES)
     logits, context = inputs(len(names), topology)
-    run = jax.jit(process, static_argnums=3)
-    together = np.asarray(run(logits, settings(names), context, topology))
+    run = jax.jit(process)
+    together = np.asarray(run(logits, settings(names), context, Tree.of(topology)))
     nothing = names.index("nothing")
     np.testing.assert_array_equal(together[nothing].view(np.uint32), logits[nothing].view(np.uint32))
     for row, name in enumerate(names):
         quiet = ["nothing"] * len(names)  # the same shape, every other row switched off
         quiet[row] = name
-        alone = np.asarray(run(logits, settings(quiet), context, topology))
+        alone = np.asarray(run(logits, settings(quiet), context, Tree.of(topology)))
         np.testing.assert_array_equal(together[row].view(np.uint32), alone[row].view(np.uint32), err_msg=name)
 
 
@@ -143,6 +147,6 @@ def test_the_best_token_survives_ties_and_bans(feature: str):
     logits = np.zeros((1, 1, VOCAB), np.float32)
     logits[0, 0, : VOCAB // 2] = -np.inf
     _, context = inputs(1, chain(0))
-    scores = np.asarray(process(jnp.asarray(logits), settings([feature]), context, chain(0)))[0, 0]
+    scores = np.asarray(process(jnp.asarray(logits), settings([feature]), context, Tree.of(chain(0))))[0, 0]
     assert np.all(np.isneginf(scores[: VOCAB // 2]))
     assert np.all(scores[VOCAB // 2 :] == 0), "equal scores are kept or dropped together"

@@ -12,7 +12,7 @@ import pytest
 
 from jaxspec.decode.state import init_sampling
 from jaxspec.keys import Purpose, gumbel
-from jaxspec.protocol import Proposal
+from jaxspec.protocol import Proposal, Tree
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
 from jaxspec.verify import rules
@@ -81,7 +81,7 @@ def path_of(topology: Topology, node: int) -> list[int]:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def judge(rule: str, topology: Topology, proposal: Proposal, score_BTV, sampling, coin_BT):
-    """A verdict with chosen coins, and the laws from which the last token would be drawn."""
+    """A verdict with chosen coins, and the law from which the last token would be drawn."""
     laws = []
 
     def record(prob_BV, noise_BV):
@@ -92,8 +92,9 @@ def judge(rule: str, topology: Topology, proposal: Proposal, score_BTV, sampling
         patch.setattr(rules, "uniform", lambda key_BX, position_BT, purpose: coin_BT)
         patch.setattr(rules, "_draw", record)
         length_B = jnp.zeros(coin_BT.shape[0], jnp.int32)
-        verdict = RULES[rule](proposal, score_BTV, sampling, length_B, topology)
-    return verdict, jnp.stack(laws)
+        verdict = RULES[rule](proposal, score_BTV, sampling, length_B, proposal.tree_of(topology))
+    (law_BV,) = laws
+    return verdict, law_BV
 
 
 @dataclass(frozen=True)
@@ -116,19 +117,24 @@ def endings(
     limit: int = 99,
     point=False,
 ) -> Endings:
-    """Integrates the coins out: the coin at which a node stops being accepted is found by bisection."""
+    """Integrates the coins out: the coin at which a node stops being accepted is found by bisection.
+
+    ``valid`` says which nodes are verified, [N], or [X, N] where that depends on the drafts.
+    """
     tokens, weight, logq = drawn
     drafts, nodes = tokens.shape[0], topology.nodes
     valid = np.ones(nodes - 1, bool) if valid is None else valid
     with np.errstate(divide="ignore"):
         score = [[np.log(p(tuple(t[[n - 1 for n in path_to(topology, v)]]))) for v in range(nodes)] for t in tokens]
     repeat = partial(np.repeat, repeats=nodes, axis=0)  # row x * nodes + v examines node v of draft x
-    proposal = Proposal(repeat(tokens), np.tile(valid, (drafts * nodes, 1)), None if point else repeat(logq))
+    valid_XN = np.broadcast_to(valid, tokens.shape)
+    proposal = Proposal(repeat(tokens), repeat(valid_XN), None if point else repeat(logq))
     rows = drafts * nodes
     sampling = replace(
         init_sampling(rows, 1), temperature_B=jnp.ones(rows), draft_limit_B=jnp.full(rows, limit, jnp.int32)
     )
-    accept_all = np.where(topology.ancestors_TT, -1.0, np.inf).astype(np.float32)
+    on_path_TT = (topology.path_TJ[..., None] == np.arange(nodes)).any(axis=1)
+    accept_all = np.where(on_path_TT, -1.0, np.inf).astype(np.float32)
     depth = np.asarray(topology.depth)
 
     def ends(own_coin: np.ndarray):
@@ -149,9 +155,7 @@ def endings(
         low, high = np.where(hit, middle, low), np.where(hit, high, middle)
     accept = np.where(reached & (depth > 0), (low.astype(np.float64) + high) / 2, 0.0)
     accept[:, 0] = 1
-    laws = laws.reshape(len(laws), drafts, nodes, -1)
-    law = np.stack([laws[v if len(laws) == nodes else 0, :, v] for v in range(nodes)], axis=1)
-    return Endings(tokens, weight, ending_prob(rule, topology, accept), law)
+    return Endings(tokens, weight, ending_prob(rule, topology, accept), laws.reshape(drafts, nodes, -1))
 
 
 def check_tokens(topology: Topology, tokens: np.ndarray, verdict, reached: np.ndarray) -> None:
@@ -290,20 +294,21 @@ def test_expected_accepted_drafts(rule: str, length: int, accepted: float):
 
 
 def verdict_of(
-    rule: str, topology: Topology, tokens, score, *, valid=None, limit=99, temperature=0.0, length=0, seed=0
+    rule: str, tree: Topology | Tree, tokens, score, *, valid=None, limit=99, temperature=0.0, length=0, seed=0
 ):
     rows = len(tokens)
     sampling = replace(
         init_sampling(rows, 1),
-        temperature_B=jnp.full(rows, temperature),
+        temperature_B=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), rows),
         draft_limit_B=jnp.broadcast_to(jnp.asarray(limit, jnp.int32), rows),
         key_BX=jnp.stack([jnp.full(rows, seed, jnp.uint32), jnp.arange(rows, dtype=jnp.uint32)], axis=1),
     )
     valid = np.ones(tokens.shape, bool) if valid is None else valid
     length_B = jnp.broadcast_to(jnp.asarray(length, jnp.int32), rows)
     proposal = Proposal(jnp.asarray(tokens), jnp.asarray(valid), None)
-    decide = jax.jit(RULES[rule], static_argnums=4)
-    return decide(proposal, jnp.asarray(score, jnp.float32), sampling, length_B, topology), sampling
+    decide = jax.jit(RULES[rule])
+    found = Tree.of(tree) if isinstance(tree, Topology) else tree
+    return decide(proposal, jnp.asarray(score, jnp.float32), sampling, length_B, found), sampling
 
 
 def walk_reference(topology: Topology, drafts, valid, limit: int, target) -> tuple[list[int], list[int]]:
@@ -336,6 +341,27 @@ def test_cold_rows_follow_the_argmax(rule: str, topology: Topology):
         assert verdict.path_BT[row, : len(path)].tolist() == path
         assert verdict.token_BT[row, : len(path)].tolist() == tokens
         assert not np.any(np.asarray(verdict.path_BT[row, len(path) :]))
+
+
+@pytest.mark.parametrize("rule", ["match", "reject"])
+def test_each_row_may_have_a_tree_of_its_own(rule: str):
+    """Bitwise what it gets where all rows have that tree."""
+    tops = [Topology((-1, 0, 0, 0, 1, 1, 2)), Topology((-1, 0, 0, 1, 1, 2, 2)), Topology((-1, 0, 1, 1, 0, 4, 1))]
+    rng, rows, vocab = np.random.default_rng(2), 60, 3
+    drafts = rng.integers(0, vocab, (rows, 6)).astype(np.int32)
+    score = rng.normal(size=(rows, 7, vocab))
+    given = {"valid": rng.random(drafts.shape) < 0.9, "limit": rng.integers(0, 3, rows)}
+    given["temperature"] = np.where(np.arange(rows) % 2, 0.7, 0.0)
+
+    def verdict(*each: Topology):
+        trees = jax.tree.map(lambda *x: jnp.concatenate(x * (rows // len(each))), *map(Tree.of, each))
+        return verdict_of(rule, trees, drafts, score, **given)[0]
+
+    together = verdict(*tops)
+    assert len(np.unique(together.count_B)) == 3
+    for place, top in enumerate(tops):
+        for found, wanted in zip(jax.tree.leaves(together), jax.tree.leaves(verdict(top)), strict=True):
+            np.testing.assert_array_equal(found[place::3], wanted[place::3])
 
 
 @pytest.mark.parametrize("topology", [chain(3), tree((2, 2))], ids=["chain", "tree"])

@@ -18,6 +18,7 @@ from jaxspec.draft.small_lm import SmallLm
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec
+from jaxspec.protocol import Prices
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
 
@@ -37,19 +38,24 @@ class MarkovNet:
     def policy(self):
         return Policy(jnp.dtype("float32"), jnp.dtype("float32"))
 
-    def apply(self, params, token, position=None, memory=None, window=None, taps=(), *, method=None):
+    def apply(self, params, token, position=None, memory=None, window=None, taps=(), commons=(), *, method=None):
         if method == "logits":
             return token
-        return SimpleNamespace(last_BTD=params[token], stream=params[token], layers=memory)
+        return SimpleNamespace(last_BTD=params[token], stream=params[token], layers=memory, taps=(), commons=())
 
 
-def markov_texts(rule: str, drafter_of: Callable, rows: int, new: int) -> np.ndarray:
-    """Texts [rows, new] behind a prompt of one token, over as many steps as they take."""
+def markov_texts(
+    rule: str, drafter_of: Callable, rows: int, new: int, prices: Prices | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Texts [rows, new] behind a prompt of one token, over as many steps as they take.
+
+    Returns them, and the share of verifications that had 0, 1, ... drafts.
+    """
     net = MarkovNet(3)
     p, q = (np.random.default_rng(seed).dirichlet(np.ones(3), 3) for seed in (8, 9))
     target = Target(jnp.log(jnp.asarray(p, jnp.float32)), net, block=16)
     drafter = drafter_of(jnp.log(jnp.asarray(q, jnp.float32)), net)
-    state = init_state(target, drafter, rows, new + 1, slack=drafter.topology.nodes, stop_ids=1)
+    state = init_state(target, drafter, rows, new + 1, slack=drafter.topology.nodes, stop_ids=1, prices=prices)
     sampling = replace(
         state.sampling,
         temperature_B=jnp.ones(rows),
@@ -60,9 +66,12 @@ def markov_texts(rule: str, drafter_of: Callable, rows: int, new: int) -> np.nda
     state = replace(state, sampling=sampling, active_B=jnp.ones(rows, bool))
     plan = StepPlan(rule=rule, steps=new)
     run = jax.jit(partial(dispatch, plan=plan))
-    state, _ = run(target, drafter, state, jnp.int32(new), jnp.asarray(False))
+    state, report = run(target, drafter, state, jnp.int32(new), jnp.asarray(False))
     assert not np.any(state.active_B)
-    return np.asarray(state.history_BS[:, 1 : new + 1])
+    depth = drafter.topology.max_depth
+    taken, drafted = (np.asarray(report.packed_BX)[:, depth + n : -3 : depth + 3] for n in (1, 2))
+    lengths = np.bincount(drafted[taken > 0], minlength=depth + 1) / np.sum(taken > 0)
+    return np.asarray(state.history_BS[:, 1 : new + 1]), lengths
 
 
 def chi_square(texts: np.ndarray) -> float:
@@ -89,8 +98,8 @@ def chi_square(texts: np.ndarray) -> float:
 )
 def test_texts_of_many_steps_have_the_targets_law(rule: str, topology: Topology):
     rows, new = 8000, 4
-    texts = markov_texts(rule, lambda params, net: SmallLm(params, net, topology, block=16), rows, new)
+    texts, _ = markov_texts(rule, lambda params, net: SmallLm(params, net, topology, block=16), rows, new)
     assert chi_square(texts) > 1e-3
     if rule == "match":
-        plain = markov_texts("match", lambda params, net: NoDrafts(), rows, new)
+        plain, _ = markov_texts("match", lambda params, net: NoDrafts(), rows, new)
         np.testing.assert_array_equal(texts, plain)

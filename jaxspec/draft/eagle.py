@@ -1,0 +1,151 @@
+"""Drafting with a head that continues from the target's features and then from its own output."""
+
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache.kv import Window
+from jaxspec.draft.autoregress import Root, draft
+from jaxspec.draft.parallel import draft_from
+from jaxspec.draft.remember import keep_last
+from jaxspec.draft.spread import spread
+from jaxspec.models.draft_head import DraftHead, init_head_caches, part_of, run_head
+from jaxspec.models.transformer import Transformer, embed, head
+from jaxspec.protocol import Anchor, Commit, Proposal, Reads
+from jaxspec.pytree import pytree, replace, static
+from jaxspec.shapes import Array, Params
+from jaxspec.topology import DynamicTree, Topology
+
+
+@pytree
+class HeadState:
+    """What a head knows of B rows.
+
+    Attributes:
+      caches: one per layer.
+      last_BD: what its vocabulary product reads behind the last committed slot.
+      next_BD: what the next draft continues from.
+    """
+
+    caches: tuple[Any, ...]
+    last_BD: Array
+    next_BD: Array
+
+
+@pytree
+class HeadDrafter:
+    """Drafts with a head of the EAGLE family, token by token or, with a mask token, all in one pass.
+
+    Observing runs the head over the committed positions with what the target computed there, which predicts the
+    first draft. The others follow from the head's own output; their slots are overwritten by the next observation.
+    A head with a mask token runs the other drafts' slots at once, every one on the mask (P-EAGLE).
+
+    Attributes:
+      params: parameters of the head.
+      base: the target's parameters, whose embedding and head are used where it has none of its own.
+      place_V: place of each token in the head's vocabulary, W where it has none; None where it knows all tokens.
+      net: the head.
+      target: the target's network.
+      topology: what is drafted; a static tree's nodes are numbered level by level.
+      block: positions that attention reads at a time.
+    """
+
+    params: Params
+    base: Params
+    place_V: Array | None
+    net: DraftHead = static()
+    target: Transformer = static()
+    topology: Topology | DynamicTree = static()
+    block: int = static(default=128)
+
+    @property
+    def follows(self) -> Literal["nothing", "tokens", "features"]:
+        """What of the text it must have observed to draft well."""
+        return "features"
+
+    @property
+    def reads(self) -> Reads:
+        """What it reads of the target besides its last hidden states."""
+        return self.net.spec.reads
+
+    @property
+    def slack(self) -> int:
+        """Positions written beyond the committed ones."""
+        return self.topology.ahead
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.target.arch.vocab_size
+
+    @property
+    def stages(self) -> int:
+        """All cells are alike."""
+        return 0
+
+    def init_state(self, rows: int, capacity: int, slack: int) -> HeadState:
+        """Allocates the state of empty rows."""
+        slack = max(slack, self.slack)
+        room = -(-(capacity + slack) // self.block) * self.block
+        spec = self.net.spec
+        caches = init_head_caches(spec, self.net.policy, rows, room, slack=slack, block=self.block)
+        return HeadState(caches, *(jnp.zeros((rows, spec.arch.model_dim)) for _ in range(2)))
+
+    def propose(self, state: HeadState, anchor: Anchor, rule: str) -> tuple[Proposal, HeadState]:
+        """Drafts every node; commits nothing."""
+        root = Root(state.last_BD[:, None], state.next_BD[:, None], anchor.length_B >= 1)
+        if self.net.spec.mask_token is None:
+            proposal, caches = draft(self, state.caches, anchor, rule, root)
+            return proposal, replace(state, caches=caches)
+        lasts, caches = self._at_once(state, anchor)
+        return draft_from(self, lasts, anchor, rule, root.valid_B), replace(state, caches=caches)
+
+    def observe(self, state: HeadState, commit: Commit) -> HeadState:
+        """Takes over committed tokens with what the target computed at their positions."""
+        assert commit.features is not None, "what reads features is never caught up by tokens alone"
+        count = commit.next_BT.shape[1]
+        position_BT = commit.start_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        window = Window(commit.start_B, row_B=None if commit.row is None else commit.row[None], block=self.block)
+        g_BTD = part_of(self.net, self.params, "join", self.net.spec.feature(commit.features))
+        last, following, caches = self._slots(commit.next_BT, g_BTD, position_BT, state.caches, window)
+        return HeadState(caches, keep_last(state.last_BD, last, commit), keep_last(state.next_BD, following, commit))
+
+    def run(
+        self, state: Any, token_BT: Array, feature: Array, position_BT: Array, window: Window, stage: int
+    ) -> tuple[Array, Array, Any]:
+        """Reads T drafted tokens, each behind what the slot before it returned."""
+        return self._slots(token_BT, feature, position_BT, state, window)
+
+    def logits(self, last_BTD: Array) -> Array:
+        """Logits over the target's vocabulary, float32 [B, T, V]; tokens that the head does not know have -inf."""
+        if not self.net.spec.draft_vocab:
+            return head(self.target, self.base, last_BTD)
+        return spread(part_of(self.net, self.params, "logits", last_BTD), self.place_V)
+
+    def experts(self, last_BTD: Array) -> Array | None:
+        """Experts that the target is predicted to choose for what is drafted, int32 [B, T, Y, A], if it can say."""
+        spec = self.net.spec
+        if not spec.routing:
+            return None
+        chosen = {self.target.arch.layers[y].ffn.top_k for y in spec.routing}  # pyright: ignore[reportAttributeAccessIssue]
+        return lax.top_k(part_of(self.net, self.params, "routes", last_BTD), max(chosen))[1].astype(jnp.int32)
+
+    def _slots(self, token_BT: Array, g_BTD: Array, position_BT: Array, caches: Any, window: Window):
+        if self.net.spec.own_embedding:
+            embedded = part_of(self.net, self.params, "embed", token_BT)
+        else:
+            embedded = embed(self.target, self.base, token_BT)
+        return run_head(self.net, self.params, embedded, g_BTD, token_BT, position_BT, caches, window)
+
+    def _at_once(self, state: HeadState, anchor: Anchor) -> tuple[Array, Any]:
+        """What the vocabulary product reads for every depth [B, K, D], and the caches."""
+        rows, further, mask = anchor.token_B.shape[0], self.topology.max_depth - 1, self.net.spec.mask_token
+        if further < 1 or mask is None:
+            return state.last_BD[:, None], state.caches
+        token_BT = jnp.full((rows, further), mask, jnp.int32)
+        g_BTD = jnp.broadcast_to(part_of(self.net, self.params, "mask"), (rows, further, self.net.spec.arch.model_dim))
+        position_BT = anchor.length_B[:, None] + jnp.arange(further, dtype=jnp.int32)[None]
+        window = Window(anchor.length_B, block=self.block)
+        last, _, caches = self._slots(token_BT, g_BTD, position_BT, state.caches, window)
+        return jnp.concatenate([state.last_BD[:, None], last], axis=1), caches

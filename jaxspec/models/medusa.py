@@ -1,0 +1,76 @@
+"""Medusa: heads that read one hidden state of the target and predict the tokens behind the next one side by side."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from jaxspec.nn.dense import dense
+from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.steady import silu
+from jaxspec.shapes import Array, Params
+
+ZEROS = nn.initializers.zeros
+
+
+@dataclass(frozen=True)
+class MedusaSpec:
+    """Medusa heads (Cai 2024, 2401.10774).
+
+    Attributes:
+      heads: how many tokens they predict.
+      layers: residual layers of each head.
+      dim: D of the target.
+      vocab_size: V.
+      draft_vocab: W, tokens that the heads know; 0 where all use the target's head.
+    """
+
+    heads: int
+    layers: int
+    dim: int
+    vocab_size: int
+    draft_vocab: int = 0
+
+
+class MedusaHead(nn.Module):
+    """One head: residual layers ``x + silu(W x + b)``, W zero at first, then a product with its own vocabulary."""
+
+    spec: MedusaSpec
+    policy: Policy
+
+    @nn.compact
+    def __call__(self, last: Array) -> Array:
+        """Logits over the draft vocabulary, or with the target's head what that reads, [..., W] or [..., D]."""
+        s, p = self.spec, self.policy
+        for layer in range(s.layers):
+            w = weight(self, p, f"residual_{layer}_DX", (s.dim, s.dim), ZEROS)
+            bias = weight(self, p, f"residual_bias_{layer}_X", (s.dim,), ZEROS)
+            last = last + silu(dense(last, w, bias, dtype=p.compute))
+        if not s.draft_vocab:
+            return last
+        return dense(last, matrix(self, p, "head_DW", (s.dim, s.draft_vocab)), dtype=p.compute)
+
+
+class Medusa(nn.Module):
+    """Parameters of all heads; head m predicts the token m + 2 positions behind the hidden state that it reads."""
+
+    spec: MedusaSpec
+    policy: Policy
+
+    def setup(self) -> None:
+        """Declares the heads."""
+        self.medusa = [MedusaHead(self.spec, self.policy) for _ in range(self.spec.heads)]
+
+    def __call__(self, last: Array) -> Array:
+        """What each head finds, [M, ..., X]."""
+        return jnp.stack([head(last) for head in self.medusa])
+
+    def initial(self, key: Array) -> Params:
+        """Random parameters."""
+        return cast(Params, self.init(key, jnp.zeros((1, 1, self.spec.dim))))
+
+
+def run_medusa(net: Medusa, params: Params, last: Array) -> Array:
+    """What each head finds behind hidden states [..., D], [M, ..., X]."""
+    return cast(Array, net.apply(cast(Any, params), last))
