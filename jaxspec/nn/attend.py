@@ -33,7 +33,7 @@ class Source:
 
 def readers(window: Window, position_BT: Array) -> Array:
     """Positions of the queries by reader, [B, T] for a chain and [B * T, 1] for a tree."""
-    return position_BT if window.ancestors is None else position_BT.reshape(-1, 1)
+    return position_BT if window.path_BTJ is None else position_BT.reshape(-1, 1)
 
 
 def positions_seen(position_XT: Array, index: Array, block: int, span: int | None = None) -> Array:
@@ -127,6 +127,7 @@ def attend_self(
     span: int | None = None,
     seen_BTS: Array | None = None,
     sinks_H: Array | None = None,
+    segment_BT: Array | None = None,
 ) -> Array:
     """Attention of a whole sequence to itself (training and teacher forcing), float32 [B, T, H, C'].
 
@@ -141,6 +142,7 @@ def attend_self(
       span: most positions that a query sees, itself included.
       seen_BTS: what each query sees, instead of the causal order; B may be 1.
       sinks_H: one more logit per head that takes probability and has no value.
+      segment_BT: number of the text that each position belongs to where rows hold several; others are not seen.
     """
     rows, count, heads, width = q_BTHC.shape
     kv, group, wide = k_BSGC.shape[2], heads // k_BSGC.shape[2], v_BSGC.shape[-1]
@@ -159,6 +161,8 @@ def attend_self(
             seen = jnp.asarray((distance >= 0) & (distance < (span or count)))[None]
         else:
             seen = seen_BTS[:, first : first + size]
+        if segment_BT is not None:
+            seen = seen & (segment_BT[:, first : first + size, None] == segment_BT[:, None, :end])
         score = jnp.where(seen[:, None, None], score.reshape(rows, kv, group, size, end), HIDDEN)
         if sinks_H is not None:
             sink = jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(kv, group, 1, 1), (rows, kv, group, size, 1))

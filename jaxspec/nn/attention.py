@@ -6,16 +6,18 @@ from typing import Literal
 
 import flax.linen as nn
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
+from jaxspec.cache.kv import LayerCache, Packed, StreamSpec, Window, read_block, segments_of, write
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
 from jaxspec.nn.attention_kernel import attend_by_kernel
 from jaxspec.nn.dense import dense
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.rope import RopeSpec, rotate
+from jaxspec.nn.unrolled import Unrolled, attend_unrolled
 from jaxspec.shapes import Array
 
 ZEROS, ONES = nn.initializers.zeros, nn.initializers.ones
+Memory = LayerCache | Unrolled
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ class AttentionSpec:
 
 
 class Attention(nn.Module):
-    """Projections around ``attend``; query, key and value weights of one kv head lie together, [D, G, R + 2, C]."""
+    """Projections around ``attend``; query, key and value weights of one kv head lie together, [X, G, R + 2, C].
+
+    The input may be wider than the output (EAGLE-3 joins two vectors there).
+    """
 
     spec: AttentionSpec
     model_dim: int
@@ -58,15 +63,25 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: Array, position_BT: Array, cache: LayerCache | None, window: Window | None, shared: Array | None
-    ) -> tuple[Array, LayerCache | None, Array | None]:
-        """Attention output [B, T, D], the cache with the new positions, and ``shared`` as it came."""
+        self,
+        x_BTX: Array,
+        position_BT: Array,
+        cache: Memory | None,
+        window: Window | Packed | None,
+        shared: Array | None = None,
+    ) -> tuple[Array, Memory | None, Array | None]:
+        """Attention output [B, T, D], the memory with the new positions, and ``shared`` as it came."""
         s, p = self.spec, self.policy
-        q_BTHC, k_BTGC, v_BTGC = self._project(x_BTD, position_BT)
+        q_BTHC, k_BTGC, v_BTGC = self._project(x_BTX, position_BT)
         sinks_H = weight(self, p, "sinks_H", (s.heads,)) if s.sinks else None
         scale = s.head_dim**-0.5
-        if cache is None or window is None:
-            out = attend_self(q_BTHC, k_BTGC, v_BTGC, scale=scale, span=s.window, sinks_H=sinks_H)
+        if isinstance(cache, Unrolled):
+            cache = cache.append(k_BTGC, v_BTGC)
+            out = attend_unrolled(q_BTHC, cache, scale=scale, span=s.window)
+        elif cache is None or not isinstance(window, Window):
+            out = attend_self(
+                q_BTHC, k_BTGC, v_BTGC, scale=scale, span=s.window, sinks_H=sinks_H, segment_BT=segments_of(window)
+            )
         else:
             streams = s.streams
             new = {"k": k_BTGC, "v": v_BTGC}
@@ -79,20 +94,20 @@ class Attention(nn.Module):
                 out = attend(
                     q_BTHC, [source_of(cache, streams, window, position_BT, s.window)], kv_heads=s.kv_heads,
                     value_width=s.head_dim, scale=scale, dtype=p.compute, sinks_H=sinks_H,
-                    tree=window.ancestors is not None,
+                    tree=window.path_BTJ is not None,
                 )  # fmt: skip
         w_o = matrix(self, p, "out_HCD", (s.heads, s.head_dim, self.model_dim))
         b_o = weight(self, p, "out_bias_D", (self.model_dim,), ZEROS) if s.out_bias else None
         return dense(out, w_o, b_o, dtype=p.compute, axes=2), cache, shared
 
-    def _project(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array, Array]:
+    def _project(self, x_BTX: Array, position_BT: Array) -> tuple[Array, Array, Array]:
         s, p = self.spec, self.policy
         group = s.heads // s.kv_heads
-        shape = (self.model_dim, s.kv_heads, group + 2, s.head_dim)
+        shape = (x_BTX.shape[-1], s.kv_heads, group + 2, s.head_dim)
         qkv_DGQC = matrix(self, p, "qkv_DGQC", shape)
         bias = weight(self, p, "qkv_bias_GQC", shape[1:], ZEROS) if s.qkv_bias else None
-        qkv = dense(x_BTD, qkv_DGQC, bias, dtype=p.compute)
-        q = qkv[..., :group, :].reshape(*x_BTD.shape[:2], s.heads, s.head_dim)
+        qkv = dense(x_BTX, qkv_DGQC, bias, dtype=p.compute)
+        q = qkv[..., :group, :].reshape(*x_BTX.shape[:2], s.heads, s.head_dim)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if s.qk_norm != "none":
             whole = s.qk_norm == "full"

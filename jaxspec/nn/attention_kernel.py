@@ -50,7 +50,7 @@ def attend_by_kernel(
         return None
     return verify_attention(
         q_BTHC, k_pages, v_pages, position_BT, scale=scale, dtype=policy.compute, value_width=wide, sinks_H=sinks_H,
-        span=span, ring=stream.reach is not None, start_B=window.start_B, ancestors=window.ancestors,
+        span=span, ring=stream.reach is not None, start_B=window.start_B, path_BTJ=window.path_BTJ,
         table_BJ=window.table_BJ if stream.pooled else None, row_B=window.row_B, base=window.base, block=window.block,
         implementation=choice,
     )  # fmt: skip

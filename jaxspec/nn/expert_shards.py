@@ -1,7 +1,7 @@
-"""Routed experts whose weights a mesh splits: every device computes its own experts, and the outputs are summed."""
+"""Routed experts whose weights a mesh splits: every device computes its own experts for the rows that reach it."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +9,23 @@ from jax import lax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from jaxspec.nn.expert_transport import TRANSPORTS
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.quantized import Quantized, Weight
 from jaxspec.shapes import Array
+from jaxspec.sharding.mesh import AXES
 from jaxspec.sharding.rules import logical_axes, mesh_axes
 
-AXES = ("expert", "tensor")
 Compute = Callable[[Array, Array, Array, dict[str, Weight], Array | None], Array]
 
 
-def split(mesh: AbstractMesh) -> bool:
-    """Whether a mesh splits routed experts at all."""
-    return any(mesh.shape.get(axis, 1) > 1 for axis in AXES)
+def split(mesh: AbstractMesh | None) -> bool:
+    """Whether there is a mesh of several devices."""
+    return mesh is not None and any(mesh.shape.get(axis, 1) > 1 for axis in AXES)
 
 
 def obstacles_on(mesh: AbstractMesh | None, experts: Mapping[str, Weight]) -> list[str]:
-    """Why devices cannot each compute their part by the kernel; empty if they can."""
+    """Why devices cannot each compute their part; empty if they can."""
     if mesh is None or not split(mesh):
         return []
     found = []
@@ -35,44 +37,78 @@ def obstacles_on(mesh: AbstractMesh | None, experts: Mapping[str, Weight]) -> li
     return found
 
 
+def rows_on_each(policy: Policy, rows: int) -> int:
+    """How many of M rows reach a device at most, and so how many it computes with."""
+    mesh = policy.mesh
+    if mesh is None or not split(mesh):
+        return rows
+    data, expert = mesh.shape["data"], mesh.shape["expert"]
+    if policy.transport != "sum" and expert > 1:
+        return -(-rows // (data * expert)) * expert
+    return rows if rows % data else rows // data
+
+
 def on_each_device(
     compute: Compute,
-    mesh: AbstractMesh,
+    policy: Policy,
     x_MD: Array,
     expert_MA: Array,
     weight_MA: Array,
     experts: dict[str, Weight],
     layer: Array | None,
 ) -> Array:
-    """Runs ``compute`` on every device with the part of the weights that it holds; float32 [M, D], whole on each.
+    """Runs ``compute`` on every device with the part of the weights that it holds; float32 [M, D].
 
-    Rows, choices and combine weights are whole on every device, so that nothing is sent before the products and one
-    sum over the devices follows them.
+    The rows are split over ``data`` where it divides them. Along ``expert`` they are whole on every device (transport
+    ``sum``), or split too and taken to the experts and back (``padded``, ``ragged``). Hidden units are split over
+    ``tensor``, and summed over it at the end. Every transport adds what one device adds in another order: the last bits
+    of the float32 sums differ from one device's.
 
     Args:
       compute: takes rows, choices counted from the device's first expert, combine weights, weights and the layer;
         choices that are not among its experts add nothing.
-      mesh: with the axes ``expert`` and ``tensor``.
+      policy: knows the mesh, with all of its axes, the transport and the dtype in which rows are computed with.
       x_MD: rows.
-      expert_MA: choices among all experts.
+      expert_MA: choices among all experts, negative for none.
       weight_MA: combine weights.
       experts: ``gate_up_ED2F`` and so on, with a leading axis of layers if ``layer`` is given.
       layer: place in the stack.
     """
+    assert policy.mesh is not None, "asked of a policy with a mesh"
+    mesh: AbstractMesh = policy.mesh
+    rows = x_MD.shape[0]
+    transport: Literal["sum", "padded", "ragged"] = policy.transport if mesh.shape["expert"] > 1 else "sum"
+    over = ("data",) if transport == "sum" else ("data", "expert")
+    missing = 0
+    if transport != "sum":
+        missing = -rows % (mesh.shape["data"] * mesh.shape["expert"])
+    elif rows % mesh.shape["data"]:
+        over = ()
+    if missing:
+        x_MD, weight_MA = (jnp.pad(x, ((0, missing), (0, 0))) for x in (x_MD, weight_MA))
+        expert_MA = jnp.pad(expert_MA, ((0, missing), (0, 0)), constant_values=-1)
+    sums = tuple(a for a in (("expert", "tensor") if transport == "sum" else ("tensor",)) if mesh.shape[a] > 1)
     specs = {name: jax.tree.map(lambda leaf, name=name: P(*_spec(mesh, name, leaf)), w) for name, w in experts.items()}
 
-    def own(x: Array, choice: Array, weight: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
-        held = experts["down_EFD"].shape[-3]
-        first = lax.axis_index("expert").astype(jnp.int32) * held
+    def on_one(x: Array, choice: Array, weight: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
         if "down_bias_ED" in experts:  # hidden units are split, but the bias of their sum counts once
             bias: Any = experts["down_bias_ED"]
             experts = experts | {"down_bias_ED": jnp.where(lax.axis_index("tensor") == 0, bias, 0).astype(bias.dtype)}
-        # Choices before the first would count from behind.
-        mine = jnp.where((choice >= first) & (choice < first + held), choice - first, -1)
-        return lax.psum(compute(x, mine, weight, experts, layer), AXES)
+        held = experts["down_EFD"].shape[-3]
+        out = TRANSPORTS[transport](
+            lambda x, choice, weight: compute(x, choice, weight, experts, layer),
+            x,
+            choice,
+            weight,
+            held,
+            policy.compute,
+        )
+        return lax.psum(out, sums) if sums else out
 
-    run = jax.shard_map(own, mesh=mesh, in_specs=(P(), P(), P(), specs, P()), out_specs=P(), check_vma=False)
-    return run(x_MD, expert_MA, weight_MA, experts, layer)
+    spec = P(over or None, None)
+    run = jax.shard_map(on_one, mesh=mesh, in_specs=(spec, spec, spec, specs, P()), out_specs=spec, check_vma=False)
+    out_MD = run(x_MD, expert_MA, weight_MA, experts, layer)
+    return out_MD[:rows] if missing else out_MD
 
 
 def _spec(mesh: AbstractMesh, name: str, leaf: Array) -> tuple[str | None, ...]:

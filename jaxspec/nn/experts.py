@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.nn.expert_shards import obstacles_on, on_each_device, split
+from jaxspec.nn.expert_shards import obstacles_on, on_each_device, rows_on_each, split
 from jaxspec.nn.ffn import Activation, gated
 from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.quantized import widen
 from jaxspec.nn.router import Routing
-from jaxspec.pytree import pytree
+from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from pallas_kernels.routed_experts.api import OP, case_name, obstacles, routed_experts
 from pallas_kernels.select import choose
@@ -38,14 +38,14 @@ class Blocks:
     count: Array
 
 
-def lay_out(expert_MA: Array, experts: int, block: int, live_M: Array | None = None) -> Blocks:
+def lay_out(expert_MA: Array, experts: int, block: int, live: Array | None = None) -> Blocks:
     """Sorts the M x A routed rows by expert into blocks of ``block`` rows; within an expert they keep their order.
 
-    Rows that are not live get no slot; ``slot_MA`` is then one behind the last.
+    Rows [M] or choices [M, A] that are not live get no slot; ``slot_MA`` is then one behind the last.
     """
     rows, top_k = expert_MA.shape
-    if live_M is not None:
-        expert_MA = jnp.where(live_M[:, None], expert_MA, experts)
+    if live is not None:
+        expert_MA = jnp.where(live if live.ndim == 2 else live[:, None], expert_MA, experts)
     flat_R = expert_MA.reshape(-1)
     routed = flat_R.shape[0]
     most = min(routed, experts) + routed // block
@@ -62,7 +62,7 @@ def lay_out(expert_MA: Array, experts: int, block: int, live_M: Array | None = N
         place_R = jnp.zeros(routed, jnp.int32).at[order_R].set(jnp.arange(routed, dtype=jnp.int32))
         rank_R = place_R - (_running_sum(count_E) - count_E)[jnp.minimum(flat_R, experts - 1)]
     slot_R = first_slot_E[jnp.minimum(flat_R, experts - 1)] + rank_R
-    if live_M is not None:
+    if live is not None:
         slot_R = jnp.where(flat_R < experts, slot_R, most * block)
     number_R = jnp.arange(routed, dtype=jnp.int32)
     routed_S = jnp.full(most * block, routed, jnp.int32).at[slot_R].set(number_R, mode="drop")
@@ -87,16 +87,18 @@ def gather(x_MD: Array, weight_MA: Array, blocks: Blocks) -> tuple[Array, Array]
     return x_SD, jnp.pad(weight_MA.reshape(-1), (0, 1))[blocks.routed_S]
 
 
-def combine(out_SD: Array, blocks: Blocks, live_M: Array | None = None) -> Array:
+def combine(out_SD: Array, blocks: Blocks, live: Array | None = None) -> Array:
     """Sum of each row's A weighted expert outputs, in order of preference (a fixed order, hence row-invariant).
 
     The weights are already in: a product that meets its sum here would be fused into one rounding in some programs
     and not in others.
     """
+    if live is not None and live.ndim == 2:
+        out_SD = jnp.pad(out_SD, ((0, 1), (0, 0)))  # what choices without a slot read
     total = out_SD[blocks.slot_MA[:, 0]]
     for a in range(1, blocks.slot_MA.shape[1]):
         total = total + out_SD[blocks.slot_MA[:, a]]
-    return total if live_M is None else jnp.where(live_M[:, None], total, 0.0)
+    return total if live is None or live.ndim == 2 else jnp.where(live[:, None], total, 0.0)
 
 
 def switched(
@@ -130,7 +132,7 @@ def stacked(
     activation: Activation,
     dtype: jnp.dtype,
     layer: Array | None = None,
-    live_M: Array | None = None,
+    live: Array | None = None,
 ) -> Array:
     """Routed experts as batched products: every block gathers its expert's weights; no row is dropped.
 
@@ -141,13 +143,13 @@ def stacked(
       activation: of all experts.
       dtype: compute dtype.
       layer: which layer of the stack; the stack itself is never sliced, for a slice would be a copy.
-      live_M: rows that are computed, None for all; the others give zeros.
+      live: rows [M] or choices [M, A] that are computed, None for all; the others add nothing.
     """
     width, first = x_MD.shape[1], 0 if layer is None else 1
     count, hidden = (experts["gate_up_ED2F"].shape[first + i] for i in (0, 3))
     routed = routing.expert_MA.size
     block = TRAINING_BLOCK if routed > 32 * count else block_rows(routed, count)
-    blocks = lay_out(routing.expert_MA, count, block, live_M)
+    blocks = lay_out(routing.expert_MA, count, block, live)
     x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
     place = blocks.expert_N if layer is None else (layer, blocks.expert_N)
     own = {name: widen(jax.tree.map(lambda leaf: leaf[place], w), dtype) for name, w in experts.items()}
@@ -159,7 +161,7 @@ def stacked(
     y_NZD: Array = _batched_dot(inner, own["down_EFD"], jnp.dtype(dtype))
     if "down_bias_ED" in own:
         y_NZD = y_NZD + own["down_bias_ED"][:, None].astype(jnp.float32)
-    return combine(y_NZD.reshape(-1, width) * weight_S[:, None], blocks, live_M)
+    return combine(y_NZD.reshape(-1, width) * weight_S[:, None], blocks, live)
 
 
 def by_kernel(
@@ -185,7 +187,7 @@ def by_kernel(
     if policy.kernels == "xla":
         return None
     expert_MA, stack = routing.expert_MA, layer is not None
-    name = case_name(x_MD.shape[0], expert_MA.shape[1], experts, stack)
+    name = case_name(rows_on_each(policy, x_MD.shape[0]), expert_MA.shape[1], experts, stack)
     blocked = obstacles(experts, stack) + obstacles_on(policy.mesh, experts)
     choice = choose(OP, name, policy.kernels, "cuda", blocked)
     if choice.implementation == "xla":
@@ -197,8 +199,29 @@ def by_kernel(
         how = {"activation": activation, "dtype": policy.compute, "implementation": choice}
         return routed_experts(x, choices, weights, experts, layer=layer, **how)
 
-    operands, mesh = (x_MD, expert_MA, routing.weight_MA, experts, layer), policy.mesh
-    return compute(*operands) if mesh is None or not split(mesh) else on_each_device(compute, mesh, *operands)
+    operands = (x_MD, expert_MA, routing.weight_MA, experts, layer)
+    return on_each_device(compute, policy, *operands) if split(policy.mesh) else compute(*operands)
+
+
+def by_xla(
+    x_MD: Array,
+    routing: Routing,
+    experts: dict[str, Weight],
+    activation: Activation,
+    policy: Policy,
+    layer: Array | None = None,
+    live_M: Array | None = None,
+) -> Array:
+    """Routed experts by ``stacked``: on a mesh each device computes its part, or XLA splits what does not divide."""
+    if not split(policy.mesh) or obstacles_on(policy.mesh, experts):
+        return stacked(x_MD, routing, experts, activation, policy.compute, layer, live_M)
+    expert_MA = routing.expert_MA if live_M is None else jnp.where(live_M[:, None], routing.expert_MA, -1)
+
+    def compute(x: Array, choices: Array, weights: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
+        own = replace(routing, expert_MA=choices, weight_MA=weights)
+        return stacked(x, own, experts, activation, policy.compute, layer, choices >= 0)
+
+    return on_each_device(compute, policy, x_MD, expert_MA, routing.weight_MA, experts, layer)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
+from jaxspec.cache.kv import LayerCache, Packed, StreamSpec, Window, read_block, segments_of, write
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
 from jaxspec.nn.attention_kernel import attend_by_kernel
 from jaxspec.nn.dense import batched_dense, dense
@@ -15,6 +15,7 @@ from jaxspec.nn.policy import Policy, Weight, matrix, weight
 from jaxspec.nn.quantized import widen
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec
+from jaxspec.nn.unrolled import Unrolled, attend_unrolled
 from jaxspec.shapes import Array
 
 ZEROS, ONES = nn.initializers.zeros, nn.initializers.ones
@@ -69,8 +70,13 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: Array, position_BT: Array, cache: LayerCache | None, window: Window | None, shared: Array | None
-    ) -> tuple[Array, LayerCache | None, Array | None]:
+        self,
+        x_BTD: Array,
+        position_BT: Array,
+        cache: LayerCache | Unrolled | None,
+        window: Window | Packed | None,
+        shared: Array | None = None,
+    ) -> tuple[Array, LayerCache | Unrolled | None, Array | None]:
         """Attention output [B, T, D], the cache with the new positions, and the selection for later layers if any."""
         s, p = self.spec, self.policy
         q_BTHC, low_BTR = self._queries(x_BTD, position_BT)
@@ -79,10 +85,15 @@ class LatentAttention(nn.Module):
         seen = shared if s.borrows else None
         if s.index is not None:
             assert low_BTR is not None, "an indexer reads the low-rank queries"
+            assert not isinstance(cache, Unrolled), "draft heads have no indexers"
             indexer = Indexer(s.index, self.model_dim, low_BTR.shape[-1], p, name="indexer")
-            seen, cache = indexer(x_BTD, low_BTR, position_BT, cache, window)
-        if cache is None or window is None:
-            out = _among_themselves(q_BTHC, c_BTR, turned_BT1C, kv_HXR, seen, s, p.compute)
+            seen, cache = indexer(x_BTD, low_BTR, position_BT, cache, window if isinstance(window, Window) else None)
+        if isinstance(cache, Unrolled):
+            cache = cache.append(*_written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute))
+            out = attend_unrolled(q_BTHC, cache, scale=s.scale)
+        elif cache is None or not isinstance(window, Window):
+            k_BTHC, v_BTHC = _written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute)
+            out = attend_self(q_BTHC, k_BTHC, v_BTHC, scale=s.scale, seen_BTS=seen, segment_BT=segments_of(window))
         else:
             new_BT1C = jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
             cache = cache | {"latent": write(cache["latent"], s.streams["latent"], window, new_BT1C)}
@@ -97,9 +108,9 @@ class LatentAttention(nn.Module):
         s, p = self.spec, self.policy
         each, low = (s.heads, s.plain_dim + s.rope.dim), None
         if s.query_rank is None:
-            q = dense(x_BTD, matrix(self, p, "q_DHC", (self.model_dim, *each)), dtype=p.compute)
+            q = dense(x_BTD, matrix(self, p, "q_DHC", (x_BTD.shape[-1], *each)), dtype=p.compute)
         else:
-            w_a = matrix(self, p, "q_a_DR", (self.model_dim, s.query_rank))
+            w_a = matrix(self, p, "q_a_DR", (x_BTD.shape[-1], s.query_rank))
             low = dense(x_BTD, w_a, self._bias("q_a_bias_R", s.query_rank), dtype=p.compute)
             low = rms_norm(low, weight(self, p, "q_norm_R", (s.query_rank,), ONES), RANK_NORM_EPS)
             q = dense(low, matrix(self, p, "q_b_RHC", (s.query_rank, *each)), dtype=p.compute)
@@ -110,7 +121,7 @@ class LatentAttention(nn.Module):
         """The normalised vector of each position, and its rotated key."""
         s, p = self.spec, self.policy
         width = s.rank + s.rope.dim
-        w_a, bias = matrix(self, p, "kv_a_DX", (self.model_dim, width)), self._bias("kv_a_bias_X", width)
+        w_a, bias = matrix(self, p, "kv_a_DX", (x_BTD.shape[-1], width)), self._bias("kv_a_bias_X", width)
         both = dense(x_BTD, w_a, bias, dtype=p.compute)
         c = rms_norm(both[..., : s.rank], weight(self, p, "kv_norm_R", (s.rank,), ONES), RANK_NORM_EPS)
         return c, rotate(both[:, :, None, s.rank :], position_BT, s.rope)
@@ -119,20 +130,13 @@ class LatentAttention(nn.Module):
         return weight(self, self.policy, name, (width,), ZEROS) if self.spec.bias else None
 
 
-def _among_themselves(
-    q_BTHC: Array,
-    c_BTR: Array,
-    turned_BT1C: Array,
-    kv_HXR: Weight,
-    seen_BTS: Array | None,
-    spec: LatentSpec,
-    dtype: jnp.dtype,
-) -> Array:
-    """Attention of whole sequences to themselves, with every head's keys and values written out."""
+def _written_out(
+    c_BTR: Array, turned_BT1C: Array, kv_HXR: Weight, spec: LatentSpec, dtype: jnp.dtype
+) -> tuple[Array, Array]:
+    """Every head's keys and values, for sequences that attend to themselves."""
     kv_BTHX = dense(c_BTR, widen(kv_HXR, dtype).transpose(2, 0, 1), dtype=dtype)
     turned = jnp.broadcast_to(turned_BT1C, (*kv_BTHX.shape[:3], spec.rope.dim))
-    k_BTHC = jnp.concatenate([kv_BTHX[..., : spec.plain_dim], turned], axis=-1)
-    return attend_self(q_BTHC, k_BTHC, kv_BTHX[..., spec.plain_dim :], scale=spec.scale, seen_BTS=seen_BTS)
+    return jnp.concatenate([kv_BTHX[..., : spec.plain_dim], turned], axis=-1), kv_BTHX[..., spec.plain_dim :]
 
 
 def _over_cache(
@@ -167,7 +171,7 @@ def _over_cache(
         sources = [Source(*blocks_in_reach(window, count), load)]
         out_BTHR = attend(
             q, sources, kv_heads=1, value_width=spec.rank, scale=spec.scale, dtype=dtype,
-            tree=window.ancestors is not None,
+            tree=window.path_BTJ is not None,
         )  # fmt: skip
     return _per_head(out_BTHR, kv_HXR[:, cut:], 2, dtype)
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense, exact_dense
-from jaxspec.nn.experts import by_kernel, stacked, switched
+from jaxspec.nn.experts import by_kernel, by_xla, switched
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
 from jaxspec.nn.policy import Policy, Weight, matrix, weight
 from jaxspec.nn.router import RouterSpec, Routing, route
 from jaxspec.nn.steady import sigmoid
+from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
 ZEROS = nn.initializers.zeros
@@ -86,7 +87,7 @@ class Moe(nn.Module):
             }
             out_MD = by_kernel(x_MD, routing, experts, s.activation, p, layer, live_M)
             if out_MD is None:
-                out_MD = stacked(x_MD, routing, experts, s.activation, p.compute, layer, live_M)
+                out_MD = by_xla(x_MD, routing, experts, s.activation, p, layer, live_M)
         else:
             own = tuple(map(self._one, range(s.experts)))
             out_MD = switched(x_MD, routing, own, s.activation, p.compute, live_M)
@@ -94,9 +95,11 @@ class Moe(nn.Module):
             gate = None
             if s.shared_gate:
                 gate = sigmoid(dense(x_MD, matrix(self, p, "shared_gate_D1", (dim, 1)), dtype=p.compute))
-            shared = DenseFfn(FfnSpec(s.shared_hidden, s.activation), dim, p, name="shared")
-            out_MD = out_MD + shared(x_MD, gate)
-        return out_MD.reshape(x_BTD.shape), routing
+            shared_MD = DenseFfn(FfnSpec(s.shared_hidden, s.activation), dim, p, name="shared")(x_MD, gate)
+            out_MD = out_MD + shared_MD
+        else:
+            shared_MD = x_MD
+        return out_MD.reshape(x_BTD.shape), replace(routing, common_MD=shared_MD)
 
     def _route(self, x_MD: Array, token_M: Array) -> Routing:
         s, p, r = self.spec, self.policy, self.spec.router

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxspec.errors import ConfigError
 from jaxspec.nn.matrix import Matrix
@@ -34,7 +34,10 @@ class Policy:
         plain JAX anywhere, ``xla`` none; a case that a kernel does not cover falls back with a warning.
       own_head: whether a tied head is kept as an array of its own.
       mesh: devices that parameters are split over, None for one device. Kernels of routed experts compute each device's
-        part; others compute where no axis but ``expert`` has several devices, for what they read is then whole.
+        part; others compute where every device has all rows and all heads, for what they read is then whole.
+      transport: how rows reach the devices along ``expert`` that hold their experts: ``sum`` (all rows are everywhere,
+        outputs are summed), ``padded`` or ``ragged`` (devices have rows of their own, and exchange them twice per
+        layer); see ``jaxspec.nn.expert_transport`` and ``transport_for``.
       formats: parameters that stay quantised, as pairs of a path without layer number (``ffn/down_EFD``) and format.
     """
 
@@ -45,12 +48,21 @@ class Policy:
     kernels: Literal["triton", "interpret", "xla"] = "xla"
     own_head: bool = False
     mesh: AbstractMesh | None = None
+    transport: Literal["sum", "padded", "ragged"] = "sum"
     formats: tuple[tuple[str, Format], ...] = ()
 
     @property
     def whole_kernels(self) -> Literal["triton", "interpret", "xla"]:
         """What computes operations whose kernels know nothing of split operands."""
-        return "xla" if self.mesh is not None and self.mesh.shape.get("tensor", 1) > 1 else self.kernels
+        if self.mesh is None:
+            return self.kernels
+        several = {axis for axis, size in self.mesh.shape.items() if size > 1}
+        return self.kernels if several <= {"expert"} and self.transport == "sum" else "xla"
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether rows may lie on several devices; caches are then written where they lie."""
+        return self.mesh is not None and (self.transport != "sum" or self.mesh.shape.get("data", 1) > 1)
 
     def format_of(self, kind: str) -> Format | None:
         """Format of a kind of parameter, None if it is stored plainly."""
@@ -76,6 +88,21 @@ def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
     experts, depth = ("switched", "unrolled") if own_arrays else ("stacked", "stacked")
     # A tied head by itself is 4 times faster on CPU, and on a GPU its products have a kernel.
     return Policy(kind, kind, experts, depth, chosen, own_head=platform == "cpu" or chosen != "xla")
+
+
+def transport_for(
+    mesh: AbstractMesh | Mesh, rows: int, platform: str, kernels: str
+) -> Literal["sum", "padded", "ragged"]:
+    """How B rows reach their experts by default: by exchange where each device can have rows of its own.
+
+    Rows that ``data`` times ``expert`` does not divide are everywhere, and the experts' outputs are summed. So they are
+    where kernels compute, for those of attention know nothing of rows on other devices. XLA has no ragged exchange on
+    CPU.
+    """
+    data, expert = mesh.shape.get("data", 1), mesh.shape.get("expert", 1)
+    if expert == 1 or rows % (data * expert) or kernels != "xla":
+        return "sum"
+    return "ragged" if platform in ("gpu", "cuda") else "padded"
 
 
 def kind_of(path: Sequence[str]) -> str:

@@ -36,4 +36,10 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
         raise ConfigError(
             f"mesh: {product} needs {needed} devices, there are {len(devices)}; lower a size, or start more processes"
         )
+    whose = {device.process_index for device in devices[:needed]}
+    if len(whose) < len({device.process_index for device in devices}):
+        raise ConfigError(
+            f"mesh: {needed} of {len(devices)} devices leave processes without any; give sizes whose product is "
+            f"{len(devices)}, or start fewer processes"
+        )
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices[:needed])

@@ -11,10 +11,12 @@ from jaxspec.errors import ConfigError
 
 # Letters of jaxspec/shapes.py. Where two dimensions of one parameter want the same mesh axis, the letter that stands
 # first here gets it and the other dimension is replicated.
-RULES: Mapping[str, str] = {"E": "expert", "H": "tensor", "G": "tensor", "F": "tensor", "V": "tensor"}
+RULES: Mapping[str, str] = {"E": "expert", "H": "tensor", "G": "tensor", "F": "tensor", "V": "tensor", "W": "tensor"}
 LAYER = "Y"
+# Heads and vocabularies of any size are worth a mesh; experts and hidden units are what it is there for.
+MAY_BE_WHOLE = "GHVW"
 # Small ones that every device needs whole: routers, for every device routes all rows, and tables read by token id.
-WHOLE = ("router_DE", "router_bias_E", "choice_bias_E", "table_VA")
+WHOLE = ("router_DE", "router_bias_E", "choice_bias_E", "table_VA", "routing_DYE")
 
 Axes = tuple[str, ...]
 
@@ -67,7 +69,7 @@ def mesh_axes(axes: Axes, mesh: Mesh | AbstractMesh, rules: Mapping[str, str] = 
 
 
 def named_shardings(
-    params: Any, mesh: Mesh, rules: Mapping[str, str] = RULES, *, allow_replication: bool = False
+    params: Any, mesh: Mesh, rules: Mapping[str, str] = RULES, *, allow_replication: bool | str = False
 ) -> Any:
     """The sharding of every parameter, in a tree of the same structure.
 
@@ -76,12 +78,14 @@ def named_shardings(
         where their own counts divide, and replicated elsewhere.
       mesh: of devices.
       rules: mesh axis by letter, in order of precedence.
-      allow_replication: whether a dimension that its mesh axis does not divide is replicated instead of refused.
+      allow_replication: whether a dimension that its mesh axis does not divide is replicated instead of refused, or the
+        letters of those that are.
 
     Raises:
       ConfigError: some dimensions are not divided by their mesh axis; all are listed.
     """
     refused: list[str] = []
+    may = (lambda letter: allow_replication) if isinstance(allow_replication, bool) else allow_replication.__contains__
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
         if not _is_quantized(leaf):
@@ -99,7 +103,7 @@ def named_shardings(
         axes = list(mesh_axes(letters, mesh, rules))
         for place, (axis, size) in enumerate(zip(axes, leaf.shape, strict=True)):
             if axis and not _divides(mesh, axis, size):
-                if not allow_replication:
+                if not may(letters[place]):
                     name = "/".join(key for part in path if (key := _key(part)) is not None)
                     refused.append(f"{name}: {letters[place]} = {size} over {axis} = {mesh.shape[axis]}")
                 axes[place] = None

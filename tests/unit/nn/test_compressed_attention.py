@@ -182,6 +182,7 @@ def test_entries_are_the_published_ones(ratio: int):
     assert np.asarray(found).shape[1] == 3, "the fourth window is not complete"
 
 
+@pytest.mark.served
 def test_bits_of_a_whole_model_do_not_depend_on_rows_and_positions():
     arch, length, room = arch_of(CONFIG | {"num_hidden_layers": 2, "compress_ratios": [4, 8]}), 45, 64
     net: Any = Transformer(arch, Policy(HALF, HALF, "switched"))

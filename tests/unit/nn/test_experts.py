@@ -114,7 +114,7 @@ def test_rows_that_are_not_live_touch_no_expert(layout: str):
         found = switched(x, routing, parts(gate_up, down), SILU, FLOAT32, jnp.asarray(live))
     else:
         weights_of = {"gate_up_ED2F": gate_up, "down_EFD": down}
-        found = stacked(x, routing, weights_of, SILU, FLOAT32, live_M=jnp.asarray(live))
+        found = stacked(x, routing, weights_of, SILU, FLOAT32, live=jnp.asarray(live))
     clean = [jnp.nan_to_num(w) for w in (gate_up, down)]
     np.testing.assert_allclose(found[live], reference(x_MD, routing, *clean)[live], rtol=0, atol=1e-5)
     assert not np.any(np.asarray(found)[~live])
@@ -152,6 +152,7 @@ def changed(compute, whole: np.ndarray, counts=ROWS) -> list[int]:
     return [count for count in counts if not np.array_equal(bits(compute(count)), whole[:count])]
 
 
+@pytest.mark.served
 @pytest.mark.parametrize(("dim", "out"), [(24, 40), (64, 64), (256, 640), (704, 96)])
 @pytest.mark.parametrize(("dtype", "most"), [(BFLOAT16, 40), (FLOAT32, 8)], ids=["bfloat16", "float32"])
 def test_dense_is_row_invariant(dtype: jnp.dtype, most: int, dim: int, out: int):
@@ -162,6 +163,7 @@ def test_dense_is_row_invariant(dtype: jnp.dtype, most: int, dim: int, out: int)
     assert changed(lambda m: compute(x_MD[:m], w), bits(compute(x_MD, w)), counts) == []
 
 
+@pytest.mark.served
 @pytest.mark.parametrize("dim", [48, 512, 1024, 1536])
 def test_normalisation_is_row_invariant(dim: int):
     x_MD = np.random.default_rng(6).normal(size=(max(ROWS), dim)).astype(np.float32)
@@ -169,6 +171,7 @@ def test_normalisation_is_row_invariant(dim: int):
     assert changed(lambda m: compute(x_MD[:m]), bits(compute(x_MD))) == []
 
 
+@pytest.mark.served
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4), (128, 8)])
 def test_routing_is_row_invariant(experts: int, top_k: int):
     logits_ME = np.random.default_rng(7).normal(size=(max(ROWS), experts)).astype(np.float32)
@@ -176,6 +179,7 @@ def test_routing_is_row_invariant(experts: int, top_k: int):
     assert changed(lambda m: compute(logits_ME[:m]), bits(compute(logits_ME))) == []
 
 
+@pytest.mark.served
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize(("dim", "hidden"), [(24, 20), (128, 192)])
 def test_switched_experts_are_row_invariant(dim: int, hidden: int, dtype: jnp.dtype):
@@ -191,6 +195,7 @@ def test_switched_experts_are_row_invariant(dim: int, hidden: int, dtype: jnp.dt
         assert changed(compute, bits(compute(max(ROWS)))) == [], kind
 
 
+@pytest.mark.served
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (8, 1, 64)])

@@ -88,6 +88,7 @@ def test_head_is_the_published_one():
     np.testing.assert_allclose(np.asarray(found)[0, 0], wanted, rtol=0, atol=5e-6)
 
 
+@pytest.mark.served
 @pytest.mark.parametrize("dim", [64, 200])
 def test_bits_do_not_depend_on_the_rows_beside_them(dim: int):
     rng = np.random.default_rng(3)

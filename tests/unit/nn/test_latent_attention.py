@@ -144,6 +144,7 @@ def test_quantised_key_and_value_weights_are_widened_exactly():
         np.testing.assert_array_equal(kept_BTD, wide_BTD)
 
 
+@pytest.mark.served
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_do_not_depend_on_the_rows_beside_them(name: str):
     net, params = model(name)
@@ -156,17 +157,17 @@ def test_logits_do_not_depend_on_the_rows_beside_them(name: str):
         )
 
 
+@pytest.mark.served
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trees_give_the_bits_of_plain_decoding_along_every_path(name: str):
     net, params = model(name)
     top, start = Topology((-1, 0, 0, 1, 2)), 20
     prompt_BT, node_BT = tokens(1)[:, :start], np.asarray([[7, 5, 9, 11, 12]], np.int32)
-    ancestors = tuple(tuple(bool(v) for v in row) for row in top.ancestors_TT)
     position_BT = start + np.asarray(top.depth, np.int32)[None]
 
     @partial(jax.jit, donate_argnums=0)
     def verify(caches, start_B, path_BT):
-        window = Window(start_B, ancestors=ancestors, block=BLOCK)
+        window = Window(start_B, path_BTJ=top.path_TJ[None], block=BLOCK)
         hidden, caches = forward(net, params, node_BT, position_BT, caches, window)
         caches = compact_caches(caches, net.arch, net.policy, Window(start_B, block=BLOCK), path_BT)
         return caches, head(net, params, hidden.last_BTD)[0]

@@ -154,13 +154,12 @@ def test_tree_nodes_select_among_their_ancestors():
     pages = init_layer({STREAM: SMALL.stream}, 1, ROOM, start + top.nodes, BLOCK, FLOAT32)[STREAM]
 
     pages = write(pages, SMALL.stream, Window(jnp.zeros(1, jnp.int32), block=BLOCK), k[:, :, None])
-    ancestors = tuple(tuple(bool(v) for v in row) for row in top.ancestors_TT)
-    window = Window(jnp.full(1, start, jnp.int32), ancestors=ancestors, block=BLOCK)
+    window = Window(jnp.full(1, start, jnp.int32), path_BTJ=top.path_TJ[None], block=BLOCK)
     position_BT = start + jnp.asarray(top.depth, jnp.int32)[None]
     kept_XTS = select_positions((q[:, start:], weight[:, start:]), position_BT, pages, SMALL, window, FLOAT32)
     assert kept_XTS.shape == (top.nodes, 1, ROOM)
     for node in range(top.nodes):
-        path = [*range(start), *(start + np.flatnonzero(top.ancestors_TT[node]))]
+        path = [*range(start), *(start + np.unique(top.path_TJ[node]))]
         score_S = exact_scores(*(np.asarray(a)[0, path] for a in (q, weight, k)))[-1:]
         kept = np.asarray(kept_XTS)[node, :, : len(path)]
         np.testing.assert_array_equal(kept, chosen(score_S), err_msg=f"node {node}")

@@ -7,7 +7,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.errors import ConfigError
+from jaxspec.models.catalog import arch_of
+from jaxspec.models.draft_head import DraftHead, HeadSpec
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
+from jaxspec.protocol import Reads
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.rules import logical_axes, mesh_axes, named_shardings
 
@@ -65,6 +69,26 @@ def test_routers_are_whole_on_every_device():
     params = {"ffn": {"router_DE": shape(16, 8), "choice_bias_E": shape(8), "down_EFD": shape(8, 4, 16)}}
     made = jax.tree.map(lambda s: s.spec, named_shardings(params, make_mesh({"expert": 4})))
     assert made["ffn"] == {"router_DE": P(None, None), "choice_bias_E": P(None), "down_EFD": P("expert", None, None)}
+
+
+def test_heads_have_their_layers_and_vocabulary_split():
+    layer = {
+        "model_type": "llama",
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 64,
+    }
+    arch = arch_of(layer | {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24})
+    spec = HeadSpec(arch, 16, Reads((1, 2), (0,)), fc_norm=True, draft_vocab=20, routing=(0, 1), experts=6)
+    net = DraftHead(spec, Policy(jnp.dtype("float32"), jnp.dtype("float32")))
+    shapes = jax.eval_shape(net.initial, jax.random.key(0))["params"]
+    found = specs(shapes, make_mesh({"expert": 2, "tensor": 2}))
+    assert found["head_DW"] == P(None, "tensor")
+    assert found["routing_DYE"] == P(None, None, None)
+    assert found["fc_XD"] == P(None, None)
+    assert found["first"]["attention"]["qkv_DGQC"] == P(None, "tensor", None, None)
+    assert found["layers_0"]["ffn"]["down_FD"] == P("tensor", None)
 
 
 def test_what_does_not_divide_is_refused_with_all_names():

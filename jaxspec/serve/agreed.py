@@ -1,0 +1,92 @@
+"""What all processes of a job do alike: process 0's decisions, its journal, and everybody's wish to stop."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.serve.control import Adaptive, Control, Decision, Outcome
+from jaxspec.serve.journal import Journal
+from jaxspec.serve.survival import Survival
+from jaxspec.sharding import hosts
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A control of which every process takes process 0's decisions, for their clocks differ.
+
+    Attributes:
+      control: decides.
+    """
+
+    control: Control
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The arms, ascending."""
+        return self.control.lengths
+
+    def choose(self, rows: int, waiting: int, requests: Sequence[Survival] = ()) -> Decision:
+        """Length of the next dispatch, process 0's."""
+        own = self.control.choose(rows, waiting, requests)
+        word = hosts.agreed(np.array([own.length, own.probe], np.int32))
+        return replace(own, length=int(word[0]), probe=bool(word[1]))
+
+    def record(self, decision: Decision, outcome: Outcome) -> None:
+        """Takes note of what came of a decision."""
+        self.control.record(decision, outcome)
+
+
+def agreed(control: Control) -> Control:
+    """The control, of one mind in all processes where it looks at clocks."""
+    return Agreed(control) if hosts.several() and isinstance(control, Adaptive) else control
+
+
+class Follower:
+    """The journal of a process that writes nothing: it keeps count of what process 0 writes.
+
+    Attributes:
+      done: indexes of the requests that have a record.
+      failed: how many of these records are errors.
+    """
+
+    def __init__(self, done: Sequence[int], failed: int):
+        self.done, self.failed = set(done), failed
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Counts a record."""
+        self.done.add(record["index"])
+        self.failed += record.get("error") is not None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def open_journal(path: str, identity: Mapping[str, Any], pace: Mapping[str, Any]) -> Journal | Follower:
+    """The journal of a job, which process 0 writes and the others follow.
+
+    Args:
+      path: of the output.
+      identity: what the text depends on, kept in the journal.
+      pace: what else all processes must have in common.
+
+    Raises:
+      ConfigError: processes have different inputs, models or settings, or process 0 cannot write the output.
+    """
+    hosts.check_same({**identity, **pace})
+    if not hosts.several():
+        return Journal(path, identity)
+    if not hosts.first():
+        said = hosts.told(None)
+        if "error" in said:
+            raise ConfigError(f"hosts: process 0 cannot write the output: {said['error']}")
+        return Follower(said["done"], said["failed"])
+    try:
+        journal = Journal(path, identity)
+    except JaxspecError as error:
+        hosts.told({"error": str(error)})
+        raise
+    hosts.told({"done": sorted(journal.done), "failed": journal.failed})
+    return journal

@@ -1,0 +1,118 @@
+"""A mesh of devices gives the text of one device, with and without speculation, and sends what it is meant to send."""
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxspec.bench import hlo
+from jaxspec.bench.model_cost import model_cost
+from jaxspec.errors import ConfigError
+from jaxspec.perf.cost import Mesh
+from jaxspec.perf.links import collectives
+from jaxspec.serve.llm import LLM
+from jaxspec.serve.request import SamplingParams
+from tests.oracle.test_families_lossless import GOLDENS
+
+ROWS, TOKENS = 4, 10
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 64, "max_num_seqs": ROWS, "prefill_buckets": (8,), "max_logprobs": 0,
+}  # fmt: skip
+CHAIN = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
+TREE = {"method": "ngram", "speculative_token_tree": [2, 2], "prompt_lookup_min": 1}
+SELF = {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 2}
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+FAMILY, COLLECTIVES = "qwen3_moe", ("all-to-all", "all-gather", "all-reduce")
+ALL_AXES = {"data": 2, "expert": 2, "tensor": 2}
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def text(llm: LLM) -> list[list[int]]:
+    """Greedy continuations; more requests than rows, so that rows are used again."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 90, size).tolist() for size in (3, 9, 14, 5, 7, 2)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@cache
+def alone(name: str) -> list[list[int]]:
+    """The text of one device, without speculation."""
+    return text(LLM(GOLDENS[name], **SETTINGS))
+
+
+@pytest.fixture(scope="module")
+def whole() -> LLM:
+    """An engine on a mesh with all axes, whose devices exchange rows."""
+    return LLM(GOLDENS[FAMILY], **SETTINGS, mesh=ALL_AXES, speculative_config=CHAIN, expert_transport="padded")
+
+
+def test_a_mesh_with_all_axes_gives_the_text_of_one_device(whole: LLM):
+    assert text(whole) == alone(FAMILY)
+    state: Any = whole.engine.state
+    rows = ("data", "expert")
+    assert state.history_BS.sharding.spec == P(rows, None)
+    assert state.layers[0]["k"].sharding.spec == P(rows, ("tensor",), None, None)
+
+
+def test_two_exchanges_per_layer_whatever_is_verified(whole: LLM):
+    """One dispatch and one combine, for one position and for six; only the bytes grow."""
+    count: dict[int, Counter] = {0: Counter(), 5: Counter()}
+    size: dict[int, Counter] = {0: Counter(), 5: Counter()}
+    for drafts in count:
+        module = hlo.parse(whole.engine.programs._programs[f"length {drafts}"].as_text(), stepped=True)
+        for instruction, run in module.executed():
+            if not run.setup and not run.optional and instruction.opcode in COLLECTIVES:
+                count[drafts][instruction.opcode] += run.times
+                size[drafts][instruction.opcode] += run.times * sum(hlo.array_bytes(*a) for a in instruction.arrays)
+    layers = len(whole.model.net.arch.layers)
+    assert [count[k]["all-to-all"] for k in (0, 5)] == [2 * layers] * 2
+    assert size[5]["all-to-all"] == 6 * size[0]["all-to-all"]
+    cost = model_cost(whole.model.config, name=FAMILY)
+    predicted = sum(c.count for c in collectives(cost, 1, Mesh(**ALL_AXES), 8) if c.kind == "exchange")
+    assert predicted == count[0]["all-to-all"], "what jaxspec plan --devices counts"
+    assert count[5] == count[0], "no other round either"
+    whole_logits = ROWS * 6 * whole.model.net.arch.vocab_size * 4
+    assert size[5]["all-gather"] < whole_logits / 8, "the best of each device's vocabulary, never the logits"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "speculation", "transport"),
+    [
+        slow("qwen3_moe", {"expert": 4, "tensor": 2}, TREE, "padded"),
+        slow("qwen3_moe", {"expert": 2, "tensor": 4}, TREE, "sum"),
+        slow("qwen3_moe", {"expert": 8}, CHAIN, "sum"),
+        slow("qwen3_moe", {"data": 4, "tensor": 2}, SELF, "auto"),
+        slow("qwen3_moe", ALL_AXES, None, "auto"),
+        slow("deepseek_v3", ALL_AXES, MTP, "padded"),
+        slow("glm4_moe", ALL_AXES, CHAIN, "padded"),
+        slow("llama3", {"data": 4, "tensor": 2}, SELF, "auto"),
+    ],
+)
+def test_a_mesh_gives_the_text_of_one_device(name: str, sizes: dict, speculation: dict | None, transport: str):
+    found = LLM(GOLDENS[name], **SETTINGS, mesh=sizes, speculative_config=speculation, expert_transport=transport)
+    assert text(found) == alone(name)
+
+
+def test_meshes_that_do_not_fit_are_refused():
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"mesh": {"expert": 16}}, "needs 16 devices, there are 8"),
+        ({"mesh": {"model": 2}}, r"unknown axes \['model'\]"),
+        ({"mesh": {"data": 8}}, r"4 rows \(max_num_seqs\) cannot be split evenly over data = 8.*multiple of 8"),
+        (
+            {"mesh": {"expert": 2}, "expert_transport": "ring"},
+            "expert_transport 'ring' is not known; known are .*padded",
+        ),
+        ({"mesh": {"expert": 2}, "expert_transport": "ragged"}, "no ragged exchange on a CPU"),
+        ({"expert_transport": "padded"}, "expert_transport 'padded' is for several devices; give mesh, too"),
+        ({"mesh": {"expert": 3}}, r"ffn/down_EFD: E = 8 over expert = 3"),
+    ]
+    for named, words in refusals:
+        with pytest.raises(ConfigError, match=words):
+            LLM(GOLDENS["qwen3_moe"], **(SETTINGS | named))
