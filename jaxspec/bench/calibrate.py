@@ -1,7 +1,5 @@
 """Measures steps of a model on this machine, through the programs that serve it, and fits the model of step time."""
 
-import hashlib
-import json
 import math
 import statistics
 import time
@@ -19,6 +17,7 @@ from jaxspec.bench.compare import PROPOSALS, propose_often
 from jaxspec.bench.describe import describe_machine, describe_versions
 from jaxspec.bench.model_cost import model_cost, routed_order
 from jaxspec.bench.touched import routed_experts
+from jaxspec.checkpoint.fingerprint import digests
 from jaxspec.decode.state import DecodeState, init_sampling
 from jaxspec.draft.lengths import LENGTH_KEYS
 from jaxspec.errors import ConfigError
@@ -184,15 +183,6 @@ def calibrate(
         fit=record_of(full),
         token_count_fit=record_of(blind),
     )  # fmt: skip
-
-
-def digests(config: Mapping[str, Any], directory: Path | None = None) -> dict[str, str]:
-    """SHA-256 of a config's content, and of the names and sizes of the weight files beside it."""
-    found = {"config_digest": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}
-    if directory is not None:
-        files = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.safetensors"))]
-        found["files_digest"] = hashlib.sha256(json.dumps(files).encode()).hexdigest()
-    return found
 
 
 def _benches(engine: Engine, grid: Grid, rows: int, ids: Sequence[int]) -> list[Bench]:

@@ -18,6 +18,7 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.pytree import replace
 from jaxspec.sharding.mesh import make_mesh
+from jaxspec.sharding.placement import row_axes, state_rules, state_shardings
 from jaxspec.sharding.rules import named_shardings
 from jaxspec.sharding.targets import target_context, target_devices
 
@@ -124,9 +125,12 @@ def report(name: str, program: Program, mesh: Mesh, arch: ArchSpec) -> dict[str,
 
 
 def _shardings(program: Program, mesh: Mesh) -> Any:
-    """Parameters by their names' letters, everything else whole on every device."""
+    """Parameters and state by their names' letters, everything else whole on every device."""
     whole = NamedSharding(mesh, PartitionSpec())
     placed = list(jax.tree.map(lambda _: whole, program.arguments))
+    state, policy = program.arguments[STATE], program.arguments[0].net.policy
+    over = row_axes(mesh, state.length_B.shape[0], policy.transport != "sum")
+    placed[STATE] = state_shardings(state, mesh, state_rules(over, own_pages=policy.depth == "unrolled"))
     for place, argument in enumerate(program.arguments[:STATE]):
         own = [name for name in ("params", "base") if hasattr(argument, name)]
         split = {name: named_shardings(getattr(argument, name), mesh, allow_replication=True) for name in own}

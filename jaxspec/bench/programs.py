@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ class Setting:
       drafts: K.
       kernels: see ``Policy.kernels``.
       mesh: devices that parameters are split over, None for one device.
+      transport: see ``Policy.transport``.
       bucket: tokens of a prefill chunk.
       steps: most steps per dispatch.
     """
@@ -53,6 +54,7 @@ class Setting:
     drafts: int = 3
     kernels: str = "triton"
     mesh: AbstractMesh | None = None
+    transport: Literal["sum", "padded", "ragged"] = "sum"
     bucket: int = 256
     steps: int = 8
 
@@ -106,7 +108,9 @@ def abstract_target(config: Mapping[str, Any], policy: Policy) -> Target:
 
 
 def _target(setting: Setting) -> tuple[Target, tuple[Mtp, Any] | None]:
-    policy = replace(policy_for("bfloat16", "gpu", setting.kernels), own_head=False, mesh=setting.mesh)
+    policy = policy_for("bfloat16", "gpu", setting.kernels)
+    policy = replace(policy, own_head=False, mesh=setting.mesh, transport=setting.transport)
+    policy = replace(policy, depth="unrolled" if policy.splits_rows else policy.depth)
     target = abstract_target(setting.config, policy)
     arch = target.net.arch
     if not arch.mtp:

@@ -1,24 +1,11 @@
-"""Where the values that ship with jaxspec lie: configs of published models, records of hardware."""
+"""The configs of published models that ship with jaxspec, and those of directories and files."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+from jaxspec.config import shipped
 from jaxspec.errors import ConfigError
-
-
-def shipped(folder: str) -> Path:
-    """A folder of ``configs/``, which stands beside the package in a checkout and inside it in a wheel.
-
-    Raises:
-      ConfigError: this installation came without it.
-    """
-    package = Path(__file__).resolve().parents[1]
-    places = [place / "configs" / folder for place in (package, package.parent)]
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
-        raise ConfigError(f"configs/{folder} is missing in this installation; give the path of a file of your own")
-    return found
 
 
 def model_config(wanted: str) -> tuple[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from jaxspec.checkpoint.plan import Plan, make_plan
 from jaxspec.checkpoint.published import promised, quantization_of
 from jaxspec.checkpoint.quantized import check_method
 from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.checkpoint.text import FORMATS, TOKENIZER_FILES
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.catalog import arch_of
@@ -25,7 +26,6 @@ from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.defaults import end_ids
-from jaxspec.serve.text import FORMATS, TOKENIZER_FILES
 
 MIXERS = {
     "AttentionSpec": "grouped-query attention",

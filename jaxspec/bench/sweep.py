@@ -17,12 +17,12 @@ from jaxspec.bench.record import CLOSED, Acceptance, Cell, Experts, PeerFigures,
 from jaxspec.bench.touched import touched_experts
 from jaxspec.bench.workload import WORKLOADS, Source
 from jaxspec.checkpoint.load import Model, read_config
+from jaxspec.checkpoint.text import Text
 from jaxspec.errors import JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.text import Text
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 LEAST_BUCKET, MOST_BUCKET = 32, 1024

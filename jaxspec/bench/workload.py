@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.checkpoint.text import Text
 from jaxspec.errors import ConfigError
 from jaxspec.serve.job_lines import read_line
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.text import Text
 
 HELD_OUT = Path(__file__).resolve().parents[1] / "demo_model" / "held_out_prompts.json"
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jaxspec.cli.screen import Screen
     from jaxspec.perf.cost import Mesh, ModelCost
     from jaxspec.perf.draft import Acceptance, DraftCost
+    from jaxspec.perf.hardware import Hardware
     from jaxspec.perf.plan import BatchPlan, Question
 
 AXIS = re.compile(r"(data|expert|tensor)=(\d+)")
@@ -30,6 +31,7 @@ class PlanArgs:
       model: A config.json, a model directory, or a shipped config such as qwen3-30b-a3b. No weights are read.
       hardware: Device and how many, for example h200x8; or a record like those in configs/hardware. Not needed with
         --calibration.
+      devices: Tabulate these numbers of devices of --hardware instead, each with --batch rows per device (8).
       mesh: Devices per axis, for example expert=4,tensor=2; by default experts (or a dense model's matrices) are
         spread over all devices.
       drafter: ngram, mtp, eagle, medusa, or the config of a draft model; by default the best of those that the model
@@ -54,6 +56,7 @@ class PlanArgs:
 
     model: str
     hardware: str | None = None
+    devices: tuple[int, ...] = ()
     mesh: str | None = None
     drafter: str | None = None
     acceptance: str | None = None
@@ -78,6 +81,10 @@ def run(args: PlanArgs) -> int:
         raise ConfigError(f"plan: --price-per-hour must be positive, got {args.price_per_hour}")
     if not args.batch or not args.lengths or not all(1 <= k <= 16 for k in args.lengths):
         raise ConfigError(f"plan: needs batches, and lengths from 1 to 16; got {args.batch} and {args.lengths}")
+    if args.devices:
+        from jaxspec.cli import plan_devices
+
+        return plan_devices.run(args)
     from jaxspec.perf.claims import claims
     from jaxspec.perf.plan import plan
 
@@ -115,9 +122,8 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
       ConfigError: model, hardware, mesh, drafter, acceptance or calibration are not usable.
     """
     from jaxspec.bench.model_cost import model_cost
-    from jaxspec.bench.shipped import model_config, shipped
+    from jaxspec.bench.shipped import model_config
     from jaxspec.perf.calibration import Predictor, load_calibration
-    from jaxspec.perf.hardware import load_hardware
     from jaxspec.perf.machine import assumed_machines, calibrated_machines, default_mesh
     from jaxspec.perf.overlap import AssumedOverlap
     from jaxspec.perf.plan import TREES, Question
@@ -143,7 +149,7 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
             f"{calibration.machine.get('cpu')}, {calibration.machine.get('device')} (calibrated {calibration.date})"
         )
     else:
-        hardware, count = load_hardware(args.hardware or "", shipped("hardware"))
+        hardware, count = machine_of(args.hardware or "")
         mesh = mesh or default_mesh(model, count)
         mesh.check(model)
         if mesh.devices != count:
@@ -168,6 +174,24 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
     return question, machine
 
 
+def machine_of(wanted: str) -> tuple["Hardware", int]:
+    """A device's record and how many of them.
+
+    Raises:
+      ConfigError: there is no such record, or its servers have no network that the record knows.
+    """
+    from jaxspec.config import shipped
+    from jaxspec.perf.hardware import load_hardware
+
+    hardware, count = load_hardware(wanted, shipped("hardware"))
+    if count > hardware.node_devices and not hardware.network_gb_per_s:
+        raise ConfigError(
+            f"plan: {count} x {hardware.name} are {-(-count // hardware.node_devices)} servers, and what joins them is "
+            "not known; plan with a copy of its record in configs/hardware that says network_gb_per_s"
+        )
+    return hardware, count
+
+
 def _one() -> "Mesh":
     from jaxspec.perf.cost import Mesh
 
@@ -175,7 +199,7 @@ def _one() -> "Mesh":
 
 
 def _check_same(calibrated: dict[str, str], config: dict[str, Any], file: Path) -> None:
-    from jaxspec.bench.calibrate import digests
+    from jaxspec.checkpoint.fingerprint import digests
 
     if calibrated.get("config_digest") != digests(config)["config_digest"]:
         raise ConfigError(

@@ -5,15 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 from scipy.optimize import nnls
 
 from jaxspec.errors import ConfigError
-from jaxspec.perf.cost import ModelCost, Rates, step_time
+from jaxspec.perf.cost import ModelCost, Rates
 from jaxspec.perf.fit import Fit, Sample, fit, token_count_model
 from jaxspec.perf.overlap import MeasuredOverlap
+from jaxspec.perf.step_time import step_time
 
 VERSION = 1
 REACH = 1.0  # doublings over which a measured point draws predictions to itself
@@ -157,7 +159,8 @@ class Predictor:
     def rates(self) -> Rates:
         """Fitted."""
         chosen = self.calibration.token_count_fit if self.token_count else self.calibration.fit
-        return Rates(**chosen.rates)
+        found: dict[str, Any] = dict(chosen.rates)
+        return Rates(**found)
 
     def formula_s(self, rows: int, positions: int, context: int) -> float:
         """One pass of the target by the fitted formula alone."""

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from jaxspec.perf.cost import Mesh, byte_ratio, link_time
+from jaxspec.perf.cost import Mesh, byte_ratio
 from jaxspec.perf.draft import Acceptance
+from jaxspec.perf.links import link_time
 from jaxspec.perf.machine import AssumedMachine
 from jaxspec.perf.moesd import (
     acceptance_length,

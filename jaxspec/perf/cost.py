@@ -1,4 +1,4 @@
-"""The model of step time: bytes and products of one forward pass against what a machine moves and computes."""
+"""What one forward pass moves and computes: a model as numbers, the mesh it runs on, bytes and products."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -151,7 +151,9 @@ class Rates:
       byte_s, flop_s: of a byte of dense weights, and of one of their products.
       expert_byte_s, expert_flop_s: of routed experts.
       kv_byte_s: of a cached byte that attention reads.
-      link_byte_s, link_s: of a byte that a device sends to another, and of starting to.
+      link_byte_s, link_s: of a byte that a device sends to another of its node, and of starting to.
+      network_byte_s, network_s: the same, to a device of another node.
+      node: devices of a node.
       sharpness: p of the smooth maximum of bytes and products.
     """
 
@@ -166,6 +168,9 @@ class Rates:
     kv_byte_s: float = 0.0
     link_byte_s: float = 0.0
     link_s: float = 0.0
+    network_byte_s: float = 0.0
+    network_s: float = 0.0
+    node: int = 8
     sharpness: float = SHARPNESS
 
 
@@ -217,33 +222,6 @@ class Work:
     count: int
     size_bytes: float
     flops: float
-
-
-RATE_OF = {
-    "dense": ("byte_s", "flop_s"),
-    "experts": ("expert_byte_s", "expert_flop_s"),
-    "kv": ("kv_byte_s", "flop_s"),
-    "head": ("byte_s", "flop_s"),
-    "sampling": ("byte_s", "flop_s"),
-}
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step by cause: those of ``Work``, ``fixed`` and ``links``."""
-
-    by_cause: Mapping[str, float]
-
-    @property
-    def total_s(self) -> float:
-        """All of it."""
-        return sum(self.by_cause.values())
-
-
-def smooth_max(x: float, y: float, sharpness: float = SHARPNESS) -> float:
-    """(x^p + y^p)^(1/p): the larger one far from the ridge, up to 2^(1/p) of it where both are equal."""
-    top = max(x, y)
-    return top * ((x / top) ** sharpness + (y / top) ** sharpness) ** (1 / sharpness) if top > 0 else 0.0
 
 
 def busiest_share(touched: float, experts: int, ranks: int) -> float:
@@ -304,53 +282,3 @@ def works(
         logits = local * heads * 4.0 * model.vocab_size / tensor
         found.append(Work("sampling", 1, SAMPLING_PASSES * logits, 0.0))
     return found
-
-
-def step_time(
-    model: ModelCost,
-    rates: Rates,
-    *,
-    rows: int,
-    positions: int = 1,
-    context: int = 0,
-    mesh: Mesh | None = None,
-    overlap: Overlap | None = None,
-    head_positions: int | None = None,
-) -> StepTime:
-    """Time of one pass over ``positions`` positions of each row, the slowest device's; arguments as for ``works``."""
-    mesh = Mesh() if mesh is None else mesh
-    local = math.ceil(rows / (mesh.data * mesh.expert))
-    layers = sum(x.count for x in model.layers)
-    fixed = rates.fixed_s + layers * rates.layer_s + local * (rates.row_s + positions * rates.position_s)
-    found = {"fixed": fixed, "links": link_time(model, rates, local * positions, mesh)}
-    for work in works(
-        model,
-        rows=rows,
-        positions=positions,
-        context=context,
-        mesh=mesh,
-        overlap=overlap,
-        head_positions=head_positions,
-    ):
-        byte_s, flop_s = (getattr(rates, name) for name in RATE_OF[work.cause])
-        time_s = work.count * smooth_max(work.size_bytes * byte_s, work.flops * flop_s, rates.sharpness)
-        found[work.cause] = found.get(work.cause, 0.0) + time_s
-    return StepTime(found)
-
-
-def link_time(model: ModelCost, rates: Rates, positions: int, mesh: Mesh) -> float:
-    """Collectives of one pass in which each device holds ``positions`` positions.
-
-    Per routed layer one dispatch and one combine, whatever K: only their bytes grow with the positions. Per layer two
-    sums over the tensor axis.
-    """
-    vector = 2.0 * model.model_dim * positions
-    total = 0.0
-    if mesh.expert > 1:
-        for layer in model.layers:
-            away = (mesh.expert - 1) * (1 - (1 - 1 / mesh.expert) ** layer.top_k)
-            total += 2 * layer.count * bool(layer.experts) * (rates.link_s + vector * away * rates.link_byte_s)
-    if mesh.tensor > 1:
-        share = 2 * (mesh.tensor - 1) / mesh.tensor
-        total += 2 * sum(x.count for x in model.layers) * (rates.link_s + share * vector * rates.link_byte_s)
-    return total

@@ -6,9 +6,10 @@ from itertools import pairwise
 from math import prod
 
 from jaxspec.errors import ConfigError
-from jaxspec.perf.cost import CacheCost, LayerCost, Mesh, ModelCost, Rates, step_time
+from jaxspec.perf.cost import CacheCost, LayerCost, Mesh, ModelCost, Rates
 from jaxspec.perf.moesd import survival, survival_length
 from jaxspec.perf.overlap import Overlap
+from jaxspec.perf.step_time import step_time
 
 KINDS = ("ngram", "draft_model", "mtp", "eagle", "medusa")
 DRAFT_VOCAB = 32_000  # EAGLE-3's reduced vocabulary

@@ -9,8 +9,9 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from jaxspec.errors import ConfigError
-from jaxspec.perf.cost import RATE_OF, SHARPNESS, LayerCost, ModelCost, Rates, works
+from jaxspec.perf.cost import SHARPNESS, LayerCost, ModelCost, Rates, works
 from jaxspec.perf.overlap import Overlap
+from jaxspec.perf.step_time import RATE_OF
 
 OVERHEADS = ("fixed_s", "row_s", "position_s")
 WORK = ("byte_s", "flop_s", "expert_byte_s", "expert_flop_s", "kv_byte_s")
@@ -193,4 +194,5 @@ class Problem:
 
     def rates(self, x: np.ndarray) -> Rates:
         """Unknowns as rates."""
-        return Rates(**{name: float(v) for name, v in zip(self.names, x * self.scale, strict=True)})
+        found: dict[str, Any] = {name: float(v) for name, v in zip(self.names, x * self.scale, strict=True)}
+        return Rates(**found)

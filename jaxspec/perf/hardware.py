@@ -1,5 +1,6 @@
 """What a machine moves and computes: records of devices with their sources, and how much of it is achieved."""
 
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -23,7 +24,7 @@ class Assumed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       launch_us: from one program to the next on the device.
       launches_per_layer: programs per layer.
       step_us: of a step besides.
-      link_us: from sending to receiving.
+      link_us, network_us: from sending to receiving, within a node and beyond it.
       usable_memory: share of the memory that weights, caches and buffers may take.
       source: where the ranges come from.
     """
@@ -36,6 +37,7 @@ class Assumed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launches_per_layer: int
     step_us: tuple[float, float, float]
     link_us: tuple[float, float, float]
+    network_us: tuple[float, float, float]
     usable_memory: float
     source: str
 
@@ -50,6 +52,8 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       bf16_tflops, fp8_tflops, fp4_tflops: peaks of dense matrix products, 0 where there is no such unit.
       nvlink_gb_per_s: both directions together, 0 without.
       pcie_gb_per_s: both directions together.
+      node_devices: devices of the server that it is sold in.
+      network_gb_per_s: to other servers, per device, both directions together; 0 where that is the buyer's choice.
       power_w: most.
       sources: by field, the vendor's document.
       assumed: achieved shares and overheads.
@@ -63,6 +67,8 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fp4_tflops: float
     nvlink_gb_per_s: float
     pcie_gb_per_s: float
+    node_devices: int
+    network_gb_per_s: float
     power_w: float
     sources: dict[str, str]
     assumed: Assumed
@@ -99,6 +105,9 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             kv_byte_s=byte_s / a.bandwidth[share],
             link_byte_s=1 / link,
             link_s=a.link_us[slow] * 1e-6,
+            network_byte_s=1 / (self.network_gb_per_s / 2 * 1e9 * a.link[share]) if self.network_gb_per_s else math.inf,
+            network_s=a.network_us[slow] * 1e-6,
+            node=self.node_devices,
             sharpness=SHARPNESS,
         )
 
@@ -117,10 +126,10 @@ def parse_hardware(text: str, name: str) -> Hardware:
     unsourced = sorted(set(numbers) ^ set(found.sources))
     if unsourced:
         raise ConfigError(f"hardware {name}: every number needs a source and nothing else has one, see {unsourced}")
-    zero = ("fp8_tflops", "fp4_tflops", "nvlink_gb_per_s")
+    zero = ("fp8_tflops", "fp4_tflops", "nvlink_gb_per_s", "network_gb_per_s")
     bad = [f for f in numbers if not (getattr(found, f) > 0 or (f in zero and getattr(found, f) == 0))]
     a = found.assumed
-    for field in ("bandwidth", "expert_bandwidth", "compute", "link", "launch_us", "step_us", "link_us"):
+    for field in ("bandwidth", "expert_bandwidth", "compute", "link", "launch_us", "step_us", "link_us", "network_us"):
         low, likely, high = getattr(a, field)
         if not 0 < low <= likely <= high or (
             field in ("bandwidth", "expert_bandwidth", "compute", "link") and high > 1

@@ -7,10 +7,11 @@ from itertools import product
 from typing import Protocol
 
 from jaxspec.perf.calibration import Predictor
-from jaxspec.perf.cost import Mesh, ModelCost, Rates, step_time
+from jaxspec.perf.cost import Mesh, ModelCost, Rates
 from jaxspec.perf.draft import Branching, DraftCost, draft_time
 from jaxspec.perf.hardware import Hardware
 from jaxspec.perf.overlap import PUBLISHED_AT_4, AssumedOverlap, Overlap
+from jaxspec.perf.step_time import step_time
 
 
 class Machine(Protocol):

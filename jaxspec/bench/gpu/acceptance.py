@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxspec.protocol import Anchor, Commit, Proposal
+from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
 from jaxspec.pytree import pytree, static
 from jaxspec.topology import Topology, chain
 
@@ -60,6 +60,11 @@ class Guesses:
     def topology(self) -> Topology:
         """The static shape of what is proposed."""
         return chain(self.length)
+
+    @property
+    def reads(self) -> Reads:
+        """What it reads of the target besides its last hidden states."""
+        return NOTHING
 
     @property
     def slack(self) -> int:

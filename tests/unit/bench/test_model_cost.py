@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxspec.bench.model_cost import model_cost, routed_order
-from jaxspec.bench.shipped import model_config, shipped
+from jaxspec.bench.shipped import model_config
+from jaxspec.config import shipped
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.perf.cost import ModelCost, byte_ratio

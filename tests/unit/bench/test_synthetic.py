@@ -9,7 +9,7 @@ from jaxspec.decode.state import init_sampling
 from jaxspec.draft import catalog
 from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
-from jaxspec.protocol import Proposal
+from jaxspec.protocol import Proposal, Tree
 from jaxspec.pytree import replace
 from jaxspec.topology import chain
 from jaxspec.verify.rules import synthetic
@@ -70,7 +70,8 @@ def test_rule_keeps_the_rates():
     limit_B = jnp.asarray([drafts] * (rows - 1) + [1], jnp.int32)
     sampling = replace(sampling, key_BX=keys, draft_limit_B=limit_B)
     proposal = Proposal(token_BN, jnp.ones((rows, drafts), bool).at[0, 1].set(False), None)
-    run = jax.jit(lambda p, x, s: synthetic(p, x, s, jnp.full(rows, 7, jnp.int32), chain(drafts), survival=rates))
+    tree = Tree.of(chain(drafts))
+    run = jax.jit(lambda p, x, s: synthetic(p, x, s, jnp.full(rows, 7, jnp.int32), tree, survival=rates))
     verdict = run(proposal, score_BTV, sampling)
     accepted = np.asarray(verdict.count_B) - 1
     for place, rate in enumerate(rates):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxspec.bench.workload import HELD_OUT, WORKLOADS, Source, load_excerpts
+from jaxspec.checkpoint.text import Text
 from jaxspec.errors import ConfigError
-from jaxspec.serve.text import Text
 
 VOCAB = 96
 

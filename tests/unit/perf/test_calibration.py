@@ -18,8 +18,9 @@ from jaxspec.perf.calibration import (
     record_of,
     save_calibration,
 )
-from jaxspec.perf.cost import Rates, step_time
+from jaxspec.perf.cost import Rates
 from jaxspec.perf.overlap import MeasuredOverlap
+from jaxspec.perf.step_time import step_time
 from tests.unit.perf.models import routed_model
 
 RATES = Rates(

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.perf.cost import Rates, step_time
+from jaxspec.perf.cost import Rates
 from jaxspec.perf.fit import Sample, fit, token_count_model
 from jaxspec.perf.overlap import AssumedOverlap
+from jaxspec.perf.step_time import step_time
 from tests.unit.perf.models import dense_model, routed_model
 
 TRUE = Rates(

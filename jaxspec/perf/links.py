@@ -1,0 +1,58 @@
+"""What devices send each other in one pass: rounds that do not depend on K, and bytes that do."""
+
+from dataclasses import dataclass
+
+from jaxspec.perf.cost import Mesh, ModelCost, Rates
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind in one pass.
+
+    Attributes:
+      kind: ``exchange`` (all-to-all of the expert axis) or ``sum`` (all-reduce of the tensor axis).
+      count: how many, whatever K.
+      near_bytes, far_bytes: that a device sends in each, within its node and beyond it.
+    """
+
+    kind: str
+    count: int
+    near_bytes: float
+    far_bytes: float
+
+
+def collectives(model: ModelCost, positions: int, mesh: Mesh, node: int) -> list[Collective]:
+    """Collectives of one pass in which each device holds ``positions`` positions.
+
+    Per routed layer one dispatch and one combine: a position's vector goes once to every other device that holds one
+    of its experts, if those fall on devices at random. Per layer two sums over the tensor axis, by a ring.
+
+    Args:
+      model: what runs.
+      positions: of a device: its rows times K + 1.
+      mesh: of devices; those of the tensor axis lie next to each other, then those of the expert axis.
+      node: devices that a fast link joins.
+    """
+    vector, found = 2.0 * model.model_dim * positions, []
+    if mesh.expert > 1:
+        near = min(mesh.expert, max(node // mesh.tensor, 1))
+        for layer in model.layers:
+            if layer.experts:
+                one = vector * (1 - (1 - 1 / mesh.expert) ** layer.top_k)
+                found.append(Collective("exchange", 2 * layer.count, (near - 1) * one, (mesh.expert - near) * one))
+    if mesh.tensor > 1:
+        share = 2 * (mesh.tensor - 1) / mesh.tensor * vector
+        count = 2 * sum(x.count for x in model.layers)
+        found.append(Collective("sum", count, *((0.0, share) if mesh.tensor > node else (share, 0.0))))
+    return found
+
+
+def link_time(model: ModelCost, rates: Rates, positions: int, mesh: Mesh) -> float:
+    """Seconds of the collectives of one pass; both kinds of links are busy at the same time."""
+    total = 0.0
+    for one in collectives(model, positions, mesh, rates.node):
+        near_s, far_s = one.near_bytes * rates.link_byte_s, 0.0
+        if one.far_bytes:
+            far_s = one.far_bytes * rates.network_byte_s
+        total += one.count * ((rates.network_s if one.far_bytes else rates.link_s) + max(near_s, far_s))
+    return total
