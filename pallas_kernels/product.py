@@ -140,6 +140,18 @@ def planes(x_RK: jax.Array, count: int) -> jax.Array:
     return x_RK[None] if count == 1 else jnp.moveaxis(x_RK.reshape(rows, depth // 2, 2), 2, 0)
 
 
+def tile_of(ref, row: jax.Array, own: jax.Array, facts: Layout) -> Callable[[int, Any, int], jax.Array]:
+    """Reads some columns of the given rows of [planes, rows, depth], zeros where there are none."""
+    width = facts.depth // facts.planes
+
+    def tile(plane: int, first, size: int) -> jax.Array:
+        unit = first + jnp.arange(size, dtype=jnp.int32)
+        mask = own[:, None] if width % size == 0 else own[:, None] & (unit < width)[None]
+        return load(ref.at[plane, row[:, None], unit[None]], mask=mask, other=0.0)
+
+    return tile
+
+
 def products(
     x_tile: Callable[[int, Any, int], jax.Array],
     refs: Sequence[Any],

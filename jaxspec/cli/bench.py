@@ -220,10 +220,11 @@ def grid_of(args: BenchArgs) -> Grid:
 
 
 def default_drafters(args: BenchArgs) -> tuple[str, ...]:
-    """Drafters where none are named: the demo's draft knows the demo target's vocabulary only."""
+    """Drafters where none are named: those that come with the demo target know that target only."""
     from jaxspec.serve.demo_pair import demo_model_dir
 
-    return ("ngram",) if args.model else (f"draft_model={demo_model_dir('draft')}", "ngram")
+    own = (f"draft_model={demo_model_dir('draft')}", f"shared_expert={demo_model_dir('head')}")
+    return ("ngram",) if args.model else (*own, "ngram")
 
 
 def peers_of(args: BenchArgs) -> list[PeerChoice]:

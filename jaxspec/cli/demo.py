@@ -14,21 +14,24 @@ from rich.table import Table
 
 from jaxspec.bench.compare import Comparison, compare
 from jaxspec.bench.describe import describe_machine, describe_model, describe_versions
+from jaxspec.bench.sizes import parameters
 from jaxspec.bench.workload import HELD_OUT, Excerpt, choose, load_excerpts, repeat
+from jaxspec.checkpoint.head_config import is_head
+from jaxspec.checkpoint.heads import plan_head
 from jaxspec.checkpoint.load import read_config
 from jaxspec.cli.screen import Screen
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
+from jaxspec.nn.policy import Policy
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.text import Growing
 
-DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 PROMPTS = HELD_OUT
-DRAFT_LENGTH, NGRAM_LENGTH = 4, 4
+HEAD_LENGTH, DRAFT_LENGTH, NGRAM_LENGTH = 5, 4, 4
 SHOWN, BATCH_REPETITIONS = 3, 3
 PROMPT_ROOM = 512
 ACCEPTED = "bold green"
@@ -40,7 +43,8 @@ class DemoArgs:
 
     Attributes:
       model: Directory of the target; by default the one that comes with jaxspec.
-      draft: Directory of the draft model; by default the one that comes with jaxspec, else n-gram lookup.
+      draft: Directory of a draft model, instead of the head that comes with jaxspec; a target of your own gets n-gram
+        lookup unless one is named.
       speculative_config: JSON with vLLM's keys, instead of --draft and --k.
       k: Drafts per step.
       prompts: Held-out prompts that are measured; the first three of them are shown.
@@ -131,15 +135,14 @@ def speculative_of(args: DemoArgs) -> dict[str, Any]:
             return dict(json.loads(args.speculative_config))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"demo: --speculative-config is not a JSON object ({error})") from error
-    # The packaged draft knows the packaged target's vocabulary only.
-    draft = args.draft or (DEMO_MODEL / "draft" if args.model is None else None)
-    if draft is not None and (args.draft is not None or draft.is_dir()):
-        return {
-            "method": "draft_model",
-            "model": str(draft),
-            "num_speculative_tokens": DRAFT_LENGTH if args.k is None else args.k,
-        }
-    return {"method": "ngram", "num_speculative_tokens": NGRAM_LENGTH if args.k is None else args.k}
+    if args.draft is not None:
+        method, model, length = "draft_model", args.draft, DRAFT_LENGTH
+    elif args.model is None:
+        method, model, length = "shared_expert", demo_model_dir("head"), HEAD_LENGTH
+    else:
+        method, model, length = "ngram", None, NGRAM_LENGTH
+    settings = {"method": method, "num_speculative_tokens": length if args.k is None else args.k}
+    return settings if model is None else {**settings, "model": str(model)}
 
 
 def model_line(model: dict[str, Any]) -> str:
@@ -151,13 +154,25 @@ def model_line(model: dict[str, Any]) -> str:
     return f"{text}, {model['layers']} layers"
 
 
-def drafter_line(speculative: dict[str, Any]) -> str:
-    """The drafter in words."""
+def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:
+    """The drafter in words, for a target's published config."""
     config = catalog.parse(speculative)
     ahead = f"{config.topology.max_depth} tokens ahead"
+    own = {
+        "ngram": "n-gram lookup in the text so far",
+        "mtp": "the target's layers of multi-token prediction",
+        "early_exit": f"the target's first {config.exit_layer} layers",
+    }
     if config.model is None:
-        return f"n-gram lookup in the text so far, {ahead}"
-    return f"{model_line(describe_model(read_config(Path(config.model))))}, {ahead}"
+        return f"{own[config.method]}, {ahead}"
+    found = read_config(Path(config.model))
+    if is_head(found):
+        plan, _ = plan_head(config.model, arch_of(target), Policy())
+        kind = "draft" if config.method == "hybrid" else config.method
+        words = f"{kind} head, {sum(parameters(plan.leaves).values()) / 1e6:.1f} M parameters"
+    else:
+        words = model_line(describe_model(found))
+    return f"{own['ngram']}, else {words}, {ahead}" if config.method == "hybrid" else f"{words}, {ahead}"
 
 
 def build(plan: Plan, rows: int) -> LLM:
@@ -272,7 +287,7 @@ def introduce(screen: Screen, plan: Plan) -> None:
     machine, files = describe_machine(), sorted({e.file for e in plan.measured})
     screen.line("jaxspec: the same text, in fewer passes of the model", "bold")
     screen.line(f"model    {model_line(describe_model(plan.config))}")
-    screen.line(f"drafter  {drafter_line(plan.speculative)}")
+    screen.line(f"drafter  {drafter_line(plan.speculative, plan.config)}")
     screen.line(f"prompts  modules of Python's library held out from training: {', '.join(files)}")
     device = "" if machine["backend"] == "cpu" else f"{machine['device']}, "
     screen.line(f"machine  {device}{machine['cpu']}, {machine['cores']} cores")

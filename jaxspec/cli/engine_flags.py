@@ -32,6 +32,9 @@ class EngineFlags:
         quantise the matrices of a plain checkpoint.
       kernels: What computes experts, attention and small products: Pallas kernels (triton, or interpret: the same as
         plain JAX, slow) or xla; auto takes kernels on a GPU.
+      mesh: Devices along the axes data, expert and tensor, for example expert=4,tensor=2; by default one device.
+      expert_transport: How rows reach the devices that hold their experts: sum (rows are everywhere), padded or ragged
+        (rows are exchanged; ragged on GPUs only).
     """
 
     model: Path | None = None
@@ -47,6 +50,8 @@ class EngineFlags:
     num_kv_pages: int = 0
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
     kernels: Literal["auto", "triton", "interpret", "xla"] = "auto"
+    mesh: str | None = None
+    expert_transport: Literal["auto", "sum", "padded", "ragged"] = "auto"
 
     def directory(self) -> Path:
         """The model directory.
@@ -64,9 +69,11 @@ class EngineFlags:
         """Keyword arguments of ``LLM``.
 
         Raises:
-          ConfigError: the speculation settings are not JSON.
+          ConfigError: the speculation settings are not JSON, or the mesh is not axes and sizes.
         """
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "model"}
+        if self.mesh is not None:
+            values["mesh"] = mesh_sizes(self.mesh)
         if self.speculative_config is not None:
             try:
                 values["speculative_config"] = json.loads(self.speculative_config)
@@ -77,6 +84,21 @@ class EngineFlags:
     def load(self) -> "LLM":
         """The engine, compiled with the help of the cache of earlier starts."""
         return load_llm(self.directory(), **self.keywords())
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+    """``expert=4,tensor=2`` as a mapping.
+
+    Raises:
+      ConfigError: it is of another form.
+    """
+    sizes = {}
+    for part in filter(None, text.split(",")):
+        axis, _, size = part.partition("=")
+        if not size.isdigit():
+            raise ConfigError(f"--mesh takes axes and sizes such as expert=4,tensor=2, got {text!r}")
+        sizes[axis.strip()] = int(size)
+    return sizes
 
 
 def load_llm(model: Path, **keywords: Any) -> "LLM":

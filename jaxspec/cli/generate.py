@@ -2,6 +2,7 @@
 
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jaxspec.cli.engine_flags import EngineFlags, load_llm
+from jaxspec.cli.host_flags import HostFlags
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class GenerateArgs:
     input: str | None = None
     output: str | None = None
     engine: Annotated[EngineFlags, tyro.conf.arg(name="")] = field(default_factory=EngineFlags)
+    hosts: Annotated[HostFlags, tyro.conf.arg(name="")] = field(default_factory=HostFlags)
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)
 
 
@@ -84,6 +87,8 @@ def run(args: GenerateArgs) -> int:
     if (args.prompt is None) == (args.input is None):
         raise ConfigError("generate: give either --prompt or --input")
     if args.prompt is not None:
+        if args.hosts.wanted:
+            raise ConfigError("generate: several processes share a file of requests; give --input and --output")
         if args.output is not None:
             raise ConfigError("generate: --output goes with --input; --prompt prints its text")
         return _prompt(args, args.prompt)
@@ -129,16 +134,19 @@ def _job(args: GenerateArgs, source: str, target: str) -> int:
     from jaxspec.cli.progress import ShownProgress
     from jaxspec.serve.job import run_job
 
-    def load(model: Path, **keywords: Any):
-        sys.stderr.write(f"jaxspec: loading {model}\n")
-        return load_llm(model, **keywords)
+    with args.hosts.together() as talks:
 
-    with ShownProgress() as watch:
-        progress = run_job(
-            args.engine.directory(), source, target,
-            engine=args.engine.keywords(), sampling=args.sampling.given(), watch=watch, load=load,
-        )  # fmt: skip
-    return _conclude(progress, target)
+        def load(model: Path, **keywords: Any):
+            if talks:
+                sys.stderr.write(f"jaxspec: loading {model}\n")
+            return load_llm(model, **keywords)
+
+        with ShownProgress() if talks else nullcontext(lambda progress: None) as watch:
+            progress = run_job(
+                args.engine.directory(), source, target,
+                engine=args.engine.keywords(), sampling=args.sampling.given(), watch=watch, load=load,
+            )  # fmt: skip
+        return _conclude(progress, target) if talks else _status(progress)
 
 
 def _conclude(p: "Progress", target: str) -> int:
@@ -150,11 +158,16 @@ def _conclude(p: "Progress", target: str) -> int:
     if p.stopped_by:
         again = "" if target == "-" else "; run the same command again to go on"
         sys.stderr.write(f"jaxspec: stopped after {p.done} of {p.total} requests{again}\n")
-        return 128 + p.stopped_by
+        return _status(p)
     if p.earlier == p.total:
         sys.stderr.write(f"jaxspec: {target} is complete with {p.total} requests; nothing to do\n")
     else:
         sys.stderr.write(f"jaxspec: {p.done} requests in {target}, {p.time_s:.1f} s, {rates(p)}\n")
     if p.failed:
         sys.stderr.write(f'jaxspec: {p.failed} of {p.total} requests failed; their records have an "error"\n')
-    return 1 if p.failed else 0
+    return _status(p)
+
+
+def _status(p: "Progress") -> int:
+    """The exit code of a job."""
+    return 128 + p.stopped_by if p.stopped_by else 1 if p.failed else 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from jaxspec.cli.engine_flags import mesh_sizes
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ class InspectArgs:
     """What ``jaxspec inspect`` is asked for.
 
     Attributes:
-      path: Model directory in Hugging Face layout, or a config.json alone, whose files are taken as promised.
+      path: Model directory in Hugging Face layout, or a config.json alone, whose files are taken as promised; or the
+        directory of a draft head.
+      target: Of a draft head: directory of the model that it drafts for. Says what vLLM and SGLang would make of the
+        head's files, and the cure where that is not what it was made for.
       json: Print JSON.
       dtype: Of weights that are not quantised, and of products.
       quantization: How weights would lie in memory: auto keeps what is published quantised, none widens it, fp8 and
@@ -37,6 +41,7 @@ class InspectArgs:
       gpu: What to compile for.
       devices: How many of them; 16 are two machines of 8.
       mesh: Devices by axis, such as expert=4,tensor=2; by default all along expert, or tensor without experts.
+      expert_transport: How rows reach the experts' devices: all rows are everywhere, or they are exchanged.
       rows: Batch slots.
       capacity: Longest text in tokens.
       topology: Drafted tokens K.
@@ -46,6 +51,7 @@ class InspectArgs:
     """
 
     path: Annotated[Path, tyro.conf.Positional]
+    target: Path | None = None
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
@@ -55,6 +61,7 @@ class InspectArgs:
     gpu: Literal["h100", "h200"] = "h100"
     devices: int = 1
     mesh: str = ""
+    expert_transport: Literal["sum", "padded", "ragged"] = "sum"
     rows: int = 4
     capacity: int = 4096
     topology: int = 3
@@ -67,6 +74,10 @@ def run(args: InspectArgs) -> int:
     """Prints the survey of a model; returns 1 where its tensors are not those that its config needs."""
     if args.logit_error and (args.quantization not in ("fp8", "int8") or args.path.is_file()):
         raise ConfigError("inspect: --logit-error needs --quantization fp8 or int8, and a directory with weights")
+    if args.target is not None or _is_head(args.path):
+        from jaxspec.cli.inspect_head import inspect_head
+
+        return inspect_head(args.path, args.target, as_json=args.json, color=args.color)
     if args.compiled or args.kernels:
         return _programs(args)
     from jaxspec.bench.survey import survey
@@ -82,6 +93,13 @@ def run(args: InspectArgs) -> int:
         show(found, Screen(args.color))
     tensors = found["tensors"]
     return 1 if any(tensors[kind] for kind in ("missing", "extra", "misshaped", "mistyped")) else 0
+
+
+def _is_head(path: Path) -> bool:
+    from jaxspec.checkpoint.head_config import is_head
+    from jaxspec.checkpoint.load import read_config
+
+    return path.is_dir() and is_head(read_config(path))
 
 
 def _programs(args: InspectArgs) -> int:
@@ -100,8 +118,9 @@ def _programs(args: InspectArgs) -> int:
         found["kernels"] = kernel_choices(Setting(config, **setting), args.programs)
     if args.compiled:
         found["compiled"] = aot.run(
-            "jaxspec.bench.compiled:look", config=config, gpu=args.gpu, devices=args.devices, mesh=_mesh(args.mesh),
-            wanted=args.programs, kernels="xla" if args.xla_only else "triton", **setting,
+            "jaxspec.bench.compiled:look", config=config, gpu=args.gpu, devices=args.devices,
+            mesh=mesh_sizes(args.mesh), transport=args.expert_transport, wanted=args.programs,
+            kernels="xla" if args.xla_only else "triton", **setting,
         )  # fmt: skip
     if args.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
@@ -114,22 +133,11 @@ def _programs(args: InspectArgs) -> int:
     return 1 if any(program["spills"] for program in programs) else 0
 
 
-def _mesh(text: str) -> dict[str, int]:
-    """``expert=4,tensor=2`` as a mapping."""
-    sizes = {}
-    for part in filter(None, text.split(",")):
-        axis, _, size = part.partition("=")
-        if not size.isdigit():
-            raise ConfigError(f"inspect: --mesh takes axes and sizes such as expert=4,tensor=2, got {text!r}")
-        sizes[axis.strip()] = int(size)
-    return sizes
-
-
 def _logit_error(directory: Path, quantization: str) -> Any:
     from dataclasses import asdict, is_dataclass
 
     from jaxspec.bench.quantization_error import quantization_error
-    from jaxspec.serve.text import Text
+    from jaxspec.checkpoint.text import Text
 
     text = Text.load(directory)
     ids = text.encode(ERROR_TEXT) if text else list(range(1, 65))

@@ -14,12 +14,17 @@ from jaxspec.errors import JaxspecError
 COMMANDS = {
     "generate": "Generate text for one prompt, or for a file of them.",
     "inspect": "Say what a model directory holds and needs, without loading it.",
+    "train": "Fit a draft head to a model, going on where an earlier run stopped.",
+    "plot": "Draw losses and acceptance of training runs.",
+    "export": "Write a draft head in the format of another engine.",
+    "import": "Write a draft head of any known format in ours.",
     "plan": "Say whether speculation will pay for a model on a machine, before anything is loaded.",
     "calibrate": "Measure a model on this machine, so that plans for it rest on measurements.",
     "bench": "Measure speed and acceptance over a grid, or compare two such reports (jaxspec bench compare A B).",
     "bench compare": "Compare two reports of jaxspec bench, cell by cell.",
     "demo": "See speculation at work on the packaged demo models.",
 }
+MODULES = {"import": "import_head"}  # where a command is a word of Python's
 USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -57,7 +62,7 @@ def _run(args: list[str]) -> int:
                 overview.command(name=word, help=about)(_nothing)
         overview.cli(prog="jaxspec", args=args or ["--help"], description="Lossless speculative decoding in JAX.")
         return 0
-    command = import_module(f"jaxspec.cli.{name.replace(' ', '_')}")
+    command = import_module(f"jaxspec.cli.{MODULES.get(name, name.replace(' ', '_'))}")
     kind = get_type_hints(command.run)["args"]
     rest = args[len(name.split()) :]
     parsed = tyro.cli(kind, prog=f"jaxspec {name}", args=rest, description=COMMANDS[name])

@@ -1,8 +1,8 @@
-"""How far a job or a load is, on standard error: a bar on a terminal, for a job a line now and then elsewhere."""
+"""How far a job, a load or a training is, on standard error: a bar on a terminal, a line now and then elsewhere."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,61 @@ class ShownProgress:
             self._last = time.monotonic()
             sys.stderr.write(f"jaxspec: {p.done}/{p.total} requests, {rates(p)}, {left(p)}\n")
             sys.stderr.flush()
+
+
+class ShownTraining:
+    """Shows a training while it is entered; call it with what the loop logs.
+
+    Args:
+      steps: updates in all.
+    """
+
+    def __init__(self, steps: int):
+        console = Console(stderr=True)
+        self._steps, self._bar = steps, None
+        if console.is_terminal:
+            figures = TextColumn("{task.fields[figures]}")
+            self._bar = Bar(BarColumn(), MofNCompleteColumn(), figures, TimeRemainingColumn(), console=console)
+            self._task = self._bar.add_task("", total=steps, figures="")
+
+    def __enter__(self) -> "ShownTraining":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, entry: Mapping[str, float]) -> None:
+        """Shows one entry; held-out figures get a line of their own on a terminal too."""
+        step = int(entry["step"])
+        if "loss" not in entry:
+            if step:
+                sys.stderr.write(f"jaxspec: going on behind update {step}\n")
+            if self._bar is not None:
+                self._bar.update(self._task, completed=step)
+                self._bar.start()
+            return
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, figures=figures_of(entry, held_out=False))
+        if self._bar is None or any("/" in name for name in entry):
+            line = f"{step}/{self._steps} updates, {figures_of(entry)}"
+            if self._bar is not None:
+                self._bar.console.print(line, highlight=False, markup=False)
+            else:
+                sys.stderr.write(f"jaxspec: {line}\n")
+                sys.stderr.flush()
+
+
+def figures_of(entry: Mapping[str, float], *, held_out: bool = True) -> str:
+    """Loss, accuracy of the first draft and held-out acceptance lengths, in words."""
+    words = [f"loss {entry['loss']:.4g}"]
+    if "accuracy_0" in entry:
+        words.append(f"first draft right {entry['accuracy_0']:.1%}")
+    lengths = {name: value for name, value in entry.items() if name.endswith("/acceptance_length")}
+    if held_out and lengths:
+        found = ", ".join(f"{name.removesuffix('/acceptance_length')} {value:.2f}" for name, value in lengths.items())
+        words.append(f"acceptance length {found}")
+    return ", ".join(words)
 
 
 @contextmanager

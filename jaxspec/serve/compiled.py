@@ -8,12 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.state import DecodeState, Target, init_sampling
 from jaxspec.decode.step import Report, StepPlan, dispatch
+from jaxspec.draft.renew import renew
 from jaxspec.protocol import Drafter, Sampling
-from jaxspec.shapes import Array
+from jaxspec.shapes import Array, Params
+from jaxspec.sharding.placement import mesh_of, settle, shapes_on
 
 
 class Programs:
@@ -43,6 +46,8 @@ class Programs:
           buckets: prefill chunk sizes in tokens, ascending.
           turns: whether rows that speculate also take part in dispatches without drafts, and must be caught up.
         """
+        mesh = mesh_of(state)
+        target, drafters = settle(target, mesh), {k: settle(d, mesh) for k, d in drafters.items()}
         drafter = drafters[max(drafters)]
         self.target, self.drafters, self.drafter, self.buckets, self.plan = target, drafters, drafter, buckets, plan
         scalar = jnp.int32(0)
@@ -70,6 +75,18 @@ class Programs:
         with ThreadPoolExecutor(2) as pool:
             done = {name: pool.submit(job) for name, job in jobs.items()}
             self._programs = {name: future.result() for name, future in done.items()}
+
+    def renew(self, params: Params) -> None:
+        """Gives every drafter other parameters; the programs stay.
+
+        Raises:
+          ConfigError: they do not fit.
+        """
+        longest = renew(self.drafter, params)
+        # Plain decoding has nothing to renew, unless it takes turns with a drafter that observes it.
+        plain = {k: d for k, d in self.drafters.items() if d.follows == "nothing"}
+        others = {k: renew(d, params) for k, d in self.drafters.items() if k not in plain}
+        self.drafters, self.drafter = plain | others, longest
 
     def dispatch(self, state: DecodeState, steps: int, eager: bool, length: int) -> tuple[DecodeState, Report]:
         """Up to ``steps`` steps of a speculation length."""
@@ -122,5 +139,12 @@ def _dispatch(plan: StepPlan) -> Callable[..., tuple[DecodeState, Report]]:
 
 
 def _compile(function: Callable[..., Any], args: tuple[Any, ...], donate: int) -> Any:
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    return jax.jit(function, donate_argnums=donate).lower(*shapes).compile()
+    """Compiles for where the arguments lie; the state comes back where it was, and anything beside it whole."""
+    mesh = mesh_of(args[donate])
+    shapes = shapes_on(args, mesh)
+    placed: dict[str, Any] = {}
+    if mesh is not None:
+        state = jax.tree.map(lambda x: x.sharding, shapes[donate])
+        both = isinstance(jax.eval_shape(function, *shapes), tuple)
+        placed["out_shardings"] = (state, NamedSharding(mesh, PartitionSpec())) if both else state
+    return jax.jit(function, donate_argnums=donate, **placed).lower(*shapes).compile()

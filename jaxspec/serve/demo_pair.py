@@ -1,14 +1,14 @@
-"""Where the packaged demo models lie."""
+"""Where the packaged demo models and head lie."""
 
 from pathlib import Path
 
 from jaxspec.errors import ConfigError
 
-NAMES = ("target", "draft")
+NAMES = ("target", "draft", "head")
 
 
 def demo_model_dir(name: str) -> Path:
-    """Directory of the demo pair's ``target`` or ``draft``.
+    """Directory of the demo's ``target``, its ``draft`` model or its ``head``, a shared-expert one.
 
     Raises:
       ConfigError: there is no such model, or this installation came without it.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -15,12 +17,15 @@ from jaxspec.decode.step import Report, StepPlan
 from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
+from jaxspec.serve.budget import VerifyBudget
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.request import Logprob, RequestOutput
 from jaxspec.serve.rows import Sample
 from jaxspec.serve.survival import Survival
+from jaxspec.sharding import hosts
+from jaxspec.sharding.placement import allocate, mesh_of, row_axes, state_rules
 from jaxspec.topology import chain
 
 STOP_PLACES = 16
@@ -57,9 +62,15 @@ class Engine:
     """Continuous batching over compiled steps."""
 
     def __init__(
-        self, target: Target, drafter: Drafter, spec: EngineSpec, eos: set[int], control: Control | None = None
+        self,
+        target: Target,
+        drafter: Drafter,
+        spec: EngineSpec,
+        eos: set[int],
+        control: Control | None = None,
+        budget: VerifyBudget | None = None,
     ):
-        """Compiles every program.
+        """Compiles every program, for the mesh that the target's parameters lie on.
 
         Args:
           target: verifies.
@@ -67,16 +78,22 @@ class Engine:
           spec: what the engine is fixed to.
           eos: ids that end a text.
           control: chooses the speculation length of each dispatch; by default the drafter's own, always.
+          budget: sets the prices of drafts; None verifies them all.
+
+        Raises:
+          ConfigError: the mesh does not divide the rows.
         """
         self.spec, self.eos, self.drafter = spec, eos, drafter
-        self.control = control or Fixed(drafter.topology.max_depth)
+        self.control, self.budget = control or Fixed(drafter.topology.max_depth), budget
         self.slack = max(drafter.topology.nodes, drafter.slack, spec.buckets[-1])
         self.pool = PageAllocator(spec.pages, spec.page) if spec.pages else None
         plan = StepPlan(spec.rule, spec.steps, spec.logprobs, spec.survival)
-        self.state = init_state(
-            target, drafter, spec.rows, spec.capacity,
+        make = partial(
+            init_state, target, drafter, spec.rows, spec.capacity,
             slack=self.slack, stop_ids=STOP_PLACES, pages=spec.pages, page=spec.page,
+            prices=budget and budget.prices(spec.rows),
         )  # fmt: skip
+        self.state = allocate(make, mesh_of(target.params), places_of(target, spec))
         lengths = self.control.lengths
         self.programs = Programs(target, arms(drafter, lengths), self.state, plan, spec.buckets, turns=0 in lengths)
         self.metrics = EngineMetrics(drafter.topology.max_depth)
@@ -117,6 +134,7 @@ class Engine:
             return []
         decision, began = self._decide(running), time.monotonic()
         self._catch_up(decision.length)
+        self._price(decision.length, len(running))
         ready = time.monotonic()
         self.state, report = self.programs.dispatch(
             self.state, steps or self.spec.steps, bool(self.waiting), decision.length
@@ -131,15 +149,32 @@ class Engine:
                 moved[id(sample.output)] = sample.output
                 if self._take(row, sample, packed[row], report, decision.length, accepted):
                     self._finish(row, sample)
-        outcome = Outcome(len(running), int(packed[0, -1]), done - ready, accepted, ready - began)
+        steps_done = int(packed[0, -1])
+        touched = () if report.touched_K is None else tuple(np.asarray(report.touched_K) / max(steps_done, 1))
+        drafted_BX = packed[:, decision.length + 2 : -3 : decision.length + 3][:, :steps_done]
+        outcome = Outcome(
+            len(running), steps_done, done - ready, accepted, ready - began, touched,
+            drafted=float(drafted_BX.sum() / max(steps_done, 1)),
+            deepest=float(drafted_BX.max(axis=0).sum() / max(steps_done, 1)),
+        )  # fmt: skip
         self.control.record(decision, outcome)
         self.metrics.dispatched(decision, outcome)
+        if self.budget is not None and report.outcome_HMC is not None:
+            self.budget.record(decision.length, outcome, np.asarray(report.outcome_HMC))
+            self.metrics.draft_prices_s = self.budget.prices_s
         return list(moved.values())
 
     def _decide(self, running: list[Sample]) -> Decision:
         """Speculation length of the next dispatch."""
         wanting = [sample.survival for sample in running if sample.params.draft_limit != 0]
         return self.control.choose(len(running), len(self.waiting), wanting) if wanting else Decision(0)
+
+    def _price(self, length: int, rows: int) -> None:
+        """Prices of the next dispatch's drafts."""
+        if self.budget is not None and self.budget.cuts.priced and length:
+            places = jax.tree.map(lambda x: x.sharding, self.state.prices)
+            prices = hosts.agreed(self.budget.prices(rows))  # clocks of other processes differ
+            self.state = replace(self.state, prices=jax.device_put(prices, places))
 
     def _catch_up(self, length: int) -> None:
         """Shows the drafter what rows committed in dispatches without it."""
@@ -195,6 +230,7 @@ class Engine:
             logprobs = None
             if sample.params.logprobs is not None:
                 logprobs = _logprobs(report, row, index * depth, entry[:count], sample.params.logprobs)
+            self.metrics.cut_drafts += tried - drafted if self.budget else 0
             before = sample.output.metrics.num_accepted_tokens
             ended = sample.take(entry[:count], drafted, logprobs, self.eos)
             self.metrics.add(drafted, sample.output.metrics.num_accepted_tokens - before, sample.completion)
@@ -232,6 +268,15 @@ def arms(drafter: Drafter, lengths: tuple[int, ...]) -> dict[int, Drafter]:
     if 0 in lengths and longest and drafter.follows == "features":
         found[0] = replace(drafter, topology=chain(0))
     return found | {k: drafter if k == longest else replace(drafter, topology=chain(k)) for k in lengths if k}
+
+
+def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]:
+    """Mesh axes of the state's arrays by letter: rows over ``data``, and over ``expert`` where they are exchanged."""
+    policy = target.net.policy
+    if policy.mesh is None:
+        return {}
+    over = row_axes(policy.mesh, spec.rows, policy.transport != "sum")
+    return state_rules(over, own_pages=not spec.pages and policy.depth == "unrolled")
 
 
 def _logprobs(report: Report, row: int, first: int, tokens: np.ndarray, most: int) -> list[dict[int, Logprob]]:

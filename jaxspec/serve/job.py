@@ -16,23 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxspec.checkpoint.fingerprint import fingerprint
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, JaxspecError, RequestError
+from jaxspec.serve.agreed import Follower, open_journal
 from jaxspec.serve.job_lines import Line, error_record, finished_record, read_line
 from jaxspec.serve.journal import Journal
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
+from jaxspec.sharding import hosts
 
 STDIN = "-"
 AHEAD = 2
-READ_WHOLE = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
-PROBE_BYTES = 1 << 16
 BOUND = ("dtype", "max_model_len", "seed", "max_logprobs", "prefill_buckets", "kv_page_size")
 
 
@@ -79,6 +74,9 @@ def run_job(
     killed and started again writes what it would have written in one go. Lines that cannot run become error
     records.
 
+    Where several processes have met (``jaxspec.sharding.hosts``), all of them call this with the same arguments, and
+    process 0 writes.
+
     Args:
       model: directory of the target.
       input: JSONL file, or ``-`` for standard input.
@@ -91,7 +89,7 @@ def run_job(
 
     Raises:
       ConfigError: input or output are not usable, or the output was begun with other settings.
-      JaxspecError: the disk is full; the same command goes on later.
+      JaxspecError: the disk is full, or another process was lost; the same command goes on later.
     """
     engine, sampling = dict(engine or {}), dict(sampling or {})
     SamplingParams.from_mapping(sampling)
@@ -99,15 +97,15 @@ def run_job(
     try:
         _keep_apart(file, output)
         count, digest = _survey(file)
-        journal = Journal(
-            output, {"input": {"requests": count, "sha256": digest}, **_identity(model, engine, sampling)}
-        )
+        identity = {"input": {"requests": count, "sha256": digest}, **_identity(model, engine, sampling)}
+        journal = open_journal(output, identity, _pace(engine))
         progress = Progress(count, len(journal.done), len(journal.done), journal.failed)
         try:
             if progress.done < count:
-                llm = load(model, **engine)
-                defaults = SamplingParams.from_mapping(sampling, llm.default_sampling_params)
-                _Run(llm, journal, progress, watch).work(_lines(file, journal.done, defaults))
+                with hosts.all_there():
+                    llm = load(model, **engine)
+                    defaults = SamplingParams.from_mapping(sampling, llm.default_sampling_params)
+                    _Run(llm, journal, progress, watch).work(_lines(file, journal.done, defaults))
         finally:
             journal.close()
         return progress
@@ -118,7 +116,7 @@ def run_job(
 class _Run:
     """One run of a job over a loaded model."""
 
-    def __init__(self, llm: LLM, journal: Journal, progress: Progress, watch: Callable[[Progress], None]):
+    def __init__(self, llm: LLM, journal: Journal | Follower, progress: Progress, watch: Callable[[Progress], None]):
         self.llm, self.journal, self.progress, self.watch = llm, journal, progress, watch
         self.flying: dict[str, Line] = {}
         self.began, self.tokens_before = time.monotonic(), llm.engine.metrics.generated_tokens
@@ -128,7 +126,8 @@ class _Run:
         self.watch(self.progress)
         try:
             with _Signals() as signals:
-                while not signals.taken:
+                taken = 0
+                while not (taken := hosts.most(signals.taken)):
                     self._feed(lines, signals)
                     if not self.flying:
                         break
@@ -138,14 +137,15 @@ class _Run:
                             name = self.llm.model.directory.resolve().name
                             self.journal.append(finished_record(line, output, name, self.llm.text))
                     self._report()
-                self.progress.stopped_by = signals.taken if self.progress.done < self.progress.total else 0
+                self.progress.stopped_by = taken if self.progress.done < self.progress.total else 0
         finally:
             if self.flying:
                 self.llm.engine.abort()
 
     def _feed(self, lines: Iterator[Line], signals: _Signals) -> None:
         samples = sum(line.params.n for line in self.flying.values())
-        while samples < AHEAD * self.llm.spec.rows and not signals.taken:
+        # Processes must feed alike, and learn of each other's signals between dispatches only.
+        while samples < AHEAD * self.llm.spec.rows and (hosts.several() or not signals.taken):
             line = next(lines, None)
             if line is None:
                 return
@@ -251,20 +251,9 @@ def _identity(model: str | Path, engine: Mapping[str, Any], sampling: Mapping[st
     return {"model": fingerprint(model), "engine": settings, "rule": rule, "sampling": dict(sampling)}
 
 
-def fingerprint(directory: str | Path | None) -> str:
-    """Tells model directories apart: small files count whole, weight files by size and three probes."""
-    digest = hashlib.sha256()
-    folder = Path(directory or os.devnull)
-    for file in [*(folder / name for name in READ_WHOLE), *sorted(folder.glob("*.safetensors"))]:
-        if not file.is_file():
-            continue
-        try:
-            with file.open("rb") as data:
-                size = file.stat().st_size
-                digest.update(f"{file.name} {size} ".encode())
-                for place in [None] if file.name in READ_WHOLE else [0, size // 2, max(size - PROBE_BYTES, 0)]:
-                    data.seek(place or 0)
-                    digest.update(data.read(-1 if place is None else PROBE_BYTES))
-        except OSError as error:
-            raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
-    return digest.hexdigest()[:32]
+def _pace(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """What the programs of a job and their order depend on; several processes must have the same."""
+    speculation = catalog.parse(engine.get("speculative_config"))
+    others = {name: value for name, value in engine.items() if name != "speculative_config"}
+    said = {**(engine.get("speculative_config") or {}), "model": fingerprint(speculation.model)}
+    return {"settings": others, "speculative_config": said}

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
+from jaxspec.checkpoint.text import Text
 from jaxspec.errors import RequestError
 from jaxspec.serve import openai
 from jaxspec.serve.request import CompletionOutput, RequestOutput, SamplingParams
-from jaxspec.serve.text import Text
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 MOST_SAMPLES = 1024
@@ -115,8 +115,7 @@ def finished_record(line: Line, output: RequestOutput, model: str, text: Text | 
         return _batch_record(line, response, None)
     m = output.metrics
     record = _head(line)
-    if output.prompt is not None:
-        record["prompt"] = output.prompt
+    record |= {"prompt_token_ids": output.prompt_token_ids} if output.prompt is None else {"prompt": output.prompt}
     if line.params.n == 1:
         record |= _sample(output.outputs[0])
     else:

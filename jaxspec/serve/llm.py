@@ -11,24 +11,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.load import Model, load_model, load_mtp, read_config
+from jaxspec.checkpoint.load import Model
+from jaxspec.checkpoint.text import Text
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, RequestError
-from jaxspec.models.mtp import Mtp
-from jaxspec.models.transformer import Transformer, teacher_forced
-from jaxspec.nn.policy import Policy, policy_for
+from jaxspec.models.transformer import teacher_forced
+from jaxspec.serve.agreed import agreed
+from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import control_of
 from jaxspec.serve.defaults import end_ids, sampling_defaults
 from jaxspec.serve.engine import STOP_PLACES, Engine, EngineSpec
+from jaxspec.serve.loading import load_draft, load_prior, load_target
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.serve.rows import Sample, new_samples
-from jaxspec.serve.text import Growing, Text
+from jaxspec.serve.text import Growing
 from jaxspec.shapes import Params
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 DEFAULT_CAPACITY = 8192
 BLOCK = 128
 
@@ -54,6 +55,11 @@ class LLM:
         checkpoint. None is ``auto``.
       kernels: ``auto`` computes experts, attention and small products with Pallas kernels on a GPU and with XLA on a
         CPU; ``triton``, ``interpret`` (the kernels as plain JAX, slow) and ``xla`` ask for one of them.
+      mesh: devices along ``data`` (rows), ``expert`` (routed experts) and ``tensor`` (heads, hidden units, vocabulary);
+        axes left out have one. None is one device. Greedy text is that of one device but for ties within the last
+        bits of float32 sums, which devices add in another order.
+      expert_transport: how rows reach the devices that hold their experts, see ``Policy.transport``; ``auto`` takes
+        what ``jaxspec.nn.policy.transport_for`` says.
       on_load: called while the model loads, with (bytes placed, bytes in all).
 
     Raises:
@@ -76,6 +82,8 @@ class LLM:
         num_kv_pages: int = 0,
         quantization: str | None = "auto",
         kernels: str = "auto",
+        mesh: Mapping[str, int] | None = None,
+        expert_transport: str = "auto",
         on_load: Callable[[int, int], None] | None = None,
     ):
         config = catalog.parse(speculative_config)
@@ -87,19 +95,18 @@ class LLM:
         if num_kv_pages and not kv_page_size:
             raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
         quantization = "auto" if quantization is None else quantization
-        self.model = _loaded(model, dtype, kernels, quantization, on_load)
+        self.model = load_target(
+            model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
+            rows=max_num_seqs, on_load=on_load,
+        )  # fmt: skip
         arch = self.model.net.arch
-        self.capacity = max_model_len or min(arch.max_position, DEFAULT_CAPACITY)
-        if not 2 <= self.capacity <= arch.max_position:
-            raise ConfigError(
-                f"LLM: max_model_len must be from 2 to the model's {arch.max_position}, got {max_model_len}"
-            )
+        self.capacity = _capacity(max_model_len, arch.max_position)
         self.text = Text.load(self.model.directory)
         self.eos = end_ids(self.model.config, self.model.generation)
         if len(self.eos) > STOP_PLACES:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
-        self.seed, self.max_logprobs = seed, min(max_logprobs, arch.vocab_size)
-        draft = _draft(config, self.model, quantization)
+        self.seed, self.max_logprobs, self._number = seed, min(max_logprobs, arch.vocab_size), 0
+        draft = load_draft(config, self.model, quantization)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
         block = math.gcd(BLOCK, kv_page_size) if kv_page_size else BLOCK
         if kv_page_size and not num_kv_pages:
@@ -116,9 +123,9 @@ class LLM:
             page=kv_page_size,
             pages=num_kv_pages,
         )
-        target = Target(self.model.params, self.model.net, block)
-        self.engine = Engine(target, drafter, self.spec, self.eos, control_of(config.lengths))
-        self._number = 0
+        target, budget = Target(self.model.params, self.model.net, block), budget_of(config.cuts, arch)
+        control = control_of(config.lengths, load_prior(config, self.model, quantization))
+        self.engine = Engine(target, drafter, self.spec, self.eos, agreed(control), budget)
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -213,6 +220,19 @@ class LLM:
         token[0, : len(ids)] = ids
         position = np.arange(size, dtype=np.int32)[None]
         return np.asarray(self._teacher(self.model.params, token, position))[0, : len(ids)]
+
+    def update_draft(self, params: Params) -> None:
+        """Takes other parameters of the draft model or head, such as a running training's; nothing is compiled.
+
+        Requests go on in place: their text does not depend on what drafts.
+
+        Args:
+          params: of the same structure and shapes as those in use; they are cast to their dtypes.
+
+        Raises:
+          ConfigError: they do not fit, or the method of speculation has no parameters.
+        """
+        self.engine.programs.renew(params)
 
     def get_metrics(self) -> list[Metric]:
         """Engine totals since the start, vLLM's names first."""
@@ -309,16 +329,12 @@ class LLM:
             raise RequestError("logprobs: this engine was built with max_logprobs=0")
 
 
-def _draft(
-    config: catalog.SpeculativeConfig, target: Model, quantization: str
-) -> tuple[Transformer | Mtp, Params] | None:
-    """Network and parameters that draft, where the method has some; only the target's own are quantised like it."""
-    if config.method == "mtp":
-        return load_mtp(target.directory, target.net, quantization=quantization)
-    if config.model is None:
-        return None
-    model = load_model(config.model, target.net.policy)
-    return model.net, model.params
+def _capacity(wanted: int | None, most: int) -> int:
+    """Longest text in tokens, of a model that was made for ``most``."""
+    capacity = wanted or min(most, DEFAULT_CAPACITY)
+    if not 2 <= capacity <= most:
+        raise ConfigError(f"LLM: max_model_len must be from 2 to the model's {most}, got {wanted}")
+    return capacity
 
 
 def _check_wholes(**settings: tuple[Any, int]) -> None:
@@ -326,28 +342,6 @@ def _check_wholes(**settings: tuple[Any, int]) -> None:
     for name, (value, least) in settings.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"LLM: {name} must be an integer of at least {least}, got {value!r}")
-
-
-def _loaded(
-    model: str | Path | Model,
-    dtype: str,
-    kernels: str,
-    quantization: str,
-    on_load: Callable[[int, int], None] | None,
-) -> Model:
-    """The model, or the one that another engine has loaded."""
-    if isinstance(model, Model):
-        return model
-    return load_model(model, _policy(dtype, kernels, model), quantization=quantization, show=on_load)
-
-
-def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:
-    if dtype not in (*DTYPES, "auto"):
-        raise ConfigError(f"LLM: dtype {dtype!r} is not known; known are {['auto', *DTYPES]}")
-    if dtype == "auto":
-        config = read_config(Path(directory))
-        dtype = str(config.get("dtype") or config.get("torch_dtype"))
-    return policy_for(DTYPES.get(dtype, "bfloat16"), jax.default_backend(), kernels)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -50,6 +50,9 @@ class EngineMetrics:
         self.prompt_tokens = self.generated_tokens = self.requests = 0
         self.prefill_time_s = self.decode_time_s = 0.0
         self.arms: dict[int, Arm] = {}
+        self.touched: tuple[float, ...] = ()
+        self.cut_drafts = 0
+        self.draft_prices_s: dict[str, float] = {}
 
     def add(self, drafted: int, accepted: int, completion: CompletionOutput) -> None:
         """Counts one verification of one row."""
@@ -63,8 +66,9 @@ class EngineMetrics:
         arm.probes += decision.probe
         arm.steps += outcome.steps
         arm.time_s += outcome.time_s
-        arm.tokens += sum(len(a) + sum(a) for a in outcome.accepted.values())
+        arm.tokens += outcome.tokens
         arm.predicted_gain = decision.gain
+        self.touched = outcome.touched or self.touched
 
     def counters(self) -> list[Metric]:
         """Every counter."""
@@ -85,7 +89,13 @@ class EngineMetrics:
             Metric("jaxspec:prefill_time_s_total", self.prefill_time_s),
             Metric("jaxspec:decode_time_s_total", self.decode_time_s),
             Metric("jaxspec:num_steps_total", s.num_steps),
+            Metric("jaxspec:cut_drafts_total", self.cut_drafts),
         ]
+        found += [Metric("jaxspec:draft_price_s", price, {"of": name}) for name, price in self.draft_prices_s.items()]
         for length, arm in sorted(self.arms.items()):
             found += [Metric(f"jaxspec:arm_{name}", value, {"length": str(length)}) for name, value in arm.counters()]
+        found += [
+            Metric("jaxspec:predicted_experts", count, {"drafts": str(drafts)})
+            for drafts, count in enumerate(self.touched, start=1)
+        ]
         return found

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from jaxspec.checkpoint.text import Text
 from jaxspec.errors import RequestError
 from jaxspec.serve.request import CompletionOutput, Logprob, RequestOutput
-from jaxspec.serve.text import Text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 URLS = (COMPLETIONS, CHAT)

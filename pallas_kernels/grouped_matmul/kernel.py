@@ -1,6 +1,5 @@
 """Grouped matrix product and its gradients as kernels."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import Implementation, Launch, launch, load, program_id, store, when, whole
-from pallas_kernels.product import Layout, Product, layout, planes, products, references
+from pallas_kernels.product import Layout, Product, layout, planes, products, references, tile_of
 from pallas_kernels.quantized import Quantized, Weight, widen
 from pallas_kernels.row_blocks import cut
 
@@ -113,18 +112,6 @@ def _multiply(
         for number, y in enumerate(sums):
             unit = facts.column(across * tiles.product.columns, number, tiles.product.columns)
             store(y_ref.at[row[:, None], unit[None]], y, mask=own[:, None] & (unit < facts.columns)[None])
-
-
-def tile_of(ref, row: jax.Array, own: jax.Array, facts: Layout) -> Callable[[int, Any, int], jax.Array]:
-    """Reads some columns of the given rows of [planes, rows, depth], zeros where there are none."""
-    width = facts.depth // facts.planes
-
-    def tile(plane: int, first, size: int) -> jax.Array:
-        unit = first + jnp.arange(size, dtype=jnp.int32)
-        mask = own[:, None] if width % size == 0 else own[:, None] & (unit < width)[None]
-        return load(ref.at[plane, row[:, None], unit[None]], mask=mask, other=0.0)
-
-    return tile
 
 
 def _outer(setting: Setting, x_RK: jax.Array, grad_RN: jax.Array, size_E: jax.Array, dtype: jnp.dtype) -> jax.Array:

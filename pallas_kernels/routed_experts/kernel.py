@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.backend import Implementation, Launch, launch, load, program_id, store, when, whole
-from pallas_kernels.product import Layout, Product, layout, planes, products, references
+from pallas_kernels.product import Layout, Product, layout, planes, products, references, tile_of
 from pallas_kernels.quantized import Quantized, Weight
 from pallas_kernels.row_blocks import Blocks, sort
 
@@ -139,7 +139,7 @@ def _gate_up(body: _Body, layer_ref, group_ref, first_ref, count_ref, order_ref,
         place, own = first_ref[n] + lane, lane < count
         row = load(order_ref.at[place], mask=own, other=0) // body.top_k
         lead = _lead(body, layer_ref, group_ref[n])
-        x_tile = _tile_of(x_ref, row, own, body.facts)
+        x_tile = tile_of(x_ref, row, own, body.facts)
         sums = products(x_tile, weight_refs, body.facts, lead, ((0,), (1,)), across, body.tile, body.rows)
         for lane, both in enumerate(zip(*sums, strict=True)):
             unit = body.facts.column(across * body.tile.columns, lane, body.tile.columns)
@@ -164,7 +164,7 @@ def _down(body: _Body, layer_ref, group_ref, first_ref, count_ref, order_ref, hi
         # Behind the last row, so that even where a masked store is a read and a write they do not meet a row's own.
         routed = load(order_ref.at[place], mask=own, other=y_ref.shape[0])
         lead = _lead(body, layer_ref, group_ref[n])
-        x_tile = _tile_of(hidden_ref, place, own, body.facts)
+        x_tile = tile_of(hidden_ref, place, own, body.facts)
         (sums,) = products(x_tile, weight_refs, body.facts, lead, ((),), across, body.tile, body.rows)
         weight = load(weight_ref.at[routed], mask=own, other=0.0)[:, None]
         for lane, y in enumerate(sums):
@@ -176,18 +176,6 @@ def _down(body: _Body, layer_ref, group_ref, first_ref, count_ref, order_ref, hi
 
 def _lead(body: _Body, layer_ref, group) -> tuple[Any, ...]:
     return (layer_ref[0], group) if body.stacked else (group,)
-
-
-def _tile_of(ref, row, own, facts: Layout) -> Callable[[int, Any, int], jax.Array]:
-    """Reads some columns of the given rows of [planes, rows, depth], zeros where there are none."""
-    width = facts.depth // facts.planes
-
-    def tile(plane: int, first, size: int) -> jax.Array:
-        unit = first + jnp.arange(size, dtype=jnp.int32)
-        mask = own[:, None] if width % size == 0 else own[:, None] & (unit < width)[None]
-        return load(ref.at[plane, row[:, None], unit[None]], mask=mask, other=0.0)
-
-    return tile
 
 
 def _biased(y: jax.Array, ref, lead: tuple[Any, ...], unit: jax.Array, body: _Body) -> jax.Array:

@@ -32,7 +32,7 @@ def verify_attention(
     span: int | None = None,
     ring: bool = False,
     start_B: jax.Array | None = None,
-    ancestors: tuple[tuple[bool, ...], ...] | None = None,
+    path_BTJ: jax.Array | None = None,
     table_BJ: jax.Array | None = None,
     row_B: jax.Array | None = None,
     base: jax.Array | None = None,
@@ -57,7 +57,8 @@ def verify_attention(
       span: most positions that a query sees, None for all.
       ring: whether a row's one page is addressed by position modulo its size.
       start_B: int32, committed length of each row, for trees.
-      ancestors: one row per query of a tree, of the nodes from ``start_B`` on those that it sees, itself among them.
+      path_BTJ: int32, for trees: of the nodes from ``start_B`` on those that each query sees, by depth, itself the last
+        and any behind it. B may be 1, for all rows alike.
       table_BJ: int32, page ids of each row, or None where every row has one page.
       row_B: int32, that page, where it is not the row's own number.
       base: int32 scalar, added to every page id.
@@ -73,8 +74,8 @@ def verify_attention(
     rows, count, heads, width = q_BTHC.shape
     wide = value_width if v_pages_PGZC is None else v_pages_PGZC.shape[3]
     wide = _checked(q_BTHC, k_pages_PGZC, v_pages_PGZC, position_BT, wide, table_BJ if ring else None)
-    if ancestors is not None and (start_B is None or len(ancestors) != count):
-        raise UnsupportedKernel(f"a tree of {len(ancestors)} queries needs start_B and as many queries, got {count}")
+    if path_BTJ is not None and (start_B is None or path_BTJ.shape[:2] not in ((rows, count), (1, count))):
+        raise UnsupportedKernel(f"trees {path_BTJ.shape} need start_B, and as rows and queries 1 or {rows} and {count}")
     if not isinstance(implementation, Choice):
         blocked = obstacles(k_pages_PGZC, value_width=wide, block=block, wanted=implementation)
         implementation = choose(OP, case_name(heads, k_pages_PGZC, wide), implementation, "", blocked)
@@ -84,16 +85,15 @@ def verify_attention(
             page_BJ = (jnp.arange(rows, dtype=jnp.int32) if row_B is None else row_B)[:, None]
         return reference.verify_attention(
             q_BTHC, k_pages_PGZC, v_pages_PGZC, position_BT, scale=scale, dtype=dtype, value_width=wide,
-            sinks_H=sinks_H, span=span, ring=ring, start_B=start_B, ancestors=ancestors,
+            sinks_H=sinks_H, span=span, ring=ring, start_B=start_B, path_BTJ=path_BTJ,
             page_BJ=page_BJ if base is None else page_BJ + base,
         )  # fmt: skip
     given = {"k": k_pages_PGZC, "v": v_pages_PGZC, "table": table_BJ, "sinks": sinks_H}
     given["row"] = row_B if table_BJ is None else None
     given["base"] = None if base is None else jnp.reshape(base, (1,))
-    path_TJ = None if ancestors is None else reference.paths(ancestors)
-    if path_TJ is not None:
-        given |= {"start": start_B, "path": jnp.asarray(path_TJ.reshape(-1))}
-    page, deepest = k_pages_PGZC.shape[2], 0 if path_TJ is None else path_TJ.shape[1]
+    page, deepest = k_pages_PGZC.shape[2], 0 if path_BTJ is None else path_BTJ.shape[2]
+    if path_BTJ is not None:
+        given |= {"start": start_B, "path": jnp.broadcast_to(path_BTJ, (rows, count, deepest)).reshape(-1)}
     plan = Plan(
         rows, count, heads, k_pages_PGZC.shape[1], width, wide, scale, dtype,
         page if table_BJ is None else page * table_BJ.shape[1], page, span, ring, deepest,

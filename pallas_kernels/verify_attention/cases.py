@@ -57,21 +57,16 @@ class Sizes:
     _names: tuple[str, ...] = field(default=("q", "k", "v", "position", "sinks", "start", "table", "row", "base"))
 
     @property
-    def ancestors(self) -> tuple[tuple[bool, ...], ...] | None:
-        """One row per node: those that it sees."""
-        if self.parents is None:
-            return None
-        see = np.eye(len(self.parents), dtype=bool)
-        for node, parent in enumerate(self.parents):
-            see[node] |= see[parent] if parent >= 0 else False
-        return tuple(tuple(bool(v) for v in row) for row in see)
+    def path_BTJ(self) -> jax.Array | None:
+        """The nodes that each node sees, by depth, and 0 behind its end."""
+        return None if self.parents is None else jnp.asarray(np.stack([paths(self.parents)] * self.rows))
 
     @property
     def depth_T(self) -> np.ndarray:
         """How far behind the committed length each query stands."""
-        if self.ancestors is None:
+        if self.parents is None:
             return np.arange(self.count, dtype=np.int32)
-        return np.asarray([sum(row) - 1 for row in self.ancestors], np.int32)
+        return depths(self.parents)
 
     def abstract(self) -> tuple[Any, ...]:
         """The arguments as shapes and dtypes, None for those that are not there."""
@@ -117,7 +112,7 @@ class Sizes:
         return verify_attention(
             x["q"], x["k"], x["v"], x["position"], scale=self.key_width**-0.5, dtype=jnp.dtype(self.compute),
             value_width=self.value_width, sinks_H=x["sinks"], span=self.span, ring=self.span is not None,
-            start_B=x["start"], ancestors=self.ancestors, table_BJ=x["table"], row_B=x["row"], base=x["base"],
+            start_B=x["start"], path_BTJ=self.path_BTJ, table_BJ=x["table"], row_B=x["row"], base=x["base"],
             block=self.block, implementation=implementation,
         )  # fmt: skip
 
@@ -128,6 +123,24 @@ class Sizes:
         entry = sum(x.shape[1] * x.shape[3] * x.dtype.itemsize for x in (k, v) if x is not None)
         beside = self.count - 1 - int(self.depth_T.max())  # nodes of a tree that stand beside its longest path
         return int((position_BT.max(axis=1) + 1 - first_B).sum() + beside * self.rows) * entry
+
+
+def depths(parents: tuple[int, ...]) -> np.ndarray:
+    """Distance of each node from the first one, int32 [T]."""
+    depth: list[int] = []
+    for parent in parents:
+        depth.append(depth[parent] + 1 if parent >= 0 else 0)
+    return np.asarray(depth, np.int32)
+
+
+def paths(parents: tuple[int, ...]) -> np.ndarray:
+    """Nodes from the first one to each node by depth, int32 [T, J]; behind the end of a path stands 0."""
+    depth_T = depths(parents)
+    path_TJ = np.zeros((len(parents), depth_T.max() + 1), np.int32)
+    for node, parent in enumerate(parents):
+        path_TJ[node] = path_TJ[parent] if parent >= 0 else 0
+        path_TJ[node, depth_T[node]] = node
+    return path_TJ
 
 
 def _normal(key: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -116,7 +116,8 @@ def attend_kernel(plan: Plan, operands: dict[str, jax.Array]) -> jax.Array:
     Args:
       plan: what is static.
       operands: ``q`` [B * T * H, C], ``position`` [B * T], ``k`` [P, G, Z, C]; where they apply also ``v``
-        [P, G, Z, C'], ``table`` [B, J], ``row`` [B], ``base`` [1], ``sinks`` [H], ``start`` [B] and ``path`` [T, J].
+        [P, G, Z, C'], ``table`` [B, J], ``row`` [B], ``base`` [1], ``sinks`` [H], ``start`` [B] and ``path``
+        [B * T * J].
 
     Returns:
       float32 [B * T * H, C'].
@@ -257,7 +258,8 @@ def _run(plan: Plan, ref: dict[str, Any], tile: _Tile, first: jax.Array, end: ja
         position_Z = index * size + jnp.arange(size, dtype=jnp.int32)
         depth_Z = position_Z - start
         on_path_Z = (depth_Z >= 0) & (depth_Z < plan.paths)
-        step_Z = load(ref["path"].at[node * plan.paths + jnp.clip(depth_Z, 0, plan.paths - 1)])
+        first_step = (tile.b * plan.count + node) * plan.paths
+        step_Z = load(ref["path"].at[first_step + jnp.clip(depth_Z, 0, plan.paths - 1)])
         page_Z1, slot_Z1 = _page(plan, ref, tile.b, jnp.where(on_path_Z, start + step_Z, position_Z)[:, None])
         k_parts = [_values(ref["k"].at[page_Z1, tile.g, slot_Z1, _channels(c, w)]) for c, w in plan.key_parts]
         v_parts = None

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 
@@ -19,7 +18,7 @@ def verify_attention(
     span: int | None,
     ring: bool,
     start_B: jax.Array | None,
-    ancestors: tuple[tuple[bool, ...], ...] | None,
+    path_BTJ: jax.Array | None,
     page_BJ: jax.Array,
 ) -> jax.Array:
     """As ``api.verify_attention``, with the pages of each row in ``page_BJ``."""
@@ -30,9 +29,9 @@ def verify_attention(
     if ring:  # position s stands for the last one at or before the query's own that lies in its slot
         place_BTS = position_BT[..., None] - (position_BT[..., None] - position_S) % page
     at_BTS = place_BTS
-    if ancestors is not None:
+    if path_BTJ is not None:
         assert start_B is not None, "a tree stands behind the committed positions"
-        at_BTS = _at_depths(place_BTS, start_B, ancestors)
+        at_BTS = _at_depths(place_BTS, start_B, path_BTJ)
     page_BTS = jnp.take_along_axis(page_BJ[:, None], at_BTS // page % page_BJ.shape[1], axis=2, mode="clip")
     k_BTSGC = _values(k_pages_PGZC[page_BTS, :, at_BTS % page]).astype(dtype)
     v_BTSGC = k_BTSGC[..., :value_width]
@@ -55,21 +54,14 @@ def verify_attention(
     return out.reshape(rows, count, heads, -1) / total[..., None]
 
 
-def _at_depths(place_BTS: jax.Array, start_B: jax.Array, ancestors: tuple[tuple[bool, ...], ...]) -> jax.Array:
+def _at_depths(place_BTS: jax.Array, start_B: jax.Array, path_BTJ: jax.Array) -> jax.Array:
     """Where each node of a tree finds its ancestors, at the positions of their depths."""
-    path_TJ = paths(ancestors)
+    deepest = path_BTJ.shape[2]
     depth_BTS = place_BTS - start_B[:, None, None]
-    inside_BTS = jnp.clip(depth_BTS, 0, path_TJ.shape[1] - 1)
-    step_BTS = jnp.take_along_axis(jnp.asarray(path_TJ)[None], inside_BTS, axis=2)
-    is_own = (depth_BTS >= 0) & (depth_BTS < path_TJ.shape[1])
+    path_BTJ = jnp.broadcast_to(path_BTJ, (*place_BTS.shape[:2], deepest))
+    step_BTS = jnp.take_along_axis(path_BTJ, jnp.clip(depth_BTS, 0, deepest - 1), axis=2)
+    is_own = (depth_BTS >= 0) & (depth_BTS < deepest)
     return jnp.where(is_own, start_B[:, None, None] + step_BTS, place_BTS)
-
-
-def paths(ancestors: tuple[tuple[bool, ...], ...]) -> np.ndarray:
-    """Nodes that each node sees, by depth, int32 [T, J]; behind the end of a path stands 0."""
-    found = [np.flatnonzero(see) for see in np.asarray(ancestors)]
-    deepest = max(len(path) for path in found)
-    return np.stack([np.pad(path, (0, deepest - len(path))) for path in found]).astype(np.int32)
 
 
 def _values(x: jax.Array) -> jax.Array:

@@ -6,6 +6,8 @@ from jaxspec.bench import aot
 from jaxspec.bench.kernel_cases import operations
 from jaxspec.errors import ConfigError
 
+pytestmark = pytest.mark.served
+
 MOST_SHARED_BYTES = 232448
 BAD = "tests.aot.bad_kernels:compile_product"
 

@@ -9,6 +9,8 @@ from jaxspec.bench import aot
 from jaxspec.errors import ConfigError
 from scripts.house_report import ROOT
 
+pytestmark = pytest.mark.served
+
 MIB = 1 << 20
 MOST_SHARED_BYTES = 232448
 ROWS, CAPACITY = 4, 4096
@@ -81,6 +83,24 @@ def test_eight_devices_compute_their_own_experts():
     assert {kernel: size for kernel, size in found["spills"].items() if kernel in found["shared_bytes"]} == {}
     # MLA's products with each head's own weights are not kernels yet: those weights are cut out of their stack.
     assert [entry for entry in weight_or_cache_copies(found) if "/attention/" not in entry["where"]] == []
+
+
+@pytest.mark.slow
+def test_ragged_exchange_goes_there_and_back_once_per_layer():
+    """Two layers of Qwen3-30B-A3B over eight H100s, each with a row of its own; one position, and six."""
+    config = json.loads((ROOT / "configs" / "models" / "qwen3-30b-a3b.json").read_text()) | {"num_hidden_layers": 2}
+    found = aot.run(
+        "jaxspec.bench.compiled:look", config=config, rows=8, capacity=1024, transport="ragged", devices=8, drafts=5,
+        kernels="xla", wanted=["plain", "ngram"],
+    )["programs"]  # fmt: skip
+    one, six = (found[name]["collectives"] for name in ("plain", "ngram"))
+    assert one["ragged-all-to-all"]["per_moe_layer"] == six["ragged-all-to-all"]["per_moe_layer"] == 2
+    assert {name: kind["per_step"] for name, kind in one.items()} == {n: kind["per_step"] for n, kind in six.items()}
+    assert "all-to-all" not in one
+    sent = [kind["ragged-all-to-all"]["bytes_per_step"] for kind in (one, six)]
+    assert sent[1] == pytest.approx(6 * sent[0], rel=0.01)
+    own = found["ngram"]["bytes"]
+    assert own["aliased"] >= own["caches"] / 8, "the caches are written in place"
 
 
 def test_what_cannot_be_compiled_is_said_in_one_line():

@@ -100,7 +100,7 @@ def test_grid_defaults(model: Path):
     assert [d.name for d in named.drafters] == ["ngram"]
     assert named.lengths == (0, 2, 4, "auto")
     assert named.workloads == ("code",)
-    assert [d.name for d in grid_of(BenchArgs()).drafters] == ["draft_model", "ngram"]
+    assert [d.name for d in grid_of(BenchArgs()).drafters] == ["draft_model", "shared_expert", "ngram"]
     assert grid_of(BenchArgs(prompts=Path("x"))).workloads == ("file",)
 
 

@@ -2,15 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxspec.bench.calibrate import Grid, digests
+from jaxspec.bench.calibrate import Grid
 from jaxspec.bench.model_cost import model_cost
+from jaxspec.checkpoint.fingerprint import digests
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError
 from jaxspec.perf.calibration import Calibration, Predictor, load_calibration
+from jaxspec.serve.control import Adaptive
+from jaxspec.serve.llm import LLM
 from tests.unit.serve.tiny_model import write_tiny_model
 
 CONTEXTS = (8, 12, 16, 20)
@@ -69,6 +73,33 @@ def test_it_predicts_what_was_measured(measured: Calibration, directory: Path):
     for p in measured.points:
         assert predict.verify_s(p.rows, p.length, p.context) == pytest.approx(p.verify_s)
     assert predict.speedup(2, 1, 14, 1.5) > 0
+
+
+def test_auto_starts_from_it(measured: Calibration, directory: Path):
+    """With a calibration ``auto`` is the default, and the ratio of step times is known before a step is run."""
+    assert measured
+    asked: dict[str, Any] = {
+        "max_num_seqs": 2, "max_model_len": 32, "prefill_buckets": (16,), "max_logprobs": 0,
+        "speculative_config": {
+            "method": "ngram", "calibration": str(directory.parent / "c.json"), "max_num_speculative_tokens": 1,
+        },
+    }  # fmt: skip
+    llm = LLM(directory, **asked)
+    control = llm.engine.control
+    assert isinstance(control, Adaptive)
+    assert control.lengths == (0, 1)
+    ratios = [p.step_s for p in measured.points if p.length]
+    plain = [p.step_s for p in measured.points if not p.length]
+    expected = np.exp(np.mean(np.log(ratios)) - np.mean(np.log(plain)))
+    assert control.prior is not None
+    assert control.prior.at(1, 2) == pytest.approx((expected, 2**0.5 * measured.noise_floor))
+    other = {**asked["speculative_config"], "method": "draft_model", "model": str(directory)}
+    for wrong, words in (
+        ({"dtype": "float32"}, "dtype 'bfloat16', not 'float32'"),
+        ({"speculative_config": other}, "drafter 'ngram', not 'draft_model'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            LLM(directory, **{**asked, **wrong})
 
 
 def test_the_default_grid_has_about_21_cells():

@@ -14,13 +14,18 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxspec.checkpoint.export import save_model
-from jaxspec.cli.demo import PROMPTS, DemoArgs, plan_of, speculative_of
+from jaxspec.checkpoint.heads import save_head
+from jaxspec.cli.demo import PROMPTS, DemoArgs, drafter_line, plan_of, speculative_of
 from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
+from jaxspec.models.medusa import MedusaSpec
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
 from scripts.house_report import ROOT
+from tests.unit.checkpoint.head_cases import head
+
+pytestmark = pytest.mark.served
 
 VOCAB = 320
 CONFIG = {
@@ -106,6 +111,26 @@ def test_named_model_gets_ngram_unless_a_draft_is_named(model: Path):
     assert speculative_of(DemoArgs(model=model))["method"] == "ngram"
     config = speculative_of(DemoArgs(model=model, draft=model, k=3))
     assert config == {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+
+
+def test_the_packaged_target_gets_the_packaged_head():
+    plan = plan_of(DemoArgs())
+    assert plan.speculative["method"] == "shared_expert"
+    assert "shared_expert head, 2.3 M parameters, 5 tokens ahead" in drafter_line(plan.speculative, plan.config)
+
+
+def test_every_drafter_has_words(model: Path, tmp_path: Path):
+    save_head(head(MedusaSpec(2, 1, CONFIG["hidden_size"], VOCAB, VOCAB)), tmp_path)
+    words: list[tuple[str, dict[str, str | int], str]] = [
+        ("mtp", {}, "multi-token prediction, 2 tokens ahead"),
+        ("early_exit", {"exit_layer": 1}, "the target's first 1 layers, 2 tokens ahead"),
+        ("draft_model", {"model": str(model)}, "qwen2_moe, "),
+        ("medusa", {"model": str(tmp_path)}, "medusa head, 0.0 M parameters, 2 tokens ahead"),
+        ("hybrid", {"model": str(tmp_path)}, "n-gram lookup in the text so far, else draft head, 0.0 M"),
+    ]
+    for method, more, expected in words:
+        line = drafter_line({"method": method, "num_speculative_tokens": 2, **more}, CONFIG)
+        assert expected in line
 
 
 @pytest.mark.parametrize(

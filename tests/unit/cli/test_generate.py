@@ -186,7 +186,7 @@ def test_interruption_and_broken_pipes_are_quiet(monkeypatch: pytest.MonkeyPatch
 
 
 def test_demo_models_are_named():
-    with pytest.raises(ConfigError, match=r"known are \['target', 'draft'\]"):
+    with pytest.raises(ConfigError, match=r"known are \['target', 'draft', 'head'\]"):
         demo_model_dir("teacher")
 
 

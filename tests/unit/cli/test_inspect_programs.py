@@ -9,6 +9,8 @@ from jaxspec.bench import aot
 from jaxspec.cli.main import main
 from scripts.house_report import ROOT
 
+pytestmark = pytest.mark.served
+
 COMPILED: dict[str, Any] = {
     "gpu": "NVIDIA H100 80GB HBM3", "devices": 8, "mesh": {"data": 1, "expert": 8, "tensor": 1}, "rows": 4,
     "capacity": 4096, "drafts": 3, "kernels": "triton", "bucket": 256, "steps": 8,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench.calibrate import digests
+from jaxspec.checkpoint.fingerprint import digests
 from jaxspec.cli.main import main
 from jaxspec.perf.calibration import VERSION, Calibration, FitRecord, OverlapRecord, Point, save_calibration
 from scripts.house_report import ROOT
@@ -190,3 +190,27 @@ def test_a_calibration_replaces_the_data_sheet(calibrated: Path, capsys: pytest.
     assert "measured with another model (olmoe)" in refused(capsys, "--model", "qwen3-8b", *flags)
     assert "leave --mesh, --overlap out" in refused(capsys, "--model", "olmoe-1b-7b", *flags, "--mesh", "expert=2")
     assert "either --hardware" in refused(capsys, "--model", "olmoe-1b-7b", "--hardware", "h200", *flags)
+
+
+def test_more_and_more_devices(capsys: pytest.CaptureFixture):
+    """DeepSeek-V3 fits from 8 H200 on; a step takes 2 exchanges in each of its 58 routed layers, whatever K."""
+    asked = ("--model", "deepseek-v3", "--hardware", "h200", "--devices", "16", "4", "8", "--batch", "4")
+    found = plan(capsys, *asked, "--lengths", "3", "--no-trees", "--drafter", "mtp")
+    four, eight, sixteen = found["devices"]
+    assert [four["fits"], eight["fits"], sixteen["fits"]] == [False, True, True]
+    assert [x["exchanges"] for x in found["devices"]] == [2 * 58] * 3
+    assert all(x["verify_bytes"] == pytest.approx(4 * x["plain_bytes"]) for x in found["devices"])
+    assert (four["efficiency"], eight["efficiency"], eight["far_share"]) == (None, 1, 0)
+    assert sixteen["far_share"] == pytest.approx(8 / 15), "8 of the 15 others stand in the other node"
+    assert [x["batch"]["rows"] for x in found["devices"]] == [16, 32, 64]
+    whole = plan(capsys, *asked[:2], "--hardware", "h200x8", "--batch", "32", "--lengths", "3", "--no-trees")
+    assert eight["batch"]["best"]["tok_per_s"] == pytest.approx(whole["batches"][0]["best"]["tok_per_s"])
+    assert main(["plan", *asked]) == 0
+    assert "e16" in capsys.readouterr().out
+    assert "give --hardware without a count" in refused(capsys, *asked[:2], "--hardware", "h200x8", "--devices", "8")
+    assert "goes without" in refused(capsys, *asked, "--mesh", "expert=8")
+    assert "one --batch, rows per device" in refused(capsys, *asked, "--batch", "1", "2")
+
+
+def test_servers_whose_network_is_unknown(capsys: pytest.CaptureFixture):
+    assert "says network_gb_per_s" in refused(capsys, "--model", "mixtral-8x7b", "--hardware", "l40sx16")

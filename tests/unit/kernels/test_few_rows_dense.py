@@ -19,6 +19,7 @@ def product(x_MD: jax.Array, w, **settings) -> np.ndarray:
     return np.asarray(few_rows_dense(x_MD, w, dtype=BFLOAT16, implementation="interpret", **settings))
 
 
+@pytest.mark.served
 @pytest.mark.parametrize(("form", "block"), [("bfloat16", 0), ("fp8", 16), ("fp8", 128), ("int8", 0)])
 def test_a_row_is_the_same_among_any_others(form: str, block: int):
     x = jax.random.normal(jax.random.key(0), (40, 544), jnp.float32)

@@ -41,6 +41,7 @@ def same(got: np.ndarray, wanted: np.ndarray):
     assert got.tobytes() == wanted.tobytes()
 
 
+@pytest.mark.served
 @pytest.mark.parametrize("form", SHAPES)
 def test_a_row_does_not_see_its_neighbours(form: str):
     x, choice, weight, weights, _ = SHAPES[form].random(jax.random.key(3))
@@ -58,6 +59,7 @@ def test_a_row_does_not_see_its_neighbours(form: str):
     same(run(x, lonely, weight), np.where(np.arange(64)[:, None] == 0, together, np.float32(0)))
 
 
+@pytest.mark.served
 @pytest.mark.parametrize("rows", [2, 33])
 def test_any_number_of_rows_gives_the_same(rows: int):
     x, choice, weight, weights, _ = SHAPES["bfloat16"].random(jax.random.key(4))
@@ -65,6 +67,7 @@ def test_any_number_of_rows_gives_the_same(rows: int):
     same(program("bfloat16")(x[-rows:], choice[-rows:], weight[-rows:], weights), together[-rows:])
 
 
+@pytest.mark.served
 def test_tiles_do_not_depend_on_decoding_rows():
     *_, weights, _ = SHAPES["bfloat16"].abstract()
     assert len({tiles_for(weights, rows, False) for rows in (1, 2, 64, 511, 512)}) == 1

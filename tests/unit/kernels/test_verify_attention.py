@@ -18,11 +18,13 @@ from jaxspec.nn.rope import RopeSpec
 from pallas_kernels.blocks import trying
 from pallas_kernels.select import UnsupportedKernel
 from pallas_kernels.verify_attention.api import OP, obstacles, verify_attention
-from pallas_kernels.verify_attention.cases import TREE, Sizes
+from pallas_kernels.verify_attention.cases import TREE, Sizes, depths, paths
 from pallas_kernels.verify_attention.kernel import Tiles
 
 FLOAT32 = jnp.dtype("float32")
 SMALL = Tiles(rows=16, block=8, split=16)
+# Rows grow trees of their own, of one depth.
+TREES = (TREE, (-1, 0, 0, 0, 0, 4, 5, 4), (-1, 0, 1, 2, 1, 1, 0, 2))
 ROWS, LENGTH, START_B = 3, 48, np.array([29, 14, 0], np.int32)  # the first row's drafts cross the end of a split
 
 
@@ -39,20 +41,20 @@ class Kind:
     sizes: Sizes
     capacity: int = 48
 
-    def run(self, q_BTHC, logical_BSGC: np.ndarray, start_B, row: int | None = None, ancestors=None, capacity: int = 0):
+    def run(self, q_BTHC, logical_BSGC: np.ndarray, start_B, row: int | None = None, trees=None, capacity: int = 0):
         """Attention of queries whose nodes stand from ``start_B`` on; with ``row`` of that row alone."""
         capacity = capacity or self.capacity
-        depth_T = [sum(see) - 1 for see in ancestors] if ancestors else np.arange(q_BTHC.shape[1])
-        position_BT = start_B[:, None] + np.asarray(depth_T, np.int32)
+        depth_BT = np.arange(q_BTHC.shape[1]) if trees is None else [depths(tree) for tree in trees]
+        position_BT = start_B[:, None] + np.asarray(depth_BT, np.int32)
         pages = [self._pages(x, start_B if row is None else START_B, capacity) for x in self._parts(logical_BSGC)]
-        where = {"start_B": start_B if ancestors else None}
+        where = {} if trees is None else {"start_B": start_B, "path_BTJ": np.stack([paths(tree) for tree in trees])}
         table_BJ = self.table(capacity)
         if self.sizes.page:
             where["table_BJ"] = table_BJ if row is None else table_BJ[row : row + 1]
         elif row is not None:
             where["row_B"] = np.array([row], np.int32)
         sinks_H = np.linspace(-1, 2, self.sizes.heads, dtype=np.float32) if self.sizes.sinks else None
-        call = _program(self.sizes, ancestors)
+        call = _program(self.sizes)
         return np.asarray(call(q_BTHC, *pages, *[None] * (2 - len(pages)), position_BT, sinks_H=sinks_H, **where))
 
     def table(self, capacity: int) -> np.ndarray:
@@ -80,9 +82,9 @@ class Kind:
 
 
 @cache
-def _program(sizes: Sizes, ancestors):
+def _program(sizes: Sizes):
     static = {"value_width": sizes.value_width, "span": sizes.span, "ring": sizes.span is not None}
-    static |= {"dtype": jnp.dtype(sizes.compute), "ancestors": ancestors, "implementation": "interpret"}
+    static |= {"dtype": jnp.dtype(sizes.compute), "implementation": "interpret"}
     return jax.jit(partial(verify_attention, scale=0.3, block=8, **static))
 
 
@@ -100,6 +102,7 @@ def noise(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.served
 @pytest.mark.parametrize("name", KINDS)
 def test_a_row_has_the_same_bits_in_every_company(name: str):
     kind = KINDS[name]
@@ -116,25 +119,25 @@ def test_a_row_has_the_same_bits_in_every_company(name: str):
         np.testing.assert_array_equal(kind.run(q, logical, START_B, capacity=96), together)
 
 
+@pytest.mark.served
 @pytest.mark.parametrize("name", KINDS)
 def test_a_node_has_the_bits_that_its_path_has_as_a_chain(name: str):
     kind = KINDS[name]
-    sizes, ancestors = kind.sizes, Sizes(1, 1, 1, parents=TREE).ancestors
-    assert ancestors is not None
+    sizes = kind.sizes
     q = noise(4, ROWS, len(TREE), sizes.heads, sizes.key_width)
     logical = noise(5, ROWS, LENGTH, sizes.kv_heads, sizes.key_width)
-    nodes = kind.run(q, logical, START_B, ancestors=ancestors)
-    for node, see in enumerate(ancestors):
-        path = np.flatnonzero(see)
-        chain = logical.copy()
+    nodes = kind.run(q, logical, START_B, trees=TREES)
+    for node in range(len(TREE)):
         for row, start in enumerate(START_B):
+            path = np.unique(paths(TREES[row])[node])
+            chain = logical.copy()
             chain[row, start : start + len(path)] = logical[row, start + path]
-        for row in range(ROWS):
             position = START_B[row : row + 1] + np.int32(len(path) - 1)
             alone = kind.run(q[row : row + 1, node : node + 1], chain, position, row)
             np.testing.assert_array_equal(alone[0, 0], nodes[row, node], err_msg=f"row {row}, node {node}")
 
 
+@pytest.mark.served
 def test_many_queries_in_parts_have_the_same_bits(monkeypatch: pytest.MonkeyPatch):
     kind = KINDS["pool"]
     q = noise(6, ROWS, 6, kind.sizes.heads, kind.sizes.key_width)
@@ -157,15 +160,16 @@ LAYERS = {
 @pytest.mark.parametrize(("name", "shape"), [("plain", "chain"), ("ring-sinks", "tree"), ("latent", "tree")])
 def test_a_layer_computes_with_the_kernel_what_it_computes_with_xla(name: str, shape: str):
     spec, pool = LAYERS[name], (2 * 3, 16) if shape == "tree" else None
-    ancestors = Sizes(1, 1, 1, parents=TREE).ancestors if shape == "tree" else None
+    trees = TREES[:2] if shape == "tree" else None
     table_BJ = None if pool is None else np.array([[4, 0, 3], [1, 5, 2]], np.int32)
-    start_B, count = np.array([30, 9], np.int32), len(TREE) if ancestors else 5
-    depth_T = [sum(see) - 1 for see in ancestors] if ancestors else np.arange(count)
-    position_BT = start_B[:, None] + np.asarray(depth_T, np.int32)
+    start_B, count = np.array([30, 9], np.int32), len(TREE) if trees else 5
+    depth_BT = [depths(tree) for tree in trees] if trees else np.arange(count)
+    position_BT = start_B[:, None] + np.asarray(depth_BT, np.int32)
+    path_BTJ = np.stack([paths(tree) for tree in trees]) if trees else None
     layer = init_layer(spec.streams, 2, 48, 8, 8, FLOAT32, pool, layers=2)
     pages = {name: noise(8, *x.shape) for name, x in layer.items()}
     base = np.int32(next(iter(pages.values())).shape[0] // 2)
-    window = Window(start_B, table_BJ, base=base, ancestors=ancestors, block=8)
+    window = Window(start_B, table_BJ, base=base, path_BTJ=path_BTJ, block=8)
     x_BTD = noise(9, 2, count, 64)
     kind: type[nn.Module] = LatentAttention if isinstance(spec, LatentSpec) else Attention
     plain = kind(spec, 64, 1e-5, Policy(FLOAT32, FLOAT32))  # pyright: ignore[reportCallIssue]
@@ -222,7 +226,11 @@ def test_shapes_that_do_not_belong_together_are_refused():
         ((q, k, None, position_BT), {"value_width": 17}, "1 to 16"),
         ((q, k, k, position_BT[:1]), {}, r"\[2, 3\]"),
         ((q, k, k, position_BT), {"ring": True, "table_BJ": position_BT}, "no page table"),
-        ((q, k, k, position_BT), {"ancestors": ((True,),), "start_B": position_BT[:, 0]}, "a tree of 1"),
+        (
+            (q, k, k, position_BT),
+            {"path_BTJ": position_BT[:, :2, None], "start_B": position_BT[:, 0]},
+            r"trees \(2, 2, 1\) need",
+        ),
     ):
         with pytest.raises(UnsupportedKernel, match=words):
             call(*arguments, **changes)

@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.control import Adaptive, AdaptiveSpec, ByBatchSize, Fixed, Outcome
 from jaxspec.serve.survival import Survival
 
@@ -107,6 +109,61 @@ def test_requests_that_differ_change_the_length():
     decisions = [control.choose(4, 0, [request] * 4) for request in (good, bad)]
     assert [d.length for d in decisions] == [5, 0]
     assert decisions[0].gain == pytest.approx(6 / 1.5, rel=0.1)
+
+
+class Routed(Machine):
+    """A machine whose steps take longer the more experts a verification touches, which a head predicts."""
+
+    def __init__(self, tells: bool):
+        super().__init__([], [0.6] * 5, noise=0.02)
+        self.tells, self.spread = tells, 0.5
+
+    def run(self, length: int, rows: int) -> Outcome:
+        experts = [4 + self.spread * k for k in range(1, length + 1)]
+        self.time_s = [0.6 + 0.1 * (4 + self.spread * k) for k in range(6)]
+        outcome = super().run(length, rows)
+        return replace(outcome, touched=tuple(experts)) if self.tells else outcome
+
+
+def test_predicted_experts_move_the_length_before_times_do():
+    """Phases of text that stays with few experts and of text that does not, too short to be learnt from times."""
+    speeds, lengths = [], []
+    for tells in (False, True):
+        machine, control, kept = Routed(tells), Adaptive(LENGTHS), {0.5: [], 3.0: []}
+        for phase in range(120):
+            machine.spread = (0.5, 3.0)[phase % 2]
+            kept[machine.spread] += play(control, machine, 10)[2:]
+        speeds.append(machine.tokens / machine.total_s)
+        lengths.append({spread: np.mean(chosen[-400:]) for spread, chosen in kept.items()})
+    assert abs(lengths[0][0.5] - lengths[0][3.0]) < 0.5, "times alone cannot tell the phases apart"
+    assert lengths[1][0.5] > lengths[1][3.0] + 1.5
+    assert speeds[1] > 1.02 * speeds[0]
+
+
+def ratios_of(time_s: list[float], rows: int = 4) -> StepRatios:
+    return StepRatios({rows: (LENGTHS, tuple(t / time_s[0] for t in time_s))}, 0.02)
+
+
+def test_a_calibration_saves_the_search():
+    """The length that pays is found sooner: more tokens per second in the first dispatches."""
+    found = []
+    for prior in (None, ratios_of(CASES["short pays"][0])):
+        machines = [Machine(*CASES["short pays"], seed=seed) for seed in range(8)]
+        for machine in machines:
+            play(Adaptive(LENGTHS, prior=prior), machine, 60)
+        found.append(sum(m.tokens for m in machines) / sum(m.total_s for m in machines))
+    assert found[1] > found[0]
+
+
+@pytest.mark.parametrize("factor", [0.6, 1.7])
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_calibration_does_no_harm(case: str, factor: float):
+    machine = Machine(*CASES[case], seed=2)
+    wrong = [1.0, *(1 + factor * (t - 1) for t in CASES[case][0][1:])]
+    play(Adaptive(LENGTHS, prior=ratios_of(wrong)), machine, 1500)
+    speed = machine.tokens / machine.total_s
+    assert speed >= 0.98 * machine.speed(0, 4)
+    assert speed >= 0.97 * max(machine.speed(k, 4) for k in LENGTHS)
 
 
 def test_survival_counts():

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from jaxspec.checkpoint import deepseek_v4_chat
+from jaxspec.checkpoint.text import Text
 from jaxspec.errors import ConfigError, RequestError
-from jaxspec.serve import deepseek_v4_chat
 from jaxspec.serve.defaults import end_ids, sampling_defaults
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.text import Text
 
 LETTERS = [chr(i) for i in range(32, 127)] + ["\n"]
 MARKS = [

@@ -1,0 +1,146 @@
+"""What drafts cost and are worth on this machine, measured while serving, so that those that do not pay are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from jaxspec.decode.touched import chosen_of, experts_of
+from jaxspec.draft.cuts import Cuts
+from jaxspec.models.arch import ArchSpec
+from jaxspec.protocol import Prices
+from jaxspec.serve.control import Outcome, bucket
+
+CONFIDENCE_STEPS = 16
+PARTS = ("token", "expert", "depth")
+RIDGE = 0.01  # of each regressor's variance: splits what regressors that always move together explain
+PRIOR = 2.0  # accepted drafts that every step of confidence starts with, so that nothing is cut on a guess
+
+
+@dataclass(frozen=True)
+class BudgetSpec:
+    """How a budget learns.
+
+    Attributes:
+      first: dispatches that only learn: every other one cuts by confidence alone, so that prices show.
+      explore: the least product of confidences of those.
+      probe_every: afterwards one of so many dispatches cuts nothing, for what is always cut would never be seen again.
+      memory: dispatches that times remember.
+      tried: drafts that acceptance remembers, of greedy and of sampling rows each.
+      recent: dispatches over which the rate is taken.
+    """
+
+    first: int = 48
+    explore: float = 0.3
+    probe_every: int = 16
+    memory: float = 512.0
+    tried: float = 8192.0
+    recent: float = 8.0
+
+
+@dataclass
+class StepTimes:
+    """Least squares of step times, within groups that share a program and a number of rows, older ones fading out.
+
+    Attributes:
+      memory: dispatches that are remembered.
+    """
+
+    memory: float
+    _means: dict[tuple[int, int], tuple[float, np.ndarray]] = field(default_factory=dict)
+    _moments: np.ndarray = field(default_factory=lambda: np.zeros((len(PARTS) + 2,) * 2))
+
+    def add(self, group: tuple[int, int], regressors: Sequence[float], step_s: float) -> None:
+        """Takes note of a dispatch; one that took more than twice its group's mean is the machine's doing."""
+        new = np.asarray([*regressors, step_s])
+        count, mean = self._means.get(group, (0.0, new))
+        if step_s > 2 * mean[-1]:
+            return
+        count = min(count + 1, self.memory)
+        away = new - mean
+        self._means[group] = (count, mean + away / count)
+        self._moments = (1 - 1 / self.memory) * self._moments + (1 - 1 / count) * np.outer(away, away)
+
+    def slopes(self) -> np.ndarray:
+        """Seconds per unit of each regressor, none below 0."""
+        spread = self._moments[:-1, :-1] + RIDGE * np.diag(np.diag(self._moments)[:-1])
+        moving = np.flatnonzero(np.diag(spread) > 0)
+        found = np.zeros(len(spread))
+        if len(moving):
+            root = np.linalg.cholesky(spread[np.ix_(moving, moving)])
+            found[moving] = nnls(root.T, np.linalg.solve(root, self._moments[:-1, -1][moving]))[0]
+        return found
+
+
+class VerifyBudget:
+    """Sets the prices of drafts before each dispatch, from what the dispatches before it took and committed.
+
+    The time of a step is explained by the drafts that were verified, the experts that these should touch (as the head
+    predicts, else as if routing were independent) and the depth that was drafted; the estimated acceptance of a
+    confidence is what was accepted of such drafts. Until enough has been seen nothing has a price.
+    """
+
+    def __init__(self, cuts: Cuts, experts: int, top_k: int, spec: BudgetSpec | None = None):
+        """Starts without any knowledge.
+
+        Args:
+          cuts: what is wanted.
+          experts: E of the target, 0 for a dense one.
+          top_k: A.
+          spec: how it learns.
+        """
+        self.cuts, self.experts, self.top_k, self.spec = cuts, experts, top_k, spec or BudgetSpec()
+        self._tried_MC, self._hits_MC = np.zeros((2, 2, CONFIDENCE_STEPS))
+        self._times = StepTimes(self.spec.memory)
+        self._rates: dict[int, tuple[float, float]] = {}
+        self._dispatches = 0
+        self.prices_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+
+    def prices(self, rows: int) -> Prices:
+        """Prices of the next dispatch, for this many active rows."""
+        tokens, time_s = self._rates.get(bucket(rows), (0.0, 0.0))
+        least, learning = self.cuts.least, self._dispatches < self.spec.first
+        if self.cuts.priced and learning:
+            least = max(least, self.spec.explore * (self._dispatches % 2))
+        known = time_s > 0 and not learning and self._dispatches % self.spec.probe_every
+        values: dict[str, Any] = {
+            "rate": tokens / time_s if known else 0.0, "rows": rows, "least": least,
+            "accept_MC": (self._hits_MC + PRIOR) / (self._tried_MC + PRIOR),
+            **{f"{part}_s": self.prices_s[part] for part in PARTS},
+        }  # fmt: skip
+        arrays: dict[str, Any] = {name: np.asarray(value, np.float32) for name, value in values.items()}
+        return Prices(**arrays, experts=self.experts, top_k=self.top_k)
+
+    def record(self, length: int, outcome: Outcome, outcome_HMC: np.ndarray) -> None:
+        """Takes note of a dispatch of a speculation length and of what came of its drafts."""
+        if not outcome.steps or not self.cuts.priced:
+            return
+        self._dispatches += 1
+        tried_MC, hits_MC = outcome_HMC
+        total_M1 = self._tried_MC.sum(axis=1, keepdims=True) + tried_MC.sum(axis=1, keepdims=True)
+        fade_M1 = np.minimum(1.0, self.spec.tried / np.maximum(total_M1, 1.0))
+        self._tried_MC = self._tried_MC * fade_M1 + tried_MC
+        self._hits_MC = self._hits_MC * fade_M1 + hits_MC
+        size, keep = bucket(outcome.rows), 1 - 1 / self.spec.recent
+        tokens, time_s = self._rates.get(size, (0.0, 0.0))
+        self._rates[size] = (keep * tokens + outcome.tokens, keep * time_s + outcome.time_s)
+        regressors = (outcome.drafted, self._experts(outcome), outcome.deepest, 1 / outcome.steps)
+        self._times.add((length, size), regressors, outcome.time_s / outcome.steps)
+        if self._dispatches >= self.spec.first and self._dispatches % self.spec.recent == 0:
+            self.prices_s = dict(zip(PARTS, self._times.slopes().tolist(), strict=False))
+
+    def _experts(self, outcome: Outcome) -> float:
+        """Experts per layer that a step's drafts should have touched and no anchor."""
+        miss = 1 - self.top_k / max(self.experts, 1)
+        if outcome.touched:
+            return outcome.touched[-1] * miss**outcome.rows
+        return self.experts * miss**outcome.rows * (1 - miss**outcome.drafted)
+
+
+def budget_of(cuts: Cuts, arch: ArchSpec) -> VerifyBudget | None:
+    """The budget that a ``speculative_config`` asks for with this target, None where nothing is cut."""
+    return VerifyBudget(cuts, experts_of(arch), chosen_of(arch)) if cuts.any else None

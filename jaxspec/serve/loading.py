@@ -1,0 +1,141 @@
+"""What an engine loads: the model that decides and what drafts for it, in the layout that devices and mesh want."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxspec.checkpoint.fingerprint import digests
+from jaxspec.checkpoint.head_config import is_head
+from jaxspec.checkpoint.heads import load_head
+from jaxspec.checkpoint.load import Model, load_model, load_mtp, read_config
+from jaxspec.draft import catalog
+from jaxspec.errors import ConfigError
+from jaxspec.models.heads import Head
+from jaxspec.models.mtp import Mtp
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.expert_transport import TRANSPORTS
+from jaxspec.nn.policy import Policy, policy_for, transport_for
+from jaxspec.perf.calibration import load_calibration
+from jaxspec.perf.step_ratios import StepRatios, step_ratios
+from jaxspec.pytree import replace
+from jaxspec.shapes import Params
+from jaxspec.sharding.mesh import make_mesh
+from jaxspec.sharding.placement import mesh_of, row_axes
+
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+
+
+def load_target(
+    model: str | Path | Model,
+    *,
+    dtype: str,
+    kernels: str,
+    quantization: str,
+    mesh: Mapping[str, int] | None,
+    transport: str,
+    rows: int,
+    on_load: Callable[[int, int], None] | None,
+) -> Model:
+    """The model, or the one that another engine has loaded.
+
+    Args:
+      model: directory, or a loaded model.
+      dtype: of weights and products, or ``auto``.
+      kernels: what computes, see ``LLM``.
+      quantization: see ``load_model``.
+      mesh: devices by axis, None for one device.
+      transport: ``expert_transport`` of ``LLM``.
+      rows: B.
+      on_load: called with (bytes placed, bytes in all).
+
+    Raises:
+      ConfigError, CheckpointError: the directory, the settings or the mesh are not usable.
+    """
+    if transport not in ("auto", *TRANSPORTS):
+        raise ConfigError(f"LLM: expert_transport {transport!r} is not known; known are {['auto', *TRANSPORTS]}")
+    if isinstance(model, Model):
+        if mesh is not None or transport != "auto":
+            raise ConfigError(
+                "LLM: a model that is loaded already brings its mesh; leave mesh and expert_transport out"
+            )
+        return model
+    if mesh is None and transport != "auto":
+        raise ConfigError(
+            f"LLM: expert_transport {transport!r} is for several devices; give mesh, too, or leave it out"
+        )
+    policy, devices = _policy(dtype, kernels, model), None
+    if mesh is not None:
+        devices = make_mesh(mesh)
+        policy = _spread(policy, devices, rows, transport)
+    return load_model(model, policy, quantization=quantization, mesh=devices, show=on_load)
+
+
+def load_draft(
+    config: catalog.SpeculativeConfig, target: Model, quantization: str
+) -> tuple[Transformer | Mtp, Params] | Head | None:
+    """What drafts, where the method has a model, on the target's mesh.
+
+    Only the target's own layers are quantised like it. What the mesh does not divide of a draft model or head is whole
+    on each device.
+    """
+    mesh = mesh_of(target.params)
+    if config.method == "mtp":
+        return load_mtp(target.directory, target.net, quantization=quantization, mesh=mesh)
+    if config.model is None:
+        return None
+    if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(Path(config.model)))):
+        return load_head(config.model, target.net.arch, target.net.policy, mesh=mesh)
+    if is_head(read_config(Path(config.model))):
+        raise ConfigError(
+            f"speculative_config: {config.model} holds a draft head, not a model; give its kind as method "
+            f"({', '.join(catalog.HEADS)})"
+        )
+    model = load_model(config.model, target.net.policy, mesh=mesh, allow_replication=True)
+    return model.net, model.params
+
+
+def load_prior(config: catalog.SpeculativeConfig, target: Model, quantization: str) -> StepRatios | None:
+    """Step times that were calibrated beforehand, where ``speculative_config`` names them.
+
+    Raises:
+      ConfigError: they are of another model, drafter or dtype.
+    """
+    if config.lengths.calibration is None:
+        return None
+    found = load_calibration(Path(config.lengths.calibration))
+    have = {
+        "model": digests(target.config)["config_digest"], "drafter": config.method,
+        "dtype": str(target.net.policy.param), "quantization": quantization,
+    }  # fmt: skip
+    measured = {**found.settings, "model": found.model.get("config_digest")}
+    wrong = [f"{name} {measured.get(name)!r}, not {have[name]!r}" for name in have if measured.get(name) != have[name]]
+    if wrong:
+        raise ConfigError(
+            f"speculative_config: {config.lengths.calibration} was measured with {'; '.join(wrong)}; run jaxspec "
+            "calibrate with this model and drafter"
+        )
+    return step_ratios(found)
+
+
+def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:
+    if dtype not in (*DTYPES, "auto"):
+        raise ConfigError(f"LLM: dtype {dtype!r} is not known; known are {['auto', *DTYPES]}")
+    if dtype == "auto":
+        config = read_config(Path(directory))
+        dtype = str(config.get("dtype") or config.get("torch_dtype"))
+    return policy_for(DTYPES.get(dtype, "bfloat16"), jax.default_backend(), kernels)
+
+
+def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str) -> Policy:
+    """The policy for rows that are split over a mesh."""
+    default = transport_for(mesh, rows, jax.default_backend(), policy.kernels)
+    chosen: Any = default if transport == "auto" else transport
+    if chosen == "ragged" and jax.default_backend() == "cpu":
+        raise ConfigError('LLM: XLA has no ragged exchange on a CPU; take expert_transport="padded"')
+    over = row_axes(mesh, rows, chosen != "sum")
+    # Caches of stacked layers lie one behind the other, and rows cannot be split off there.
+    split = any(mesh.shape[axis] > 1 for axis in over)
+    return replace(policy, transport=chosen, depth="unrolled" if split else policy.depth)

@@ -1,0 +1,94 @@
+"""The budget of verifications, against made-up machines whose costs are known."""
+
+import numpy as np
+import pytest
+
+from jaxspec.draft.cuts import Cuts
+from jaxspec.serve.budget import CONFIDENCE_STEPS, BudgetSpec, VerifyBudget
+from jaxspec.serve.control import Outcome
+
+BASE_S, TOKEN_S, EXPERT_S, DEPTH_S, STEPS, DRAFTS = 0.02, 2e-4, 1e-4, 1e-3, 8, 4
+NOTHING = np.zeros((2, 2, CONFIDENCE_STEPS))
+
+
+def play(budget: VerifyBudget, dispatches: int, rows: int = 4, spikes: float = 0.0, expert_s: float = 0.0) -> None:
+    """Dispatches whose drafts are cut at random where anything has a price."""
+    rng = np.random.default_rng(0)
+    for _ in range(dispatches):
+        prices = budget.prices(rows)
+        cuts = prices.rate > 0 or prices.least > 0
+        lengths = rng.integers(0, DRAFTS + 1, (STEPS, rows)) if cuts else np.full((STEPS, rows), DRAFTS)
+        drafted, deepest = lengths.sum() / STEPS, lengths.max(axis=1).mean()
+        touched = 8 * (1 - 0.75 ** (rows + drafted)) - 8 * (1 - 0.75**rows)
+        step_s = BASE_S + TOKEN_S * drafted + DEPTH_S * deepest + expert_s * touched
+        step_s *= 1 + 0.01 * rng.standard_normal() + 9 * (rng.random() < spikes)
+        accepted = {DRAFTS: rng.integers(0, 3, rows * STEPS).tolist()}
+        outcome = Outcome(rows, STEPS, step_s * STEPS, accepted, drafted=drafted, deepest=deepest)
+        budget.record(DRAFTS, outcome, NOTHING)
+
+
+@pytest.mark.parametrize("spikes", [0.0, 0.05])
+def test_prices_are_the_machines(spikes: float):
+    budget = VerifyBudget(Cuts(priced=True), 0, 0)
+    play(budget, 600, spikes=spikes)
+    assert budget.prices_s["token"] == pytest.approx(TOKEN_S, rel=0.3)
+    assert budget.prices_s["depth"] == pytest.approx(DEPTH_S, rel=0.3)
+    assert budget.prices_s["expert"] == 0
+    if not spikes:
+        rate = float(budget.prices(4).rate)
+        assert rate == pytest.approx(4 * 2 / (BASE_S + 8 * TOKEN_S + 3.5 * DEPTH_S), rel=0.15)
+
+
+def test_what_a_step_takes_is_explained_whatever_moves_together():
+    """Drafts of one row, their depth and their experts say the same: what all of them cost together is right."""
+    budget = VerifyBudget(Cuts(priced=True), 8, 2)
+    play(budget, 600, rows=1, expert_s=EXPERT_S)
+    price = budget.prices_s
+    assert min(price.values()) >= 0
+    fresh = 8 * 0.75 - 8 * 0.75**3
+    found = price["token"] * 2 + price["depth"] * 2 + price["expert"] * fresh
+    assert found == pytest.approx(TOKEN_S * 2 + DEPTH_S * 2 + EXPERT_S * fresh, rel=0.2)
+
+
+def test_nothing_has_a_price_until_it_is_known():
+    spec = BudgetSpec(first=10, probe_every=4)
+    budget = VerifyBudget(Cuts(priced=True), 0, 0, spec)
+    for dispatch in range(10):
+        prices = budget.prices(4)
+        assert not np.any([prices.rate, prices.token_s, prices.expert_s, prices.depth_s])
+        assert float(prices.least) == pytest.approx(spec.explore * (dispatch % 2))
+        play(budget, 1)
+    play(budget, 30)
+    priced = []
+    for _ in range(8):
+        priced.append(float(budget.prices(4).rate) > 0)
+        play(budget, 1)
+    assert priced == [True, True, True, False] * 2 or sum(priced) == 6
+    assert float(budget.prices(64).rate) == 0, "nobody knows how fast so many rows commit"
+
+
+def test_a_threshold_alone_learns_nothing():
+    budget = VerifyBudget(Cuts(least=0.4), 8, 2)
+    for _ in range(3):
+        prices = budget.prices(2)
+        assert float(prices.least) == pytest.approx(0.4)
+        assert float(prices.rate) == 0
+        play(budget, 40)
+    assert set(budget.prices_s.values()) == {0.0}
+
+
+def test_acceptance_is_what_was_accepted_of_such_drafts():
+    budget = VerifyBudget(Cuts(priced=True), 0, 0, BudgetSpec(tried=4000))
+    outcome = Outcome(4, STEPS, 0.1, {DRAFTS: [1] * 32})
+    seen_HMC = NOTHING.copy()
+    seen_HMC[:, 0, 3], seen_HMC[:, 1, 9] = (100, 20), (100, 70)
+    for _ in range(20):
+        budget.record(DRAFTS, outcome, seen_HMC)
+    found_MC = budget.prices(4).accept_MC
+    assert found_MC[0, 3] == pytest.approx(0.2, abs=0.01)
+    assert found_MC[1, 9] == pytest.approx(0.7, abs=0.01)
+    assert found_MC[0, 9] == 1, "nothing is cut on a guess"
+    seen_HMC[1, 0, 3] = 90
+    for _ in range(100):
+        budget.record(DRAFTS, outcome, seen_HMC)
+    assert budget.prices(4).accept_MC[0, 3] == pytest.approx(0.9, abs=0.06), "workloads change"
