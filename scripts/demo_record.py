@@ -25,6 +25,7 @@ from jaxspec.checkpoint.export import save_model
 from jaxspec.checkpoint.load import load_model
 from jaxspec.models.catalog import arch_of
 from jaxspec.shapes import Params
+from jaxspec.train.metrics import read_metrics
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 GENERATION = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "do_sample": False}
@@ -38,22 +39,6 @@ def export(out: Path, params: Params, config: dict[str, Any], data: Path) -> Non
         shutil.copyfile(data / name, out / name)
     (out / "generation_config.json").write_text(json.dumps(GENERATION, indent=2) + "\n")
     save_model(out, params, arch_of(config), config, np.dtype("bfloat16"))
-
-
-def read_log(run: Path) -> list[dict[str, float]]:
-    """Entries of a run's log in the order they were written."""
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-
-
-def wall_time(entries: list[dict[str, float]]) -> float:
-    """Seconds of all the processes that worked on a run; each counts from its own start."""
-    total = last = 0.0
-    step = 0
-    for entry in entries:
-        if entry["time_s"] < last or entry["step"] <= step:
-            total += last
-        last, step = entry["time_s"], int(entry["step"])
-    return round(total + last, 1)
 
 
 def curve(entries: list[dict[str, float]]) -> dict[str, list[dict[str, float]]]:
@@ -73,13 +58,13 @@ def curve(entries: list[dict[str, float]]) -> dict[str, list[dict[str, float]]]:
 
 def describe(run: Path, config: dict[str, Any], steps: int, batch: int, length: int) -> dict[str, Any]:
     """What is known of one training run."""
-    entries = read_log(run)
+    entries = read_metrics(run)
     return {
         "config": config,
         "steps": steps,
         "batch": [batch, length],
         "tokens_seen": steps * batch * length,
-        "wall_time_s": wall_time(entries),
+        "wall_time_s": entries[-1]["time_s"],
         "curve": curve(entries),
     }
 

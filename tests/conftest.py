@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxspec" / "tests"
@@ -33,6 +34,17 @@ if DEVICES not in os.environ.get("XLA_FLAGS", ""):
 
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
 settings.load_profile("house")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Takes halves of entries out of the compile cache, which a killed run leaves and JAX fails on."""
+    cache = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    if hasattr(config, "workerinput") or not cache.is_dir():
+        return
+    with FileLock(cache / ".lockfile"):
+        for entry in cache.glob("*-cache"):
+            if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
+                entry.unlink()
 
 
 @pytest.fixture(autouse=True)

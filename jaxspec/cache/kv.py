@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxspec.pytree import pytree, static
@@ -54,10 +53,12 @@ class Window:
       row_B: batch row of each row of this forward, or None when row i is batch row i.
       live_BT: positions whose results are used, None for all; the others touch no routed expert.
       base: first page of this layer where several layers share one array, or None for page 0.
-      ancestors: one row per query, query t sees provisional node s; None for a chain, where it sees all before it.
+      path_BTJ: provisional nodes that each query sees, itself the last, by depth, and any behind it; B may be 1. None
+        for a chain, where a query sees all before it.
       offset: nodes written by earlier forwards of the same tree; this one writes behind them.
       block: positions that attention reads at a time; divides the page size.
       at_once: whether all rows are written by one scatter, as a GPU wants it, and not by an update each.
+      apart: whether rows lie on several devices: each is then written and read where it lies.
     """
 
     start_B: Array
@@ -65,15 +66,37 @@ class Window:
     row_B: Array | None = None
     base: Array | None = None
     live_BT: Array | None = None
-    ancestors: tuple[tuple[bool, ...], ...] | None = static(default=None)
+    path_BTJ: Array | None = None
     offset: int = static(default=0)
     block: int = static(default=128)
     at_once: bool = static(default=False)
+    apart: bool = static(default=False)
 
     @property
     def first_B(self) -> Array:
         """Position of the first node that this forward writes."""
         return self.start_B + self.offset if self.offset else self.start_B
+
+
+@pytree
+class Packed:
+    """Whole texts packed into rows, for forwards without a cache: a position sees those before it in its own text.
+
+    Attributes:
+      segment_BT: number of the text that each position belongs to, 0 for padding.
+    """
+
+    segment_BT: Array
+
+    @property
+    def live_BT(self) -> Array:
+        """Positions whose results are used."""
+        return self.segment_BT > 0
+
+
+def segments_of(window: Window | Packed | None) -> Array | None:
+    """Number of the text of each position where rows hold several."""
+    return window.segment_BT if isinstance(window, Packed) else None
 
 
 def entries(spec: StreamSpec, room: int, slack: int, block: int) -> int:
@@ -139,7 +162,8 @@ def write(pages_PGZC: Array, spec: StreamSpec, window: Window, new_BTGC: Array, 
     first_B = window.first_B if first_B is None else first_B
     rows, count = new_BTGC.shape[:2]
     table_BJ = _table(spec, window)
-    if rows <= UNROLLED_ROWS and not window.at_once and (table_BJ is None or table_BJ.shape[1] == 1):
+    one_by_one = rows <= UNROLLED_ROWS and not window.at_once and not window.apart
+    if one_by_one and (table_BJ is None or table_BJ.shape[1] == 1):
         new_BGTC, page_B = new_BTGC.swapaxes(1, 2), _own_pages(spec, window, rows)
         put = _put if spec.reach is None or count == 1 else _put_around
         for row in range(rows):  # one in-place update per row; a scatter would be slower on CPU
@@ -148,6 +172,11 @@ def write(pages_PGZC: Array, spec: StreamSpec, window: Window, new_BTGC: Array, 
         return pages_PGZC
     entry_BT = first_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     page_BT, slot_BT = _places(pages_PGZC, spec, window, entry_BT)
+    if _in_place(spec, window):
+        put_all = jax.vmap(
+            lambda page_GZC, slot_T, new_TGC: page_GZC.at[:, slot_T].set(new_TGC.swapaxes(0, 1), mode="drop")
+        )
+        return put_all(pages_PGZC, slot_BT, new_BTGC)
     # Only rows that hold no request may share a page, and what is written for them counts nowhere.
     return pages_PGZC.at[page_BT, :, slot_BT].set(new_BTGC, mode="drop", unique_indices=window.at_once)
 
@@ -181,6 +210,11 @@ def _table(spec: StreamSpec, window: Window) -> Array | None:
     return window.table_BJ if spec.pooled else None
 
 
+def _in_place(spec: StreamSpec, window: Window) -> bool:
+    """Whether row i is page i, and may lie on another device than row j."""
+    return window.apart and window.row_B is None and _table(spec, window) is None
+
+
 def _own_pages(spec: StreamSpec, window: Window, rows: int) -> Array:
     """The one page of each row."""
     table_BJ = _table(spec, window)
@@ -203,8 +237,14 @@ def _places(pages_PGZC: Array, spec: StreamSpec, window: Window, entry_BT: Array
 
 def read(pages_PGZC: Array, spec: StreamSpec, window: Window, entry_BT: Array) -> Array:
     """Chosen entries of each row, [B, T, G, C]."""
+    return _read(_stored_at(pages_PGZC, spec, window, entry_BT))
+
+
+def _stored_at(pages_PGZC: Array, spec: StreamSpec, window: Window, entry_BT: Array) -> Array:
     page_BT, slot_BT = _places(pages_PGZC, spec, window, entry_BT)
-    return _read(pages_PGZC[page_BT, :, slot_BT])
+    if _in_place(spec, window):
+        return jax.vmap(lambda page_GZC, slot_T: page_GZC[:, slot_T].swapaxes(0, 1))(pages_PGZC, slot_BT)
+    return pages_PGZC[page_BT, :, slot_BT]
 
 
 def read_block(pages_PGZC: Array, spec: StreamSpec, window: Window, index: Array, rows: int) -> Array:
@@ -215,15 +255,12 @@ def read_block(pages_PGZC: Array, spec: StreamSpec, window: Window, index: Array
     """
     size = entry_block(spec, window.block)
     block_BGZC = _read_rows(pages_PGZC, spec, window, index, rows, size)
-    if window.ancestors is None:
+    if window.path_BTJ is None:
         return _read(block_BGZC)
-    see_TN = np.asarray(window.ancestors)
-    paths = [np.flatnonzero(see) for see in see_TN]
-    deepest = max(len(path) for path in paths)
-    path_TJ = np.stack([np.pad(path, (0, deepest - len(path))) for path in paths]).astype(np.int32)
-    place_BN = window.start_B[:, None] + jnp.arange(see_TN.shape[1], dtype=jnp.int32)
-    page_BN, slot_BN = _places(pages_PGZC, spec, window, place_BN)
-    own_BTJGC = pages_PGZC[page_BN, :, slot_BN][:, path_TJ]
+    _, count, deepest = window.path_BTJ.shape
+    place_BTJ = jnp.broadcast_to(window.start_B[:, None, None] + window.path_BTJ, (rows, count, deepest))
+    own_BXGC = _stored_at(pages_PGZC, spec, window, place_BTJ.reshape(rows, -1))
+    own_BTJGC = own_BXGC.reshape(rows, count, deepest, *own_BXGC.shape[2:])
     depth_BZ = index * size + jnp.arange(size, dtype=jnp.int32) - window.start_B[:, None]
     inside = jnp.clip(depth_BZ, 0, deepest - 1)[:, None, :, None, None]
     own_BTZGC = jnp.take_along_axis(own_BTJGC, inside, axis=2)
@@ -246,6 +283,9 @@ def _read_rows(pages_PGZC: Array, spec: StreamSpec, window: Window, index: Array
             base = zero if window.base is None else window.base
             return lax.dynamic_slice(pages_PGZC, (base, zero, first, zero), (rows, heads, size, width))
         page_B = _own_pages(spec, window, rows)
+        if window.apart:
+            block_PGZC = lax.dynamic_slice_in_dim(pages_PGZC, first, size, axis=2)
+            return jnp.take(block_PGZC, page_B, axis=0, mode="clip")
     shape = (1, heads, size, width)
     if rows == 1:
         return lax.dynamic_slice(pages_PGZC, (page_B[0], zero, first, zero), shape)
@@ -265,7 +305,6 @@ def compact(cache: LayerCache, streams: Mapping[str, StreamSpec], window: Window
     def move(pages_PGZC: Array, spec: StreamSpec) -> Array:
         if spec.stride > 1:
             raise AssertionError("compressed entries hold several positions; trees are refused before")
-        page_BT, slot_BT = _places(pages_PGZC, spec, window, window.first_B[:, None] + path_BT)
-        return write(pages_PGZC, spec, window, _read(pages_PGZC[page_BT, :, slot_BT]))
+        return write(pages_PGZC, spec, window, read(pages_PGZC, spec, window, window.first_B[:, None] + path_BT))
 
     return {name: move(pages, streams[name]) for name, pages in cache.items()}

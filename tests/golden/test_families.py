@@ -45,15 +45,21 @@ def config_of(directory: Path) -> dict:
 KNOWN_ORACLES = [d for d in ORACLES if config_of(d)["model_type"] in known_families()]
 
 
-KINDS = (("switched", "unrolled"), ("stacked", "stacked"))
+KINDS = (("switched", "unrolled", "xla"), ("stacked", "stacked", "xla"))
+INTERPRETED = ("stacked", "stacked", "interpret")
+# Together every mechanism that kernels compute; one that fell back would warn, and warnings are errors.
+WITH_KERNELS = ("qwen3_moe", "qwen2_moe", "gpt_oss_mxfp4", "deepseek_v3", "mixtral_window", "glm4_moe")
 
 
-def layouts(kinds: tuple[tuple[str, str], ...] = KINDS) -> list:
-    """Every known model with these layouts of experts and of layers."""
+def layouts(kinds: tuple[tuple[str, str, str], ...] = KINDS) -> list:
+    """Every known model with these layouts of experts and of layers, and what computes."""
     found = []
     for directory in (*GOLDENS, *KNOWN_ORACLES):
         prefix = "oracle-" if directory in ORACLES else ""
-        found += [pytest.param((directory, *k), id=f"{prefix}{directory.name}-{k[0]}-{k[1]}") for k in kinds]
+        for kind in kinds:
+            if kind != INTERPRETED or directory.name in WITH_KERNELS:
+                name = "-".join(kind).removesuffix("-xla")
+                found.append(pytest.param((directory, *kind), id=f"{prefix}{directory.name}-{name}"))
     return found
 
 
@@ -77,14 +83,14 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    directory, experts, depth = request.param
+    directory, experts, depth, kernels = request.param
     oracle = directory in ORACLES
     model_dir, says_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("reference")
     (model_dir / "config.json").symlink_to(directory / ("hub_config.json" if oracle else "config.json"))
     (model_dir / "model.safetensors").symlink_to(directory / "model.safetensors")
     reference = "io.safetensors" if oracle else "reference.safetensors"
     (says_dir / "says.safetensors").symlink_to(directory / reference)
-    policy = Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), experts, depth)
+    policy = Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), experts, depth, kernels)
     says = {name: np.asarray(value) for name, value in TensorFiles(says_dir).items()}
     if oracle:  # the continuation there is that of the first row's first 24 tokens, of some models only its first token
         prompt = says["input_ids"][:1, :24]
@@ -135,7 +141,7 @@ def test_decode_one_by_one(case: Case):
     decode(case, 1)
 
 
-@every_layout
+@pytest.mark.parametrize("case", layouts((*KINDS, INTERPRETED)), indirect=True, scope="module")
 def test_decode_in_blocks_of_5(case: Case):
     decode(case, 5)
 

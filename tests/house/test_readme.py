@@ -11,6 +11,7 @@ README = ROOT / "README.md"
 BLOCK = re.compile(r"^```python[ \t]*(?P<info>[^\n]*)\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.served
 def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     text, namespace = README.read_text(), {"__name__": "readme"}
     monkeypatch.chdir(tmp_path)

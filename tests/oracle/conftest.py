@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jaxspec.checkpoint.export import save_model
 from jaxspec.checkpoint.load import Model, load_model
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
-from jaxspec.decode.state import Target
+from jaxspec.decode.state import DecodeState, Target
 from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.draft.cuts import Cuts
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.null import NoDrafts
@@ -26,10 +27,12 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Anchor, Commit, Drafter, Proposal
+from jaxspec.protocol import NOTHING, Anchor, Commit, Drafter, Prices, Proposal, Reads
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
+from jaxspec.serve.budget import CONFIDENCE_STEPS, VerifyBudget
 from jaxspec.serve.compiled import Programs
+from jaxspec.serve.control import Outcome
 from jaxspec.serve.engine import Engine, EngineSpec
 from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
 from jaxspec.serve.rows import new_samples
@@ -122,6 +125,10 @@ class Scripted:
         return "nothing"
 
     @property
+    def reads(self) -> Reads:
+        return NOTHING
+
+    @property
     def slack(self) -> int:
         return 0
 
@@ -160,16 +167,27 @@ def _caught_up(size: int) -> Callable:
     return jax.jit(partial(catch_up, size=size), donate_argnums=1)
 
 
+def _priceless(program: Callable) -> Callable:
+    """The program, shared by engines with and without prices: it hands them through."""
+
+    def run(*args):
+        (place,) = (i for i, arg in enumerate(args) if isinstance(arg, DecodeState))
+        prices = args[place].prices
+        return replace(program(*args[:place], replace(args[place], prices=None), *args[place + 1 :]), prices=prices)
+
+    return run
+
+
 SHARED = {
-    "admit": jax.jit(admit, donate_argnums=0),
-    "retire": jax.jit(retire, donate_argnums=0),
-    "prefill": jax.jit(prefill, donate_argnums=2),
+    "admit": _priceless(jax.jit(admit, donate_argnums=0)),
+    "retire": _priceless(jax.jit(retire, donate_argnums=0)),
+    "prefill": _priceless(jax.jit(prefill, donate_argnums=2)),
 }
 
 
 def _prefill(target, drafter, *rest):
     # What a drafter observes of a prompt does not depend on its topology: one program serves all of them.
-    plain = replace(drafter, topology=chain(1)) if isinstance(drafter, SmallLm | MtpHeads) else NoDrafts()
+    plain = NoDrafts() if drafter.follows == "nothing" else replace(drafter, topology=chain(1))
     return SHARED["prefill"](target, plain, *rest)
 
 
@@ -188,6 +206,25 @@ class SharedPrograms(Programs):
 @pytest.fixture
 def shared_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "Programs", SharedPrograms)
+
+
+class Wheel(VerifyBudget):
+    """Goes through prices, whatever happens: nothing is cut, by confidence, by time, everything."""
+
+    def __init__(self):
+        super().__init__(Cuts(priced=True), CONFIG["num_experts"], CONFIG["num_experts_per_tok"])
+        self.calls, self.outcome_HMC = 0, np.zeros((2, 2, CONFIDENCE_STEPS))
+
+    def prices(self, rows: int) -> Prices:
+        self.calls += 1
+        some = {"rate": 1.0, "token_s": 0.1, "expert_s": 0.1, "depth_s": 0.1}
+        changes = ({}, {"least": 0.3}, some, {"least": 0.999})[self.calls % 4]
+        accept_MC = np.tile(np.linspace(0, 1, CONFIDENCE_STEPS, dtype=np.float32), (2, 1))
+        values = {name: np.float32(value) for name, value in changes.items()}
+        return replace(super().prices(rows), **{"least": np.float32(0), **values}, accept_MC=accept_MC)
+
+    def record(self, length: int, outcome: Outcome, outcome_HMC: np.ndarray) -> None:
+        self.outcome_HMC += outcome_HMC
 
 
 @dataclass
@@ -230,14 +267,22 @@ class Lab:
         return MtpHeads(self.loaded[key], target.params, net, target.net, topology)
 
     def engine(
-        self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = 128, control=None, **spec
+        self,
+        drafter: Drafter,
+        *,
+        dtype="float32",
+        layout="switched",
+        block: int = 128,
+        control=None,
+        budget=None,
+        **spec,
     ) -> Engine:
         model = self.model("target", dtype, layout)
         spec = EngineSpec(**{"rows": PLACES, "capacity": CAPACITY, "logprobs": 0, "buckets": (8, 32), **spec})
         made = engine_module.Programs
         engine_module.Programs = SharedPrograms
         try:
-            return Engine(Target(model.params, model.net, block), drafter, spec, {EOS}, control)
+            return Engine(Target(model.params, model.net, block), drafter, spec, {EOS}, control, budget)
         finally:
             engine_module.Programs = made
 

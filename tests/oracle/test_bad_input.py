@@ -186,11 +186,11 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "not a mapping": ("ngram", r"a mapping is needed, got str"),
     "unknown key": (
         {**NGRAM, "num_drafts": 3},
-        r"unknown keys \['num_drafts'\]; known are \['disable_by_batch_size', 'max_num_",
+        r"unknown keys \['num_drafts'\]; known are \['calibration', 'disable_by_batch_size', .*'verify_budget'\]",
     ),
     "unknown method": (
         {**NGRAM, "method": "magic"},
-        r"method 'magic' is not known; known are \['ngram', 'draft_model'",
+        r"method 'magic' is not known; known are \['ngram', 'mtp', 'early_exit', 'draft_model'",
     ),
     "no method": ({"num_speculative_tokens": 2}, r"method None is not known"),
     "unknown rule": (
@@ -223,7 +223,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     ),
     "block with a tree": (
         {"method": "ngram", "speculative_token_tree": [2], "rejection_sample_method": "block"},
-        r"block verification is for chains; leave speculative_token_tree out",
+        r"block verification is for chains; ask for num_speculative_tokens",
     ),
     "draft model without a directory": (
         {"method": "draft_model", "num_speculative_tokens": 2},
@@ -233,6 +233,27 @@ CONFIGS: dict[str, tuple[Any, str]] = {
         {**NGRAM, "model": "somewhere"},
         r'"ngram" takes no "model"; leave one of them out',
     ),
+    "head without a directory": (
+        {"method": "eagle3", "num_speculative_tokens": 2},
+        r'"eagle3" needs "model", the directory of the head',
+    ),
+    "hybrid without a directory": (
+        {"method": "hybrid", "num_speculative_tokens": 2},
+        r'"hybrid" needs "model", the directory of the draft model or head',
+    ),
+    "early exit without a layer": (
+        {"method": "early_exit", "num_speculative_tokens": 2},
+        r'"early_exit" and "exit_layer" go together; give both or neither',
+    ),
+    "exit layer 0": (
+        {"method": "early_exit", "exit_layer": 0, "num_speculative_tokens": 2},
+        r"exit_layer must be an integer from 1, got 0",
+    ),
+    "exit layer behind the last": (
+        {"method": "early_exit", "exit_layer": 9, "num_speculative_tokens": 2},
+        r"exit_layer must be from 1 to \d+, for the target has \d+ layers; got 9",
+    ),
+    "exit layer of another method": ({**NGRAM, "exit_layer": 1}, r'"exit_layer" go together'),
     "lookup reversed": ({**NGRAM, "prompt_lookup_min": 5, "prompt_lookup_max": 3}, r"got 5, 3"),
     "lookup as text": ({**NGRAM, "prompt_lookup_min": "x"}, r"integers from 1 to 16, got"),
 }
@@ -261,6 +282,18 @@ def test_a_draft_model_of_another_vocabulary(target_dir: Path, tmp_path: Path):
     message = rf"a vocabulary of {VOCAB + 8}, the target of {VOCAB}; use a draft model trained with the target's"
     with pytest.raises(ConfigError, match=message):
         LLM(target_dir, speculative_config={"model": str(draft), "num_speculative_tokens": 2}, **SETTINGS)
+
+
+def test_a_head_is_not_a_draft_model(target_dir: Path, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 2}))
+    with pytest.raises(ConfigError, match=r"holds a draft head, not a model; give its kind as method"):
+        LLM(target_dir, speculative_config={"model": str(tmp_path), "num_speculative_tokens": 2}, **SETTINGS)
+
+
+def test_what_drafts_without_parameters_takes_none(llm: LLM, mute: LLM):
+    for engine, drafter in ((llm, "Ngram"), (mute, "NoDrafts")):
+        with pytest.raises(ConfigError, match=f"update_draft: {drafter} has no parameters"):
+            engine.update_draft({})
 
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {

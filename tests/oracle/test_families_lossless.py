@@ -3,22 +3,17 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.checkpoint.load import Model, load_model, load_mtp
-from jaxspec.decode.prefill import admit, prefill, retire
 from jaxspec.decode.state import Target
-from jaxspec.decode.step import StepPlan, dispatch
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
-from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
@@ -39,10 +34,6 @@ MECHANISMS = ("qwen2", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek
 CHAIN, TREE, BLOCK = chain(4), tree((2, 2)), 16
 
 
-# LLVM's optimisation is most of the compile time and no part of what these tests prove; bfloat16 runs with it.
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
 def goldens(quick: tuple[str, ...], fits: Callable[[str], bool] = lambda name: True) -> list:
     """Golden models of a test, slow but for the quick ones."""
     return [pytest.param(n, marks=[] if n in quick else [pytest.mark.slow]) for n in ARCHS if fits(n)]
@@ -54,31 +45,6 @@ def has_mtp(name: str) -> bool:
 
 def has_trees(name: str) -> bool:
     return ARCHS[name].chain_only is None
-
-
-@cache
-def fast_dispatch(plan: StepPlan) -> Callable:
-    return jax.jit(partial(dispatch, plan=plan), donate_argnums=2, compiler_options=FAST)
-
-
-class FastPrograms(SharedPrograms):
-    """The engine's programs, compiled with little optimisation and once per shape."""
-
-    admit_row = jax.jit(admit, donate_argnums=0, compiler_options=FAST)
-    retire_row = jax.jit(retire, donate_argnums=0, compiler_options=FAST)
-    fill = jax.jit(prefill, donate_argnums=2, compiler_options=FAST)
-
-    def __init__(self, target, drafters, state, plan, buckets, turns=False):
-        super().__init__(target, drafters, state, plan, buckets, turns)
-        self._programs = {"admit": FastPrograms.admit_row, "retire": FastPrograms.retire_row}
-        self._programs |= {name: fast_dispatch(plan) for name in map("length {}".format, drafters)}
-        self._programs |= {f"prefill {size}": self.fill_row for size in buckets}
-
-    @staticmethod
-    def fill_row(target, drafter, *rest):
-        # What a drafter observes of a prompt does not depend on its topology: one program serves all of them.
-        plain = replace(drafter, topology=chain(1)) if isinstance(drafter, SmallLm | MtpHeads) else NoDrafts()
-        return FastPrograms.fill(target, plain, *rest)
 
 
 def shifted(head_DV: Array, first: int) -> Array:
@@ -135,9 +101,8 @@ class Family(Lab):
 
     def engine(self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = BLOCK, **spec) -> Engine:
         model = self.model("target", dtype, layout)
-        programs = FastPrograms if dtype == "float32" else SharedPrograms
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module, "Programs", programs)
+            patch.setattr(engine_module, "Programs", SharedPrograms)
             spec = EngineSpec(**{"rows": 2, "capacity": 64, "logprobs": 0, "buckets": (16,), **spec})
             return Engine(Target(model.params, model.net, block), drafter, spec, {EOS})
 
@@ -227,6 +192,7 @@ def test_layers_and_experts_of_their_own(family: Family):
     assert family.speculate("mixed", CHAIN) == family.plainly()
 
 
+@pytest.mark.served
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_bfloat16(family: Family):
@@ -262,6 +228,6 @@ def test_a_published_window_of_128_completes(family: Family):
 @pytest.mark.parametrize("name", [n for n in ARCHS if not has_trees(n)])
 def test_trees_are_refused_where_branches_cannot_be_told_apart(name: str):
     config = {"method": "ngram", "speculative_token_tree": [2, 2]}
-    says = rf"speculative_token_tree is not possible for the target \({ARCHS[name].family}\): .*num_speculative_tokens"
+    says = rf"a tree is not possible for the target \({ARCHS[name].family}\): .*num_speculative_tokens"
     with pytest.raises(ConfigError, match=says):
         LLM(GOLDENS[name], dtype="float32", max_model_len=64, speculative_config=config)

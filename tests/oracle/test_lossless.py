@@ -11,7 +11,7 @@ import pytest
 from jaxspec.draft.null import NoDrafts
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
-from jaxspec.topology import Topology, chain, tree
+from jaxspec.topology import DynamicTree, Topology, chain, tree
 from tests.oracle.conftest import (
     CAPACITY,
     EOS,
@@ -26,6 +26,8 @@ from tests.oracle.conftest import (
     script,
     tokens_of,
 )
+
+pytestmark = pytest.mark.served
 
 CHAINS = [chain(k) for k in (1, 2, 4, 8)]
 TREES = [tree((2,)), tree((2, 2)), tree((3, 1, 1))]
@@ -117,6 +119,20 @@ def test_drafters(lab: Lab, kind: str, topology: Topology):
             accepted = sum(o.metrics.num_accepted_tokens for o in outputs)
             drafted = sum(o.metrics.num_draft_tokens for o in outputs)
             assert accepted < 0.15 * drafted
+
+
+@pytest.mark.parametrize("kind", ["self", "random", "mtp"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_dynamic_trees(lab: Lab, kind: str, batch: str):
+    requests = mixed_requests(batch)
+    plain = lab.reference(batch, requests)
+    outputs = lab.run(lab.drafter(kind, DynamicTree(top_k=3, steps=3, nodes=8)), requests)
+    assert tokens_of(outputs) == tokens_of(plain)
+    accepted = sum(o.metrics.num_accepted_tokens for o in outputs) / sum(o.metrics.num_steps for o in outputs)
+    if kind == "self":
+        assert accepted > 1.5
+    if batch == "cold" and kind == "random":
+        assert accepted < 0.2
 
 
 @pytest.mark.parametrize("kind", ["ngram", "self", "random", "scripted"])

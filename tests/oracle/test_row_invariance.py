@@ -14,6 +14,8 @@ from jaxspec.models.transformer import forward, head
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.demo_pair import demo_model_dir
 
+pytestmark = pytest.mark.served
+
 BFLOAT16 = jnp.dtype("bfloat16")
 LENGTH = 140  # beyond one attention block
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.topology import MAX_NODES, Topology, chain, tree
+from jaxspec.topology import MAX_NODES, DynamicTree, Topology, chain, tree
 
 
 @pytest.mark.parametrize("length", [0, 1, 4])
@@ -13,7 +13,7 @@ def test_chain(length: int):
     assert top.is_chain
     assert (top.nodes, top.drafts, top.max_depth) == (length + 1, length, length)
     assert top.depth == tuple(range(length + 1))
-    np.testing.assert_array_equal(top.ancestors_TT, np.tri(length + 1, dtype=bool))
+    np.testing.assert_array_equal(top.path_TJ, np.tri(length + 1, dtype=int) * np.arange(length + 1))
     assert top.paths() == (tuple(range(1, length + 1)),)
 
 
@@ -31,10 +31,9 @@ def test_a_tree_of_one_branch_is_a_chain():
     assert tree((1, 1, 1)) == chain(3)
 
 
-def test_ancestors_of_an_uneven_tree():
+def test_paths_of_an_uneven_tree():
     top = Topology((-1, 0, 1, 0, 3, 1))
-    seen = {node: set(np.flatnonzero(top.ancestors_TT[node])) for node in range(top.nodes)}
-    assert seen == {0: {0}, 1: {0, 1}, 2: {0, 1, 2}, 3: {0, 3}, 4: {0, 3, 4}, 5: {0, 1, 5}}
+    assert top.path_TJ.tolist() == [[0, 0, 0], [0, 1, 0], [0, 1, 2], [0, 3, 0], [0, 3, 4], [0, 1, 5]]
     assert top.paths() == ((1, 2), (3, 4), (1, 5))
     assert top.max_depth == 2
 
@@ -66,3 +65,21 @@ def test_wrong_lengths():
     for branching in ((), (2, 0)):
         with pytest.raises(ConfigError, match="at least 1"):
             tree(branching)
+
+
+def test_dynamic_trees():
+    top = DynamicTree(top_k=3, steps=4, nodes=9)
+    assert (top.nodes, top.drafts, top.max_depth, top.is_chain) == (9, 8, 4, False)
+    assert top.ahead == 1 + 3 * 3
+    assert DynamicTree(2, 1, 2).ahead == 2
+    assert hash(top) == hash(DynamicTree(3, 4, 9))
+    assert DynamicTree(8, 3, MAX_NODES).nodes == MAX_NODES
+    for wrong, words in (
+        ((1, 4, 5), "at least 2"),
+        ((3, 0, 4), "at least 1"),
+        ((3, 4, 4), "give 5 to 31"),
+        ((3, 4, 32), "give 5 to 31"),
+        ((8, 3, MAX_NODES + 1), f"give 4 to {MAX_NODES}"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            DynamicTree(*wrong)

@@ -138,10 +138,8 @@ def dense_attention(q_BTHC, k_BGSC, v_BGSC, start_B, topology: Topology, nodes: 
     for row, start in enumerate(start_B):
         for t, node in enumerate(nodes):
             position = start + topology.depth[node]
-            slots = list(range(start)) + [start + n for n in np.flatnonzero(topology.ancestors_TT[node])]
-            place = list(range(start)) + [
-                start + topology.depth[n] for n in np.flatnonzero(topology.ancestors_TT[node])
-            ]
+            slots = list(range(start)) + [start + n for n in np.unique(topology.path_TJ[node])]
+            place = list(range(start)) + [start + topology.depth[n] for n in np.unique(topology.path_TJ[node])]
             seen = [s for s, p in zip(slots, place, strict=True) if reach is None or p > position - reach]
             for head in range(HEADS):
                 keys = k_BGSC[row, head // group, seen].astype(np.float64)
@@ -156,14 +154,12 @@ def attention(q_BTHC, cache: LayerCache, window: Window, position_BT, spec: Atte
     source = source_of(cache, whole.streams, window, position_BT, spec.window)
     return attend(
         q_BTHC, [source], kv_heads=KV_HEADS, value_width=WIDTH, scale=WIDTH**-0.5, dtype=FLOAT32,
-        tree=window.ancestors is not None,
+        tree=window.path_BTJ is not None,
     )  # fmt: skip
 
 
-def see(topology: Topology, nodes: range) -> tuple[tuple[bool, ...], ...] | None:
-    if topology.is_chain:
-        return None
-    return tuple(tuple(bool(v) for v in topology.ancestors_TT[n, : nodes.stop]) for n in nodes)
+def see(topology: Topology, nodes: range) -> np.ndarray | None:
+    return None if topology.is_chain else topology.path_TJ[None, nodes.start : nodes.stop]
 
 
 UNEVEN = Topology((-1, 0, 0, 1, 3, 2, 4))
@@ -183,10 +179,30 @@ def test_attention_equals_numpy_in_every_layout(shape: str, reach: int | None):
     found = []
     for name in ("plain", "paged"):
         layout = Layout(name, rows)
-        found.append(run(q, layout.holding(k, v), layout.window(start_B, ancestors=see(topology, nodes)), position_BT))
+        found.append(run(q, layout.holding(k, v), layout.window(start_B, path_BTJ=see(topology, nodes)), position_BT))
     np.testing.assert_array_equal(found[0], found[1])
     wanted = dense_attention(q, k, v, start_B, topology, nodes, reach)
     np.testing.assert_allclose(found[0], wanted, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("layout", [Layout("plain", 3), Layout("paged", 3)], ids=lambda layout: layout.name)
+def test_each_row_may_have_a_tree_of_its_own(layout: Layout):
+    """Bitwise what it gets where all rows have that tree."""
+    tops, start_B = [UNEVEN, Topology((-1, 0, 1, 2, 3, 0, 5)), Topology((-1, 0, 0, 0, 3, 4, 4))], starts(3)
+    k, v = noise(1, 3, KV_HEADS, CAPACITY, WIDTH), noise(2, 3, KV_HEADS, CAPACITY, WIDTH)
+    q, cache = noise(3, 3, 7, HEADS, WIDTH), layout.holding(k, v)
+    depth_BT = np.asarray([top.depth for top in tops], np.int32)
+    path_BTJ = np.zeros((3, 7, 5), np.int32)
+    for row, top in enumerate(tops):
+        path_BTJ[row, :, : top.max_depth + 1] = top.path_TJ
+    run = jax.jit(partial(attention, spec=SPEC))
+    together = run(q, cache, layout.window(start_B, path_BTJ=path_BTJ), start_B[:, None] + depth_BT)
+    for row, top in enumerate(tops):
+        window = layout.window(start_B, path_BTJ=path_BTJ[row : row + 1])
+        alone = run(q, cache, window, start_B[:, None] + depth_BT[row])
+        np.testing.assert_array_equal(together[row], alone[row])
+        wanted = dense_attention(q, k, v, start_B, top, range(7), None)
+        np.testing.assert_allclose(together[row], wanted[row], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("reach", [None, 3])
@@ -199,7 +215,7 @@ def test_a_tree_written_level_by_level(reach: int | None):
     q = noise(3, rows, topology.nodes, HEADS, WIDTH)
     run = jax.jit(partial(attention, spec=spec))
     for nodes in (range(1), range(1, 3), range(3, 7)):
-        window = layout.window(start_B, ancestors=see(topology, nodes), offset=nodes.start)
+        window = layout.window(start_B, path_BTJ=see(topology, nodes), offset=nodes.start)
         slots = start_B[:, None] + np.asarray(nodes)
         new = [np.stack([x[row][:, slots[row]].swapaxes(0, 1) for row in range(rows)]) for x in (k, v)]
         layer = write_both(layer, window, *map(jnp.asarray, new))

@@ -1,0 +1,183 @@
+"""Heads, random ones and one that has learnt its target: the text stays, training and serving count alike."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxspec.checkpoint.heads import save_head
+from jaxspec.decode.state import Target
+from jaxspec.draft.early_exit import first_layers
+from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.hybrid import Hybrid
+from jaxspec.draft.ngram import Ngram
+from jaxspec.draft.renew import renew
+from jaxspec.draft.small_lm import SmallLm
+from jaxspec.errors import ConfigError
+from jaxspec.models.catalog import arch_of
+from jaxspec.models.draft_head import DraftHead, HeadSpec
+from jaxspec.models.heads import Head
+from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.protocol import Drafter, Reads
+from jaxspec.serve.llm import LLM
+from jaxspec.serve.request import SamplingParams
+from jaxspec.topology import Topology, chain, tree
+from jaxspec.train.evaluate import Examiner, Trial
+from jaxspec.train.head_loss import Course, head_loss
+from jaxspec.train.packing import PackedRows
+from jaxspec.train.settings import LossSettings
+from jaxspec.train.sources import Document
+from jaxspec.train.teacher import Batch, teach
+from tests.oracle.conftest import CONFIG, VOCAB, Lab, Wheel, generate, mixed_requests, tokens_of
+
+DIM, KNOWN = CONFIG["hidden_size"], np.arange(0, VOCAB, dtype=np.int32)[4:]
+LAYER = {k: v for k, v in CONFIG.items() if "expert" not in k and "moe" not in k and k != "architectures"}
+OWN = arch_of(LAYER | {"model_type": "llama", "num_hidden_layers": 1})
+NETS = {
+    "eagle": HeadSpec(OWN, DIM, last=True, join="product", join_bias=True),
+    "peagle": HeadSpec(OWN, DIM, Reads(taps=(0, 1, 2)), draft_vocab=len(KNOWN), mask_token=1),
+    "medusa": MedusaSpec(4, 1, DIM, VOCAB),
+    "shared_expert": HeadSpec(
+        OWN, DIM, Reads((2,), (0, 1)), fc_norm=True, draft_vocab=len(KNOWN), routing=(0, 1), experts=4
+    ),
+}  # fmt: skip
+LEARNT, UPDATES = "shared_expert", 100
+
+
+def texts(lab: Lab) -> list[list[int]]:
+    """What the target writes, prompts included."""
+    found = []
+    for kind in ("cold", "mixed"):
+        requests = mixed_requests(kind)
+        written = tokens_of(lab.reference(kind, requests))
+        found += [prompt + own[0] for (prompt, _), own in zip(requests, written, strict=True)]
+    return [text for text in found if len(text) > 8]
+
+
+def head_of(lab: Lab, kind: str) -> Head:
+    """A head; the one that learns has seen the very texts that it will draft."""
+    if kind not in lab.loaded:
+        spec, policy = NETS[kind], lab.model("target").net.policy
+        net = Medusa(spec, policy) if isinstance(spec, MedusaSpec) else DraftHead(spec, policy)
+        head = Head(net, jax.jit(net.initial)(jax.random.key(1)), KNOWN if spec.draft_vocab else None)
+        lab.loaded[kind] = train(lab, net, head) if kind == LEARNT and isinstance(net, DraftHead) else head
+    return lab.loaded[kind]
+
+
+def train(lab: Lab, net: DraftHead, head: Head) -> Head:
+    """Learns the texts by heart."""
+    target = lab.model("target", layout="stacked")
+    objective = LossSettings(rounds=3, routing=0.1)
+    course = Course(target.params, jnp.asarray(head.ids_W), target.net, net, objective)
+    documents = [Document(np.array(t, np.int32), np.ones(len(t), bool), "") for t in texts(lab)]
+    rows = PackedRows(documents, 72, 8)
+    batch = Batch(*(jnp.stack([jnp.asarray(rows[n][key]) for n in range(len(rows))]) for key in rows[0]))
+    optimizer = optax.adam(0.01)
+
+    @jax.jit
+    def learn(course, params, batch):
+        lesson = teach(target.net, course.base, batch, net.spec.reads, net.spec.routing)
+
+        def update(_, carry):
+            params, state = carry
+            grads = jax.grad(lambda p: head_loss(course, p, lesson, batch, jax.random.key(0))[0])(params)
+            with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+                changes, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, changes), state
+
+        return jax.lax.fori_loop(0, UPDATES, update, (params, optimizer.init(params)))[0]
+
+    return Head(net, learn(course, head.params, batch), head.ids_W)
+
+
+def drafter_of(lab: Lab, kind: str, topology: Topology) -> Drafter:
+    target = lab.model("target")
+    base = (target.net, target.params)
+    if kind == "early_exit":
+        net, params = first_layers(*base, 1)
+        return SmallLm(params, net, topology)
+    if kind == "hybrid":
+        return Hybrid(Ngram(topology, 3, 1), drafter_of(lab, LEARNT, topology), topology)
+    return head_drafter(head_of(lab, kind), base, topology, 128)
+
+
+CASES = [(kind, chain(4)) for kind in (*NETS, "early_exit", "hybrid")] + [(LEARNT, tree((2, 2)))]
+
+
+@pytest.mark.parametrize(("kind", "topology"), CASES, ids=[f"{k}-{t.drafts}" for k, t in CASES])
+def test_heads_change_nothing_but_the_speed(lab: Lab, kind: str, topology: Topology):
+    requests = mixed_requests("mixed")
+    outputs = lab.run(drafter_of(lab, kind, topology), requests)
+    assert tokens_of(outputs) == tokens_of(lab.reference("mixed", requests))
+    steps = sum(o.metrics.num_steps for o in outputs)
+    length = 1 + sum(o.metrics.num_accepted_tokens for o in outputs) / steps
+    assert length > (1.6 if kind in (LEARNT, "hybrid") else 1.0)
+
+
+def test_cut_drafts_change_nothing_but_the_speed(lab: Lab):
+    requests, budget = mixed_requests("mixed"), Wheel()
+    engine = lab.engine(drafter_of(lab, LEARNT, chain(4)), budget=budget)
+    assert tokens_of(generate(engine, requests, steps=2)) == tokens_of(lab.reference("mixed", requests))
+    assert engine.metrics.cut_drafts > 0
+    tried, accepted = budget.outcome_HMC.sum(axis=(1, 2))
+    assert tried > accepted > 0
+
+
+def test_evaluation_counts_what_serving_counts(lab: Lab, tmp_path: Path):
+    head = head_of(lab, LEARNT)
+    save_head(head, tmp_path / "head")
+    llm = LLM(
+        lab.target_dir, dtype="float32", max_num_seqs=2, max_model_len=96, prefill_buckets=(64,),
+        speculative_config={"method": "shared_expert", "model": str(tmp_path / "head"), "num_speculative_tokens": 4},
+    )  # fmt: skip
+    prompts = [prompt for prompt, _ in mixed_requests("cold")][:3]
+    served = []
+    for prompt in prompts:
+        grown = [1]
+        for output in llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)):
+            grown.append(len(output.outputs[0].token_ids))
+        counts = np.diff([0, *grown[1:]])
+        served.append(tuple((counts[:-1] - 1).tolist()))
+    target = lab.model("target")
+    examiner = Examiner(Target(target.params, target.net), prompts, Trial(tokens=24, rows=2))
+    found = examiner.measure(head_drafter(head, (target.net, target.params), chain(4), 128))
+    assert found.counts == tuple(served)
+    flat = [n for counts in served for n in counts]
+    assert found.length == pytest.approx(1 + np.mean(flat))
+    assert found.survival == pytest.approx([np.mean(np.array(flat) >= k) for k in range(1, 5)])
+    metrics = {(m.name, m.labels.get("drafts")): m.value for m in llm.get_metrics()}
+    experts = [metrics["jaxspec:predicted_experts", str(k)] for k in range(1, 5)]
+    assert 2 <= experts[0] <= experts[1] <= experts[2] <= experts[3] <= 4
+
+
+def test_a_running_training_hands_its_head_to_a_live_engine(lab: Lab):
+    head, requests = head_of(lab, LEARNT), mixed_requests("cold")
+    target = lab.model("target")
+    fresh = Head(head.net, jax.jit(head.net.initial)(jax.random.key(9)), head.ids_W)
+    engine = lab.engine(head_drafter(fresh, (target.net, target.params), chain(4), 128))
+
+    def run() -> tuple[list, float]:
+        outputs = generate(engine, requests)
+        steps = sum(o.metrics.num_steps for o in outputs)
+        return tokens_of(outputs), 1 + sum(o.metrics.num_accepted_tokens for o in outputs) / steps
+
+    before, low = run()
+    compiled = engine.programs._programs["length 4"]._cache_size()
+    engine.programs.renew(head.params)
+    after, high = run()
+    assert after == before == tokens_of(lab.reference("cold", requests))
+    assert low < 1.3
+    assert high > 1.6
+    assert engine.programs._programs["length 4"]._cache_size() == compiled, "nothing was compiled for it"
+
+
+def test_parameters_that_do_not_fit_are_refused(lab: Lab):
+    drafter = drafter_of(lab, "hybrid", chain(2))
+    params = jax.tree.map(lambda x: x[:1], head_of(lab, LEARNT).params)
+    with pytest.raises(ConfigError, match="must have the structure and shapes of those in use; these differ: "):
+        renew(drafter, params)
+    with pytest.raises(ConfigError, match="Ngram has no parameters"):
+        renew(Ngram(chain(2)), params)
