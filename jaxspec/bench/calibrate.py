@@ -18,12 +18,14 @@ from jaxspec.bench.describe import describe_machine, describe_versions
 from jaxspec.bench.model_cost import model_cost, routed_order
 from jaxspec.bench.touched import routed_experts
 from jaxspec.checkpoint.fingerprint import digests
+from jaxspec.checkpoint.load import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
 from jaxspec.draft.lengths import LENGTH_KEYS
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.perf.calibration import VERSION, Calibration, OverlapRecord, Point, fit_points, record_of
+from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.overlap import MeasuredOverlap, measure_overlap
 from jaxspec.pytree import replace as with_leaves
 from jaxspec.serve.compiled import Programs
@@ -45,6 +47,8 @@ class Grid:
         those of a number of rows in the middle, each with the least and a middle length.
       rounds: of all cells in turn, behind one that only warms up.
       steps: per timed dispatch.
+      held_out_rows, held_out_lengths: beside the others; cells with one of these are measured in the same rounds and
+        kept out of the fit, to see how well it predicts them.
     """
 
     rows: tuple[int, ...] = (1, 2, 4, 8)
@@ -52,18 +56,36 @@ class Grid:
     contexts: tuple[int, ...] = (128, 1024)
     rounds: int = 9
     steps: int = 8
+    held_out_rows: tuple[int, ...] = ()
+    held_out_lengths: tuple[int, ...] = ()
+
+    @property
+    def all_rows(self) -> tuple[int, ...]:
+        """Those that are measured, held out or not."""
+        return tuple(sorted({*self.rows, *self.held_out_rows}))
+
+    @property
+    def all_lengths(self) -> tuple[int, ...]:
+        """Those that are measured, held out or not."""
+        return tuple(sorted({*self.lengths, *self.held_out_lengths}))
 
     def __post_init__(self) -> None:
         lists = {"rows": (self.rows, 1), "lengths": (self.lengths, 0), "contexts": (self.contexts, 1)}
         for name, (values, least) in lists.items():
             if not values or list(values) != sorted(set(values)) or values[0] < least:
                 raise ConfigError(f"calibrate: {name} must ascend from at least {least}, got {values}")
-        if self.lengths[0] != 0 or len(self.lengths) < 2 or self.lengths[-1] > 16:
+        if self.lengths[0] != 0 or len(self.lengths) < 2 or self.all_lengths[-1] > 16 or self.all_lengths[0] < 0:
             raise ConfigError(
                 f"calibrate: lengths must be 0 and up to 16, plain decoding among them, got {self.lengths}"
             )
         if self.rounds < 2 or self.steps < 1:
             raise ConfigError(f"calibrate: needs 2 rounds and 1 step at least, got {self.rounds} and {self.steps}")
+        twice = sorted({*self.rows} & {*self.held_out_rows}), sorted({*self.lengths} & {*self.held_out_lengths})
+        if any(twice) or self.all_rows[0] < 1:
+            raise ConfigError(
+                "calibrate: what is held out must be rows from 1 and lengths that are not fitted, got "
+                f"{self.held_out_rows} and {self.held_out_lengths}, of which rows and lengths {twice} are fitted"
+            )
 
     def cells(self) -> list[Cell]:
         """Rows, K and context of each."""
@@ -71,6 +93,15 @@ class Grid:
         some = sorted({self.rows[0], self.rows[len(self.rows) // 2], self.rows[-1]})
         middle = self.lengths[len(self.lengths) // 2]
         return near + [(b, k, c) for c in self.contexts[1:] for b in some for k in (0, middle)]
+
+    def held_out(self) -> list[Cell]:
+        """Those that nothing is fitted to, at the first context."""
+        return [
+            (b, k, self.contexts[0])
+            for b in self.all_rows
+            for k in self.all_lengths
+            if b in self.held_out_rows or k in self.held_out_lengths
+        ]
 
 
 @dataclass
@@ -138,15 +169,15 @@ def calibrate(
     Raises:
       ConfigError: the model has no tokenizer, or the grid does not fit it.
     """
-    room = grid.contexts[-1] + grid.steps * (grid.lengths[-1] + 1) + 2
+    room = grid.contexts[-1] + grid.steps * (grid.all_lengths[-1] + 1) + 2
     given = sorted(set(LENGTH_KEYS) & set(speculative))
     if given:
         raise ConfigError(f"calibrate: the grid gives the lengths; leave {', '.join(given)} out")
     # A table by batch size makes an engine compile every length that it names.
-    table = [[n, n, length] for n, length in enumerate(grid.lengths, start=1)]
+    table = [[n, n, length] for n, length in enumerate(grid.all_lengths, start=1)]
     llm = load(
         directory, speculative_config={**speculative, "num_speculative_tokens_per_batch_size": table},
-        max_num_seqs=grid.rows[-1], max_model_len=room, max_logprobs=0, prefill_buckets=(BUCKET,),
+        max_num_seqs=grid.all_rows[-1], max_model_len=room, max_logprobs=0, prefill_buckets=(BUCKET,),
         steps_per_dispatch=grid.steps, **settings,
     )  # fmt: skip
     if llm.text is None:
@@ -154,18 +185,17 @@ def calibrate(
             f"calibrate: {directory} has no tokenizer; real text is needed, random tokens route differently"
         )
     ids = [token for text in texts for token in llm.text.encode(text)]
-    engines = {grid.rows[-1]: llm.engine}
-    for rows in grid.rows[:-1]:
+    engines = {grid.all_rows[-1]: llm.engine}
+    for rows in grid.all_rows[:-1]:
         spec = replace(llm.spec, rows=rows)
         engines[rows] = Engine(llm.engine.programs.target, llm.engine.drafter, spec, set(), llm.engine.control)
-    benches = [bench for rows in grid.rows for bench in _benches(engines[rows], grid, rows, ids)]
-    points, noise = _measure(benches, grid, show)
+    benches = [bench for rows in grid.all_rows for bench in _benches(engines[rows], grid, rows, ids)]
+    measured, noise = _measure(benches, grid, show)
+    points, held_out = ([measured[cell] for cell in cells] for cells in (grid.cells(), grid.held_out()))
     arch = llm.model.net.arch
     overlap = _overlap(llm, arch, ids, grid)
-    cost = model_cost(
-        llm.model.config, name=directory.name, dtype=str(llm.model.net.policy.param),
-        quantization=settings.get("quantization") or "auto",
-    )  # fmt: skip
+    how = {"dtype": str(llm.model.net.policy.param), "quantization": settings.get("quantization") or "auto"}
+    cost = model_cost(llm.model.config, name=directory.name, **how)
     full, blind = fit_points(cost, points, overlap, noise / math.sqrt(grid.rounds))
     return Calibration(
         version=VERSION,
@@ -175,21 +205,28 @@ def calibrate(
         date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         settings={
             "drafter": str(speculative.get("method") or "draft_model"), "rounds": grid.rounds, "steps": grid.steps,
-            "dtype": str(llm.model.net.policy.param), "quantization": settings.get("quantization") or "auto",
+            **how,
         },
         noise_floor=noise,
         points=tuple(points),
+        held_out=tuple(held_out),
         overlap=None if overlap is None else OverlapRecord(overlap.rows, overlap.positions, overlap.share),
         fit=record_of(full),
         token_count_fit=record_of(blind),
     )  # fmt: skip
 
 
+def cost_of(calibration: Calibration, directory: Path) -> ModelCost:
+    """What the calibrated model costs, as it was measured."""
+    how = {name: str(calibration.settings[name]) for name in ("dtype", "quantization")}
+    return model_cost(read_config(directory), name=directory.name, **how)
+
+
 def _benches(engine: Engine, grid: Grid, rows: int, ids: Sequence[int]) -> list[Bench]:
     """Every cell of an engine; cells of one length share programs, and each has rows of its own."""
     drafting: dict[int, Any] = {0: None}
     found = []
-    for cell in (cell for cell in grid.cells() if cell[0] == rows):
+    for cell in (cell for cell in grid.cells() + grid.held_out() if cell[0] == rows):
         _, length, context = cell
         state = _filled(engine, rows, context, ids)
         if length not in drafting:
@@ -215,7 +252,7 @@ def _filled(engine: Engine, rows: int, context: int, ids: Sequence[int]) -> Deco
     return state
 
 
-def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[list[Point], float]:
+def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[dict[Cell, Point], float]:
     """Medians over rounds in which all cells are measured in turn, and the median of their relative spreads."""
     steps: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
     drafts: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
@@ -227,15 +264,15 @@ def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[l
                 drafts[bench.cell].append(draft_s)
             if show:
                 show(turn * len(benches) + number + 1, (grid.rounds + 1) * len(benches))
-    points = []
+    points = {}
     for bench in benches:
         rows, length, context = bench.cell
         taken, step_s = sorted(steps[bench.cell]), statistics.median(steps[bench.cell])
         quarter = len(taken) // 4
         spread = (taken[-1 - quarter] - taken[quarter]) / step_s
         draft_s = min(statistics.median(drafts[bench.cell]), 0.9 * step_s)
-        points.append(Point(rows, length, context + round(bench.grown / 2), step_s, spread, draft_s))
-    return points, max(statistics.median(p.spread for p in points), 1e-4)
+        points[bench.cell] = Point(rows, length, context + round(bench.grown / 2), step_s, spread, draft_s)
+    return points, max(statistics.median(p.spread for p in points.values()), 1e-4)
 
 
 def _overlap(llm: LLM, arch: ArchSpec, ids: Sequence[int], grid: Grid) -> MeasuredOverlap | None:
@@ -244,7 +281,7 @@ def _overlap(llm: LLM, arch: ArchSpec, ids: Sequence[int], grid: Grid) -> Measur
     if not routed or len({spec.top_k for spec in routed}) != 1:
         return None
     size = min(OVERLAP_TEXT, llm.capacity)
-    count = max(grid.rows[-1], 4)
+    count = max(grid.all_rows[-1], 4)
     whole = np.resize(np.asarray(ids, np.int32), count * size).reshape(count, size)
     texts = np.stack(routed_experts(llm.model, whole.tolist()), axis=1)
     order = routed_order(arch)

@@ -112,6 +112,7 @@ class Grid:
       rule: ``rejection_sample_method``.
       synthetic: acceptance that is decreed, None for the real thing.
       experts: whether touched experts are counted.
+      against_fixed: whether engines that choose their length run every fixed one in the same rounds.
       price_per_hour: of the machine, None for no costs.
       prompts: JSONL of the workload ``file``.
     """
@@ -130,6 +131,7 @@ class Grid:
     rule: str = "match"
     synthetic: Synthetic | None = None
     experts: bool = True
+    against_fixed: bool = False
     price_per_hour: float | None = None
     prompts: Path | None = None
 
@@ -160,6 +162,8 @@ class Grid:
         yield price, "--price-per-hour must be above 0", price is None or 0 < price < math.inf
         yield self.rule, "--rule is match, standard or block", self.rule in ("match", "standard", "block")
         drafts = any(k != 0 for k in self.lengths)
+        auto = not self.against_fixed or AUTO in self.lengths
+        yield self.lengths, "--against-fixed compares auto; add it to --k", auto
         yield "none", "K above 0 needs a drafter; give --drafters", bool(self.drafters) or not drafts
         yield "nothing", "rows and lengths are needed", bool(self.rows) and bool(self.lengths)
 

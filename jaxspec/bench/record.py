@@ -1,7 +1,7 @@
 """The file that a benchmark leaves: its schema, and reading and writing it."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,30 @@ class PeerFigures(Struct, frozen=True):
     first_differences: list[int | None]
 
 
+class Regret(Struct, frozen=True):
+    """A length that is chosen while running, against every fixed one in the same rounds on the same programs.
+
+    Attributes:
+      fixed: speed-up over plain decoding of each fixed length above 0, median over rounds.
+      best: the fixed length, plain decoding (0) among them, whose rate has the greatest median; it was found in the
+        same rounds, so luck favours it.
+      over_best: paired ratios of the chosen lengths' rate over the best fixed one's.
+    """
+
+    fixed: dict[str, float]
+    best: int
+    over_best: Spread
+
+    @classmethod
+    def of(cls, auto: Sequence[float], fixed: Mapping[int, Sequence[float]]) -> "Regret":
+        """Of rates by round; ``fixed`` has them by length, 0 among them."""
+        gains = {k: float(np.median(np.divide(rates, fixed[0]))) for k, rates in fixed.items()}
+        best = max(gains, key=lambda k: gains[k])
+        return cls(
+            {str(k): gain for k, gain in gains.items() if k}, best, Spread.of(np.divide(auto, fixed[best]).tolist())
+        )
+
+
 class Cell(Struct, frozen=True):
     """One point of the sweep: first what it is, then what was found.
 
@@ -170,6 +194,7 @@ class Cell(Struct, frozen=True):
       speedup: paired ratios of one round each, while every row decodes (whole runs if that never was).
       total_speedup: the same of whole runs. Plain runs of an engine with a draft model read prompts with it, too.
       lengths: steps by the speculation length that they took, where the engine chooses (``k`` is ``auto``).
+      regret: how far that choice was behind the best fixed length, where those ran, too.
       same_text: whether all runs of a prompt gave the same tokens; None where the rule does not promise that, or
         acceptance is synthetic.
     """
@@ -189,6 +214,7 @@ class Cell(Struct, frozen=True):
     acceptance: Acceptance | None = None
     experts: Experts | None = None
     lengths: dict[str, int] | None = None
+    regret: Regret | None = None
     same_text: bool | None = None
     peers: list[PeerFigures] = []
 

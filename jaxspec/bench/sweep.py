@@ -13,14 +13,16 @@ from msgspec import structs
 from jaxspec.bench.grid import NONE, EnginePoint, Grid, Point
 from jaxspec.bench.measure import Run, in_turns, poisson_arrivals, run_once
 from jaxspec.bench.peers.contest import Contender, PeerRun, peer_figures
-from jaxspec.bench.record import CLOSED, Acceptance, Cell, Experts, PeerFigures, Skipped, Spread, figures
+from jaxspec.bench.record import CLOSED, Acceptance, Cell, Experts, PeerFigures, Regret, Skipped, Spread, figures
 from jaxspec.bench.touched import touched_experts
 from jaxspec.bench.workload import WORKLOADS, Source
 from jaxspec.checkpoint.load import Model, read_config
 from jaxspec.checkpoint.text import Text
+from jaxspec.draft.lengths import MAX_LENGTH
 from jaxspec.errors import JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
+from jaxspec.serve.control import Fixed
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 
@@ -134,6 +136,10 @@ class Sweep:
             for mode in ((PLAIN, SPECULATIVE) if engine.drafter else (PLAIN,))
         }
         subjects |= {name: partial(c.run, prompts, point.output_tokens) for name, c in rivals.items()}
+        if grid.against_fixed and isinstance(engine.k, str):
+            params = self._params(point, len(prompts), SPECULATIVE)
+            held = {fixed(k): partial(_run_held, llm, k, prompts, params, arrivals) for k in llm.engine.control.lengths}
+            subjects |= {name: run for name, run in held.items() if name != fixed(0)}
         rounds = [in_turns(subjects, turn) for turn in range(grid.rounds + 1)][1:]
         cell = self._cell(engine, point, rounds)
         found = [_beside(rival, name, rounds) for name, rival in rivals.items()]
@@ -185,7 +191,10 @@ class Sweep:
             total_speedup=Spread.of(whole),
             acceptance=Acceptance.of(last.speculation, last.tokens),
             lengths={str(k): n for k, n in sorted(last.lengths.items())} if isinstance(engine.k, str) else None,
-            same_text=_same(runs[PLAIN] + runs[SPECULATIVE]) if lossless else None,
+            regret=_regret(rounds),
+            same_text=_same([run for round_ in rounds for run in round_.values() if isinstance(run, Run)])
+            if lossless
+            else None,
         )
 
     def _experts(
@@ -202,6 +211,33 @@ def _beside(rival: Contender, name: str, rounds: Sequence[Mapping[str, Any]]) ->
     """A peer's plain decoding beside ours, its speculation beside ours."""
     mode = PLAIN if rival.mode == PLAIN else SPECULATIVE
     return peer_figures(rival, [r[name] for r in rounds], [r[mode] for r in rounds], rounds[0][PLAIN])
+
+
+def fixed(k: int) -> str:
+    """Name of the runs of a fixed length beside those that choose."""
+    return f"K={k}"
+
+
+def _run_held(llm: LLM, k: int, *args: Any) -> Run:
+    """A run of an engine that chooses, held at one length."""
+    engine = llm.engine
+    chooses, engine.control = engine.control, Fixed(k)
+    try:
+        return run_once(llm, *args)
+    finally:
+        engine.control = chooses
+
+
+def _regret(rounds: Sequence[Mapping[str, Any]]) -> Regret | None:
+    """How far chosen lengths were behind the best fixed one, None where those did not run."""
+    lengths = [k for k in range(MAX_LENGTH + 1) if fixed(k) in rounds[0]]
+    if not lengths:
+        return None
+    names = {SPECULATIVE: SPECULATIVE, PLAIN: 0} | {fixed(k): k for k in lengths}
+    whole = any(r[name].decode_tokens_per_s is None for r in rounds for name in names)
+    rate = "tokens_per_s" if whole else "decode_tokens_per_s"
+    rates = {key: [getattr(r[name], rate) for r in rounds] for name, key in names.items()}
+    return Regret.of(rates.pop(SPECULATIVE), rates)
 
 
 def _decode_ratios(pairs: Sequence[tuple[Run, Run]]) -> list[float]:

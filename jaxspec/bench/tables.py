@@ -49,6 +49,9 @@ def _rows(cell: Cell, synthetic: bool) -> Iterable[dict[str, Any]]:
         if cell.experts is not None:
             found |= {"experts_per_step": cell.experts.speculative, "experts_per_plain_step": cell.experts.plain}
         found |= {"lengths": "" if cell.lengths is None else lengths_text(cell.lengths)}
+        if cell.regret is not None:
+            found |= {"best_fixed_k": cell.regret.best} | _spread("over_best_fixed", cell.regret.over_best)
+            found |= {f"speedup_at_k_{k}": gain for k, gain in cell.regret.fixed.items()}
         yield found | {"same_text": cell.same_text}
     for peer in cell.peers:
         found = {**place, "engine": peer.peer, "mode": peer.mode, "version": peer.version}
@@ -99,6 +102,10 @@ def markdown_text(report: Report) -> str:
     if peers:
         header = ["cell", "peer", "decode tokens/s", "jaxspec over it", "tokens/step", "same texts"]
         lines += ["## Peers, in the same rounds", "", *_table(header, [_peer_line(*pair) for pair in peers]), ""]
+    chosen = [cell for cell in report.cells if cell.regret is not None]
+    if chosen:
+        header = ["cell", "auto over plain", "auto over the best fixed K", "speed-up by fixed K", "steps of auto"]
+        lines += ["## auto, and every fixed K in the same rounds", "", *_table(header, map(_regret_line, chosen)), ""]
     if report.skipped:
         lines += ["## Not measured", "", *(f"- {s.what}: {s.reason}" for s in report.skipped), ""]
     return "\n".join(lines)
@@ -148,6 +155,13 @@ def _peer_line(cell: Cell, peer: PeerFigures) -> list[str]:
     ]
 
 
+def _regret_line(cell: Cell) -> list[str]:
+    assert cell.regret is not None
+    gains = ", ".join(f"{k}: {gain:.2f}" for k, gain in cell.regret.fixed.items())
+    best = f"{_ratio(cell.regret.over_best)}, K={cell.regret.best}"
+    return [cell.name, _ratio(cell.speedup), best, gains, lengths_text(cell.lengths or {})]
+
+
 def _rate(found: Figures) -> str:
     """Decode rate; that of whole runs where not all rows ever decoded."""
     rate = found.decode_tokens_per_s
@@ -162,6 +176,6 @@ def _wait(found: Waits | None) -> str:
     return "" if found is None else " / ".join(f"{1e3 * value:.1f}" for value in (found.p50, found.p95, found.p99))
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines = [header, ["---"] * len(header), *rows]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]

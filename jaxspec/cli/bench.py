@@ -51,6 +51,7 @@ class BenchArgs:
         output says so.
       synthetic_length: The same with a mean number of tokens per verification.
       experts: Count the distinct experts that verifications touch, outside the timed runs.
+      against_fixed: Where K is auto, run every fixed K in the same rounds and say how far auto is behind the best.
       price_per_hour: Of the machine in dollars, for the cost of a million tokens.
       dtype: Weights and products.
       quantization: As for jaxspec generate.
@@ -85,6 +86,7 @@ class BenchArgs:
     synthetic_rates: tuple[float, ...] = ()
     synthetic_length: float | None = None
     experts: bool = True
+    against_fixed: bool = False
     price_per_hour: float | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
@@ -214,6 +216,7 @@ def grid_of(args: BenchArgs) -> Grid:
         rule=args.rule,
         synthetic=synthetic,
         experts=args.experts,
+        against_fixed=args.against_fixed,
         price_per_hour=args.price_per_hour,
         prompts=args.prompts,
     )
@@ -291,6 +294,8 @@ class Notes:
             spread = f"{cell.speedup.least:.2f} to {cell.speedup.most:.2f}"
             text += f" plain, {mark}speed-up {cell.speedup.median:.2f}x ({spread})"
             text += f", {mark}acceptance length {cell.acceptance.length:.2f}"
+            if cell.regret is not None:
+                text += f", {cell.regret.over_best.median:.2f} of the best fixed K ({cell.regret.best})"
             text += ", OTHER TEXT" if cell.same_text is False else ""
         sys.stdout.write(f"{text}\n")
         for peer in cell.peers:

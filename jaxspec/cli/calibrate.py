@@ -13,6 +13,7 @@ from jaxspec.errors import ConfigError
 if TYPE_CHECKING:
     from jaxspec.cli.screen import Screen
     from jaxspec.perf.calibration import Calibration
+    from jaxspec.perf.held_out import HeldOut
 
 PROMPTS = Path(__file__).parents[1] / "demo_model" / "held_out_prompts.json"
 
@@ -31,6 +32,8 @@ class CalibrateArgs:
       contexts: Cached positions per row, ascending; all pairs of rows and lengths are measured at the first.
       rounds: Measured rounds over all cells, behind one that warms up.
       steps: Steps per timed dispatch.
+      held_out_rows: Further rows, measured in the same rounds but not fitted: how well are they predicted?
+      held_out_lengths: Further drafts per step, likewise.
       dtype: Weights and products.
       quantization: As for generate.
       color: Colours on a terminal.
@@ -45,6 +48,8 @@ class CalibrateArgs:
     contexts: tuple[int, ...] = (128, 1024)
     rounds: int = 9
     steps: int = 8
+    held_out_rows: tuple[int, ...] = ()
+    held_out_lengths: tuple[int, ...] = ()
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
     color: bool = True
@@ -52,14 +57,17 @@ class CalibrateArgs:
 
 def run(args: CalibrateArgs) -> int:
     """Measures, fits, writes and shows."""
-    from jaxspec.bench.calibrate import Grid, calibrate
+    from jaxspec.bench.calibrate import Grid, calibrate, cost_of
     from jaxspec.cli.engine_flags import load_llm
     from jaxspec.cli.screen import Screen
     from jaxspec.perf.calibration import save_calibration
+    from jaxspec.perf.held_out import judge
     from jaxspec.serve.demo_pair import demo_model_dir
     from jaxspec.serve.llm import LLM
 
-    grid = Grid(args.rows, args.lengths, args.contexts, args.rounds, args.steps)
+    grid = Grid(
+        args.rows, args.lengths, args.contexts, args.rounds, args.steps, args.held_out_rows, args.held_out_lengths
+    )
     try:
         speculative: Any = json.loads(args.speculative_config)
     except ValueError as error:
@@ -75,13 +83,16 @@ def run(args: CalibrateArgs) -> int:
         return load_llm(what, **keywords)
 
     screen = Screen(args.color)
-    with screen.counting(f"measuring {len(grid.cells())} cells in {grid.rounds} rounds") as count:
+    cells = len(grid.cells()) + len(grid.held_out())
+    with screen.counting(f"measuring {cells} cells in {grid.rounds} rounds") as count:
         found = calibrate(
             model, texts, speculative=speculative, grid=grid, load=load, show=count,
             dtype=args.dtype, quantization=args.quantization,
         )  # fmt: skip
     save_calibration(found, args.output)
     show(found, screen)
+    if any(p.length for p in found.held_out):
+        show_held_out(judge(found, cost_of(found, model)), screen)
     sys.stderr.write(f"jaxspec: {args.output} written\n")
     return 0
 
@@ -121,6 +132,22 @@ def show(found: "Calibration", screen: "Screen") -> None:
         row = list(zip(found.overlap.positions, _mean(found.overlap.share), strict=True))
         words = ", ".join(f"{positions}: {share:.2f}" for positions, share in row)
         screen.line(f"experts touched by neighbouring positions of a row, share of the independent count: {words}")
+
+
+def show_held_out(found: "HeldOut", screen: "Screen") -> None:
+    """Prints how well cells were predicted that nothing was fitted to."""
+    from rich.table import Table
+
+    title = f"{found.cells} cells held out; does speculation pay, at 13 acceptances: {found.questions} questions"
+    table = Table("predicted by", "error", "worst", "of step ratios", "right", "right beyond noise", title=title)
+    for name, by in (
+        ("formula and table", found.predicted), ("formula", found.formula), ("tokens alone", found.token_count)
+    ):  # fmt: skip
+        table.add_row(
+            name, f"{by.verify_error:.1%}", f"{by.worst:.1%}", f"{by.ratio_error:.1%}",
+            f"{by.right / found.questions:.1%}", f"{by.right_when_clear / max(found.clear, 1):.1%} of {found.clear}",
+        )  # fmt: skip
+    screen.console.print(table)
 
 
 def _mean(share: Any) -> list[float]:

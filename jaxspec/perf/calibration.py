@@ -75,6 +75,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       overlap: of routed experts, None for a dense model.
       fit: the model of step time.
       token_count_fit: the same points explained by tokens alone, without experts.
+      held_out: cells that were measured in the same rounds and kept out of the fits and the table.
     """
 
     version: int
@@ -88,6 +89,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overlap: OverlapRecord | None
     fit: FitRecord
     token_count_fit: FitRecord
+    held_out: tuple[Point, ...] = ()
 
     @property
     def measured_overlap(self) -> MeasuredOverlap | None:
@@ -135,7 +137,11 @@ def load_calibration(file: Path) -> Calibration:
         raise ConfigError(f"{file}: not a calibration ({error}); {again}") from None
     known = set(Rates.__dataclass_fields__)
     wrong = [name for f in (found.fit, found.token_count_fit) for name in f.rates if name not in known]
-    bad = [p for p in found.points if min(p.rows, p.step_s, p.verify_s) <= 0 or min(p.length, p.context) < 0]
+    bad = [
+        p
+        for p in found.points + found.held_out
+        if min(p.rows, p.step_s, p.verify_s) <= 0 or min(p.length, p.context) < 0
+    ]
     if wrong or bad or not found.points:
         raise ConfigError(f"{file}: unknown rates {wrong} or impossible points {bad[:3]}; {again}")
     return found

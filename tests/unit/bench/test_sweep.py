@@ -11,7 +11,7 @@ import pytest
 from jaxspec.bench import plot
 from jaxspec.bench.grid import DrafterChoice, EnginePoint, Grid, default_grid
 from jaxspec.bench.measure import Run, Trace
-from jaxspec.bench.record import Cell, Skipped, load, save
+from jaxspec.bench.record import Cell, Regret, Skipped, Spread, load, save
 from jaxspec.bench.sweep import Sweep, Watcher
 from jaxspec.bench.tables import csv_text, heading, markdown_text
 from jaxspec.bench.touched import routed_experts, touched_experts
@@ -100,6 +100,28 @@ def test_experts_by_hand(found: tuple):
     assert counted.speculative_independent == np.mean([expected_experts(**sizes, tokens=t) for t in (6, 3)])
 
 
+def test_auto_beside_every_fixed_length(model: Path):
+    grid = Grid((NGRAM,), ("auto",), (1,), against_fixed=True, experts=False, requests=2, **SMALL)
+    sweep = Sweep(model, grid, ENGINE)
+    engine = EnginePoint(1, NGRAM, "auto")
+    llm = sweep.open(engine)
+    chooses = llm.engine.control
+    cell = sweep.measure(llm, engine, grid.points()[0])
+    assert llm.engine.control is chooses, "given back after every run that was held at one length"
+    assert cell.same_text is True, "that of every fixed length, too"
+    assert cell.regret is not None
+    assert sorted(cell.regret.fixed) == ["1", "2", "3", "4", "5"]
+    assert all(llm.engine.metrics.arms[k].steps for k in range(1, 6)), "each length ran"
+
+
+def test_regret_by_hand():
+    """Three rounds: K = 2 is best by the median, plain decoding counts as a fixed length, ratios are paired."""
+    found = Regret.of([9.0, 20.0, 12.0], {0: [10.0, 10.0, 10.0], 1: [5.0, 40.0, 5.0], 2: [10.0, 20.0, 15.0]})
+    assert found == Regret({"1": 0.5, "2": 1.5}, 2, Spread(0.9, 0.8, 1.0))
+    slower = Regret.of([10.0], {0: [10.0], 1: [8.0]})
+    assert (slower.best, slower.over_best.median) == (0, 1.0)
+
+
 def test_synthetic_acceptance_is_marked_everywhere(model: Path, tmp_path: Path):
     pytest.importorskip("matplotlib")
     decreed = Synthetic(length=3.0)
@@ -170,6 +192,7 @@ def test_other_files_are_no_reports(tmp_path: Path, text: str, why: str):
         ({"requests": 0}, "--requests"),
         ({"price_per_hour": 0.0}, "--price-per-hour"),
         ({"drafters": ()}, "needs a drafter"),
+        ({"against_fixed": True}, "--against-fixed compares auto"),
     ],
     ids=str,
 )

@@ -31,6 +31,7 @@ def measured(directory: Path) -> Calibration:
     text, output = directory.parent / "text.txt", directory.parent / "c.json"
     text.write_text("the cat sat on a mat hello world one two three " * 8)
     flags = ["--rows", "2", "--lengths", "0", "1", "--contexts", *map(str, CONTEXTS), "--rounds", "2", "--steps", "2"]
+    flags += ["--held-out-lengths", "2"]
     assert main(["calibrate", str(directory), "--text", str(text), "--output", str(output), *flags]) == 0
     return load_calibration(output)
 
@@ -44,6 +45,11 @@ def test_every_cell_is_measured(measured: Calibration):
         near = [c for c in CONTEXTS if 0 <= p.context - c <= 2 * 2 // 2]
         assert near, "cached positions when the dispatch began, and half of what it committed"
     assert measured.noise_floor > 0
+
+
+def test_held_out_cells_are_measured_and_not_fitted(measured: Calibration):
+    assert [(p.rows, p.length) for p in measured.held_out] == [(2, 2)]
+    assert all(p.length < 2 for p in measured.points)
 
 
 def test_real_routes_are_counted(measured: Calibration, directory: Path):

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from jaxspec.errors import ConfigError
@@ -19,6 +20,7 @@ from jaxspec.perf.calibration import (
     save_calibration,
 )
 from jaxspec.perf.cost import Rates
+from jaxspec.perf.held_out import ACCEPTANCES, judge
 from jaxspec.perf.overlap import MeasuredOverlap
 from jaxspec.perf.step_time import step_time
 from tests.unit.perf.models import routed_model
@@ -50,6 +52,31 @@ def calibration() -> Calibration:
         points=tuple(points), overlap=OverlapRecord(OVERLAP.rows, OVERLAP.positions, OVERLAP.share),
         fit=record_of(full), token_count_fit=record_of(blind),
     )  # fmt: skip
+
+
+def test_held_out_cells_are_judged(calibration: Calibration):
+    """The made-up machine reads experts: who counts them is right about cells between, who counts tokens is not."""
+    cells = [(b, k, 100) for b in (1, 2, 4, 8) for k in (2, 5)] + [(b, k, 100) for b in (3, 6) for k in (0, 1, 2, 4)]
+    held = [Point(b, k, c, time_s(b, k, c) + draft_s(b, k), 0.01, draft_s(b, k)) for b, k, c in cells]
+    found = judge(msgspec.structs.replace(calibration, held_out=tuple(held)), routed_model())
+    assert (found.cells, found.questions) == (16, 14 * len(ACCEPTANCES))
+    assert 0 < found.pays < found.questions
+    assert (
+        found.pays
+        + sum(survived(a, p.length) * time_s(p.rows, 0, 100) < p.step_s for p in held if p.length for a in ACCEPTANCES)
+        == found.questions
+    ), "an answer for each"
+    assert found.formula.verify_error < 0.01
+    assert found.formula.right_when_clear == found.clear
+    assert found.formula.verify_error < found.predicted.verify_error, "the table is drawn to its odd cell"
+    assert found.token_count.verify_error > 3 * found.formula.verify_error
+    assert found.token_count.right < found.formula.right
+    with pytest.raises(ConfigError, match="no cells with drafts were held out"):
+        judge(calibration, routed_model())
+
+
+def survived(acceptance: float, length: int) -> float:
+    return sum(acceptance**j for j in range(length + 1))
 
 
 def test_a_file_comes_back_as_it_was(calibration: Calibration, tmp_path: Path):
