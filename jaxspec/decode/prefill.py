@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.kv import Window
 from jaxspec.decode.state import DecodeState, Target
+from jaxspec.draft.deferred import Deferred
 from jaxspec.models.transformer import features_of, forward
 from jaxspec.protocol import Commit, Drafter, Sampling
 from jaxspec.pytree import replace
@@ -46,7 +47,7 @@ def prefill(
 
 
 def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, count: Array, *, size: int) -> DecodeState:
-    """Shows a drafter that reads tokens what a row committed without it.
+    """Shows a drafter what a row committed without it: tokens, and what was kept of features.
 
     Args:
       drafter: observes.
@@ -58,7 +59,8 @@ def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, cou
     """
     place_X = start + jnp.arange(size + 1, dtype=jnp.int32)
     token_X = jnp.take(state.history_BS[row], place_X, mode="clip")
-    commit = Commit(token_X[None, :-1], token_X[None, 1:], None, count[None], start[None], path_BT=None, row=row)
+    features = drafter.kept_at(state.draft, row, place_X[:-1]) if isinstance(drafter, Deferred) else None
+    commit = Commit(token_X[None, :-1], token_X[None, 1:], features, count[None], start[None], path_BT=None, row=row)
     return replace(state, draft=drafter.observe(state.draft, commit))
 
 

@@ -2,6 +2,7 @@
 
 import jax
 
+from jaxspec.draft.deferred import Deferred
 from jaxspec.draft.hybrid import Hybrid
 from jaxspec.errors import ConfigError
 from jaxspec.protocol import Drafter
@@ -19,6 +20,8 @@ def renew(drafter: Drafter, params: Params) -> Drafter:
     Raises:
       ConfigError: it drafts without parameters of its own, or structure or shapes differ.
     """
+    if isinstance(drafter, Deferred):
+        return replace(drafter, drafter=renew(drafter.drafter, params))
     if isinstance(drafter, Hybrid):
         return replace(drafter, other=renew(drafter.other, params))
     own = getattr(drafter, "params", None)

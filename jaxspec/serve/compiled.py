@@ -13,10 +13,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.state import DecodeState, Target, init_sampling
 from jaxspec.decode.step import Report, StepPlan, dispatch
+from jaxspec.draft.deferred import Deferred
 from jaxspec.draft.renew import renew
 from jaxspec.protocol import Drafter, Sampling
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding.placement import mesh_of, settle, shapes_on
+
+FEW = 8  # positions of the smallest chunk of kept features
 
 
 class Programs:
@@ -25,6 +28,7 @@ class Programs:
     Attributes:
       target, drafter: passed to the programs as arguments; weights are never baked in.
       buckets: prefill chunk sizes in tokens, ascending.
+      turns: whether a drafter that observes takes turns with plain decoding, so that it must be caught up.
     """
 
     def __init__(
@@ -67,10 +71,12 @@ class Programs:
             jobs[f"prefill {size}"] = lambda chunk=chunk: _compile(
                 prefill, (target, drafter, state, scalar, chunk, scalar, scalar, table), donate=2
             )
-            if turns and drafter.follows == "tokens":
-                jobs[f"catch up {size}"] = lambda size=size: _compile(
-                    partial(catch_up, size=size), (drafter, state, scalar, scalar, scalar), donate=1
-                )
+        self.turns = turns and drafter.follows != "nothing"
+        self._shown = shown_at_once(drafter, buckets)
+        for size in self._shown if self.turns else ():
+            jobs[f"catch up {size}"] = lambda size=size: _compile(
+                partial(catch_up, size=size), (drafter, state, scalar, scalar, scalar), donate=1
+            )
         # XLA compiles outside the interpreter lock, so two threads halve the wait on two cores.
         with ThreadPoolExecutor(2) as pool:
             done = {name: pool.submit(job) for name, job in jobs.items()}
@@ -96,7 +102,7 @@ class Programs:
     def catch_up(self, state: DecodeState, row: int, start: int, count: int) -> DecodeState:
         """Shows the drafter what a row committed without it: ``count`` positions from ``start`` on."""
         while count > 0:
-            size = next((b for b in self.buckets if b >= count), self.buckets[-1])
+            size = next((b for b in self._shown if b >= count), self._shown[-1])
             done = min(size, count)
             state = self._programs[f"catch up {size}"](
                 self.drafter, state, np.int32(row), np.int32(start), np.int32(done)
@@ -129,6 +135,11 @@ class Programs:
     def retire(self, state: DecodeState, row: int) -> DecodeState:
         """Frees a row."""
         return self._programs["retire"](state, np.int32(row))
+
+
+def shown_at_once(drafter: Drafter, buckets: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of the chunks in which a drafter is caught up, ascending."""
+    return (min(FEW, drafter.room), drafter.room) if isinstance(drafter, Deferred) else buckets
 
 
 def _dispatch(plan: StepPlan) -> Callable[..., tuple[DecodeState, Report]]:

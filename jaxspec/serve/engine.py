@@ -14,6 +14,7 @@ import numpy as np
 from jaxspec.cache.pages import PageAllocator
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import Report, StepPlan
+from jaxspec.draft.deferred import KEPT, Deferred
 from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
@@ -83,8 +84,10 @@ class Engine:
         Raises:
           ConfigError: the mesh does not divide the rows.
         """
-        self.spec, self.eos, self.drafter = spec, eos, drafter
         self.control, self.budget = control or Fixed(drafter.topology.max_depth), budget
+        if 0 in self.control.lengths and drafter.topology.drafts and drafter.follows == "features":
+            drafter = Deferred(drafter, drafter.topology, target.net.arch, max(KEPT, 2 * spec.steps))
+        self.spec, self.eos, self.drafter = spec, eos, drafter
         self.slack = max(drafter.topology.nodes, drafter.slack, spec.buckets[-1])
         self.pool = PageAllocator(spec.pages, spec.page) if spec.pages else None
         plan = StepPlan(spec.rule, spec.steps, spec.logprobs, spec.survival)
@@ -177,12 +180,15 @@ class Engine:
             self.state = replace(self.state, prices=jax.device_put(prices, places))
 
     def _catch_up(self, length: int) -> None:
-        """Shows the drafter what rows committed in dispatches without it."""
-        if not length or self.drafter.follows != "tokens":
+        """Shows the drafter what rows committed without it: before it drafts, and before what was kept runs over."""
+        kept = self.drafter.room if isinstance(self.drafter, Deferred) else None
+        if self.drafter.follows == "nothing" or not (self.programs.turns and (length or kept)):
             return
         for row, sample in enumerate(self.rows):
-            if sample is not None and sample.params.draft_limit != 0 and sample.observed < sample.length:
-                behind = sample.length - sample.observed
+            if sample is None or sample.params.draft_limit == 0:
+                continue
+            behind = sample.length - sample.observed
+            if behind and (length or (kept and behind + self.spec.steps > kept)):
                 self.state = self.programs.catch_up(self.state, row, sample.observed, behind)
                 sample.observed = sample.length
 
@@ -260,12 +266,12 @@ class Engine:
 def arms(drafter: Drafter, lengths: tuple[int, ...]) -> dict[int, Drafter]:
     """A drafter of each speculation length, 0 always among them; they share their weights and their state.
 
-    Plain decoding drafts and observes nothing. But where it takes turns with a drafter that reads what the target
-    computed, that drafter observes all the same, for it cannot be caught up later.
+    Plain decoding drafts and observes nothing; only where it takes turns with a drafter that reads what the target
+    computed, that is kept for it.
     """
     longest = drafter.topology.max_depth
     found: dict[int, Drafter] = {0: NoDrafts()}
-    if 0 in lengths and longest and drafter.follows == "features":
+    if isinstance(drafter, Deferred):
         found[0] = replace(drafter, topology=chain(0))
     return found | {k: drafter if k == longest else replace(drafter, topology=chain(k)) for k in lengths if k}
 

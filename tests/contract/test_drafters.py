@@ -14,6 +14,7 @@ import pytest
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan, dispatch
 from jaxspec.draft import catalog
+from jaxspec.draft.deferred import Deferred
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
@@ -27,7 +28,7 @@ from jaxspec.nn.policy import Policy
 from jaxspec.protocol import Anchor, Commit, Drafter, Features, Prices, Proposal, Reads
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
-from jaxspec.topology import DynamicTree, Topology
+from jaxspec.topology import DynamicTree, Topology, chain
 
 ROWS, CAPACITY, VOCAB, BLOCK = 3, 60, 64, 16
 CONFIG = {
@@ -331,3 +332,32 @@ def test_trees_are_refused_where_attention_cannot_branch(method: str, whose: str
         return
     with pytest.raises(ConfigError, match=r"tree is not possible for .*: its attention cannot branch; use num_spec"):
         build(tree)
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3", "shared_expert"])
+def test_what_was_kept_is_observed_later(method: str):
+    """A head shown many positions at once, from what plain decoding kept of them, knows what it would have known."""
+    net, params = model()
+    drafter = drafter_of(method, SHAPES[0])
+    text = np.tile(np.random.default_rng(0).integers(1, VOCAB, (ROWS, 3)), (1, 8)).astype(np.int32)
+    count = text.shape[1] - 1
+    features = features_for(net, params, text[:, :-1], drafter.reads)
+    start, every = jnp.zeros(ROWS, jnp.int32), jnp.full(ROWS, count, jnp.int32)
+    whole = Commit(jnp.asarray(text[:, :-1]), jnp.asarray(text[:, 1:]), features, every, start, None, None)
+    wanted = jax.jit(drafter.observe)(drafter.init_state(ROWS, CAPACITY, 32), whole)
+
+    deferred = Deferred(drafter, drafter.topology, net.arch, room=count + 2)
+    plain = jax.jit(replace(deferred, topology=chain(0)).observe)
+    state = deferred.init_state(ROWS, CAPACITY, 32)
+    first = count // 2  # what was kept before is overwritten where the ring has come round
+    for at in [*range(first), *range(count)]:
+        one = jax.tree.map(lambda x, at=at: x[:, at : at + 1], (whole.token_BT, whole.next_BT, features))
+        state = plain(state, Commit(*one, jnp.ones(ROWS, jnp.int32), start + at, start[:, None], None))
+    for row in range(ROWS):
+        kept = deferred.kept_at(state, jnp.int32(row), jnp.arange(count, dtype=jnp.int32))
+        part = (x[row : row + 1] for x in (whole.token_BT, whole.next_BT))
+        shown = Commit(*part, kept, every[:1], start[:1], None, jnp.int32(row))
+        state = jax.jit(deferred.observe)(state, shown)
+    lengths = np.full(ROWS, count)
+    for a, b in zip(committed(wanted, lengths), committed(state.draft, lengths), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

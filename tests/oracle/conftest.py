@@ -31,7 +31,7 @@ from jaxspec.protocol import NOTHING, Anchor, Commit, Drafter, Prices, Proposal,
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.budget import CONFIDENCE_STEPS, VerifyBudget
-from jaxspec.serve.compiled import Programs
+from jaxspec.serve.compiled import Programs, shown_at_once
 from jaxspec.serve.control import Outcome
 from jaxspec.serve.engine import Engine, EngineSpec
 from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
@@ -199,7 +199,8 @@ class SharedPrograms(Programs):
         self.drafter = drafters[max(drafters)]
         self._programs = {"admit": SHARED["admit"], "retire": SHARED["retire"]}
         self._programs |= {name: _jitted(plan) for name in map("length {}".format, drafters)}
-        self._programs |= {f"catch up {size}": _caught_up(size) for size in buckets}
+        self.turns, self._shown = turns and self.drafter.follows != "nothing", shown_at_once(self.drafter, buckets)
+        self._programs |= {f"catch up {size}": _caught_up(size) for size in self._shown}
         self._programs |= {f"prefill {size}": _prefill for size in buckets}
 
 

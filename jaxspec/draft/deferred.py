@@ -1,0 +1,105 @@
+"""Plain decoding that takes turns with a head: what the target computes is kept, and the head observes it later."""
+
+from typing import Literal, cast
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.draft.null import NoDrafts
+from jaxspec.models.arch import ArchSpec
+from jaxspec.models.mtp import feature_shape
+from jaxspec.protocol import Anchor, Commit, Drafter, DraftState, Features, Proposal, Reads
+from jaxspec.pytree import pytree, replace, static
+from jaxspec.shapes import Array
+from jaxspec.topology import DynamicTree, Topology
+
+KEPT = 64  # positions per row that plain decoding may be ahead of a head
+
+
+@pytree
+class DeferredState:
+    """State of a head, and what it has not observed yet.
+
+    Attributes:
+      draft: the head's own.
+      kept: features of position p at place p modulo R, float32 [B, R, ...].
+    """
+
+    draft: DraftState
+    kept: Features
+
+
+@pytree
+class Deferred:
+    """A drafter that reads features, and observes what plain decoding committed many positions at a time.
+
+    To observe each plain step would read the head's weights each time, a tenth of a step and more for small targets;
+    64 positions at once read them once. Until then the head's caches have a hole, so ``catch_up`` comes before it
+    drafts again.
+
+    Attributes:
+      drafter: drafts, whatever its own topology says.
+      topology: what is drafted; one without drafts is plain decoding, which only keeps features.
+      arch: of the target.
+      room: R, positions per row that are kept.
+    """
+
+    drafter: Drafter
+    topology: Topology | DynamicTree = static()
+    arch: ArchSpec = static()
+    room: int = static(default=KEPT)
+
+    @property
+    def follows(self) -> Literal["nothing", "tokens", "features"]:
+        """What of the text it must have observed to draft well."""
+        return "features"
+
+    @property
+    def reads(self) -> Reads:
+        """What it reads of the target besides its last hidden states."""
+        return self.drafter.reads
+
+    @property
+    def slack(self) -> int:
+        """Positions written beyond the committed ones; a chunk of kept ones is padded."""
+        return max(self._inner.slack, self.room)
+
+    @property
+    def _inner(self) -> Drafter:
+        return replace(self.drafter, topology=self.topology)
+
+    def init_state(self, rows: int, capacity: int, slack: int) -> DeferredState:
+        """Allocates the state of empty rows."""
+        one, streams = (self.arch.model_dim,), feature_shape(self.arch)
+        last, stream, *more = (
+            jnp.zeros((rows, self.room, *shape))
+            for shape in (one, streams, *[one] * (len(self.reads.taps) + len(self.reads.commons)))
+        )
+        taps = len(self.reads.taps)
+        kept = Features(last, stream, tuple(more[:taps]), tuple(more[taps:]))
+        return DeferredState(self._inner.init_state(rows, capacity, max(slack, self.slack)), kept)
+
+    def propose(self, state: DeferredState, anchor: Anchor, rule: str) -> tuple[Proposal, DeferredState]:
+        """Drafts every node; commits nothing."""
+        if not self.topology.drafts:
+            return NoDrafts().propose((), anchor, rule)[0], state
+        proposal, draft = self._inner.propose(state.draft, anchor, rule)
+        return proposal, replace(state, draft=draft)
+
+    def observe(self, state: DeferredState, commit: Commit) -> DeferredState:
+        """Takes over committed tokens; plain decoding only keeps the features of its one position per row."""
+        if self.topology.drafts or commit.row is not None:
+            return replace(state, draft=self._inner.observe(state.draft, commit))
+        place_B = commit.start_B % self.room
+        rows_B = jnp.arange(place_B.shape[0], dtype=jnp.int32)
+        kept = jax.tree.map(
+            lambda all_BR, new_BT: all_BR.at[rows_B, place_B].set(new_BT[:, 0].astype(all_BR.dtype)),
+            state.kept,
+            commit.features,
+        )
+        return replace(state, kept=kept)
+
+    def kept_at(self, state: DeferredState, row: Array, position_X: Array) -> Features:
+        """What was kept of some positions of a row, one batch row of X positions."""
+        place_X = position_X % self.room
+        return cast(Features, jax.tree.map(lambda all_BR: jnp.take(all_BR[row], place_X, axis=0)[None], state.kept))
