@@ -121,8 +121,9 @@ def _batches(
         made_by = seen.of(own)
         counts = counted(made_by.expert_VTYA[made_by.live_VT], sizes)
         slots = {y: place(np.array(count_E), n) for y, count_E in enumerate(counts)}
-        found.append(drawn(seen.of(other), slots, n, rows))
-    return {name: float(np.mean([getattr(d, name) for d in found])) for name in ("rows", "experts", "read")}
+        whole, plain = (drawn(some, slots, n, rows) for some in (seen.of(other), seen.of(other).plain))
+        found.append((plain.rows, whole.rows, whole.experts, whole.read))
+    return dict(zip(("plain_rows", "rows", "experts", "read"), np.mean(found, axis=0).tolist(), strict=True))
 
 
 def _predicted(load: ExpertLoad, predicted: Predicted, devices: Sequence[int]) -> dict[str, Any]:

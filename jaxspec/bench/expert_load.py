@@ -156,7 +156,11 @@ def measure_load(
         {kind: counted(x, sizes) for kind, x in chosen.items()},
     )  # fmt: skip
     length = float(kept_VT.sum() / max(len(kept_VT), 1))
-    return Measured(load, seen, steps.predicted(tuple(routed), drafter, sizes), length)
+    predicted, net = None, getattr(drafter, "net", None)
+    if steps.said and isinstance(net, DraftHead):
+        layers = tuple(list(routed).index(y) for y in net.spec.routing)
+        predicted = compared(seen, np.concatenate(steps.said), layers, [sizes[y] for y in layers])
+    return Measured(load, seen, predicted, length)
 
 
 def model_name(model: Model) -> dict[str, str]:
@@ -220,14 +224,15 @@ class _Steps:
         """All of them."""
         return Verifications(*(np.concatenate(x) for x in (self.expert, self.live, self.turn, self.text)))
 
-    def predicted(self, numbers: tuple[int, ...], drafter: Drafter, sizes: Sequence[int]) -> Predicted | None:
-        """Choices that were predicted for live drafts, beside those that came."""
-        net = getattr(drafter, "net", None)
-        if not self.said or not isinstance(net, DraftHead):
-            return None
-        layers = tuple(numbers.index(y) for y in net.spec.routing)
-        seen = self.seen()
-        live_VK, expert_VKYA = seen.live_VT[:, 1:], seen.expert_VTYA[:, 1:][:, :, list(layers)]
-        own = [sizes[y] for y in layers]
-        said = counted(np.concatenate(self.said)[live_VK], own)
-        return Predicted(layers, said, counted(expert_VKYA[live_VK], own))
+
+def compared(seen: Verifications, said_VKYA: np.ndarray, layers: tuple[int, ...], experts: Sequence[int]) -> Predicted:
+    """Choices that were predicted for the drafts which were verified, beside those that came.
+
+    Args:
+      seen: verifications; their first position is the anchor, for which nothing is predicted.
+      said_VKYA: predictions, for some of the layers.
+      layers: places of these layers in ``seen``.
+      experts: E of each of them.
+    """
+    live_VK, came_VKYA = seen.live_VT[:, 1:], seen.expert_VTYA[:, 1:][:, :, list(layers)]
+    return Predicted(layers, counted(said_VKYA[live_VK], experts), counted(came_VKYA[live_VK], experts))

@@ -11,8 +11,11 @@ import tyro
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from jaxspec.bench.expert_load import Measured
     from jaxspec.cli.screen import Screen
+    from jaxspec.perf.expert_load import ExpertLoad
 
 DEVICES = (2, 4, 8)
 WORDS = {"prompt": "prompts", "committed": "text", "rejected": "rejected drafts"}
@@ -72,7 +75,7 @@ def inspect_balance(flags: BalanceFlags, setting: Setting, *, as_json: bool, col
     """
     from jaxspec.bench.balance import balance, placement_for
     from jaxspec.cli.screen import Screen
-    from jaxspec.perf.expert_load import read_load, save_load
+    from jaxspec.perf.expert_load import save_load
     from jaxspec.perf.expert_placement import save_placement
 
     devices = setting.devices or DEVICES
@@ -83,7 +86,7 @@ def inspect_balance(flags: BalanceFlags, setting: Setting, *, as_json: bool, col
     measured = None
     if flags.load is None:
         measured = _measure(flags, setting)
-    load = measured.load if measured is not None else read_load(flags.load or Path())
+    load = measured.load if measured is not None else _recorded(flags.load or Path(), setting.path)
     if flags.record is not None:
         save_load(load, flags.record)
     found = balance(load, measured, devices, flags.redundant, setting.rows)
@@ -94,6 +97,19 @@ def inspect_balance(flags: BalanceFlags, setting: Setting, *, as_json: bool, col
     else:
         show(found, setting.rows, Screen(color))
     return 0
+
+
+def _recorded(file: Path, directory: Path) -> "ExpertLoad":
+    from jaxspec.checkpoint.fingerprint import digests
+    from jaxspec.checkpoint.load import read_config
+    from jaxspec.perf.expert_load import read_load
+
+    found = read_load(file)
+    if found.model.get("config_digest") != digests(read_config(directory))["config_digest"]:
+        raise ConfigError(
+            f"{file}: counts of another model ({found.model.get('name')}) than {directory}; measure this one"
+        )
+    return found
 
 
 def _measure(flags: BalanceFlags, setting: Setting) -> "Measured":
@@ -113,55 +129,50 @@ def _measure(flags: BalanceFlags, setting: Setting) -> "Measured":
 
 def show(found: dict[str, Any], rows: int, screen: "Screen") -> None:
     """Prints a report for people."""
-    from rich.table import Table
-
     counts = ", ".join(f"{n:,} positions of {WORDS[kind]}" for kind, n in found["positions"].items() if n)
     screen.line(f"{found['model'].get('name', '')}   {found['source']}", "bold")
     length = found.get("acceptance_length")
     screen.line(counts + (f"; acceptance length {length:.2f}" if length else ""))
     screen.line("imbalance: load of the heaviest device over the mean one, 1 is even")
-    table = Table("devices", "placement", "slots", "mean", "worst layer", *_words(found), title_justify="left")
-    for column in table.columns[2:]:
-        column.justify = "right"
-    drawn = any(p.get("batches") for d in found["devices"] for p in d["placements"].values())
-    if drawn:
-        for name in (f"{rows} rows", "experts read", "most read"):
-            table.add_column(name, justify="right")
-    for entry in found["devices"]:
-        for name, p in entry["placements"].items():
-            cells = [str(entry["devices"]), name, str(p["slots"]), f"{p['mean']:.2f}", f"{p['worst']:.2f}"]
-            cells += [f"{value:.2f}" for value in p["kinds"].values()]
-            batches = p.get("batches") or {}
-            table.add_row(*cells, *(f"{batches[key]:.2f}" for key in ("rows", "experts", "read") if key in batches))
+    kinds = [kind for kind, n in found["positions"].items() if n]
+    placements = [(entry["devices"], name, p) for entry in found["devices"] for name, p in entry["placements"].items()]
+    table = _table("devices", "placement", "slots", "all layers", "worst layer", *(WORDS[k] for k in kinds), words=2)
+    for n, name, p in placements:
+        values = [p["mean"], p["worst"], *(p["kinds"][kind] for kind in kinds)]
+        table.add_row(str(n), name, str(p["slots"]), *(f"{value:.2f}" for value in values))
     screen.console.print(table)
-    if drawn:
-        screen.line(
-            f"the last three: batches of {rows} real verifications, of the half of the texts that did not place them; "
-            "imbalance in routed rows, in experts that devices read, and how many the heaviest reads"
-        )
+    if any(p.get("batches") for _, _, p in placements):
+        screen.line(f"in batches of {rows} rows of one half of the texts, placed by the other half")
+        table = _table("devices", "placement", "rows, plain", "verified", "experts read", "most read", words=2)
+        for n, name, p in placements:
+            table.add_row(str(n), name, *(f"{value:.2f}" for value in p["batches"].values()))
+        screen.console.print(table)
     _show_layers(found, screen)
     if "predicted" in found:
         _show_predicted(found["predicted"], screen)
 
 
-def _words(found: dict[str, Any]) -> list[str]:
-    kinds = [WORDS[kind] for kind, n in found["positions"].items() if n]
-    return kinds if len(kinds) > 1 else []
+def _table(*columns: str, words: int) -> "Table":
+    """A table whose columns behind the first few are numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place < words else "right", no_wrap=True)
+    return table
 
 
 def _show_layers(found: dict[str, Any], screen: "Screen") -> None:
-    from rich.table import Table
-
-    names = [(d["devices"], name) for d in found["devices"] for name in d["placements"]]
-    table = Table("layer", "hottest experts", "never chosen", title="by layer", title_justify="left")
-    for n, name in names:
-        table.add_column(f"{n} {name[:4]}.", justify="right")
+    names = list(found["devices"][0]["placements"])
+    table = _table("layer", "hottest experts", "never", *(f"{d['devices']} devices" for d in found["devices"]), words=3)
     for place, layer in enumerate(found["layers"]):
-        hottest = ", ".join(f"{e} {share:.1%}" for e, share in layer["hottest"])
-        by_layer = [
-            f"{p['by_layer'][place]:.2f}" for d in found["devices"] for p in d["placements"].values()
+        hottest = "  ".join(f"{e}: {share:.0%}" for e, share in layer["hottest"])
+        each = [
+            " ".join(f"{p['by_layer'][place]:.2f}" for p in d["placements"].values()) for d in found["devices"]
         ]  # fmt: skip
-        table.add_row(str(layer["layer"]), hottest, _some(layer["dead"]), *by_layer)
+        table.add_row(str(layer["layer"]), hottest, _some(layer["dead"]), *each)
+    screen.line(f"by layer: {', '.join(names)}")
     screen.console.print(table)
 
 
@@ -171,14 +182,15 @@ def _some(numbers: list[int], most: int = 4) -> str:
 
 
 def _show_predicted(found: dict[str, Any], screen: "Screen") -> None:
-    from rich.table import Table
-
-    layers = " ".join(map(str, found["layers"]))
-    table = Table(
-        "devices", "contiguous: predicted", "measured", "balanced by prediction: predicted", "measured",
-        "balanced by measurement", title=f"drafts in the predicted layers {layers}", title_justify="left",
-    )  # fmt: skip
+    screen.line(
+        f"drafts in layers {', '.join(map(str, found['layers']))}, by the head's predictions and by what the target "
+        "chose for the same drafts"
+    )
+    table = _table("devices", "placement", "predicted", "measured", words=2)
     for entry in found["devices"]:
-        number, *values = entry.values()
-        table.add_row(str(number), *(f"{value:.2f}" for value in values))
+        n = str(entry["devices"])
+        for name in ("contiguous", "balanced_by_prediction"):
+            said, came = entry[f"{name}_predicted"], entry[name]
+            table.add_row(n, name.replace("_", " "), f"{said:.2f}", f"{came:.2f}")
+        table.add_row(n, "balanced by measurement", "", f"{entry['balanced']:.2f}")
     screen.console.print(table)

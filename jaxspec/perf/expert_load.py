@@ -98,6 +98,11 @@ class Verifications:
         """Some of them."""
         return Verifications(*(x[mask_V] for x in (self.expert_VTYA, self.live_VT, self.turn_VT, self.text_V)))
 
+    @property
+    def plain(self) -> "Verifications":
+        """The same without their drafts: steps of plain decoding."""
+        return Verifications(self.expert_VTYA[:, :1], self.live_VT[:, :1], self.turn_VT[:, :1], self.text_V)
+
 
 @dataclass(frozen=True)
 class Drawn:
