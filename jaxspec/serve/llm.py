@@ -103,8 +103,7 @@ class LLM:
             placement=expert_placement, rows=max_num_seqs, on_load=on_load,
         )  # fmt: skip
         arch = self.model.net.arch
-        self.capacity = _capacity(max_model_len, arch.max_position)
-        self.text = Text.load(self.model.directory)
+        self.capacity, self.text = _capacity(max_model_len, arch.max_position), Text.load(self.model.directory)
         self.eos = end_ids(self.model.config, self.model.generation)
         if len(self.eos) > STOP_PLACES:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
