@@ -90,18 +90,20 @@ def texts_of(model: Model, file: Path | None, most: int, tokens: int) -> tuple[l
     """
     arch, text = model.net.arch, Text.load(model.directory)
     size = min(LONGEST, arch.max_position - tokens)
-    if file is None or file.suffix == ".jsonl":
+    if size < 1:
+        raise ConfigError(f"balance: {tokens} tokens leave no room for a prompt within {arch.max_position}")
+    if text is None and (file is None or file.suffix != ".jsonl"):
+        raise ConfigError(f"{model.directory}: no tokenizer; give --prompts a .jsonl with prompt_token_ids")
+    if text is None or file is None or file.suffix == ".jsonl":
         found = Source(text, arch.vocab_size, file).pool("code" if file is None else "file")
-    elif text is None:
-        raise ConfigError(f"{file}: it is text, and this model has no tokenizer; give a .jsonl with prompt_token_ids")
     else:
         try:
             whole = text.encode(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file}: cannot be read as text ({error})") from error
         found = [whole[at : at + size] for at in range(0, len(whole), size)]
-    if not found or size < 1:
-        raise ConfigError(f"{file}: no texts of a length that leaves room for {tokens} tokens")
+    if not found:
+        raise ConfigError(f"{file}: nothing in it; give a file with text")
     words = "held-out code of the demo" if file is None else file.name
     return [ids[-size:] for ids in found[:most]], f"{len(found[:most])} texts of {words}"
 
