@@ -113,8 +113,8 @@ def named_shardings(
     if refused:
         raise ConfigError(
             f"sharding: {len(refused)} dimensions cannot be split evenly: {'; '.join(_first(refused))}. "
-            "Choose mesh sizes that divide them, or allow replication; for experts (E) a placement with redundant slots "
-            "helps, see jaxspec inspect --balance"
+            "Choose mesh sizes that divide them, or allow replication; for experts (E) a placement with redundant slots"
+            " helps, see jaxspec inspect --balance"
         )
     return made
 
