@@ -42,7 +42,7 @@ def part_of(path: str) -> str:
 def _feed_forward_part(folders: list[str], name: str) -> str:
     if "shared" in folders or name.startswith("shared_gate"):
         return "shared experts"
-    if name.startswith(("router", "choice_bias", "table")):
+    if name.startswith(("router", "choice_bias", "table", "slots")):
         return "router"
     base, _, number = name.rpartition("_")
     routed = name in ROUTED or (number.isdigit() and base in OWN)

@@ -127,12 +127,20 @@ class Source:
         size, draws = input_tokens or WORKLOADS[name].input_tokens, np.random.default_rng(seed)
         if name == "random":
             return draws.integers(0, self.vocab_size, (count, size or 1)).tolist()
-        pool = self._lines() if name == "file" else self._code(name)
+        pool = self.pool(name)
         pool = [pool[i] for i in draws.permutation(len(pool))]
         if name == "shuffled":
             together = [token for ids in pool for token in ids]
             return draws.choice(together, (count, size or 1)).tolist()
         return [pool[i % len(pool)] if size is None else _ending_at(pool, i % len(pool), size) for i in range(count)]
+
+    def pool(self, name: str) -> list[list[int]]:
+        """Every prompt of a workload that has such, in order.
+
+        Raises:
+          ConfigError: it cannot be made for this model.
+        """
+        return self._lines() if name == "file" else self._code(name)
 
     def _code(self, name: str) -> list[list[int]]:
         if self.text is None:

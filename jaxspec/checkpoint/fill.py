@@ -55,9 +55,12 @@ def fill(plan: Plan, shardings: Any = None, show: Show | None = None) -> Params:
     """
     tree: Any = shardings(unflatten(plan.leaves)) if callable(shardings) else shardings
     wanted = flatten(tree) if tree is not None else {}
-    total = sum(math.prod(s.shape) * s.dtype.itemsize for path in plan.leaves for s in _sources(plan, path).values())
+    total = sum(math.prod(s.shape) * s.dtype.itemsize for path in plan.fills for s in _sources(plan, path).values())
     placed, done = 0, {}
     for path, leaf in plan.leaves.items():
+        if path in plan.given:
+            done[path] = _given(plan.given[path], wanted.get(path))
+            continue
         arrays = {}
         for name, source in _sources(plan, path).items():
             sharding = wanted.get(path)
@@ -109,6 +112,12 @@ def _array(plan: Plan, source: Source, sharding: Sharding | None) -> jax.Array:
     if sharding is None:
         return jax.device_put(_piece(plan, source, (slice(None),) * len(source.shape)))
     return jax.make_array_from_callback(source.shape, sharding, lambda index: _piece(plan, source, index or ()))
+
+
+def _given(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def _piece(plan: Plan, source: Source, index: tuple[slice, ...]) -> np.ndarray:

@@ -67,7 +67,7 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     directory = Path(directory)
     config, files = read_config(directory), HeadFiles(directory)
     spec = spec_of(config, files, target)
-    net: Any = _net(spec, replace(policy, formats=()))
+    net: Any = _net(spec, replace(policy, formats=(), slots=None))
     leaves = _leaves(net)
     fills = places(head_rules(spec), leaves)
     names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}

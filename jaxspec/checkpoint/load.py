@@ -13,11 +13,13 @@ from jaxspec.checkpoint.catalog import known_tables
 from jaxspec.checkpoint.fill import Show, fill
 from jaxspec.checkpoint.plan import Plan, make_plan
 from jaxspec.checkpoint.quantized import check_method
+from jaxspec.checkpoint.slots import check_placement, held_by_model, held_by_mtp, slots_for
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
+from jaxspec.perf.expert_placement import Placement
 from jaxspec.shapes import Params
 from jaxspec.sharding.rules import MAY_BE_WHOLE, named_shardings
 
@@ -67,13 +69,16 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def plan_model(directory: str | Path, policy: Policy, quantization: str = "auto") -> Plan:
+def plan_model(
+    directory: str | Path, policy: Policy, quantization: str = "auto", placement: Placement | None = None
+) -> Plan:
     """What loading a directory would do and what is wrong with it, from its headers alone.
 
     Args:
       directory: checkpoint in Hugging Face layout.
       policy: layout and dtypes of the parameters.
       quantization: see ``make_plan``.
+      placement: of the experts; None leaves them in their order.
 
     Raises:
       ConfigError: the config is missing, corrupt, of an unknown family or quantised in a way that is not supported.
@@ -81,11 +86,11 @@ def plan_model(directory: str | Path, policy: Policy, quantization: str = "auto"
     """
     directory = Path(directory)
     config = read_config(directory)
-    net = Transformer(arch_of(config), policy)
+    net = Transformer(arch_of(config), replace(policy, slots=slots_for(placement)))
     table = known_tables()[net.arch.family]
     return make_plan(
         directory, net, table.rules(net.arch), beside=table.beside(net.arch), ignored=table.ignored,
-        block=check_method(config), quantization=quantization,
+        block=check_method(config), quantization=quantization, held=held_by_model(placement),
     )  # fmt: skip
 
 
@@ -96,6 +101,7 @@ def load_model(
     quantization: str = "auto",
     mesh: Mesh | None = None,
     allow_replication: bool | str = MAY_BE_WHOLE,
+    placement: Placement | None = None,
     show: Show | None = None,
 ) -> Model:
     """Loads a Hugging Face directory.
@@ -108,16 +114,19 @@ def load_model(
       mesh: devices that the parameters are split over, None for the default device.
       allow_replication: what is whole on each device where the mesh does not divide it, see ``named_shardings``; heads
         and vocabulary by default, but neither experts nor hidden units.
+      placement: which of the devices along ``expert`` hold which experts; by default equally many, in their order.
       show: called with (bytes placed, bytes in all).
 
     Raises:
-      ConfigError: the config is missing, corrupt or of an unknown family, the quantisation is not possible, or the
-        mesh does not divide the model.
+      ConfigError: the config is missing, corrupt or of an unknown family, the quantisation is not possible, the mesh
+        does not divide the model, or the placement is of another model or mesh.
       CheckpointError: the tensors are unreadable or do not match.
     """
-    plan = plan_model(directory, over(policy, mesh), quantization)
+    config = read_config(Path(directory))
+    if placement is not None:
+        check_placement(placement, config, arch_of(config), mesh)
+    plan = plan_model(directory, over(policy, mesh), quantization, placement)
     plan.check()
-    config = read_config(plan.directory)
     net = Transformer(arch_of(config), plan.policy)
     params = fill(plan, shards_for(mesh, allow_replication), show)
     generation = plan.directory / "generation_config.json"
@@ -162,7 +171,10 @@ def load_mtp(
             "(num_nextn_predict_layers); speculate with another method"
         )
     block, rules = check_method(read_config(directory)), known_tables()[arch.family].mtp_rules(arch)
-    plan = make_plan(directory, Mtp(arch, over(net.policy, mesh)), rules, block=block, quantization=quantization)
+    plan = make_plan(
+        directory, Mtp(arch, over(net.policy, mesh)), rules, block=block, quantization=quantization,
+        held=held_by_mtp(arch, net.policy.slots, mesh),
+    )  # fmt: skip
     missing = plan.problems["missing"]
     if missing:
         raise CheckpointError(

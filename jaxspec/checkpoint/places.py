@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from jaxspec.checkpoint.packs import PACKS
+from jaxspec.checkpoint.slots import TABLE, Held
 from jaxspec.checkpoint.table import Rule
-from jaxspec.models.arch import ArchSpec, LayerSpec, segments
+from jaxspec.models.arch import ArchSpec, LayerSpec, Segment, segments
 from jaxspec.models.depth import stack_of
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import ROUTED, own_name
@@ -19,6 +20,7 @@ from jaxspec.nn.quantized import Quantized, abstract_quantized
 from jaxspec.shapes import Params
 
 STACKED = {own_name(name): name for name in ROUTED}
+NO_SLOTS: Mapping[str, Held] = {}
 
 
 @dataclass(frozen=True)
@@ -102,38 +104,63 @@ def unflatten(leaves: Mapping[str, Any]) -> Params:
     return tree
 
 
-def places(rules: Iterable[Rule], leaves: Mapping[str, Any], arch: ArchSpec | None = None) -> dict[str, Leaf]:
+def places(
+    rules: Iterable[Rule], leaves: Mapping[str, Any], arch: ArchSpec | None = None, held: Mapping[str, Held] = NO_SLOTS
+) -> dict[str, Leaf]:
     """What fills each leaf; rules whose parameter is not there are left out.
 
     Args:
       rules: of a table.
       leaves: abstract parameters by path.
       arch: says which layers lie in one stack, None where none do.
+      held: which slots an expert's weights fill, by the path of its layer; one of its own number elsewhere.
     """
-    cut = tuple(segments(arch.layers)) if arch and any(path.startswith("segment_") for path in leaves) else ()
+    cut = _cut(leaves, arch)
     found: dict[str, Leaf] = {}
     for rule in rules:
-        place = _place(rule.leaf, leaves, cut)
-        if place is not None:
-            path, index = place
+        for path, index in _place(rule.leaf, leaves, cut, held):
             leaf = found.setdefault(path, Leaf(leaves[path].shape, len(index), {}))
             leaf.rules[index] = rule
     return found
 
 
-def _place(path: str, leaves: Mapping[str, Any], cut: tuple) -> tuple[str, tuple[int, ...]] | None:
-    index: tuple[int, ...] = ()
+def tables(held: Mapping[str, Held], leaves: Mapping[str, Any], arch: ArchSpec) -> dict[str, np.ndarray]:
+    """The parameters that say which slots an expert has; arguments as of ``places``."""
+    cut = _cut(leaves, arch)
+    found: dict[str, np.ndarray] = {}
+    for folder, own in held.items():
+        path, index = _stacked(f"{folder}/{TABLE}", cut)
+        whole = found.setdefault(path, np.empty(leaves[path].shape, np.int32))
+        whole[index] = own.table(whole.shape[-1])
+    return found
+
+
+def _cut(leaves: Mapping[str, Any], arch: ArchSpec | None) -> tuple[Segment, ...]:
+    return tuple(segments(arch.layers)) if arch and any(path.startswith("segment_") for path in leaves) else ()
+
+
+def _stacked(path: str, cut: tuple[Segment, ...]) -> tuple[str, tuple[int, ...]]:
+    """Where a layer's parameter lies if layers are stacked: the stack's parameter, and the place in it."""
     layer, _, rest = path.partition("/")
-    if layer.startswith("layers_") and cut:
-        stack, place, _ = stack_of(int(layer.removeprefix("layers_")), cut)
-        path, index = f"{stack}/{rest}", (place,)
+    if not (layer.startswith("layers_") and cut):
+        return path, ()
+    stack, place, _ = stack_of(int(layer.removeprefix("layers_")), cut)
+    return f"{stack}/{rest}", (place,)
+
+
+def _place(
+    rule: str, leaves: Mapping[str, Any], cut: tuple[Segment, ...], held: Mapping[str, Held]
+) -> list[tuple[str, tuple[int, ...]]]:
+    path, index = _stacked(rule, cut)
     if path in leaves:
-        return path, index
+        return [(path, index)]
     folder, _, name = path.rpartition("/")
     base, _, number = name.rpartition("_")
-    if base in STACKED and f"{folder}/{STACKED[base]}" in leaves:
-        return f"{folder}/{STACKED[base]}", (*index, int(number))
-    return None
+    if base not in STACKED or f"{folder}/{STACKED[base]}" not in leaves:
+        return []
+    own = held.get(rule.rpartition("/")[0])
+    filled = (int(number),) if own is None else own.filled_by(int(number))
+    return [(f"{folder}/{STACKED[base]}", (*index, slot)) for slot in filled]
 
 
 def published_shapes(leaf: Leaf, rule: Rule) -> list[tuple[int, ...]]:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.packs import PACKS
-from jaxspec.checkpoint.places import Leaf, abstract_params, flatten, places, published_shapes
+from jaxspec.checkpoint.places import NO_SLOTS, Leaf, abstract_params, flatten, places, published_shapes, tables
 from jaxspec.checkpoint.quantized import FP8_BLOCK, PLAIN, SUPPORTED, Stored, faults, find, other_scheme
+from jaxspec.checkpoint.slots import Held
 from jaxspec.checkpoint.stream import TensorFiles
 from jaxspec.checkpoint.table import Rule
 from jaxspec.errors import CheckpointError, ConfigError
@@ -37,6 +38,7 @@ class Plan:
       stored: how each tensor of the rules is stored, missing ones left out.
       policy: with the formats of what stays quantised.
       problems: what is wrong, by the keys of ``WORDS``.
+      given: parameters that no tensor fills, by path.
     """
 
     directory: Path
@@ -46,6 +48,7 @@ class Plan:
     stored: Mapping[str, Stored]
     policy: Policy
     problems: dict[str, list[str]] = field(default_factory=dict)
+    given: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def check(self) -> None:
         """Lets only sound checkpoints pass.
@@ -72,6 +75,7 @@ def make_plan(
     block: tuple[int, int] = FP8_BLOCK,
     quantization: str = "auto",
     files: TensorFiles | None = None,
+    held: Mapping[str, Held] = NO_SLOTS,
 ) -> Plan:
     """Compares a network with the tensors of a directory, of which only the headers are read.
 
@@ -85,6 +89,7 @@ def make_plan(
       quantization: ``auto`` keeps what is published quantised, ``none`` widens it, ``fp8`` and ``int8`` quantise the
         matrices of attention and feed-forward layers.
       files: the directory's tensors, where they are known already or only promised.
+      held: slots of experts, see ``places``.
 
     Raises:
       ConfigError: the quantisation is not known, or the checkpoint already has another.
@@ -94,9 +99,9 @@ def make_plan(
         raise ConfigError(f"quantization {quantization!r} is not known; known are {', '.join(QUANTIZATIONS)}")
     files = TensorFiles(directory) if files is None else files
     leaves = flatten(abstract_params(net.clone(policy=replace(net.policy, formats=()))))
-    fills = places(rules, leaves, net.arch)
+    fills, given = places(rules, leaves, net.arch, held), tables(held, leaves, net.arch)
     unnamed = [path for path, leaf in fills.items() if len(leaf.rules) != int(np.prod(leaf.shape[: leaf.lead]))]
-    unnamed += [path for path in leaves if path not in fills]
+    unnamed += [path for path in leaves if path not in fills and path not in given]
     assert not unnamed, f"parameters that no rule of the name table fills: {unnamed}"
     names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}
     stored = {name: found for name in names if (found := find(files, name, block))}
@@ -114,7 +119,7 @@ def make_plan(
         if _kind(path) in formats:
             leaves[path] = abstract_quantized(leaf.shape, formats[_kind(path)])
     policy = replace(net.policy, formats=tuple(sorted(formats.items())))
-    return Plan(directory, files, leaves, fills, stored, policy, problems)
+    return Plan(directory, files, leaves, fills, stored, policy, problems, given)
 
 
 def _kind(path: str) -> str:

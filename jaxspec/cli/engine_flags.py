@@ -35,6 +35,8 @@ class EngineFlags:
       mesh: Devices along the axes data, expert and tensor, for example expert=4,tensor=2; by default one device.
       expert_transport: How rows reach the devices that hold their experts: sum (rows are everywhere), padded or ragged
         (rows are exchanged; ragged on GPUs only).
+      expert_placement: Which devices along the axis expert hold which experts: a file that jaxspec inspect --balance
+        --output wrote; by default equally many, in their order.
     """
 
     model: Path | None = None
@@ -52,6 +54,7 @@ class EngineFlags:
     kernels: Literal["auto", "triton", "interpret", "xla"] = "auto"
     mesh: str | None = None
     expert_transport: Literal["auto", "sum", "padded", "ragged"] = "auto"
+    expert_placement: Path | None = None
 
     def directory(self) -> Path:
         """The model directory.
@@ -74,16 +77,24 @@ class EngineFlags:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "model"}
         if self.mesh is not None:
             values["mesh"] = mesh_sizes(self.mesh)
-        if self.speculative_config is not None:
-            try:
-                values["speculative_config"] = json.loads(self.speculative_config)
-            except ValueError as error:
-                raise ConfigError(f"--speculative-config: not valid JSON ({error})") from error
+        values["speculative_config"] = speculation(self.speculative_config)
         return values
 
     def load(self) -> "LLM":
         """The engine, compiled with the help of the cache of earlier starts."""
         return load_llm(self.directory(), **self.keywords())
+
+
+def speculation(text: str | None) -> Any:
+    """A ``speculative_config`` from its JSON, None where there is none.
+
+    Raises:
+      ConfigError: it is no JSON.
+    """
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config: not valid JSON ({error})") from error
 
 
 def mesh_sizes(text: str) -> dict[str, int]:

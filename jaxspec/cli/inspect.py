@@ -2,13 +2,14 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from jaxspec.cli.engine_flags import mesh_sizes
+from jaxspec.cli.inspect_balance import BalanceFlags, Setting, inspect_balance
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,10 +40,10 @@ class InspectArgs:
         collectives, memory, copies and spills.
       kernels: Show which operations kernels compute on a GPU, and why not the others.
       gpu: What to compile for.
-      devices: How many of them; 16 are two machines of 8.
+      devices: How many of them, 1 by default; 16 are two machines of 8. With --balance one number or several.
       mesh: Devices by axis, such as expert=4,tensor=2; by default all along expert, or tensor without experts.
       expert_transport: How rows reach the experts' devices: all rows are everywhere, or they are exchanged.
-      rows: Batch slots.
+      rows: Batch slots; with --balance verifications per batch.
       capacity: Longest text in tokens.
       topology: Drafted tokens K.
       programs: Which of plain, ngram, mtp and prefill; by default all that the model has.
@@ -59,7 +60,7 @@ class InspectArgs:
     compiled: tyro.conf.FlagCreatePairsOff[bool] = False
     kernels: tyro.conf.FlagCreatePairsOff[bool] = False
     gpu: Literal["h100", "h200"] = "h100"
-    devices: int = 1
+    devices: tuple[int, ...] = ()
     mesh: str = ""
     expert_transport: Literal["sum", "padded", "ragged"] = "sum"
     rows: int = 4
@@ -68,6 +69,7 @@ class InspectArgs:
     programs: tuple[Literal["plain", "ngram", "mtp", "prefill"], ...] = ()
     xla_only: tyro.conf.FlagCreatePairsOff[bool] = False
     color: bool = True
+    balance: Annotated[BalanceFlags, tyro.conf.arg(name="")] = field(default_factory=BalanceFlags)
 
 
 def run(args: InspectArgs) -> int:
@@ -78,6 +80,9 @@ def run(args: InspectArgs) -> int:
         from jaxspec.cli.inspect_head import inspect_head
 
         return inspect_head(args.path, args.target, as_json=args.json, color=args.color)
+    if args.balance.balance:
+        setting = Setting(args.path, args.devices, args.rows, args.dtype, args.quantization)
+        return inspect_balance(args.balance, setting, as_json=args.json, color=args.color)
     if args.compiled or args.kernels:
         return _programs(args)
     from jaxspec.bench.survey import survey
@@ -109,6 +114,8 @@ def _programs(args: InspectArgs) -> int:
     from jaxspec.cli.inspect_programs import show_compiled, show_kernels
     from jaxspec.cli.screen import Screen
 
+    if len(args.devices) > 1:
+        raise ConfigError(f"inspect: --compiled is for one number of devices, got {args.devices}")
     config, screen, found = config_at(args.path)[0], Screen(args.color), {}
     setting: dict[str, Any] = {"rows": args.rows, "capacity": args.capacity, "drafts": args.topology}
     if args.kernels:
@@ -118,7 +125,7 @@ def _programs(args: InspectArgs) -> int:
         found["kernels"] = kernel_choices(Setting(config, **setting), args.programs)
     if args.compiled:
         found["compiled"] = aot.run(
-            "jaxspec.bench.compiled:look", config=config, gpu=args.gpu, devices=args.devices,
+            "jaxspec.bench.compiled:look", config=config, gpu=args.gpu, devices=next(iter(args.devices), 1),
             mesh=mesh_sizes(args.mesh), transport=args.expert_transport, wanted=args.programs,
             kernels="xla" if args.xla_only else "triton", **setting,
         )  # fmt: skip

@@ -9,6 +9,7 @@ from jax import lax
 
 from jaxspec.cache.kv import Window
 from jaxspec.decode.confidence import outcomes
+from jaxspec.decode.routes import Routes, routes_of
 from jaxspec.decode.state import DecodeState, Target, write_rows
 from jaxspec.decode.touched import distinct_by_depth, experts_of
 from jaxspec.models.caches import compact_caches
@@ -30,12 +31,14 @@ class StepPlan:
       steps: most steps in one dispatch.
       logprobs: most log-probabilities per token that a row may ask for.
       survival: rates of synthetic acceptance instead of the rule, empty for none.
+      routes: whether a step says which experts were chosen.
     """
 
     rule: str = "match"
     steps: int = 8
     logprobs: int = 0
     survival: tuple[float, ...] = ()
+    routes: bool = False
 
 
 @pytree
@@ -52,6 +55,7 @@ class StepOut:
       touched_K: experts per layer that the first 1, 2, ... K drafts of all rows were predicted to touch, float32;
         None where the drafter predicts none.
       outcome_HMC: drafts that were tried (H = 0) and accepted (H = 1) by confidence; None where drafts have no prices.
+      routes: choices of experts, None unless the plan wants them.
     """
 
     token_BT: Array
@@ -63,6 +67,7 @@ class StepOut:
     top_BTL: Array
     touched_K: Array | None
     outcome_HMC: Array | None
+    routes: Routes | None
 
 
 def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan) -> tuple[DecodeState, StepOut]:
@@ -76,7 +81,9 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
     active_B1 = state.active_B[:, None]
     live_BT = jnp.concatenate([active_B1, usable(proposal, sampling, tree) & active_B1], axis=1)
     window = Window(anchor.length_B, state.table_BJ, live_BT=live_BT, path_BTJ=path_BTJ, block=target.block)
-    hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window, drafter.reads)
+    hidden, layers = forward(
+        target.net, target.params, token_BT, position_BT, state.layers, window, drafter.reads, plan.routes
+    )
     logits_BTV = head(target.net, target.params, hidden.last_BTD)
     context = Context(state.count_BV, state.prompt_BV, token_BT, anchor.length_B)
     score_BTV = process(logits_BTV, sampling, context, tree)
@@ -101,8 +108,9 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
         tried_BN = live_BT[:, 1:] & ~done_B[:, None]  # an ending cuts verdicts short
         steps, warm_B = state.prices.accept_MC.shape[1], sampling.temperature_B > 0
         outcome_HMC = outcomes(proposal.confidence_BN, tried_BN, verdict.count_B - 1, warm_B, steps)
+    routes = routes_of(hidden, proposal, verdict, live_BT, token_BT, position_BT) if plan.routes else None
     out = StepOut(
-        verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, logprob, ranked, touched_K, outcome_HMC
+        verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, logprob, ranked, touched_K, outcome_HMC, routes
     )
     return _advance(state, layers, draft, verdict, done_B), out
 

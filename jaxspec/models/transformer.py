@@ -180,10 +180,11 @@ def forward(
     memory: Caches,
     window: Window,
     reads: Reads = NOTHING,
+    routes: bool = False,
 ) -> tuple[Hidden, Caches]:
     """Runs T positions over a cache; returns the hidden states and the caches with those positions written."""
     hidden: Any = net.apply(
-        cast(Any, params), token_BT, position_BT, memory, window, taps=reads.taps, commons=reads.commons
+        cast(Any, params), token_BT, position_BT, memory, window, reads.taps, routes=routes, commons=reads.commons
     )
     return hidden, hidden.layers
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense, exact_dense
+from jaxspec.nn.expert_slots import in_slots
 from jaxspec.nn.experts import by_kernel, by_xla, switched
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
 from jaxspec.nn.policy import Policy, Weight, matrix, weight
@@ -44,9 +45,9 @@ class MoeSpec:
     activation: Activation = SILU
     bias: bool = False
 
-    def shapes(self, model_dim: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of the routed parameters, all experts stacked."""
-        e, f = self.experts, self.hidden
+    def shapes(self, model_dim: int, redundant: int = 0) -> dict[str, tuple[int, ...]]:
+        """Shapes of the routed parameters, all experts stacked, and slots beyond them."""
+        e, f = self.experts + redundant, self.hidden
         shapes = {"gate_up_ED2F": (e, model_dim, 2, f), "down_EFD": (e, f, model_dim)}
         return shapes | ({"gate_up_bias_E2F": (e, 2, f), "down_bias_ED": (e, model_dim)} if self.bias else {})
 
@@ -65,13 +66,19 @@ class Moe(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: Array, token_BT: Array, layer: Array | None = None, live_BT: Array | None = None
+        self,
+        x_BTD: Array,
+        token_BT: Array,
+        position_BT: Array,
+        layer: Array | None = None,
+        live_BT: Array | None = None,
     ) -> tuple[Array, Routing]:
         """Routed plus shared output [B, T, D], and the choices.
 
         Args:
           x_BTD: the normalised stream.
           token_BT: for routers that read token ids.
+          position_BT: absolute positions, by which replicas of an expert take turns.
           layer: place in the stack.
           live_BT: positions whose results are used, None for all; the others touch no expert.
         """
@@ -81,13 +88,14 @@ class Moe(nn.Module):
         routing = self._route(x_MD, token_BT.reshape(-1))
         if p.experts == "stacked":
             lead = (self.layers,) if self.layers else ()
+            placed = self._placed(routing, token_BT, position_BT)
             experts = {
                 name: weight(self, p, name, (*lead, *shape), ZEROS if "bias" in name else None)
-                for name, shape in s.shapes(dim).items()
+                for name, shape in s.shapes(dim, p.slots.redundant if p.slots else 0).items()
             }
-            out_MD = by_kernel(x_MD, routing, experts, s.activation, p, layer, live_M)
+            out_MD = by_kernel(x_MD, placed, experts, s.activation, p, layer, live_M)
             if out_MD is None:
-                out_MD = by_xla(x_MD, routing, experts, s.activation, p, layer, live_M)
+                out_MD = by_xla(x_MD, placed, experts, s.activation, p, layer, live_M)
         else:
             own = tuple(map(self._one, range(s.experts)))
             out_MD = switched(x_MD, routing, own, s.activation, p.compute, live_M)
@@ -112,6 +120,15 @@ class Moe(nn.Module):
             return route(logits_ME, s.top_k, r, bias_E)
         table_VA = weight(self, p, "table_VA", (s.vocab_size, s.top_k), _any_experts(s.experts), jnp.int32)
         return route(logits_ME, s.top_k, r, bias_E, table_VA[token_M])
+
+    def _placed(self, routing: Routing, token_BT: Array, position_BT: Array) -> Routing:
+        """The choices as slots, where there are such."""
+        s, p = self.spec, self.policy
+        if p.slots is None:
+            return routing
+        slots_EX = weight(self, p, "slots_EX", (s.experts, p.slots.replicas), ZEROS, jnp.int32)
+        turn_M = (token_BT + position_BT).reshape(-1)
+        return replace(routing, expert_MA=in_slots(routing.expert_MA, turn_M, slots_EX))
 
     def _one(self, e: int) -> dict[str, Weight]:
         """Parameters of expert e, in arrays of their own."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxspec.errors import ConfigError
+from jaxspec.nn.expert_slots import Slots
 from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
 from jaxspec.shapes import Array
@@ -38,6 +39,7 @@ class Policy:
       transport: how rows reach the devices along ``expert`` that hold their experts: ``sum`` (all rows are everywhere,
         outputs are summed), ``padded`` or ``ragged`` (devices have rows of their own, and exchange them twice per
         layer); see ``jaxspec.nn.expert_transport`` and ``transport_for``.
+      slots: how experts lie in slots of a placement, None where they lie in their own order.
       formats: parameters that stay quantised, as pairs of a path without layer number (``ffn/down_EFD``) and format.
     """
 
@@ -49,6 +51,7 @@ class Policy:
     own_head: bool = False
     mesh: AbstractMesh | None = None
     transport: Literal["sum", "padded", "ragged"] = "sum"
+    slots: Slots | None = None
     formats: tuple[tuple[str, Format], ...] = ()
 
     @property

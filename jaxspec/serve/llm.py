@@ -60,6 +60,8 @@ class LLM:
         bits of float32 sums, which devices add in another order.
       expert_transport: how rows reach the devices that hold their experts, see ``Policy.transport``; ``auto`` takes
         what ``jaxspec.nn.policy.transport_for`` says.
+      expert_placement: file that ``jaxspec inspect --balance --output`` wrote: which devices along ``expert`` hold
+        which experts, heavy ones maybe several times. By default equally many, in their order.
       on_load: called while the model loads, with (bytes placed, bytes in all).
 
     Raises:
@@ -84,6 +86,7 @@ class LLM:
         kernels: str = "auto",
         mesh: Mapping[str, int] | None = None,
         expert_transport: str = "auto",
+        expert_placement: str | Path | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ):
         config = catalog.parse(speculative_config)
@@ -97,11 +100,10 @@ class LLM:
         quantization = "auto" if quantization is None else quantization
         self.model = load_target(
             model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            rows=max_num_seqs, on_load=on_load,
+            placement=expert_placement, rows=max_num_seqs, on_load=on_load,
         )  # fmt: skip
         arch = self.model.net.arch
-        self.capacity = _capacity(max_model_len, arch.max_position)
-        self.text = Text.load(self.model.directory)
+        self.capacity, self.text = _capacity(max_model_len, arch.max_position), Text.load(self.model.directory)
         self.eos = end_ids(self.model.config, self.model.generation)
         if len(self.eos) > STOP_PLACES:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")

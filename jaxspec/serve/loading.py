@@ -19,9 +19,11 @@ from jaxspec.models.transformer import Transformer
 from jaxspec.nn.expert_transport import TRANSPORTS
 from jaxspec.nn.policy import Policy, policy_for, transport_for
 from jaxspec.perf.calibration import load_calibration
+from jaxspec.perf.expert_placement import load_placement
 from jaxspec.perf.step_ratios import StepRatios, step_ratios
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
+from jaxspec.sharding import hosts
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.placement import mesh_of, row_axes
 
@@ -36,6 +38,7 @@ def load_target(
     quantization: str,
     mesh: Mapping[str, int] | None,
     transport: str,
+    placement: str | Path | None,
     rows: int,
     on_load: Callable[[int, int], None] | None,
 ) -> Model:
@@ -48,6 +51,7 @@ def load_target(
       quantization: see ``load_model``.
       mesh: devices by axis, None for one device.
       transport: ``expert_transport`` of ``LLM``.
+      placement: ``expert_placement`` of ``LLM``.
       rows: B.
       on_load: called with (bytes placed, bytes in all).
 
@@ -57,9 +61,10 @@ def load_target(
     if transport not in ("auto", *TRANSPORTS):
         raise ConfigError(f"LLM: expert_transport {transport!r} is not known; known are {['auto', *TRANSPORTS]}")
     if isinstance(model, Model):
-        if mesh is not None or transport != "auto":
+        if mesh is not None or transport != "auto" or placement is not None:
             raise ConfigError(
-                "LLM: a model that is loaded already brings its mesh; leave mesh and expert_transport out"
+                "LLM: a model that is loaded already brings its mesh; leave mesh, expert_transport and "
+                "expert_placement out"
             )
         return model
     if mesh is None and transport != "auto":
@@ -70,7 +75,9 @@ def load_target(
     if mesh is not None:
         devices = make_mesh(mesh)
         policy = _spread(policy, devices, rows, transport)
-    return load_model(model, policy, quantization=quantization, mesh=devices, show=on_load)
+    placed = None if placement is None else load_placement(Path(placement))
+    hosts.check_same({"expert_placement": placed})
+    return load_model(model, policy, quantization=quantization, mesh=devices, placement=placed, show=on_load)
 
 
 def load_draft(

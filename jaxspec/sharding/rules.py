@@ -16,7 +16,7 @@ LAYER = "Y"
 # Heads and vocabularies of any size are worth a mesh; experts and hidden units are what it is there for.
 MAY_BE_WHOLE = "GHVW"
 # Small ones that every device needs whole: routers, for every device routes all rows, and tables read by token id.
-WHOLE = ("router_DE", "router_bias_E", "choice_bias_E", "table_VA", "routing_DYE")
+WHOLE = ("router_DE", "router_bias_E", "choice_bias_E", "table_VA", "slots_EX", "routing_DYE")
 
 Axes = tuple[str, ...]
 
@@ -113,7 +113,8 @@ def named_shardings(
     if refused:
         raise ConfigError(
             f"sharding: {len(refused)} dimensions cannot be split evenly: {'; '.join(_first(refused))}. "
-            "Choose mesh sizes that divide them, or allow replication"
+            "Choose mesh sizes that divide them, or allow replication; for experts (E) a placement with redundant slots"
+            " helps, see jaxspec inspect --balance"
         )
     return made
 

@@ -30,6 +30,7 @@ class Trial:
       rows: prompts at a time.
       rule: of verification.
       seed: of the sampling.
+      stop: token ids that end a text.
     """
 
     tokens: int = 96
@@ -37,6 +38,7 @@ class Trial:
     rows: int = 8
     rule: str = "match"
     seed: int = 0
+    stop: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,9 @@ class Examiner:
 
     def _group(self, drafter: Drafter, first: int) -> list[tuple[int, ...]]:
         """Accepted drafts of each verification of some prompts."""
-        t, group = self.trial, self.prompts[first : first + self.trial.rows]
-        longest = max(len(p) for p in self.prompts)
-        slack = max(drafter.topology.nodes, drafter.slack, BUCKET)
-        state = init_state(self.target, drafter, t.rows, longest + t.tokens, slack=slack)
-        for row, prompt in enumerate(group):
-            state = self._start(drafter, state, row, prompt, first + row)
-        found: list[list[int]] = [[] for _ in group]
-        depth, plan = drafter.topology.max_depth + 1, StepPlan(t.rule, 8)
+        state = self.started(drafter, first)
+        found: list[list[int]] = [[] for _ in self.prompts[first : first + self.trial.rows]]
+        depth, plan = drafter.topology.max_depth + 1, StepPlan(self.trial.rule, 8)
         while bool(np.asarray(state.active_B).any()):
             state, report = DISPATCH(self.target, drafter, state, jnp.int32(8), jnp.array(False), plan=plan)
             packed = np.asarray(report.packed_BX)
@@ -101,9 +98,19 @@ class Examiner:
                 counts += (took[: -1 if ended else None] - 1).tolist()
         return [tuple(counts) for counts in found]
 
+    def started(self, drafter: Drafter, first: int) -> DecodeState:
+        """Rows with as many prompts as there is room for, from number ``first`` on."""
+        t, longest = self.trial, max(len(p) for p in self.prompts)
+        slack = max(drafter.topology.nodes, drafter.slack, BUCKET)
+        places = max(8, len(t.stop))
+        state = init_state(self.target, drafter, t.rows, longest + t.tokens, slack=slack, stop_ids=places)
+        for row, prompt in enumerate(self.prompts[first : first + t.rows]):
+            state = self._start(drafter, state, row, prompt, first + row)
+        return state
+
     def _start(self, drafter: Drafter, state: DecodeState, row: int, prompt: np.ndarray, number: int) -> DecodeState:
         """Prefills and admits one prompt."""
-        t, at = self.trial, 0
+        t, at, places = self.trial, 0, state.sampling.stop_BX.shape[1]
         while at < len(prompt) - 1:
             count = min(BUCKET, len(prompt) - 1 - at)
             chunk = np.zeros(BUCKET + 1, np.int32)
@@ -113,7 +120,8 @@ class Examiner:
             )
             at += count
         sampling = replace(
-            init_sampling(1, 8),
+            init_sampling(1, places),
+            stop_BX=jnp.array([[*t.stop, *[-1] * (places - len(t.stop))]], jnp.int32),
             temperature_B=jnp.full(1, t.temperature, jnp.float32),
             max_length_B=jnp.full(1, len(prompt) + t.tokens, jnp.int32),
             draft_limit_B=jnp.full(1, drafter.topology.max_depth, jnp.int32),
