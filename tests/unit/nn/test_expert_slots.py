@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jaxspec.nn.expert_slots import in_slots
 from jaxspec.nn.experts import by_xla
@@ -15,7 +16,16 @@ from jaxspec.perf.expert_placement import EMPTY, slots_by_expert, slots_of
 from jaxspec.pytree import replace
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.rules import named_shardings
-from tests.unit.nn.test_expert_transport import DIM, EXPERTS, FLOAT32, by_hand, numbers, routing, weights
+from tests.unit.nn.test_expert_transport import (
+    DIM,
+    EXPERTS,
+    FLOAT32,
+    by_hand,
+    numbers,
+    ragged_reference,
+    routing,
+    weights,
+)
 
 # Expert 5, which may take all rows, is on all three devices; one slot is empty.
 SLOTS = (5, 0, 3, 7, 5, 1, 6, 0, 5, 2, 4, EMPTY)
@@ -39,9 +49,10 @@ def test_the_program_and_the_arithmetic_choose_the_same_slots():
     )
 
 
-@pytest.mark.parametrize("transport", ["sum", "padded"])
-def test_uneven_choices_give_what_one_device_gives(transport: Any):
+@pytest.mark.parametrize("transport", ["sum", "padded", "ragged"])
+def test_uneven_choices_give_what_one_device_gives(transport: Any, monkeypatch: pytest.MonkeyPatch):
     """Also where every row chooses one expert, which its replicas then share."""
+    monkeypatch.setattr(lax, "ragged_all_to_all", ragged_reference)
     rows, x_MD = 11, numbers((11, DIM), 9)
     plain, mesh = weights(FLOAT32), make_mesh({"expert": DEVICES})
     held = {name: w[np.maximum(np.array(SLOTS), 0)] for name, w in plain.items()}
