@@ -38,7 +38,9 @@ class MarkovNet:
     def policy(self):
         return Policy(jnp.dtype("float32"), jnp.dtype("float32"))
 
-    def apply(self, params, token, position=None, memory=None, window=None, taps=(), commons=(), *, method=None):
+    def apply(
+        self, params, token, position=None, memory=None, window=None, taps=(), routes=False, commons=(), *, method=None
+    ):
         if method == "logits":
             return token
         return SimpleNamespace(last_BTD=params[token], stream=params[token], layers=memory, taps=(), commons=())
