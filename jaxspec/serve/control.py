@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any, Protocol
 
 from jaxspec.draft.lengths import Lengths
@@ -276,8 +276,10 @@ class Adaptive:
 
         A tree may be hoped to accept no less than chains do now, whatever it did when it ran.
         """
-        everyone = [survival for survival, _ in self.survival.by_position()]
-        theirs = list(zip(mean_survival(requests, everyone) if requests else everyone, everyone, strict=True))
+        theirs: list[tuple[float, float]] = []
+        if requests:
+            everyone = [survival for survival, _ in self.survival.by_position()]
+            theirs = list(zip(mean_survival(requests, everyone), everyone, strict=True))
         chains, found = self._tokens(0, theirs), []
         for place, (ratio, ratio_error) in enumerate(self._ratios(size)):
             if ratio is None:
@@ -296,11 +298,12 @@ class Adaptive:
         Args:
           place: of the arm.
           theirs: survival of the requests in question, and of everyone, over all arms; the arm's is taken to relate
-            likewise.
+            likewise. Empty for everyone.
         """
         tokens, error, found = 1.0, 0.0, [(1.0, 0.0)]
         beside = self._counts[0] if place > self._longest else None
-        for (survival, unsure), (own, every) in zip(self._counts[place].by_position(beside), theirs, strict=False):
+        found_by = self._counts[place].by_position(beside)
+        for (survival, unsure), (own, every) in zip(found_by, theirs or repeat((1.0, 1.0)), strict=False):
             survival = survival * own / every if every else own
             tokens += survival if survival < 1.0 else 1.0
             error += unsure
@@ -338,13 +341,16 @@ class Adaptive:
     def _measured(self, place: int, size: int) -> Known:
         """Measured ratio of times and its relative error, from the nearest number of rows at which both are known."""
         times, plain = self._times[place], self._times[0]
-        if size not in times and times.keys().isdisjoint(plain):
-            return UNKNOWN
-        near = size if size in times else _nearest(times.keys() & plain.keys(), size)
-        arm, error = times[near], math.hypot(times[near].error, plain[near].error)
+        near = size
+        if size not in times or size not in plain:
+            both = times.keys() & plain.keys()
+            if not both:
+                return UNKNOWN
+            near = _nearest(both, size)
+        arm, other = times[near], plain[near]
         experts = self.touched.at(self._depths[place])  # a tree was told of none, its mean stays
         time_s = arm.mean_s if experts is None else arm.with_experts(experts)
-        return time_s / plain[near].mean_s, error + GUESSED * abs(near - size)
+        return time_s / other.mean_s, math.hypot(arm.error, other.error) + GUESSED * abs(near - size)
 
     def _probe(self, best: int, best_gain: float, size: int, gains: Sequence[tuple[Any, float, float]]) -> int | None:
         """An arm worth another look, where the budget allows one."""

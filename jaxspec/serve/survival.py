@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 
@@ -56,14 +56,16 @@ class Survival:
         Positions that were never tried are taken to follow the last one's rate, with an error as big as themselves.
 
         Args:
-          beside: counts that weigh as much as ``PRIOR`` verifications.
+          beside: counts of at least as many positions, which weigh as much as ``PRIOR`` verifications.
         """
         found, last, rate = [], 1.0, 0.5
-        for place, (tried, hits) in enumerate(zip(self._tried, self._hits, strict=True)):
-            if beside is not None and place < beside.length and beside._tried[place]:
-                tried, hits = tried + PRIOR, hits + PRIOR * beside._hits[place] / beside._tried[place]
+        others = repeat((0.0, 0.0)) if beside is None else zip(beside._tried, beside._hits, strict=True)
+        for tried, hits, (more, good) in zip(self._tried, self._hits, others, strict=False):
+            if more:
+                tried, hits = tried + PRIOR, hits + PRIOR * good / more
             if tried:
-                now = min(hits / tried, last)
+                now = hits / tried
+                now = now if now < last else last
                 rate = now / last if last > 0 else 0.0
                 smoothed = (hits + 0.5) / (tried + 1.0)
                 error = math.sqrt(smoothed * (1 - smoothed) / tried)
@@ -88,4 +90,4 @@ def mean_survival(requests: Sequence[Survival], everyone: Sequence[float]) -> li
     for row, request in enumerate(requests):
         if request.limit is not None:
             own_RK[row, request.limit :] = 0.0
-    return (np.add.reduce(own_RK, axis=0) / count).tolist()
+    return [total / count for total in np.add.reduce(own_RK, axis=0).tolist()]
