@@ -46,6 +46,17 @@ class Topology:
         return len(self.parents) - 1
 
     @cached_property
+    def name(self) -> str:
+        """What tables and metrics call it: a chain's length, or how many children nodes have, by level."""
+        if self.is_chain:
+            return str(self.drafts)
+        levels: list[list[int]] = [[] for _ in range(self.max_depth + 1)]
+        for depth, children in zip(self.depth, self.children, strict=True):
+            levels[depth].append(len(children))
+        equal = all(len(set(counts)) == 1 for counts in levels)
+        return str([counts[0] if equal else counts for counts in levels[:-1]]).replace(" ", "")
+
+    @cached_property
     def depth(self) -> tuple[int, ...]:
         """Distance of each node from the anchor."""
         depth = [0]
@@ -135,6 +146,11 @@ class DynamicTree:
         return self.nodes - 1
 
     @property
+    def name(self) -> str:
+        """What tables and metrics call it."""
+        return f"top {self.top_k}, {self.steps} deep, {self.nodes} nodes"
+
+    @property
     def max_depth(self) -> int:
         """K, the most drafts that one step can accept."""
         return self.steps
@@ -150,11 +166,17 @@ class DynamicTree:
         return max(1 + (self.steps - 1) * self.top_k, self.steps + 1)
 
 
+AnyTopology = Topology | DynamicTree
+
+
 def chain(length: int) -> Topology:
     """K drafts, each the child of the one before; ``chain(0)`` is plain decoding."""
     if length < 0:
         raise ConfigError(f"chain: the speculation length must be at least 0, got {length}")
     return Topology(tuple(range(-1, length)))
+
+
+PLAIN = chain(0)
 
 
 def tree(branching: tuple[int, ...]) -> Topology:

@@ -31,6 +31,7 @@ from jaxspec.pytree import replace as with_leaves
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine import STOP_PLACES, Engine
 from jaxspec.serve.llm import LLM
+from jaxspec.topology import chain
 
 BUCKET, OVERLAP_TEXT = 64, 96
 Show = Callable[[int, int], None]
@@ -129,7 +130,7 @@ class Bench:
         state = with_leaves(self.state, **{name: jnp.asarray(x) for name, x in self.start.items()})
         jax.block_until_ready(state.length_B)
         began = time.perf_counter()
-        self.state, report = self.programs.dispatch(state, steps, False, self.cell[1])
+        self.state, report = self.programs.dispatch(state, steps, False, chain(self.cell[1]))
         packed = np.asarray(report.packed_BX)
         elapsed = time.perf_counter() - began
         assert int(packed[0, -1]) == steps, "a row ended while it was measured"
@@ -141,7 +142,8 @@ class Bench:
         if self.propose is None:
             return 0.0
         began = time.perf_counter()
-        jax.block_until_ready(self.propose(self.programs.drafters[self.cell[1]], self.state.draft, self.state.anchor))
+        drafter = self.programs.drafters[chain(self.cell[1])]
+        jax.block_until_ready(self.propose(drafter, self.state.draft, self.state.anchor))
         return (time.perf_counter() - began) / PROPOSALS
 
 
@@ -230,7 +232,7 @@ def _benches(engine: Engine, grid: Grid, rows: int, ids: Sequence[int]) -> list[
         _, length, context = cell
         state = _filled(engine, rows, context, ids)
         if length not in drafting:
-            args = engine.programs.drafters[length], state.draft, state.anchor, engine.spec.rule
+            args = engine.programs.drafters[chain(length)], state.draft, state.anchor, engine.spec.rule
             drafting[length] = jax.jit(propose_often, static_argnums=3).lower(*args).compile()
         names = ("length_B", "anchor_B", "history_BS", "active_B")
         start = {name: np.asarray(getattr(state, name)) for name in names}
@@ -243,7 +245,7 @@ def _filled(engine: Engine, rows: int, context: int, ids: Sequence[int]) -> Deco
     state, programs = jax.tree.map(jnp.copy, engine.state), engine.programs
     whole = np.resize(np.asarray(ids, np.int32), context + 1 + rows * 97)
     neutral = init_sampling(1, STOP_PLACES)
-    length = np.asarray([engine.drafter.topology.max_depth], np.int32)
+    length = np.asarray([engine.depth], np.int32)
     sampling = with_leaves(neutral, max_length_B=np.asarray([engine.spec.capacity], np.int32), draft_limit_B=length)
     for row in range(rows):
         prompt = whole[row * 97 : row * 97 + context + 1]

@@ -117,7 +117,7 @@ def compare(
     Raises:
       ConfigError: the numbers leave nothing to measure.
     """
-    batch, depth = llm.spec.rows, llm.engine.drafter.topology.max_depth
+    batch, depth = llm.spec.rows, llm.engine.depth
     if len(prompts) < batch or repetitions < 1 or depth < 1 or max_tokens < 2 * (depth + 1):
         raise ConfigError(
             f"compare: needs {batch} prompts, drafts, repetitions and {2 * (depth + 1)} tokens each; "

@@ -10,7 +10,7 @@ from typing import Any
 from jaxspec.bench.record import CLOSED
 from jaxspec.bench.workload import WORKLOADS
 from jaxspec.draft import catalog
-from jaxspec.draft.lengths import AUTO, LENGTH_KEYS, MAX_LENGTH
+from jaxspec.draft.lengths import AUTO, LENGTH_KEYS, MAX_LENGTH, TREES
 from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 
@@ -29,7 +29,7 @@ class DrafterChoice:
 
     Attributes:
       name: of it.
-      config: ``speculative_config`` without a speculation length.
+      config: ``speculative_config`` without a speculation length; trees that it lists are arms of ``auto``.
     """
 
     name: str
@@ -55,16 +55,17 @@ class DrafterChoice:
             config = {"method": method} | ({"model": directory} if directory else {})
             name = method
         for key in (*LENGTH_KEYS, "rejection_sample_method"):
-            if key in config:
+            if key in config and key != TREES:
                 raise ConfigError(f"bench: leave {key} out of --drafters; the sweep sets it (--k, --rule)")
         choice = cls(name, config)
-        catalog.parse(choice.speculative_config(1, "match", None))
+        catalog.parse(choice.speculative_config(AUTO if TREES in config else 1, "match", None))
         return choice
 
     def speculative_config(self, k: int | str, rule: str, synthetic: Synthetic | None) -> dict[str, Any]:
-        """The configuration for one speculation length."""
+        """The configuration for one speculation length; trees are for ``auto`` to choose among."""
         how = rule if synthetic is None else synthetic
-        return {**self.config, "num_speculative_tokens": k, "rejection_sample_method": how}
+        config = {key: value for key, value in self.config.items() if key != TREES or k == AUTO}
+        return {**config, "num_speculative_tokens": k, "rejection_sample_method": how}
 
 
 @dataclass(frozen=True)

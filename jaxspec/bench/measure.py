@@ -70,7 +70,7 @@ class Run:
       decode_tokens, decode_time_s, decode_steps: the same while every row was busy and no prompt was read.
       speculation: what happened to the drafts.
       traces: when the tokens of each prompt came.
-      lengths: steps of the engine by the speculation length that it took.
+      lengths: steps of the engine by what it drafted: a chain's length, or a tree's name.
     """
 
     token_ids: list[list[int]]
@@ -82,7 +82,7 @@ class Run:
     decode_steps: int
     speculation: SpeculationMetrics
     traces: list[Trace]
-    lengths: dict[int, int]
+    lengths: dict[str, int]
 
     @property
     def tokens_per_s(self) -> float:
@@ -145,9 +145,10 @@ def run_once(
     return watch.run(now, {k: n - steps.get(k, 0) for k, n in _steps(llm).items() if n > steps.get(k, 0)})
 
 
-def _steps(llm: LLM) -> dict[int, int]:
-    """Steps since the engine started, by speculation length."""
-    return {length: arm.steps for length, arm in llm.engine.metrics.arms.items()}
+def _steps(llm: LLM) -> dict[str, int]:
+    """Steps since the engine started, by arm."""
+    arms = llm.engine.metrics.arms
+    return {arm.name: arms[arm].steps for arm in sorted(arms, key=lambda arm: (arm.nodes, arm.name))}
 
 
 class _Watch:
@@ -184,7 +185,7 @@ class _Watch:
         if decoding_s is not None:
             self._decoded = [self._decoded[0] + tokens, self._decoded[1] + decoding_s, self._decoded[2] + steps]
 
-    def run(self, time_s: float, lengths: dict[int, int]) -> Run:
+    def run(self, time_s: float, lengths: dict[str, int]) -> Run:
         """What there was to see, when all is done."""
         if self._rows is not None:
             # The engine had them queued, so that it never waited for us; they count as sent when one before them ended.

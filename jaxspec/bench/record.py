@@ -155,27 +155,26 @@ class PeerFigures(Struct, frozen=True):
 
 
 class Regret(Struct, frozen=True):
-    """A length that is chosen while running, against every fixed one in the same rounds on the same programs.
+    """What is chosen while running, against every fixed length and tree in the same rounds on the same programs.
 
     Attributes:
-      fixed: speed-up over plain decoding of each fixed length above 0, median over rounds.
-      best: the fixed length, plain decoding (0) among them, whose rate has the greatest median; it was found in the
+      fixed: speed-up over plain decoding of each fixed length above 0 and tree, median over rounds.
+      best: the one of them, plain decoding (0) among them, whose rate has the greatest median; it was found in the
         same rounds, so luck favours it.
-      over_best: paired ratios of the chosen lengths' rate over the best fixed one's.
+      over_best: paired ratios of the chosen ones' rate over that one's.
     """
 
     fixed: dict[str, float]
-    best: int
+    best: str
     over_best: Spread
 
     @classmethod
-    def of(cls, auto: Sequence[float], fixed: Mapping[int, Sequence[float]]) -> "Regret":
-        """Of rates by round; ``fixed`` has them by length, 0 among them."""
-        gains = {k: float(np.median(np.divide(rates, fixed[0]))) for k, rates in fixed.items()}
+    def of(cls, auto: Sequence[float], fixed: Mapping[str, Sequence[float]]) -> "Regret":
+        """Of rates by round; ``fixed`` has them by length or tree, 0 among them."""
+        gains = {k: float(np.median(np.divide(rates, fixed["0"]))) for k, rates in fixed.items()}
         best = max(gains, key=lambda k: gains[k])
-        return cls(
-            {str(k): gain for k, gain in gains.items() if k}, best, Spread.of(np.divide(auto, fixed[best]).tolist())
-        )
+        over = Spread.of(np.divide(auto, fixed[best]).tolist())
+        return cls({k: gain for k, gain in gains.items() if k != "0"}, best, over)
 
 
 class Cell(Struct, frozen=True):
@@ -193,7 +192,7 @@ class Cell(Struct, frozen=True):
       plain, speculative: figures of either; speculative is None for k = 0.
       speedup: paired ratios of one round each, while every row decodes (whole runs if that never was).
       total_speedup: the same of whole runs. Plain runs of an engine with a draft model read prompts with it, too.
-      lengths: steps by the speculation length that they took, where the engine chooses (``k`` is ``auto``).
+      lengths: steps by chain length or tree that they took, where the engine chooses (``k`` is ``auto``).
       regret: how far that choice was behind the best fixed length, where those ran, too.
       same_text: whether all runs of a prompt gave the same tokens; None where the rule does not promise that, or
         acceptance is synthetic.

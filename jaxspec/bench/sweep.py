@@ -18,15 +18,16 @@ from jaxspec.bench.touched import touched_experts
 from jaxspec.bench.workload import WORKLOADS, Source
 from jaxspec.checkpoint.load import Model, read_config
 from jaxspec.checkpoint.text import Text
-from jaxspec.draft.lengths import MAX_LENGTH
 from jaxspec.errors import JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.serve.control import Fixed
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
+from jaxspec.topology import AnyTopology
 
 PLAIN, SPECULATIVE = "plain", "speculative"
+FIXED = "fixed "  # and an arm: runs of an engine that chooses, held at it
 LEAST_BUCKET, MOST_BUCKET = 32, 1024
 Peers = Callable[[EnginePoint, int], tuple[list[Contender], list[Skipped]]]
 
@@ -138,8 +139,8 @@ class Sweep:
         subjects |= {name: partial(c.run, prompts, point.output_tokens) for name, c in rivals.items()}
         if grid.against_fixed and isinstance(engine.k, str):
             params = self._params(point, len(prompts), SPECULATIVE)
-            held = {fixed(k): partial(_run_held, llm, k, prompts, params, arrivals) for k in llm.engine.control.lengths}
-            subjects |= {name: run for name, run in held.items() if name != fixed(0)}
+            arms = [arm for arm in llm.engine.control.arms if arm.drafts]
+            subjects |= {FIXED + arm.name: partial(_run_held, llm, arm, prompts, params, arrivals) for arm in arms}
         rounds = [in_turns(subjects, turn) for turn in range(grid.rounds + 1)][1:]
         cell = self._cell(engine, point, rounds)
         found = [_beside(rival, name, rounds) for name, rival in rivals.items()]
@@ -190,7 +191,7 @@ class Sweep:
             speedup=Spread.of(_decode_ratios(pairs) or whole),
             total_speedup=Spread.of(whole),
             acceptance=Acceptance.of(last.speculation, last.tokens),
-            lengths={str(k): n for k, n in sorted(last.lengths.items())} if isinstance(engine.k, str) else None,
+            lengths=last.lengths if isinstance(engine.k, str) else None,
             regret=_regret(rounds),
             same_text=_same([run for round_ in rounds for run in round_.values() if isinstance(run, Run)])
             if lossless
@@ -203,7 +204,7 @@ class Sweep:
         """Experts touched, counted outside the timed runs; not where steps differ in length."""
         if not self.grid.experts or not engine.drafter or isinstance(engine.k, str):
             return None
-        drafts = llm.engine.drafter.topology.max_depth
+        drafts = llm.engine.depth
         return touched_experts(llm.model, prompts, rounds[-1][SPECULATIVE], rows=engine.rows, drafts=drafts)
 
 
@@ -213,15 +214,10 @@ def _beside(rival: Contender, name: str, rounds: Sequence[Mapping[str, Any]]) ->
     return peer_figures(rival, [r[name] for r in rounds], [r[mode] for r in rounds], rounds[0][PLAIN])
 
 
-def fixed(k: int) -> str:
-    """Name of the runs of a fixed length beside those that choose."""
-    return f"K={k}"
-
-
-def _run_held(llm: LLM, k: int, *args: Any) -> Run:
-    """A run of an engine that chooses, held at one length."""
+def _run_held(llm: LLM, arm: AnyTopology, *args: Any) -> Run:
+    """A run of an engine that chooses, held at one arm."""
     engine = llm.engine
-    chooses, engine.control = engine.control, Fixed(k)
+    chooses, engine.control = engine.control, Fixed(arm)
     try:
         return run_once(llm, *args)
     finally:
@@ -229,11 +225,11 @@ def _run_held(llm: LLM, k: int, *args: Any) -> Run:
 
 
 def _regret(rounds: Sequence[Mapping[str, Any]]) -> Regret | None:
-    """How far chosen lengths were behind the best fixed one, None where those did not run."""
-    lengths = [k for k in range(MAX_LENGTH + 1) if fixed(k) in rounds[0]]
-    if not lengths:
+    """How far what was chosen was behind the best fixed arm, None where those did not run."""
+    held = sorted(name for name in rounds[0] if name.startswith(FIXED))
+    if not held:
         return None
-    names = {SPECULATIVE: SPECULATIVE, PLAIN: 0} | {fixed(k): k for k in lengths}
+    names = {SPECULATIVE: SPECULATIVE, PLAIN: "0"} | {name: name.removeprefix(FIXED) for name in held}
     whole = any(r[name].decode_tokens_per_s is None for r in rounds for name in names)
     rate = "tokens_per_s" if whole else "decode_tokens_per_s"
     rates = {key: [getattr(r[name], rate) for r in rounds] for name, key in names.items()}

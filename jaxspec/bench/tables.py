@@ -61,9 +61,14 @@ def _rows(cell: Cell, synthetic: bool) -> Iterable[dict[str, Any]]:
 
 
 def lengths_text(lengths: Mapping[str, int]) -> str:
-    """Share of steps by speculation length."""
+    """Share of steps by chain length and tree."""
     total = max(sum(lengths.values()), 1)
-    return ", ".join(f"K={k} {steps / total:.0%}" for k, steps in lengths.items())
+    return ", ".join(f"{arm_text(arm)} {steps / total:.0%}" for arm, steps in lengths.items())
+
+
+def arm_text(name: str) -> str:
+    """A chain's length or a tree in words."""
+    return f"K={name}" if name.isdigit() else f"tree {name}"
 
 
 def _figures(found: Figures) -> dict[str, Any]:
@@ -158,7 +163,7 @@ def _peer_line(cell: Cell, peer: PeerFigures) -> list[str]:
 def _regret_line(cell: Cell) -> list[str]:
     assert cell.regret is not None
     gains = ", ".join(f"{k}: {gain:.2f}" for k, gain in cell.regret.fixed.items())
-    best = f"{_ratio(cell.regret.over_best)}, K={cell.regret.best}"
+    best = f"{_ratio(cell.regret.over_best)}, {arm_text(cell.regret.best)}"
     return [cell.name, _ratio(cell.speedup), best, gains, lengths_text(cell.lengths or {})]
 
 

@@ -22,7 +22,7 @@ from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.protocol import Drafter
 from jaxspec.shapes import Params
-from jaxspec.topology import DynamicTree, Topology, chain
+from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, Topology
 
 RULES = {
     "match": "match", "standard": "reject", "reject": "reject", "block": "block",
@@ -56,7 +56,7 @@ class SpeculativeConfig:
     cuts: Cuts = NO_CUTS
 
     @property
-    def topology(self) -> Topology | DynamicTree:
+    def topology(self) -> AnyTopology:
         """The longest chain, or the tree."""
         return self.lengths.topology
 
@@ -85,7 +85,7 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
       ConfigError: keys or values are unknown or contradict each other.
     """
     if config is None:
-        return SpeculativeConfig("none", Lengths(chain(0)))
+        return SpeculativeConfig("none", Lengths(PLAIN))
     if not isinstance(config, Mapping):
         raise ConfigError(f"speculative_config: a mapping is needed, got {type(config).__name__}")
     unknown = sorted(set(config) - KEYS)
@@ -98,22 +98,22 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     rule, decreed = _rule(config)
     lengths = parse_lengths(config)
     topology = lengths.topology
-    if rule == "block" and not topology.is_chain:
-        raise ConfigError("speculative_config: block verification is for chains; ask for num_speculative_tokens")
+    if rule == "block" and not lengths.all_chains:
+        raise ConfigError("speculative_config: block verification is for chains; ask for num_speculative_tokens alone")
     longest, shortest = _lookup(config)
-    if method in ("ngram", "hybrid") and isinstance(topology, DynamicTree):
+    if method in ("ngram", "hybrid") and any(isinstance(t, DynamicTree) for t in (topology, *lengths.trees)):
         raise ConfigError(
             f'speculative_config: method "{method}" grows no tree by confidence; leave {", ".join(DYNAMIC_KEYS)} out '
-            "and give speculative_token_tree or num_speculative_tokens"
+            "and give branching factors (speculative_token_tree) or num_speculative_tokens"
         )
     if method not in WITH_MODEL and config.get("model"):
         raise ConfigError(f'speculative_config: method "{method}" takes no "model"; leave one of them out')
     if method in WITH_MODEL and not config.get("model"):
         kind = "draft model" if method == "draft_model" else "head" if method in HEADS else "draft model or head"
         raise ConfigError(f'speculative_config: method "{method}" needs "model", the directory of the {kind}')
-    survival = _survival(decreed, topology)
+    survival = _survival(decreed, lengths)
     exits = _exit(config, method)
-    cuts = parse_cuts(config, method, topology.is_chain, decreed is not None)
+    cuts = parse_cuts(config, method, lengths.all_chains, decreed is not None)
     return SpeculativeConfig(method, lengths, rule, config.get("model"), longest, shortest, exits, survival, cuts)
 
 
@@ -144,13 +144,15 @@ def _rule(config: Mapping[str, Any]) -> tuple[str, Synthetic | None]:
     return RULES[rule], None
 
 
-def _survival(decreed: Synthetic | None, topology: Topology | DynamicTree) -> tuple[float, ...]:
+def _survival(decreed: Synthetic | None, lengths: Lengths) -> tuple[float, ...]:
     """Rates of synthetic acceptance, empty without it."""
     if decreed is None:
         return ()
-    if not topology.is_chain:
-        raise ConfigError("speculative_config: synthetic acceptance is for chains; ask for num_speculative_tokens")
-    return decreed.survival(topology.max_depth)
+    if not lengths.all_chains:
+        raise ConfigError(
+            "speculative_config: synthetic acceptance is for chains; ask for num_speculative_tokens alone"
+        )
+    return decreed.survival(lengths.topology.max_depth)
 
 
 def _lookup(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -219,10 +221,11 @@ def _head_drafter(config: SpeculativeConfig, target: tuple[Transformer, Params],
             f'give method "{head.kind}"'
         )
     if isinstance(head.net, Medusa):
-        if topology.max_depth > head.net.spec.heads:
+        deepest = max(t.max_depth for t in (topology, *config.lengths.trees))
+        if deepest > head.net.spec.heads:
             raise ConfigError(
                 f"speculative_config: {config.model} has {head.net.spec.heads} Medusa heads and drafts as many tokens; "
-                f"got a depth of {topology.max_depth}"
+                f"got a depth of {deepest}"
             )
     else:
         _check_tree(config, head.net.spec.arch, head.net.spec.arch.layers, "the head")
@@ -248,7 +251,8 @@ def _model_drafter(
 def _check_tree(config: SpeculativeConfig, arch: ArchSpec, layers: tuple[LayerSpec, ...], whose: str) -> None:
     """Refuses trees where a layer cannot run them."""
     why = replace(arch, layers=layers).chain_only
-    if why and not config.topology.is_chain:
+    if why and not config.lengths.all_chains:
         raise ConfigError(
-            f"speculative_config: a tree is not possible for {whose} ({arch.family}): {why}; use num_speculative_tokens"
+            f"speculative_config: a tree is not possible for {whose} ({arch.family}): {why}; use "
+            "num_speculative_tokens alone"
         )

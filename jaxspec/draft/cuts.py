@@ -39,7 +39,7 @@ def parse_cuts(config: Mapping[str, Any], method: str, chain: bool, synthetic: b
         largest probability of the distribution that a draft will be drawn from, not that of the token that was drawn,
         which transformers' ``assistant_confidence_threshold`` looks at: that would change the law of sampled text.
       method: of drafting.
-      chain: whether a chain is drafted.
+      chain: whether only chains are drafted.
       synthetic: whether acceptance is decreed.
 
     Raises:
@@ -59,7 +59,7 @@ def parse_cuts(config: Mapping[str, Any], method: str, chain: bool, synthetic: b
             f'speculative_config: method "{method}" drafts without a confidence in what it finds; leave {key} out'
         )
     if cuts.any and not chain:
-        raise ConfigError(f"speculative_config: {key} cuts chains, not trees; ask for num_speculative_tokens")
+        raise ConfigError(f"speculative_config: {key} cuts chains, not trees; ask for num_speculative_tokens alone")
     if cuts.any and synthetic:
         raise ConfigError(f"speculative_config: synthetic acceptance is decreed for all drafts; leave {key} out")
     return cuts

@@ -11,6 +11,7 @@ from jaxspec.serve.control import Adaptive, Control, Decision, Outcome
 from jaxspec.serve.journal import Journal
 from jaxspec.serve.survival import Survival
 from jaxspec.sharding import hosts
+from jaxspec.topology import AnyTopology
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,15 @@ class Agreed:
     control: Control
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """The arms, ascending."""
-        return self.control.lengths
+    def arms(self) -> tuple[AnyTopology, ...]:
+        """The arms."""
+        return self.control.arms
 
     def choose(self, rows: int, waiting: int, requests: Sequence[Survival] = ()) -> Decision:
-        """Length of the next dispatch, process 0's."""
+        """Arm of the next dispatch, process 0's."""
         own = self.control.choose(rows, waiting, requests)
-        word = hosts.agreed(np.array([own.length, own.probe], np.int32))
-        return replace(own, length=int(word[0]), probe=bool(word[1]))
+        word = hosts.agreed(np.array([self.arms.index(own.arm), own.probe], np.int32))
+        return replace(own, arm=self.arms[int(word[0])], probe=bool(word[1]))
 
     def record(self, decision: Decision, outcome: Outcome) -> None:
         """Takes note of what came of a decision."""

@@ -18,6 +18,7 @@ from jaxspec.draft.renew import renew
 from jaxspec.protocol import Drafter, Sampling
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding.placement import mesh_of, settle, shapes_on
+from jaxspec.topology import AnyTopology
 
 FEW = 8  # positions of the smallest chunk of kept features
 
@@ -34,7 +35,7 @@ class Programs:
     def __init__(
         self,
         target: Target,
-        drafters: Mapping[int, Drafter],
+        drafters: Mapping[AnyTopology, Drafter],
         state: DecodeState,
         plan: StepPlan,
         buckets: tuple[int, ...],
@@ -44,15 +45,15 @@ class Programs:
 
         Args:
           target: verifies.
-          drafters: by speculation length, 0 for plain decoding.
-          state: its shapes are those of the longest one's.
+          drafters: by what they draft, plain decoding among them; their state is one and the same.
+          state: its shapes have room for each of them.
           plan: static.
           buckets: prefill chunk sizes in tokens, ascending.
           turns: whether rows that speculate also take part in dispatches without drafts, and must be caught up.
         """
         mesh = mesh_of(state)
         target, drafters = settle(target, mesh), {k: settle(d, mesh) for k, d in drafters.items()}
-        drafter = drafters[max(drafters)]
+        drafter = drafters[max(drafters, key=lambda arm: arm.nodes)]  # for prompts any would do that drafts
         self.target, self.drafters, self.drafter, self.buckets, self.plan = target, drafters, drafter, buckets, plan
         scalar = jnp.int32(0)
         table = None if state.table_BJ is None else state.table_BJ[0]
@@ -62,8 +63,8 @@ class Programs:
             "admit": lambda: _compile(admit, (state, scalar, state.history_BS[0], scalar, settings, table), donate=0),
             "retire": lambda: _compile(retire, (state, scalar), donate=0),
         }  # fmt: skip
-        for length, one in drafters.items():
-            jobs[f"length {length}"] = lambda one=one: _compile(
+        for arm, one in drafters.items():
+            jobs[f"arm {arm.name}"] = lambda one=one: _compile(
                 _dispatch(plan), (target, one, state, scalar, flag), donate=2
             )
         for size in buckets:
@@ -94,10 +95,10 @@ class Programs:
         others = {k: renew(d, params) for k, d in self.drafters.items() if k not in plain}
         self.drafters, self.drafter = plain | others, longest
 
-    def dispatch(self, state: DecodeState, steps: int, eager: bool, length: int) -> tuple[DecodeState, Report]:
-        """Up to ``steps`` steps of a speculation length."""
-        program = self._programs[f"length {length}"]
-        return program(self.target, self.drafters[length], state, np.int32(steps), np.bool_(eager))
+    def dispatch(self, state: DecodeState, steps: int, eager: bool, arm: AnyTopology) -> tuple[DecodeState, Report]:
+        """Up to ``steps`` steps of an arm."""
+        program = self._programs[f"arm {arm.name}"]
+        return program(self.target, self.drafters[arm], state, np.int32(steps), np.bool_(eager))
 
     def catch_up(self, state: DecodeState, row: int, start: int, count: int) -> DecodeState:
         """Shows the drafter what a row committed without it: ``count`` positions from ``start`` on."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from functools import partial
 
 import jax
@@ -27,7 +28,7 @@ from jaxspec.serve.rows import Sample
 from jaxspec.serve.survival import Survival
 from jaxspec.sharding import hosts
 from jaxspec.sharding.placement import allocate, mesh_of, row_axes, state_rules
-from jaxspec.topology import chain
+from jaxspec.topology import PLAIN, AnyTopology
 
 STOP_PLACES = 16
 REMEMBERED = 64.0  # verifications of one request
@@ -44,7 +45,8 @@ class EngineSpec:
       steps: most steps before the host looks.
       logprobs: most log-probabilities per token that a request may ask for.
       buckets: prefill chunk sizes, ascending.
-      page, pages: page size and count of a shared pool; 0 gives each row one page of its own.
+      page, pages: page size and count of a shared pool; a size of 0 gives each row one page of its own, a count of 0
+        is enough for all rows at full length.
       survival: rates of synthetic acceptance instead of the rule, empty for none.
     """
 
@@ -75,20 +77,23 @@ class Engine:
 
         Args:
           target: verifies.
-          drafter: of the longest speculation length.
+          drafter: drafts whatever an arm asks for, not only its own topology.
           spec: what the engine is fixed to.
           eos: ids that end a text.
-          control: chooses the speculation length of each dispatch; by default the drafter's own, always.
+          control: chooses the arm of each dispatch; by default the drafter's own topology, always.
           budget: sets the prices of drafts; None verifies them all.
 
         Raises:
           ConfigError: the mesh does not divide the rows.
         """
-        self.control, self.budget = control or Fixed(drafter.topology.max_depth), budget
-        if 0 in self.control.lengths and drafter.topology.drafts and drafter.follows == "features":
+        self.control, self.budget = control or Fixed(drafter.topology), budget
+        if PLAIN in self.control.arms and drafter.topology.drafts and drafter.follows == "features":
             drafter = Deferred(drafter, drafter.topology, target.net.arch, max(KEPT, 2 * spec.steps))
+        drafters = arms(drafter, self.control.arms)
+        self.depth, self.slack = max(arm.max_depth for arm in drafters), slack_of(drafters, spec.buckets)
+        if spec.page and not spec.pages:
+            spec = changed(spec, pages=1 + spec.rows * -(-(spec.capacity + self.slack) // spec.page))
         self.spec, self.eos, self.drafter = spec, eos, drafter
-        self.slack = max(drafter.topology.nodes, drafter.slack, spec.buckets[-1])
         self.pool = PageAllocator(spec.pages, spec.page) if spec.pages else None
         plan = StepPlan(spec.rule, spec.steps, spec.logprobs, spec.survival)
         make = partial(
@@ -97,9 +102,9 @@ class Engine:
             prices=budget and budget.prices(spec.rows),
         )  # fmt: skip
         self.state = allocate(make, mesh_of(target.params), places_of(target, spec))
-        lengths = self.control.lengths
-        self.programs = Programs(target, arms(drafter, lengths), self.state, plan, spec.buckets, turns=0 in lengths)
-        self.metrics = EngineMetrics(drafter.topology.max_depth)
+        turns = PLAIN in self.control.arms
+        self.programs = Programs(target, drafters, self.state, plan, spec.buckets, turns)
+        self.metrics = EngineMetrics(self.depth)
         self.waiting: deque[Sample] = deque()
         self.rows: list[Sample | None] = [None] * spec.rows
 
@@ -140,7 +145,7 @@ class Engine:
         self._price(decision.length, len(running))
         ready = time.monotonic()
         self.state, report = self.programs.dispatch(
-            self.state, steps or self.spec.steps, bool(self.waiting), decision.length
+            self.state, steps or self.spec.steps, bool(self.waiting), decision.arm
         )
         packed = np.asarray(jax.device_get(report.packed_BX))
         done = time.monotonic()
@@ -168,9 +173,10 @@ class Engine:
         return list(moved.values())
 
     def _decide(self, running: list[Sample]) -> Decision:
-        """Speculation length of the next dispatch."""
-        wanting = [sample.survival for sample in running if sample.params.draft_limit != 0]
-        return self.control.choose(len(running), len(self.waiting), wanting) if wanting else Decision(0)
+        """Arm of the next dispatch; rows that want no drafts take part in it, too, and gain nothing."""
+        if all(sample.params.draft_limit == 0 for sample in running):
+            return Decision(PLAIN)
+        return self.control.choose(len(running), len(self.waiting), [sample.survival for sample in running])
 
     def _price(self, length: int, rows: int) -> None:
         """Prices of the next dispatch's drafts."""
@@ -210,11 +216,12 @@ class Engine:
             stop_ids = sorted(
                 ({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or [])
             )
-            sampling = sample.sampling(stop_ids, STOP_PLACES, self.drafter.topology.max_depth)
+            sampling = sample.sampling(stop_ids, STOP_PLACES, self.depth)
             state = self.programs.prefill(self.state, row, sample.prompt, table)
             self.state = self.programs.admit(state, row, sample.prompt, sampling, table)
             self.rows[row] = sample
-            sample.observed, sample.survival = sample.length, Survival(self.drafter.topology.max_depth, REMEMBERED)
+            sample.observed = sample.length
+            sample.survival = Survival(self.depth, REMEMBERED, sample.params.draft_limit)
             self.metrics.prompt_tokens += len(sample.output.prompt_token_ids)
             self.metrics.prefill_time_s += time.monotonic() - began
 
@@ -263,17 +270,21 @@ class Engine:
             self.pool.release(sample.pages)
 
 
-def arms(drafter: Drafter, lengths: tuple[int, ...]) -> dict[int, Drafter]:
-    """A drafter of each speculation length, 0 always among them; they share their weights and their state.
+def arms(drafter: Drafter, wanted: Sequence[AnyTopology]) -> dict[AnyTopology, Drafter]:
+    """A drafter of each topology, plain decoding always among them; they share their weights and their state.
 
     Plain decoding drafts and observes nothing; only where it takes turns with a drafter that reads what the target
     computed, that is kept for it.
     """
-    longest = drafter.topology.max_depth
-    found: dict[int, Drafter] = {0: NoDrafts()}
+    found: dict[AnyTopology, Drafter] = {PLAIN: NoDrafts()}
     if isinstance(drafter, Deferred):
-        found[0] = replace(drafter, topology=chain(0))
-    return found | {k: drafter if k == longest else replace(drafter, topology=chain(k)) for k in lengths if k}
+        found[PLAIN] = replace(drafter, topology=PLAIN)
+    return found | {arm: replace(drafter, topology=arm) for arm in wanted if arm.drafts}
+
+
+def slack_of(drafters: Mapping[AnyTopology, Drafter], buckets: Sequence[int]) -> int:
+    """Positions beyond a text that one forward of some arm, or a chunk of a prompt, may write."""
+    return max(*buckets, *(arm.nodes for arm in drafters), *(drafter.slack for drafter in drafters.values()))
 
 
 def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]:

@@ -110,10 +110,8 @@ class LLM:
         self.seed, self.max_logprobs, self._number = seed, min(max_logprobs, arch.vocab_size), 0
         draft = load_draft(config, self.model, quantization)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
+        control = control_of(config.lengths, load_prior(config, self.model, quantization))
         block = math.gcd(BLOCK, kv_page_size) if kv_page_size else BLOCK
-        if kv_page_size and not num_kv_pages:
-            slack = max(drafter.topology.nodes, drafter.slack, *prefill_buckets)
-            num_kv_pages = 1 + max_num_seqs * -(-(self.capacity + slack) // kv_page_size)
         self.spec = EngineSpec(
             rows=max_num_seqs,
             capacity=self.capacity,
@@ -126,7 +124,6 @@ class LLM:
             pages=num_kv_pages,
         )
         target, budget = Target(self.model.params, self.model.net, block), budget_of(config.cuts, arch)
-        control = control_of(config.lengths, load_prior(config, self.model, quantization))
         self.engine = Engine(target, drafter, self.spec, self.eos, agreed(control), budget)
 
     @property
@@ -279,7 +276,7 @@ class LLM:
         return new_samples(
             request_id or str(number), text, ids, params, lambda p: Growing(self.text, p),
             engine_seed=self.seed, number=number, capacity=self.capacity,
-            draft_length=self.engine.drafter.topology.max_depth,
+            draft_length=self.engine.depth,
         )  # fmt: skip
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:

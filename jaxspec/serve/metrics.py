@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from jaxspec.serve.control import Decision, Outcome
 from jaxspec.serve.request import CompletionOutput, SpeculationMetrics
+from jaxspec.topology import AnyTopology
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class Metric:
 
 
 @dataclass
-class Arm:
-    """What dispatches of one speculation length did.
+class ArmCounts:
+    """What dispatches of one arm did.
 
     Attributes:
       dispatches, probes: how many, and how many of them only to learn.
@@ -49,7 +50,7 @@ class EngineMetrics:
         self.speculation = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * draft_length)
         self.prompt_tokens = self.generated_tokens = self.requests = 0
         self.prefill_time_s = self.decode_time_s = 0.0
-        self.arms: dict[int, Arm] = {}
+        self.arms: dict[AnyTopology, ArmCounts] = {}
         self.touched: tuple[float, ...] = ()
         self.cut_drafts = 0
         self.draft_prices_s: dict[str, float] = {}
@@ -60,8 +61,8 @@ class EngineMetrics:
         self.generated_tokens += accepted + 1
 
     def dispatched(self, decision: Decision, outcome: Outcome) -> None:
-        """Counts a dispatch of a speculation length."""
-        arm = self.arms.setdefault(decision.length, Arm())
+        """Counts a dispatch of an arm."""
+        arm = self.arms.setdefault(decision.arm, ArmCounts())
         arm.dispatches += 1
         arm.probes += decision.probe
         arm.steps += outcome.steps
@@ -92,8 +93,9 @@ class EngineMetrics:
             Metric("jaxspec:cut_drafts_total", self.cut_drafts),
         ]
         found += [Metric("jaxspec:draft_price_s", price, {"of": name}) for name, price in self.draft_prices_s.items()]
-        for length, arm in sorted(self.arms.items()):
-            found += [Metric(f"jaxspec:arm_{name}", value, {"length": str(length)}) for name, value in arm.counters()]
+        for top, arm in sorted(self.arms.items(), key=lambda item: (item[0].nodes, item[0].name)):
+            labels = {"length": str(top.max_depth)} | ({} if top.is_chain else {"tree": top.name})
+            found += [Metric(f"jaxspec:arm_{name}", value, labels) for name, value in arm.counters()]
         found += [
             Metric("jaxspec:predicted_experts", count, {"drafts": str(drafts)})
             for drafts, count in enumerate(self.touched, start=1)

@@ -196,9 +196,9 @@ class SharedPrograms(Programs):
 
     def __init__(self, target, drafters, state, plan, buckets, turns=False):
         self.target, self.drafters, self.buckets, self.plan = target, drafters, buckets, plan
-        self.drafter = drafters[max(drafters)]
+        self.drafter = drafters[max(drafters, key=lambda arm: arm.nodes)]
         self._programs = {"admit": SHARED["admit"], "retire": SHARED["retire"]}
-        self._programs |= {name: _jitted(plan) for name in map("length {}".format, drafters)}
+        self._programs |= {f"arm {arm.name}": _jitted(plan) for arm in drafters}
         self.turns, self._shown = turns and self.drafter.follows != "nothing", shown_at_once(self.drafter, buckets)
         self._programs |= {f"catch up {size}": _caught_up(size) for size in self._shown}
         self._programs |= {f"prefill {size}": _prefill for size in buckets}
@@ -300,7 +300,7 @@ class Lab:
 
 def generate(engine: Engine, requests: list[Request], steps: int | None = None) -> list[RequestOutput]:
     """Runs requests to their ends, at most ``steps`` verifications per dispatch."""
-    depth, outputs = engine.drafter.topology.max_depth, []
+    depth, outputs = engine.depth, []
     for number, (prompt, params) in enumerate(requests):
         samples = new_samples(
             str(number), None, prompt, params, lambda p: Growing(None, p),

@@ -1,23 +1,28 @@
-"""Speculation lengths that change from dispatch to dispatch: the same text, and drafters that have missed nothing."""
+"""Lengths and trees that change from dispatch to dispatch: the same text, and drafters that have missed nothing."""
 
 from dataclasses import dataclass, field
 
 import pytest
 
 from jaxspec.serve.control import ByBatchSize, Decision, Outcome
-from jaxspec.topology import chain, tree
+from jaxspec.serve.engine import slack_of
+from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, chain, tree
 from tests.oracle.conftest import Lab, generate, mixed_requests, tokens_of
 
-CYCLE = (0, 3, 0, 0, 2, 3, 1, 0, 2)
+CYCLE = tuple(map(chain, (0, 3, 0, 0, 2, 3, 1, 0, 2)))
+FLAT, DEEP, GROWN = tree((2, 2)), tree((3, 1, 1)), DynamicTree(top_k=3, steps=3, nodes=8)
 
 
 @dataclass
 class Cycle:
-    """Goes through the lengths, whatever happens."""
+    """Goes through arms, whatever happens."""
 
-    lengths: tuple[int, ...]
-    order: tuple[int, ...] = CYCLE
+    order: tuple[AnyTopology, ...] = CYCLE
     outcomes: list[tuple[Decision, Outcome]] = field(default_factory=list)
+
+    @property
+    def arms(self) -> tuple[AnyTopology, ...]:
+        return tuple(dict.fromkeys(self.order))
 
     def choose(self, rows: int, waiting: int, requests=()) -> Decision:
         return Decision(self.order[len(self.outcomes) % len(self.order)])
@@ -30,7 +35,7 @@ class Cycle:
 @pytest.mark.parametrize("name", ["ngram", "self", "random", "mtp"])
 def test_lengths_that_change_give_the_same_text(lab: Lab, name: str, kind: str):
     requests = mixed_requests(kind)
-    control = Cycle((0, 1, 2, 3))
+    control = Cycle()
     engine = lab.engine(lab.drafter(name, chain(3)), control=control)
     outputs = generate(engine, requests, steps=2)
     assert tokens_of(outputs) == tokens_of(lab.reference(kind, requests))
@@ -41,19 +46,33 @@ def test_lengths_that_change_give_the_same_text(lab: Lab, name: str, kind: str):
             assert missed == [], "the target as its own drafter is always right, unless it was not caught up"
 
 
-def test_a_tree_takes_turns_with_plain_decoding(lab: Lab):
-    requests = mixed_requests("cold")
-    control = Cycle((0, 2), order=(0, 2, 2, 0, 0, 2))
-    engine = lab.engine(lab.drafter("self", tree((2, 2))), control=control)
-    assert tokens_of(generate(engine, requests, steps=2)) == tokens_of(lab.reference("cold", requests))
-    tried = [a for decision, outcome in control.outcomes if decision.length for a in outcome.accepted[2]]
-    assert tried
-    assert set(tried) == {2}
+@pytest.mark.parametrize("name", ["ngram", "self", "mtp"])
+def test_trees_take_turns_with_chains_and_plain_decoding(lab: Lab, name: str):
+    """One state serves all arms, also those that are deeper or wider than the drafter that an engine is given."""
+    requests = mixed_requests("mixed")
+    requests[3][1].speculative = {"num_speculative_tokens": 1}
+    requests[6][1].speculative = False
+    other = FLAT if name == "ngram" else GROWN
+    control = Cycle((PLAIN, DEEP, chain(2), other, PLAIN, DEEP, other, chain(2), chain(2), other, PLAIN))
+    engine = lab.engine(lab.drafter(name, chain(2)), control=control)
+    outputs = generate(engine, requests, steps=2)
+    assert tokens_of(outputs) == tokens_of(lab.reference("mixed", requests))
+    assert engine.depth == 3
+    assert {decision.arm for decision, _ in control.outcomes} == set(control.arms)
+    assert outputs[3].metrics.num_accepted_tokens_per_pos[1:] == [0, 0]
+    assert outputs[6].metrics.num_drafts == 0
+    if name == "self":
+        assert slack_of(engine.programs.drafters, (1,)) == DEEP.nodes
+        accepted = [a for d, o in control.outcomes if d.arm is DEEP for a in o.accepted.get(3, [])]
+        assert set(accepted) == {3}, "the target as its own drafter is always right, unless it was not caught up"
+    counters = {(m.name, m.labels.get("tree")): m.value for m in engine.metrics.counters()}
+    dispatches = sum(decision.arm is DEEP for decision, _ in control.outcomes)
+    assert counters["jaxspec:arm_dispatches_total", "[3,1,1]"] == dispatches > 0
 
 
 def test_outcomes_add_up(lab: Lab):
     requests = mixed_requests("mixed")
-    control = Cycle((0, 1, 2, 3))
+    control = Cycle()
     engine = lab.engine(lab.drafter("ngram", chain(3)), control=control)
     outputs = generate(engine, requests, steps=3)
     counters = {(m.name, m.labels.get("length")): m.value for m in engine.metrics.counters()}
@@ -66,10 +85,10 @@ def test_outcomes_add_up(lab: Lab):
 
 def test_batch_sizes_choose_the_length(lab: Lab):
     requests = mixed_requests("cold")
-    control = ByBatchSize(((1, 2, 3),), otherwise=0)
+    control = ByBatchSize(((1, 2, chain(3)),), otherwise=PLAIN)
     engine = lab.engine(lab.drafter("self", chain(3)), control=control)
     assert tokens_of(generate(engine, requests)) == tokens_of(lab.reference("cold", requests))
     arms = engine.metrics.arms
-    assert arms[0].dispatches, "eight requests at first"
-    assert arms[3].dispatches, "two at the end"
-    assert arms[3].tokens > arms[3].steps
+    assert arms[PLAIN].dispatches, "eight requests at first"
+    assert arms[chain(3)].dispatches, "two at the end"
+    assert arms[chain(3)].tokens > arms[chain(3)].steps

@@ -104,12 +104,12 @@ def test_closed_loop_run(llm: LLM):
     assert issued[2:] == ends[:2], "and each end sends the next"
     assert all(trace.ttft_s > 0 and len(trace.gaps_s) >= 1 for trace in run.traces)
     assert run.speculation.num_steps == sum(o.metrics.num_steps for o in outputs)
-    assert set(run.lengths) == {2}
+    assert set(run.lengths) == {"2"}
 
 
 def test_plain_run_takes_no_drafts(llm: LLM):
     plain = run_once(llm, PROMPTS, [SamplingParams(temperature=0.0, max_tokens=9, speculative=False)] * 4)
-    assert set(plain.lengths) == {0}
+    assert set(plain.lengths) == {"0"}
     assert plain.speculation.num_draft_tokens == 0
 
 

@@ -20,6 +20,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.perf.moesd import expected_experts
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SpeculationMetrics
+from jaxspec.topology import chain, tree
 from tests.unit.bench.conftest import made_up_cell, made_up_report
 
 NGRAM = DrafterChoice.parse('{"method": "ngram", "prompt_lookup_min": 1}')
@@ -100,26 +101,28 @@ def test_experts_by_hand(found: tuple):
     assert counted.speculative_independent == np.mean([expected_experts(**sizes, tokens=t) for t in (6, 3)])
 
 
-def test_auto_beside_every_fixed_length(model: Path):
-    grid = Grid((NGRAM,), ("auto",), (1,), against_fixed=True, experts=False, requests=2, **SMALL)
+def test_auto_beside_every_fixed_length_and_tree(model: Path):
+    choice = DrafterChoice("ngram", {**NGRAM.config, "speculative_token_trees": [[2]]})
+    assert choice.speculative_config(2, "match", None) == NGRAM.speculative_config(2, "match", None)
+    grid = Grid((choice,), ("auto",), (1,), against_fixed=True, experts=False, requests=2, **SMALL)
     sweep = Sweep(model, grid, ENGINE)
-    engine = EnginePoint(1, NGRAM, "auto")
+    engine = EnginePoint(1, choice, "auto")
     llm = sweep.open(engine)
     chooses = llm.engine.control
     cell = sweep.measure(llm, engine, grid.points()[0])
     assert llm.engine.control is chooses, "given back after every run that was held at one length"
     assert cell.same_text is True, "that of every fixed length, too"
     assert cell.regret is not None
-    assert sorted(cell.regret.fixed) == ["1", "2", "3", "4", "5"]
-    assert all(llm.engine.metrics.arms[k].steps for k in range(1, 6)), "each length ran"
+    assert sorted(cell.regret.fixed) == ["1", "2", "3", "4", "5", "[2]"]
+    assert all(llm.engine.metrics.arms[arm].steps for arm in (*map(chain, range(1, 6)), tree((2,)))), "each ran"
 
 
 def test_regret_by_hand():
     """Three rounds: K = 2 is best by the median, plain decoding counts as a fixed length, ratios are paired."""
-    found = Regret.of([9.0, 20.0, 12.0], {0: [10.0, 10.0, 10.0], 1: [5.0, 40.0, 5.0], 2: [10.0, 20.0, 15.0]})
-    assert found == Regret({"1": 0.5, "2": 1.5}, 2, Spread(0.9, 0.8, 1.0))
-    slower = Regret.of([10.0], {0: [10.0], 1: [8.0]})
-    assert (slower.best, slower.over_best.median) == (0, 1.0)
+    found = Regret.of([9.0, 20.0, 12.0], {"0": [10.0, 10.0, 10.0], "1": [5.0, 40.0, 5.0], "2": [10.0, 20.0, 15.0]})
+    assert found == Regret({"1": 0.5, "2": 1.5}, "2", Spread(0.9, 0.8, 1.0))
+    slower = Regret.of([10.0], {"0": [10.0], "1": [8.0]})
+    assert (slower.best, slower.over_best.median) == ("0", 1.0)
 
 
 def test_synthetic_acceptance_is_marked_everywhere(model: Path, tmp_path: Path):

@@ -15,6 +15,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.perf.calibration import Calibration, Predictor, load_calibration
 from jaxspec.serve.control import Adaptive
 from jaxspec.serve.llm import LLM
+from jaxspec.topology import chain
 from tests.unit.serve.tiny_model import write_tiny_model
 
 CONTEXTS = (8, 12, 16, 20)
@@ -93,7 +94,7 @@ def test_auto_starts_from_it(measured: Calibration, directory: Path):
     llm = LLM(directory, **asked)
     control = llm.engine.control
     assert isinstance(control, Adaptive)
-    assert control.lengths == (0, 1)
+    assert control.arms == (chain(0), chain(1))
     ratios = [p.step_s for p in measured.points if p.length]
     plain = [p.step_s for p in measured.points if not p.length]
     expected = np.exp(np.mean(np.log(ratios)) - np.mean(np.log(plain)))

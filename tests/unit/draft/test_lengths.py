@@ -6,11 +6,12 @@ import pytest
 
 from jaxspec.draft.catalog import parse
 from jaxspec.draft.lengths import Lengths, parse_lengths
+from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.serve.control import Adaptive, ByBatchSize, Fixed, control_of
-from jaxspec.topology import DynamicTree, chain, tree
+from jaxspec.topology import PLAIN, DynamicTree, chain, tree
 
-TABLE = "num_speculative_tokens_per_batch_size"
+TABLE, TREES = "num_speculative_tokens_per_batch_size", "speculative_token_trees"
 
 
 def grow(steps, top_k, nodes) -> dict[str, Any]:
@@ -20,39 +21,54 @@ def grow(steps, top_k, nodes) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def chains(longest: int):
+    """Arms of an adaptive choice without trees."""
+    return tuple(chain(length) for length in range(longest + 1))
+
+
+def auto(longest: int, *trees) -> dict[str, Any]:
+    """An adaptive choice that has trees."""
+    return {"num_speculative_tokens": "auto", "max_num_speculative_tokens": longest, TREES: list(trees)}
+
+
 @pytest.mark.parametrize(
     ("config", "lengths", "control"),
     [
-        ({"num_speculative_tokens": 4}, Lengths(chain(4)), Fixed(4)),
-        ({"speculative_token_tree": [2, 1]}, Lengths(tree((2, 1))), Fixed(2)),
-        (grow(3, 4, 10), Lengths(DynamicTree(4, 3, 10)), Fixed(3)),
-        (grow(3, 1, 4), Lengths(chain(3)), Fixed(3)),
+        ({"num_speculative_tokens": 4}, Lengths(chain(4)), Fixed(chain(4))),
+        ({"speculative_token_tree": [2, 1]}, Lengths(tree((2, 1))), Fixed(tree((2, 1)))),
+        (grow(3, 4, 10), Lengths(DynamicTree(4, 3, 10)), Fixed(DynamicTree(4, 3, 10))),
+        (grow(3, 1, 4), Lengths(chain(3)), Fixed(chain(3))),
         (
             grow(3, 4, 10) | {"disable_by_batch_size": 2},
-            Lengths(DynamicTree(4, 3, 10), ranges=((1, 2, 3),)),
-            ByBatchSize(((1, 2, 3),), 0),
+            Lengths(DynamicTree(4, 3, 10), ranges=((1, 2, DynamicTree(4, 3, 10)),)),
+            ByBatchSize(((1, 2, DynamicTree(4, 3, 10)),), PLAIN),
         ),
-        ({"num_speculative_tokens": "auto"}, Lengths(chain(5), adaptive=True), Adaptive((0, 1, 2, 3, 4, 5))),
+        ({"num_speculative_tokens": "auto"}, Lengths(chain(5), adaptive=True), Adaptive(chains(5))),
         (
             {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 2},
             Lengths(chain(2), adaptive=True),
-            Adaptive((0, 1, 2)),
+            Adaptive(chains(2)),
         ),
-        ({"calibration": "c.json"}, Lengths(chain(5), True, calibration="c.json"), Adaptive((0, 1, 2, 3, 4, 5))),
+        (
+            auto(1, [2, 2, 1], grow(3, 4, 10)),
+            Lengths(chain(1), True, (tree((2, 2, 1)), DynamicTree(4, 3, 10))),
+            Adaptive((*chains(1), tree((2, 2, 1)), DynamicTree(4, 3, 10))),
+        ),
+        ({"calibration": "c.json"}, Lengths(chain(5), True, calibration="c.json"), Adaptive(chains(5))),
         (
             {"num_speculative_tokens": 3, "disable_by_batch_size": 8},
-            Lengths(chain(3), ranges=((1, 8, 3),)),
-            ByBatchSize(((1, 8, 3),), 0),
+            Lengths(chain(3), ranges=((1, 8, chain(3)),)),
+            ByBatchSize(((1, 8, chain(3)),), PLAIN),
         ),
         (
             {TABLE: [[5, 16, 2], [1, 4, 6]]},
-            Lengths(chain(6), ranges=((1, 4, 6), (5, 16, 2))),
-            ByBatchSize(((1, 4, 6), (5, 16, 2)), 0),
+            Lengths(chain(6), ranges=((1, 4, chain(6)), (5, 16, chain(2)))),
+            ByBatchSize(((1, 4, chain(6)), (5, 16, chain(2))), PLAIN),
         ),
         (
             {TABLE: [[1, 4, 6]], "num_speculative_tokens": 1},
-            Lengths(chain(6), ranges=((1, 4, 6),), otherwise=1),
-            ByBatchSize(((1, 4, 6),), 1),
+            Lengths(chain(6), ranges=((1, 4, chain(6)),), otherwise=chain(1)),
+            ByBatchSize(((1, 4, chain(6)),), chain(1)),
         ),
     ],
 )
@@ -96,6 +112,25 @@ def test_lengths(config: dict[str, Any], lengths: Lengths, control):
         (grow(3, 1, 5), "1 is a chain, .* got 5 and 3"),
         (grow(3, 4, 10) | {"num_speculative_tokens": 3}, "or num_speculative_tokens, not both"),
         (grow(3, 4, 10) | {"speculative_token_tree": [2, 2]}, "or speculative_token_tree, not both"),
+        ({"num_speculative_tokens": 3, TREES: [[2]]}, f'{TREES} are for num_speculative_tokens "auto", .* got 3; give'),
+        ({TREES: [[2]]}, "got None; give speculative_token_tree"),
+        (auto(2, 2), "each of .* lists branching factors, got 2"),
+        (auto(2, [2, 2.5]), r"lists branching factors, got \[2, 2\.5\]"),
+        (auto(2, [2, 0]), "must be at least 1"),
+        (auto(2, [99]), "more than 65 nodes"),
+        (auto(2), r"lists trees, each as .* \[\[2, 2, 1\]\], .*; got \[\]"),
+        (auto(2) | {TREES: 3}, "lists trees, .*; got 3"),
+        (auto(2, [1, 1]), r"leave \[1, 1\] out .* chains are chosen among without being listed"),
+        (auto(2, [2, 2], (2, 2)), "it is listed twice"),
+        (auto(2, {"speculative_num_steps": 2}), r"has speculative_num_steps, .*; got \['speculative_num_steps'\]"),
+        (auto(2, grow(3, 4, 66)), "66 nodes, but top 4"),
+        (auto(2, grow(3, 4, 10)), "ngram.* grows no tree by confidence"),
+        (auto(2, [2]) | {"rejection_sample_method": "block"}, "block verification is for chains; .* alone"),
+        (
+            auto(2, [2]) | {"method": "mtp", "verify_budget": "auto"},
+            "verify_budget cuts chains, not trees; ask for num_speculative_tokens alone",
+        ),
+        (auto(2, [2]) | {"rejection_sample_method": Synthetic(length=2.0)}, "synthetic acceptance is for chains"),
         (grow(3, 4, 10), "ngram.* grows no tree by confidence; leave speculative_num_steps"),
     ],
 )

@@ -1,39 +1,57 @@
-"""The controls of the speculation length, against made-up machines whose best length is known."""
+"""The controls of what is drafted, against made-up machines whose best arm is known."""
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxspec.perf.step_ratios import StepRatios
-from jaxspec.serve.control import Adaptive, AdaptiveSpec, ByBatchSize, Fixed, Outcome
+from jaxspec.serve.control import Adaptive, AdaptiveSpec, ByBatchSize, Decision, Fixed, Outcome
 from jaxspec.serve.survival import Survival
+from jaxspec.topology import PLAIN, AnyTopology, chain, tree
 
 LENGTHS = (0, 1, 2, 3, 4, 5)
+ARMS = tuple(chain(length) for length in LENGTHS)
 STEPS = 8
 
 
 class Machine:
-    """Makes dispatches up: step times by length with noise, acceptance by position."""
+    """Makes dispatches up: step times by length with noise, acceptance by position; and both of each tree."""
 
-    def __init__(self, time_s: list[float], rates: list[float], noise: float = 0.05, seed: int = 0):
-        self.time_s, self.rates, self.noise = time_s, rates, noise
+    def __init__(
+        self,
+        time_s: list[float],
+        rates: list[float],
+        noise: float = 0.05,
+        seed: int = 0,
+        trees: Mapping[AnyTopology, tuple[float, list[float]]] | None = None,
+    ):
+        self.time_s, self.rates, self.noise, self.trees = time_s, rates, noise, dict(trees or {})
         self.rng = np.random.default_rng(seed)
         self.total_s = self.tokens = 0.0
+        self.ran: list[AnyTopology] = []
 
-    def run(self, length: int, rows: int) -> Outcome:
-        time_s = STEPS * self.time_s[length] * (1 + self.noise * self.rng.standard_normal())
-        hits = self.rng.random((STEPS * rows, length)) < np.asarray(self.rates[:length])
-        accepted = np.cumprod(hits, axis=1).sum(axis=1) if length else np.zeros(STEPS * rows, int)
+    def law(self, arm: AnyTopology) -> tuple[float, list[float]]:
+        """Time of a step and acceptance by position."""
+        return self.trees[arm] if arm in self.trees else (self.time_s[arm.drafts], self.rates[: arm.drafts])
+
+    def run(self, arm: AnyTopology, rows: int) -> Outcome:
+        step_s, rates = self.law(arm)
+        time_s = STEPS * step_s * (1 + self.noise * self.rng.standard_normal())
+        hits = self.rng.random((STEPS * rows, len(rates))) < np.asarray(rates)
+        accepted = np.cumprod(hits, axis=1).sum(axis=1) if rates else np.zeros(STEPS * rows, int)
         self.total_s += time_s
         self.tokens += float(np.sum(accepted + 1))
-        return Outcome(rows, STEPS, time_s, {length: accepted.tolist()})
+        self.ran.append(arm)
+        return Outcome(rows, STEPS, time_s, {len(rates): accepted.tolist()})
 
-    def speed(self, length: int, rows: int) -> float:
-        """Tokens per second of a fixed length, exactly."""
-        return rows * (1 + sum(math.prod(self.rates[: k + 1]) for k in range(length))) / self.time_s[length]
+    def speed(self, arm: AnyTopology, rows: int) -> float:
+        """Tokens per second of a fixed arm, exactly."""
+        step_s, rates = self.law(arm)
+        return rows * (1 + sum(math.prod(rates[: k + 1]) for k in range(len(rates)))) / step_s
 
 
 def play(control: Adaptive, machine: Machine, dispatches: int, rows: int = 4) -> list[int]:
@@ -41,7 +59,7 @@ def play(control: Adaptive, machine: Machine, dispatches: int, rows: int = 4) ->
     for _ in range(dispatches):
         decision = control.choose(rows, 0)
         chosen.append(decision.length)
-        control.record(decision, machine.run(decision.length, rows))
+        control.record(decision, machine.run(decision.arm, rows))
     return chosen
 
 
@@ -59,19 +77,19 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_never_slower_and_nearly_the_best(case: str, seed: int):
     machine = Machine(*CASES[case], seed=seed)
-    play(Adaptive(LENGTHS), machine, 1500)
+    play(Adaptive(ARMS), machine, 1500)
     speed = machine.tokens / machine.total_s
-    plain = machine.speed(0, 4)
-    best = max(machine.speed(k, 4) for k in LENGTHS)
+    plain = machine.speed(PLAIN, 4)
+    best = max(machine.speed(arm, 4) for arm in ARMS)
     assert speed >= 0.98 * plain
     assert speed >= 0.97 * best
 
 
 def test_probes_stay_within_their_budget():
-    machine, control = Machine(DEAR, [0.3] * 5), Adaptive(LENGTHS)
+    machine, control = Machine(DEAR, [0.3] * 5), Adaptive(ARMS)
     chosen = play(control, machine, 4000)
     spec = AdaptiveSpec()
-    lost_s = machine.total_s - machine.tokens / machine.speed(0, 4)
+    lost_s = machine.total_s - machine.tokens / machine.speed(PLAIN, 4)
     assert 0 < lost_s < spec.first_steps + spec.probe_share * machine.total_s + STEPS * DEAR[5]
     gaps = np.diff([i for i, k in enumerate(chosen) if k])[2:]
     assert all(later >= earlier for earlier, later in itertools.pairwise(gaps)), "each wait is longer than the last"
@@ -79,7 +97,7 @@ def test_probes_stay_within_their_budget():
 
 
 def test_follows_a_workload_that_changes():
-    machine, control = Machine(CHEAP, [0.0] * 5), Adaptive(LENGTHS)
+    machine, control = Machine(CHEAP, [0.0] * 5), Adaptive(ARMS)
     play(control, machine, 300)
     machine.rates = [0.9] * 5
     chosen = play(control, machine, 1200)
@@ -90,18 +108,18 @@ def test_follows_a_workload_that_changes():
 
 def test_same_records_same_decisions():
     """Hosts of a mesh that are told the same times choose the same arms."""
-    machine, twins = Machine(CHEAP, [0.7] * 5), [Adaptive(LENGTHS), Adaptive(LENGTHS)]
+    machine, twins = Machine(CHEAP, [0.7] * 5), [Adaptive(ARMS), Adaptive(ARMS)]
     for i in range(400):
         rows = 1 + i % 7
         decisions = [control.choose(rows, 0) for control in twins]
         assert decisions[0] == decisions[1]
-        outcome = machine.run(decisions[0].length, rows)
+        outcome = machine.run(decisions[0].arm, rows)
         for control in twins:
             control.record(decisions[0], outcome)
 
 
 def test_requests_that_differ_change_the_length():
-    control, machine = Adaptive(LENGTHS), Machine(CHEAP, [0.5] * 5)
+    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.5] * 5)
     play(control, machine, 300)
     good, bad = Survival(5), Survival(5)
     good.add(5, [5] * 60)
@@ -118,10 +136,10 @@ class Routed(Machine):
         super().__init__([], [0.6] * 5, noise=0.02)
         self.tells, self.spread = tells, 0.5
 
-    def run(self, length: int, rows: int) -> Outcome:
-        experts = [4 + self.spread * k for k in range(1, length + 1)]
+    def run(self, arm: AnyTopology, rows: int) -> Outcome:
+        experts = [4 + self.spread * k for k in range(1, arm.drafts + 1)]
         self.time_s = [0.6 + 0.1 * (4 + self.spread * k) for k in range(6)]
-        outcome = super().run(length, rows)
+        outcome = super().run(arm, rows)
         return replace(outcome, touched=tuple(experts)) if self.tells else outcome
 
 
@@ -129,7 +147,7 @@ def test_predicted_experts_move_the_length_before_times_do():
     """Phases of text that stays with few experts and of text that does not, too short to be learnt from times."""
     speeds, lengths = [], []
     for tells in (False, True):
-        machine, control, kept = Routed(tells), Adaptive(LENGTHS), {0.5: [], 3.0: []}
+        machine, control, kept = Routed(tells), Adaptive(ARMS), {0.5: [], 3.0: []}
         for phase in range(120):
             machine.spread = (0.5, 3.0)[phase % 2]
             kept[machine.spread] += play(control, machine, 10)[2:]
@@ -150,7 +168,7 @@ def test_a_calibration_saves_the_search():
     for prior in (None, ratios_of(CASES["short pays"][0])):
         machines = [Machine(*CASES["short pays"], seed=seed) for seed in range(8)]
         for machine in machines:
-            play(Adaptive(LENGTHS, prior=prior), machine, 60)
+            play(Adaptive(ARMS, prior=prior), machine, 60)
         found.append(sum(m.tokens for m in machines) / sum(m.total_s for m in machines))
     assert found[1] > found[0]
 
@@ -160,21 +178,93 @@ def test_a_calibration_saves_the_search():
 def test_a_wrong_calibration_does_no_harm(case: str, factor: float):
     machine = Machine(*CASES[case], seed=2)
     wrong = [1.0, *(1 + factor * (t - 1) for t in CASES[case][0][1:])]
-    play(Adaptive(LENGTHS, prior=ratios_of(wrong)), machine, 1500)
+    play(Adaptive(ARMS, prior=ratios_of(wrong)), machine, 1500)
     speed = machine.tokens / machine.total_s
-    assert speed >= 0.98 * machine.speed(0, 4)
-    assert speed >= 0.97 * max(machine.speed(k, 4) for k in LENGTHS)
+    assert speed >= 0.98 * machine.speed(PLAIN, 4)
+    assert speed >= 0.97 * max(machine.speed(arm, 4) for arm in ARMS)
+
+
+TREES = BUSHY, FLAT, HUGE = tree((2, 2, 1)), tree((4, 2)), tree((4, 4, 2))
+WITH_TREES = {
+    "a tree is best": (
+        [1.0, 1.2, 1.35, 1.5, 1.7, 1.9], [0.6] * 5,
+        {BUSHY: (1.5, [0.85, 0.85, 0.7]), FLAT: (1.6, [0.8, 0.7]), HUGE: (4.0, [0.9, 0.9, 0.8])},
+    ),
+    "trees are harmful, a chain is best": (
+        CHEAP, [0.9, 0.85, 0.8, 0.8, 0.8],
+        {BUSHY: (3.0, [0.92, 0.9, 0.85]), FLAT: (3.0, [0.93, 0.9]), HUGE: (9.0, [0.95, 0.95, 0.9])},
+    ),
+    "everything is harmful": (
+        DEAR, [0.3] * 5, {BUSHY: (3.0, [0.5, 0.4, 0.3]), FLAT: (3.0, [0.6, 0.5]), HUGE: (9.0, [0.6, 0.5, 0.4])},
+    ),
+    "only a tree is not harmful": (
+        DEAR, [0.3] * 5, {BUSHY: (1.6, [0.8, 0.7, 0.6]), FLAT: (3.0, [0.6, 0.5]), HUGE: (9.0, [0.6, 0.5, 0.4])},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("case", WITH_TREES)
+def test_trees_are_taken_where_they_pay_and_do_no_harm(case: str, seed: int):
+    time_s, rates, trees = WITH_TREES[case]
+    machine = Machine(time_s, rates, seed=seed, trees=trees)
+    play(Adaptive((*ARMS, *TREES)), machine, 1500)
+    speed = machine.tokens / machine.total_s
+    speeds = {arm: machine.speed(arm, 4) for arm in (*ARMS, *TREES)}
+    best = max(speeds, key=lambda arm: speeds[arm])
+    assert speed >= 0.98 * speeds[PLAIN]
+    assert speed >= 0.97 * speeds[best]
+    assert machine.ran[-500:].count(best) > 450
+    assert all(machine.ran.count(arm) >= 2 for arm in TREES), "none was forgotten"
+
+
+def test_a_tree_is_not_judged_by_what_chains_take():
+    """Its time is unknown until it ran, whatever a calibration says; its acceptance begins with the chains'."""
+    time_s, rates, trees = WITH_TREES["a tree is best"]
+    machine, control = Machine(time_s, rates), Adaptive((*ARMS, BUSHY), prior=ratios_of(time_s))
+    for arm in (PLAIN, chain(5), chain(3)):
+        control.record(Decision(arm), machine.run(arm, 4))
+    (unknown, *_), counts = control._gains(2, ())[-1], control._counts[-1]
+    assert unknown is None
+    assert counts.by_position(control._counts[0])[0][0] == pytest.approx(control._counts[0].by_position()[0][0])
+    machine.trees = trees
+    control.record(Decision(BUSHY), machine.run(BUSHY, 4))
+    gain, error, _ = control._gains(2, ())[-1]
+    assert gain == pytest.approx(machine.speed(BUSHY, 4) / machine.speed(PLAIN, 4), rel=0.2)
+    assert error > 0.5, "one dispatch is not enough to be taken"
+    assert control.choose(4, 0).arm in (chain(5), BUSHY)
+
+
+def test_trees_follow_a_workload_that_changes():
+    time_s, rates, trees = WITH_TREES["a tree is best"]
+    bad = {arm: (step_s, [0.0] * arm.max_depth) for arm, (step_s, _) in trees.items()}
+    machine, control = Machine(time_s, [0.0] * 5, trees=bad), Adaptive((*ARMS, *TREES))
+    play(control, machine, 300)
+    machine.rates, machine.trees = rates, dict(trees)
+    play(control, machine, 1500)
+    assert machine.ran[-100:].count(BUSHY) > 80
+    machine.rates, machine.trees = [0.0] * 5, bad
+    play(control, machine, 400)
+    assert machine.ran[-100:].count(PLAIN) > 90
+
+
+def test_rows_that_want_few_drafts_count_for_few():
+    control, machine = Adaptive(ARMS), Machine(DEAR, [0.9] * 5)
+    play(control, machine, 300)
+    free, short, none = Survival(5), Survival(5, limit=2), Survival(5, limit=0)
+    assert control.choose(4, 0, [free] * 4).length in (4, 5)
+    assert control.choose(4, 0, [short] * 4).length == 2
+    assert control.choose(4, 0, [free, none, none, none]).length == 0
 
 
 def test_survival_counts():
     counts = Survival(3)
     counts.add(3, [0, 1, 3, 3])
-    tokens, error = counts.acceptance_length(3)
-    assert tokens == pytest.approx(1 + 3 / 4 + 2 / 4 + 2 / 4)
-    assert 0 < error < 1
+    survival, error = zip(*counts.by_position(), strict=True)
+    assert survival == pytest.approx((3 / 4, 2 / 4, 2 / 4))
+    assert 0 < sum(error) < 1
     counts.add(1, [1, 1, 1, 1])
-    assert counts.acceptance_length(1)[0] == pytest.approx(1 + 7 / 8)
-    assert counts.acceptance_length(2)[0] == pytest.approx(1 + 7 / 8 + 2 / 4)
+    assert [s for s, _ in counts.by_position()] == pytest.approx([7 / 8, 2 / 4, 2 / 4])
 
 
 def test_survival_forgets():
@@ -182,20 +272,20 @@ def test_survival_forgets():
     counts.add(1, [1] * 1000)
     for _ in range(30):
         counts.add(1, [0] * 10)
-    assert counts.acceptance_length(1)[0] == pytest.approx(1 + 0.9**30, abs=0.1)
+    assert counts.by_position()[0][0] == pytest.approx(0.9**30, abs=0.1)
 
 
 def test_untried_positions_follow_the_last_rate_and_are_unsure():
     counts = Survival(4)
     counts.add(2, [2, 2, 1, 0])
-    tokens, error = counts.acceptance_length(4)
+    survival, error = zip(*counts.by_position(), strict=True)
     s1, s2 = 3 / 4, 2 / 4
     rate = s2 / s1
-    assert tokens == pytest.approx(1 + s1 + s2 + s2 * rate + s2 * rate**2)
-    assert error > counts.acceptance_length(2)[1] + s2 * rate
+    assert survival == pytest.approx((s1, s2, s2 * rate, s2 * rate**2))
+    assert error[2:] == survival[2:]
 
 
 @pytest.mark.parametrize(("rows", "waiting", "length"), [(1, 0, 5), (4, 0, 5), (4, 1, 2), (16, 0, 2), (16, 1, 0)])
 def test_by_batch_size(rows: int, waiting: int, length: int):
-    assert ByBatchSize(((1, 4, 5), (5, 16, 2)), otherwise=0).choose(rows, waiting).length == length
-    assert Fixed(3).choose(rows, waiting).length == 3
+    assert ByBatchSize(((1, 4, chain(5)), (5, 16, chain(2))), otherwise=PLAIN).choose(rows, waiting).length == length
+    assert Fixed(chain(3)).choose(rows, waiting).length == 3
