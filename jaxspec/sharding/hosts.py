@@ -4,13 +4,16 @@ import hashlib
 import json
 import socket
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from jaxspec.errors import ConfigError, JaxspecError
 
@@ -106,6 +109,67 @@ def told(message: Mapping[str, Any] | None) -> dict[str, Any]:
     room = np.zeros(-(-size // WORD) * WORD, np.uint8)
     room[: len(data)] = np.frombuffer(data, np.uint8)
     return json.loads(bytes(np.asarray(agreed(room))[:size]))
+
+
+def led(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """What process 0 found when it did something that one process is to do, for every process.
+
+    Raises:
+      ConfigError: process 0 failed, which itself raises what it met.
+    """
+    if not first():
+        said = told(None)
+        if "error" in said:
+            raise ConfigError(f"hosts: process 0 failed: {said['error']}")
+        return said
+    try:
+        found = work()
+    except JaxspecError as error:
+        told({"error": str(error)})
+        raise
+    return told(found)
+
+
+def whole(tree: T) -> T:
+    """Arrays on the host of every process, however they lie on the devices of all; all must ask."""
+    return multihost_utils.process_allgather(tree, tiled=True) if several() else jax.device_get(tree)
+
+
+def share(mesh: Mesh, axis: str) -> tuple[int, int]:
+    """Which part of what is split over a mesh axis this process's devices hold, and how many parts there are.
+
+    Raises:
+      ConfigError: its devices are not neighbours along the axis.
+    """
+    along, size = mesh.axis_names.index(axis), mesh.shape[axis]
+    own = sorted({place[along] for place, device in np.ndenumerate(mesh.devices) if device in mesh.local_devices})
+    count = len(own)
+    if size % count or own[0] % count or own[-1] - own[0] >= count:
+        raise ConfigError(
+            f"hosts: this process has the places {own} of {size} along {axis}, which is no even share; give each "
+            "process as many devices as the others"
+        )
+    return own[0] // count, size // count
+
+
+def check_shared(directory: Path) -> None:
+    """Makes sure that all processes see what process 0 writes into a directory.
+
+    Raises:
+      ConfigError: some do not; their numbers are given.
+    """
+    if not several():
+        return
+    mark = directory / f".seen-{told({'mark': uuid.uuid4().hex})['mark']}"
+    led(lambda: mark.touch() or {})
+    seen = np.asarray(multihost_utils.process_allgather(np.int32(mark.exists())))
+    if first():
+        mark.unlink()
+    if blind := np.flatnonzero(seen == 0).tolist():
+        raise ConfigError(
+            f"hosts: {directory}: processes {blind} do not see what process 0 writes there; give all of them the same "
+            "directory on a file system that they share"
+        )
 
 
 def check_same(parts: Mapping[str, Any]) -> None:
