@@ -1,7 +1,10 @@
 """Several processes as one machine: how they meet, take one's word for all, and notice that they differ."""
 
+import ctypes
 import hashlib
 import json
+import os
+import signal
 import socket
 import time
 import uuid
@@ -20,6 +23,8 @@ from jaxspec.errors import ConfigError, JaxspecError
 T = TypeVar("T")
 MEETING_S, LOST_S = 120, 30
 WORD = 256
+AGAIN = "what is written stays, start the same command on all of them again to go on"
+_HANDLERS: list[Any] = []  # C keeps only their addresses
 
 
 def meet(
@@ -43,10 +48,12 @@ def meet(
 
     Raises:
       ConfigError: nothing says where the others are, or process 0 does not answer. Process 0 itself is ended by JAX
-        (DEADLINE_EXCEEDED) if the others do not come in time.
+        (DEADLINE_EXCEEDED) if the others do not come in time, and so is each later if another one is silent for too
+        long; what to do is then written to standard error.
     """
     if coordinator is not None and number:
         _reach(coordinator, meeting_s)
+    _explain_abort(lost_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -71,6 +78,21 @@ def _reach(coordinator: str, meeting_s: int) -> None:
             if time.monotonic() > until:
                 raise _apart(coordinator, f"nothing answers for {meeting_s} s: {error}") from error
             time.sleep(0.2)
+
+
+def _explain_abort(lost_s: int) -> None:
+    """Writes what to do when JAX aborts this process.
+
+    It does so in C++ when another process is silent, while Python waits for that one; a handler of C's is the only
+    place for words of ours.
+    """
+    words = (
+        "jaxspec: hosts: JAX ended this process for the reason above; if that is tasks that are unhealthy, or a "
+        f"deadline that was not met, another process was lost, or silent for {lost_s} s: {AGAIN}\n"
+    ).encode()
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
+    _HANDLERS.append(kind(lambda _: os.write(2, words) and None))
+    ctypes.CDLL(None).signal(signal.SIGABRT, _HANDLERS[-1])
 
 
 def _apart(where: str, what: str) -> ConfigError:
@@ -207,7 +229,4 @@ def all_there() -> Iterator[None]:
         said = str(error).partition("\n")[0]
         if not several() or not (isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in said):
             raise
-        raise JaxspecError(
-            f"hosts: another process was lost, or failed ({said}); what is written stays, start the same command on "
-            "all of them again to go on"
-        ) from error
+        raise JaxspecError(f"hosts: another process was lost, or failed ({said}); {AGAIN}") from error
