@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ LOST_S = 10
 ROOT = Path(__file__).parents[2]
 
 
-def together(*commands: list[str], reads: Path | None = None, dies: int | None = None) -> list[subprocess.Popen]:
+def together(
+    *commands: list[str], reads: Path | None = None, dies: tuple[int, Path] | None = None
+) -> list[subprocess.Popen]:
     """Starts processes of one device each that meet at a free port.
 
     Args:
       commands: one per process.
       reads: where each writes what it has read of the first model that it loads, as ``NAME-NUMBER.json``.
-      dies: update before which the last one kills itself.
+      dies: update before which the last one kills itself, and a directory that must be there by then.
     """
     with socket.socket() as found:
         found.bind(("localhost", 0))
@@ -32,7 +35,7 @@ def together(*commands: list[str], reads: Path | None = None, dies: int | None =
     started = []
     for number, command in enumerate(commands):
         wishes: dict[str, Any] = {"reads": f"{reads}-{number}.json"} if reads else {}
-        wishes |= {"dies": dies} if dies is not None and number == len(commands) - 1 else {}
+        wishes |= {"dies": [dies[0], str(dies[1])]} if dies and number == len(commands) - 1 else {}
         module = [sys.executable, "-m", "tests.oracle.one_of_several", json.dumps(wishes)]
         whole = [*module, *command, *meet, "--process-id", str(number)]
         started.append(
@@ -61,7 +64,7 @@ def _note_reads(file: Path) -> None:
     TensorFiles.__getitem__, load.fill = noted, filled
 
 
-def _die_before(update: int) -> None:
+def _die_before(update: int, there: Path) -> None:
     from jaxspec.train import run
 
     batches = run.batches
@@ -69,6 +72,8 @@ def _die_before(update: int) -> None:
     def ending(*rest: Any, first: int, **more: Any) -> Iterator[Any]:
         for step, batch in enumerate(batches(*rest, first=first, **more), first):
             if step == update:
+                while not there.exists():
+                    time.sleep(0.05)
                 os.kill(os.getpid(), signal.SIGKILL)
             yield batch
 
@@ -82,5 +87,5 @@ if __name__ == "__main__":
     if "reads" in wanted:
         _note_reads(Path(wanted["reads"]))
     if "dies" in wanted:
-        _die_before(wanted["dies"])
+        _die_before(wanted["dies"][0], Path(wanted["dies"][1]))
     sys.exit(main(sys.argv[2:]))

@@ -48,7 +48,7 @@ def logged(run: Path) -> list[dict[str, Any]]:
 
 def test_two_processes_train_as_one_and_go_on_to_the_bit(place: Path):
     command = ["train", str(place / "run.toml")]
-    first, second = together(command, command, dies=DIES)
+    first, second = together(command, command, dies=(DIES, place / "two" / "checkpoints" / str(SAVED)))
     second.communicate(timeout=300)
     lost = time.monotonic()
     said = first.communicate(timeout=120)[1]
