@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from jaxspec.checkpoint.packs import PACKS
 from jaxspec.checkpoint.places import Leaf, flatten, part_shapes, unflatten
 from jaxspec.checkpoint.plan import Plan, scale_steps
-from jaxspec.checkpoint.quantized import factors, numbers, values
+from jaxspec.checkpoint.quantized import check_numbers, factors, numbers, values
 from jaxspec.checkpoint.table import Rule
 from jaxspec.nn.quantized import Quantized
 from jaxspec.shapes import Params
@@ -22,6 +22,8 @@ from jaxspec.shapes import Params
 ALIGNMENT = 64  # from here on JAX takes a numpy array on CPU as its own instead of copying it
 TILE = 128
 Shape = tuple[int, ...]
+Index = tuple[slice, ...]
+Taken = tuple[np.ndarray, dict[str, int]]
 Show = Callable[[int, int], None]
 
 
@@ -32,13 +34,13 @@ class Source:
     Attributes:
       shape, dtype: of the whole array.
       leaf: the rules of its parts.
-      read: a rule's part, and the tensors that it took.
+      read: a slice of a rule's part, and the bytes of the tensors that it took.
     """
 
     shape: Shape
     dtype: np.dtype
     leaf: Leaf
-    read: Callable[[Rule], tuple[np.ndarray, list[str]]]
+    read: Callable[[Rule, Index], Taken]
 
 
 def fill(plan: Plan, shardings: Any = None, show: Show | None = None) -> Params:
@@ -48,29 +50,46 @@ def fill(plan: Plan, shardings: Any = None, show: Show | None = None) -> Params:
       plan: a checked one.
       shardings: of every parameter, as a tree like that of the parameters or as a function that makes it from the
         tree of their shapes; None puts all on the default device.
-      show: called with (bytes placed, bytes in all).
+      show: called with (bytes placed, bytes in all), of what this process's devices hold.
 
     Raises:
       CheckpointError: numbers or scales are not finite.
     """
     tree: Any = shardings(unflatten(plan.leaves)) if callable(shardings) else shardings
     wanted = flatten(tree) if tree is not None else {}
-    total = sum(math.prod(s.shape) * s.dtype.itemsize for path in plan.fills for s in _sources(plan, path).values())
+    parts = {path: _sources(plan, path) for path in plan.fills}
+    places = {(path, name): _place(wanted.get(path), name) for path in parts for name in parts[path]}
+    total = sum(_own_bytes(parts[path][name], place) for (path, name), place in places.items())
     placed, done = 0, {}
     for path, leaf in plan.leaves.items():
         if path in plan.given:
             done[path] = _given(plan.given[path], wanted.get(path))
             continue
         arrays = {}
-        for name, source in _sources(plan, path).items():
-            sharding = wanted.get(path)
-            sharding = getattr(sharding, name) if isinstance(sharding, Quantized) else sharding
-            arrays[name] = _array(plan, source, sharding)
-            placed += math.prod(source.shape) * source.dtype.itemsize
+        for name, source in parts[path].items():
+            arrays[name] = _array(plan, source, places[path, name])
+            placed += _own_bytes(source, places[path, name])
             if show:
                 show(placed, total)
         done[path] = Quantized(**arrays, format=leaf.format) if isinstance(leaf, Quantized) else arrays["data"]
     return {"params": unflatten(done)}
+
+
+def _place(sharding: Any, name: str) -> Sharding | None:
+    return getattr(sharding, name) if isinstance(sharding, Quantized) else sharding
+
+
+def _own_bytes(source: Source, sharding: Sharding | None) -> int:
+    """Bytes of an array that this process's devices hold, each counted once."""
+    indexes = [()] if sharding is None else sharding.addressable_devices_indices_map(source.shape).values()
+    sizes = {_bounds(index or (), source.shape) for index in indexes}
+    return source.dtype.itemsize * sum(math.prod(stop - start for start, stop in bounds) for bounds in sizes)
+
+
+def _bounds(index: Index, shape: Shape) -> tuple[tuple[int, int], ...]:
+    """First and last entry along each axis; axes that an index says nothing of are whole."""
+    spans = (*index, *[slice(None)] * (len(shape) - len(index)))
+    return tuple(s.indices(n)[:2] for s, n in zip(spans, shape, strict=True))
 
 
 def _sources(plan: Plan, path: str) -> dict[str, Source]:
@@ -79,39 +98,57 @@ def _sources(plan: Plan, path: str) -> dict[str, Source]:
     if not isinstance(leaf, Quantized):
         dtype = np.dtype(leaf.dtype)
         return {"data": Source(leaf.shape, dtype, rules, partial(_plain, plan, rules.part, dtype))}
+    data, scale = leaf.format.data_shape(rules.part), leaf.format.scale_shape(rules.part)
     return {
-        "data": Source(leaf.data.shape, np.dtype(leaf.data.dtype), rules, partial(_data, plan, rules.part, leaf)),
-        "scale": Source(leaf.scale.shape, np.dtype(leaf.scale.dtype), rules, partial(_scale, plan, rules.part, leaf)),
+        "data": Source(leaf.data.shape, np.dtype(leaf.data.dtype), rules, partial(_data, plan, data)),
+        "scale": Source(leaf.scale.shape, np.dtype(leaf.scale.dtype), rules, partial(_scale, plan, scale, leaf)),
     }
 
 
-def _plain(plan: Plan, part: Shape, dtype: np.dtype, rule: Rule) -> tuple[np.ndarray, list[str]]:
+def _plain(plan: Plan, part: Shape, dtype: np.dtype, rule: Rule, index: Index) -> Taken:
     stored = [plan.stored[name] for name in rule.hub]
-    whole = [values(plan.files, s, dtype) for s in stored]
-    return PACKS[rule.pack].join(whole, part), [tensor for s in stored for tensor in s.tensors]
+    pack = PACKS[rule.pack]
+    cut, small, left = pack.cut([values(plan.files, s, dtype) for s in stored], part, index)
+    taken = {s.data: a.nbytes for s, a in zip(stored, cut, strict=True) if s.form is None}
+    # A matrix is widened before it is cut, for the cut may go through its blocks.
+    taken |= {name: plan.files.size(name) for s in stored if s.form for name in s.tensors}
+    return pack.join(cut, small)[left], taken
 
 
-def _data(plan: Plan, part: Shape, leaf: Quantized, rule: Rule) -> tuple[np.ndarray, list[str]]:
+def _data(plan: Plan, part: Shape, rule: Rule, index: Index) -> Taken:
     stored = [plan.stored[name] for name in rule.hub]
-    joined = PACKS[rule.pack].join([numbers(plan.files, s) for s in stored], leaf.format.data_shape(part))
-    return joined, [s.data for s in stored]
+    pack = PACKS[rule.pack]
+    cut, small, left = pack.cut([numbers(plan.files, s) for s in stored], part, index)
+    taken = {}
+    for s, array in zip(stored, cut, strict=True):
+        check_numbers(array, s)
+        taken[s.data] = plan.files.size(s.data) if s.fresh else array.nbytes
+    return pack.join(cut, small)[left], taken
 
 
-def _scale(plan: Plan, part: Shape, leaf: Quantized, rule: Rule) -> tuple[np.ndarray, list[str]]:
+def _scale(plan: Plan, part: Shape, leaf: Quantized, rule: Rule, index: Index) -> Taken:
     stored = [plan.stored[name] for name in rule.hub]
-    shape = leaf.format.scale_shape(part)
     parts = []
-    for s, (rows, columns) in zip(stored, part_shapes(rule.pack, shape), strict=True):
+    for s, (rows, columns) in zip(stored, part_shapes(rule.pack, part), strict=True):
         assert s.form is not None, "the plan keeps only quantised tensors quantised"
         down, across = scale_steps(rule.pack, leaf.format, s.form)
         parts.append(np.repeat(np.repeat(factors(plan.files, s), down, 0), across, 1)[:rows, :columns])
-    return PACKS[rule.pack].join(parts, shape), [s.tensors[-1] for s in stored]
+    # Scales are few, and read whole.
+    return PACKS[rule.pack].join(parts, part)[index], {s.tensors[-1]: plan.files.size(s.tensors[-1]) for s in stored}
 
 
 def _array(plan: Plan, source: Source, sharding: Sharding | None) -> jax.Array:
     if sharding is None:
         return jax.device_put(_piece(plan, source, (slice(None),) * len(source.shape)))
-    return jax.make_array_from_callback(source.shape, sharding, lambda index: _piece(plan, source, index or ()))
+    pieces: dict[Any, np.ndarray] = {}  # several devices may hold the same one
+
+    def piece(index: Index | None) -> np.ndarray:
+        bounds = _bounds(index or (), source.shape)
+        if bounds not in pieces:
+            pieces[bounds] = _piece(plan, source, tuple(slice(*pair) for pair in bounds))
+        return pieces[bounds]
+
+    return jax.make_array_from_callback(source.shape, sharding, piece)
 
 
 def _given(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
@@ -120,18 +157,18 @@ def _given(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-def _piece(plan: Plan, source: Source, index: tuple[slice, ...]) -> np.ndarray:
+def _piece(plan: Plan, source: Source, index: Index) -> np.ndarray:
     """A slice of an array; tensors that it does not touch are not read."""
-    bounds = [s.indices(n)[:2] for s, n in zip(index, source.shape, strict=True)]
+    bounds = _bounds(index, source.shape)
     out = _aligned(tuple(stop - start for start, stop in bounds), source.dtype)
     lead = source.leaf.lead
     for place in itertools.product(*(range(*b) for b in bounds[:lead])):
-        part, tensors = source.read(source.leaf.rules[place])
+        part, taken = source.read(source.leaf.rules[place], index[lead:])
         here = tuple(p - start for p, (start, _) in zip(place, bounds, strict=False))
-        _copy(out[here], part[index[lead:]])
+        _copy(out[here], part)
         del part
-        for tensor in tensors:
-            plan.files.release(tensor)
+        for tensor, size in taken.items():
+            plan.files.release(tensor, size)
     return out
 
 

@@ -1,6 +1,7 @@
 """The tensors of a draft head under one set of names, whoever wrote them."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class HeadFiles(TensorFiles):
     """
 
     def __init__(self, directory: Path):
-        self._maps = {}
+        self._maps, self.taken = {}, Counter()
         archive = next((directory / name for name in ARCHIVES if (directory / name).exists()), None)
         if any(directory.glob("*.safetensors*")) or archive is None:
             super().__init__(directory)

@@ -1,7 +1,7 @@
 """Bijections between published arrays and one parameter: they move axes and never change a value."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ class Pack:
       inner: the matrix axis that a product sums over.
       finer: size of the blocks that fit both layouts, from that of published blocks and the size of the last of the
         axes that a matrix axis is cut into.
+      outer: which of the axes that a matrix axis is cut into goes from end to end of it: 0 the first, -1 the last.
     """
 
     join: Callable[[Arrays, Shape], np.ndarray]
@@ -29,6 +30,38 @@ class Pack:
     axes: tuple[int | None, ...] | None = None
     inner: int = 1
     finer: Callable[[int, int], int] = math.gcd
+    outer: int = 0
+
+    def cut(self, arrays: Arrays, shape: Shape, index: Sequence[slice]) -> tuple[Arrays, Shape, tuple[slice, ...]]:
+        """What a slice of a parameter needs of published arrays.
+
+        ``join(arrays, shape)[index]`` is ``join(cut, small)[left]`` of what this returns. Where a slice of the
+        parameter is one of the arrays it is made there, as a view, so that the rest of a mapped file is not read.
+
+        Args:
+          arrays: published ones.
+          shape: of the parameter that they make.
+          index: one slice per axis of it.
+
+        Returns:
+          The arrays' slices, the shape that they make, and what is still to be cut from it.
+        """
+        cuts, left, small = [[slice(None)] * a.ndim for a in arrays], list(index), list(shape)
+        for place, (span, size) in enumerate(zip(index, shape, strict=True)):
+            axis, (start, stop, _) = self._end_to_end(place, shape), span.indices(size)
+            if axis is None or any(a.shape[axis] % size and (start, stop) != (0, size) for a in arrays):
+                continue
+            for array, cut in zip(arrays, cuts, strict=True):
+                cut[axis] = slice(array.shape[axis] * start // size, array.shape[axis] * stop // size)
+            left[place], small[place] = slice(None), stop - start
+        return [a[tuple(cut)] for a, cut in zip(arrays, cuts, strict=True)], tuple(small), tuple(left)
+
+    def _end_to_end(self, place: int, shape: Shape) -> int | None:
+        """The matrix axis that an axis of a parameter divides into neighbouring parts, None where there is none."""
+        if self.axes is None or len(self.axes) != len(shape) or self.axes[place] is None:
+            return None
+        own = [i for i, axis in enumerate(self.axes) if axis == self.axes[place]]
+        return self.axes[place] if own[self.outer] == place else None
 
     def blocks(self, part: Shape, blocks: tuple[int, int]) -> tuple[int, ...] | None:
         """Sizes of the blocks of a parameter, from those of its matrices; None if it cannot be kept quantised."""
@@ -91,6 +124,7 @@ PACKS: Mapping[str, Pack] = {
         (0, 1, 1),
         inner=0,
         finer=lambda block, _: max(block // 2, 1),
+        outer=-1,
     ),
     # N of [D] to [N, D]
     "each": Pack(lambda a, _: np.stack(a), list),

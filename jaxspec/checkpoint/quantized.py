@@ -159,15 +159,13 @@ def values(files: TensorFiles, stored: Stored, dtype: np.dtype) -> np.ndarray:
     """
     if stored.form is None:
         return files.read(stored.data)
-    return dequantised(numbers(files, stored), factors(files, stored), stored.form, dtype)
+    data = numbers(files, stored)
+    check_numbers(data, stored)
+    return dequantised(data, factors(files, stored), stored.form, dtype)
 
 
 def numbers(files: TensorFiles, stored: Stored) -> np.ndarray:
-    """The numbers of a quantised matrix along its own axes, as ``Format`` lays them out.
-
-    Raises:
-      CheckpointError: one is not a number.
-    """
+    """The numbers of a quantised matrix along its own axes, as ``Format`` lays them out; a view of published ones."""
     raw, form = files.read(stored.data), stored.form
     assert form is not None, "plain tensors have no numbers"
     if stored.fresh:
@@ -175,10 +173,24 @@ def numbers(files: TensorFiles, stored: Stored) -> np.ndarray:
     if form.kind == "fp4":
         flat = raw.reshape(raw.shape[0], -1).view(np.uint8)
         return flat.T if stored.turned else flat
-    bits = raw.view(np.uint8)
+    return raw
+
+
+def check_numbers(data: np.ndarray, stored: Stored) -> None:
+    """Makes sure that published e4m3 numbers are numbers.
+
+    Args:
+      data: some of those of a tensor.
+      stored: the tensor.
+
+    Raises:
+      CheckpointError: one is not.
+    """
+    if data.dtype != E4M3 or stored.fresh:
+        return
+    bits = data.view(np.uint8)
     if any((bits[row : row + ROWS] & 0x7F).max(initial=0) == 0x7F for row in range(0, len(bits), ROWS)):
         raise CheckpointError(f"{stored.data}: holds numbers that are not finite; the file is corrupt")
-    return raw
 
 
 def factors(files: TensorFiles, stored: Stored) -> np.ndarray:

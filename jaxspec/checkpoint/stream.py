@@ -3,6 +3,7 @@
 import json
 import mmap
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +35,17 @@ class Tensor:
 class TensorFiles(Mapping[str, np.ndarray]):
     """All tensors of a directory by name; reading one maps it without a copy.
 
+    Attributes:
+      tensors: where they lie.
+      taken: bytes by name of what was taken of them and let go of again.
+
     Raises:
       CheckpointError: no safetensors file, a shard named by the index is missing, or a file is truncated or corrupt.
     """
 
     def __init__(self, directory: Path):
         self._maps: dict[Path, mmap.mmap] = {}
+        self.taken: Counter[str] = Counter()
         self.tensors: dict[str, Tensor] = {}
         for file in _files(directory):
             self.tensors |= _header(file)
@@ -52,8 +58,9 @@ class TensorFiles(Mapping[str, np.ndarray]):
         raw = np.frombuffer(self._maps[tensor.file], np.uint8, tensor.end - tensor.begin, tensor.begin)
         return raw.view(tensor.dtype).reshape(tensor.shape)
 
-    def release(self, name: str) -> None:
-        """Lets go of the memory that reading a tensor or an entry took; reading it again brings it back."""
+    def release(self, name: str, size: int) -> None:
+        """Lets go of the memory that reading some bytes of a tensor or an entry took, and counts them."""
+        self.taken[name] += size
         whole, _, entry = name.partition("[")
         tensor = self.tensors[whole]
         if tensor.file not in self._maps:
@@ -70,6 +77,10 @@ class TensorFiles(Mapping[str, np.ndarray]):
         """A tensor, or with ``name[i]`` the i-th entry of its first axis."""
         whole, _, entry = name.partition("[")
         return self[whole][int(entry.rstrip("]"))] if entry else self[whole]
+
+    def size(self, name: str) -> int:
+        """Bytes of what ``read`` gives."""
+        return self.read(name).nbytes
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of what ``read`` gives."""

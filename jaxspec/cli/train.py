@@ -2,13 +2,15 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from jaxspec.cli.host_flags import HostFlags
 from jaxspec.errors import ConfigError
 
 NEEDED = {"optax": "optax", "orbax": "orbax-checkpoint", "grain": "grain"}
@@ -29,6 +31,7 @@ class TrainArgs:
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     out: str | None = None
     features_only: tyro.conf.FlagCreatePairsOff[bool] = False
+    hosts: Annotated[HostFlags, tyro.conf.arg(name="")] = field(default_factory=HostFlags)
 
 
 def run(args: TrainArgs) -> int:
@@ -43,18 +46,25 @@ def run(args: TrainArgs) -> int:
 
     settings = load_run_settings(args.config, args.set, args.out)
     target = demo_model_dir("target") if settings.target == "demo" else Path(settings.target)
-    use_compile_cache()
-    if args.features_only:
-        write_features(settings, target, _tell)
-        sys.stderr.write(f"jaxspec: the features are in {settings.features.cache}\n")
-        return 0
-    sys.stderr.write(f"jaxspec: {settings.head.kind} head for {target}, run in {settings.out}\n")
-    with ShownTraining(settings.train.steps) as watch:
-        trained = train(settings, target, watch, _tell)
-    kept = [name for name in ("best", "last") if (trained.directory / name).exists()]
-    places = " and ".join(str(trained.directory / name) for name in kept)
-    sys.stderr.write(f"jaxspec: {settings.train.steps} updates done; the head is in {places}\n")
+    with args.hosts.together() as talks:
+        use_compile_cache()
+        say = sys.stderr.write if talks else _nothing
+        tell = _tell if talks else _nothing
+        if args.features_only:
+            write_features(settings, target, tell)
+            say(f"jaxspec: the features are in {settings.features.cache}\n")
+            return 0
+        say(f"jaxspec: {settings.head.kind} head for {target}, run in {settings.out}\n")
+        with ShownTraining(settings.train.steps) if talks else nullcontext(_nothing) as watch:
+            trained = train(settings, target, watch, tell)
+        kept = [name for name in ("best", "last") if (trained.directory / name).exists()]
+        places = " and ".join(str(trained.directory / name) for name in kept)
+        say(f"jaxspec: {settings.train.steps} updates done; the head is in {places}\n")
     return 0
+
+
+def _nothing(said: object) -> None:
+    pass
 
 
 def _tell(facts: Mapping[str, object]) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.serve.control import Adaptive, Control, Decision, Outcome
 from jaxspec.serve.journal import Journal
 from jaxspec.serve.survival import Survival
@@ -79,15 +78,11 @@ def open_journal(path: str, identity: Mapping[str, Any], pace: Mapping[str, Any]
     hosts.check_same({**identity, **pace})
     if not hosts.several():
         return Journal(path, identity)
-    if not hosts.first():
-        said = hosts.told(None)
-        if "error" in said:
-            raise ConfigError(f"hosts: process 0 cannot write the output: {said['error']}")
-        return Follower(said["done"], said["failed"])
-    try:
-        journal = Journal(path, identity)
-    except JaxspecError as error:
-        hosts.told({"error": str(error)})
-        raise
-    hosts.told({"done": sorted(journal.done), "failed": journal.failed})
-    return journal
+    opened: list[Journal] = []
+
+    def begin() -> dict[str, Any]:
+        opened.append(Journal(path, identity))
+        return {"done": sorted(opened[0].done), "failed": opened[0].failed}
+
+    said = hosts.led(begin)
+    return opened[0] if opened else Follower(said["done"], said["failed"])

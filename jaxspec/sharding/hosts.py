@@ -1,22 +1,30 @@
 """Several processes as one machine: how they meet, take one's word for all, and notice that they differ."""
 
+import ctypes
 import hashlib
 import json
+import os
+import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from jaxspec.errors import ConfigError, JaxspecError
 
 T = TypeVar("T")
 MEETING_S, LOST_S = 120, 30
 WORD = 256
+AGAIN = "what is written stays, start the same command on all of them again to go on"
+_HANDLERS: list[Any] = []  # C keeps only their addresses
 
 
 def meet(
@@ -40,10 +48,12 @@ def meet(
 
     Raises:
       ConfigError: nothing says where the others are, or process 0 does not answer. Process 0 itself is ended by JAX
-        (DEADLINE_EXCEEDED) if the others do not come in time.
+        (DEADLINE_EXCEEDED) if the others do not come in time, and so is each later if another one is silent for too
+        long; what to do is then written to standard error.
     """
     if coordinator is not None and number:
         _reach(coordinator, meeting_s)
+    _explain_abort(lost_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
@@ -68,6 +78,21 @@ def _reach(coordinator: str, meeting_s: int) -> None:
             if time.monotonic() > until:
                 raise _apart(coordinator, f"nothing answers for {meeting_s} s: {error}") from error
             time.sleep(0.2)
+
+
+def _explain_abort(lost_s: int) -> None:
+    """Writes what to do when JAX aborts this process.
+
+    It does so in C++ when another process is silent, while Python waits for that one; a handler of C's is the only
+    place for words of ours.
+    """
+    words = (
+        "jaxspec: hosts: JAX ended this process for the reason above; if that is tasks that are unhealthy, or a "
+        f"deadline that was not met, another process was lost, or silent for {lost_s} s: {AGAIN}\n"
+    ).encode()
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
+    _HANDLERS.append(kind(lambda _: os.write(2, words) and None))
+    ctypes.CDLL(None).signal(signal.SIGABRT, _HANDLERS[-1])
 
 
 def _apart(where: str, what: str) -> ConfigError:
@@ -108,6 +133,67 @@ def told(message: Mapping[str, Any] | None) -> dict[str, Any]:
     return json.loads(bytes(np.asarray(agreed(room))[:size]))
 
 
+def led(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """What process 0 found when it did something that one process is to do, for every process.
+
+    Raises:
+      ConfigError: process 0 failed, which itself raises what it met.
+    """
+    if not first():
+        said = told(None)
+        if "error" in said:
+            raise ConfigError(f"hosts: process 0 failed: {said['error']}")
+        return said
+    try:
+        found = work()
+    except JaxspecError as error:
+        told({"error": str(error)})
+        raise
+    return told(found)
+
+
+def whole(tree: T) -> T:
+    """Arrays on the host of every process, however they lie on the devices of all; all must ask."""
+    return multihost_utils.process_allgather(tree, tiled=True) if several() else jax.device_get(tree)
+
+
+def share(mesh: Mesh, axis: str) -> tuple[int, int]:
+    """Which part of what is split over a mesh axis this process's devices hold, and how many parts there are.
+
+    Raises:
+      ConfigError: its devices are not neighbours along the axis.
+    """
+    along, size = mesh.axis_names.index(axis), mesh.shape[axis]
+    own = sorted({place[along] for place, device in np.ndenumerate(mesh.devices) if device in mesh.local_devices})
+    count = len(own)
+    if size % count or own[0] % count or own[-1] - own[0] >= count:
+        raise ConfigError(
+            f"hosts: this process has the places {own} of {size} along {axis}, which is no even share; give each "
+            "process as many devices as the others"
+        )
+    return own[0] // count, size // count
+
+
+def check_shared(directory: Path) -> None:
+    """Makes sure that all processes see what process 0 writes into a directory.
+
+    Raises:
+      ConfigError: some do not; their numbers are given.
+    """
+    if not several():
+        return
+    mark = directory / f".seen-{told({'mark': uuid.uuid4().hex})['mark']}"
+    led(lambda: mark.touch() or {})
+    seen = np.asarray(multihost_utils.process_allgather(np.int32(mark.exists())))
+    if first():
+        mark.unlink()
+    if blind := np.flatnonzero(seen == 0).tolist():
+        raise ConfigError(
+            f"hosts: {directory}: processes {blind} do not see what process 0 writes there; give all of them the same "
+            "directory on a file system that they share"
+        )
+
+
 def check_same(parts: Mapping[str, Any]) -> None:
     """Compares what every process has.
 
@@ -143,7 +229,4 @@ def all_there() -> Iterator[None]:
         said = str(error).partition("\n")[0]
         if not several() or not (isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in said):
             raise
-        raise JaxspecError(
-            f"hosts: another process was lost, or failed ({said}); what is written stays, start the same command on "
-            "all of them again to go on"
-        ) from error
+        raise JaxspecError(f"hosts: another process was lost, or failed ({said}); {AGAIN}") from error

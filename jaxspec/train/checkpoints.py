@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 
 from jaxspec.config import differences
 from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.sharding import hosts
 
 State = TypeVar("State")
 KEPT = 2
@@ -22,7 +23,7 @@ FULL = ("No space left on device", "Disk quota exceeded", "RESOURCE_EXHAUSTED", 
 
 
 class Checkpoints:
-    """The checkpoints of one directory, which one process group at a time may write.
+    """The checkpoints of one directory, which one group of processes at a time may write.
 
     Saving goes on in the background; the newest two are kept, so that a whole one is there at any moment.
 
@@ -43,9 +44,8 @@ class Checkpoints:
         except OSError as error:
             raise JaxspecError(f"{run}: cannot be written ({error.strerror})") from error
         try:
-            if jax.process_index() == 0:
-                _lock(self._lock, run)
-                _bind(run, identity)
+            hosts.check_shared(run)
+            hosts.led(lambda: _take(self._lock, run, identity))
             with self._told("opened", 0):
                 self._manager = ocp.CheckpointManager(
                     (run / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=KEPT)
@@ -111,7 +111,8 @@ class Checkpoints:
     def _told(self, done: str, step: int) -> Iterator[None]:
         """Makes one clear error of whatever the checkpoint library raises."""
         try:
-            yield
+            with hosts.all_there():
+                yield
         except JaxspecError:
             raise
         except Exception as error:
@@ -136,6 +137,12 @@ def _is_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _take(lock: int, run: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    _lock(lock, run)
+    _bind(run, identity)
+    return {}
 
 
 def _lock(file: int, run: Path) -> None:

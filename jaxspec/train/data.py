@@ -152,35 +152,36 @@ def batches(
     size: int,
     accumulation: int = 1,
     first: int = 0,
-    host: int = 0,
-    hosts: int = 1,
+    part: int = 0,
+    parts: int = 1,
     workers: int = 2,
 ) -> Iterator[Batch]:
     """Endless batches of one update each, shuffled anew in every pass over the rows.
 
     The order depends on the seed alone: update u takes rows u * accumulation * size and following of one global order,
-    wherever the run was resumed and however many threads read. Each host takes its part of every update.
+    wherever the run was resumed and however many threads read. Each process takes the part of
+    every update that its devices hold.
 
     Args:
       rows: what is trained on.
       seed: of the order.
-      size: B, rows over all hosts.
+      size: B, rows over all processes.
       accumulation: A, passes of one update.
       first: update to start with.
-      host: which part of an update this process takes.
-      hosts: how many share it.
+      part: which one of an update this process takes.
+      parts: how many there are.
       workers: threads that make rows ahead.
 
     Yields:
-      Arrays [A, B / hosts, T].
+      Arrays [A, B / parts, T].
 
     Raises:
-      ConfigError: the hosts cannot share the rows evenly.
+      ConfigError: the rows cannot be shared evenly.
     """
-    if size % hosts:
-        raise ConfigError(f"train: {size} rows cannot be split evenly over {hosts} hosts")
-    local = size // hosts
-    order = grain.MapDataset.source(cast(Any, rows)).seed(seed).shuffle().repeat(PASSES).batch(local)[host::hosts]
+    if size % parts:
+        raise ConfigError(f"train: {size} rows cannot be split evenly over {parts} hosts")
+    local = size // parts
+    order = grain.MapDataset.source(cast(Any, rows)).seed(seed).shuffle().repeat(PASSES).batch(local)[part::parts]
     update = order.batch(accumulation)[first:]
     ahead = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
     return (Batch(**found) for found in update.to_iter_dataset(ahead))

@@ -2,22 +2,53 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan, dispatch
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
+from jaxspec.shapes import Array
+from jaxspec.sharding.placement import allocate, mesh_of, settle, state_rules, state_shardings
 
-BUCKET = 64
+BUCKET, STEPS = 64, 8
+RULES = state_rules(("data",), own_pages=True)
+
+
+def _prefill(mesh: Mesh | None, target: Target, drafter: Drafter, state: DecodeState, *rest: Any) -> DecodeState:
+    return _stay(prefill(target, drafter, state, *rest), mesh)
+
+
+def _admit(mesh: Mesh | None, state: DecodeState, *rest: Any) -> DecodeState:
+    return _stay(admit(state, *rest), mesh)
+
+
+def _dispatch(
+    mesh: Mesh | None, plan: StepPlan, target: Target, drafter: Drafter, state: DecodeState
+) -> tuple[DecodeState, Array]:
+    state, report = dispatch(target, drafter, state, jnp.int32(plan.steps), jnp.array(False), plan=plan)
+    packed_BX = report.packed_BX
+    if mesh is not None:  # the host of every process reads it
+        packed_BX = jax.lax.with_sharding_constraint(packed_BX, NamedSharding(mesh, PartitionSpec()))
+    return _stay(state, mesh), packed_BX
+
+
+def _stay(state: DecodeState, mesh: Mesh | None) -> DecodeState:
+    """A state where it was allocated; left to the compiler, it would move."""
+    return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, RULES))
+
+
 # Of the module, so that trials of all temperatures and updates share them.
-PREFILL = jax.jit(prefill, donate_argnums=2)
-ADMIT = jax.jit(admit, donate_argnums=0)
-DISPATCH = jax.jit(dispatch, static_argnames="plan", donate_argnums=2)
+PREFILL = jax.jit(_prefill, static_argnums=0, donate_argnums=3)
+ADMIT = jax.jit(_admit, static_argnums=0, donate_argnums=1)
+DISPATCH = jax.jit(_dispatch, static_argnums=(0, 1), donate_argnums=4)
 
 
 @dataclass(frozen=True)
@@ -69,10 +100,14 @@ class Examiner:
           prompts: token ids.
           trial: how.
         """
-        self.target, self.prompts, self.trial = target, [np.asarray(p, np.int32) for p in prompts], trial
+        self.mesh = mesh_of(target.params)
+        self.target, self.prompts = settle(target, self.mesh), [np.asarray(p, np.int32) for p in prompts]
+        over = 1 if self.mesh is None else self.mesh.shape["data"]
+        self.trial = replace(trial, rows=-(-trial.rows // over) * over)
 
     def measure(self, drafter: Drafter) -> Acceptance:
         """Acceptance over all prompts."""
+        drafter = settle(drafter, self.mesh)
         counts: list[tuple[int, ...]] = []
         for first in range(0, len(self.prompts), self.trial.rows):
             counts += self._group(drafter, first)
@@ -87,15 +122,16 @@ class Examiner:
         """Accepted drafts of each verification of some prompts."""
         state = self.started(drafter, first)
         found: list[list[int]] = [[] for _ in self.prompts[first : first + self.trial.rows]]
-        depth, plan = drafter.topology.max_depth + 1, StepPlan(self.trial.rule, 8)
-        while bool(np.asarray(state.active_B).any()):
-            state, report = DISPATCH(self.target, drafter, state, jnp.int32(8), jnp.array(False), plan=plan)
-            packed = np.asarray(report.packed_BX)
+        depth, plan, left = drafter.topology.max_depth + 1, StepPlan(self.trial.rule, STEPS), len(found)
+        while left:
+            state, packed_BX = DISPATCH(self.mesh, plan, self.target, drafter, state)
+            packed = np.asarray(packed_BX)
             for row, counts in enumerate(found):
                 took = packed[row, : int(packed[row, -1]) * (depth + 2)].reshape(-1, depth + 2)[:, depth]
                 took = took[took > 0]
                 ended = bool(packed[row, -3] or packed[row, -2])
                 counts += (took[: -1 if ended else None] - 1).tolist()
+                left -= ended
         return [tuple(counts) for counts in found]
 
     def started(self, drafter: Drafter, first: int) -> DecodeState:
@@ -103,7 +139,8 @@ class Examiner:
         t, longest = self.trial, max(len(p) for p in self.prompts)
         slack = max(drafter.topology.nodes, drafter.slack, BUCKET)
         places = max(8, len(t.stop))
-        state = init_state(self.target, drafter, t.rows, longest + t.tokens, slack=slack, stop_ids=places)
+        make = partial(init_state, self.target, drafter, t.rows, longest + t.tokens, slack=slack, stop_ids=places)
+        state = allocate(make, self.mesh, RULES)
         for row, prompt in enumerate(self.prompts[first : first + t.rows]):
             state = self._start(drafter, state, row, prompt, first + row)
         return state
@@ -115,21 +152,20 @@ class Examiner:
             count = min(BUCKET, len(prompt) - 1 - at)
             chunk = np.zeros(BUCKET + 1, np.int32)
             chunk[: count + 1] = prompt[at : at + count + 1]
-            state = PREFILL(
-                self.target, drafter, state, jnp.int32(row), jnp.asarray(chunk), jnp.int32(at), jnp.int32(count)
-            )
+            numbers = np.int32(row), chunk, np.int32(at), np.int32(count)
+            state = PREFILL(self.mesh, self.target, drafter, state, *numbers)
             at += count
         sampling = replace(
-            init_sampling(1, places),
-            stop_BX=jnp.array([[*t.stop, *[-1] * (places - len(t.stop))]], jnp.int32),
-            temperature_B=jnp.full(1, t.temperature, jnp.float32),
-            max_length_B=jnp.full(1, len(prompt) + t.tokens, jnp.int32),
-            draft_limit_B=jnp.full(1, drafter.topology.max_depth, jnp.int32),
-            key_BX=jnp.array([[t.seed, number]], jnp.uint32),
+            jax.tree.map(np.asarray, init_sampling(1, places)),
+            stop_BX=np.array([[*t.stop, *[-1] * (places - len(t.stop))]], np.int32),
+            temperature_B=np.full(1, t.temperature, np.float32),
+            max_length_B=np.full(1, len(prompt) + t.tokens, np.int32),
+            draft_limit_B=np.full(1, drafter.topology.max_depth, np.int32),
+            key_BX=np.array([[t.seed, number]], np.uint32),
         )
         history = np.zeros(state.history_BS.shape[1], np.int32)
         history[: len(prompt)] = prompt
-        return ADMIT(state, jnp.int32(row), jnp.asarray(history), jnp.int32(len(prompt)), sampling, None)
+        return ADMIT(self.mesh, state, np.int32(row), history, np.int32(len(prompt)), sampling, None)
 
 
 def figures(name: str, found: Acceptance) -> dict[str, float]:

@@ -27,6 +27,7 @@ from jaxspec.models.vocab import coverage
 from jaxspec.nn.policy import Policy, policy_for
 from jaxspec.protocol import NOTHING, Drafter, Reads
 from jaxspec.shapes import Array, Params
+from jaxspec.sharding.placement import settle
 from jaxspec.topology import chain
 from jaxspec.train.data import Corpus, prompts
 from jaxspec.train.evaluate import Examiner, Trial, figures
@@ -89,7 +90,8 @@ def build(
     start = start_of(head, model, policy, count_V)
     net, ids_W = start.net, start.ids_W
     _check_loss(settings, net)
-    course = Course(model.params, None if ids_W is None else jnp.asarray(ids_W), model.net, net, settings.loss)
+    ids = None if ids_W is None else settle(jnp.asarray(ids_W), mesh)
+    course = Course(model.params, ids, model.net, net, settings.loss)
     reads = net.spec.reads if isinstance(net, DraftHead) else NOTHING
     routing = net.spec.routing if isinstance(net, DraftHead) else ()
     known = {}
@@ -164,7 +166,7 @@ def _evaluation(
         raise ConfigError(f"evaluation: {longest} tokens are more than the target's {model.net.arch.max_position}")
     # Rows of decoding are few: on a CPU that wants another layout of the experts than training does.
     wanted = policy_for(settings.train.target_dtype, jax.default_backend(), "xla")
-    serving = load_model(model.directory, wanted, mesh=mesh) if wanted.experts == "switched" else model
+    serving = load_model(model.directory, wanted) if wanted.experts == "switched" and mesh is None else model
     target = Target(serving.params, serving.net, BLOCK)
     trials = [Trial(e.new_tokens, t, min(TOGETHER, len(asked)), seed=settings.seed) for t in e.temperatures]
     examiners = [Examiner(target, [p.tolist() for p in asked], trial) for trial in trials]

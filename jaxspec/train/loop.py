@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.errors import JaxspecError
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array, Params
+from jaxspec.sharding import hosts
 from jaxspec.sharding.rules import named_shardings
 from jaxspec.train.checkpoints import Checkpoints, replace_directory
 from jaxspec.train.metrics import Entry, MetricsLog
@@ -120,16 +122,30 @@ def run(spec: LoopSpec, task: Task, watch: Callable[[Entry], None] = lambda entr
         state, about = _begin(spec, task), {}
         if store.step:
             state, about = store.restore(state)
-        log = MetricsLog(
-            spec.directory, store.step, tensorboard=spec.tensorboard, wandb=spec.wandb, settings=spec.identity
-        )
-        try:
+        with _log(spec, store.step) as log:
             watch({"step": store.step})
             return _Loop(spec, task, store, log, watch, about).go(state, store.step)
-        finally:
-            log.close()
     finally:
         store.close()
+
+
+@contextmanager
+def _log(spec: LoopSpec, step: int) -> Iterator[MetricsLog | None]:
+    """The log of process 0; the others have none."""
+    opened: list[MetricsLog] = []
+
+    def begin() -> dict[str, Any]:
+        opened.append(
+            MetricsLog(spec.directory, step, tensorboard=spec.tensorboard, wandb=spec.wandb, settings=spec.identity)
+        )
+        return {}
+
+    hosts.led(begin)
+    try:
+        yield opened[0] if opened else None
+    finally:
+        for log in opened:
+            log.close()
 
 
 class _Loop:
@@ -140,7 +156,7 @@ class _Loop:
         spec: LoopSpec,
         task: Task,
         store: Checkpoints,
-        log: MetricsLog,
+        log: MetricsLog | None,
         watch: Callable[[Entry], None],
         about: Mapping[str, Any],
     ):
@@ -167,10 +183,10 @@ class _Loop:
             if measured or done % spec.log_every == 0:
                 self._write(done, entry)
             if last or done % spec.save_every == 0:
-                self.log.sync()
+                if self.log is not None:
+                    self.log.sync()
                 self.store.save(done, state, {"best": self.best, "time_s": self._time_s()})
-        if self.task.save is not None and jax.process_index() == 0:
-            replace_directory(spec.directory / "last", lambda place: self._save(state.params, place))
+        self._keep("last", state.params)
         return state.params
 
     def _evaluate(self, done: int, params: Params) -> dict[str, float]:
@@ -185,26 +201,32 @@ class _Loop:
         # The checkpoint of this update is saved behind it, so that a crash in between evaluates again.
         if found[self.spec.best] > self.best:
             self.best = found[self.spec.best]
-            if self.task.save is not None and jax.process_index() == 0:
-                replace_directory(self.spec.directory / "best", lambda place: self._save(params, place))
+            self._keep("best", params)
         return found
 
-    def _save(self, params: Params, place: Path) -> None:
-        assert self.task.save is not None, "only called where something saves"
-        self.task.save(params, place)
+    def _keep(self, name: str, params: Params) -> None:
+        """Writes parameters into a directory of the run."""
+        save = self.task.save
+        if save is None:
+            return
+        found = hosts.whole(params)
+        if hosts.first():
+            replace_directory(self.spec.directory / name, lambda place: save(found, place))
 
     def _write(self, done: int, entry: Entry) -> None:
         rate = self.task.learning_rate
         known = {} if rate is None else {"learning_rate": float(rate(done - 1))}
         entry = {"step": done, "time_s": self._time_s(), **known, **entry}
-        self.log.write(entry)
+        if self.log is not None:
+            self.log.write(entry)
         self.watch(entry)
 
     def _time_s(self) -> float:
         return round(time.monotonic() - self.began, 1)
 
     def _not_finite(self, done: int, entry: Entry, batch: Batch) -> JaxspecError:
-        file = self.spec.directory / f"nan_batch_{done}.npz"
+        own = f"_{jax.process_index()}" if hosts.several() else ""
+        file = self.spec.directory / f"nan_batch_{done}{own}.npz"
         leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
         try:
             np.savez(file, **{jax.tree_util.keystr(path).strip(".[]'") or "batch": leaf for path, leaf in leaves})

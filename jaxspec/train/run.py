@@ -1,10 +1,11 @@
 """A whole training run from its settings: data, target, head, loop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import msgspec
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.fingerprint import fingerprint
@@ -13,10 +14,11 @@ from jaxspec.checkpoint.text import Text
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.shapes import Params
+from jaxspec.sharding import hosts
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.train import head_run, loop
 from jaxspec.train.data import Corpus, batches, load_corpus
-from jaxspec.train.features import FeatureRows, Teacher
+from jaxspec.train.features import FeatureRows, Teacher, Tell
 from jaxspec.train.metrics import Entry
 from jaxspec.train.optimizer import adamw, schedule_of
 from jaxspec.train.settings import RunSettings, identity
@@ -41,9 +43,12 @@ def train(
     settings: RunSettings,
     target: Path,
     watch: Callable[[Entry], None] = lambda entry: None,
-    tell: Callable[[Mapping[str, object]], None] = lambda facts: None,
+    tell: Tell = lambda facts: None,
 ) -> Trained:
     """Trains a head, going on where an earlier run of the same settings stopped.
+
+    Where several processes have met (``jaxspec.sharding.hosts``), all of them call this with the same settings and see
+    the same directory; process 0 writes what is not split over them.
 
     Args:
       settings: everything about it.
@@ -53,13 +58,19 @@ def train(
 
     Raises:
       ConfigError, CheckpointError: settings, data or target are not usable.
-      JaxspecError: the disk is full, or a loss is not finite; what went before is kept.
+      JaxspecError: the disk is full, a loss is not finite, or another process was lost; what went before is kept.
     """
+    with hosts.all_there():
+        return _train(settings, target, watch, tell)
+
+
+def _train(settings: RunSettings, target: Path, watch: Callable[[Entry], None], tell: Tell) -> Trained:
     corpus, mesh = _prepare(settings, target, tell)
     found = head_run.build(settings, target, corpus, mesh)
     tell(found.facts)
     rows = corpus.rows if settings.features.cache is None else _cached(settings, target, corpus, mesh, found, tell)
     t, seed = settings.train, settings.seed
+    part, parts = (0, 1) if mesh is None else hosts.share(mesh, "data")
     spec = loop.LoopSpec(
         t.steps, Path(settings.out), t.save_every, t.log_every, settings.evaluation.every, seed,
         best=None if found.evaluate is None else head_run.metric_of(settings),
@@ -71,8 +82,7 @@ def train(
         optimizer=adamw(settings.optimizer, t.steps),
         loss_fn=found.loss_fn,
         batches=lambda first: batches(
-            rows, seed=seed, size=t.rows, accumulation=t.accumulation, first=first,
-            host=jax.process_index(), hosts=jax.process_count(),
+            rows, seed=seed, size=t.rows, accumulation=t.accumulation, first=first, part=part, parts=parts
         ),
         frozen=found.frozen,
         evaluate=found.evaluate,
@@ -82,9 +92,7 @@ def train(
     return Trained(loop.run(spec, task, watch), found, spec.directory)
 
 
-def write_features(
-    settings: RunSettings, target: Path, tell: Callable[[Mapping[str, object]], None] = lambda facts: None
-) -> None:
+def write_features(settings: RunSettings, target: Path, tell: Tell = lambda facts: None) -> None:
     """Writes the feature cache of a run, as far as it is not there, and trains nothing; arguments as of ``train``.
 
     Raises:
@@ -98,15 +106,15 @@ def write_features(
     _cached(settings, target, corpus, mesh, found, tell)
 
 
-def _prepare(
-    settings: RunSettings, target: Path, tell: Callable[[Mapping[str, object]], None]
-) -> tuple[Corpus, Mesh | None]:
+def _prepare(settings: RunSettings, target: Path, tell: Tell) -> tuple[Corpus, Mesh | None]:
     """The data, and the devices."""
     arch = arch_of(read_config(target))
     corpus = load_corpus(settings.data, Text.load(target), arch.vocab_size, alone=arch.one_text_only)
     tell(corpus.counts)
+    asked = {name: value for name, value in msgspec.to_builtins(settings).items() if name != "out"}
+    hosts.check_same({"settings": asked, "data": corpus.digest(), "target": fingerprint(target)})
     sizes = {name: getattr(settings.mesh, name) for name in settings.mesh.__struct_fields__}
-    return corpus, make_mesh(sizes) if max(sizes.values()) > 1 else None
+    return corpus, make_mesh(sizes) if max(sizes.values()) > 1 or hosts.several() else None
 
 
 def _cached(
@@ -115,7 +123,7 @@ def _cached(
     corpus: Corpus,
     mesh: Mesh | None,
     found: head_run.HeadRun,
-    tell: Callable[[Mapping[str, object]], None],
+    tell: Tell,
 ) -> FeatureRows:
     """The rows with their features, which are computed where they are not there yet."""
     course, t = found.frozen, settings.train

@@ -77,10 +77,10 @@ def test_batches_of_one_row_are_the_rows():
 
 def test_hosts_share_the_global_order():
     whole = taken(6, size=4)
-    parts = [taken(6, size=4, host=host, hosts=2) for host in range(2)]
+    parts = [taken(6, size=4, part=part, parts=2) for part in range(2)]
     assert np.array_equal(np.concatenate(parts, axis=-1), whole)
     with pytest.raises(ConfigError, match="4 rows cannot be split evenly over 3 hosts"):
-        batches(PackedRows([document(4)], 4, 1), seed=0, size=4, hosts=3)
+        batches(PackedRows([document(4)], 4, 1), seed=0, size=4, parts=3)
 
 
 def test_a_resumed_run_goes_on_in_the_order():
