@@ -59,7 +59,7 @@ class LLM:
         axes left out have one. None is one device. Greedy text is that of one device but for ties within the last
         bits of float32 sums, which devices add in another order.
       expert_transport: how rows reach the devices that hold their experts, see ``Policy.transport``; ``auto`` takes
-        what ``jaxspec.nn.policy.transport_for`` says.
+        the cheapest by ``jaxspec.serve.transport``.
       on_load: called while the model loads, with (bytes placed, bytes in all).
 
     Raises:
