@@ -12,10 +12,8 @@ from jaxspec.cli.engine_flags import mesh_sizes
 if TYPE_CHECKING:
     from jaxspec.cli.screen import Screen
 
-COLUMNS = (
-    "model", "devices", "transport", "weights", "KV", "state", "temp", "total", "of", "fits", "program", "exchanges",
-    "other collectives",
-)  # fmt: skip
+COLUMNS = ("model", "devices", "mesh", "weights", "KV", "state", "temp", "total", "room", "fits")
+SENT = ("model", "devices", "program", "layers", "exchanges", "other collectives")
 
 
 @dataclass(frozen=True)
@@ -76,28 +74,31 @@ def run(args: SizesArgs) -> int:
 
 
 def show(found: list[dict[str, Any]], screen: "Screen") -> None:
-    """Prints a line per model and mesh, and one per further program."""
+    """Prints a line per model and mesh, then one per program."""
     from rich.table import Table
 
     from jaxspec.cli.inspect import amount
 
     first = found[0]
-    screen.line(
-        f"{first['rows']} rows of {first['capacity']} tokens, {first['drafts']} drafts; of each device:", "bold"
-    )
-    table = Table(*COLUMNS, box=None, pad_edge=False)
-    for sizes in found:
-        axes = " ".join(f"{axis}={n}" for axis, n in sizes["mesh"].items() if n > 1)
-        parts = [amount(sizes[name]) for name in ("weights", "caches", "state", "temp", "total", "room")]
-        words = [sizes["model"], f"{sizes['hardware'].split()[1]} {axes}", sizes["transport"], *parts]
-        words.append("yes" if sizes["fits"] else "no")
-        for name, program in sizes["programs"].items():
+    shape = f"{first['rows']} rows of {first['capacity']} tokens, {first['drafts']} drafts"
+    screen.line(f"{shape}, rows reach experts by {first['transport']}; bytes of one device", "bold")
+    sizes, programs = Table(*COLUMNS, box=None, pad_edge=False), Table(*SENT, box=None, pad_edge=False)
+    for column in (*sizes.columns[3:], *programs.columns[3:5]):
+        column.justify, column.no_wrap = "right", True
+    for one in found:
+        axes = " ".join(f"{axis[0]}{n}" for axis, n in one["mesh"].items() if n > 1)
+        where = (one["model"], f"{one['devices']} {one['hardware'].split()[1]}")
+        parts = (amount(one[name]) for name in ("weights", "caches", "state", "temp", "total", "room"))
+        fits, style = ("yes", None) if one["fits"] else ("no", "red")
+        sizes.add_row(*where, axes, *parts, fits, style=style)
+        for name, program in one["programs"].items():
             others = ", ".join(f"{n} {kind}" for kind, n in program["collectives"].items())
-            table.add_row(*words, name, f"{program['exchanges']:g}", others, style=None if sizes["fits"] else "red")
-            words = [""] * len(words)
-    screen.console.print(table)
+            programs.add_row(*where, name, str(one["compiled_layers"]), f"{program['exchanges']:g}", others)
+    for table in (sizes, programs):
+        screen.console.print(table)
+        screen.line()
     screen.line(
-        "weights of target and drafter, KV: caches at full length, temp: of the program that needs most, of: the share "
-        "of the memory that may be used; exchanges: per expert layer that runs, other collectives: per step",
+        "KV: caches at full length; temp: of the program that needs most; room: the share of the memory that may be "
+        "used; exchanges: per expert layer that runs; other collectives: per step of the layers compiled",
         "dim",
     )
