@@ -1,6 +1,7 @@
 """What a program compiled for GPUs does in a step: launches, CUDA graphs, collectives, memory, copies, spills."""
 
 import contextlib
+import math
 import re
 import time
 from collections import Counter
@@ -8,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.bench import aot, hlo, launches
-from jaxspec.bench.programs import STATE, Program, Setting, programs, size_bytes
+from jaxspec.bench.programs import STATE, Program, Setting, programs, shortened
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
@@ -54,7 +56,7 @@ def compile_for(
 
 def look(
     config: Mapping[str, Any], *, gpu: str = "h100", devices: int = 1, mesh: Mapping[str, int] | None = None,
-    wanted: Sequence[str] = (), **setting: Any,
+    wanted: Sequence[str] = (), layers: int = 0, **setting: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Compiles the programs of a model and reports what they do; to be called through ``aot.run``.
 
@@ -64,17 +66,21 @@ def look(
       devices: how many of them; from 9 on in machines of eight.
       mesh: devices by axis; all along ``expert`` by default, or along ``tensor`` where the model has no experts.
       wanted: names of programs, all by default.
+      layers: how many are compiled, 0 for all; weights, caches and state are those of all in any case.
       **setting: see ``Setting``.
     """
     if devices > 8 and devices % 8:
         raise ConfigError(f"devices: up to 8, or whole machines of 8, got {devices}")
     hosts, each = (1, devices) if devices <= 8 else (devices // 8, 8)
     targets = target_devices(aot.target_text(gpu), hosts, each)
-    arch = arch_of(config)
+    short = shortened(config, layers) if layers else config
+    arch = arch_of(short)
     chosen = make_mesh(mesh or {"expert" if arch.is_moe else "tensor": devices}, targets)
     over = chosen.abstract_mesh if devices > 1 else None
-    made = programs(Setting(config, mesh=over, **setting), tuple(wanted))
+    made = programs(Setting(short, mesh=over, **setting), tuple(wanted))
     found = {name: report(name, program, chosen, arch) for name, program in made.items()}
+    for name, program in programs(Setting(config, mesh=over, **setting), tuple(wanted)).items() if layers else ():
+        found[name]["bytes"] |= _lying(program, _shardings(program, chosen))
     sizes = {axis: int(size) for axis, size in chosen.shape.items()}
     settings = {k: v for k, v in vars(Setting(config, **setting)).items() if k not in ("config", "mesh")}
     return {"gpu": targets[0].device_kind, "devices": devices, "mesh": sizes, **settings, "programs": found}
@@ -87,11 +93,10 @@ def report(name: str, program: Program, mesh: Mesh, arch: ArchSpec) -> dict[str,
       ``launches``, ``graphs``, ``kernels``, ``collectives``, ``bytes``, ``copies``, ``spills`` and ``compile_s``; see
       the README. Bytes are those of one device.
     """
-    began, before = time.monotonic(), set(aot.spills())
+    began, before, placed = time.monotonic(), set(aot.spills()), _shardings(program, mesh)
     compiled = compile_for(
-        program.call, program.arguments, list(mesh.devices.flat), name=name, donate=(STATE,),
-        shardings=_shardings(program, mesh),
-    )  # fmt: skip
+        program.call, program.arguments, list(mesh.devices.flat), name=name, donate=(STATE,), shardings=placed
+    )
     compile_s = time.monotonic() - began
     module = hlo.parse(compiled.as_text(), stepped=program.positions > 0)
     found = launches.parse(
@@ -117,7 +122,7 @@ def report(name: str, program: Program, mesh: Mesh, arch: ArchSpec) -> dict[str,
         "kernels": dict(found.by_kernel().most_common()),
         "shared_bytes": _shared(found),
         "collectives": _collectives(module, moe),
-        "bytes": _memory(compiled, program, mesh),
+        "bytes": _memory(compiled, program, placed),
         "copies": _copies(module),
         "spills": spilled,
         "compile_s": round(compile_s, 1),
@@ -161,16 +166,33 @@ def _collectives(module: hlo.Module, moe_layers: int) -> dict[str, dict[str, flo
     }
 
 
-def _memory(compiled: Any, program: Program, mesh: Mesh) -> dict[str, int]:
+def _memory(compiled: Any, program: Program, placed: Any) -> dict[str, int]:
+    """Bytes on one device. Arguments count embedding and head twice where target and drafter share them."""
     found = compiled.memory_analysis()
-    state = program.arguments[STATE]
     return {
         "arguments": found.argument_size_in_bytes,
         "temp": found.temp_size_in_bytes,
         "aliased": found.alias_size_in_bytes,
-        "caches": size_bytes(state.layers),
-        "state": size_bytes(state),
+        **_lying(program, placed),
     }
+
+
+def _lying(program: Program, placed: Any) -> dict[str, int]:
+    """Bytes of weights and state on one device."""
+    both = list(zip(program.arguments, placed, strict=True))
+    weights = [(one.params, where.params) for one, where in both[:STATE] if hasattr(one, "params")]
+    state, lies = both[STATE]
+    return {
+        "weights": sum(_own_bytes(tree, where) for tree, where in weights),
+        "caches": _own_bytes(state.layers, lies.layers),
+        "state": _own_bytes(state, lies),
+    }
+
+
+def _own_bytes(tree: Any, placed: Any) -> int:
+    """Bytes of all arrays of a tree of shapes that lie on each device."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(placed), strict=True)
+    return sum(math.prod(where.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x, where in pairs)
 
 
 def _copies(module: hlo.Module) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxspec.checkpoint.catalog import known_tables
@@ -46,6 +45,7 @@ class Setting:
       transport: see ``Policy.transport``.
       bucket: tokens of a prefill chunk.
       steps: most steps per dispatch.
+      quantization: how weights lie in memory, see ``make_plan``.
     """
 
     config: Mapping[str, Any]
@@ -57,6 +57,7 @@ class Setting:
     transport: Literal["sum", "padded", "ragged"] = "sum"
     bucket: int = 256
     steps: int = 8
+    quantization: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,28 @@ def programs(setting: Setting, wanted: tuple[str, ...] = ()) -> dict[str, Progra
     return {name: made[name] for name in wanted or known}
 
 
-def abstract_target(config: Mapping[str, Any], policy: Policy) -> Target:
-    """A model by its config alone, quantised as it is published, its parameters shapes and dtypes."""
+def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The config of a model of the same width with fewer layers, at most one of them dense where the first ones are.
+
+    Raises:
+      ConfigError: it has not so many.
+    """
+    whole = config["num_hidden_layers"]
+    if not 0 < layers <= whole:
+        raise ConfigError(f"layers: from 1 to {whole}, got {layers}")
+    behind = whole + int(config.get("num_nextn_predict_layers") or 0)
+    lists = {name: x for name, x in config.items() if isinstance(x, list) and len(x) in (whole, behind)}
+    found = dict(config) | {name: x[:layers] + x[whole:] for name, x in lists.items()} | {"num_hidden_layers": layers}
+    if "first_k_dense_replace" in config:
+        found["first_k_dense_replace"] = min(config["first_k_dense_replace"], 1)
+    return found
+
+
+def abstract_target(config: Mapping[str, Any], policy: Policy, quantization: str = "auto") -> Target:
+    """A model by its config alone, by default quantised as it is published; its parameters are shapes and dtypes."""
     arch = arch_of(config)
     table = known_tables()[arch.family]
-    plan = _plan(config, Transformer(arch, policy), table.rules(arch))
+    plan = _plan(config, Transformer(arch, policy), table.rules(arch), quantization)
     return Target({"params": unflatten(plan.leaves)}, Transformer(arch, plan.policy), BLOCK)
 
 
@@ -111,16 +129,18 @@ def _target(setting: Setting) -> tuple[Target, tuple[Mtp, Any] | None]:
     policy = policy_for("bfloat16", "gpu", setting.kernels)
     policy = replace(policy, own_head=False, mesh=setting.mesh, transport=setting.transport)
     policy = replace(policy, depth="unrolled" if policy.splits_rows else policy.depth)
-    target = abstract_target(setting.config, policy)
+    target = abstract_target(setting.config, policy, setting.quantization)
     arch = target.net.arch
     if not arch.mtp:
         return target, None
-    plan = _plan(setting.config, Mtp(arch, policy), known_tables()[arch.family].mtp_rules(arch))
+    rules = known_tables()[arch.family].mtp_rules(arch)
+    plan = _plan(setting.config, Mtp(arch, policy), rules, setting.quantization)
     return target, (Mtp(arch, plan.policy), {"params": unflatten(plan.leaves)})
 
 
-def _plan(config: Mapping[str, Any], net: Any, rules: Any) -> Plan:
-    return make_plan(Path("config.json"), net, rules, block=check_method(config), files=promised(config))
+def _plan(config: Mapping[str, Any], net: Any, rules: Any, quantization: str) -> Plan:
+    files, block = promised(config), check_method(config)
+    return make_plan(Path("config.json"), net, rules, block=block, quantization=quantization, files=files)
 
 
 def _step(setting: Setting, target: Target, drafter: Drafter) -> Program:
@@ -139,8 +159,3 @@ def _prefill(setting: Setting, target: Target, drafter: Drafter) -> Program:
 def _state(setting: Setting, target: Target, drafter: Drafter) -> Any:
     slack = max(drafter.topology.nodes, drafter.slack, setting.bucket)
     return jax.eval_shape(lambda: init_state(target, drafter, setting.rows, setting.capacity, slack=slack))
-
-
-def size_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree of shapes."""
-    return sum(int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))

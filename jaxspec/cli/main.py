@@ -14,6 +14,7 @@ from jaxspec.errors import JaxspecError
 COMMANDS = {
     "generate": "Generate text for one prompt, or for a file of them.",
     "inspect": "Say what a model directory holds and needs, without loading it.",
+    "sizes": "Compile a model for 8 or 16 GPUs that need not be there; show what each would hold and exchange.",
     "train": "Fit a draft head to a model, going on where an earlier run stopped.",
     "plot": "Draw losses and acceptance of training runs.",
     "export": "Write a draft head in the format of another engine.",

@@ -136,7 +136,7 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
     if args.rules and args.drafter is None:
         # Rules are held against one drafter: what comes with the model, or what people train for it.
         drafters = tuple(d for d in drafters if d.kind == ("mtp" if model.prediction else "eagle"))
-    room, mesh = math.inf, parse_mesh(args.mesh)
+    room, mesh, rates = math.inf, parse_mesh(args.mesh), None
     if args.calibration is not None:
         calibration = load_calibration(args.calibration)
         _check_same(calibration.model, config, args.calibration)
@@ -156,7 +156,7 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
             raise ConfigError(f"plan: --mesh has {mesh.devices} devices, --hardware {args.hardware} has {count}")
         room = hardware.memory_bytes * hardware.assumed.usable_memory
         overlap = None if args.overlap is None else AssumedOverlap(args.overlap)
-        machines = assumed_machines(model, hardware, mesh, overlap)
+        machines, rates = assumed_machines(model, hardware, mesh, overlap), hardware.rates()
         axes = ", ".join(f"{axis}={n}" for axis, n in asdict(mesh).items() if n > 1)
         machine = f"{count} x {hardware.name}" + (f", mesh {axes}" if axes else "")
     given = acceptance_of(args.acceptance)
@@ -170,6 +170,7 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
         context=args.context,
         lengths=args.lengths,
         trees=TREES if args.trees else (),
+        rates=rates,
     )
     return question, machine
 
@@ -313,7 +314,8 @@ def show(
     from jaxspec.cli.inspect import amount
     from jaxspec.perf.plan import price_per_million
 
-    columns = (*COLUMNS, *(("price",) if price else ()))
+    via = any(p.transports for p in plans)
+    columns = (*COLUMNS, *(("via",) if via else ()), *(("price",) if price else ()))
     table = Table(*columns, title_justify="left", box=None, pad_edge=False)
     for column in table.columns:
         column.justify, column.no_wrap = "right", True
@@ -325,6 +327,7 @@ def show(
             f"{o.kind} {shape_words(o.branching)}", f"{o.acceptance_length:.2f}", f"{o.speedup:.2f}x",
             f"{o.low:.2f}-{o.high:.2f}", o.verdict, level, f"{o.tok_per_s:.0f}", f"{o.token_s * 1e3:.2f}",
         )  # fmt: skip
+        cells += (min(p.transports, key=lambda name: p.transports[name]),) if via else ()
         table.add_row(*cells, *([f"{price_per_million(price, o.tok_per_s):.3g}"] if price else []))
     screen.console.print(table)
     screen.line(
@@ -332,6 +335,12 @@ def show(
         "acceptance per draft that pays" + ("; price: per million tokens" if price else ""),
         "dim",
     )
+    if via:
+        screen.line(
+            "via: the cheapest way of a plain step's rows to the experts; the times take ragged, --json has "
+            "the seconds of each",
+            "dim",
+        )
     _show_memory(plans[0], screen)
     rows = about["rows_that_fit"]
     if rows is not None:

@@ -126,10 +126,10 @@ def init_state(
     )
 
 
-def write_rows(x_BS: Array, new_BT: Array, start_B: Array) -> Array:
-    """Overwrites T entries of each row from ``start`` on."""
+def write_rows(x_BS: Array, new_BT: Array, start_B: Array, *, apart: bool = False) -> Array:
+    """Overwrites T entries of each row from ``start`` on; ``apart`` says that rows may lie on several devices."""
     rows = x_BS.shape[0]
-    if rows <= UNROLLED_ROWS:
+    if rows <= UNROLLED_ROWS and not apart:
         for row in range(rows):
             x_BS = lax.dynamic_update_slice(x_BS, new_BT[row][None], (row, start_B[row]))
         return x_BS

@@ -112,7 +112,7 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
     out = StepOut(
         verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, logprob, ranked, touched_K, outcome_HMC, routes
     )
-    return _advance(state, layers, draft, verdict, done_B), out
+    return _advance(state, layers, draft, verdict, done_B, apart=target.net.policy.splits_rows), out
 
 
 def _along(x: Array, path_BT: Array) -> Array:
@@ -120,8 +120,8 @@ def _along(x: Array, path_BT: Array) -> Array:
     return jnp.take_along_axis(x, path_BT.reshape(*path_BT.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
-def _advance(state: DecodeState, layers, draft, verdict: Verdict, done_B: Array) -> DecodeState:
-    """Commits by length."""
+def _advance(state: DecodeState, layers, draft, verdict: Verdict, done_B: Array, *, apart: bool) -> DecodeState:
+    """Commits by length; ``apart`` as of ``write_rows``."""
     count_B, token_BT = verdict.count_B, verdict.token_BT
     last_B = jnp.take_along_axis(token_BT, jnp.maximum(count_B - 1, 0)[:, None], axis=1)[:, 0]
     s = state.sampling
@@ -137,7 +137,7 @@ def _advance(state: DecodeState, layers, draft, verdict: Verdict, done_B: Array)
         layers=layers,
         length_B=state.length_B + count_B,
         anchor_B=jnp.where(count_B > 0, last_B, state.anchor_B),
-        history_BS=write_rows(state.history_BS, token_BT, state.length_B + 1),
+        history_BS=write_rows(state.history_BS, token_BT, state.length_B + 1, apart=apart),
         count_BV=lax.cond(penalised, tally, lambda x: x, state.count_BV),
         active_B=state.active_B & ~done_B,
         draft=draft,

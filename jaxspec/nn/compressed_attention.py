@@ -10,7 +10,7 @@ from jax import lax
 from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read_block, write
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
-from jaxspec.nn.dense import batched_dense, dense
+from jaxspec.nn.dense import dense, per_head_dense
 from jaxspec.nn.entry_index import EntryIndexer, EntryIndexSpec
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, matrix, weight
@@ -110,10 +110,10 @@ class CompressedAttention(nn.Module):
         wide = s.heads // s.groups * s.head_dim
         out_a_XC = widen(weight(self, p, "out_a_XC", (s.groups * s.group_rank, wide)), p.compute)
         out_b_XD = matrix(self, p, "out_b_XD", (s.groups * s.group_rank, self.model_dim))
-        x_GMC = out_BTHC.reshape(rows * count, s.groups, wide).swapaxes(0, 1)
+        x_BTGC = out_BTHC.reshape(rows, count, s.groups, wide)
         w_GRC = out_a_XC.reshape(s.groups, s.group_rank, wide)
-        low_GMR = batched_dense(x_GMC, w_GRC, contract=2, dtype=p.compute)
-        return dense(low_GMR.swapaxes(0, 1).reshape(rows, count, -1), out_b_XD, dtype=p.compute)
+        low_BTGR = per_head_dense(x_BTGC, w_GRC, contract=2, dtype=p.compute, apart=p.splits_rows)
+        return dense(low_BTGR.reshape(rows, count, -1), out_b_XD, dtype=p.compute)
 
 
 def _among_themselves(

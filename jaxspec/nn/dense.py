@@ -88,7 +88,7 @@ def dense(
     return out if bias is None else out + bias.astype(jnp.float32)
 
 
-def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype) -> Array:
+def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype, spare: int = 1) -> Array:
     """One product per entry of the first axis, such as per head, accumulating in float32.
 
     A row is added always: one row would round differently, and XLA:CPU moves a transposition of x into the product,
@@ -99,17 +99,40 @@ def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype) ->
       w: [X, C, N], or [X, N, C].
       contract: which axis of w is contracted, 1 or 2.
       dtype: of both factors.
+      spare: rows to add, 0 where there are some already.
 
     Returns:
       float32 [X, M, N].
     """
     rows = x_XMC.shape[1]
-    x_XMC = jnp.pad(x_XMC, ((0, 0), (0, 1), (0, 0)))
+    x_XMC = jnp.pad(x_XMC, ((0, 0), (0, spare), (0, 0)))
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     numbers = (((2,), (contract,)), ((0,), (0,)))
     x, w = x_XMC.astype(dtype), w.astype(dtype)
     out = lax.dot_general(x, w, numbers, precision=precision, preferred_element_type=jnp.float32)
     return out[:, :rows]
+
+
+def per_head_dense(x_BTHC: Array, w: Array, *, contract: int, dtype: jnp.dtype, apart: bool) -> Array:
+    """Each head's product with its own weights, or each group's of heads.
+
+    Args:
+      x_BTHC: [B, T, H, C].
+      w: [H, C, N], or [H, N, C].
+      contract: which axis of w is contracted, 1 or 2.
+      dtype: of both factors.
+      apart: whether rows lie on several devices. Each of them then gets a position more instead of all a row more,
+        for which most rows would have to move to another device.
+
+    Returns:
+      float32 [B, T, H, N].
+    """
+    rows, count, heads, width = x_BTHC.shape
+    if apart:
+        x_BTHC = jnp.pad(x_BTHC, ((0, 0), (0, 1), (0, 0), (0, 0)))
+    x_HMC = x_BTHC.reshape(-1, heads, width).swapaxes(0, 1)
+    out_HMN = batched_dense(x_HMC, w, contract=contract, dtype=dtype, spare=0 if apart else 1)
+    return out_HMN.swapaxes(0, 1).reshape(rows, -1, heads, out_HMN.shape[2])[:, :count]
 
 
 def exact_dense(x: Array, w_DX: Array | Matrix, bias: Array | None = None, *, dtype: jnp.dtype) -> Array:

@@ -75,7 +75,7 @@ class EntryIndexer(nn.Module):
         if cache is None or window is None:
             assert k_BNC is not None, "without a cache there are entries"
             return select_entries_self(queries, lax.stop_gradient(k_BNC), s, p.compute), None
-        return select_entries(queries, position_BT, cache[f"{PREFIX}entry"], s, window, p.compute), cache
+        return select_entries(queries, position_BT, cache[f"{PREFIX}entry"], s, window, p), cache
 
 
 def select_entries_self(queries: Queries, k_BNC: Array, spec: EntryIndexSpec, dtype: jnp.dtype) -> Array | None:
@@ -85,7 +85,7 @@ def select_entries_self(queries: Queries, k_BNC: Array, spec: EntryIndexSpec, dt
 
 
 def select_entries(
-    queries: Queries, position_BT: Array, pages_PGZC: Array, spec: EntryIndexSpec, window: Window, dtype: jnp.dtype
+    queries: Queries, position_BT: Array, pages_PGZC: Array, spec: EntryIndexSpec, window: Window, policy: Policy
 ) -> Array | None:
     """What each query keeps of the cached entries, [B, T, N]; None where the cache cannot hold more than that.
 
@@ -95,7 +95,7 @@ def select_entries(
       pages_PGZC: cached keys, those of this forward written.
       spec: of the indexer.
       window: of the forward.
-      dtype: of the products' factors.
+      policy: see ``select_cached``.
     """
     rows, count = position_BT.shape
     stream, ratio = spec.compressor.entries, spec.compressor.ratio
@@ -106,4 +106,4 @@ def select_entries(
         return k_BZC, entries_seen(position_BT, index * size, size, ratio)
 
     few, blocks = jnp.max((position_BT + 1) // ratio) <= spec.top_k, (0, blocks_of_entries(window, count, stream))
-    return select_cached(queries, load, blocks, pages_PGZC.shape[2], few, spec.top_k, dtype)
+    return select_cached(queries, load, blocks, pages_PGZC.shape[2], few, spec.top_k, policy)

@@ -1,6 +1,7 @@
 """Multi-head latent attention: all heads' keys and values are products of one small cached vector per position."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import lax
 from jaxspec.cache.kv import LayerCache, Packed, StreamSpec, Window, read_block, segments_of, write
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
 from jaxspec.nn.attention_kernel import attend_by_kernel
-from jaxspec.nn.dense import batched_dense, dense
+from jaxspec.nn.dense import dense, per_head_dense
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, Weight, matrix, weight
 from jaxspec.nn.quantized import widen
@@ -153,7 +154,8 @@ def _over_cache(
     (rows, count), dtype = position_BT.shape, policy.compute
     position_XT, stream, block = readers(window, position_BT), spec.streams["latent"], window.block
     kv_HXR, cut = widen(kv_HXR, dtype), spec.plain_dim
-    plain_BTHR = _per_head(q_BTHC[..., :cut], kv_HXR[:, :cut], 1, dtype)
+    product = partial(per_head_dense, dtype=dtype, apart=policy.splits_rows)
+    plain_BTHR = product(q_BTHC[..., :cut], kv_HXR[:, :cut], contract=1)
     q = jnp.concatenate([plain_BTHR, q_BTHC[..., cut:]], axis=-1)
 
     def load(index: Array) -> tuple[Array, Array, Array]:
@@ -173,11 +175,4 @@ def _over_cache(
             q, sources, kv_heads=1, value_width=spec.rank, scale=spec.scale, dtype=dtype,
             tree=window.path_BTJ is not None,
         )  # fmt: skip
-    return _per_head(out_BTHR, kv_HXR[:, cut:], 2, dtype)
-
-
-def _per_head(x_BTHC: Array, w: Array, contract: int, dtype: jnp.dtype) -> Array:
-    """Each head's product with its own weights."""
-    rows, count, heads, width = x_BTHC.shape
-    x_HMC = x_BTHC.reshape(rows * count, heads, width).swapaxes(0, 1)
-    return batched_dense(x_HMC, w, contract=contract, dtype=dtype).swapaxes(0, 1).reshape(rows, count, heads, -1)
+    return product(out_BTHR, kv_HXR[:, cut:], contract=2)

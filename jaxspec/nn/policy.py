@@ -7,7 +7,7 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh
 
 from jaxspec.errors import ConfigError
 from jaxspec.nn.expert_slots import Slots
@@ -38,7 +38,7 @@ class Policy:
         part; others compute where every device has all rows and all heads, for what they read is then whole.
       transport: how rows reach the devices along ``expert`` that hold their experts: ``sum`` (all rows are everywhere,
         outputs are summed), ``padded`` or ``ragged`` (devices have rows of their own, and exchange them twice per
-        layer); see ``jaxspec.nn.expert_transport`` and ``transport_for``.
+        layer); see ``jaxspec.nn.expert_transport`` and ``jaxspec.serve.transport``.
       slots: how experts lie in slots of a placement, None where they lie in their own order.
       formats: parameters that stay quantised, as pairs of a path without layer number (``ffn/down_EFD``) and format.
     """
@@ -91,21 +91,6 @@ def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
     experts, depth = ("switched", "unrolled") if own_arrays else ("stacked", "stacked")
     # A tied head by itself is 4 times faster on CPU, and on a GPU its products have a kernel.
     return Policy(kind, kind, experts, depth, chosen, own_head=platform == "cpu" or chosen != "xla")
-
-
-def transport_for(
-    mesh: AbstractMesh | Mesh, rows: int, platform: str, kernels: str
-) -> Literal["sum", "padded", "ragged"]:
-    """How B rows reach their experts by default: by exchange where each device can have rows of its own.
-
-    Rows that ``data`` times ``expert`` does not divide are everywhere, and the experts' outputs are summed. So they are
-    where kernels compute, for those of attention know nothing of rows on other devices. XLA has no ragged exchange on
-    CPU.
-    """
-    data, expert = mesh.shape.get("data", 1), mesh.shape.get("expert", 1)
-    if expert == 1 or rows % (data * expert) or kernels != "xla":
-        return "sum"
-    return "ragged" if platform in ("gpu", "cuda") else "padded"
 
 
 def kind_of(path: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """What each query keeps of what an indexer scores: of whole sequences in chunks, of a cache block by block."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ from jax import lax
 
 from jaxspec.nn.attend import HIDDEN
 from jaxspec.nn.dense import batched_dense
+from jaxspec.nn.own_rows import on_own_rows
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.steady import row_sum
 from jaxspec.shapes import Array
 
@@ -55,7 +58,7 @@ def select_cached(
     room: int,
     few: Array,
     top_k: int,
-    dtype: jnp.dtype,
+    policy: Policy,
 ) -> Array | None:
     """What each reader keeps of N cached keys, [X, T, N]; None where the cache cannot hold more than that.
 
@@ -69,7 +72,7 @@ def select_cached(
       room: N.
       few: whether no query sees more than it keeps.
       top_k: keys that each keeps.
-      dtype: of the products' factors.
+      policy: knows the dtype of the products' factors, and how readers are split.
     """
     if room <= top_k:
         return None
@@ -77,11 +80,12 @@ def select_cached(
 
     def add(index: Array, score_XTN: Array) -> Array:
         k_XZC, seen_XTZ = load(index)
-        score_XTZ = jnp.where(seen_XTZ, scores(queries, k_XZC, dtype), HIDDEN)
+        score_XTZ = jnp.where(seen_XTZ, scores(queries, k_XZC, policy.compute), HIDDEN)
         return lax.dynamic_update_slice_in_dim(score_XTN, score_XTZ, index * k_XZC.shape[1], axis=2)
 
     def among_all() -> Array:
-        return best(lax.fori_loop(*blocks, add, jnp.full(shape, HIDDEN)), top_k)
+        score_XTN = lax.fori_loop(*blocks, add, jnp.full(shape, HIDDEN))
+        return on_own_rows(partial(best, top_k=top_k), policy, score_XTN)
 
     return lax.cond(few, lambda: jnp.ones(shape, bool), among_all)
 

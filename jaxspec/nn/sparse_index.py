@@ -82,7 +82,7 @@ class Indexer(nn.Module):
         if cache is None or window is None:
             return select_among_themselves(queries, lax.stop_gradient(k_BT1C)[:, :, 0], s.top_k, p.compute), cache
         cache = cache | {STREAM: write(cache[STREAM], s.stream, window, k_BT1C)}
-        return select_positions(queries, position_BT, cache[STREAM], s, window, p.compute), cache
+        return select_positions(queries, position_BT, cache[STREAM], s, window, p), cache
 
 
 def select_among_themselves(queries: Queries, k_BTC: Array, top_k: int, dtype: jnp.dtype) -> Array | None:
@@ -92,7 +92,7 @@ def select_among_themselves(queries: Queries, k_BTC: Array, top_k: int, dtype: j
 
 
 def select_positions(
-    queries: Queries, position_BT: Array, pages_PGZC: Array, spec: IndexSpec, window: Window, dtype: jnp.dtype
+    queries: Queries, position_BT: Array, pages_PGZC: Array, spec: IndexSpec, window: Window, policy: Policy
 ) -> Array | None:
     """What each reader keeps of the cached positions, [X, T', S]; None where the cache cannot hold more than that.
 
@@ -102,7 +102,7 @@ def select_positions(
       pages_PGZC: cached keys, those of this forward written.
       spec: of the indexer.
       window: of the forward.
-      dtype: of the products' factors.
+      policy: see ``select_cached``.
     """
     rows, count = position_BT.shape
     room = pages_PGZC.shape[2] * (1 if window.table_BJ is None else window.table_BJ.shape[1])
@@ -117,4 +117,4 @@ def select_positions(
         return k_XZC, positions_seen(position_XT, index, window.block)
 
     few = jnp.max(position_XT) < spec.top_k
-    return select_cached(by_reader, load, blocks_in_reach(window, count), room, few, spec.top_k, dtype)
+    return select_cached(by_reader, load, blocks_in_reach(window, count), room, few, spec.top_k, policy)

@@ -21,6 +21,11 @@ class Collective:
     far_bytes: float
 
 
+def chance_of_a_device(devices: int, top_k: int) -> float:
+    """That a position goes to a certain device, if its A experts fall on devices at random."""
+    return 1 - (1 - 1 / devices) ** top_k
+
+
 def collectives(model: ModelCost, positions: int, mesh: Mesh, node: int) -> list[Collective]:
     """Collectives of one pass in which each device holds ``positions`` positions.
 
@@ -38,7 +43,7 @@ def collectives(model: ModelCost, positions: int, mesh: Mesh, node: int) -> list
         near = min(mesh.expert, max(node // mesh.tensor, 1))
         for layer in model.layers:
             if layer.experts:
-                one = vector * (1 - (1 - 1 / mesh.expert) ** layer.top_k)
+                one = vector * chance_of_a_device(mesh.expert, layer.top_k)
                 found.append(Collective("exchange", 2 * layer.count, (near - 1) * one, (mesh.expert - near) * one))
     if mesh.tensor > 1:
         share = 2 * (mesh.tensor - 1) / mesh.tensor * vector

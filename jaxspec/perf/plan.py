@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from jaxspec.errors import ConfigError
-from jaxspec.perf.cost import Mesh, ModelCost
+from jaxspec.perf.cost import Mesh, ModelCost, Rates
 from jaxspec.perf.draft import ASSUMED, Acceptance, Branching, DraftCost, head_for
 from jaxspec.perf.machine import Machine
 from jaxspec.perf.memory import Memory, memory, most_rows
 from jaxspec.perf.moesd import break_even_acceptance, speedup, target_efficiency
+from jaxspec.perf.transport import pass_of, transport_times
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 TREES: tuple[Branching, ...] = (
@@ -84,6 +85,7 @@ class BatchPlan:
       break_even: least acceptance per draft that pays with this drafter, and its K; None where none does.
       target_efficiency: MoESD's, of the best option.
       touched: distinct experts per layer, plain and verifying the best option.
+      transports: seconds of what transports differ in, by transport of a plain step; empty where experts lie whole.
     """
 
     rows: int
@@ -95,6 +97,7 @@ class BatchPlan:
     break_even: tuple[float, int] | None
     target_efficiency: float
     touched: tuple[float, float]
+    transports: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ class Question:
       context: cached positions per row.
       lengths: of chains; empty for the trees alone.
       trees: to choose from where the target can verify them.
+      rates: of a device, to price transports with; None prices none.
     """
 
     model: ModelCost
@@ -122,6 +126,7 @@ class Question:
     context: int = 1024
     lengths: tuple[int, ...] = LENGTHS
     trees: tuple[Branching, ...] = TREES
+    rates: Rates | None = None
 
     def __post_init__(self) -> None:
         if not self.drafters or not self.machines or not (self.lengths or self.trees):
@@ -220,7 +225,14 @@ def plan_batch(question: Question, rows: int) -> BatchPlan:
         break_even=min(levels) if levels else None,
         target_efficiency=target_efficiency(plain_time_s=plain_s, verify_time_s=verify_s),
         touched=(machine.touched(rows, 1), machine.touched(rows, best.positions)),
+        transports=_transports(question, rows),
     )  # fmt: skip
+
+
+def _transports(question: Question, rows: int) -> Mapping[str, float]:
+    if question.rates is None or question.mesh.expert == 1:
+        return {}
+    return transport_times(pass_of(question.model, rows, 1, question.context), question.mesh, question.rates)
 
 
 def _chain_only(model: ModelCost, draft: DraftCost) -> bool:

@@ -13,15 +13,18 @@ from jaxspec.checkpoint.heads import load_head
 from jaxspec.checkpoint.load import Model, load_model, load_mtp, read_config
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
+from jaxspec.models.arch import ArchSpec
+from jaxspec.models.catalog import arch_of
 from jaxspec.models.heads import Head
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.expert_transport import TRANSPORTS
-from jaxspec.nn.policy import Policy, policy_for, transport_for
+from jaxspec.nn.policy import Policy, policy_for
 from jaxspec.perf.calibration import load_calibration
 from jaxspec.perf.expert_placement import load_placement
 from jaxspec.perf.step_ratios import StepRatios, step_ratios
 from jaxspec.pytree import replace
+from jaxspec.serve.transport import transport_for
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
 from jaxspec.sharding.mesh import make_mesh
@@ -74,7 +77,7 @@ def load_target(
     policy, devices = _policy(dtype, kernels, model), None
     if mesh is not None:
         devices = make_mesh(mesh)
-        policy = _spread(policy, devices, rows, transport)
+        policy = _spread(policy, devices, rows, transport, arch_of(read_config(Path(model))))
     placed = None if placement is None else load_placement(Path(placement))
     hosts.check_same({"expert_placement": placed})
     return load_model(model, policy, quantization=quantization, mesh=devices, placement=placed, show=on_load)
@@ -136,10 +139,9 @@ def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:
     return policy_for(DTYPES.get(dtype, "bfloat16"), jax.default_backend(), kernels)
 
 
-def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str) -> Policy:
+def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str, arch: ArchSpec) -> Policy:
     """The policy for rows that are split over a mesh."""
-    default = transport_for(mesh, rows, jax.default_backend(), policy.kernels)
-    chosen: Any = default if transport == "auto" else transport
+    chosen: Any = transport_for(arch, policy, mesh, rows, jax.devices()[0]) if transport == "auto" else transport
     if chosen == "ragged" and jax.default_backend() == "cpu":
         raise ConfigError('LLM: XLA has no ragged exchange on a CPU; take expert_transport="padded"')
     over = row_axes(mesh, rows, chosen != "sum")

@@ -100,7 +100,7 @@ def test_ragged_exchange_goes_there_and_back_once_per_layer():
     sent = [kind["ragged-all-to-all"]["bytes_per_step"] for kind in (one, six)]
     assert sent[1] == pytest.approx(6 * sent[0], rel=0.01)
     own = found["ngram"]["bytes"]
-    assert own["aliased"] >= own["caches"] / 8, "the caches are written in place"
+    assert own["aliased"] >= own["caches"], "the caches are written in place"
 
 
 def test_what_cannot_be_compiled_is_said_in_one_line():

@@ -25,7 +25,7 @@ CHAIN = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1}
 TREE = {"method": "ngram", "speculative_token_tree": [2, 2], "prompt_lookup_min": 1}
 SELF = {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 2}
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
-FAMILY, COLLECTIVES = "qwen3_moe", ("all-to-all", "all-gather", "all-reduce")
+FAMILY, COLLECTIVES = "qwen3_moe", ("all-to-all", "all-gather", "all-reduce", "collective-permute")
 ALL_AXES = {"data": 2, "expert": 2, "tensor": 2}
 
 
@@ -78,6 +78,7 @@ def test_two_exchanges_per_layer_whatever_is_verified(whole: LLM):
     predicted = sum(c.count for c in collectives(cost, 1, Mesh(**ALL_AXES), 8) if c.kind == "exchange")
     assert predicted == count[0]["all-to-all"], "what jaxspec plan --devices counts"
     assert count[5] == count[0], "no other round either"
+    assert not count[5]["collective-permute"], "no row moves to another device to be written or padded"
     whole_logits = ROWS * 6 * whole.model.net.arch.vocab_size * 4
     assert size[5]["all-gather"] < whole_logits / 8, "the best of each device's vocabulary, never the logits"
 
@@ -91,6 +92,7 @@ def test_two_exchanges_per_layer_whatever_is_verified(whole: LLM):
         slow("qwen3_moe", {"data": 4, "tensor": 2}, SELF, "auto"),
         slow("qwen3_moe", ALL_AXES, None, "auto"),
         slow("deepseek_v3", ALL_AXES, MTP, "padded"),
+        slow("glm_moe_dsa", {"data": 2, "expert": 4}, MTP, "padded"),
         slow("glm4_moe", ALL_AXES, CHAIN, "padded"),
         slow("llama3", {"data": 4, "tensor": 2}, SELF, "auto"),
     ],

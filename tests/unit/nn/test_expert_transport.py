@@ -15,7 +15,7 @@ from jaxspec.nn import expert_transport
 from jaxspec.nn.expert_shards import on_each_device, rows_on_each
 from jaxspec.nn.experts import by_xla
 from jaxspec.nn.ffn import SILU
-from jaxspec.nn.policy import Policy, transport_for
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import Routing
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.placement import settle
@@ -143,20 +143,6 @@ def test_ragged_sends_no_row_that_stays_away(monkeypatch: pytest.MonkeyPatch):
     run = jax.shard_map(counts, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
     found = np.asarray(jax.jit(run)(jnp.ones((4 * rows, DIM)), routed.expert_MA, routed.weight_MA))
     np.testing.assert_array_equal(found, [[0, 0, 0, rows]] * 4)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "rows", "platform", "kernels", "wanted"),
-    [
-        ({"expert": 4}, 8, "cpu", "xla", "padded"),
-        ({"data": 2, "expert": 4}, 8, "gpu", "xla", "ragged"),
-        ({"data": 2, "expert": 4}, 8, "gpu", "triton", "sum"),
-        ({"expert": 4}, 6, "gpu", "xla", "sum"),
-        ({"data": 4, "tensor": 2}, 8, "gpu", "xla", "sum"),
-    ],
-)
-def test_rows_are_exchanged_where_each_device_has_its_own(sizes, rows: int, platform: str, kernels: str, wanted: str):
-    assert transport_for(make_mesh(sizes), rows, platform, kernels) == wanted
 
 
 def test_rows_that_reach_a_device():

@@ -136,7 +136,7 @@ def test_cached_keys_are_selected_as_transcribed(count: int, paged: bool):
         window = Window(start_B, table_BJ, block=BLOCK)
         pages = write(pages, SMALL.stream, window, k[:, :, None])
         position_BT = start_B[:, None] + jnp.arange(count, dtype=jnp.int32)
-        return pages, select_positions((q, weight), position_BT, pages, SMALL, window, FLOAT32)
+        return pages, select_positions((q, weight), position_BT, pages, SMALL, window, EXACT)
 
     for at in range(0, 40, count):
         part = slice(at, at + count)
@@ -156,7 +156,7 @@ def test_tree_nodes_select_among_their_ancestors():
     pages = write(pages, SMALL.stream, Window(jnp.zeros(1, jnp.int32), block=BLOCK), k[:, :, None])
     window = Window(jnp.full(1, start, jnp.int32), path_BTJ=top.path_TJ[None], block=BLOCK)
     position_BT = start + jnp.asarray(top.depth, jnp.int32)[None]
-    kept_XTS = select_positions((q[:, start:], weight[:, start:]), position_BT, pages, SMALL, window, FLOAT32)
+    kept_XTS = select_positions((q[:, start:], weight[:, start:]), position_BT, pages, SMALL, window, EXACT)
     assert kept_XTS.shape == (top.nodes, 1, ROOM)
     for node in range(top.nodes):
         path = [*range(start), *(start + np.unique(top.path_TJ[node]))]
@@ -171,9 +171,9 @@ def test_scores_are_not_computed_where_everything_is_kept():
     assert select_among_themselves((q, weight), k, 4, FLOAT32) is None
     window, position_BT = Window(jnp.zeros(1, jnp.int32), block=BLOCK), jnp.arange(4, dtype=jnp.int32)[None]
     small = IndexSpec(3, 4, BLOCK, SMALL.rope)
-    assert select_positions((q, weight), position_BT, pages, small, window, FLOAT32) is None
+    assert select_positions((q, weight), position_BT, pages, small, window, EXACT) is None
     # Keys that are no numbers would show in any score; the cache is longer than top_k, the context is not.
-    kept = select_positions((q, weight), position_BT, pages * jnp.nan, SMALL, window, FLOAT32)
+    kept = select_positions((q, weight), position_BT, pages * jnp.nan, SMALL, window, EXACT)
     assert kept is not None
     assert bool(kept.all())
 
@@ -185,7 +185,7 @@ def test_decoding_needs_no_array_of_all_pairs_of_positions():
 
     def step(q, weight, pages, start_B):
         position_BT = start_B[:, None] + jnp.arange(2, dtype=jnp.int32)
-        return select_positions((q, weight), position_BT, pages, spec, Window(start_B), FLOAT32)
+        return select_positions((q, weight), position_BT, pages, spec, Window(start_B), EXACT)
 
     compiled = jax.jit(step).lower(q, weight, pages, jax.ShapeDtypeStruct((1,), jnp.int32)).compile()
     used = compiled.memory_analysis()

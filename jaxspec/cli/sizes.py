@@ -1,0 +1,104 @@
+"""``jaxspec sizes``: what each device of a mesh holds and exchanges, by programs compiled for it at full size."""
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from jaxspec.cli.engine_flags import mesh_sizes
+
+if TYPE_CHECKING:
+    from jaxspec.cli.screen import Screen
+
+COLUMNS = ("model", "devices", "mesh", "weights", "KV", "state", "temp", "total", "room", "fits")
+SENT = ("model", "devices", "program", "layers", "exchanges", "other collectives")
+
+
+@dataclass(frozen=True)
+class SizesArgs:
+    """What ``jaxspec sizes`` is asked for.
+
+    Attributes:
+      models: Shipped configs such as deepseek-v3, config.json files or model directories. No weights are read.
+      hardware: Devices and how many: h200x8, or h200x16 for two machines of eight. None need be there.
+      mesh: Devices by axis, such as expert=8,tensor=2; by default all along expert, or tensor without experts.
+      expert_transport: How rows reach the experts' devices.
+      rows: Batch slots of all devices together.
+      context: Longest text in tokens.
+      topology: Drafted tokens K.
+      programs: Which of plain, ngram, mtp and prefill; by default plain, prefill, and mtp where there is one.
+      quantization: Of models whose config is not quantised; others lie as published.
+      layers: Compile only so many layers, at full width, which is quicker; 0 compiles all. Weights and caches are of
+        all layers in any case.
+      json: Print JSON.
+      color: Colours on a terminal.
+    """
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional]
+    hardware: tuple[str, ...] = ("h200x8",)
+    mesh: str = ""
+    expert_transport: Literal["sum", "ragged"] = "ragged"
+    rows: int = 64
+    context: int = 8192
+    topology: int = 5
+    programs: tuple[Literal["plain", "ngram", "mtp", "prefill"], ...] = ()
+    quantization: Literal["auto", "fp8", "int8"] = "auto"
+    layers: int = 0
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    color: bool = True
+
+
+def run(args: SizesArgs) -> int:
+    """Prints the table, or JSON; returns 1 where something does not fit."""
+    from jaxspec.bench.per_device import per_device
+    from jaxspec.bench.shipped import model_config
+
+    found = []
+    for name, config in map(model_config, args.models):
+        for hardware in args.hardware:
+            sizes = per_device(
+                config, hardware, mesh=mesh_sizes(args.mesh), transport=args.expert_transport, rows=args.rows,
+                capacity=args.context, drafts=args.topology, wanted=args.programs, quantization=args.quantization,
+                layers=args.layers,
+            )  # fmt: skip
+            found.append({"model": name, **sizes})
+    if args.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        from jaxspec.cli.screen import Screen
+
+        show(found, Screen(args.color))
+    return 0 if all(sizes["fits"] for sizes in found) else 1
+
+
+def show(found: list[dict[str, Any]], screen: "Screen") -> None:
+    """Prints a line per model and mesh, then one per program."""
+    from rich.table import Table
+
+    from jaxspec.cli.inspect import amount
+
+    first = found[0]
+    shape = f"{first['rows']} rows of {first['capacity']} tokens, {first['drafts']} drafts"
+    screen.line(f"{shape}, rows reach experts by {first['transport']}; bytes of one device", "bold")
+    sizes, programs = Table(*COLUMNS, box=None, pad_edge=False), Table(*SENT, box=None, pad_edge=False)
+    for column in (*sizes.columns[3:], *programs.columns[3:5]):
+        column.justify, column.no_wrap = "right", True
+    for one in found:
+        axes = " ".join(f"{axis[0]}{n}" for axis, n in one["mesh"].items() if n > 1)
+        where = (one["model"], f"{one['devices']} {one['hardware'].split()[1]}")
+        parts = (amount(one[name]) for name in ("weights", "caches", "state", "temp", "total", "room"))
+        fits, style = ("yes", None) if one["fits"] else ("no", "red")
+        sizes.add_row(*where, axes, *parts, fits, style=style)
+        for name, program in one["programs"].items():
+            others = ", ".join(f"{n} {kind}" for kind, n in program["collectives"].items())
+            programs.add_row(*where, name, str(one["compiled_layers"]), f"{program['exchanges']:g}", others)
+    for table in (sizes, programs):
+        screen.console.print(table)
+        screen.line()
+    screen.line(
+        "KV: caches at full length; temp: of the program that needs most; room: the share of the memory that may be "
+        "used; exchanges: per expert layer that runs; other collectives: per step of the layers compiled",
+        "dim",
+    )
