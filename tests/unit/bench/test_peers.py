@@ -90,7 +90,8 @@ class LLM:
         self.llm_engine = Engine(given["max_num_seqs"])
     def get_metrics(self):
         name = "vllm:spec_decode_num_accepted_tokens"
-        return [Named(name=name, value=self.llm_engine.accepted), Named(name="other", value=7)]
+        per_place = Named(name=name + "_per_pos", values=[1, 0])
+        return [Named(name=name, value=self.llm_engine.accepted), per_place, Named(name="other", value=7)]
 """
 # As the real server: a stream has one message per token, none for a token that ends within a character (here 7), and
 # a last one with times and no token; accepted drafts come with the token before them.
@@ -220,6 +221,24 @@ def test_vllm_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         # Each text is 1 + 2 + 2 tokens in three passes; with two rows, both decode in one gap of 4 tokens only.
         assert run.passes == 3 * 3
         assert run.decode_tokens == 4
+
+
+def test_vllm_runs_on_the_openmp_that_comes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(RUNNERS)
+    runner, started = import_module("vllm_runner"), []
+    monkeypatch.setattr("os.execve", lambda *call: started.append(call))
+    library = tmp_path / "libiomp5.so"
+    monkeypatch.setenv("LD_PRELOAD", "other.so")
+    runner.preload(library)
+    assert started == []
+    library.touch()
+    runner.preload(library)
+    ((program, arguments, environment),) = started
+    assert (program, arguments) == (sys.executable, sys.orig_argv)
+    assert environment["LD_PRELOAD"] == f"other.so {library}"
+    monkeypatch.setenv("LD_PRELOAD", environment["LD_PRELOAD"])
+    runner.preload(library)
+    assert len(started) == 1
 
 
 def test_llamacpp_runner(tmp_path: Path):
