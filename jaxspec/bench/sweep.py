@@ -57,6 +57,7 @@ class Sweep:
       peers: opens the other engines that take part in a closed greedy point, for (engine, capacity).
       watcher: is told.
       model: target, None until the first engine has loaded it.
+      longest: longest prompt in tokens.
       capacity: longest text in tokens.
     """
 
@@ -69,17 +70,24 @@ class Sweep:
     def __post_init__(self) -> None:
         self.arch: ArchSpec = arch_of(read_config(self.directory))
         self.source = Source(Text.load(self.directory), self.arch.vocab_size, self.grid.prompts)
-        self.capacity = self._capacity()
+        self.longest, self.capacity = self._lengths()
         self.model: Model | None = None
 
     def prompts(self, engine: EnginePoint, point: Point) -> list[list[int]]:
         """Token ids of a run's prompts, the same for every engine with as many rows."""
         return self.source.prompts(point.workload, self.grid.count(engine.rows), self.grid.seed, point.input_tokens)
 
-    def _capacity(self) -> int:
-        """Longest text of the whole sweep, in tokens."""
+    def _lengths(self) -> tuple[int, int]:
+        """Longest prompt and longest text of the whole sweep, in tokens."""
         widest = EnginePoint(max(self.grid.rows), None, 0)
-        return max(max(map(len, self.prompts(widest, p))) + p.output_tokens for p in self.grid.points())
+        longest = [(max(map(len, self.prompts(widest, p))), p.output_tokens) for p in self.grid.points()]
+        return max(prompt for prompt, _ in longest), max(prompt + output for prompt, output in longest)
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens that are read at a time unless ``engine`` says so: all of the longest prompt but its last."""
+        wanted = min(max(self.longest - 1, LEAST_BUCKET), MOST_BUCKET)
+        return 1 << (wanted - 1).bit_length()
 
     def run(self) -> None:
         """Measures every point; what cannot be measured is told as skipped and the rest goes on."""
@@ -110,8 +118,7 @@ class Sweep:
     def open(self, engine: EnginePoint) -> LLM:
         """Builds an engine; the weights of the target are loaded once."""
         settings = dict(self.engine)
-        longest = min(max(self.capacity, LEAST_BUCKET), MOST_BUCKET)
-        settings.setdefault("prefill_buckets", (1 << (longest - 1).bit_length(),))
+        settings.setdefault("prefill_buckets", (self.chunk,))
         config = None
         if engine.drafter is not None:
             config = engine.drafter.speculative_config(engine.k, self.grid.rule, self.grid.synthetic)

@@ -59,6 +59,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     return _read_json(file)
 
 
+def read_generation(directory: Path) -> dict[str, Any]:
+    """The published ``generation_config.json``, empty if there is none."""
+    file = directory / "generation_config.json"
+    return _read_json(file) if file.exists() else {}
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -129,8 +135,7 @@ def load_model(
     plan.check()
     net = Transformer(arch_of(config), plan.policy)
     params = fill(plan, shards_for(mesh, allow_replication), show)
-    generation = plan.directory / "generation_config.json"
-    return Model(net, params, config, _read_json(generation) if generation.exists() else {}, plan.directory)
+    return Model(net, params, config, read_generation(plan.directory), plan.directory)
 
 
 def over(policy: Policy, mesh: Mesh | None) -> Policy:

@@ -56,7 +56,7 @@ class BenchArgs:
       dtype: Weights and products.
       quantization: As for jaxspec generate.
       steps_per_dispatch: Most verification steps before the host looks; tokens of one dispatch arrive together.
-      prefill_buckets: Prompt chunk sizes in tokens; by default one that fits the longest text, at most 1024.
+      prefill_buckets: Prompt chunk sizes in tokens; by default one that fits the longest prompt, at most 1024.
       kv_page_size: Tokens per page of a KV pool that all rows share; 0 gives each row its whole capacity.
       peers: Other engines in the same rounds: transformers, vllm, llamacpp. They join greedy closed-loop points of
         workloads without penalties.

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -92,23 +93,61 @@ def run_job(
       JaxspecError: the disk is full, or another process was lost; the same command goes on later.
     """
     engine, sampling = dict(engine or {}), dict(sampling or {})
-    SamplingParams.from_mapping(sampling)
+    with open_job(model, input, output, engine=engine, sampling=sampling) as job:
+        journal = job.journal
+        progress = Progress(job.count, len(journal.done), len(journal.done), journal.failed)
+        if progress.done < job.count:
+            with hosts.all_there():
+                llm = load(model, **engine)
+                defaults = SamplingParams.from_mapping(sampling, llm.default_sampling_params)
+                _Run(llm, journal, progress, watch).work(job.lines(defaults))
+        return progress
+
+
+@dataclass(frozen=True)
+class OpenJob:
+    """The files of a job.
+
+    Attributes:
+      count: requests in the input.
+      journal: of the records, those of earlier runs included.
+    """
+
+    count: int
+    journal: Journal | Follower
+    _file: BinaryIO
+
+    def lines(self, defaults: SamplingParams) -> Iterator[Line]:
+        """The lines that have no record yet; names are unique over all lines."""
+        names: set[str | int] = set()
+        for index, data in enumerate(self._file):
+            if not data.strip():
+                continue
+            line = read_line(data, index, defaults)
+            if line.custom_id is not None:
+                if line.custom_id in names:
+                    line.error = line.error or f"custom_id: {line.custom_id!r} is taken by an earlier line"
+                names.add(line.custom_id)
+            if index not in self.journal.done:
+                yield line
+
+
+@contextmanager
+def open_job(
+    model: str | Path, input: str, output: str, *, engine: Mapping[str, Any], sampling: Mapping[str, Any]
+) -> Iterator[OpenJob]:
+    """Opens input and output of a job for whoever runs it; arguments and errors as for ``run_job``."""
+    SamplingParams.from_mapping(dict(sampling))
     file = _open_input(input)
     try:
         _keep_apart(file, output)
         count, digest = _survey(file)
         identity = {"input": {"requests": count, "sha256": digest}, **_identity(model, engine, sampling)}
         journal = open_journal(output, identity, _pace(engine))
-        progress = Progress(count, len(journal.done), len(journal.done), journal.failed)
         try:
-            if progress.done < count:
-                with hosts.all_there():
-                    llm = load(model, **engine)
-                    defaults = SamplingParams.from_mapping(sampling, llm.default_sampling_params)
-                    _Run(llm, journal, progress, watch).work(_lines(file, journal.done, defaults))
+            yield OpenJob(count, journal, file)
         finally:
             journal.close()
-        return progress
     finally:
         file.close()
 
@@ -223,21 +262,6 @@ def _survey(file: BinaryIO) -> tuple[int, str]:
         raise JaxspecError(f"input: cannot be read ({error.strerror})") from error
     file.seek(0)
     return count, digest.hexdigest()
-
-
-def _lines(file: BinaryIO, done: set[int], defaults: SamplingParams) -> Iterator[Line]:
-    """The lines that have no record yet; names are unique over all lines."""
-    names: set[str | int] = set()
-    for index, data in enumerate(file):
-        if not data.strip():
-            continue
-        line = read_line(data, index, defaults)
-        if line.custom_id is not None:
-            if line.custom_id in names:
-                line.error = line.error or f"custom_id: {line.custom_id!r} is taken by an earlier line"
-            names.add(line.custom_id)
-        if index not in done:
-            yield line
 
 
 def _identity(model: str | Path, engine: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:

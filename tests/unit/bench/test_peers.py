@@ -2,6 +2,7 @@
 
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,34 +90,57 @@ class LLM:
         self.llm_engine = Engine(given["max_num_seqs"])
     def get_metrics(self):
         name = "vllm:spec_decode_num_accepted_tokens"
-        return [Named(name=name, value=self.llm_engine.accepted), Named(name="other", value=7)]
+        per_place = Named(name=name + "_per_pos", values=[1, 0])
+        return [Named(name=name, value=self.llm_engine.accepted), per_place, Named(name="other", value=7)]
 """
+# As the real server: a stream has one message per token, none for a token that ends within a character (here 7), and
+# a last one with times and no token; accepted drafts come with the token before them.
 SERVER = """
-import json, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import json, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 if "--version" in sys.argv:
     sys.exit("version: 99 (fake)")
 asked = dict(zip(sys.argv[1:], sys.argv[2:]))
 assert (asked["--spec-type"], asked["--spec-draft-n-max"]) == ("ngram-simple", "3")
-assert (asked["-np"], asked["-c"]) == ("2", "128")
+assert (asked["-np"], asked["-c"], asked["-t"]) == ("2", "128", "1")
+assert (asked["--cache-type-k"], asked["--cache-type-v"]) == ("f32", "f32")
+slots = threading.Semaphore(2)
 class Handler(BaseHTTPRequestHandler):
-    def send(self, value):
-        data = json.dumps(value).encode()
+    protocol_version = "HTTP/1.1"
+    def send(self, data):
+        self.wfile.write(b"%x\\r\\n%s\\r\\n" % (len(data), data))
+    def begin(self, kind):
         self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Type", kind)
+        self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        self.wfile.write(data)
     def do_GET(self):
-        self.send({"status": "ok"})
+        self.begin("application/json")
+        self.send(b'{"status": "ok"}')
+        self.send(b"")
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert body["ignore_eos"] and body["temperature"] == 0 and not body["cache_prompt"]
         n = body["n_predict"]
         tokens = [body["prompt"][-1] + 1 + i for i in range(n)]
-        self.send({"tokens": tokens, "timings": {"predicted_n": n, "predicted_ms": 500.0, "draft_n_accepted": 2}})
+        timings = {"predicted_n": n, "predicted_ms": 500.0, "draft_n": 3, "draft_n_accepted": 2}
+        last = {"content": "", "tokens": [], "stop": True, "tokens_predicted": n, "timings": timings}
+        if not body.get("stream"):
+            self.begin("application/json")
+            self.send(json.dumps(last | {"tokens": tokens}).encode())
+            return self.send(b"")
+        with slots:
+            self.begin("text/event-stream")
+            for place, token in enumerate(tokens):
+                if token != 7:
+                    self.event({"content": "x", "tokens": [token], "stop": False, "tokens_predicted": place + 1})
+            self.event(last)
+            self.send(b"")
+    def event(self, value):
+        self.send(b"data: " + json.dumps(value).encode() + b"\\n\\n")
     def log_message(self, *args):
         pass
-HTTPServer(("127.0.0.1", int(asked["--port"])), Handler).serve_forever()
+ThreadingHTTPServer(("127.0.0.1", int(asked["--port"])), Handler).serve_forever()
 """
 
 
@@ -199,6 +223,24 @@ def test_vllm_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert run.decode_tokens == 4
 
 
+def test_vllm_runs_on_the_openmp_that_comes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(RUNNERS)
+    runner, started = import_module("vllm_runner"), []
+    monkeypatch.setattr("os.execve", lambda *call: started.append(call))
+    library = tmp_path / "libiomp5.so"
+    monkeypatch.setenv("LD_PRELOAD", "other.so")
+    runner.preload(library)
+    assert started == []
+    library.touch()
+    runner.preload(library)
+    ((program, arguments, environment),) = started
+    assert (program, arguments) == (sys.executable, sys.orig_argv)
+    assert environment["LD_PRELOAD"] == f"other.so {library}"
+    monkeypatch.setenv("LD_PRELOAD", environment["LD_PRELOAD"])
+    runner.preload(library)
+    assert len(started) == 1
+
+
 def test_llamacpp_runner(tmp_path: Path):
     server = tmp_path / "llama-server"
     server.write_text(f"#!{sys.executable}\n{SERVER}")
@@ -211,9 +253,24 @@ def test_llamacpp_runner(tmp_path: Path):
         peer.stop()
     assert "version: 99" in peer.version
     assert run.token_ids == counted(PROMPTS, 5)
-    assert (run.decode_tokens, run.decode_time_s, run.passes) == (15, pytest.approx(3 * 0.5 / 2), 9)
+    assert run.passes == 9
+    assert run.decode_time_s < run.time_s
     with pytest.raises(PeerError, match="convert the model"):
         Contender(PeerChoice("llamacpp", options={"server": str(server)}), "plain", SETUP)
+
+
+def test_streams_of_llamacpp_count_while_all_slots_decode(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(RUNNERS)
+    runner, wire = import_module("llamacpp_runner"), import_module("wire")
+
+    def stream(times: list[float], last_s: float) -> list[Any]:
+        found = [runner.Event(time_s, [9], count, {}) for count, time_s in enumerate(times, 1)]
+        return [*found, runner.Event(last_s, [], len(times), {})]
+
+    clock = wire.Clock()
+    # Both decode from 2.0 on, in steps that end at 3.0 (three tokens), at 4.0 and at 5.0; then a third prompt is read.
+    runner._replay(clock, [stream([1.0, 3.0, 3.0, 3.0, 5.0], 5.1), stream([2.0, 3.0, 4.0], 6.0), stream([7.0], 8.0)], 2)
+    assert (clock.tokens, clock.time_s) == (4 + 1 + 1, 3.0)
 
 
 def test_modes_answer_our_drafters():

@@ -81,6 +81,14 @@ def test_cells_hold_together(found: tuple):
         assert e.texts == 4
 
 
+@pytest.mark.parametrize(("prompts", "chunk"), [((6, 65), 64), ((66,), 128), ((6,), 32)])
+def test_chunks_fit_the_longest_prompt(model: Path, prompts: tuple[int, ...], chunk: int):
+    """Padding is computed, too: a chunk as long as the whole text made prompts 1.5 times as slow to read."""
+    grid = Grid((NGRAM,), (2,), (2,), (0.0,), input_tokens=prompts, output_tokens=(20,), workloads=("random",))
+    sweep = Sweep(model, grid)
+    assert (sweep.longest, sweep.capacity, sweep.chunk) == (max(prompts), max(prompts) + 20, chunk)
+
+
 def test_experts_by_hand(found: tuple):
     """Two rows, of which one ends early: windows, batches and means against a count in plain Python."""
     llm: LLM = found[0].open(EnginePoint(1, None, 0))

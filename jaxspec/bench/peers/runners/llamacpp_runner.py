@@ -5,17 +5,30 @@ import json
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import wire
 
 START_S, ANSWER_S = 300.0, 900.0
+REQUEST = {
+    "temperature": 0, "ignore_eos": True, "cache_prompt": False, "return_tokens": True, "samplers": ["temperature"],
+}  # fmt: skip
+
+
+class Event(NamedTuple):
+    """A message of a stream: when it came, its tokens, how many there are by then, the server's times at the end."""
+
+    time_s: float
+    tokens: list[int]
+    count: int
+    timings: dict[str, Any]
 
 
 class LlamaCpp:
-    """A server that this process starts and ends; its own timings say how long decoding took."""
+    """A server that this process starts and ends; when tokens come out of its streams says how fast it decodes."""
 
     def __init__(self, wanted: dict[str, Any]):
         options, self._rows = wanted["options"], wanted["rows"]
@@ -39,19 +52,12 @@ class LlamaCpp:
 
     def _arguments(self, wanted: dict[str, Any], options: dict[str, Any]) -> list[str]:
         context, k = wanted["capacity"] * wanted["rows"], wanted["k"]
-        found = [
-            "-m",
-            options["gguf"],
-            "--host",
-            "127.0.0.1",
-            "--port",
-            self._port,
-            "-c",
-            context,
-            "-np",
-            wanted["rows"],
-        ]
-        found += ["-t", 1, "-tb", 1, "-fa", "on", "--no-warmup", "--no-webui", "--offline"]
+        found = ["-m", options["gguf"], "--host", "127.0.0.1", "--port", self._port, "-c", context]
+        found += ["-np", wanted["rows"], "-t", 1, "-tb", 1, "-fa", "on", "--cache-ram", 0]
+        found += ["--no-warmup", "--no-webui", "--offline"]
+        # Its caches are float16 by default: as many bytes as bfloat16, but too coarse to give float32's tokens.
+        cache = {"float32": "f32", "bfloat16": "f16"}[wanted["dtype"]]
+        found += ["--cache-type-k", cache, "--cache-type-v", cache]
         if wanted["mode"] == "ngram-simple":
             found += ["--spec-type", "ngram-simple", "--spec-draft-n-max", k, "--spec-ngram-simple-size-n", 3]
             found += ["--spec-ngram-simple-size-m", k]
@@ -59,6 +65,7 @@ class LlamaCpp:
             if "draft_gguf" not in options:
                 raise ValueError("llama.cpp needs the draft model as a GGUF file, too (draft_gguf)")
             found += ["--spec-type", "draft-simple", "-md", options["draft_gguf"], "--spec-draft-n-max", k]
+            found += ["--cache-type-k-draft", cache, "--cache-type-v-draft", cache]
         return [str(argument) for argument in found]
 
     def _wait(self) -> None:
@@ -67,42 +74,54 @@ class LlamaCpp:
             if self._server.poll() is not None:
                 raise RuntimeError(f"the server ended with status {self._server.returncode} while starting")
             try:
-                self._ask("GET", "/health", None)
-                return
+                with self._reply("GET", "/health", None):
+                    return
             except (OSError, RuntimeError, http.client.HTTPException):
                 time.sleep(0.1)
         raise TimeoutError(f"the server was not ready within {START_S:.0f} s")
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    @contextmanager
+    def _reply(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_S)
         try:
             headers = {"Content-Type": "application/json"}
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             reply = connection.getresponse()
-            data = reply.read()
+            if reply.status != 200:
+                raise RuntimeError(f"{path}: status {reply.status}: {reply.read()[:200]!r}")
+            yield reply
         finally:
             connection.close()
-        if reply.status != 200:
-            raise RuntimeError(f"{path}: status {reply.status}: {data[:200]!r}")
-        return json.loads(data)
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
         """Sends as many requests at a time as there are slots."""
-        clock = wire.Clock()
-        wanted = {
-            "n_predict": max_tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False,
-            "return_tokens": True, "samplers": ["temperature"], "stream": False,
-        }  # fmt: skip
+        clock, wanted = wire.Clock(), {**REQUEST, "n_predict": max_tokens}
         with ThreadPoolExecutor(self._rows) as pool:
-            replies = list(
-                pool.map(lambda ids: self._ask("POST", "/completion", {"prompt": list(ids), **wanted}), prompts)
-            )
-        timings = [reply["timings"] for reply in replies]
-        # Slots decode side by side: the time of all of them together is what one slot saw.
-        clock.tokens = sum(t["predicted_n"] for t in timings)
-        clock.time_s = sum(t["predicted_ms"] for t in timings) / 1e3 / min(self._rows, len(prompts))
+            streams = list(pool.map(lambda ids: self._stream({**wanted, "prompt": list(ids)}), prompts))
+        clock.stop()
+        _replay(clock, streams, min(self._rows, len(prompts)))
+        found = [[token for event in stream for token in event.tokens] for stream in streams]
+        for place, ids in enumerate(found):
+            if len(ids) < max_tokens:
+                # The stream leaves out tokens that end within a character.
+                with self._reply("POST", "/completion", {**wanted, "prompt": list(prompts[place])}) as reply:
+                    found[place] = json.load(reply)["tokens"]
+        timings = [stream[-1].timings for stream in streams]
         passes = sum(t["predicted_n"] - t.get("draft_n_accepted", 0) for t in timings)
-        return wire.answer(clock, [reply["tokens"] for reply in replies], passes)
+        return wire.answer(clock, found, passes)
+
+    def _stream(self, request: dict[str, Any]) -> list["Event"]:
+        """What came of a request, read while it came and understood behind the last of it."""
+        with self._reply("POST", "/completion", request | {"stream": True}) as reply:
+            lines = [(time.perf_counter(), line) for line in reply if line.strip()]
+        events = []
+        for time_s, line in lines:
+            name, _, text = line.decode().partition(":")
+            said = json.loads(text) if name == "data" else {}
+            if "tokens" not in said:
+                raise RuntimeError(f"/completion: {line[:200]!r}")
+            events.append(Event(time_s, said["tokens"], said["tokens_predicted"], said.get("timings", {})))
+        return events
 
     def close(self) -> None:
         """Ends the server."""
@@ -112,6 +131,26 @@ class LlamaCpp:
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()
+
+
+def _replay(clock: wire.Clock, streams: Sequence[Sequence[Event]], rows: int) -> None:
+    """Tells the clock what happened, in its order; it counts while every slot is behind its prompt."""
+    counts: dict[int, int] = {}
+    busy: set[int] = set()
+    moments = [
+        (event.time_s, place, number) for place, stream in enumerate(streams) for number, event in enumerate(stream)
+    ]
+    for time_s, place, number in sorted(moments):
+        event = streams[place][number]
+        counts[place] = event.count
+        if number + 1 < len(streams[place]):
+            busy.add(place)
+        else:
+            busy.discard(place)
+        if len(busy) == rows:
+            clock.decoding(sum(counts.values()), time_s)
+        else:
+            clock.pause()
 
 
 if __name__ == "__main__":

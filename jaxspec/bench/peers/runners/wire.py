@@ -32,12 +32,13 @@ class Clock:
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
+        self.ended: float | None = None
         self.tokens, self.time_s = 0, 0.0
         self._last: tuple[int, float] | None = None
 
-    def decoding(self, total: int) -> None:
-        """Every row decodes, and ``total`` tokens are there by now."""
-        now = time.perf_counter()
+    def decoding(self, total: int, now: float | None = None) -> None:
+        """Every row decodes, and ``total`` tokens are there by now (``time.perf_counter``)."""
+        now = time.perf_counter() if now is None else now
         if self._last is not None:
             self.tokens += total - self._last[0]
             self.time_s += now - self._last[1]
@@ -46,6 +47,10 @@ class Clock:
     def pause(self) -> None:
         """Not every row decodes from here on."""
         self._last = None
+
+    def stop(self) -> None:
+        """The run is over; what comes until its answer is not counted."""
+        self.ended = time.perf_counter()
 
 
 def answer(clock: Clock, token_ids: Sequence[Sequence[int]], passes: int | None) -> dict[str, Any]:
@@ -58,7 +63,7 @@ def answer(clock: Clock, token_ids: Sequence[Sequence[int]], passes: int | None)
     """
     return {
         "token_ids": [list(ids) for ids in token_ids],
-        "time_s": time.perf_counter() - clock.began,
+        "time_s": (clock.ended or time.perf_counter()) - clock.began,
         "decode_tokens": clock.tokens,
         "decode_time_s": clock.time_s,
         "passes": passes,
