@@ -20,6 +20,8 @@ ENVIRONMENT = {
     # A bounded cache is also a locked one, so that the pytest workers can share it.
     "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 << 30),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    # What is lowered need not know its source lines.
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
     "HF_HUB_OFFLINE": "1",
 }
 MOST_MAPS = 15_000
@@ -45,6 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         for entry in cache.glob("*-cache"):
             if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
                 entry.unlink()
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector what is imported by now, and most of its rounds: tracing makes little garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxspec.decode.state import DecodeState, Target, write_rows
 from jaxspec.decode.touched import distinct_by_depth, experts_of
 from jaxspec.models.caches import compact_caches
 from jaxspec.models.transformer import features_of, forward, head
-from jaxspec.protocol import Commit, Drafter, Verdict
+from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Verdict
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from jaxspec.verify.logits import Context, process
@@ -73,7 +74,7 @@ class StepOut:
 def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan) -> tuple[DecodeState, StepOut]:
     """Drafts, verifies, accepts and commits once for every row."""
     anchor, sampling = state.anchor, state.sampling
-    proposal, draft = drafter.propose(state.draft, anchor, plan.rule)
+    proposal, draft = _propose(drafter, state.draft, anchor, plan.rule)
     token_BT = jnp.concatenate([anchor.token_B[:, None], proposal.token_BN], axis=1)
     tree = proposal.tree_of(drafter.topology)
     position_BT = anchor.length_B[:, None] + tree.depth_BT
@@ -113,6 +114,12 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
         verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, logprob, ranked, touched_K, outcome_HMC, routes
     )
     return _advance(state, layers, draft, verdict, done_B, apart=target.net.policy.splits_rows), out
+
+
+# Asked for its shapes and then for its values, but traced once.
+@partial(jax.jit, static_argnames="rule", inline=True)
+def _propose(drafter: Drafter, draft: Any, anchor: Anchor, rule: str) -> tuple[Proposal, Any]:
+    return drafter.propose(draft, anchor, rule)
 
 
 def _along(x: Array, path_BT: Array) -> Array:
@@ -225,7 +232,7 @@ def dispatch(
 
 def _no_sums(drafter: Drafter, state: DecodeState, plan: StepPlan) -> tuple[Array | None, Array | None]:
     """Zeros to add predictions of touched experts and outcomes of confidences to, None where there are none."""
-    proposal, _ = jax.eval_shape(lambda s: drafter.propose(s.draft, s.anchor, plan.rule), state)
+    proposal, _ = _propose.eval_shape(drafter, state.draft, state.anchor, plan.rule)
     touched = None if proposal.expert_BKYA is None else jnp.zeros(proposal.expert_BKYA.shape[1])
     if state.prices is None or proposal.confidence_BN is None:
         return touched, None

@@ -65,7 +65,7 @@ class Programs:
         }  # fmt: skip
         for arm, one in drafters.items():
             jobs[f"arm {arm.name}"] = lambda one=one: _compile(
-                _dispatch(plan), (target, one, state, scalar, flag), donate=2
+                _dispatch(plan), (target, one, state, scalar, flag), donate=2, report=True
             )
         for size in buckets:
             chunk = jnp.zeros(size + 1, jnp.int32)
@@ -150,13 +150,12 @@ def _dispatch(plan: StepPlan) -> Callable[..., tuple[DecodeState, Report]]:
     return run
 
 
-def _compile(function: Callable[..., Any], args: tuple[Any, ...], donate: int) -> Any:
-    """Compiles for where the arguments lie; the state comes back where it was, and anything beside it whole."""
+def _compile(function: Callable[..., Any], args: tuple[Any, ...], donate: int, report: bool = False) -> Any:
+    """Compiles for where the arguments lie; the state comes back where it was, and a report beside it whole."""
     mesh = mesh_of(args[donate])
     shapes = shapes_on(args, mesh)
     placed: dict[str, Any] = {}
     if mesh is not None:
         state = jax.tree.map(lambda x: x.sharding, shapes[donate])
-        both = isinstance(jax.eval_shape(function, *shapes), tuple)
-        placed["out_shardings"] = (state, NamedSharding(mesh, PartitionSpec())) if both else state
+        placed["out_shardings"] = (state, NamedSharding(mesh, PartitionSpec())) if report else state
     return jax.jit(function, donate_argnums=donate, **placed).lower(*shapes).compile()

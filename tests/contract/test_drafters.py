@@ -116,6 +116,17 @@ def features_for(net: Transformer, params: Params, token_BT: np.ndarray, reads: 
     return features_of(net.apply(params, token_BT, position_BT, taps=reads.taps, commons=reads.commons))
 
 
+# Drafters are arguments, not closures, so that all tests of a drafter share its programs.
+@jax.jit
+def observe(drafter: Drafter, state: Any, commit: Commit) -> Any:
+    return drafter.observe(state, commit)
+
+
+@partial(jax.jit, static_argnames="rule")
+def propose(drafter: Drafter, state: Any, anchor: Anchor, rule: str) -> tuple[Proposal, Any]:
+    return drafter.propose(state, anchor, rule)
+
+
 def observed(drafter: Drafter, lengths: tuple[int, ...]):
     """The drafter's state and the anchor behind prompts of the given lengths."""
     net, params = model()
@@ -138,7 +149,7 @@ def observed(drafter: Drafter, lengths: tuple[int, ...]):
             jnp.asarray(chunk[:, :-1]), jnp.asarray(chunk[:, 1:]), features,
             jnp.full(1, length - 1, jnp.int32), jnp.zeros(1, jnp.int32), None, jnp.int32(row),
         )  # fmt: skip
-        draft = jax.jit(drafter.observe)(draft, commit)
+        draft = observe(drafter, draft, commit)
     at = jnp.asarray(lengths, jnp.int32) - 1
     places = np.arange(history.shape[1])[None] < np.asarray(lengths)[:, None]
     history_BS = jnp.asarray(np.where(places, history, 0), jnp.int32)
@@ -182,7 +193,7 @@ def test_states_are_arrays_of_the_same_shapes_throughout(method: str, shape: dic
     drafter = drafter_of(method, shape)
     state, anchor = observed(drafter, (4, 9, 20))
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    proposal, after = jax.eval_shape(lambda s, a: drafter.propose(s, a, "match"), state, anchor)
+    proposal, after = jax.eval_shape(partial(propose, rule="match"), drafter, state, anchor)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == shapes
     drafts, depth = drafter.topology.drafts, drafter.topology.max_depth + 1
     assert (proposal.token_BN.shape, proposal.token_BN.dtype) == ((ROWS, drafts), jnp.int32)
@@ -196,7 +207,7 @@ def test_states_are_arrays_of_the_same_shapes_throughout(method: str, shape: dic
     reads = drafter.reads
     features = Features(stream, stream, (stream,) * len(reads.taps), (stream,) * len(reads.commons))
     commit = Commit(path, path, features, count, count, path, None)
-    seen = jax.eval_shape(drafter.observe, after, commit)
+    seen = jax.eval_shape(observe, drafter, after, commit)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), seen) == shapes
 
 
@@ -232,9 +243,8 @@ def test_proposing_commits_nothing(method: str, shape: dict, rule: str):
     lengths = (4, 9, 20)
     state, anchor = observed(drafter, lengths)
     anchor = replace(anchor, sampling=replace(anchor.sampling, temperature_B=jnp.asarray([0.0, 0.7, 1.0])))
-    propose = jax.jit(partial(drafter.propose, rule=rule))
-    first, after = propose(state, anchor)
-    second, _ = propose(after, anchor)
+    first, after = propose(drafter, state, anchor, rule)
+    second, _ = propose(drafter, after, anchor, rule)
     check_equal(first, second)
     anchor_B = np.asarray(lengths) - 1
     for old, new in zip(committed(state, anchor_B), committed(after, anchor_B), strict=True):
@@ -256,9 +266,8 @@ def check_equal(a: Proposal, b: Proposal) -> None:
 @each_drafter
 def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
     drafter = drafter_of(method, shape)
-    propose = jax.jit(partial(drafter.propose, rule="match"))
-    here, _ = propose(*observed(drafter, (4, 9, 20)))
-    there, _ = propose(*observed(drafter, (30, 9, 2)))
+    here, _ = propose(drafter, *observed(drafter, (4, 9, 20)), "match")
+    there, _ = propose(drafter, *observed(drafter, (30, 9, 2)), "match")
     np.testing.assert_array_equal(np.asarray(here.token_BN)[1], np.asarray(there.token_BN)[1])
     np.testing.assert_array_equal(np.asarray(here.valid_BN)[1], np.asarray(there.valid_BN)[1])
 

@@ -122,12 +122,18 @@ class Plain:
         self.token_BT[self.rows, self.slot_B] = token_B
 
 
+# A drafter is an argument, so that the tests share what is compiled for it.
+@jax.jit
+def _observe(drafter: MtpHeads, state, commit: Commit):
+    return drafter.observe(state, commit)
+
+
 def observed(case: Case, topology: Topology, seed: int = 0):
     """Yields lengths, drafter, state and anchor behind blocks of which only some places count."""
     rows, count = case.ids_BT.shape
     drafter = MtpHeads(case.params, case.model.params, case.net, case.model.net, topology, BLOCK)
     state = drafter.init_state(rows, count, slack=drafter.slack)
-    observe, rng, length_B = jax.jit(drafter.observe), np.random.default_rng(seed), np.zeros(rows, np.int32)
+    rng, length_B = np.random.default_rng(seed), np.zeros(rows, np.int32)
     while True:
         place_BT = np.minimum(length_B[:, None] + np.arange(5), count - 2)
         # All places but one may be wrong; a row that commits nothing keeps what it knows.
@@ -140,7 +146,7 @@ def observed(case: Case, topology: Topology, seed: int = 0):
 
         tokens = [along(case.ids_BT), along(case.ids_BT[:, 1:])]
         commit = Commit(*tokens, jax.tree.map(along, case.features), count_B, length_B, None, None)
-        state, length_B = observe(state, commit), length_B + count_B
+        state, length_B = _observe(drafter, state, commit), length_B + count_B
         last_B = case.ids_BT[np.arange(rows), length_B]
         # Cold rows under a rejection rule show the law of what they choose greedily.
         anchor = Anchor(last_B, jnp.asarray(length_B), jnp.zeros((rows, 1), jnp.int32), init_sampling(rows, 1))

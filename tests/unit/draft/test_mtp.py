@@ -79,6 +79,8 @@ def clairvoyant_pair() -> tuple[Transformer, Params, Mtp, Params]:
 
 
 PREFILL, ADMIT = jax.jit(prefill, donate_argnums=2), jax.jit(admit, donate_argnums=0)
+DISPATCH = jax.jit(dispatch, donate_argnums=2, static_argnames="plan")
+NEW = 22
 
 
 def generated(
@@ -100,8 +102,8 @@ def generated(
         )  # fmt: skip
         history = np.pad(np.asarray(prompt, np.int32), (0, state.history_BS.shape[1] - len(prompt)))
         state = ADMIT(state, np.int32(row), history, np.int32(len(prompt)), sampling, None)
-    run = jax.jit(partial(dispatch, plan=StepPlan(rule, steps=new)), donate_argnums=2)
-    state, report = run(target, drafter, state, jnp.int32(new), jnp.array(False))
+    plan = StepPlan(rule, steps=new)
+    state, report = DISPATCH(target, drafter, state, jnp.int32(new), jnp.array(False), plan=plan)
     depth = drafter.topology.max_depth + 1
     counts = np.asarray(report.packed_BX)[:, :-3].reshape(rows, new, depth + 2)[:, :, depth]
     history = np.asarray(state.history_BS)
@@ -114,7 +116,7 @@ PROMPTS = [[5], [9, 3], [4, 30, 17, 8, 22, 22, 41, 5, 2, 11, 38], [int(i) for i 
 @pytest.mark.parametrize(("rule", "temperature"), [("greedy", 0.0), ("match", 0.9), ("reject", 0.9), ("block", 0.9)])
 def test_drafts_that_the_target_would_have_chosen_are_all_accepted(rule: str, temperature: float):
     net, params, mtp, weights = clairvoyant_pair()
-    drafter, new = MtpHeads(weights, params, mtp, net, chain(3), BLOCK), 22
+    drafter, new = MtpHeads(weights, params, mtp, net, chain(3), BLOCK), NEW
     target = Target(params, net, BLOCK)
     tokens, counts = generated(target, drafter, rule, PROMPTS, new, temperature)
     assert len(set(tokens.ravel())) > 5
@@ -132,7 +134,7 @@ def test_drafts_that_the_target_would_have_chosen_are_all_accepted(rule: str, te
 @pytest.mark.parametrize("topology", [chain(4), tree((2, 2))], ids=["chain", "tree"])
 def test_text_does_not_depend_on_it(topology):
     net, params, mtp, weights = random_pair(1)
-    target, new = Target(params, net, BLOCK), 20
+    target, new = Target(params, net, BLOCK), NEW
     drafter = MtpHeads(weights, params, mtp, net, topology, BLOCK)
     for temperature in (0.0, 0.8):
         tokens, counts = generated(target, drafter, "match", PROMPTS, new, temperature)

@@ -1,6 +1,7 @@
 """Routed experts split over a mesh: the sum over devices is what one device computes."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ POLICY = Policy(FLOAT32, FLOAT32, "stacked", "stacked", "interpret")
 ROWS, EXPERTS, TOP_K, DIM, HIDDEN, LAYERS = 7, 8, 3, 64, 64, 2
 
 
+@cache
 def weights(form: str) -> dict[str, Any]:
     shapes = {"gate_up_ED2F": (DIM, 2, HIDDEN), "down_EFD": (HIDDEN, DIM)}
     keys = iter(jax.random.split(jax.random.key(0), 4))
@@ -40,6 +42,7 @@ def routing(kind: str) -> Routing:
     return Routing(jnp.asarray(choice), jnp.asarray(weight), jnp.zeros((ROWS, EXPERTS)))
 
 
+@cache
 def computed(mesh: Mesh | None, form: str, kind: str) -> np.ndarray:
     experts, x_MD = weights(form), jax.random.normal(jax.random.key(1), (ROWS, DIM))
     policy = POLICY if mesh is None else replace(POLICY, mesh=mesh.abstract_mesh)

@@ -161,7 +161,7 @@ def test_entries_are_the_published_ones(ratio: int):
     position_BT = jnp.arange(count, dtype=jnp.int32)[None]
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), x_BTD, position_BT, None, None))
     params = filled(shapes)
-    found: Any = module.apply(params, x_BTD, position_BT, None, None)[0]
+    found: Any = jax.jit(lambda x_BTD: module.apply(params, x_BTD, position_BT, None, None)[0])(x_BTD)
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"])
     value, gate = (np.einsum("td,dx->tx", x_BTD[0], p["kv_gate_D2X"][:, i]) for i in range(2))
     gate = gate + p["place_TX"][np.arange(count) % ratio]

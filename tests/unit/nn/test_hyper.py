@@ -1,5 +1,6 @@
 """Hyper-connections give what the published equations say, and the same bits for any number of rows."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ def connection_params(rng: np.random.Generator, streams: int = 4, dim: int = DIM
     return {name: value.astype(np.float32) for name, value in values.items()}
 
 
+@partial(jax.jit, static_argnums=0)
 def applied(module: Any, params: Any, x_BTND: Any) -> Any:
     return module.apply({"params": params}, x_BTND)
 
@@ -56,7 +58,8 @@ def test_connection_is_the_published_one(streams: int, rounds: int):
     out_BTD = rng.standard_normal((2, 3, DIM)).astype(np.float32)
     module = HyperConnection(HyperSpec(streams, rounds, EPS), DIM, NORM_EPS, Policy(FLOAT, FLOAT))
     read, write, comb = applied(module, params, x_BTND)
-    after = merge(jnp.asarray(x_BTND), jnp.asarray(out_BTD), write, comb)
+    after = jax.jit(merge)(x_BTND, out_BTD, write, comb)
+    read, write, comb, after = jax.device_get((read, write, comb, after))
     for place in np.ndindex(2, 3):
         wanted = published(params, x_BTND[place], rounds)
         for found, value in zip((read, write, comb), wanted, strict=True):
@@ -72,7 +75,7 @@ def test_mixing_neither_grows_nor_shrinks_the_sum_of_the_streams():
     x_BTND = jnp.asarray(rng.standard_normal((1, 4, 4, DIM)), jnp.float32)
     module = HyperConnection(HyperSpec(), DIM, NORM_EPS, Policy(FLOAT, FLOAT))
     _, write, comb = applied(module, connection_params(rng), x_BTND)
-    after = merge(x_BTND, jnp.zeros((1, 4, DIM)), write, comb)
+    after = jax.jit(merge)(x_BTND, jnp.zeros((1, 4, DIM)), write, comb)
     np.testing.assert_allclose(after.sum(axis=2), x_BTND.sum(axis=2), rtol=0, atol=1e-3)
 
 

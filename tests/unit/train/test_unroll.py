@@ -34,7 +34,7 @@ CONFIG = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16, "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
 }  # fmt: skip
-teach = jax.jit(eager_teach, static_argnums=(0, 3, 4))
+teach, fill = jax.jit(eager_teach, static_argnums=(0, 3, 4)), jax.jit(prefill)
 EXACT = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
 OWN = {"model_type": "llama", "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -97,7 +97,7 @@ def drafts_of(head: Head, token_BT: np.ndarray):
     state = init_state(base, drafter, 1, 40, slack=32)
     chunk = np.zeros(33, np.int32)
     chunk[:LENGTH] = token_BT[0, :LENGTH]
-    state = jax.jit(prefill)(base, drafter, state, jnp.int32(0), chunk, jnp.int32(0), jnp.int32(LENGTH - 1))
+    state = fill(base, drafter, state, jnp.int32(0), chunk, jnp.int32(0), jnp.int32(LENGTH - 1))
     sampling = replace(state.sampling, temperature_B=jnp.ones(1), draft_limit_B=jnp.full(1, 99, jnp.int32))
     anchor = Anchor(
         jnp.asarray(token_BT[:, LENGTH - 1]), jnp.full(1, LENGTH - 1, jnp.int32), state.history_BS, sampling
@@ -107,9 +107,10 @@ def drafts_of(head: Head, token_BT: np.ndarray):
     return np.asarray(proposal.token_BN), np.asarray(proposal.logp_BNV)
 
 
+@cache
 def initial(net: DraftHead | Medusa) -> Params:
     params = jax.jit(net.initial)(jax.random.key(2))
-    return jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    return jax.tree.map(lambda x: x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype(x.dtype), params)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -159,9 +160,9 @@ def test_packed_texts_do_not_see_one_another(name: str):
     def rounds_of(batch: Batch):
         lesson = teach(*target(), batch, net.spec.reads)
         if net.spec.mask_token is not None:
-            counts = (batch.token_BT.shape[1],) * 2
+            counts = (batch.token_BT.shape[1],) * (DRAFTS - 1)
             return unroll_masked(net, params, lesson.features, batch, counts, jax.random.key(0))
-        return unroll(net, params, lesson.features, batch, 3)
+        return unroll(net, params, lesson.features, batch, DRAFTS)
 
     together = rounds_of(packed)
     for n, batch in enumerate(alone):
