@@ -133,7 +133,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--loads", nargs="+", choices=LOADS, default=list(LOADS), help="own routing, or all tokens to the same A"
     )
-    parser.add_argument("--transport", choices=("auto", "sum", "padded"), default="auto")
+    parser.add_argument("--transport", choices=("auto", "sum", "padded"), default="padded")
     parser.add_argument("--time", type=float, default=float("inf"), help="seconds after which no case is begun")
     return parser.parse_args()
 
