@@ -83,7 +83,7 @@ def test_cells_hold_together(found: tuple):
 
 @pytest.mark.parametrize(("prompts", "chunk"), [((6, 65), 64), ((66,), 128), ((6,), 32)])
 def test_chunks_fit_the_longest_prompt(model: Path, prompts: tuple[int, ...], chunk: int):
-    """Padding is computed, too: a chunk as long as the whole text made prompts 1.5 times as slow to read."""
+    """Padding is computed, too: on a CPU twice the chunk made a prompt 1.5 times as slow to read."""
     grid = Grid((NGRAM,), (2,), (2,), (0.0,), input_tokens=prompts, output_tokens=(20,), workloads=("random",))
     sweep = Sweep(model, grid)
     assert (sweep.longest, sweep.capacity, sweep.chunk) == (max(prompts), max(prompts) + 20, chunk)
