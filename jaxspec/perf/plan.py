@@ -11,7 +11,7 @@ from jaxspec.perf.draft import ASSUMED, Acceptance, Branching, DraftCost, head_f
 from jaxspec.perf.machine import Machine
 from jaxspec.perf.memory import Memory, memory, most_rows
 from jaxspec.perf.moesd import break_even_acceptance, speedup, target_efficiency
-from jaxspec.perf.transport import pass_of, transport_times
+from jaxspec.perf.transport import Transport, pass_of, transport_times
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 TREES: tuple[Branching, ...] = (
@@ -97,7 +97,7 @@ class BatchPlan:
     break_even: tuple[float, int] | None
     target_efficiency: float
     touched: tuple[float, float]
-    transports: Mapping[str, float] = field(default_factory=dict)
+    transports: Mapping[Transport, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def plan_batch(question: Question, rows: int) -> BatchPlan:
     )  # fmt: skip
 
 
-def _transports(question: Question, rows: int) -> Mapping[str, float]:
+def _transports(question: Question, rows: int) -> Mapping[Transport, float]:
     if question.rates is None or question.mesh.expert == 1:
         return {}
     return transport_times(pass_of(question.model, rows, 1, question.context), question.mesh, question.rates)

@@ -68,7 +68,7 @@ def transport_times(one: Pass, mesh: Mesh, rates: Rates) -> dict[Transport, floa
 
 
 def choose(
-    one: Pass, mesh: Mesh, rates: Rates, supported: Collection[str] = TRANSPORTS
+    one: Pass, mesh: Mesh, rates: Rates, supported: Collection[Transport] = TRANSPORTS
 ) -> tuple[Transport, Mapping[Transport, float]]:
     """The cheapest transport that the backend has, and the seconds of each.
 
@@ -80,7 +80,8 @@ def choose(
     """
     if unknown := sorted(set(supported) - set(TRANSPORTS)):
         raise ConfigError(f"transport: {', '.join(unknown)} are not known; known are {', '.join(TRANSPORTS)}")
-    times = {t: s for t, s in transport_times(one, mesh, rates).items() if t == "sum" or t in supported}
+    allowed: set[Transport] = {"sum", *supported}
+    times = {t: s for t, s in transport_times(one, mesh, rates).items() if t in allowed}
     return min(times, key=lambda transport: times[transport]), times
 
 

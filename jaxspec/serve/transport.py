@@ -54,7 +54,8 @@ def rates_of(device: Any) -> cost.Rates:
 def pass_of(arch: ArchSpec, policy: Policy, rows: int) -> Pass:
     """A plain step of B rows of ``CONTEXT`` tokens; weights as if they were not quantised."""
     plain = replace(policy, formats=(), experts="stacked", depth="stacked", mesh=None)
-    leaves = flatten(abstract_params(Transformer(arch, plain)))
+    net: Any = Transformer(arch, plain)
+    leaves = flatten(abstract_params(net))
     dense = sum(
         math.prod(x.shape) for path, x in leaves.items() if path.rpartition("/")[2] not in (*ROUTED, "embed_VD")
     )
