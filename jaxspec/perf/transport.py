@@ -80,9 +80,10 @@ def choose(
     """
     if unknown := sorted(set(supported) - set(TRANSPORTS)):
         raise ConfigError(f"transport: {', '.join(unknown)} are not known; known are {', '.join(TRANSPORTS)}")
-    allowed: set[Transport] = {"sum", *supported}
-    times = {t: s for t, s in transport_times(one, mesh, rates).items() if t in allowed}
-    return min(times, key=lambda transport: times[transport]), times
+    possible: dict[Transport, float] = transport_times(one, mesh, rates)
+    for transport in set(TRANSPORTS) - {"sum", *supported}:
+        possible.pop(transport, None)
+    return min(possible, key=lambda transport: possible[transport]), possible
 
 
 def _time(transport: Transport, one: Pass, mesh: Mesh, rates: Rates) -> float:
