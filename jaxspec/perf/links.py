@@ -4,6 +4,12 @@ from dataclasses import dataclass
 
 from jaxspec.perf.cost import Mesh, ModelCost, Rates
 
+SENT_BYTES, SUM_BYTES, CHOICE_BYTES = (
+    2,
+    4,
+    8,
+)  # of a number sent, of one that is summed; of an expert's id and its weight
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -30,7 +36,8 @@ def collectives(model: ModelCost, positions: int, mesh: Mesh, node: int) -> list
     """Collectives of one pass in which each device holds ``positions`` positions.
 
     Per routed layer one dispatch and one combine: a position's vector goes once to every other device that holds one
-    of its experts, if those fall on devices at random. Per layer two sums over the tensor axis, by a ring.
+    of its experts, if those fall on devices at random, with all its choices; back comes the float32 sum over its
+    experts there. Per layer two float32 sums over the tensor axis, by a ring.
 
     Args:
       model: what runs.
@@ -38,15 +45,17 @@ def collectives(model: ModelCost, positions: int, mesh: Mesh, node: int) -> list
       mesh: of devices; those of the tensor axis lie next to each other, then those of the expert axis.
       node: devices that a fast link joins.
     """
-    vector, found = 2.0 * model.model_dim * positions, []
+    width, found = model.model_dim, []
     if mesh.expert > 1:
         near = min(mesh.expert, max(node // mesh.tensor, 1))
         for layer in model.layers:
             if layer.experts:
-                one = vector * chance_of_a_device(mesh.expert, layer.top_k)
-                found.append(Collective("exchange", 2 * layer.count, (near - 1) * one, (mesh.expert - near) * one))
+                goes = positions * chance_of_a_device(mesh.expert, layer.top_k)
+                for size in (SENT_BYTES * width + CHOICE_BYTES * layer.top_k, SUM_BYTES * width):
+                    one = goes * size
+                    found.append(Collective("exchange", layer.count, (near - 1) * one, (mesh.expert - near) * one))
     if mesh.tensor > 1:
-        share = 2 * (mesh.tensor - 1) / mesh.tensor * vector
+        share = 2 * (mesh.tensor - 1) / mesh.tensor * SUM_BYTES * width * positions
         count = 2 * sum(x.count for x in model.layers)
         found.append(Collective("sum", count, *((0.0, share) if mesh.tensor > node else (share, 0.0))))
     return found
