@@ -112,13 +112,13 @@ def test_verifying_more_drafts_takes_no_more_collectives():
     assert set(rounds.values()) == {2.0 * 3}
     plain, verify = (link_time(routed_model(), bytes_only, positions, mesh) for positions in (1, 6))
     assert verify == pytest.approx(6 * plain)
-    # 3 other ranks, each of which 2 chosen experts miss with (3/4)^2; two bytes per channel
-    assert plain == pytest.approx(2 * 3 * 2 * 10 * 3 * (1 - 0.75**2))
+    # 3 other ranks, each of which 2 chosen experts miss with (3/4)^2; there 2 bytes per channel and 8 per choice, back 4
+    assert plain == pytest.approx(3 * (2 * 10 + 2 * 8 + 4 * 10) * 3 * (1 - 0.75**2))
 
 
 def test_sums_over_the_tensor_axis():
     found = link_time(dense_model(), Rates(link_s=1.0, link_byte_s=1.0), 1, Mesh(tensor=4))
-    assert found == pytest.approx(2 * 2 * (1 + 2 * 3 / 4 * 20))
+    assert found == pytest.approx(2 * 2 * (1 + 2 * 3 / 4 * 40))
     assert link_time(dense_model(), Rates(link_s=1.0, link_byte_s=1.0), 1, Mesh(data=8)) == 0
 
 
