@@ -112,7 +112,7 @@ def test_verifying_more_drafts_takes_no_more_collectives():
     assert set(rounds.values()) == {2.0 * 3}
     plain, verify = (link_time(routed_model(), bytes_only, positions, mesh) for positions in (1, 6))
     assert verify == pytest.approx(6 * plain)
-    # 3 other ranks, each of which 2 chosen experts miss with (3/4)^2; there 2 bytes per channel and 8 per choice, back 4
+    # 3 other ranks, each missed by 2 chosen experts with (3/4)^2; there 2 bytes per channel and 8 per choice, back 4
     assert plain == pytest.approx(3 * (2 * 10 + 2 * 8 + 4 * 10) * 3 * (1 - 0.75**2))
 
 
