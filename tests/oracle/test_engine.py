@@ -126,7 +126,7 @@ def cache_shapes(llm: LLM) -> set[tuple[int, ...]]:
     return {pages.shape for pages in jax.tree.leaves((llm.engine.state.layers, llm.engine.state.draft))}
 
 
-@pytest.mark.parametrize("name", ["length 0", "length 3", "prefill 32", "prefill 256", "admit", "retire"])
+@pytest.mark.parametrize("name", ["arm 0", "arm 3", "prefill 32", "prefill 256", "admit", "retire"])
 def test_the_cache_is_neither_copied_nor_doubled(llm: LLM, name: str):
     assert name in program_names(llm)
     program = llm.engine.programs._programs[name]
@@ -140,7 +140,7 @@ def test_the_cache_is_neither_copied_nor_doubled(llm: LLM, name: str):
         assert pages in text
         copies += re.findall(rf"= {re.escape(pages)}\S* copy(?:-start)?\(.*", text)
     assert copies == []
-    if name in ("length 0", "admit", "retire"):
+    if name in ("arm 0", "admit", "retire"):
         assert memory.temp_size_in_bytes < cache_bytes
 
 

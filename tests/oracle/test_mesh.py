@@ -66,7 +66,7 @@ def test_two_exchanges_per_layer_whatever_is_verified(whole: LLM):
     count: dict[int, Counter] = {0: Counter(), 5: Counter()}
     size: dict[int, Counter] = {0: Counter(), 5: Counter()}
     for drafts in count:
-        module = hlo.parse(whole.engine.programs._programs[f"length {drafts}"].as_text(), stepped=True)
+        module = hlo.parse(whole.engine.programs._programs[f"arm {drafts}"].as_text(), stepped=True)
         for instruction, run in module.executed():
             if not run.setup and not run.optional and instruction.opcode in COLLECTIVES:
                 count[drafts][instruction.opcode] += run.times
