@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxspec.cache.pages import PageAllocator
-from jaxspec.decode.state import Target, init_state
+from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import Report, StepPlan
 from jaxspec.draft.deferred import KEPT, Deferred
 from jaxspec.draft.null import NoDrafts
@@ -21,7 +21,7 @@ from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
 from jaxspec.serve.budget import VerifyBudget
 from jaxspec.serve.compiled import Programs
-from jaxspec.serve.control import Control, Decision, Fixed, Outcome
+from jaxspec.serve.control import Adaptive, Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.request import Logprob, RequestOutput
 from jaxspec.serve.rows import Sample
@@ -31,6 +31,7 @@ from jaxspec.sharding.placement import allocate, mesh_of, row_axes, state_rules
 from jaxspec.topology import PLAIN, AnyTopology
 
 STOP_PLACES = 16
+WARM_RUNS, WARM_ROWS = 4, 8
 REMEMBERED = 64.0  # verifications of one request
 
 
@@ -107,6 +108,29 @@ class Engine:
         self.metrics = EngineMetrics(self.depth)
         self.waiting: deque[Sample] = deque()
         self.rows: list[Sample | None] = [None] * spec.rows
+        if isinstance(self.control, Adaptive):
+            self._warm_up(target.net.arch.vocab_size)
+
+    def _warm_up(self, vocab: int) -> None:
+        """Runs every arm on random tokens, so that no arm is judged by what the first runs of a program cost.
+
+        XLA:CPU links code when it first runs, each expert's by itself, and GPUs record their graphs: three dispatches
+        of an arm can take ten times as long as later ones.
+        """
+        rng, chosen = np.random.default_rng(0), init_sampling(1, STOP_PLACES)
+        limits = {"max_length_B": np.full(1, self.spec.capacity), "draft_limit_B": np.full(1, self.depth)}
+        sampling = replace(chosen, **{name: value.astype(np.int32) for name, value in limits.items()})
+        for arm in self.control.arms:
+            for _ in range(WARM_RUNS):
+                for row in range(min(self.spec.rows, WARM_ROWS)):
+                    prompt = np.repeat(rng.integers(0, vocab, 1), 2).astype(np.int32)  # what repeats has a match
+                    table = None if self.pool is None else np.zeros(self.state.table_BJ.shape[1], np.int32)  # pyright: ignore[reportOptionalMemberAccess]
+                    self.state = self.programs.prefill(self.state, row, prompt, table)
+                    self.state = self.programs.admit(self.state, row, prompt, sampling, table)
+                self.state, _ = self.programs.dispatch(self.state, self.spec.steps, False, arm)
+        for row in range(min(self.spec.rows, WARM_ROWS)):
+            self.state = self.programs.retire(self.state, row)
+        jax.block_until_ready(self.state.length_B)
 
     @property
     def busy(self) -> bool:
@@ -199,6 +223,14 @@ class Engine:
                 sample.observed = sample.length
 
     def _admit(self) -> None:
+        """Reads the prompts of requests that have a place, to the end: a dispatch's time is its own then."""
+        began, waiting = time.monotonic(), len(self.waiting)
+        self._admit_what_fits()
+        if len(self.waiting) < waiting:
+            jax.block_until_ready(self.state.length_B)
+            self.metrics.prefill_time_s += time.monotonic() - began
+
+    def _admit_what_fits(self) -> None:
         for row, held in enumerate(self.rows):
             if held is not None or not self.waiting:
                 continue
@@ -212,7 +244,6 @@ class Engine:
                 table = np.zeros(self.state.table_BJ.shape[1], np.int32)  # pyright: ignore[reportOptionalMemberAccess]
                 table[: len(pages)] = pages
             self.waiting.popleft()
-            began = time.monotonic()
             stop_ids = sorted(
                 ({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or [])
             )
@@ -223,7 +254,6 @@ class Engine:
             sample.observed = sample.length
             sample.survival = Survival(self.depth, REMEMBERED, sample.params.draft_limit)
             self.metrics.prompt_tokens += len(sample.output.prompt_token_ids)
-            self.metrics.prefill_time_s += time.monotonic() - began
 
     def _take(
         self, row: int, sample: Sample, packed: np.ndarray, report: Report, length: int, accepted: dict[int, list[int]]
