@@ -162,7 +162,7 @@ class AdaptiveSpec:
     sureness: float = 1.64
     probe_share: float = 0.02
     first_steps: int = 24
-    memory: float = 400.0
+    memory: float = 200.0
     shortest_wait: int = 64
     longest_wait: int = 4096
     vain_wait: int = 65536
@@ -259,6 +259,8 @@ class Adaptive:
             worth_s = tokens_per_row * self._plain_s(size) / decision.best
             self._lost_s += max(0.0, outcome.time_s - worth_s)
             group = self._group(place)
+            if place and self._seen(place, size) < SEEN_TO_TRUST and self._gains(size, ())[place][2] > decision.best:
+                return  # it may pay, and that is not known yet: only the budget bounds how soon it is tried again
             wait = self._wait.get(group, self.spec.shortest_wait)
             self._wait[group] = min(2 * wait, self.spec.longest_wait)
             self._next[group] = self._steps + wait
