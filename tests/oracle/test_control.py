@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
-from jaxspec.serve.control import ByBatchSize, Decision, Outcome
-from jaxspec.serve.engine import slack_of
+from jaxspec.serve.control import Adaptive, ByBatchSize, Decision, Outcome
+from jaxspec.serve.engine import WARM_RUNS, slack_of
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, chain, tree
-from tests.oracle.conftest import Lab, generate, mixed_requests, tokens_of
+from tests.oracle.conftest import Lab, SharedPrograms, generate, mixed_requests, tokens_of
 
 CYCLE = tuple(map(chain, (0, 3, 0, 0, 2, 3, 1, 0, 2)))
 FLAT, DEEP, GROWN = tree((2, 2)), tree((3, 1, 1)), DynamicTree(top_k=3, steps=3, nodes=8)
@@ -92,3 +93,23 @@ def test_batch_sizes_choose_the_length(lab: Lab):
     assert arms[PLAIN].dispatches, "eight requests at first"
     assert arms[chain(3)].dispatches, "two at the end"
     assert arms[chain(3)].tokens > arms[chain(3)].steps
+
+
+@pytest.mark.parametrize("pool", [{}, {"block": 16, "page": 16, "pages": 1 + 24}], ids=["rows", "pool"])
+def test_arms_that_ran_beforehand_leave_nothing_behind(lab: Lab, pool: dict, monkeypatch: pytest.MonkeyPatch):
+    ran: list[int] = []
+    dispatch = SharedPrograms.dispatch
+
+    def counted(self, state, steps, eager, arm):
+        ran.append(arm.max_depth)
+        return dispatch(self, state, steps, eager, arm)
+
+    monkeypatch.setattr(SharedPrograms, "dispatch", counted)
+    requests = mixed_requests("cold")
+    control = Adaptive((PLAIN, chain(3)))
+    engine = lab.engine(lab.drafter("self", chain(3)), control=control, **pool)
+    assert ran == [0] * WARM_RUNS + [3] * WARM_RUNS, "before anything is judged"
+    assert not engine.busy
+    assert not np.asarray(engine.state.active_B).any()
+    assert engine.metrics.arms == {}
+    assert tokens_of(generate(engine, requests, steps=2)) == tokens_of(lab.reference("cold", requests))
