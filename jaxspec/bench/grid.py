@@ -109,6 +109,8 @@ class Grid:
       temperatures, workloads, input_tokens, output_tokens, rates: what runs on each engine.
       requests: per run; by default twice the rows and at least four.
       rounds: measured ones, behind one that only warms up.
+      turn_requests: requests of a closed loop after which the next way of decoding has its turn; by default one where
+        the engine has one row, and all where it has several.
       seed: of prompts, arrivals and sampling.
       rule: ``rejection_sample_method``.
       synthetic: acceptance that is decreed, None for the real thing.
@@ -128,6 +130,7 @@ class Grid:
     rates: tuple[float, ...] = (math.inf,)
     requests: int | None = None
     rounds: int = 3
+    turn_requests: int | None = None
     seed: int = 0
     rule: str = "match"
     synthetic: Synthetic | None = None
@@ -149,7 +152,8 @@ class Grid:
         ]
         yield from whole
         yield self.rounds, "--rounds must be at least 1", self.rounds >= 1
-        yield self.requests, "--requests must be at least 1", self.requests is None or self.requests >= 1
+        for name, count in (("--requests", self.requests), ("--turn-requests", self.turn_requests)):
+            yield count, f"{name} must be at least 1", count is None or count >= 1
         for k in self.lengths:
             ok = k == AUTO or (isinstance(k, int) and 0 <= k <= MAX_LENGTH)
             yield k, f"--k takes whole numbers from 0 to {MAX_LENGTH}, and auto", ok
@@ -183,6 +187,10 @@ class Grid:
             for w in self.workloads for i in self.input_tokens for o in self.output_tokens
             for t in self.temperatures for r in self.rates
         ]  # fmt: skip
+
+    def turn(self, rows: int) -> int:
+        """Requests of a closed loop until the next way of decoding has its turn, on an engine."""
+        return self.turn_requests or (1 if rows == 1 else self.count(rows))
 
     def count(self, rows: int) -> int:
         """Requests of a run on an engine."""

@@ -1,10 +1,10 @@
 """Times one run of requests through an engine: how fast tokens come, and how long each request waits for them."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -71,6 +71,7 @@ class Run:
       speculation: what happened to the drafts.
       traces: when the tokens of each prompt came.
       lengths: steps of the engine by what it drafted: a chain's length, or a tree's name.
+      decisions, deciding_s: dispatches, and what the host took to choose what they draft and to learn from them.
     """
 
     token_ids: list[list[int]]
@@ -83,6 +84,8 @@ class Run:
     speculation: SpeculationMetrics
     traces: list[Trace]
     lengths: dict[str, int]
+    decisions: int = 0
+    deciding_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -93,6 +96,21 @@ class Run:
     def decode_tokens_per_s(self) -> float | None:
         """While every row decoded, None if that never was."""
         return self.decode_tokens / self.decode_time_s if self.decode_tokens else None
+
+    @property
+    def decision_s(self) -> float:
+        """What one decision took, in seconds."""
+        return self.deciding_s / max(self.decisions, 1)
+
+    def __add__(self, other: "Run") -> "Run":
+        """Both, one after the other."""
+        speculation = SpeculationMetrics()
+        speculation.merge(self.speculation)
+        speculation.merge(other.speculation)
+        lengths = dict(Counter(self.lengths) + Counter(other.lengths))
+        names = (f.name for f in fields(Run) if f.name not in ("speculation", "lengths"))
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        return Run(**sums, speculation=speculation, lengths=lengths)
 
 
 def poisson_arrivals(count: int, rate_per_s: float, seed: int) -> list[float]:
@@ -127,7 +145,7 @@ def run_once(
     due = deque(zip([0.0] * len(prompts) if arrivals_s is None else arrivals_s, prompts, every, strict=True))
     watch = _Watch(llm.spec.rows if arrivals_s is None else None)
     engine, began = llm.engine, time.perf_counter()
-    now, steps = 0.0, _steps(llm)
+    now, steps, decided = 0.0, _steps(llm), _decided(llm)
     while due or engine.busy:
         while due and due[0][0] <= now:
             at, prompt, wanted = due.popleft()
@@ -142,13 +160,20 @@ def run_once(
         moved = engine.step(1 if reads else None)
         before, now = now, time.perf_counter() - began
         watch.look(moved, now, now - before if full else None)
-    return watch.run(now, {k: n - steps.get(k, 0) for k, n in _steps(llm).items() if n > steps.get(k, 0)})
+    lengths = {k: n - steps.get(k, 0) for k, n in _steps(llm).items() if n > steps.get(k, 0)}
+    count, time_s = (after - before for after, before in zip(_decided(llm), decided, strict=True))
+    return replace(watch.run(now, lengths), decisions=count, deciding_s=time_s)
 
 
 def _steps(llm: LLM) -> dict[str, int]:
     """Steps since the engine started, by arm."""
     arms = llm.engine.metrics.arms
     return {arm.name: arms[arm].steps for arm in sorted(arms, key=lambda arm: (arm.nodes, arm.name))}
+
+
+def _decided(llm: LLM) -> Sequence[Any]:
+    """Dispatches since the engine started, and the time that deciding about them took in seconds."""
+    return llm.engine.metrics.dispatches, llm.engine.metrics.deciding_time_s
 
 
 class _Watch:

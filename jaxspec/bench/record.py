@@ -193,6 +193,7 @@ class Cell(Struct, frozen=True):
       speedup: paired ratios of one round each, while every row decodes (whole runs if that never was).
       total_speedup: the same of whole runs. Plain runs of an engine with a draft model read prompts with it, too.
       lengths: steps by chain length or tree that they took, where the engine chooses (``k`` is ``auto``).
+      decision_s: what a choice took on the host in seconds, by round, mean over the round's dispatches; likewise.
       regret: how far that choice was behind the best fixed length, where those ran, too.
       same_text: whether all runs of a prompt gave the same tokens; None where the rule does not promise that, or
         acceptance is synthetic.
@@ -213,6 +214,7 @@ class Cell(Struct, frozen=True):
     acceptance: Acceptance | None = None
     experts: Experts | None = None
     lengths: dict[str, int] | None = None
+    decision_s: Spread | None = None
     regret: Regret | None = None
     same_text: bool | None = None
     peers: list[PeerFigures] = []

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +140,22 @@ class Sweep:
         arrivals = None if point.arrival == CLOSED else poisson_arrivals(len(prompts), point.rate, grid.seed)
         comparable = point.temperature == 0 and arrivals is None and not WORKLOADS[point.workload].sampling
         rivals = {c.name: c for c in contenders} if comparable else {}
-        subjects: dict[str, Callable[[], Run | PeerRun]] = {
-            mode: partial(run_once, llm, prompts, self._params(point, len(prompts), mode), arrivals)
-            for mode in ((PLAIN, SPECULATIVE) if engine.drafter else (PLAIN,))
-        }
-        subjects |= {name: partial(c.run, prompts, point.output_tokens) for name, c in rivals.items()}
+        plain, drafted = (self._params(point, len(prompts), mode) for mode in (PLAIN, SPECULATIVE))
+
+        def ours(params: list[SamplingParams], part: slice) -> Run:
+            return run_once(llm, prompts[part], params[part], arrivals)
+
+        subjects: dict[str, Callable[[slice], Run | PeerRun]] = {PLAIN: partial(ours, plain)}
+        if engine.drafter:
+            subjects[SPECULATIVE] = partial(ours, drafted)
+        for name, rival in rivals.items():
+            subjects[name] = lambda part, rival=rival: rival.run(prompts[part], point.output_tokens)
         if grid.against_fixed and isinstance(engine.k, str):
-            params = self._params(point, len(prompts), SPECULATIVE)
-            arms = [arm for arm in llm.engine.control.arms if arm.drafts]
-            subjects |= {FIXED + arm.name: partial(_run_held, llm, arm, prompts, params, arrivals) for arm in arms}
-        rounds = [in_turns(subjects, turn) for turn in range(grid.rounds + 1)][1:]
+            for arm in (arm for arm in llm.engine.control.arms if arm.drafts):
+                subjects[FIXED + arm.name] = lambda part, arm=arm: _held(llm, arm, partial(ours, drafted, part))
+        size = len(prompts) if arrivals else grid.turn(engine.rows)
+        parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
+        rounds = [_round(subjects, parts, turn) for turn in range(grid.rounds + 1)][1:]
         cell = self._cell(engine, point, rounds)
         found = [_beside(rival, name, rounds) for name, rival in rivals.items()]
         return structs.replace(cell, peers=found, experts=self._experts(llm, engine, prompts, rounds))
@@ -199,6 +206,7 @@ class Sweep:
             total_speedup=Spread.of(whole),
             acceptance=Acceptance.of(last.speculation, last.tokens),
             lengths=last.lengths if isinstance(engine.k, str) else None,
+            decision_s=Spread.of([run.decision_s for run in runs[SPECULATIVE]]) if isinstance(engine.k, str) else None,
             regret=_regret(rounds),
             same_text=_same([run for round_ in rounds for run in round_.values() if isinstance(run, Run)])
             if lossless
@@ -221,12 +229,28 @@ def _beside(rival: Contender, name: str, rounds: Sequence[Mapping[str, Any]]) ->
     return peer_figures(rival, [r[name] for r in rounds], [r[mode] for r in rounds], rounds[0][PLAIN])
 
 
-def _run_held(llm: LLM, arm: AnyTopology, *args: Any) -> Run:
+def _round(
+    subjects: Mapping[str, Callable[[slice], Run | PeerRun]], parts: Sequence[slice], turn: int
+) -> dict[str, Any]:
+    """Every subject's run of all prompts; they take turns at every part of them."""
+    found = [
+        in_turns({name: partial(run, part) for name, run in subjects.items()}, turn + number)
+        for number, part in enumerate(parts)
+    ]
+    return {name: _sum([part[name] for part in found]) for name in subjects}
+
+
+def _sum(runs: Sequence[Any]) -> Any:
+    """Runs one after the other as one."""
+    return reduce(add, runs)
+
+
+def _held(llm: LLM, arm: AnyTopology, run: Callable[[], Run]) -> Run:
     """A run of an engine that chooses, held at one arm."""
     engine = llm.engine
     chooses, engine.control = engine.control, Fixed(arm)
     try:
-        return run_once(llm, *args)
+        return run()
     finally:
         engine.control = chooses
 

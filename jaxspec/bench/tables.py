@@ -49,6 +49,7 @@ def _rows(cell: Cell, synthetic: bool) -> Iterable[dict[str, Any]]:
         if cell.experts is not None:
             found |= {"experts_per_step": cell.experts.speculative, "experts_per_plain_step": cell.experts.plain}
         found |= {"lengths": "" if cell.lengths is None else lengths_text(cell.lengths)}
+        found |= _spread("decision_s", cell.decision_s) if cell.decision_s is not None else {}
         if cell.regret is not None:
             found |= {"best_fixed_k": cell.regret.best} | _spread("over_best_fixed", cell.regret.over_best)
             found |= {f"speedup_at_k_{k}": gain for k, gain in cell.regret.fixed.items()}
@@ -110,6 +111,7 @@ def markdown_text(report: Report) -> str:
     chosen = [cell for cell in report.cells if cell.regret is not None]
     if chosen:
         header = ["cell", "auto over plain", "auto over the best fixed K", "speed-up by fixed K", "steps of auto"]
+        header += ["decision, ms"]
         lines += ["## auto, and every fixed K in the same rounds", "", *_table(header, map(_regret_line, chosen)), ""]
     if report.skipped:
         lines += ["## Not measured", "", *(f"- {s.what}: {s.reason}" for s in report.skipped), ""]
@@ -164,7 +166,8 @@ def _regret_line(cell: Cell) -> list[str]:
     assert cell.regret is not None
     gains = ", ".join(f"{k}: {gain:.2f}" for k, gain in cell.regret.fixed.items())
     best = f"{_ratio(cell.regret.over_best)}, {arm_text(cell.regret.best)}"
-    return [cell.name, _ratio(cell.speedup), best, gains, lengths_text(cell.lengths or {})]
+    took = "" if cell.decision_s is None else f"{1e3 * cell.decision_s.median:.3f}"
+    return [cell.name, _ratio(cell.speedup), best, gains, lengths_text(cell.lengths or {}), took]
 
 
 def _rate(found: Figures) -> str:

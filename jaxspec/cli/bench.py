@@ -45,6 +45,8 @@ class BenchArgs:
       request_rate: Poisson arrivals per second; inf is a closed loop.
       requests: Per run; by default twice the rows and at least four.
       rounds: Measured rounds, behind one that only warms up.
+      turn_requests: Requests of a closed loop after which the next way of decoding has its turn; by default one where
+        there is one row, else all of a run. The fewer, the less of a machine's moods is left in the ratios.
       seed: Of prompts, arrivals and sampling.
       rule: Verification: match keeps the text of plain decoding, standard and block its distribution.
       synthetic_rates: Accept drafts by a coin, with these shares for draft 1, 2, ...; for studies of hardware, every
@@ -81,6 +83,7 @@ class BenchArgs:
     request_rate: tuple[float, ...] = (float("inf"),)
     requests: int | None = None
     rounds: int = 3
+    turn_requests: int | None = None
     seed: int = 0
     rule: Literal["match", "standard", "block"] = "match"
     synthetic_rates: tuple[float, ...] = ()
@@ -212,6 +215,7 @@ def grid_of(args: BenchArgs) -> Grid:
         rates=args.request_rate,
         requests=args.requests,
         rounds=args.rounds,
+        turn_requests=args.turn_requests,
         seed=args.seed,
         rule=args.rule,
         synthetic=synthetic,

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.serve.control import Adaptive, Control, Decision, Outcome
+from jaxspec.serve.adaptive import Adaptive
+from jaxspec.serve.control import Control, Decision, Outcome
 from jaxspec.serve.journal import Journal
-from jaxspec.serve.survival import Survival
+from jaxspec.serve.survival import RequestSurvival
 from jaxspec.sharding import hosts
 from jaxspec.topology import AnyTopology
 
@@ -28,9 +29,11 @@ class Agreed:
         """The arms."""
         return self.control.arms
 
-    def choose(self, rows: int, waiting: int, requests: Sequence[Survival] = ()) -> Decision:
+    def choose(
+        self, rows: int, waiting: int, requests: RequestSurvival | None = None, steps: int | None = None
+    ) -> Decision:
         """Arm of the next dispatch, process 0's."""
-        own = self.control.choose(rows, waiting, requests)
+        own = self.control.choose(rows, waiting, requests, steps)
         word = hosts.agreed(np.array([self.arms.index(own.arm), own.probe], np.int32))
         return replace(own, arm=self.arms[int(word[0])], probe=bool(word[1]))
 
@@ -42,6 +45,11 @@ class Agreed:
 def agreed(control: Control) -> Control:
     """The control, of one mind in all processes where it looks at clocks."""
     return Agreed(control) if hosts.several() and isinstance(control, Adaptive) else control
+
+
+def decider(control: Control) -> Control:
+    """The control that decides, of one that may be of one mind with others."""
+    return control.control if isinstance(control, Agreed) else control
 
 
 class Follower:

@@ -19,19 +19,22 @@ from jaxspec.draft.deferred import KEPT, Deferred
 from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
+from jaxspec.serve.adaptive import Adaptive
+from jaxspec.serve.agreed import decider
 from jaxspec.serve.budget import VerifyBudget
 from jaxspec.serve.compiled import Programs
-from jaxspec.serve.control import Adaptive, Control, Decision, Fixed, Outcome
+from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.request import Logprob, RequestOutput
 from jaxspec.serve.rows import Sample
-from jaxspec.serve.survival import Survival
+from jaxspec.serve.survival import RequestSurvival
+from jaxspec.serve.warm_up import warm_up
 from jaxspec.sharding import hosts
 from jaxspec.sharding.placement import allocate, mesh_of, row_axes, state_rules
 from jaxspec.topology import PLAIN, AnyTopology
 
 STOP_PLACES = 16
-WARM_RUNS, WARM_ROWS = 4, 8
+WARM_ROWS = 8
 REMEMBERED = 64.0  # verifications of one request
 
 
@@ -108,29 +111,34 @@ class Engine:
         self.metrics = EngineMetrics(self.depth)
         self.waiting: deque[Sample] = deque()
         self.rows: list[Sample | None] = [None] * spec.rows
-        if isinstance(self.control, Adaptive):
-            self._warm_up(target.net.arch.vocab_size)
+        self.survival = RequestSurvival(spec.rows, self.depth, REMEMBERED)
+        adaptive = decider(self.control)
+        if isinstance(adaptive, Adaptive):
+            self._random = np.random.default_rng(0)
+            told = warm_up(adaptive.arms, self._warm_up, min(spec.rows, WARM_ROWS), spec.steps)
+            adaptive.prior, adaptive.overhead_s = adaptive.prior or told[0], told[1]
 
-    def _warm_up(self, vocab: int) -> None:
-        """Runs every arm on random tokens, so that no arm is judged by what the first runs of a program cost.
-
-        XLA:CPU links code when it first runs, each expert's by itself, and GPUs record their graphs: three dispatches
-        of an arm can take ten times as long as later ones.
-        """
-        rng, chosen = np.random.default_rng(0), init_sampling(1, STOP_PLACES)
+    def _warm_up(self, arm: AnyTopology, most: int) -> float:
+        """Time of a step of an arm on random tokens, in seconds; nothing is left of them."""
+        rows = range(min(self.spec.rows, WARM_ROWS))
         limits = {"max_length_B": np.full(1, self.spec.capacity), "draft_limit_B": np.full(1, self.depth)}
-        sampling = replace(chosen, **{name: value.astype(np.int32) for name, value in limits.items()})
-        for arm in self.control.arms:
-            for _ in range(WARM_RUNS):
-                for row in range(min(self.spec.rows, WARM_ROWS)):
-                    prompt = np.repeat(rng.integers(0, vocab, 1), 2).astype(np.int32)  # what repeats has a match
-                    table = None if self.pool is None else np.zeros(self.state.table_BJ.shape[1], np.int32)  # pyright: ignore[reportOptionalMemberAccess]
-                    self.state = self.programs.prefill(self.state, row, prompt, table)
-                    self.state = self.programs.admit(self.state, row, prompt, sampling, table)
-                self.state, _ = self.programs.dispatch(self.state, self.spec.steps, False, arm)
-        for row in range(min(self.spec.rows, WARM_ROWS)):
-            self.state = self.programs.retire(self.state, row)
+        sampling = replace(
+            init_sampling(1, STOP_PLACES), **{name: value.astype(np.int32) for name, value in limits.items()}
+        )
+        table = None if self.pool is None else np.zeros(self.state.table_BJ.shape[1], np.int32)  # pyright: ignore[reportOptionalMemberAccess]
+        for row in rows:
+            vocab = self.programs.target.net.arch.vocab_size
+            prompt = np.repeat(self._random.integers(0, vocab, 1), 2).astype(np.int32)  # what repeats has a match
+            self.state = self.programs.prefill(self.state, row, prompt, table)
+            self.state = self.programs.admit(self.state, row, prompt, sampling, table)
         jax.block_until_ready(self.state.length_B)
+        began = time.monotonic()
+        self.state, report = self.programs.dispatch(self.state, most, False, arm)
+        steps = int(np.asarray(report.packed_BX)[0, -1])
+        step_s = (time.monotonic() - began) / max(steps, 1)
+        for row in rows:
+            self.state = self.programs.retire(self.state, row)
+        return step_s
 
     @property
     def busy(self) -> bool:
@@ -164,7 +172,8 @@ class Engine:
         running = [sample for sample in self.rows if sample is not None]
         if not running:
             return []
-        decision, began = self._decide(running), time.monotonic()
+        asked = time.monotonic()
+        decision, began = self._decide(running, steps), time.monotonic()
         self._catch_up(decision.length)
         self._price(decision.length, len(running))
         ready = time.monotonic()
@@ -176,11 +185,16 @@ class Engine:
         self.metrics.decode_time_s += done - began
         moved: dict[int, RequestOutput] = {}
         accepted: dict[int, list[int]] = {}
+        by_row: dict[int, list[int]] = {}
         for row, sample in enumerate(self.rows):
             if sample is not None:
                 moved[id(sample.output)] = sample.output
-                if self._take(row, sample, packed[row], report, decision.length, accepted):
+                tried = sample.tried(decision.length)
+                by_row[row] = self._take(row, sample, packed[row], report, decision.length, tried)
+                accepted.setdefault(tried, []).extend(by_row[row])
+                if sample.completion.finish_reason is not None:
                     self._finish(row, sample)
+        self.survival.add(decision.length, by_row)
         steps_done = int(packed[0, -1])
         touched = () if report.touched_K is None else tuple(np.asarray(report.touched_K) / max(steps_done, 1))
         drafted_BX = packed[:, decision.length + 2 : -3 : decision.length + 3][:, :steps_done]
@@ -189,18 +203,20 @@ class Engine:
             drafted=float(drafted_BX.sum() / max(steps_done, 1)),
             deepest=float(drafted_BX.max(axis=0).sum() / max(steps_done, 1)),
         )  # fmt: skip
+        told = time.monotonic()
         self.control.record(decision, outcome)
+        self.metrics.deciding_time_s += began - asked + time.monotonic() - told
         self.metrics.dispatched(decision, outcome)
         if self.budget is not None and report.outcome_HMC is not None:
             self.budget.record(decision.length, outcome, np.asarray(report.outcome_HMC))
             self.metrics.draft_prices_s = self.budget.prices_s
         return list(moved.values())
 
-    def _decide(self, running: list[Sample]) -> Decision:
+    def _decide(self, running: list[Sample], steps: int | None) -> Decision:
         """Arm of the next dispatch; rows that want no drafts take part in it, too, and gain nothing."""
         if all(sample.params.draft_limit == 0 for sample in running):
             return Decision(PLAIN)
-        return self.control.choose(len(running), len(self.waiting), [sample.survival for sample in running])
+        return self.control.choose(len(running), len(self.waiting), self.survival, steps)
 
     def _price(self, length: int, rows: int) -> None:
         """Prices of the next dispatch's drafts."""
@@ -252,18 +268,16 @@ class Engine:
             self.state = self.programs.admit(state, row, sample.prompt, sampling, table)
             self.rows[row] = sample
             sample.observed = sample.length
-            sample.survival = Survival(self.depth, REMEMBERED, sample.params.draft_limit)
+            self.survival.enter(row, sample.params.draft_limit)
             self.metrics.prompt_tokens += len(sample.output.prompt_token_ids)
 
-    def _take(
-        self, row: int, sample: Sample, packed: np.ndarray, report: Report, length: int, accepted: dict[int, list[int]]
-    ) -> bool:
-        """Hands the tokens of a dispatch to a sample, step by step; returns whether it ended.
+    def _take(self, row: int, sample: Sample, packed: np.ndarray, report: Report, length: int, tried: int) -> list[int]:
+        """Hands the tokens of a dispatch to a sample, step by step.
 
-        What was accepted of how many tried drafts is added to ``accepted``, but for a last step that was cut short.
+        Returns:
+          What each verification accepted of the drafts that were tried, but for a last one that was cut short.
         """
-        depth, limit = length + 1, sample.params.draft_limit
-        tried = length if limit is None else min(limit, length)
+        depth = length + 1
         width, counts = depth + 2, []
         for index in range(int(packed[-1])):
             entry = packed[index * width : (index + 1) * width]
@@ -280,11 +294,9 @@ class Engine:
             if ended:
                 break
             counts.append(count - 1)
-        sample.survival.add(tried, counts)
-        accepted.setdefault(tried, []).extend(counts)
         if length:
             sample.observed = sample.length
-        return sample.completion.finish_reason is not None
+        return counts
 
     def _finish(self, row: int, sample: Sample) -> None:
         self._free(row, sample)
@@ -295,6 +307,7 @@ class Engine:
 
     def _free(self, row: int, sample: Sample) -> None:
         self.rows[row] = None
+        self.survival.leave(row)
         self.state = self.programs.retire(self.state, row)
         if self.pool is not None:
             self.pool.release(sample.pages)

@@ -17,9 +17,9 @@ from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
+from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
 from jaxspec.serve.budget import budget_of
-from jaxspec.serve.control import control_of
 from jaxspec.serve.defaults import end_ids, sampling_defaults
 from jaxspec.serve.engine import STOP_PLACES, Engine, EngineSpec
 from jaxspec.serve.loading import load_draft, load_prior, load_target

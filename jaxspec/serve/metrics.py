@@ -49,7 +49,8 @@ class EngineMetrics:
     def __init__(self, draft_length: int):
         self.speculation = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * draft_length)
         self.prompt_tokens = self.generated_tokens = self.requests = 0
-        self.prefill_time_s = self.decode_time_s = 0.0
+        self.prefill_time_s = self.decode_time_s = self.deciding_time_s = 0.0
+        self.dispatches = 0
         self.arms: dict[AnyTopology, ArmCounts] = {}
         self.touched: tuple[float, ...] = ()
         self.cut_drafts = 0
@@ -64,6 +65,7 @@ class EngineMetrics:
         """Counts a dispatch of an arm."""
         arm = self.arms.setdefault(decision.arm, ArmCounts())
         arm.dispatches += 1
+        self.dispatches += 1
         arm.probes += decision.probe
         arm.steps += outcome.steps
         arm.time_s += outcome.time_s
@@ -89,6 +91,7 @@ class EngineMetrics:
         found += [
             Metric("jaxspec:prefill_time_s_total", self.prefill_time_s),
             Metric("jaxspec:decode_time_s_total", self.decode_time_s),
+            Metric("jaxspec:deciding_time_s_total", self.deciding_time_s),
             Metric("jaxspec:num_steps_total", s.num_steps),
             Metric("jaxspec:cut_drafts_total", self.cut_drafts),
         ]

@@ -17,7 +17,6 @@ from jaxspec.serve.request import (
     SpeculationMetrics,
     key_words,
 )
-from jaxspec.serve.survival import Survival
 
 if TYPE_CHECKING:
     from jaxspec.serve.text import Growing
@@ -38,7 +37,6 @@ class Sample:
       max_length: total length at which it ends.
       pages: page ids that it holds.
       observed: positions that the drafter has observed.
-      survival: of its drafts.
     """
 
     output: RequestOutput
@@ -50,7 +48,6 @@ class Sample:
     arrived: float = field(default_factory=time.monotonic)
     pages: list[int] = field(default_factory=list)
     observed: int = 0
-    survival: Survival = field(default_factory=lambda: Survival(0))
 
     @property
     def length(self) -> int:
@@ -62,10 +59,14 @@ class Sample:
         """Prompt ids."""
         return np.asarray(self.output.prompt_token_ids, np.int32)
 
+    def tried(self, length: int) -> int:
+        """Drafts of a verification of so many that it may accept."""
+        limit = self.params.draft_limit
+        return length if limit is None else min(limit, length)
+
     def sampling(self, stop_ids: list[int], stop_places: int, draft_length: int) -> Sampling:
         """Its settings as arrays of one row."""
         p = self.params
-        limit = draft_length if p.draft_limit is None else min(p.draft_limit, draft_length)
         stops = stop_ids + [-1] * (stop_places - len(stop_ids))
 
         def real(x: float) -> Any:
@@ -89,7 +90,7 @@ class Sample:
             stop_BX=words(stops, np.int32),
             min_length_B=whole(len(self.output.prompt_token_ids) + p.min_tokens if p.min_tokens else 0),
             max_length_B=whole(self.max_length),
-            draft_limit_B=whole(limit),
+            draft_limit_B=whole(self.tried(draft_length)),
             logprobs_B=whole(-1 if p.logprobs is None else p.logprobs),
         )
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import repeat
 
 import numpy as np
 
-PRIOR = 8.0  # verifications of all that stand in for the missing own ones of a part
+PRIOR = 8.0  # verifications of chains that stand in for the missing ones of a tree
+PLAIN_FADE = 1 / 32  # share of what is known of a request that a plain step of it forgets
+UNTRIED = 10.0  # times as long as others are positions remembered that are not tried
+SHARED = 16.0  # verifications of everyone that stand in for the missing ones of a request
 
 
 @dataclass
@@ -24,12 +27,10 @@ class Survival:
     Attributes:
       length: positions that are counted.
       memory: verifications that are remembered.
-      limit: positions that may be accepted at all, None for all.
     """
 
     length: int
     memory: float = 400.0
-    limit: int | None = None
     _tried: list[float] = field(init=False)
     _hits: list[float] = field(init=False)
 
@@ -49,6 +50,9 @@ class Survival:
             self._tried[place] = self._tried[place] * fade + new
             self._hits[place] = self._hits[place] * fade + above
             above -= counts[place + 1]
+        for place in range(length, self.length):  # what was not tried is known less and less
+            fade = max(0.0, 1.0 - new / (UNTRIED * self.memory))
+            self._tried[place], self._hits[place] = self._tried[place] * fade, self._hits[place] * fade
 
     def by_position(self, beside: Survival | None = None) -> list[tuple[float, float]]:
         """Survival of each position and its standard error.
@@ -68,7 +72,7 @@ class Survival:
                 now = now if now < last else last
                 rate = now / last if last > 0 else 0.0
                 smoothed = (hits + 0.5) / (tried + 1.0)
-                error = math.sqrt(smoothed * (1 - smoothed) / tried)
+                error = min(math.sqrt(smoothed * (1 - smoothed) / tried), 0.5)
             else:
                 error = now = last * rate
             found.append((now, error))
@@ -76,18 +80,76 @@ class Survival:
         return found
 
 
-def mean_survival(requests: Sequence[Survival], everyone: Sequence[float]) -> list[float]:
-    """Survival of each position, the mean over these requests.
+class RequestSurvival:
+    """The same of every running request by itself, in arrays [B, K] with a row for each batch slot.
 
-    What a request has not tried yet it shares with everyone, who weigh as much as ``PRIOR`` verifications of it; what
+    What a request has not tried yet it shares with everyone, who weigh as much as ``SHARED`` verifications of it; what
     lies beyond its limit survives never.
     """
-    count, depth = len(requests), len(everyone)
-    numbers = chain.from_iterable(numbers for r in requests for numbers in (r._tried, r._hits))
-    seen_RXK = np.fromiter(numbers, float, 2 * count * depth).reshape(count, 2, depth)
-    own_RK = (seen_RXK[:, 1] + PRIOR * np.asarray(everyone)) / (seen_RXK[:, 0] + PRIOR)
-    np.minimum.accumulate(own_RK, axis=1, out=own_RK)
-    for row, request in enumerate(requests):
-        if request.limit is not None:
-            own_RK[row, request.limit :] = 0.0
-    return [total / count for total in np.add.reduce(own_RK, axis=0).tolist()]
+
+    def __init__(self, rows: int, length: int, memory: float):
+        """Empty slots.
+
+        Args:
+          rows: B.
+          length: K, positions that are counted.
+          memory: verifications that are remembered of each request.
+        """
+        self._memory, self._place_K = memory, np.arange(length)
+        self._tried_BK, self._hits_BK = np.zeros((rows, length)), np.zeros((rows, length))
+        self._limit_B, self._within_BK = np.full(rows, length), np.ones((rows, length))
+        self._runs: list[int] = []
+        self.changes = 0  # how often a request came or went
+
+    def enter(self, row: int, limit: int | None = None) -> None:
+        """A request takes a slot; ``limit`` is of the positions that it may accept, None for all."""
+        self._tried_BK[row] = self._hits_BK[row] = 0.0
+        self._limit_B[row] = len(self._place_K) if limit is None else limit
+        self._within_BK[row] = self._place_K < self._limit_B[row]
+        self._runs.append(row)
+        self.changes += 1
+
+    def leave(self, row: int) -> None:
+        """Its request ends."""
+        self._runs.remove(row)
+        self.changes += 1
+
+    def add(self, length: int, accepted: Mapping[int, Sequence[int]]) -> None:
+        """Counts verifications of ``length`` drafts each, or of as many as a request's limit allows, by row.
+
+        Plain steps, of no drafts, carry a text away from what was seen of it: or one bad stretch would end drafting for
+        the rest of a request, where everybody else's drafts pay.
+        """
+        most = max(map(len, accepted.values()), default=0)
+        if not length:
+            kept = (1.0 - PLAIN_FADE) ** most
+            self._tried_BK *= kept
+            self._hits_BK *= kept
+        if not length or not most:
+            return
+        rows = list(accepted)
+        count_RS = np.full((len(rows), most), -1)
+        for place, counts in enumerate(accepted.values()):
+            count_RS[place, : len(counts)] = counts
+        new_R1 = (count_RS >= 0).sum(axis=1, keepdims=True)
+        new_RK = new_R1 * (self._place_K < np.minimum(self._limit_B[rows], length)[:, None])
+        above_RK = (count_RS[:, :, None] > self._place_K).sum(axis=1)
+        tried_RK = self._tried_BK[rows]
+        fade_RK = 1.0 - np.maximum(tried_RK + new_RK - self._memory, 0.0) / np.maximum(tried_RK, 1.0)
+        fade_RK = np.where(new_RK > 0, np.maximum(fade_RK, 0.0), 1.0)
+        self._tried_BK[rows] = tried_RK * fade_RK + new_RK
+        self._hits_BK[rows] = self._hits_BK[rows] * fade_RK + above_RK
+
+    def mean(self, everyone: Sequence[float]) -> list[float]:
+        """Survival of each position, the mean over the running requests, of whom there is one at least.
+
+        Args:
+          everyone: survival of each position over all requests.
+        """
+        runs = np.array(self._runs)
+        own_RK = self._hits_BK.take(runs, axis=0)
+        own_RK += SHARED * np.asarray(everyone)
+        own_RK /= self._tried_BK.take(runs, axis=0) + SHARED
+        np.minimum.accumulate(own_RK, axis=1, out=own_RK)
+        own_RK *= self._within_BK.take(runs, axis=0)
+        return (np.add.reduce(own_RK) / len(runs)).tolist()

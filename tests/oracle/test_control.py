@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from jaxspec.serve.control import Adaptive, ByBatchSize, Decision, Outcome
-from jaxspec.serve.engine import WARM_RUNS, slack_of
+from jaxspec.serve.adaptive import Adaptive
+from jaxspec.serve.control import ByBatchSize, Decision, Outcome
+from jaxspec.serve.engine import slack_of
+from jaxspec.serve.warm_up import LINKING, RANDOM, TIMED
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, chain, tree
 from tests.oracle.conftest import Lab, SharedPrograms, generate, mixed_requests, tokens_of
 
@@ -25,7 +27,7 @@ class Cycle:
     def arms(self) -> tuple[AnyTopology, ...]:
         return tuple(dict.fromkeys(self.order))
 
-    def choose(self, rows: int, waiting: int, requests=()) -> Decision:
+    def choose(self, rows: int, waiting: int, requests=None, steps=None) -> Decision:
         return Decision(self.order[len(self.outcomes) % len(self.order)])
 
     def record(self, decision: Decision, outcome: Outcome) -> None:
@@ -108,7 +110,12 @@ def test_arms_that_ran_beforehand_leave_nothing_behind(lab: Lab, pool: dict, mon
     requests = mixed_requests("cold")
     control = Adaptive((PLAIN, chain(3)))
     engine = lab.engine(lab.drafter("self", chain(3)), control=control, **pool)
-    assert ran == [0] * WARM_RUNS + [3] * WARM_RUNS, "before anything is judged"
+    assert ran == [0, 3, 0] * (LINKING + TIMED), "before anything is judged, and in turns"
+    assert control.prior is not None
+    told = control.prior.at(3, 4)
+    assert told is not None, "what their steps take is known beforehand"
+    assert 0.2 < told[0] < 50
+    assert told[1] >= RANDOM
     assert not engine.busy
     assert not np.asarray(engine.state.active_B).any()
     assert engine.metrics.arms == {}

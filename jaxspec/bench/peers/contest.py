@@ -57,6 +57,16 @@ class PeerRun(msgspec.Struct, frozen=True):
         """While every row decoded, None if that never was."""
         return self.decode_tokens / self.decode_time_s if self.decode_tokens else None
 
+    def __add__(self, other: "PeerRun") -> "PeerRun":
+        """Both, one after the other."""
+        return PeerRun(
+            self.token_ids + other.token_ids,
+            self.time_s + other.time_s,
+            self.decode_tokens + other.decode_tokens,
+            self.decode_time_s + other.decode_time_s,
+            None if self.passes is None or other.passes is None else self.passes + other.passes,
+        )
+
 
 @dataclass(frozen=True)
 class PeerChoice:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import math
 from pathlib import Path
 
@@ -123,6 +124,34 @@ def test_auto_beside_every_fixed_length_and_tree(model: Path):
     assert cell.regret is not None
     assert sorted(cell.regret.fixed) == ["1", "2", "3", "4", "5", "[2]"]
     assert all(llm.engine.metrics.arms[arm].steps for arm in (*map(chain, range(1, 6)), tree((2,)))), "each ran"
+    assert cell.decision_s is not None
+    assert 0 < cell.decision_s.median < 0.1
+    table = markdown_text(made_up_report(cell))
+    assert f"| {1e3 * cell.decision_s.median:.3f} |" in table
+    assert "decision_s" in csv_text(made_up_report(cell)).splitlines()[0]
+
+
+@pytest.mark.parametrize(("rows", "wanted", "sizes"), [(1, None, [1, 1, 1]), (2, None, [3]), (2, 2, [2, 1])])
+def test_ways_of_decoding_take_turns_within_a_round(model: Path, rows: int, wanted: int | None, sizes: list[int]):
+    grid = Grid((NGRAM,), (2,), (rows,), experts=False, requests=3, turn_requests=wanted, **SMALL)
+    sweep, engine, ran = Sweep(model, grid, ENGINE), EnginePoint(rows, NGRAM, 2), []
+    llm = sweep.open(engine)
+    submit = llm.submit
+
+    def watched(prompt, params):
+        ran.append((prompt, params.speculative is None))
+        return submit(prompt, params)
+
+    llm.submit = watched
+    cell = sweep.measure(llm, engine, grid.points()[0])
+    rounds = grid.rounds + 1
+    turns = [(drafts, len(list(group))) for drafts, group in itertools.groupby(ran, key=lambda one: one[1])]
+    if len(sizes) > 1:
+        assert len(turns) > 2 * rounds, "they change within a round"
+    assert [prompt for prompt, drafts in ran if drafts] == rounds * sweep.prompts(engine, grid.points()[0])
+    assert sum(count for _, count in turns) == 2 * 3 * rounds
+    assert cell.plain.requests == cell.speculative.requests == 3
+    assert cell.same_text is True
 
 
 def test_regret_by_hand():

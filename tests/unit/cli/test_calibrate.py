@@ -13,7 +13,7 @@ from jaxspec.checkpoint.fingerprint import digests
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError
 from jaxspec.perf.calibration import Calibration, Predictor, load_calibration
-from jaxspec.serve.control import Adaptive
+from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.llm import LLM
 from jaxspec.topology import chain
 from tests.unit.serve.tiny_model import write_tiny_model

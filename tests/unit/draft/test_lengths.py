@@ -8,7 +8,8 @@ from jaxspec.draft.catalog import parse
 from jaxspec.draft.lengths import Lengths, parse_lengths
 from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
-from jaxspec.serve.control import Adaptive, ByBatchSize, Fixed, control_of
+from jaxspec.serve.adaptive import Adaptive, control_of
+from jaxspec.serve.control import ByBatchSize, Fixed
 from jaxspec.topology import PLAIN, DynamicTree, chain, tree
 
 TABLE, TREES = "num_speculative_tokens_per_batch_size", "speculative_token_trees"

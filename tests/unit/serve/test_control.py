@@ -2,15 +2,16 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxspec.perf.step_ratios import StepRatios
-from jaxspec.serve.control import Adaptive, AdaptiveSpec, ByBatchSize, Decision, Fixed, Outcome
-from jaxspec.serve.survival import Survival
+from jaxspec.serve.adaptive import NO_GAIN, Adaptive, AdaptiveSpec
+from jaxspec.serve.control import ByBatchSize, Decision, Fixed, Outcome
+from jaxspec.serve.survival import RequestSurvival, Survival
 from jaxspec.topology import PLAIN, AnyTopology, chain, tree
 
 LENGTHS = (0, 1, 2, 3, 4, 5)
@@ -63,6 +64,14 @@ def play(control: Adaptive, machine: Machine, dispatches: int, rows: int = 4) ->
     return chosen
 
 
+def running(limits: Sequence[int | None], rows: int = 4, length: int = 5, memory: float = 64.0) -> RequestSurvival:
+    """Requests in the first slots, with these limits."""
+    requests = RequestSurvival(rows, length, memory)
+    for row, limit in enumerate(limits):
+        requests.enter(row, limit)
+    return requests
+
+
 CHEAP, DEAR = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], [1.0, 1.6, 2.2, 2.7, 3.1, 3.5]
 CASES = {
     "cheap and accepted": (CHEAP, [0.9, 0.85, 0.8, 0.8, 0.8]),
@@ -96,6 +105,13 @@ def test_probes_stay_within_their_budget():
     assert gaps[-1] >= 4 * gaps[0]
 
 
+def test_longer_drafts_that_come_to_pay_are_found_while_short_ones_are_used():
+    machine, control = Machine(CHEAP, [0.9, 0.0, 0.0, 0.0, 0.0], noise=0.02), Adaptive(ARMS)
+    assert play(control, machine, 400)[-50:].count(1) > 45
+    machine.rates = [0.9] * 5
+    assert play(control, machine, 400)[-50:].count(5) > 45
+
+
 def test_follows_a_workload_that_changes():
     machine, control = Machine(CHEAP, [0.0] * 5), Adaptive(ARMS)
     play(control, machine, 300)
@@ -121,12 +137,16 @@ def test_same_records_same_decisions():
 def test_requests_that_differ_change_the_length():
     control, machine = Adaptive(ARMS), Machine(CHEAP, [0.5] * 5)
     play(control, machine, 300)
-    good, bad = Survival(5), Survival(5)
-    good.add(5, [5] * 60)
-    bad.add(5, [0] * 60)
-    decisions = [control.choose(4, 0, [request] * 4) for request in (good, bad)]
+    decisions = []
+    for count in (5, 0):
+        requests = running([None] * 4)
+        requests.add(5, {row: [count] * 60 for row in range(4)})
+        decisions.append(control.choose(4, 0, requests))
+        if count:
+            tokens = 1 + sum(requests.mean([s for s, _ in control.survival.by_position()]))
+            assert 4.5 < tokens < 6, "their own, and some of everyone's"
+            assert decisions[0].best == pytest.approx(tokens / 1.5, rel=0.1)
     assert [d.length for d in decisions] == [5, 0]
-    assert decisions[0].gain == pytest.approx(6 / 1.5, rel=0.1)
 
 
 class Routed(Machine):
@@ -224,15 +244,15 @@ def test_a_tree_is_not_judged_by_what_chains_take():
     machine, control = Machine(time_s, rates), Adaptive((*ARMS, BUSHY), prior=ratios_of(time_s))
     for arm in (PLAIN, chain(5), chain(3)):
         control.record(Decision(arm), machine.run(arm, 4))
-    assert control._gains(2, ())[-1][0] is None
+    assert control._gains(2)[-1] == NO_GAIN
     tokens, chains = (control._tokens(place, ()) for place in (len(ARMS), 0))
     assert [t for t, _ in tokens] == pytest.approx([t for t, _ in chains[:4]])
     assert tokens[-1][1] > chains[3][1], "and is less sure"
     machine.trees = trees
     control.record(Decision(BUSHY), machine.run(BUSHY, 4))
-    gain, error, _ = control._gains(2, ())[-1]
-    assert gain == pytest.approx(machine.speed(BUSHY, 4) / machine.speed(PLAIN, 4), rel=0.2)
-    assert error > 0.5, "one dispatch is not enough to be taken"
+    gain = control._gains(2)[-1]
+    assert gain.value == pytest.approx(machine.speed(BUSHY, 4) / machine.speed(PLAIN, 4), rel=0.2)
+    assert gain.timing > 0.5, "one dispatch is not enough to be taken"
     assert control.choose(4, 0).arm in (chain(5), BUSHY)
 
 
@@ -252,10 +272,33 @@ def test_trees_follow_a_workload_that_changes():
 def test_rows_that_want_few_drafts_count_for_few():
     control, machine = Adaptive(ARMS), Machine(DEAR, [0.9] * 5)
     play(control, machine, 300)
-    free, short, none = Survival(5), Survival(5, limit=2), Survival(5, limit=0)
-    assert control.choose(4, 0, [free] * 4).length in (4, 5)
-    assert control.choose(4, 0, [short] * 4).length == 2
-    assert control.choose(4, 0, [free, none, none, none]).length == 0
+    assert control.choose(4, 0, running([None] * 4)).length in (4, 5)
+    assert control.choose(4, 0, running([2] * 4)).length == 2
+    assert control.choose(4, 0, running([None, 0, 0, 0])).length == 0
+
+
+def test_requests_are_counted_each_for_itself():
+    """What everyone shares stands in for what a request did not try, its limit cuts it, and it forgets like all."""
+    requests, everyone = running([None, 2, None], rows=5, length=3, memory=20.0), [0.5, 0.25, 0.0]
+    assert requests.mean(everyone) == pytest.approx([0.5, 0.25, 0.0])
+    requests.add(3, {0: [3, 1], 1: [2], 2: []})
+    first = [(2 + 16 * 0.5) / 18, (1 + 16 * 0.25) / 18, 1 / 18]
+    second = [(1 + 16 * 0.5) / 17, (1 + 16 * 0.25) / 17, 0.0]
+    assert requests.mean(everyone) == pytest.approx(np.mean([first, second, everyone], axis=0))
+    requests.leave(2)
+    requests.leave(0)
+    for _ in range(2):
+        requests.add(3, {1: [0] * 19})
+    assert requests.mean(everyone) == pytest.approx([(0.05 + 16 * 0.5) / 36, (0.05 + 16 * 0.25) / 36, 0.0])
+    requests.add(1, {1: [1] * 5})
+    assert requests.mean(everyone)[0] == pytest.approx((0.05 * 0.75 + 5 + 16 * 0.5) / 36)
+    before, shared = requests.mean(everyone)[0], 16 * 0.5
+    requests.add(0, {1: [0] * 8})
+    left = (31 / 32) ** 8
+    expected = ((before * 36 - shared) * left + shared) / (20 * left + 16)
+    assert requests.mean(everyone)[0] == pytest.approx(expected), "plain steps make it forget"
+    requests.enter(1)
+    assert requests.mean(everyone) == pytest.approx(everyone), "a slot's next request starts anew"
 
 
 def test_survival_counts():
@@ -276,6 +319,18 @@ def test_survival_forgets():
     assert counts.by_position()[0][0] == pytest.approx(0.9**30, abs=0.1)
 
 
+def test_what_is_not_tried_any_more_is_known_less_and_less():
+    counts = Survival(3, memory=100)
+    counts.add(3, [3, 0] * 50)
+    before = counts.by_position()
+    for _ in range(10):
+        counts.add(1, [1, 0] * 30)
+    after = counts.by_position()
+    assert [s for s, _ in after] == pytest.approx([0.5] * 3)
+    assert after[0][1] == pytest.approx(before[0][1])
+    assert after[1][1] == pytest.approx(before[1][1] / 0.94**5, rel=0.01)
+
+
 def test_untried_positions_follow_the_last_rate_and_are_unsure():
     counts = Survival(4)
     counts.add(2, [2, 2, 1, 0])
@@ -290,3 +345,103 @@ def test_untried_positions_follow_the_last_rate_and_are_unsure():
 def test_by_batch_size(rows: int, waiting: int, length: int):
     assert ByBatchSize(((1, 4, chain(5)), (5, 16, chain(2))), otherwise=PLAIN).choose(rows, waiting).length == length
     assert Fixed(chain(3)).choose(rows, waiting).length == 3
+
+
+class Starting(Machine):
+    """A machine whose dispatches take time to start, and are often short."""
+
+    start_s = 4.0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.most: int | None = None
+
+    def run(self, arm: AnyTopology, rows: int) -> Outcome:
+        outcome = super().run(arm, rows)
+        steps = int(self.rng.integers(1, STEPS)) if self.most is None else min(self.most, STEPS)
+        kept = {tried: found[: steps * rows] for tried, found in outcome.accepted.items()}
+        self.tokens -= outcome.tokens - sum(len(found) + sum(found) for found in kept.values())
+        time_s = outcome.time_s * steps / STEPS + self.start_s
+        self.total_s += time_s - outcome.time_s
+        return replace(outcome, steps=steps, time_s=time_s, accepted=kept)
+
+
+def test_short_dispatches_do_not_make_an_arm_look_slow():
+    """A single step of K = 3 beside full dispatches of plain decoding: only what it takes besides starting counts."""
+    machine = Starting(CHEAP, [0.9] * 5, noise=0.0)
+    seen = []
+    for overhead_s in (0.0, machine.start_s):
+        control = Adaptive(ARMS, overhead_s=overhead_s)
+        for arm, most in ((PLAIN, STEPS), (chain(3), 1), (chain(3), 1)):
+            machine.most = most
+            control.record(Decision(arm), machine.run(arm, 4))
+        seen.append(control._ratios(2)[3][0])
+    full = (CHEAP[3] + machine.start_s / STEPS) / (CHEAP[0] + machine.start_s / STEPS)
+    assert seen == [
+        pytest.approx((CHEAP[3] + machine.start_s) / (CHEAP[0] + machine.start_s / STEPS)),
+        pytest.approx(full),
+    ]
+
+
+def test_nothing_is_tried_in_a_dispatch_that_will_be_short():
+    control, machine = Adaptive(ARMS), Starting(CHEAP, [0.0] * 5, noise=0.0)
+    machine.most = STEPS
+    for _ in range(2):
+        control.record(Decision(PLAIN), machine.run(PLAIN, 4))
+    assert not control.choose(4, 0, steps=1).probe
+    assert control.choose(4, 0).probe
+    assert control.choose(4, 0, steps=STEPS).probe
+
+
+def test_a_probe_loses_what_was_predicted_and_not_what_luck_brought():
+    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.5] * 5, noise=0.0)
+    play(control, machine, 300)
+    lost_s, decision = control._lost_s, Decision(PLAIN, True, 1.0, best=1.25)
+    control.record(decision, machine.run(PLAIN, 4))
+    assert control._lost_s - lost_s == pytest.approx((1 - 1 / 1.25) * STEPS * CHEAP[0])
+
+
+def test_plain_decoding_that_ran_of_late_is_not_tried_again():
+    """Requests that want none of it take turns with others: each of its dispatches tells what it takes."""
+    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.8] * 5)
+    play(control, machine, 200)
+    probes = 0
+    for turn in range(60):
+        requests = running([0 if turn % 4 == 0 else None] * 4)
+        decision = control.choose(4, 0, requests)
+        probes += decision.probe and decision.arm == PLAIN
+        control.record(decision, machine.run(decision.arm, 4))
+    assert machine.ran[-60:].count(PLAIN) >= 15
+    assert probes == 0
+
+
+def test_plain_decoding_goes_on_without_a_thought_until_requests_come_or_go():
+    machine, control, requests = Machine(DEAR, [0.1] * 5), Adaptive(ARMS), running([None] * 4)
+    thought: list[int] = []
+    gains = control._gains
+    control._gains = lambda *args: (thought.append(len(machine.ran)), gains(*args))[1]
+    for _ in range(400):
+        decision = control.choose(4, 0, requests)
+        control.record(decision, machine.run(decision.arm, 4))
+    late = [i for i in thought if i >= 300]
+    assert 20 <= len(late) <= 35, "every fourth dispatch, and after a probe"
+    requests.leave(3)
+    control.choose(3, 0, requests)
+    assert thought[-1] == 400
+
+
+def test_a_request_with_one_bad_stretch_is_drafted_for_again():
+    """Others' drafts pay, its own did not at first: plain steps later it has another chance, and keeps it."""
+    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.8] * 5)
+    play(control, machine, 300)
+    requests = running([None])
+    requests.add(5, {0: [0] * 40})
+    chosen = []
+    for _ in range(40):
+        decision = control.choose(1, 0, requests)
+        outcome = machine.run(decision.arm, 1)
+        control.record(decision, outcome)
+        requests.add(decision.length, {0: next(iter(outcome.accepted.values()))})
+        chosen.append(decision.length)
+    assert chosen[:2] == [0, 0]
+    assert min(chosen[-10:]) > 0

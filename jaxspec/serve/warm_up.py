@@ -1,0 +1,40 @@
+"""Runs every arm before any is judged, and says how long their steps take beside plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxspec.perf.step_ratios import StepRatios
+from jaxspec.topology import PLAIN, AnyTopology
+
+LINKING, TIMED = 4, 3  # rounds
+RANDOM = 0.1  # relative error of a ratio: random tokens touch other experts than text does
+Run = Callable[[AnyTopology, int], float]
+
+
+def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tuple[StepRatios, float]:
+    """Runs all arms in turns, in rounds of which the last ones are timed.
+
+    XLA:CPU links code when it first runs, each expert's by itself, and GPUs record their graphs: three dispatches of
+    an arm can take ten times as long as later ones.
+
+    Args:
+      arms: plain decoding, chains by length, then trees.
+      run: runs a dispatch of an arm with at most so many steps, and returns how long each of them took in seconds.
+      rows: that decode meanwhile.
+      steps: of a full dispatch.
+
+    Returns:
+      Ratios of chains, and what a dispatch takes besides its steps in seconds; both medians.
+    """
+    chains = [arm for arm in arms if arm.is_chain]
+    ratio_RC, over_R = np.ones((TIMED, len(chains))), np.zeros(TIMED)
+    for turn in range(-LINKING, TIMED):
+        step_s, short_s = {arm: run(arm, steps) for arm in arms}, run(PLAIN, 1)
+        if turn >= 0:
+            ratio_RC[turn] = [step_s[arm] / step_s[PLAIN] for arm in chains]
+            over_R[turn] = (short_s - step_s[PLAIN]) * steps / max(steps - 1, 1)
+    by_length = tuple(arm.max_depth for arm in chains), tuple(np.median(ratio_RC, axis=0).tolist())
+    return StepRatios({rows: by_length}, RANDOM), max(0.0, float(np.median(over_R)))

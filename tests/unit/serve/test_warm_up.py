@@ -1,0 +1,38 @@
+"""What warming up says of times, on a made-up machine whose first runs of a program are slow."""
+
+import pytest
+
+from jaxspec.serve.warm_up import RANDOM, warm_up
+from jaxspec.topology import PLAIN, AnyTopology, chain, tree
+
+STEP_S = {PLAIN: 1.0, chain(1): 1.2, chain(3): 1.5, tree((2, 2)): 4.0}
+OVERHEAD_S = 2.0
+
+
+class Lazy:
+    """A machine that links a program in its first three runs, is slow in one round, and starts every dispatch late."""
+
+    def __init__(self):
+        self.runs: list[AnyTopology] = []
+
+    def run(self, arm: AnyTopology, steps: int) -> float:
+        self.runs.append(arm)
+        slow = 10.0 if self.runs.count(arm) <= 3 else 2.0 if 20 < len(self.runs) <= 25 else 1.0
+        return slow * (STEP_S[arm] + OVERHEAD_S / steps)
+
+
+def test_times_are_those_of_linked_programs_in_one_round():
+    machine = Lazy()
+    found, overhead_s = warm_up(tuple(STEP_S), machine.run, rows=4, steps=8)
+    assert overhead_s == pytest.approx(OVERHEAD_S)
+    full = {arm: STEP_S[arm] + OVERHEAD_S / 8 for arm in STEP_S}
+    for arm in (PLAIN, chain(1), chain(3)):
+        assert found.at(arm.max_depth, 4) == (pytest.approx(full[arm] / full[PLAIN]), RANDOM)
+    between = (full[chain(1)] + full[chain(3)]) / 2 / full[PLAIN]
+    assert found.at(2, 4) == (pytest.approx(between), pytest.approx(2 * RANDOM))
+    assert found.at(4, 4) is None, "nothing is said of longer chains"
+    assert all(machine.runs.count(arm) > 3 for arm in STEP_S), "trees ran, too"
+
+
+def test_dispatches_of_one_step_tell_no_overhead():
+    assert warm_up((PLAIN, chain(1)), Lazy().run, rows=1, steps=1)[1] == 0.0
