@@ -145,6 +145,7 @@ class Proposal:
         where the drafter predicts none. Nothing is accepted or refused because of them.
       confidence_BN: largest probability of what each draft of a chain is drawn from, where drafts have prices; 0 where
         nothing was drafted.
+      sparse: whether often no row has a draft at all; such a step may verify, and its drafter observe, one position.
     """
 
     token_BN: Array
@@ -153,6 +154,7 @@ class Proposal:
     tree: Tree | None = None
     expert_BKYA: Array | None = None
     confidence_BN: Array | None = None
+    sparse: bool = static(default=False)
 
     def tree_of(self, topology: Topology | DynamicTree) -> Tree:
         """How the nodes hang together, from itself or from the topology that it was drafted for."""

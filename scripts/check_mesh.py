@@ -1,7 +1,8 @@
 """Compares the greedy text of every small MoE model on every mesh with that of one device; no difference may be.
 
 Run ``python scripts/check_mesh.py --out cases.jsonl``; one line per case is appended, and cases that the file has are
-not run again. A mesh that does not divide a model is ``refused``. It exits with 1 if a text differs or a case fails.
+not run again. Experts that a mesh does not divide get redundant slots; any other size that it does not divide is
+``refused``. It exits with 1 if a text differs or a case fails.
 Nine tenths of the time is compiling, which therefore gets the quick options of ``scripts/test``.
 """
 
@@ -104,7 +105,25 @@ def _predicts(family: str) -> bool:
     return b'"mtp_logits"' in (GOLDENS / family / "reference.safetensors").read_bytes()[:10000]
 
 
-def check(case: Mapping[str, str], model: Path, alone: list[list[int]]) -> dict[str, Any]:
+def with_slots(model: Path, arch: Any, devices: int, file: Path) -> int:
+    """Writes a placement whose redundant slots make a multiple of ``devices``; returns how many, 0 for none."""
+    from jaxspec.checkpoint.fingerprint import digests
+    from jaxspec.nn.moe import MoeSpec
+    from jaxspec.perf.expert_placement import LayerSlots, Placement, balanced, save_placement
+
+    routed = {y: layer.ffn.experts for y, layer in enumerate(arch.layers) if isinstance(layer.ffn, MoeSpec)}
+    (experts,) = set(routed.values())
+    redundant = -experts % devices
+    if redundant:
+        layers = tuple(LayerSlots(y, balanced([1.0] * experts, devices, redundant)) for y in routed)
+        named = {"name": model.name, **digests(json.loads((model / "config.json").read_text()))}
+        save_placement(Placement(1, named, devices, redundant, layers, "equal loads"), file)
+    return redundant
+
+
+def check(
+    case: Mapping[str, str], model: Path, alone: list[list[int]], placement: Path | None = None
+) -> dict[str, Any]:
     """Runs one case: ``equal``, ``different``, ``refused`` where the mesh does not divide the model, or ``failed``."""
     from jaxspec.errors import ConfigError
     from jaxspec.serve.llm import LLM
@@ -112,7 +131,7 @@ def check(case: Mapping[str, str], model: Path, alone: list[list[int]]) -> dict[
     try:
         llm = LLM(
             model, **SETTINGS, mesh=MESHES[case["mesh"]], expert_transport=case["transport"],
-            speculative_config=DRAFTS[case["drafts"]],
+            speculative_config=DRAFTS[case["drafts"]], expert_placement=placement,
         )  # fmt: skip
         found, accepted = text_of(llm)
     except Exception as error:
@@ -156,7 +175,10 @@ def main() -> int:
                     model = with_one_load(model, Path(name) / case["family"])
                 if (case["family"], case["load"]) not in texts:
                     texts[case["family"], case["load"]] = _alone(model)
-                found = case | check(case, model, texts[case["family"], case["load"]])
+                slots = Path(name) / "placement.json"
+                redundant = with_slots(model, archs[case["family"]], MESHES[case["mesh"]].get("expert", 1), slots)
+                found = case | check(case, model, texts[case["family"], case["load"]], slots if redundant else None)
+                found["redundant"] = redundant
                 found["time_s"] = round(time.monotonic() - started, 1)
                 out.write(json.dumps(found) + "\n")
                 out.flush()

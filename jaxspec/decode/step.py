@@ -1,5 +1,6 @@
 """The step: draft, verify, accept, commit, observe, for every row at once; and several of them in one dispatch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +16,10 @@ from jaxspec.decode.state import DecodeState, Target, write_rows
 from jaxspec.decode.touched import distinct_by_depth, experts_of
 from jaxspec.models.caches import compact_caches
 from jaxspec.models.transformer import features_of, forward, head
-from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Verdict
+from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Tree, Verdict
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
+from jaxspec.topology import chain
 from jaxspec.verify.logits import Context, process
 from jaxspec.verify.rules import RULES, synthetic
 from jaxspec.verify.walk import stop_at, usable
@@ -71,10 +73,59 @@ class StepOut:
     routes: Routes | None
 
 
-def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan) -> tuple[DecodeState, StepOut]:
-    """Drafts, verifies, accepts and commits once for every row."""
+Stepped = tuple[DecodeState, StepOut]
+
+
+def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan) -> Stepped:
+    """Drafts, verifies, accepts and commits once for every row.
+
+    Where a drafter often finds nothing, steps without a draft run the target on the anchors alone; that is left out on
+    a mesh, so that all of its steps exchange rows alike, and where routes are watched.
+    """
+    proposal, draft = _propose(drafter, state.draft, state.anchor, plan.rule)
+    state = replace(state, draft=draft)
+    if not proposal.sparse or not drafter.topology.drafts or plan.routes or target.net.policy.mesh is not None:
+        return _verify(target, drafter, state, proposal, plan=plan)
+    tree = proposal.tree_of(drafter.topology)
+    found = jnp.any(usable(proposal, state.sampling, tree) & state.active_B[:, None])
+    nothing = Proposal(proposal.token_BN[:, :0], proposal.valid_BN[:, :0], None, Tree.of(chain(0)))
+
+    def wide(state: DecodeState) -> Stepped:
+        return _verify(target, drafter, state, proposal, plan=plan)
+
+    def narrow(state: DecodeState) -> Stepped:
+        return _widened(_verify(target, drafter, state, nothing, plan=plan), tree.max_depth)
+
+    _, shapes = jax.eval_shape(narrow, state)
+    done = state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return _once(~found, narrow, _once(found, wide, done))
+
+
+def _once(when: Array, run: Callable[[DecodeState], Stepped], done: Stepped) -> Stepped:
+    """Runs a step or leaves it: as a loop, for XLA copies every cache that goes through a conditional."""
+    _, state, out = lax.while_loop(
+        lambda carry: carry[0], lambda carry: (jnp.bool_(False), *run(carry[1])), (when, *done)
+    )
+    return state, out
+
+
+def _widened(done: Stepped, drafts: int) -> Stepped:
+    """What a step without drafts did, in the shapes of one with them."""
+    state, out = done
+
+    def wide(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, drafts), *[(0, 0)] * (x.ndim - 2)))
+
+    return state, replace(
+        out, token_BT=wide(out.token_BT), logprob_BTL=wide(out.logprob_BTL), top_BTL=wide(out.top_BTL)
+    )
+
+
+# Like ``_propose``.
+@partial(jax.jit, static_argnames="plan", inline=True)
+def _verify(target: Target, drafter: Drafter, state: DecodeState, proposal: Proposal, *, plan: StepPlan) -> Stepped:
+    """The step behind drafting."""
     anchor, sampling = state.anchor, state.sampling
-    proposal, draft = _propose(drafter, state.draft, anchor, plan.rule)
     token_BT = jnp.concatenate([anchor.token_B[:, None], proposal.token_BN], axis=1)
     tree = proposal.tree_of(drafter.topology)
     position_BT = anchor.length_B[:, None] + tree.depth_BT
@@ -98,7 +149,7 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
     commit = Commit(
         final_BT, verdict.token_BT, features, verdict.count_B, anchor.length_B, path_BT=verdict.path_BT, row=None
     )
-    draft = drafter.observe(draft, commit)
+    draft = drafter.observe(state.draft, commit)
     logprob, ranked = _logprobs(logits_BTV, verdict, sampling.logprobs_B, plan.logprobs)
     drafted_B = jnp.sum(live_BT[:, 1:], axis=1, dtype=jnp.int32)
     touched_K = None

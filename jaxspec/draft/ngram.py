@@ -61,7 +61,8 @@ class Ngram:
                 follows = jnp.roll(anchor.history_BS, -1, axis=1) == tokens[child][:, None]
                 score_BS = jnp.where(follows, -1, score_BS)
         order = range(1, self.topology.nodes)
-        return Proposal(jnp.stack([tokens[n] for n in order], 1), jnp.stack([valid[n] for n in order], 1), None), state
+        token_BN, valid_BN = (jnp.stack([found[n] for n in order], 1) for found in (tokens, valid))
+        return Proposal(token_BN, valid_BN, None, sparse=True), state
 
     def observe(self, state: tuple[()], commit: Commit) -> tuple[()]:
         """Takes over committed tokens."""
@@ -80,7 +81,7 @@ class Ngram:
         found_B = jnp.take_along_axis(score_BS, best_B[:, None], axis=1)[:, 0] >= 0
         place_BN = best_B[:, None] + 1 + jnp.arange(self.topology.drafts, dtype=jnp.int32)[None]
         token_BN = self._follower(anchor, place_BN)
-        return Proposal(token_BN, jnp.broadcast_to(found_B[:, None], token_BN.shape), None)
+        return Proposal(token_BN, jnp.broadcast_to(found_B[:, None], token_BN.shape), None, sparse=True)
 
     def _follower(self, anchor: Anchor, place_BN: Array) -> Array:
         """Token at a place of the history; past its end the matched stretch repeats."""

@@ -34,14 +34,11 @@ def live(drafter: Drafter, **changes: Any) -> tuple[list[list[int]], list[int]]:
         seen.append(window.live_BT)
         return forward(net, params, token, position, layers, window, *rest)
 
-    def run(state):
-        _, out = step_module.step(target, drafter, state, plan=step_module.StepPlan("match"))
-        return seen[0], out.drafted_B
-
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():  # only the branch that is taken is seen
         patch.setattr(step_module, "forward", watched)
-        live_BT, drafted_B = jax.jit(run)(state)
-    return live_BT.astype(int).tolist(), drafted_B.tolist()
+        _, out = step_module.step(target, drafter, state, plan=step_module.StepPlan("match"))
+    assert out.token_BT.shape == (ROWS, drafter.topology.max_depth + 1)
+    return seen[0].astype(int).tolist(), out.drafted_B.tolist()
 
 
 def test_drafts_beyond_a_limit_and_idle_rows_are_dead():
@@ -59,6 +56,28 @@ def test_nodes_of_a_tree_that_were_not_found_are_dead():
     found, drafted = live(drafter, history_BS=history_BS, length_B=length, anchor_B=anchor)
     assert found == [[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0]]
     assert drafted == [2, 1, 0, 0]
+
+
+def test_a_step_without_a_match_verifies_no_draft():
+    history_BS = np.zeros((ROWS, 32), np.int32)
+    history_BS[:, :4] = [1, 0, 1, 2]
+    length, anchor = np.full(ROWS, 3, np.int32), np.full(ROWS, 2, np.int32)
+    for topology in (chain(3), tree((2, 2))):
+        found, drafted = live(
+            Ngram(topology, longest=1, shortest=1), history_BS=history_BS, length_B=length, anchor_B=anchor
+        )
+        assert found == [[1]] * ROWS
+        assert drafted == [0] * ROWS
+    history_BS[0, 0] = 2  # found in an idle row, and in one that wants no drafts
+    changes = {"history_BS": history_BS, "length_B": length, "anchor_B": anchor}
+    drafter = Ngram(chain(3), longest=1, shortest=1)
+    found, _ = live(drafter, active_B=[False, True, True, True], **changes)
+    assert found == [[0], [1], [1], [1]]
+    found, _ = live(drafter, limit=[0, 9, 9, 9], **changes)
+    assert found == [[1]] * ROWS
+    found, drafted = live(drafter, **changes)
+    assert found == [[1, 1, 1, 1], *[[1, 0, 0, 0]] * 3]
+    assert drafted == [3, 0, 0, 0]
 
 
 def test_cut_drafts_are_dead():
