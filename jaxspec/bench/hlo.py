@@ -6,11 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from jaxspec.decode.step import WITH_DRAFTS, WITHOUT_DRAFTS
+
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*)$")
 OPCODE = re.compile(r"(?:^|[\s})\]])([a-z][\w\-]*)\(")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+TURNS = {WITH_DRAFTS: {"condition": 2, "body": 1}, WITHOUT_DRAFTS: {"condition": 1, "body": 0}}
+ONCE = re.compile(rf'op_name="[^"]*({WITH_DRAFTS}|{WITHOUT_DRAFTS})/while"')
 CALLED = re.compile(r"(\w+)=%([\w.\-]+)|branch_computations=\{([^}]*)\}")
 BRANCHES = ("true_computation", "false_computation")
 BITS = re.compile(r"\d+")
@@ -47,6 +51,12 @@ class Instruction:
         """How often a loop runs, where XLA knows it."""
         found = TRIPS.search(self.rest)
         return int(found[1]) if found else None
+
+    @property
+    def turns(self) -> dict[str, int] | None:
+        """How often condition and body of a loop run that is one of a step's two kinds; the step is one with drafts."""
+        found = ONCE.search(self.rest)
+        return TURNS[found[1]] if found else None
 
     @cached_property
     def called(self) -> list[tuple[str, str]]:
@@ -128,7 +138,8 @@ class Module:
         if instruction.name == self.step_loop:
             return Run()
         if instruction.trips is None:
-            return replace(run, looped=True)
+            turns = instruction.turns
+            return replace(run, looped=True) if turns is None else replace(run, times=run.times * turns[attribute])
         # XLA counts the turns of such a loop itself and never runs its condition.
         return replace(run, times=0 if attribute == "condition" else run.times * instruction.trips)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from jaxspec.bench.hlo import Module, Run
 
 THUNK = re.compile(r"^(\s*)(\d+): (k\w+)\s+\[[^\]]*\]\s?(.*)$")
-MARKER = re.compile(r"^\s*(condition|body|\w*branch\w*):$")
+MARKER = re.compile(r"^\s*(?:No thunks\.\s*)?(condition|body|\w*branch\w*):$")
 KERNEL = re.compile(r"^(\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), \d+, \d+\]\s+shared_memory: (\d+)")
 IDENTITY = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
 CONTROL = frozenset({

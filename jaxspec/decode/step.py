@@ -74,6 +74,7 @@ class StepOut:
 
 
 Stepped = tuple[DecodeState, StepOut]
+WITH_DRAFTS, WITHOUT_DRAFTS = "step_with_drafts", "step_without_drafts"  # scopes of the only two loops that turn once
 
 
 def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan) -> Stepped:
@@ -98,14 +99,20 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
 
     _, shapes = jax.eval_shape(narrow, state)
     done = state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return _once(~found, narrow, _once(found, wide, done))
+    with jax.named_scope(WITH_DRAFTS):
+        done = _once(found, wide, done)
+    with jax.named_scope(WITHOUT_DRAFTS):
+        return _once(~found, narrow, done)
 
 
 def _once(when: Array, run: Callable[[DecodeState], Stepped], done: Stepped) -> Stepped:
     """Runs a step or leaves it: as a loop, for XLA copies every cache that goes through a conditional."""
-    _, state, out = lax.while_loop(
-        lambda carry: carry[0], lambda carry: (jnp.bool_(False), *run(carry[1])), (when, *done)
-    )
+
+    def one(carry):
+        _, state, _ = carry
+        return jnp.bool_(False), *run(state)
+
+    _, state, out = lax.while_loop(lambda carry: carry[0], one, (when, *done))
     return state, out
 
 

@@ -64,11 +64,13 @@ def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree)
 
 def penalise(x: Array, s: Sampling, context: Context, tree: Tree) -> Array:
     """Repetition (Keskar 2019), frequency and presence penalties; a draft's own path counts as generated text."""
-    draft_N = jnp.arange(1, tree.nodes, dtype=jnp.int32)
-    on_path_BTN = jnp.any(tree.path_BTJ[..., None] == draft_N, axis=2).astype(jnp.float32)
-    on_path_BTN = jnp.broadcast_to(on_path_BTN, (x.shape[0], *on_path_BTN.shape[1:]))
-    drafts_BNV = jax.nn.one_hot(context.token_BT[:, 1:], x.shape[-1], dtype=jnp.float32)
-    count_BTV = context.count_BV[:, None].astype(jnp.float32) + jnp.einsum("btn,bnv->btv", on_path_BTN, drafts_BNV)
+    count_BTV = context.count_BV[:, None].astype(jnp.float32)
+    if tree.nodes > 1:
+        draft_N = jnp.arange(1, tree.nodes, dtype=jnp.int32)
+        on_path_BTN = jnp.any(tree.path_BTJ[..., None] == draft_N, axis=2).astype(jnp.float32)
+        on_path_BTN = jnp.broadcast_to(on_path_BTN, (x.shape[0], *on_path_BTN.shape[1:]))
+        drafts_BNV = jax.nn.one_hot(context.token_BT[:, 1:], x.shape[-1], dtype=jnp.float32)
+        count_BTV += jnp.einsum("btn,bnv->btv", on_path_BTN, drafts_BNV)
     made = count_BTV > 0
     known = made | context.prompt_BV[:, None]
     factor = jnp.where(known, s.repetition_B[:, None, None], 1.0)

@@ -81,7 +81,8 @@ def _distributions(proposal: Proposal, score_BTV: Array, sampling: Sampling) -> 
     vocab = score_BTV.shape[-1]
     best = jax.nn.one_hot(jnp.argmax(score_BTV, axis=-1), vocab, dtype=jnp.float32)
     p_BTV = jnp.where((sampling.temperature_B > 0)[:, None, None], jax.nn.softmax(score_BTV, axis=-1), best)
-    point = jax.nn.one_hot(proposal.token_BN, vocab, dtype=jnp.float32)
+    # Not one_hot: XLA for CUDA loses kernels beside a call that returns an array without entries, as for no drafts.
+    point = (proposal.token_BN[..., None] == jnp.arange(vocab, dtype=jnp.int32)).astype(jnp.float32)
     if proposal.logp_BNV is None:
         return p_BTV, point
     return p_BTV, jnp.where((sampling.temperature_B > 0)[:, None, None], jnp.exp(proposal.logp_BNV), point)

@@ -50,12 +50,20 @@ def test_a_step_reads_its_weights_where_they_lie(name: str):
     assert found["kernels"]["few_rows_dense"] == 3 * layers + 1, "into attention, out of it, router; and the head"
     assert found["launches"]["per_step"] <= most * layers + 80
     assert found["launches"]["per_turn"] == 0, "no loop over the cache outside of kernels"
-    assert graphs["launches_outside"] <= 4
-    assert graphs["per_step"] <= layers + 4
-    assert graphs["host_waits"] == 1, "once per step, for the loop over steps"
+    assert graphs["launches_outside"] <= 4 + 3, "three around the question whether some row has a draft"
+    assert graphs["per_step"] <= layers + 5
+    assert graphs["host_waits"] == 1 + 3, "for the loop over steps; before and behind the drafts, and once for none"
     assert found["collectives"] == {}
     assert {kernel: size for kernel, size in found["spills"].items() if kernel in found["shared_bytes"]} == {}
     assert max(found["shared_bytes"].values()) <= MOST_SHARED_BYTES
+
+
+def test_plain_decoding_has_every_kernel():
+    """XLA lost them, and crashed, beside a call that returns an array without entries: the drafts of a plain step."""
+    found = compiled("gpt-oss-20b", "plain")
+    for kernel in ("verify_attention", "experts_gate_up", "experts_down"):
+        assert found["kernels"][kernel] == 24
+    assert found["graphs"]["host_waits"] == 1, "once per step, for the loop over steps"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import pytest
 
 from jaxspec.bench import hlo, launches
 from jaxspec.bench.hlo import Run
+from jaxspec.decode.step import WITH_DRAFTS, WITHOUT_DRAFTS
 
 HLO = """\
 HloModule jit_step, is_scheduled=true
@@ -148,3 +149,24 @@ def test_a_program_without_steps_is_one_step():
     text = HLO.replace("ENTRY %main.1", "%main.1").replace("%step (arg.5", "ENTRY %step (arg.5")
     runs = hlo.parse(text, stepped=False).runs
     assert (runs["step"], runs["layer"], runs["blocks"]) == (Run(), Run(47), Run(looped=True))
+
+
+def test_of_the_two_kinds_of_steps_the_one_with_drafts_is_counted():
+    two = [
+        f"  %{name} = (s32[]) while(%arg.5), condition=%more_blocks.{n}, body=%blocks.{n}, "
+        f'metadata={{op_name="jit(ngram)/while/body/{scope}/while" stack_frame_id=1}}'
+        for n, (name, scope) in enumerate({"while.3": WITH_DRAFTS, "while.4": WITHOUT_DRAFTS}.items())
+    ]
+    text = HLO.replace("  %while.3 = (s32[]) while(%arg.5), condition=%more_blocks, body=%blocks", "\n".join(two))
+    module = hlo.parse(text, stepped=True)
+    runs = [module.runs[name] for name in ("blocks.0", "more_blocks.0", "blocks.1", "more_blocks.1")]
+    assert runs == [Run(1), Run(2), Run(0), Run(1)], "a loop that turns once is asked twice, the other one once"
+    listing = LISTING[: LISTING.index("    012:")].replace(
+        "condition:\n        009: kCustomKernel [source | sink] compare_1 grid: [1, 1, 1] threads: [1, 1, 1]  "
+        "shared_memory: 0 bytes\n      body:",
+        "condition:\n        No thunks.      body:",
+    )
+    assert "No thunks." in listing
+    found = launches.parse(listing, NAMES, module)
+    assert found.by_kernel()["gelu"] == 2
+    assert (found.per_step(), found.per_turn()) == (1 + 1 + 47 * 2 + 2, 0)
