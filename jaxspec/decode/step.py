@@ -80,12 +80,12 @@ WITH_DRAFTS, WITHOUT_DRAFTS = "step_with_drafts", "step_without_drafts"  # scope
 def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan) -> Stepped:
     """Drafts, verifies, accepts and commits once for every row.
 
-    Where a drafter often finds nothing, steps without a draft run the target on the anchors alone; that is left out on
-    a mesh, so that all of its steps exchange rows alike, and where routes are watched.
+    Where ``skips`` says so, steps without a draft run the target on the anchors alone.
     """
+    skipping = skips(target, drafter, state, plan)
     proposal, draft = _propose(drafter, state.draft, state.anchor, plan.rule)
     state = replace(state, draft=draft)
-    if not proposal.sparse or not drafter.topology.drafts or plan.routes or target.net.policy.mesh is not None:
+    if not skipping:
         return _verify(target, drafter, state, proposal, plan=plan)
     tree = proposal.tree_of(drafter.topology)
     found = jnp.any(usable(proposal, state.sampling, tree) & state.active_B[:, None])
@@ -103,6 +103,17 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
         done = _once(found, wide, done)
     with jax.named_scope(WITHOUT_DRAFTS):
         return _once(~found, narrow, done)
+
+
+def skips(target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan) -> bool:
+    """Whether steps in which no row has a draft verify none: with drafters that often find nothing.
+
+    Not on a mesh, so that all of its steps exchange rows alike, and not where routes are watched.
+    """
+    if not drafter.topology.drafts or plan.routes or target.net.policy.mesh is not None:
+        return False
+    proposal, _ = _propose.eval_shape(drafter, state.draft, state.anchor, plan.rule)
+    return proposal.sparse
 
 
 def _once(when: Array, run: Callable[[DecodeState], Stepped], done: Stepped) -> Stepped:

@@ -118,6 +118,7 @@ class Adaptive:
     _counts: list[Survival] = field(init=False)
     _times: list[dict[int, ArmTime]] = field(init=False)
     _full: int = field(default=1, init=False)
+    _shares: dict[int, float] = field(default_factory=dict, init=False)
     _told: dict[int, list[Known]] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
     _total_s: float = field(default=0.0, init=False)
@@ -152,10 +153,11 @@ class Adaptive:
         if size not in self._times[0]:
             return Decision(self.arms[0])
         gains = self._gains(size, requests)
-        best, best_gain, least = 0, 1.0, 1.0 + self.spec.margin
+        best, best_gain, share = 0, 1.0, self._shares.get(size, 1.0)
+        least, more = 1.0 + share * self.spec.margin, 1.0 + 0.01 * share
         for place, gain in enumerate(gains[1:], start=1):
             held = place == self._held
-            if gain.least > (1.0 if held else least) and gain.value > best_gain * (1.0 if held or best == 0 else 1.01):
+            if gain.least > (1.0 if held else least) and gain.value > best_gain * (1.0 if held or best == 0 else more):
                 best, best_gain = place, gain.value
         brief = steps is not None and steps < self._full  # most of its time would say nothing about the arm
         probe = None if brief else self._probe(best, best_gain, size, gains)
@@ -177,7 +179,7 @@ class Adaptive:
         place, size = self.arms.index(decision.arm), bucket(outcome.rows)
         drafts = decision.length
         experts = outcome.touched[drafts - 1] if len(outcome.touched) >= drafts > 0 else None
-        self._took(self._times[place].setdefault(size, ArmTime()), outcome, experts)
+        self._took(place, size, outcome, experts)
         self.touched.add(outcome.touched)
         for tried, accepted in outcome.accepted.items():
             self.survival.add(tried, accepted)
@@ -194,9 +196,11 @@ class Adaptive:
 
         What it lost is what was predicted, for the tokens of one dispatch are much too much a matter of luck.
         """
-        gain, group = self._gains(size)[place], self._group(place)
+        gain, group, taught = self._gains(size)[place], self._group(place), 1 - outcome.skipped / outcome.steps
         value = gain.value if decision.gain is None else decision.gain
-        self._lost_s += max(0.0, 1.0 - value / decision.best) * outcome.time_s
+        self._lost_s += max(0.0, 1.0 - value / decision.best) * taught * outcome.time_s
+        if not taught:
+            return
         wait = self._wait.get(group, self.spec.shortest_wait)
         if place:
             self._contest = self._steps + self._contest_wait
@@ -206,11 +210,23 @@ class Adaptive:
                 return
         self._wait[group] = min(2 * wait, self.spec.longest_wait)
 
-    def _took(self, spent: ArmTime, outcome: Outcome, experts: float | None) -> None:
-        """Takes note of a dispatch's time, as if it had been a full one, and of the experts that it should touch."""
-        self._full = max(self._full, outcome.steps)
-        own_s = max(outcome.time_s - self.overhead_s, 0.1 * outcome.time_s) / outcome.steps
-        spent.add(own_s + self.overhead_s / self._full, self.spec.memory, outcome.steps / self._full)
+    def _took(self, place: int, size: int, outcome: Outcome, experts: float | None) -> None:
+        """Takes note of a dispatch's time, as if it had been a full one, and of the experts that it should touch.
+
+        Steps that were skipped are taken to last as long as plain ones; whatever more they took counts for the others.
+        """
+        self._full, steps = max(self._full, outcome.steps), outcome.steps - outcome.skipped
+        own_s, over_s = max(outcome.time_s - self.overhead_s, 0.1 * outcome.time_s), self.overhead_s / self._full
+        if place:
+            known, weight = self._shares.get(size, 1.0), min(outcome.steps / self.spec.memory, 1.0)
+            self._shares[size] = known + weight * (steps / outcome.steps - known)
+        if outcome.skipped:
+            if not steps or not self._times[0]:
+                return
+            plain_s = self._plain_s(size) - over_s
+            own_s = max(own_s - outcome.skipped * plain_s, 0.5 * steps * plain_s)
+        spent = self._times[place].setdefault(size, ArmTime())
+        spent.add(own_s / steps + over_s, self.spec.memory, steps / self._full)
         if experts is not None:
             spent.touching(experts, self.spec.memory)
 
@@ -223,7 +239,8 @@ class Adaptive:
         return self._times[0][_nearest(self._times[0], size)].mean_s
 
     def _gains(self, size: int, requests: RequestSurvival | None = None) -> list[Gain]:
-        """Predicted gain of each arm over plain decoding."""
+        """Predicted gain of each arm over plain decoding, over steps with drafts and without."""
+        share = self._shares.get(size, 1.0)
         theirs: list[tuple[float, float]] = []
         if requests is not None:
             everyone = [survival for survival, _ in self.survival.by_position()]
@@ -236,7 +253,10 @@ class Adaptive:
             floor, error = tokens, _ = chains[self._depths[place]]
             if place > self._longest:
                 tokens, error = self._tokens(place, theirs)[-1]
-            value, drafting = tokens / ratio, error / tokens
+            # What is known is that of steps with drafts; the others are plain steps.
+            tokens, floor, whole = (1 + share * (x - 1) for x in (tokens, floor, ratio))
+            drafting, timing, ratio = share * error / tokens, timing * share * ratio / whole, whole
+            value = tokens / ratio
             unsure = sureness * math.hypot(drafting, timing)
             found.append(Gain(value, timing, drafting, value * (1 - unsure), max(tokens, floor) / ratio * (1 + unsure)))
         return found

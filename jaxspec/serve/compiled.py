@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.state import DecodeState, Target, init_sampling
-from jaxspec.decode.step import Report, StepPlan, dispatch
+from jaxspec.decode.step import Report, StepPlan, dispatch, skips
 from jaxspec.draft.deferred import Deferred
 from jaxspec.draft.renew import renew
 from jaxspec.protocol import Drafter, Sampling
@@ -30,6 +30,7 @@ class Programs:
       target, drafter: passed to the programs as arguments; weights are never baked in.
       buckets: prefill chunk sizes in tokens, ascending.
       turns: whether a drafter that observes takes turns with plain decoding, so that it must be caught up.
+      skipping: arms whose steps verify nothing where no row has a draft.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Programs:
         with ThreadPoolExecutor(2) as pool:
             done = {name: pool.submit(job) for name, job in jobs.items()}
             self._programs = {name: future.result() for name, future in done.items()}
+        self.skipping = {arm for arm, one in drafters.items() if skips(target, one, state, plan)}
 
     def renew(self, params: Params) -> None:
         """Gives every drafter other parameters; the programs stay.

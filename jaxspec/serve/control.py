@@ -40,12 +40,15 @@ class Outcome:
       rows: active rows at its start.
       steps: steps that it ran.
       time_s: wall time of the dispatch.
-      accepted: drafts that were tried per verification, to how many of them each such verification accepted.
+      accepted: drafts that were tried per verification, to how many of them each such verification accepted; without
+        the skipped steps.
       lost_s: time spent before it on bringing the drafter up to date.
       touched: experts per layer that the first 1, 2, ... drafts of a step were predicted to touch, mean over its
         steps; empty without a prediction.
       drafted: drafts of all rows that a step verified, mean over its steps.
       deepest: depth to which some row's drafts were verified, likewise.
+      skipped: steps that verified nothing because no row had a draft.
+      skipped_tokens: committed in them.
     """
 
     rows: int
@@ -56,11 +59,13 @@ class Outcome:
     touched: tuple[float, ...] = ()
     drafted: float = 0.0
     deepest: float = 0.0
+    skipped: int = 0
+    skipped_tokens: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens that it committed, those of verifications that were cut short left out."""
-        return sum(len(a) + sum(a) for a in self.accepted.values())
+        return self.skipped_tokens + sum(len(a) + sum(a) for a in self.accepted.values())
 
 
 class Control(Protocol):

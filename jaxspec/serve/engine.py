@@ -118,8 +118,8 @@ class Engine:
             told = warm_up(adaptive.arms, self._warm_up, min(spec.rows, WARM_ROWS), spec.steps)
             adaptive.prior, adaptive.overhead_s = adaptive.prior or told[0], told[1]
 
-    def _warm_up(self, arm: AnyTopology, most: int) -> float:
-        """Time of a step of an arm on random tokens, in seconds; nothing is left of them."""
+    def _warm_up(self, arm: AnyTopology, most: int) -> tuple[float, float]:
+        """Time of a step of an arm on random tokens in seconds, and the share that was not skipped; nothing stays."""
         rows = range(min(self.spec.rows, WARM_ROWS))
         limits = {"max_length_B": np.full(1, self.spec.capacity), "draft_limit_B": np.full(1, self.depth)}
         sampling = replace(
@@ -128,17 +128,24 @@ class Engine:
         table = None if self.pool is None else np.zeros(self.state.table_BJ.shape[1], np.int32)  # pyright: ignore[reportOptionalMemberAccess]
         for row in rows:
             vocab = self.programs.target.net.arch.vocab_size
-            prompt = np.repeat(self._random.integers(0, vocab, 1), 2).astype(np.int32)  # what repeats has a match
+            prompt = np.repeat(self._random.integers(0, vocab, 1), 4).astype(np.int32)  # what repeats has a match
             self.state = self.programs.prefill(self.state, row, prompt, table)
             self.state = self.programs.admit(self.state, row, prompt, sampling, table)
         jax.block_until_ready(self.state.length_B)
         began = time.monotonic()
         self.state, report = self.programs.dispatch(self.state, most, False, arm)
-        steps = int(np.asarray(report.packed_BX)[0, -1])
-        step_s = (time.monotonic() - began) / max(steps, 1)
+        packed_BX = np.asarray(report.packed_BX)
+        step_s = (time.monotonic() - began) / max(packed_BX[0, -1], 1)
+        skipped_X, _ = self._skipped(packed_BX, arm)
         for row in rows:
             self.state = self.programs.retire(self.state, row)
-        return step_s
+        return step_s, 1.0 - float(np.mean(skipped_X))
+
+    def _skipped(self, packed_BX: np.ndarray, arm: AnyTopology) -> tuple[np.ndarray, np.ndarray]:
+        """Which steps of a dispatch verified nothing for want of drafts, and how many drafts each row had in each."""
+        steps, width = packed_BX[0, -1], arm.max_depth + 3
+        drafted_BX = packed_BX[:, width - 1 : -3 : width][:, :steps]
+        return (drafted_BX.max(axis=0) == 0) & (arm in self.programs.skipping), drafted_BX
 
     @property
     def busy(self) -> bool:
@@ -183,6 +190,8 @@ class Engine:
         packed = np.asarray(jax.device_get(report.packed_BX))
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
+        steps_done, skipped_tokens = int(packed[0, -1]), 0
+        skipped_X, drafted_BX = self._skipped(packed, decision.arm)
         moved: dict[int, RequestOutput] = {}
         accepted: dict[int, list[int]] = {}
         by_row: dict[int, list[int]] = {}
@@ -190,18 +199,19 @@ class Engine:
             if sample is not None:
                 moved[id(sample.output)] = sample.output
                 tried = sample.tried(decision.length)
-                by_row[row] = self._take(row, sample, packed[row], report, decision.length, tried)
+                took = self._take(row, sample, packed[row], report, decision.length, tried)
+                by_row[row] = [count for count, skipped in zip(took, skipped_X, strict=False) if not skipped]
+                skipped_tokens += len(took) - len(by_row[row])
                 accepted.setdefault(tried, []).extend(by_row[row])
                 if sample.completion.finish_reason is not None:
                     self._finish(row, sample)
         self.survival.add(decision.length, by_row)
-        steps_done = int(packed[0, -1])
         touched = () if report.touched_K is None else tuple(np.asarray(report.touched_K) / max(steps_done, 1))
-        drafted_BX = packed[:, decision.length + 2 : -3 : decision.length + 3][:, :steps_done]
         outcome = Outcome(
             len(running), steps_done, done - ready, accepted, ready - began, touched,
             drafted=float(drafted_BX.sum() / max(steps_done, 1)),
             deepest=float(drafted_BX.max(axis=0).sum() / max(steps_done, 1)),
+            skipped=int(skipped_X.sum()), skipped_tokens=skipped_tokens,
         )  # fmt: skip
         told = time.monotonic()
         self.control.record(decision, outcome)

@@ -11,7 +11,7 @@ from jaxspec.topology import PLAIN, AnyTopology
 
 LINKING, TIMED = 4, 3  # rounds
 RANDOM = 0.1  # relative error of a ratio: random tokens touch other experts than text does
-Run = Callable[[AnyTopology, int], float]
+Run = Callable[[AnyTopology, int], tuple[float, float]]
 
 
 def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tuple[StepRatios, float]:
@@ -22,19 +22,22 @@ def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tup
 
     Args:
       arms: plain decoding, chains by length, then trees.
-      run: runs a dispatch of an arm with at most so many steps, and returns how long each of them took in seconds.
+      run: runs a dispatch of an arm with at most so many steps, and returns how long each of them took in seconds, and
+        the share of them that had drafts or could not do without.
       rows: that decode meanwhile.
       steps: of a full dispatch.
 
     Returns:
-      Ratios of chains, and what a dispatch takes besides its steps in seconds; both medians.
+      Ratios of chains in steps with drafts, and what a dispatch takes besides its steps in seconds; both medians.
     """
     chains = [arm for arm in arms if arm.is_chain]
     ratio_RC, over_R = np.ones((TIMED, len(chains))), np.zeros(TIMED)
     for turn in range(-LINKING, TIMED):
-        step_s, short_s = {arm: run(arm, steps) for arm in arms}, run(PLAIN, 1)
+        took, (short_s, _) = {arm: run(arm, steps) for arm in arms}, run(PLAIN, 1)
         if turn >= 0:
-            ratio_RC[turn] = [step_s[arm] / step_s[PLAIN] for arm in chains]
-            over_R[turn] = (short_s - step_s[PLAIN]) * steps / max(steps - 1, 1)
+            plain_s, _ = took[PLAIN]
+            for place, (step_s, share) in enumerate(took[arm] for arm in chains):
+                ratio_RC[turn, place] = 1 + (step_s / plain_s - 1) / share if share else 1.0
+            over_R[turn] = (short_s - plain_s) * steps / max(steps - 1, 1)
     by_length = tuple(arm.max_depth for arm in chains), tuple(np.median(ratio_RC, axis=0).tolist())
     return StepRatios({rows: by_length}, RANDOM), max(0.0, float(np.median(over_R)))

@@ -17,7 +17,7 @@ from jaxspec.checkpoint.export import save_model
 from jaxspec.checkpoint.load import Model, load_model
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan, dispatch, skips
 from jaxspec.draft.cuts import Cuts
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
@@ -202,6 +202,7 @@ class SharedPrograms(Programs):
         self.turns, self._shown = turns and self.drafter.follows != "nothing", shown_at_once(self.drafter, buckets)
         self._programs |= {f"catch up {size}": _caught_up(size) for size in self._shown}
         self._programs |= {f"prefill {size}": _prefill for size in buckets}
+        self.skipping = {arm for arm, one in drafters.items() if skips(target, one, state, plan)}
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ class Lazy:
     def __init__(self):
         self.runs: list[AnyTopology] = []
 
-    def run(self, arm: AnyTopology, steps: int) -> float:
+    def run(self, arm: AnyTopology, steps: int) -> tuple[float, float]:
         self.runs.append(arm)
         slow = 10.0 if self.runs.count(arm) <= 3 else 2.0 if 20 < len(self.runs) <= 25 else 1.0
-        return slow * (STEP_S[arm] + OVERHEAD_S / steps)
+        return slow * (STEP_S[arm] + OVERHEAD_S / steps), 1.0
 
 
 def test_times_are_those_of_linked_programs_in_one_round():
@@ -36,3 +36,14 @@ def test_times_are_those_of_linked_programs_in_one_round():
 
 def test_dispatches_of_one_step_tell_no_overhead():
     assert warm_up((PLAIN, chain(1)), Lazy().run, rows=1, steps=1)[1] == 0.0
+
+
+@pytest.mark.parametrize("share", [0.25, 0.0])
+def test_steps_that_were_skipped_lasted_as_long_as_plain_ones(share: float):
+    def run(arm: AnyTopology, steps: int) -> tuple[float, float]:
+        drafted = share if arm.drafts else 1.0
+        return 1.0 + drafted * (STEP_S[arm] - 1.0), drafted
+
+    found, _ = warm_up((PLAIN, chain(1), chain(3)), run, rows=1, steps=8)
+    ratio, _ = found.at(3, 1) or (0.0, 0.0)
+    assert ratio == pytest.approx(STEP_S[chain(3)] if share else 1.0)
