@@ -121,10 +121,12 @@ class Engine:
     def _warm_up(self, arm: AnyTopology, most: int) -> tuple[float, float]:
         """Time of a step of an arm on random tokens in seconds, and the share that was not skipped; nothing stays."""
         rows = range(min(self.spec.rows, WARM_ROWS))
-        limits = {"max_length_B": np.full(1, self.spec.capacity), "draft_limit_B": np.full(1, self.depth)}
         sampling = replace(
-            init_sampling(1, STOP_PLACES), **{name: value.astype(np.int32) for name, value in limits.items()}
-        )
+            init_sampling(1, STOP_PLACES),
+            max_length_B=np.full(1, self.spec.capacity, np.int32), draft_limit_B=np.full(1, self.depth, np.int32),
+            # One token over and over again: only what is repeated has a match, and is verified.
+            frequency_B=np.full(1, -1e4 if arm in self.programs.skipping else 0.0, np.float32),
+        )  # fmt: skip
         table = None if self.pool is None else np.zeros(self.state.table_BJ.shape[1], np.int32)  # pyright: ignore[reportOptionalMemberAccess]
         for row in rows:
             vocab = self.programs.target.net.arch.vocab_size

@@ -120,3 +120,12 @@ def test_arms_that_ran_beforehand_leave_nothing_behind(lab: Lab, pool: dict, mon
     assert not np.asarray(engine.state.active_B).any()
     assert engine.metrics.arms == {}
     assert tokens_of(generate(engine, requests, steps=2)) == tokens_of(lab.reference("cold", requests))
+
+
+def test_lookup_finds_what_to_verify_while_it_warms_up(lab: Lab):
+    """Else nothing would be known of what its verifications take, and none of their code linked."""
+    engine = lab.engine(lab.drafter("ngram", chain(3)), control=Adaptive((PLAIN, chain(3))))
+    shares = [engine._warm_up(chain(3), 8)[1] for _ in range(4)]
+    assert engine.programs.skipping == {chain(3)}
+    assert min(shares) > 0.3
+    assert engine._warm_up(PLAIN, 8)[1] == 1.0
