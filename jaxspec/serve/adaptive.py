@@ -97,6 +97,9 @@ class Adaptive:
     than the best one, as far as its own times say, is timed again every ``contest_wait`` steps instead: that costs
     little, and a few unlucky times would keep it out for long.
 
+    Steps that were skipped, because no row had a draft, are plain steps: what an arm takes and brings is that of the
+    others, and both are thinned by their share before arms are compared.
+
     Attributes:
       arms: plain decoding, chains by length, then trees.
       spec: how cautious it is.

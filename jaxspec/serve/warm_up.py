@@ -28,7 +28,8 @@ def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tup
       steps: of a full dispatch.
 
     Returns:
-      Ratios of chains in steps with drafts, and what a dispatch takes besides its steps in seconds; both medians.
+      Ratios of chains in steps with drafts (1 where there were none, until serving measures them), and what a dispatch
+      takes besides its steps in seconds; both medians.
     """
     chains = [arm for arm in arms if arm.is_chain]
     ratio_RC, over_R = np.ones((TIMED, len(chains))), np.zeros(TIMED)

@@ -1,0 +1,110 @@
+"""What single dispatches teach the adaptive control: short ones, probes, plain ones, and a bad stretch."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxspec.serve.adaptive import Adaptive
+from jaxspec.serve.control import Decision, Outcome
+from jaxspec.topology import PLAIN, AnyTopology, chain
+from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine, play, running
+
+
+class Starting(Machine):
+    """A machine whose dispatches take time to start, and are often short."""
+
+    start_s = 4.0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.most: int | None = None
+
+    def run(self, arm: AnyTopology, rows: int) -> Outcome:
+        outcome = super().run(arm, rows)
+        steps = int(self.rng.integers(1, STEPS)) if self.most is None else min(self.most, STEPS)
+        kept = {tried: found[: steps * rows] for tried, found in outcome.accepted.items()}
+        self.tokens -= outcome.tokens - sum(len(found) + sum(found) for found in kept.values())
+        time_s = outcome.time_s * steps / STEPS + self.start_s
+        self.total_s += time_s - outcome.time_s
+        return replace(outcome, steps=steps, time_s=time_s, accepted=kept)
+
+
+def test_short_dispatches_do_not_make_an_arm_look_slow():
+    """A single step of K = 3 beside full dispatches of plain decoding: only what it takes besides starting counts."""
+    machine = Starting(CHEAP, [0.9] * 5, noise=0.0)
+    seen = []
+    for overhead_s in (0.0, machine.start_s):
+        control = Adaptive(ARMS, overhead_s=overhead_s)
+        for arm, most in ((PLAIN, STEPS), (chain(3), 1), (chain(3), 1)):
+            machine.most = most
+            control.record(Decision(arm), machine.run(arm, 4))
+        seen.append(control._ratios(2)[3][0])
+    full = (CHEAP[3] + machine.start_s / STEPS) / (CHEAP[0] + machine.start_s / STEPS)
+    assert seen == [
+        pytest.approx((CHEAP[3] + machine.start_s) / (CHEAP[0] + machine.start_s / STEPS)),
+        pytest.approx(full),
+    ]
+
+
+def test_nothing_is_tried_in_a_dispatch_that_will_be_short():
+    control, machine = Adaptive(ARMS), Starting(CHEAP, [0.0] * 5, noise=0.0)
+    machine.most = STEPS
+    for _ in range(2):
+        control.record(Decision(PLAIN), machine.run(PLAIN, 4))
+    assert not control.choose(4, 0, steps=1).probe
+    assert control.choose(4, 0).probe
+    assert control.choose(4, 0, steps=STEPS).probe
+
+
+def test_a_probe_loses_what_was_predicted_and_not_what_luck_brought():
+    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.5] * 5, noise=0.0)
+    play(control, machine, 300)
+    lost_s, decision = control._lost_s, Decision(PLAIN, True, 1.0, best=1.25)
+    control.record(decision, machine.run(PLAIN, 4))
+    assert control._lost_s - lost_s == pytest.approx((1 - 1 / 1.25) * STEPS * CHEAP[0])
+
+
+def test_plain_decoding_that_ran_of_late_is_not_tried_again():
+    """Requests that want none of it take turns with others: each of its dispatches tells what it takes."""
+    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.8] * 5)
+    play(control, machine, 200)
+    probes = 0
+    for turn in range(60):
+        requests = running([0 if turn % 4 == 0 else None] * 4)
+        decision = control.choose(4, 0, requests)
+        probes += decision.probe and decision.arm == PLAIN
+        control.record(decision, machine.run(decision.arm, 4))
+    assert machine.ran[-60:].count(PLAIN) >= 15
+    assert probes == 0
+
+
+def test_plain_decoding_goes_on_without_a_thought_until_requests_come_or_go():
+    machine, control, requests = Machine(DEAR, [0.1] * 5), Adaptive(ARMS), running([None] * 4)
+    thought: list[int] = []
+    gains = control._gains
+    control._gains = lambda *args: (thought.append(len(machine.ran)), gains(*args))[1]
+    for _ in range(400):
+        decision = control.choose(4, 0, requests)
+        control.record(decision, machine.run(decision.arm, 4))
+    late = [i for i in thought if i >= 300]
+    assert 20 <= len(late) <= 35, "every fourth dispatch, and after a probe"
+    requests.leave(3)
+    control.choose(3, 0, requests)
+    assert thought[-1] == 400
+
+
+def test_a_request_with_one_bad_stretch_is_drafted_for_again():
+    """Others' drafts pay, its own did not at first: plain steps later it has another chance, and keeps it."""
+    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.8] * 5)
+    play(control, machine, 300)
+    requests = running([None])
+    requests.add(5, {0: [0] * 40})
+    chosen = []
+    for _ in range(40):
+        decision = control.choose(1, 0, requests)
+        outcome = machine.run(decision.arm, 1)
+        control.record(decision, outcome)
+        requests.add(decision.length, {0: next(iter(outcome.accepted.values()))})
+        chosen.append(decision.length)
+    assert chosen[:2] == [0, 0]
+    assert min(chosen[-10:]) > 0
