@@ -129,3 +129,13 @@ def test_lookup_finds_what_to_verify_while_it_warms_up(lab: Lab):
     assert engine.programs.skipping == {chain(3)}
     assert min(shares) > 0.3
     assert engine._warm_up(PLAIN, 8)[1] == 1.0
+
+
+def test_steps_that_verify_nothing_commit_what_plain_ones_do(lab: Lab):
+    requests = mixed_requests("mixed")
+    control = Cycle((chain(3),))
+    outputs = generate(lab.engine(lab.drafter("ngram", chain(3)), rows=1, control=control), requests)
+    assert tokens_of(outputs) == tokens_of(lab.reference("mixed", requests))
+    skipped, steps = (sum(getattr(o, name) for _, o in control.outcomes) for name in ("skipped", "steps"))
+    assert 0 < skipped < steps
+    assert 0 < sum(o.skipped_tokens for _, o in control.outcomes) <= skipped
