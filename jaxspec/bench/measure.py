@@ -235,10 +235,15 @@ class _Watch:
 
 
 def in_turns(subjects: Mapping[Name, Callable[[], Result]], turn: int) -> dict[Name, Result]:
-    """Runs every subject once, one right after the other; each turn begins with another one.
+    """Runs every subject once, one right after the other.
 
-    Ratios between results of one turn are free of what makes a machine slower from minute to minute.
+    Ratios between results of one turn are free of what makes a machine slower from minute to minute. Each turn begins
+    with another subject, and over as many turns (twice as many where the number is odd) each of them has followed each
+    other one equally often, for what ran before leaves its traces in caches: the balanced Latin square of Williams
+    (1949).
     """
-    names = list(subjects)
-    first = turn % len(names)
-    return {name: subjects[name]() for name in names[first:] + names[:first]}
+    names, count = list(subjects), len(subjects)
+    order = [(turn + (place // 2 if place % 2 == 0 else -(place + 1) // 2)) % count for place in range(count)]
+    if count % 2 and turn // count % 2:
+        order.reverse()
+    return {names[place]: subjects[names[place]]() for place in order}

@@ -162,19 +162,31 @@ class Regret(Struct, frozen=True):
       best: the one of them, plain decoding (0) among them, whose rate has the greatest median; it was found in the
         same rounds, so luck favours it.
       over_best: paired ratios of the chosen ones' rate over that one's.
+      over_foreseen: the same over the one that was best in all other rounds, as one would have fixed it before; None
+        for a single round.
     """
 
     fixed: dict[str, float]
     best: str
     over_best: Spread
+    over_foreseen: Spread | None = None
 
     @classmethod
     def of(cls, auto: Sequence[float], fixed: Mapping[str, Sequence[float]]) -> "Regret":
         """Of rates by round; ``fixed`` has them by length or tree, 0 among them."""
-        gains = {k: float(np.median(np.divide(rates, fixed["0"]))) for k, rates in fixed.items()}
-        best = max(gains, key=lambda k: gains[k])
-        over = Spread.of(np.divide(auto, fixed[best]).tolist())
-        return cls({k: gain for k, gain in gains.items() if k != "0"}, best, over)
+        by_round = {k: np.divide(rates, fixed["0"]) for k, rates in fixed.items()}
+        best, over = _best(by_round), []
+        for turn in range(len(auto) if len(auto) > 1 else 0):
+            foreseen = _best({k: np.delete(gains, turn) for k, gains in by_round.items()})
+            over.append(auto[turn] / fixed[foreseen][turn])
+        gains = {k: float(np.median(found)) for k, found in by_round.items() if k != "0"}
+        beside = Spread.of(np.divide(auto, fixed[best]).tolist())
+        return cls(gains, best, beside, Spread.of(over) if over else None)
+
+
+def _best(gains: Mapping[str, np.ndarray]) -> str:
+    """Which has the greatest median."""
+    return max(gains, key=lambda k: float(np.median(gains[k])))
 
 
 class Cell(Struct, frozen=True):

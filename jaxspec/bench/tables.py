@@ -52,6 +52,8 @@ def _rows(cell: Cell, synthetic: bool) -> Iterable[dict[str, Any]]:
         found |= _spread("decision_s", cell.decision_s) if cell.decision_s is not None else {}
         if cell.regret is not None:
             found |= {"best_fixed_k": cell.regret.best} | _spread("over_best_fixed", cell.regret.over_best)
+            if cell.regret.over_foreseen is not None:
+                found |= _spread("over_foreseen_fixed", cell.regret.over_foreseen)
             found |= {f"speedup_at_k_{k}": gain for k, gain in cell.regret.fixed.items()}
         yield found | {"same_text": cell.same_text}
     for peer in cell.peers:
@@ -110,8 +112,8 @@ def markdown_text(report: Report) -> str:
         lines += ["## Peers, in the same rounds", "", *_table(header, [_peer_line(*pair) for pair in peers]), ""]
     chosen = [cell for cell in report.cells if cell.regret is not None]
     if chosen:
-        header = ["cell", "auto over plain", "auto over the best fixed K", "speed-up by fixed K", "steps of auto"]
-        header += ["decision, ms"]
+        header = ["cell", "auto over plain", "auto over the best fixed K", "over that of the other rounds"]
+        header += ["speed-up by fixed K", "steps of auto", "decision, ms"]
         lines += ["## auto, and every fixed K in the same rounds", "", *_table(header, map(_regret_line, chosen)), ""]
     if report.skipped:
         lines += ["## Not measured", "", *(f"- {s.what}: {s.reason}" for s in report.skipped), ""]
@@ -166,8 +168,9 @@ def _regret_line(cell: Cell) -> list[str]:
     assert cell.regret is not None
     gains = ", ".join(f"{k}: {gain:.2f}" for k, gain in cell.regret.fixed.items())
     best = f"{_ratio(cell.regret.over_best)}, {arm_text(cell.regret.best)}"
+    foreseen = "" if cell.regret.over_foreseen is None else _ratio(cell.regret.over_foreseen)
     took = "" if cell.decision_s is None else f"{1e3 * cell.decision_s.median:.3f}"
-    return [cell.name, _ratio(cell.speedup), best, gains, lengths_text(cell.lengths or {}), took]
+    return [cell.name, _ratio(cell.speedup), best, foreseen, gains, lengths_text(cell.lengths or {}), took]
 
 
 def _rate(found: Figures) -> str:

@@ -59,12 +59,16 @@ class AdaptiveSpec:
       sureness: standard errors between the estimate and that lower end.
       probe_share: most of all time that probes may lose.
       first_steps: plain steps' worth of time that a fresh engine may lose before it has earned any.
-      memory: verifications, and dispatches, that estimates remember.
+      hysteresis: share by which another arm must beat the one in use.
+      memory, verifications: dispatches whose times, and verifications whose accepted drafts estimates remember.
       contest_wait, longest_contest_wait: steps until an arm that may be better than the best one is tried again; the
-        wait doubles, and is short again when another arm became the best.
+        wait doubles.
+      trial_wait: steps until one that should be better, but not for sure, is tried again.
+      longest_probe: dispatches for which a probe goes on while its arm may be better than the best one: what a machine
+        does first after a change of arms takes longer.
       shortest_wait, longest_wait: steps until the next probe; the wait doubles from one to the other.
-      plain_steps: plain steps until it thinks again, for they teach little; fewer where requests come and go, and at
-        the beginning.
+      longest_chain_wait: the same where no chain is in use: the cheapest one tells whether texts have changed.
+      plain_steps, drafting_steps: steps until it thinks again; fewer where requests come and go, and at the beginning.
       vain_wait: steps more for a tree that could not pay if it accepted what chains do.
     """
 
@@ -72,13 +76,19 @@ class AdaptiveSpec:
     sureness: float = 1.64
     probe_share: float = 0.02
     first_steps: int = 24
+    hysteresis: float = 0.02
     memory: float = 200.0
+    verifications: float = 800.0
     shortest_wait: int = 64
     longest_wait: int = 4096
+    longest_chain_wait: int = 512
     contest_wait: int = 64
     longest_contest_wait: int = 512
     vain_wait: int = 65536
+    trial_wait: int = 64
+    longest_probe: int = 4
     plain_steps: int = 32
+    drafting_steps: int = 16
 
 
 @dataclass
@@ -108,6 +118,7 @@ class Adaptive:
       overhead_s: what a dispatch takes besides its steps; short ones would look slow without it.
       survival: of drafts of all arms, to compare requests with.
       touched: experts that verifications should touch, where a head predicts them.
+      switch_s: what the first dispatch behind one of another arm takes more: its code and tables are cold.
     """
 
     arms: tuple[AnyTopology, ...]
@@ -116,11 +127,16 @@ class Adaptive:
     overhead_s: float = 0.0
     survival: Survival = field(init=False)
     touched: TouchedExperts = field(init=False)
+    switch_s: float = field(default=0.0, init=False)
     _depths: list[int] = field(init=False)
     _longest: int = field(init=False)
     _counts: list[Survival] = field(init=False)
     _times: list[dict[int, ArmTime]] = field(init=False)
     _full: int = field(default=1, init=False)
+    _last: int = field(default=-1, init=False)
+    _going: int = field(default=0, init=False)
+    _more: int = field(default=0, init=False)
+    _switches: float = field(default=0.0, init=False)
     _shares: dict[int, float] = field(default_factory=dict, init=False)
     _told: dict[int, list[Known]] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
@@ -132,13 +148,14 @@ class Adaptive:
     _contest: int = field(default=0, init=False)
     _asked: tuple[int, int | None] | None = field(default=None, init=False)
     _until: int = field(default=0, init=False)
+    _same: Decision = field(init=False)
     _contest_wait: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._depths = [arm.max_depth for arm in self.arms]
-        memory, deepest = self.spec.memory, max(self._depths)
+        memory, deepest = self.spec.verifications, max(self._depths)
         self.survival, chains = Survival(deepest, memory), Survival(deepest, memory)
-        self.touched = TouchedExperts(memory)
+        self.touched = TouchedExperts(self.spec.memory)
         self._longest = sum(arm.is_chain for arm in self.arms) - 1
         self._counts = [chains if arm.is_chain else Survival(arm.max_depth, memory) for arm in self.arms]
         self._times = [{} for _ in self.arms]
@@ -151,17 +168,12 @@ class Adaptive:
         size = bucket(rows)
         asked = size, None if requests is None else requests.changes
         if asked == self._asked and self._steps < self._until:
-            return Decision(self.arms[0], gain=1.0)
+            return self._same
         self._asked = None
         if size not in self._times[0]:
             return Decision(self.arms[0])
         gains = self._gains(size, requests)
-        best, best_gain, share = 0, 1.0, self._shares.get(size, 1.0)
-        least, more = 1.0 + share * self.spec.margin, 1.0 + 0.01 * share
-        for place, gain in enumerate(gains[1:], start=1):
-            held = place == self._held
-            if gain.least > (1.0 if held else least) and gain.value > best_gain * (1.0 if held or best == 0 else more):
-                best, best_gain = place, gain.value
+        best, best_gain = self._best(gains, self._shares.get(size, 1.0))
         brief = steps is not None and steps < self._full  # most of its time would say nothing about the arm
         probe = None if brief else self._probe(best, best_gain, size, gains)
         if probe is not None:
@@ -169,11 +181,22 @@ class Adaptive:
         if best != self._held:
             if not best or not self._held:  # what was learnt about waiting belongs to the other side
                 self._wait = {}
-            self._contest_wait = self.spec.contest_wait
             self._held = best
-        if not best and not brief:
-            self._asked, self._until = asked, self._steps + min(self.spec.plain_steps, self._steps // 8)
-        return Decision(self.arms[best], False, best_gain, best_gain)
+        chosen = Decision(self.arms[best], False, best_gain, best_gain)
+        if not brief:
+            most = self.spec.drafting_steps if best else self.spec.plain_steps
+            self._asked, self._until, self._same = asked, self._steps + min(most, self._steps // 8), chosen
+        return chosen
+
+    def _best(self, gains: Sequence[Gain], share: float) -> tuple[int, float]:
+        """The arm to use and its gain: the one in use as long as it pays and no other is clearly better."""
+        held = self._held if gains[self._held].least > 1.0 else 0
+        best, value = held, gains[held].value if held else 1.0
+        least = value * (1.0 + self.spec.hysteresis * share) if held else 0.0
+        for place, gain in enumerate(gains[1:], start=1):
+            if gain.least > 1.0 + share * self.spec.margin and gain.value > max(least, value):
+                best, value = place, gain.value
+        return best, value
 
     def record(self, decision: Decision, outcome: Outcome) -> None:
         """Takes note of a dispatch's time and of what was accepted."""
@@ -202,16 +225,23 @@ class Adaptive:
         gain, group, taught = self._gains(size)[place], self._group(place), 1 - outcome.skipped / outcome.steps
         value = gain.value if decision.gain is None else decision.gain
         self._lost_s += max(0.0, 1.0 - value / decision.best) * taught * outcome.time_s
+        if self._going != place:
+            self._going, self._more = place, self.spec.longest_probe
+            self._lost_s += 2 * self.switch_s
+        self._more -= 1
         if not taught:
             return
         wait = self._wait.get(group, self.spec.shortest_wait)
         if place:
-            self._contest = self._steps + self._contest_wait
-            self._contest_wait = min(2 * self._contest_wait, self.spec.longest_contest_wait)
+            trial = value >= decision.best
+            self._contest = self._steps + (self.spec.trial_wait if trial else self._contest_wait)
+            if not trial:
+                self._contest_wait = min(2 * self._contest_wait, self.spec.longest_contest_wait)
             if self._seen(place, size) < SEEN_TO_TRUST and gain.hope > decision.best:
                 self._ran[group] -= wait  # it may pay, and that is not known yet: only the budget bounds when it is due
                 return
-        self._wait[group] = min(2 * wait, self.spec.longest_wait)
+        longest = self.spec.longest_chain_wait if group == 1 else self.spec.longest_wait
+        self._wait[group] = min(2 * wait, longest)
 
     def _took(self, place: int, size: int, outcome: Outcome, experts: float | None) -> None:
         """Takes note of a dispatch's time, as if it had been a full one, and of the experts that it should touch.
@@ -219,7 +249,11 @@ class Adaptive:
         Steps that were skipped are taken to last as long as plain ones; whatever more they took counts for the others.
         """
         self._full, steps = max(self._full, outcome.steps), outcome.steps - outcome.skipped
-        own_s, over_s = max(outcome.time_s - self.overhead_s, 0.1 * outcome.time_s), self.overhead_s / self._full
+        own_s, over_s = outcome.time_s - self.overhead_s, self.overhead_s / self._full
+        if place != self._last:
+            self._switched(place, size, outcome, own_s, over_s)
+            own_s -= self.switch_s
+        self._last, own_s = place, max(own_s, 0.1 * outcome.time_s)
         if place:
             known, weight = self._shares.get(size, 1.0), min(outcome.steps / self.spec.memory, 1.0)
             self._shares[size] = known + weight * (steps / outcome.steps - known)
@@ -232,6 +266,15 @@ class Adaptive:
         spent.add(own_s / steps + over_s, self.spec.memory, steps / self._full)
         if experts is not None:
             spent.touching(experts, self.spec.memory)
+
+    def _switched(self, place: int, size: int, outcome: Outcome, own_s: float, over_s: float) -> None:
+        """Takes note of what a change to the arm in use took, whose other dispatches mostly followed each other."""
+        if place != self._held or outcome.skipped or self._seen(place, size) < SEEN_TO_TRUST:
+            return
+        usual_s = (self._times[place][size].mean_s - over_s) * outcome.steps
+        self._switches = min(self._switches + 1, self.spec.memory)
+        more_s = min(max(own_s - usual_s, -0.5 * usual_s), 0.5 * usual_s)
+        self.switch_s = max(0.0, self.switch_s + (more_s - self.switch_s) / self._switches)
 
     def _group(self, place: int) -> int:
         """What waits together: plain decoding, all chains, each tree."""
@@ -326,6 +369,10 @@ class Adaptive:
 
     def _probe(self, best: int, best_gain: float, size: int, gains: Sequence[Gain]) -> int | None:
         """An arm worth another look, where the budget allows one."""
+        again, self._going = self._going, 0
+        if again not in (0, best) and self._more > 0 and self._at_most(again, best, gains) > best_gain:
+            self._going = again
+            return again
         first_s = self.spec.first_steps * self._plain_s(size)
         if self._lost_s >= first_s + self.spec.probe_share * self._total_s:
             return None
@@ -336,7 +383,7 @@ class Adaptive:
         if best and self._due(0, self._ran.get(0, 0)):
             return 0  # what plain decoding takes must stay known
         others = [place for place in range(1, len(self.arms)) if place != best]
-        if best and self._contest <= self._steps:
+        if self._contest <= self._steps:
             rival = max(others, key=lambda place: self._at_most(place, best, gains), default=0)
             if self._at_most(rival, best, gains) > best_gain:
                 return rival
@@ -346,13 +393,13 @@ class Adaptive:
             vain = place > self._longest and gains[place].hope <= best_gain
             group = self._group(place)
             if self._due(group, self._ran.get(group, -self.spec.shortest_wait) + vain * self.spec.vain_wait):
-                hopeful.append((gains[place].hope, place))
+                hopeful.append((gains[place].value if place <= self._longest else gains[place].hope, place))
         return max(hopeful)[1] if hopeful else None
 
     def _at_most(self, place: int, best: int, gains: Sequence[Gain]) -> float:
         """Gain of an arm at most, beside the best one: of chains only positions differ that one of them has not."""
         one, unsure = gains[place], gains[place].drafting
-        if max(place, best) <= self._longest:
+        if best and max(place, best) <= self._longest:
             unsure = max(0.0, unsure - gains[best].drafting)
         return one.value * (1 + self.spec.sureness * math.hypot(one.timing, unsure))
 

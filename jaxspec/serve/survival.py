@@ -10,9 +10,12 @@ from itertools import repeat
 
 import numpy as np
 
+LATE = 48.0  # verifications that may show that texts have changed
+LATE_LEAST = 16.0  # of them, before they may
+SURPRISE = 3.0  # standard deviations by which they then differ from what chance allows
 PRIOR = 8.0  # verifications of chains that stand in for the missing ones of a tree
 PLAIN_FADE = 1 / 32  # share of what is known of a request that a plain step of it forgets
-UNTRIED = 10.0  # times as long as others are positions remembered that are not tried
+UNTRIED = 2000.0  # verifications that do not try a position, until most of what was known of it is forgotten
 SHARED = 16.0  # verifications of everyone that stand in for the missing ones of a request
 
 
@@ -20,9 +23,13 @@ SHARED = 16.0  # verifications of everyone that stand in for the missing ones of
 class Survival:
     """Counts of tried and accepted drafts by position, older ones fading out.
 
-    ``s_j``, the survival of position j, is the share of verifications that accept at least j drafts (no independence
-    between positions is assumed; ``speculation.md`` calls the sum E[tau] = 1 + sum s_j). A position of a tree is a
-    depth.
+    ``s_j``, the survival of position j, is the share of verifications that accept at least j drafts
+    (``speculation.md`` calls the sum E[tau] = 1 + sum s_j). It is the product of the rates at which positions are
+    accepted when all before them were, each counted by itself; no independence between positions is assumed. So what
+    short drafts tell of the first positions counts for long ones, too. A position of a tree is a depth.
+
+    Many verifications make estimates sure, and slow to follow. So the latest few are kept beside them, and replace
+    them once chance does not explain how they differ.
 
     Attributes:
       length: positions that are counted.
@@ -33,25 +40,26 @@ class Survival:
     memory: float = 400.0
     _tried: list[float] = field(init=False)
     _hits: list[float] = field(init=False)
+    _late: list[tuple[float, float]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._tried = [0.0] * self.length
-        self._hits = [0.0] * self.length
+        self._tried, self._hits = [0.0] * self.length, [0.0] * self.length
+        self._late = [(0.0, 0.0)] * self.length
 
     def add(self, length: int, accepted: Sequence[int]) -> None:
         """Counts verifications of ``length`` drafts each."""
         new = len(accepted)
         if not new or not length:
             return
-        counts = Counter(accepted)
-        above = new - counts[0]
+        counts, tried = Counter(accepted), new
         for place in range(min(length, self.length)):
-            fade = max(0.0, 1.0 - max(0.0, self._tried[place] + new - self.memory) / max(self._tried[place], 1.0))
-            self._tried[place] = self._tried[place] * fade + new
-            self._hits[place] = self._hits[place] * fade + above
-            above -= counts[place + 1]
+            hits = tried - counts[place]
+            known = _with((self._tried[place], self._hits[place]), tried, hits, self.memory)
+            self._late[place] = late = _with(self._late[place], tried, hits, LATE)
+            self._tried[place], self._hits[place] = late if _surprising(late, known) else known
+            tried = hits
         for place in range(length, self.length):  # what was not tried is known less and less
-            fade = max(0.0, 1.0 - new / (UNTRIED * self.memory))
+            fade = max(0.0, 1.0 - new / UNTRIED)
             self._tried[place], self._hits[place] = self._tried[place] * fade, self._hits[place] * fade
 
     def by_position(self, beside: Survival | None = None) -> list[tuple[float, float]]:
@@ -62,22 +70,36 @@ class Survival:
         Args:
           beside: counts of at least as many positions, which weigh as much as ``PRIOR`` verifications.
         """
-        found, last, rate = [], 1.0, 0.5
+        found, last, alike, spread, rate = [], 1.0, 1.0, 0.0, 0.5
         others = repeat((0.0, 0.0)) if beside is None else zip(beside._tried, beside._hits, strict=True)
         for tried, hits, (more, good) in zip(self._tried, self._hits, others, strict=False):
             if more:
                 tried, hits = tried + PRIOR, hits + PRIOR * good / more
             if tried:
-                now = hits / tried
-                now = now if now < last else last
-                rate = now / last if last > 0 else 0.0
+                rate = hits / tried
                 smoothed = (hits + 0.5) / (tried + 1.0)
-                error = min(math.sqrt(smoothed * (1 - smoothed) / tried), 0.5)
+                alike *= smoothed
+                spread += (1 - smoothed) / (smoothed * tried)  # relative variances of factors add up
+                error = min(alike * math.sqrt(spread), 0.5)
             else:
-                error = now = last * rate
-            found.append((now, error))
-            last = now
+                alike, error = alike * rate, last * rate
+            last *= rate
+            found.append((last, error))
         return found
+
+
+def _with(known: tuple[float, float], tried: int, hits: int, memory: float) -> tuple[float, float]:
+    """Tries and hits with some more of them, of older ones no more than are remembered."""
+    fade = max(0.0, 1.0 - max(0.0, known[0] + tried - memory) / max(known[0], 1.0))
+    return known[0] * fade + tried, known[1] * fade + hits
+
+
+def _surprising(late: tuple[float, float], known: tuple[float, float]) -> bool:
+    """Whether the latest tries and hits are not of the law of all of them."""
+    if not LATE_LEAST <= late[0] < known[0]:
+        return False
+    rate = (known[1] + 0.5) / (known[0] + 1.0)
+    return abs(late[1] - rate * late[0]) > SURPRISE * math.sqrt(late[0] * rate * (1.0 - rate))
 
 
 class RequestSurvival:

@@ -1,5 +1,7 @@
 """A run's clock and counts, arrivals, and the figures that are made of them, against numbers made by hand."""
 
+from collections import Counter
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import numpy as np
@@ -81,12 +83,21 @@ def test_poisson_arrivals_are_seeded():
         poisson_arrivals(3, 0.0, seed=1)
 
 
-def test_turns_rotate():
+@pytest.mark.parametrize("names", ["ab", "abc", "abcdefg", "abcdefgh"])
+def test_in_turns_everyone_follows_everyone(names: str):
+    turns, begins = len(names) * (1 + len(names) % 2), Counter[str]()
+    follows = Counter[tuple[str, str]]()
     seen: list[str] = []
-    subjects = {name: lambda name=name: seen.append(name) for name in "abc"}
-    for turn in range(3):
-        assert set(in_turns(subjects, turn)) == {"a", "b", "c"}
-    assert "".join(seen) == "abcbcacab"
+    subjects = {name: lambda name=name: seen.append(name) or name for name in names}
+    for turn in range(turns):
+        seen.clear()
+        assert in_turns(subjects, turn) == {name: name for name in names}
+        assert len(seen) == len(names), "once each"
+        begins[seen[0]] += 1
+        follows.update(pairwise(seen))
+    assert set(begins) == set(names)
+    assert len(set(begins.values())) == 1
+    assert follows == {pair: turns // len(names) for pair in permutations(names, 2)}
 
 
 def test_closed_loop_run(llm: LLM):

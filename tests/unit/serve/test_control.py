@@ -141,6 +141,7 @@ def test_requests_that_differ_change_the_length():
     for count in (5, 0):
         requests = running([None] * 4)
         requests.add(5, {row: [count] * 60 for row in range(4)})
+        play(control, machine, 1)
         decisions.append(control.choose(4, 0, requests))
         if count:
             tokens = 1 + sum(requests.mean([s for s, _ in control.survival.by_position()]))
@@ -273,7 +274,9 @@ def test_rows_that_want_few_drafts_count_for_few():
     control, machine = Adaptive(ARMS), Machine(DEAR, [0.9] * 5)
     play(control, machine, 300)
     assert control.choose(4, 0, running([None] * 4)).length in (4, 5)
+    play(control, machine, 1)
     assert control.choose(4, 0, running([2] * 4)).length == 2
+    play(control, machine, 1)
     assert control.choose(4, 0, running([None, 0, 0, 0])).length == 0
 
 
@@ -308,7 +311,8 @@ def test_survival_counts():
     assert survival == pytest.approx((3 / 4, 2 / 4, 2 / 4))
     assert 0 < sum(error) < 1
     counts.add(1, [1, 1, 1, 1])
-    assert [s for s, _ in counts.by_position()] == pytest.approx([7 / 8, 2 / 4, 2 / 4])
+    # Of those that accepted the first draft and tried more, two of three accepted the second.
+    assert [s for s, _ in counts.by_position()] == pytest.approx([7 / 8, 7 / 8 * 2 / 3, 7 / 8 * 2 / 3])
 
 
 def test_survival_forgets():
@@ -320,15 +324,28 @@ def test_survival_forgets():
 
 
 def test_what_is_not_tried_any_more_is_known_less_and_less():
-    counts = Survival(3, memory=100)
-    counts.add(3, [3, 0] * 50)
+    counts = Survival(2, memory=100)
+    counts.add(2, [2, 1, 0, 0] * 25)
     before = counts.by_position()
     for _ in range(10):
         counts.add(1, [1, 0] * 30)
     after = counts.by_position()
-    assert [s for s, _ in after] == pytest.approx([0.5] * 3)
+    assert [s for s, _ in after] == pytest.approx([0.5, 0.25])
     assert after[0][1] == pytest.approx(before[0][1])
-    assert after[1][1] == pytest.approx(before[1][1] / 0.94**5, rel=0.01)
+    first, second = 0.5 / (0.5 * 100), 0.5 / (0.5 * 50)  # relative variance of either rate, of as many trials
+    assert before[1][1] == pytest.approx(0.25 * math.sqrt(first + second))
+    assert after[1][1] == pytest.approx(0.25 * math.sqrt(first + second / 0.97**10))
+
+
+def test_a_surprise_makes_it_forget_what_was_before():
+    """A run of rejections that chance does not explain counts alone; one that it explains counts beside the others."""
+    settled, lucky = Survival(1, memory=800), Survival(1, memory=800)
+    for counts in (settled, lucky):
+        counts.add(1, [1, 1, 1, 0] * 200)
+    lucky.add(1, [1, 0] * 12)
+    assert lucky.by_position()[0][0] == pytest.approx(0.75, abs=0.01)
+    settled.add(1, [0] * 24)
+    assert settled.by_position()[0][0] < 0.4
 
 
 def test_untried_positions_follow_the_last_rate_and_are_unsure():

@@ -99,12 +99,12 @@ def test_a_request_with_one_bad_stretch_is_drafted_for_again():
     play(control, machine, 300)
     requests = running([None])
     requests.add(5, {0: [0] * 40})
-    chosen = []
+    chosen: list[Decision] = []
     for _ in range(40):
         decision = control.choose(1, 0, requests)
         outcome = machine.run(decision.arm, 1)
         control.record(decision, outcome)
         requests.add(decision.length, {0: next(iter(outcome.accepted.values()))})
-        chosen.append(decision.length)
-    assert chosen[:2] == [0, 0]
-    assert min(chosen[-10:]) > 0
+        chosen.append(decision)
+    assert [decision.length for decision in chosen[:2]] == [0, 0]
+    assert all(decision.length or decision.probe for decision in chosen[-20:])
