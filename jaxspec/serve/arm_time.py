@@ -7,7 +7,7 @@ from statistics import median
 SEEN_TO_TRUST = 4  # dispatches before what was measured while serving replaces a calibration
 SEEN_FOR_SLOPE = 12  # dispatches before a line through times and touched experts is trusted
 MEDIAN_OF = 8  # dispatches, the first ones
-MOST_APART = 1.5  # times the mean: a dispatch that took longer, or was shorter by that, counts as just so long
+MOST_APART = 1.25  # times what is usual: a dispatch that took longer, or was shorter by that, counts as just so long
 
 
 @dataclass
@@ -41,14 +41,21 @@ class ArmTime:
         """Whether it was run often enough to be believed."""
         return self.count >= SEEN_TO_TRUST
 
-    def add(self, step_s: float, memory: float, weight: float = 1.0) -> None:
-        """Notes the mean step of a dispatch; ``weight`` is 1 for one of full length."""
+    def add(self, step_s: float, memory: float, weight: float = 1.0, usual_s: float | None = None) -> None:
+        """Notes the mean step of a dispatch; ``weight`` is 1 for one of full length.
+
+        Args:
+          step_s: measured.
+          memory: dispatches that are remembered.
+          weight: share of a full dispatch.
+          usual_s: what was expected of this one; the mean unless something else is known.
+        """
         if len(self._first) < MEDIAN_OF:
             self._first.append((step_s, weight))
             middle, again = median(time_s for time_s, _ in self._first), self._first
             self.mean_s = self.square = self.count = 0.0
         else:
-            middle, again = self.mean_s, [(step_s, weight)]
+            middle, again = usual_s or self.mean_s, [(step_s, weight)]
         for time_s, part in again:
             self._add(min(max(time_s, middle / MOST_APART), middle * MOST_APART), memory, part)
         if self.count > 1:

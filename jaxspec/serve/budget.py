@@ -13,8 +13,8 @@ from jaxspec.decode.touched import chosen_of, experts_of
 from jaxspec.draft.cuts import Cuts
 from jaxspec.models.arch import ArchSpec
 from jaxspec.protocol import Prices
-from jaxspec.serve.adaptive import bucket
 from jaxspec.serve.control import Outcome
+from jaxspec.serve.step_times import bucket
 
 CONFIDENCE_STEPS = 16
 PARTS = ("token", "expert", "depth")

@@ -116,7 +116,8 @@ class Engine:
         if isinstance(adaptive, Adaptive):
             self._random = np.random.default_rng(0)
             told = warm_up(adaptive.arms, self._warm_up, min(spec.rows, WARM_ROWS), spec.steps)
-            adaptive.prior, adaptive.overhead_s = adaptive.prior or told[0], told[1]
+            times = adaptive.times
+            times.prior, times.overhead_s = times.prior or told[0], told[1]
 
     def _warm_up(self, arm: AnyTopology, most: int) -> tuple[float, float]:
         """Time of a step of an arm on random tokens in seconds, and the share that was not skipped; nothing stays."""

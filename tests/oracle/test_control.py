@@ -111,8 +111,8 @@ def test_arms_that_ran_beforehand_leave_nothing_behind(lab: Lab, pool: dict, mon
     control = Adaptive((PLAIN, chain(3)))
     engine = lab.engine(lab.drafter("self", chain(3)), control=control, **pool)
     assert ran == [0, 3, 0] * (LINKING + TIMED), "before anything is judged, and in turns"
-    assert control.prior is not None
-    told = control.prior.at(3, 4)
+    assert control.times.prior is not None
+    told = control.times.prior.at(3, 4)
     assert told is not None, "what their steps take is known beforehand"
     assert 0.2 < told[0] < 50
     assert told[1] >= RANDOM

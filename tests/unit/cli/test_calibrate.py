@@ -98,8 +98,8 @@ def test_auto_starts_from_it(measured: Calibration, directory: Path):
     ratios = [p.step_s for p in measured.points if p.length]
     plain = [p.step_s for p in measured.points if not p.length]
     expected = np.exp(np.mean(np.log(ratios)) - np.mean(np.log(plain)))
-    assert control.prior is not None
-    assert control.prior.at(1, 2) == pytest.approx((expected, 2**0.5 * measured.noise_floor))
+    assert control.times.prior is not None
+    assert control.times.prior.at(1, 2) == pytest.approx((expected, 2**0.5 * measured.noise_floor))
     other = {**asked["speculative_config"], "method": "draft_model", "model": str(directory)}
     for wrong, words in (
         ({"dtype": "float32"}, "dtype 'bfloat16', not 'float32'"),

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jaxspec.perf.step_ratios import StepRatios
-from jaxspec.serve.adaptive import NO_GAIN, Adaptive, AdaptiveSpec
+from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import ByBatchSize, Decision, Fixed, Outcome
+from jaxspec.serve.probes import NO_GAIN, AdaptiveSpec
 from jaxspec.serve.survival import RequestSurvival, Survival
 from jaxspec.topology import PLAIN, AnyTopology, chain, tree
 

@@ -38,7 +38,7 @@ def test_short_dispatches_do_not_make_an_arm_look_slow():
         for arm, most in ((PLAIN, STEPS), (chain(3), 1), (chain(3), 1)):
             machine.most = most
             control.record(Decision(arm), machine.run(arm, 4))
-        seen.append(control._ratios(2)[3][0])
+        seen.append(control.times.ratios(2)[3][0])
     full = (CHEAP[3] + machine.start_s / STEPS) / (CHEAP[0] + machine.start_s / STEPS)
     assert seen == [
         pytest.approx((CHEAP[3] + machine.start_s) / (CHEAP[0] + machine.start_s / STEPS)),
@@ -59,9 +59,9 @@ def test_nothing_is_tried_in_a_dispatch_that_will_be_short():
 def test_a_probe_loses_what_was_predicted_and_not_what_luck_brought():
     control, machine = Adaptive(ARMS), Machine(CHEAP, [0.5] * 5, noise=0.0)
     play(control, machine, 300)
-    lost_s, decision = control._lost_s, Decision(PLAIN, True, 1.0, best=1.25)
+    lost_s, decision = control.probes.lost_s, Decision(PLAIN, True, 1.0, best=1.25)
     control.record(decision, machine.run(PLAIN, 4))
-    assert control._lost_s - lost_s == pytest.approx((1 - 1 / 1.25) * STEPS * CHEAP[0])
+    assert control.probes.lost_s - lost_s == pytest.approx((1 - 1 / 1.25) * STEPS * CHEAP[0])
 
 
 def test_plain_decoding_that_ran_of_late_is_not_tried_again():
