@@ -146,7 +146,8 @@ def _plan(config: Mapping[str, Any], net: Any, rules: Any, quantization: str) ->
 def _step(setting: Setting, target: Target, drafter: Drafter) -> Program:
     plan = StepPlan(steps=setting.steps)
     state = _state(setting, target, drafter)
-    arguments = (target, drafter, state, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_))
+    number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
+    arguments = (target, drafter, state, number, flag, number)
     return Program(partial(dispatch, plan=plan), arguments, drafter.topology.nodes)
 
 

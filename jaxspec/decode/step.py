@@ -51,7 +51,8 @@ class StepOut:
     Attributes:
       token_BT: committed tokens.
       count_B: how many.
-      drafted_B: usable drafts that were verified.
+      drafted_B: usable drafts that were verified; where a step verified none though some rows had drafts, their
+        number below zero.
       stopped_B, full_B: rows that met a stop id, or their length limit.
       logprob_BTL: log-probability of each committed token, then of the most likely ones.
       top_BTL: rank of the committed token, then ids of the most likely ones.
@@ -77,10 +78,10 @@ Stepped = tuple[DecodeState, StepOut]
 WITH_DRAFTS, WITHOUT_DRAFTS = "step_with_drafts", "step_without_drafts"  # scopes of the only two loops that turn once
 
 
-def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan) -> Stepped:
+def step(target: Target, drafter: Drafter, state: DecodeState, least: Array | int = 1, *, plan: StepPlan) -> Stepped:
     """Drafts, verifies, accepts and commits once for every row.
 
-    Where ``skips`` says so, steps without a draft run the target on the anchors alone.
+    Where ``skips`` says so, steps in which fewer than ``least`` rows have a draft run the target on the anchors alone.
     """
     skipping = skips(target, drafter, state, plan)
     proposal, draft = _propose(drafter, state.draft, state.anchor, plan.rule)
@@ -88,14 +89,16 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
     if not skipping:
         return _verify(target, drafter, state, proposal, plan=plan)
     tree = proposal.tree_of(drafter.topology)
-    found = jnp.any(usable(proposal, state.sampling, tree) & state.active_B[:, None])
+    found_B = jnp.sum(usable(proposal, state.sampling, tree) & state.active_B[:, None], axis=1, dtype=jnp.int32)
+    found = jnp.sum(found_B > 0) >= least
     nothing = Proposal(proposal.token_BN[:, :0], proposal.valid_BN[:, :0], None, Tree.of(chain(0)))
 
     def wide(state: DecodeState) -> Stepped:
         return _verify(target, drafter, state, proposal, plan=plan)
 
     def narrow(state: DecodeState) -> Stepped:
-        return _widened(_verify(target, drafter, state, nothing, plan=plan), tree.max_depth)
+        state, out = _widened(_verify(target, drafter, state, nothing, plan=plan), tree.max_depth)
+        return state, replace(out, drafted_B=-found_B)
 
     _, shapes = jax.eval_shape(narrow, state)
     done = state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -106,7 +109,7 @@ def step(target: Target, drafter: Drafter, state: DecodeState, *, plan: StepPlan
 
 
 def skips(target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan) -> bool:
-    """Whether steps in which no row has a draft verify none: with drafters that often find nothing.
+    """Whether steps in which few rows have a draft verify none: with drafters that often find nothing.
 
     Not on a mesh, so that all of its steps exchange rows alike, and not where routes are watched.
     """
@@ -257,7 +260,14 @@ class Report:
 
 
 def dispatch(
-    target: Target, drafter: Drafter, state: DecodeState, limit: Array, eager: Array, *, plan: StepPlan
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    limit: Array,
+    eager: Array,
+    least: Array | int = 1,
+    *,
+    plan: StepPlan,
 ) -> tuple[DecodeState, Report]:
     """Runs up to ``min(limit, plan.steps)`` steps before the host looks.
 
@@ -267,6 +277,7 @@ def dispatch(
       state: donated.
       limit: int32 scalar, most steps.
       eager: bool scalar; true returns as soon as one row ends, because another request waits for its place.
+      least: int32 scalar, rows that must have a draft for a step to verify them, where ``skips`` says so.
       plan: static.
     """
     rows, depth = state.length_B.shape[0], drafter.topology.max_depth + 1
@@ -279,7 +290,7 @@ def dispatch(
 
     def one(carry):
         i, state, packed, logprob, top, sums, ended_B2 = carry
-        state, out = step(target, drafter, state, plan=plan)
+        state, out = step(target, drafter, state, least, plan=plan)
         entry = jnp.concatenate([out.token_BT, out.count_B[:, None], out.drafted_B[:, None]], axis=1)
         packed = lax.dynamic_update_slice(packed, entry, (0, i * width))
         if plan.logprobs:

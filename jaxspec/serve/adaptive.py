@@ -10,6 +10,7 @@ from itertools import repeat
 from jaxspec.draft.lengths import Lengths
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.control import ByBatchSize, Control, Decision, Fixed, Outcome
+from jaxspec.serve.found import ALL, FoundDrafts
 from jaxspec.serve.probes import NO_GAIN, AdaptiveSpec, Gain, Probes
 from jaxspec.serve.step_times import StepTimes, bucket
 from jaxspec.serve.survival import RequestSurvival, Survival
@@ -33,14 +34,16 @@ class Adaptive:
     own depths accepted, with the chains' survival standing in for few verifications (a full tree holds the chain, so
     it should not accept less).
 
-    Steps that were skipped, because no row had a draft, are plain steps: what an arm takes and brings is that of the
-    others, and both are thinned by their share before arms are compared.
+    Where a drafter often finds nothing, steps in which too few rows have a draft to be worth a verification are plain
+    steps: what an arm takes and brings is that of the others, and of rows that have a draft, and both are thinned by
+    their shares before arms are compared.
 
     Attributes:
       arms: plain decoding, chains by length, then trees.
       spec: how cautious it is.
       times: of the arms' steps; ``prior`` and ``overhead_s`` are what it starts from.
       probes: what is tried besides.
+      found: how many rows have drafts.
       survival: of drafts of all arms, to compare requests with.
     """
 
@@ -50,6 +53,7 @@ class Adaptive:
     overhead_s: InitVar[float] = 0.0
     times: StepTimes = field(init=False)
     probes: Probes = field(init=False)
+    found: FoundDrafts = field(init=False)
     survival: Survival = field(init=False)
     _chains: int = field(init=False)
     _counts: list[Survival] = field(init=False)
@@ -63,6 +67,7 @@ class Adaptive:
         self._chains = sum(arm.is_chain for arm in self.arms)
         self.times = StepTimes(self.arms, self.spec.memory, prior, overhead_s)
         self.probes = Probes(self.spec, self._chains, self.times)
+        self.found = FoundDrafts(self.spec.memory)
         self.survival, chains = Survival(deepest, memory), Survival(deepest, memory)
         self._counts = [chains if arm.is_chain else Survival(arm.max_depth, memory) for arm in self.arms]
 
@@ -78,29 +83,30 @@ class Adaptive:
         if not self.times.knows_plain(size):
             return Decision(self.arms[0])
         gains = self._gains(size, requests)
-        best, best_gain = self._best(gains, self.times.share(size))
+        best, best_gain = self._best(gains)
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
         probe = None if brief else self.probes.choose(best, best_gain, size, gains)
         if probe is not None:
-            return Decision(self.arms[probe], True, gains[probe].value or None, best_gain)
+            least = gains[probe].verified.least(rows)
+            return Decision(self.arms[probe], True, gains[probe].value or None, best_gain, least)
         if best != self._held:
             if not best or not self._held:
                 self.probes.forget_waits()
             self._held = best
-        chosen = Decision(self.arms[best], False, best_gain, best_gain)
+        chosen = Decision(self.arms[best], False, best_gain, best_gain, gains[best].verified.least(rows))
         if not brief:
             most = self.spec.drafting_steps if best else self.spec.plain_steps
             self._asked, self._same = asked, chosen
             self._until = self.probes.steps + min(most, self.probes.steps // 8)
         return chosen
 
-    def _best(self, gains: Sequence[Gain], share: float) -> tuple[int, float]:
+    def _best(self, gains: Sequence[Gain]) -> tuple[int, float]:
         """The arm to use and its gain: the one in use as long as it pays and no other is clearly better."""
         held = self._held if gains[self._held].least > 1.0 else 0
         best, value = held, gains[held].value if held else 1.0
-        least = value * (1.0 + self.spec.hysteresis * share) if held else 0.0
+        least = value * (1.0 + self.spec.hysteresis * gains[held].verified.share) if held else 0.0
         for place, gain in enumerate(gains[1:], start=1):
-            if gain.least > 1.0 + share * self.spec.margin and gain.value > max(least, value):
+            if gain.least > 1.0 + gain.verified.share * self.spec.margin and gain.value > max(least, value):
                 best, value = place, gain.value
         return best, value
 
@@ -109,6 +115,7 @@ class Adaptive:
         if not outcome.steps:
             return
         place, size = self.arms.index(decision.arm), bucket(outcome.rows)
+        self.found.add(size, outcome.rows, outcome.found)
         self.times.took(place, size, outcome, place == self._held)
         for tried, accepted in outcome.accepted.items():
             self.survival.add(tried, accepted)
@@ -119,7 +126,6 @@ class Adaptive:
 
     def _gains(self, size: int, requests: RequestSurvival | None = None) -> list[Gain]:
         """Predicted gain of each arm over plain decoding, over steps with drafts and without."""
-        share = self.times.share(size)
         theirs: list[tuple[float, float]] = []
         if requests is not None:
             everyone = [survival for survival, _ in self.survival.by_position()]
@@ -132,12 +138,18 @@ class Adaptive:
             floor, error = tokens, _ = chains[self.arms[place].max_depth]
             if place >= self._chains:
                 tokens, error = self._tokens(place, theirs)[-1]
-            # What is known is that of steps with drafts; the others are plain steps.
-            tokens, floor, whole = (1 + share * (x - 1) for x in (tokens, floor, ratio))
-            drafting, timing, ratio = share * error / tokens, timing * share * ratio / whole, whole
-            value = tokens / ratio
-            unsure = sureness * math.hypot(drafting, timing)
-            found.append(Gain(value, timing, drafting, value * (1 - unsure), max(tokens, floor) / ratio * (1 + unsure)))
+            # What is known is that of steps, and of rows, with drafts; the others are plain.
+            verified = self.found.pays(size, tokens - 1, ratio - 1) if place else ALL
+            drafted = verified.share * verified.density
+            tokens, floor, whole = (
+                1 + drafted * (tokens - 1),
+                1 + drafted * (floor - 1),
+                1 + verified.share * (ratio - 1),
+            )
+            drafting, timing = drafted * error / tokens, timing * verified.share * ratio / whole
+            value, unsure = tokens / whole, sureness * math.hypot(drafting, timing)
+            hope = max(tokens, floor) / whole * (1 + unsure)
+            found.append(Gain(value, timing, drafting, value * (1 - unsure), hope, verified))
         return found
 
     def _tokens(self, place: int, theirs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

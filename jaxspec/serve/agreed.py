@@ -34,8 +34,8 @@ class Agreed:
     ) -> Decision:
         """Arm of the next dispatch, process 0's."""
         own = self.control.choose(rows, waiting, requests, steps)
-        word = hosts.agreed(np.array([self.arms.index(own.arm), own.probe], np.int32))
-        return replace(own, arm=self.arms[int(word[0])], probe=bool(word[1]))
+        word = hosts.agreed(np.array([self.arms.index(own.arm), own.probe, own.least], np.int32))
+        return replace(own, arm=self.arms[int(word[0])], probe=bool(word[1]), least=int(word[2]))
 
     def record(self, decision: Decision, outcome: Outcome) -> None:
         """Takes note of what came of a decision."""

@@ -30,7 +30,7 @@ class Programs:
       target, drafter: passed to the programs as arguments; weights are never baked in.
       buckets: prefill chunk sizes in tokens, ascending.
       turns: whether a drafter that observes takes turns with plain decoding, so that it must be caught up.
-      skipping: arms whose steps verify nothing where no row has a draft.
+      skipping: arms whose steps verify nothing where few rows have a draft.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Programs:
         }  # fmt: skip
         for arm, one in drafters.items():
             jobs[f"arm {arm.name}"] = lambda one=one: _compile(
-                _dispatch(plan), (target, one, state, scalar, flag), donate=2, report=True
+                _dispatch(plan), (target, one, state, scalar, flag, scalar), donate=2, report=True
             )
         for size in buckets:
             chunk = jnp.zeros(size + 1, jnp.int32)
@@ -97,10 +97,12 @@ class Programs:
         others = {k: renew(d, params) for k, d in self.drafters.items() if k not in plain}
         self.drafters, self.drafter = plain | others, longest
 
-    def dispatch(self, state: DecodeState, steps: int, eager: bool, arm: AnyTopology) -> tuple[DecodeState, Report]:
-        """Up to ``steps`` steps of an arm."""
+    def dispatch(
+        self, state: DecodeState, steps: int, eager: bool, arm: AnyTopology, least: int = 1
+    ) -> tuple[DecodeState, Report]:
+        """Up to ``steps`` steps of an arm; one of ``skipping`` verifies where ``least`` rows have a draft."""
         program = self._programs[f"arm {arm.name}"]
-        return program(self.target, self.drafters[arm], state, np.int32(steps), np.bool_(eager))
+        return program(self.target, self.drafters[arm], state, np.int32(steps), np.bool_(eager), np.int32(least))
 
     def catch_up(self, state: DecodeState, row: int, start: int, count: int) -> DecodeState:
         """Shows the drafter what a row committed without it: ``count`` positions from ``start`` on."""
@@ -146,8 +148,8 @@ def shown_at_once(drafter: Drafter, buckets: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _dispatch(plan: StepPlan) -> Callable[..., tuple[DecodeState, Report]]:
-    def run(target: Target, drafter: Drafter, state: DecodeState, limit: Array, eager: Array):
-        return dispatch(target, drafter, state, limit, eager, plan=plan)
+    def run(target: Target, drafter: Drafter, state: DecodeState, limit: Array, eager: Array, least: Array):
+        return dispatch(target, drafter, state, limit, eager, least, plan=plan)
 
     return run
 

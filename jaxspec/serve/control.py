@@ -19,12 +19,14 @@ class Decision:
       probe: whether it is run to learn something and not because it is best.
       gain: predicted tokens per second over those of plain decoding, None where nothing is known yet.
       best: the gain of what it would have run without the probe.
+      least: rows that must have a draft for a step to verify them, with drafters that often find none.
     """
 
     arm: AnyTopology
     probe: bool = False
     gain: float | None = None
     best: float = 1.0
+    least: int = 1
 
     @property
     def length(self) -> int:
@@ -41,14 +43,15 @@ class Outcome:
       steps: steps that it ran.
       time_s: wall time of the dispatch.
       accepted: drafts that were tried per verification, to how many of them each such verification accepted; without
-        the skipped steps.
+        the skipped steps, and without rows that had no draft where a drafter often finds none.
       lost_s: time spent before it on bringing the drafter up to date.
       touched: experts per layer that the first 1, 2, ... drafts of a step were predicted to touch, mean over its
         steps; empty without a prediction.
       drafted: drafts of all rows that a step verified, mean over its steps.
       deepest: depth to which some row's drafts were verified, likewise.
-      skipped: steps that verified nothing because no row had a draft.
-      skipped_tokens: committed in them.
+      skipped: steps that verified nothing because too few rows had a draft.
+      skipped_tokens: committed in them, and by rows that had no draft in others.
+      found: rows that had a draft, of each step; empty where they always have one.
     """
 
     rows: int
@@ -61,6 +64,7 @@ class Outcome:
     deepest: float = 0.0
     skipped: int = 0
     skipped_tokens: int = 0
+    found: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:

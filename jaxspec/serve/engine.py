@@ -145,10 +145,13 @@ class Engine:
         return step_s, 1.0 - float(np.mean(skipped_X))
 
     def _skipped(self, packed_BX: np.ndarray, arm: AnyTopology) -> tuple[np.ndarray, np.ndarray]:
-        """Which steps of a dispatch verified nothing for want of drafts, and how many drafts each row had in each."""
+        """Which steps of a dispatch verified nothing for want of drafts, and how many drafts each row had in each.
+
+        Drafts that were not verified are below zero.
+        """
         steps, width = packed_BX[0, -1], arm.max_depth + 3
         drafted_BX = packed_BX[:, width - 1 : -3 : width][:, :steps]
-        return (drafted_BX.max(axis=0) == 0) & (arm in self.programs.skipping), drafted_BX
+        return (drafted_BX.max(axis=0) <= 0) & (arm in self.programs.skipping), drafted_BX
 
     @property
     def busy(self) -> bool:
@@ -188,13 +191,14 @@ class Engine:
         self._price(decision.length, len(running))
         ready = time.monotonic()
         self.state, report = self.programs.dispatch(
-            self.state, steps or self.spec.steps, bool(self.waiting), decision.arm
+            self.state, steps or self.spec.steps, bool(self.waiting), decision.arm, decision.least
         )
         packed = np.asarray(jax.device_get(report.packed_BX))
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
         steps_done, skipped_tokens = int(packed[0, -1]), 0
         skipped_X, drafted_BX = self._skipped(packed, decision.arm)
+        often_none = decision.arm in self.programs.skipping
         moved: dict[int, RequestOutput] = {}
         accepted: dict[int, list[int]] = {}
         by_row: dict[int, list[int]] = {}
@@ -203,7 +207,8 @@ class Engine:
                 moved[id(sample.output)] = sample.output
                 tried = sample.tried(decision.length)
                 took = self._take(row, sample, packed[row], report, decision.length, tried)
-                by_row[row] = [count for count, skipped in zip(took, skipped_X, strict=False) if not skipped]
+                had = zip(took, drafted_BX[row] > 0, strict=False)
+                by_row[row] = [count for count, some in had if some] if often_none else took
                 skipped_tokens += len(took) - len(by_row[row])
                 accepted.setdefault(tried, []).extend(by_row[row])
                 if sample.completion.finish_reason is not None:
@@ -212,9 +217,10 @@ class Engine:
         touched = () if report.touched_K is None else tuple(np.asarray(report.touched_K) / max(steps_done, 1))
         outcome = Outcome(
             len(running), steps_done, done - ready, accepted, ready - began, touched,
-            drafted=float(drafted_BX.sum() / max(steps_done, 1)),
-            deepest=float(drafted_BX.max(axis=0).sum() / max(steps_done, 1)),
+            drafted=float(drafted_BX.clip(0).sum() / max(steps_done, 1)),
+            deepest=float(drafted_BX.clip(0).max(axis=0).sum() / max(steps_done, 1)),
             skipped=int(skipped_X.sum()), skipped_tokens=skipped_tokens,
+            found=tuple((drafted_BX != 0).sum(axis=0).tolist()) if often_none else (),
         )  # fmt: skip
         told = time.monotonic()
         self.control.record(decision, outcome)
@@ -294,7 +300,7 @@ class Engine:
         width, counts = depth + 2, []
         for index in range(int(packed[-1])):
             entry = packed[index * width : (index + 1) * width]
-            count, drafted = int(entry[depth]), int(entry[depth + 1])
+            count, drafted = int(entry[depth]), max(int(entry[depth + 1]), 0)
             if count == 0:
                 break
             logprobs = None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jaxspec.serve.arm_time import SEEN_TO_TRUST
 from jaxspec.serve.control import Decision, Outcome
+from jaxspec.serve.found import ALL, Verified
 from jaxspec.serve.step_times import StepTimes
 
 
@@ -21,6 +22,7 @@ class Gain(NamedTuple):
       least: what it is for sure.
       hope: what it may be at most. A tree may be hoped to accept no less than chains do now, whatever it did when it
         ran.
+      verified: steps in which it verifies drafts; the others are plain.
     """
 
     value: float
@@ -28,6 +30,7 @@ class Gain(NamedTuple):
     drafting: float
     least: float
     hope: float
+    verified: Verified = ALL
 
 
 NO_GAIN = Gain(0.0, 0.0, 0.0, 0.0, math.inf)

@@ -47,7 +47,6 @@ class StepTimes:
     full: int = field(default=1, init=False)
     touched: TouchedExperts = field(init=False)
     _times: list[dict[int, ArmTime]] = field(init=False)
-    _shares: dict[int, float] = field(default_factory=dict, init=False)
     _told: dict[int, list[Known]] = field(default_factory=dict, init=False)
     _last: int = field(default=-1, init=False)
     _switches: float = field(default=0.0, init=False)
@@ -60,10 +59,6 @@ class StepTimes:
     def knows_plain(self, size: int) -> bool:
         """Whether plain decoding ran with this number of rows (``bucket``)."""
         return size in self._times[0]
-
-    def share(self, size: int) -> float:
-        """Steps of all that were not skipped."""
-        return self._shares.get(size, 1.0)
 
     def seen(self, place: int, size: int | None = None) -> float:
         """Dispatches of an arm with this number of rows, or with any."""
@@ -94,9 +89,6 @@ class StepTimes:
                 self._switched(own_s, (self._times[place][size].mean_s * self._pace - over_s) * steps)
             own_s -= self.switch_s
         self._last, own_s = place, max(own_s, 0.1 * outcome.time_s)
-        if place:
-            known, weight = self.share(size), min(outcome.steps / self.memory, 1.0)
-            self._shares[size] = known + weight * (steps / outcome.steps - known)
         if outcome.skipped:
             if not steps or not self._times[0]:
                 return

@@ -21,6 +21,7 @@ class Cycle:
     """Goes through arms, whatever happens."""
 
     order: tuple[AnyTopology, ...] = CYCLE
+    least: tuple[int, ...] = (1,)
     outcomes: list[tuple[Decision, Outcome]] = field(default_factory=list)
 
     @property
@@ -28,7 +29,8 @@ class Cycle:
         return tuple(dict.fromkeys(self.order))
 
     def choose(self, rows: int, waiting: int, requests=None, steps=None) -> Decision:
-        return Decision(self.order[len(self.outcomes) % len(self.order)])
+        turn = len(self.outcomes)
+        return Decision(self.order[turn % len(self.order)], least=self.least[turn % len(self.least)])
 
     def record(self, decision: Decision, outcome: Outcome) -> None:
         self.outcomes.append((decision, outcome))
@@ -102,9 +104,9 @@ def test_arms_that_ran_beforehand_leave_nothing_behind(lab: Lab, pool: dict, mon
     ran: list[int] = []
     dispatch = SharedPrograms.dispatch
 
-    def counted(self, state, steps, eager, arm):
+    def counted(self, state, steps, eager, arm, least=1):
         ran.append(arm.max_depth)
-        return dispatch(self, state, steps, eager, arm)
+        return dispatch(self, state, steps, eager, arm, least)
 
     monkeypatch.setattr(SharedPrograms, "dispatch", counted)
     requests = mixed_requests("cold")
@@ -139,3 +141,17 @@ def test_steps_that_verify_nothing_commit_what_plain_ones_do(lab: Lab):
     skipped, steps = (sum(getattr(o, name) for _, o in control.outcomes) for name in ("skipped", "steps"))
     assert 0 < skipped < steps
     assert 0 < sum(o.skipped_tokens for _, o in control.outcomes) <= skipped
+
+
+def test_drafts_that_too_few_rows_have_are_left_out_of_the_same_text(lab: Lab):
+    requests = mixed_requests("mixed")
+    control = Cycle((chain(3),), least=(1, 2, 3))
+    outputs = generate(lab.engine(lab.drafter("ngram", chain(3)), control=control), requests, steps=2)
+    assert tokens_of(outputs) == tokens_of(lab.reference("mixed", requests))
+    for decision, outcome in control.outcomes:
+        assert len(outcome.found) == outcome.steps
+        assert outcome.skipped == sum(rows < decision.least for rows in outcome.found)
+        tried = sum(rows for rows in outcome.found if rows >= decision.least)
+        assert tried - outcome.rows <= sum(map(len, outcome.accepted.values())) <= tried, "but for texts that ended"
+    assert any(0 < rows < d.least for d, o in control.outcomes for rows in o.found)
+    assert any(rows >= d.least > 1 for d, o in control.outcomes for rows in o.found)

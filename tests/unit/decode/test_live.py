@@ -24,6 +24,7 @@ def live(drafter: Drafter, **changes: Any) -> tuple[list[list[int]], list[int]]:
     """Which nodes a step verifies, and how many drafts it says that it did."""
     target = Target(UNSURE, MarkovNet(3), block=16)
     state = init_state(target, drafter, ROWS, 12, slack=8, stop_ids=1, prices=changes.pop("prices", None))
+    least = jnp.int32(changes.pop("least", 1))
     limit_B = jnp.asarray(changes.pop("limit", [99] * ROWS), jnp.int32)
     sampling = replace(state.sampling, draft_limit_B=limit_B, max_length_B=jnp.full(ROWS, 12, jnp.int32))
     state = replace(state, sampling=sampling, active_B=jnp.ones(ROWS, bool))
@@ -37,7 +38,7 @@ def live(drafter: Drafter, **changes: Any) -> tuple[list[list[int]], list[int]]:
 
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():  # only what is computed has values
         patch.setattr(step_module, "forward", watched)
-        _, out = step_module.step(target, drafter, state, plan=step_module.StepPlan("match"))
+        _, out = step_module.step(target, drafter, state, least, plan=step_module.StepPlan("match"))
     assert out.token_BT.shape == (ROWS, drafter.topology.max_depth + 1)
     (live_BT,) = seen
     return live_BT.astype(int).tolist(), out.drafted_B.tolist()
@@ -80,6 +81,13 @@ def test_a_step_without_a_match_verifies_no_draft():
     found, drafted = live(drafter, **changes)
     assert found == [[1, 1, 1, 1], *[[1, 0, 0, 0]] * 3]
     assert drafted == [3, 0, 0, 0]
+    found, drafted = live(drafter, least=2, **changes)
+    assert found == [[1]] * ROWS, "too few rows have one"
+    assert drafted == [-3, 0, 0, 0]
+    history_BS[2, 0] = 2
+    found, drafted = live(drafter, least=2, **changes)
+    assert found == [[1, 1, 1, 1], [1, 0, 0, 0]] * 2
+    assert drafted == [3, 0, 3, 0]
 
 
 def test_cut_drafts_are_dead():

@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import Decision, Outcome
+from jaxspec.serve.found import ALL, FoundDrafts
 from jaxspec.serve.survival import RequestSurvival
 from jaxspec.topology import PLAIN, AnyTopology, chain
 
@@ -16,42 +17,53 @@ CHEAP, DEAR = [1.0, 1.15, 1.25, 1.35, 1.45, 1.55], [1.0, 1.6, 2.0, 2.4, 2.8, 3.2
 
 
 class Lookup:
-    """One row whose texts have few matches in their first half and many in their second one."""
+    """Rows whose texts have few matches in their first half and many in their second one."""
 
-    def __init__(self, time_s: list[float], rate: float, shares: tuple[float, float], seed: int):
+    def __init__(self, time_s: list[float], rate: float, shares: tuple[float, float], seed: int, rows: int = 1):
         self.time_s, self.rate, self.shares = time_s, rate, shares
         self.rng = np.random.default_rng(seed)
-        self.total_s, self.tokens, self.place = 0.0, 0, 0
+        self.total_s, self.tokens, self.places = 0.0, 0, [0] * rows
+        self.by_row: list[list[int]] = []
 
-    def run(self, arm: AnyTopology) -> Outcome:
-        took, accepted, skipped, drafts = 0.0, [], 0, arm.max_depth
+    def run(self, arm: AnyTopology, least: int = 1) -> Outcome:
+        took, drafts, rows = 0.0, arm.max_depth, len(self.places)
+        self.by_row, skipped, alone, found = [[] for _ in self.places], 0, 0, []
         for _ in range(STEPS):
-            found = drafts and self.rng.random() < self.shares[self.place >= TOKENS / 2]
-            hits = int(np.cumprod(self.rng.random(drafts) < self.rate).sum()) if found else 0
-            took += self.time_s[drafts if found else 0] * (1.01 if drafts else 1.0)
-            if drafts and not found:
-                skipped += 1
-            else:
-                accepted.append(hits)
-            self.place += 1 + hits
-            self.tokens += 1 + hits
+            have = [drafts > 0 and self.rng.random() < self.shares[place >= TOKENS / 2] for place in self.places]
+            verifies = sum(have) >= least
+            skipped += drafts > 0 and not verifies
+            found.append(sum(have))
+            took += self.time_s[drafts if verifies else 0] * (1.01 if drafts else 1.0)
+            for row, some in enumerate(have):
+                hits = int(np.cumprod(self.rng.random(drafts) < self.rate).sum()) if some and verifies else 0
+                self.places[row] += 1 + hits
+                self.tokens += 1 + hits
+                if (some and verifies) or not drafts:
+                    self.by_row[row].append(hits)
+                else:
+                    alone += 1
         took *= 1 + 0.03 * self.rng.standard_normal()
         self.total_s += took
-        return Outcome(1, STEPS, took, {drafts: accepted}, skipped=skipped, skipped_tokens=skipped)
+        accepted = {drafts: [count for counts in self.by_row for count in counts]}
+        told = tuple(found) if drafts else ()
+        return Outcome(rows, STEPS, took, accepted, skipped=skipped, skipped_tokens=alone, found=told)
 
 
 def speed(machine: Lookup, control: Adaptive | AnyTopology, requests: int) -> float:
-    known = RequestSurvival(1, 5, 64.0)
+    rows = len(machine.places)
+    known = RequestSurvival(rows, 5, 64.0)
     for _ in range(requests):
-        machine.place = 0
-        known.enter(0)
-        while machine.place < TOKENS:
-            decision = control.choose(1, 0, known) if isinstance(control, Adaptive) else Decision(control)
-            outcome = machine.run(decision.arm)
-            known.add(decision.length, {0: outcome.accepted[decision.length]})
+        machine.places = [0] * rows
+        for row in range(rows):
+            known.enter(row)
+        while max(machine.places) < TOKENS:
+            decision = control.choose(rows, 0, known) if isinstance(control, Adaptive) else Decision(control)
+            outcome = machine.run(decision.arm, decision.least)
+            known.add(decision.length, dict(enumerate(machine.by_row)))
             if isinstance(control, Adaptive):
                 control.record(decision, outcome)
-        known.leave(0)
+        for row in range(rows):
+            known.leave(row)
     return machine.tokens / machine.total_s
 
 
@@ -65,6 +77,37 @@ def test_never_slower_and_nearly_the_best(time_s: list[float], rate: float, shar
     fixed = {arm: speed(Lookup(time_s, rate, shares, seed + 100), arm, 200) for arm in ARMS}
     assert found >= 0.98 * fixed[PLAIN]
     assert found >= 0.97 * max(fixed.values())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_few_rows_with_drafts_do_not_make_all_of_them_verify(seed: int):
+    """Eight rows, of which many have a draft only at the end of a text: better than any fixed length can be."""
+    law = (DEAR, 0.85, (0.15, 0.95))
+    control, machine = Adaptive(ARMS), Lookup(*law, seed, rows=8)
+    found = speed(machine, control, 100)
+    fixed = {arm: speed(Lookup(*law, seed + 100, rows=8), arm, 100) for arm in ARMS}
+    assert found >= 1.02 * max(fixed.values())
+    gain = control._gains(3)[5]
+    assert 2 <= gain.verified.least(8) <= 7
+    assert gain.verified.share < 0.8
+    assert gain.verified.density > 0.7
+
+
+def test_from_how_many_rows_on_drafts_pay():
+    """Half of the steps find drafts for two of eight rows, the others for six."""
+    found = FoundDrafts(memory=1000)
+    assert found.pays(3, 2.0, 1.0) == ALL, "nothing is known"
+    found.add(3, 8, [2, 6] * 50)
+    assert found.pays(3, 4.0, 1.5) == (pytest.approx(3 / 8), 0.5, pytest.approx(6 / 8))
+    assert found.pays(3, 4.0, 1.5).least(8) == 4, "three of eight rows would bring no more than they take"
+    assert found.pays(3, 8.0, 1.5) == (pytest.approx(1 / 8), 1.0, pytest.approx(4 / 8))
+    assert found.pays(3, 1.0, 1.5).least(8) == 1, "nothing pays: what is tried, is tried on all"
+    assert found.pays(0, 2.0, 1.0) == ALL, "of other numbers of rows nothing is known"
+    one = FoundDrafts(memory=10)
+    one.add(0, 1, [1] * 10)
+    one.add(0, 1, [0] * 10)
+    assert one.pays(0, 2.0, 1.0).least(1) == 1
+    assert one.pays(0, 2.0, 1.0).share == 0.0, "what was before is forgotten"
 
 
 def test_what_a_step_with_drafts_takes_is_found_among_the_others():
