@@ -16,7 +16,7 @@ from jaxspec.topology import AnyTopology
 Known = tuple[float | None, float]  # a number and its relative error
 UNKNOWN: Known = (None, math.inf)
 GUESSED = 0.1  # relative error of a ratio of times taken from another length, or from half or twice the rows
-PACE_SHARE = 0.1  # of what the latest dispatch tells of the machine's pace
+PACE_SHARE = 0.2  # of what the latest dispatch tells of the machine's pace
 
 
 @dataclass
@@ -84,7 +84,8 @@ class StepTimes:
         self.touched.add(outcome.touched)
         self.full, steps = max(self.full, outcome.steps), outcome.steps - outcome.skipped
         own_s, over_s = outcome.time_s - self.overhead_s, self.overhead_s / self.full
-        if place != self._last:
+        changed = place != self._last
+        if changed:
             if in_use and not outcome.skipped and self.seen(place, size) >= SEEN_TO_TRUST:
                 self._switched(own_s, (self._times[place][size].mean_s * self._pace - over_s) * steps)
             own_s -= self.switch_s
@@ -96,12 +97,9 @@ class StepTimes:
             own_s = max(own_s - outcome.skipped * plain_s, 0.5 * steps * plain_s)
         drafts, spent = self.arms[place].max_depth, self._times[place].setdefault(size, ArmTime())
         experts = outcome.touched[drafts - 1] if len(outcome.touched) >= drafts > 0 else None
-        self._spent(spent, own_s / steps + over_s, steps / self.full, experts)
-
-    def _spent(self, spent: ArmTime, step_s: float, weight: float, experts: float | None) -> None:
-        """Takes note of a step's time at the machine's present pace, and of that pace."""
+        step_s, weight = own_s / steps + over_s, steps / self.full
         usual_s, pace = spent.mean_s if experts is None else spent.with_experts(experts), self._pace
-        if spent.count >= SEEN_TO_TRUST:
+        if spent.count >= SEEN_TO_TRUST and not changed:
             now = min(max(step_s / usual_s, 0.5 * pace), 2.0 * pace)
             self._pace += PACE_SHARE * weight * (now - pace)
         spent.add(step_s / pace, self.memory, weight, usual_s)

@@ -68,10 +68,13 @@ def test_plain_decoding_that_ran_of_late_is_not_tried_again():
     """Requests that want none of it take turns with others: each of its dispatches tells what it takes."""
     control, machine = Adaptive(ARMS), Machine(CHEAP, [0.8] * 5)
     play(control, machine, 200)
-    probes = 0
+    probes, requests = 0, running([])
     for turn in range(60):
-        requests = running([0 if turn % 4 == 0 else None] * 4)
+        for row in range(4):
+            requests.enter(row, 0 if turn % 4 == 0 else None)
         decision = control.choose(4, 0, requests)
+        for row in range(4):
+            requests.leave(row)
         probes += decision.probe and decision.arm == PLAIN
         control.record(decision, machine.run(decision.arm, 4))
     assert machine.ran[-60:].count(PLAIN) >= 15
@@ -108,3 +111,42 @@ def test_a_request_with_one_bad_stretch_is_drafted_for_again():
         chosen.append(decision)
     assert [decision.length for decision in chosen[:2]] == [0, 0]
     assert all(decision.length or decision.probe for decision in chosen[-20:])
+
+
+class Cold(Machine):
+    """A machine whose first dispatch behind one of another arm takes longer."""
+
+    switch_s = 3.0
+
+    def run(self, arm: AnyTopology, rows: int) -> Outcome:
+        colder = bool(self.ran) and self.ran[-1] != arm
+        outcome = super().run(arm, rows)
+        self.total_s += colder * self.switch_s
+        return replace(outcome, time_s=outcome.time_s + colder * self.switch_s)
+
+
+def test_what_a_change_of_arms_takes_is_not_an_arms_own_time():
+    """An arm that is always run once between others, as probes are, would look slow."""
+    machine, control = Cold(CHEAP, [0.8] * 5, noise=0.02), Adaptive(ARMS)
+    play(control, machine, 300)
+    for _ in range(40):
+        for arm in (PLAIN, PLAIN, chain(5), chain(5), chain(5), chain(2)):
+            control.record(Decision(arm), machine.run(arm, 4))
+    assert machine.ran[200:300].count(chain(5)) > 90, "it is in use"
+    assert control.times.switch_s == pytest.approx(machine.switch_s, rel=0.2)
+    fifth, second = (control.times.ratios(2)[place][0] for place in (5, 2))
+    assert fifth == pytest.approx(CHEAP[5], rel=0.03)
+    assert second == pytest.approx(CHEAP[2], rel=0.03), "each of its dispatches took 12.6 instead of 9.6"
+
+
+def test_a_machine_that_is_slow_at_times_makes_no_arm_look_slow():
+    """Plain decoding ran while it was quick; drafts are judged while it is slow, beside the arm before them."""
+    machine, control = Machine(CHEAP, [0.8] * 5, noise=0.02), Adaptive(ARMS)
+    for arm in (PLAIN, chain(1)) * 30:
+        control.record(Decision(arm), machine.run(arm, 4))
+    machine.time_s = [1.5 * time_s for time_s in CHEAP]
+    for arm in [chain(1)] * 60 + [chain(3), chain(1)] * 10:
+        control.record(Decision(arm), machine.run(arm, 4))
+    third, first = (control.times.ratios(2)[place][0] for place in (3, 1))
+    assert third / first == pytest.approx(CHEAP[3] / CHEAP[1], rel=0.03)
+    assert first == pytest.approx(CHEAP[1], rel=0.1), "a part of half as much again"
