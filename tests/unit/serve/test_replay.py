@@ -1,0 +1,173 @@
+"""The adaptive control over real texts: what the demo's drafters had accepted, and step times as they were measured.
+
+``accepted.txt`` is what ``scripts/record_accepted.py`` wrote for the demo pair: per prompt and place the drafts that a
+step there would have accepted. So the best fixed length is known exactly, and only the control sees noise.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxspec.perf.step_ratios import StepRatios
+from jaxspec.serve.adaptive import Adaptive
+from jaxspec.serve.control import Decision, Outcome
+from jaxspec.serve.survival import RequestSurvival
+from jaxspec.topology import PLAIN, AnyTopology, chain
+
+ARMS = tuple(chain(length) for length in range(6))
+ROWS, STEPS, ROUNDS = (1, 8), 8, 7
+# Milliseconds per step by K with one row and with eight: the demo pair on one core, rounded.
+STEP_MS = {
+    "ngram": ([2.2, 2.85, 3.2, 3.55, 3.9, 4.2], [6.0, 7.6, 8.8, 10.0, 11.0, 12.0]),
+    "draft_model": ([2.2, 3.0, 3.55, 4.0, 4.42, 4.9], [6.0, 7.8, 9.3, 10.8, 12.3, 13.8]),
+    "shared_expert": ([2.4, 3.43, 4.15, 4.7, 5.25, 5.7], [6.2, 9.0, 10.8, 12.5, 14.0, 15.5]),
+}
+DISPATCH_MS, SWITCH_MS = 0.25, 1.0
+NOISE, DRIFT, KEPT, STALLS = (
+    0.06,
+    0.0155,
+    0.95,
+    0.02,
+)  # of a dispatch; of the machine's pace; of it from one to the next
+
+Text = list[int]
+
+
+def recorded() -> dict[str, list[Text]]:
+    """Accepted drafts by case, text and place, -1 where nothing was drafted."""
+    cases: dict[str, list[Text]] = {}
+    for line in (Path(__file__).parent / "accepted.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            texts = cases.setdefault(line[2:], [])
+        else:
+            texts.append([-1 if place == "." else int(place) for place in line])
+    return cases
+
+
+class Replay:
+    """An engine of made-up speed that runs recorded texts."""
+
+    def __init__(self, drafter: str, rows: int, seed: int = 0):
+        self.few_ms, self.many_ms = STEP_MS[drafter]
+        self.often_none, self.rows = drafter == "ngram", rows
+        self.rng, self.pace, self.last = np.random.default_rng(seed), 0.0, PLAIN
+        self.requests = RequestSurvival(rows, len(ARMS) - 1, 64.0)
+
+    def step_ms(self, length: int) -> float:
+        return self.few_ms[length] + (self.many_ms[length] - self.few_ms[length]) * (self.rows - 1) / 7
+
+    def prior(self) -> StepRatios:
+        """What warming up would tell, with its errors."""
+        ratios = [self.step_ms(k) / self.step_ms(0) * np.exp(0.05 * self.rng.standard_normal()) for k in range(6)]
+        return StepRatios({self.rows: (tuple(range(6)), (1.0, *ratios[1:]))}, 0.1)
+
+    def run(self, texts: Sequence[Text], control: Adaptive | None, arm: AnyTopology | None) -> tuple[int, float]:
+        """Runs texts side by side, with one arm or as the control wants; what they took is recorded in any case.
+
+        Returns:
+          Tokens and milliseconds without noise, while all rows decoded and behind the first step, as ``jaxspec bench``
+          counts them.
+        """
+        places = [0] * len(texts)
+        tokens, spent_ms, reads = 0, 0.0, True
+        for row in range(len(texts)):
+            self.requests.enter(row)
+        while any(place < len(text) for place, text in zip(places, texts, strict=True)):
+            active = [row for row, text in enumerate(texts) if places[row] < len(text)]
+            most = 1 if reads else STEPS
+            if control is None or arm is not None:
+                decision = Decision(arm or PLAIN)
+            else:
+                decision = control.choose(len(active), 0, self.requests, 1 if reads else None)
+            counted, before = len(active) == self.rows and not reads, sum(places)
+            outcome, by_row, ms = self.dispatch(texts, places, active, decision, most)
+            if counted:
+                tokens, spent_ms = tokens + sum(places) - before, spent_ms + ms
+            reads = False
+            self.requests.add(decision.length, by_row)
+            if control is not None:
+                control.record(decision, outcome)
+            for row in active:
+                if places[row] >= len(texts[row]):
+                    self.requests.leave(row)
+        return tokens, spent_ms
+
+    def dispatch(
+        self, texts: Sequence[Text], places: list[int], active: list[int], decision: Decision, most: int
+    ) -> tuple[Outcome, dict[int, list[int]], float]:
+        """Some steps: what the engine would say of them, what each row accepted, and their time without noise."""
+        length, steps, skipped, alone, found = decision.length, 0, 0, 0, []
+        by_row: dict[int, list[int]] = {row: [] for row in active}
+        ms = DISPATCH_MS + SWITCH_MS * (decision.arm != self.last)
+        self.last = decision.arm
+        while steps < most and (left := [row for row in active if places[row] < len(texts[row])]):
+            have = {row for row in left if texts[row][places[row]] >= 0 or not self.often_none}
+            verifies = not length or len(have) >= decision.least or not self.often_none
+            ms += self.step_ms(length if verifies else 0)
+            steps, skipped, found = steps + 1, skipped + (not verifies), [*found, len(have)]
+            for row in left:
+                hits = min(max(texts[row][places[row]], 0), length) if verifies else 0
+                cut = places[row] + hits + 1 > len(texts[row])
+                if verifies and row in have and not cut:
+                    by_row[row].append(hits)
+                else:
+                    alone += 1
+                places[row] = min(places[row] + hits + 1, len(texts[row]))
+        self.pace = KEPT * self.pace + DRIFT * self.rng.standard_normal()
+        noise = np.exp(self.pace + NOISE * self.rng.standard_normal()) * (1.5 if self.rng.random() < STALLS else 1.0)
+        accepted = {length: [count for counts in by_row.values() for count in counts]}
+        told = tuple(found) if self.often_none and length else ()
+        outcome = Outcome(
+            len(active), steps, ms * noise / 1e3, accepted, skipped=skipped, skipped_tokens=alone, found=told
+        )
+        return outcome, by_row, ms
+
+
+def speeds(drafter: str, rows: int, seeds: int) -> dict[str, tuple[float, float]]:
+    """Speed of the control over plain decoding, and over the best fixed length, by case; one engine runs all cases."""
+    cases = {name: texts for name, texts in recorded().items() if name.startswith(drafter + " ")}
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for seed in range(seeds):
+        replay = Replay(drafter, rows, seed)
+        control = Adaptive(ARMS, prior=replay.prior(), overhead_s=DISPATCH_MS / 1e3)
+        for name, texts in cases.items():
+            tokens, ms = 0, 0.0
+            for turn in range(ROUNDS):
+                for start in range(0, 8 * (1 + (rows > 1)), rows):
+                    replay.run(texts[start : start + rows], control, PLAIN)
+                    more, took = replay.run(texts[start : start + rows], control, None)
+                    tokens, ms = (tokens + more, ms + took) if turn else (0, 0.0)
+            found[name].append(tokens / ms)
+    return {name: _beside(drafter, rows, cases[name], found[name]) for name in cases}
+
+
+def _beside(drafter: str, rows: int, texts: list[Text], found: list[float]) -> tuple[float, float]:
+    fixed = []
+    for arm in ARMS:
+        replay = Replay(drafter, rows)
+        replay.last = arm
+        parts = [texts[start : start + rows] for start in range(0, 8 * (1 + (rows > 1)), rows)]
+        tokens, ms = zip(*(replay.run(part, None, arm) for part in parts), strict=True)
+        fixed.append(sum(tokens) / sum(ms))
+    return float(np.mean(found)) / fixed[0], float(np.mean(found)) / max(fixed)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("drafter", STEP_MS)
+def test_real_texts_are_decoded_nearly_as_fast_as_by_the_best_fixed_length(drafter: str, rows: int):
+    """Each case is a thousand to seven thousand tokens, and follows one in which other lengths were best."""
+    found = speeds(drafter, rows, seeds=6)
+    over_plain, over_best = zip(*found.values(), strict=True)
+    assert len(found) == 4
+    assert min(over_plain) >= 0.97, found
+    assert min(over_best) >= 0.92, found
+    assert np.mean(over_best) >= 0.965, found
+
+
+def test_lookup_for_many_rows_beats_every_fixed_length():
+    """Only steps in which enough rows have drafts verify them."""
+    found = speeds("ngram", 8, seeds=3)
+    assert found["ngram code 0"][1] > 1.0
+    assert found["ngram shuffled 0"][1] > 1.0
