@@ -13,7 +13,8 @@ from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
 from jaxspec.topology import DynamicTree, Topology
 
-KEPT = 64  # positions per row that plain decoding may be ahead of a head
+KEPT = 256  # positions per row that plain decoding may be ahead of a head
+SHOWN = 64  # of them, that the head is shown at once
 
 
 @pytree
@@ -35,7 +36,7 @@ class Deferred:
 
     To observe each plain step would read the head's weights each time, a tenth of a step and more for small targets;
     64 positions at once read them once. Until then the head's caches have a hole, so ``catch_up`` comes before it
-    drafts again.
+    drafts again. Texts that end before as much as is kept has to be shown cost the head nothing.
 
     Attributes:
       drafter: drafts, whatever its own topology says.
@@ -62,7 +63,7 @@ class Deferred:
     @property
     def slack(self) -> int:
         """Positions written beyond the committed ones; a chunk of kept ones is padded."""
-        return max(self._inner.slack, self.room)
+        return max(self._inner.slack, min(SHOWN, self.room))
 
     @property
     def _inner(self) -> Drafter:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.state import DecodeState, Target, init_sampling
 from jaxspec.decode.step import Report, StepPlan, dispatch, skips
-from jaxspec.draft.deferred import Deferred
+from jaxspec.draft.deferred import SHOWN, Deferred
 from jaxspec.draft.renew import renew
 from jaxspec.protocol import Drafter, Sampling
 from jaxspec.shapes import Array, Params
@@ -144,7 +144,7 @@ class Programs:
 
 def shown_at_once(drafter: Drafter, buckets: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes of the chunks in which a drafter is caught up, ascending."""
-    return (min(FEW, drafter.room), drafter.room) if isinstance(drafter, Deferred) else buckets
+    return (min(FEW, drafter.room), min(SHOWN, drafter.room)) if isinstance(drafter, Deferred) else buckets
 
 
 def _dispatch(plan: StepPlan) -> Callable[..., tuple[DecodeState, Report]]:

@@ -252,8 +252,10 @@ class Engine:
         for row, sample in enumerate(self.rows):
             if sample is None or sample.params.draft_limit == 0:
                 continue
-            behind = sample.length - sample.observed
-            if behind and (length or (kept and behind + self.spec.steps > kept)):
+            behind, left = sample.length - sample.observed, sample.max_length - sample.length
+            # A text's last dispatch needs no more: nothing drafts behind it.
+            runs_over = kept is not None and behind + self.spec.steps > kept and left > self.spec.steps
+            if behind and (length or runs_over):
                 self.state = self.programs.catch_up(self.state, row, sample.observed, behind)
                 sample.observed = sample.length
 
