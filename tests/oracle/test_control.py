@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from jaxspec.serve import engine as engine_module
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import ByBatchSize, Decision, Outcome
 from jaxspec.serve.engine import slack_of
@@ -155,3 +156,22 @@ def test_drafts_that_too_few_rows_have_are_left_out_of_the_same_text(lab: Lab):
         assert tried - outcome.rows <= sum(map(len, outcome.accepted.values())) <= tried, "but for texts that ended"
     assert any(0 < rows < d.least for d, o in control.outcomes for rows in o.found)
     assert any(rows >= d.least > 1 for d, o in control.outcomes for rows in o.found)
+
+
+def test_what_is_kept_for_a_head_is_shown_to_it_before_it_runs_over(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+    """Little room or much, it then drafts the same; what will not be needed is not shown."""
+    requests, accepted, shown = mixed_requests("cold"), [], []
+    for room in (4, 256):
+        monkeypatch.setattr(engine_module, "KEPT", room)
+        control = Cycle((*[PLAIN] * 5, chain(3)))
+        engine = lab.engine(lab.drafter("mtp", chain(3)), control=control, steps=2)
+        calls, show = [], engine.programs.catch_up
+        engine.programs.catch_up = lambda *args, calls=calls, show=show: (calls.append(args[-1]), show(*args))[1]
+        outputs = generate(engine, requests, steps=2)
+        assert tokens_of(outputs) == tokens_of(lab.reference("cold", requests))
+        accepted.append([outcome.accepted for _, outcome in control.outcomes])
+        shown.append(calls)
+    assert accepted[0] == accepted[1]
+    assert any(max(counts, default=0) for found in accepted[0] for counts in found.values())
+    assert max(shown[0]) <= 4 < max(shown[1])
+    assert len(shown[0]) > len(shown[1]) > 0
