@@ -35,8 +35,8 @@ class Adaptive:
     it should not accept less).
 
     Where a drafter often finds nothing, steps in which too few rows have a draft to be worth a verification are plain
-    steps: what an arm takes and brings is that of the others, and of rows that have a draft, and both are thinned by
-    their shares before arms are compared.
+    steps but for the time to draft: what an arm takes and brings is that of the others, and of rows that have a draft,
+    and both are thinned by their shares before arms are compared.
 
     Attributes:
       arms: plain decoding, chains by length, then trees.
@@ -131,6 +131,7 @@ class Adaptive:
             everyone = [survival for survival, _ in self.survival.by_position()]
             theirs = list(zip(requests.mean(everyone), everyone, strict=True))
         chains, sureness, found = self._tokens(0, theirs), self.spec.sureness, []
+        skipped, unsure_of_it = self.times.skipped(size)
         for place, (ratio, timing) in enumerate(self.times.ratios(size)):
             if ratio is None:
                 found.append(NO_GAIN)
@@ -138,15 +139,16 @@ class Adaptive:
             floor, error = tokens, _ = chains[self.arms[place].max_depth]
             if place >= self._chains:
                 tokens, error = self._tokens(place, theirs)[-1]
-            # What is known is that of steps, and of rows, with drafts; the others are plain.
-            verified = self.found.pays(size, tokens - 1, ratio - 1) if place else ALL
-            drafted = verified.share * verified.density
+            # What is known is that of steps, and of rows, with drafts; the others commit what plain ones do.
+            verified = self.found.pays(size, tokens - 1, ratio - skipped) if place else ALL
+            drafted, others = verified.share * verified.density, (1 - verified.share) * skipped
             tokens, floor, whole = (
                 1 + drafted * (tokens - 1),
                 1 + drafted * (floor - 1),
-                1 + verified.share * (ratio - 1),
+                others + verified.share * ratio,
             )
-            drafting, timing = drafted * error / tokens, timing * verified.share * ratio / whole
+            drafting = drafted * error / tokens
+            timing = math.hypot(timing * verified.share * ratio, unsure_of_it * others) / whole
             value, unsure = tokens / whole, sureness * math.hypot(drafting, timing)
             hope = max(tokens, floor) / whole * (1 + unsure)
             found.append(Gain(value, timing, drafting, value * (1 - unsure), hope, verified))

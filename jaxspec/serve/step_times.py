@@ -47,6 +47,7 @@ class StepTimes:
     full: int = field(default=1, init=False)
     touched: TouchedExperts = field(init=False)
     _times: list[dict[int, ArmTime]] = field(init=False)
+    _skipped: dict[int, ArmTime] = field(default_factory=dict, init=False)
     _told: dict[int, list[Known]] = field(default_factory=dict, init=False)
     _last: int = field(default=-1, init=False)
     _switches: float = field(default=0.0, init=False)
@@ -70,10 +71,21 @@ class StepTimes:
         """Time of a plain step, from the nearest number of rows at which it is known."""
         return self._times[0][_nearest(self._times[0], size)].mean_s
 
+    def skipped(self, size: int) -> tuple[float, float]:
+        """Time of a step that drafts and then verifies nothing over that of a plain one, and its relative error.
+
+        Never below 1. It is taken for a plain one until dispatches of nothing else were measured.
+        """
+        spent, plain = self._skipped.get(size), self._times[0].get(size)
+        if spent is None or plain is None or spent.count < SEEN_TO_TRUST:
+            return 1.0, 0.0
+        return max(1.0, spent.mean_s / plain.mean_s), math.hypot(spent.error, plain.error)
+
     def took(self, place: int, size: int, outcome: Outcome, in_use: bool) -> None:
         """Takes note of a dispatch's time, as if it had been a full one, and of the experts that it should touch.
 
-        Steps that were skipped are taken to last as long as plain ones; whatever more they took counts for the others.
+        Of a dispatch in which some steps were skipped, these are taken to last as long as others that were; whatever
+        more they took counts for the rest.
 
         Args:
           place: of its arm.
@@ -91,10 +103,14 @@ class StepTimes:
             own_s -= self.switch_s
         self._last, own_s = place, max(own_s, 0.1 * outcome.time_s)
         if outcome.skipped:
-            if not steps or not self._times[0]:
+            if not self._times[0]:
+                return
+            if not steps:
+                spent = self._skipped.setdefault(size, ArmTime())
+                spent.add((own_s / outcome.skipped + over_s) / self._pace, self.memory, outcome.skipped / self.full)
                 return
             plain_s = self.plain_s(size) * self._pace - over_s
-            own_s = max(own_s - outcome.skipped * plain_s, 0.5 * steps * plain_s)
+            own_s = max(own_s - outcome.skipped * self.skipped(size)[0] * plain_s, 0.5 * steps * plain_s)
         drafts, spent = self.arms[place].max_depth, self._times[place].setdefault(size, ArmTime())
         experts = outcome.touched[drafts - 1] if len(outcome.touched) >= drafts > 0 else None
         step_s, weight = own_s / steps + over_s, steps / self.full

@@ -19,6 +19,8 @@ CHEAP, DEAR = [1.0, 1.15, 1.25, 1.35, 1.45, 1.55], [1.0, 1.6, 2.0, 2.4, 2.8, 3.2
 class Lookup:
     """Rows whose texts have few matches in their first half and many in their second one."""
 
+    looking = 1.01  # time of a step that looks for drafts over that of one that does not
+
     def __init__(self, time_s: list[float], rate: float, shares: tuple[float, float], seed: int, rows: int = 1):
         self.time_s, self.rate, self.shares = time_s, rate, shares
         self.rng = np.random.default_rng(seed)
@@ -33,7 +35,7 @@ class Lookup:
             verifies = sum(have) >= least
             skipped += drafts > 0 and not verifies
             found.append(sum(have))
-            took += self.time_s[drafts if verifies else 0] * (1.01 if drafts else 1.0)
+            took += self.time_s[drafts if verifies else 0] * (self.looking if drafts else 1.0)
             for row, some in enumerate(have):
                 hits = int(np.cumprod(self.rng.random(drafts) < self.rate).sum()) if some and verifies else 0
                 self.places[row] += 1 + hits
@@ -119,6 +121,22 @@ def test_what_a_step_with_drafts_takes_is_found_among_the_others():
     gain = control._gains(0)[3]
     tokens = 1 + sum(0.9**k for k in range(1, 4))
     assert gain.value == pytest.approx((0.25 * tokens + 0.75) / (0.25 * ratio + 0.75), rel=0.05)
+
+
+def test_to_look_for_drafts_in_vain_is_left_to_plain_decoding():
+    """An arm that found drafts once, and then none, takes more than plain decoding though it verifies nothing."""
+    control, machine = Adaptive(ARMS), Lookup(CHEAP, 0.9, (0.9, 0.9), 0)
+    machine.looking = 1.06
+    chosen = []
+    for turn in range(400):
+        if turn == 150:
+            machine.shares = (0.0, 0.0)
+        decision = control.choose(1, 0)
+        control.record(decision, machine.run(decision.arm, decision.least))
+        chosen.append(decision.length)
+    assert chosen[120:150].count(0) <= 1, "plain decoding is timed now and then"
+    assert control.times.skipped(0)[0] == pytest.approx(1.06, abs=0.03)
+    assert chosen[-150:].count(0) > 130
 
 
 def test_where_nothing_was_found_nothing_was_learnt_or_lost():
