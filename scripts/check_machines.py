@@ -8,6 +8,7 @@ process. Needs root, ``ip`` and ``unshare``.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -66,7 +67,11 @@ def both(port: int, command: Sequence[str], hosts: Path) -> list[subprocess.Pope
 
 def ended(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
     """Waits for processes; what each said last."""
-    said = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
+    try:
+        said = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()  # nothing to those that have ended
     return [text.strip().splitlines()[-1] if text.strip() else "" for text in said]
 
 
@@ -82,6 +87,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=demo_model_dir("target"))
     chosen = parser.parse_args()
+    missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
+    if os.geteuid() or missing:
+        parser.error(f"needs root and the tools ip and unshare; missing: {', '.join(missing) or 'root'}")
     with tempfile.TemporaryDirectory() as folder:
         asked, out, alone, hosts = (
             Path(folder) / name for name in ("asked.jsonl", "out.jsonl", "alone.jsonl", "hosts")

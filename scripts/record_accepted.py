@@ -38,7 +38,8 @@ def accepted(llm: LLM, prompt: list[int], temperature: float, seed: int) -> Iter
             llm.engine.step(1)
         found = output.outputs[0].token_ids
         llm.engine.abort()
-        assert found[: TOKENS - place] == text[place : place + len(found)], "a step's tokens are those of the text"
+        if found[: TOKENS - place] != text[place : place + len(found)]:
+            raise SystemExit(f"place {place}: a step gave {found}, the text is {text[place : place + len(found)]}")
         yield len(found) - 1 if output.metrics.num_draft_tokens else -1
 
 
