@@ -253,7 +253,7 @@ class Engine:
             if sample is None or sample.params.draft_limit == 0:
                 continue
             behind, left = sample.length - sample.observed, sample.max_length - sample.length
-            # Not before a text's last steps: should some of them draft after all, the oldest features are others' by then.
+            # Not before a text's last steps; should one of them draft after all, its oldest features are overwritten.
             runs_over = kept is not None and behind + self.spec.steps > kept and left > self.spec.steps
             if behind and (length or runs_over):
                 self.state = self.programs.catch_up(self.state, row, sample.observed, behind)
