@@ -9,12 +9,15 @@ from itertools import repeat
 
 from jaxspec.draft.lengths import Lengths
 from jaxspec.perf.step_ratios import StepRatios
+from jaxspec.serve.arm_time import SEEN_TO_TRUST
 from jaxspec.serve.control import ByBatchSize, Control, Decision, Fixed, Outcome
 from jaxspec.serve.found import ALL, FoundDrafts
 from jaxspec.serve.probes import NO_GAIN, AdaptiveSpec, Gain, Probes
 from jaxspec.serve.step_times import StepTimes, bucket
 from jaxspec.serve.survival import RequestSurvival, Survival
 from jaxspec.topology import PLAIN, AnyTopology, chain
+
+MOVED = 0.2  # share by which the experts that drafts should touch differ from those of before: worth another thought
 
 
 def control_of(lengths: Lengths, prior: StepRatios | None = None) -> Control:
@@ -58,8 +61,11 @@ class Adaptive:
     _chains: int = field(init=False)
     _counts: list[Survival] = field(init=False)
     _held: int = field(default=0, init=False)
-    _asked: tuple[int, int | None] | None = field(default=None, init=False)
-    _until: int = field(default=0, init=False)
+    _asked: tuple[int, int] | None = field(default=None, init=False)
+    _since: int = field(default=0, init=False)
+    _hold: float = field(default=0.0, init=False)
+    _experts: float = field(default=0.0, init=False)
+    _new: list[tuple[Decision, Outcome]] = field(default_factory=list, init=False)
     _same: Decision = field(default=Decision(PLAIN), init=False)
 
     def __post_init__(self, prior: StepRatios | None, overhead_s: float) -> None:
@@ -67,8 +73,9 @@ class Adaptive:
         self._chains = sum(arm.is_chain for arm in self.arms)
         self.times = StepTimes(self.arms, self.spec.memory, prior, overhead_s)
         self.probes = Probes(self.spec, self._chains, self.times)
-        self.found = FoundDrafts(self.spec.memory)
-        self.survival, chains = Survival(deepest, memory), Survival(deepest, memory)
+        self.found = FoundDrafts(96.0)
+        chains = Survival(deepest, memory)
+        self.survival = chains if self._chains == len(self.arms) else Survival(deepest, memory)
         self._counts = [chains if arm.is_chain else Survival(arm.max_depth, memory) for arm in self.arms]
 
     def choose(
@@ -76,19 +83,22 @@ class Adaptive:
     ) -> Decision:
         """Arm of the next dispatch for these active rows; ``requests`` has what is known of each."""
         size = bucket(rows)
-        asked = size, None if requests is None else requests.changes
-        if asked == self._asked and self.probes.steps < self._until:
+        asked = size, 0 if requests is None else requests.changes
+        brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
+        if asked == self._asked and (brief or self._since < self._hold):
             return self._same
         self._asked = None
+        self.learn()
         if not self.times.knows_plain(size):
             return Decision(self.arms[0])
         gains = self._gains(size, requests)
         best, best_gain = self._best(gains)
-        brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
         probe = None if brief else self.probes.choose(best, best_gain, size, gains)
         if probe is not None:
-            least = gains[probe].verified.least(rows)
-            return Decision(self.arms[probe], True, gains[probe].value or None, best_gain, least)
+            # Where it would pay if all drafts were accepted; or those that never were would never be verified again.
+            arm, gain = self.arms[probe], gains[probe]
+            least = self.found.pays(size, arm.max_depth, gain.more).least(rows)
+            return Decision(arm, True, gain.value or None, best_gain, least)
         if best != self._held:
             if not best or not self._held:
                 self.probes.forget_waits()
@@ -97,7 +107,7 @@ class Adaptive:
         if not brief:
             most = self.spec.drafting_steps if best else self.spec.plain_steps
             self._asked, self._same = asked, chosen
-            self._until = self.probes.steps + min(most, self.probes.steps // 8)
+            self._since, self._hold = 0, min(self.probes.uneven(most), self.probes.steps / 8)
         return chosen
 
     def _best(self, gains: Sequence[Gain]) -> tuple[int, float]:
@@ -111,18 +121,29 @@ class Adaptive:
         return best, value
 
     def record(self, decision: Decision, outcome: Outcome) -> None:
-        """Takes note of a dispatch's time and of what was accepted."""
-        if not outcome.steps:
-            return
-        place, size = self.arms.index(decision.arm), bucket(outcome.rows)
-        self.found.add(size, outcome.rows, outcome.found)
-        self.times.took(place, size, outcome, place == self._held)
-        for tried, accepted in outcome.accepted.items():
-            self.survival.add(tried, accepted)
-            self._counts[place].add(tried, accepted)
-        self.probes.ran(place, outcome)
-        if decision.probe:
-            self.probes.learnt(place, size, self._gains(size)[place], decision, outcome)
+        """Takes note of a dispatch, which is looked at when there is something to choose."""
+        if outcome.steps:
+            self._new.append((decision, outcome))
+            self._since += outcome.steps
+            if outcome.touched and abs(outcome.touched[0] - self._experts) > MOVED * self._experts:
+                self._asked, self._experts = None, outcome.touched[0]
+
+    def learn(self) -> None:
+        """Looks at the dispatches since the last time."""
+        for decision, outcome in self._new:
+            place, size = self.arms.index(decision.arm), bucket(outcome.rows)
+            self.found.add(size, outcome.rows, outcome.found)
+            self.times.took(place, size, outcome, place == self._held)
+            for tried, accepted in outcome.accepted.items():
+                self._counts[place].add(tried, accepted)
+                if self.survival is not self._counts[0]:
+                    self.survival.add(tried, accepted)
+            self.probes.ran(place, outcome, decision.gain is not None or decision.probe)
+            if decision.probe:
+                unknown = self.times.seen(place, size) < SEEN_TO_TRUST
+                hope = self._gains(size)[place].hope if unknown else 0.0
+                self.probes.learnt(place, size, hope, decision, outcome)
+        self._new.clear()
 
     def _gains(self, size: int, requests: RequestSurvival | None = None) -> list[Gain]:
         """Predicted gain of each arm over plain decoding, over steps with drafts and without."""
@@ -140,10 +161,11 @@ class Adaptive:
             if place >= self._chains:
                 tokens, error = self._tokens(place, theirs)[-1]
             # What is known is that of steps, and of rows, with drafts; the others commit what plain ones do.
-            verified = self.found.pays(size, tokens - 1, ratio - skipped) if place else ALL
+            drafts, more = tokens - 1, ratio - skipped
+            verified = self.found.pays(size, drafts, more) if place else ALL
             drafted, others = verified.share * verified.density, (1 - verified.share) * skipped
             tokens, floor, whole = (
-                1 + drafted * (tokens - 1),
+                1 + drafted * drafts,
                 1 + drafted * (floor - 1),
                 others + verified.share * ratio,
             )
@@ -151,7 +173,7 @@ class Adaptive:
             timing = math.hypot(timing * verified.share * ratio, unsure_of_it * others) / whole
             value, unsure = tokens / whole, sureness * math.hypot(drafting, timing)
             hope = max(tokens, floor) / whole * (1 + unsure)
-            found.append(Gain(value, timing, drafting, value * (1 - unsure), hope, verified))
+            found.append(Gain(value, timing, drafting, value * (1 - unsure), hope, verified, more))
         return found
 
     def _tokens(self, place: int, theirs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -35,6 +35,7 @@ from jaxspec.topology import PLAIN, AnyTopology
 
 STOP_PLACES = 16
 WARM_ROWS = 8
+PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
 REMEMBERED = 64.0  # verifications of one request
 
 
@@ -121,17 +122,19 @@ class Engine:
 
     def _warm_up(self, arm: AnyTopology, most: int) -> tuple[float, float]:
         """Time of a step of an arm on random tokens in seconds, and the share that was not skipped; nothing stays."""
-        rows = range(min(self.spec.rows, WARM_ROWS))
+        rows, repeats = range(min(self.spec.rows, WARM_ROWS)), arm in self.programs.skipping
         sampling = replace(
             init_sampling(1, STOP_PLACES),
             max_length_B=np.full(1, self.spec.capacity, np.int32), draft_limit_B=np.full(1, self.depth, np.int32),
-            # One token over and over again: only what is repeated has a match, and is verified.
-            frequency_B=np.full(1, -1e4 if arm in self.programs.skipping else 0.0, np.float32),
+            temperature_B=np.ones(1, np.float32),  # text as it may come, which touches experts as text does
+            # Nothing but the prompt's tokens: only what is repeated has a match, and is verified.
+            presence_B=np.full(1, -1e4 if repeats else 0.0, np.float32),
         )  # fmt: skip
         table = None if self.pool is None else np.zeros(self.state.table_BJ.shape[1], np.int32)  # pyright: ignore[reportOptionalMemberAccess]
         for row in rows:
             vocab = self.programs.target.net.arch.vocab_size
-            prompt = np.repeat(self._random.integers(0, vocab, 1), 4).astype(np.int32)  # what repeats has a match
+            drawn_X = self._random.integers(0, vocab, len(PAIRS)).astype(np.int32)
+            prompt = drawn_X[list(PAIRS)] if repeats else drawn_X
             self.state = self.programs.prefill(self.state, row, prompt, table)
             self.state = self.programs.admit(self.state, row, prompt, sampling, table)
         jax.block_until_ready(self.state.length_B)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxspec.serve.arm_time import SEEN_TO_TRUST
 from jaxspec.serve.control import Decision, Outcome
 from jaxspec.serve.found import ALL, Verified
 from jaxspec.serve.step_times import StepTimes
+
+GOLDEN, UNEVEN = 0.6180339887, 0.25  # the ratio that repeats least; a share
 
 
 class Gain(NamedTuple):
@@ -23,6 +24,7 @@ class Gain(NamedTuple):
       hope: what it may be at most. A tree may be hoped to accept no less than chains do now, whatever it did when it
         ran.
       verified: steps in which it verifies drafts; the others are plain.
+      more: time that a verification adds to a step, in plain steps.
     """
 
     value: float
@@ -31,6 +33,7 @@ class Gain(NamedTuple):
     least: float
     hope: float
     verified: Verified = ALL
+    more: float = 0.0
 
 
 NO_GAIN = Gain(0.0, 0.0, 0.0, 0.0, math.inf)
@@ -45,13 +48,14 @@ class AdaptiveSpec:
       hysteresis: share by which another arm must beat the one in use.
       sureness: standard errors between the estimate and that lower end.
       probe_share: most of all time that probes may lose.
-      first_steps: plain steps' worth of time that a fresh engine may lose before it has earned any.
+      first_steps: plain steps' worth of time that a fresh engine may lose without ever earning it, where nothing
+        was known beforehand.
+      most_steps: the same that may be lost before it is earned.
       memory, verifications: dispatches whose times, and verifications whose accepted drafts estimates remember.
       shortest_wait, longest_wait: steps until the next probe; the wait doubles from one to the other.
-      longest_chain_wait: the same where no chain is in use: the cheapest one tells whether texts have changed.
-      contest_wait, longest_contest_wait: steps until an arm that may be better than the best one is tried again; the
-        wait doubles.
-      trial_wait: steps until one that should be better, but not for sure, is tried again.
+      chain_wait, idle_share: where no chain is in use, the cheapest one tells whether texts have changed: each time
+        this many steps have gone by at least, and so many that it loses no more than this share of them.
+      contest_wait: steps until an arm that may be better than the best one is tried again.
       vain_wait: steps more for a tree that could not pay if it accepted what chains do.
       longest_probe: dispatches for which a probe goes on while its arm may be better than the best one.
       plain_steps, drafting_steps: steps until it thinks again; fewer where requests come and go, and at the beginning.
@@ -59,21 +63,21 @@ class AdaptiveSpec:
 
     margin: float = 0.02
     hysteresis: float = 0.02
-    sureness: float = 1.64
-    probe_share: float = 0.02
+    sureness: float = 1.28
+    probe_share: float = 0.015
     first_steps: int = 24
+    most_steps: int = 12
     memory: float = 200.0
     verifications: float = 800.0
     shortest_wait: int = 64
     longest_wait: int = 4096
-    longest_chain_wait: int = 512
+    chain_wait: int = 128
+    idle_share: float = 0.005
     contest_wait: int = 64
-    longest_contest_wait: int = 512
-    trial_wait: int = 64
     vain_wait: int = 65536
     longest_probe: int = 4
-    plain_steps: int = 32
-    drafting_steps: int = 16
+    plain_steps: int = 128
+    drafting_steps: int = 64
 
 
 @dataclass
@@ -89,34 +93,30 @@ class Probes:
       chains: how many arms are chains, plain decoding among them; trees follow.
       times: of all arms.
       steps: that were run.
-      lost_s: what probes, and bringing drafters up to date, have lost.
+      owed_s: what probes, and bringing drafters up to date, have lost and not earned yet.
     """
 
     spec: AdaptiveSpec
     chains: int
     times: StepTimes
     steps: int = field(default=0, init=False)
-    lost_s: float = field(default=0.0, init=False)
-    _total_s: float = field(default=0.0, init=False)
+    owed_s: float = field(default=0.0, init=False)
     _wait: dict[int, int] = field(default_factory=dict, init=False)
     _ran: dict[int, int] = field(default_factory=dict, init=False)
-    _contest: int = field(default=0, init=False)
-    _contest_wait: int = field(init=False)
+    _contest: float = field(default=0.0, init=False)
     _going: int = field(default=0, init=False)
     _more: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self._contest_wait = self.spec.contest_wait
+    _asked: int = field(default=0, init=False)
 
     def choose(self, best: int, best_gain: float, size: int, gains: Sequence[Gain]) -> int | None:
         """An arm worth another look, where the budget allows one."""
+        self._asked += 1
         again, self._going = self._going, 0
+        if self.owed_s >= self.spec.most_steps * self.times.plain_s(size):
+            return None
         if again not in (0, best) and self._more > 0 and self._at_most(again, best, gains) > best_gain:
             self._going = again
             return again
-        first_s = self.spec.first_steps * self.times.plain_s(size)
-        if self.lost_s >= first_s + self.spec.probe_share * self._total_s:
-            return None
         for place in range(self.chains - 1, len(gains)):
             # The longest chain tells something about every position and every shorter one; trees are not told about.
             if self.times.seen(place) < 2:
@@ -137,45 +137,47 @@ class Probes:
                 due.append((one.hope if tree else one.value, place))
         return max(due)[1] if due else None
 
-    def ran(self, place: int, outcome: Outcome) -> None:
-        """Takes note of a dispatch."""
-        self.steps += outcome.steps
+    def ran(self, place: int, outcome: Outcome, chosen: bool) -> None:
+        """Takes note of a dispatch; where requests want no drafts it was not chosen, and earns nothing."""
+        if not self.steps and self.times.prior is None:
+            self.owed_s = -self.spec.first_steps * outcome.time_s / outcome.steps
+        if chosen:
+            self.steps += outcome.steps
+            self._lost(outcome.lost_s - self.spec.probe_share * (outcome.time_s + outcome.lost_s))
         self._ran[self._group(place)] = self.steps
-        self._total_s += outcome.time_s + outcome.lost_s
-        self.lost_s += outcome.lost_s
 
-    def learnt(self, place: int, size: int, gain: Gain, decision: Decision, outcome: Outcome) -> None:
+    def learnt(self, place: int, size: int, hope: float, decision: Decision, outcome: Outcome) -> None:
         """Takes note of what a probe lost, and of how long its like waits now.
-
-        What it lost is what was predicted, for the tokens of one dispatch are much too much a matter of luck.
 
         Args:
           place: of its arm.
           size: of its rows.
-          gain: of its arm, with what it taught.
+          hope: what its gain may be, where its time is not known well yet.
           decision: to run it.
           outcome: what it did.
         """
-        group, taught = self._group(place), 1 - outcome.skipped / outcome.steps
-        value = gain.value if decision.gain is None else decision.gain
-        self.lost_s += max(0.0, 1.0 - value / decision.best) * taught * outcome.time_s
-        if self._going != place:
+        group, fresh = self._group(place), place == 0 or self._going != place
+        # What the best arm would have taken for its tokens. They are a matter of luck, which sums do without.
+        instead_s = outcome.tokens / outcome.rows * self.times.plain_s(size, now=True) / decision.best
+        self._lost(outcome.time_s - instead_s + fresh * self.times.switch_s)
+        if fresh:
             self._going, self._more = place, self.spec.longest_probe
-            self.lost_s += 2 * self.times.switch_s
         self._more -= 1
-        if not taught:
-            return
         wait = self._wait.get(group, self.spec.shortest_wait)
         if place:
-            trial = value >= decision.best
-            self._contest = self.steps + (self.spec.trial_wait if trial else self._contest_wait)
-            if not trial:
-                self._contest_wait = min(2 * self._contest_wait, self.spec.longest_contest_wait)
-            if self.times.seen(place, size) < SEEN_TO_TRUST and gain.hope > decision.best:
+            self._contest = self.steps + self.uneven(self.spec.contest_wait)
+            if outcome.skipped < outcome.steps and hope > decision.best:
                 self._ran[group] -= wait  # it may pay, and that is not known yet: only the budget bounds when it is due
                 return
-        longest = self.spec.longest_chain_wait if group == 1 else self.spec.longest_wait
-        self._wait[group] = min(2 * wait, longest)
+        if fresh:
+            # The more it loses, the longer chains wait: together with others that never pay they stay within a share.
+            dear = (1.0 - (decision.gain or 1.0) / decision.best) * outcome.steps / self.spec.idle_share
+            longest = max(self.spec.chain_wait, dear) if group == 1 else math.inf
+            self._wait[group] = int(min(2 * wait, longest, self.spec.longest_wait))
+
+    def _lost(self, more_s: float) -> None:
+        """Less than nothing is owed only at first."""
+        self.owed_s = max(min(self.owed_s, 0.0), self.owed_s + more_s)
 
     def forget_waits(self) -> None:
         """What was learnt about waiting, with drafts or without, belongs to the other side."""
@@ -187,7 +189,11 @@ class Probes:
 
     def _due(self, group: int, since: int) -> bool:
         """Whether a group has waited long enough since a step."""
-        return since + self._wait.get(group, self.spec.shortest_wait) <= self.steps
+        return since + self.uneven(self._wait.get(group, self.spec.shortest_wait)) <= self.steps
+
+    def uneven(self, wait: int) -> float:
+        """A wait that differs from time to time, or all probes might meet texts at the same place."""
+        return wait * (1 - UNEVEN + 2 * UNEVEN * (self._asked * GOLDEN % 1.0))
 
     def _at_most(self, place: int, best: int, gains: Sequence[Gain]) -> float:
         """Gain of an arm at most, beside the best one: of chains only positions differ that one of them has not."""

@@ -16,6 +16,7 @@ from jaxspec.topology import AnyTopology
 Known = tuple[float | None, float]  # a number and its relative error
 UNKNOWN: Known = (None, math.inf)
 GUESSED = 0.1  # relative error of a ratio of times taken from another length, or from half or twice the rows
+ALIKE, OWN_SHARE = 0.25, 0.2
 PACE_SHARE = 0.2  # of what the latest dispatch tells of the machine's pace
 
 
@@ -67,9 +68,9 @@ class StepTimes:
             return sum(time.count for time in self._times[place].values())
         return self._times[place][size].count if size in self._times[place] else 0.0
 
-    def plain_s(self, size: int) -> float:
-        """Time of a plain step, from the nearest number of rows at which it is known."""
-        return self._times[0][_nearest(self._times[0], size)].mean_s
+    def plain_s(self, size: int, now: bool = False) -> float:
+        """Time of a plain step, from the nearest number of rows at which it is known; at the machine's pace of now."""
+        return self._times[0][_nearest(self._times[0], size)].mean_s * (self._pace if now else 1.0)
 
     def skipped(self, size: int) -> tuple[float, float]:
         """Time of a step that drafts and then verifies nothing over that of a plain one, and its relative error.
@@ -131,9 +132,8 @@ class StepTimes:
     def ratios(self, size: int) -> list[Known]:
         """Time of each arm's step over that of a plain one; a chain's where need be from the lengths around."""
         found = [(1.0, 0.0), *(self._measured(place, size) for place in range(1, len(self.arms)))]
-        for place, told in enumerate(self._calibrated(size)):
-            if place and told is not UNKNOWN and min(self.seen(place, size), self.seen(0, size)) < SEEN_TO_TRUST:
-                found[place] = told
+        if self.prior is not None:
+            self._pool(found, self._calibrated(size))
         known = [place for place, arm in enumerate(self.arms) if arm.is_chain and found[place] is not UNKNOWN]
         for below, above in pairwise(known):
             first, last = self.arms[below].max_depth, self.arms[above].max_depth
@@ -142,6 +142,28 @@ class StepTimes:
                 share = (self.arms[place].max_depth - first) / (last - first)
                 found[place] = low + share * (high - low), error + GUESSED
         return found
+
+    def _pool(self, found: list[Known], told: Sequence[Known]) -> None:
+        """Weighs what was measured while serving against what is known beforehand, for all chains together.
+
+        What drafts add to a step is taken to be that share more or less of what was told for all chains, which every
+        measurement tells about, and besides each may differ by itself.
+        """
+        precision, scaled = 1.0 / ALIKE**2, 1.0 / ALIKE**2
+        for (ratio, error), (guess, unsure) in zip(found[1:], told[1:], strict=False):
+            if ratio is not None and guess is not None:
+                weight = (guess - 1.0) / ((error * ratio) ** 2 + (OWN_SHARE * unsure * guess) ** 2)
+                precision, scaled = precision + weight * (guess - 1.0), scaled + weight * (ratio - 1.0)
+        scale = scaled / precision
+        for place, (guess, unsure) in enumerate(told):
+            if not place or guess is None:
+                continue
+            (ratio, error), more = found[place], guess - 1.0
+            guess, spread = 1.0 + scale * more, more * more / precision + (OWN_SHARE * unsure * guess) ** 2
+            if ratio is not None:
+                share = spread / (spread + (error * ratio) ** 2)
+                guess, spread = guess + share * (ratio - guess), spread * (1.0 - share)
+            found[place] = guess, math.sqrt(spread) / guess
 
     def _calibrated(self, size: int) -> Sequence[Known]:
         """What is known beforehand of each chain's ratio."""

@@ -11,6 +11,7 @@ from itertools import repeat
 import numpy as np
 
 LATE = 48.0  # verifications that may show that texts have changed
+FEW = 4.0  # of them, before they replace what was known, where a position before was a surprise
 LATE_LEAST = 16.0  # of them, before they may
 SURPRISE = 3.0  # standard deviations by which they then differ from what chance allows
 PRIOR = 8.0  # verifications of chains that stand in for the missing ones of a tree
@@ -51,12 +52,13 @@ class Survival:
         new = len(accepted)
         if not new or not length:
             return
-        counts, tried = Counter(accepted), new
+        counts, tried, changed = Counter(accepted), new, False
         for place in range(min(length, self.length)):
             hits = tried - counts[place]
             known = _with((self._tried[place], self._hits[place]), tried, hits, self.memory)
             self._late[place] = late = _with(self._late[place], tried, hits, LATE)
-            self._tried[place], self._hits[place] = late if _surprising(late, known) else known
+            changed = changed or _surprising(late, known)
+            self._tried[place], self._hits[place] = late if changed and late[0] >= FEW else known
             tried = hits
         for place in range(length, self.length):  # what was not tried is known less and less
             fade = max(0.0, 1.0 - new / UNTRIED)
@@ -121,7 +123,7 @@ class RequestSurvival:
         self._tried_BK, self._hits_BK = np.zeros((rows, length)), np.zeros((rows, length))
         self._limit_B, self._within_BK = np.full(rows, length), np.ones((rows, length))
         self._runs: list[int] = []
-        self.changes = 0  # how often a request came or went
+        self.changes = 0  # how often a request with a limit of its own came or went
 
     def enter(self, row: int, limit: int | None = None) -> None:
         """A request takes a slot; ``limit`` is of the positions that it may accept, None for all."""
@@ -129,12 +131,12 @@ class RequestSurvival:
         self._limit_B[row] = len(self._place_K) if limit is None else limit
         self._within_BK[row] = self._place_K < self._limit_B[row]
         self._runs.append(row)
-        self.changes += 1
+        self.changes += limit is not None
 
     def leave(self, row: int) -> None:
         """Its request ends."""
         self._runs.remove(row)
-        self.changes += 1
+        self.changes += bool(self._limit_B[row] < len(self._place_K))
 
     def add(self, length: int, accepted: Mapping[int, Sequence[int]]) -> None:
         """Counts verifications of ``length`` drafts each, or of as many as a request's limit allows, by row.

@@ -9,13 +9,14 @@ import numpy as np
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.topology import PLAIN, AnyTopology
 
-LINKING, TIMED = 4, 3  # rounds
+LINKING, TIMED, MOST_TIMED = 4, 3, 16  # rounds
+ENOUGH_S = 3.0  # of timed rounds, more than the fewest
 RANDOM = 0.1  # relative error of a ratio: random tokens touch other experts than text does
 Run = Callable[[AnyTopology, int], tuple[float, float]]
 
 
 def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tuple[StepRatios, float]:
-    """Runs all arms in turns, in rounds of which the last ones are timed.
+    """Runs all arms in turns, in rounds of which the last ones are timed; as many as a few seconds allow.
 
     XLA:CPU links code when it first runs, each expert's by itself, and GPUs record their graphs: three dispatches of
     an arm can take ten times as long as later ones.
@@ -32,13 +33,17 @@ def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tup
       takes besides its steps in seconds; both medians.
     """
     chains = [arm for arm in arms if arm.is_chain]
-    ratio_RC, over_R = np.ones((TIMED, len(chains))), np.zeros(TIMED)
-    for turn in range(-LINKING, TIMED):
+    ratio_RC: list[list[float]] = []
+    over_R: list[float] = []
+    turn, spent_s = -LINKING, 0.0
+    while turn < TIMED or (turn < MOST_TIMED and spent_s < ENOUGH_S):
         took, (short_s, _) = {arm: run(arm, steps) for arm in arms}, run(PLAIN, 1)
         if turn >= 0:
             plain_s, _ = took[PLAIN]
-            for place, (step_s, share) in enumerate(took[arm] for arm in chains):
-                ratio_RC[turn, place] = 1 + (step_s / plain_s - 1) / share if share else 1.0
-            over_R[turn] = (short_s - plain_s) * steps / max(steps - 1, 1)
+            found = [took[arm] for arm in chains]
+            ratio_RC.append([1 + (step_s / plain_s - 1) / share if share else 1.0 for step_s, share in found])
+            over_R.append((short_s - plain_s) * steps / max(steps - 1, 1))
+            spent_s += sum(step_s for step_s, _ in took.values()) * steps + short_s
+        turn += 1
     by_length = tuple(arm.max_depth for arm in chains), tuple(np.median(ratio_RC, axis=0).tolist())
     return StepRatios({rows: by_length}, RANDOM), max(0.0, float(np.median(over_R)))

@@ -26,12 +26,9 @@ STEP_MS = {
 }
 DISPATCH_MS, SWITCH_MS = 0.25, 1.0
 SKIPPED = 1.03  # time of a step that found no draft, in plain ones
-NOISE, DRIFT, KEPT, STALLS = (
-    0.06,
-    0.0155,
-    0.95,
-    0.02,
-)  # of a dispatch; of the machine's pace; of it from one to the next
+NOISE = {1: 0.05, 8: 0.025}  # of a dispatch, by rows
+DRIFT, KEPT, STALLS = 0.0155, 0.95, 0.02  # of the machine's pace; of it from one dispatch to the next; dispatches
+TOLD, TOLD_EACH = 0.2, 0.03  # errors of what warming up tells of a step with drafts: of all lengths, and of each
 
 Text = list[int]
 
@@ -61,8 +58,10 @@ class Replay:
 
     def prior(self) -> StepRatios:
         """What warming up would tell, with its errors."""
-        ratios = [self.step_ms(k) / self.step_ms(0) * np.exp(0.05 * self.rng.standard_normal()) for k in range(6)]
-        return StepRatios({self.rows: (tuple(range(6)), (1.0, *ratios[1:]))}, 0.1)
+        plain_ms, scale = self.step_ms(0), np.exp(TOLD * self.rng.standard_normal())
+        more = [scale * (self.step_ms(k) / plain_ms - 1) for k in range(6)]
+        ratios = [1 + x * np.exp(TOLD_EACH * self.rng.standard_normal()) for x in more]
+        return StepRatios({self.rows: (tuple(range(6)), tuple(ratios))}, 0.1)
 
     def run(self, texts: Sequence[Text], control: Adaptive | None, arm: AnyTopology | None) -> tuple[int, float]:
         """Runs texts side by side, with one arm or as the control wants; what they took is recorded in any case.
@@ -117,7 +116,8 @@ class Replay:
                     alone += 1
                 places[row] = min(places[row] + hits + 1, len(texts[row]))
         self.pace = KEPT * self.pace + DRIFT * self.rng.standard_normal()
-        noise = np.exp(self.pace + NOISE * self.rng.standard_normal()) * (1.5 if self.rng.random() < STALLS else 1.0)
+        noise = np.exp(self.pace + NOISE[self.rows] * self.rng.standard_normal())
+        noise *= 1.5 if self.rng.random() < STALLS else 1.0
         accepted = {length: [count for counts in by_row.values() for count in counts]}
         told = tuple(found) if self.often_none and length else ()
         outcome = Outcome(
