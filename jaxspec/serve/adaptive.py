@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import repeat
+from typing import NamedTuple
 
 from jaxspec.draft.lengths import Lengths
 from jaxspec.perf.step_ratios import StepRatios
@@ -15,7 +16,7 @@ from jaxspec.serve.found import ALL, FoundDrafts
 from jaxspec.serve.probes import NO_GAIN, AdaptiveSpec, Gain, Probes
 from jaxspec.serve.step_times import StepTimes, bucket
 from jaxspec.serve.survival import RequestSurvival, Survival
-from jaxspec.topology import PLAIN, AnyTopology, chain
+from jaxspec.topology import AnyTopology, chain
 
 MOVED = 0.2  # share by which the experts that drafts should touch differ from those of before: worth another thought
 
@@ -26,6 +27,14 @@ def control_of(lengths: Lengths, prior: StepRatios | None = None) -> Control:
         chains = [chain(length) for length in range(lengths.topology.max_depth + 1)]
         return Adaptive((*chains, *lengths.trees), prior=prior)
     return Fixed(lengths.topology) if lengths.ranges is None else ByBatchSize(lengths.ranges, lengths.otherwise)
+
+
+class Kept(NamedTuple):
+    """A decision that is not thought over again before so many steps, nor until requests are others."""
+
+    decision: Decision
+    changes: int
+    until: float
 
 
 @dataclass
@@ -60,13 +69,11 @@ class Adaptive:
     survival: Survival = field(init=False)
     _chains: int = field(init=False)
     _counts: list[Survival] = field(init=False)
-    _held: int = field(default=0, init=False)
-    _asked: tuple[int, int] | None = field(default=None, init=False)
-    _since: int = field(default=0, init=False)
-    _hold: float = field(default=0.0, init=False)
+    _held: dict[int, int] = field(default_factory=dict, init=False)
+    _steps: int = field(default=0, init=False)
+    _kept: dict[int, Kept] = field(default_factory=dict, init=False)
     _experts: float = field(default=0.0, init=False)
     _new: list[tuple[Decision, Outcome]] = field(default_factory=list, init=False)
-    _same: Decision = field(default=Decision(PLAIN), init=False)
 
     def __post_init__(self, prior: StepRatios | None, overhead_s: float) -> None:
         memory, deepest = self.spec.verifications, max(arm.max_depth for arm in self.arms)
@@ -83,36 +90,37 @@ class Adaptive:
     ) -> Decision:
         """Arm of the next dispatch for these active rows; ``requests`` has what is known of each."""
         size = bucket(rows)
-        asked = size, 0 if requests is None else requests.changes
+        changes = 0 if requests is None else requests.changes
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
-        if asked == self._asked and (brief or self._since < self._hold):
-            return self._same
-        self._asked = None
+        kept = self._kept.get(size)
+        if kept is not None and kept.changes == changes and (brief or self._steps < kept.until):
+            return kept.decision
         self.learn()
         if not self.times.knows_plain(size):
             return Decision(self.arms[0])
         gains = self._gains(size, requests)
-        best, best_gain = self._best(gains)
+        held = self._held.get(size, 0)
+        best, best_gain = self._best(gains, held)
         probe = None if brief else self.probes.choose(best, best_gain, size, gains)
         if probe is not None:
             # Where it would pay if all drafts were accepted; or those that never were would never be verified again.
             arm, gain = self.arms[probe], gains[probe]
             least = self.found.pays(size, arm.max_depth, gain.more).least(rows)
             return Decision(arm, True, gain.value or None, best_gain, least)
-        if best != self._held:
-            if not best or not self._held:
+        if best != held:
+            if not best or not held:
                 self.probes.forget_waits()
-            self._held = best
+            self._held[size] = best
         chosen = Decision(self.arms[best], False, best_gain, best_gain, gains[best].verified.least(rows))
         if not brief:
             most = self.spec.drafting_steps if best else self.spec.plain_steps
-            self._asked, self._same = asked, chosen
-            self._since, self._hold = 0, min(self.probes.uneven(most), self.probes.steps / 8)
+            until = self._steps + min(self.probes.uneven(most), self._steps / 8)
+            self._kept[size] = Kept(chosen, changes, until)
         return chosen
 
-    def _best(self, gains: Sequence[Gain]) -> tuple[int, float]:
+    def _best(self, gains: Sequence[Gain], held: int) -> tuple[int, float]:
         """The arm to use and its gain: the one in use as long as it pays and no other is clearly better."""
-        held = self._held if gains[self._held].least > 1.0 else 0
+        held = held if gains[held].least > 1.0 else 0
         best, value = held, gains[held].value if held else 1.0
         least = value * (1.0 + self.spec.hysteresis * gains[held].verified.share) if held else 0.0
         for place, gain in enumerate(gains[1:], start=1):
@@ -124,16 +132,17 @@ class Adaptive:
         """Takes note of a dispatch, which is looked at when there is something to choose."""
         if outcome.steps:
             self._new.append((decision, outcome))
-            self._since += outcome.steps
+            self._steps += outcome.steps * (decision.gain is not None or decision.probe)
             if outcome.touched and abs(outcome.touched[0] - self._experts) > MOVED * self._experts:
-                self._asked, self._experts = None, outcome.touched[0]
+                self._experts = outcome.touched[0]
+                self._kept.clear()
 
     def learn(self) -> None:
         """Looks at the dispatches since the last time."""
         for decision, outcome in self._new:
             place, size = self.arms.index(decision.arm), bucket(outcome.rows)
             self.found.add(size, outcome.rows, outcome.found)
-            self.times.took(place, size, outcome, place == self._held)
+            self.times.took(place, size, outcome, place == self._held.get(size, 0))
             for tried, accepted in outcome.accepted.items():
                 self._counts[place].add(tried, accepted)
                 if self.survival is not self._counts[0]:

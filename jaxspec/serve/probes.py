@@ -73,11 +73,11 @@ class AdaptiveSpec:
     longest_wait: int = 4096
     chain_wait: int = 128
     idle_share: float = 0.005
-    contest_wait: int = 64
+    contest_wait: int = 48
     vain_wait: int = 65536
     longest_probe: int = 4
-    plain_steps: int = 128
-    drafting_steps: int = 64
+    plain_steps: int = 64
+    drafting_steps: int = 32
 
 
 @dataclass

@@ -13,6 +13,7 @@ import pytest
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import Decision, Outcome
+from jaxspec.serve.found import ALL, FoundDrafts
 from jaxspec.serve.survival import RequestSurvival
 from jaxspec.topology import PLAIN, AnyTopology, chain
 
@@ -162,13 +163,16 @@ def test_real_texts_are_decoded_nearly_as_fast_as_by_the_best_fixed_length(draft
     found = speeds(drafter, rows, seeds=6)
     over_plain, over_best = zip(*found.values(), strict=True)
     assert len(found) == 4
-    assert min(over_plain) >= 0.97, found
-    assert min(over_best) >= 0.92, found
-    assert np.mean(over_best) >= 0.965, found
+    assert min(over_plain) >= 0.975, found
+    assert min(over_best) >= 0.96, found
+    assert np.mean(over_best) >= 0.975, found
 
 
-def test_lookup_for_many_rows_beats_every_fixed_length():
-    """Only steps in which enough rows have drafts verify them."""
-    found = speeds("ngram", 8, seeds=3)
+def test_lookup_for_many_rows_verifies_where_enough_of_them_have_drafts(monkeypatch: pytest.MonkeyPatch):
+    """It gains more than it would by verifying wherever there is a draft, and may beat every fixed length."""
+    found = speeds("ngram", 8, seeds=6)
+    monkeypatch.setattr(FoundDrafts, "pays", lambda *_: ALL)
+    anyway = speeds("ngram", 8, seeds=6)
     assert found["ngram code 0"][1] > 1.0
-    assert found["ngram shuffled 0"][1] > 1.0
+    for case in ("ngram code 0", "ngram shuffled 0"):
+        assert found[case][1] > 1.02 * anyway[case][1], case
