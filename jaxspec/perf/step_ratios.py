@@ -19,10 +19,12 @@ class StepRatios:
     Attributes:
       by_rows: for each measured number of rows the lengths K, 0 among them, and the ratios.
       noise: relative error of a ratio that was measured.
+      each: share of it that each ratio has by itself; the rest, what drafts add is wrong by the same share for all.
     """
 
     by_rows: Mapping[int, tuple[tuple[int, ...], tuple[float, ...]]]
     noise: float
+    each: float = 1.0
 
     def at(self, length: int, rows: int) -> tuple[float, float] | None:
         """Ratio and its relative error, straight lines between cells; None above the longest measured K."""

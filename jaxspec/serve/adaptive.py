@@ -80,7 +80,7 @@ class Adaptive:
         self._chains = sum(arm.is_chain for arm in self.arms)
         self.times = StepTimes(self.arms, self.spec.memory, prior, overhead_s)
         self.probes = Probes(self.spec, self._chains, self.times)
-        self.found = FoundDrafts(96.0)
+        self.found = FoundDrafts(self.spec.lookups)
         chains = Survival(deepest, memory)
         self.survival = chains if self._chains == len(self.arms) else Survival(deepest, memory)
         self._counts = [chains if arm.is_chain else Survival(arm.max_depth, memory) for arm in self.arms]

@@ -51,7 +51,8 @@ class AdaptiveSpec:
       first_steps: plain steps' worth of time that a fresh engine may lose without ever earning it, where nothing
         was known beforehand.
       most_steps: the same that may be lost before it is earned.
-      memory, verifications: dispatches whose times, and verifications whose accepted drafts estimates remember.
+      memory, verifications, lookups: dispatches whose times, verifications whose accepted drafts, and steps of which it
+        is remembered how many rows had drafts.
       shortest_wait, longest_wait: steps until the next probe; the wait doubles from one to the other.
       chain_wait, idle_share: where no chain is in use, the cheapest one tells whether texts have changed: each time
         this many steps have gone by at least, and so many that it loses no more than this share of them.
@@ -69,6 +70,7 @@ class AdaptiveSpec:
     most_steps: int = 12
     memory: float = 200.0
     verifications: float = 800.0
+    lookups: float = 96.0
     shortest_wait: int = 64
     longest_wait: int = 4096
     chain_wait: int = 128

@@ -16,7 +16,7 @@ from jaxspec.topology import AnyTopology
 Known = tuple[float | None, float]  # a number and its relative error
 UNKNOWN: Known = (None, math.inf)
 GUESSED = 0.1  # relative error of a ratio of times taken from another length, or from half or twice the rows
-ALIKE, OWN_SHARE = 0.25, 0.2
+ALIKE = 0.25  # relative error of what drafts add to a step, the same for all lengths, of what was known beforehand
 PACE_SHARE = 0.2  # of what the latest dispatch tells of the machine's pace
 
 
@@ -32,8 +32,8 @@ class StepTimes:
     Attributes:
       arms: plain decoding, chains by length, then trees.
       memory: dispatches that are remembered.
-      prior: ratios of step times that a calibration measured, or warming up, for chains that were not run often enough
-        yet.
+      prior: ratios of step times that a calibration measured, or warming up, for chains; what was measured while
+        serving is weighed against it.
       overhead_s: what a dispatch takes besides its steps; short ones would look slow without it.
       switch_s: what the first dispatch behind one of another arm takes more: its code and tables are cold.
       full: steps of a full dispatch.
@@ -132,8 +132,7 @@ class StepTimes:
     def ratios(self, size: int) -> list[Known]:
         """Time of each arm's step over that of a plain one; a chain's where need be from the lengths around."""
         found = [(1.0, 0.0), *(self._measured(place, size) for place in range(1, len(self.arms)))]
-        if self.prior is not None:
-            self._pool(found, self._calibrated(size))
+        self._pool(found, self._calibrated(size))
         known = [place for place, arm in enumerate(self.arms) if arm.is_chain and found[place] is not UNKNOWN]
         for below, above in pairwise(known):
             first, last = self.arms[below].max_depth, self.arms[above].max_depth
@@ -147,31 +146,36 @@ class StepTimes:
         """Weighs what was measured while serving against what is known beforehand, for all chains together.
 
         What drafts add to a step is taken to be that share more or less of what was told for all chains, which every
-        measurement tells about, and besides each may differ by itself.
+        measurement tells about, and besides each may differ by itself: two normal laws, and their mean given both.
+
+        Args:
+          found: ratio and relative error by arm, as measured; becomes what is known in all.
+          told: ratio by chain, and the relative error that each has by itself.
         """
         precision, scaled = 1.0 / ALIKE**2, 1.0 / ALIKE**2
         for (ratio, error), (guess, unsure) in zip(found[1:], told[1:], strict=False):
             if ratio is not None and guess is not None:
-                weight = (guess - 1.0) / ((error * ratio) ** 2 + (OWN_SHARE * unsure * guess) ** 2)
+                weight = (guess - 1.0) / ((error * ratio) ** 2 + (unsure * guess) ** 2)
                 precision, scaled = precision + weight * (guess - 1.0), scaled + weight * (ratio - 1.0)
         scale = scaled / precision
         for place, (guess, unsure) in enumerate(told):
             if not place or guess is None:
                 continue
             (ratio, error), more = found[place], guess - 1.0
-            guess, spread = 1.0 + scale * more, more * more / precision + (OWN_SHARE * unsure * guess) ** 2
+            guess, spread = 1.0 + scale * more, more * more / precision + (unsure * guess) ** 2
             if ratio is not None:
                 share = spread / (spread + (error * ratio) ** 2)
                 guess, spread = guess + share * (ratio - guess), spread * (1.0 - share)
             found[place] = guess, math.sqrt(spread) / guess
 
     def _calibrated(self, size: int) -> Sequence[Known]:
-        """What is known beforehand of each chain's ratio."""
+        """What is known beforehand of each chain's ratio, and its error by itself."""
         if self.prior is None:
             return ()
         if size not in self._told:
             told = [self.prior.at(arm.max_depth, 2**size) for arm in self.arms if arm.is_chain]
-            self._told[size] = [UNKNOWN if one is None else one for one in told]
+            each = self.prior.each
+            self._told[size] = [UNKNOWN if one is None else (one[0], each * one[1]) for one in told]
         return self._told[size]
 
     def _measured(self, place: int, size: int) -> Known:

@@ -11,7 +11,8 @@ from jaxspec.topology import PLAIN, AnyTopology
 
 LINKING, TIMED, MOST_TIMED = 4, 3, 16  # rounds
 ENOUGH_S = 3.0  # of timed rounds, more than the fewest
-RANDOM = 0.1  # relative error of a ratio: random tokens touch other experts than text does
+RANDOM = 0.1  # relative error of a ratio: text that begins with random tokens touches other experts than users' does
+EACH = 0.2  # of it, what a ratio may be off by itself: it is the median of some rounds
 Run = Callable[[AnyTopology, int], tuple[float, float]]
 
 
@@ -29,21 +30,21 @@ def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tup
       steps: of a full dispatch.
 
     Returns:
-      Ratios of chains in steps with drafts (1 where there were none, until serving measures them), and what a dispatch
-      takes besides its steps in seconds; both medians.
+      Ratios of chains in steps with drafts, without those that never had one, and what a dispatch takes besides its
+      steps in seconds; both medians.
     """
-    chains = [arm for arm in arms if arm.is_chain]
-    ratio_RC: list[list[float]] = []
+    ratios: dict[int, list[float]] = {arm.max_depth: [] for arm in arms if arm.is_chain}
     over_R: list[float] = []
     turn, spent_s = -LINKING, 0.0
     while turn < TIMED or (turn < MOST_TIMED and spent_s < ENOUGH_S):
         took, (short_s, _) = {arm: run(arm, steps) for arm in arms}, run(PLAIN, 1)
         if turn >= 0:
             plain_s, _ = took[PLAIN]
-            found = [took[arm] for arm in chains]
-            ratio_RC.append([1 + (step_s / plain_s - 1) / share if share else 1.0 for step_s, share in found])
+            for arm, (step_s, share) in took.items():
+                if arm.is_chain and share:
+                    ratios[arm.max_depth].append(1 + (step_s / plain_s - 1) / share)
             over_R.append((short_s - plain_s) * steps / max(steps - 1, 1))
             spent_s += sum(step_s for step_s, _ in took.values()) * steps + short_s
         turn += 1
-    by_length = tuple(arm.max_depth for arm in chains), tuple(np.median(ratio_RC, axis=0).tolist())
-    return StepRatios({rows: by_length}, RANDOM), max(0.0, float(np.median(over_R)))
+    known = {length: float(np.median(found)) for length, found in ratios.items() if found}
+    return StepRatios({rows: (tuple(known), tuple(known.values()))}, RANDOM, EACH), max(0.0, float(np.median(over_R)))

@@ -210,6 +210,19 @@ def test_a_calibration_saves_the_search():
     assert found[1] > found[0]
 
 
+def test_one_length_tells_what_all_of_them_add():
+    """Drafts add half as much again as was told beforehand: seen at K = 3, it is believed of K = 1 and of K = 5."""
+    told = [1.0, *(1 + (time_s - 1) / 1.5 for time_s in DEAR[1:])]
+    machine = Machine(DEAR, [0.5] * 5, noise=0.01)
+    control = Adaptive(ARMS, prior=replace(ratios_of(told), noise=0.1, each=0.2))
+    for arm in (PLAIN, chain(3)) * 8:
+        control.record(Decision(arm), machine.run(arm, 4))
+    control.learn()
+    ratios = control.times.ratios(2)
+    assert [ratio for ratio, _ in ratios] == pytest.approx(DEAR, rel=0.04)
+    assert ratios[3][1] < ratios[5][1] < 0.1, "and is less sure"
+
+
 @pytest.mark.parametrize("factor", [0.6, 1.7])
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrong_calibration_does_no_harm(case: str, factor: float):

@@ -62,7 +62,7 @@ class Replay:
         plain_ms, scale = self.step_ms(0), np.exp(TOLD * self.rng.standard_normal())
         more = [scale * (self.step_ms(k) / plain_ms - 1) for k in range(6)]
         ratios = [1 + x * np.exp(TOLD_EACH * self.rng.standard_normal()) for x in more]
-        return StepRatios({self.rows: (tuple(range(6)), tuple(ratios))}, 0.1)
+        return StepRatios({self.rows: (tuple(range(6)), tuple(ratios))}, 0.1, 0.2)
 
     def run(self, texts: Sequence[Text], control: Adaptive | None, arm: AnyTopology | None) -> tuple[int, float]:
         """Runs texts side by side, with one arm or as the control wants; what they took is recorded in any case.
