@@ -90,7 +90,8 @@ class Adaptive:
     ) -> Decision:
         """Arm of the next dispatch for these active rows; ``requests`` has what is known of each."""
         size = bucket(rows)
-        changes = 0 if requests is None else requests.changes
+        # A request by itself is all that matters; of several, what one accepts matters less than how often to think.
+        changes = 0 if requests is None else requests.limits if size else requests.changes
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
         kept = self._kept.get(size)
         if kept is not None and kept.changes == changes and (brief or self._steps < kept.until):
@@ -162,6 +163,7 @@ class Adaptive:
             theirs = list(zip(requests.mean(everyone), everyone, strict=True))
         chains, sureness, found = self._tokens(0, theirs), self.spec.sureness, []
         skipped, unsure_of_it = self.times.skipped(size)
+        plain_error = self.times.plain_error(size)
         for place, (ratio, timing) in enumerate(self.times.ratios(size)):
             if ratio is None:
                 found.append(NO_GAIN)
@@ -179,10 +181,12 @@ class Adaptive:
                 others + verified.share * ratio,
             )
             drafting = drafted * error / tokens
-            timing = math.hypot(timing * verified.share * ratio, unsure_of_it * others) / whole
+            part = verified.share * ratio / whole
+            alone = part * math.sqrt(max(0.0, timing**2 - plain_error**2))
+            timing = math.hypot(part * timing, unsure_of_it * others / whole)
             value, unsure = tokens / whole, sureness * math.hypot(drafting, timing)
             hope = max(tokens, floor) / whole * (1 + unsure)
-            found.append(Gain(value, timing, drafting, value * (1 - unsure), hope, verified, more))
+            found.append(Gain(value, timing, drafting, value * (1 - unsure), hope, verified, more, alone))
         return found
 
     def _tokens(self, place: int, theirs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -19,7 +19,8 @@ class Gain(NamedTuple):
 
     Attributes:
       value: predicted; 0 where nothing is known.
-      timing, drafting: relative standard errors of its step's time and of its tokens.
+      timing, drafting: relative standard errors of its step's time over that of a plain one, and of its tokens.
+      alone: of the former what is not the plain step's, which all arms have in common.
       least: what it is for sure.
       hope: what it may be at most. A tree may be hoped to accept no less than chains do now, whatever it did when it
         ran.
@@ -34,6 +35,7 @@ class Gain(NamedTuple):
     hope: float
     verified: Verified = ALL
     more: float = 0.0
+    alone: float = 0.0
 
 
 NO_GAIN = Gain(0.0, 0.0, 0.0, 0.0, math.inf)
@@ -79,7 +81,7 @@ class AdaptiveSpec:
     vain_wait: int = 65536
     longest_probe: int = 4
     plain_steps: int = 64
-    drafting_steps: int = 32
+    drafting_steps: int = 64
 
 
 @dataclass
@@ -198,8 +200,12 @@ class Probes:
         return wait * (1 - UNEVEN + 2 * UNEVEN * (self._asked * GOLDEN % 1.0))
 
     def _at_most(self, place: int, best: int, gains: Sequence[Gain]) -> float:
-        """Gain of an arm at most, beside the best one: of chains only positions differ that one of them has not."""
-        one, unsure = gains[place], gains[place].drafting
+        """Gain of an arm at most, beside the best one.
+
+        Of chains only positions differ that one of them has not; and of all that draft, only their own steps' times.
+        """
+        one, other = gains[place], gains[best]
+        unsure, timing = one.drafting, math.hypot(one.alone, other.alone) if best else one.timing
         if best and max(place, best) < self.chains:
-            unsure = max(0.0, unsure - gains[best].drafting)
-        return one.value * (1 + self.spec.sureness * math.hypot(one.timing, unsure))
+            unsure = max(0.0, unsure - other.drafting)
+        return one.value * (1 + self.spec.sureness * math.hypot(timing, unsure))

@@ -72,6 +72,10 @@ class StepTimes:
         """Time of a plain step, from the nearest number of rows at which it is known; at the machine's pace of now."""
         return self._times[0][_nearest(self._times[0], size)].mean_s * (self._pace if now else 1.0)
 
+    def plain_error(self, size: int) -> float:
+        """Relative error of a plain step's time with this number of rows."""
+        return self._times[0][size].error if size in self._times[0] else 0.0
+
     def skipped(self, size: int) -> tuple[float, float]:
         """Time of a step that drafts and then verifies nothing over that of a plain one, and its relative error.
 
