@@ -94,7 +94,7 @@ class Adaptive:
         changes = 0 if requests is None else requests.limits if size else requests.changes
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
         kept = self._kept.get(size)
-        if kept is not None and kept.changes == changes and (brief or self._steps < kept.until):
+        if kept is not None and (brief or (kept.changes == changes and self._steps < kept.until)):
             return kept.decision
         self.learn()
         if not self.times.knows_plain(size):
