@@ -141,7 +141,8 @@ class Engine:
         began = time.monotonic()
         self.state, report = self.programs.dispatch(self.state, most, False, arm)
         packed_BX = np.asarray(report.packed_BX)
-        step_s = (time.monotonic() - began) / max(packed_BX[0, -1], 1)
+        # Process 0's time, for all: the number of rounds, and so of programs that exchange, depends on it.
+        step_s = float(hosts.agreed(np.float32((time.monotonic() - began) / max(packed_BX[0, -1], 1))))
         skipped_X, _ = self._skipped(packed_BX, arm)
         for row in rows:
             self.state = self.programs.retire(self.state, row)

@@ -164,7 +164,7 @@ def test_real_texts_are_decoded_nearly_as_fast_as_by_the_best_fixed_length(draft
     over_plain, over_best = zip(*found.values(), strict=True)
     assert len(found) == 4
     assert min(over_plain) >= 0.97, found
-    assert min(over_best) >= 0.96, found
+    assert min(over_best) >= 0.94, found
     assert np.mean(over_best) >= 0.975, found
 
 
