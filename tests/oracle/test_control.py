@@ -9,7 +9,7 @@ from jaxspec.serve import engine as engine_module
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import ByBatchSize, Decision, Outcome
 from jaxspec.serve.engine import slack_of
-from jaxspec.serve.warm_up import LINKING, RANDOM, TIMED
+from jaxspec.serve.warm_up import LINKING, MOST_TIMED, RANDOM, TIMED
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, chain, tree
 from tests.oracle.conftest import Lab, SharedPrograms, generate, mixed_requests, tokens_of
 
@@ -113,7 +113,9 @@ def test_arms_that_ran_beforehand_leave_nothing_behind(lab: Lab, pool: dict, mon
     requests = mixed_requests("cold")
     control = Adaptive((PLAIN, chain(3)))
     engine = lab.engine(lab.drafter("self", chain(3)), control=control, **pool)
-    assert ran == [0, 3, 0] * (LINKING + TIMED), "before anything is judged, and in turns"
+    rounds = len(ran) // 3
+    assert ran == [0, 3, 0] * rounds, "before anything is judged, and in turns"
+    assert LINKING + TIMED <= rounds <= LINKING + MOST_TIMED
     assert control.times.prior is not None
     told = control.times.prior.at(3, 4)
     assert told is not None, "what their steps take is known beforehand"
