@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import repeat
 from typing import NamedTuple
 
@@ -12,13 +12,15 @@ from jaxspec.draft.lengths import Lengths
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.arm_time import SEEN_TO_TRUST
 from jaxspec.serve.control import ByBatchSize, Control, Decision, Fixed, Outcome
-from jaxspec.serve.found import ALL, FoundDrafts
+from jaxspec.serve.found import ALL, FoundDrafts, Verified
 from jaxspec.serve.probes import NO_GAIN, AdaptiveSpec, Gain, Probes
 from jaxspec.serve.step_times import StepTimes, bucket
 from jaxspec.serve.survival import RequestSurvival, Survival
 from jaxspec.topology import AnyTopology, chain
 
 MOVED = 0.2  # share by which the experts that drafts should touch differ from those of before: worth another thought
+
+UNSEEN = 64  # most dispatches that are put off
 
 
 def control_of(lengths: Lengths, prior: StepRatios | None = None) -> Control:
@@ -33,6 +35,7 @@ class Kept(NamedTuple):
     """A decision that is not thought over again before so many steps, nor until requests are others."""
 
     decision: Decision
+    verified: Verified
     changes: int
     until: float
 
@@ -95,7 +98,7 @@ class Adaptive:
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
         kept = self._kept.get(size)
         if kept is not None and (brief or (kept.changes == changes and self._steps < kept.until)):
-            return kept.decision
+            return kept.decision if kept.verified == ALL else replace(kept.decision, least=kept.verified.least(rows))
         self.learn()
         if not self.times.knows_plain(size):
             return Decision(self.arms[0])
@@ -112,11 +115,12 @@ class Adaptive:
             if not best or not held:
                 self.probes.forget_waits()
             self._held[size] = best
-        chosen = Decision(self.arms[best], False, best_gain, best_gain, gains[best].verified.least(rows))
+        verified = gains[best].verified
+        chosen = Decision(self.arms[best], False, best_gain, best_gain, verified.least(rows))
         if not brief:
             most = self.spec.drafting_steps if best else self.spec.plain_steps
             until = self._steps + min(self.probes.uneven(most), self._steps / 8)
-            self._kept[size] = Kept(chosen, changes, until)
+            self._kept[size] = Kept(chosen, verified, changes, until)
         return chosen
 
     def _best(self, gains: Sequence[Gain], held: int) -> tuple[int, float]:
@@ -137,6 +141,8 @@ class Adaptive:
             if outcome.touched and abs(outcome.touched[0] - self._experts) > MOVED * self._experts:
                 self._experts = outcome.touched[0]
                 self._kept.clear()
+            if len(self._new) >= UNSEEN:  # requests that want no drafts ask for no choice
+                self.learn()
 
     def learn(self) -> None:
         """Looks at the dispatches since the last time."""

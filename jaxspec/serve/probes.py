@@ -61,7 +61,7 @@ class AdaptiveSpec:
       contest_wait: steps until an arm that may be better than the best one is tried again.
       vain_wait: steps more for a tree that could not pay if it accepted what chains do.
       longest_probe: dispatches for which a probe goes on while its arm may be better than the best one.
-      plain_steps, drafting_steps: steps until it thinks again; fewer where requests come and go, and at the beginning.
+      plain_steps, drafting_steps: steps until it thinks again; fewer where the rows are others, and at the beginning.
     """
 
     margin: float = 0.02

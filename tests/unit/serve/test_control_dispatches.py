@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxspec.serve.adaptive import Adaptive
+from jaxspec.serve.adaptive import UNSEEN, Adaptive
 from jaxspec.serve.control import Decision, Outcome
 from jaxspec.topology import PLAIN, AnyTopology, chain
 from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine, play, running
@@ -92,15 +92,27 @@ def test_it_goes_on_without_a_thought_until_the_rows_are_others():
         decision = control.choose(4, 0, requests)
         control.record(decision, machine.run(decision.arm, 4))
     late = [i for i in thought if i >= 200]
-    assert 200 * STEPS / control.spec.plain_steps <= len(late) <= 35, "every 16th dispatch, and after a probe"
+    assert 200 * STEPS / control.spec.plain_steps <= len(late) <= 35, "every eighth dispatch, and after a probe"
     requests.leave(2)
     control.choose(3, 0, requests)
     assert thought[-1] < 400, "it is like the others"
     requests.leave(3)
     control.choose(3, 0, requests)
     assert thought[-1] == 400, "that one wanted few drafts"
-    control.choose(2, 0, requests)
-    assert len(thought) > len(set(thought)), "fewer rows"
+    before = len(thought)
+    control.choose(4, 0, requests)
+    assert len(thought) == before, "as many rows, nearly"
+    assert control.choose(2, 0, requests) == Decision(PLAIN), "of two rows nothing is known, and nothing is kept"
+
+
+def test_dispatches_that_nothing_was_chosen_for_do_not_pile_up():
+    """Requests that want no drafts never ask; what plain decoding takes is known all the same."""
+    machine, control = Machine(CHEAP, [0.5] * 5, noise=0.0), Adaptive(ARMS)
+    for _ in range(1000):
+        control.record(Decision(PLAIN), machine.run(PLAIN, 4))
+    assert len(control._new) < UNSEEN
+    assert control.times.plain_s(2) == pytest.approx(CHEAP[0])
+    assert control.probes.steps == 0, "and no time was earned"
 
 
 def test_a_request_with_one_bad_stretch_is_drafted_for_again():

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from jaxspec.serve.adaptive import Adaptive
+from jaxspec.serve.adaptive import Adaptive, Kept
 from jaxspec.serve.control import Decision, Outcome
-from jaxspec.serve.found import ALL, FoundDrafts
+from jaxspec.serve.found import ALL, FoundDrafts, Verified
 from jaxspec.serve.survival import RequestSurvival
 from jaxspec.topology import PLAIN, AnyTopology, chain
 
@@ -93,6 +93,16 @@ def test_few_rows_with_drafts_do_not_make_all_of_them_verify(seed: int):
     assert 2 <= gain.verified.least(8) <= 7
     assert gain.verified.share < 0.8
     assert gain.verified.density > 0.7
+
+
+def test_a_kept_decision_is_told_for_the_rows_that_are_left():
+    """Eight rows and then five are of one kind: of them, too, no more must have a draft than there are."""
+    control, machine = Adaptive(ARMS), Lookup(DEAR, 0.85, (0.15, 0.95), 0, rows=8)
+    speed(machine, control, 100)
+    share = Verified(0.75, 0.5, 0.9)
+    control._kept[3] = Kept(Decision(chain(3), least=7), share, 0, math.inf)
+    assert control.choose(8, 0).least == 7
+    assert control.choose(5, 0).least == 4
 
 
 def test_from_how_many_rows_on_drafts_pay():
