@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from jaxspec.draft.lengths import Lengths
 from jaxspec.perf.step_ratios import StepRatios
-from jaxspec.serve.arm_time import SEEN_TO_TRUST
 from jaxspec.serve.control import ByBatchSize, Control, Decision, Fixed, Outcome
 from jaxspec.serve.found import ALL, FoundDrafts, Verified
+from jaxspec.serve.together import together
 from jaxspec.serve.probes import NO_GAIN, AdaptiveSpec, Gain, Probes
-from jaxspec.serve.step_times import StepTimes, bucket
+from jaxspec.serve.step_times import SEEN_TO_TRUST, StepTimes, bucket
 from jaxspec.serve.survival import RequestSurvival, Survival
 from jaxspec.topology import AnyTopology, chain
 
@@ -29,6 +29,9 @@ def control_of(lengths: Lengths, prior: StepRatios | None = None) -> Control:
         chains = [chain(length) for length in range(lengths.topology.max_depth + 1)]
         return Adaptive((*chains, *lengths.trees), prior=prior)
     return Fixed(lengths.topology) if lengths.ranges is None else ByBatchSize(lengths.ranges, lengths.otherwise)
+
+
+NOTHING_READY = -1, 0, None
 
 
 class Kept(NamedTuple):
@@ -73,6 +76,7 @@ class Adaptive:
     _chains: int = field(init=False)
     _counts: list[Survival] = field(init=False)
     _held: dict[int, int] = field(default_factory=dict, init=False)
+    _ready: tuple[int, int, Decision | None] = field(default=NOTHING_READY, init=False)
     _steps: int = field(default=0, init=False)
     _kept: dict[int, Kept] = field(default_factory=dict, init=False)
     _experts: float = field(default=0.0, init=False)
@@ -92,20 +96,36 @@ class Adaptive:
         self, rows: int, waiting: int, requests: RequestSurvival | None = None, steps: int | None = None
     ) -> Decision:
         """Arm of the next dispatch for these active rows; ``requests`` has what is known of each."""
-        size = bucket(rows)
-        # A request by itself is all that matters; of several, what one accepts matters less than how often to think.
-        changes = 0 if requests is None else requests.limits if size else requests.changes
+        size, changes = bucket(rows), 0 if requests is None else requests.changes
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
-        kept = self._kept.get(size)
+        kept, (for_size, until, ready) = self._kept.get(size), self._ready
+        if ready is not None and not brief:
+            self._ready = NOTHING_READY
+            if for_size == size and self._steps < until:
+                return ready
         if kept is not None and (brief or (kept.changes == changes and self._steps < kept.until)):
             return kept.decision if kept.verified == ALL else replace(kept.decision, least=kept.verified.least(rows))
+        return self._think(rows, requests, brief)
+
+    def ahead(self, decision: Decision, rows: int, requests: RequestSurvival | None = None) -> None:
+        """Thinks while a dispatch runs, where the next one would have to wait for a thought."""
+        kept = self._kept.get(bucket(rows))
+        if kept is None or decision.probe or self._steps + self.times.full < kept.until:
+            return
+        chosen = self._think(rows, requests)
+        if chosen.probe:
+            self._ready = bucket(rows), self._steps + 2 * self.times.full, chosen
+
+    def _think(self, rows: int, requests: RequestSurvival | None, brief: bool = False) -> Decision:
+        """Learns what there is to learn and weighs the arms."""
+        size, changes = bucket(rows), 0 if requests is None else requests.changes
         self.learn()
-        if not self.times.knows_plain(size):
+        if not self.times.knows_plain(rows):
             return Decision(self.arms[0])
-        gains = self._gains(size, requests)
+        gains = self._gains(rows, requests)
         held = self._held.get(size, 0)
         best, best_gain = self._best(gains, held)
-        probe = None if brief else self.probes.choose(best, best_gain, size, gains)
+        probe = None if brief else self.probes.choose(best, best_gain, rows, gains)
         if probe is not None:
             # Where it would pay if all drafts were accepted; or those that never were would never be verified again.
             arm, gain = self.arms[probe], gains[probe]
@@ -137,6 +157,7 @@ class Adaptive:
         """Takes note of a dispatch, which is looked at when there is something to choose."""
         if outcome.steps:
             self._new.append((decision, outcome))
+            self.times.full = max(self.times.full, outcome.steps)
             self._steps += outcome.steps * (decision.gain is not None or decision.probe)
             if outcome.touched and abs(outcome.touched[0] - self._experts) > MOVED * self._experts:
                 self._experts = outcome.touched[0]
@@ -146,31 +167,30 @@ class Adaptive:
 
     def learn(self) -> None:
         """Looks at the dispatches since the last time."""
-        for decision, outcome in self._new:
+        for decision, outcome in together(self._new, self.times.full, self.times.ran_last):
             place, size = self.arms.index(decision.arm), bucket(outcome.rows)
             self.found.add(size, outcome.rows, outcome.found)
-            self.times.took(place, size, outcome, place == self._held.get(size, 0))
+            self.times.took(place, outcome)
             for tried, accepted in outcome.accepted.items():
                 self._counts[place].add(tried, accepted)
                 if self.survival is not self._counts[0]:
                     self.survival.add(tried, accepted)
             self.probes.ran(place, outcome, decision.gain is not None or decision.probe)
             if decision.probe:
-                unknown = self.times.seen(place, size) < SEEN_TO_TRUST
-                hope = self._gains(size)[place].hope if unknown else 0.0
-                self.probes.learnt(place, size, hope, decision, outcome)
+                unknown = self.times.seen(place, outcome.rows) < SEEN_TO_TRUST
+                hope = self._gains(outcome.rows)[place].hope if unknown else 0.0
+                self.probes.learnt(place, hope, decision, outcome)
         self._new.clear()
 
-    def _gains(self, size: int, requests: RequestSurvival | None = None) -> list[Gain]:
+    def _gains(self, rows: int, requests: RequestSurvival | None = None) -> list[Gain]:
         """Predicted gain of each arm over plain decoding, over steps with drafts and without."""
         theirs: list[tuple[float, float]] = []
         if requests is not None:
             everyone = [survival for survival, _ in self.survival.by_position()]
             theirs = list(zip(requests.mean(everyone), everyone, strict=True))
-        chains, sureness, found = self._tokens(0, theirs), self.spec.sureness, []
-        skipped, unsure_of_it = self.times.skipped(size)
-        plain_error = self.times.plain_error(size)
-        for place, (ratio, timing) in enumerate(self.times.ratios(size)):
+        chains, sureness, size, found = self._tokens(0, theirs), self.spec.sureness, bucket(rows), []
+        skipped, unsure_of_it = self.times.skipped(rows)
+        for place, (ratio, timing) in enumerate(self.times.ratios(rows)):
             if ratio is None:
                 found.append(NO_GAIN)
                 continue
@@ -188,11 +208,10 @@ class Adaptive:
             )
             drafting = drafted * error / tokens
             part = verified.share * ratio / whole
-            alone = part * math.sqrt(max(0.0, timing**2 - plain_error**2))
             timing = math.hypot(part * timing, unsure_of_it * others / whole)
             value, unsure = tokens / whole, sureness * math.hypot(drafting, timing)
             hope = max(tokens, floor) / whole * (1 + unsure)
-            found.append(Gain(value, timing, drafting, value * (1 - unsure), hope, verified, more, alone))
+            found.append(Gain(value, timing, drafting, value * (1 - unsure), hope, verified, more, part))
         return found
 
     def _tokens(self, place: int, theirs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

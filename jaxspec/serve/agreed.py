@@ -37,6 +37,10 @@ class Agreed:
         word = hosts.agreed(np.array([self.arms.index(own.arm), own.probe, own.least], np.int32))
         return replace(own, arm=self.arms[int(word[0])], probe=bool(word[1]), least=int(word[2]))
 
+    def ahead(self, decision: Decision, rows: int, requests: RequestSurvival | None = None) -> None:
+        """Thinks while a dispatch runs."""
+        self.control.ahead(decision, rows, requests)
+
     def record(self, decision: Decision, outcome: Outcome) -> None:
         """Takes note of what came of a decision."""
         self.control.record(decision, outcome)

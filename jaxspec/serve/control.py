@@ -52,6 +52,7 @@ class Outcome:
       skipped: steps that verified nothing because too few rows had a draft.
       skipped_tokens: committed in them, and by rows that had no draft in others.
       found: rows that had a draft, of each step; empty where they always have one.
+      active: rows that decoded, mean over its steps, for texts end; 0 for all of them.
     """
 
     rows: int
@@ -65,6 +66,7 @@ class Outcome:
     skipped: int = 0
     skipped_tokens: int = 0
     found: tuple[int, ...] = ()
+    active: float = 0.0
 
     @property
     def tokens(self) -> int:
@@ -93,6 +95,10 @@ class Control(Protocol):
         """
         ...
 
+    def ahead(self, decision: Decision, rows: int, requests: RequestSurvival | None = None) -> None:
+        """Called while a dispatch runs for so many rows, for whatever need not wait for its end."""
+        ...
+
     def record(self, decision: Decision, outcome: Outcome) -> None:
         """Takes note of what came of a decision."""
         ...
@@ -114,6 +120,9 @@ class Fixed:
     ) -> Decision:
         """Arm of the next dispatch."""
         return Decision(self.arm)
+
+    def ahead(self, decision: Decision, rows: int, requests: RequestSurvival | None = None) -> None:
+        """Has nothing to think about."""
 
     def record(self, decision: Decision, outcome: Outcome) -> None:
         """Learns nothing."""
@@ -142,6 +151,9 @@ class ByBatchSize:
         """Arm of the next dispatch."""
         size = rows + waiting
         return Decision(next((arm for low, high, arm in self.ranges if low <= size <= high), self.otherwise))
+
+    def ahead(self, decision: Decision, rows: int, requests: RequestSurvival | None = None) -> None:
+        """Has nothing to think about."""
 
     def record(self, decision: Decision, outcome: Outcome) -> None:
         """Learns nothing."""

@@ -197,11 +197,13 @@ class Engine:
         self.state, report = self.programs.dispatch(
             self.state, steps or self.spec.steps, bool(self.waiting), decision.arm, decision.least
         )
+        self.control.ahead(decision, len(running), self.survival)
         packed = np.asarray(jax.device_get(report.packed_BX))
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
         steps_done, skipped_tokens = int(packed[0, -1]), 0
         skipped_X, drafted_BX = self._skipped(packed, decision.arm)
+        counts_BX = packed[:, decision.length + 1 : -3 : decision.length + 3][:, :steps_done]
         often_none = decision.arm in self.programs.skipping
         moved: dict[int, RequestOutput] = {}
         accepted: dict[int, list[int]] = {}
@@ -225,6 +227,7 @@ class Engine:
             deepest=float(drafted_BX.clip(0).max(axis=0).sum() / max(steps_done, 1)),
             skipped=int(skipped_X.sum()), skipped_tokens=skipped_tokens,
             found=tuple((drafted_BX != 0).sum(axis=0).tolist()) if often_none else (),
+            active=float((counts_BX > 0).sum() / max(steps_done, 1)),
         )  # fmt: skip
         told = time.monotonic()
         self.control.record(decision, outcome)

@@ -20,12 +20,12 @@ class Gain(NamedTuple):
     Attributes:
       value: predicted; 0 where nothing is known.
       timing, drafting: relative standard errors of its step's time over that of a plain one, and of its tokens.
-      alone: of the former what is not the plain step's, which all arms have in common.
       least: what it is for sure.
       hope: what it may be at most. A tree may be hoped to accept no less than chains do now, whatever it did when it
         ran.
       verified: steps in which it verifies drafts; the others are plain.
       more: time that a verification adds to a step, in plain steps.
+      part: of its time that steps take in which it verifies.
     """
 
     value: float
@@ -35,7 +35,7 @@ class Gain(NamedTuple):
     hope: float
     verified: Verified = ALL
     more: float = 0.0
-    alone: float = 0.0
+    part: float = 1.0
 
 
 NO_GAIN = Gain(0.0, 0.0, 0.0, 0.0, math.inf)
@@ -112,11 +112,11 @@ class Probes:
     _more: int = field(default=0, init=False)
     _asked: int = field(default=0, init=False)
 
-    def choose(self, best: int, best_gain: float, size: int, gains: Sequence[Gain]) -> int | None:
+    def choose(self, best: int, best_gain: float, rows: int, gains: Sequence[Gain]) -> int | None:
         """An arm worth another look, where the budget allows one."""
         self._asked += 1
         again, self._going = self._going, 0
-        if self.owed_s >= self.spec.most_steps * self.times.plain_s(size):
+        if self.owed_s >= self.spec.most_steps * self.times.plain_s(rows):
             return None
         if again not in (0, best) and self._more > 0 and self._at_most(again, best, gains) > best_gain:
             self._going = again
@@ -150,19 +150,18 @@ class Probes:
             self._lost(outcome.lost_s - self.spec.probe_share * (outcome.time_s + outcome.lost_s))
         self._ran[self._group(place)] = self.steps
 
-    def learnt(self, place: int, size: int, hope: float, decision: Decision, outcome: Outcome) -> None:
+    def learnt(self, place: int, hope: float, decision: Decision, outcome: Outcome) -> None:
         """Takes note of what a probe lost, and of how long its like waits now.
 
         Args:
           place: of its arm.
-          size: of its rows.
           hope: what its gain may be, where its time is not known well yet.
           decision: to run it.
           outcome: what it did.
         """
         group, fresh = self._group(place), place == 0 or self._going != place
         # What the best arm would have taken for its tokens. They are a matter of luck, which sums do without.
-        instead_s = outcome.tokens / outcome.rows * self.times.plain_s(size, now=True) / decision.best
+        instead_s = outcome.tokens / outcome.rows * self.times.plain_s(outcome.rows) / decision.best
         self._lost(outcome.time_s - instead_s + fresh * self.times.switch_s)
         if fresh:
             self._going, self._more = place, self.spec.longest_probe
@@ -205,7 +204,9 @@ class Probes:
         Of chains only positions differ that one of them has not; and of all that draft, only their own steps' times.
         """
         one, other = gains[place], gains[best]
-        unsure, timing = one.drafting, math.hypot(one.alone, other.alone) if best else one.timing
+        unsure, timing = one.drafting, one.timing
+        if best and place:
+            timing = max(one.part, other.part) * self.times.apart(place, best)
         if best and max(place, best) < self.chains:
             unsure = max(0.0, unsure - other.drafting)
         return one.value * (1 + self.spec.sureness * math.hypot(timing, unsure))

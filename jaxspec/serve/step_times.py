@@ -3,39 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+
+import numpy as np
 
 from jaxspec.perf.step_ratios import StepRatios
-from jaxspec.serve.arm_time import SEEN_TO_TRUST, ArmTime
 from jaxspec.serve.control import Outcome
+from jaxspec.serve.normal import Normal
 from jaxspec.serve.touched import TouchedExperts
 from jaxspec.topology import AnyTopology
 
-Known = tuple[float | None, float]  # a number and its relative error
-UNKNOWN: Known = (None, math.inf)
-GUESSED = 0.1  # relative error of a ratio of times taken from another length, or from half or twice the rows
+SEEN_TO_TRUST = 4  # dispatches of an arm before its time counts as known
+GUESSED = 0.1  # relative error of a ratio of times taken from half or twice the rows
+SLOPE, UNSURE = 0.25, 0.3  # of a plain step's time by rows, both as logarithms; and its error
 ALIKE = 0.25  # relative error of what drafts add to a step, the same for all lengths, of what was known beforehand
-PACE_SHARE = 0.2  # of what the latest dispatch tells of the machine's pace
+ADDED, GUESS, EACH = 0.3, 1.0, 0.1  # what a draft adds to a step where nothing was known; its errors, shared and own
+SKIPPED, SKIPPED_ERROR = 1.02, 0.03  # a step that drafts and verifies nothing, in plain ones, before it was measured
+DRIFT = 0.015  # by which the machine's pace changes from one dispatch to the next
+TEXT, TEXT_KEPT = 0.05, 0.98  # by which what drafts add differs from text to text; kept from dispatch to dispatch
+NOISE, LEAST_NOISE, NOISE_OF = 0.04, 0.005, 64.0  # of a dispatch's time, to begin with and at least; dispatches
+KEPT_ROWS = 12  # numbers of rows that are known at a time
+SWITCHED, SWITCHED_ERROR = 0.2, 1.5  # what a change of arms takes, in plain steps, before it was measured
+PACE, TEXTS, EXPERTS, SWITCH, FIRST = range(5)  # places of what is known, in logarithms
 
 
 @dataclass
 class StepTimes:
     """Times of whole dispatches on this machine, by arm and number of rows.
 
-    Everything counts in them: drafting, the experts that a verification touches, the host. The time of one chain tells
-    about those of others; a tree's is never guessed. Where a head predicts the target's routing, a chain's time is read
-    at the experts that its next verification should touch. Machines are slower at some times than at others, whatever
-    they run: how the latest dispatches compare with earlier ones of their own arms is taken off.
+    Everything counts in them: drafting, the experts that a verification touches, the host. What is known of them is
+    one joint normal law of logarithms (``Normal``): of the machine's pace now, which is that of a plain step; of how
+    many times as long each arm's step takes; and of how much more or less than usual drafts add on the texts of now. So
+    one dispatch tells about the pace where its arm's time is known well, and about its arm where it is not; chains
+    tell about each other, as numbers of rows do; and arms that have not run for long are known less well.
+
+    Where a head predicts the target's routing, a chain's time is read at the experts that its next verification
+    should touch.
 
     Attributes:
       arms: plain decoding, chains by length, then trees.
-      memory: dispatches that are remembered.
-      prior: ratios of step times that a calibration measured, or warming up, for chains; what was measured while
-        serving is weighed against it.
+      memory: dispatches that are remembered of what an arm takes.
+      prior: ratios of step times that a calibration measured, or warming up, for chains.
       overhead_s: what a dispatch takes besides its steps; short ones would look slow without it.
-      switch_s: what the first dispatch behind one of another arm takes more: its code and tables are cold.
       full: steps of a full dispatch.
       touched: experts that verifications should touch, where a head predicts them.
     """
@@ -44,162 +53,162 @@ class StepTimes:
     memory: float = 200.0
     prior: StepRatios | None = None
     overhead_s: float = 0.0
-    switch_s: float = field(default=0.0, init=False)
     full: int = field(default=1, init=False)
     touched: TouchedExperts = field(init=False)
-    _times: list[dict[int, ArmTime]] = field(init=False)
-    _skipped: dict[int, ArmTime] = field(default_factory=dict, init=False)
-    _told: dict[int, list[Known]] = field(default_factory=dict, init=False)
+    _known: Normal = field(init=False)
+    _first: dict[int, int] = field(default_factory=dict, init=False)
+    _seen: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
+    _usual: dict[int, float] = field(default_factory=dict, init=False)
+    _added_A: np.ndarray = field(init=False)
+    _apart_AA: np.ndarray = field(init=False)
     _last: int = field(default=-1, init=False)
-    _switches: float = field(default=0.0, init=False)
-    _pace: float = field(default=1.0, init=False)
 
     def __post_init__(self) -> None:
         self.touched = TouchedExperts(self.memory)
-        self._times = [{} for _ in self.arms]
+        self._known = Normal(NOISE**2, LEAST_NOISE**2, NOISE_OF)
+        self._known.add(np.array([0.0, 0.0, 0.0, math.log(SWITCHED)]), np.diag(np.square([1.0, TEXT, 0.5, SWITCHED_ERROR])))
 
-    def knows_plain(self, size: int) -> bool:
-        """Whether plain decoding ran with this number of rows (``bucket``)."""
-        return size in self._times[0]
+    def knows_plain(self, rows: int) -> bool:
+        """Whether plain decoding ran with about as many rows (``bucket``)."""
+        return self.seen(0, rows) > 0
 
-    def seen(self, place: int, size: int | None = None) -> float:
-        """Dispatches of an arm with this number of rows, or with any."""
-        if size is None:
-            return sum(time.count for time in self._times[place].values())
-        return self._times[place][size].count if size in self._times[place] else 0.0
+    def seen(self, place: int, rows: int | None = None) -> float:
+        """Dispatches of an arm with about as many rows, or with any, in full ones."""
+        if rows is None:
+            return sum(count for (one, _), count in self._seen.items() if one == place)
+        return self._seen.get((place, bucket(rows)), 0.0)
 
-    def plain_s(self, size: int, now: bool = False) -> float:
-        """Time of a plain step, from the nearest number of rows at which it is known; at the machine's pace of now."""
-        return self._times[0][_nearest(self._times[0], size)].mean_s * (self._pace if now else 1.0)
+    def plain_s(self, rows: int) -> float:
+        """Time of a plain step at the machine's pace of now."""
+        return math.exp(self._known.mean_N[PACE] + self._known.mean_N[self._of(rows)])
 
-    def plain_error(self, size: int) -> float:
-        """Relative error of a plain step's time with this number of rows."""
-        return self._times[0][size].error if size in self._times[0] else 0.0
-
-    def skipped(self, size: int) -> tuple[float, float]:
+    def skipped(self, rows: int) -> tuple[float, float]:
         """Time of a step that drafts and then verifies nothing over that of a plain one, and its relative error.
 
-        Never below 1. It is taken for a plain one until dispatches of nothing else were measured.
+        Never below 1.
         """
-        spent, plain = self._skipped.get(size), self._times[0].get(size)
-        if spent is None or plain is None or spent.count < SEEN_TO_TRUST:
-            return 1.0, 0.0
-        return max(1.0, spent.mean_s / plain.mean_s), math.hypot(spent.error, plain.error)
+        first = self._of(rows)
+        last, cov_NN = first + len(self.arms), self._known.cov_NN
+        spread = cov_NN[last, last] - 2 * cov_NN[first, last] + cov_NN[first, first]
+        return max(1.0, math.exp(self._known.mean_N[last] - self._known.mean_N[first])), math.sqrt(max(spread, 0.0))
 
-    def took(self, place: int, size: int, outcome: Outcome, in_use: bool) -> None:
-        """Takes note of a dispatch's time, as if it had been a full one, and of the experts that it should touch.
+    @property
+    def ran_last(self) -> AnyTopology | None:
+        """Arm of the last dispatch."""
+        return None if self._last < 0 else self.arms[self._last]
 
-        Of a dispatch in which some steps were skipped, these are taken to last as long as others that were; whatever
-        more they took counts for the rest.
+    @property
+    def switch_s(self) -> float:
+        """What the first dispatch behind one of another arm takes more: its code and tables are cold."""
+        return math.exp(self._known.mean_N[SWITCH] + self._known.mean_N[PACE])
+
+    def took(self, place: int, outcome: Outcome) -> None:
+        """Takes note of a dispatch's time, and of the experts that it should touch.
 
         Args:
           place: of its arm.
-          size: of its rows.
-          outcome: what it did.
-          in_use: whether it is the arm that was found best, whose dispatches mostly follow each other.
+          outcome: what it did, in at least one step; of several dispatches if it has more steps than a full one.
         """
         self.touched.add(outcome.touched)
-        self.full, steps = max(self.full, outcome.steps), outcome.steps - outcome.skipped
-        own_s, over_s = outcome.time_s - self.overhead_s, self.overhead_s / self.full
-        changed = place != self._last
-        if changed:
-            if in_use and not outcome.skipped and self.seen(place, size) >= SEEN_TO_TRUST:
-                self._switched(own_s, (self._times[place][size].mean_s * self._pace - over_s) * steps)
-            own_s -= self.switch_s
-        self._last, own_s = place, max(own_s, 0.1 * outcome.time_s)
-        if outcome.skipped:
-            if not self._times[0]:
-                return
-            if not steps:
-                spent = self._skipped.setdefault(size, ArmTime())
-                spent.add((own_s / outcome.skipped + over_s) / self._pace, self.memory, outcome.skipped / self.full)
-                return
-            plain_s = self.plain_s(size) * self._pace - over_s
-            own_s = max(own_s - outcome.skipped * self.skipped(size)[0] * plain_s, 0.5 * steps * plain_s)
-        drafts, spent = self.arms[place].max_depth, self._times[place].setdefault(size, ArmTime())
+        known, steps, parts = self._known, outcome.steps, outcome.steps / self.full
+        short_s, rows = self.overhead_s * max(0.0, 1 - parts), max(1, round(outcome.active or outcome.rows))
+        if self._last < 0:
+            known.mean_N[PACE] = math.log(max(outcome.time_s - short_s, 0.5 * outcome.time_s) / steps)
+        first, drafts = self._of(rows), self.arms[place].max_depth
+        self._first[near_alike(rows)] = self._first.pop(near_alike(rows))  # the latest
         experts = outcome.touched[drafts - 1] if len(outcome.touched) >= drafts > 0 else None
-        step_s, weight = own_s / steps + over_s, steps / self.full
-        usual_s, pace = spent.mean_s if experts is None else spent.with_experts(experts), self._pace
-        if spent.count >= SEEN_TO_TRUST and not changed:
-            now = min(max(step_s / usual_s, 0.5 * pace), 2.0 * pace)
-            self._pace += PACE_SHARE * weight * (now - pace)
-        spent.add(step_s / pace, self.memory, weight, usual_s)
-        if experts is not None:
-            spent.touching(experts, self.memory)
+        spent_s, by_N = short_s, np.zeros(len(known.mean_N))
+        for law_N, count in (
+            (self._law(first, place, experts), steps - outcome.skipped),
+            (self._law(first, len(self.arms)), outcome.skipped),
+        ):
+            part_s = count * math.exp(float(law_N @ known.mean_N))
+            spent_s, by_N = spent_s + part_s, by_N + part_s * law_N
+        if self._last not in (place, -1):
+            spent_s += self.switch_s
+            by_N[[PACE, SWITCH]] += self.switch_s
+        self._last = place
+        gone, grown_N = max(1.0, parts), np.full(len(by_N), known.noise / self.memory**2)
+        grown_N[:FIRST] = DRIFT**2, 0.0, 0.0, 0.0
+        known.blur(gone * grown_N)
+        known.fade(TEXTS, TEXT_KEPT**gone, TEXT**2)
+        known.measure(by_N / spent_s, math.log(outcome.time_s / spent_s), parts)
+        if steps > outcome.skipped:
+            at = place, bucket(rows)
+            self._seen[at] = self._seen.get(at, 0.0) + (steps - outcome.skipped) / self.full
 
-    def _switched(self, own_s: float, usual_s: float) -> None:
-        """Takes note of what a change of arms took."""
-        self._switches = min(self._switches + 1, self.memory)
-        more_s = min(max(own_s - usual_s, -0.5 * usual_s), 0.5 * usual_s)
-        self.switch_s = max(0.0, self.switch_s + (more_s - self.switch_s) / self._switches)
+    def ratios(self, rows: int) -> list[tuple[float | None, float]]:
+        """Time of each arm's step over that of a plain one, and its relative error; None for trees that never ran."""
+        first, known = self._of(rows), self._known
+        plain_N = self._law(first, 0)
+        by_AN = np.stack([self._law(first, place, self._expected(arm)) for place, arm in enumerate(self.arms)]) - plain_N
+        cov_AA = by_AN @ known.cov_NN @ by_AN.T
+        spread_A = np.diag(cov_AA)
+        self._apart_AA = np.sqrt(np.maximum(spread_A + spread_A[:, None] - 2 * cov_AA, 0.0))
+        found = zip(np.exp(by_AN @ known.mean_N).tolist(), np.sqrt(spread_A).tolist(), self.arms, strict=True)
+        return [
+            (ratio, error) if arm.is_chain or self.seen(place) else (None, math.inf)
+            for place, (ratio, error, arm) in enumerate(found)
+        ]
 
-    def ratios(self, size: int) -> list[Known]:
-        """Time of each arm's step over that of a plain one; a chain's where need be from the lengths around."""
-        found = [(1.0, 0.0), *(self._measured(place, size) for place in range(1, len(self.arms)))]
-        self._pool(found, self._calibrated(size))
-        known = [place for place, arm in enumerate(self.arms) if arm.is_chain and found[place] is not UNKNOWN]
-        for below, above in pairwise(known):
-            first, last = self.arms[below].max_depth, self.arms[above].max_depth
-            low, (high, error) = found[below][0], found[above]
-            for place in range(below + 1, above):
-                share = (self.arms[place].max_depth - first) / (last - first)
-                found[place] = low + share * (high - low), error + GUESSED
-        return found
+    def apart(self, one: int, other: int) -> float:
+        """Relative error of the ratio of two arms' times, where ``ratios`` was asked last."""
+        return float(self._apart_AA[one, other])
 
-    def _pool(self, found: list[Known], told: Sequence[Known]) -> None:
-        """Weighs what was measured while serving against what is known beforehand, for all chains together.
+    def _expected(self, arm: AnyTopology) -> float | None:
+        """Experts that its next verification should touch; of a tree none are told."""
+        return self.touched.at(arm.max_depth) if arm.drafts and arm.is_chain else None
 
-        What drafts add to a step is taken to be that share more or less of what was told for all chains, which every
-        measurement tells about, and besides each may differ by itself: two normal laws, and their mean given both.
+    def _law(self, first: int, place: int, experts: float | None = None) -> np.ndarray:
+        """By how much the logarithm of a step's time grows with what is known, [N]."""
+        by_N = np.zeros(len(self._known.mean_N))
+        by_N[PACE] = by_N[first + place] = 1.0
+        by_N[TEXTS] = self._added_A[place]
+        if experts:
+            by_N[EXPERTS] = math.log(experts / self._usual.setdefault(place, experts))
+        return by_N
 
-        Args:
-          found: ratio and relative error by arm, as measured; becomes what is known in all.
-          told: ratio by chain, and the relative error that each has by itself.
-        """
-        precision, scaled = 1.0 / ALIKE**2, 1.0 / ALIKE**2
-        for (ratio, error), (guess, unsure) in zip(found[1:], told[1:], strict=False):
-            if ratio is not None and guess is not None:
-                weight = (guess - 1.0) / ((error * ratio) ** 2 + (unsure * guess) ** 2)
-                precision, scaled = precision + weight * (guess - 1.0), scaled + weight * (ratio - 1.0)
-        scale = scaled / precision
-        for place, (guess, unsure) in enumerate(told):
-            if not place or guess is None:
-                continue
-            (ratio, error), more = found[place], guess - 1.0
-            guess, spread = 1.0 + scale * more, more * more / precision + (unsure * guess) ** 2
-            if ratio is not None:
-                share = spread / (spread + (error * ratio) ** 2)
-                guess, spread = guess + share * (ratio - guess), spread * (1.0 - share)
-            found[place] = guess, math.sqrt(spread) / guess
+    def _of(self, rows: int) -> int:
+        """Place of a plain step with so many rows; those of other arms follow, and a skipped one."""
+        at = near_alike(rows)
+        if at not in self._first:
+            self._first[at] = self._known_beforehand(at) if self._first else self._told_beforehand(at)
+        return self._first[at]
 
-    def _calibrated(self, size: int) -> Sequence[Known]:
-        """What is known beforehand of each chain's ratio, and its error by itself."""
-        if self.prior is None:
-            return ()
-        if size not in self._told:
-            told = [self.prior.at(arm.max_depth, 2**size) for arm in self.arms if arm.is_chain]
-            each = self.prior.each
-            self._told[size] = [UNKNOWN if one is None else (one[0], each * one[1]) for one in told]
-        return self._told[size]
+    def _told_beforehand(self, rows: int) -> int:
+        """Adds the first number of rows."""
+        told = self._told(rows)
+        shared, each = (GUESS, EACH) if self.prior is None else (ALIKE, self.prior.each * self.prior.noise)
+        own = [0.0, *(each if arm.is_chain else 1.0 for arm in self.arms[1:]), SKIPPED_ERROR]
+        self._added_A = np.where([*(arm.is_chain for arm in self.arms), False], 1.0 - 1.0 / told, 0.0)
+        return self._known.add(np.log(told), shared**2 * np.outer(self._added_A, self._added_A) + np.diag(np.square(own)))
 
-    def _measured(self, place: int, size: int) -> Known:
-        """Measured ratio of times and its relative error, from the nearest number of rows at which both are known."""
-        times, plain = self._times[place], self._times[0]
-        near = size
-        if size not in times or size not in plain:
-            both = times.keys() & plain.keys()
-            if not both:
-                return UNKNOWN
-            near = _nearest(both, size)
-        arm, other = times[near], plain[near]
-        experts = self.touched.at(self.arms[place].max_depth)  # a tree was told of none, its mean stays
-        time_s = arm.mean_s if experts is None else arm.with_experts(experts)
-        return time_s / other.mean_s, math.hypot(arm.error, other.error) + GUESSED * abs(near - size)
+    def _known_beforehand(self, rows: int) -> int:
+        """Adds another number of rows, like the nearest known one."""
+        near = min(self._first, key=lambda one: abs(math.log(one / rows)))
+        away, count = math.log(rows / near), len(self.arms) + 1
+        more = np.log(self._told(rows) / self._told(near)) + SLOPE * away
+        cov_AA = (UNSURE * away) ** 2 + np.diag(np.full(count, (GUESSED * away) ** 2))
+        first = self._known.add(more, cov_AA, self._first[near] + np.arange(count))
+        if len(self._first) < KEPT_ROWS:
+            return first
+        gone = self._first.pop(next(iter(self._first)))  # what ran longest ago
+        self._known.drop(gone, count)
+        self._first = {one: at - count * (at > gone) for one, at in self._first.items()}
+        return first - count
+
+    def _told(self, rows: int) -> np.ndarray:
+        """Ratio of each arm's time, and of a skipped step's, as known beforehand."""
+        found = []
+        for arm in self.arms:
+            one = self.prior.at(arm.max_depth, rows) if self.prior and arm.is_chain else None
+            found.append(1 + ADDED * arm.drafts if one is None else one[0])
+        return np.array([*found, SKIPPED])
 
 
-def _nearest(sizes: Collection[int], size: int) -> int:
-    """Of some sizes the nearest one, of two the smaller."""
-    return size if size in sizes else min(sizes, key=lambda s: (abs(s - size), s))
+def near_alike(rows: int) -> int:
+    """The number of rows that stands for those near it: eight to each doubling, above eight."""
+    return rows if rows <= 8 else round(2 ** (round(8 * math.log2(rows)) / 8))
 
 
 def bucket(rows: int) -> int:

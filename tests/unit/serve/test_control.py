@@ -218,7 +218,7 @@ def test_one_length_tells_what_all_of_them_add():
     for arm in (PLAIN, chain(3)) * 8:
         control.record(Decision(arm), machine.run(arm, 4))
     control.learn()
-    ratios = control.times.ratios(2)
+    ratios = control.times.ratios(4)
     assert [ratio for ratio, _ in ratios] == pytest.approx(DEAR, rel=0.04)
     assert ratios[3][1] < ratios[5][1] < 0.1, "and is less sure"
 
@@ -271,20 +271,20 @@ def test_trees_are_taken_where_they_pay_and_do_no_harm(case: str, seed: int):
 def test_a_tree_is_not_judged_by_what_chains_take():
     """Its time is unknown until it ran, whatever a calibration says; its acceptance begins with the chains'."""
     time_s, rates, trees = WITH_TREES["a tree is best"]
-    machine, control = Machine(time_s, rates), Adaptive((*ARMS, BUSHY), prior=ratios_of(time_s))
+    machine, control = Machine(time_s, rates, noise=0.01), Adaptive((*ARMS, BUSHY), prior=ratios_of(time_s))
     for arm in (PLAIN, chain(5), chain(3)):
         control.record(Decision(arm), machine.run(arm, 4))
     control.learn()
-    assert control._gains(2)[-1] == NO_GAIN
+    assert control._gains(4)[-1] == NO_GAIN
     tokens, chains = (control._tokens(place, ()) for place in (len(ARMS), 0))
     assert [t for t, _ in tokens] == pytest.approx([t for t, _ in chains[:4]])
     assert tokens[-1][1] > chains[3][1], "and is less sure"
     machine.trees = trees
     control.record(Decision(BUSHY), machine.run(BUSHY, 4))
     control.learn()
-    gain = control._gains(2)[-1]
+    gain = control._gains(4)[-1]
     assert gain.value == pytest.approx(machine.speed(BUSHY, 4) / machine.speed(PLAIN, 4), rel=0.2)
-    assert gain.timing > 0.5, "one dispatch is not enough to be taken"
+    assert 0.04 < gain.timing < 0.2, "one dispatch tells as much as its noise allows"
     assert control.choose(4, 0).arm in (chain(5), BUSHY)
 
 

@@ -35,16 +35,14 @@ def test_short_dispatches_do_not_make_an_arm_look_slow():
     seen = []
     for overhead_s in (0.0, machine.start_s):
         control = Adaptive(ARMS, overhead_s=overhead_s)
-        for arm, most in ((PLAIN, STEPS), (chain(3), 1), (chain(3), 1)):
+        for arm, most in ((PLAIN, STEPS), (PLAIN, STEPS), (chain(3), 1), (chain(3), 1)) * 10:
             machine.most = most
             control.record(Decision(arm), machine.run(arm, 4))
         control.learn()
-        seen.append(control.times.ratios(2)[3][0])
+        seen.append(control.times.ratios(4)[3][0])
     full = (CHEAP[3] + machine.start_s / STEPS) / (CHEAP[0] + machine.start_s / STEPS)
-    assert seen == [
-        pytest.approx((CHEAP[3] + machine.start_s) / (CHEAP[0] + machine.start_s / STEPS)),
-        pytest.approx(full),
-    ]
+    assert seen[0] > 2 * full
+    assert seen[1] == pytest.approx(full, rel=0.05)
 
 
 def test_nothing_is_tried_in_a_dispatch_that_will_be_short():
@@ -92,13 +90,17 @@ def test_it_goes_on_without_a_thought_until_the_rows_are_others():
         decision = control.choose(4, 0, requests)
         control.record(decision, machine.run(decision.arm, 4))
     late = [i for i in thought if i >= 200]
+    while thought[-1] < len(machine.ran) - 1:  # one more, which holds for a while
+        decision = control.choose(4, 0, requests)
+        control.record(decision, machine.run(decision.arm, 4))
+    before = len(machine.ran)
     assert 200 * STEPS / control.spec.plain_steps <= len(late) <= 35, "every eighth dispatch, and after a probe"
     requests.leave(2)
     control.choose(3, 0, requests)
-    assert thought[-1] < 400, "it is like the others"
+    assert thought[-1] < before, "it is like the others"
     requests.leave(3)
     control.choose(3, 0, requests)
-    assert thought[-1] == 400, "that one wanted few drafts"
+    assert thought[-1] == before, "that one wanted few drafts"
     before = len(thought)
     control.choose(4, 0, requests)
     assert len(thought) == before, "as many rows, nearly"
@@ -111,7 +113,7 @@ def test_dispatches_that_nothing_was_chosen_for_do_not_pile_up():
     for _ in range(1000):
         control.record(Decision(PLAIN), machine.run(PLAIN, 4))
     assert len(control._new) < UNSEEN
-    assert control.times.plain_s(2) == pytest.approx(CHEAP[0])
+    assert control.times.plain_s(4) == pytest.approx(CHEAP[0])
     assert control.probes.steps == 0, "and no time was earned"
 
 
@@ -154,7 +156,7 @@ def test_what_a_change_of_arms_takes_is_not_an_arms_own_time():
     control.learn()
     assert machine.ran[200:300].count(chain(5)) > 90, "it is in use"
     assert control.times.switch_s == pytest.approx(machine.switch_s, rel=0.2)
-    fifth, second = (control.times.ratios(2)[place][0] for place in (5, 2))
+    fifth, second = (control.times.ratios(4)[place][0] for place in (5, 2))
     assert fifth == pytest.approx(CHEAP[5], rel=0.03)
     assert second == pytest.approx(CHEAP[2], rel=0.03), "each of its dispatches took 12.6 instead of 9.6"
 
@@ -168,6 +170,21 @@ def test_a_machine_that_is_slow_at_times_makes_no_arm_look_slow():
     for arm in [chain(1)] * 60 + [chain(3), chain(1)] * 10:
         control.record(Decision(arm), machine.run(arm, 4))
     control.learn()
-    third, first = (control.times.ratios(2)[place][0] for place in (3, 1))
+    third, first = (control.times.ratios(4)[place][0] for place in (3, 1))
     assert third / first == pytest.approx(CHEAP[3] / CHEAP[1], rel=0.03)
     assert first == pytest.approx(CHEAP[1], rel=0.1), "a part of half as much again"
+
+
+def test_rows_that_ended_are_not_drafts_that_are_cheap():
+    """With drafts texts end at different steps, and fewer rows are quicker; plain ones end together."""
+    machine, control = Machine(DEAR, [0.5] * 5, noise=0.02), Adaptive(ARMS)
+    for _ in range(30):
+        for arm, left in [(PLAIN, 8)] * 8 + [(chain(1), left) for left in (8, 8, 8, 6, 5, 5)]:
+            outcome = machine.run(arm, 8)
+            quick = 1 - 0.05 * (8 - left)
+            control.record(Decision(arm), replace(outcome, time_s=quick * outcome.time_s, active=float(left)))
+    control.learn()
+    ratio, error = control.times.ratios(8)[1]
+    assert ratio == pytest.approx(DEAR[1], rel=0.025)
+    assert error < control.times.ratios(5)[1][1], "plain decoding never ran with five rows"
+    assert error < 0.04

@@ -19,12 +19,14 @@ from jaxspec.topology import PLAIN, AnyTopology, chain
 
 ARMS = tuple(chain(length) for length in range(6))
 ROWS, STEPS, ROUNDS = (1, 8), 8, 7
-# Milliseconds per step by K with one row and with eight: the demo pair on one core, rounded.
+# Milliseconds per step by K with one row and with eight on the first text: the demo pair on one core, rounded.
 STEP_MS = {
-    "ngram": ([2.2, 2.85, 3.2, 3.55, 3.9, 4.2], [6.0, 7.6, 8.8, 10.0, 11.0, 12.0]),
-    "draft_model": ([2.2, 3.0, 3.55, 4.0, 4.42, 4.9], [6.0, 7.8, 9.3, 10.8, 12.3, 13.8]),
-    "shared_expert": ([2.4, 3.43, 4.15, 4.7, 5.25, 5.7], [6.2, 9.0, 10.8, 12.5, 14.0, 15.5]),
+    "ngram": ([2.2, 2.85, 3.2, 3.55, 3.9, 4.2], [6.0, 7.4, 8.4, 9.3, 10.1, 11.2]),
+    "draft_model": ([2.2, 3.0, 3.55, 4.0, 4.42, 4.9], [6.0, 8.8, 10.4, 11.8, 13.3, 15.0]),
+    "shared_expert": ([2.4, 3.43, 4.15, 4.7, 5.25, 5.7], [6.2, 8.9, 11.0, 12.7, 14.1, 16.1]),
 }
+MORE = {"code 0": 1.0, "code 1": 1.1, "shuffled 0": 1.1, "shuffled 1": 1.2}  # what drafts add, of eight rows, by text
+ALONE = (0.37, 0.2)  # share by which a step is shorter where one of eight rows is left: a plain one, and with drafts
 DISPATCH_MS, SWITCH_MS = 0.25, 1.0
 SKIPPED = 1.03  # time of a step that found no draft, in plain ones
 NOISE = {1: 0.05, 8: 0.025}  # of a dispatch, by rows
@@ -50,12 +52,20 @@ class Replay:
 
     def __init__(self, drafter: str, rows: int, seed: int = 0):
         self.few_ms, self.many_ms = STEP_MS[drafter]
-        self.often_none, self.rows = drafter == "ngram", rows
+        self.often_none, self.rows, self.more = drafter == "ngram", rows, 1.0
         self.rng, self.pace, self.last = np.random.default_rng(seed), 0.0, PLAIN
         self.requests = RequestSurvival(rows, len(ARMS) - 1, 64.0)
 
-    def step_ms(self, length: int) -> float:
-        return self.few_ms[length] + (self.many_ms[length] - self.few_ms[length]) * (self.rows - 1) / 7
+    def reads(self, case: str) -> None:
+        """From now on its texts are of this case."""
+        self.more = MORE[case.split(" ", 1)[1]] if self.rows > 1 else 1.0
+
+    def step_ms(self, length: int, active: int | None = None) -> float:
+        """Of a step with so many active rows; of all by default."""
+        times_ms = self.few_ms if self.rows == 1 else self.many_ms
+        step_ms = times_ms[0] + self.more * (times_ms[length] - times_ms[0])
+        gone = 1 - (((active or self.rows) - 1) / 7) ** 0.6 if self.rows > 1 else 0.0
+        return step_ms * (1 - ALONE[length > 0] * gone)
 
     def prior(self) -> StepRatios:
         """What warming up would tell, with its errors."""
@@ -82,6 +92,8 @@ class Replay:
                 decision = Decision(arm or PLAIN)
             else:
                 decision = control.choose(len(active), 0, self.requests, 1 if reads else None)
+            if control is not None:
+                control.ahead(decision, len(active), self.requests)
             counted, before = len(active) == self.rows and not reads, sum(places)
             outcome, by_row, ms = self.dispatch(texts, places, active, decision, most)
             if counted:
@@ -99,14 +111,15 @@ class Replay:
         self, texts: Sequence[Text], places: list[int], active: list[int], decision: Decision, most: int
     ) -> tuple[Outcome, dict[int, list[int]], float]:
         """Some steps: what the engine would say of them, what each row accepted, and their time without noise."""
-        length, steps, skipped, alone, found = decision.length, 0, 0, 0, []
+        length, steps, skipped, alone, found, ran = decision.length, 0, 0, 0, [], 0
         by_row: dict[int, list[int]] = {row: [] for row in active}
         ms = DISPATCH_MS + SWITCH_MS * (decision.arm != self.last)
         self.last = decision.arm
         while steps < most and (left := [row for row in active if places[row] < len(texts[row])]):
             have = {row for row in left if texts[row][places[row]] >= 0 or not self.often_none}
             verifies = not length or len(have) >= decision.least or not self.often_none
-            ms += self.step_ms(length) if verifies else SKIPPED * self.step_ms(0)
+            ms += self.step_ms(length, len(left)) if verifies else SKIPPED * self.step_ms(0, len(left))
+            ran += len(left)
             steps, skipped, found = steps + 1, skipped + (not verifies), [*found, len(have)]
             for row in left:
                 hits = min(max(texts[row][places[row]], 0), length) if verifies else 0
@@ -122,7 +135,8 @@ class Replay:
         accepted = {length: [count for counts in by_row.values() for count in counts]}
         told = tuple(found) if self.often_none and length else ()
         outcome = Outcome(
-            len(active), steps, ms * noise / 1e3, accepted, skipped=skipped, skipped_tokens=alone, found=told
+            len(active), steps, ms * noise / 1e3, accepted, skipped=skipped, skipped_tokens=alone, found=told,
+            active=ran / steps,
         )
         return outcome, by_row, ms
 
@@ -135,6 +149,7 @@ def speeds(drafter: str, rows: int, seeds: int) -> dict[str, tuple[float, float]
         replay = Replay(drafter, rows, seed)
         control = Adaptive(ARMS, prior=replay.prior(), overhead_s=DISPATCH_MS / 1e3)
         for name, texts in cases.items():
+            replay.reads(name)
             tokens, ms = 0, 0.0
             for turn in range(ROUNDS):
                 for start in range(0, 8 * (1 + (rows > 1)), rows):
@@ -142,13 +157,14 @@ def speeds(drafter: str, rows: int, seeds: int) -> dict[str, tuple[float, float]
                     more, took = replay.run(texts[start : start + rows], control, None)
                     tokens, ms = (tokens + more, ms + took) if turn else (0, 0.0)
             found[name].append(tokens / ms)
-    return {name: _beside(drafter, rows, cases[name], found[name]) for name in cases}
+    return {name: _beside(drafter, rows, name, cases[name], found[name]) for name in cases}
 
 
-def _beside(drafter: str, rows: int, texts: list[Text], found: list[float]) -> tuple[float, float]:
+def _beside(drafter: str, rows: int, case: str, texts: list[Text], found: list[float]) -> tuple[float, float]:
     fixed = []
     for arm in ARMS:
         replay = Replay(drafter, rows)
+        replay.reads(case)
         replay.last = arm
         parts = [texts[start : start + rows] for start in range(0, 8 * (1 + (rows > 1)), rows)]
         tokens, ms = zip(*(replay.run(part, None, arm) for part in parts), strict=True)
