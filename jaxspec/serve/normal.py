@@ -58,9 +58,9 @@ class Normal:
         self.cov_NN[:, place] *= kept
         self.cov_NN[place, place] += spread * (1.0 - kept * kept)
 
-    def blur(self, grown_N: np.ndarray) -> None:
-        """Lets time pass: each number becomes less sure by a variance of its own."""
-        self.cov_NN.flat[:: len(grown_N) + 1] += grown_N
+    def blur(self, first: int, end: int | None, grown: float) -> None:
+        """Lets time pass: numbers from one place to another become less sure by a variance."""
+        np.einsum("ii->i", self.cov_NN)[first:end] += grown
 
     def measure(self, by_N: np.ndarray, surprise: float, weight: float = 1.0) -> None:
         """Takes note of a measurement.

@@ -59,6 +59,7 @@ class StepTimes:
     _first: dict[int, int] = field(default_factory=dict, init=False)
     _seen: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
     _usual: dict[int, float] = field(default_factory=dict, init=False)
+    _law: dict[int, np.ndarray] = field(default_factory=dict, init=False)
     _added_A: np.ndarray = field(init=False)
     _apart_AA: np.ndarray = field(init=False)
     _last: int = field(default=-1, init=False)
@@ -66,7 +67,9 @@ class StepTimes:
     def __post_init__(self) -> None:
         self.touched = TouchedExperts(self.memory)
         self._known = Normal(NOISE**2, LEAST_NOISE**2, NOISE_OF)
-        self._known.add(np.array([0.0, 0.0, 0.0, math.log(SWITCHED)]), np.diag(np.square([1.0, TEXT, 0.5, SWITCHED_ERROR])))
+        self._known.add(
+            np.array([0.0, 0.0, 0.0, math.log(SWITCHED)]), np.diag(np.square([1.0, TEXT, 0.5, SWITCHED_ERROR]))
+        )
 
     def knows_plain(self, rows: int) -> bool:
         """Whether plain decoding ran with about as many rows (``bucket``)."""
@@ -114,24 +117,25 @@ class StepTimes:
         short_s, rows = self.overhead_s * max(0.0, 1 - parts), max(1, round(outcome.active or outcome.rows))
         if self._last < 0:
             known.mean_N[PACE] = math.log(max(outcome.time_s - short_s, 0.5 * outcome.time_s) / steps)
-        first, drafts = self._of(rows), self.arms[place].max_depth
+        first, drafts, gone = self._of(rows), self.arms[place].max_depth, max(1.0, parts)
         self._first[near_alike(rows)] = self._first.pop(near_alike(rows))  # the latest
-        experts = outcome.touched[drafts - 1] if len(outcome.touched) >= drafts > 0 else None
-        spent_s, by_N = short_s, np.zeros(len(known.mean_N))
-        for law_N, count in (
-            (self._law(first, place, experts), steps - outcome.skipped),
-            (self._law(first, len(self.arms)), outcome.skipped),
-        ):
-            part_s = count * math.exp(float(law_N @ known.mean_N))
+        known.blur(PACE, PACE + 1, gone * DRIFT**2)
+        known.blur(FIRST, None, gone * known.noise / self.memory**2)
+        known.fade(TEXTS, TEXT_KEPT**gone, TEXT**2)
+        law_AN = self._laws(first)
+        kinds = [(steps - outcome.skipped, law_AN[place])]
+        if len(outcome.touched) >= drafts > 0:
+            kinds[0] = steps - outcome.skipped, law_AN[place] + self._touching(place, outcome.touched[drafts - 1])
+        if outcome.skipped:
+            kinds.append((outcome.skipped, law_AN[-1]))
+        spent_s, by_N = short_s, np.zeros(law_AN.shape[1])
+        for count, law_N in kinds:
+            part_s = count * math.exp(law_N @ known.mean_N)
             spent_s, by_N = spent_s + part_s, by_N + part_s * law_N
         if self._last not in (place, -1):
-            spent_s += self.switch_s
-            by_N[[PACE, SWITCH]] += self.switch_s
+            switch_s = self.switch_s
+            spent_s, by_N[PACE], by_N[SWITCH] = spent_s + switch_s, by_N[PACE] + switch_s, switch_s
         self._last = place
-        gone, grown_N = max(1.0, parts), np.full(len(by_N), known.noise / self.memory**2)
-        grown_N[:FIRST] = DRIFT**2, 0.0, 0.0, 0.0
-        known.blur(gone * grown_N)
-        known.fade(TEXTS, TEXT_KEPT**gone, TEXT**2)
         known.measure(by_N / spent_s, math.log(outcome.time_s / spent_s), parts)
         if steps > outcome.skipped:
             at = place, bucket(rows)
@@ -139,11 +143,12 @@ class StepTimes:
 
     def ratios(self, rows: int) -> list[tuple[float | None, float]]:
         """Time of each arm's step over that of a plain one, and its relative error; None for trees that never ran."""
-        first, known = self._of(rows), self._known
-        plain_N = self._law(first, 0)
-        by_AN = np.stack([self._law(first, place, self._expected(arm)) for place, arm in enumerate(self.arms)]) - plain_N
+        known, law_AN = self._known, self._laws(self._of(rows))
+        by_AN = law_AN[:-1] - law_AN[0]
+        if self.touched.latest:
+            by_AN += [self._touching(place, self._expected(arm)) for place, arm in enumerate(self.arms)]
         cov_AA = by_AN @ known.cov_NN @ by_AN.T
-        spread_A = np.diag(cov_AA)
+        spread_A = np.maximum(cov_AA.diagonal(), 0.0)
         self._apart_AA = np.sqrt(np.maximum(spread_A + spread_A[:, None] - 2 * cov_AA, 0.0))
         found = zip(np.exp(by_AN @ known.mean_N).tolist(), np.sqrt(spread_A).tolist(), self.arms, strict=True)
         return [
@@ -159,11 +164,17 @@ class StepTimes:
         """Experts that its next verification should touch; of a tree none are told."""
         return self.touched.at(arm.max_depth) if arm.drafts and arm.is_chain else None
 
-    def _law(self, first: int, place: int, experts: float | None = None) -> np.ndarray:
-        """By how much the logarithm of a step's time grows with what is known, [N]."""
+    def _laws(self, first: int) -> np.ndarray:
+        """By how much the logarithms of steps' times grow with what is known, of each arm and a skipped one, [A, N]."""
+        if first not in self._law:
+            self._law[first] = law_AN = np.zeros((len(self.arms) + 1, len(self._known.mean_N)))
+            law_AN[:, PACE], law_AN[:, TEXTS] = 1.0, self._added_A
+            np.fill_diagonal(law_AN[:, first:], 1.0)
+        return self._law[first]
+
+    def _touching(self, place: int, experts: float | None) -> np.ndarray:
+        """By how much that of an arm grows besides, with experts that it should touch, [N]."""
         by_N = np.zeros(len(self._known.mean_N))
-        by_N[PACE] = by_N[first + place] = 1.0
-        by_N[TEXTS] = self._added_A[place]
         if experts:
             by_N[EXPERTS] = math.log(experts / self._usual.setdefault(place, experts))
         return by_N
@@ -172,6 +183,7 @@ class StepTimes:
         """Place of a plain step with so many rows; those of other arms follow, and a skipped one."""
         at = near_alike(rows)
         if at not in self._first:
+            self._law.clear()
             self._first[at] = self._known_beforehand(at) if self._first else self._told_beforehand(at)
         return self._first[at]
 
@@ -181,7 +193,9 @@ class StepTimes:
         shared, each = (GUESS, EACH) if self.prior is None else (ALIKE, self.prior.each * self.prior.noise)
         own = [0.0, *(each if arm.is_chain else 1.0 for arm in self.arms[1:]), SKIPPED_ERROR]
         self._added_A = np.where([*(arm.is_chain for arm in self.arms), False], 1.0 - 1.0 / told, 0.0)
-        return self._known.add(np.log(told), shared**2 * np.outer(self._added_A, self._added_A) + np.diag(np.square(own)))
+        return self._known.add(
+            np.log(told), shared**2 * np.outer(self._added_A, self._added_A) + np.diag(np.square(own))
+        )
 
     def _known_beforehand(self, rows: int) -> int:
         """Adds another number of rows, like the nearest known one."""

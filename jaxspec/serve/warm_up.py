@@ -12,7 +12,7 @@ from jaxspec.topology import PLAIN, AnyTopology
 LINKING, TIMED, MOST_TIMED = 4, 3, 16  # rounds
 ENOUGH_S = 3.0  # of timed rounds, more than the fewest
 RANDOM = 0.1  # relative error of a ratio: text that begins with random tokens touches other experts than users' does
-EACH = 0.2  # of it, what a ratio may be off by itself: it is the median of some rounds
+EACH = 0.35  # of it, what a ratio may be off by itself: it is the median of some rounds
 Run = Callable[[AnyTopology, int], tuple[float, float]]
 
 

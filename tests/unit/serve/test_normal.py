@@ -71,5 +71,8 @@ def test_time_makes_a_fading_number_what_it_usually_is_and_others_less_sure():
         law.fade(0, 0.5, 4.0)
     assert law.mean_N[0] == pytest.approx(0.0, abs=1e-9)
     assert law.cov_NN[0, 0] == pytest.approx(4.0)
-    law.blur(np.array([0.0, 0.1, 0.2]))
+    last = law.cov_NN[2, 2]
+    law.blur(1, None, 0.1)
     assert law.cov_NN[1, 1] == pytest.approx(sure + 0.1)
+    assert law.cov_NN[2, 2] == pytest.approx(last + 0.1)
+    assert law.cov_NN[0, 0] == pytest.approx(4.0)

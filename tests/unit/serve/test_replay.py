@@ -15,6 +15,7 @@ from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import Decision, Outcome
 from jaxspec.serve.found import ALL, FoundDrafts
 from jaxspec.serve.survival import RequestSurvival
+from jaxspec.serve.warm_up import EACH, RANDOM
 from jaxspec.topology import PLAIN, AnyTopology, chain
 
 ARMS = tuple(chain(length) for length in range(6))
@@ -31,7 +32,7 @@ DISPATCH_MS, SWITCH_MS = 0.25, 1.0
 SKIPPED = 1.03  # time of a step that found no draft, in plain ones
 NOISE = {1: 0.05, 8: 0.025}  # of a dispatch, by rows
 DRIFT, KEPT, STALLS = 0.0155, 0.95, 0.02  # of the machine's pace; of it from one dispatch to the next; dispatches
-TOLD, TOLD_EACH = 0.2, 0.03  # errors of what warming up tells of a step with drafts: of all lengths, and of each
+TOLD, TOLD_EACH = 0.2, 0.05  # errors of what warming up tells of a step with drafts: of all lengths, and of each
 
 Text = list[int]
 
@@ -72,7 +73,7 @@ class Replay:
         plain_ms, scale = self.step_ms(0), np.exp(TOLD * self.rng.standard_normal())
         more = [scale * (self.step_ms(k) / plain_ms - 1) for k in range(6)]
         ratios = [1 + x * np.exp(TOLD_EACH * self.rng.standard_normal()) for x in more]
-        return StepRatios({self.rows: (tuple(range(6)), tuple(ratios))}, 0.1, 0.2)
+        return StepRatios({self.rows: (tuple(range(6)), tuple(ratios))}, RANDOM, EACH)
 
     def run(self, texts: Sequence[Text], control: Adaptive | None, arm: AnyTopology | None) -> tuple[int, float]:
         """Runs texts side by side, with one arm or as the control wants; what they took is recorded in any case.
@@ -137,7 +138,7 @@ class Replay:
         outcome = Outcome(
             len(active), steps, ms * noise / 1e3, accepted, skipped=skipped, skipped_tokens=alone, found=told,
             active=ran / steps,
-        )
+        )  # fmt: skip
         return outcome, by_row, ms
 
 
@@ -179,8 +180,8 @@ def test_real_texts_are_decoded_nearly_as_fast_as_by_the_best_fixed_length(draft
     found = speeds(drafter, rows, seeds=6)
     over_plain, over_best = zip(*found.values(), strict=True)
     assert len(found) == 4
-    assert min(over_plain) >= 0.97, found
-    assert min(over_best) >= 0.94, found
+    assert min(over_plain) >= 0.972, found
+    assert min(over_best) >= 0.955, found
     assert np.mean(over_best) >= 0.975, found
 
 
