@@ -12,10 +12,10 @@ from jaxspec.draft.lengths import Lengths
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.control import ByBatchSize, Control, Decision, Fixed, Outcome
 from jaxspec.serve.found import ALL, FoundDrafts, Verified
-from jaxspec.serve.together import together
 from jaxspec.serve.probes import NO_GAIN, AdaptiveSpec, Gain, Probes
 from jaxspec.serve.step_times import SEEN_TO_TRUST, StepTimes, bucket
 from jaxspec.serve.survival import RequestSurvival, Survival
+from jaxspec.serve.together import together
 from jaxspec.topology import AnyTopology, chain
 
 MOVED = 0.2  # share by which the experts that drafts should touch differ from those of before: worth another thought

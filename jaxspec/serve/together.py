@@ -48,7 +48,7 @@ def _alike(first: Ran, other: Ran, full: int) -> bool:
         not (decided.probe or decided_too.probe or outcome.touched or outcome_too.touched)
         and decided.arm == decided_too.arm
         and (decided.gain is None) == (decided_too.gain is None)
-        and (outcome.rows, outcome.steps) == (outcome_too.rows, full)
+        and (outcome.rows, full, full) == (outcome_too.rows, outcome.steps, outcome_too.steps)
         and round(outcome.active) == round(outcome_too.active)
     )
 
