@@ -22,7 +22,7 @@ SKIPPED, SKIPPED_ERROR = 1.02, 0.03  # a step that drafts and verifies nothing, 
 DRIFT = 0.015  # by which the machine's pace changes from one dispatch to the next
 TEXT, TEXT_KEPT = 0.05, 0.98  # by which what drafts add differs from text to text; kept from dispatch to dispatch
 NOISE, LEAST_NOISE, NOISE_OF = 0.04, 0.005, 64.0  # of a dispatch's time, to begin with and at least; dispatches
-KEPT_ROWS = 12  # numbers of rows that are known at a time
+KEPT_ROWS = 24  # numbers of rows that are known at a time
 SWITCHED, SWITCHED_ERROR = 0.2, 1.5  # what a change of arms takes, in plain steps, before it was measured
 PACE, TEXTS, EXPERTS, SWITCH, FIRST = range(5)  # places of what is known, in logarithms
 
@@ -136,7 +136,7 @@ class StepTimes:
             switch_s = self.switch_s
             spent_s, by_N[PACE], by_N[SWITCH] = spent_s + switch_s, by_N[PACE] + switch_s, switch_s
         self._last = place
-        known.measure(by_N / spent_s, math.log(outcome.time_s / spent_s), parts)
+        known.measure(by_N / spent_s, math.log(max(outcome.time_s, 1e-9) / spent_s), parts)
         if steps > outcome.skipped:
             at = place, bucket(rows)
             self._seen[at] = self._seen.get(at, 0.0) + (steps - outcome.skipped) / self.full
@@ -189,9 +189,7 @@ class StepTimes:
 
     def _told_beforehand(self, rows: int) -> int:
         """Adds the first number of rows."""
-        told = self._told(rows)
-        shared, each = (GUESS, EACH) if self.prior is None else (ALIKE, self.prior.each * self.prior.noise)
-        own = [0.0, *(each if arm.is_chain else 1.0 for arm in self.arms[1:]), SKIPPED_ERROR]
+        (told, own), shared = self._told(rows), GUESS if self.prior is None else ALIKE
         self._added_A = np.where([*(arm.is_chain for arm in self.arms), False], 1.0 - 1.0 / told, 0.0)
         return self._known.add(
             np.log(told), shared**2 * np.outer(self._added_A, self._added_A) + np.diag(np.square(own))
@@ -201,7 +199,7 @@ class StepTimes:
         """Adds another number of rows, like the nearest known one."""
         near = min(self._first, key=lambda one: abs(math.log(one / rows)))
         away, count = math.log(rows / near), len(self.arms) + 1
-        more = np.log(self._told(rows) / self._told(near)) + SLOPE * away
+        more = np.log(self._told(rows)[0] / self._told(near)[0]) + SLOPE * away
         cov_AA = (UNSURE * away) ** 2 + np.diag(np.full(count, (GUESSED * away) ** 2))
         first = self._known.add(more, cov_AA, self._first[near] + np.arange(count))
         if len(self._first) < KEPT_ROWS:
@@ -211,18 +209,22 @@ class StepTimes:
         self._first = {one: at - count * (at > gone) for one, at in self._first.items()}
         return first - count
 
-    def _told(self, rows: int) -> np.ndarray:
-        """Ratio of each arm's time, and of a skipped step's, as known beforehand."""
-        found = []
-        for arm in self.arms:
+    def _told(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ratio of each arm's time, and of a skipped step's, as known beforehand, and the error each has by itself."""
+        found = [(1.0, 0.0)]
+        for arm in self.arms[1:]:
             one = self.prior.at(arm.max_depth, rows) if self.prior and arm.is_chain else None
-            found.append(1 + ADDED * arm.drafts if one is None else one[0])
-        return np.array([*found, SKIPPED])
+            if self.prior and one:
+                found.append((one[0], self.prior.each * one[1]))
+            else:
+                found.append((1 + ADDED * arm.drafts, EACH if arm.is_chain and not self.prior else GUESS))
+        told, own = zip(*found, (SKIPPED, SKIPPED_ERROR), strict=True)
+        return np.array(told), np.array(own)
 
 
 def near_alike(rows: int) -> int:
-    """The number of rows that stands for those near it: eight to each doubling, above eight."""
-    return rows if rows <= 8 else round(2 ** (round(8 * math.log2(rows)) / 8))
+    """The number of rows that stands for those near it: four to each doubling, above eight."""
+    return rows if rows <= 8 else round(2 ** (round(4 * math.log2(rows)) / 4))
 
 
 def bucket(rows: int) -> int:

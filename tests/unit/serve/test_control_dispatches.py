@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxspec.serve.adaptive import UNSEEN, Adaptive
 from jaxspec.serve.control import Decision, Outcome
+from jaxspec.serve.step_times import FIRST, KEPT_ROWS
 from jaxspec.topology import PLAIN, AnyTopology, chain
 from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine, play, running
 
@@ -188,3 +190,20 @@ def test_rows_that_ended_are_not_drafts_that_are_cheap():
     assert ratio == pytest.approx(DEAR[1], rel=0.025)
     assert error < control.times.ratios(5)[1][1], "plain decoding never ran with five rows"
     assert error < 0.04
+
+
+def test_many_numbers_of_rows_are_known_and_the_latest_are_kept():
+    """A batch that is never as full as before: each dispatch tells about its neighbours, and nothing piles up."""
+    control, rng = Adaptive(ARMS), np.random.default_rng(0)
+    for _ in range(4000):
+        rows, arm = int(rng.integers(1, 400)), ARMS[int(rng.integers(0, 6))]
+        step_s = rows**0.3 * (1 + 0.4 * arm.drafts) * (1 + 0.03 * rng.standard_normal())
+        control.record(Decision(arm), Outcome(rows, STEPS, STEPS * step_s, {}))
+    control.learn()
+    law = control.times._known
+    assert len(law.mean_N) <= FIRST + KEPT_ROWS * (len(ARMS) + 1)
+    assert np.linalg.eigvalsh(law.cov_NN).min() > -1e-9
+    ratio, error = control.times.ratios(300)[3]
+    assert ratio == pytest.approx(1 + 0.4 * 3, rel=0.06)
+    assert error < 0.06
+    assert control.times.plain_s(300) == pytest.approx(300**0.3, rel=0.15)
