@@ -55,13 +55,13 @@ class StepTimes:
     overhead_s: float = 0.0
     full: int = field(default=1, init=False)
     touched: TouchedExperts = field(init=False)
-    _known: Normal = field(init=False)
+    _known: Normal = field(init=False, repr=False, compare=False)
     _first: dict[int, int] = field(default_factory=dict, init=False)
     _seen: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
     _usual: dict[int, float] = field(default_factory=dict, init=False)
-    _law: dict[int, np.ndarray] = field(default_factory=dict, init=False)
-    _added_A: np.ndarray = field(init=False)
-    _apart_AA: np.ndarray = field(init=False)
+    _law: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _added_A: np.ndarray = field(init=False, repr=False, compare=False)
+    _apart_AA: np.ndarray = field(init=False, repr=False, compare=False)
     _last: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
