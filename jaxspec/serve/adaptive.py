@@ -79,7 +79,7 @@ class Adaptive:
     _ready: tuple[int, int, Decision | None] = field(default=NOTHING_READY, init=False)
     _steps: int = field(default=0, init=False)
     _kept: dict[int, Kept] = field(default_factory=dict, init=False)
-    _experts: float = field(default=0.0, init=False)
+    _experts: dict[int, float] = field(default_factory=dict, init=False)
     _new: list[tuple[Decision, Outcome]] = field(default_factory=list, init=False)
 
     def __post_init__(self, prior: StepRatios | None, overhead_s: float) -> None:
@@ -159,9 +159,11 @@ class Adaptive:
             self._new.append((decision, outcome))
             self.times.full = max(self.times.full, outcome.steps)
             self._steps += outcome.steps * (decision.gain is not None or decision.probe)
-            if outcome.touched and abs(outcome.touched[0] - self._experts) > MOVED * self._experts:
-                self._experts = outcome.touched[0]
-                self._kept.clear()
+            if outcome.touched:
+                experts, before = outcome.touched[0], self._experts.get(outcome.rows, 0.0)
+                if abs(experts - before) > MOVED * before:
+                    self._experts[outcome.rows] = experts
+                    self._kept.clear()
             if len(self._new) >= UNSEEN:  # requests that want no drafts ask for no choice
                 self.learn()
 

@@ -23,6 +23,7 @@ DRIFT = 0.015  # by which the machine's pace changes from one dispatch to the ne
 TEXT, TEXT_KEPT = 0.05, 0.98  # by which what drafts add differs from text to text; kept from dispatch to dispatch
 NOISE, LEAST_NOISE, NOISE_OF = 0.04, 0.005, 64.0  # of a dispatch's time, to begin with and at least; dispatches
 KEPT_ROWS = 24  # numbers of rows that are known at a time
+BY_EXPERTS, BY_EXPERTS_ERROR = 0.3, 0.3  # by which a step's time grows with the experts touched, both as logarithms
 SWITCHED, SWITCHED_ERROR = 0.2, 1.5  # what a change of arms takes, in plain steps, before it was measured
 PACE, TEXTS, EXPERTS, SWITCH, FIRST = range(5)  # places of what is known, in logarithms
 
@@ -46,7 +47,6 @@ class StepTimes:
       prior: ratios of step times that a calibration measured, or warming up, for chains.
       overhead_s: what a dispatch takes besides its steps; short ones would look slow without it.
       full: steps of a full dispatch.
-      touched: experts that verifications should touch, where a head predicts them.
     """
 
     arms: tuple[AnyTopology, ...]
@@ -54,21 +54,21 @@ class StepTimes:
     prior: StepRatios | None = None
     overhead_s: float = 0.0
     full: int = field(default=1, init=False)
-    touched: TouchedExperts = field(init=False)
     _known: Normal = field(init=False, repr=False, compare=False)
     _first: dict[int, int] = field(default_factory=dict, init=False)
     _seen: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
-    _usual: dict[int, float] = field(default_factory=dict, init=False)
+    _touched: dict[int, TouchedExperts] = field(default_factory=dict, init=False)
+    _usual: dict[tuple[int, int], float] = field(default_factory=dict, init=False)
     _law: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
     _added_A: np.ndarray = field(init=False, repr=False, compare=False)
     _apart_AA: np.ndarray = field(init=False, repr=False, compare=False)
     _last: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
-        self.touched = TouchedExperts(self.memory)
         self._known = Normal(NOISE**2, LEAST_NOISE**2, NOISE_OF)
         self._known.add(
-            np.array([0.0, 0.0, 0.0, math.log(SWITCHED)]), np.diag(np.square([1.0, TEXT, 0.5, SWITCHED_ERROR]))
+            np.array([0.0, 0.0, BY_EXPERTS, math.log(SWITCHED)]),
+            np.diag(np.square([1.0, TEXT, BY_EXPERTS_ERROR, SWITCHED_ERROR])),
         )
 
     def knows_plain(self, rows: int) -> bool:
@@ -112,20 +112,21 @@ class StepTimes:
           place: of its arm.
           outcome: what it did, in at least one step; of several dispatches if it has more steps than a full one.
         """
-        self.touched.add(outcome.touched)
         known, steps, parts = self._known, outcome.steps, outcome.steps / self.full
         short_s, rows = self.overhead_s * max(0.0, 1 - parts), max(1, round(outcome.active or outcome.rows))
         if self._last < 0:
             known.mean_N[PACE] = math.log(max(outcome.time_s - short_s, 0.5 * outcome.time_s) / steps)
-        first, drafts, gone = self._of(rows), self.arms[place].max_depth, max(1.0, parts)
-        self._first[near_alike(rows)] = self._first.pop(near_alike(rows))  # the latest
+        first, drafts, gone, at = self._of(rows), self.arms[place].max_depth, max(1.0, parts), near_alike(rows)
+        self._first[at] = self._first.pop(at)  # the latest
         known.blur(PACE, PACE + 1, gone * DRIFT**2)
         known.blur(FIRST, None, gone * known.noise / self.memory**2)
         known.fade(TEXTS, TEXT_KEPT**gone, TEXT**2)
         law_AN = self._laws(first)
         kinds = [(steps - outcome.skipped, law_AN[place])]
-        if len(outcome.touched) >= drafts > 0:
-            kinds[0] = steps - outcome.skipped, law_AN[place] + self._touching(place, outcome.touched[drafts - 1])
+        if outcome.touched:
+            self._touched.setdefault(at, TouchedExperts(self.memory)).add(outcome.touched)
+            experts = outcome.touched[drafts - 1] if len(outcome.touched) >= drafts else None
+            kinds[0] = steps - outcome.skipped, law_AN[place] + self._touching(at, place, experts)
         if outcome.skipped:
             kinds.append((outcome.skipped, law_AN[-1]))
         spent_s, by_N = short_s, np.zeros(law_AN.shape[1])
@@ -138,15 +139,16 @@ class StepTimes:
         self._last = place
         known.measure(by_N / spent_s, math.log(max(outcome.time_s, 1e-9) / spent_s), parts)
         if steps > outcome.skipped:
-            at = place, bucket(rows)
-            self._seen[at] = self._seen.get(at, 0.0) + (steps - outcome.skipped) / self.full
+            kind = place, bucket(rows)
+            self._seen[kind] = self._seen.get(kind, 0.0) + (steps - outcome.skipped) / self.full
 
     def ratios(self, rows: int) -> list[tuple[float | None, float]]:
         """Time of each arm's step over that of a plain one, and its relative error; None for trees that never ran."""
         known, law_AN = self._known, self._laws(self._of(rows))
         by_AN = law_AN[:-1] - law_AN[0]
-        if self.touched.latest:
-            by_AN += [self._touching(place, self._expected(arm)) for place, arm in enumerate(self.arms)]
+        at = near_alike(rows)
+        if at in self._touched:
+            by_AN += [self._touching(at, place, self._expected(at, arm)) for place, arm in enumerate(self.arms)]
         cov_AA = by_AN @ known.cov_NN @ by_AN.T
         spread_A = np.maximum(cov_AA.diagonal(), 0.0)
         self._apart_AA = np.sqrt(np.maximum(spread_A + spread_A[:, None] - 2 * cov_AA, 0.0))
@@ -160,9 +162,9 @@ class StepTimes:
         """Relative error of the ratio of two arms' times, where ``ratios`` was asked last."""
         return float(self._apart_AA[one, other])
 
-    def _expected(self, arm: AnyTopology) -> float | None:
+    def _expected(self, rows: int, arm: AnyTopology) -> float | None:
         """Experts that its next verification should touch; of a tree none are told."""
-        return self.touched.at(arm.max_depth) if arm.drafts and arm.is_chain else None
+        return self._touched[rows].at(arm.max_depth) if arm.drafts and arm.is_chain else None
 
     def _laws(self, first: int) -> np.ndarray:
         """By how much the logarithms of steps' times grow with what is known, of each arm and a skipped one, [A, N]."""
@@ -172,11 +174,11 @@ class StepTimes:
             np.fill_diagonal(law_AN[:, first:], 1.0)
         return self._law[first]
 
-    def _touching(self, place: int, experts: float | None) -> np.ndarray:
-        """By how much that of an arm grows besides, with experts that it should touch, [N]."""
+    def _touching(self, rows: int, place: int, experts: float | None) -> np.ndarray:
+        """By how much that of an arm grows besides, with other experts than it touched first with so many rows, [N]."""
         by_N = np.zeros(len(self._known.mean_N))
         if experts:
-            by_N[EXPERTS] = math.log(experts / self._usual.setdefault(place, experts))
+            by_N[EXPERTS] = math.log(experts / self._usual.setdefault((rows, place), experts))
         return by_N
 
     def _of(self, rows: int) -> int:

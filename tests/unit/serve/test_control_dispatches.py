@@ -207,3 +207,17 @@ def test_many_numbers_of_rows_are_known_and_the_latest_are_kept():
     assert ratio == pytest.approx(1 + 0.4 * 3, rel=0.06)
     assert error < 0.06
     assert control.times.plain_s(300) == pytest.approx(300**0.3, rel=0.15)
+
+
+def test_experts_of_few_rows_say_nothing_of_many():
+    """A text that is left alone touches fewer experts than eight; of eight that follow, what was known still is."""
+    machine, control, known = Machine(DEAR, [0.8] * 5, noise=0.02), Adaptive(ARMS), []
+    for rows, experts, times in ((8, 40.0, 20), (1, 6.0, 10)):
+        for arm in (PLAIN, chain(3)) * times:
+            touched = tuple(experts * (1 + 0.2 * k) for k in range(arm.drafts))
+            control.record(Decision(arm), replace(machine.run(arm, rows), touched=touched))
+        control.learn()
+        known.append(control.times.ratios(8)[3])
+    (before, unsure_before), (ratio, unsure) = known
+    assert ratio == pytest.approx(before, rel=0.02)
+    assert unsure < unsure_before + 0.02
