@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from scipy.stats import binom
 
 from jaxspec.bench.measure import Trace
 from jaxspec.errors import ConfigError
@@ -22,16 +23,26 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Spread(Struct, frozen=True):
-    """A figure over the measured rounds."""
+    """A figure over the measured rounds.
+
+    Attributes:
+      median, least, most: of one value per round.
+      low, high: a 95 % interval of the median, the order statistics that chance passes at most once in forty times on
+        either side (binomial; Conover, Practical Nonparametric Statistics); None for fewer than six rounds.
+    """
 
     median: float
     least: float
     most: float
+    low: float | None = None
+    high: float | None = None
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
         """Of one value per round."""
-        return cls(float(np.median(values)), float(min(values)), float(max(values)))
+        inner, found = int(binom.ppf(0.025, len(values), 0.5)), sorted(map(float, values))
+        sure = (found[inner - 1], found[-inner]) if inner else (None, None)
+        return cls(float(np.median(values)), found[0], found[-1], *sure)
 
 
 class Waits(Struct, frozen=True):
@@ -158,7 +169,7 @@ class Regret(Struct, frozen=True):
     """What is chosen while running, against every fixed length and tree in the same rounds on the same programs.
 
     Attributes:
-      fixed: speed-up over plain decoding of each fixed length above 0 and tree, median over rounds.
+      fixed: speed-up over plain decoding of each fixed length above 0 and tree, median over the rounds that it ran in.
       best: the one of them, plain decoding (0) among them, whose rate has the greatest median; it was found in the
         same rounds, so luck favours it.
       over_best: paired ratios of the chosen ones' rate over that one's.
@@ -173,15 +184,22 @@ class Regret(Struct, frozen=True):
 
     @classmethod
     def of(cls, auto: Sequence[float], fixed: Mapping[str, Sequence[float]]) -> "Regret":
-        """Of rates by round; ``fixed`` has them by length or tree, 0 among them."""
-        by_round = {k: np.divide(rates, fixed["0"]) for k, rates in fixed.items()}
-        best, over = _best(by_round), []
+        """Of rates by round; ``fixed`` has them by length or tree, 0 among them, fewer of those that had enough."""
+        by_round = {k: np.divide(rates, fixed["0"][: len(rates)]) for k, rates in fixed.items()}
+        stayed = {k: gains for k, gains in by_round.items() if len(gains) == len(auto)}
+        best, over = _best(stayed), []
         for turn in range(len(auto) if len(auto) > 1 else 0):
-            foreseen = _best({k: np.delete(gains, turn) for k, gains in by_round.items()})
+            foreseen = _best({k: np.delete(gains, turn) for k, gains in stayed.items()})
             over.append(auto[turn] / fixed[foreseen][turn])
         gains = {k: float(np.median(found)) for k, found in by_round.items() if k != "0"}
         beside = Spread.of(np.divide(auto, fixed[best]).tolist())
         return cls(gains, best, beside, Spread.of(over) if over else None)
+
+    @staticmethod
+    def clearly_slower(fixed: Mapping[str, Sequence[float]]) -> list[str]:
+        """Those above 0 that were slower than the best one in every round."""
+        best = fixed[_best({k: np.divide(rates, fixed["0"]) for k, rates in fixed.items()})]
+        return [k for k, rates in fixed.items() if k != "0" and all(a < b for a, b in zip(rates, best, strict=True))]
 
 
 def _best(gains: Mapping[str, np.ndarray]) -> str:

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from itertools import pairwise
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import jax
 from msgspec import structs
 
 from jaxspec.bench.grid import NONE, EnginePoint, Grid, Point
-from jaxspec.bench.measure import Run, in_turns, poisson_arrivals, run_once
-from jaxspec.bench.peers.contest import Contender, PeerRun, peer_figures
-from jaxspec.bench.record import CLOSED, Acceptance, Cell, Experts, PeerFigures, Regret, Skipped, Spread, figures
+from jaxspec.bench.measure import Run, poisson_arrivals, run_once
+from jaxspec.bench.peers.contest import Contender, peer_figures
+from jaxspec.bench.record import CLOSED, Acceptance, Cell, Experts, PeerFigures, Skipped, Spread, figures
+from jaxspec.bench.rounds import FIXED, PLAIN, SPECULATIVE, Subject, regret, run_rounds
 from jaxspec.bench.touched import touched_experts
 from jaxspec.bench.workload import WORKLOADS, Source
 from jaxspec.checkpoint.load import Model, read_config
@@ -27,8 +27,6 @@ from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.topology import AnyTopology
 
-PLAIN, SPECULATIVE = "plain", "speculative"
-FIXED = "fixed "  # and an arm: runs of an engine that chooses, held at it
 LEAST_BUCKET, MOST_BUCKET = 32, 1024
 Peers = Callable[[EnginePoint, int], tuple[list[Contender], list[Skipped]]]
 
@@ -145,7 +143,7 @@ class Sweep:
         def ours(params: list[SamplingParams], part: slice) -> Run:
             return run_once(llm, prompts[part], params[part], arrivals)
 
-        subjects: dict[str, Callable[[slice], Run | PeerRun]] = {PLAIN: partial(ours, plain)}
+        subjects: dict[str, Subject] = {PLAIN: partial(ours, plain)}
         if engine.drafter:
             subjects[SPECULATIVE] = partial(ours, drafted)
         for name, rival in rivals.items():
@@ -155,7 +153,7 @@ class Sweep:
                 subjects[FIXED + arm.name] = lambda part, arm=arm: _held(llm, arm, partial(ours, drafted, part))
         size = len(prompts) if arrivals else grid.turn(engine.rows)
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
-        rounds = [_round(subjects, parts, turn) for turn in range(grid.rounds + 1)][1:]
+        rounds = run_rounds(subjects, parts, grid.rounds)
         cell = self._cell(engine, point, rounds)
         found = [_beside(rival, name, rounds) for name, rival in rivals.items()]
         return structs.replace(cell, peers=found, experts=self._experts(llm, engine, prompts, rounds))
@@ -207,7 +205,7 @@ class Sweep:
             acceptance=Acceptance.of(last.speculation, last.tokens),
             lengths=last.lengths if isinstance(engine.k, str) else None,
             decision_s=Spread.of([run.decision_s for run in runs[SPECULATIVE]]) if isinstance(engine.k, str) else None,
-            regret=_regret(rounds),
+            regret=regret(rounds),
             same_text=_same([run for round_ in rounds for run in round_.values() if isinstance(run, Run)])
             if lossless
             else None,
@@ -229,22 +227,6 @@ def _beside(rival: Contender, name: str, rounds: Sequence[Mapping[str, Any]]) ->
     return peer_figures(rival, [r[name] for r in rounds], [r[mode] for r in rounds], rounds[0][PLAIN])
 
 
-def _round(
-    subjects: Mapping[str, Callable[[slice], Run | PeerRun]], parts: Sequence[slice], turn: int
-) -> dict[str, Any]:
-    """Every subject's run of all prompts; they take turns at every part of them."""
-    found = [
-        in_turns({name: partial(run, part) for name, run in subjects.items()}, turn + number)
-        for number, part in enumerate(parts)
-    ]
-    return {name: _sum([part[name] for part in found]) for name in subjects}
-
-
-def _sum(runs: Sequence[Any]) -> Any:
-    """Runs one after the other as one."""
-    return reduce(add, runs)
-
-
 def _held(llm: LLM, arm: AnyTopology, run: Callable[[], Run]) -> Run:
     """A run of an engine that chooses, held at one arm."""
     engine = llm.engine
@@ -253,18 +235,6 @@ def _held(llm: LLM, arm: AnyTopology, run: Callable[[], Run]) -> Run:
         return run()
     finally:
         engine.control = chooses
-
-
-def _regret(rounds: Sequence[Mapping[str, Any]]) -> Regret | None:
-    """How far what was chosen was behind the best fixed arm, None where those did not run."""
-    held = sorted(name for name in rounds[0] if name.startswith(FIXED))
-    if not held:
-        return None
-    names = {SPECULATIVE: SPECULATIVE, PLAIN: "0"} | {name: name.removeprefix(FIXED) for name in held}
-    whole = any(r[name].decode_tokens_per_s is None for r in rounds for name in names)
-    rate = "tokens_per_s" if whole else "decode_tokens_per_s"
-    rates = {key: [getattr(r[name], rate) for r in rounds] for name, key in names.items()}
-    return Regret.of(rates.pop(SPECULATIVE), rates)
 
 
 def _decode_ratios(pairs: Sequence[tuple[Run, Run]]) -> list[float]:

@@ -10,6 +10,7 @@ from jaxspec.bench.record import Cell, Figures, PeerFigures, Report, Spread, Wai
 
 TITLE = "jaxspec bench"
 SYNTHETIC = "SYNTHETIC ACCEPTANCE"
+SURE = "Ratios are medians with 95 % intervals of the median, with least and greatest below six rounds."
 
 
 def heading(report: Report) -> str:
@@ -87,7 +88,7 @@ def _figures(found: Figures) -> dict[str, Any]:
 
 
 def _spread(name: str, found: Spread | None) -> dict[str, Any]:
-    parts = ("median", "least", "most")
+    parts = ("median", "least", "most", "low", "high")
     return {name if part == "median" else f"{name}_{part}": getattr(found, part, None) for part in parts}
 
 
@@ -114,7 +115,8 @@ def markdown_text(report: Report) -> str:
     if chosen:
         header = ["cell", "auto over plain", "auto over the best fixed K", "over that of the other rounds"]
         header += ["speed-up by fixed K", "steps of auto", "decision, ms"]
-        lines += ["## auto, and every fixed K in the same rounds", "", *_table(header, map(_regret_line, chosen)), ""]
+        lines += ["## auto, and every fixed K in the same rounds", "", SURE, ""]
+        lines += [*_table(header, map(_regret_line, chosen)), ""]
     if report.skipped:
         lines += ["## Not measured", "", *(f"- {s.what}: {s.reason}" for s in report.skipped), ""]
     return "\n".join(lines)
@@ -167,10 +169,10 @@ def _peer_line(cell: Cell, peer: PeerFigures) -> list[str]:
 def _regret_line(cell: Cell) -> list[str]:
     assert cell.regret is not None
     gains = ", ".join(f"{k}: {gain:.2f}" for k, gain in cell.regret.fixed.items())
-    best = f"{_ratio(cell.regret.over_best)}, {arm_text(cell.regret.best)}"
-    foreseen = "" if cell.regret.over_foreseen is None else _ratio(cell.regret.over_foreseen)
+    best = f"{_sure_ratio(cell.regret.over_best)}, {arm_text(cell.regret.best)}"
+    foreseen = "" if cell.regret.over_foreseen is None else _sure_ratio(cell.regret.over_foreseen)
     took = "" if cell.decision_s is None else f"{1e3 * cell.decision_s.median:.3f}"
-    return [cell.name, _ratio(cell.speedup), best, foreseen, gains, lengths_text(cell.lengths or {}), took]
+    return [cell.name, _sure_ratio(cell.speedup), best, foreseen, gains, lengths_text(cell.lengths or {}), took]
 
 
 def _rate(found: Figures) -> str:
@@ -181,6 +183,12 @@ def _rate(found: Figures) -> str:
 
 def _ratio(found: Spread | None) -> str:
     return "" if found is None else f"{found.median:.2f}x ({found.least:.2f} to {found.most:.2f})"
+
+
+def _sure_ratio(found: Spread | None) -> str:
+    if found is None or found.low is None or found.high is None:
+        return _ratio(found)
+    return _ratio(Spread(found.median, found.low, found.high))
 
 
 def _wait(found: Waits | None) -> str:

@@ -108,9 +108,12 @@ class Adaptive:
         return self._think(rows, requests, brief)
 
     def ahead(self, decision: Decision, rows: int, requests: RequestSurvival | None = None) -> None:
-        """Thinks while a dispatch runs, where the next one would have to wait for a thought."""
+        """Thinks while a dispatch runs, where the next one would have to wait for a thought.
+
+        Not while requests run that want no drafts: what is best for them is of no use to those that follow.
+        """
         kept = self._kept.get(bucket(rows))
-        if kept is None or decision.probe or self._steps + self.times.full < kept.until:
+        if kept is None or decision.probe or decision.gain is None or self._steps + self.times.full < kept.until:
             return
         chosen = self._think(rows, requests)
         if chosen.probe:

@@ -13,6 +13,7 @@ from jaxspec.bench import plot
 from jaxspec.bench.grid import DrafterChoice, EnginePoint, Grid, default_grid
 from jaxspec.bench.measure import Run, Trace
 from jaxspec.bench.record import Cell, Regret, Skipped, Spread, load, save
+from jaxspec.bench.rounds import CLEAR, regret, run_rounds
 from jaxspec.bench.sweep import Sweep, Watcher
 from jaxspec.bench.tables import csv_text, heading, markdown_text
 from jaxspec.bench.touched import routed_experts, touched_experts
@@ -161,6 +162,35 @@ def test_regret_by_hand():
     assert found == Regret({"1": 0.5, "2": 1.5}, "2", Spread(0.9, 0.8, 1.0), Spread(1.8, 1.0, 2.4))
     slower = Regret.of([10.0], {"0": [10.0], "1": [8.0]})
     assert (slower.best, slower.over_best.median, slower.over_foreseen) == ("0", 1.0, None)
+
+
+def test_fixed_lengths_that_lost_every_round_have_no_more_turns():
+    """K = 1 loses each round to plain decoding, K = 2 wins one of the first four; the others always go on."""
+    rates = {"plain": 10.0, "speculative": 11.0, "fixed 1": 8.0, "fixed 2": 9.0}
+    ran = []
+
+    def subject(name):
+        def run(part):
+            ran.append(name)
+            rate = 12.0 if name == "fixed 2" and ran.count(name) == 3 else rates[name]
+            return a_run(rate)
+
+        return run
+
+    rounds = run_rounds({name: subject(name) for name in rates}, [slice(0, 1)], 7)
+    assert [sum(name in one for one in rounds) for name in rates] == [7, 7, CLEAR, 7]
+    assert len(ran) == 1 + 7 + 1 + 7 + 1 + CLEAR + 1 + 7, "and one each to warm up"
+    found = regret(rounds)
+    assert found is not None
+    assert (found.best, found.fixed) == ("0", {"1": 0.8, "2": 0.9})
+    assert (found.over_best.median, found.over_best.low, found.over_best.high) == (1.1, 1.1, 1.1)
+    assert regret(rounds[:CLEAR]) == Regret.of(
+        [11.0] * 4, {"0": [10.0] * 4, "1": [8.0] * 4, "2": [9.0, 12.0, 9.0, 9.0]}
+    )
+
+
+def a_run(tokens_per_s: float) -> Run:
+    return Run([], [], 0, 1.0, round(100 * tokens_per_s), 100.0, 0, SpeculationMetrics(), [], {})
 
 
 def test_synthetic_acceptance_is_marked_everywhere(model: Path, tmp_path: Path):

@@ -9,7 +9,7 @@ from jaxspec.serve.adaptive import UNSEEN, Adaptive
 from jaxspec.serve.control import Decision, Outcome
 from jaxspec.serve.step_times import FIRST, KEPT_ROWS
 from jaxspec.topology import PLAIN, AnyTopology, chain
-from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine, play, running
+from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine, in_use, play, running
 
 
 class Starting(Machine):
@@ -68,6 +68,19 @@ def test_a_probe_loses_what_the_best_arm_would_not_have_taken():
     spent_s = STEPS * CHEAP[0]
     earned_s = control.spec.probe_share * spent_s
     assert control.probes.owed_s - owed_s == pytest.approx((1 - 1 / 1.25) * spent_s - earned_s, abs=0.05 * spent_s)
+
+
+def test_requests_that_want_no_drafts_change_nothing_for_those_that_do():
+    """The engine asks for no arm while they run; what would be best for them is not what the next ones begin with."""
+    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.9] * 5, noise=0.0)
+    drafting, plainly = running([None] * 4), running([0] * 4)
+    in_use(control, machine, drafting, 60)
+    for _ in range(20):  # a thought is due in some of these turns
+        wanted = in_use(control, machine, drafting, 1)
+        assert wanted.length
+        control.ahead(Decision(PLAIN), 4, plainly)
+        control.record(Decision(PLAIN), machine.run(PLAIN, 4))
+        assert control.choose(4, 0, drafting, steps=1).length
 
 
 def test_plain_decoding_that_ran_of_late_is_not_tried_again():
