@@ -35,11 +35,11 @@ NOTHING_READY = -1, 0, None
 
 
 class Kept(NamedTuple):
-    """A decision that is not thought over again before so many steps, nor until requests are others."""
+    """A decision that is not thought over again before so many steps, while requests have such limits of their own."""
 
     decision: Decision
     verified: Verified
-    changes: int
+    limits: Sequence[int]
     until: float
 
 
@@ -96,14 +96,14 @@ class Adaptive:
         self, rows: int, waiting: int, requests: RequestSurvival | None = None, steps: int | None = None
     ) -> Decision:
         """Arm of the next dispatch for these active rows; ``requests`` has what is known of each."""
-        size, changes = bucket(rows), 0 if requests is None else requests.changes
+        size, limits = bucket(rows), [] if requests is None else requests.limits
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
         kept, (for_size, until, ready) = self._kept.get(size), self._ready
         if ready is not None and not brief:
             self._ready = NOTHING_READY
             if for_size == size and self._steps < until:
                 return ready
-        if kept is not None and (brief or (kept.changes == changes and self._steps < kept.until)):
+        if kept is not None and (brief or (kept.limits == limits and self._steps < kept.until)):
             return kept.decision if kept.verified == ALL else replace(kept.decision, least=kept.verified.least(rows))
         return self._think(rows, requests, brief)
 
@@ -121,7 +121,7 @@ class Adaptive:
 
     def _think(self, rows: int, requests: RequestSurvival | None, brief: bool = False) -> Decision:
         """Learns what there is to learn and weighs the arms."""
-        size, changes = bucket(rows), 0 if requests is None else requests.changes
+        size, limits = bucket(rows), [] if requests is None else requests.limits
         self.learn()
         if not self.times.knows_plain(rows):
             return Decision(self.arms[0])
@@ -143,7 +143,7 @@ class Adaptive:
         if not brief:
             most = self.spec.drafting_steps if best else self.spec.plain_steps
             until = self._steps + min(self.probes.uneven(most), self._steps / 8)
-            self._kept[size] = Kept(chosen, verified, changes, until)
+            self._kept[size] = Kept(chosen, verified, limits, until)
         return chosen
 
     def _best(self, gains: Sequence[Gain], held: int) -> tuple[int, float]:

@@ -123,7 +123,7 @@ class RequestSurvival:
         self._tried_BK, self._hits_BK = np.zeros((rows, length)), np.zeros((rows, length))
         self._limit_B, self._within_BK = np.full(rows, length), np.ones((rows, length))
         self._runs: list[int] = []
-        self.changes = 0  # how often a request came or went that has a limit of its own
+        self.limits: list[int] = []  # of the running requests that have one, ascending
 
     def enter(self, row: int, limit: int | None = None) -> None:
         """A request takes a slot; ``limit`` is of the positions that it may accept, None for all."""
@@ -131,12 +131,16 @@ class RequestSurvival:
         self._limit_B[row] = len(self._place_K) if limit is None else limit
         self._within_BK[row] = self._place_K < self._limit_B[row]
         self._runs.append(row)
-        self.changes += limit is not None
+        self._limited()
 
     def leave(self, row: int) -> None:
         """Its request ends."""
         self._runs.remove(row)
-        self.changes += bool(self._limit_B[row] < len(self._place_K))
+        self._limited()
+
+    def _limited(self) -> None:
+        limits_R = self._limit_B.take(np.array(self._runs, int))
+        self.limits = sorted(limits_R[limits_R < len(self._place_K)].tolist())
 
     def add(self, length: int, accepted: Mapping[int, Sequence[int]]) -> None:
         """Counts verifications of ``length`` drafts each, or of as many as a request's limit allows, by row.

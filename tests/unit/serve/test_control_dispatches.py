@@ -83,6 +83,19 @@ def test_requests_that_want_no_drafts_change_nothing_for_those_that_do():
         assert control.choose(4, 0, drafting, steps=1).length
 
 
+def test_a_decision_outlives_requests_with_limits_of_their_own():
+    """They came and went: it is the limits of those that run which a decision was thought out for."""
+    control, machine, requests = Adaptive(ARMS), Machine(CHEAP, [0.9] * 5, noise=0.0), running([None] * 4)
+    in_use(control, machine, requests, 200)
+    wanted = control._kept[2].decision
+    for limit, limits in ((0, [0] * 4), (None, [])):
+        for row in range(4):
+            requests.leave(row)
+            requests.enter(row, limit)
+        assert requests.limits == limits
+    assert control.choose(4, 0, requests) is wanted
+
+
 def test_plain_decoding_that_ran_of_late_is_not_tried_again():
     """Requests that want none of it take turns with others: each of its dispatches tells what it takes."""
     control, machine = Adaptive(ARMS), Machine(CHEAP, [0.8] * 5)

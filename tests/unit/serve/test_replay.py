@@ -85,7 +85,7 @@ class Replay:
         places = [0] * len(texts)
         tokens, spent_ms, reads = 0, 0.0, True
         for row in range(len(texts)):
-            self.requests.enter(row)
+            self.requests.enter(row, None if arm is None else arm.max_depth)
         while any(place < len(text) for place, text in zip(places, texts, strict=True)):
             active = [row for row, text in enumerate(texts) if places[row] < len(text)]
             most = 1 if reads else STEPS
