@@ -256,6 +256,7 @@ class Engine:
         kept = self.drafter.room if isinstance(self.drafter, Deferred) else None
         if self.drafter.follows == "nothing" or not (self.programs.turns and (length or kept)):
             return
+        shown = False
         for row, sample in enumerate(self.rows):
             if sample is None or sample.params.draft_limit == 0:
                 continue
@@ -264,7 +265,9 @@ class Engine:
             runs_over = kept is not None and behind + self.spec.steps > kept and left > self.spec.steps
             if behind and (length or runs_over):
                 self.state = self.programs.catch_up(self.state, row, sample.observed, behind)
-                sample.observed = sample.length
+                sample.observed, shown = sample.length, True
+        if shown:  # or the dispatch would seem to take its time
+            jax.block_until_ready(self.state)
 
     def _admit(self) -> None:
         """Reads the prompts of requests that have a place, to the end: a dispatch's time is its own then."""

@@ -174,7 +174,9 @@ class Probes:
                 return
         if fresh:
             # The more it loses, the longer chains wait: together with others that never pay they stay within a share.
-            dear = (1.0 - (decision.gain or 1.0) / decision.best) * outcome.steps / self.spec.idle_share
+            slower = (1.0 - (decision.gain or 1.0) / decision.best) * outcome.steps
+            begins_s = outcome.lost_s + 2 * self.times.switch_s
+            dear = (slower + begins_s / self.times.plain_s(outcome.rows)) / self.spec.idle_share
             longest = max(self.spec.chain_wait, dear) if group == 1 else math.inf
             self._wait[group] = int(min(2 * wait, longest, self.spec.longest_wait))
 

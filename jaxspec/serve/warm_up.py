@@ -9,10 +9,11 @@ import numpy as np
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.topology import PLAIN, AnyTopology
 
-LINKING, TIMED, MOST_TIMED = 4, 3, 16  # rounds
-ENOUGH_S = 3.0  # of timed rounds, more than the fewest
+LINKING, TIMED, MOST_TIMED = 4, 5, 16  # rounds
+ENOUGH_S = 4.0  # of timed rounds, more than the fewest
 RANDOM = 0.1  # relative error of a ratio: text that begins with random tokens touches other experts than users' does
-EACH = 0.35  # of it, what a ratio may be off by itself: it is the median of some rounds
+EACH = 0.35  # of it, what a ratio may be off by itself at least: it is the median of some rounds
+OF_MEDIAN = 1.4826 * 1.2533  # standard error of a normal median by the median absolute deviation, times sqrt(n)
 Run = Callable[[AnyTopology, int], tuple[float, float]]
 
 
@@ -31,7 +32,7 @@ def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tup
 
     Returns:
       Ratios of chains in steps with drafts, without those that never had one, and what a dispatch takes besides its
-      steps in seconds; both medians.
+      steps in seconds; both medians. Where rounds differ, as on a machine with other work, ratios are less sure.
     """
     ratios: dict[int, list[float]] = {arm.max_depth: [] for arm in arms if arm.is_chain}
     over_R: list[float] = []
@@ -47,4 +48,11 @@ def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tup
             spent_s += sum(step_s for step_s, _ in took.values()) * steps + short_s
         turn += 1
     known = {length: float(np.median(found)) for length, found in ratios.items() if found}
-    return StepRatios({rows: (tuple(known), tuple(known.values()))}, RANDOM, EACH), max(0.0, float(np.median(over_R)))
+    each = max(EACH, _scatter([found for length, found in ratios.items() if length and found]) / RANDOM)
+    return StepRatios({rows: (tuple(known), tuple(known.values()))}, RANDOM, each), max(0.0, float(np.median(over_R)))
+
+
+def _scatter(ratios: Sequence[Sequence[float]]) -> float:
+    """Relative standard error of medians over rounds, root mean square over lengths; a few odd rounds do not count."""
+    off = [np.median(np.abs(np.array(found) / np.median(found) - 1.0)) / len(found) ** 0.5 for found in ratios]
+    return OF_MEDIAN * float(np.sqrt(np.mean(np.square(off)))) if off else 0.0

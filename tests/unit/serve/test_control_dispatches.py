@@ -118,7 +118,7 @@ def test_it_goes_on_without_a_thought_until_the_rows_are_others():
         decision = control.choose(4, 0, requests)
         control.record(decision, machine.run(decision.arm, 4))
     late = [i for i in thought if i >= 200]
-    while thought[-1] < len(machine.ran) - 1:  # one more, which holds for a while
+    while thought[-1] < len(machine.ran) - 1 or decision.probe:  # one more, which holds for a while
         decision = control.choose(4, 0, requests)
         control.record(decision, machine.run(decision.arm, 4))
     before = len(machine.ran)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxspec.serve.warm_up import LINKING, MOST_TIMED, RANDOM, warm_up
+from jaxspec.serve.warm_up import EACH, LINKING, MOST_TIMED, RANDOM, warm_up
 from jaxspec.topology import PLAIN, AnyTopology, chain, tree
 
 STEP_S = {PLAIN: 1.0, chain(1): 1.2, chain(3): 1.5, tree((2, 2)): 4.0}
@@ -64,3 +64,20 @@ def test_it_takes_as_many_rounds_as_a_few_seconds_allow():
     found, _ = warm_up((PLAIN, chain(1), chain(3)), run, rows=1, steps=8)
     assert runs.count(chain(3)) == LINKING + MOST_TIMED
     assert (found.at(3, 1) or (0.0,))[0] == pytest.approx(STEP_S[chain(3)], rel=0.06)
+
+
+def test_ratios_of_rounds_that_differ_are_less_sure():
+    """Beside other work: the error that is told is that of the medians, by a law of which it is known."""
+
+    def told(noise: float, seed: int) -> tuple[float, float]:
+        rng = np.random.default_rng(seed)
+
+        def run(arm: AnyTopology, steps: int) -> tuple[float, float]:
+            return 0.001 * STEP_S[arm] * np.exp(noise * rng.standard_normal() * (arm.drafts > 0)), 1.0
+
+        found, _ = warm_up((PLAIN, chain(1), chain(3)), run, rows=1, steps=8)
+        return found.each * found.noise, np.log((found.at(3, 1) or (0.0,))[0] / STEP_S[chain(3)])
+
+    assert told(0.0, 0)[0] == pytest.approx(EACH * RANDOM)
+    errors, off = zip(*(told(0.4, seed) for seed in range(40)), strict=True)
+    assert np.mean(errors) == pytest.approx(np.std(off), rel=0.25)
