@@ -1,6 +1,7 @@
 """Lengths and trees that change from dispatch to dispatch: the same text, and drafters that have missed nothing."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -80,6 +81,25 @@ def test_trees_take_turns_with_chains_and_plain_decoding(lab: Lab, name: str):
     counters = {(m.name, m.labels.get("tree")): m.value for m in engine.metrics.counters()}
     dispatches = sum(decision.arm is DEEP for decision, _ in control.outcomes)
     assert counters["jaxspec:arm_dispatches_total", "[3,1,1]"] == dispatches > 0
+
+
+def test_what_a_drafter_is_shown_is_waited_for_before_a_dispatch_is_timed(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+    """XLA runs it meanwhile; the dispatch behind it would seem to take that much longer."""
+    events: list[str] = []
+
+    def noted(owner, name: str, event: str) -> None:
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (events.append(event), real(*args, **kwargs))[1])
+
+    noted(SharedPrograms, "catch_up", "shown")
+    noted(SharedPrograms, "dispatch", "dispatched")
+    noted(engine_module.jax, "block_until_ready", "waited")
+    engine = lab.engine(lab.drafter("self", chain(3)), control=Cycle())
+    events.clear()
+    generate(engine, mixed_requests("cold"), steps=2)
+    behind = [after for event, after in pairwise(events) if event == "shown"]
+    assert "waited" in behind
+    assert set(behind) == {"shown", "waited"}
 
 
 def test_outcomes_add_up(lab: Lab):
