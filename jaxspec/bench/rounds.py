@@ -20,8 +20,8 @@ def run_rounds(subjects: Mapping[str, Subject], parts: Sequence[slice], count: i
     """So many rounds, behind one that warms up.
 
     A fixed arm that was slower than the best one (or than plain decoding, if that is best) in each of ``CLEAR`` rounds
-    or more ends there: chance alone does that once in sixteen times to one that is as fast. So long sweeps spend their
-    time on those that may be best.
+    or more ends there, and long sweeps spend their time on those that may be best. An arm that is as fast as all others
+    may end, too, for one of them was lucky; nothing is lost with it.
     """
     wanted, found = dict(subjects), []
     _round(wanted, parts, 0)

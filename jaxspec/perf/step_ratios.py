@@ -19,7 +19,8 @@ class StepRatios:
     Attributes:
       by_rows: for each measured number of rows the lengths K, 0 among them, and the ratios.
       noise: relative error of a ratio that was measured.
-      each: share of it that each ratio has by itself; the rest, what drafts add is wrong by the same share for all.
+      each: error that each ratio has by itself, over ``noise``; besides, what drafts add may be wrong by the same share
+        for all.
     """
 
     by_rows: Mapping[int, tuple[tuple[int, ...], tuple[float, ...]]]

@@ -96,6 +96,21 @@ def test_a_decision_outlives_requests_with_limits_of_their_own():
     assert control.choose(4, 0, requests) is wanted
 
 
+def test_idle_trials_that_begin_dearly_come_more_seldom():
+    """Nothing pays; where a drafter must first be shown what it missed, that counts in what a trial loses, too."""
+    tried = []
+    for lost_s in (0.0, 8.0):
+        control, machine = Adaptive(ARMS), Machine(CHEAP, [0.0] * 5, noise=0.0)
+        last, probes = PLAIN, 0
+        for turn in range(1500):
+            decision = control.choose(4, 0)
+            shown_s = lost_s if decision.arm.drafts and not last.drafts else 0.0
+            control.record(decision, replace(machine.run(decision.arm, 4), lost_s=shown_s))
+            last, probes = decision.arm, probes + (decision.probe and turn >= 300)
+        tried.append(probes)
+    assert 0 < tried[1] < 0.2 * tried[0], tried
+
+
 def test_plain_decoding_that_ran_of_late_is_not_tried_again():
     """Requests that want none of it take turns with others: each of its dispatches tells what it takes."""
     control, machine = Adaptive(ARMS), Machine(CHEAP, [0.8] * 5)
