@@ -11,6 +11,7 @@ from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import MIXERS, Block
 from jaxspec.nn.dense import dense
 from jaxspec.nn.ffn import DenseFfn, FfnSpec
+from jaxspec.nn.lookup import lookup
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.unrolled import Unrolled
@@ -171,7 +172,7 @@ class DraftHead(nn.Module):
 
     def embed(self, token_BT: Array) -> Array:
         """Its own embeddings, float32 [B, T, D]."""
-        return self.embed_VD[token_BT].astype(jnp.float32)
+        return lookup(self.embed_VD, token_BT)
 
     def __call__(
         self,

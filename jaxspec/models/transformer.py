@@ -11,6 +11,7 @@ from jaxspec.models.block import Block, norm_params, normalise
 from jaxspec.models.depth import Loop, init_stack, stack_name
 from jaxspec.nn.dense import dense
 from jaxspec.nn.hyper import HyperHead
+from jaxspec.nn.lookup import lookup
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.router import Routing
 from jaxspec.protocol import NOTHING, Features, Reads
@@ -111,14 +112,14 @@ class Transformer(nn.Module):
 
     def embed(self, token_BT: Array) -> Array:
         """Embeddings of tokens, float32 [B, T, D]."""
-        x = self.embed_VD[token_BT].astype(jnp.float32)
+        x = lookup(self.embed_VD, token_BT)
         return dense(x, self.project_in_XD, dtype=self.policy.compute) if self.arch.embed_dim else x
 
     def _embed(self, token_BT: Array, position_BT: Array) -> Array:
         a, x = self.arch, self.embed(token_BT)
         if a.learned_positions:
             place_BT = jnp.minimum(position_BT, a.learned_positions - 1) + POSITION_OFFSET
-            x = x + self.position_SD[place_BT].astype(jnp.float32)
+            x = x + lookup(self.position_SD, place_BT)
         return jnp.repeat(x[:, :, None], a.hyper.streams, axis=2) if a.hyper else x
 
     def _unrolled(self, x, tokens, memory, window, taps, commons, routes):
