@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.pytree import pytree, static
+from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
 
 UNROLLED_ROWS = 16
@@ -55,6 +55,8 @@ class Window:
       base: first page of this layer where several layers share one array, or None for page 0.
       path_BTJ: provisional nodes that each query sees, itself the last, by depth, and any behind it; B may be 1. None
         for a chain, where a query sees all before it.
+      asked_B: the one of the T positions of each row whose output is computed, where a drafter observes: of the others
+        only what they leave in the caches counts. None for all.
       offset: nodes written by earlier forwards of the same tree; this one writes behind them.
       block: positions that attention reads at a time; divides the page size.
       at_once: whether all rows are written by one scatter, as a GPU wants it, and not by an update each.
@@ -67,6 +69,7 @@ class Window:
     base: Array | None = None
     live_BT: Array | None = None
     path_BTJ: Array | None = None
+    asked_B: Array | None = None
     offset: int = static(default=0)
     block: int = static(default=128)
     at_once: bool = static(default=False)
@@ -76,6 +79,15 @@ class Window:
     def first_B(self) -> Array:
         """Position of the first node that this forward writes."""
         return self.start_B + self.offset if self.offset else self.start_B
+
+    @property
+    def reading(self) -> "Window":
+        """What the queries see, once all T positions are written."""
+        if self.asked_B is None:
+            return self
+        assert self.path_BTJ is None, "of a tree every node is asked for"
+        live_BT = None if self.live_BT is None else asked(self.live_BT, self)
+        return replace(self, start_B=self.start_B + self.asked_B, live_BT=live_BT, asked_B=None)
 
 
 @pytree
@@ -92,6 +104,13 @@ class Packed:
     def live_BT(self) -> Array:
         """Positions whose results are used."""
         return self.segment_BT > 0
+
+
+def asked(x: Array, window: Window | Packed | None) -> Array:
+    """Of entries [B, T, ...] those whose output is computed: [B, 1, ...] or all."""
+    if not isinstance(window, Window) or window.asked_B is None:
+        return x
+    return jnp.take_along_axis(x, window.asked_B.reshape(-1, 1, *[1] * (x.ndim - 2)), axis=1)
 
 
 def segments_of(window: Window | Packed | None) -> Array | None:

@@ -8,7 +8,7 @@ from jax import lax
 from jaxspec.cache.kv import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.parallel import draft_from
-from jaxspec.draft.remember import keep_last
+from jaxspec.draft.remember import keep_last, last_place
 from jaxspec.draft.spread import spread
 from jaxspec.models.draft_head import DraftHead, init_head_caches, part_of, run_head
 from jaxspec.models.transformer import Transformer, embed, head
@@ -106,10 +106,12 @@ class HeadDrafter:
         assert commit.features is not None, "what reads features is never caught up by tokens alone"
         count = commit.next_BT.shape[1]
         position_BT = commit.start_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        window = Window(commit.start_B, row_B=None if commit.row is None else commit.row[None], block=self.block)
+        row_B = None if commit.row is None else commit.row[None]
+        window = Window(commit.start_B, row_B=row_B, asked_B=last_place(commit), block=self.block)
         g_BTD = part_of(self.net, self.params, "join", self.net.spec.feature(commit.features))
         last, following, caches = self._slots(commit.next_BT, g_BTD, position_BT, state.caches, window)
-        return HeadState(caches, keep_last(state.last_BD, last, commit), keep_last(state.next_BD, following, commit))
+        kept = (keep_last(old, new[:, 0], commit) for old, new in ((state.last_BD, last), (state.next_BD, following)))
+        return HeadState(caches, *kept)
 
     def run(
         self, state: Any, token_BT: Array, feature: Array, position_BT: Array, window: Window, stage: int

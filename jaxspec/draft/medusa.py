@@ -5,7 +5,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxspec.draft.parallel import draft_from
-from jaxspec.draft.remember import keep_last
+from jaxspec.draft.remember import at_last, keep_last
 from jaxspec.draft.spread import spread
 from jaxspec.models.medusa import Medusa, run_medusa
 from jaxspec.models.transformer import Transformer, head
@@ -62,7 +62,7 @@ class MedusaDrafter:
     def observe(self, state: Array, commit: Commit) -> Array:
         """Takes over committed tokens with the target's hidden states."""
         assert commit.features is not None, "what reads features is never caught up by tokens alone"
-        return keep_last(state, commit.features.last_BTD, commit)
+        return keep_last(state, at_last(commit.features.last_BTD, commit), commit)
 
     def logits(self, last_BTD: Array) -> Array:
         """Logits over the target's vocabulary, float32 [B, T, V]; tokens that the heads do not know have -inf."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.kv import Window
 from jaxspec.draft.autoregress import Root, draft
-from jaxspec.draft.remember import keep_last, of_rows
+from jaxspec.draft.remember import at_last, keep_last, last_place, of_rows
 from jaxspec.models.mtp import Caches, Mtp, feature_shape, init_mtp_caches, last_of, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head
 from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
@@ -132,9 +132,10 @@ class MtpHeads:
         plain = self.target.arch.hyper is None
         x, caches, kept = commit.features.last_BTD if plain else commit.features.stream, [], []
         for layer, (cache, old) in enumerate(zip(state.caches, state.features, strict=True)):
-            x, cache = self._observe_layer(layer, step, x, cache)
+            final_B = last_place(commit) if layer == self._layers - 1 else None
+            x, cache = self._observe_layer(layer, step, x, cache, final_B)
             caches.append(cache)
-            kept.append(keep_last(old, x, commit))
+            kept.append(keep_last(old, at_last(x, commit) if final_B is None else x[:, 0], commit))
             x = jnp.concatenate([of_rows(old, commit)[:, None], x[:, :-1]], axis=1)
         return MtpState(tuple(caches), tuple(kept))
 
@@ -145,22 +146,27 @@ class MtpHeads:
     def experts(self, last_BTD: Array) -> None:
         """It predicts none."""
 
-    def _observe_layer(self, layer: int, step: Step, feature: Array, cache: Any) -> tuple[Array, Any]:
+    def _observe_layer(
+        self, layer: int, step: Step, feature: Array, cache: Any, asked_B: Array | None
+    ) -> tuple[Array, Any]:
         """Runs a layer over committed positions, leaving out those before position 0 of its slots."""
         if layer == 0:
-            _, out, cache = self._layer(0, step, feature, cache)
+            _, out, cache = self._layer(0, step, feature, cache, asked_B)
             return out, cache
         left_B = jnp.maximum(layer - step.window.start_B, 0)
         token_BT, embedded_BTD, position_BT = (
             _shift(x, left_B) for x in (step.token_BT, step.embedded_BTD, step.position_BT)
         )
         shifted = Step(token_BT, embedded_BTD, position_BT, step.window)
-        _, out, cache = self._layer(layer, shifted, _shift(feature, left_B), cache)
-        return _shift(out, -left_B), cache
+        asked_B = None if asked_B is None else jnp.maximum(asked_B - left_B, 0)
+        _, out, cache = self._layer(layer, shifted, _shift(feature, left_B), cache, asked_B)
+        return out if asked_B is not None else _shift(out, -left_B), cache
 
-    def _layer(self, layer: int, step: Step, feature: Array, cache: Any) -> tuple[Array, Array, Any]:
+    def _layer(
+        self, layer: int, step: Step, feature: Array, cache: Any, asked_B: Array | None = None
+    ) -> tuple[Array, Array, Any]:
         """Runs a layer in its own slots."""
-        window = replace(step.window, start_B=jnp.maximum(step.window.start_B - layer, 0))
+        window = replace(step.window, start_B=jnp.maximum(step.window.start_B - layer, 0), asked_B=asked_B)
         position_BT = jnp.maximum(step.position_BT - layer, 0)
         return run_mtp(
             self.net, self.params, layer, step.embedded_BTD, feature, step.token_BT, position_BT, cache, window

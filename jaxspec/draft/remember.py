@@ -11,16 +11,24 @@ def of_rows(kept: Array, commit: Commit) -> Array:
     return kept if commit.row is None else kept[commit.row][None]
 
 
-def keep_last(kept: Array, found: Array, commit: Commit) -> Array:
-    """Keeps of each row the last of its entries that count; rows in which none counts keep what they have.
+def last_place(commit: Commit) -> Array:
+    """Place of each row's last entry that counts, int32 [B]; 0 where none does."""
+    return jnp.maximum(commit.count_B - 1, 0)
+
+
+def at_last(found: Array, commit: Commit) -> Array:
+    """Of entries [B, T, ...] of the commit's positions each row's last that counts, [B, ...]."""
+    return jnp.take_along_axis(found, last_place(commit).reshape(-1, *[1] * (found.ndim - 1)), axis=1)[:, 0]
+
+
+def keep_last(kept: Array, new: Array, commit: Commit) -> Array:
+    """Keeps of each row what was found at its last position; rows in which none counts keep what they have.
 
     Args:
       kept: [B, ...].
-      found: entries [B, T, ...] of the commit's positions; B is 1 where one row is prefilled.
-      commit: says how many count.
+      new: the same of the commit's rows; B is 1 where one row is prefilled.
+      commit: says how many positions count.
     """
-    last_B = jnp.maximum(commit.count_B - 1, 0).reshape(-1, *[1] * (found.ndim - 1))
-    new = jnp.take_along_axis(found, last_B, axis=1)[:, 0]
     counts = (commit.count_B > 0).reshape(-1, *[1] * (new.ndim - 1))
     new = jnp.where(counts, new, of_rows(kept, commit))
     return new if commit.row is None else kept.at[commit.row].set(new[0])

@@ -5,7 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Packed, Window
+from jaxspec.cache.kv import Packed, Window, asked
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.nn.attention import Attention, AttentionSpec, Memory
 from jaxspec.nn.compressed_attention import CompressedAttention, CompressedSpec
@@ -78,7 +78,8 @@ class Block(nn.Module):
           layer: place in the stack.
 
         Returns:
-          The stream behind the layer, its cache, what later layers may share, and the expert choices.
+          The stream behind the layer at the positions asked for, its cache, what later layers may share, and the expert
+          choices.
         """
         arch, p = self.arch, self.policy
         routing, mixer = None, MIXERS[type(self.spec.attention)]
@@ -99,20 +100,24 @@ class Block(nn.Module):
                 return out
             return DenseFfn(self.spec.ffn, arch.model_dim, p, name="ffn")(u)
 
-        for name, sublayer in (("attention", attend), ("ffn", feed)):
-            x = self._around(name, sublayer, x)
+        x = self._around("attention", attend, x, window)
+        token_BT, position_BT = asked(token_BT, window), asked(position_BT, window)
+        window = window.reading if isinstance(window, Window) else window
+        x = self._around("ffn", feed, x, window)
         return x, cache, shared, routing
 
-    def _around(self, name: str, sublayer: Any, x: Array) -> Array:
+    def _around(self, name: str, sublayer: Any, x: Array, window: Window | Packed | None) -> Array:
+        """Adds the output of a sub-layer, which has only the positions asked for."""
         arch, p = self.arch, self.policy
         norm = norm_params(self, arch, p, f"{name}_norm")
         if arch.hyper is not None:
             connection = HyperConnection(arch.hyper, arch.model_dim, arch.norm_eps, p, name=f"{name}_hyper")
             u, write, comb = connection(x)
-            return merge(x, sublayer(normalise(arch, u, norm)), write, comb)
+            out = sublayer(normalise(arch, u, norm))
+            return merge(asked(x, window), out, asked(write, window), asked(comb, window))
         if arch.norm_last:
-            return normalise(arch, x + sublayer(x), norm)
-        return x + sublayer(normalise(arch, x, norm))
+            return normalise(arch, asked(x, window) + sublayer(x), norm)
+        return asked(x, window) + sublayer(normalise(arch, x, norm))
 
 
 def init_block(key: Array, spec: LayerSpec, arch: ArchSpec, policy: Policy) -> Any:

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Packed, Window, init_layer
+from jaxspec.cache.kv import LayerCache, Packed, Window, asked, init_layer
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import MIXERS, Block
 from jaxspec.nn.dense import dense
@@ -16,6 +16,7 @@ from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.unrolled import Unrolled
 from jaxspec.protocol import NOTHING, Features, Reads
+from jaxspec.pytree import replace
 from jaxspec.shapes import Array, Params
 
 Memory = LayerCache | Unrolled | None
@@ -92,7 +93,7 @@ class JoinLayer(nn.Module):
     def __call__(
         self, e_BTD: Array, g_BTD: Array, position_BT: Array, memory: Memory, window: Window | Packed | None
     ) -> tuple[Array, Memory]:
-        """The stream behind the layer, [B, T, D], and its memory."""
+        """The stream behind the layer, [B, T, D], of the positions asked for, and its memory."""
         s, p, a = self.spec, self.policy, self.spec.arch
 
         def norm(x: Array, name: str) -> Array:
@@ -108,7 +109,7 @@ class JoinLayer(nn.Module):
             x = h_BTD if s.norm_before_residual else g_BTD
         mixer = MIXERS[type(self.layer.attention)](self.layer.attention, a.model_dim, a.norm_eps, p, name="attention")
         out, memory, _ = mixer(u, position_BT, memory, window)
-        x = x + out
+        x = asked(x, window) + out
         assert isinstance(self.layer.ffn, FfnSpec), "the first layer of a head is dense"
         return x + DenseFfn(self.layer.ffn, a.model_dim, p, name="ffn")(norm(x, "ffn_norm_D")), memory
 
@@ -194,13 +195,16 @@ class DraftHead(nn.Module):
           window: where caches are written and what is seen.
 
         Returns:
-          What the head reads, what the next draft continues from, and the memory.
+          What the head reads and what the next draft continues from, of the positions asked for, and the memory.
         """
-        s = self.spec
-        memory = (None,) * len(s.arch.layers) if memory is None else memory
-        x, kept = self.first(embedded_BTD, g_BTD, position_BT, memory[0], window)
+        s, count = self.spec, len(self.spec.arch.layers)
+        memory = (None,) * count if memory is None else memory
+        # What the last layer reads is needed of all positions.
+        inner = replace(window, asked_B=None) if isinstance(window, Window) else window
+        windows = [*[inner] * (count - 1), window]
+        x, kept = self.first(embedded_BTD, g_BTD, position_BT, memory[0], windows[0])
         written = [kept]
-        for layer, before in zip(self.layers, memory[1:], strict=True):
+        for layer, before, window in zip(self.layers, memory[1:], windows[1:], strict=True):
             x, kept, _, _ = layer(x, token_BT, position_BT, before, window)
             written.append(kept)
         last = x if s.join == "product" else rms_norm(x, self.norm_D, s.arch.norm_eps)

@@ -67,7 +67,7 @@ class MtpLayer(nn.Module):
           window: where the cache is written and what is seen.
 
         Returns:
-          The feature behind each slot, normalised or as streams like the one that came in, and the cache.
+          The feature behind each slot asked for, normalised or as streams like the one that came in, and the cache.
         """
         a, dtype = self.arch, self.policy.compute
         e_BTD = normalise(a, embedded_BTD, self.embed_norm)

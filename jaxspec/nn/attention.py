@@ -6,7 +6,7 @@ from typing import Literal
 
 import flax.linen as nn
 
-from jaxspec.cache.kv import LayerCache, Packed, StreamSpec, Window, read_block, segments_of, write
+from jaxspec.cache.kv import LayerCache, Packed, StreamSpec, Window, asked, read_block, segments_of, write
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
 from jaxspec.nn.attention_kernel import attend_by_kernel
 from jaxspec.nn.dense import dense
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         window: Window | Packed | None,
         shared: Array | None = None,
     ) -> tuple[Array, Memory | None, Array | None]:
-        """Attention output [B, T, D], the memory with the new positions, and ``shared`` as it came."""
+        """Attention output [B, T, D] of the positions asked for, the memory with all, and ``shared`` as it came."""
         s, p = self.spec, self.policy
         q_BTHC, k_BTGC, v_BTGC = self._project(x_BTX, position_BT)
         sinks_H = weight(self, p, "sinks_H", (s.heads,)) if s.sinks else None
@@ -87,6 +87,7 @@ class Attention(nn.Module):
             new = {"k": k_BTGC, "v": v_BTGC}
             cache = {name: write(cache[name], streams[name], window, new[name]) for name in new}
             pages = cache["k"], cache["v"]
+            q_BTHC, position_BT, window = asked(q_BTHC, window), asked(position_BT, window), window.reading
             out = attend_by_kernel(
                 q_BTHC, pages, position_BT, streams["k"], window, p, scale=scale, span=s.window, sinks_H=sinks_H
             )

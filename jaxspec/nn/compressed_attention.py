@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read_block, write
+from jaxspec.cache.kv import LayerCache, StreamSpec, Window, asked, entry_block, read_block, write
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, per_head_dense
@@ -72,7 +72,7 @@ class CompressedAttention(nn.Module):
     def __call__(
         self, x_BTD: Array, position_BT: Array, cache: LayerCache | None, window: Window | None, shared: Array | None
     ) -> tuple[Array, LayerCache | None, Array | None]:
-        """Attention output [B, T, D], the cache with the new positions, and ``shared`` as it came."""
+        """Attention output [B, T, D] of the positions asked for, the cache with all, and ``shared`` as it came."""
         s, p = self.spec, self.policy
         low_BTR, q_BTHC = self._queries(x_BTD, position_BT)
         kv_DC = matrix(self, p, "kv_DC", (self.model_dim, s.head_dim))
@@ -92,7 +92,9 @@ class CompressedAttention(nn.Module):
         if cache is None or window is None:
             out = _among_themselves(q_BTHC, kv_BT1C, entry_BNC, kept_BTN, sinks_H, s)
         else:
-            out = _over_cache(q_BTHC, position_BT, cache, kept_BTN, sinks_H, s, window, p.compute)
+            q_BTHC, position_BT = asked(q_BTHC, window), asked(position_BT, window)
+            kept_BTN = None if kept_BTN is None else asked(kept_BTN, window)
+            out = _over_cache(q_BTHC, position_BT, cache, kept_BTN, sinks_H, s, window.reading, p.compute)
         return self._project(rotate(out, position_BT, s.rope, back=True)), cache, shared
 
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, Packed, StreamSpec, Window, read_block, segments_of, write
+from jaxspec.cache.kv import LayerCache, Packed, StreamSpec, Window, asked, read_block, segments_of, write
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
 from jaxspec.nn.attention_kernel import attend_by_kernel
 from jaxspec.nn.dense import dense, per_head_dense
@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
         window: Window | Packed | None,
         shared: Array | None = None,
     ) -> tuple[Array, LayerCache | Unrolled | None, Array | None]:
-        """Attention output [B, T, D], the cache with the new positions, and the selection for later layers if any."""
+        """Attention output [B, T, D] of the positions asked for, the cache with all, and what later layers borrow."""
         s, p = self.spec, self.policy
         q_BTHC, low_BTR = self._queries(x_BTD, position_BT)
         c_BTR, turned_BT1C = self._latent(x_BTD, position_BT)
@@ -98,7 +98,9 @@ class LatentAttention(nn.Module):
         else:
             new_BT1C = jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
             cache = cache | {"latent": write(cache["latent"], s.streams["latent"], window, new_BT1C)}
-            out = _over_cache(q_BTHC, position_BT, cache["latent"], kv_HXR, seen, s, window, p)
+            q_BTHC, position_BT = asked(q_BTHC, window), asked(position_BT, window)
+            seen = None if seen is None else asked(seen, window)
+            out = _over_cache(q_BTHC, position_BT, cache["latent"], kv_HXR, seen, s, window.reading, p)
         w_o = matrix(self, p, "out_HCD", (s.heads, s.value_dim, self.model_dim))
         lends = s.borrows or (s.index is not None and s.index.lends)
         out = dense(out, w_o, self._bias("out_bias_D", self.model_dim), dtype=p.compute, axes=2)

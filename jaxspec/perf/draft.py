@@ -1,6 +1,6 @@
 """What drafting costs and how much of it is accepted, by kind of drafter and shape of what is drafted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -145,7 +145,9 @@ def draft_time(
     """Seconds of drafting one step and of taking over what was committed, in the same dispatch as verification.
 
     A draft model runs K + 1 passes; layers of prediction and EAGLE heads K - 1, and one more over all committed
-    positions, for they continue from the target's states; Medusa's heads run once.
+    positions, for they continue from the target's states; Medusa's heads run once. Of that one more the last layer
+    runs at one position per row but for keys and values, whose products at the others, which read no further weights,
+    are not counted.
 
     Args:
       draft: whose.
@@ -173,8 +175,17 @@ def draft_time(
         layers = draft.model.layers
         each = [replace(draft.model, layers=(layers[min(d, len(layers) - 1)],)) for d in range(depth)]
         cells = [(each[d], widths[d], widths[d]) for d in range(1, depth)]
-        cells.append((draft.model, depth + 1, 1))
+        cells.extend(_observing(draft.model, depth + 1))
     return sum(_pass(m, rates, rows, w, context, mesh, overlap, head) for m, w, head in cells)
+
+
+def _observing(model: ModelCost, positions: int) -> Iterator[tuple[ModelCost, int, int]]:
+    """Passes over what was committed, the last layer by itself."""
+    *inner, last = model.layers
+    inner += [replace(last, count=last.count - 1)] if last.count > 1 else []
+    if inner:
+        yield replace(model, layers=tuple(inner)), positions, 0
+    yield replace(model, layers=(replace(last, count=1),)), 1, 1
 
 
 def _pass(

@@ -1,11 +1,13 @@
 """Acceptance of chains and trees, and what each kind of drafter runs."""
 
+from dataclasses import replace
+
 import pytest
 
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import Rates
 from jaxspec.perf.draft import ASSUMED, KINDS, Acceptance, DraftCost, acceptance_of_positions, draft_time, head_for
-from jaxspec.perf.moesd import acceptance_length
+from jaxspec.perf.moesd import acceptance_length, expected_experts
 from tests.unit.perf.models import dense_model, routed_model
 
 LAYERS, HEAD = Rates(layer_s=1.0), Rates(byte_s=1.0)
@@ -30,6 +32,20 @@ def test_positions_that_engines_report():
         acceptance_of_positions([0.5, 0.7])
     with pytest.raises(ConfigError, match="at least one position"):
         acceptance_of_positions([])
+
+
+def test_what_was_committed_touches_experts_at_one_position():
+    """Of the last layer; those before it run at all of them, K + 1."""
+    rates, one = Rates(expert_byte_s=1.0), replace(routed_model().layers[-1], count=1)
+    two = replace(one, count=2)
+    single, double = (
+        draft_time(DraftCost("mtp", replace(routed_model(), layers=(x,))), rates, rows=1, branching=(1,), context=0)
+        for x in (one, two)
+    )
+    assert single == pytest.approx(one.top_k * one.expert_bytes)
+    assert double - single == pytest.approx(
+        expected_experts(num_experts=one.experts, top_k=one.top_k, tokens=2) * one.expert_bytes
+    )
 
 
 def test_siblings_help_where_the_best_draft_failed():
