@@ -83,7 +83,8 @@ class StepTimes:
 
     def plain_s(self, rows: int) -> float:
         """Time of a plain step at the machine's pace of now."""
-        return math.exp(self._known.mean_N[PACE] + self._known.mean_N[self._of(rows)])
+        first = self._of(rows)  # which may be new, and then lengthens what is known
+        return math.exp(self._known.mean_N[PACE] + self._known.mean_N[first])
 
     def skipped(self, rows: int) -> tuple[float, float]:
         """Time of a step that drafts and then verifies nothing over that of a plain one, and its relative error.

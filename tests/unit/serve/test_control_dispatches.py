@@ -250,6 +250,14 @@ def test_many_numbers_of_rows_are_known_and_the_latest_are_kept():
     assert control.times.plain_s(300) == pytest.approx(300**0.3, rel=0.15)
 
 
+def test_a_number_of_rows_that_never_ran_may_be_asked_for():
+    """Some of eight rows ended in their first dispatch, so only fewer are known."""
+    control = Adaptive(ARMS)
+    control.record(Decision(PLAIN), Outcome(8, STEPS, 1.0 * STEPS, {0: [0] * 40}, active=5.0))
+    control.learn()
+    assert control.times.plain_s(8) > control.times.plain_s(5)
+
+
 def test_experts_of_few_rows_say_nothing_of_many():
     """A text that is left alone touches fewer experts than eight; of eight that follow, what was known still is."""
     machine, control, known = Machine(DEAR, [0.8] * 5, noise=0.02), Adaptive(ARMS), []
