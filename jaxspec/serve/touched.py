@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 class TouchedExperts:
     """Predicted experts by number of drafts; of more drafts than the last step had, by the line through what was seen.
 
+    More drafts touch no fewer of them than the last step's did.
+
     Attributes:
       memory: predictions that are remembered.
       latest: experts that the first 1, 2, ... drafts of the last step were predicted to touch.
@@ -41,4 +43,4 @@ class TouchedExperts:
             return None
         _, first, own, spread, together = self._moments[drafts - 1]
         slope = together / spread if spread > 0 else 0.0
-        return own + slope * (self.latest[0] - first)
+        return max(own + slope * (self.latest[0] - first), self.latest[-1])
