@@ -31,7 +31,9 @@ def control_of(lengths: Lengths, prior: StepRatios | None = None) -> Control:
     return Fixed(lengths.topology) if lengths.ranges is None else ByBatchSize(lengths.ranges, lengths.otherwise)
 
 
-NOTHING_READY = -1, 0, None
+Size = tuple[int, tuple[tuple[int, int], ...]]  # number of rows, and their kinds
+
+NOTHING_READY = (-1, ()), 0, None
 
 
 class Kept(NamedTuple):
@@ -75,10 +77,10 @@ class Adaptive:
     survival: Survival = field(init=False)
     _chains: int = field(init=False)
     _counts: list[Survival] = field(init=False)
-    _held: dict[int, int] = field(default_factory=dict, init=False)
-    _ready: tuple[int, int, Decision | None] = field(default=NOTHING_READY, init=False)
+    _held: dict[Size, int] = field(default_factory=dict, init=False)
+    _ready: tuple[Size, int, Decision | None] = field(default=NOTHING_READY, init=False)
     _steps: int = field(default=0, init=False)
-    _kept: dict[int, Kept] = field(default_factory=dict, init=False)
+    _kept: dict[Size, Kept] = field(default_factory=dict, init=False)
     _experts: dict[int, float] = field(default_factory=dict, init=False)
     _new: list[tuple[Decision, Outcome]] = field(default_factory=list, init=False)
 
@@ -96,7 +98,7 @@ class Adaptive:
         self, rows: int, waiting: int, requests: RequestSurvival | None = None, steps: int | None = None
     ) -> Decision:
         """Arm of the next dispatch for these active rows; ``requests`` has what is known of each."""
-        size, limits = bucket(rows), [] if requests is None else requests.limits
+        size, limits = _size(rows, requests), [] if requests is None else requests.limits
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
         kept, (for_size, until, ready) = self._kept.get(size), self._ready
         if ready is not None and not brief:
@@ -112,16 +114,17 @@ class Adaptive:
 
         Not while requests run that want no drafts: what is best for them is of no use to those that follow.
         """
-        kept = self._kept.get(bucket(rows))
+        size = _size(rows, requests)
+        kept = self._kept.get(size)
         if kept is None or decision.probe or decision.gain is None or self._steps + self.times.full < kept.until:
             return
         chosen = self._think(rows, requests)
         if chosen.probe:
-            self._ready = bucket(rows), self._steps + 2 * self.times.full, chosen
+            self._ready = size, self._steps + 2 * self.times.full, chosen
 
     def _think(self, rows: int, requests: RequestSurvival | None, brief: bool = False) -> Decision:
         """Learns what there is to learn and weighs the arms."""
-        size, limits = bucket(rows), [] if requests is None else requests.limits
+        size, limits = _size(rows, requests), [] if requests is None else requests.limits
         self.learn()
         if not self.times.knows_plain(rows):
             return Decision(self.arms[0])
@@ -132,7 +135,7 @@ class Adaptive:
         if probe is not None:
             # Where it would pay if all drafts were accepted; or those that never were would never be verified again.
             arm, gain = self.arms[probe], gains[probe]
-            least = self.found.pays(size, arm.max_depth, gain.more).least(rows)
+            least = self.found.pays(size[0], arm.max_depth, gain.more).least(rows)
             return Decision(arm, True, gain.value or None, best_gain, least)
         if best != held:
             if not best or not held:
@@ -236,3 +239,8 @@ class Adaptive:
             error += unsure
             found.append((tokens, error))
         return found
+
+
+def _size(rows: int, requests: RequestSurvival | None) -> Size:
+    """What a decision is kept for."""
+    return bucket(rows), () if requests is None else requests.shares

@@ -17,7 +17,9 @@ SURPRISE = 3.0  # standard deviations by which they then differ from what chance
 PRIOR = 8.0  # verifications of chains that stand in for the missing ones of a tree
 PLAIN_FADE = 1 / 32  # share of what is known of a request that a plain step of it forgets
 UNTRIED = 2000.0  # verifications that do not try a position, until most of what was known of it is forgotten
-SHARED = 16.0  # verifications of everyone that stand in for the missing ones of a request
+SHARED = 32.0  # verifications of its kind that stand in for the missing ones of a request
+KIND_MEMORY, PUT_OFF = 800.0, 512  # verifications of a kind that are remembered, and most that are looked at later
+WARMTH, WARMEST = 2.0, 3  # kinds to a degree of temperature, and the last of them
 
 
 @dataclass
@@ -89,6 +91,11 @@ class Survival:
             found.append((last, error))
         return found
 
+    def beside(self, everyone: Sequence[float]) -> list[float]:
+        """Survival of each position, where everyone's stands in for ``PRIOR`` missing verifications."""
+        found = zip(self.by_position(), self._tried, everyone, strict=True)
+        return [(tried * own + PRIOR * every) / (tried + PRIOR) for (own, _), tried, every in found]
+
 
 def _with(known: tuple[float, float], tried: int, hits: int, memory: float) -> tuple[float, float]:
     """Tries and hits with some more of them, of older ones no more than are remembered."""
@@ -107,8 +114,13 @@ def _surprising(late: tuple[float, float], known: tuple[float, float]) -> bool:
 class RequestSurvival:
     """The same of every running request by itself, in arrays [B, K] with a row for each batch slot.
 
-    What a request has not tried yet it shares with everyone, who weigh as much as ``SHARED`` verifications of it; what
-    lies beyond its limit survives never.
+    What a request has not tried yet it shares with its kind, which weighs as much as ``SHARED`` verifications of it;
+    what lies beyond its limit survives never. Requests of like temperature are of one kind: it is known before a
+    request begins, and tells much of what it will accept. Of a new kind everyone's drafts tell.
+
+    Attributes:
+      limits: of the running requests that have one, ascending.
+      shares: of the running requests, by kind, in quarters.
     """
 
     def __init__(self, rows: int, length: int, memory: float):
@@ -123,24 +135,30 @@ class RequestSurvival:
         self._tried_BK, self._hits_BK = np.zeros((rows, length)), np.zeros((rows, length))
         self._limit_B, self._within_BK = np.full(rows, length), np.ones((rows, length))
         self._runs: list[int] = []
-        self.limits: list[int] = []  # of the running requests that have one, ascending
+        self._kind_B, self._kinds = [0] * rows, dict[int, Survival]()
+        self._new, self._unseen = dict[tuple[int, int], list[int]](), 0
+        self.limits: list[int] = []
+        self.shares: tuple[tuple[int, int], ...] = ()
 
-    def enter(self, row: int, limit: int | None = None) -> None:
+    def enter(self, row: int, limit: int | None = None, temperature: float = 0.0) -> None:
         """A request takes a slot; ``limit`` is of the positions that it may accept, None for all."""
+        self._kind_B[row] = min(math.ceil(WARMTH * temperature), WARMEST)
         self._tried_BK[row] = self._hits_BK[row] = 0.0
         self._limit_B[row] = len(self._place_K) if limit is None else limit
         self._within_BK[row] = self._place_K < self._limit_B[row]
         self._runs.append(row)
-        self._limited()
+        self._changed()
 
     def leave(self, row: int) -> None:
         """Its request ends."""
         self._runs.remove(row)
-        self._limited()
+        self._changed()
 
-    def _limited(self) -> None:
+    def _changed(self) -> None:
         limits_R = self._limit_B.take(np.array(self._runs, int))
         self.limits = sorted(limits_R[limits_R < len(self._place_K)].tolist())
+        counts = Counter(self._kind_B[row] for row in self._runs)
+        self.shares = tuple((kind, round(4 * counts[kind] / len(self._runs))) for kind in sorted(counts))
 
     def add(self, length: int, accepted: Mapping[int, Sequence[int]]) -> None:
         """Counts verifications of ``length`` drafts each, or of as many as a request's limit allows, by row.
@@ -167,6 +185,17 @@ class RequestSurvival:
         fade_RK = np.where(new_RK > 0, np.maximum(fade_RK, 0.0), 1.0)
         self._tried_BK[rows] = tried_RK * fade_RK + new_RK
         self._hits_BK[rows] = self._hits_BK[rows] * fade_RK + above_RK
+        for row, counts in accepted.items():
+            self._new.setdefault((self._kind_B[row], min(length, int(self._limit_B[row]))), []).extend(counts)
+            self._unseen += len(counts)
+        if self._unseen > PUT_OFF:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Looks at what kinds accepted since the last time."""
+        for (kind, length), counts in self._new.items():
+            self._kinds.setdefault(kind, Survival(len(self._place_K), KIND_MEMORY)).add(length, counts)
+        self._new, self._unseen = {}, 0
 
     def mean(self, everyone: Sequence[float]) -> list[float]:
         """Survival of each position, the mean over the running requests, of whom there is one at least.
@@ -174,10 +203,18 @@ class RequestSurvival:
         Args:
           everyone: survival of each position over all requests.
         """
+        self._learn()
         runs = np.array(self._runs)
         own_RK = self._hits_BK.take(runs, axis=0)
-        own_RK += SHARED * np.asarray(everyone)
+        own_RK += SHARED * self._of_its_kind(everyone)
         own_RK /= self._tried_BK.take(runs, axis=0) + SHARED
         np.minimum.accumulate(own_RK, axis=1, out=own_RK)
         own_RK *= self._within_BK.take(runs, axis=0)
         return (np.add.reduce(own_RK) / len(runs)).tolist()
+
+    def _of_its_kind(self, everyone: Sequence[float]) -> np.ndarray:
+        """Survival of each position for the kind of each running request, [R, K]; [K] if there is but one."""
+        if len(self._kinds) < 2:
+            return np.asarray(everyone)
+        by_kind = {kind: self._kinds[kind].beside(everyone) for kind, _ in self.shares if kind in self._kinds}
+        return np.array([by_kind.get(self._kind_B[row], everyone) for row in self._runs])

@@ -12,7 +12,7 @@ from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import ByBatchSize, Decision, Fixed, Outcome
 from jaxspec.serve.probes import NO_GAIN, AdaptiveSpec
-from jaxspec.serve.survival import RequestSurvival, Survival
+from jaxspec.serve.survival import SHARED, RequestSurvival, Survival
 from jaxspec.topology import PLAIN, AnyTopology, chain, tree
 
 LENGTHS = (0, 1, 2, 3, 4, 5)
@@ -314,20 +314,22 @@ def test_requests_are_counted_each_for_itself():
     requests, everyone = running([None, 2, None], rows=5, length=3, memory=20.0), [0.5, 0.25, 0.0]
     assert requests.mean(everyone) == pytest.approx([0.5, 0.25, 0.0])
     requests.add(3, {0: [3, 1], 1: [2], 2: []})
-    first = [(2 + 16 * 0.5) / 18, (1 + 16 * 0.25) / 18, 1 / 18]
-    second = [(1 + 16 * 0.5) / 17, (1 + 16 * 0.25) / 17, 0.0]
+    first = [(2 + SHARED * 0.5) / (SHARED + 2), (1 + SHARED * 0.25) / (SHARED + 2), 1 / (SHARED + 2)]
+    second = [(1 + SHARED * 0.5) / (SHARED + 1), (1 + SHARED * 0.25) / (SHARED + 1), 0.0]
     assert requests.mean(everyone) == pytest.approx(np.mean([first, second, everyone], axis=0))
     requests.leave(2)
     requests.leave(0)
     for _ in range(2):
         requests.add(3, {1: [0] * 19})
-    assert requests.mean(everyone) == pytest.approx([(0.05 + 16 * 0.5) / 36, (0.05 + 16 * 0.25) / 36, 0.0])
+    assert requests.mean(everyone) == pytest.approx(
+        [(0.05 + SHARED * 0.5) / (SHARED + 20), (0.05 + SHARED * 0.25) / (SHARED + 20), 0.0]
+    )
     requests.add(1, {1: [1] * 5})
-    assert requests.mean(everyone)[0] == pytest.approx((0.05 * 0.75 + 5 + 16 * 0.5) / 36)
-    before, shared = requests.mean(everyone)[0], 16 * 0.5
+    assert requests.mean(everyone)[0] == pytest.approx((0.05 * 0.75 + 5 + SHARED * 0.5) / (SHARED + 20))
+    before, shared = requests.mean(everyone)[0], SHARED * 0.5
     requests.add(0, {1: [0] * 8})
     left = (31 / 32) ** 8
-    expected = ((before * 36 - shared) * left + shared) / (20 * left + 16)
+    expected = ((before * (SHARED + 20) - shared) * left + shared) / (20 * left + SHARED)
     assert requests.mean(everyone)[0] == pytest.approx(expected), "plain steps make it forget"
     requests.enter(1)
     assert requests.mean(everyone) == pytest.approx(everyone), "a slot's next request starts anew"

@@ -87,7 +87,7 @@ def test_a_decision_outlives_requests_with_limits_of_their_own():
     """They came and went: it is the limits of those that run which a decision was thought out for."""
     control, machine, requests = Adaptive(ARMS), Machine(CHEAP, [0.9] * 5, noise=0.0), running([None] * 4)
     in_use(control, machine, requests, 200)
-    wanted = control._kept[2].decision
+    wanted = control._kept[2, requests.shares].decision
     for limit, limits in ((0, [0] * 4), (None, [])):
         for row in range(4):
             requests.leave(row)

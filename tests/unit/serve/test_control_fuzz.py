@@ -33,7 +33,8 @@ class Engine:
             self.free.append(row)
         while self.free and (not self.held or rng.random() < 0.4):
             row = self.free.pop(int(rng.integers(len(self.free))))
-            self.requests.enter(row, None if rng.random() < 0.7 else int(rng.integers(0, 5)))
+            limit = None if rng.random() < 0.7 else int(rng.integers(0, 5))
+            self.requests.enter(row, limit, float(rng.choice([0.0, 0.0, 0.3, 1.0, 9.0])))
             self.held.append(row)
         if rng.random() < 0.03:
             self.rate, self.step_s = float(rng.choice([0.0, 0.3, 0.9, 1.0])), 10 ** rng.uniform(-5, -1)

@@ -100,7 +100,7 @@ def test_a_kept_decision_is_told_for_the_rows_that_are_left():
     control, machine = Adaptive(ARMS), Lookup(DEAR, 0.85, (0.15, 0.95), 0, rows=8)
     speed(machine, control, 100)
     share = Verified(0.75, 0.5, 0.9)
-    control._kept[3] = Kept(Decision(chain(3), least=7), share, [], math.inf)
+    control._kept[3, ()] = Kept(Decision(chain(3), least=7), share, [], math.inf)
     assert control.choose(8, 0).least == 7
     assert control.choose(5, 0).least == 4
 

@@ -1,0 +1,102 @@
+"""What is known of a request before it begins: its temperature, and what others of that temperature accepted."""
+
+import pytest
+
+from jaxspec.serve.adaptive import Adaptive
+from jaxspec.serve.control import Fixed
+from jaxspec.serve.survival import KIND_MEMORY, PUT_OFF, SHARED, RequestSurvival
+from jaxspec.topology import chain
+from tests.unit.serve.test_control import ARMS, STEPS, Machine
+
+EVERYONE = [0.5, 0.3]
+TIMES = [1.0, 1.3, 1.6, 1.9, 2.2, 2.5]
+
+
+def known(*temperatures: float) -> RequestSurvival:
+    """One slot; greedy requests accepted both drafts, those of temperature 1 none, and then these came in turns."""
+    requests = RequestSurvival(len(temperatures), 2, 64.0)
+    for temperature, hits in ((0.0, 2), (1.0, 0)):
+        requests.enter(0, None, temperature)
+        requests.add(2, {0: [hits] * 400})
+        requests.leave(0)
+    for row, temperature in enumerate(temperatures):
+        requests.enter(row, None, temperature)
+    return requests
+
+
+@pytest.mark.parametrize(("temperature", "kind"), [(0.0, [1.0, 1.0]), (0.7, [0.0, 0.0]), (1.0, [0.0, 0.0])])
+def test_a_new_request_is_expected_to_do_as_its_kind(temperature: float, kind: list[float]):
+    assert known(temperature).mean(EVERYONE) == pytest.approx(kind, abs=0.02)
+
+
+@pytest.mark.parametrize("temperature", [0.2, 1.5, 1e3])
+def test_of_a_new_kind_everyone_tells(temperature: float):
+    assert known(temperature).mean(EVERYONE) == pytest.approx(EVERYONE)
+
+
+def test_kinds_side_by_side_count_by_their_requests():
+    assert known(0.0, 0.0, 0.0, 1.0).mean(EVERYONE) == pytest.approx([0.75, 0.75], abs=0.02)
+
+
+def test_what_a_request_did_itself_outweighs_its_kind():
+    requests = known(0.0, 0.0)
+    requests.add(2, {0: [0] * 64})
+    requests.add(2, {1: [2] * 2000})
+    of_its_own = SHARED / (SHARED + 64)
+    assert requests.mean(EVERYONE)[0] == pytest.approx((of_its_own + 1) / 2, abs=0.02)
+
+
+def test_one_kind_alone_is_everyone():
+    """Its counts are those of everyone, who know more about changes."""
+    requests = RequestSurvival(1, 2, 64.0)
+    requests.enter(0, None, 1.0)
+    requests.add(2, {0: [2] * 400})
+    requests.leave(0)
+    requests.enter(0, None, 1.0)
+    assert requests.mean(EVERYONE) == pytest.approx(EVERYONE)
+
+
+def test_deeper_drafts_than_a_request_allows_say_nothing_of_its_kind():
+    """It accepts one draft of two at most; that the second is not accepted is its own wish."""
+    requests = RequestSurvival(1, 2, 64.0)
+    for limit, hits in ((None, 2), (1, 1)):
+        requests.enter(0, limit)
+        requests.add(2, {0: [hits] * 400})
+        requests.leave(0)
+    requests.enter(0, None, 1.0)
+    requests.add(2, {0: [0] * 400})
+    requests.leave(0)
+    requests.enter(0)
+    assert requests.mean(EVERYONE) == pytest.approx([1.0, 1.0], abs=0.02)
+
+
+def test_what_nobody_asks_for_does_not_pile_up():
+    """A fixed number of drafts never asks what kinds accept."""
+    control, requests = Fixed(chain(2)), RequestSurvival(1, 2, 64.0)
+    requests.enter(0)
+    for _ in range(1000):
+        control.choose(1, 0, requests)
+        requests.add(2, {0: [1] * STEPS})
+        assert sum(map(len, requests._new.values())) <= PUT_OFF + STEPS
+    assert sum(requests._kinds[0]._tried) == pytest.approx(2 * KIND_MEMORY)
+
+
+def test_requests_of_two_kinds_in_turns_have_each_its_own_arm():
+    """Greedy ones accept nearly all, the others nothing: from the first step of each on, without a change of texts."""
+    machines = {0.0: Machine(TIMES, [0.95] * 5, noise=0.02), 1.0: Machine(TIMES, [0.02] * 5, noise=0.02)}
+    control, requests = Adaptive(ARMS), RequestSurvival(1, 5, 64.0)
+    first: dict[float, list[int]] = {0.0: [], 1.0: []}
+    for _ in range(100):
+        for temperature, machine in machines.items():
+            requests.enter(0, None, temperature)
+            for at in range(4):
+                decision = control.choose(1, 0, requests)
+                if not at and not decision.probe:
+                    first[temperature].append(decision.length)
+                outcome = machine.run(decision.arm, 1)
+                control.record(decision, outcome)
+                requests.add(decision.length, {0: next(iter(outcome.accepted.values()))})
+            requests.leave(0)
+    assert min(len(lengths) for lengths in first.values()) > 70, "and few are trials"
+    assert set(first[0.0][-50:]) <= {4, 5}
+    assert set(first[1.0][-50:]) == {0}
