@@ -20,6 +20,8 @@ from jaxspec.topology import AnyTopology, chain
 
 MOVED = 0.2  # share by which the experts that drafts should touch differ from those of before: worth another thought
 
+CLEARLY = 0.85  # share of a trial's time that the best arm would have taken, where there is no hurry to think about it
+
 UNSEEN = 64  # most dispatches that are put off
 
 
@@ -58,6 +60,9 @@ class Adaptive:
     steps but for the time to draft: what an arm takes and brings is that of the others, and of rows that have a draft,
     and both are thinned by their shares before arms are compared.
 
+    It thinks while the device works, as far as it can. A decision that has become old holds for one dispatch more, and
+    is thought over meanwhile, where other rows than before are active or a trial clearly did not pay.
+
     Attributes:
       arms: plain decoding, chains by length, then trees.
       spec: how cautious it is.
@@ -79,6 +84,8 @@ class Adaptive:
     _counts: list[Survival] = field(init=False)
     _held: dict[Size, int] = field(default_factory=dict, init=False)
     _ready: tuple[Size, int, Decision | None] = field(default=NOTHING_READY, init=False)
+    _last: Size = field(default=NOTHING_READY[0], init=False)
+    _late: bool = field(default=False, init=False)
     _steps: int = field(default=0, init=False)
     _kept: dict[Size, Kept] = field(default_factory=dict, init=False)
     _experts: dict[int, float] = field(default_factory=dict, init=False)
@@ -101,11 +108,12 @@ class Adaptive:
         size, limits = _size(rows, requests), [] if requests is None else requests.limits
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
         kept, (for_size, until, ready) = self._kept.get(size), self._ready
+        late, self._last, self._late = self._late or size != self._last, size, False
         if ready is not None and not brief:
             self._ready = NOTHING_READY
             if for_size == size and self._steps < until:
                 return ready
-        if kept is not None and (brief or (kept.limits == limits and self._steps < kept.until)):
+        if kept is not None and (brief or (kept.limits == limits and (late or self._steps < kept.until))):
             return kept.decision if kept.verified == ALL else replace(kept.decision, least=kept.verified.least(rows))
         return self._think(rows, requests, brief)
 
@@ -116,6 +124,8 @@ class Adaptive:
         """
         size = _size(rows, requests)
         kept = self._kept.get(size)
+        if decision.probe:
+            self.learn()  # what came of it is then all that is left to learn
         if kept is None or decision.probe or decision.gain is None or self._steps + self.times.full < kept.until:
             return
         chosen = self._think(rows, requests)
@@ -165,6 +175,9 @@ class Adaptive:
             self._new.append((decision, outcome))
             self.times.full = max(self.times.full, outcome.steps)
             self._steps += outcome.steps * (decision.gain is not None or decision.probe)
+            if decision.probe and self.times.knows_plain(outcome.rows):
+                spent_s = outcome.time_s - self.times.switch_s
+                self._late = self.probes.instead_s(decision, outcome) < CLEARLY * spent_s
             if outcome.touched:
                 experts, before = outcome.touched[0], self._experts.get(outcome.rows, 0.0)
                 if abs(experts - before) > MOVED * before:

@@ -160,9 +160,7 @@ class Probes:
           outcome: what it did.
         """
         group, fresh = self._group(place), place == 0 or self._going != place
-        # What the best arm would have taken for its tokens. They are a matter of luck, which sums do without.
-        instead_s = outcome.tokens / outcome.rows * self.times.plain_s(outcome.rows) / decision.best
-        self._lost(outcome.time_s - instead_s + fresh * self.times.switch_s)
+        self._lost(outcome.time_s - self.instead_s(decision, outcome) + fresh * self.times.switch_s)
         if fresh:
             self._going, self._more = place, self.spec.longest_probe
         self._more -= 1
@@ -179,6 +177,10 @@ class Probes:
             dear = (slower + begins_s / self.times.plain_s(outcome.rows)) / self.spec.idle_share
             longest = max(self.spec.chain_wait, dear) if group == 1 else math.inf
             self._wait[group] = int(min(2 * wait, longest, self.spec.longest_wait))
+
+    def instead_s(self, decision: Decision, outcome: Outcome) -> float:
+        """What the best arm would have taken for a probe's tokens. They are a matter of luck, which sums do without."""
+        return outcome.tokens / outcome.rows * self.times.plain_s(outcome.rows) / decision.best
 
     def _lost(self, more_s: float) -> None:
         """Less than nothing is owed only at first."""

@@ -1,0 +1,78 @@
+"""When the adaptive control thinks: while the device works, and in its way only where that may change much."""
+
+from itertools import pairwise
+
+import pytest
+
+from jaxspec.serve.adaptive import Adaptive
+from jaxspec.serve.control import Decision, Outcome
+from jaxspec.topology import PLAIN, chain
+from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine
+
+
+def served(control: Adaptive, machine: Machine, dispatches: int, rows: int = 4) -> list[tuple[Decision, bool]]:
+    """What was decided as an engine asks for it, and whether it was thought over in the device's way."""
+    found = []
+    for _ in range(dispatches):
+        decision = control.choose(rows, 0)
+        found.append((decision, not control._new))
+        control.ahead(decision, rows)
+        control.record(decision, machine.run(decision.arm, rows))
+    return found
+
+
+def settled(times: list[float], rate: float) -> tuple[Adaptive, Machine]:
+    control, machine = Adaptive(ARMS), Machine(times, [rate] * 5, noise=0.0)
+    served(control, machine, 200)
+    return control, machine
+
+
+@pytest.mark.parametrize(("times", "rate"), [(DEAR, 0.1), (CHEAP, 0.9)])
+def test_few_decisions_wait_for_a_thought(times: list[float], rate: float):
+    control, machine = settled(times, rate)
+    found = served(control, machine, 1000)
+    assert sum(decision.probe for decision, _ in found) >= 3
+    assert sum(thought for _, thought in found) <= 10
+
+
+def test_a_trial_that_clearly_does_not_pay_is_thought_over_while_the_device_works():
+    control, machine = settled(DEAR, 0.1)
+    found = served(control, machine, 1000)
+    behind = [after for (before, _), after in pairwise(found) if before.probe]
+    assert len(behind) >= 5
+    assert not any(thought or decision.length for decision, thought in behind)
+
+
+def test_a_trial_that_may_pay_is_thought_over_at_once():
+    """The next choice knows what came of it."""
+    control, machine = settled(DEAR, 0.1)
+    while not (decision := control.choose(4, 0)).probe:
+        control.ahead(decision, 4)
+        control.record(decision, machine.run(decision.arm, 4))
+    length = decision.length
+    control.record(decision, Outcome(4, STEPS, STEPS * DEAR[length], {length: [length] * (4 * STEPS)}))
+    assert control.choose(4, 0).length == length
+    assert not control._new
+
+
+def test_what_is_known_is_learnt_while_a_trial_runs():
+    control, machine = settled(DEAR, 0.1)
+    control.record(Decision(PLAIN, gain=1.0), machine.run(PLAIN, 4))
+    control.ahead(Decision(chain(1), True, 0.5, 1.0), 4)
+    assert not control._new
+
+
+def test_an_old_decision_for_other_rows_holds_for_a_dispatch():
+    """Nothing is lost where the engine leaves time to think; where it does not, the next decision waits."""
+    control, machine = settled(CHEAP, 0.9)
+    served(control, machine, 100, rows=1)
+    (first, thought), (second, thought_then) = served(control, machine, 2)
+    assert first.length == 5
+    assert not thought
+    assert second.probe or second.length == 5
+    assert not thought_then, "it was thought over while the first ran"
+    served(control, machine, 100, rows=1)
+    for late in (True, False):
+        decision = control.choose(4, 0)
+        assert bool(control._new) is late
+        control.record(decision, machine.run(decision.arm, 4))
