@@ -16,7 +16,7 @@ from jaxspec.bench.peers.contest import Contender, peer_figures
 from jaxspec.bench.record import CLOSED, Acceptance, Cell, Experts, PeerFigures, Skipped, Spread, figures
 from jaxspec.bench.rounds import FIXED, PLAIN, SPECULATIVE, Subject, regret, run_rounds
 from jaxspec.bench.touched import touched_experts
-from jaxspec.bench.workload import WORKLOADS, Source
+from jaxspec.bench.workload import WORKLOADS, Source, settings
 from jaxspec.checkpoint.load import Model, read_config
 from jaxspec.checkpoint.text import Text
 from jaxspec.errors import JaxspecError
@@ -136,7 +136,9 @@ class Sweep:
         """One cell: rounds in which every way of decoding runs once, in turns, behind one round that warms up."""
         grid, prompts = self.grid, self.prompts(engine, point)
         arrivals = None if point.arrival == CLOSED else poisson_arrivals(len(prompts), point.rate, grid.seed)
-        comparable = point.temperature == 0 and arrivals is None and not WORKLOADS[point.workload].sampling
+        greedy = {"temperature": 0.0}
+        simple = all(settings(point.workload, place, point.temperature) == greedy for place in range(len(prompts)))
+        comparable = simple and arrivals is None
         rivals = {c.name: c for c in contenders} if comparable else {}
         plain, drafted = (self._params(point, len(prompts), mode) for mode in (PLAIN, SPECULATIVE))
 
@@ -160,13 +162,12 @@ class Sweep:
 
     def _params(self, point: Point, count: int, mode: str) -> list[SamplingParams]:
         one = SamplingParams(
-            temperature=point.temperature,
-            max_tokens=point.output_tokens,
-            ignore_eos=True,
-            speculative=False if mode == PLAIN else None,
-            **WORKLOADS[point.workload].sampling,
+            max_tokens=point.output_tokens, ignore_eos=True, speculative=False if mode == PLAIN else None
         )
-        return [replace(one, seed=self.grid.seed * count + i) for i in range(count)]
+        return [
+            replace(one, seed=self.grid.seed * count + place, **settings(point.workload, place, point.temperature))
+            for place in range(count)
+        ]
 
     def _cell(self, engine: EnginePoint, point: Point, rounds: Sequence[Mapping[str, Any]]) -> Cell:
         """The figures of our own runs."""

@@ -74,13 +74,16 @@ class Workload:
       about: in words.
       input_tokens: of each prompt, None for as long as it is.
       output_tokens: generated per prompt.
-      sampling: settings of its requests.
+      sampling: settings of its requests, but for their temperature.
+      turns: other workloads that its requests are of in turns, with their temperatures, None for the one that is asked
+        for.
     """
 
     about: str
     input_tokens: int | None
     output_tokens: int
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    turns: tuple[tuple[str, float | None], ...] = ()
 
 
 WORKLOADS: Mapping[str, Workload] = {
@@ -90,9 +93,22 @@ WORKLOADS: Mapping[str, Workload] = {
         "tokens of the same code in a random order, and a penalty on every repetition: hardly a draft is right",
         64, 128, {"frequency_penalty": 2.0, "presence_penalty": 2.0},
     ),
+    "mixed": Workload(
+        "code at temperature 0 and shuffled text at the temperature asked for, in turns", None, 128,
+        turns=(("code", 0.0), ("shuffled", None)),
+    ),
     "random": Workload("token ids drawn evenly from the vocabulary; needs no tokenizer", 64, 128),
     "file": Workload("the prompts of --prompts", None, 128),
 }  # fmt: skip
+
+
+def settings(name: str, place: int, temperature: float) -> dict[str, Any]:
+    """Sampling settings of a workload's request at a place, where a temperature is asked for."""
+    turns = WORKLOADS[name].turns
+    if turns:
+        name, own = turns[place % len(turns)]
+        temperature = temperature if own is None else own
+    return {"temperature": temperature, **WORKLOADS[name].sampling}
 
 
 @dataclass(frozen=True)
@@ -124,6 +140,10 @@ class Source:
         """
         if name not in WORKLOADS:
             raise ConfigError(f"workload {name!r} is not known; known are {list(WORKLOADS)}")
+        turns = WORKLOADS[name].turns
+        if turns:
+            parts = [self.prompts(one, -(-count // len(turns)), seed, input_tokens) for one, _ in turns]
+            return [parts[place % len(turns)][place // len(turns)] for place in range(count)]
         size, draws = input_tokens or WORKLOADS[name].input_tokens, np.random.default_rng(seed)
         if name == "random":
             return draws.integers(0, self.vocab_size, (count, size or 1)).tolist()

@@ -38,7 +38,7 @@ class BenchArgs:
       k: Drafts per step, 0 to 16, and auto.
       concurrency: Rows decoded together, and in a closed loop requests that are out.
       temperature: 0 always takes the most likely token.
-      workload: code, prefill, shuffled, random, and file for --prompts.
+      workload: code, prefill, shuffled, mixed, random, and file for --prompts.
       prompts: JSONL of prompts for the workload file, as for jaxspec generate; settings in it are not used.
       input_tokens: Length of prompts; by default the workload's.
       output_tokens: Generated per prompt; by default the workload's.

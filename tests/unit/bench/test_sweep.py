@@ -13,7 +13,7 @@ from jaxspec.bench import plot
 from jaxspec.bench.grid import DrafterChoice, EnginePoint, Grid, default_grid
 from jaxspec.bench.measure import Run, Trace
 from jaxspec.bench.record import Cell, Regret, Skipped, Spread, load, save
-from jaxspec.bench.rounds import CLEAR, regret, run_rounds
+from jaxspec.bench.rounds import CLEAR, PLAIN, SPECULATIVE, regret, run_rounds
 from jaxspec.bench.sweep import Sweep, Watcher
 from jaxspec.bench.tables import csv_text, heading, markdown_text
 from jaxspec.bench.touched import routed_experts, touched_experts
@@ -89,6 +89,18 @@ def test_chunks_fit_the_longest_prompt(model: Path, prompts: tuple[int, ...], ch
     grid = Grid((NGRAM,), (2,), (2,), (0.0,), input_tokens=prompts, output_tokens=(20,), workloads=("random",))
     sweep = Sweep(model, grid)
     assert (sweep.longest, sweep.capacity, sweep.chunk) == (max(prompts), max(prompts) + 20, chunk)
+
+
+def test_requests_of_one_workload_may_differ(model: Path):
+    """Each has the settings of its turn, the same whichever way decodes it."""
+    grid = Grid((NGRAM,), (2,), (2,), (0.7,), output_tokens=(8,), workloads=("mixed",))
+    sweep, (point,) = Sweep(model, grid), grid.points()
+    for mode, speculates in ((PLAIN, False), (SPECULATIVE, None)):
+        params = sweep._params(point, 4, mode)
+        assert [one.temperature for one in params] == [0.0, 0.7, 0.0, 0.7]
+        assert [one.frequency_penalty for one in params] == [0.0, 2.0, 0.0, 2.0]
+        assert {one.speculative for one in params} == {speculates}
+        assert len({one.seed for one in params}) == 4
 
 
 def test_experts_by_hand(found: tuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.bench.workload import HELD_OUT, WORKLOADS, Source, load_excerpts
+from jaxspec.bench.workload import HELD_OUT, WORKLOADS, Source, load_excerpts, settings
 from jaxspec.checkpoint.text import Text
 from jaxspec.errors import ConfigError
 
@@ -19,7 +19,7 @@ def source(model: Path) -> Source:
     return Source(Text.load(model), VOCAB)
 
 
-@pytest.mark.parametrize("name", ["code", "prefill", "shuffled", "random"])
+@pytest.mark.parametrize("name", ["code", "prefill", "shuffled", "mixed", "random"])
 def test_prompts_are_seeded(source: Source, name: str):
     first = source.prompts(name, 40, seed=3)
     assert first == source.prompts(name, 40, seed=3)
@@ -46,6 +46,18 @@ def test_shuffled_has_the_tokens_of_code_and_not_their_order(source: Source):
     assert {i for ids in shuffled for i in ids} <= {i for ids in source.prompts("code", 32, seed=0) for i in ids}
     assert mixed.most_common(1)[0][1] < pairs.most_common(1)[0][1], "no pair comes as often as in code"
     assert WORKLOADS["shuffled"].sampling
+
+
+def test_mixed_has_greedy_code_and_sampled_shuffled_text_in_turns(source: Source):
+    """Of an odd number, too; and one temperature for all where 0 is asked for."""
+    code, shuffled = (source.prompts(name, 3, seed=0) for name in ("code", "shuffled"))
+    first, second = WORKLOADS["code"].sampling, WORKLOADS["shuffled"].sampling
+    assert source.prompts("mixed", 5, seed=0) == [code[0], shuffled[0], code[1], shuffled[1], code[2]]
+    assert [settings("mixed", place, 0.7) for place in (0, 3)] == [
+        {"temperature": 0.0, **first},
+        {"temperature": 0.7, **second},
+    ]
+    assert settings("mixed", 1, 0.0) == settings("shuffled", 5, 0.0) == {"temperature": 0.0, **second}
 
 
 def test_file(source: Source, tmp_path: Path):
