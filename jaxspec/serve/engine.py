@@ -299,7 +299,7 @@ class Engine:
             self.state = self.programs.admit(state, row, sample.prompt, sampling, table)
             self.rows[row] = sample
             sample.observed = sample.length
-            self.survival.enter(row, sample.params.draft_limit, sample.params.temperature)
+            self.survival.enter(row, sample.params.draft_limit, sample.params.kind)
             self.metrics.prompt_tokens += len(sample.output.prompt_token_ids)
 
     def _take(self, row: int, sample: Sample, packed: np.ndarray, report: Report, length: int, tried: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -101,6 +102,15 @@ class SamplingParams:
         if isinstance(self.speculative, dict):
             return self.speculative["num_speculative_tokens"]
         return 0 if self.speculative is False else None
+
+    @property
+    def kind(self) -> int:
+        """What is known beforehand of how many drafts a request will accept: those of one kind are sampled alike.
+
+        Greedy, a temperature of up to 0.5, of up to 1, or more; each with penalties and without.
+        """
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return 2 * min(math.ceil(2 * self.temperature), 3) + (penalties != (1.0, 0.0, 0.0))
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:

@@ -19,7 +19,6 @@ PLAIN_FADE = 1 / 32  # share of what is known of a request that a plain step of 
 UNTRIED = 2000.0  # verifications that do not try a position, until most of what was known of it is forgotten
 SHARED = 32.0  # verifications of its kind that stand in for the missing ones of a request
 KIND_MEMORY, PUT_OFF = 800.0, 512  # verifications of a kind that are remembered, and most that are looked at later
-WARMTH, WARMEST = 2.0, 3  # kinds to a degree of temperature, and the last of them
 
 
 @dataclass
@@ -115,8 +114,8 @@ class RequestSurvival:
     """The same of every running request by itself, in arrays [B, K] with a row for each batch slot.
 
     What a request has not tried yet it shares with its kind, which weighs as much as ``SHARED`` verifications of it;
-    what lies beyond its limit survives never. Requests of like temperature are of one kind: it is known before a
-    request begins, and tells much of what it will accept. Of a new kind everyone's drafts tell.
+    what lies beyond its limit survives never. Kinds are known before requests begin (``SamplingParams.kind``), and tell
+    much of what they will accept. Of a new kind everyone's drafts tell.
 
     Attributes:
       limits: of the running requests that have one, ascending.
@@ -140,9 +139,9 @@ class RequestSurvival:
         self.limits: list[int] = []
         self.shares: tuple[tuple[int, int], ...] = ()
 
-    def enter(self, row: int, limit: int | None = None, temperature: float = 0.0) -> None:
+    def enter(self, row: int, limit: int | None = None, kind: int = 0) -> None:
         """A request takes a slot; ``limit`` is of the positions that it may accept, None for all."""
-        self._kind_B[row] = min(math.ceil(WARMTH * temperature), WARMEST)
+        self._kind_B[row] = kind
         self._tried_BK[row] = self._hits_BK[row] = 0.0
         self._limit_B[row] = len(self._place_K) if limit is None else limit
         self._within_BK[row] = self._place_K < self._limit_B[row]

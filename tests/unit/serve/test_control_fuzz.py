@@ -34,7 +34,7 @@ class Engine:
         while self.free and (not self.held or rng.random() < 0.4):
             row = self.free.pop(int(rng.integers(len(self.free))))
             limit = None if rng.random() < 0.7 else int(rng.integers(0, 5))
-            self.requests.enter(row, limit, float(rng.choice([0.0, 0.0, 0.3, 1.0, 9.0])))
+            self.requests.enter(row, limit, int(rng.choice([0, 0, 1, 4, 7])))
             self.held.append(row)
         if rng.random() < 0.03:
             self.rate, self.step_s = float(rng.choice([0.0, 0.3, 0.9, 1.0])), 10 ** rng.uniform(-5, -1)

@@ -1,9 +1,10 @@
-"""What is known of a request before it begins: its temperature, and what others of that temperature accepted."""
+"""What is known of a request before it begins: how it is sampled, and what others that are sampled so accepted."""
 
 import pytest
 
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import Fixed
+from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.survival import KIND_MEMORY, PUT_OFF, SHARED, RequestSurvival
 from jaxspec.topology import chain
 from tests.unit.serve.test_control import ARMS, STEPS, Machine
@@ -12,34 +13,45 @@ EVERYONE = [0.5, 0.3]
 TIMES = [1.0, 1.3, 1.6, 1.9, 2.2, 2.5]
 
 
-def known(*temperatures: float) -> RequestSurvival:
-    """One slot; greedy requests accepted both drafts, those of temperature 1 none, and then these came in turns."""
-    requests = RequestSurvival(len(temperatures), 2, 64.0)
-    for temperature, hits in ((0.0, 2), (1.0, 0)):
-        requests.enter(0, None, temperature)
+def known(*kinds: int) -> RequestSurvival:
+    """Requests of these kinds, where those of kind 0 accepted both drafts before, and those of kind 1 none."""
+    requests = RequestSurvival(len(kinds), 2, 64.0)
+    for kind, hits in ((0, 2), (1, 0)):
+        requests.enter(0, None, kind)
         requests.add(2, {0: [hits] * 400})
         requests.leave(0)
-    for row, temperature in enumerate(temperatures):
-        requests.enter(row, None, temperature)
+    for row, kind in enumerate(kinds):
+        requests.enter(row, None, kind)
     return requests
 
 
-@pytest.mark.parametrize(("temperature", "kind"), [(0.0, [1.0, 1.0]), (0.7, [0.0, 0.0]), (1.0, [0.0, 0.0])])
-def test_a_new_request_is_expected_to_do_as_its_kind(temperature: float, kind: list[float]):
-    assert known(temperature).mean(EVERYONE) == pytest.approx(kind, abs=0.02)
+def test_requests_that_are_sampled_alike_are_of_one_kind():
+    settings: list[dict[str, float]] = [
+        {"temperature": 0.0}, {"temperature": 0.3}, {"temperature": 0.6}, {"temperature": 1.2},
+        {"temperature": 0.0, "frequency_penalty": 0.1}, {"temperature": 1.0, "repetition_penalty": 1.1},
+    ]  # fmt: skip
+    kinds = [SamplingParams(**one).kind for one in settings]
+    assert len({*kinds}) == len(kinds)
+    alike = [SamplingParams(temperature=0.5), SamplingParams(temperature=0.3, top_k=5, seed=1, max_tokens=2)]
+    assert {one.kind for one in alike} == {kinds[1]}
+    assert SamplingParams(temperature=9e3).kind == kinds[3]
 
 
-@pytest.mark.parametrize("temperature", [0.2, 1.5, 1e3])
-def test_of_a_new_kind_everyone_tells(temperature: float):
-    assert known(temperature).mean(EVERYONE) == pytest.approx(EVERYONE)
+@pytest.mark.parametrize(("kind", "expected"), [(0, [1.0, 1.0]), (1, [0.0, 0.0])])
+def test_a_new_request_is_expected_to_do_as_its_kind(kind: int, expected: list[float]):
+    assert known(kind).mean(EVERYONE) == pytest.approx(expected, abs=0.02)
+
+
+def test_of_a_new_kind_everyone_tells():
+    assert known(2).mean(EVERYONE) == pytest.approx(EVERYONE)
 
 
 def test_kinds_side_by_side_count_by_their_requests():
-    assert known(0.0, 0.0, 0.0, 1.0).mean(EVERYONE) == pytest.approx([0.75, 0.75], abs=0.02)
+    assert known(0, 0, 0, 1).mean(EVERYONE) == pytest.approx([0.75, 0.75], abs=0.02)
 
 
 def test_what_a_request_did_itself_outweighs_its_kind():
-    requests = known(0.0, 0.0)
+    requests = known(0, 0)
     requests.add(2, {0: [0] * 64})
     requests.add(2, {1: [2] * 2000})
     of_its_own = SHARED / (SHARED + 64)
@@ -49,10 +61,10 @@ def test_what_a_request_did_itself_outweighs_its_kind():
 def test_one_kind_alone_is_everyone():
     """Its counts are those of everyone, who know more about changes."""
     requests = RequestSurvival(1, 2, 64.0)
-    requests.enter(0, None, 1.0)
+    requests.enter(0, None, 1)
     requests.add(2, {0: [2] * 400})
     requests.leave(0)
-    requests.enter(0, None, 1.0)
+    requests.enter(0, None, 1)
     assert requests.mean(EVERYONE) == pytest.approx(EVERYONE)
 
 
@@ -63,7 +75,7 @@ def test_deeper_drafts_than_a_request_allows_say_nothing_of_its_kind():
         requests.enter(0, limit)
         requests.add(2, {0: [hits] * 400})
         requests.leave(0)
-    requests.enter(0, None, 1.0)
+    requests.enter(0, None, 1)
     requests.add(2, {0: [0] * 400})
     requests.leave(0)
     requests.enter(0)
@@ -82,21 +94,21 @@ def test_what_nobody_asks_for_does_not_pile_up():
 
 
 def test_requests_of_two_kinds_in_turns_have_each_its_own_arm():
-    """Greedy ones accept nearly all, the others nothing: from the first step of each on, without a change of texts."""
-    machines = {0.0: Machine(TIMES, [0.95] * 5, noise=0.02), 1.0: Machine(TIMES, [0.02] * 5, noise=0.02)}
+    """Those of one accept nearly all, the others nothing: from the first step of each on, without a change of texts."""
+    machines = {0: Machine(TIMES, [0.95] * 5, noise=0.02), 1: Machine(TIMES, [0.02] * 5, noise=0.02)}
     control, requests = Adaptive(ARMS), RequestSurvival(1, 5, 64.0)
-    first: dict[float, list[int]] = {0.0: [], 1.0: []}
+    first: dict[int, list[int]] = {0: [], 1: []}
     for _ in range(100):
-        for temperature, machine in machines.items():
-            requests.enter(0, None, temperature)
+        for kind, machine in machines.items():
+            requests.enter(0, None, kind)
             for at in range(4):
                 decision = control.choose(1, 0, requests)
                 if not at and not decision.probe:
-                    first[temperature].append(decision.length)
+                    first[kind].append(decision.length)
                 outcome = machine.run(decision.arm, 1)
                 control.record(decision, outcome)
                 requests.add(decision.length, {0: next(iter(outcome.accepted.values()))})
             requests.leave(0)
     assert min(len(lengths) for lengths in first.values()) > 70, "and few are trials"
-    assert set(first[0.0][-50:]) <= {4, 5}
-    assert set(first[1.0][-50:]) == {0}
+    assert set(first[0][-50:]) <= {4, 5}
+    assert set(first[1][-50:]) == {0}

@@ -14,6 +14,7 @@ from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import Decision, Outcome
 from jaxspec.serve.found import ALL, FoundDrafts
+from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.survival import RequestSurvival
 from jaxspec.serve.warm_up import EACH, RANDOM
 from jaxspec.topology import PLAIN, AnyTopology, chain
@@ -40,7 +41,7 @@ TOLD, TOLD_EACH = 0.2, 0.05  # errors of what warming up tells of a step with dr
 class Text(list[int]):
     """Accepted drafts by place, -1 where nothing was drafted."""
 
-    temperature = 0.0
+    kind = 0
 
 
 def recorded() -> dict[str, list[Text]]:
@@ -52,7 +53,7 @@ def recorded() -> dict[str, list[Text]]:
             cases[name] = []
         else:
             text = Text(-1 if place == "." else int(place) for place in line)
-            text.temperature = float(name.rsplit(" ", 1)[1])
+            text.kind = SamplingParams(temperature=float(name.rsplit(" ", 1)[1])).kind
             cases[name].append(text)
     return cases
 
@@ -95,7 +96,7 @@ class Replay:
         places = [0] * len(texts)
         tokens, spent_ms, reads = 0, 0.0, True
         for row, text in enumerate(texts):
-            self.requests.enter(row, None if arm is None else arm.max_depth, text.temperature)
+            self.requests.enter(row, None if arm is None else arm.max_depth, text.kind)
         self.behind.clear()
         while any(place < len(text) for place, text in zip(places, texts, strict=True)):
             active = [row for row, text in enumerate(texts) if places[row] < len(text)]
