@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import repeat
-from typing import NamedTuple
 
 from jaxspec.draft.lengths import Lengths
 from jaxspec.perf.step_ratios import StepRatios
@@ -38,13 +37,25 @@ Size = tuple[int, tuple[tuple[int, int], ...]]  # number of rows, and their kind
 NOTHING_READY = (-1, ()), 0, None
 
 
-class Kept(NamedTuple):
-    """A decision that is not thought over again before so many steps, while requests have such limits of their own."""
+@dataclass
+class Kept:
+    """A decision that is not thought over again before so many steps, while requests have such limits of their own.
+
+    ``late`` once it is older, and was of use nevertheless.
+    """
 
     decision: Decision
     verified: Verified
     limits: Sequence[int]
     until: float
+    late: bool = False
+
+    def holds(self, limits: Sequence[int], steps: int, may_wait: bool) -> bool:
+        """Whether it is of use for requests of these limits; an old one that may wait is for one dispatch more."""
+        if limits != self.limits or steps < self.until:
+            return limits == self.limits
+        was_late, self.late = self.late, True
+        return may_wait and not was_late
 
 
 @dataclass
@@ -85,7 +96,7 @@ class Adaptive:
     _held: dict[Size, int] = field(default_factory=dict, init=False)
     _ready: tuple[Size, int, Decision | None] = field(default=NOTHING_READY, init=False)
     _last: Size = field(default=NOTHING_READY[0], init=False)
-    _late: bool = field(default=False, init=False)
+    _may_wait: bool = field(default=False, init=False)
     _steps: int = field(default=0, init=False)
     _kept: dict[Size, Kept] = field(default_factory=dict, init=False)
     _experts: dict[int, float] = field(default_factory=dict, init=False)
@@ -108,14 +119,17 @@ class Adaptive:
         size, limits = _size(rows, requests), [] if requests is None else requests.limits
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
         kept, (for_size, until, ready) = self._kept.get(size), self._ready
-        late, self._last, self._late = self._late or size != self._last, size, False
+        may_wait, self._last, self._may_wait = self._may_wait or size != self._last, size, False
+        chosen = None
         if ready is not None and not brief:
             self._ready = NOTHING_READY
-            if for_size == size and self._steps < until:
-                return ready
-        if kept is not None and (brief or (kept.limits == limits and (late or self._steps < kept.until))):
+            chosen = ready if for_size == size and self._steps < until else None
+        if chosen is None and kept is not None and (brief or kept.holds(limits, self._steps, may_wait)):
             return kept.decision if kept.verified == ALL else replace(kept.decision, least=kept.verified.least(rows))
-        return self._think(rows, requests, brief)
+        chosen = chosen or self._think(rows, requests, brief)
+        if chosen.probe and kept is not None:
+            kept.late = False  # it was thought over, and is of use behind the trial
+        return chosen
 
     def ahead(self, decision: Decision, rows: int, requests: RequestSurvival | None = None) -> None:
         """Thinks while a dispatch runs, where the next one would have to wait for a thought.
@@ -177,7 +191,7 @@ class Adaptive:
             self._steps += outcome.steps * (decision.gain is not None or decision.probe)
             if decision.probe and self.times.knows_plain(outcome.rows):
                 spent_s = outcome.time_s - self.times.switch_s
-                self._late = self.probes.instead_s(decision, outcome) < CLEARLY * spent_s
+                self._may_wait = self.probes.instead_s(decision, outcome) < CLEARLY * spent_s
             if outcome.touched:
                 experts, before = outcome.touched[0], self._experts.get(outcome.rows, 0.0)
                 if abs(experts - before) > MOVED * before:

@@ -76,3 +76,17 @@ def test_an_old_decision_for_other_rows_holds_for_a_dispatch():
         decision = control.choose(4, 0)
         assert bool(control._new) is late
         control.record(decision, machine.run(decision.arm, 4))
+
+
+def test_rows_that_change_at_every_dispatch_are_thought_of_all_the_same():
+    """Nothing pays, and then everything does: an old decision holds once, not for ever."""
+    control, machine = Adaptive(ARMS), Machine(DEAR, [0.1] * 5)
+    for _ in range(200):
+        served(control, machine, 1, rows=4)
+        served(control, machine, 1, rows=1)
+    assert set(machine.ran[-20:]) <= {PLAIN, chain(1)}
+    machine.time_s, machine.rates = CHEAP, [0.95] * 5
+    for _ in range(400):
+        served(control, machine, 1, rows=4)
+        served(control, machine, 1, rows=1)
+    assert sum(arm.max_depth >= 4 for arm in machine.ran[-100:]) > 80
