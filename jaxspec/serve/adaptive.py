@@ -219,10 +219,7 @@ class Adaptive:
 
     def _gains(self, rows: int, requests: RequestSurvival | None = None) -> list[Gain]:
         """Predicted gain of each arm over plain decoding, over steps with drafts and without."""
-        theirs: list[tuple[float, float]] = []
-        if requests is not None:
-            everyone = [survival for survival, _ in self.survival.by_position()]
-            theirs = list(zip(requests.mean(everyone), everyone, strict=True))
+        theirs = [] if requests is None else requests.beside(self.survival)
         chains, sureness, size, found = self._tokens(0, theirs), self.spec.sureness, bucket(rows), []
         skipped, unsure_of_it = self.times.skipped(rows)
         for place, (ratio, timing) in enumerate(self.times.ratios(rows)):

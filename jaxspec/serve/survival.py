@@ -90,11 +90,6 @@ class Survival:
             found.append((last, error))
         return found
 
-    def beside(self, everyone: Sequence[float]) -> list[float]:
-        """Survival of each position, where everyone's stands in for ``PRIOR`` missing verifications."""
-        found = zip(self.by_position(), self._tried, everyone, strict=True)
-        return [(tried * own + PRIOR * every) / (tried + PRIOR) for (own, _), tried, every in found]
-
 
 def _with(known: tuple[float, float], tried: int, hits: int, memory: float) -> tuple[float, float]:
     """Tries and hits with some more of them, of older ones no more than are remembered."""
@@ -196,24 +191,27 @@ class RequestSurvival:
             self._kinds.setdefault(kind, Survival(len(self._place_K), KIND_MEMORY)).add(length, counts)
         self._new, self._unseen = {}, 0
 
-    def mean(self, everyone: Sequence[float]) -> list[float]:
-        """Survival of each position, the mean over the running requests, of whom there is one at least.
+    def beside(self, everyone: Survival) -> list[tuple[float, float]]:
+        """Survival of each position: the mean over the running requests, of whom there is one at least, and everyone's.
 
         Args:
-          everyone: survival of each position over all requests.
+          everyone: counts over all requests.
         """
         self._learn()
+        every_K = [survival for survival, _ in everyone.by_position()]
         runs = np.array(self._runs)
         own_RK = self._hits_BK.take(runs, axis=0)
-        own_RK += SHARED * self._of_its_kind(everyone)
+        own_RK += SHARED * self._of_its_kind(everyone, every_K)
         own_RK /= self._tried_BK.take(runs, axis=0) + SHARED
         np.minimum.accumulate(own_RK, axis=1, out=own_RK)
         own_RK *= self._within_BK.take(runs, axis=0)
-        return (np.add.reduce(own_RK) / len(runs)).tolist()
+        return list(zip((np.add.reduce(own_RK) / len(runs)).tolist(), every_K, strict=True))
 
-    def _of_its_kind(self, everyone: Sequence[float]) -> np.ndarray:
+    def _of_its_kind(self, everyone: Survival, every_K: list[float]) -> np.ndarray:
         """Survival of each position for the kind of each running request, [R, K]; [K] if there is but one."""
         if len(self._kinds) < 2:
-            return np.asarray(everyone)
-        by_kind = {kind: self._kinds[kind].beside(everyone) for kind, _ in self.shares if kind in self._kinds}
-        return np.array([by_kind.get(self._kind_B[row], everyone) for row in self._runs])
+            return np.array(every_K)
+        by_kind = dict[int, list[float]]()
+        for kind in self._kinds.keys() & dict(self.shares).keys():
+            by_kind[kind] = [survival for survival, _ in self._kinds[kind].by_position(everyone)]
+        return np.array([by_kind.get(self._kind_B[row], every_K) for row in self._runs])

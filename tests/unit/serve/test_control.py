@@ -83,6 +83,11 @@ def running(limits: Sequence[int | None], rows: int = 4, length: int = 5, memory
     return requests
 
 
+def mean(requests: RequestSurvival, everyone: Survival) -> list[float]:
+    """Survival of each position over the running requests."""
+    return [own for own, _ in requests.beside(everyone)]
+
+
 CHEAP, DEAR = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], [1.0, 1.6, 2.2, 2.7, 3.1, 3.5]
 CASES = {
     "cheap and accepted": (CHEAP, [0.9, 0.85, 0.8, 0.8, 0.8]),
@@ -160,7 +165,7 @@ def test_requests_that_differ_change_the_length():
         requests.add(5, {row: [count] * 60 for row in range(4)})
         decisions.append(in_use(control, machine, requests, 20))
         if count:
-            tokens = 1 + sum(requests.mean([s for s, _ in control.survival.by_position()]))
+            tokens = 1 + sum(mean(requests, control.survival))
             assert 4.5 < tokens < 6, "their own, and some of everyone's"
             assert decisions[0].best == pytest.approx(tokens / 1.5, rel=0.1)
     assert [d.length for d in decisions] == [5, 0]
@@ -311,28 +316,30 @@ def test_rows_that_want_few_drafts_count_for_few():
 
 def test_requests_are_counted_each_for_itself():
     """What everyone shares stands in for what a request did not try, its limit cuts it, and it forgets like all."""
-    requests, everyone = running([None, 2, None], rows=5, length=3, memory=20.0), [0.5, 0.25, 0.0]
-    assert requests.mean(everyone) == pytest.approx([0.5, 0.25, 0.0])
+    requests = running([None, 2, None], rows=5, length=3, memory=20.0)
+    all_of_them, everyone = Survival(3), [0.5, 0.25, 0.0]
+    all_of_them.add(3, [0] * 200 + [1, 2] * 100)
+    assert mean(requests, all_of_them) == pytest.approx(everyone)
     requests.add(3, {0: [3, 1], 1: [2], 2: []})
     first = [(2 + SHARED * 0.5) / (SHARED + 2), (1 + SHARED * 0.25) / (SHARED + 2), 1 / (SHARED + 2)]
     second = [(1 + SHARED * 0.5) / (SHARED + 1), (1 + SHARED * 0.25) / (SHARED + 1), 0.0]
-    assert requests.mean(everyone) == pytest.approx(np.mean([first, second, everyone], axis=0))
+    assert mean(requests, all_of_them) == pytest.approx(np.mean([first, second, everyone], axis=0))
     requests.leave(2)
     requests.leave(0)
     for _ in range(2):
         requests.add(3, {1: [0] * 19})
-    assert requests.mean(everyone) == pytest.approx(
+    assert mean(requests, all_of_them) == pytest.approx(
         [(0.05 + SHARED * 0.5) / (SHARED + 20), (0.05 + SHARED * 0.25) / (SHARED + 20), 0.0]
     )
     requests.add(1, {1: [1] * 5})
-    assert requests.mean(everyone)[0] == pytest.approx((0.05 * 0.75 + 5 + SHARED * 0.5) / (SHARED + 20))
-    before, shared = requests.mean(everyone)[0], SHARED * 0.5
+    assert mean(requests, all_of_them)[0] == pytest.approx((0.05 * 0.75 + 5 + SHARED * 0.5) / (SHARED + 20))
+    before, shared = mean(requests, all_of_them)[0], SHARED * 0.5
     requests.add(0, {1: [0] * 8})
     left = (31 / 32) ** 8
     expected = ((before * (SHARED + 20) - shared) * left + shared) / (20 * left + SHARED)
-    assert requests.mean(everyone)[0] == pytest.approx(expected), "plain steps make it forget"
+    assert mean(requests, all_of_them)[0] == pytest.approx(expected), "plain steps make it forget"
     requests.enter(1)
-    assert requests.mean(everyone) == pytest.approx(everyone), "a slot's next request starts anew"
+    assert mean(requests, all_of_them) == pytest.approx(everyone), "a slot's next request starts anew"
 
 
 def test_survival_counts():

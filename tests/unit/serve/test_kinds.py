@@ -5,11 +5,12 @@ import pytest
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import Fixed
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.survival import KIND_MEMORY, PUT_OFF, SHARED, RequestSurvival
+from jaxspec.serve.survival import KIND_MEMORY, PUT_OFF, SHARED, RequestSurvival, Survival
 from jaxspec.topology import chain
-from tests.unit.serve.test_control import ARMS, STEPS, Machine
+from tests.unit.serve.test_control import ARMS, STEPS, Machine, mean
 
-EVERYONE = [0.5, 0.3]
+EVERYONE = Survival(2)
+EVERYONE.add(2, [0] * 200 + [1] * 80 + [2] * 120)
 TIMES = [1.0, 1.3, 1.6, 1.9, 2.2, 2.5]
 
 
@@ -39,15 +40,15 @@ def test_requests_that_are_sampled_alike_are_of_one_kind():
 
 @pytest.mark.parametrize(("kind", "expected"), [(0, [1.0, 1.0]), (1, [0.0, 0.0])])
 def test_a_new_request_is_expected_to_do_as_its_kind(kind: int, expected: list[float]):
-    assert known(kind).mean(EVERYONE) == pytest.approx(expected, abs=0.02)
+    assert mean(known(kind), EVERYONE) == pytest.approx(expected, abs=0.02)
 
 
 def test_of_a_new_kind_everyone_tells():
-    assert known(2).mean(EVERYONE) == pytest.approx(EVERYONE)
+    assert mean(known(2), EVERYONE) == pytest.approx([0.5, 0.3])
 
 
 def test_kinds_side_by_side_count_by_their_requests():
-    assert known(0, 0, 0, 1).mean(EVERYONE) == pytest.approx([0.75, 0.75], abs=0.02)
+    assert mean(known(0, 0, 0, 1), EVERYONE) == pytest.approx([0.75, 0.75], abs=0.02)
 
 
 def test_what_a_request_did_itself_outweighs_its_kind():
@@ -55,7 +56,7 @@ def test_what_a_request_did_itself_outweighs_its_kind():
     requests.add(2, {0: [0] * 64})
     requests.add(2, {1: [2] * 2000})
     of_its_own = SHARED / (SHARED + 64)
-    assert requests.mean(EVERYONE)[0] == pytest.approx((of_its_own + 1) / 2, abs=0.02)
+    assert mean(requests, EVERYONE)[0] == pytest.approx((of_its_own + 1) / 2, abs=0.02)
 
 
 def test_one_kind_alone_is_everyone():
@@ -65,7 +66,7 @@ def test_one_kind_alone_is_everyone():
     requests.add(2, {0: [2] * 400})
     requests.leave(0)
     requests.enter(0, None, 1)
-    assert requests.mean(EVERYONE) == pytest.approx(EVERYONE)
+    assert mean(requests, EVERYONE) == pytest.approx([0.5, 0.3])
 
 
 def test_deeper_drafts_than_a_request_allows_say_nothing_of_its_kind():
@@ -79,7 +80,7 @@ def test_deeper_drafts_than_a_request_allows_say_nothing_of_its_kind():
     requests.add(2, {0: [0] * 400})
     requests.leave(0)
     requests.enter(0)
-    assert requests.mean(EVERYONE) == pytest.approx([1.0, 1.0], abs=0.02)
+    assert mean(requests, EVERYONE) == pytest.approx([1.0, 1.0], abs=0.02)
 
 
 def test_what_nobody_asks_for_does_not_pile_up():
