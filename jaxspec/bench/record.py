@@ -175,16 +175,24 @@ class Regret(Struct, frozen=True):
       over_best: paired ratios of the chosen ones' rate over that one's.
       over_foreseen: the same over the one that was best in all other rounds, as one would have fixed it before; None
         for a single round.
+      plain_again: paired ratios of plain decoding over itself, run twice in every round: all of it is luck.
     """
 
     fixed: dict[str, float]
     best: str
     over_best: Spread
     over_foreseen: Spread | None = None
+    plain_again: Spread | None = None
 
     @classmethod
-    def of(cls, auto: Sequence[float], fixed: Mapping[str, Sequence[float]]) -> "Regret":
-        """Of rates by round; ``fixed`` has them by length or tree, 0 among them, fewer of those that had enough."""
+    def of(cls, auto: Sequence[float], fixed: Mapping[str, Sequence[float]], again: Sequence[float] = ()) -> "Regret":
+        """Of rates by round.
+
+        Args:
+          auto: of what is chosen.
+          fixed: by length or tree, 0 among them, fewer of those that had enough.
+          again: of plain decoding's second run, where it had one.
+        """
         by_round = {k: np.divide(rates, fixed["0"][: len(rates)]) for k, rates in fixed.items()}
         stayed = {k: gains for k, gains in by_round.items() if len(gains) == len(auto)}
         best, over = _best(stayed), []
@@ -193,7 +201,8 @@ class Regret(Struct, frozen=True):
             over.append(auto[turn] / fixed[foreseen][turn])
         gains = {k: float(np.median(found)) for k, found in by_round.items() if k != "0"}
         beside = Spread.of(np.divide(auto, fixed[best]).tolist())
-        return cls(gains, best, beside, Spread.of(over) if over else None)
+        itself = np.divide(again, fixed["0"][: len(again)]).tolist()
+        return cls(gains, best, beside, Spread.of(over) if over else None, Spread.of(itself) if itself else None)
 
     @staticmethod
     def clearly_slower(fixed: Mapping[str, Sequence[float]]) -> list[str]:

@@ -10,6 +10,7 @@ from jaxspec.bench.peers.contest import PeerRun
 from jaxspec.bench.record import Regret
 
 PLAIN, SPECULATIVE = "plain", "speculative"
+AGAIN = "plain again"
 FIXED = "fixed "  # and an arm: runs of an engine that chooses, held at it
 CLEAR = 4  # rounds after which a fixed arm that lost each of them has no more turns
 
@@ -35,19 +36,21 @@ def run_rounds(subjects: Mapping[str, Subject], parts: Sequence[slice], count: i
 def regret(rounds: Sequence[Mapping[str, Run | PeerRun]]) -> Regret | None:
     """How far what was chosen was behind the best fixed arm, None where those did not run."""
     rates = _rates(rounds)
-    return Regret.of(rates.pop(SPECULATIVE), rates) if len(rates) > 2 else None
+    again = rates.pop(AGAIN, ())
+    return Regret.of(rates.pop(SPECULATIVE), rates, again) if len(rates) > 2 else None
 
 
 def _clearly_slower(rounds: Sequence[Mapping[str, Run | PeerRun]]) -> list[str]:
     """Fixed arms of the last round that lost every one so far."""
     rates = {key: found for key, found in _rates(rounds).items() if len(found) == len(rounds)}
-    rates.pop(SPECULATIVE, None)
+    for name in (SPECULATIVE, AGAIN):
+        rates.pop(name, None)
     return [FIXED + key for key in Regret.clearly_slower(rates)] if len(rounds) >= CLEAR else []
 
 
 def _rates(rounds: Sequence[Mapping[str, Run | PeerRun]]) -> dict[str, list[float]]:
     """Our rates by round: while every row decoded, or of whole runs if that never was; 0 is plain decoding."""
-    keys = {PLAIN: "0", SPECULATIVE: SPECULATIVE}
+    keys = {PLAIN: "0", SPECULATIVE: SPECULATIVE} | ({AGAIN: AGAIN} if AGAIN in rounds[0] else {})
     keys |= {name: name.removeprefix(FIXED) for name in sorted(rounds[0]) if name.startswith(FIXED)}
     whole = any(r[name].decode_tokens_per_s is None for r in rounds for name in keys if name in r)
     rate = "tokens_per_s" if whole else "decode_tokens_per_s"

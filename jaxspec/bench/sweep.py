@@ -14,7 +14,7 @@ from jaxspec.bench.grid import NONE, EnginePoint, Grid, Point
 from jaxspec.bench.measure import Run, poisson_arrivals, run_once
 from jaxspec.bench.peers.contest import Contender, peer_figures
 from jaxspec.bench.record import CLOSED, Acceptance, Cell, Experts, PeerFigures, Skipped, Spread, figures
-from jaxspec.bench.rounds import FIXED, PLAIN, SPECULATIVE, Subject, regret, run_rounds
+from jaxspec.bench.rounds import AGAIN, FIXED, PLAIN, SPECULATIVE, Subject, regret, run_rounds
 from jaxspec.bench.touched import touched_experts
 from jaxspec.bench.workload import WORKLOADS, Source, settings
 from jaxspec.checkpoint.load import Model, read_config
@@ -151,6 +151,7 @@ class Sweep:
         for name, rival in rivals.items():
             subjects[name] = lambda part, rival=rival: rival.run(prompts[part], point.output_tokens)
         if grid.against_fixed and isinstance(engine.k, str):
+            subjects[AGAIN] = partial(ours, plain)
             for arm in (arm for arm in llm.engine.control.arms if arm.drafts):
                 subjects[FIXED + arm.name] = lambda part, arm=arm: _held(llm, arm, partial(ours, drafted, part))
         size = len(prompts) if arrivals else grid.turn(engine.rows)

@@ -55,6 +55,8 @@ def _rows(cell: Cell, synthetic: bool) -> Iterable[dict[str, Any]]:
             found |= {"best_fixed_k": cell.regret.best} | _spread("over_best_fixed", cell.regret.over_best)
             if cell.regret.over_foreseen is not None:
                 found |= _spread("over_foreseen_fixed", cell.regret.over_foreseen)
+            if cell.regret.plain_again is not None:
+                found |= _spread("plain_over_itself", cell.regret.plain_again)
             found |= {f"speedup_at_k_{k}": gain for k, gain in cell.regret.fixed.items()}
         yield found | {"same_text": cell.same_text}
     for peer in cell.peers:
@@ -114,7 +116,7 @@ def markdown_text(report: Report) -> str:
     chosen = [cell for cell in report.cells if cell.regret is not None]
     if chosen:
         header = ["cell", "auto over plain", "auto over the best fixed K", "over that of the other rounds"]
-        header += ["speed-up by fixed K", "steps of auto", "decision, ms"]
+        header += ["plain over itself", "speed-up by fixed K", "steps of auto", "decision, ms"]
         lines += ["## auto, and every fixed K in the same rounds", "", SURE, ""]
         lines += [*_table(header, map(_regret_line, chosen)), ""]
     if report.skipped:
@@ -170,9 +172,10 @@ def _regret_line(cell: Cell) -> list[str]:
     assert cell.regret is not None
     gains = ", ".join(f"{k}: {gain:.2f}" for k, gain in cell.regret.fixed.items())
     best = f"{_sure_ratio(cell.regret.over_best)}, {arm_text(cell.regret.best)}"
-    foreseen = "" if cell.regret.over_foreseen is None else _sure_ratio(cell.regret.over_foreseen)
+    foreseen = _sure_ratio(cell.regret.over_foreseen)
     took = "" if cell.decision_s is None else f"{1e3 * cell.decision_s.median:.3f}"
-    return [cell.name, _sure_ratio(cell.speedup), best, foreseen, gains, lengths_text(cell.lengths or {}), took]
+    ratios = _sure_ratio(cell.speedup), best, foreseen, _sure_ratio(cell.regret.plain_again)
+    return [cell.name, *ratios, gains, lengths_text(cell.lengths or {}), took]
 
 
 def _rate(found: Figures) -> str:

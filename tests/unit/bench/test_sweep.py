@@ -136,12 +136,16 @@ def test_auto_beside_every_fixed_length_and_tree(model: Path):
     assert cell.same_text is True, "that of every fixed length, too"
     assert cell.regret is not None
     assert sorted(cell.regret.fixed) == ["1", "2", "3", "4", "5", "[2]"]
+    assert cell.regret.plain_again is not None
     assert all(llm.engine.metrics.arms[arm].steps for arm in (*map(chain, range(1, 6)), tree((2,)))), "each ran"
     assert cell.decision_s is not None
     assert 0 < cell.decision_s.median < 0.1
     table = markdown_text(made_up_report(cell))
     assert f"| {1e3 * cell.decision_s.median:.3f} |" in table
-    assert "decision_s" in csv_text(made_up_report(cell)).splitlines()[0]
+    head = csv_text(made_up_report(cell)).splitlines()[0]
+    assert "decision_s" in head
+    assert "plain_over_itself" in head
+    assert "| plain over itself |" in table
 
 
 @pytest.mark.parametrize(("rows", "wanted", "sizes"), [(1, None, [1, 1, 1]), (2, None, [3]), (2, 2, [2, 1])])
@@ -172,13 +176,15 @@ def test_regret_by_hand():
     found = Regret.of([9.0, 20.0, 12.0], {"0": [10.0, 10.0, 10.0], "1": [5.0, 40.0, 5.0], "2": [10.0, 20.0, 15.0]})
     # Without the first or the last round K = 1 is best (a median of 2.25), else K = 2 is.
     assert found == Regret({"1": 0.5, "2": 1.5}, "2", Spread(0.9, 0.8, 1.0), Spread(1.8, 1.0, 2.4))
+    again = Regret.of([9.0, 20.0], {"0": [10.0, 10.0], "1": [5.0, 40.0]}, [10.0, 9.0])
+    assert again.plain_again == Spread(0.95, 0.9, 1.0)
     slower = Regret.of([10.0], {"0": [10.0], "1": [8.0]})
     assert (slower.best, slower.over_best.median, slower.over_foreseen) == ("0", 1.0, None)
 
 
 def test_fixed_lengths_that_lost_every_round_have_no_more_turns():
     """K = 1 loses each round to plain decoding, K = 2 wins one of the first four; the others always go on."""
-    rates = {"plain": 10.0, "speculative": 11.0, "fixed 1": 8.0, "fixed 2": 9.0}
+    rates = {"plain": 10.0, "plain again": 9.5, "speculative": 11.0, "fixed 1": 8.0, "fixed 2": 9.0}
     ran = []
 
     def subject(name):
@@ -190,15 +196,16 @@ def test_fixed_lengths_that_lost_every_round_have_no_more_turns():
         return run
 
     rounds = run_rounds({name: subject(name) for name in rates}, [slice(0, 1)], 7)
-    assert [sum(name in one for one in rounds) for name in rates] == [7, 7, CLEAR, 7]
-    assert len(ran) == 1 + 7 + 1 + 7 + 1 + CLEAR + 1 + 7, "and one each to warm up"
+    assert [sum(name in one for one in rounds) for name in rates] == [7, 7, 7, CLEAR, 7]
+    assert len(ran) == 3 * (1 + 7) + 1 + CLEAR + 1 + 7, "and one each to warm up"
     found = regret(rounds)
     assert found is not None
     assert (found.best, found.fixed) == ("0", {"1": 0.8, "2": 0.9})
     assert (found.over_best.median, found.over_best.low, found.over_best.high) == (1.1, 1.1, 1.1)
     assert regret(rounds[:CLEAR]) == Regret.of(
-        [11.0] * 4, {"0": [10.0] * 4, "1": [8.0] * 4, "2": [9.0, 12.0, 9.0, 9.0]}
+        [11.0] * 4, {"0": [10.0] * 4, "1": [8.0] * 4, "2": [9.0, 12.0, 9.0, 9.0]}, [9.5] * 4
     )
+    assert found.plain_again == Spread(0.95, 0.95, 0.95, 0.95, 0.95)
 
 
 def a_run(tokens_per_s: float) -> Run:
