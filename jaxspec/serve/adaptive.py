@@ -192,7 +192,7 @@ class Adaptive:
             if decision.probe and self.times.knows_plain(outcome.rows):
                 spent_s = outcome.time_s - self.times.switch_s
                 self._may_wait = self.probes.instead_s(decision, outcome) < CLEARLY * spent_s
-            if outcome.touched:
+            if outcome.touched and outcome.steps >= self.times.full:
                 experts, before = outcome.touched[0], self._experts.get(outcome.rows, 0.0)
                 if abs(experts - before) > MOVED * before:
                     self._experts[outcome.rows] = experts

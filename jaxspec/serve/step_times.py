@@ -124,8 +124,9 @@ class StepTimes:
         known.fade(TEXTS, TEXT_KEPT**gone, TEXT**2)
         law_AN = self._laws(first)
         kinds = [(steps - outcome.skipped, law_AN[place])]
-        if outcome.touched:
+        if outcome.touched and steps >= self.full:  # the step behind a prompt touches others than those that follow
             self._touched.setdefault(at, TouchedExperts(self.memory)).add(outcome.touched)
+        if at in self._touched and outcome.touched:
             experts = outcome.touched[drafts - 1] if len(outcome.touched) >= drafts else None
             kinds[0] = steps - outcome.skipped, law_AN[place] + self._touching(at, place, experts)
         if outcome.skipped:

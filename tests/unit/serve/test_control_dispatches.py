@@ -270,3 +270,17 @@ def test_experts_of_few_rows_say_nothing_of_many():
     (before, unsure_before), (ratio, unsure) = known
     assert ratio == pytest.approx(before, rel=0.02)
     assert unsure < unsure_before + 0.02
+
+
+def test_experts_of_a_single_step_say_nothing_of_whole_dispatches():
+    """The step behind eight prompts touches fewer experts than those that follow, and what they should touch stays."""
+    machine, control, usual = Machine(DEAR, [0.8] * 5, noise=0.0), Adaptive(ARMS), []
+    for _ in range(3):
+        for steps, experts, arm in ((1, 4.0, ARMS[1]), (STEPS, 10.0, ARMS[1]), (STEPS, 10.0, PLAIN)):
+            outcome = machine.run(arm, 8)
+            touched = tuple(experts * (1 + 0.2 * k) for k in range(arm.drafts))
+            time_s = outcome.time_s * steps / outcome.steps
+            control.record(Decision(arm), replace(outcome, steps=steps, time_s=time_s, touched=touched))
+            control.learn()
+            usual.append(control.times.ratios(8)[1][0])
+    assert usual[3::3] == pytest.approx(usual[2:-1:3], rel=0.015)
