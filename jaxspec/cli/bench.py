@@ -46,7 +46,8 @@ class BenchArgs:
       requests: Per run; by default twice the rows and at least four.
       rounds: Measured rounds, behind one that only warms up.
       turn_requests: Requests of a closed loop after which the next way of decoding has its turn; by default one where
-        there is one row, else all of a run. The fewer, the less of a machine's moods is left in the ratios.
+        there is one row, else all of a run. The fewer, the less of a machine's moods is left in the ratios; but with
+        no more than rows, rates of decoding count texts only until the first of them ends, each K other parts of them.
       seed: Of prompts, arrivals and sampling.
       rule: Verification: match keeps the text of plain decoding, standard and block its distribution.
       synthetic_rates: Accept drafts by a coin, with these shares for draft 1, 2, ...; for studies of hardware, every
