@@ -58,7 +58,7 @@ class AdaptiveSpec:
       shortest_wait, longest_wait: steps until the next probe; the wait doubles from one to the other.
       chain_wait, idle_share: where no chain is in use, the cheapest one tells whether texts have changed: each time
         this many steps have gone by at least, and so many that it loses no more than this share of them.
-      contest_wait: steps until an arm that may be better than the best one is tried again.
+      contest_wait: steps until an arm that may be better than the best one by the hysteresis is tried again.
       vain_wait: steps more for a tree that could not pay if it accepted what chains do.
       longest_probe: dispatches for which a probe goes on while its arm may be better than the best one.
       plain_steps, drafting_steps: steps until it thinks again; fewer where the rows are others, and at the beginning.
@@ -67,7 +67,7 @@ class AdaptiveSpec:
     margin: float = 0.02
     hysteresis: float = 0.02
     sureness: float = 1.28
-    probe_share: float = 0.015
+    probe_share: float = 0.01
     first_steps: int = 24
     most_steps: int = 12
     memory: float = 200.0
@@ -89,7 +89,7 @@ class Probes:
     """Tries arms that are not the best one, as far as is known.
 
     Probes may lose a share of all time, and what was rejected waits twice as long each time: chains together, each
-    tree for itself. An arm that may be better than the best one is tried again sooner than one that is not: that costs
+    tree for itself. An arm that may take the best one's place is tried again sooner than one that may not: that costs
     little, and a few unlucky dispatches would keep it out for long.
 
     Attributes:
@@ -118,7 +118,7 @@ class Probes:
         again, self._going = self._going, 0
         if self.owed_s >= self.spec.most_steps * self.times.plain_s(rows):
             return None
-        if again not in (0, best) and self._more > 0 and self._at_most(again, best, gains) > best_gain:
+        if again not in (0, best) and self._more > 0 and self._may_win(again, best, gains):
             self._going = again
             return again
         for place in range(self.chains - 1, len(gains)):
@@ -130,7 +130,7 @@ class Probes:
         others = [place for place in range(1, len(gains)) if place != best]
         if self._contest <= self.steps:
             rival = max(others, key=lambda place: self._at_most(place, best, gains), default=0)
-            if self._at_most(rival, best, gains) > best_gain:
+            if self._may_win(rival, best, gains):
                 return rival
         due: list[tuple[float, int]] = []
         for place in others:
@@ -201,6 +201,11 @@ class Probes:
     def uneven(self, wait: int) -> float:
         """A wait that differs from time to time, or all probes might meet texts at the same place."""
         return wait * (1 - UNEVEN + 2 * UNEVEN * (self._asked * GOLDEN % 1.0))
+
+    def _may_win(self, place: int, best: int, gains: Sequence[Gain]) -> bool:
+        """Whether it may be so much better than the best one that it would be used instead."""
+        least = 1.0 + self.spec.hysteresis * gains[best].verified.share if best else 1.0
+        return self._at_most(place, best, gains) > gains[best].value * least
 
     def _at_most(self, place: int, best: int, gains: Sequence[Gain]) -> float:
         """Gain of an arm at most, beside the best one.

@@ -68,26 +68,32 @@ class Survival:
     def by_position(self, beside: Survival | None = None) -> list[tuple[float, float]]:
         """Survival of each position and its standard error.
 
-        Positions that were never tried are taken to follow the last one's rate, with an error as big as themselves.
+        Each rate counts as if one verification more had accepted as many as the position before does (one half before
+        the first). So positions that were never tried, or not for long, follow the last one's rate, and a position
+        that once was never accepted is not hopeless for ever.
 
         Args:
-          beside: counts of at least as many positions, which weigh as much as ``PRIOR`` verifications.
+          beside: counts of at least as many positions, whose rates stand in instead, as those of ``PRIOR``
+            verifications.
         """
-        found, last, alike, spread, rate = [], 1.0, 1.0, 0.0, 0.5
-        others = repeat((0.0, 0.0)) if beside is None else zip(beside._tried, beside._hits, strict=True)
-        for tried, hits, (more, good) in zip(self._tried, self._hits, others, strict=False):
+        found, last, spread, rate = [], 1.0, 0.0, 0.5
+        others = repeat((0.0, 0.0)) if beside is None else zip(beside._tried, beside._rates(), strict=True)
+        for tried, hits, (more, other) in zip(self._tried, self._hits, others, strict=False):
             if more:
-                tried, hits = tried + PRIOR, hits + PRIOR * good / more
-            if tried:
-                rate = hits / tried
-                smoothed = (hits + 0.5) / (tried + 1.0)
-                alike *= smoothed
-                spread += (1 - smoothed) / (smoothed * tried)  # relative variances of factors add up
-                error = min(alike * math.sqrt(spread), 0.5)
+                tried, rate = tried + PRIOR, (hits + PRIOR * other) / (tried + PRIOR)
             else:
-                alike, error = alike * rate, last * rate
+                rate = (hits + rate) / (tried + 1.0)
             last *= rate
-            found.append((last, error))
+            spread += (1.0 - rate) / (rate * tried) if tried else 1.0  # relative variances of factors add up
+            found.append((last, min(last * math.sqrt(spread), 0.5)))
+        return found
+
+    def _rates(self) -> list[float]:
+        """Of each position among the drafts whose predecessors were accepted."""
+        found, rate = [], 0.5
+        for tried, hits in zip(self._tried, self._hits, strict=True):
+            rate = (hits + rate) / (tried + 1.0)
+            found.append(rate)
         return found
 
 

@@ -4,18 +4,37 @@ import math
 
 import pytest
 
-from jaxspec.serve.survival import Survival
+from jaxspec.serve.survival import UNTRIED, Survival
 
 
 def test_survival_counts():
     counts = Survival(3)
     counts.add(3, [0, 1, 3, 3])
     survival, error = zip(*counts.by_position(), strict=True)
-    assert survival == pytest.approx((3 / 4, 2 / 4, 2 / 4))
-    assert 0 < sum(error) < 1
+    r1 = (3 + 0.5) / 5  # as if one more had accepted as many as the position before
+    r2 = (2 + r1) / 4
+    r3 = (2 + r2) / 3
+    assert survival == pytest.approx((r1, r1 * r2, r1 * r2 * r3))
+    assert error == pytest.approx(
+        (
+            r1 * math.sqrt((1 - r1) / r1 / 4),
+            r1 * r2 * math.sqrt((1 - r1) / r1 / 4 + (1 - r2) / r2 / 3),
+            r1 * r2 * r3 * math.sqrt((1 - r1) / r1 / 4 + (1 - r2) / r2 / 3 + (1 - r3) / r3 / 2),
+        )
+    )
     counts.add(1, [1, 1, 1, 1])
     # Of those that accepted the first draft and tried more, two of three accepted the second.
-    assert [s for s, _ in counts.by_position()] == pytest.approx([7 / 8, 7 / 8 * 2 / 3, 7 / 8 * 2 / 3])
+    kept = 1 - 4 / UNTRIED
+    r1 = (7 + 0.5) / 9
+    r2 = (2 * kept + r1) / (3 * kept + 1)
+    r3 = (2 * kept + r2) / (2 * kept + 1)
+    assert [s for s, _ in counts.by_position()] == pytest.approx([r1, r1 * r2, r1 * r2 * r3])
+
+
+def test_many_verifications_count_for_themselves():
+    counts = Survival(2, memory=4000)
+    counts.add(2, [2, 1, 0, 0] * 1000)
+    assert [s for s, _ in counts.by_position()] == pytest.approx([0.5, 0.25], rel=1e-3)
 
 
 def test_survival_forgets():
@@ -33,11 +52,24 @@ def test_what_is_not_tried_any_more_is_known_less_and_less():
     for _ in range(10):
         counts.add(1, [1, 0] * 30)
     after = counts.by_position()
-    assert [s for s, _ in after] == pytest.approx([0.5, 0.25])
+    r2, tried = (25 + 0.5) / (50 + 1), 50 * 0.97**10
+    assert [s for s, _ in after] == pytest.approx([0.5, 0.5 * r2])
     assert after[0][1] == pytest.approx(before[0][1])
-    first, second = 0.5 / (0.5 * 100), 0.5 / (0.5 * 50)  # relative variance of either rate, of as many trials
-    assert before[1][1] == pytest.approx(0.25 * math.sqrt(first + second))
-    assert after[1][1] == pytest.approx(0.25 * math.sqrt(first + second / 0.97**10))
+    first = 0.5 / (0.5 * 100)  # relative variances of either rate, of as many trials
+    assert before[1][1] == pytest.approx(0.5 * r2 * math.sqrt(first + (1 - r2) / r2 / 50))
+    assert after[1][1] == pytest.approx(0.5 * r2 * math.sqrt(first + (1 - r2) / r2 / tried))
+
+
+def test_a_position_that_was_never_accepted_is_not_hopeless_for_ever():
+    """Texts changed meanwhile: the drafts before it are all accepted now."""
+    counts = Survival(2, memory=100)
+    counts.add(2, [1] * 100)
+    assert counts.by_position()[1][0] < 0.02
+    for _ in range(600):
+        counts.add(1, [1] * 32)
+    survival, error = counts.by_position()[1]
+    assert survival > 0.9
+    assert error == 0.5
 
 
 def test_a_surprise_makes_it_forget_what_was_before():
@@ -55,7 +87,7 @@ def test_untried_positions_follow_the_last_rate_and_are_unsure():
     counts = Survival(4)
     counts.add(2, [2, 2, 1, 0])
     survival, error = zip(*counts.by_position(), strict=True)
-    s1, s2 = 3 / 4, 2 / 4
-    rate = s2 / s1
-    assert survival == pytest.approx((s1, s2, s2 * rate, s2 * rate**2))
-    assert error[2:] == survival[2:]
+    r1 = (3 + 0.5) / 5
+    r2 = (2 + r1) / 4
+    assert survival == pytest.approx((r1, r1 * r2, r1 * r2 * r2, r1 * r2 * r2**2))
+    assert all(0.99 * one <= unsure <= 0.5 for one, unsure in zip(survival[2:], error[2:], strict=True))
