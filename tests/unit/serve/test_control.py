@@ -330,19 +330,20 @@ def test_requests_are_counted_each_for_itself():
     requests = running([None, 2, None], rows=5, length=3, memory=20.0)
     all_of_them = Survival(3)
     all_of_them.add(3, [0] * 200 + [1, 2] * 100)
-    everyone = [survival for survival, _ in all_of_them.by_position()]
+    everyone = np.array([survival for survival, _ in all_of_them.by_position()])
     assert everyone == pytest.approx([0.5, 0.25, 0.0], abs=2e-3)
-    assert mean(requests, all_of_them) == pytest.approx(everyone)
+    limited = np.array([1, 1, 0])
+    assert mean(requests, all_of_them) == pytest.approx(everyone * (2 + limited) / 3)
     requests.add(3, {0: [3, 1], 1: [2], 2: []})
-    shared = SHARED * np.array(everyone)
-    first = (shared + [2, 1, 1]) / (SHARED + 2)
-    second = (shared + [1, 1, 0]) / (SHARED + 1) * [1, 1, 0]
+    shared = SHARED * everyone
+    first = (shared + np.array([2, 1, 1])) / (SHARED + 2)
+    second = (shared + limited) / (SHARED + 1) * limited
     assert mean(requests, all_of_them) == pytest.approx(np.mean([first, second, everyone], axis=0))
     requests.leave(2)
     requests.leave(0)
     for _ in range(2):
         requests.add(3, {1: [0] * 19})
-    assert mean(requests, all_of_them) == pytest.approx((shared + 0.05) / (SHARED + 20) * [1, 1, 0])
+    assert mean(requests, all_of_them) == pytest.approx((shared + 0.05) / (SHARED + 20) * limited)
     requests.add(1, {1: [1] * 5})
     assert mean(requests, all_of_them)[0] == pytest.approx((0.05 * 0.75 + 5 + shared[0]) / (SHARED + 20))
     before = mean(requests, all_of_them)[0]
