@@ -213,7 +213,7 @@ def test_real_texts_are_decoded_nearly_as_fast_as_by_the_best_fixed_length(draft
     found = speeds(drafter, rows, seeds=6)
     over_plain, over_best = zip(*found.values(), strict=True)
     assert len(found) == 4
-    assert min(over_plain) >= 0.976, found
+    assert min(over_plain) >= 0.98, found
     assert min(over_best) >= 0.965, found
     assert np.mean(over_best) >= 0.975, found
 
@@ -234,7 +234,7 @@ def test_trials_that_begin_dearly_are_paid_by_rareness(drafter: str, rows: int):
     """To show a head what eight rows decoded plainly takes a quarter of a dispatch: texts' changes are found later."""
     found = speeds(drafter, rows, seeds=6, catches_up=True)
     over_plain, over_best = zip(*found.values(), strict=True)
-    assert min(over_plain) >= 0.976, found
+    assert min(over_plain) >= 0.98, found
     assert min(over_best) >= 0.96, found
     assert np.mean(over_best) >= 0.972, found
 
