@@ -177,7 +177,7 @@ class Adaptive:
         """The arm to use and its gain: the one in use as long as it pays and no other is clearly better."""
         held = held if gains[held].least > 1.0 else 0
         best, value = held, gains[held].value if held else 1.0
-        least = value * (1.0 + self.spec.hysteresis * gains[held].verified.share) if held else 0.0
+        least = self.spec.to_replace(gains[held]) if held else 0.0
         for place, gain in enumerate(gains[1:], start=1):
             if gain.least > 1.0 + gain.verified.share * self.spec.margin and gain.value > max(least, value):
                 best, value = place, gain.value

@@ -60,7 +60,7 @@ class AdaptiveSpec:
         this many steps have gone by at least, and so many that it loses no more than this share of them.
       contest_wait: steps until an arm that may be better than the best one by the hysteresis is tried again.
       vain_wait: steps more for a tree that could not pay if it accepted what chains do.
-      longest_probe: dispatches for which a probe goes on while its arm may be better than the best one.
+      longest_probe: dispatches for which a probe goes on while its arm may take the best one's place.
       plain_steps, drafting_steps: steps until it thinks again; fewer where the rows are others, and at the beginning.
     """
 
@@ -82,6 +82,10 @@ class AdaptiveSpec:
     longest_probe: int = 4
     plain_steps: int = 64
     drafting_steps: int = 64
+
+    def to_replace(self, held: Gain) -> float:
+        """What another arm must gain at least, to be used instead of one that drafts."""
+        return held.value * (1.0 + self.hysteresis * held.verified.share)
 
 
 @dataclass
@@ -203,9 +207,9 @@ class Probes:
         return wait * (1 - UNEVEN + 2 * UNEVEN * (self._asked * GOLDEN % 1.0))
 
     def _may_win(self, place: int, best: int, gains: Sequence[Gain]) -> bool:
-        """Whether it may be so much better than the best one that it would be used instead."""
-        least = 1.0 + self.spec.hysteresis * gains[best].verified.share if best else 1.0
-        return self._at_most(place, best, gains) > gains[best].value * least
+        """Whether it may gain enough to be used instead of the best one; of plain decoding, whether it may gain."""
+        least = self.spec.to_replace(gains[best]) if best else 1.0
+        return self._at_most(place, best, gains) > least
 
     def _at_most(self, place: int, best: int, gains: Sequence[Gain]) -> float:
         """Gain of an arm at most, beside the best one.

@@ -70,7 +70,7 @@ class Survival:
 
         Each rate counts as if one verification more had accepted as many as the position before does (one half before
         the first). So positions that were never tried, or not for long, follow the last one's rate, and a position
-        that once was never accepted is not hopeless for ever.
+        that once was never accepted is not hopeless for ever. Errors are at most 0.5.
 
         Args:
           beside: counts of at least as many positions, whose rates stand in instead, as those of ``PRIOR``

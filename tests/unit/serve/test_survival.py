@@ -52,12 +52,11 @@ def test_what_is_not_tried_any_more_is_known_less_and_less():
     for _ in range(10):
         counts.add(1, [1, 0] * 30)
     after = counts.by_position()
-    r2, tried = (25 + 0.5) / (50 + 1), 50 * 0.97**10
-    assert [s for s, _ in after] == pytest.approx([0.5, 0.5 * r2])
+    assert [s for s, _ in after] == pytest.approx([0.5, 0.25])
     assert after[0][1] == pytest.approx(before[0][1])
-    first = 0.5 / (0.5 * 100)  # relative variances of either rate, of as many trials
-    assert before[1][1] == pytest.approx(0.5 * r2 * math.sqrt(first + (1 - r2) / r2 / 50))
-    assert after[1][1] == pytest.approx(0.5 * r2 * math.sqrt(first + (1 - r2) / r2 / tried))
+    first, second = 0.5 / (0.5 * 100), 0.5 / (0.5 * 50)  # relative variance of either rate, of as many trials
+    assert before[1][1] == pytest.approx(0.25 * math.sqrt(first + second))
+    assert after[1][1] == pytest.approx(0.25 * math.sqrt(first + second / 0.97**10))
 
 
 def test_a_position_that_was_never_accepted_is_not_hopeless_for_ever():
@@ -90,4 +89,5 @@ def test_untried_positions_follow_the_last_rate_and_are_unsure():
     r1 = (3 + 0.5) / 5
     r2 = (2 + r1) / 4
     assert survival == pytest.approx((r1, r1 * r2, r1 * r2 * r2, r1 * r2 * r2**2))
-    assert all(0.99 * one <= unsure <= 0.5 for one, unsure in zip(survival[2:], error[2:], strict=True))
+    known = (1 - r1) / r1 / 4 + (1 - r2) / r2 / 3
+    assert error[2:] == pytest.approx((survival[2] * math.sqrt(known + 1), survival[3] * math.sqrt(known + 2)))
