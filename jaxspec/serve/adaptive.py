@@ -15,6 +15,7 @@ from jaxspec.serve.probes import NO_GAIN, AdaptiveSpec, Gain, Probes
 from jaxspec.serve.step_times import SEEN_TO_TRUST, StepTimes, bucket
 from jaxspec.serve.survival import RequestSurvival, Survival
 from jaxspec.serve.together import together
+from jaxspec.serve.walks import Walks
 from jaxspec.topology import AnyTopology, chain
 
 MOVED = 0.2  # share by which the experts that drafts should touch differ from those of before: worth another thought
@@ -24,11 +25,17 @@ CLEARLY = 0.85  # share of a trial's time that the best arm would have taken, wh
 UNSEEN = 64  # most dispatches that are put off
 
 
-def control_of(lengths: Lengths, prior: StepRatios | None = None) -> Control:
-    """The control that a ``speculative_config`` asks for; a prior is what a calibration measured beforehand."""
+def control_of(lengths: Lengths, prior: StepRatios | None = None, from_tokens: bool = False) -> Control:
+    """The control that a ``speculative_config`` asks for.
+
+    Args:
+      lengths: that may be drafted.
+      prior: what a calibration measured beforehand.
+      from_tokens: whether drafts depend on the tokens before them and on nothing else.
+    """
     if lengths.adaptive:
         chains = [chain(length) for length in range(lengths.topology.max_depth + 1)]
-        return Adaptive((*chains, *lengths.trees), prior=prior)
+        return Adaptive((*chains, *lengths.trees), prior=prior, from_tokens=from_tokens)
     return Fixed(lengths.topology) if lengths.ranges is None else ByBatchSize(lengths.ranges, lengths.otherwise)
 
 
@@ -63,9 +70,9 @@ class Adaptive:
     """Chooses the arm that pays most, and plain decoding unless one pays for sure (do no harm).
 
     The gain of an arm is the tokens that it commits per step, over the ratio of its step's time to that of a plain
-    step: Cascade's utility (2506.20675). Chains know survival together. A tree knows its own: its tokens are what its
-    own depths accepted, with the chains' survival standing in for few verifications (a full tree holds the chain, so
-    it should not accept less).
+    step: Cascade's utility (2506.20675). Chains tell about each other (``Walks``). A tree knows its own: its tokens are
+    what its own depths accepted, with the longest chain's survival standing in for few verifications (a full tree
+    holds the chain, so it should not accept less).
 
     Where a drafter often finds nothing, steps in which too few rows have a draft to be worth a verification are plain
     steps but for the time to draft: what an arm takes and brings is that of the others, and of rows that have a draft,
@@ -78,6 +85,7 @@ class Adaptive:
       arms: plain decoding, chains by length, then trees.
       spec: how cautious it is.
       times: of the arms' steps; ``prior`` and ``overhead_s`` are what it starts from.
+      from_tokens: whether drafts depend on the tokens before them and on nothing else.
       probes: what is tried besides.
       found: how many rows have drafts.
       survival: of drafts of all arms, to compare requests with.
@@ -87,11 +95,13 @@ class Adaptive:
     spec: AdaptiveSpec = field(default_factory=AdaptiveSpec)
     prior: InitVar[StepRatios | None] = None
     overhead_s: InitVar[float] = 0.0
+    from_tokens: InitVar[bool] = False
     times: StepTimes = field(init=False)
     probes: Probes = field(init=False)
     found: FoundDrafts = field(init=False)
     survival: Survival = field(init=False)
     _chains: int = field(init=False)
+    _walks: Walks = field(init=False)
     _counts: list[Survival] = field(init=False)
     _held: dict[Size, int] = field(default_factory=dict, init=False)
     _ready: tuple[Size, int, Decision | None] = field(default=NOTHING_READY, init=False)
@@ -102,15 +112,17 @@ class Adaptive:
     _experts: dict[int, float] = field(default_factory=dict, init=False)
     _new: list[tuple[Decision, Outcome]] = field(default_factory=list, init=False)
 
-    def __post_init__(self, prior: StepRatios | None, overhead_s: float) -> None:
+    def __post_init__(self, prior: StepRatios | None, overhead_s: float, from_tokens: bool) -> None:
         memory, deepest = self.spec.verifications, max(arm.max_depth for arm in self.arms)
         self._chains = sum(arm.is_chain for arm in self.arms)
         self.times = StepTimes(self.arms, self.spec.memory, prior, overhead_s)
         self.probes = Probes(self.spec, self._chains, self.times)
         self.found = FoundDrafts(self.spec.lookups)
-        chains = Survival(deepest, memory)
-        self.survival = chains if self._chains == len(self.arms) else Survival(deepest, memory)
-        self._counts = [chains if arm.is_chain else Survival(arm.max_depth, memory) for arm in self.arms]
+        self.survival = Survival(deepest, memory)
+        self._walks = Walks(self.arms[self._chains - 1].max_depth, deepest, memory, from_tokens)
+        self._counts = [
+            self._walks.counts[arm.max_depth] if arm.is_chain else Survival(arm.max_depth, memory) for arm in self.arms
+        ]
 
     def choose(
         self, rows: int, waiting: int, requests: RequestSurvival | None = None, steps: int | None = None
@@ -207,9 +219,11 @@ class Adaptive:
             self.found.add(size, outcome.rows, outcome.found)
             self.times.took(place, outcome)
             for tried, accepted in outcome.accepted.items():
-                self._counts[place].add(tried, accepted)
-                if self.survival is not self._counts[0]:
-                    self.survival.add(tried, accepted)
+                self.survival.add(tried, accepted)
+                if place < self._chains:
+                    self._walks.add(tried, accepted)
+                else:
+                    self._counts[place].add(tried, accepted)
             self.probes.ran(place, outcome, decision.gain is not None or decision.probe)
             if decision.probe:
                 unknown = self.times.seen(place, outcome.rows) < SEEN_TO_TRUST
@@ -220,15 +234,15 @@ class Adaptive:
     def _gains(self, rows: int, requests: RequestSurvival | None = None) -> list[Gain]:
         """Predicted gain of each arm over plain decoding, over steps with drafts and without."""
         theirs = [] if requests is None else requests.beside(self.survival)
-        chains, sureness, size, found = self._tokens(0, theirs), self.spec.sureness, bucket(rows), []
+        sureness, size, found = self.spec.sureness, bucket(rows), []
         skipped, unsure_of_it = self.times.skipped(rows)
         for place, (ratio, timing) in enumerate(self.times.ratios(rows)):
             if ratio is None:
                 found.append(NO_GAIN)
                 continue
-            floor, error = tokens, _ = chains[self.arms[place].max_depth]
-            if place >= self._chains:
-                tokens, error = self._tokens(place, theirs)[-1]
+            depth = self.arms[place].max_depth
+            tokens, error = self._tokens(place, depth, theirs)
+            floor = tokens if place < self._chains else self._tokens(self._chains - 1, depth, theirs)[0]
             # What is known is that of steps, and of rows, with drafts; the others commit what plain ones do.
             drafts, more = tokens - 1, ratio - skipped
             verified = self.found.pays(size, drafts, more) if place else ALL
@@ -246,23 +260,23 @@ class Adaptive:
             found.append(Gain(value, timing, drafting, value * (1 - unsure), hope, verified, more, part))
         return found
 
-    def _tokens(self, place: int, theirs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Expected tokens per step of an arm cut at each depth, the target's own included, and their standard error.
+    def _tokens(self, place: int, depth: int, theirs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        """Expected tokens per step of an arm cut at a depth, the target's own included, and their standard error.
 
         Args:
           place: of the arm.
+          depth: where it is cut.
           theirs: survival of the requests in question, and of everyone, over all arms; the arm's is taken to relate
             likewise. Empty for everyone.
         """
-        tokens, error, found = 1.0, 0.0, [(1.0, 0.0)]
-        beside = self._counts[0] if place >= self._chains else None
-        found_by = self._counts[place].by_position(beside)
+        tokens, error = 1.0, 0.0
+        beside = self._counts[self._chains - 1] if place >= self._chains else None
+        found_by = self._counts[place].by_position(beside)[:depth]
         for (survival, unsure), (own, every) in zip(found_by, theirs or repeat((1.0, 1.0)), strict=False):
             survival = survival * own / every if every else own
             tokens += survival if survival < 1.0 else 1.0
             error += unsure
-            found.append((tokens, error))
-        return found
+        return tokens, error
 
 
 def _size(rows: int, requests: RequestSurvival | None) -> Size:

@@ -110,7 +110,7 @@ class LLM:
         self.seed, self.max_logprobs, self._number = seed, min(max_logprobs, arch.vocab_size), 0
         draft = load_draft(config, self.model, quantization)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
-        control = control_of(config.lengths, load_prior(config, self.model, quantization))
+        control = control_of(config.lengths, load_prior(config, self.model, quantization), config.from_tokens)
         block = math.gcd(BLOCK, kv_page_size) if kv_page_size else BLOCK
         self.spec = EngineSpec(
             rows=max_num_seqs,

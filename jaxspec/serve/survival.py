@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
@@ -48,22 +48,37 @@ class Survival:
         self._tried, self._hits = [0.0] * self.length, [0.0] * self.length
         self._late = [(0.0, 0.0)] * self.length
 
-    def add(self, length: int, accepted: Sequence[int]) -> None:
-        """Counts verifications of ``length`` drafts each."""
-        new = len(accepted)
-        if not new or not length:
-            return
-        counts, tried, changed = Counter(accepted), new, False
+    def add(
+        self, length: int, accepted: Iterable[int] | Mapping[int, int], since: int | None = None, going: int = 0
+    ) -> int:
+        """Counts verifications of ``length`` drafts each.
+
+        Args:
+          length: of each.
+          accepted: drafts that each accepted, or how many verifications accepted so many drafts.
+          since: position from which on the latest replace what was known before; None to find out.
+          going: drafts accepted so far by one verification more, whose end is not known.
+
+        Returns:
+          That position; ``length`` if there is none.
+        """
+        counts = Counter(accepted)
+        new, changed = counts.total(), length if since is None else since
+        if not length or not new + going:
+            return changed
+        tried = new
         for place in range(min(length, self.length)):
-            hits = tried - counts[place]
-            known = _with((self._tried[place], self._hits[place]), tried, hits, self.memory)
-            self._late[place] = late = _with(self._late[place], tried, hits, LATE)
-            changed = changed or _surprising(late, known)
-            self._tried[place], self._hits[place] = late if changed and late[0] >= FEW else known
+            hits, more = tried - counts[place], place < going
+            known = _with((self._tried[place], self._hits[place]), tried + more, hits + more, self.memory)
+            self._late[place] = late = _with(self._late[place], tried + more, hits + more, LATE)
+            if since is None and place < changed and _surprising(late, known):
+                changed = place
+            self._tried[place], self._hits[place] = late if place >= changed and late[0] >= FEW else known
             tried = hits
         for place in range(length, self.length):  # what was not tried is known less and less
             fade = max(0.0, 1.0 - new / UNTRIED)
             self._tried[place], self._hits[place] = self._tried[place] * fade, self._hits[place] * fade
+        return changed
 
     def by_position(self, beside: Survival | None = None) -> list[tuple[float, float]]:
         """Survival of each position and its standard error.
@@ -76,24 +91,24 @@ class Survival:
           beside: counts of at least as many positions, whose rates stand in instead, as those of ``PRIOR``
             verifications.
         """
-        found, last, spread, rate = [], 1.0, 0.0, 0.5
-        others = repeat((0.0, 0.0)) if beside is None else zip(beside._tried, beside._rates(), strict=True)
-        for tried, hits, (more, other) in zip(self._tried, self._hits, others, strict=False):
-            if more:
-                tried, rate = tried + PRIOR, (hits + PRIOR * other) / (tried + PRIOR)
-            else:
-                rate = (hits + rate) / (tried + 1.0)
+        found, last, spread = [], 1.0, 0.0
+        for rate, tried in self.rates(beside):
             last *= rate
             spread += (1.0 - rate) / (rate * tried) if tried else 1.0  # relative variances of factors add up
             found.append((last, min(last * math.sqrt(spread), 0.5)))
         return found
 
-    def _rates(self) -> list[float]:
-        """Of each position among the drafts whose predecessors were accepted."""
+    def rates(self, beside: Survival | None = None) -> list[tuple[float, float]]:
+        """Rate of each position among the drafts whose predecessors were accepted, and of how many tries it is."""
         found, rate = [], 0.5
-        for tried, hits in zip(self._tried, self._hits, strict=True):
-            rate = (hits + rate) / (tried + 1.0)
-            found.append(rate)
+        others = repeat(None) if beside is None else (other for other, _ in beside.rates())
+        for tried, hits, other in zip(self._tried, self._hits, others, strict=False):
+            if other is None:
+                rate = (hits + rate) / (tried + 1.0)
+            else:
+                tried += PRIOR
+                rate = (hits + PRIOR * other) / tried
+            found.append((rate, tried))
         return found
 
 

@@ -65,6 +65,7 @@ class Replay:
         self.few_ms, self.many_ms = STEP_MS[drafter]
         self.often_none, self.rows, self.more = drafter == "ngram", rows, 1.0
         self.catch_up_ms, self.behind = CATCH_UP_MS[drafter] if catches_up else (0.0, 0.0), dict[int, int]()
+        self.from_tokens = drafter != "shared_expert"
         self.rng, self.pace, self.last = np.random.default_rng(seed), 0.0, PLAIN
         self.requests = RequestSurvival(rows, len(ARMS) - 1, 64.0)
 
@@ -85,6 +86,10 @@ class Replay:
         more = [scale * (self.step_ms(k) / plain_ms - 1) for k in range(6)]
         ratios = [1 + x * np.exp(TOLD_EACH * self.rng.standard_normal()) for x in more]
         return StepRatios({self.rows: (tuple(range(6)), tuple(ratios))}, RANDOM, EACH)
+
+    def control(self) -> Adaptive:
+        """That knows what warming up would tell."""
+        return Adaptive(ARMS, prior=self.prior(), overhead_s=DISPATCH_MS / 1e3, from_tokens=self.from_tokens)
 
     def run(self, texts: Sequence[Text], control: Adaptive | None, arm: AnyTopology | None) -> tuple[int, float]:
         """Runs texts side by side, with one arm or as the control wants; what they took is recorded in any case.
@@ -167,7 +172,7 @@ def speeds(drafter: str, rows: int, seeds: int, catches_up: bool = False) -> dic
     found: dict[str, list[float]] = {name: [] for name in cases}
     for seed in range(seeds):
         replay = Replay(drafter, rows, seed, catches_up)
-        control = Adaptive(ARMS, prior=replay.prior(), overhead_s=DISPATCH_MS / 1e3)
+        control = replay.control()
         for name, texts in cases.items():
             replay.reads(name)
             tokens, ms = 0, 0.0
@@ -186,7 +191,7 @@ def mixed(drafter: str, seeds: int) -> tuple[float, float]:
     texts = [text for name in ("code 0", "shuffled 1") for text in cases[f"{drafter} {name}"]]
     for seed in range(seeds):
         replay = Replay(drafter, 1, seed)
-        control = Adaptive(ARMS, prior=replay.prior(), overhead_s=DISPATCH_MS / 1e3)
+        control = replay.control()
         turns = [replay.rng.permutation(len(texts)) for _ in range(ROUNDS)]
         parts = [[replay.run([texts[place]], control, None) for place in turn] for turn in turns]
         tokens, ms = zip(*(part for turn in parts[1:] for part in turn), strict=True)
