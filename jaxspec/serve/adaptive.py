@@ -20,8 +20,6 @@ from jaxspec.topology import AnyTopology, chain
 
 MOVED = 0.2  # share by which the experts that drafts should touch differ from those of before: worth another thought
 
-CLEARLY = 0.85  # share of a trial's time that the best arm would have taken, where there is no hurry to think about it
-
 UNSEEN = 64  # most dispatches that are put off
 
 
@@ -79,7 +77,7 @@ class Adaptive:
     and both are thinned by their shares before arms are compared.
 
     It thinks while the device works, as far as it can. A decision that has become old holds for one dispatch more, and
-    is thought over meanwhile, where other rows than before are active or a trial clearly did not pay.
+    is thought over meanwhile, where other rows than before are active or a trial ran.
 
     Attributes:
       arms: plain decoding, chains by length, then trees.
@@ -201,9 +199,7 @@ class Adaptive:
             self._new.append((decision, outcome))
             self.times.full = max(self.times.full, outcome.steps)
             self._steps += outcome.steps * (decision.gain is not None or decision.probe)
-            if decision.probe and self.times.knows_plain(outcome.rows):
-                spent_s = outcome.time_s - self.times.switch_s
-                self._may_wait = self.probes.instead_s(decision, outcome) < CLEARLY * spent_s
+            self._may_wait = decision.probe
             if outcome.touched and outcome.steps >= self.times.full:
                 experts, before = outcome.touched[0], self._experts.get(outcome.rows, 0.0)
                 if abs(experts - before) > MOVED * before:

@@ -1,4 +1,4 @@
-"""When the adaptive control thinks: while the device works, and in its way only where that may change much."""
+"""When the adaptive control thinks: while the device works, and in its way only where nothing is known of such rows."""
 
 from itertools import pairwise
 
@@ -35,7 +35,7 @@ def test_few_decisions_wait_for_a_thought(times: list[float], rate: float):
     assert sum(thought for _, thought in found) <= 10
 
 
-def test_a_trial_that_clearly_does_not_pay_is_thought_over_while_the_device_works():
+def test_a_trial_is_thought_over_while_the_device_works():
     control, machine = settled(DEAR, 0.1)
     found = served(control, machine, 1000)
     behind = [after for (before, _), after in pairwise(found) if before.probe]
@@ -43,16 +43,19 @@ def test_a_trial_that_clearly_does_not_pay_is_thought_over_while_the_device_work
     assert not any(thought or decision.length for decision, thought in behind)
 
 
-def test_a_trial_that_may_pay_is_thought_over_at_once():
-    """The next choice knows what came of it."""
+def test_a_trial_that_may_pay_goes_on_once_it_was_thought_over():
+    """One dispatch of the best arm later."""
     control, machine = settled(DEAR, 0.1)
     while not (decision := control.choose(4, 0)).probe:
         control.ahead(decision, 4)
         control.record(decision, machine.run(decision.arm, 4))
     length = decision.length
     control.record(decision, Outcome(4, STEPS, STEPS * DEAR[length], {length: [length] * (4 * STEPS)}))
+    best = control.choose(4, 0)
+    assert (best.length, best.probe) == (0, False)
+    control.ahead(best, 4)
+    control.record(best, machine.run(best.arm, 4))
     assert control.choose(4, 0).length == length
-    assert not control._new
 
 
 def test_what_is_known_is_learnt_while_a_trial_runs():
