@@ -5,8 +5,10 @@ import math
 import numpy as np
 import pytest
 
+from jaxspec.draft.catalog import FROM_TOKENS
 from jaxspec.serve.survival import Survival
 from jaxspec.serve.walks import Walks
+from tests.unit.serve.test_replay import Text, recorded
 
 LENGTHS = range(1, 6)
 
@@ -25,6 +27,41 @@ def walk(right: list[bool], length: int) -> list[int]:
         count = 0
         while count < length and right[place + count]:
             count += 1
+        found.append(count)
+        place += count + 1
+    return found
+
+
+def errors(drafter: str) -> tuple[float, float]:
+    """Relative errors of a length's tokens as another one's walks tell them, on recorded texts: replayed, and not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxspec.serve.survival.SURPRISE", math.inf)
+        return _errors(drafter)
+
+
+def _errors(drafter: str) -> tuple[float, float]:
+    found, missed = list[float](), list[float]()
+    for name, texts in recorded().items():
+        walked = {k: [ended for text in texts for ended in (_ended(text, k),) if ended] for k in LENGTHS}
+        for ran in LENGTHS if name.startswith(drafter + " ") else ():
+            walks, alone = Walks(5, 5, 1e6, from_tokens=drafter in FROM_TOKENS), Survival(5, 1e6)
+            for accepted in walked[ran]:
+                walks.add(ran, accepted)
+                alone.add(ran, accepted)
+            for length in LENGTHS:
+                truth, positions = Survival(length, 1e6), min(ran, length)
+                truth.add(length, [count for accepted in walked[length] for count in accepted])
+                if length != ran:
+                    of_truth = tokens(truth, positions)
+                    found.append(tokens(walks.counts[length], positions) / of_truth - 1)
+                    missed.append(tokens(alone, positions) / of_truth - 1)
+    return float(np.sqrt(np.mean(np.square(found)))), float(np.sqrt(np.mean(np.square(missed))))
+
+
+def _ended(text: Text, length: int) -> list[int]:
+    """What verifications of a recorded text accept, but for a last one that is cut short."""
+    found, place = list[int](), 0
+    while place < len(text) and place + (count := min(max(text[place], 0), length)) < len(text):
         found.append(count)
         place += count + 1
     return found
@@ -76,6 +113,12 @@ def test_every_length_is_known_from_any(ran: int, monkeypatch: pytest.MonkeyPatc
             assert length == ran or of_all < -0.02, length
         else:
             assert abs(error) < 0.6 * of_all, length
+
+
+@pytest.mark.parametrize(("drafter", "most"), [("draft_model", 0.5), ("shared_expert", 0.85)])
+def test_on_recorded_texts_lengths_know_each_other_better(drafter: str, most: float):
+    replayed, of_all = errors(drafter)
+    assert replayed < most * of_all
 
 
 def test_shorter_drafts_of_a_head_are_taken_to_accept_what_its_long_ones_did():
