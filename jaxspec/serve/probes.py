@@ -65,7 +65,7 @@ class AdaptiveSpec:
     """
 
     margin: float = 0.02
-    hysteresis: float = 0.02
+    hysteresis: float = 0.01
     sureness: float = 1.28
     probe_share: float = 0.01
     first_steps: int = 24
