@@ -65,13 +65,13 @@ class AdaptiveSpec:
     """
 
     margin: float = 0.02
-    hysteresis: float = 0.01
+    hysteresis: float = 0.02
     sureness: float = 1.28
     probe_share: float = 0.01
     first_steps: int = 24
     most_steps: int = 12
     memory: float = 200.0
-    verifications: float = 800.0
+    verifications: float = 1600.0
     lookups: float = 96.0
     shortest_wait: int = 64
     longest_wait: int = 4096
@@ -80,8 +80,8 @@ class AdaptiveSpec:
     contest_wait: int = 48
     vain_wait: int = 65536
     longest_probe: int = 4
-    plain_steps: int = 64
-    drafting_steps: int = 64
+    plain_steps: int = 96
+    drafting_steps: int = 96
 
     def to_replace(self, held: Gain) -> float:
         """What another arm must gain at least, to be used instead of one that drafts."""

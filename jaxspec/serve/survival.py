@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import groupby, repeat
+from operator import itemgetter
 
 import numpy as np
 
@@ -18,7 +19,7 @@ PRIOR = 8.0  # verifications of chains that stand in for the missing ones of a t
 PLAIN_FADE = 1 / 32  # share of what is known of a request that a plain step of it forgets
 UNTRIED = 2000.0  # verifications that do not try a position, until most of what was known of it is forgotten
 SHARED = 32.0  # verifications of its kind that stand in for the missing ones of a request
-KIND_MEMORY, PUT_OFF = 800.0, 512  # verifications of a kind that are remembered, and most that are looked at later
+KIND_MEMORY, PUT_OFF = 800.0, 64  # verifications of a kind that are remembered, and dispatches that are looked at later
 
 
 @dataclass
@@ -151,12 +152,13 @@ class RequestSurvival:
         self._limit_B, self._within_BK = np.full(rows, length), np.ones((rows, length))
         self._runs: list[int] = []
         self._kind_B, self._kinds = [0] * rows, dict[int, Survival]()
-        self._new, self._unseen = dict[tuple[int, int], list[int]](), 0
+        self._new: list[tuple[int, Mapping[int, Sequence[int]]]] = []
         self.limits: list[int] = []
         self.shares: tuple[tuple[int, int], ...] = ()
 
     def enter(self, row: int, limit: int | None = None, kind: int = 0) -> None:
         """A request takes a slot; ``limit`` is of the positions that it may accept, None for all."""
+        self._learn()
         self._kind_B[row] = kind
         self._tried_BK[row] = self._hits_BK[row] = 0.0
         self._limit_B[row] = len(self._place_K) if limit is None else limit
@@ -181,14 +183,37 @@ class RequestSurvival:
         Plain steps, of no drafts, carry a text away from what was seen of it: or one bad stretch would end drafting for
         the rest of a request, where everybody else's drafts pay.
         """
-        most = max(map(len, accepted.values()), default=0)
-        if not length:
-            kept = (1.0 - PLAIN_FADE) ** most
-            self._tried_BK *= kept
-            self._hits_BK *= kept
-        if not length or not most:
-            return
-        rows = list(accepted)
+        self._new.append((length, accepted))
+        if len(self._new) > PUT_OFF:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Looks at what was accepted since the last time."""
+        for length, together in groupby(self._new, key=itemgetter(0)):
+            by_row = dict[int, list[int]]()
+            for _, accepted in together:
+                for row, counts in accepted.items():
+                    by_row.setdefault(row, []).extend(counts)
+            if length:
+                self._count(length, by_row)
+            else:
+                self._fade(by_row)
+        self._new = []
+
+    def _fade(self, accepted: Mapping[int, Sequence[int]]) -> None:
+        """Forgets some for plain steps."""
+        kept = (1.0 - PLAIN_FADE) ** max(map(len, accepted.values()), default=0)
+        self._tried_BK *= kept
+        self._hits_BK *= kept
+
+    def _count(self, length: int, accepted: Mapping[int, Sequence[int]]) -> None:
+        """Counts verifications, older ones fading out."""
+        by_kind = dict[tuple[int, int], list[int]]()
+        for row, counts in accepted.items():
+            by_kind.setdefault((self._kind_B[row], min(length, int(self._limit_B[row]))), []).extend(counts)
+        for (kind, limit), counts in by_kind.items():
+            self._kinds.setdefault(kind, Survival(len(self._place_K), KIND_MEMORY)).add(limit, counts)
+        rows, most = list(accepted), max(map(len, accepted.values()), default=0)
         count_RS = np.full((len(rows), most), -1)
         for place, counts in enumerate(accepted.values()):
             count_RS[place, : len(counts)] = counts
@@ -200,17 +225,6 @@ class RequestSurvival:
         fade_RK = np.where(new_RK > 0, np.maximum(fade_RK, 0.0), 1.0)
         self._tried_BK[rows] = tried_RK * fade_RK + new_RK
         self._hits_BK[rows] = self._hits_BK[rows] * fade_RK + above_RK
-        for row, counts in accepted.items():
-            self._new.setdefault((self._kind_B[row], min(length, int(self._limit_B[row]))), []).extend(counts)
-            self._unseen += len(counts)
-        if self._unseen > PUT_OFF:
-            self._learn()
-
-    def _learn(self) -> None:
-        """Looks at what kinds accepted since the last time."""
-        for (kind, length), counts in self._new.items():
-            self._kinds.setdefault(kind, Survival(len(self._place_K), KIND_MEMORY)).add(length, counts)
-        self._new, self._unseen = {}, 0
 
     def beside(self, everyone: Survival) -> list[tuple[float, float]]:
         """Survival of each position: the mean over the running requests, of whom there is one at least, and everyone's.
