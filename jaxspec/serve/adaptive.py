@@ -99,7 +99,7 @@ class Adaptive:
     found: FoundDrafts = field(init=False)
     survival: Survival = field(init=False)
     _chains: int = field(init=False)
-    _walks: Walks = field(init=False)
+    _walks: Walks = field(init=False, repr=False, compare=False)
     _counts: list[Survival] = field(init=False)
     _held: dict[Size, int] = field(default_factory=dict, init=False)
     _ready: tuple[Size, int, Decision | None] = field(default=NOTHING_READY, init=False)

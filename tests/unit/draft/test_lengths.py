@@ -9,7 +9,7 @@ from jaxspec.draft.lengths import Lengths, parse_lengths
 from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.serve.adaptive import Adaptive, control_of
-from jaxspec.serve.control import ByBatchSize, Fixed
+from jaxspec.serve.control import ByBatchSize, Decision, Fixed, Outcome
 from jaxspec.topology import PLAIN, DynamicTree, chain, tree
 
 TABLE, TREES = "num_speculative_tokens_per_batch_size", "speculative_token_trees"
@@ -77,6 +77,29 @@ def test_lengths(config: dict[str, Any], lengths: Lengths, control):
     assert parse_lengths(config) == lengths
     assert control_of(lengths) == control
     assert parse({"method": "mtp", **config}).lengths == lengths
+
+
+@pytest.mark.parametrize(
+    ("drafter", "from_tokens"),
+    [
+        ({"method": "ngram"}, True),
+        ({"method": "draft_model", "model": "somewhere"}, True),
+        ({"method": "early_exit", "exit_layer": 1}, True),
+        ({"method": "mtp"}, False),
+        ({"method": "eagle3", "model": "somewhere"}, False),
+        ({"method": "hybrid", "model": "somewhere"}, False),
+    ],
+)
+def test_what_long_drafts_accept_tells_of_short_ones_where_drafts_read_tokens_alone(
+    drafter: dict[str, Any], from_tokens: bool
+):
+    config = parse({**drafter, "num_speculative_tokens": "auto"})
+    control = control_of(config.lengths, from_tokens=config.from_tokens)
+    assert isinstance(control, Adaptive)
+    control.record(Decision(chain(3)), Outcome(1, 4, 1.0, {3: [3, 3, 3, 0]}))
+    control.learn()
+    (one, _), (pooled, _) = control._counts[1].by_position()[0], control.survival.by_position()[0]
+    assert (one > pooled) is from_tokens, "short drafts take more steps through the easy stretch"
 
 
 @pytest.mark.parametrize(
