@@ -93,7 +93,7 @@ class Adaptive:
     spec: AdaptiveSpec = field(default_factory=AdaptiveSpec)
     prior: InitVar[StepRatios | None] = None
     overhead_s: InitVar[float] = 0.0
-    from_tokens: InitVar[bool] = False
+    from_tokens: bool = False
     times: StepTimes = field(init=False)
     probes: Probes = field(init=False)
     found: FoundDrafts = field(init=False)
@@ -110,14 +110,14 @@ class Adaptive:
     _experts: dict[int, float] = field(default_factory=dict, init=False)
     _new: list[tuple[Decision, Outcome]] = field(default_factory=list, init=False)
 
-    def __post_init__(self, prior: StepRatios | None, overhead_s: float, from_tokens: bool) -> None:
+    def __post_init__(self, prior: StepRatios | None, overhead_s: float) -> None:
         memory, deepest = self.spec.verifications, max(arm.max_depth for arm in self.arms)
         self._chains = sum(arm.is_chain for arm in self.arms)
         self.times = StepTimes(self.arms, self.spec.memory, prior, overhead_s)
         self.probes = Probes(self.spec, self._chains, self.times)
         self.found = FoundDrafts(self.spec.lookups)
         self.survival = Survival(deepest, memory)
-        self._walks = Walks(self.arms[self._chains - 1].max_depth, deepest, memory, from_tokens)
+        self._walks = Walks(self.arms[self._chains - 1].max_depth, deepest, memory, self.from_tokens)
         self._counts = [
             self._walks.counts[arm.max_depth] if arm.is_chain else Survival(arm.max_depth, memory) for arm in self.arms
         ]

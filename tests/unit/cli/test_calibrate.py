@@ -95,6 +95,7 @@ def test_auto_starts_from_it(measured: Calibration, directory: Path):
     control = llm.engine.control
     assert isinstance(control, Adaptive)
     assert control.arms == (chain(0), chain(1))
+    assert control.from_tokens
     ratios = [p.step_s for p in measured.points if p.length]
     plain = [p.step_s for p in measured.points if not p.length]
     expected = np.exp(np.mean(np.log(ratios)) - np.mean(np.log(plain)))
