@@ -178,8 +178,7 @@ class Adaptive:
         verified = gains[best].verified
         chosen = Decision(self.arms[best], False, best_gain, best_gain, verified.least(rows))
         if not brief:
-            most = self.spec.drafting_steps if best else self.spec.plain_steps
-            until = self._steps + min(self.probes.uneven(most), self._steps / 8)
+            until = self._steps + min(self.probes.uneven(self.spec.thinking_steps), self._steps / 8)
             self._kept[size] = Kept(chosen, verified, limits, until)
         return chosen
 

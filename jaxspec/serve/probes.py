@@ -61,7 +61,7 @@ class AdaptiveSpec:
       contest_wait: steps until an arm that may be better than the best one by the hysteresis is tried again.
       vain_wait: steps more for a tree that could not pay if it accepted what chains do.
       longest_probe: dispatches for which a probe goes on while its arm may take the best one's place.
-      plain_steps, drafting_steps: steps until it thinks again; fewer where the rows are others, and at the beginning.
+      thinking_steps: steps until it thinks again; fewer where the rows are others, and at the beginning.
     """
 
     margin: float = 0.02
@@ -80,8 +80,7 @@ class AdaptiveSpec:
     contest_wait: int = 48
     vain_wait: int = 65536
     longest_probe: int = 4
-    plain_steps: int = 96
-    drafting_steps: int = 96
+    thinking_steps: int = 96
 
     def to_replace(self, held: Gain) -> float:
         """What another arm must gain at least, to be used instead of one that drafts."""
@@ -164,7 +163,7 @@ class Probes:
           outcome: what it did.
         """
         group, fresh = self._group(place), place == 0 or self._going != place
-        self._lost(outcome.time_s - self.instead_s(decision, outcome) + fresh * self.times.switch_s)
+        self._lost(outcome.time_s - self._instead_s(decision, outcome) + fresh * self.times.switch_s)
         if fresh:
             self._going, self._more = place, self.spec.longest_probe
         self._more -= 1
@@ -182,7 +181,7 @@ class Probes:
             longest = max(self.spec.chain_wait, dear) if group == 1 else math.inf
             self._wait[group] = int(min(2 * wait, longest, self.spec.longest_wait))
 
-    def instead_s(self, decision: Decision, outcome: Outcome) -> float:
+    def _instead_s(self, decision: Decision, outcome: Outcome) -> float:
         """What the best arm would have taken for a probe's tokens. They are a matter of luck, which sums do without."""
         return outcome.tokens / outcome.rows * self.times.plain_s(outcome.rows) / decision.best
 

@@ -15,7 +15,8 @@ class Walks:
     Texts have easy stretches and hard ones. Short drafts take several steps through an easy stretch, long ones leave it
     with their first: so a position is accepted more often by short drafts, and what one length accepts is too much for
     longer ones and too little for shorter ones. But a run of right drafts, up to the first wrong one, says what every
-    length would have accepted, for all of them begin anew behind a wrong draft.
+    length would have accepted, for all of them begin anew behind a wrong draft: exactly with a draft model, nearly with
+    lookup, which may find another match from an accepted draft on.
 
     The token behind a verification that accepted everything is the target's own. Whether it would have been drafted is
     not known, and drawn by chance as often as the last position is accepted.

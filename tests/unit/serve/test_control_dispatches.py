@@ -137,7 +137,7 @@ def test_it_goes_on_without_a_thought_until_the_rows_are_others():
         decision = control.choose(4, 0, requests)
         control.record(decision, machine.run(decision.arm, 4))
     before = len(machine.ran)
-    assert 200 * STEPS / control.spec.plain_steps <= len(late) <= 35, "every eighth dispatch, and after a probe"
+    assert 200 * STEPS / control.spec.thinking_steps <= len(late) <= 35, "every eighth dispatch, and after a probe"
     requests.leave(2)
     control.choose(3, 0, requests)
     assert thought[-1] < before, "it is like the others"
