@@ -62,6 +62,11 @@ class Kept:
         was_late, self.late = self.late, True
         return may_wait and not was_late
 
+    def of(self, rows: int) -> Decision:
+        """The decision, for so many rows."""
+        least = self.verified.least(rows)
+        return self.decision if self.decision.least == least else replace(self.decision, least=least)
+
 
 @dataclass
 class Adaptive:
@@ -77,7 +82,8 @@ class Adaptive:
     and both are thinned by their shares before arms are compared.
 
     It thinks while the device works, as far as it can. A decision that has become old holds for one dispatch more, and
-    is thought over meanwhile, where other rows than before are active or a trial ran.
+    is thought over meanwhile, where other rows than before are active or a trial ran; the latest one does for rows of
+    which none is known. It does not where a head predicts that drafts will touch other experts.
 
     Attributes:
       arms: plain decoding, chains by length, then trees.
@@ -107,6 +113,7 @@ class Adaptive:
     _may_wait: bool = field(default=False, init=False)
     _steps: int = field(default=0, init=False)
     _kept: dict[Size, Kept] = field(default_factory=dict, init=False)
+    _latest: Kept | None = field(default=None, init=False)
     _experts: dict[int, float] = field(default_factory=dict, init=False)
     _new: list[tuple[Decision, Outcome]] = field(default_factory=list, init=False)
 
@@ -128,6 +135,8 @@ class Adaptive:
         """Arm of the next dispatch for these active rows; ``requests`` has what is known of each."""
         size, limits = _size(rows, requests), [] if requests is None else requests.limits
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
+        if size not in self._kept and self._latest is not None and self.times.knows_plain(rows):
+            self._kept[size] = replace(self._latest, limits=limits, until=0, late=False)
         kept, (for_size, until, ready) = self._kept.get(size), self._ready
         may_wait, self._last, self._may_wait = self._may_wait or size != self._last, size, False
         chosen = None
@@ -135,7 +144,8 @@ class Adaptive:
             self._ready = NOTHING_READY
             chosen = ready if for_size == size and self._steps < until else None
         if chosen is None and kept is not None and (brief or kept.holds(limits, self._steps, may_wait)):
-            return kept.decision if kept.verified == ALL else replace(kept.decision, least=kept.verified.least(rows))
+            self._latest = kept
+            return kept.of(rows)
         chosen = chosen or self._think(rows, requests, brief)
         if chosen.probe and kept is not None:
             kept.late = False  # it was thought over, and is of use behind the trial
@@ -179,7 +189,7 @@ class Adaptive:
         chosen = Decision(self.arms[best], False, best_gain, best_gain, verified.least(rows))
         if not brief:
             until = self._steps + min(self.probes.uneven(self.spec.thinking_steps), self._steps / 8)
-            self._kept[size] = Kept(chosen, verified, limits, until)
+            self._kept[size] = self._latest = Kept(chosen, verified, limits, until)
         return chosen
 
     def _best(self, gains: Sequence[Gain], held: int) -> tuple[int, float]:
@@ -203,7 +213,9 @@ class Adaptive:
                 experts, before = outcome.touched[0], self._experts.get(outcome.rows, 0.0)
                 if abs(experts - before) > MOVED * before:
                     self._experts[outcome.rows] = experts
-                    self._kept.clear()
+                    for (size, _), kept in self._kept.items():
+                        if size == bucket(outcome.rows):
+                            kept.until, kept.late = 0.0, True
             if len(self._new) >= UNSEEN:  # requests that want no drafts ask for no choice
                 self.learn()
 

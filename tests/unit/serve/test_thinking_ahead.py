@@ -1,13 +1,15 @@
 """When the adaptive control thinks: while the device works, and in its way only where nothing is known of such rows."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import Decision, Outcome
+from jaxspec.serve.survival import RequestSurvival
 from jaxspec.topology import PLAIN, chain
-from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine
+from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine, running
 
 
 def served(control: Adaptive, machine: Machine, dispatches: int, rows: int = 4) -> list[tuple[Decision, bool]]:
@@ -93,3 +95,41 @@ def test_rows_that_change_at_every_dispatch_are_thought_of_all_the_same():
         served(control, machine, 1, rows=4)
         served(control, machine, 1, rows=1)
     assert sum(arm.max_depth >= 4 for arm in machine.ran[-100:]) > 80
+
+
+def test_the_latest_decision_is_lent_to_requests_of_other_kinds_and_thought_over_meanwhile():
+    control, machine = settled(CHEAP, 0.9)
+    others = RequestSurvival(4, 5, 64.0)
+    for row in range(4):
+        others.enter(row, kind=1)
+    for ahead in (True, False):
+        requests = others if ahead else running([None] * 4)
+        control.record(Decision(chain(5), gain=4.0), machine.run(chain(5), 4))
+        decision = control.choose(4, 0, requests)
+        assert control._new, "not in the device's way"
+        assert (decision.length, decision.probe) == (5, False)
+        if ahead:
+            control.ahead(decision, 4, requests)
+            assert not control._new, "but while it works"
+    control.choose(4, 0, requests)
+    assert not control._new, "where nobody leaves it time to think it is lent once"
+
+
+def test_nothing_is_lent_to_rows_of_which_not_even_plain_steps_are_known():
+    control, _ = settled(CHEAP, 0.9)
+    decision = control.choose(1, 0)
+    assert (decision.arm, decision.gain) == (PLAIN, None)
+
+
+def test_a_prompt_does_not_wait_for_a_thought_where_other_experts_are_predicted():
+    """Its dispatch is of one step. The next one waits, for times are others now; those of other rows do not."""
+    control, machine = settled(CHEAP, 0.9)
+    served(control, machine, 20, rows=1)
+    served(control, machine, 20)
+    assert control._kept[0, ()].until > 0
+    control.record(Decision(chain(5), gain=4.0), replace(machine.run(chain(5), 4), touched=(7.0,) * 5))
+    assert control._kept[0, ()].until > 0
+    for steps in (1, None):
+        assert control._new
+        control.choose(4, 0, None, steps)
+    assert not control._new
