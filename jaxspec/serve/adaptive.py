@@ -82,8 +82,8 @@ class Adaptive:
     and both are thinned by their shares before arms are compared.
 
     It thinks while the device works, as far as it can. A decision that has become old holds for one dispatch more, and
-    is thought over meanwhile, where other rows than before are active or a trial ran; the latest one does for rows of
-    which none is known. It does not where a head predicts that drafts will touch other experts.
+    is thought over meanwhile, where other rows than before are active or a trial ran; the latest one for as
+    many rows does for requests of other kinds. It does not where a head predicts that drafts will touch other experts.
 
     Attributes:
       arms: plain decoding, chains by length, then trees.
@@ -113,7 +113,7 @@ class Adaptive:
     _may_wait: bool = field(default=False, init=False)
     _steps: int = field(default=0, init=False)
     _kept: dict[Size, Kept] = field(default_factory=dict, init=False)
-    _latest: Kept | None = field(default=None, init=False)
+    _latest: dict[int, Kept] = field(default_factory=dict, init=False)
     _experts: dict[int, float] = field(default_factory=dict, init=False)
     _new: list[tuple[Decision, Outcome]] = field(default_factory=list, init=False)
 
@@ -135,8 +135,8 @@ class Adaptive:
         """Arm of the next dispatch for these active rows; ``requests`` has what is known of each."""
         size, limits = _size(rows, requests), [] if requests is None else requests.limits
         brief = steps is not None and steps < self.times.full  # most of its time would say nothing about the arm
-        if size not in self._kept and self._latest is not None and self.times.knows_plain(rows):
-            self._kept[size] = replace(self._latest, limits=limits, until=0, late=False)
+        if size not in self._kept and size[0] in self._latest:
+            self._kept[size] = replace(self._latest[size[0]], limits=limits, until=0, late=False)
         kept, (for_size, until, ready) = self._kept.get(size), self._ready
         may_wait, self._last, self._may_wait = self._may_wait or size != self._last, size, False
         chosen = None
@@ -144,7 +144,7 @@ class Adaptive:
             self._ready = NOTHING_READY
             chosen = ready if for_size == size and self._steps < until else None
         if chosen is None and kept is not None and (brief or kept.holds(limits, self._steps, may_wait)):
-            self._latest = kept
+            self._latest[size[0]] = kept
             return kept.of(rows)
         chosen = chosen or self._think(rows, requests, brief)
         if chosen.probe and kept is not None:
@@ -189,7 +189,7 @@ class Adaptive:
         chosen = Decision(self.arms[best], False, best_gain, best_gain, verified.least(rows))
         if not brief:
             until = self._steps + min(self.probes.uneven(self.spec.thinking_steps), self._steps / 8)
-            self._kept[size] = self._latest = Kept(chosen, verified, limits, until)
+            self._kept[size] = self._latest[size[0]] = Kept(chosen, verified, limits, until)
         return chosen
 
     def _best(self, gains: Sequence[Gain], held: int) -> tuple[int, float]:

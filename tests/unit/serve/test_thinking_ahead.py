@@ -115,10 +115,15 @@ def test_the_latest_decision_is_lent_to_requests_of_other_kinds_and_thought_over
     assert not control._new, "where nobody leaves it time to think it is lent once"
 
 
-def test_nothing_is_lent_to_rows_of_which_not_even_plain_steps_are_known():
-    control, _ = settled(CHEAP, 0.9)
+def test_nothing_is_lent_to_other_numbers_of_rows():
+    """Drafts that pay for some may not for others; those need a thought of their own before they draft."""
+    control, machine = settled(CHEAP, 0.9)
     decision = control.choose(1, 0)
     assert (decision.arm, decision.gain) == (PLAIN, None)
+    control.record(decision, machine.run(PLAIN, 1))
+    assert control._new
+    control.choose(1, 0)
+    assert not control._new
 
 
 def test_a_prompt_does_not_wait_for_a_thought_where_other_experts_are_predicted():
