@@ -108,7 +108,8 @@ class Grid:
         without a drafter stands for length 0.
       temperatures, workloads, input_tokens, output_tokens, rates: what runs on each engine.
       requests: per run; by default twice the rows and at least four.
-      rounds: measured ones, behind one that only warms up.
+      rounds, warm_up_rounds: measured ones, and those before them: one of everything, others of engines that choose
+        their length alone, which learn from them.
       turn_requests: requests of a closed loop after which the next way of decoding has its turn; by default one where
         the engine has one row, and all where it has several.
       seed: of prompts, arrivals and sampling.
@@ -130,6 +131,7 @@ class Grid:
     rates: tuple[float, ...] = (math.inf,)
     requests: int | None = None
     rounds: int = 3
+    warm_up_rounds: int = 1
     turn_requests: int | None = None
     seed: int = 0
     rule: str = "match"
@@ -151,8 +153,8 @@ class Grid:
             (n, "--output-tokens takes whole numbers from 2", n >= 2) for n in self.output_tokens if n is not None
         ]
         yield from whole
-        yield self.rounds, "--rounds must be at least 1", self.rounds >= 1
-        for name, count in (("--requests", self.requests), ("--turn-requests", self.turn_requests)):
+        rounds = ("--rounds", self.rounds), ("--warm-up-rounds", self.warm_up_rounds)
+        for name, count in (*rounds, ("--requests", self.requests), ("--turn-requests", self.turn_requests)):
             yield count, f"{name} must be at least 1", count is None or count >= 1
         for k in self.lengths:
             ok = k == AUTO or (isinstance(k, int) and 0 <= k <= MAX_LENGTH)

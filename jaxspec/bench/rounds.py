@@ -17,8 +17,10 @@ CLEAR = 4  # rounds after which a fixed arm that lost each of them has no more t
 Subject = Callable[[slice], Run | PeerRun]
 
 
-def run_rounds(subjects: Mapping[str, Subject], parts: Sequence[slice], count: int) -> list[dict[str, Run | PeerRun]]:
-    """So many rounds, behind one that warms up.
+def run_rounds(
+    subjects: Mapping[str, Subject], parts: Sequence[slice], count: int, learns: int = 0
+) -> list[dict[str, Run | PeerRun]]:
+    """So many rounds, behind one that warms up, and ``learns`` more of speculation alone, which may learn from them.
 
     A fixed arm that was slower than the best one (or than plain decoding, if that is best) in each of ``CLEAR`` rounds
     or more ends there, and long sweeps spend their time on those that may be best. An arm that is as fast as all others
@@ -26,6 +28,8 @@ def run_rounds(subjects: Mapping[str, Subject], parts: Sequence[slice], count: i
     """
     wanted, found = dict(subjects), []
     _round(wanted, parts, 0)
+    for _ in range(learns):
+        _round({SPECULATIVE: wanted[SPECULATIVE]}, parts, 0)
     for turn in range(1, count + 1):
         found.append(_round(wanted, parts, turn))
         for name in _clearly_slower(found):

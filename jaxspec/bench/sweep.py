@@ -133,7 +133,7 @@ class Sweep:
         return llm
 
     def measure(self, llm: LLM, engine: EnginePoint, point: Point, contenders: Sequence[Contender] = ()) -> Cell:
-        """One cell: rounds in which every way of decoding runs once, in turns, behind one round that warms up."""
+        """One cell: rounds in which every way of decoding runs once, in turns, behind those that warm up."""
         grid, prompts = self.grid, self.prompts(engine, point)
         arrivals = None if point.arrival == CLOSED else poisson_arrivals(len(prompts), point.rate, grid.seed)
         greedy = {"temperature": 0.0}
@@ -156,7 +156,8 @@ class Sweep:
                 subjects[FIXED + arm.name] = lambda part, arm=arm: _held(llm, arm, partial(ours, drafted, part))
         size = len(prompts) if arrivals else grid.turn(engine.rows)
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
-        rounds = run_rounds(subjects, parts, grid.rounds)
+        learns = grid.warm_up_rounds - 1 if isinstance(engine.k, str) else 0
+        rounds = run_rounds(subjects, parts, grid.rounds, learns)
         cell = self._cell(engine, point, rounds)
         found = [_beside(rival, name, rounds) for name, rival in rivals.items()]
         return structs.replace(cell, peers=found, experts=self._experts(llm, engine, prompts, rounds))

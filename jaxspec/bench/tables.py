@@ -104,9 +104,10 @@ def markdown_text(report: Report) -> str:
     device = f"{report.machine.get('cpu', '?')}, {report.machine.get('cores', '?')} cores"
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     lines += [f"{report.date}; {device}; {versions}; `{shlex.join(report.command)}`", ""]
-    rounds = report.settings.get("rounds", "?")
+    rounds, behind = report.settings.get("rounds", "?"), report.settings.get("warm_up_rounds", 1)
     lines += [
-        f"Medians of {rounds} interleaved rounds with least and greatest; times in ms at P50 / P95 / P99.", "",
+        f"Medians of {rounds} interleaved rounds, behind {behind} to warm up, with least and greatest; times in ms at "
+        "P50 / P95 / P99.", "",
         *_table(_header(report), [_line(cell, report) for cell in report.cells]), "",
     ]  # fmt: skip
     peers = [(cell, peer) for cell in report.cells for peer in cell.peers]

@@ -44,7 +44,9 @@ class BenchArgs:
       output_tokens: Generated per prompt; by default the workload's.
       request_rate: Poisson arrivals per second; inf is a closed loop.
       requests: Per run; by default twice the rows and at least four.
-      rounds: Measured rounds, behind one that only warms up.
+      rounds: Measured rounds.
+      warm_up_rounds: Rounds before them; those behind the first are of engines that choose K alone, which learn from
+        them.
       turn_requests: Requests of a closed loop after which the next way of decoding has its turn; by default one where
         there is one row, else all of a run. The fewer, the less of a machine's moods is left in the ratios; but with
         no more than rows, rates of decoding count texts only until the first of them ends, each K other parts of them.
@@ -84,6 +86,7 @@ class BenchArgs:
     request_rate: tuple[float, ...] = (float("inf"),)
     requests: int | None = None
     rounds: int = 3
+    warm_up_rounds: int = 1
     turn_requests: int | None = None
     seed: int = 0
     rule: Literal["match", "standard", "block"] = "match"
@@ -216,6 +219,7 @@ def grid_of(args: BenchArgs) -> Grid:
         rates=args.request_rate,
         requests=args.requests,
         rounds=args.rounds,
+        warm_up_rounds=args.warm_up_rounds,
         turn_requests=args.turn_requests,
         seed=args.seed,
         rule=args.rule,
@@ -268,8 +272,9 @@ class Notes:
             "versions": describe_versions(),
             "model": describe_model(read_config(sweep.directory)) | {"directory": sweep.directory.name},
             "settings": {
-                **sweep.engine, "rule": grid.rule, "rounds": grid.rounds, "capacity": sweep.capacity,
-                "price_per_hour": grid.price_per_hour, "drafters": {d.name: dict(d.config) for d in grid.drafters},
+                **sweep.engine, "rule": grid.rule, "rounds": grid.rounds, "warm_up_rounds": grid.warm_up_rounds,
+                "capacity": sweep.capacity, "price_per_hour": grid.price_per_hour,
+                "drafters": {d.name: dict(d.config) for d in grid.drafters},
             },
         }  # fmt: skip
 

@@ -158,8 +158,8 @@ class Adaptive:
         """
         size = _size(rows, requests)
         kept = self._kept.get(size)
-        if decision.probe:
-            self.learn()  # what came of it is then all that is left to learn
+        if decision.probe or len(self._new) >= UNSEEN:  # requests that want no drafts ask for no choice
+            self.learn()  # what came of a probe is then all that is left to learn
         if kept is None or decision.probe or decision.gain is None or self._steps + self.times.full < kept.until:
             return
         chosen = self._think(rows, requests)
@@ -215,9 +215,7 @@ class Adaptive:
                     self._experts[outcome.rows] = experts
                     for (size, _), kept in self._kept.items():
                         if size == bucket(outcome.rows):
-                            kept.until, kept.late = 0.0, True
-            if len(self._new) >= UNSEEN:  # requests that want no drafts ask for no choice
-                self.learn()
+                            kept.until = 0.0
 
     def learn(self) -> None:
         """Looks at the dispatches since the last time."""

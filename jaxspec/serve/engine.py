@@ -190,7 +190,7 @@ class Engine:
         if not running:
             return []
         asked = time.monotonic()
-        decision, began = self._decide(running, steps), time.monotonic()
+        decision, began = self._decide(len(running), steps), time.monotonic()
         self._catch_up(decision.length)
         self._price(decision.length, len(running))
         ready = time.monotonic()
@@ -238,11 +238,11 @@ class Engine:
             self.metrics.draft_prices_s = self.budget.prices_s
         return list(moved.values())
 
-    def _decide(self, running: list[Sample], steps: int | None) -> Decision:
+    def _decide(self, rows: int, steps: int | None) -> Decision:
         """Arm of the next dispatch; rows that want no drafts take part in it, too, and gain nothing."""
-        if all(sample.params.draft_limit == 0 for sample in running):
+        if not self.survival.wanted:
             return Decision(PLAIN)
-        return self.control.choose(len(running), len(self.waiting), self.survival, steps)
+        return self.control.choose(rows, len(self.waiting), self.survival, steps)
 
     def _price(self, length: int, rows: int) -> None:
         """Prices of the next dispatch's drafts."""

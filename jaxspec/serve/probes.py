@@ -12,6 +12,7 @@ from jaxspec.serve.found import ALL, Verified
 from jaxspec.serve.step_times import StepTimes
 
 GOLDEN, UNEVEN = 0.6180339887, 0.25  # the ratio that repeats least; a share
+LEARNING = 32  # full dispatches that probes may take at first
 
 
 class Gain(NamedTuple):
@@ -50,6 +51,8 @@ class AdaptiveSpec:
       hysteresis: share by which another arm must beat the one in use.
       sureness: standard errors between the estimate and that lower end.
       probe_share: most of all time that probes may lose.
+      probe_steps, first_probes: most of all steps that may be probes', besides so many, and ``LEARNING`` dispatches at
+        least, that a fresh engine learns from.
       first_steps: plain steps' worth of time that a fresh engine may lose without ever earning it, where nothing
         was known beforehand.
       most_steps: the same that may be lost before it is earned.
@@ -68,6 +71,8 @@ class AdaptiveSpec:
     hysteresis: float = 0.02
     sureness: float = 1.28
     probe_share: float = 0.01
+    probe_steps: float = 0.02
+    first_probes: int = 512
     first_steps: int = 24
     most_steps: int = 12
     memory: float = 200.0
@@ -91,15 +96,16 @@ class AdaptiveSpec:
 class Probes:
     """Tries arms that are not the best one, as far as is known.
 
-    Probes may lose a share of all time, and what was rejected waits twice as long each time: chains together, each
-    tree for itself. An arm that may take the best one's place is tried again sooner than one that may not: that costs
-    little, and a few unlucky dispatches would keep it out for long.
+    Probes may lose a share of all time and take a share of all steps, and what was rejected waits twice as long each
+    time: chains together, each tree for itself. An arm that may take the best one's place is tried again sooner than
+    one that may not: that costs little, and a few unlucky dispatches would keep it out for long.
 
     Attributes:
       spec: how cautious.
       chains: how many arms are chains, plain decoding among them; trees follow.
       times: of all arms.
       steps: that were run.
+      probed: steps in which probes verified drafts, or of plain ones.
       owed_s: what probes, and bringing drafters up to date, have lost and not earned yet.
     """
 
@@ -107,6 +113,7 @@ class Probes:
     chains: int
     times: StepTimes
     steps: int = field(default=0, init=False)
+    probed: int = field(default=0, init=False)
     owed_s: float = field(default=0.0, init=False)
     _wait: dict[int, int] = field(default_factory=dict, init=False)
     _ran: dict[int, int] = field(default_factory=dict, init=False)
@@ -119,7 +126,7 @@ class Probes:
         """An arm worth another look, where the budget allows one."""
         self._asked += 1
         again, self._going = self._going, 0
-        if self.owed_s >= self.spec.most_steps * self.times.plain_s(rows):
+        if not self._affordable(rows):
             return None
         if again not in (0, best) and self._more > 0 and self._may_win(again, best, gains):
             self._going = again
@@ -144,6 +151,12 @@ class Probes:
                 due.append((one.hope if tree else one.value, place))
         return max(due)[1] if due else None
 
+    def _affordable(self, rows: int) -> bool:
+        """Whether neither the steps nor the time are used up that probes may take."""
+        first = max(self.spec.first_probes, LEARNING * self.times.full)
+        in_number = self.probed < first + self.spec.probe_steps * self.steps
+        return in_number and self.owed_s < self.spec.most_steps * self.times.plain_s(rows)
+
     def ran(self, place: int, outcome: Outcome, chosen: bool) -> None:
         """Takes note of a dispatch; where requests want no drafts it was not chosen, and earns nothing."""
         if not self.steps and self.times.prior is None:
@@ -167,6 +180,7 @@ class Probes:
         if fresh:
             self._going, self._more = place, self.spec.longest_probe
         self._more -= 1
+        self.probed += outcome.steps - outcome.skipped
         wait = self._wait.get(group, self.spec.shortest_wait)
         if place:
             self._contest = self.steps + self.uneven(self.spec.contest_wait)

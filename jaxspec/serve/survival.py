@@ -137,6 +137,7 @@ class RequestSurvival:
     Attributes:
       limits: of the running requests that have one, ascending.
       shares: of the running requests, by kind, in quarters.
+      wanted: whether one of them at least wants drafts.
     """
 
     def __init__(self, rows: int, length: int, memory: float):
@@ -155,6 +156,7 @@ class RequestSurvival:
         self._new: list[tuple[int, Mapping[int, Sequence[int]]]] = []
         self.limits: list[int] = []
         self.shares: tuple[tuple[int, int], ...] = ()
+        self.wanted = False
 
     def enter(self, row: int, limit: int | None = None, kind: int = 0) -> None:
         """A request takes a slot; ``limit`` is of the positions that it may accept, None for all."""
@@ -173,7 +175,7 @@ class RequestSurvival:
 
     def _changed(self) -> None:
         limits_R = self._limit_B.take(np.array(self._runs, int))
-        self.limits = sorted(limits_R[limits_R < len(self._place_K)].tolist())
+        self.limits, self.wanted = sorted(limits_R[limits_R < len(self._place_K)].tolist()), bool(limits_R.any())
         counts = Counter(self._kind_B[row] for row in self._runs)
         self.shares = tuple((kind, round(4 * counts[kind] / len(self._runs))) for kind in sorted(counts))
 

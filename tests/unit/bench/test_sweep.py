@@ -208,6 +208,16 @@ def test_fixed_lengths_that_lost_every_round_have_no_more_turns():
     assert found.plain_again == Spread(0.95, 0.95, 0.95, 0.95, 0.95)
 
 
+def test_what_chooses_learns_in_more_rounds_alone():
+    ran = []
+    subjects = {name: lambda part, name=name: (ran.append(name), a_run(1.0))[1] for name in (PLAIN, SPECULATIVE)}
+    rounds = run_rounds(subjects, [slice(0, 1), slice(1, 2)], 1, learns=2)
+    assert len(rounds) == 1
+    assert sorted(ran[:4]) == [PLAIN] * 2 + [SPECULATIVE] * 2
+    assert ran[4:8] == [SPECULATIVE] * 4
+    assert sorted(ran[8:]) == [PLAIN] * 2 + [SPECULATIVE] * 2
+
+
 def a_run(tokens_per_s: float) -> Run:
     return Run([], [], 0, 1.0, round(100 * tokens_per_s), 100.0, 0, SpeculationMetrics(), [], {})
 
@@ -279,6 +289,7 @@ def test_other_files_are_no_reports(tmp_path: Path, text: str, why: str):
         ({"workloads": ("poems",)}, "--workload"),
         ({"output_tokens": (1,)}, "--output-tokens"),
         ({"rounds": 0}, "--rounds"),
+        ({"warm_up_rounds": 0}, "--warm-up-rounds"),
         ({"requests": 0}, "--requests"),
         ({"price_per_hour": 0.0}, "--price-per-hour"),
         ({"drafters": ()}, "needs a drafter"),

@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.serve.adaptive import UNSEEN, Adaptive
 from jaxspec.serve.control import Decision, Outcome
+from jaxspec.serve.probes import AdaptiveSpec
 from jaxspec.serve.step_times import FIRST, KEPT_ROWS
 from jaxspec.topology import PLAIN, AnyTopology, chain
 from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine, in_use, play, running
@@ -154,8 +155,9 @@ def test_dispatches_that_nothing_was_chosen_for_do_not_pile_up():
     """Requests that want no drafts never ask; what plain decoding takes is known all the same."""
     machine, control = Machine(CHEAP, [0.5] * 5, noise=0.0), Adaptive(ARMS)
     for _ in range(1000):
+        control.ahead(Decision(PLAIN), 4)
         control.record(Decision(PLAIN), machine.run(PLAIN, 4))
-    assert len(control._new) < UNSEEN
+    assert len(control._new) <= UNSEEN
     assert control.times.plain_s(4) == pytest.approx(CHEAP[0])
     assert control.probes.steps == 0, "and no time was earned"
 
@@ -211,6 +213,7 @@ def test_a_machine_that_is_slow_at_times_makes_no_arm_look_slow():
         control.record(Decision(arm), machine.run(arm, 4))
     machine.time_s = [1.5 * time_s for time_s in CHEAP]
     for arm in [chain(1)] * 60 + [chain(3), chain(1)] * 10:
+        control.ahead(Decision(arm), 4)
         control.record(Decision(arm), machine.run(arm, 4))
     control.learn()
     third, first = (control.times.ratios(4)[place][0] for place in (3, 1))
@@ -284,3 +287,21 @@ def test_experts_of_a_single_step_say_nothing_of_whole_dispatches():
             control.learn()
             usual.append(control.times.ratios(8)[1][0])
     assert usual[3::3] == pytest.approx(usual[2:-1:3], rel=0.015)
+
+
+def test_trials_take_no_more_than_a_share_of_all_steps():
+    """Five lengths and plain decoding are alike: trials lose nothing, and unbounded, each fifth dispatch is one."""
+    shares = []
+    for probe_steps in (1.0, AdaptiveSpec.probe_steps):
+        control = Adaptive(ARMS, AdaptiveSpec(probe_steps=probe_steps))
+        machine = Machine([1.0, 1.78, 2.41, 2.93, 3.34, 3.67], [0.8] * 5)
+        decided, steps = [], 0
+        for _ in range(4000):
+            decision = control.choose(4, 0)
+            outcome = machine.run(decision.arm, 4)
+            control.record(decision, outcome)
+            decided.append(decision.probe)
+            steps += outcome.steps
+        shares.append(sum(decided) / len(decided))
+        assert probe_steps == 1.0 or sum(decided) * outcome.steps <= 513 + probe_steps * steps
+    assert shares[0] > 1.5 * shares[1], shares
