@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.bench.measure import Run, in_turns, run_once
+from jaxspec.bench.measure import Run, running
+from jaxspec.bench.turns import in_turns
 from jaxspec.errors import ConfigError
 from jaxspec.protocol import Anchor, Drafter, DraftState
 from jaxspec.pytree import replace as with_leaves
@@ -133,7 +134,7 @@ def compare(
     for repetition in range(repetitions + 1):
         rounds.append([])
         for number, group in enumerate(groups):
-            subjects = {mode: partial(run_once, llm, group, params) for mode, params in modes.items()}
+            subjects = {mode: partial(running, llm, group, params) for mode, params in modes.items()}
             rounds[-1].append(in_turns(subjects, repetition + number + 1))
             if show:
                 show(2 * (repetition * len(groups) + number + 1), total)

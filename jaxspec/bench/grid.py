@@ -112,6 +112,8 @@ class Grid:
         their length alone, which learn from them.
       turn_requests: requests of a closed loop after which the next way of decoding has its turn; by default one where
         the engine has one row, and all where it has several.
+      turn_tokens: tokens after which it has its turn within them; each way has an engine of its own then, over the same
+        weights and programs. None is none.
       seed: of prompts, arrivals and sampling.
       rule: ``rejection_sample_method``.
       synthetic: acceptance that is decreed, None for the real thing.
@@ -133,6 +135,7 @@ class Grid:
     rounds: int = 3
     warm_up_rounds: int = 1
     turn_requests: int | None = None
+    turn_tokens: int | None = None
     seed: int = 0
     rule: str = "match"
     synthetic: Synthetic | None = None
@@ -154,7 +157,8 @@ class Grid:
         ]
         yield from whole
         rounds = ("--rounds", self.rounds), ("--warm-up-rounds", self.warm_up_rounds)
-        for name, count in (*rounds, ("--requests", self.requests), ("--turn-requests", self.turn_requests)):
+        turns = ("--turn-requests", self.turn_requests), ("--turn-tokens", self.turn_tokens)
+        for name, count in (*rounds, *turns, ("--requests", self.requests)):
             yield count, f"{name} must be at least 1", count is None or count >= 1
         for k in self.lengths:
             ok = k == AUTO or (isinstance(k, int) and 0 <= k <= MAX_LENGTH)

@@ -2,18 +2,16 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from jaxspec.bench.turns import Going
 from jaxspec.errors import ConfigError
 from jaxspec.serve.llm import LLM, Prompt
 from jaxspec.serve.request import RequestOutput, SamplingParams, SpeculationMetrics
-
-Name = TypeVar("Name", bound=Hashable)
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -125,13 +123,13 @@ def poisson_arrivals(count: int, rate_per_s: float, seed: int) -> list[float]:
     return [0.0, *np.cumsum(gaps).tolist()]
 
 
-def run_once(
+def running(
     llm: LLM,
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
     arrivals_s: Sequence[float] | None = None,
-) -> Run:
-    """Generates for all prompts and times it.
+) -> Going[Run]:
+    """Generates for all prompts and times it; it may pause behind each dispatch, while its clock stands still.
 
     Args:
       llm: idle.
@@ -160,6 +158,9 @@ def run_once(
         moved = engine.step(1 if reads else None)
         before, now = now, time.perf_counter() - began
         watch.look(moved, now, now - before if full else None)
+        paused = time.perf_counter()
+        yield watch.tokens
+        began += time.perf_counter() - paused
     lengths = {k: n - steps.get(k, 0) for k, n in _steps(llm).items() if n > steps.get(k, 0)}
     count, time_s = (after - before for after, before in zip(_decided(llm), decided, strict=True))
     return replace(watch.run(now, lengths), decisions=count, deciding_s=time_s)
@@ -177,10 +178,14 @@ def _decided(llm: LLM) -> Sequence[Any]:
 
 
 class _Watch:
-    """Follows the outputs of a run; ``rows`` is how many requests of a closed loop are out, None without one."""
+    """Follows the outputs of a run; ``rows`` is how many requests of a closed loop are out, None without one.
+
+    Attributes:
+      tokens: that came so far.
+    """
 
     def __init__(self, rows: int | None):
-        self._rows = rows
+        self._rows, self.tokens = rows, 0
         self._outputs: list[RequestOutput] = []
         self._traces: list[Trace] = []
         self._places: dict[int, int] = {}
@@ -207,6 +212,7 @@ class _Watch:
             self._steps[place] = output.metrics.num_steps
             if output.finished:
                 self._ends.append(now_s)
+        self.tokens += tokens
         if decoding_s is not None:
             self._decoded = [self._decoded[0] + tokens, self._decoded[1] + decoding_s, self._decoded[2] + steps]
 
@@ -223,7 +229,7 @@ class _Watch:
         return Run(
             token_ids=[list(c.token_ids) for c in completions],
             drafted=[list(c.drafted) for c in completions],
-            tokens=sum(trace.tokens for trace in self._traces),
+            tokens=self.tokens,
             time_s=time_s,
             decode_tokens=int(self._decoded[0]),
             decode_time_s=self._decoded[1],
@@ -232,18 +238,3 @@ class _Watch:
             traces=self._traces,
             lengths=lengths,
         )
-
-
-def in_turns(subjects: Mapping[Name, Callable[[], Result]], turn: int) -> dict[Name, Result]:
-    """Runs every subject once, one right after the other.
-
-    Ratios between results of one turn are free of what makes a machine slower from minute to minute. Each turn begins
-    with another subject, and over as many turns (twice as many where the number is odd) each of them has followed each
-    other one equally often, for what ran before leaves its traces in caches: the balanced Latin square of Williams
-    (1949).
-    """
-    names, count = list(subjects), len(subjects)
-    order = [(turn + (place // 2 if place % 2 == 0 else -(place + 1) // 2)) % count for place in range(count)]
-    if count % 2 and turn // count % 2:
-        order.reverse()
-    return {names[place]: subjects[names[place]]() for place in order}

@@ -1,5 +1,6 @@
 """Runs a sweep: one engine after the other over the same weights, plain and speculative decoding in turns on each."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,11 +12,12 @@ import jax
 from msgspec import structs
 
 from jaxspec.bench.grid import NONE, EnginePoint, Grid, Point
-from jaxspec.bench.measure import Run, poisson_arrivals, run_once
+from jaxspec.bench.measure import Run, poisson_arrivals, running
 from jaxspec.bench.peers.contest import Contender, peer_figures
 from jaxspec.bench.record import CLOSED, Acceptance, Cell, Experts, PeerFigures, Skipped, Spread, figures
 from jaxspec.bench.rounds import AGAIN, FIXED, PLAIN, SPECULATIVE, Subject, regret, run_rounds
 from jaxspec.bench.touched import touched_experts
+from jaxspec.bench.turns import Going, at_once
 from jaxspec.bench.workload import WORKLOADS, Source, settings
 from jaxspec.checkpoint.load import Model, read_config
 from jaxspec.checkpoint.text import Text
@@ -25,6 +27,7 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.serve.control import Fixed
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
+from jaxspec.topology import PLAIN as PLAIN_ARM
 from jaxspec.topology import AnyTopology
 
 LEAST_BUCKET, MOST_BUCKET = 32, 1024
@@ -142,22 +145,26 @@ class Sweep:
         rivals = {c.name: c for c in contenders} if comparable else {}
         plain, drafted = (self._params(point, len(prompts), mode) for mode in (PLAIN, SPECULATIVE))
 
-        def ours(params: list[SamplingParams], part: slice) -> Run:
-            return run_once(llm, prompts[part], params[part], arrivals)
+        def ours(own: LLM, params: list[SamplingParams], part: slice) -> Going[Run]:
+            return running(own, prompts[part], params[part], arrivals)
 
-        subjects: dict[str, Subject] = {PLAIN: partial(ours, plain)}
+        def held(arm: AnyTopology, params: list[SamplingParams]) -> Subject:
+            if grid.turn_tokens is None:
+                return lambda part: _held(llm, arm, ours(llm, params, part))
+            return partial(ours, llm.beside(Fixed(arm)), params)
+
+        subjects: dict[str, Subject] = {PLAIN: held(PLAIN_ARM, plain)}
         if engine.drafter:
-            subjects[SPECULATIVE] = partial(ours, drafted)
+            subjects[SPECULATIVE] = partial(ours, llm, drafted)
         for name, rival in rivals.items():
-            subjects[name] = lambda part, rival=rival: rival.run(prompts[part], point.output_tokens)
+            subjects[name] = lambda part, rival=rival: at_once(partial(rival.run, prompts[part], point.output_tokens))
         if grid.against_fixed and isinstance(engine.k, str):
-            subjects[AGAIN] = partial(ours, plain)
-            for arm in (arm for arm in llm.engine.control.arms if arm.drafts):
-                subjects[FIXED + arm.name] = lambda part, arm=arm: _held(llm, arm, partial(ours, drafted, part))
+            subjects[AGAIN] = held(PLAIN_ARM, plain)
+            subjects |= {FIXED + arm.name: held(arm, drafted) for arm in llm.engine.control.arms if arm.drafts}
         size = len(prompts) if arrivals else grid.turn(engine.rows)
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
         learns = grid.warm_up_rounds - 1 if isinstance(engine.k, str) else 0
-        rounds = run_rounds(subjects, parts, grid.rounds, learns)
+        rounds = run_rounds(subjects, parts, grid.rounds, learns, grid.turn_tokens or math.inf)
         cell = self._cell(engine, point, rounds)
         found = [_beside(rival, name, rounds) for name, rival in rivals.items()]
         return structs.replace(cell, peers=found, experts=self._experts(llm, engine, prompts, rounds))
@@ -230,12 +237,12 @@ def _beside(rival: Contender, name: str, rounds: Sequence[Mapping[str, Any]]) ->
     return peer_figures(rival, [r[name] for r in rounds], [r[mode] for r in rounds], rounds[0][PLAIN])
 
 
-def _held(llm: LLM, arm: AnyTopology, run: Callable[[], Run]) -> Run:
-    """A run of an engine that chooses, held at one arm."""
+def _held(llm: LLM, arm: AnyTopology, run: Going[Run]) -> Going[Run]:
+    """A run of an engine that may choose, held at one arm: it learns nothing from it."""
     engine = llm.engine
     chooses, engine.control = engine.control, Fixed(arm)
     try:
-        return run()
+        return (yield from run)
     finally:
         engine.control = chooses
 

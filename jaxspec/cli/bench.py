@@ -50,6 +50,8 @@ class BenchArgs:
       turn_requests: Requests of a closed loop after which the next way of decoding has its turn; by default one where
         there is one row, else all of a run. The fewer, the less of a machine's moods is left in the ratios; but with
         no more than rows, rates of decoding count texts only until the first of them ends, each K other parts of them.
+      turn_tokens: Tokens after which the next way of decoding has its turn within those requests: the fewer, the less
+        of a noisy machine is left in the ratios. Each way then holds a KV cache of its own.
       seed: Of prompts, arrivals and sampling.
       rule: Verification: match keeps the text of plain decoding, standard and block its distribution.
       synthetic_rates: Accept drafts by a coin, with these shares for draft 1, 2, ...; for studies of hardware, every
@@ -88,6 +90,7 @@ class BenchArgs:
     rounds: int = 3
     warm_up_rounds: int = 1
     turn_requests: int | None = None
+    turn_tokens: int | None = None
     seed: int = 0
     rule: Literal["match", "standard", "block"] = "match"
     synthetic_rates: tuple[float, ...] = ()
@@ -221,6 +224,7 @@ def grid_of(args: BenchArgs) -> Grid:
         rounds=args.rounds,
         warm_up_rounds=args.warm_up_rounds,
         turn_requests=args.turn_requests,
+        turn_tokens=args.turn_tokens,
         seed=args.seed,
         rule=args.rule,
         synthetic=synthetic,

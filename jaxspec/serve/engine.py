@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -99,26 +100,37 @@ class Engine:
         if spec.page and not spec.pages:
             spec = changed(spec, pages=1 + spec.rows * -(-(spec.capacity + self.slack) // spec.page))
         self.spec, self.eos, self.drafter = spec, eos, drafter
-        self.pool = PageAllocator(spec.pages, spec.page) if spec.pages else None
-        plan = StepPlan(spec.rule, spec.steps, spec.logprobs, spec.survival)
         make = partial(
             init_state, target, drafter, spec.rows, spec.capacity,
             slack=self.slack, stop_ids=STOP_PLACES, pages=spec.pages, page=spec.page,
             prices=budget and budget.prices(spec.rows),
         )  # fmt: skip
-        self.state = allocate(make, mesh_of(target.params), places_of(target, spec))
-        turns = PLAIN in self.control.arms
+        self._allocate = partial(allocate, make, mesh_of(target.params), places_of(target, spec))
+        self._begin()
+        plan, turns = StepPlan(spec.rule, spec.steps, spec.logprobs, spec.survival), PLAIN in self.control.arms
         self.programs = Programs(target, drafters, self.state, plan, spec.buckets, turns)
-        self.metrics = EngineMetrics(self.depth)
-        self.waiting: deque[Sample] = deque()
-        self.rows: list[Sample | None] = [None] * spec.rows
-        self.survival = RequestSurvival(spec.rows, self.depth, REMEMBERED)
         adaptive = decider(self.control)
         if isinstance(adaptive, Adaptive):
             self._random = np.random.default_rng(0)
             told = warm_up(adaptive.arms, self._warm_up, min(spec.rows, WARM_ROWS), spec.steps)
             times = adaptive.times
             times.prior, times.overhead_s = times.prior or told[0], told[1]
+
+    def _begin(self) -> None:
+        """Nothing runs or waits, and nothing is known of requests."""
+        self.state = self._allocate()
+        self.pool = PageAllocator(self.spec.pages, self.spec.page) if self.spec.pages else None
+        self.metrics = EngineMetrics(self.depth)
+        self.waiting: deque[Sample] = deque()
+        self.rows: list[Sample | None] = [None] * self.spec.rows
+        self.survival = RequestSurvival(self.spec.rows, self.depth, REMEMBERED)
+
+    def beside(self, control: Control) -> Engine:
+        """Another engine over the same weights, programs and arms, idle, with a KV cache of its own."""
+        other = copy.copy(self)
+        other.control = control
+        other._begin()
+        return other
 
     def _warm_up(self, arm: AnyTopology, most: int) -> tuple[float, float]:
         """Time of a step of an arm on random tokens in seconds, and the share that was not skipped; nothing stays."""

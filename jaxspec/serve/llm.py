@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,6 +21,7 @@ from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
 from jaxspec.serve.budget import budget_of
+from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids, sampling_defaults
 from jaxspec.serve.engine import STOP_PLACES, Engine, EngineSpec
 from jaxspec.serve.loading import load_draft, load_prior, load_target
@@ -125,6 +127,22 @@ class LLM:
         )
         target, budget = Target(self.model.params, self.model.net, block), budget_of(config.cuts, arch)
         self.engine = Engine(target, drafter, self.spec, self.eos, agreed(control), budget)
+
+    def beside(self, control: Control) -> LLM:
+        """Another ``LLM`` over the same weights and programs, idle, with a KV cache of its own: nothing is compiled.
+
+        Args:
+          control: chooses among the arms of this one.
+
+        Raises:
+          ConfigError: it may choose others.
+        """
+        known = self.engine.programs.drafters
+        if missing := [arm.name for arm in control.arms if arm not in known]:
+            raise ConfigError(f"beside: arms {missing} are not compiled; there are {[arm.name for arm in known]}")
+        other = copy.copy(self)
+        other.engine = self.engine.beside(control)
+        return other
 
     @property
     def default_sampling_params(self) -> SamplingParams:

@@ -1,17 +1,20 @@
 """A run's clock and counts, arrivals, and the figures that are made of them, against numbers made by hand."""
 
-from collections import Counter
-from itertools import pairwise, permutations
+import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxspec.bench.measure import Trace, in_turns, poisson_arrivals, run_once
+from jaxspec.bench.measure import Run, Trace, poisson_arrivals, running
 from jaxspec.bench.record import Acceptance, Spread, Waits, figures, usd_per_million
+from jaxspec.bench.turns import in_turns
 from jaxspec.errors import ConfigError
+from jaxspec.serve.control import Fixed
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams, SpeculationMetrics
+from jaxspec.topology import PLAIN, chain
 
 ENGINE = {"max_model_len": 48, "prefill_buckets": (16,), "max_logprobs": 0, "steps_per_dispatch": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
@@ -85,21 +88,8 @@ def test_poisson_arrivals_are_seeded():
         poisson_arrivals(3, 0.0, seed=1)
 
 
-@pytest.mark.parametrize("names", ["ab", "abc", "abcdefg", "abcdefgh"])
-def test_in_turns_everyone_follows_everyone(names: str):
-    turns, begins = len(names) * (1 + len(names) % 2), Counter[str]()
-    follows = Counter[tuple[str, str]]()
-    seen: list[str] = []
-    subjects = {name: lambda name=name: seen.append(name) or name for name in names}
-    for turn in range(turns):
-        seen.clear()
-        assert in_turns(subjects, turn) == {name: name for name in names}
-        assert len(seen) == len(names), "once each"
-        begins[seen[0]] += 1
-        follows.update(pairwise(seen))
-    assert set(begins) == set(names)
-    assert len(set(begins.values())) == 1
-    assert follows == {pair: turns // len(names) for pair in permutations(names, 2)}
+def run_once(*args) -> Run:
+    return in_turns({"it": partial(running, *args)}, 0)["it"]
 
 
 def test_closed_loop_run(llm: LLM):
@@ -132,3 +122,36 @@ def test_open_loop_waits_for_its_requests(llm: LLM):
     assert all(trace.first_s > trace.issued_s for trace in run.traces)
     assert run.time_s > 0.31
     assert [len(ids) for ids in run.token_ids] == [9] * 4
+
+
+def test_a_pause_takes_no_time_and_changes_nothing(llm: LLM):
+    whole, run, counts = run_once(llm, PROMPTS, GREEDY), running(llm, PROMPTS, GREEDY), []
+    while True:
+        try:
+            counts.append(next(run))
+        except StopIteration as end:
+            paused = end.value
+            break
+        time.sleep(0.5)
+    assert counts == sorted(counts)
+    assert counts[-1] == whole.tokens
+    assert (paused.token_ids, paused.decode_tokens) == (whole.token_ids, whole.decode_tokens)
+    assert max(trace.latency_s for trace in paused.traces) <= paused.time_s < 0.5 * len(counts)
+
+
+def test_engines_beside_each_other_mix_nothing(llm: LLM):
+    """Three over the same programs, in turns of four tokens: each gives its text, and counts its own steps."""
+    plain = [SamplingParams(temperature=0.0, max_tokens=9, speculative=False)] * 4
+    alone, before = run_once(llm, PROMPTS, GREEDY), llm.engine.metrics.dispatches
+    other, third = llm.beside(Fixed(PLAIN)), llm.beside(Fixed(chain(2)))
+    runs = in_turns(
+        {name: partial(running, own, PROMPTS, params) for name, own, params in
+         (("drafts", llm, GREEDY), ("plain", other, plain), ("again", third, GREEDY))}, 0, 4
+    )  # fmt: skip
+    assert all(run.token_ids == alone.token_ids for run in runs.values())
+    assert runs["drafts"].lengths == alone.lengths
+    assert (set(runs["plain"].lengths), set(runs["again"].lengths)) == ({"0"}, {"2"})
+    assert llm.engine.metrics.dispatches - before == runs["drafts"].decisions
+    assert not llm.engine.busy
+    with pytest.raises(ConfigError, match=r"\['3'\] are not compiled; there are \['0', '2'\]"):
+        llm.beside(Fixed(chain(3)))

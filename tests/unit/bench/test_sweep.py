@@ -17,6 +17,7 @@ from jaxspec.bench.rounds import CLEAR, PLAIN, SPECULATIVE, regret, run_rounds
 from jaxspec.bench.sweep import Sweep, Watcher
 from jaxspec.bench.tables import csv_text, heading, markdown_text
 from jaxspec.bench.touched import routed_experts, touched_experts
+from jaxspec.bench.turns import at_once
 from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.perf.moesd import expected_experts
@@ -148,6 +149,20 @@ def test_auto_beside_every_fixed_length_and_tree(model: Path):
     assert "| plain over itself |" in table
 
 
+def test_turns_of_tokens_are_of_engines_beside_each_other(model: Path):
+    grid = Grid((NGRAM,), ("auto",), (2,), against_fixed=True, experts=False, requests=4, turn_tokens=4, **SMALL)
+    sweep, engine = Sweep(model, grid, ENGINE), EnginePoint(2, NGRAM, "auto")
+    llm = sweep.open(engine)
+    chooses = llm.engine.control
+    cell = sweep.measure(llm, engine, grid.points()[0])
+    assert llm.engine.control is chooses
+    assert cell.same_text is True
+    assert cell.regret is not None
+    assert sorted(cell.regret.fixed) == ["1", "2", "3", "4", "5"]
+    assert cell.regret.plain_again is not None
+    assert llm.engine.metrics.generated_tokens == (grid.rounds + 1) * 4 * 8, "what chooses ran here, and nothing else"
+
+
 @pytest.mark.parametrize(("rows", "wanted", "sizes"), [(1, None, [1, 1, 1]), (2, None, [3]), (2, 2, [2, 1])])
 def test_ways_of_decoding_take_turns_within_a_round(model: Path, rows: int, wanted: int | None, sizes: list[int]):
     grid = Grid((NGRAM,), (2,), (rows,), experts=False, requests=3, turn_requests=wanted, **SMALL)
@@ -191,7 +206,7 @@ def test_fixed_lengths_that_lost_every_round_have_no_more_turns():
         def run(part):
             ran.append(name)
             rate = 12.0 if name == "fixed 2" and ran.count(name) == 3 else rates[name]
-            return a_run(rate)
+            return at_once(lambda: a_run(rate))
 
         return run
 
@@ -210,7 +225,9 @@ def test_fixed_lengths_that_lost_every_round_have_no_more_turns():
 
 def test_what_chooses_learns_in_more_rounds_alone():
     ran = []
-    subjects = {name: lambda part, name=name: (ran.append(name), a_run(1.0))[1] for name in (PLAIN, SPECULATIVE)}
+    subjects = {
+        name: lambda part, name=name: at_once(lambda: ran.append(name) or a_run(1.0)) for name in (PLAIN, SPECULATIVE)
+    }
     rounds = run_rounds(subjects, [slice(0, 1), slice(1, 2)], 1, learns=2)
     assert len(rounds) == 1
     assert sorted(ran[:4]) == [PLAIN] * 2 + [SPECULATIVE] * 2
@@ -291,6 +308,7 @@ def test_other_files_are_no_reports(tmp_path: Path, text: str, why: str):
         ({"rounds": 0}, "--rounds"),
         ({"warm_up_rounds": 0}, "--warm-up-rounds"),
         ({"requests": 0}, "--requests"),
+        ({"turn_tokens": 0}, "--turn-tokens"),
         ({"price_per_hour": 0.0}, "--price-per-hour"),
         ({"drafters": ()}, "needs a drafter"),
         ({"against_fixed": True}, "--against-fixed compares auto"),
