@@ -30,15 +30,19 @@ def in_turns(
     names, counts = list(subjects), dict.fromkeys(subjects, -1)
     found: dict[Name, Result] = {}
     lap = 0
-    while going:
-        for name in (names[place] for place in _order(len(names), turn + lap)):
-            try:
-                while name in going and counts[name] < (lap + 1) * tokens:
-                    counts[name] = next(going[name])
-            except StopIteration as end:
-                found[name] = end.value
-                del going[name]
-        lap += 1
+    try:
+        while going:
+            for name in (names[place] for place in _order(len(names), turn + lap)):
+                try:
+                    while name in going and counts[name] < (lap + 1) * tokens:
+                        counts[name] = next(going[name])
+                except StopIteration as end:
+                    found[name] = end.value
+                    del going[name]
+            lap += 1
+    finally:
+        for run in going.values():  # none but where one of them failed
+            run.close()
     return found
 
 

@@ -126,7 +126,7 @@ class Engine:
         self.survival = RequestSurvival(self.spec.rows, self.depth, REMEMBERED)
 
     def beside(self, control: Control) -> Engine:
-        """Another engine over the same weights, programs and arms, idle, with a KV cache of its own."""
+        """Another engine over the same weights, programs, arms and budget, idle, with a KV cache of its own."""
         other = copy.copy(self)
         other.control = control
         other._begin()

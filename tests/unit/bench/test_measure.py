@@ -136,7 +136,21 @@ def test_a_pause_takes_no_time_and_changes_nothing(llm: LLM):
     assert counts == sorted(counts)
     assert counts[-1] == whole.tokens
     assert (paused.token_ids, paused.decode_tokens) == (whole.token_ids, whole.decode_tokens)
-    assert max(trace.latency_s for trace in paused.traces) <= paused.time_s < 0.5 * len(counts)
+    assert max(trace.latency_s for trace in paused.traces) <= paused.time_s < 0.5 * (len(counts) - 1)
+
+
+def test_a_run_that_is_given_up_leaves_the_engine_idle(llm: LLM):
+    """What failed beside it, such as a peer, does not reach the next cell."""
+
+    def fails():
+        yield 0
+        assert llm.engine.busy
+        raise ConfigError("not today")
+
+    with pytest.raises(ConfigError, match="not today"):
+        in_turns({"ours": partial(running, llm, PROMPTS, GREEDY), "theirs": fails}, 0, 4)
+    assert not llm.engine.busy
+    assert [len(ids) for ids in run_once(llm, PROMPTS, GREEDY).token_ids] == [9] * 4
 
 
 def test_engines_beside_each_other_mix_nothing(llm: LLM):

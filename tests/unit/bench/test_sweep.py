@@ -131,8 +131,15 @@ def test_auto_beside_every_fixed_length_and_tree(model: Path):
     sweep = Sweep(model, grid, ENGINE)
     engine = EnginePoint(1, choice, "auto")
     llm = sweep.open(engine)
-    chooses = llm.engine.control
+    chooses, limits = llm.engine.control, set()
+    record = chooses.record
+    chooses.record = lambda *told: (
+        limits.update(s.params.draft_limit for s in llm.engine.rows if s is not None),
+        record(*told),
+    )
     cell = sweep.measure(llm, engine, grid.points()[0])
+    assert limits, "it learns"
+    assert 0 not in limits, "but not from plain runs"
     assert llm.engine.control is chooses, "given back after every run that was held at one length"
     assert cell.same_text is True, "that of every fixed length, too"
     assert cell.regret is not None
