@@ -13,7 +13,7 @@ from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
 from jaxspec.topology import DynamicTree, Topology
 
-KEPT = 256  # positions per row that plain decoding may be ahead of a head
+KEPT = 128  # of the latest positions of each row: older ones would add a hundredth to what is accepted, and take time
 SHOWN = 64  # of them, that the head is shown at once
 
 
@@ -36,7 +36,8 @@ class Deferred:
 
     To observe each plain step would read the head's weights each time, a tenth of a step and more for small targets;
     64 positions at once read them once. Until then the head's caches have a hole, so ``catch_up`` comes before it
-    drafts again. Texts that end before as much as is kept has to be shown cost the head nothing.
+    drafts again. What does not fit into what is kept is never shown: plain decoding costs the head nothing, however
+    long, and the hole that is left, with whatever a request before left in it, costs few drafts.
 
     Attributes:
       drafter: drafts, whatever its own topology says.

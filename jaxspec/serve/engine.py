@@ -264,20 +264,17 @@ class Engine:
             self.state = replace(self.state, prices=jax.device_put(prices, places))
 
     def _catch_up(self, length: int) -> None:
-        """Shows the drafter what rows committed without it: before it drafts, and before what was kept runs over."""
-        kept = self.drafter.room if isinstance(self.drafter, Deferred) else None
-        if self.drafter.follows == "nothing" or not (self.programs.turns and (length or kept)):
+        """Shows the drafter what rows committed without it, before it drafts; a head what was kept for it."""
+        if self.drafter.follows == "nothing" or not (self.programs.turns and length):
             return
+        room = self.drafter.room if isinstance(self.drafter, Deferred) else self.spec.capacity
         shown = False
         for row, sample in enumerate(self.rows):
-            if sample is None or sample.params.draft_limit == 0:
+            if sample is None or sample.params.draft_limit == 0 or sample.observed == sample.length:
                 continue
-            behind, left = sample.length - sample.observed, sample.max_length - sample.length
-            # Not before a text's last steps; should one of them draft after all, its oldest features are overwritten.
-            runs_over = kept is not None and behind + self.spec.steps > kept and left > self.spec.steps
-            if behind and (length or runs_over):
-                self.state = self.programs.catch_up(self.state, row, sample.observed, behind)
-                sample.observed, shown = sample.length, True
+            first = max(sample.observed, sample.length - room)
+            self.state = self.programs.catch_up(self.state, row, first, sample.length - first)
+            sample.observed, shown = sample.length, True
         if shown:  # or the dispatch would seem to take its time
             jax.block_until_ready(self.state)
 

@@ -186,20 +186,30 @@ def test_drafts_that_too_few_rows_have_are_left_out_of_the_same_text(lab: Lab):
     assert any(rows >= d.least > 1 for d, o in control.outcomes for rows in o.found)
 
 
-def test_what_is_kept_for_a_head_is_shown_to_it_before_it_runs_over(lab: Lab, monkeypatch: pytest.MonkeyPatch):
-    """Little room or much, it then drafts the same; what will not be needed is not shown."""
-    requests, accepted, shown = mixed_requests("cold"), [], []
+def test_a_head_is_shown_what_was_kept_for_it_when_it_drafts(lab: Lab, monkeypatch: pytest.MonkeyPatch):
+    """Little room or much, the text is the same; of a text that was decoded plainly for long the latest is shown."""
+    requests, ends = mixed_requests("cold"), []
     for room in (4, 256):
         monkeypatch.setattr(engine_module, "KEPT", room)
         control = Cycle((*[PLAIN] * 5, chain(3)))
         engine = lab.engine(lab.drafter("mtp", chain(3)), control=control, steps=2)
-        calls, show = [], engine.programs.catch_up
-        engine.programs.catch_up = lambda *args, calls=calls, show=show: (calls.append(args[-1]), show(*args))[1]
-        outputs = generate(engine, requests, steps=2)
-        assert tokens_of(outputs) == tokens_of(lab.reference("cold", requests))
-        accepted.append([outcome.accepted for _, outcome in control.outcomes])
-        shown.append(calls)
-    assert accepted[0] == accepted[1]
-    assert any(max(counts, default=0) for found in accepted[0] for counts in found.values())
-    assert max(shown[0]) <= 4 < max(shown[1])
-    assert len(shown[0]) > len(shown[1]) > 0
+        shown, ran = list[tuple[int, int, int]](), list[tuple[int, int]]()
+        show, dispatch = engine.programs.catch_up, engine.programs.dispatch
+
+        def showing(state, row, start, count, shown=shown, show=show):
+            shown.append((row, start, count))
+            return show(state, row, start, count)
+
+        def running(state, steps, eager, arm, least, shown=shown, ran=ran, dispatch=dispatch):
+            ran.append((arm.max_depth, len(shown)))
+            return dispatch(state, steps, eager, arm, least)
+
+        engine.programs.catch_up, engine.programs.dispatch = showing, running
+        assert tokens_of(generate(engine, requests, steps=2)) == tokens_of(lab.reference("cold", requests))
+        for (_, before), (depth, after) in pairwise([(0, 0), *ran]):
+            assert depth or before == after, "plain decoding shows nothing"
+        assert {count <= room for _, _, count in shown} == {True}
+        assert any(count == min(room, 10) for _, _, count in shown), "all of it, or what there is room for"
+        first = next(after for depth, after in ran if depth)
+        ends.append([(row, start + count) for row, start, count in shown[:first]])
+    assert ends[0] == ends[1] != []
