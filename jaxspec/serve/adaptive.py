@@ -259,10 +259,12 @@ class Adaptive:
             )
             drafting = drafted * error / tokens
             part = verified.share * ratio / whole
-            timing = math.hypot(part * timing, unsure_of_it * others / whole)
-            value, unsure = tokens / whole, sureness * math.hypot(drafting, timing)
-            hope = max(tokens, floor) / whole * (1 + unsure)
-            found.append(Gain(value, timing, drafting, value * (1 - unsure), hope, verified, more, part))
+            value, timing, looking = tokens / whole, part * timing, others / whole
+            # A step that looks and finds no draft may take more than is known, and less only down to a plain one's time.
+            faster = math.hypot(timing, min(unsure_of_it, skipped - 1.0) * looking)
+            unsure = sureness * math.hypot(drafting, timing, unsure_of_it * looking)
+            hope = max(tokens, floor) / whole * (1 + sureness * math.hypot(drafting, faster))
+            found.append(Gain(value, faster, drafting, value * (1 - unsure), hope, verified, more, part))
         return found
 
     def _tokens(self, place: int, depth: int, theirs: Sequence[tuple[float, float]]) -> tuple[float, float]:

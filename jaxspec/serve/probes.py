@@ -12,6 +12,7 @@ from jaxspec.serve.found import ALL, Verified
 from jaxspec.serve.step_times import StepTimes
 
 GOLDEN, UNEVEN = 0.6180339887, 0.25  # the ratio that repeats least; a share
+ONCE = 0.5  # full dispatches that tell enough of the longest chain, where it cannot be best
 LEARNING = 32  # full dispatches that probes may take at first
 
 
@@ -20,7 +21,8 @@ class Gain(NamedTuple):
 
     Attributes:
       value: predicted; 0 where nothing is known.
-      timing, drafting: relative standard errors of its step's time over that of a plain one, and of its tokens.
+      timing, drafting: relative standard errors of its step's time over that of a plain one, as far as it may be less,
+        and of its tokens.
       least: what it is for sure.
       hope: what it may be at most. A tree may be hoped to accept no less than chains do now, whatever it did when it
         ran.
@@ -133,9 +135,10 @@ class Probes:
             return again
         for place in range(self.chains - 1, len(gains)):
             # The longest chain tells something about every position and every shorter one; trees are not told about.
-            if self.times.seen(place) < 2:
+            hopeless = place < self.chains and gains[place].hope <= best_gain
+            if self.times.seen(place) < (ONCE if hopeless else 2) and self._due(place):
                 return place
-        if best and self._due(0, self._ran.get(0, 0)):
+        if best and self._due(0):
             return 0  # what plain decoding takes must stay known
         others = [place for place in range(1, len(gains)) if place != best]
         if self._contest <= self.steps:
@@ -145,9 +148,8 @@ class Probes:
         due: list[tuple[float, int]] = []
         for place in others:
             # Also a chain without hope: workloads change. It tells about trees, which then need not be run in vain.
-            one, tree, group = gains[place], place >= self.chains, self._group(place)
-            vain = tree and one.hope <= best_gain
-            if self._due(group, self._ran.get(group, -self.spec.shortest_wait) + vain * self.spec.vain_wait):
+            one, tree = gains[place], place >= self.chains
+            if self._due(place, self.spec.vain_wait if tree and one.hope <= best_gain else 0):
                 due.append((one.hope if tree else one.value, place))
         return max(due)[1] if due else None
 
@@ -211,9 +213,11 @@ class Probes:
         """What waits together: plain decoding, all chains, each tree."""
         return min(place, 1) if place < self.chains else place
 
-    def _due(self, group: int, since: int) -> bool:
-        """Whether a group has waited long enough since a step."""
-        return since + self.uneven(self._wait.get(group, self.spec.shortest_wait)) <= self.steps
+    def _due(self, place: int, later: int = 0) -> bool:
+        """Whether an arm's group has waited long enough, and so many steps; drafts that never ran need not wait."""
+        group = self._group(place)
+        since = self._ran.get(group, -math.inf if place else 0.0)
+        return since + later + self.uneven(self._wait.get(group, self.spec.shortest_wait)) <= self.steps
 
     def uneven(self, wait: int) -> float:
         """A wait that differs from time to time, or all probes might meet texts at the same place."""

@@ -1,6 +1,7 @@
 """The control over a drafter that often finds nothing, whose steps then verify nothing: a made-up machine."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -166,3 +167,17 @@ def test_where_nothing_was_found_nothing_was_learnt_or_lost():
         control.record(decision, machine.run(decision.arm))
         chosen.append(decision.length)
     assert min(chosen[-10:]) > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("looking", [1.0, 1.02])
+def test_looking_for_drafts_in_vain_is_not_thought_to_be_a_gain(looking: float, seed: int):
+    """A step that finds none takes a plain one's time at least, however little is known of it: no arm may win by it."""
+    control, machine = Adaptive(ARMS), Lookup(CHEAP, 0.9, (0.0, 0.0), seed)
+    machine.looking, tried, noise_rng = looking, 0, np.random.default_rng(seed)
+    for _ in range(1000):
+        decision = control.choose(1, 0)
+        outcome = machine.run(decision.arm, decision.least)
+        control.record(decision, replace(outcome, time_s=outcome.time_s * math.exp(0.1 * noise_rng.standard_normal())))
+        tried += decision.arm.drafts > 0
+    assert 20 <= tried <= 200, "one dispatch of 128 steps or so notices texts that have drafts"
