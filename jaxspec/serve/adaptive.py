@@ -260,7 +260,7 @@ class Adaptive:
             drafting = drafted * error / tokens
             part = verified.share * ratio / whole
             value, timing, looking = tokens / whole, part * timing, others / whole
-            # A step that looks and finds no draft may take more than is known, and less only down to a plain one's time.
+            # A step that looks and finds no draft may take more than is known, but no less than a plain one.
             faster = math.hypot(timing, min(unsure_of_it, skipped - 1.0) * looking)
             unsure = sureness * math.hypot(drafting, timing, unsure_of_it * looking)
             hope = max(tokens, floor) / whole * (1 + sureness * math.hypot(drafting, faster))
