@@ -12,7 +12,6 @@ from jaxspec.serve.found import ALL, Verified
 from jaxspec.serve.step_times import StepTimes
 
 GOLDEN, UNEVEN = 0.6180339887, 0.25  # the ratio that repeats least; a share
-ONCE = 0.5  # full dispatches that tell enough of the longest chain, where it cannot be best
 LEARNING = 32  # full dispatches that probes may take at first
 
 
@@ -135,8 +134,8 @@ class Probes:
             return again
         for place in range(self.chains - 1, len(gains)):
             # The longest chain tells something about every position and every shorter one; trees are not told about.
-            hopeless = place < self.chains and gains[place].hope <= best_gain
-            if self.times.seen(place) < (ONCE if hopeless else 2) and self._due(place):
+            # One that ran and found no draft waits, as all do.
+            if (seen := self.times.seen(place)) < 2 and (seen or self._due(place)):
                 return place
         if best and self._due(0):
             return 0  # what plain decoding takes must stay known
