@@ -187,9 +187,12 @@ def test_drafts_that_too_few_rows_have_are_left_out_of_the_same_text(lab: Lab):
 
 
 def test_a_head_is_shown_what_was_kept_for_it_when_it_drafts(lab: Lab, monkeypatch: pytest.MonkeyPatch):
-    """Little room or much, the text is the same; of a text that was decoded plainly for long the latest is shown."""
-    requests, ends = mixed_requests("cold"), []
-    for room in (4, 256):
+    """Little room or much, the text is the same; of a text that was decoded plainly for long the latest is shown.
+
+    Where there is room for all of it, which is 10 positions here, it drafts the same.
+    """
+    requests, ends, accepted = mixed_requests("cold"), [], {}
+    for room in (4, 12, 256):
         monkeypatch.setattr(engine_module, "KEPT", room)
         control = Cycle((*[PLAIN] * 5, chain(3)))
         engine = lab.engine(lab.drafter("mtp", chain(3)), control=control, steps=2)
@@ -208,8 +211,10 @@ def test_a_head_is_shown_what_was_kept_for_it_when_it_drafts(lab: Lab, monkeypat
         assert tokens_of(generate(engine, requests, steps=2)) == tokens_of(lab.reference("cold", requests))
         for (_, before), (depth, after) in pairwise([(0, 0), *ran]):
             assert depth or before == after, "plain decoding shows nothing"
-        assert {count <= room for _, _, count in shown} == {True}
-        assert any(count == min(room, 10) for _, _, count in shown), "all of it, or what there is room for"
+        assert max(count for _, _, count in shown) == min(room, 10), "all of it, or what there is room for"
         first = next(after for depth, after in ran if depth)
         ends.append([(row, start + count) for row, start, count in shown[:first]])
-    assert ends[0] == ends[1] != []
+        accepted[room] = [outcome.accepted for _, outcome in control.outcomes]
+    assert ends[0] == ends[1] == ends[2] != []
+    assert accepted[12] == accepted[256]
+    assert any(max(counts, default=0) for found in accepted[12] for counts in found.values())
