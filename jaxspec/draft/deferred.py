@@ -37,7 +37,7 @@ class Deferred:
     To observe each plain step would read the head's weights each time, a tenth of a step and more for small targets;
     64 positions at once read them once. Until then the head's caches have a hole, so ``catch_up`` comes before it
     drafts again. What does not fit into what is kept is never shown: plain decoding costs the head nothing, however
-    long, and the hole that is left, with whatever a request before left in it, costs few drafts.
+    long, and the hole that is left, with whatever a request before left in it, costs the demo's head few drafts.
 
     Attributes:
       drafter: drafts, whatever its own topology says.
