@@ -16,6 +16,7 @@ from jaxspec.errors import ConfigError
 
 NONE = "none"
 LEAST_REQUESTS = 4
+MORE_ROUNDS = 4  # times as many rounds as are measured in any case, at most, where a precision is wanted
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, AUTO)
 ROWS = (1, 2, 5, 8, 16, 25, 32, 50, 64, 100, 128, 200)
 # What two cores finish in some tens of minutes with the demo pair.
@@ -110,6 +111,8 @@ class Grid:
       requests: per run; by default twice the rows and at least four.
       rounds, warm_up_rounds: measured ones, and those before them: one of everything, others of engines that choose
         their length alone, which learn from them.
+      precision, most_rounds: rounds go on, up to so many, until the ratios' 95 % intervals are no wider; None for no
+        more rounds, and for ``MORE_ROUNDS`` times as many.
       turn_requests: requests of a closed loop after which the next way of decoding has its turn; by default one where
         the engine has one row, and all where it has several.
       turn_tokens: tokens after which it has its turn within them; each way has an engine of its own then, over the same
@@ -134,6 +137,8 @@ class Grid:
     requests: int | None = None
     rounds: int = 3
     warm_up_rounds: int = 1
+    precision: float | None = None
+    most_rounds: int | None = None
     turn_requests: int | None = None
     turn_tokens: int | None = None
     seed: int = 0
@@ -160,6 +165,11 @@ class Grid:
         turns = ("--turn-requests", self.turn_requests), ("--turn-tokens", self.turn_tokens)
         for name, count in (*rounds, *turns, ("--requests", self.requests)):
             yield count, f"{name} must be at least 1", count is None or count >= 1
+        yield self.precision, "--precision must be above 0", self.precision is None or 0 < self.precision < math.inf
+        alone = self.most_rounds is not None and self.precision is None
+        yield self.most_rounds, "--most-rounds is for rounds that go on until --precision; give that, too", not alone
+        more = self.most_rounds is None or self.most_rounds >= self.rounds
+        yield self.most_rounds, f"--most-rounds must be at least --rounds ({self.rounds})", more
         for k in self.lengths:
             ok = k == AUTO or (isinstance(k, int) and 0 <= k <= MAX_LENGTH)
             yield k, f"--k takes whole numbers from 0 to {MAX_LENGTH}, and auto", ok

@@ -1,5 +1,6 @@
 """The file that a benchmark leaves: its schema, and reading and writing it."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,11 @@ class Spread(Struct, frozen=True):
     most: float
     low: float | None = None
     high: float | None = None
+
+    @property
+    def width(self) -> float:
+        """Of the interval; infinite where there is none."""
+        return math.inf if self.low is None or self.high is None else self.high - self.low
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
@@ -206,9 +212,10 @@ class Regret(Struct, frozen=True):
 
     @staticmethod
     def clearly_slower(fixed: Mapping[str, Sequence[float]]) -> list[str]:
-        """Those above 0 that were slower than the best one in every round."""
+        """Those above 0 that were slower than the best one in every round, or are by a 95 % interval."""
         best = fixed[_best({k: np.divide(rates, fixed["0"]) for k, rates in fixed.items()})]
-        return [k for k, rates in fixed.items() if k != "0" and all(a < b for a, b in zip(rates, best, strict=True))]
+        over = {k: Spread.of(np.divide(rates, best).tolist()) for k, rates in fixed.items() if k != "0"}
+        return [k for k, ratio in over.items() if (ratio.most if ratio.high is None else ratio.high) < 1.0]
 
 
 def _best(gains: Mapping[str, np.ndarray]) -> str:
@@ -236,6 +243,7 @@ class Cell(Struct, frozen=True):
       regret: how far that choice was behind the best fixed length, where those ran, too.
       same_text: whether all runs of a prompt gave the same tokens; None where the rule does not promise that, or
         acceptance is synthetic.
+      rounds: that were measured; 0 where an older file does not tell.
     """
 
     drafter: str
@@ -257,6 +265,7 @@ class Cell(Struct, frozen=True):
     regret: Regret | None = None
     same_text: bool | None = None
     peers: list[PeerFigures] = []
+    rounds: int = 0
 
     @property
     def key(self) -> tuple[Any, ...]:

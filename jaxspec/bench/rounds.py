@@ -2,13 +2,16 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from operator import add
 from typing import Any
 
+import numpy as np
+
 from jaxspec.bench.measure import Run
 from jaxspec.bench.peers.contest import PeerRun
-from jaxspec.bench.record import Regret
+from jaxspec.bench.record import Regret, Spread
 from jaxspec.bench.turns import Going, in_turns
 
 PLAIN, SPECULATIVE = "plain", "speculative"
@@ -19,23 +22,55 @@ CLEAR = 4  # rounds after which a fixed arm that lost each of them has no more t
 Subject = Callable[[slice], Going[Run | PeerRun]]
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """How many rounds a cell takes.
+
+    Attributes:
+      least: that are measured in any case.
+      learns: of speculation alone before them, which may learn from them.
+      precision: width of the widest 95 % interval of speculation's rate over plain decoding's, and over the best fixed
+        arm's, at which they end behind the least; 0 for the least alone. Where they end depends on how far rounds are
+        apart and not on who is faster, so medians stay without bias.
+      most: that are measured with a precision.
+    """
+
+    least: int
+    learns: int = 0
+    precision: float = 0.0
+    most: int = 0
+
+    def enough(self, rounds: Sequence[Mapping[str, Run | PeerRun]]) -> bool:
+        """Whether these are."""
+        if len(rounds) < self.least:
+            return False
+        rates = _rates(rounds)
+        chosen = rates[SPECULATIVE]
+        if not self.precision or not chosen or len(rounds) >= self.most:
+            return True
+        found = regret(rounds)
+        over = [Spread.of(np.divide(chosen, rates["0"]).tolist()), *([found.over_best] if found else [])]
+        return all(one.width <= self.precision for one in over)
+
+
 def run_rounds(
-    subjects: Mapping[str, Subject], parts: Sequence[slice], count: int, learns: int = 0, tokens: float = math.inf
+    subjects: Mapping[str, Subject], parts: Sequence[slice], rounds: Rounds, tokens: float = math.inf
 ) -> list[dict[str, Run | PeerRun]]:
-    """So many rounds, behind one that warms up, and ``learns`` more of speculation alone, which may learn from them.
+    """As many rounds as it takes, behind one that warms up.
 
     Subjects take turns at every part, and within it by so many tokens.
 
     A fixed arm that was slower than the best one (or than plain decoding, if that is best) in each of ``CLEAR`` rounds
-    or more ends there, and long sweeps spend their time on those that may be best. An arm that is as fast as all others
-    may end, too, for one of them was lucky; nothing is lost with it.
+    or more, or is so by a 95 % interval, ends there, and long sweeps spend their time on those that may be best. An arm
+    that is as fast as all others may end, too, for one of them was lucky; nothing is lost with it.
     """
-    wanted, found = dict(subjects), []
+    wanted = dict(subjects)
+    found: list[dict[str, Run | PeerRun]] = []
     _round(wanted, parts, 0, tokens)
-    for _ in range(learns):
+    for _ in range(rounds.learns):
         _round({SPECULATIVE: wanted[SPECULATIVE]}, parts, 0, tokens)
-    for turn in range(1, count + 1):
-        found.append(_round(wanted, parts, turn, tokens))
+    while not rounds.enough(found):
+        found.append(_round(wanted, parts, len(found) + 1, tokens))
         for name in _clearly_slower(found):
             del wanted[name]
     return found
@@ -49,7 +84,7 @@ def regret(rounds: Sequence[Mapping[str, Run | PeerRun]]) -> Regret | None:
 
 
 def _clearly_slower(rounds: Sequence[Mapping[str, Run | PeerRun]]) -> list[str]:
-    """Fixed arms of the last round that lost every one so far."""
+    """Fixed arms of the last round that are not the fastest."""
     rates = {key: found for key, found in _rates(rounds).items() if len(found) == len(rounds)}
     for name in (SPECULATIVE, AGAIN):
         rates.pop(name, None)

@@ -11,11 +11,11 @@ from typing import Any
 import jax
 from msgspec import structs
 
-from jaxspec.bench.grid import NONE, EnginePoint, Grid, Point
+from jaxspec.bench.grid import MORE_ROUNDS, NONE, EnginePoint, Grid, Point
 from jaxspec.bench.measure import Run, poisson_arrivals, running
 from jaxspec.bench.peers.contest import Contender, peer_figures
 from jaxspec.bench.record import CLOSED, Acceptance, Cell, Experts, PeerFigures, Skipped, Spread, figures
-from jaxspec.bench.rounds import AGAIN, FIXED, PLAIN, SPECULATIVE, Subject, regret, run_rounds
+from jaxspec.bench.rounds import AGAIN, FIXED, PLAIN, SPECULATIVE, Rounds, Subject, regret, run_rounds
 from jaxspec.bench.touched import touched_experts
 from jaxspec.bench.turns import Going, at_once
 from jaxspec.bench.workload import WORKLOADS, Source, settings
@@ -164,7 +164,8 @@ class Sweep:
         size = len(prompts) if arrivals else grid.turn(engine.rows)
         parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
         learns = grid.warm_up_rounds - 1 if isinstance(engine.k, str) else 0
-        rounds = run_rounds(subjects, parts, grid.rounds, learns, grid.turn_tokens or math.inf)
+        wanted = Rounds(grid.rounds, learns, grid.precision or 0.0, grid.most_rounds or MORE_ROUNDS * grid.rounds)
+        rounds = run_rounds(subjects, parts, wanted, grid.turn_tokens or math.inf)
         cell = self._cell(engine, point, rounds)
         found = [_beside(rival, name, rounds) for name, rival in rivals.items()]
         return structs.replace(cell, peers=found, experts=self._experts(llm, engine, prompts, rounds))
@@ -199,6 +200,7 @@ class Sweep:
             "input_tokens": point.input_tokens or WORKLOADS[point.workload].input_tokens,
             "output_tokens": point.output_tokens,
             "arrival": point.arrival,
+            "rounds": len(rounds),
         }
         if not engine.drafter:
             return Cell(**one, plain=found[PLAIN], same_text=_same(runs[PLAIN]))

@@ -36,7 +36,7 @@ def _rows(cell: Cell, synthetic: bool) -> Iterable[dict[str, Any]]:
     place = {
         "synthetic": synthetic, "drafter": cell.drafter, "k": cell.k, "concurrency": cell.concurrency,
         "temperature": cell.temperature, "workload": cell.workload, "input_tokens": cell.input_tokens,
-        "output_tokens": cell.output_tokens, "arrival": cell.arrival,
+        "output_tokens": cell.output_tokens, "arrival": cell.arrival, "rounds": cell.rounds or None,
     }  # fmt: skip
     yield {**place, "engine": "jaxspec", "mode": "plain", **_figures(cell.plain)}
     if cell.speculative is not None:
@@ -104,7 +104,9 @@ def markdown_text(report: Report) -> str:
     device = f"{report.machine.get('cpu', '?')}, {report.machine.get('cores', '?')} cores"
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     lines += [f"{report.date}; {device}; {versions}; `{shlex.join(report.command)}`", ""]
-    rounds, behind = report.settings.get("rounds", "?"), report.settings.get("warm_up_rounds", 1)
+    counts = sorted({cell.rounds for cell in report.cells} - {0}) or [report.settings.get("rounds", "?")]
+    rounds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    behind = report.settings.get("warm_up_rounds", 1)
     lines += [
         f"Medians of {rounds} interleaved rounds, behind {behind} to warm up, with least and greatest; times in ms at "
         "P50 / P95 / P99.", "",
@@ -116,7 +118,7 @@ def markdown_text(report: Report) -> str:
         lines += ["## Peers, in the same rounds", "", *_table(header, [_peer_line(*pair) for pair in peers]), ""]
     chosen = [cell for cell in report.cells if cell.regret is not None]
     if chosen:
-        header = ["cell", "auto over plain", "auto over the best fixed K", "over that of the other rounds"]
+        header = ["cell", "rounds", "auto over plain", "auto over the best fixed K", "over that of the other rounds"]
         header += ["plain over itself", "speed-up by fixed K", "steps of auto", "decision, ms"]
         lines += ["## auto, and every fixed K in the same rounds", "", SURE, ""]
         lines += [*_table(header, map(_regret_line, chosen)), ""]
@@ -176,7 +178,7 @@ def _regret_line(cell: Cell) -> list[str]:
     foreseen = _sure_ratio(cell.regret.over_foreseen)
     took = "" if cell.decision_s is None else f"{1e3 * cell.decision_s.median:.3f}"
     ratios = _sure_ratio(cell.speedup), best, foreseen, _sure_ratio(cell.regret.plain_again)
-    return [cell.name, *ratios, gains, lengths_text(cell.lengths or {}), took]
+    return [cell.name, str(cell.rounds or ""), *ratios, gains, lengths_text(cell.lengths or {}), took]
 
 
 def _rate(found: Figures) -> str:

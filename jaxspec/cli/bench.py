@@ -45,6 +45,9 @@ class BenchArgs:
       request_rate: Poisson arrivals per second; inf is a closed loop.
       requests: Per run; by default twice the rows and at least four.
       rounds: Measured rounds.
+      precision: Go on behind them until the 95 % intervals of speculation over plain decoding, and of auto over the
+        best fixed K, are no wider: 0.02 is from 0.99 to 1.01.
+      most_rounds: Measured rounds at most, with a precision; by default four times as many.
       warm_up_rounds: Rounds before them; those behind the first are of engines that choose K alone, which learn from
         them.
       turn_requests: Requests of a closed loop after which the next way of decoding has its turn; by default one where
@@ -88,6 +91,8 @@ class BenchArgs:
     request_rate: tuple[float, ...] = (float("inf"),)
     requests: int | None = None
     rounds: int = 3
+    precision: float | None = None
+    most_rounds: int | None = None
     warm_up_rounds: int = 1
     turn_requests: int | None = None
     turn_tokens: int | None = None
@@ -222,6 +227,8 @@ def grid_of(args: BenchArgs) -> Grid:
         rates=args.request_rate,
         requests=args.requests,
         rounds=args.rounds,
+        precision=args.precision,
+        most_rounds=args.most_rounds,
         warm_up_rounds=args.warm_up_rounds,
         turn_requests=args.turn_requests,
         turn_tokens=args.turn_tokens,
@@ -277,6 +284,7 @@ class Notes:
             "model": describe_model(read_config(sweep.directory)) | {"directory": sweep.directory.name},
             "settings": {
                 **sweep.engine, "rule": grid.rule, "rounds": grid.rounds, "warm_up_rounds": grid.warm_up_rounds,
+                "precision": grid.precision, "most_rounds": grid.most_rounds,
                 "capacity": sweep.capacity, "price_per_hour": grid.price_per_hour,
                 "drafters": {d.name: dict(d.config) for d in grid.drafters},
             },

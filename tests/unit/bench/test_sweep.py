@@ -13,7 +13,7 @@ from jaxspec.bench import plot
 from jaxspec.bench.grid import DrafterChoice, EnginePoint, Grid, default_grid
 from jaxspec.bench.measure import Run, Trace
 from jaxspec.bench.record import Cell, Regret, Skipped, Spread, load, save
-from jaxspec.bench.rounds import CLEAR, PLAIN, SPECULATIVE, regret, run_rounds
+from jaxspec.bench.rounds import CLEAR, PLAIN, SPECULATIVE, Rounds, regret, run_rounds
 from jaxspec.bench.sweep import Sweep, Watcher
 from jaxspec.bench.tables import csv_text, heading, markdown_text
 from jaxspec.bench.touched import routed_experts, touched_experts
@@ -217,7 +217,7 @@ def test_fixed_lengths_that_lost_every_round_have_no_more_turns():
 
         return run
 
-    rounds = run_rounds({name: subject(name) for name in rates}, [slice(0, 1)], 7)
+    rounds = run_rounds({name: subject(name) for name in rates}, [slice(0, 1)], Rounds(7))
     assert [sum(name in one for one in rounds) for name in rates] == [7, 7, 7, CLEAR, 7]
     assert len(ran) == 3 * (1 + 7) + 1 + CLEAR + 1 + 7, "and one each to warm up"
     found = regret(rounds)
@@ -230,12 +230,51 @@ def test_fixed_lengths_that_lost_every_round_have_no_more_turns():
     assert found.plain_again == Spread(0.95, 0.95, 0.95, 0.95, 0.95)
 
 
+@pytest.mark.parametrize(
+    ("every", "precision", "count"), [(10, 0.0, 6), (10, 0.5, 6), (10, 0.15, 9), (2, 0.15, 20), (2, 0.25, 6)]
+)
+def test_rounds_go_on_until_intervals_are_narrow(every: int, precision: float, count: int):
+    """Some rounds are 1.2 instead of 1.0 of plain decoding: of nine or more the interval leaves one of them out."""
+    ran = []
+
+    def subject(name):
+        def run(part):
+            ran.append(name)
+            lucky = name == SPECULATIVE and (ran.count(name) - 2) % every == 0
+            return at_once(lambda: a_run(12.0 if lucky else 8.0 if name.startswith("fixed") else 10.0))
+
+        return run
+
+    names = PLAIN, SPECULATIVE, "fixed 1"
+    rounds = run_rounds({name: subject(name) for name in names}, [slice(0, 1)], Rounds(6, 0, precision, 20))
+    assert len(rounds) == count
+    assert {len(one) for one in rounds} == {2, 3}
+
+
+def test_rounds_of_plain_decoding_alone_have_nothing_to_wait_for():
+    rounds = run_rounds({PLAIN: lambda part: at_once(lambda: a_run(1.0))}, [slice(0, 1)], Rounds(2, 0, 0.1, 8))
+    assert len(rounds) == 2
+
+
+@pytest.mark.parametrize("wrong", [{"precision": 0.0}, {"most_rounds": 5}, {"precision": 0.1, "most_rounds": 1}])
+def test_precision_that_makes_no_sense_is_refused(wrong: dict[str, float]):
+    with pytest.raises(ConfigError, match=r"--(precision|most-rounds)"):
+        Grid((NGRAM,), (2,), (2,), **SMALL, **wrong)
+
+
+def test_a_fixed_length_that_loses_by_its_interval_has_no_more_turns():
+    """Slower in eleven rounds of twelve; and in nine of twelve, which luck explains."""
+    ten = [10.0] * 12
+    slower, luckier = [11.0, *[9.0] * 11], [*[11.0] * 3, *[9.0] * 9]
+    assert Regret.clearly_slower({"0": ten, "1": slower, "2": luckier}) == ["1"]
+
+
 def test_what_chooses_learns_in_more_rounds_alone():
     ran = []
     subjects = {
         name: lambda part, name=name: at_once(lambda: ran.append(name) or a_run(1.0)) for name in (PLAIN, SPECULATIVE)
     }
-    rounds = run_rounds(subjects, [slice(0, 1), slice(1, 2)], 1, learns=2)
+    rounds = run_rounds(subjects, [slice(0, 1), slice(1, 2)], Rounds(1, learns=2))
     assert len(rounds) == 1
     assert sorted(ran[:4]) == [PLAIN] * 2 + [SPECULATIVE] * 2
     assert ran[4:8] == [SPECULATIVE] * 4
