@@ -71,7 +71,7 @@ class AdaptiveSpec:
     margin: float = 0.02
     hysteresis: float = 0.02
     sureness: float = 1.28
-    probe_share: float = 0.01
+    probe_share: float = 0.005
     probe_steps: float = 0.02
     first_probes: int = 512
     first_steps: int = 24
