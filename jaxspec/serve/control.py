@@ -53,6 +53,7 @@ class Outcome:
       skipped_tokens: committed in them, and by rows that had no draft in others.
       found: rows that had a draft, of each step; empty where they always have one.
       active: rows that decoded, mean over its steps, for texts end; 0 for all of them.
+      read: whether prompts were read just before it.
     """
 
     rows: int
@@ -67,6 +68,7 @@ class Outcome:
     skipped_tokens: int = 0
     found: tuple[int, ...] = ()
     active: float = 0.0
+    read: bool = False
 
     @property
     def tokens(self) -> int:

@@ -197,7 +197,7 @@ class Engine:
 
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Admits what fits, runs one dispatch, and returns the requests that it moved forward."""
-        self._admit()
+        read = self._admit()
         running = [sample for sample in self.rows if sample is not None]
         if not running:
             return []
@@ -239,7 +239,7 @@ class Engine:
             deepest=float(drafted_BX.clip(0).max(axis=0).sum() / max(steps_done, 1)),
             skipped=int(skipped_X.sum()), skipped_tokens=skipped_tokens,
             found=tuple((drafted_BX != 0).sum(axis=0).tolist()) if often_none else (),
-            active=float((counts_BX > 0).sum() / max(steps_done, 1)),
+            active=float((counts_BX > 0).sum() / max(steps_done, 1)), read=read,
         )  # fmt: skip
         told = time.monotonic()
         self.control.record(decision, outcome)
@@ -278,13 +278,15 @@ class Engine:
         if shown:  # or the dispatch would seem to take its time
             jax.block_until_ready(self.state)
 
-    def _admit(self) -> None:
+    def _admit(self) -> bool:
         """Reads the prompts of requests that have a place, to the end: a dispatch's time is its own then."""
         began, waiting = time.monotonic(), len(self.waiting)
         self._admit_what_fits()
-        if len(self.waiting) < waiting:
+        read = len(self.waiting) < waiting
+        if read:
             jax.block_until_ready(self.state.length_B)
             self.metrics.prefill_time_s += time.monotonic() - began
+        return read
 
     def _admit_what_fits(self) -> None:
         for row, held in enumerate(self.rows):

@@ -24,8 +24,9 @@ TEXT, TEXT_KEPT = 0.05, 0.98  # by which what drafts add differs from text to te
 NOISE, LEAST_NOISE, NOISE_OF = 0.04, 0.005, 64.0  # of a dispatch's time, to begin with and at least; dispatches
 KEPT_ROWS = 24  # numbers of rows that are known at a time
 BY_EXPERTS, BY_EXPERTS_ERROR = 0.3, 0.3  # by which a step's time grows with the experts touched, both as logarithms
-SWITCHED, SWITCHED_ERROR = 0.2, 1.5  # what a change of arms takes, in plain steps, before it was measured
-PACE, TEXTS, EXPERTS, SWITCH, FIRST = range(5)  # places of what is known, in logarithms
+SWITCHED, PROMPTED = 0.2, 1.0  # in plain steps, before they were measured: what a dispatch takes more behind one of
+BEGUN_ERROR = 1.5  # another arm; what it takes besides its steps behind prompts; error of both, as logarithms
+PACE, TEXTS, EXPERTS, SWITCH, PROMPT, FIRST = range(6)  # places of what is known, in logarithms
 
 
 @dataclass
@@ -34,7 +35,8 @@ class StepTimes:
 
     Everything counts in them: drafting, the experts that a verification touches, the host. What is known of them is
     one joint normal law of logarithms (``Normal``): of the machine's pace now, which is that of a plain step; of how
-    many times as long each arm's step takes; and of how much more or less than usual drafts add on the texts of now. So
+    many times as long each arm's step takes; of how much more or less than usual drafts add on the texts of now; and of
+    what dispatches take more behind another arm or behind prompts, for their code and tables are cold then. So
     one dispatch tells about the pace where its arm's time is known well, and about its arm where it is not; chains
     tell about each other, as numbers of rows do; and arms that have not run for long are known less well.
 
@@ -67,13 +69,13 @@ class StepTimes:
     def __post_init__(self) -> None:
         self._known = Normal(NOISE**2, LEAST_NOISE**2, NOISE_OF)
         self._known.add(
-            np.array([0.0, 0.0, BY_EXPERTS, math.log(SWITCHED)]),
-            np.diag(np.square([1.0, TEXT, BY_EXPERTS_ERROR, SWITCHED_ERROR])),
+            np.array([0.0, 0.0, BY_EXPERTS, math.log(SWITCHED), math.log(PROMPTED)]),
+            np.diag(np.square([1.0, TEXT, BY_EXPERTS_ERROR, BEGUN_ERROR, BEGUN_ERROR])),
         )
 
     def knows_plain(self, rows: int) -> bool:
-        """Whether plain decoding ran with about as many rows (``bucket``)."""
-        return self.seen(0, rows) > 0
+        """Whether plain decoding ran with about as many rows (``bucket``), as long as a whole dispatch takes."""
+        return self.seen(0, rows) >= 1.0
 
     def seen(self, place: int, rows: int | None = None) -> float:
         """Dispatches of an arm with about as many rows, or with any, in full ones."""
@@ -104,7 +106,11 @@ class StepTimes:
     @property
     def switch_s(self) -> float:
         """What the first dispatch behind one of another arm takes more: its code and tables are cold."""
-        return math.exp(self._known.mean_N[SWITCH] + self._known.mean_N[PACE])
+        return self._begins_s(SWITCH)
+
+    def _begins_s(self, begins: int) -> float:
+        """What a dispatch takes more to begin behind another arm, or behind prompts."""
+        return math.exp(self._known.mean_N[begins] + self._known.mean_N[PACE])
 
     def took(self, place: int, outcome: Outcome) -> None:
         """Takes note of a dispatch's time, and of the experts that it should touch.
@@ -114,9 +120,12 @@ class StepTimes:
           outcome: what it did, in at least one step; of several dispatches if it has more steps than a full one.
         """
         known, steps, parts = self._known, outcome.steps, outcome.steps / self.full
-        short_s, rows = self.overhead_s * max(0.0, 1 - parts), max(1, round(outcome.active or outcome.rows))
+        short_s = 0.0 if outcome.read else self.overhead_s * max(0.0, 1 - parts)
+        rows = max(1, round(outcome.active or outcome.rows))
         if self._last < 0:
-            known.mean_N[PACE] = math.log(max(outcome.time_s - short_s, 0.5 * outcome.time_s) / steps)
+            known.mean_N[PACE] = math.log(
+                max(outcome.time_s - short_s, 0.5 * outcome.time_s) / (steps + PROMPTED * outcome.read)
+            )
         first, drafts, gone, at = self._of(rows), self.arms[place].max_depth, max(1.0, parts), near_alike(rows)
         self._first[at] = self._first.pop(at)  # the latest
         known.blur(PACE, PACE + 1, gone * DRIFT**2)
@@ -135,9 +144,12 @@ class StepTimes:
         for count, law_N in kinds:
             part_s = count * math.exp(law_N @ known.mean_N)
             spent_s, by_N = spent_s + part_s, by_N + part_s * law_N
-        if self._last not in (place, -1):
-            switch_s = self.switch_s
-            spent_s, by_N[PACE], by_N[SWITCH] = spent_s + switch_s, by_N[PACE] + switch_s, switch_s
+        if outcome.read or self._last not in (place, -1):
+            begins = PROMPT if outcome.read else SWITCH
+            more_s = self._begins_s(begins)
+            spent_s, by_N[PACE], by_N[begins] = spent_s + more_s, by_N[PACE] + more_s, more_s
+            if outcome.read:  # a full dispatch's overhead counts as part of its steps
+                spent_s -= min(self.overhead_s * min(1.0, parts), more_s)
         self._last = place
         known.measure(by_N / spent_s, math.log(max(outcome.time_s, 1e-9) / spent_s), parts)
         if steps > outcome.skipped:

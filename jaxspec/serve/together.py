@@ -18,8 +18,8 @@ Ran = tuple[Decision, Outcome]
 def together(ran: Sequence[Ran], full: int, before: AnyTopology | None) -> Iterator[Ran]:
     """Dispatches in their order, alike ones as one with all of their steps.
 
-    Probes, the first dispatch behind one of another arm, shorter ones and those whose experts were predicted stay by
-    themselves. Of three and more alike, none counts as much longer than the median: other programs take the machine
+    Probes, the first dispatch behind one of another arm or behind prompts, shorter ones and those whose experts were
+    predicted stay by themselves. Of three and more alike, none counts as much longer than the median: other programs take the machine
     away for a moment now and then.
 
     Args:
@@ -46,6 +46,7 @@ def _alike(first: Ran, other: Ran, full: int) -> bool:
     (decided, outcome), (decided_too, outcome_too) = first, other
     return (
         not (decided.probe or decided_too.probe or outcome.touched or outcome_too.touched)
+        and not (outcome.read or outcome_too.read)
         and decided.arm == decided_too.arm
         and (decided.gain is None) == (decided_too.gain is None)
         and (outcome.rows, full, full) == (outcome_too.rows, outcome.steps, outcome_too.steps)
