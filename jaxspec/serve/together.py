@@ -19,8 +19,8 @@ def together(ran: Sequence[Ran], full: int, before: AnyTopology | None) -> Itera
     """Dispatches in their order, alike ones as one with all of their steps.
 
     Probes, the first dispatch behind one of another arm or behind prompts, shorter ones and those whose experts were
-    predicted stay by themselves. Of three and more alike, none counts as much longer than the median: other programs take the machine
-    away for a moment now and then.
+    predicted stay by themselves. Of three and more alike, none counts as much longer than the median: other programs
+    take the machine away for a moment now and then.
 
     Args:
       ran: what was decided, and what came of it.

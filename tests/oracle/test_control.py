@@ -51,6 +51,9 @@ def test_lengths_that_change_give_the_same_text(lab: Lab, name: str, kind: str):
     assert tokens_of(outputs) == tokens_of(lab.reference(kind, requests))
     assert {decision.length for decision, _ in control.outcomes} == {0, 1, 2, 3}
     assert all(0 < outcome.active <= outcome.rows for _, outcome in control.outcomes)
+    begins = [outcome.read for _, outcome in control.outcomes]
+    assert (begins[0], begins[-1]) == (True, False)
+    assert 1 < sum(begins) <= len(requests), "texts that end make room for prompts"
     if name in ("ngram", "random"):
         assert any(outcome.active < outcome.rows for _, outcome in control.outcomes), "a text ended before its dispatch"
     if name == "self":

@@ -5,10 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.adaptive import UNSEEN, Adaptive
 from jaxspec.serve.control import Decision, Outcome
 from jaxspec.serve.probes import AdaptiveSpec
 from jaxspec.serve.step_times import FIRST, KEPT_ROWS
+from jaxspec.serve.warm_up import EACH, RANDOM
 from jaxspec.topology import PLAIN, AnyTopology, chain
 from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine, in_use, play, running
 
@@ -46,6 +48,33 @@ def test_short_dispatches_do_not_make_an_arm_look_slow():
     full = (CHEAP[3] + machine.start_s / STEPS) / (CHEAP[0] + machine.start_s / STEPS)
     assert seen[0] > 2 * full
     assert seen[1] == pytest.approx(full, rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slow_steps_behind_prompts_do_not_make_drafts_look_cheap(seed: int):
+    """The first step ever takes 2.5 times as long as others, for caches hold a prompt's code then: K = 1 loses 8 %."""
+    machine = Machine([1.0, 1.45, 1.8, 2.1, 2.4, 2.7], [0.33] * 5, noise=0.03, seed=seed)
+    prior = StepRatios({1: (tuple(range(6)), tuple(machine.time_s))}, RANDOM, EACH)
+    control, drafting = Adaptive(ARMS, prior=prior), 0
+    for turn in range(400):
+        behind = turn % 6 == 0
+        decision = control.choose(1, 0, steps=1 if behind else None)
+        outcome = machine.run(decision.arm, 1)
+        if behind:
+            accepted = {tried: counts[:1] for tried, counts in outcome.accepted.items()}
+            outcome = replace(outcome, steps=1, time_s=outcome.time_s / STEPS + 1.5, accepted=accepted, read=True)
+        control.record(decision, outcome)
+        drafting += decision.length > 0
+    assert drafting < 20
+
+
+def test_plain_decoding_is_known_once_it_ran_as_long_as_a_whole_dispatch():
+    control, machine = Adaptive(ARMS), Starting(CHEAP, [0.9] * 5, noise=0.0)
+    control.times.full = STEPS
+    for most, known in ((1, False), (STEPS - 2, False), (1, True)):
+        machine.most = most
+        control.record(Decision(PLAIN), machine.run(PLAIN, 4))
+        assert (control.choose(4, 0).arm != PLAIN) == known
 
 
 def test_nothing_is_tried_in_a_dispatch_that_will_be_short():

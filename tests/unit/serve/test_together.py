@@ -29,7 +29,7 @@ def test_alike_ones_that_follow_each_other_are_one_with_all_they_did():
     [
         (replace(TWO, probe=True), ONE), (Decision(PLAIN, gain=1.0), ONE), (replace(TWO, gain=None), ONE),
         (TWO, replace(ONE, rows=3)), (TWO, replace(ONE, steps=7)), (TWO, replace(ONE, active=2.0)),
-        (TWO, replace(ONE, touched=(3.0, 4.0))),
+        (TWO, replace(ONE, touched=(3.0, 4.0))), (TWO, replace(ONE, read=True)),
     ],
 )  # fmt: skip
 def test_others_stay_by_themselves_and_in_order(other: tuple[Decision, Outcome]):
