@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.cache.kv import Window
+from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.steady import exp, row_sum
 from jaxspec.shapes import Array
 
@@ -87,19 +88,20 @@ def attend(
     group = heads // kv_heads
     xs, each = (rows * count, 1) if tree else (rows, count)
     q = (q_BTHC * scale).reshape(xs, each, kv_heads, group, width).transpose(0, 2, 3, 1, 4)
-    padded = max(group * each, 2)  # one-row products round differently
-    q_XGQC = q.reshape(xs, kv_heads, group * each, width).astype(dtype)
+    padded = max(group * each, fewest_rows())
+    q_XGQC = whole_tiles(q.reshape(xs, kv_heads, group * each, width).astype(dtype), 3, dtype)
     q_XGQC = jnp.pad(q_XGQC, ((0, 0), (0, 0), (0, padded - group * each), (0, 0)))
 
     def visit(source: Source, index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         top, total, out = carry
         k_XGZC, v_XGZC, seen_XTZ = source.load(index)
-        score = jnp.einsum("xgqc,xgzc->xgqz", q_XGQC, k_XGZC.astype(dtype), preferred_element_type=jnp.float32)
+        k = whole_tiles(k_XGZC.astype(dtype), 3, dtype)
+        score = jnp.einsum("xgqc,xgzc->xgqz", q_XGQC, k, preferred_element_type=jnp.float32)
         seen = jnp.tile(seen_XTZ, (1, -(-padded // each), 1))[:, None, :padded]
         new_top = jnp.maximum(top, jnp.max(jnp.where(seen, score, HIDDEN), axis=-1))
         prob = jnp.where(seen, exp(score - new_top[..., None]), 0.0)
         keep = exp(top - new_top)
-        weight, v = prob.astype(dtype), v_XGZC.astype(dtype)
+        weight, v = whole_tiles(prob.astype(dtype), 3, dtype), whole_tiles(v_XGZC.astype(dtype), 2, dtype)
         added = jnp.einsum("xgqz,xgzc->xgqc", weight, v, preferred_element_type=jnp.float32)
         return new_top, total * keep + row_sum(prob)[..., 0], out * keep[..., None] + added
 

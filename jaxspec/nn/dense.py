@@ -1,7 +1,8 @@
 """Matrix products of a few rows with big weights, in the forms that every backend computes fast and row-invariantly."""
 
 import math
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import cast
 
 import jax
@@ -14,6 +15,39 @@ from jaxspec.nn.quantized import Quantized, widen
 from jaxspec.shapes import Array
 
 FEW_COLUMNS = 4
+TILE = 32  # bfloat16 numbers in a row of an AMX tile
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether programs run on a CPU that multiplies bfloat16 in AMX tiles; taken to where nothing tells."""
+    if jax.default_backend() != "cpu":
+        return False
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return "amx_bf16" in flags
+
+
+def fewest_rows() -> int:
+    """Rows from which on bfloat16 products on CPU round each of them alike, whatever their number.
+
+    One row takes a path of its own, with AMX two do, too (jax 0.10.2: ``tests/oracle/test_row_invariance.py``).
+    """
+    return 3 if has_tiles() else 2
+
+
+def whole_tiles(x: Array, axis: int, dtype: jnp.dtype) -> Array:
+    """Zeros behind the end of an axis that is contracted, up to whole tiles, where a CPU has them.
+
+    With fewer than a tile's numbers at the end, rounding depends on how many rows there are.
+    """
+    if dtype != jnp.bfloat16 or not x.shape[axis] % TILE or not has_tiles():
+        return x
+    pads = [(0, 0)] * x.ndim
+    pads[axis] = (0, -x.shape[axis] % TILE)
+    return jnp.pad(x, pads)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -23,7 +57,8 @@ def _dot(x_MD: Array, w_DX: Array, dtype: jnp.dtype) -> Array:
 
 def _typed_dot(a: Array, b: Array, dtype: jnp.dtype) -> Array:
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    return lax.dot(a.astype(dtype), b.astype(dtype), precision=precision, preferred_element_type=jnp.float32)
+    a, b = whole_tiles(a.astype(dtype), 1, dtype), whole_tiles(b.astype(dtype), 0, dtype)
+    return lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _dot_fwd(x_MD: Array, w_DX: Array, dtype: jnp.dtype):
@@ -51,8 +86,8 @@ def dense(
 ) -> Array:
     """Contracts the last axes of x with the first axes of w, accumulating in float32.
 
-    A single row is padded to two and a few columns to four: on CPU such bfloat16 products take other paths, 7 times
-    slower for one row, whose rounding differs from that of bigger ones.
+    A single row is padded to ``fewest_rows`` and a few columns to four: on CPU such bfloat16 products take other paths,
+    7 times slower for one row, whose rounding differs from that of bigger ones.
 
     Args:
       x: [..., D] float array.
@@ -77,8 +112,8 @@ def dense(
         dtype = dtype or jnp.dtype(jnp.bfloat16)
         w = widen(w, dtype)
     rows = x_MD.shape[0]
-    if rows == 1:
-        x_MD = jnp.concatenate([x_MD, x_MD])
+    if 0 < rows < fewest_rows():
+        x_MD = jnp.tile(x_MD, (-(-fewest_rows() // rows), 1))
     w_DX = w.reshape(width, -1)
     columns = w_DX.shape[1]
     if columns < FEW_COLUMNS:
@@ -91,7 +126,7 @@ def dense(
 def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype, spare: int = 1) -> Array:
     """One product per entry of the first axis, such as per head, accumulating in float32.
 
-    A row is added always: one row would round differently, and XLA:CPU moves a transposition of x into the product,
+    A row is added always: few rows would round differently, and XLA:CPU moves a transposition of x into the product,
     which it then computes in float32, weights widened and all.
 
     Args:
@@ -99,16 +134,16 @@ def batched_dense(x_XMC: Array, w: Array, *, contract: int, dtype: jnp.dtype, sp
       w: [X, C, N], or [X, N, C].
       contract: which axis of w is contracted, 1 or 2.
       dtype: of both factors.
-      spare: rows to add, 0 where there are some already.
+      spare: rows to add at least, 0 where there are some already.
 
     Returns:
       float32 [X, M, N].
     """
     rows = x_XMC.shape[1]
-    x_XMC = jnp.pad(x_XMC, ((0, 0), (0, spare), (0, 0)))
+    x_XMC = jnp.pad(x_XMC, ((0, 0), (0, max(spare, fewest_rows() - rows)), (0, 0)))
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     numbers = (((2,), (contract,)), ((0,), (0,)))
-    x, w = x_XMC.astype(dtype), w.astype(dtype)
+    x, w = whole_tiles(x_XMC.astype(dtype), 2, dtype), whole_tiles(w.astype(dtype), contract, dtype)
     out = lax.dot_general(x, w, numbers, precision=precision, preferred_element_type=jnp.float32)
     return out[:, :rows]
 
@@ -121,15 +156,15 @@ def per_head_dense(x_BTHC: Array, w: Array, *, contract: int, dtype: jnp.dtype, 
       w: [H, C, N], or [H, N, C].
       contract: which axis of w is contracted, 1 or 2.
       dtype: of both factors.
-      apart: whether rows lie on several devices. Each of them then gets a position more instead of all a row more,
-        for which most rows would have to move to another device.
+      apart: whether rows lie on several devices. Each of them then gets more positions instead of all more rows, for
+        which most rows would have to move to another device.
 
     Returns:
       float32 [B, T, H, N].
     """
     rows, count, heads, width = x_BTHC.shape
     if apart:
-        x_BTHC = jnp.pad(x_BTHC, ((0, 0), (0, 1), (0, 0), (0, 0)))
+        x_BTHC = jnp.pad(x_BTHC, ((0, 0), (0, fewest_rows() - 1), (0, 0), (0, 0)))
     x_HMC = x_BTHC.reshape(-1, heads, width).swapaxes(0, 1)
     out_HMN = batched_dense(x_HMC, w, contract=contract, dtype=dtype, spare=0 if apart else 1)
     return out_HMN.swapaxes(0, 1).reshape(rows, -1, heads, out_HMN.shape[2])[:, :count]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.expert_shards import obstacles_on, on_each_device, rows_on_each, split
 from jaxspec.nn.ffn import Activation, gated
 from jaxspec.nn.policy import Policy, Weight
@@ -76,8 +77,8 @@ def _running_sum(x_E: Array) -> Array:
 
 
 def block_rows(routed: int, experts: int) -> int:
-    """Rows per block for R routed rows: a power of two from 2 to 32, about twice what an expert gets on average."""
-    return next((block for block in (2, 4, 8, 16) if block * experts >= 1.5 * routed), 32)
+    """Rows per block for R routed rows: a power of two up to 32, about twice what an expert gets on average."""
+    return next((block for block in (2, 4, 8, 16) if block >= fewest_rows() and block * experts >= 1.5 * routed), 32)
 
 
 def gather(x_MD: Array, weight_MA: Array, blocks: Blocks) -> tuple[Array, Array]:
@@ -226,7 +227,8 @@ def by_xla(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _batched_dot(x_NZD: Array, w_NDF: Array, dtype: jnp.dtype) -> Array:
-    return jnp.einsum("nzd,ndf->nzf", x_NZD.astype(dtype), w_NDF.astype(dtype), preferred_element_type=jnp.float32)
+    x_NZD, w_NDF = whole_tiles(x_NZD.astype(dtype), 2, dtype), whole_tiles(w_NDF.astype(dtype), 1, dtype)
+    return jnp.einsum("nzd,ndf->nzf", x_NZD, w_NDF, preferred_element_type=jnp.float32)
 
 
 def _batched_dot_fwd(x_NZD: Array, w_NDF: Array, dtype: jnp.dtype):

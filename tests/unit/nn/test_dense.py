@@ -1,0 +1,49 @@
+"""Products round a row alike however many rows there are: what losslessness in bfloat16 rests on."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.nn import dense as room
+from jaxspec.nn.dense import batched_dense, dense
+
+BFLOAT16 = jnp.dtype("bfloat16")
+COUNTS = (1, 2, 3, 5, 8, 17, 40)
+AMX = pytest.mark.skipif(not room.has_tiles(), reason="depths that are no whole tiles: this CPU has no AMX")
+
+
+def drawn(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), BFLOAT16)
+
+
+def product(x_MD: jax.Array, depth: int, columns: int) -> jax.Array:
+    return dense(x_MD, drawn(depth, columns))
+
+
+def per_group(x_MD: jax.Array, depth: int, columns: int) -> jax.Array:
+    return batched_dense(x_MD[None], drawn(1, depth, columns), contract=1, dtype=BFLOAT16)[0]
+
+
+@pytest.mark.parametrize("columns", [5, 64, 200])
+@pytest.mark.parametrize("depth", [64, 256, *(pytest.param(odd, marks=AMX) for odd in (16, 48, 80, 100))])
+@pytest.mark.parametrize("compute", [product, per_group])
+def test_rows_are_rounded_alike_however_many_there_are(compute: Callable[..., jax.Array], depth: int, columns: int):
+    x_MD = drawn(max(COUNTS), depth)
+    found = {
+        count: np.asarray(jax.jit(compute, static_argnums=(1, 2))(x_MD[:count], depth, columns)) for count in COUNTS
+    }
+    for count, rows in found.items():
+        np.testing.assert_array_equal(rows, found[max(COUNTS)][:count], err_msg=f"{count} rows")
+    exact = np.asarray(x_MD, np.float64) @ np.asarray(drawn(depth, columns), np.float64)
+    np.testing.assert_allclose(found[max(COUNTS)], exact, rtol=1e-4, atol=1e-3)
+
+
+def test_a_machine_with_tiles_pads_to_three_rows_and_whole_tiles(monkeypatch: pytest.MonkeyPatch):
+    for there, rows, depth in ((True, 3, 64), (False, 2, 48)):
+        monkeypatch.setattr(room, "has_tiles", lambda there=there: there)
+        text = jax.jit(lambda x, w: dense(x, w)).lower(drawn(1, 48), drawn(48, 8)).as_text()
+        assert f"(tensor<{rows}x{depth}xbf16>, tensor<{depth}x8xbf16>)" in text
+    assert room.whole_tiles(jnp.zeros((2, 48)), 1, jnp.dtype("float32")).shape == (2, 48)
