@@ -52,7 +52,7 @@ def test_short_dispatches_do_not_make_an_arm_look_slow():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_slow_steps_behind_prompts_do_not_make_drafts_look_cheap(seed: int):
-    """The first step ever takes 2.5 times as long as others, for caches hold a prompt's code then: K = 1 loses 8 %."""
+    """A plain step behind a prompt takes 2.5 times as long as others, the first one ever, too; K = 1 loses 8 %."""
     machine = Machine([1.0, 1.45, 1.8, 2.1, 2.4, 2.7], [0.33] * 5, noise=0.03, seed=seed)
     prior = StepRatios({1: (tuple(range(6)), tuple(machine.time_s))}, RANDOM, EACH)
     control, drafting = Adaptive(ARMS, prior=prior), 0
