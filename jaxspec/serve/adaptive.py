@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import repeat
 
@@ -169,9 +169,12 @@ class Adaptive:
     def _think(self, rows: int, requests: RequestSurvival | None, brief: bool = False) -> Decision:
         """Learns what there is to learn and weighs the arms."""
         size, limits = _size(rows, requests), [] if requests is None else requests.limits
+        plain = Decision(self.arms[0])
+        if not self.times.knows_plain(rows) and (self.arms[0], size[0]) not in self._ran():
+            return plain  # texts end with few rows, for a few steps: nothing is learnt for their sake
         self.learn()
         if not self.times.knows_plain(rows):
-            return Decision(self.arms[0])
+            return plain
         gains = self._gains(rows, requests)
         held = self._held.get(size, 0)
         best, best_gain = self._best(gains, held)
@@ -191,6 +194,10 @@ class Adaptive:
             until = self._steps + min(self.probes.uneven(self.spec.thinking_steps), self._steps / 8)
             self._kept[size] = self._latest[size[0]] = Kept(chosen, verified, limits, until)
         return chosen
+
+    def _ran(self) -> Iterator[tuple[AnyTopology, int]]:
+        """Arms of the dispatches that were not looked at yet, with their numbers of rows (``bucket``)."""
+        return ((decision.arm, bucket(outcome.rows)) for decision, outcome in self._new)
 
     def _best(self, gains: Sequence[Gain], held: int) -> tuple[int, float]:
         """The arm to use and its gain: the one in use as long as it pays and no other is clearly better."""

@@ -77,6 +77,18 @@ def test_plain_decoding_is_known_once_it_ran_as_long_as_a_whole_dispatch():
         assert (control.choose(4, 0).arm != PLAIN) == known
 
 
+def test_rows_that_plain_decoding_never_ran_with_are_decoded_plainly_without_a_thought(monkeypatch):
+    """The last rows of many texts, for a few steps: looking at all dispatches since the last time took 1 ms each time."""
+    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.9] * 5, noise=0.0)
+    play(control, machine, 40, rows=8)
+    control.record(Decision(chain(3)), machine.run(chain(3), 8))
+    with monkeypatch.context() as patch:
+        patch.setattr(Adaptive, "learn", lambda self: pytest.fail("looked at what can be of no use"))
+        assert control.choose(1, 0).arm == PLAIN
+    control.record(Decision(PLAIN), machine.run(PLAIN, 1))
+    assert control.choose(1, 0).arm != PLAIN
+
+
 def test_nothing_is_tried_in_a_dispatch_that_will_be_short():
     control, machine = Adaptive(ARMS), Starting(CHEAP, [0.0] * 5, noise=0.0)
     machine.most = STEPS
