@@ -83,8 +83,9 @@ def run(args: CalibrateArgs) -> int:
         return load_llm(what, **keywords)
 
     screen = Screen(args.color)
-    cells = len(grid.cells()) + len(grid.held_out())
-    with screen.counting(f"measuring {cells} cells in {grid.rounds} rounds") as count:
+    cells, engines = len(grid.cells()) + len(grid.held_out()), len(grid.all_rows)
+    doing = f"compiling {len(grid.all_lengths)} programs for each of {engines} numbers of rows (kept for the next time)"
+    with screen.counting(f"{doing}, then measuring {cells} cells in {grid.rounds} rounds") as count:
         found = calibrate(
             model, texts, speculative=speculative, grid=grid, load=load, show=count,
             dtype=args.dtype, quantization=args.quantization,

@@ -228,7 +228,6 @@ class Adaptive:
         """Looks at the dispatches since the last time."""
         for decision, outcome in together(self._new, self.times.full, self.times.ran_last):
             place, size = self.arms.index(decision.arm), bucket(outcome.rows)
-            self.found.add(size, outcome.rows, outcome.found)
             self.times.took(place, outcome)
             for tried, accepted in outcome.accepted.items():
                 self.survival.add(tried, accepted)
@@ -236,6 +235,9 @@ class Adaptive:
                     self._walks.add(tried, accepted)
                 else:
                     self._counts[place].add(tried, accepted)
+            if outcome.found:
+                drafts = self._tokens(place, decision.length, [])[0] - 1.0
+                self.found.add(size, outcome.rows, outcome.found, drafts, decision.least)
             self.probes.ran(place, outcome, decision.gain is not None or decision.probe)
             if decision.probe:
                 unknown = self.times.seen(place, outcome.rows) < SEEN_TO_TRUST

@@ -9,6 +9,8 @@ import pytest
 from jaxspec.serve.adaptive import Adaptive, Kept
 from jaxspec.serve.control import Decision, Outcome
 from jaxspec.serve.found import ALL, FoundDrafts, Verified
+from jaxspec.serve.probes import AdaptiveSpec
+from jaxspec.serve.step_times import bucket
 from jaxspec.serve.survival import RequestSurvival
 from jaxspec.topology import PLAIN, AnyTopology, chain
 
@@ -18,7 +20,11 @@ CHEAP, DEAR = [1.0, 1.15, 1.25, 1.35, 1.45, 1.55], [1.0, 1.6, 2.0, 2.4, 2.8, 3.2
 
 
 class Lookup:
-    """Rows whose texts have few matches in their first half and many in their second one."""
+    """Rows whose texts have few matches in their first half and many in their second one.
+
+    Behind a right draft there is a match again, which goes on as it did; elsewhere there is one by chance. All matches
+    lead to runs of right drafts whose lengths have no memory.
+    """
 
     looking = 1.01  # time of a step that looks for drafts over that of one that does not
 
@@ -26,21 +32,21 @@ class Lookup:
         self.time_s, self.rate, self.shares = time_s, rate, shares
         self.rng = np.random.default_rng(seed)
         self.total_s, self.tokens, self.places = 0.0, 0, [0] * rows
+        self.runs: list[int | None] = [None] * rows  # right drafts ahead, where there is a match
         self.by_row: list[list[int]] = []
 
     def run(self, arm: AnyTopology, least: int = 1) -> Outcome:
         took, drafts, rows = 0.0, arm.max_depth, len(self.places)
         self.by_row, skipped, alone, found = [[] for _ in self.places], 0, 0, []
         for _ in range(STEPS):
-            have = [drafts > 0 and self.rng.random() < self.shares[place >= TOKENS / 2] for place in self.places]
+            have = [drafts > 0 and run is not None for run in self.runs]
             verifies = sum(have) >= least
             skipped += drafts > 0 and not verifies
             found.append(sum(have))
             took += self.time_s[drafts if verifies else 0] * (self.looking if drafts else 1.0)
             for row, some in enumerate(have):
-                hits = int(np.cumprod(self.rng.random(drafts) < self.rate).sum()) if some and verifies else 0
-                self.places[row] += 1 + hits
-                self.tokens += 1 + hits
+                hits = min(self.runs[row] or 0, drafts) if verifies else 0
+                self.goes_on(row, 1 + hits)
                 if (some and verifies) or not drafts:
                     self.by_row[row].append(hits)
                 else:
@@ -50,6 +56,21 @@ class Lookup:
         accepted = {drafts: [count for counts in self.by_row for count in counts]}
         told = tuple(found) if drafts else ()
         return Outcome(rows, STEPS, took, accepted, skipped=skipped, skipped_tokens=alone, found=told)
+
+    def share(self, drafts: int) -> float:
+        """Of steps that find a draft, where shares are the same everywhere."""
+        right, some = self.rate ** (drafts + 1), self.shares[0]
+        return some / (some + (1 - right) * (1 - some))
+
+    def goes_on(self, row: int, tokens: int) -> None:
+        """By so many tokens, of which all but the last are right drafts."""
+        self.places[row] += tokens
+        self.tokens += tokens
+        ahead = (self.runs[row] or 0) - tokens
+        if ahead < 0:
+            some = self.rng.random() < self.shares[self.places[row] >= TOKENS / 2]
+            ahead = int(self.rng.geometric(1 - self.rate)) - 1 if some else None
+        self.runs[row] = ahead
 
 
 def speed(machine: Lookup, control: Adaptive | AnyTopology, requests: int) -> float:
@@ -110,10 +131,11 @@ def test_from_how_many_rows_on_drafts_pay():
     """Half of the steps find drafts for two of eight rows, the others for six."""
     found = FoundDrafts(memory=1000)
     assert found.pays(3, 2.0, 1.0) == ALL, "nothing is known"
-    found.add(3, 8, [2, 6] * 50)
+    found.add(3, 8, [2, 6] * 50, tokens=4.0)
     assert found.pays(3, 4.0, 1.5) == (pytest.approx(3 / 8), 0.5, pytest.approx(6 / 8))
     assert found.pays(3, 4.0, 1.5).least(8) == 4, "three of eight rows would bring no more than they take"
-    assert found.pays(3, 8.0, 1.5) == (pytest.approx(1 / 8), 1.0, pytest.approx(4 / 8))
+    assert found.pays(3, 4.0, 0.5) == (pytest.approx(1 / 8), 1.0, pytest.approx(4 / 8))
+    assert found.pays(3, 8.0, 1.5).least(8) == 2
     assert found.pays(3, 1.0, 1.5).least(8) == 1, "nothing pays: what is tried, is tried on all"
     assert found.pays(0, 2.0, 1.0) == ALL, "of other numbers of rows nothing is known"
     one = FoundDrafts(memory=10)
@@ -131,8 +153,24 @@ def test_what_a_step_with_drafts_takes_is_found_among_the_others():
     ratio, _ = control.times.ratios(1)[3]
     assert ratio == pytest.approx(DEAR[3], rel=0.1)
     gain = control._gains(1)[3]
-    tokens = 1 + sum(0.9**k for k in range(1, 4))
-    assert gain.value == pytest.approx((0.25 * tokens + 0.75) / (0.25 * ratio + 0.75), rel=0.05)
+    share, tokens = machine.share(3), 1 + sum(0.9**k for k in range(1, 4))
+    assert gain.value == pytest.approx((share * tokens + 1 - share) / (share * ratio + 1 - share), rel=0.05)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("ran", [1, 5])
+def test_what_one_length_finds_tells_what_others_would(ran: int, rows: int):
+    """Long drafts leave fewer places to look from: what they find is too little for short ones, and contrariwise."""
+    control, machine = Adaptive(ARMS, AdaptiveSpec(lookups=8000)), Lookup(CHEAP, 0.8, (0.3, 0.3), 0, rows)
+    control.record(Decision(PLAIN), machine.run(PLAIN))
+    for _ in range(1000):
+        control.record(Decision(chain(ran)), machine.run(chain(ran)))
+    control.learn()
+    tokens = {length: sum(0.8**n for n in range(1, length + 1)) for length in (1, 3, 5)}
+    all_that_have_some = [control.found.pays(bucket(rows), more, time=0.0) for more in tokens.values()]
+    found = [verified.share * verified.density for verified in all_that_have_some]
+    assert found == pytest.approx([machine.share(length) for length in (1, 3, 5)], rel=0.04)
+    assert found[0] > 1.2 * found[2]
 
 
 def test_to_look_for_drafts_in_vain_is_left_to_plain_decoding():
