@@ -78,7 +78,7 @@ def test_plain_decoding_is_known_once_it_ran_as_long_as_a_whole_dispatch():
 
 
 def test_rows_that_plain_decoding_never_ran_with_are_decoded_plainly_without_a_thought(monkeypatch):
-    """The last rows of many texts, for a few steps: looking at all dispatches since the last time took 1 ms each time."""
+    """The last rows of many texts, for a few steps: to look at all dispatches before them took 1 ms each time."""
     control, machine = Adaptive(ARMS), Machine(CHEAP, [0.9] * 5, noise=0.0)
     play(control, machine, 40, rows=8)
     control.record(Decision(chain(3)), machine.run(chain(3), 8))
