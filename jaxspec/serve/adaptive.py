@@ -167,14 +167,12 @@ class Adaptive:
             self._ready = size, self._steps + 2 * self.times.full, chosen
 
     def _think(self, rows: int, requests: RequestSurvival | None, brief: bool = False) -> Decision:
-        """Learns what there is to learn and weighs the arms."""
+        """Learns what there is to learn and weighs the arms, where plain decoding is known."""
         size, limits = _size(rows, requests), [] if requests is None else requests.limits
-        plain = Decision(self.arms[0])
-        if not self.times.knows_plain(rows) and (self.arms[0], size[0]) not in self._ran():
-            return plain  # texts end with few rows, for a few steps: nothing is learnt for their sake
-        self.learn()
+        if self.times.knows_plain(rows) or (self.arms[0], size[0]) in self._ran():
+            self.learn()  # else to no end: texts end with few rows, for a few steps
         if not self.times.knows_plain(rows):
-            return plain
+            return Decision(self.arms[0])
         gains = self._gains(rows, requests)
         held = self._held.get(size, 0)
         best, best_gain = self._best(gains, held)

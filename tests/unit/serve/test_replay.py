@@ -251,23 +251,26 @@ def test_lookup_for_many_rows_verifies_where_enough_of_them_have_drafts(monkeypa
 
 @pytest.mark.parametrize("case", [name for name in recorded() if name.startswith("ngram")])
 def test_what_lookup_finds_with_one_length_tells_what_it_would_with_another(case: str):
-    """The odds of finding something go down as a verification's tokens go up, or ``FoundDrafts`` is wrong."""
+    """As ``FoundDrafts`` has it: the odds of finding something go down as a verification's tokens go up."""
     seen = [visits(recorded()[case], length) for length in range(1, 6)]
-    for found, accepted in seen:
-        for other, accepted_too in seen:
-            odds = found / (1 - found) * (1 + accepted) / (1 + accepted_too)
-            assert odds / (1 + odds) == pytest.approx(other, rel=0.03)
+    for steps, accepted in seen:
+        found = FoundDrafts(memory=1e6)
+        found.add(0, 1, steps, accepted)
+        for others, accepted_too in seen:
+            verified = found.pays(0, accepted_too, time=0.0)
+            assert verified.share * verified.density == pytest.approx(np.mean(others), rel=0.03)
 
 
-def visits(texts: Sequence[Text], length: int) -> tuple[float, float]:
-    """Share of steps that find something, and drafts that each of those has accepted."""
-    found, steps, accepted = 0, 0, 0
+def visits(texts: Sequence[Text], length: int) -> tuple[list[int], float]:
+    """Whether each step finds something, and how many drafts those that do have accepted, in the mean."""
+    found, accepted = list[int](), 0
     for text in texts:
         place = 0
         while place < len(text):
             hits = min(max(text[place], 0), length)
-            found, steps, accepted, place = found + (text[place] >= 0), steps + 1, accepted + hits, place + hits + 1
-    return found / steps, accepted / found
+            found.append(int(text[place] >= 0))
+            accepted, place = accepted + hits, place + hits + 1
+    return found, accepted / sum(found)
 
 
 @pytest.mark.parametrize("rows", ROWS)
