@@ -59,6 +59,7 @@ class Prices:
       expert_s: seconds that a routed expert adds which no other token of the step touches, all layers together.
       depth_s: seconds that drafting one position deeper adds, all rows together.
       least: product of a drafter's confidences below which nothing is verified.
+      deepest: drafts of a row that are verified at most.
       accept_MC: share of tried drafts that were accepted, by C equal steps of confidence; of greedy rows (M = 0) and of
         rows that sample (M = 1).
       experts, top_k: E and A of the target's routed layers, 0 without any.
@@ -70,6 +71,7 @@ class Prices:
     expert_s: Array
     depth_s: Array
     least: Array
+    deepest: Array
     accept_MC: Array
     experts: int = static(default=0)
     top_k: int = static(default=0)

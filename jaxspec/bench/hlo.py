@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jaxspec.decode.step import WITH_DRAFTS, WITHOUT_DRAFTS
+from jaxspec.decode.ways import NARROWER, WIDEST
 
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*)$")
 OPCODE = re.compile(r"(?:^|[\s})\]])([a-z][\w\-]*)\(")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-TURNS = {WITH_DRAFTS: {"condition": 2, "body": 1}, WITHOUT_DRAFTS: {"condition": 1, "body": 0}}
-ONCE = re.compile(rf'op_name="[^"]*({WITH_DRAFTS}|{WITHOUT_DRAFTS})/while"')
+TURNS = {WIDEST: {"condition": 2, "body": 1}, NARROWER: {"condition": 1, "body": 0}}
+ONCE = re.compile(rf'op_name="[^"]*({WIDEST}|{NARROWER})/while"')
 CALLED = re.compile(r"(\w+)=%([\w.\-]+)|branch_computations=\{([^}]*)\}")
 BRANCHES = ("true_computation", "false_computation")
 BITS = re.compile(r"\d+")
@@ -54,7 +54,7 @@ class Instruction:
 
     @property
     def turns(self) -> dict[str, int] | None:
-        """How often condition and body of a loop run that is one of a step's two kinds; the step is one with drafts."""
+        """How often condition and body of a loop run that is one way to step; the step goes the widest one."""
         found = ONCE.search(self.rest)
         return TURNS[found[1]] if found else None
 

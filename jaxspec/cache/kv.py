@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.cache.ragged import Ragged
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
 
@@ -57,6 +58,9 @@ class Window:
         for a chain, where a query sees all before it.
       asked_B: the one of the T positions of each row whose output is computed, where a drafter observes: of the others
         only what they leave in the caches counts. None for all.
+      ragged: which positions hidden states stand for where they are [1, M, ...] instead of [B, T, ...]; None where all
+        are computed. Caches are written and read in rows all the same. Only of chains, in which what counts comes
+        first, and where rows do not lie apart.
       offset: nodes written by earlier forwards of the same tree; this one writes behind them.
       block: positions that attention reads at a time; divides the page size.
       at_once: whether all rows are written by one scatter, as a GPU wants it, and not by an update each.
@@ -70,6 +74,7 @@ class Window:
     live_BT: Array | None = None
     path_BTJ: Array | None = None
     asked_B: Array | None = None
+    ragged: Ragged | None = None
     offset: int = static(default=0)
     block: int = static(default=128)
     at_once: bool = static(default=False)
@@ -79,6 +84,11 @@ class Window:
     def first_B(self) -> Array:
         """Position of the first node that this forward writes."""
         return self.start_B + self.offset if self.offset else self.start_B
+
+    @property
+    def counting(self) -> Array | None:
+        """Of the positions of hidden states, [B, T] or [1, M], those whose results are used, None for all."""
+        return self.live_BT if self.ragged is None else self.ragged.live_M[None]
 
     @property
     def reading(self) -> "Window":
@@ -101,7 +111,7 @@ class Packed:
     segment_BT: Array
 
     @property
-    def live_BT(self) -> Array:
+    def counting(self) -> Array:
         """Positions whose results are used."""
         return self.segment_BT > 0
 
@@ -111,6 +121,16 @@ def asked(x: Array, window: Window | Packed | None) -> Array:
     if not isinstance(window, Window) or window.asked_B is None:
         return x
     return jnp.take_along_axis(x, window.asked_B.reshape(-1, 1, *[1] * (x.ndim - 2)), axis=1)
+
+
+def in_rows(x: Array, window: Window | Packed | None) -> Array:
+    """Entries of all positions that are computed, [B, T, ...]; anything at the others."""
+    return window.ragged.rows(x) if isinstance(window, Window) and window.ragged is not None else x
+
+
+def in_line(x: Array, window: Window | Packed | None) -> Array:
+    """Of entries [B, T, ...] those of positions that are computed, [1, M, ...] where these are ragged."""
+    return window.ragged.line(x) if isinstance(window, Window) and window.ragged is not None else x
 
 
 def segments_of(window: Window | Packed | None) -> Array | None:

@@ -1,19 +1,21 @@
 """The step: draft, verify, accept, commit, observe, for every row at once; and several of them in one dispatch."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.kv import Window, in_line, in_rows
+from jaxspec.cache.ragged import ragged_of
 from jaxspec.decode.confidence import outcomes
 from jaxspec.decode.routes import Routes, routes_of
 from jaxspec.decode.state import DecodeState, Target, write_rows
 from jaxspec.decode.touched import distinct_by_depth, experts_of
+from jaxspec.decode.ways import Way, line_lengths, one_of
 from jaxspec.models.caches import compact_caches
 from jaxspec.models.transformer import features_of, forward, head
 from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Tree, Verdict
@@ -75,37 +77,46 @@ class StepOut:
 
 
 Stepped = tuple[DecodeState, StepOut]
-WITH_DRAFTS, WITHOUT_DRAFTS = "step_with_drafts", "step_without_drafts"  # scopes of the only two loops that turn once
+CUT_PARTS, FOUND_PARTS = 4, 2
 
 
 def step(target: Target, drafter: Drafter, state: DecodeState, least: Array | int = 1, *, plan: StepPlan) -> Stepped:
     """Drafts, verifies, accepts and commits once for every row.
 
-    Where ``skips`` says so, steps in which fewer than ``least`` rows have a draft run the target on the anchors alone.
+    Where ``skips`` says so, steps in which fewer than ``least`` rows have a draft run the target on the anchors alone;
+    others may leave out the drafts that are not verified.
     """
-    skipping = skips(target, drafter, state, plan)
     proposal, draft = _propose(drafter, state.draft, state.anchor, plan.rule)
     state = replace(state, draft=draft)
-    if not skipping:
-        return _verify(target, drafter, state, proposal, plan=plan)
     tree = proposal.tree_of(drafter.topology)
     found_B = jnp.sum(usable(proposal, state.sampling, tree) & state.active_B[:, None], axis=1, dtype=jnp.int32)
-    found = jnp.sum(found_B > 0) >= least
-    nothing = Proposal(proposal.token_BN[:, :0], proposal.valid_BN[:, :0], None, Tree.of(chain(0)))
+    verify = partial(_verify, target, drafter, plan=plan)
+    lines = line_lengths(*proposal.token_BN.shape, _parts(target, drafter, state, proposal, plan))
+    needed = jnp.sum(state.active_B, dtype=jnp.int32) + jnp.sum(found_B)
+    ways: list[Way] = [partial(verify, proposal=proposal, places=places) for places in (*lines, None)]
+    which = jnp.sum(needed > np.asarray(lines, np.int32), dtype=jnp.int32)
+    if skips(target, drafter, state, plan):
+        nothing = Proposal(proposal.token_BN[:, :0], proposal.valid_BN[:, :0], None, Tree.of(chain(0)))
 
-    def wide(state: DecodeState) -> Stepped:
-        return _verify(target, drafter, state, proposal, plan=plan)
+        def narrow(state: DecodeState) -> Stepped:
+            state, out = _widened(verify(state, nothing), tree.max_depth)
+            return state, replace(out, drafted_B=-found_B)
 
-    def narrow(state: DecodeState) -> Stepped:
-        state, out = _widened(_verify(target, drafter, state, nothing, plan=plan), tree.max_depth)
-        return state, replace(out, drafted_B=-found_B)
+        ways, which = [narrow, *ways], jnp.where(jnp.sum(found_B > 0) >= least, which + 1, 0)
+    return one_of(ways, which, state)
 
-    _, shapes = jax.eval_shape(narrow, state)
-    done = state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    with jax.named_scope(WITH_DRAFTS):
-        done = _once(found, wide, done)
-    with jax.named_scope(WITHOUT_DRAFTS):
-        return _once(~found, narrow, done)
+
+def _parts(target: Target, drafter: Drafter, state: DecodeState, proposal: Proposal, plan: StepPlan) -> int:
+    """Into how many parts drafts are divided, of which no more are computed than are needed.
+
+    More than one of chains of which drafts are cut, or often not found. Each is a program more. Not on a mesh, whose
+    devices have rows of their own, and not where routes are watched.
+    """
+    if not drafter.topology.is_chain or plan.routes or target.net.policy.mesh is not None:
+        return 1
+    if state.prices is not None:
+        return CUT_PARTS
+    return FOUND_PARTS if proposal.sparse else 1
 
 
 def skips(target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan) -> bool:
@@ -117,17 +128,6 @@ def skips(target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan) 
         return False
     proposal, _ = _propose.eval_shape(drafter, state.draft, state.anchor, plan.rule)
     return proposal.sparse
-
-
-def _once(when: Array, run: Callable[[DecodeState], Stepped], done: Stepped) -> Stepped:
-    """Runs a step or leaves it: as a loop, for XLA copies every cache that goes through a conditional."""
-
-    def one(carry):
-        _, state, _ = carry
-        return jnp.bool_(False), *run(state)
-
-    _, state, out = lax.while_loop(lambda carry: carry[0], one, (when, *done))
-    return state, out
 
 
 def _widened(done: Stepped, drafts: int) -> Stepped:
@@ -143,9 +143,17 @@ def _widened(done: Stepped, drafts: int) -> Stepped:
 
 
 # Like ``_propose``.
-@partial(jax.jit, static_argnames="plan", inline=True)
-def _verify(target: Target, drafter: Drafter, state: DecodeState, proposal: Proposal, *, plan: StepPlan) -> Stepped:
-    """The step behind drafting."""
+@partial(jax.jit, static_argnames=("places", "plan"), inline=True)
+def _verify(
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    proposal: Proposal,
+    places: int | None = None,
+    *,
+    plan: StepPlan,
+) -> Stepped:
+    """The step behind drafting; ``places``: how many positions are computed, None for all."""
     anchor, sampling = state.anchor, state.sampling
     token_BT = jnp.concatenate([anchor.token_B[:, None], proposal.token_BN], axis=1)
     tree = proposal.tree_of(drafter.topology)
@@ -154,10 +162,12 @@ def _verify(target: Target, drafter: Drafter, state: DecodeState, proposal: Prop
     active_B1 = state.active_B[:, None]
     live_BT = jnp.concatenate([active_B1, usable(proposal, sampling, tree) & active_B1], axis=1)
     window = Window(anchor.length_B, state.table_BJ, live_BT=live_BT, path_BTJ=path_BTJ, block=target.block)
+    window = window if places is None else replace(window, ragged=ragged_of(live_BT, places))
     hidden, layers = forward(
-        target.net, target.params, token_BT, position_BT, state.layers, window, drafter.reads, plan.routes
-    )
-    logits_BTV = head(target.net, target.params, hidden.last_BTD)
+        target.net, target.params, in_line(token_BT, window), in_line(position_BT, window), state.layers, window,
+        drafter.reads, plan.routes,
+    )  # fmt: skip
+    logits_BTV = in_rows(head(target.net, target.params, hidden.last_BTD), window)
     context = Context(state.count_BV, state.prompt_BV, token_BT, anchor.length_B)
     score_BTV = process(logits_BTV, sampling, context, tree)
     rule = partial(synthetic, survival=plan.survival) if plan.survival else RULES[plan.rule]
@@ -166,7 +176,7 @@ def _verify(target: Target, drafter: Drafter, state: DecodeState, proposal: Prop
     if not tree.is_chain:
         layers = compact_caches(layers, target.net.arch, target.net.policy, window, verdict.path_BT)
     final_BT = jnp.concatenate([anchor.token_B[:, None], verdict.token_BT[:, :-1]], axis=1)
-    features = jax.tree.map(partial(_along, path_BT=verdict.path_BT), features_of(hidden))
+    features = jax.tree.map(lambda x: _along(in_rows(x, window), verdict.path_BT), features_of(hidden))
     commit = Commit(
         final_BT, verdict.token_BT, features, verdict.count_B, anchor.length_B, path_BT=verdict.path_BT, row=None
     )

@@ -72,7 +72,8 @@ def keep(kept: Kept, anchor: Anchor, k: Array | int, score_BV: Array, expert_BYA
     confidence_B = jnp.exp(jnp.max(score_BV, axis=-1) - jax.nn.logsumexp(score_BV, axis=-1))
     certainty_B = kept.certainty_B * confidence_B
     survival_B = kept.survival_B * accepted_share(prices, confidence_B, sampling.temperature_B)
-    may_B = kept.going_B & (k < sampling.draft_limit_B) & (certainty_B >= prices.least)
+    most_B = jnp.minimum(sampling.draft_limit_B, prices.deepest.astype(jnp.int32))
+    may_B = kept.going_B & (k < most_B) & (certainty_B >= prices.least)
     miss = 1 - prices.top_k / max(prices.experts, 1)
     worth_B, expert = survival_B - prices.rate * prices.token_s, prices.rate * prices.expert_s
     if expert_BYA is None or kept.chosen_YE is None:

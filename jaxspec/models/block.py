@@ -96,7 +96,7 @@ class Block(nn.Module):
             nonlocal routing
             if isinstance(self.spec.ffn, MoeSpec):
                 moe = Moe(self.spec.ffn, arch.model_dim, p, self.layers, name="ffn")
-                out, routing = moe(u, token_BT, position_BT, layer, None if window is None else window.live_BT)
+                out, routing = moe(u, token_BT, position_BT, layer, None if window is None else window.counting)
                 return out
             return DenseFfn(self.spec.ffn, arch.model_dim, p, name="ffn")(u)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from jaxspec.serve.step_times import bucket
 
 CONFIDENCE_STEPS = 16
 PARTS = ("token", "expert", "depth")
-RIDGE = 0.01  # of each regressor's variance: splits what regressors that always move together explain
+RIDGE = 0.03  # of each regressor's variance: splits what regressors that always move together explain
 PRIOR = 2.0  # accepted drafts that every step of confidence starts with, so that nothing is cut on a guess
 
 
@@ -27,41 +28,48 @@ class BudgetSpec:
     """How a budget learns.
 
     Attributes:
-      first: dispatches that only learn: every other one cuts by confidence alone, so that prices show.
-      explore: the least product of confidences of those.
-      probe_every: afterwards one of so many dispatches cuts nothing, for what is always cut would never be seen again.
-      memory: dispatches that times remember.
+      first: dispatches that only learn: they take turns in ``trials``.
+      trials: least product of confidences and share of the depth that are verified. What drafts, depth and experts cost
+        shows only where they do not always move together; and what is always cut would never be seen again.
+      try_every: afterwards one of so many dispatches is a trial.
+      memory, beside: of ``StepTimes``.
       tried: drafts that acceptance remembers, of greedy and of sampling rows each.
       recent: dispatches over which the rate is taken.
     """
 
-    first: int = 48
-    explore: float = 0.3
-    probe_every: int = 16
+    first: int = 96
+    trials: tuple[tuple[float, float], ...] = ((0.0, 1.0), (0.3, 1.0), (0.0, 1.0), (0.0, 0.5))
+    try_every: int = 16
     memory: float = 512.0
+    beside: float = 2.0
     tried: float = 8192.0
     recent: float = 8.0
 
 
 @dataclass
 class StepTimes:
-    """Least squares of step times, within groups that share a program and a number of rows, older ones fading out.
+    """Least squares of step times, each beside those just before it that share its program and number of rows.
+
+    A machine is now faster and now slower for many dispatches in a row: beside the mean of all, what changed when is
+    taken for what it cost.
 
     Attributes:
       memory: dispatches that are remembered.
+      beside: dispatches whose mean the next one is compared with, older ones fading out.
     """
 
     memory: float
+    beside: float
     _means: dict[tuple[int, int], tuple[float, np.ndarray]] = field(default_factory=dict)
     _moments: np.ndarray = field(default_factory=lambda: np.zeros((len(PARTS) + 2,) * 2))
 
     def add(self, group: tuple[int, int], regressors: Sequence[float], step_s: float) -> None:
-        """Takes note of a dispatch; one that took more than twice its group's mean is the machine's doing."""
+        """Takes note of a dispatch; where time doubled or halved, that is the machine's doing, and all begins anew."""
         new = np.asarray([*regressors, step_s])
         count, mean = self._means.get(group, (0.0, new))
-        if step_s > 2 * mean[-1]:
-            return
-        count = min(count + 1, self.memory)
+        if not 0.5 <= step_s / mean[-1] <= 2:
+            count, mean = 0.0, new
+        count = min(count + 1, self.beside)
         away = new - mean
         self._means[group] = (count, mean + away / count)
         self._moments = (1 - 1 / self.memory) * self._moments + (1 - 1 / count) * np.outer(away, away)
@@ -96,25 +104,34 @@ class VerifyBudget:
         """
         self.cuts, self.experts, self.top_k, self.spec = cuts, experts, top_k, spec or BudgetSpec()
         self._tried_MC, self._hits_MC = np.zeros((2, 2, CONFIDENCE_STEPS))
-        self._times = StepTimes(self.spec.memory)
+        self._times = StepTimes(self.spec.memory, self.spec.beside)
         self._rates: dict[int, tuple[float, float]] = {}
         self._dispatches = 0
         self.prices_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
-    def prices(self, rows: int) -> Prices:
-        """Prices of the next dispatch, for this many active rows."""
+    def prices(self, length: int, rows: int) -> Prices:
+        """Prices of the next dispatch, of a speculation length and for this many active rows."""
         tokens, time_s = self._rates.get(bucket(rows), (0.0, 0.0))
-        least, learning = self.cuts.least, self._dispatches < self.spec.first
-        if self.cuts.priced and learning:
-            least = max(least, self.spec.explore * (self._dispatches % 2))
-        known = time_s > 0 and not learning and self._dispatches % self.spec.probe_every
+        trial, least, share = self._trial(), self.cuts.least, 1.0
+        if trial is not None:
+            wanted, share = self.spec.trials[trial]
+            least = max(least, wanted)
+        known = time_s > 0 and trial is None
         values: dict[str, Any] = {
-            "rate": tokens / time_s if known else 0.0, "rows": rows, "least": least,
+            "rate": tokens / time_s if known else 0.0, "rows": rows,
+            "least": least, "deepest": math.ceil(share * length),
             "accept_MC": (self._hits_MC + PRIOR) / (self._tried_MC + PRIOR),
             **{f"{part}_s": self.prices_s[part] for part in PARTS},
         }  # fmt: skip
         arrays: dict[str, Any] = {name: np.asarray(value, np.float32) for name, value in values.items()}
         return Prices(**arrays, experts=self.experts, top_k=self.top_k)
+
+    def _trial(self) -> int | None:
+        """Which trial the next dispatch is, if it is one."""
+        first, every, done = self.spec.first, self.spec.try_every, self._dispatches
+        if not self.cuts.priced or (done >= first and done % every):
+            return None
+        return (done if done < first else done // every) % len(self.spec.trials)
 
     def record(self, length: int, outcome: Outcome, outcome_HMC: np.ndarray) -> None:
         """Takes note of a dispatch of a speculation length and of what came of its drafts."""

@@ -103,7 +103,7 @@ class Engine:
         make = partial(
             init_state, target, drafter, spec.rows, spec.capacity,
             slack=self.slack, stop_ids=STOP_PLACES, pages=spec.pages, page=spec.page,
-            prices=budget and budget.prices(spec.rows),
+            prices=budget and budget.prices(0, spec.rows),
         )  # fmt: skip
         self._allocate = partial(allocate, make, mesh_of(target.params), places_of(target, spec))
         self._begin()
@@ -260,7 +260,7 @@ class Engine:
         """Prices of the next dispatch's drafts."""
         if self.budget is not None and self.budget.cuts.priced and length:
             places = jax.tree.map(lambda x: x.sharding, self.state.prices)
-            prices = hosts.agreed(self.budget.prices(rows))  # clocks of other processes differ
+            prices = hosts.agreed(self.budget.prices(length, rows))  # clocks of other processes differ
             self.state = replace(self.state, prices=jax.device_put(prices, places))
 
     def _catch_up(self, length: int) -> None:

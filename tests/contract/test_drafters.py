@@ -215,7 +215,7 @@ def test_states_are_arrays_of_the_same_shapes_throughout(method: str, shape: dic
 def test_chains_with_prices_say_how_sure_they_are(method: str):
     drafter = drafter_of(method, SHAPES[1])
     state, anchor = jax.eval_shape(lambda: observed_shapes(drafter))
-    for prices in (None, Prices(*(jnp.float32(0) for _ in range(6)), jnp.ones((2, 4)), experts=4, top_k=2)):
+    for prices in (None, Prices(*(jnp.float32(0) for _ in range(7)), jnp.ones((2, 4)), experts=4, top_k=2)):
         proposal, after = jax.eval_shape(
             lambda s, a, p: drafter.propose(s, replace(a, prices=p), "reject"), state, anchor, prices
         )

@@ -217,13 +217,17 @@ class Wheel(VerifyBudget):
         super().__init__(Cuts(priced=True), CONFIG["num_experts"], CONFIG["num_experts_per_tok"])
         self.calls, self.outcome_HMC = 0, np.zeros((2, 2, CONFIDENCE_STEPS))
 
-    def prices(self, rows: int) -> Prices:
+    def prices(self, length: int, rows: int) -> Prices:
         self.calls += 1
         some = {"rate": 1.0, "token_s": 0.1, "expert_s": 0.1, "depth_s": 0.1}
         changes = ({}, {"least": 0.3}, some, {"least": 0.999})[self.calls % 4]
         accept_MC = np.tile(np.linspace(0, 1, CONFIDENCE_STEPS, dtype=np.float32), (2, 1))
         values = {name: np.float32(value) for name, value in changes.items()}
-        return replace(super().prices(rows), **{"least": np.float32(0), **values}, accept_MC=accept_MC)
+        return replace(
+            super().prices(length, rows),
+            **{"least": np.float32(0), "deepest": np.float32(length), **values},
+            accept_MC=accept_MC,
+        )
 
     def record(self, length: int, outcome: Outcome, outcome_HMC: np.ndarray) -> None:
         self.outcome_HMC += outcome_HMC

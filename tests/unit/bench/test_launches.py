@@ -4,7 +4,7 @@ import pytest
 
 from jaxspec.bench import hlo, launches
 from jaxspec.bench.hlo import Run
-from jaxspec.decode.step import WITH_DRAFTS, WITHOUT_DRAFTS
+from jaxspec.decode.ways import NARROWER, WIDEST
 
 HLO = """\
 HloModule jit_step, is_scheduled=true
@@ -151,11 +151,11 @@ def test_a_program_without_steps_is_one_step():
     assert (runs["step"], runs["layer"], runs["blocks"]) == (Run(), Run(47), Run(looped=True))
 
 
-def test_of_the_two_kinds_of_steps_the_one_with_drafts_is_counted():
+def test_of_the_ways_to_step_the_widest_is_counted():
     two = [
         f"  %{name} = (s32[]) while(%arg.5), condition=%more_blocks.{n}, body=%blocks.{n}, "
         f'metadata={{op_name="jit(ngram)/while/body/{scope}/while" stack_frame_id=1}}'
-        for n, (name, scope) in enumerate({"while.3": WITH_DRAFTS, "while.4": WITHOUT_DRAFTS}.items())
+        for n, (name, scope) in enumerate({"while.3": WIDEST, "while.4": NARROWER}.items())
     ]
     text = HLO.replace("  %while.3 = (s32[]) while(%arg.5), condition=%more_blocks, body=%blocks", "\n".join(two))
     module = hlo.parse(text, stepped=True)

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache.kv import Window
 from jaxspec.decode import step as step_module
+from jaxspec.decode import ways
 from jaxspec.decode.state import Target, init_state
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
@@ -16,12 +18,12 @@ from jaxspec.pytree import replace
 from jaxspec.topology import chain, tree
 from tests.unit.verify.test_rules_texts import MarkovNet
 
-ROWS, NEVER = 4, Prices(*(jnp.float32(x) for x in (0, 1, 0, 0, 0, 0.999)), jnp.ones((2, 4)))
+ROWS, NEVER = 4, Prices(*(jnp.float32(x) for x in (0, 1, 0, 0, 0, 0.999, 99)), jnp.ones((2, 4)))
 UNSURE = jnp.log(jnp.asarray(np.random.default_rng(9).dirichlet(np.ones(3), 3), jnp.float32))
 
 
-def live(drafter: Drafter, **changes: Any) -> tuple[list[list[int]], list[int]]:
-    """Which nodes a step verifies, and how many drafts it says that it did."""
+def stepped(drafter: Drafter, **changes: Any) -> tuple[jax.Array, Window, step_module.StepOut]:
+    """The tokens that a step verifies, the window that it verifies them in, and what it says that it did."""
     target = Target(UNSURE, MarkovNet(3), block=16)
     state = init_state(target, drafter, ROWS, 12, slack=8, stop_ids=1, prices=changes.pop("prices", None))
     least = jnp.int32(changes.pop("least", 1))
@@ -33,15 +35,21 @@ def live(drafter: Drafter, **changes: Any) -> tuple[list[list[int]], list[int]]:
 
     def watched(net, params, token, position, layers, window, *rest):
         if not isinstance(window.live_BT, jax.core.Tracer):  # asked for shapes alone
-            seen.append(window.live_BT)
+            seen.append((token, window))
         return forward(net, params, token, position, layers, window, *rest)
 
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():  # only what is computed has values
         patch.setattr(step_module, "forward", watched)
         _, out = step_module.step(target, drafter, state, least, plan=step_module.StepPlan("match"))
     assert out.token_BT.shape == (ROWS, drafter.topology.max_depth + 1)
-    (live_BT,) = seen
-    return live_BT.astype(int).tolist(), out.drafted_B.tolist()
+    ((token, window),) = seen
+    return token, window, out
+
+
+def live(drafter: Drafter, **changes: Any) -> tuple[list[list[int]], list[int]]:
+    """Which nodes a step verifies, and how many drafts it says that it did."""
+    _, window, out = stepped(drafter, **changes)
+    return window.live_BT.astype(int).tolist(), out.drafted_B.tolist()
 
 
 def test_drafts_beyond_a_limit_and_idle_rows_are_dead():
@@ -95,3 +103,49 @@ def test_cut_drafts_are_dead():
     found, drafted = live(drafter, prices=NEVER)
     assert found == [[1, 0, 0]] * ROWS
     assert drafted == [0] * ROWS
+
+
+def found_by(rows: list[bool]) -> dict[str, Any]:
+    """A state in which lookup finds 0, 1, 2 behind the anchor of some rows, and nothing in the others."""
+    history_BS = np.zeros((ROWS, 32), np.int32)
+    history_BS[:, :5] = [[2 if found else 1, 0, 1, 2, 2] for found in rows]
+    history_BS[:, 3] = [1 if found else 0 for found in rows]
+    return {"history_BS": history_BS, "length_B": np.full(ROWS, 4, np.int32), "anchor_B": np.full(ROWS, 2, np.int32)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "computed"), [([True, False, False, True], 10), ([True, True, True, False], None), ([False] * 4, None)]
+)
+def test_only_what_is_verified_is_computed_where_that_is_little(
+    monkeypatch: pytest.MonkeyPatch, rows: list[bool], computed: int | None
+):
+    monkeypatch.setattr(ways, "STEP", 1)
+    token, window, out = stepped(Ngram(chain(3), longest=1, shortest=1), **found_by(rows))
+    drafted = [3 if found else 0 for found in rows]
+    assert out.drafted_B.tolist() == drafted
+    if computed is None:
+        assert window.ragged is None
+        assert token.shape == (ROWS, 4 if any(rows) else 1)
+        return
+    assert token.shape == (1, computed)
+    assert token[0, : ROWS + sum(drafted)].tolist() == [2, 0, 1, 1, 2, 2, 2, 0, 1, 1]
+    assert window.counting.astype(int).tolist() == [[1] * (ROWS + sum(drafted))]
+
+
+def test_a_line_pays_for_its_program():
+    assert ways.line_lengths(8, 5, 4) == (24, 32, 40)
+    assert ways.line_lengths(8, 4, 2) == (24,)
+    assert ways.line_lengths(8, 1, 2) == (), "16 are not worth less than 16"
+    assert ways.line_lengths(4, 4, 2) == (), "16 are not worth a program beside 20"
+    assert ways.line_lengths(1, 8, 4) == ()
+    assert ways.line_lengths(8, 5, 1) == ()
+    assert ways.line_lengths(8, 0, 4) == ()
+
+
+def test_one_way_is_taken():
+    def way(add: int):
+        return lambda state: (state + add, jnp.full(2, add))
+
+    for which in range(3):
+        state, out = jax.jit(lambda n: ways.one_of([way(1), way(10), way(100)], n, jnp.float32(5)))(which)
+        assert (float(state), out.tolist()) == (5 + 10**which, [10**which] * 2)

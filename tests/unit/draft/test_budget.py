@@ -26,8 +26,10 @@ from tests.unit.verify.test_rules_texts import MarkovNet, chi_square, markov_tex
 CERTAIN = np.ones((2, 4), np.float32)
 
 
-def prices_of(rate=0.0, rows=1.0, token=0.0, expert=0.0, depth=0.0, least=0.0, accept=CERTAIN, routed=(0, 0)) -> Prices:
-    values = (np.asarray(x, np.float32) for x in (rate, rows, token, expert, depth, least, accept))
+def prices_of(
+    rate=0.0, rows=1.0, token=0.0, expert=0.0, depth=0.0, least=0.0, deepest=99, accept=CERTAIN, routed=(0, 0)
+) -> Prices:
+    values = (np.asarray(x, np.float32) for x in (rate, rows, token, expert, depth, least, deepest, accept))
     return Prices(*map(jnp.asarray, values), *routed)
 
 

@@ -1,10 +1,12 @@
 """The budget of verifications, against made-up machines whose costs are known."""
 
+import math
+
 import numpy as np
 import pytest
 
 from jaxspec.draft.cuts import Cuts
-from jaxspec.serve.budget import CONFIDENCE_STEPS, BudgetSpec, VerifyBudget
+from jaxspec.serve.budget import CONFIDENCE_STEPS, BudgetSpec, StepTimes, VerifyBudget
 from jaxspec.serve.control import Outcome
 
 BASE_S, TOKEN_S, EXPERT_S, DEPTH_S, STEPS, DRAFTS = 0.02, 2e-4, 1e-4, 1e-3, 8, 4
@@ -15,7 +17,7 @@ def play(budget: VerifyBudget, dispatches: int, rows: int = 4, spikes: float = 0
     """Dispatches whose drafts are cut at random where anything has a price."""
     rng = np.random.default_rng(0)
     for _ in range(dispatches):
-        prices = budget.prices(rows)
+        prices = budget.prices(DRAFTS, rows)
         cuts = prices.rate > 0 or prices.least > 0
         lengths = rng.integers(0, DRAFTS + 1, (STEPS, rows)) if cuts else np.full((STEPS, rows), DRAFTS)
         drafted, deepest = lengths.sum() / STEPS, lengths.max(axis=1).mean()
@@ -35,7 +37,7 @@ def test_prices_are_the_machines(spikes: float):
     assert budget.prices_s["depth"] == pytest.approx(DEPTH_S, rel=0.3)
     assert budget.prices_s["expert"] == 0
     if not spikes:
-        rate = float(budget.prices(4).rate)
+        rate = float(budget.prices(DRAFTS, 4).rate)
         assert rate == pytest.approx(4 * 2 / (BASE_S + 8 * TOKEN_S + 3.5 * DEPTH_S), rel=0.15)
 
 
@@ -51,26 +53,59 @@ def test_what_a_step_takes_is_explained_whatever_moves_together():
 
 
 def test_nothing_has_a_price_until_it_is_known():
-    spec = BudgetSpec(first=10, probe_every=4)
+    spec = BudgetSpec(first=8, try_every=4)
     budget = VerifyBudget(Cuts(priced=True), 0, 0, spec)
-    for dispatch in range(10):
-        prices = budget.prices(4)
+
+    def tried(prices) -> tuple[float, int]:
         assert not np.any([prices.rate, prices.token_s, prices.expert_s, prices.depth_s])
-        assert float(prices.least) == pytest.approx(spec.explore * (dispatch % 2))
+        return round(float(prices.least), 6), int(prices.deepest)
+
+    wanted = [(least, math.ceil(share * DRAFTS)) for least, share in spec.trials]
+    assert len(set(wanted)) == 3, "nothing is cut, by confidence, by depth"
+    for dispatch in range(8):
+        assert tried(budget.prices(DRAFTS, 4)) == wanted[dispatch % 4]
         play(budget, 1)
-    play(budget, 30)
-    priced = []
-    for _ in range(8):
-        priced.append(float(budget.prices(4).rate) > 0)
+    play(budget, 32)
+    for dispatch in range(40, 56):
+        prices = budget.prices(DRAFTS, 4)
+        if dispatch % 4:
+            assert float(prices.rate) > 0
+            assert (float(prices.least), int(prices.deepest)) == (0, DRAFTS)
+        else:
+            assert float(prices.rate) == 0
+            assert (float(prices.least), int(prices.deepest)) == pytest.approx(wanted[dispatch // 4 % 4])
         play(budget, 1)
-    assert priced == [True, True, True, False] * 2 or sum(priced) == 6
-    assert float(budget.prices(64).rate) == 0, "nobody knows how fast so many rows commit"
+    assert float(budget.prices(DRAFTS, 64).rate) == 0, "nobody knows how fast so many rows commit"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_machine_that_drifts_is_not_taken_for_prices(seed: int):
+    """For many dispatches in a row it is slower by a tenth, just when texts are such that more is verified, too."""
+    rng, times = np.random.default_rng(seed), StepTimes(512.0, BudgetSpec().beside)
+    for dispatch in range(400):
+        slow = dispatch // 50 % 2
+        drafted, deepest = [(24, 4), (10 + 4 * slow, 4), (24, 4), (12 + 4 * slow, 2)][dispatch % 4]
+        step_s = BASE_S + TOKEN_S * drafted + DEPTH_S * deepest
+        step_s *= (1 + 0.1 * slow) * (1 + 0.02 * rng.standard_normal())
+        times.add((DRAFTS, 4), (drafted, 0.0, deepest, 1 / STEPS), step_s)
+    token_s, _, depth_s, _ = times.slopes()
+    assert token_s == pytest.approx(TOKEN_S, rel=0.25)
+    assert depth_s == pytest.approx(DEPTH_S, rel=0.25)
+
+
+def test_a_machine_that_became_slow_for_good_is_learnt_again():
+    times = StepTimes(64.0, BudgetSpec().beside)
+    for dispatch in range(300):
+        drafted = 8 + 8 * (dispatch % 2)
+        factor = 3 if dispatch > 100 else 1
+        times.add((DRAFTS, 4), (drafted, 0.0, 4.0, 1 / STEPS), factor * (BASE_S + TOKEN_S * drafted))
+    assert times.slopes()[0] == pytest.approx(3 * TOKEN_S, rel=0.1)
 
 
 def test_a_threshold_alone_learns_nothing():
     budget = VerifyBudget(Cuts(least=0.4), 8, 2)
     for _ in range(3):
-        prices = budget.prices(2)
+        prices = budget.prices(DRAFTS, 2)
         assert float(prices.least) == pytest.approx(0.4)
         assert float(prices.rate) == 0
         play(budget, 40)
@@ -84,11 +119,11 @@ def test_acceptance_is_what_was_accepted_of_such_drafts():
     seen_HMC[:, 0, 3], seen_HMC[:, 1, 9] = (100, 20), (100, 70)
     for _ in range(20):
         budget.record(DRAFTS, outcome, seen_HMC)
-    found_MC = budget.prices(4).accept_MC
+    found_MC = budget.prices(DRAFTS, 4).accept_MC
     assert found_MC[0, 3] == pytest.approx(0.2, abs=0.01)
     assert found_MC[1, 9] == pytest.approx(0.7, abs=0.01)
     assert found_MC[0, 9] == 1, "nothing is cut on a guess"
     seen_HMC[1, 0, 3] = 90
     for _ in range(100):
         budget.record(DRAFTS, outcome, seen_HMC)
-    assert budget.prices(4).accept_MC[0, 3] == pytest.approx(0.9, abs=0.06), "workloads change"
+    assert budget.prices(DRAFTS, 4).accept_MC[0, 3] == pytest.approx(0.9, abs=0.06), "workloads change"
