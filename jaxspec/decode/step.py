@@ -91,7 +91,7 @@ def step(target: Target, drafter: Drafter, state: DecodeState, least: Array | in
     tree = proposal.tree_of(drafter.topology)
     found_B = jnp.sum(usable(proposal, state.sampling, tree) & state.active_B[:, None], axis=1, dtype=jnp.int32)
     verify = partial(_verify, target, drafter, plan=plan)
-    lines = line_lengths(*proposal.token_BN.shape, _parts(target, drafter, state, proposal, plan))
+    lines = _lines(target, drafter, state, proposal, plan)
     needed = jnp.sum(state.active_B, dtype=jnp.int32) + jnp.sum(found_B)
     ways: list[Way] = [partial(verify, proposal=proposal, places=places) for places in (*lines, None)]
     which = jnp.sum(needed > np.asarray(lines, np.int32), dtype=jnp.int32)
@@ -106,17 +106,17 @@ def step(target: Target, drafter: Drafter, state: DecodeState, least: Array | in
     return one_of(ways, which, state)
 
 
-def _parts(target: Target, drafter: Drafter, state: DecodeState, proposal: Proposal, plan: StepPlan) -> int:
-    """Into how many parts drafts are divided, of which no more are computed than are needed.
+def _lines(target: Target, drafter: Drafter, state: DecodeState, proposal: Proposal, plan: StepPlan) -> tuple[int, ...]:
+    """How many positions may be computed instead of all: of chains of which drafts are cut, or often not found.
 
-    More than one of chains of which drafts are cut, or often not found. Each is a program more. Not on a mesh, whose
-    devices have rows of their own, and not where routes are watched.
+    Each is a program more. Not on a mesh, whose devices have rows of their own, and not where routes are watched.
     """
-    if not drafter.topology.is_chain or plan.routes or target.net.policy.mesh is not None:
-        return 1
-    if state.prices is not None:
-        return CUT_PARTS
-    return FOUND_PARTS if proposal.sparse else 1
+    policy = target.net.policy
+    if not drafter.topology.is_chain or plan.routes or policy.mesh is not None:
+        return ()
+    parts = CUT_PARTS if state.prices is not None else FOUND_PARTS if proposal.sparse else 1
+    rows, drafts = proposal.token_BN.shape
+    return line_lengths(rows, drafts, parts, policy.kernels == "triton")
 
 
 def skips(target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan) -> bool:

@@ -12,22 +12,24 @@ from jaxspec.shapes import Array
 
 Way = Callable[[Any], tuple[Any, Any]]
 WIDEST, NARROWER = "widest_way", "narrower_way"  # scopes of the only loops that turn once or never
-STEP = 8  # positions
+STEP, GPU_STEP = 8, 128  # positions; with fewer a GPU reads weights longer than it computes (a roofline, not measured)
 
 
-def line_lengths(rows: int, drafts: int, parts: int) -> tuple[int, ...]:
+def line_lengths(rows: int, drafts: int, parts: int, on_gpu: bool = False) -> tuple[int, ...]:
     """Positions that are computed where not all are: the anchors with one part of the drafts, with two, and so on.
 
-    Whole steps of ``STEP``, and that many less than all at least: fewer are not worth a program.
+    In whole steps, and a step less than all at least: fewer are not worth a program.
 
     Args:
       rows: B.
       drafts: of a row.
       parts: of all drafts, equally large.
+      on_gpu: whether steps are a GPU's.
     """
+    step = GPU_STEP if on_gpu else STEP
     wanted = [rows + rows * drafts * part / parts for part in range(1, parts)]
-    lengths = {math.ceil(want / STEP) * STEP for want in wanted}
-    return tuple(sorted(length for length in lengths if length + STEP <= rows * (drafts + 1)))
+    lengths = {math.ceil(want / step) * step for want in wanted}
+    return tuple(sorted(length for length in lengths if length + step <= rows * (drafts + 1)))
 
 
 def one_of(ways: Sequence[Way], which: Array, state: Any) -> tuple[Any, Any]:

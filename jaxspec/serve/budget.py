@@ -20,6 +20,7 @@ from jaxspec.serve.step_times import bucket
 CONFIDENCE_STEPS = 16
 PARTS = ("token", "expert", "depth")
 RIDGE = 0.03  # of each regressor's variance: splits what regressors that always move together explain
+UNLIMITED = 1 << 20  # drafts
 PRIOR = 2.0  # accepted drafts that every step of confidence starts with, so that nothing is cut on a guess
 
 
@@ -110,7 +111,7 @@ class VerifyBudget:
         self.prices_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
     def prices(self, length: int, rows: int) -> Prices:
-        """Prices of the next dispatch, of a speculation length and for this many active rows."""
+        """Prices of the next dispatch, for a speculation length and so many active rows."""
         tokens, time_s = self._rates.get(bucket(rows), (0.0, 0.0))
         trial, least, share = self._trial(), self.cuts.least, 1.0
         if trial is not None:
@@ -119,7 +120,7 @@ class VerifyBudget:
         known = time_s > 0 and trial is None
         values: dict[str, Any] = {
             "rate": tokens / time_s if known else 0.0, "rows": rows,
-            "least": least, "deepest": math.ceil(share * length),
+            "least": least, "deepest": math.ceil(share * length) if share < 1 else UNLIMITED,
             "accept_MC": (self._hits_MC + PRIOR) / (self._tried_MC + PRIOR),
             **{f"{part}_s": self.prices_s[part] for part in PARTS},
         }  # fmt: skip

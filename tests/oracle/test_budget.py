@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from jaxspec.draft.cuts import Cuts
+from jaxspec.serve.budget import VerifyBudget
 from jaxspec.topology import chain
 from tests.oracle.conftest import Lab, Wheel, generate, mixed_requests, tokens_of
 
@@ -26,3 +28,12 @@ def test_prices_that_change_give_the_same_text(lab: Lab, kind: str):
     assert (tried_MC[1].sum() > 0) == (kind == "mixed")
     # The target as its own drafter is always right, unless a cut left a hole in its cache.
     np.testing.assert_array_equal(tried_MC, accepted_MC)
+
+
+def test_a_threshold_alone_cuts_some_drafts_and_not_all(lab: Lab):
+    requests, budget = mixed_requests("cold"), VerifyBudget(Cuts(least=0.1), 0, 0)
+    engine = lab.engine(lab.drafter("self", chain(4)), budget=budget)
+    assert tokens_of(generate(engine, requests)) == tokens_of(lab.reference("cold", requests))
+    counted = engine.metrics.speculation
+    assert 0 < counted.num_draft_tokens < 4 * counted.num_steps
+    assert engine.metrics.cut_drafts + counted.num_draft_tokens == 4 * counted.num_steps

@@ -140,6 +140,8 @@ def test_a_line_pays_for_its_program():
     assert ways.line_lengths(1, 8, 4) == ()
     assert ways.line_lengths(8, 5, 1) == ()
     assert ways.line_lengths(8, 0, 4) == ()
+    assert ways.line_lengths(32, 5, 4, on_gpu=True) == ()
+    assert ways.line_lengths(128, 5, 4, on_gpu=True) == (384, 512, 640)
 
 
 def test_one_way_is_taken():

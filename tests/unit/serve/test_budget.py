@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.draft.cuts import Cuts
-from jaxspec.serve.budget import CONFIDENCE_STEPS, BudgetSpec, StepTimes, VerifyBudget
+from jaxspec.serve.budget import CONFIDENCE_STEPS, UNLIMITED, BudgetSpec, StepTimes, VerifyBudget
 from jaxspec.serve.control import Outcome
 
 BASE_S, TOKEN_S, EXPERT_S, DEPTH_S, STEPS, DRAFTS = 0.02, 2e-4, 1e-4, 1e-3, 8, 4
@@ -60,7 +60,7 @@ def test_nothing_has_a_price_until_it_is_known():
         assert not np.any([prices.rate, prices.token_s, prices.expert_s, prices.depth_s])
         return round(float(prices.least), 6), int(prices.deepest)
 
-    wanted = [(least, math.ceil(share * DRAFTS)) for least, share in spec.trials]
+    wanted = [(least, math.ceil(share * DRAFTS) if share < 1 else UNLIMITED) for least, share in spec.trials]
     assert len(set(wanted)) == 3, "nothing is cut, by confidence, by depth"
     for dispatch in range(8):
         assert tried(budget.prices(DRAFTS, 4)) == wanted[dispatch % 4]
@@ -70,7 +70,7 @@ def test_nothing_has_a_price_until_it_is_known():
         prices = budget.prices(DRAFTS, 4)
         if dispatch % 4:
             assert float(prices.rate) > 0
-            assert (float(prices.least), int(prices.deepest)) == (0, DRAFTS)
+            assert (float(prices.least), int(prices.deepest)) == (0, UNLIMITED)
         else:
             assert float(prices.rate) == 0
             assert (float(prices.least), int(prices.deepest)) == pytest.approx(wanted[dispatch // 4 % 4])
@@ -107,6 +107,7 @@ def test_a_threshold_alone_learns_nothing():
     for _ in range(3):
         prices = budget.prices(DRAFTS, 2)
         assert float(prices.least) == pytest.approx(0.4)
+        assert prices.deepest == UNLIMITED
         assert float(prices.rate) == 0
         play(budget, 40)
     assert set(budget.prices_s.values()) == {0.0}
