@@ -32,7 +32,7 @@ def one_round(llms: list[LLM], prompts: list[list[int]], params: list[SamplingPa
     return [found[place] for place in range(len(llms))]
 
 
-def compared(config: str, rounds: list[Round], place: int) -> dict[str, Any]:
+def compared(config: dict[str, Any], rounds: list[Round], place: int) -> dict[str, Any]:
     """What one engine did beside the first one."""
     steps, drafts, accepted = 0, 0, 0
     for round_ in rounds:
@@ -46,7 +46,7 @@ def compared(config: str, rounds: list[Round], place: int) -> dict[str, Any]:
         "config": config,
         "speed over the first": [speed.median, speed.least, speed.most],
         "drafts per step of a row": drafts / steps,
-        "accepted of them": accepted / steps,
+        "accepted per step of a row": accepted / steps,
         "same text": all(first == own for first, own in texts),
     }
 
@@ -55,7 +55,9 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Compares engines with different speculative configs in turns.")
     parser.add_argument("--model", type=Path, required=True, help="directory of the target")
-    parser.add_argument("configs", nargs="+", help="speculative configs, JSON; the others are compared with the first")
+    parser.add_argument(
+        "configs", nargs="+", type=json.loads, help="speculative configs, JSON; the others are compared with the first"
+    )
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--workload", choices=[name for name in WORKLOADS if name != "file"], default="code")
@@ -70,7 +72,7 @@ def main() -> int:
     """Runs everything; returns the exit code."""
     args = arguments()
     use_compile_cache()
-    llms = [LLM(args.model, speculative_config=json.loads(one), max_num_seqs=args.rows) for one in args.configs]
+    llms = [LLM(args.model, speculative_config=one, max_num_seqs=args.rows) for one in args.configs]
     model = llms[0]
     source = Source(model.text, model.model.net.arch.vocab_size)
     prompts = source.prompts(args.workload, args.requests, 0)
@@ -86,8 +88,8 @@ def main() -> int:
     for row in rows:
         low = [f"{x:.3f}" for x in row["speed over the first"]]
         speed = f"{low[0]} ({low[1]} to {low[2]})"
-        numbers = (f"{row[key]:.2f}" for key in ("drafts per step of a row", "accepted of them"))
-        table.add_row(row["config"], speed, *numbers, "yes" if row["same text"] else "NO")
+        numbers = (f"{row[key]:.2f}" for key in ("drafts per step of a row", "accepted per step of a row"))
+        table.add_row(json.dumps(row["config"]), speed, *numbers, "yes" if row["same text"] else "NO")
     Console(width=160).print(table)
     print(json.dumps(rows))
     return int(not all(row["same text"] for row in rows))

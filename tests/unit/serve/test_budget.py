@@ -89,8 +89,8 @@ def test_a_machine_that_drifts_is_not_taken_for_prices(seed: int):
         step_s *= (1 + 0.1 * slow) * (1 + 0.02 * rng.standard_normal())
         times.add((DRAFTS, 4), (drafted, 0.0, deepest, 1 / STEPS), step_s)
     token_s, _, depth_s, _ = times.slopes()
-    assert token_s == pytest.approx(TOKEN_S, rel=0.25)
-    assert depth_s == pytest.approx(DEPTH_S, rel=0.25)
+    assert token_s == pytest.approx(TOKEN_S, rel=0.1), "beside the mean of all it would be a quarter more"
+    assert depth_s == pytest.approx(DEPTH_S, rel=0.1)
 
 
 def test_a_machine_that_became_slow_for_good_is_learnt_again():
