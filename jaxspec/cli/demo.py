@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rich.table import Table
 
@@ -25,7 +25,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.compile_cache import use_compile_cache
-from jaxspec.serve.demo_pair import demo_model_dir
+from jaxspec.serve.demo_pair import DEMO, demo_model_dir, resolve_draft, resolve_model, resolve_speculation
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.text import Growing
@@ -42,23 +42,29 @@ class DemoArgs:
     """Shows a model decoding plainly and speculatively, then measures both.
 
     Attributes:
-      model: Directory of the target; by default the one that comes with jaxspec.
-      draft: Directory of a draft model, instead of the head that comes with jaxspec; a target of your own gets n-gram
-        lookup unless one is named.
+      model: Directory of the target, or demo, the packaged model.
+      draft: Directory of a draft model, or demo, the packaged one; by default the packaged head for the packaged
+        model, n-gram lookup for any other.
       speculative_config: JSON with vLLM's keys, instead of --draft and --k.
-      k: Drafts per step.
+      k: Drafts per step; by default 5 of the head, else 4.
       prompts: Held-out prompts that are measured; the first three of them are shown.
       max_tokens: Tokens generated per prompt.
       repetitions: Measured rounds; figures are medians over them.
       batch: Rows decoded together in the second measurement; 1 leaves it out.
-      dtype: Of weights and products.
+      dtype: Of weights and activations.
       quick: One prompt to watch, and a measurement of a few seconds.
-      color: Colour on a terminal; the environment's NO_COLOR switches it off too.
+      color: Color on a terminal; the environment's NO_COLOR switches it off too.
       report: Writes the figures to this JSON file.
     """
 
-    model: Path | None = None
-    draft: Path | None = None
+    GROUPS: ClassVar = {
+        "speculation": ("draft", "speculative_config", "k"),
+        "measurement": ("prompts", "max_tokens", "repetitions", "batch", "dtype"),
+        "output": ("color", "report"),
+    }
+
+    model: str | Path = DEMO
+    draft: str | Path | None = None
     speculative_config: str | None = None
     k: int | None = None
     prompts: int = 8
@@ -105,8 +111,8 @@ def plan_of(args: DemoArgs) -> Plan:
     for name in ("prompts", "max_tokens", "repetitions", "batch"):
         if getattr(args, name) < 1:
             raise ConfigError(f"demo: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    model = args.model or demo_model_dir("target")
-    speculative = speculative_of(args)
+    model = resolve_model(args.model)
+    speculative = dict(resolve_speculation(speculative_of(args)) or {})
     catalog.parse(speculative)
     excerpts = load_excerpts(PROMPTS)
     return Plan(
@@ -136,8 +142,8 @@ def speculative_of(args: DemoArgs) -> dict[str, Any]:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"demo: --speculative-config is not a JSON object ({error})") from error
     if args.draft is not None:
-        method, model, length = "draft_model", args.draft, DRAFT_LENGTH
-    elif args.model is None:
+        method, model, length = "draft_model", resolve_draft(args.draft, None), DRAFT_LENGTH
+    elif resolve_model(args.model) == demo_model_dir("target"):
         method, model, length = "shared_expert", demo_model_dir("head"), HEAD_LENGTH
     else:
         method, model, length = "ngram", None, NGRAM_LENGTH

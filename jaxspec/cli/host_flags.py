@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxspec.errors import ConfigError, JaxspecError
 
@@ -21,6 +22,8 @@ class HostFlags:
       meeting_timeout: Seconds to wait for the others.
       lost_timeout: Seconds that another process may be silent until this one ends, too.
     """
+
+    GROUP: ClassVar = "multi-host"
 
     distributed: bool = False
     coordinator_address: str | None = None

@@ -1,15 +1,18 @@
-"""The command line: finds the subcommand, shows its errors as one line, sets the exit code."""
+"""The command line: finds the subcommand, shows its errors as one line, sets the exit status."""
 
 import os
+import signal
 import sys
+from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import version
 from typing import get_type_hints
 
-import tyro
 from tyro.extras import SubcommandApp
 
-from jaxspec.errors import JaxspecError
+from jaxspec.cli.arguments import parse
+from jaxspec.cli.examples import description_of
+from jaxspec.cli.interrupts import INTERRUPTS, Interrupted
+from jaxspec.errors import ConfigError, JaxspecError
 
 COMMANDS = {
     "generate": "Generate text for one prompt, or for a file of them.",
@@ -21,53 +24,91 @@ COMMANDS = {
     "import": "Write a draft head of any known format in ours.",
     "plan": "Say whether speculation will pay for a model on a machine, before anything is loaded.",
     "calibrate": "Measure a model on this machine, so that plans for it rest on measurements.",
-    "bench": "Measure speed and acceptance over a grid, or compare two such reports (jaxspec bench compare A B).",
+    "bench": "Measure speed and acceptance over a grid of settings.",
     "bench compare": "Compare two reports of jaxspec bench, cell by cell.",
     "demo": "See speculation at work on the packaged demo models.",
 }
 MODULES = {"import": "import_head"}  # where a command is a word of Python's
-USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+FAILED, USAGE_ERROR, BROKEN_PIPE = 1, 2, 141
+VERSION = ("--version", "-V")
 
 
 def main(args: list[str] | None = None) -> int:
-    """Runs ``jaxspec`` and returns its exit code.
+    """Runs ``jaxspec`` and returns its exit status.
 
     Each subcommand is a module of this package with a function ``run(args)``; the type of ``args`` gives its
     flags. Only the module that is asked for is imported.
+
+    Args:
+      args: the command line; None is that of this process, whose signals are then watched, too.
     """
-    args = sys.argv[1:] if args is None else args
+    if args is None:
+        args = sys.argv[1:]
+        INTERRUPTS.watch()
     try:
         code = _run(args)
         sys.stdout.flush()
     except JaxspecError as error:
-        sys.stderr.write(f"jaxspec: {' '.join(str(error).split())}\n")
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
+        return _fail(error, status_of(error))
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, Interrupted) else signal.SIGINT
+        INTERRUPTS.say(number)
+        return 128 + number
     except BrokenPipeError:
         # The interpreter flushes standard output once more on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return BROKEN_PIPE
+    except OSError as error:
+        return _fail(error, FAILED)
     return code
 
 
+def status_of(error: JaxspecError) -> int:
+    """What was asked for cannot be, or it failed on the way: a full disk, a lost process."""
+    return FAILED if type(error) is JaxspecError else USAGE_ERROR
+
+
+def _fail(error: Exception, status: int) -> int:
+    sys.stderr.write(f"jaxspec: {' '.join(str(error).split())}\n")
+    return status
+
+
 def _run(args: list[str]) -> int:
-    if args == ["--version"]:
-        sys.stdout.write(f"jaxspec {version('jaxspec')}\n")
+    if len(args) == 1 and args[0] in VERSION:
+        from jaxspec import __version__
+
+        sys.stdout.write(f"jaxspec {__version__}\n")
         return 0
     name = next((words for words in (" ".join(args[:2]), " ".join(args[:1])) if words in COMMANDS), None)
     if name is None:
-        overview = SubcommandApp()
-        for word, about in COMMANDS.items():
-            if " " not in word:
-                overview.command(name=word, help=about)(_nothing)
-        overview.cli(prog="jaxspec", args=args or ["--help"], description="Lossless speculative decoding in JAX.")
-        return 0
+        return _overview(args)
     command = import_module(f"jaxspec.cli.{MODULES.get(name, name.replace(' ', '_'))}")
     kind = get_type_hints(command.run)["args"]
     rest = args[len(name.split()) :]
-    parsed = tyro.cli(kind, prog=f"jaxspec {name}", args=rest, description=COMMANDS[name])
+    parsed = parse(kind, rest, prog=f"jaxspec {name}", description=description_of(name, COMMANDS[name]))
     return command.run(parsed) or 0
+
+
+def _overview(args: list[str]) -> int:
+    """Shows all commands.
+
+    Raises:
+      ConfigError: the word is none of them.
+    """
+    if args and not args[0].startswith("-"):
+        near = get_close_matches(args[0], COMMANDS, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{args[0]!r} is no command; {meant}There are {', '.join(COMMANDS)}")
+    overview = SubcommandApp()
+    for name, about in COMMANDS.items():
+        overview.command(name=name, help=about)(_nothing)
+    overview.cli(
+        prog="jaxspec",
+        args=args or ["--help"],
+        description="Lossless speculative decoding in JAX.\n\n"
+        "jaxspec COMMAND --help shows a command's flags, jaxspec --version (-V) the version.",
+    )
+    return 0
 
 
 def _nothing() -> None:

@@ -24,6 +24,7 @@ from jaxspec.perf.calibration import load_calibration
 from jaxspec.perf.expert_placement import load_placement
 from jaxspec.perf.step_ratios import StepRatios, step_ratios
 from jaxspec.pytree import replace
+from jaxspec.serve.demo_pair import resolve_draft, resolve_model
 from jaxspec.serve.transport import transport_for
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
@@ -48,7 +49,7 @@ def load_target(
     """The model, or the one that another engine has loaded.
 
     Args:
-      model: directory, or a loaded model.
+      model: directory, ``demo``, or a loaded model.
       dtype: of weights and products, or ``auto``.
       kernels: what computes, see ``LLM``.
       quantization: see ``load_model``.
@@ -70,6 +71,7 @@ def load_target(
                 "expert_placement out"
             )
         return model
+    model = resolve_model(model)
     if mesh is None and transport != "auto":
         raise ConfigError(
             f"LLM: expert_transport {transport!r} is for several devices; give mesh, too, or leave it out"
@@ -92,6 +94,8 @@ def load_draft(
     on each device.
     """
     mesh = mesh_of(target.params)
+    if config.model is not None:
+        config = replace(config, model=str(resolve_draft(config.model, config.method)))
     if config.method == "mtp":
         return load_mtp(target.directory, target.net, quantization=quantization, mesh=mesh)
     if config.model is None:
