@@ -1,7 +1,6 @@
 """The configs of published models that ship with jaxspec, and those of directories and files."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from jaxspec.config import shipped
@@ -10,7 +9,7 @@ from jaxspec.serve.demo_pair import DEMO, resolve_model
 
 
 def model_config(wanted: str) -> tuple[str, dict[str, Any]]:
-    """Name and published config of a shipped name (``qwen3-30b-a3b``), a ``config.json``, a model directory, or ``demo``.
+    """Name and published config of a shipped name (``qwen3-30b-a3b``), a ``config.json``, a directory, or ``demo``.
 
     Raises:
       ConfigError: there is no such thing, or it is not a JSON object.

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from jaxspec.cli.stages import Stages
 from jaxspec.errors import ConfigError
 from jaxspec.serve.demo_pair import DEMO, demo_model_dir, resolve_model
+from jaxspec.whole_file import write_whole
 
 if TYPE_CHECKING:
     from jaxspec.bench.grid import EnginePoint, Grid
@@ -149,8 +151,9 @@ def run(args: BenchArgs) -> int:
         sys.stderr.write(f"jaxspec: no pictures: {plot.missing()}\n")
     args.output.mkdir(parents=True, exist_ok=True)
     notes = Notes(args, sweep, core, report_file)
-    sweep.watcher = notes.watcher()
-    sweep.run()
+    with Stages() as stages:
+        sweep.watcher = notes.watcher(stages)
+        sweep.run()
     report = notes.report(complete=True)
     save(report, report_file)
     conclude(report, args.output, draws)
@@ -301,11 +304,11 @@ class Notes:
             },
         }  # fmt: skip
 
-    def watcher(self) -> Any:
+    def watcher(self, stages: Stages) -> Any:
         """The one who is told."""
         from jaxspec.bench.sweep import Watcher
 
-        return Watcher(self._open, self._cell, self._skip)
+        return Watcher(self._open, self._cell, self._skip, stages)
 
     def report(self, complete: bool) -> Report:
         """All of it."""
@@ -367,8 +370,8 @@ def conclude(report: Report, folder: Path, draws: bool) -> None:
     """Writes tables and pictures, and says where they are."""
     from jaxspec.bench import plot, tables
 
-    (folder / "bench.csv").write_text(tables.csv_text(report), encoding="utf-8")
-    (folder / "bench.md").write_text(tables.markdown_text(report), encoding="utf-8")
+    write_whole(folder / "bench.csv", tables.csv_text(report))
+    write_whole(folder / "bench.md", tables.markdown_text(report))
     pictures = plot.draw(report, folder) if draws else []
     names = ["bench.json", "bench.csv", "bench.md", *(file.name for file in pictures)]
     sys.stdout.write(f"{len(report.cells)} cells; {folder}: {', '.join(names)}\n")

@@ -86,7 +86,7 @@ def run(args: CalibrateArgs) -> int:
     texts = _texts(args.text)
 
     def load(what: Any, **keywords: Any) -> LLM:
-        return load_llm(what, **keywords)
+        return load_llm(what, quiet=screen.color, **keywords)  # one moving sign at a time
 
     screen = Screen(args.color)
     cells, engines = len(grid.cells()) + len(grid.held_out()), len(grid.all_rows)

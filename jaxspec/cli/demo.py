@@ -26,9 +26,11 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.demo_pair import DEMO, demo_model_dir, resolve_draft, resolve_model, resolve_speculation
+from jaxspec.serve.engine import OnProgress
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.text import Growing
+from jaxspec.whole_file import write_whole
 
 PROMPTS = HELD_OUT
 HEAD_LENGTH, DRAFT_LENGTH, NGRAM_LENGTH = 5, 4, 4
@@ -181,7 +183,7 @@ def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:
     return f"{own['ngram']}, else {words}, {ahead}" if config.method == "hybrid" else f"{words}, {ahead}"
 
 
-def build(plan: Plan, rows: int) -> LLM:
+def build(plan: Plan, rows: int, on_progress: OnProgress | None = None) -> LLM:
     """The engine of one measurement; one prefill size and no log-probabilities, to compile little."""
     room = -(-(plan.max_tokens + PROMPT_ROOM) // 512) * 512
     return LLM(
@@ -192,6 +194,7 @@ def build(plan: Plan, rows: int) -> LLM:
         max_num_seqs=rows,
         max_logprobs=0,
         prefill_buckets=(128,),
+        on_progress=on_progress,
     )
 
 
@@ -324,8 +327,8 @@ def run(args: DemoArgs) -> int:
     use_compile_cache()
     plan, screen = plan_of(args), Screen(args.color)
     introduce(screen, plan)
-    with screen.waiting("Loading and compiling (the next start is quicker)"):
-        llm = build(plan, rows=1)
+    with screen.waiting("Loading and compiling (the next start is quicker)") as progress:
+        llm = build(plan, 1, progress)
     startup_s = time.monotonic() - began
     if screen.color:
         screen.line("Dim: prompt. Plain: tokens of the model's own. Green: drafts that it accepted.", "dim")
@@ -335,7 +338,7 @@ def run(args: DemoArgs) -> int:
     identical = all(same) and all(r.identical for r in results)
     if args.report is not None:
         report = report_of(plan, results, startup_s) | {"identical": identical}
-        args.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_whole(args.report, json.dumps(report, indent=2) + "\n")
         screen.line(f"Report: {args.report}", "dim")
     return 0 if identical else 1
 
@@ -350,8 +353,8 @@ def measure(screen: Screen, plan: Plan, llm: LLM) -> list[Comparison]:
             # Twice the rows, so that some are refilled while others go on.
             prompts = repeat(load_excerpts(PROMPTS), 2 * rows)
             repetitions = min(repetitions, BATCH_REPETITIONS)
-            with screen.waiting(f"Compiling for {rows} rows"):
-                llm = build(plan, rows)
+            with screen.waiting(f"Compiling for {rows} rows") as progress:
+                llm = build(plan, rows, progress)
         texts = [e.prompt for e in prompts]
         with screen.counting(f"Measuring {_rows(rows)} at a time") as show:
             results.append(compare(llm, texts, max_tokens=plan.max_tokens, repetitions=repetitions, show=show))

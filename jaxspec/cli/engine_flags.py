@@ -121,12 +121,15 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def load_llm(model: Path, **keywords: Any) -> "LLM":
-    """Loads a model with JAX's compile cache switched on, and shows how far it is on a terminal."""
-    from jaxspec.cli.progress import shown_loading
-    from jaxspec.serve.compile_cache import use_compile_cache
-    from jaxspec.serve.llm import LLM
+def load_llm(model: Path, *, quiet: bool = False, **keywords: Any) -> "LLM":
+    """Loads and compiles a model with JAX's compile cache switched on, and shows how far it is."""
+    from jaxspec.cli.stages import shown_stages
 
-    use_compile_cache()
-    with shown_loading() as on_load:
-        return LLM(model, **keywords, on_load=on_load)
+    with shown_stages(quiet) as on_progress:
+        if on_progress is not None:
+            on_progress("loading", 0, 0)
+        from jaxspec.serve.compile_cache import use_compile_cache
+        from jaxspec.serve.llm import LLM
+
+        use_compile_cache()
+        return LLM(model, **keywords, on_progress=on_progress)

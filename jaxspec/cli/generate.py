@@ -11,11 +11,18 @@ import tyro
 
 from jaxspec.cli.engine_flags import EngineFlags, load_llm
 from jaxspec.cli.host_flags import HostFlags
+from jaxspec.cli.interrupts import INTERRUPTS
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxspec.serve.job import Progress
     from jaxspec.serve.request import RequestOutput
+
+
+PLAIN = (
+    "without speculation; --speculative-config switches it on, for example "
+    '\'{"method": "ngram", "num_speculative_tokens": 4}\''
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,7 @@ def _prompt(args: GenerateArgs, prompt: str) -> int:
     if SamplingParams.from_mapping(wanted).n != 1:
         raise ConfigError("generate: --prompt prints one sample; give --n with --input")
     llm = args.engine.load()
+    INTERRUPTS.doing = "generating"
     params = SamplingParams.from_mapping(wanted, llm.default_sampling_params)
     # A stop string that is only half there may still be cut off.
     held = max((len(stop) - 1 for stop in params.stop_strings), default=0)
@@ -134,27 +142,32 @@ def _prompt(args: GenerateArgs, prompt: str) -> int:
     sys.stdout.write("\n")
     sys.stdout.flush()
     if output is not None:
-        sys.stderr.write(_spent(output, time.monotonic() - began))
+        sys.stderr.write(_spent(output, time.monotonic() - began, args.engine.speculative_config is not None))
     return 0
 
 
-def _spent(output: "RequestOutput", time_s: float) -> str:
+def _spent(output: "RequestOutput", time_s: float, speculates: bool) -> str:
     count, m = len(output.outputs[0].token_ids), output.metrics
-    return f"jaxspec: {count} tokens in {time_s:.1f} s, acceptance length {m.mean_acceptance_length:.2f}\n"
+    words = f"acceptance length {m.mean_acceptance_length:.2f}" if speculates else PLAIN
+    return f"jaxspec: {count} tokens in {time_s:.1f} s, {words}\n"
 
 
 def _job(args: GenerateArgs, source: str, target: str) -> int:
     from jaxspec.cli.progress import ShownProgress
     from jaxspec.serve.job import run_job
 
+    INTERRUPTS.hint = "" if target == "-" else "no request is lost, the same command goes on"
     with args.hosts.together() as talks:
 
         def load(model: Path, **keywords: Any):
-            if talks:
-                sys.stderr.write(f"jaxspec: loading {model}\n")
-            return load_llm(model, **keywords)
+            return load_llm(model, quiet=not talks, **keywords)
 
-        with ShownProgress() if talks else nullcontext(lambda progress: None) as watch:
+        with ShownProgress() if talks else nullcontext(lambda progress: None) as show:
+
+            def watch(progress: "Progress") -> None:
+                INTERRUPTS.dismiss()  # a running job ends after its dispatch and says so itself
+                show(progress)
+
             progress = run_job(
                 args.engine.directory(), source, target,
                 engine=args.engine.keywords(), sampling=args.sampling.given(), watch=watch, load=load,

@@ -12,6 +12,7 @@ from tyro.extras import SubcommandApp
 from jaxspec.cli.arguments import parse
 from jaxspec.cli.examples import description_of
 from jaxspec.cli.interrupts import INTERRUPTS, Interrupted
+from jaxspec.cli.status import BROKEN_PIPE, FAILED, status_of
 from jaxspec.errors import ConfigError, JaxspecError
 
 COMMANDS = {
@@ -29,7 +30,6 @@ COMMANDS = {
     "demo": "See speculation at work on the packaged demo models.",
 }
 MODULES = {"import": "import_head"}  # where a command is a word of Python's
-FAILED, USAGE_ERROR, BROKEN_PIPE = 1, 2, 141
 VERSION = ("--version", "-V")
 
 
@@ -61,11 +61,6 @@ def main(args: list[str] | None = None) -> int:
     except OSError as error:
         return _fail(error, FAILED)
     return code
-
-
-def status_of(error: JaxspecError) -> int:
-    """What was asked for cannot be, or it failed on the way: a full disk, a lost process."""
-    return FAILED if type(error) is JaxspecError else USAGE_ERROR
 
 
 def _fail(error: Exception, status: int) -> int:

@@ -23,7 +23,7 @@ from jaxspec.serve.agreed import agreed
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids
-from jaxspec.serve.engine import Engine, EngineSpec
+from jaxspec.serve.engine import Engine, EngineSpec, OnProgress
 from jaxspec.serve.loading import load_draft, load_prior, load_target
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.prompts import Prompt, Prompts
@@ -64,6 +64,8 @@ class LLM:
       expert_placement: file that ``jaxspec inspect --balance --output`` wrote: which devices along ``expert`` hold
         which experts, heavy ones maybe several times. By default equally many, in their order.
       on_load: called while the model loads, with (bytes placed, bytes in all).
+      on_progress: called while the model loads and compiles, with ("loading", bytes placed, bytes in all), ("compiling",
+        programs done, programs in all), and others; (stage, 0, 0) where nobody knows how far it is.
 
     Raises:
       ConfigError, CheckpointError: the directory or the settings are not usable.
@@ -89,6 +91,7 @@ class LLM:
         expert_transport: str = "auto",
         expert_placement: str | Path | None = None,
         on_load: Callable[[int, int], None] | None = None,
+        on_progress: OnProgress | None = None,
     ):
         config = catalog.parse(speculative_config)
         _check_wholes(
@@ -101,7 +104,7 @@ class LLM:
         quantization = "auto" if quantization is None else quantization
         self.model = load_target(
             model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            placement=expert_placement, rows=max_num_seqs, on_load=on_load,
+            placement=expert_placement, rows=max_num_seqs, on_load=_both(on_load, on_progress),
         )  # fmt: skip
         arch = self.model.net.arch
         self.capacity, self.text = _capacity(max_model_len, arch.max_position), Text.load(self.model.directory)
@@ -109,6 +112,8 @@ class LLM:
         if len(self.eos) > STOP_PLACES:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
         self.seed, self.max_logprobs = seed, min(max_logprobs, arch.vocab_size)
+        if on_progress is not None and config.model is not None:
+            on_progress("loading the drafter", 0, 0)
         draft = load_draft(config, self.model, quantization)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
         control = control_of(config.lengths, load_prior(config, self.model, quantization), config.from_tokens)
@@ -125,7 +130,7 @@ class LLM:
             pages=num_kv_pages,
         )
         target, budget = Target(self.model.params, self.model.net, block), budget_of(config.cuts, arch)
-        self.engine = Engine(target, drafter, self.spec, self.eos, agreed(control), budget)
+        self.engine = Engine(target, drafter, self.spec, self.eos, agreed(control), budget, on_progress)
         self.prompts = Prompts(self.model, self.text, self.spec, self.eos, seed, self.engine.depth)
 
     def beside(self, control: Control) -> LLM:
@@ -265,6 +270,18 @@ class LLM:
         finally:
             self.engine.abort([sample for samples in requests for sample in samples])
         return [samples[0].output for samples in requests]
+
+
+def _both(on_load: Callable[[int, int], None] | None, on_progress: OnProgress | None) -> Callable[[int, int], None]:
+    """Tells both how much of a model is loaded."""
+
+    def tell(done: int, total: int) -> None:
+        if on_load is not None:
+            on_load(done, total)
+        if on_progress is not None:
+            on_progress("loading", done, total)
+
+    return tell
 
 
 def _capacity(wanted: int | None, most: int) -> int:
