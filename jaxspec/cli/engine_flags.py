@@ -1,7 +1,7 @@
 """The flags that every command with an engine shares."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -81,7 +81,8 @@ class EngineFlags:
         Raises:
           ConfigError: the speculation settings are not JSON, or the mesh is not axes and sizes.
         """
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "model"}
+        names = [f.name for f in fields(self)]
+        values = {name: getattr(self, name) for name in names if name != "model"}
         if self.mesh is not None:
             values["mesh"] = mesh_sizes(self.mesh)
         from jaxspec.serve.demo_pair import resolve_speculation

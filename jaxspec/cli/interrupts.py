@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-GRACE_S = 1.5
+GRACE_S, AGAIN_S = 1.0, 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SWALLOWING = ("_xla_gc_callback", "__del__")  # Python drops what is raised in them
 SHOW_CURSOR = b"\x1b[?25h"  # a bar hides it
 
 
@@ -36,10 +38,11 @@ class Interrupts:
     Attributes:
       doing: what the message says was interrupted.
       hint: what it says besides, such as how to go on.
+      number: of the signal that came, 0 for none.
     """
 
     def __init__(self, leave: Callable[[int], Any] = os._exit):
-        self.doing, self.hint = "starting", ""
+        self.doing, self.hint, self.number = "starting", "", 0
         self._leave, self._told, self._dismissed = leave, threading.Lock(), False
 
     def watch(self) -> None:
@@ -78,7 +81,11 @@ class Interrupts:
             self._leave(128 + number)
 
 
-def _raise(number: int, frame: object) -> None:
+def _raise(number: int, frame: FrameType | None) -> None:
+    INTERRUPTS.number = number
+    if frame is not None and frame.f_code.co_name in SWALLOWING:
+        threading.Timer(AGAIN_S, os.kill, (os.getpid(), number)).start()
+        return
     raise Interrupted(number)
 
 

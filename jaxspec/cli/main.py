@@ -11,7 +11,7 @@ from tyro.extras import SubcommandApp
 
 from jaxspec.cli.arguments import parse
 from jaxspec.cli.examples import description_of
-from jaxspec.cli.interrupts import INTERRUPTS, Interrupted
+from jaxspec.cli.interrupts import INTERRUPTS
 from jaxspec.cli.status import BROKEN_PIPE, FAILED, status_of
 from jaxspec.errors import ConfigError, JaxspecError
 
@@ -48,23 +48,35 @@ def main(args: list[str] | None = None) -> int:
     try:
         code = _run(args)
         sys.stdout.flush()
-    except JaxspecError as error:
-        return _fail(error, status_of(error))
-    except KeyboardInterrupt as error:
-        number = error.number if isinstance(error, Interrupted) else signal.SIGINT
-        INTERRUPTS.say(number)
-        return 128 + number
-    except BrokenPipeError:
-        # The interpreter flushes standard output once more on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return BROKEN_PIPE
-    except OSError as error:
-        return _fail(error, FAILED)
+    except BaseException as error:
+        code = _ended_by(error)
+        if code is None:
+            raise
     return code
 
 
-def _fail(error: Exception, status: int) -> int:
-    sys.stderr.write(f"jaxspec: {' '.join(str(error).split())}\n")
+def _ended_by(error: BaseException) -> int | None:
+    """The exit status that an exception means, after it was shown as one line; None for a fault of ours."""
+    if isinstance(error, JaxspecError):
+        return _fail(str(error), status_of(error))
+    if isinstance(error, BrokenPipeError):
+        # The interpreter flushes standard output once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return BROKEN_PIPE
+    if isinstance(error, SystemExit):
+        return None
+    # An import that a signal cuts short ends in other exceptions.
+    number = INTERRUPTS.number or (signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
+    if number:
+        INTERRUPTS.say(number)
+        return 128 + number
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return _fail(f"{error}; fewer rows or shorter texts need less (--max-num-seqs, --max-model-len)", FAILED)
+    return _fail(str(error), FAILED) if isinstance(error, OSError) else None
+
+
+def _fail(words: str, status: int) -> int:
+    sys.stderr.write(f"jaxspec: {' '.join(words.split())}\n")
     return status
 
 

@@ -39,7 +39,7 @@ class Screen:
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[Callable[[str, int, int], None]]:
-        """Says what is waited for, then how long it took; yields a function that shows (stage, done, total) meanwhile."""
+        """Says what is waited for, then how long it took; yields what shows (stage, done, total) meanwhile."""
         began = time.monotonic()
         if self.color:
             with self.console.status(Styled(f"{text} ...", "dim")) as status:

@@ -64,8 +64,8 @@ class LLM:
       expert_placement: file that ``jaxspec inspect --balance --output`` wrote: which devices along ``expert`` hold
         which experts, heavy ones maybe several times. By default equally many, in their order.
       on_load: called while the model loads, with (bytes placed, bytes in all).
-      on_progress: called while the model loads and compiles, with ("loading", bytes placed, bytes in all), ("compiling",
-        programs done, programs in all), and others; (stage, 0, 0) where nobody knows how far it is.
+      on_progress: called while the model loads and compiles, with ("loading", bytes placed, bytes in all),
+        ("compiling", programs done, programs in all), and others; (stage, 0, 0) where nobody knows how far it is.
 
     Raises:
       ConfigError, CheckpointError: the directory or the settings are not usable.
