@@ -127,7 +127,11 @@ def collect(
             continue
         taken.moved[id(sample.output)] = sample.output
         tried = sample.tried(length)
-        took = _take(reading, row, sample, eos, metrics, tried if cuts else None)
+        try:
+            took = _take(reading, row, sample, eos, metrics, tried if cuts else None)
+        except Exception as error:  # its own failure, such as of its text; the others go on
+            took = []
+            sample.fail(f"this text could not be taken over ({type(error).__name__}: {error})")
         had = zip(took, reading.drafted_BX[row] > 0, strict=False)
         taken.by_row[row] = [count for count, some in had if some] if reading.may_skip else took
         taken.skipped_tokens += len(took) - len(taken.by_row[row])
