@@ -54,14 +54,19 @@ def read_config(directory: Path) -> dict[str, Any]:
         no regular file in the directory.
     """
     if not directory.is_dir():
-        raise ConfigError(
-            f"{directory}: no such directory; a model is a directory with config.json and .safetensors files, or the "
-            "id of one on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B"
-        )
+        raise no_directory(directory)
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"{directory}: no config.json; a model is a directory in Hugging Face layout")
     check_files(directory)
     return read_json(file_in(directory, "config.json", ConfigError))
+
+
+def no_directory(directory: Path) -> ConfigError:
+    """Returns the error for a model directory that is not there."""
+    return ConfigError(
+        f"{directory}: no such directory; a model is a directory with config.json and .safetensors files, or the id of "
+        "one on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B"
+    )
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
