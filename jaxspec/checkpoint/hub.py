@@ -32,7 +32,9 @@ def resolve_model(
     Raises:
       ConfigError: there is no such directory or id, it cannot be downloaded, or a directory is given with a revision.
     """
-    path = Path(name).expanduser()
+    if not isinstance(name, str | Path) or not str(name) or not isinstance(revision, str | None):
+        raise ConfigError(f"model: a directory or a hub id is needed, got {name!r}, revision {revision!r}")
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         if revision is not None:
             raise ConfigError(f"{path}: a directory has no revision, got {revision!r}; leave it out, or give a hub id")

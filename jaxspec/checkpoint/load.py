@@ -139,8 +139,9 @@ def load_model(
         check_placement(placement, config, arch_of(config), mesh)
     plan = plan_model(directory, over(policy, mesh), quantization, placement)
     plan.check()
+    generation = read_generation(plan.directory)
     params = fill(plan, shards_for(mesh, allow_replication), show)
-    return Model(plan.net, params, config, read_generation(plan.directory), plan.directory)
+    return Model(plan.net, params, config, generation, plan.directory)
 
 
 def over(policy: Policy, mesh: Mesh | None) -> Policy:
