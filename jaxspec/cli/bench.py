@@ -35,7 +35,7 @@ class BenchArgs:
     and auto.
 
     Attributes:
-      model: Model directory in Hugging Face layout, or demo, the packaged model.
+      model: Model directory in Hugging Face layout, a hub id, or demo, the packaged model.
       drafters: ngram, mtp, draft_model=DIR, or JSON with vLLM's keys; by default the demo's draft model, its head and
         ngram for the demo model, ngram for any other.
       k: Numbers of speculative tokens, 0 to 16, and auto; by default 0, 2, 4 and auto on a CPU, 0 to 8 and auto else.

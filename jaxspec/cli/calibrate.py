@@ -23,7 +23,7 @@ class CalibrateArgs:
     """What ``jaxspec calibrate`` is asked for.
 
     Attributes:
-      model: Model directory in Hugging Face layout, or demo, the packaged model.
+      model: Model directory in Hugging Face layout, a hub id, or demo, the packaged model.
       output: File that gets the calibration.
       speculative_config: JSON with vLLM's keys, without a length, which --lengths gives.
       text: File of real text that rows continue, the longer the better; by default the demo's held-out prompts.

@@ -25,7 +25,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.compile_cache import use_compile_cache
-from jaxspec.serve.demo_pair import DEMO, demo_model_dir, resolve_draft, resolve_model, resolve_speculation
+from jaxspec.serve.demo_pair import DEMO, demo_model_dir, resolve_model, resolve_speculation
 from jaxspec.serve.engine import OnProgress
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
@@ -144,7 +144,7 @@ def speculative_of(args: DemoArgs) -> dict[str, Any]:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"demo: --speculative-config is not a JSON object ({error})") from error
     if args.draft is not None:
-        method, model, length = "draft_model", resolve_draft(args.draft, None), DRAFT_LENGTH
+        method, model, length = "draft_model", resolve_model(args.draft, part="draft"), DRAFT_LENGTH
     elif resolve_model(args.model) == demo_model_dir("target"):
         method, model, length = "shared_expert", demo_model_dir("head"), HEAD_LENGTH
     else:

@@ -18,10 +18,13 @@ class EngineFlags:
     """Settings of the engine, under vLLM's names where it has them.
 
     Attributes:
-      model: Model directory in Hugging Face layout, or demo, the packaged model.
+      model: Model directory in Hugging Face layout; the id of one on the hub, such as Qwen/Qwen3-30B-A3B, which is
+        downloaded first; or demo, the packaged model.
+      revision: Branch, tag or commit of a hub id; by default the main branch.
+      download_dir: Cache of downloads from the hub; by default the hub's own (HF_HOME).
       speculative_config: JSON with vLLM's keys: "method" (ngram, mtp, draft_model, eagle3, shared_expert, ...),
-        "num_speculative_tokens" (a number, or auto) and, of a draft model or head, "model" (a directory, or demo); by
-        default no speculation.
+        "num_speculative_tokens" (a number, or auto) and, of a draft model or head, "model" (a directory, a hub id, or
+        demo); by default no speculation.
       dtype: Of weights and activations; auto takes the checkpoint's.
       max_model_len: Longest text in tokens, prompt included; by default the model's, at most 8192.
       max_num_seqs: Most requests that are decoded together.
@@ -49,6 +52,8 @@ class EngineFlags:
     }
 
     model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "demo"
+    revision: str | None = None
+    download_dir: str | None = None
     speculative_config: Annotated[str | None, tyro.conf.arg(metavar="JSON")] = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     max_model_len: int | None = None
@@ -66,14 +71,14 @@ class EngineFlags:
     expert_placement: Path | None = None
 
     def directory(self) -> Path:
-        """The model directory.
+        """The model directory, downloaded where the model is a hub id.
 
         Raises:
-          ConfigError: the demo is meant, and this installation came without it.
+          ConfigError: the demo is meant and did not come with this installation, or the model cannot be downloaded.
         """
         from jaxspec.serve.demo_pair import resolve_model
 
-        return resolve_model(self.model)
+        return resolve_model(self.model, self.revision, self.download_dir)
 
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of ``LLM``.
@@ -82,7 +87,7 @@ class EngineFlags:
           ConfigError: the speculation settings are not JSON, or the mesh is not axes and sizes.
         """
         names = [f.name for f in fields(self)]
-        values = {name: getattr(self, name) for name in names if name != "model"}
+        values = {name: getattr(self, name) for name in names if name not in ("model", "revision")}
         if self.mesh is not None:
             values["mesh"] = mesh_sizes(self.mesh)
         from jaxspec.serve.demo_pair import resolve_speculation

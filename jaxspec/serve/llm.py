@@ -25,6 +25,7 @@ from jaxspec.serve.arguments import buckets_of, capacity_of, check_kinds, check_
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids
+from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, EngineSpec, OnProgress
 from jaxspec.serve.loading import load_draft, load_prior, load_target
@@ -51,8 +52,10 @@ class LLM:
     forked off cannot use it.
 
     Args:
-      model: directory in Hugging Face layout, or the ``model`` of another ``LLM``, whose dtype, quantisation and
-        kernels then hold here too.
+      model: directory in Hugging Face layout, or the id of one on the hub (``Qwen/Qwen3-30B-A3B``), which is downloaded
+        first; ``demo``, the packaged model; or the ``model`` of another ``LLM``, whose dtype, quantisation and kernels then hold here too.
+      revision: branch, tag or commit of a hub id; by default the main branch.
+      download_dir: cache of downloads from the hub, that of a draft model or head included; by default the hub's own.
       speculative_config: vLLM's keys, see ``jaxspec.draft.catalog.parse``; None decodes plainly.
       dtype: ``bfloat16`` or ``float32`` weights and products; ``auto`` takes the checkpoint's, or bfloat16.
       max_model_len: longest text in tokens, prompt included; by default the model's, at most 8192.
@@ -92,6 +95,8 @@ class LLM:
         self,
         model: str | Path | Model,
         *,
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
@@ -135,6 +140,7 @@ class LLM:
             raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
         self.seed = whole("seed", seed)
         keep_compiled(compile_cache)
+        model = model if isinstance(model, Model) else resolve_model(model, revision, download_dir)
         self.model = load_target(
             model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
             placement=expert_placement, rows=spec.rows, on_load=_both(on_load, on_progress),
@@ -147,15 +153,21 @@ class LLM:
         self.eos = end_ids(self.model.config, self.model.generation)
         if len(self.eos) > STOP_PLACES:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
-        self.engine = self._engine(config, quantization, on_progress)
+        self.engine = self._engine(config, quantization, download_dir, on_progress)
         self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
         self.driver, self._teacher = Driver(self.engine, Worker()), jax.jit(partial(_teach, self.model.net))
 
-    def _engine(self, config: catalog.SpeculativeConfig, quantization: str, on_progress: OnProgress | None) -> Engine:
+    def _engine(
+        self,
+        config: catalog.SpeculativeConfig,
+        quantization: str,
+        download_dir: str | Path | None,
+        on_progress: OnProgress | None,
+    ) -> Engine:
         """Loads what drafts, and compiles."""
         if on_progress is not None and config.model is not None:
             on_progress("loading the drafter", 0, 0)
-        draft = load_draft(config, self.model, quantization)
+        draft = load_draft(config, self.model, quantization, download_dir)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
         control = control_of(config.lengths, load_prior(config, self.model, quantization), config.from_tokens)
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK

@@ -24,7 +24,7 @@ from jaxspec.perf.calibration import load_calibration
 from jaxspec.perf.expert_placement import load_placement
 from jaxspec.perf.step_ratios import StepRatios, step_ratios
 from jaxspec.pytree import replace
-from jaxspec.serve.demo_pair import resolve_draft, resolve_model
+from jaxspec.serve.demo_pair import part_of, resolve_model
 from jaxspec.serve.transport import transport_for
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
@@ -49,7 +49,7 @@ def load_target(
     """The model, or the one that another engine has loaded.
 
     Args:
-      model: directory, ``demo``, or a loaded model.
+      model: directory, or a loaded model.
       dtype: of weights and products, or ``auto``.
       kernels: what computes, see ``LLM``.
       quantization: see ``load_model``.
@@ -71,7 +71,6 @@ def load_target(
                 "expert_placement out"
             )
         return model
-    model = resolve_model(model)
     if mesh is None and transport != "auto":
         raise ConfigError(
             f"LLM: expert_transport {transport!r} is for several devices; give mesh, too, or leave it out"
@@ -86,7 +85,7 @@ def load_target(
 
 
 def load_draft(
-    config: catalog.SpeculativeConfig, target: Model, quantization: str
+    config: catalog.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
 ) -> tuple[Transformer | Mtp, Params] | Head | None:
     """What drafts, where the method has a model, on the target's mesh.
 
@@ -94,20 +93,19 @@ def load_draft(
     on each device.
     """
     mesh = mesh_of(target.params)
-    if config.model is not None:
-        config = replace(config, model=str(resolve_draft(config.model, config.method)))
     if config.method == "mtp":
         return load_mtp(target.directory, target.net, quantization=quantization, mesh=mesh)
     if config.model is None:
         return None
-    if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(Path(config.model)))):
-        return load_head(config.model, target.net.arch, target.net.policy, mesh=mesh)
-    if is_head(read_config(Path(config.model))):
+    directory = resolve_model(config.model, config.revision, download_dir, part=part_of(config.method))
+    if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
+        return load_head(directory, target.net.arch, target.net.policy, mesh=mesh)
+    if is_head(read_config(directory)):
         raise ConfigError(
             f"speculative_config: {config.model} holds a draft head, not a model; give its kind as method "
             f"({', '.join(catalog.HEADS)})"
         )
-    model = load_model(config.model, target.net.policy, mesh=mesh, allow_replication=True)
+    model = load_model(directory, target.net.policy, mesh=mesh, allow_replication=True)
     return model.net, model.params
 
 
