@@ -56,7 +56,7 @@ class Worker:
     def stop(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            self.process.communicate()
             self.process = None
 
     def _start(self) -> None:
