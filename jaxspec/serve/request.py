@@ -209,8 +209,9 @@ class CompletionOutput:
       drafted: for each token whether it was an accepted draft.
       cumulative_logprob: sum over the sampled tokens, None unless asked for.
       logprobs: per position the sampled and the most likely ids, None unless asked for.
-      finish_reason: ``stop`` or ``length``; None while it goes on.
+      finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
       stop_reason: the stop string or id that ended it, None for the model's own end-of-text id.
+      error: why it ended with ``error``.
     """
 
     index: int
@@ -221,6 +222,11 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass
@@ -235,6 +241,7 @@ class RequestOutput:
       finished: whether all samples ended.
       metrics: what speculation did, all samples together.
       time_s: from arrival to first token, and to the end; None until then.
+      num_cached_tokens: always None, for prompts share no cache.
     """
 
     request_id: str
@@ -244,3 +251,4 @@ class RequestOutput:
     finished: bool = False
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     time_s: dict[str, float] = field(default_factory=dict)
+    num_cached_tokens: int | None = None

@@ -21,6 +21,7 @@ from jaxspec.serve.request import (
 if TYPE_CHECKING:
     from jaxspec.serve.text import Growing
 
+STOP_PLACES = 16
 LEAST_TEMPERATURE = 0.01  # as in vLLM: below it the scores overflow
 
 
@@ -53,6 +54,11 @@ class Sample:
     def length(self) -> int:
         """Positions in the target's cache: all tokens but the last."""
         return len(self.output.prompt_token_ids) + len(self.completion.token_ids) - 1
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Prompt and text so far."""
+        return np.asarray(self.output.prompt_token_ids + self.completion.token_ids, np.int32)
 
     @property
     def prompt(self) -> np.ndarray:
@@ -121,6 +127,24 @@ class Sample:
                 break
         self.output.metrics.add(drafted, used)
         return c.finish_reason is not None
+
+    def fail(self, message: str) -> None:
+        """Ends it with an error."""
+        self.completion.finish_reason, self.completion.error = "error", message
+
+    def abort(self) -> None:
+        """Ends it where it is, if it has not ended."""
+        if self.completion.finish_reason is None:
+            self.completion.finish_reason = "abort"
+        self.settle()
+
+    def settle(self) -> bool:
+        """Marks its request as finished where no other sample of it goes on; returns whether that is news."""
+        if self.output.finished or not all(c.finish_reason for c in self.output.outputs):
+            return False
+        self.output.time_s["total"] = time.monotonic() - self.arrived
+        self.output.finished = True
+        return True
 
 
 def new_metrics(draft_length: int) -> SpeculationMetrics:
