@@ -292,7 +292,7 @@ class LLM:
         arrival, self._number = self._number, self._number + 1
         number = arrival if number is None else number
         return new_samples(
-            request_id or str(number), text, ids, params, lambda p: Growing(self.text, p),
+            request_id or str(number), text, ids, params, lambda p: Growing(self.text, p, ids),
             engine_seed=self.seed, number=number, capacity=self.capacity,
             draft_length=self.engine.depth,
         )  # fmt: skip
