@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint import deepseek_v4_chat
+from jaxspec.checkpoint.token_bytes import TokenBytes
 from jaxspec.errors import ConfigError, RequestError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -107,6 +109,11 @@ class Text:
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each id adds to a text."""
+        return TokenBytes(self.tokenizer)
 
 
 def _model_type(directory: Path) -> str:

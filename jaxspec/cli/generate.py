@@ -108,16 +108,13 @@ def _prompt(args: GenerateArgs, prompt: str) -> int:
         raise ConfigError("generate: --prompt prints one sample; give --n with --input")
     llm = args.engine.load()
     params = SamplingParams.from_mapping(wanted, llm.default_sampling_params)
-    # A stop string that is only half there may still be cut off.
-    held = max((len(stop) - 1 for stop in params.stop_strings), default=0)
     shown, output, began = 0, None, time.monotonic()
     request = {"messages": [{"role": "user", "content": prompt}]} if args.chat else prompt
     for output in llm.stream(request, params):
         text = output.outputs[0].text
-        end = len(text) if output.finished else max(len(text) - held, shown)
-        sys.stdout.write(text[shown:end])
+        sys.stdout.write(text[shown:])
         sys.stdout.flush()
-        shown = end
+        shown = len(text)
     sys.stdout.write("\n")
     sys.stdout.flush()
     if output is not None:

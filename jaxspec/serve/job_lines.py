@@ -110,7 +110,7 @@ def error_record(line: Line, message: str) -> dict[str, Any]:
 def finished_record(line: Line, output: RequestOutput, model: str, text: Text | None) -> dict[str, Any]:
     """A request that ended."""
     if line.batch:
-        body = openai.response_body(line.url, line.index, model, output, line.params.logprobs, text)
+        body = openai.response_body(line.url, line.index, model, output, line.params, text)
         response = {"status_code": 200, "request_id": f"req_{line.index}", "body": body}
         return _batch_record(line, response, None)
     m = output.metrics

@@ -104,7 +104,7 @@ class Prompts:
         arrival = next(self._numbers)
         number = arrival if number is None else number
         return new_samples(
-            request_id or str(number), text, ids, params, lambda p: Growing(self.text, p),
+            request_id or str(number), text, ids, params, lambda p: Growing(self.text, p, ids),
             engine_seed=self.seed, number=number, capacity=self.spec.capacity,
             draft_length=self.depth,
         )  # fmt: skip

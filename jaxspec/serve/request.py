@@ -20,9 +20,9 @@ class SamplingParams:
       top_p, top_k, min_p: truncation; 1, 0 (or -1) and 0 switch it off.
       repetition_penalty, presence_penalty, frequency_penalty: 1, 0 and 0 are off.
       seed: makes sampling repeatable; None derives one from the engine's seed and the request's number.
-      stop: strings that end the text; the text is cut before them.
+      stop: strings that end the text; the text is cut before them. A special token among them ends it at its id.
       stop_token_ids: ids that end the text, besides the model's own.
-      include_stop_str_in_output: keeps the stop string.
+      include_stop_str_in_output: keeps the stop string, or the text of the token that ended the text.
       ignore_eos: goes on behind the model's end-of-text ids.
       max_tokens: most generated tokens; None goes on to the model's capacity.
       min_tokens: generated tokens before which no stop id may be sampled.
@@ -136,10 +136,14 @@ def key_words(seed: int | None, engine_seed: int, number: int, sample: int) -> t
 
 @dataclass
 class Logprob:
-    """Log-probability of one token under the target's raw distribution, and its rank from 1."""
+    """Log-probability of one token under the target's raw distribution, its rank from 1, and its text.
+
+    The text is the token's own, as it stands after other text; None without a tokenizer.
+    """
 
     logprob: float
     rank: int
+    decoded_token: str | None = None
 
 
 @dataclass
@@ -204,7 +208,8 @@ class CompletionOutput:
 
     Attributes:
       index: which of the n samples.
-      text: generated text, without the prompt.
+      text: generated text, without the prompt and the token that ended it. While it goes on, what can no longer
+        change: it only grows.
       token_ids: generated ids, the final stop id included.
       drafted: for each token whether it was an accepted draft.
       cumulative_logprob: sum over the sampled tokens, None unless asked for.

@@ -113,18 +113,20 @@ class Sample:
             if logprobs is not None and c.logprobs is not None:
                 c.logprobs.append(logprobs[place])
                 c.cumulative_logprob = (c.cumulative_logprob or 0.0) + logprobs[place][token].logprob
-            stop = self.growing.add(token, may_stop=len(c.token_ids) > self.params.min_tokens)
-            c.text = self.growing.text
+                self.growing.name(logprobs[place])
+            is_eos = not self.params.ignore_eos and token in eos
+            ends, stop = is_eos or token in (self.params.stop_token_ids or []), None
+            if not ends or self.params.include_stop_str_in_output:
+                stop = self.growing.add(token, may_stop=len(c.token_ids) > self.params.min_tokens)
             if stop is not None:
                 c.finish_reason, c.stop_reason = "stop", stop
-            elif not self.params.ignore_eos and token in eos:
-                c.finish_reason = "stop"
-            elif token in (self.params.stop_token_ids or []):
-                c.finish_reason, c.stop_reason = "stop", token
+            elif ends:
+                c.finish_reason, c.stop_reason = "stop", None if is_eos else token
             elif len(self.output.prompt_token_ids) + len(c.token_ids) >= self.max_length:
                 c.finish_reason = "length"
             if c.finish_reason:
                 break
+        c.text = self.growing.whole if c.finish_reason else self.growing.text
         self.output.metrics.add(drafted, used)
         return c.finish_reason is not None
 
