@@ -65,7 +65,13 @@ def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, cou
 
 
 def admit(
-    state: DecodeState, row: Array, prompt_S: Array, length: Array, sampling: Sampling, table_J: Array | None
+    state: DecodeState,
+    row: Array,
+    prompt_S: Array,
+    length: Array,
+    sampling: Sampling,
+    table_J: Array | None,
+    bias_V: Array | None = None,
 ) -> DecodeState:
     """Starts a request in a row whose cache holds all of its prompt but the last token.
 
@@ -76,6 +82,7 @@ def admit(
       length: prompt length in tokens, at least 1.
       sampling: settings, arrays of one row.
       table_J: page ids of the row, None without a page pool.
+      bias_V: of its logits where its settings say that it is biased.
     """
     where = jnp.arange(prompt_S.shape[0], dtype=jnp.int32) < length
     vocab = state.count_BV.shape[1]
@@ -92,6 +99,7 @@ def admit(
         history_BS=state.history_BS.at[row].set(prompt_S),
         count_BV=state.count_BV.at[row].set(0),
         prompt_BV=state.prompt_BV.at[row].set(prompt_V),
+        bias_BV=state.bias_BV if bias_V is None else state.bias_BV.at[row].set(bias_V),
         sampling=Sampling(**merged),
         active_B=state.active_B.at[row].set(True),
     )
@@ -102,6 +110,7 @@ def retire(state: DecodeState, row: Array) -> DecodeState:
     s = state.sampling
     neutral = {"temperature_B": 0.0, "top_p_B": 1.0, "min_p_B": 0.0, "top_k_B": 0, "repetition_B": 1.0}
     neutral |= {"presence_B": 0.0, "frequency_B": 0.0, "min_length_B": 0, "draft_limit_B": 0, "logprobs_B": -1}
+    neutral |= {"biased_B": False, "bad_words_BWL": -1}
     changes = {name: getattr(s, name).at[row].set(value) for name, value in neutral.items()}
     return replace(
         state,
@@ -109,4 +118,5 @@ def retire(state: DecodeState, row: Array) -> DecodeState:
         sampling=replace(s, **changes),
         active_B=state.active_B.at[row].set(False),
         length_B=state.length_B.at[row].set(0),
+        anchor_B=state.anchor_B.at[row].set(0),
     )
