@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxspec.cache.kv import Window
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.draft.deferred import Deferred
-from jaxspec.models.transformer import features_of, forward
+from jaxspec.models.transformer import Hidden, features_of, forward
 from jaxspec.protocol import Commit, Drafter, Sampling
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
@@ -36,6 +36,20 @@ def prefill(
       count: length of the chunk, which leaves at least one token behind it.
       table_J: page ids of the row, None without a page pool.
     """
+    return read_chunk(target, drafter, state, row, token_X, start, count, table_J)[0]
+
+
+def read_chunk(
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    row: Array,
+    token_X: Array,
+    start: Array,
+    count: Array,
+    table_J: Array | None,
+) -> tuple[DecodeState, Hidden]:
+    """What ``prefill`` does, and the hidden states of the chunk's positions."""
     start_B, token_BT, next_BT = start[None], token_X[None, :-1], token_X[None, 1:]
     position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     table = None if table_J is None else table_J[None]
@@ -43,7 +57,7 @@ def prefill(
     window = Window(start_B, table, row[None], live_BT=live_BT, block=target.block)
     hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window, drafter.reads)
     commit = Commit(token_BT, next_BT, features_of(hidden), count[None], start_B, path_BT=None, row=row)
-    return replace(state, layers=layers, draft=drafter.observe(state.draft, commit))
+    return replace(state, layers=layers, draft=drafter.observe(state.draft, commit)), hidden
 
 
 def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, count: Array, *, size: int) -> DecodeState:

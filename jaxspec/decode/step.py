@@ -12,6 +12,7 @@ from jax import lax
 from jaxspec.cache.kv import Window, in_line, in_rows
 from jaxspec.cache.ragged import ragged_of
 from jaxspec.decode.confidence import outcomes
+from jaxspec.decode.ranks import ranked
 from jaxspec.decode.routes import Routes, routes_of
 from jaxspec.decode.state import DecodeState, Target, write_rows
 from jaxspec.decode.touched import distinct_by_depth, experts_of
@@ -247,11 +248,7 @@ def _logprobs(logits_BTV: Array, verdict: Verdict, wanted_B: Array, most: int) -
 
     def compute() -> tuple[Array, Array]:
         along = jnp.take_along_axis(logits_BTV, verdict.path_BT[..., None], axis=1)
-        logp = jax.nn.log_softmax(along, axis=-1)
-        own = jnp.take_along_axis(logp, verdict.token_BT[..., None], axis=-1)
-        rank = jnp.sum(logp > own, axis=-1, keepdims=True, dtype=jnp.int32) + 1
-        best, ids = lax.top_k(logp, most)
-        return jnp.concatenate([own, best], -1), jnp.concatenate([rank, ids.astype(jnp.int32)], -1)
+        return ranked(along, verdict.token_BT, most)
 
     return lax.cond(jnp.any(wanted_B >= 0), compute, lambda: empty)
 

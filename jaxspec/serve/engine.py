@@ -26,6 +26,7 @@ from jaxspec.serve.collect import Collected, Reading, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
+from jaxspec.serve.prompt_logprobs import BROKEN, is_broken, prompt_logprobs
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.rows import STOP_PLACES, Sample
 from jaxspec.serve.scheduler import Scheduler
@@ -195,10 +196,10 @@ class Engine:
 
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Admits what fits, runs one dispatch, and returns the requests that it moved forward."""
-        read = self._admit()
+        read, ended = self._admit()
         running = len(self.scheduler.running)
         if not running:
-            return []
+            return ended
         asked = time.monotonic()
         decision, began = self._decide(running, steps), time.monotonic()
         self._catch_up(decision.length)
@@ -212,12 +213,14 @@ class Engine:
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
         taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
+        if reading.broken_B.any():
+            self.state = self.programs.scrub(self.state)
         for row, sample in taken.ended:
             self._finish(row, sample)
         self.survival.add(decision.length, taken.by_row)
         outcome = outcome_of(reading, taken, running, time_s=done - ready, lost_s=ready - began, read=read)
         self._record(decision, reading, taken, outcome, began - asked)
-        return list(taken.moved.values())
+        return [*ended, *taken.moved.values()]
 
     def _record(
         self, decision: Decision, reading: Reading, taken: Collected, outcome: Outcome, deciding_s: float
@@ -259,29 +262,57 @@ class Engine:
         if shown:  # or the dispatch would seem to take its time
             jax.block_until_ready(self.state)
 
-    def _admit(self) -> bool:
-        """Reads the prompts of requests that have a place, to the end: a dispatch's time is its own then."""
+    def _admit(self) -> tuple[bool, list[RequestOutput]]:
+        """Reads the prompts of requests that have a place, to the end: a dispatch's time is its own then.
+
+        Returns:
+          Whether any was read, and the requests that wanted no more than that.
+        """
         began, waiting = time.monotonic(), len(self.waiting)
-        self._admit_what_fits()
+        ended = self._admit_what_fits()
         read = len(self.waiting) < waiting
         if read:
             jax.block_until_ready(self.state.length_B)
             self.metrics.prefill_time_s += time.monotonic() - began
-        return read
+        return read, ended
 
-    def _admit_what_fits(self) -> None:
+    def _admit_what_fits(self) -> list[RequestOutput]:
+        ended: list[RequestOutput] = []
         for row, sample in self.scheduler.place():
             width = 0 if self.state.table_BJ is None else self.state.table_BJ.shape[1]
             table = self.scheduler.table(sample, width)
             stop_ids = sorted(
                 ({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or [])
             )
-            sampling = sample.sampling(stop_ids, STOP_PLACES, self.depth)
-            state = self.programs.prefill(self.state, row, sample.prompt, table)
-            self.state = self.programs.admit(state, row, sample.prompt, sampling, table)
-            sample.observed = sample.length
-            self.survival.enter(row, sample.params.draft_limit, sample.params.kind)
+            self._read(row, sample, table)
             self.metrics.prompt_tokens += len(sample.output.prompt_token_ids)
+            self.survival.enter(row, sample.params.draft_limit, sample.params.kind)
+            if sample.completion.finish_reason is not None:
+                self._finish(row, sample)
+                ended.append(sample.output)
+                continue
+            sampling = sample.sampling(stop_ids, STOP_PLACES, self.depth)
+            vocab = self.state.bias_BV.shape[1]
+            self.state = self.programs.admit(self.state, row, sample.prompt, sampling, table, sample.bias(vocab))
+            sample.observed = sample.length
+        return ended
+
+    def _read(self, row: int, sample: Sample, table_J: np.ndarray | None) -> None:
+        """Reads a prompt, with log-probabilities where it wants them; what wants no more has ended then."""
+        wanted = sample.params.prompt_logprobs
+        if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has told them
+            self.state = self.programs.prefill(self.state, row, sample.prompt, table_J)
+            return
+        most = self.spec.logprobs if wanted else 0
+        self.state, scores = self.programs.prefill_scored(
+            self.state, row, sample.prompt, table_J, most=most, drafts=not sample.reads_only
+        )
+        sample.output.prompt_logprobs = prompt_logprobs(sample.prompt, scores, wanted)
+        if sample.reads_only:
+            sample.completion.finish_reason = "length"
+            if is_broken(scores):
+                sample.fail(BROKEN)
+                self.state = self.programs.scrub(self.state)
 
     def _finish(self, row: int, sample: Sample) -> None:
         self._free(row)
