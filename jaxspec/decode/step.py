@@ -176,7 +176,7 @@ def _verify(
     score_BTV = process(logits_BTV, sampling, context, tree)
     rule = partial(synthetic, survival=plan.survival) if plan.survival else RULES[plan.rule]
     verdict = rule(proposal, score_BTV, sampling, anchor.length_B, tree)
-    unsound_BT = unsound(score_BTV, verdict, exact=plan.rule in DRAWN_BY_SCORE and not plan.survival)
+    unsound_BT = unsound(logits_BTV, score_BTV, verdict, exact=plan.rule in DRAWN_BY_SCORE and not plan.survival)
     verdict, stopped_B, full_B, broken_B = stop_at(verdict, sampling, anchor.length_B, state.active_B, unsound_BT)
     if not tree.is_chain:
         layers = compact_caches(layers, target.net.arch, target.net.policy, window, verdict.path_BT)

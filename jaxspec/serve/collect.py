@@ -145,10 +145,11 @@ def collect(
 
 
 def _broken(sample: Sample) -> str:
-    return (
-        f"the model's logits are not finite at position {sample.length}, or every token is banned there; look for NaN "
-        "or infinity in the weights, try dtype float32, or allow more tokens"
-    )
+    p, where = sample.params, f"the model's logits are not finite at position {sample.length}"
+    advice = "look for NaN or infinity in the weights, or try dtype float32"
+    if sample.biased or sample.bad_words or p.min_tokens:
+        return f"{where}, or every token is banned there; allow more tokens, or {advice}"
+    return f"{where}; {advice}"
 
 
 def _take(

@@ -19,9 +19,9 @@ def handed_out(output: RequestOutput) -> RequestOutput | None:
         return output if output.finished else None
     first = not any(output.shown)
     news = [_news(completion, *output.shown[completion.index]) for completion in output.outputs]
-    output.shown = [(len(c.text), len(c.token_ids), c.finish_reason is not None) for c in output.outputs]
     if not any(news) and not output.finished:
         return None
+    output.shown = [(len(c.text), len(c.token_ids), c.finish_reason is not None) for c in output.outputs]
     return replace(
         output, outputs=[c for c in news if c is not None], prompt_logprobs=output.prompt_logprobs if first else None
     )

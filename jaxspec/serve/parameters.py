@@ -195,8 +195,8 @@ REFUSED = {
     "min_new_tokens": "use min_tokens",
     "max_completion_tokens": "use max_tokens",
     "do_sample": "use temperature=0 for greedy decoding",
-    "num_return_sequences": "use n",
-    "sampling_seed": "use seed",
+    "num_return_sequences": "use n, for samples",
+    "sampling_seed": "use seed=...",
 }
 
 

@@ -35,10 +35,11 @@ def follow(target_BT: Array, token_BN: Array, usable_BN: Array, tree: Tree) -> V
     return Verdict(path_BK, jnp.take_along_axis(target_BT, path_BK, axis=1), depth_B + 1)
 
 
-def unsound(score_BTV: Array, verdict: Verdict, *, exact: bool) -> Array:
-    """Committed tokens, [B, K + 1], that could not be sampled: a score is NaN, or none is finite.
+def unsound(logits_BTV: Array, score_BTV: Array, verdict: Verdict, *, exact: bool) -> Array:
+    """Committed tokens, [B, K + 1], that could not be sampled: a score is NaN, all are -inf, or a logit is infinite.
 
     Args:
+      logits_BTV: raw target logits.
       score_BTV: processed scores of each node, without noise.
       verdict: what a rule accepts.
       exact: whether each token is the best of its node's scores with noise: a NaN is the best of any then, and one
@@ -47,7 +48,9 @@ def unsound(score_BTV: Array, verdict: Verdict, *, exact: bool) -> Array:
     if not exact:
         return ~jnp.isfinite(jnp.take_along_axis(jnp.max(score_BTV, axis=-1), verdict.path_BT, axis=1))
     rows_B = jnp.arange(score_BTV.shape[0], dtype=jnp.int32)[:, None]
-    return ~jnp.isfinite(score_BTV[rows_B, verdict.path_BT, verdict.token_BT])
+    logit_BT, score_BT = (x[rows_B, verdict.path_BT, verdict.token_BT] for x in (logits_BTV, score_BTV))
+    # A tiny repetition penalty may make a score infinite, but not a logit.
+    return ~jnp.isfinite(logit_BT) | ~(score_BT > -jnp.inf)
 
 
 def stop_at(

@@ -95,4 +95,11 @@ def test_unsound_scores(exact: bool):
     score = np.float32([[[0, 1, -inf], [0, nan, 2], [-inf, -inf, -inf], [nan, nan, nan], [0, inf, 1]]])
     path = jnp.arange(5, dtype=jnp.int32)[None]
     verdict = Verdict(path, jnp.argmax(jnp.asarray(score), axis=-1).astype(jnp.int32), jnp.full(1, 5, jnp.int32))
-    np.testing.assert_array_equal(unsound(jnp.asarray(score), verdict, exact=exact), [[False, True, True, True, True]])
+    unsound_BT = unsound(jnp.asarray(score), jnp.asarray(score), verdict, exact=exact)
+    np.testing.assert_array_equal(unsound_BT, [[False, True, True, True, True]])
+
+
+def test_a_score_that_a_penalty_made_infinite_is_sound():
+    logits, score = jnp.asarray([[[1.0, 2.0]]]), jnp.asarray([[[1.0, jnp.inf]]])
+    verdict = Verdict(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    assert not unsound(logits, score, verdict, exact=True).any()
