@@ -116,7 +116,7 @@ def scores(cell: Scorer, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: 
       depth_T: depth of what is drawn.
       rule: of verification.
     """
-    logits = cell.logits(last_BTD)
+    logits = _biased(cell.logits(last_BTD), anchor)
     if rule == "greedy":
         return logits, logits
     warm_B = (anchor.sampling.temperature_B > 0)[:, None, None]
@@ -132,6 +132,20 @@ def scores(cell: Scorer, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: 
         return jnp.where(warm_B, score + noise, score)
 
     return score, lax.cond(jnp.any(warm_B), noisy, lambda x: x, score)
+
+
+def _biased(logits_BTV: Array, anchor: Anchor) -> Array:
+    """Logits with each row's bias, but where it bans all that the draft knows; so that drafts are what may follow."""
+    sampling, bias_BV = anchor.sampling, anchor.bias_BV
+    if bias_BV is None:
+        return logits_BTV
+
+    def add(x: Array) -> Array:
+        biased = x + bias_BV[:, None]
+        drawable = sampling.biased_B[:, None, None] & (jnp.max(biased, axis=-1, keepdims=True) > -jnp.inf)
+        return jnp.where(drawable, biased, x)
+
+    return lax.cond(jnp.any(sampling.biased_B), add, lambda x: x, logits_BTV)
 
 
 def _chain(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):

@@ -26,6 +26,7 @@ from jaxspec.serve.collect import Collected, Reading, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
+from jaxspec.serve.prompt_logprobs import BROKEN, is_broken, prompt_logprobs
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.resume import recount
 from jaxspec.serve.rows import STOP_PLACES, Sample
@@ -234,6 +235,8 @@ class Engine:
         self.metrics.decode_time_s += done - began
         taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
         self.moved |= taken.moved
+        if reading.broken_B.any():
+            self.state = self.programs.scrub(self.state)
         for row, sample in taken.ended:
             self._finish(row, sample)
         self.survival.add(decision.length, taken.by_row)
@@ -308,23 +311,41 @@ class Engine:
     def _start(self, row: int, sample: Sample) -> None:
         """Reads a sample's prompt, and its text where it goes on after a failure, into its row."""
         width = 0 if self.state.table_BJ is None else self.state.table_BJ.shape[1]
-        table, tokens = self.scheduler.table(sample, width), sample.tokens
+        table, generated = self.scheduler.table(sample, width), sample.completion.token_ids
         stop_ids = sorted(({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or []))
         try:
             sampling = sample.sampling(stop_ids, STOP_PLACES, self.depth)
+            bias = sample.bias(self.state.bias_BV.shape[1])
         except Exception as error:  # its own failure; the others go on
             sample.fail(f"this request could not be started ({type(error).__name__}: {error})")
+        else:
+            self._read(row, sample, table)
+            self.metrics.prompt_tokens += 0 if generated else len(sample.prompt)
+        if sample.completion.finish_reason is not None:
             self.moved[id(sample.output)] = sample.output
             self._finish(row, sample)
             return
-        state = self.programs.prefill(self.state, row, tokens, table)
-        self.state = self.programs.admit(state, row, tokens, sampling, table)
+        self.state = self.programs.admit(self.state, row, sample.tokens, sampling, table, bias)
         sample.observed = sample.length
-        if sample.completion.token_ids:
-            prompt, generated = sample.output.prompt_token_ids, sample.completion.token_ids
-            self.state = recount(self.state, row, prompt, generated)
-        else:
-            self.metrics.prompt_tokens += len(sample.prompt)
+        if generated:
+            self.state = recount(self.state, row, sample.output.prompt_token_ids, generated)
+
+    def _read(self, row: int, sample: Sample, table_J: np.ndarray | None) -> None:
+        """Reads a prompt, with log-probabilities where it wants them; what wants no more has ended then."""
+        wanted = sample.params.prompt_logprobs
+        if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has told them
+            self.state = self.programs.prefill(self.state, row, sample.tokens, table_J)
+            return
+        most = self.spec.logprobs if wanted else 0
+        self.state, scores = self.programs.prefill_scored(
+            self.state, row, sample.prompt, table_J, most=most, drafts=not sample.reads_only
+        )
+        sample.output.prompt_logprobs = prompt_logprobs(sample.prompt, scores, wanted)
+        if sample.reads_only:
+            sample.completion.finish_reason = "length"
+            if is_broken(scores):
+                sample.fail(BROKEN)
+                self.state = self.programs.scrub(self.state)
 
     def _finish(self, row: int, sample: Sample) -> None:
         self._settle(sample)

@@ -29,8 +29,10 @@ from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, EngineSpec
 from jaxspec.serve.loading import load_draft, load_prior, load_target
 from jaxspec.serve.metrics import Metric
+from jaxspec.serve.output_kinds import handed_out
+from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
-from jaxspec.serve.request import RequestOutput, SamplingParams
+from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
 from jaxspec.serve.rows import STOP_PLACES
 from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
 from jaxspec.serve.waiting import MakeBar, watching
@@ -256,12 +258,14 @@ class LLM:
         """Yields the same growing output after every ``steps`` verification steps, and at last its final state.
 
         Other calls may run meanwhile, also within the loop over it. A stream that is closed early ends its request.
+        With ``output_kind`` DELTA each output has what is new, with FINAL_ONLY there is one.
 
         Raises:
           RequestError: the request is not acceptable; at once, before the first output.
         """
         steps = whole("steps", steps, 1, "stream", RequestError)
-        return self.driver.stream(self.prompts.request(prompt, sampling_params), steps)
+        outputs = self.driver.stream(self.prompts.request(prompt, sampling_params), steps)
+        return (news for output in outputs if (news := handed_out(output)) is not None)
 
     def submit(
         self,
@@ -287,23 +291,54 @@ class LLM:
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Runs one dispatch, and returns the submitted requests that moved; ended ones are ``finished``.
 
-        Whatever other calls moved since the last ``step`` counts, so that each end is returned once.
+        Whatever other calls moved since the last ``step`` counts, so that each end is returned once. Of a request whose
+        ``output_kind`` is not CUMULATIVE it returns what is new, or the end.
 
         Args:
           steps: most verification steps, by default ``steps_per_dispatch``.
         """
-        return self.driver.step(None if steps is None else whole("steps", steps, 1, "step", RequestError))
+        moved = self.driver.step(None if steps is None else whole("steps", steps, 1, "step", RequestError))
+        return [news for output in moved if (news := handed_out(output)) is not None]
 
     def abort(self, outputs: Iterable[RequestOutput] | None = None) -> None:
         """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them."""
         self.driver.abort(outputs)
 
+    def score(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Logprob | None]]:
+        """Log-probability and rank of each token of texts, given the tokens before it.
+
+        Nothing is generated. Texts are read in the engine's chunks, so that no length compiles anything, and no logits
+        reach the host; the first call compiles one program per prefill bucket.
+
+        Args:
+          token_ids: one text, or several.
+
+        Returns:
+          For each text one entry per token; None for the first, which nothing comes before. A rank of 1 says that
+          greedy decoding would choose the token.
+
+        Raises:
+          RequestError: a text is empty, too long or no list of ids; or its logits are not finite.
+        """
+        texts: Any = list(token_ids)
+        if texts and isinstance(texts[0], int | np.integer):
+            texts = [texts]
+        outputs = self.driver.run([[self.prompts.reading(ids)] for ids in texts])
+        for number, output in enumerate(outputs):
+            if error := output.outputs[0].error:
+                raise RequestError(f"score: text {number}: {error}")
+        return [own_logprobs(output) for output in outputs]
+
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1."""
+        """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1.
+
+        For looking at a few texts: every power of two of their lengths compiles a program, and all logits come to the
+        host. ``score`` and ``SamplingParams(prompt_logprobs=)`` are for many.
+        """
         ids = self.prompts.check_ids(list(token_ids))
         if len(ids) > self.capacity:
             raise RequestError(f"logits: {len(ids)} tokens, the capacity is {self.capacity}; raise max_model_len")
-        size = -(-len(ids) // 64) * 64
+        size = max(1 << (len(ids) - 1).bit_length(), 64)
         token = np.zeros((1, size), np.int32)
         token[0, : len(ids)] = ids
         position = np.arange(size, dtype=np.int32)[None]

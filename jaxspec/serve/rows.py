@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.protocol import Sampling
+from jaxspec.serve.bans import Words, bias_of, table_of
 from jaxspec.serve.request import (
     CompletionOutput,
     Logprob,
@@ -38,6 +39,8 @@ class Sample:
       max_length: total length at which it ends.
       pages: page ids that it holds.
       observed: positions that the drafter has observed.
+      bad_words: token sequences that it may not generate.
+      reads_only: whether it ends once its prompt is read, of which log-probabilities are wanted.
     """
 
     output: RequestOutput
@@ -49,6 +52,8 @@ class Sample:
     arrived: float = field(default_factory=time.monotonic)
     pages: list[int] = field(default_factory=list)
     observed: int = 0
+    bad_words: Words = ()
+    reads_only: bool = False
 
     @property
     def length(self) -> int:
@@ -72,7 +77,7 @@ class Sample:
 
     def sampling(self, stop_ids: list[int], stop_places: int, draft_length: int) -> Sampling:
         """Its settings as arrays of one row."""
-        p = self.params
+        p, prompt_length = self.params, len(self.output.prompt_token_ids)
         stops = stop_ids + [-1] * (stop_places - len(stop_ids))
 
         def real(x: float) -> Any:
@@ -94,11 +99,28 @@ class Sample:
             frequency_B=real(p.frequency_penalty),
             key_BX=words(self.key, np.uint32),
             stop_BX=words(stops, np.int32),
-            min_length_B=whole(len(self.output.prompt_token_ids) + p.min_tokens if p.min_tokens else 0),
+            min_length_B=whole(prompt_length + p.min_tokens if p.min_tokens else 0),
             max_length_B=whole(self.max_length),
             draft_limit_B=whole(self.tried(draft_length)),
             logprobs_B=whole(-1 if p.logprobs is None else p.logprobs),
+            prompt_length_B=whole(prompt_length),
+            biased_B=np.asarray([self.biased]),
+            bad_words_BWL=table_of(self.bad_words),
         )
+
+    @property
+    def biased(self) -> bool:
+        """Whether something is added to its logits."""
+        p = self.params
+        return bool(p.logit_bias) or p.allowed_token_ids is not None or any(len(ids) == 1 for ids in self.bad_words)
+
+    def bias(self, vocab: int) -> np.ndarray | None:
+        """What is added to its logits, None for nothing."""
+        return bias_of(self.params, self.bad_words, vocab) if self.biased else None
+
+    def fail(self, message: str) -> None:
+        """Ends it with an error."""
+        self.completion.finish_reason, self.completion.error = "error", message
 
     def take(self, tokens: np.ndarray, drafted: int, logprobs: list[dict[int, Logprob]] | None, eos: set[int]) -> bool:
         """Takes over the tokens of one verification, one by one; returns whether the text ended at one of them."""
@@ -129,10 +151,6 @@ class Sample:
         c.text = self.growing.whole if c.finish_reason else self.growing.text
         self.output.metrics.add(drafted, used)
         return c.finish_reason is not None
-
-    def fail(self, message: str) -> None:
-        """Ends it with an error."""
-        self.completion.finish_reason, self.completion.error = "error", message
 
     def abort(self) -> None:
         """Ends it where it is, if it has not ended."""
@@ -168,7 +186,10 @@ def new_samples(
 ) -> list[Sample]:
     """One request as n samples that share one output."""
     outputs = [CompletionOutput(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
-    output = RequestOutput(request_id, prompt, ids, outputs, metrics=new_metrics(draft_length))
+    output = RequestOutput(
+        request_id, prompt, ids, outputs, metrics=new_metrics(draft_length), kind=params.output_kind,
+        shown=[()] * params.n,
+    )  # fmt: skip
     longest = min(len(ids) + params.max_tokens if params.max_tokens else capacity, capacity)
     return [
         Sample(output, c, params, grow(params), key_words(params.seed, engine_seed, number, c.index), longest)

@@ -1,4 +1,4 @@
-"""From raw logits to the scores that are sampled: bans, penalties, temperature, truncation, in vLLM's order."""
+"""From raw logits to the scores that are sampled: bans, biases, penalties, temperature, truncation, in vLLM's order."""
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,25 @@ class Context:
       prompt_BV: whether the prompt contains it.
       token_BT: tokens of the nodes, the anchor first.
       length_B: position of the anchor.
+      history_BS: committed tokens, the anchor included at ``length``; None where no row has bad words.
+      bias_BV: added to the logits of rows that are biased; None where none is.
     """
 
     count_BV: Array
     prompt_BV: Array
     token_BT: Array
     length_B: Array
+    history_BS: Array | None = None
+    bias_BV: Array | None = None
 
 
 def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree) -> Array:
     """Scores whose softmax is the distribution that each node's next token is sampled from.
 
-    Every feature runs only in steps in which some row uses it, and leaves the other rows bitwise as they are.
+    In the order of vLLM's sampler: tokens that are not allowed and bad words are banned, the bias is added, stop ids
+    are banned before the shortest length; then come penalties, temperature and truncation. A draft's own path counts
+    as text wherever the text matters. Every feature runs only in steps in which some row uses it, and leaves the other
+    rows bitwise as they are.
 
     Args:
       logits_BTV: raw target logits, float32.
@@ -53,13 +60,48 @@ def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree)
         stops_BV = jax.vmap(lambda ids: jnp.zeros(x.shape[-1], bool).at[ids].set(True, mode="drop"))(ids_BX)
         return jnp.where(early_BT[..., None] & stops_BV[:, None], BANNED, x)
 
-    x = lax.cond(jnp.any(early_BT), ban, lambda x: x, logits_BTV)
+    x = ban_words(add_bias(logits_BTV, s, context.bias_BV), s, context, tree)
+    x = lax.cond(jnp.any(early_BT), ban, lambda x: x, x)
     penalised_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
     x = lax.cond(jnp.any(penalised_B), lambda x: penalise(x, s, context, tree), lambda x: x, x)
     warm_B = s.temperature_B > 0
     x = jnp.where(warm_B[:, None, None], x / jnp.where(warm_B, s.temperature_B, 1)[:, None, None], x)
     cut_B = warm_B & ((s.top_k_B > 0) | (s.top_p_B < 1) | (s.min_p_B > 0))
     return lax.cond(jnp.any(cut_B), lambda x: jnp.where(cut_B[:, None, None], truncate(x, s), x), lambda x: x, x)
+
+
+def add_bias(x_BTV: Array, s: Sampling, bias_BV: Array | None) -> Array:
+    """Logits with each row's bias, which is -inf for tokens that may not be sampled."""
+    if bias_BV is None:
+        return x_BTV
+    wanted_B = s.biased_B[:, None, None]
+    return lax.cond(jnp.any(s.biased_B), lambda x: jnp.where(wanted_B, x + bias_BV[:, None], x), lambda x: x, x_BTV)
+
+
+def ban_words(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:
+    """Bans the last token of a bad word where the generated text, a draft's own path included, ends with the rest."""
+    history_BS, most = context.history_BS, s.bad_words_BWL.shape[2]
+    if history_BS is None:
+        return x_BTV
+
+    def ban(x: Array) -> Array:
+        back_L = jnp.arange(most - 1, dtype=jnp.int32)
+        depth_BTL = jnp.broadcast_to(tree.depth_BT[..., None] - back_L, (*x.shape[:2], most - 1))
+        path_BTJ = jnp.broadcast_to(tree.path_BTJ, (*x.shape[:2], tree.max_depth + 1))
+        node_BTL = jnp.take_along_axis(path_BTJ, jnp.maximum(depth_BTL, 0), axis=2)
+        rows_B = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None, None]
+        at_BTL = context.length_B[:, None, None] + depth_BTL
+        token_BTL = jnp.where(
+            depth_BTL > 0, context.token_BT[rows_B, node_BTL], history_BS[rows_B, jnp.maximum(at_BTL, 0)]
+        )
+        token_BTL = jnp.where(at_BTL >= s.prompt_length_B[:, None, None], token_BTL, -2)  # no part of any word
+        last_BW, rest_BWL = s.bad_words_BWL[..., 0], s.bad_words_BWL[..., 1:]
+        fits_BTWL = (rest_BWL[:, None] < 0) | (rest_BWL[:, None] == token_BTL[:, :, None])
+        ids_BTW = jnp.where(jnp.all(fits_BTWL, axis=3) & (last_BW >= 0)[:, None], last_BW[:, None], x.shape[-1])
+        nodes_T = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
+        return x.at[rows_B, nodes_T, ids_BTW].set(BANNED, mode="drop")
+
+    return lax.cond(jnp.any(s.bad_words_BWL[..., 0] >= 0), ban, lambda x: x, x_BTV)
 
 
 def penalise(x: Array, s: Sampling, context: Context, tree: Tree) -> Array:
