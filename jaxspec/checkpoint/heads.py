@@ -72,7 +72,7 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     fills = places(head_rules(spec), leaves)
     names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}
     stored = {name: found for name in names if (found := find(files, name, check_method(config)))}
-    problems = mismatches(files, fills, stored)
+    problems = mismatches(files, fills, leaves, stored)
     used = {tensor for s in stored.values() for tensor in s.tensors}
     problems["extra"] = sorted(set(files) - used - set(VOCABULARY) - _idle(spec))
     return Plan(directory, files, leaves, fills, stored, net.policy, problems), net

@@ -32,7 +32,7 @@ class BenchArgs:
     and auto.
 
     Attributes:
-      model: Model directory in Hugging Face layout; by default the packaged demo model.
+      model: Model directory in Hugging Face layout, or a hub id; by default the packaged demo model.
       drafters: ngram, mtp, draft_model=DIR, or JSON with vLLM's keys; by default the demo's draft and ngram for the
         demo model, ngram for any other.
       k: Drafts per step, 0 to 16, and auto.
@@ -171,10 +171,11 @@ def sweep_of(args: BenchArgs) -> Sweep:
 
     from jaxspec.bench.peers.contest import open_contenders
     from jaxspec.bench.sweep import Sweep
+    from jaxspec.checkpoint.hub import resolve_model
     from jaxspec.checkpoint.load import read_config
     from jaxspec.serve.demo_pair import demo_model_dir
 
-    directory = args.model or demo_model_dir("target")
+    directory = resolve_model(args.model) if args.model else demo_model_dir("target")
     config = read_config(directory)
     engine: dict[str, Any] = {
         "dtype": args.dtype, "quantization": args.quantization, "steps_per_dispatch": args.steps_per_dispatch,

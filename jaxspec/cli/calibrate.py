@@ -23,7 +23,7 @@ class CalibrateArgs:
     """What ``jaxspec calibrate`` is asked for.
 
     Attributes:
-      model: Model directory in Hugging Face layout; by default the packaged demo model.
+      model: Model directory in Hugging Face layout, or a hub id; by default the packaged demo model.
       output: File that gets the calibration.
       speculative_config: JSON as for vLLM without a length, which the grid gives; by default n-gram lookup.
       text: File of real text that rows continue, the longer the better; by default the demo's held-out prompts.
@@ -58,6 +58,7 @@ class CalibrateArgs:
 def run(args: CalibrateArgs) -> int:
     """Measures, fits, writes and shows."""
     from jaxspec.bench.calibrate import Grid, calibrate, cost_of
+    from jaxspec.checkpoint.hub import resolve_model
     from jaxspec.cli.engine_flags import load_llm
     from jaxspec.cli.screen import Screen
     from jaxspec.perf.calibration import save_calibration
@@ -76,7 +77,7 @@ def run(args: CalibrateArgs) -> int:
         raise ConfigError(f"--speculative-config: a JSON object is needed, got {args.speculative_config}")
     if not args.output.parent.is_dir():
         raise ConfigError(f"--output: there is no directory {args.output.parent}")
-    model = args.model or demo_model_dir("target")
+    model = resolve_model(args.model) if args.model else demo_model_dir("target")
     texts = _texts(args.text)
 
     def load(what: Any, **keywords: Any) -> LLM:

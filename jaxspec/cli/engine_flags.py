@@ -16,7 +16,10 @@ class EngineFlags:
     """Settings of the engine, under vLLM's names where it has them.
 
     Attributes:
-      model: Model directory in Hugging Face layout; by default the packaged demo model.
+      model: Model directory in Hugging Face layout, or the id of one on the hub, such as Qwen/Qwen3-30B-A3B, which is
+        downloaded first; by default the packaged demo model.
+      revision: Branch, tag or commit of a hub id; by default the main branch.
+      download_dir: Cache of downloads from the hub; by default the hub's own (HF_HOME).
       speculative_config: JSON as for vLLM, for example '{"method": "ngram", "num_speculative_tokens": 4}';
         by default plain decoding.
       dtype: Weights and products.
@@ -39,7 +42,9 @@ class EngineFlags:
         --output wrote; by default equally many, in their order.
     """
 
-    model: Path | None = None
+    model: str | None = None
+    revision: str | None = None
+    download_dir: str | None = None
     speculative_config: str | None = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     max_model_len: int | None = None
@@ -57,13 +62,15 @@ class EngineFlags:
     expert_placement: Path | None = None
 
     def directory(self) -> Path:
-        """The model directory.
+        """The model directory, downloaded where the model is a hub id.
 
         Raises:
-          ConfigError: none is named and the demo model is not there.
+          ConfigError: none is named and the demo model is not there, or the model cannot be downloaded.
         """
         if self.model is not None:
-            return self.model
+            from jaxspec.checkpoint.hub import resolve_model
+
+            return resolve_model(self.model, self.revision, self.download_dir)
         from jaxspec.serve.demo_pair import demo_model_dir
 
         return demo_model_dir("target")
@@ -74,7 +81,7 @@ class EngineFlags:
         Raises:
           ConfigError: the speculation settings are not JSON, or the mesh is not axes and sizes.
         """
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "model"}
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("model", "revision")}
         if self.mesh is not None:
             values["mesh"] = mesh_sizes(self.mesh)
         values["speculative_config"] = speculation(self.speculative_config)

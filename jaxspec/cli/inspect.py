@@ -1,8 +1,9 @@
 """``jaxspec inspect``: what a model directory or a bare config holds and needs, without loading a weight."""
 
 import json
+import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -27,8 +28,10 @@ class InspectArgs:
     """What ``jaxspec inspect`` is asked for.
 
     Attributes:
-      path: Model directory in Hugging Face layout, or a config.json alone, whose files are taken as promised; or the
-        directory of a draft head.
+      path: Model directory in Hugging Face layout, or the id of one on the hub, which is downloaded first; or a
+        config.json alone, whose files are taken as promised; or the directory of a draft head.
+      revision: Branch, tag or commit of a hub id; by default the main branch.
+      download_dir: Cache of downloads from the hub; by default the hub's own (HF_HOME).
       target: Of a draft head: directory of the model that it drafts for. Says what vLLM and SGLang would make of the
         head's files, and the cure where that is not what it was made for.
       json: Print JSON.
@@ -52,6 +55,8 @@ class InspectArgs:
     """
 
     path: Annotated[Path, tyro.conf.Positional]
+    revision: str | None = None
+    download_dir: Path | None = None
     target: Path | None = None
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -73,13 +78,19 @@ class InspectArgs:
 
 
 def run(args: InspectArgs) -> int:
-    """Prints the survey of a model; returns 1 where its tensors are not those that its config needs."""
+    """Prints the survey of a model; returns 1 where loading it would be refused."""
+    from jaxspec.checkpoint.hub import resolve_model
+
     if args.logit_error and (args.quantization not in ("fp8", "int8") or args.path.is_file()):
         raise ConfigError("inspect: --logit-error needs --quantization fp8 or int8, and a directory with weights")
+    if not os.path.lexists(args.path) or args.revision is not None:
+        weights = not (args.compiled or args.kernels)
+        args = replace(args, path=resolve_model(args.path, args.revision, args.download_dir, weights=weights))
     if args.target is not None or _is_head(args.path):
         from jaxspec.cli.inspect_head import inspect_head
 
-        return inspect_head(args.path, args.target, as_json=args.json, color=args.color)
+        target = args.target and resolve_model(args.target, weights=False)
+        return inspect_head(args.path, target, as_json=args.json, color=args.color)
     if args.balance.balance:
         setting = Setting(args.path, args.devices, args.rows, args.dtype, args.quantization)
         return inspect_balance(args.balance, setting, as_json=args.json, color=args.color)
@@ -97,7 +108,8 @@ def run(args: InspectArgs) -> int:
 
         show(found, Screen(args.color))
     tensors = found["tensors"]
-    return 1 if any(tensors[kind] for kind in ("missing", "extra", "misshaped", "mistyped")) else 0
+    wrong = any(tensors[kind] for kind in ("missing", "extra", "misshaped", "mistyped"))
+    return int(wrong or bool(found["refused"]))
 
 
 def _is_head(path: Path) -> bool:
@@ -176,6 +188,8 @@ def show(found: dict[str, Any], screen: "Screen") -> None:
     for kind in ("missing", "extra", "misshaped", "mistyped"):
         for name in tensors[kind]:
             screen.line(f"  {kind}: {name}", "red")
+    for what, why in found["refused"].items():
+        screen.line(f"{what.replace('_', ' ')}: {why}", "red")
 
 
 def _parts(screen: "Screen", found: dict[str, Any]) -> None:

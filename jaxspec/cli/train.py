@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -38,6 +37,7 @@ def run(args: TrainArgs) -> int:
     """Trains; returns the exit code."""
     if missing := [package for module, package in NEEDED.items() if find_spec(module) is None]:
         raise ConfigError(f"train: {', '.join(missing)} not installed; pip install 'jaxspec[train]'")
+    from jaxspec.checkpoint.hub import resolve_model
     from jaxspec.cli.progress import ShownTraining
     from jaxspec.serve.compile_cache import use_compile_cache
     from jaxspec.serve.demo_pair import demo_model_dir
@@ -45,7 +45,7 @@ def run(args: TrainArgs) -> int:
     from jaxspec.train.settings import load_run_settings
 
     settings = load_run_settings(args.config, args.set, args.out)
-    target = demo_model_dir("target") if settings.target == "demo" else Path(settings.target)
+    target = demo_model_dir("target") if settings.target == "demo" else resolve_model(settings.target)
     with args.hosts.together() as talks:
         use_compile_cache()
         say = sys.stderr.write if talks else _nothing

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxspec.checkpoint.fingerprint import fingerprint
+from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, JaxspecError, RequestError
 from jaxspec.serve.agreed import Follower, open_journal
@@ -79,7 +80,7 @@ def run_job(
     process 0 writes.
 
     Args:
-      model: directory of the target.
+      model: directory or hub id of the target.
       input: JSONL file, or ``-`` for standard input.
       output: file to which one line per request is appended as it ends, or ``-`` for standard output.
       engine: keyword arguments of ``LLM``. Rows, steps per dispatch and, under the rule ``match``,
@@ -93,6 +94,7 @@ def run_job(
       JaxspecError: the disk is full, or another process was lost; the same command goes on later.
     """
     engine, sampling = dict(engine or {}), dict(sampling or {})
+    model = resolve_model(model, engine.pop("revision", None), engine.get("download_dir"))
     with open_job(model, input, output, engine=engine, sampling=sampling) as job:
         journal = job.journal
         progress = Progress(job.count, len(journal.done), len(journal.done), journal.failed)
@@ -270,14 +272,20 @@ def _identity(model: str | Path, engine: Mapping[str, Any], sampling: Mapping[st
     speculation = catalog.parse(chosen["speculative_config"])
     rule: Any = speculation.rule
     if rule != "match":
-        rule = {"config": chosen["speculative_config"], "draft": fingerprint(speculation.model)}
+        rule = {"config": chosen["speculative_config"], "draft": _draft(speculation, engine)}
     settings = {name: chosen[name] for name in BOUND}
     return {"model": fingerprint(model), "engine": settings, "rule": rule, "sampling": dict(sampling)}
+
+
+def _draft(speculation: catalog.SpeculativeConfig, engine: Mapping[str, Any]) -> str:
+    """Tells apart what drafts."""
+    name = speculation.model
+    return fingerprint(name and resolve_model(name, speculation.revision, engine.get("download_dir")))
 
 
 def _pace(engine: Mapping[str, Any]) -> dict[str, Any]:
     """What the programs of a job and their order depend on; several processes must have the same."""
     speculation = catalog.parse(engine.get("speculative_config"))
     others = {name: value for name, value in engine.items() if name != "speculative_config"}
-    said = {**(engine.get("speculative_config") or {}), "model": fingerprint(speculation.model)}
+    said = {**(engine.get("speculative_config") or {}), "model": _draft(speculation, engine)}
     return {"settings": others, "speculative_config": said}

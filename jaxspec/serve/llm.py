@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.checkpoint.load import Model
 from jaxspec.checkpoint.text import Text
 from jaxspec.decode.state import Target
@@ -53,8 +54,10 @@ class LLM:
     forked off cannot use it.
 
     Args:
-      model: directory in Hugging Face layout, or the ``model`` of another ``LLM``, whose dtype, quantisation and
-        kernels then hold here too.
+      model: directory in Hugging Face layout, or the id of one on the hub (``Qwen/Qwen3-30B-A3B``), which is downloaded
+        first; or the ``model`` of another ``LLM``, whose dtype, quantisation and kernels then hold here too.
+      revision: branch, tag or commit of a hub id; by default the main branch.
+      download_dir: cache of downloads from the hub, that of a draft model or head included; by default the hub's own.
       speculative_config: vLLM's keys, see ``jaxspec.draft.catalog.parse``; None decodes plainly.
       dtype: ``bfloat16`` or ``float32`` weights and products; ``auto`` takes the checkpoint's, or bfloat16.
       max_model_len: longest text in tokens, prompt included; by default the model's, at most 8192.
@@ -92,6 +95,8 @@ class LLM:
         self,
         model: str | Path | Model,
         *,
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
@@ -134,6 +139,7 @@ class LLM:
             raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
         self.seed = whole("seed", seed)
         keep_compiled(compile_cache)
+        model = model if isinstance(model, Model) else resolve_model(model, revision, download_dir)
         self.model = load_target(
             model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
             placement=expert_placement, rows=spec.rows, on_load=on_load,
@@ -146,13 +152,15 @@ class LLM:
         self.eos = end_ids(self.model.config, self.model.generation)
         if len(self.eos) > STOP_PLACES:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
-        self.engine = self._engine(config, quantization)
+        self.engine = self._engine(config, quantization, download_dir)
         self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
         self.driver, self._teacher = Driver(self.engine, Worker()), jax.jit(partial(_teach, self.model.net))
 
-    def _engine(self, config: catalog.SpeculativeConfig, quantization: str) -> Engine:
+    def _engine(
+        self, config: catalog.SpeculativeConfig, quantization: str, download_dir: str | Path | None
+    ) -> Engine:
         """Loads what drafts, and compiles."""
-        draft = load_draft(config, self.model, quantization)
+        draft = load_draft(config, self.model, quantization, download_dir)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
         control = control_of(config.lengths, load_prior(config, self.model, quantization), config.from_tokens)
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK

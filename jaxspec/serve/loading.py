@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxspec.checkpoint.fingerprint import digests
 from jaxspec.checkpoint.head_config import is_head
 from jaxspec.checkpoint.heads import load_head
+from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.checkpoint.load import Model, load_model, load_mtp, read_config
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
@@ -84,7 +85,7 @@ def load_target(
 
 
 def load_draft(
-    config: catalog.SpeculativeConfig, target: Model, quantization: str
+    config: catalog.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
 ) -> tuple[Transformer | Mtp, Params] | Head | None:
     """What drafts, where the method has a model, on the target's mesh.
 
@@ -96,14 +97,15 @@ def load_draft(
         return load_mtp(target.directory, target.net, quantization=quantization, mesh=mesh)
     if config.model is None:
         return None
-    if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(Path(config.model)))):
-        return load_head(config.model, target.net.arch, target.net.policy, mesh=mesh)
-    if is_head(read_config(Path(config.model))):
+    directory = resolve_model(config.model, config.revision, download_dir)
+    if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
+        return load_head(directory, target.net.arch, target.net.policy, mesh=mesh)
+    if is_head(read_config(directory)):
         raise ConfigError(
             f"speculative_config: {config.model} holds a draft head, not a model; give its kind as method "
             f"({', '.join(catalog.HEADS)})"
         )
-    model = load_model(config.model, target.net.policy, mesh=mesh, allow_replication=True)
+    model = load_model(directory, target.net.policy, mesh=mesh, allow_replication=True)
     return model.net, model.params
 
 
