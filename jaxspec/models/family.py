@@ -160,6 +160,7 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
     longest = read.count("max_position_embeddings")
     width = read.count(family.embed_dim, default=dim) if family.embed_dim else dim
     norm_last = family.norm_first is not None and not read.flag(family.norm_first, default=True)
+    last_out = family.final_norm is not None and read.flag(family.final_norm)
     layers = [_layer(read, family, layer) for layer in range(count + behind)]
     spec = ArchSpec(
         family=family.model_type,
@@ -171,7 +172,7 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
         max_position=max(longest, *(reach(getattr(layer.attention, "rope", None)) for layer in layers)),
         norm=family.norm,
         norm_last=norm_last,
-        final_norm=not (norm_last or (family.final_norm and read.flag(family.final_norm))),
+        final_norm=not (norm_last or last_out),
         learned_positions=longest if family.learned_positions else 0,
         embed_dim=0 if width == dim else width,
         hyper=_hyper(read, family.hyper) if family.hyper else None,

@@ -1,6 +1,5 @@
 """Keys of published configs that change what a model computes: one that nothing reads must be off."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import ConfigError
@@ -26,8 +25,8 @@ MECHANISMS: dict[str, tuple[Any, ...]] = {
         ),
         NEVER,
     ),
-    "layer_types": ("full_attention",), "index_topk_freq": (0, 1), "cla_share_factor": ONE, "no_rope_layer_interval": ZERO,
-    "num_kv_shared_layers": ZERO,
+    "layer_types": ("full_attention",), "index_topk_freq": (0, 1), "cla_share_factor": ONE,
+    "no_rope_layer_interval": ZERO, "num_kv_shared_layers": ZERO,
     # projections and scores
     **dict.fromkeys(
         (
@@ -79,9 +78,10 @@ MECHANISMS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "residual_multiplier", "residual_scale", "embedding_multiplier", "embedding_multiplier_scale", "scale_emb",
-            "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier", "layernorm_full_attention_alpha",
-            "layernorm_full_attention_beta", "layernorm_linear_attention_alpha", "layernorm_linear_attention_beta",
-            "layernorm_mlp_alpha", "layernorm_mlp_beta", "full_attn_alpha_factor", "full_attn_beta_factor",
+            "logits_scaling", "logit_scale", "output_multiplier_scale", "lm_head_multiplier",
+            "layernorm_full_attention_alpha", "layernorm_full_attention_beta", "layernorm_linear_attention_alpha",
+            "layernorm_linear_attention_beta", "layernorm_mlp_alpha",
+            "layernorm_mlp_beta", "full_attn_alpha_factor", "full_attn_beta_factor",
             "linear_attn_alpha_factor", "linear_attn_beta_factor", "mlp_alpha_factor", "mlp_beta_factor",
         ),
         ONE,
@@ -107,10 +107,11 @@ MECHANISMS: dict[str, tuple[Any, ...]] = {
             "n_shared_experts", "num_shared_experts", "num_shared_expert", "shared_expert_intermediate_size",
             "shared_intermediate_size", "moe_num_shared_experts", "moe_shared_expert_intermediate_size",
             "share_expert_dim", "first_k_dense_replace", "num_dense_layers", "num_hash_layers", "moe_latent_size",
-            "zero_expert_num", "zero_expert_type", "num_zero_experts", "use_expert_bias", "moe_router_enable_expert_bias",
-            "use_routing_bias", "moe_apply_router_weight_on_input", "moe_router_logit_softcapping", "moe_layers",
-            "mlp_only_layers", "shared_expert_sink", "enable_moe_block", "use_residual_moe", "moe_layers_enum",
-            "router_bias", "router_scale",
+            "zero_expert_num", "zero_expert_type", "num_zero_experts", "use_expert_bias",
+            "moe_router_enable_expert_bias", "use_routing_bias",
+            "moe_apply_router_weight_on_input", "moe_router_logit_softcapping", "moe_layers",
+            "mlp_only_layers", "shared_expert_sink", "enable_moe_block", "use_residual_moe", "router_bias",
+            "router_scale",
         ),
         ZERO,
     ),
@@ -127,8 +128,8 @@ MECHANISMS: dict[str, tuple[Any, ...]] = {
     # state-space and convolution layers
     **dict.fromkeys(
         (
-            "mamba_d_state", "mamba_d_ssm", "mamba_num_heads", "ssm_state_size", "state_size", "conv_L_cache", "lru_width",
-            "linear_num_value_heads", "linear_conv_kernel_dim", "short_conv_kernel_size", "use_short_conv",
+            "mamba_d_state", "mamba_d_ssm", "mamba_num_heads", "ssm_state_size", "state_size", "conv_L_cache",
+            "lru_width", "linear_num_value_heads", "linear_conv_kernel_dim", "short_conv_kernel_size", "use_short_conv",
         ),
         NEVER,
     ),

@@ -93,8 +93,8 @@ def _theta(value: Any) -> float:
 
 def theta_of(read: Reader, settings: Mapping[str, Any], key: str = "rope_theta", default: float = THETA) -> float:
     """Base of the frequencies: that of the settings, else of the config, else of the family."""
-    stated = settings.get("rope_theta")
-    return _theta(read.get(key, default=default) if stated is None else stated)
+    beside = read.get(key, default=default)
+    return _theta(settings.get("rope_theta", beside))
 
 
 def rope_of(
@@ -119,8 +119,7 @@ def rope_of(
     """
     settings = scaling_of(read, layer_kind)
     theta, scaling = theta_of(read, settings), scaled(read, settings)
-    part = settings.get("partial_rotary_factor")
-    part = read.get("partial_rotary_factor", default=1.0) if part is None else part
+    part = settings.get("partial_rotary_factor", read.get("partial_rotary_factor", default=1.0))
     part = checked_real("partial_rotary_factor", part, most=1.0)
     dim = head_dim if whole else read.count("rotary_dim", default=int(head_dim * part), least=0)
     if (dim % 2 or not 2 <= dim <= head_dim) and not read.missing:

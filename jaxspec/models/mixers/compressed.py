@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.read import Reader, checked_count, short
+from jaxspec.models.read import Reader, checked_count, checked_real, short
 from jaxspec.models.rotary import checked, scaled, theta_of
 from jaxspec.nn.compressed_attention import CompressedSpec
 from jaxspec.nn.compressor import CompressorSpec
@@ -27,7 +27,13 @@ class CompressedRow:
           ConfigError: a layer's kind is unknown, or heads, groups and rotated channels do not fit together.
         """
         heads, head_dim, groups = (read.count(key) for key in ("num_attention_heads", "head_dim", "o_groups"))
-        turned = read.count("qk_rope_head_dim")
+        part = read.get("partial_rotary_factor", default=None)
+        part = None if part is None else int(head_dim * checked_real("partial_rotary_factor", part, most=1.0))
+        turned = read.count("qk_rope_head_dim") if part is None else read.count("qk_rope_head_dim", default=part)
+        if part not in (None, turned) and not read.missing:
+            raise ConfigError(
+                f"config: partial_rotary_factor says that {part} channels of {head_dim} turn, qk_rope_head_dim {turned}"
+            )
         if heads % groups and not read.missing:
             raise ConfigError(f"config: {heads} attention heads cannot lie in o_groups {groups} equal groups")
         if (turned > head_dim or turned % 2) and not read.missing:

@@ -77,9 +77,9 @@ class LatentRow:
         if not self.index_sharing or layer >= count:
             return "full", "full"
         listed = read.get("indexer_types", "index_topk_pattern", default=None)
+        freq = max(read.count("index_topk_freq", default=1, least=0), 1)
+        offset = read.count("index_skip_topk_offset", default=2, least=0)
         if listed is None:
-            freq = max(read.count("index_topk_freq", default=1, least=0), 1)
-            offset = read.count("index_skip_topk_offset", default=2, least=0)
             listed = ["shared" if max(y - offset + 1, 0) % freq else "full" for y in range(count)]
         known = isinstance(listed, list | tuple | str) and all(
             isinstance(kind, str) and kind in KINDS for kind in listed
