@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from jaxspec.serve.llm import LLM
     from jaxspec.serve.request import CompletionOutput, RequestOutput, SamplingParams
 
+__version__ = "0.1.0"
+
 __all__ = [
     "LLM",
     "CapacityError",

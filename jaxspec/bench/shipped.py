@@ -4,20 +4,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.checkpoint.load import read_config
 from jaxspec.checkpoint.model_files import read_json
 from jaxspec.config import shipped
 from jaxspec.errors import ConfigError
+from jaxspec.serve.demo_pair import DEMO, resolve_model
 
 
 def model_config(wanted: str) -> tuple[str, dict[str, Any]]:
-    """Name and published config of a shipped name (``qwen3-30b-a3b``), a ``config.json``, a model directory or hub id.
+    """Name and config of a shipped name (``qwen3-30b-a3b``), a ``config.json``, a directory, hub id, or ``demo``.
 
     Raises:
       ConfigError: there is no such thing, or it is not a JSON object.
     """
-    path = Path(wanted)
+    path = resolve_model(wanted) if wanted == DEMO else Path(wanted)
     if "/" in wanted and not os.path.lexists(path):
         path = resolve_model(wanted, weights=False)
         return wanted.rpartition("/")[2], read_config(path)
@@ -31,4 +31,6 @@ def model_config(wanted: str) -> tuple[str, dict[str, Any]]:
             )
         file = known[wanted.lower()]
     config = read_config(path) if path.is_dir() else read_json(file)
+    if wanted == DEMO:
+        return DEMO, config
     return path.resolve().name if path.is_dir() else file.stem, config

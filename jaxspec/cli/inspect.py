@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -28,16 +28,16 @@ class InspectArgs:
     """What ``jaxspec inspect`` is asked for.
 
     Attributes:
-      path: Model directory in Hugging Face layout, or the id of one on the hub, which is downloaded first; or a
-        config.json alone, whose files are taken as promised; or the directory of a draft head.
+      path: Model directory in Hugging Face layout; the id of one on the hub, which is downloaded first; demo, the
+        packaged model; a config.json alone, whose files are taken as promised; or the directory of a draft head.
       revision: Branch, tag or commit of a hub id; by default the main branch.
       download_dir: Cache of downloads from the hub; by default the hub's own (HF_HOME).
       target: Of a draft head: directory of the model that it drafts for. Says what vLLM and SGLang would make of the
         head's files, and the cure where that is not what it was made for.
       json: Print JSON.
-      dtype: Of weights that are not quantised, and of products.
-      quantization: How weights would lie in memory: auto keeps what is published quantised, none widens it, fp8 and
-        int8 quantise a plain checkpoint.
+      dtype: Of weights that are not quantized, and of activations.
+      quantization: How weights would lie in memory: auto keeps what is published quantized, none dequantizes it,
+        fp8 and int8 quantize a plain checkpoint.
       logit_error: Also load the model both ways and compare logits; goes with --quantization fp8 or int8.
       compiled: Compile the model's programs for a GPU, which need not be there, and show launches, CUDA graphs,
         collectives, memory, copies and spills.
@@ -51,19 +51,27 @@ class InspectArgs:
       topology: Drafted tokens K.
       programs: Which of plain, ngram, mtp and prefill; by default all that the model has.
       xla_only: Compile without our kernels.
-      color: Colours on a terminal.
+      color: Color on a terminal.
     """
+
+    GROUPS: ClassVar = {
+        "weight": ("dtype", "quantization", "logit_error"),
+        "program": (
+            "compiled", "kernels", "gpu", "devices", "mesh", "expert_transport", "rows", "capacity", "topology",
+            "programs", "xla_only",
+        ),
+    }  # fmt: skip
 
     path: Annotated[Path, tyro.conf.Positional]
     revision: str | None = None
     download_dir: Path | None = None
     target: Path | None = None
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
-    logit_error: tyro.conf.FlagCreatePairsOff[bool] = False
-    compiled: tyro.conf.FlagCreatePairsOff[bool] = False
-    kernels: tyro.conf.FlagCreatePairsOff[bool] = False
+    logit_error: bool = False
+    compiled: bool = False
+    kernels: bool = False
     gpu: Literal["h100", "h200"] = "h100"
     devices: tuple[int, ...] = ()
     mesh: str = ""
@@ -72,14 +80,14 @@ class InspectArgs:
     capacity: int = 4096
     topology: int = 3
     programs: tuple[Literal["plain", "ngram", "mtp", "prefill"], ...] = ()
-    xla_only: tyro.conf.FlagCreatePairsOff[bool] = False
+    xla_only: bool = False
     color: bool = True
-    balance: Annotated[BalanceFlags, tyro.conf.arg(name="")] = field(default_factory=BalanceFlags)
+    balance: BalanceFlags = field(default_factory=BalanceFlags)
 
 
 def run(args: InspectArgs) -> int:
     """Prints the survey of a model; returns 1 where loading it would be refused."""
-    from jaxspec.checkpoint.hub import resolve_model
+    from jaxspec.serve.demo_pair import resolve_model
 
     if args.logit_error and (args.quantization not in ("fp8", "int8") or args.path.is_file()):
         raise ConfigError("inspect: --logit-error needs --quantization fp8 or int8, and a directory with weights")

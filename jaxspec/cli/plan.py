@@ -6,9 +6,7 @@ import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxspec.errors import ConfigError
 
@@ -28,7 +26,7 @@ class PlanArgs:
     """What ``jaxspec plan`` is asked for.
 
     Attributes:
-      model: A config.json, a model directory, or a shipped config such as qwen3-30b-a3b. No weights are read.
+      model: A config.json, a model directory, demo, or a shipped config such as qwen3-30b-a3b. No weights are read.
       hardware: Device and how many, for example h200x8; or a record like those in configs/hardware. Not needed with
         --calibration.
       devices: Tabulate these numbers of devices of --hardware instead, each with --batch rows per device (8).
@@ -36,7 +34,7 @@ class PlanArgs:
         spread over all devices.
       drafter: ngram, mtp, eagle, medusa, or the config of a draft model; by default the best of those that the model
         allows.
-      acceptance: Probability that a draft is accepted behind accepted ones (0.7), or the share of passes in which each
+      acceptance: Probability that a draft is accepted after accepted ones (0.7), or the share of passes in which each
         position is accepted, as engines report it (0.9,0.72,0.48); by default published figures of the drafter.
       overlap: Experts that four neighbouring positions touch, as a share of the count under independent routing; by
         default the published range of 0.69 to 1.
@@ -46,13 +44,19 @@ class PlanArgs:
       trees: Choose among small trees, too, where the model can verify them.
       price_per_hour: Of all devices together, in any currency.
       calibration: What jaxspec calibrate wrote for this model; its machine is then planned for.
-      dtype: Of weights that are not quantised.
+      dtype: Of weights that are not quantized.
       quantization: How weights lie in memory, as for generate.
       rules: Hold the usual rules of thumb against this model and machine.
       json: Print JSON.
       plot: File for a picture, .png, .svg or .pdf: speed-up by batch, target efficiency, experts touched.
-      color: Colours on a terminal.
+      color: Color on a terminal.
     """
+
+    GROUPS: ClassVar = {
+        "machine": ("hardware", "devices", "mesh", "price_per_hour", "calibration", "dtype", "quantization"),
+        "speculation": ("drafter", "acceptance", "overlap", "lengths", "trees"),
+        "output": ("rules", "json", "plot", "color"),
+    }
 
     model: str
     hardware: str | None = None
@@ -69,8 +73,8 @@ class PlanArgs:
     calibration: Path | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
-    rules: tyro.conf.FlagCreatePairsOff[bool] = False
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    rules: bool = False
+    json: bool = False
     plot: Path | None = None
     color: bool = True
 

@@ -1,20 +1,12 @@
-"""How far a job, a load or a training is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""How far a job or a training is, on standard error: a bar on a terminal, a line now and then elsewhere."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 if TYPE_CHECKING:
@@ -110,29 +102,6 @@ def figures_of(entry: Mapping[str, float], *, held_out: bool = True) -> str:
         found = ", ".join(f"{name.removesuffix('/acceptance_length')} {value:.2f}" for name, value in lengths.items())
         words.append(f"acceptance length {found}")
     return ", ".join(words)
-
-
-@contextmanager
-def shown_loading() -> Iterator[Callable[[int, int], None] | None]:
-    """Gives what shows (bytes placed, bytes in all) of a loading model, None where no terminal is."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    bar = Bar(*columns, console=console, transient=True)
-    task = bar.add_task("", total=None)
-
-    def show(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
-        if done == total:
-            bar.stop()
-
-    try:
-        yield show
-    finally:
-        bar.stop()
 
 
 def rates(p: "Progress") -> str:

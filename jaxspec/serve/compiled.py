@@ -1,7 +1,7 @@
 """Ahead-of-time executables of one engine: nothing compiles after warm-up, a changed shape is an error."""
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ class Programs:
         plan: StepPlan,
         buckets: tuple[int, ...],
         turns: bool = False,
+        on_compile: Callable[[int, int], None] | None = None,
     ):
         """Compiles.
 
@@ -56,6 +57,7 @@ class Programs:
           plan: static.
           buckets: prefill chunk sizes in tokens, ascending.
           turns: whether rows that speculate also take part in dispatches without drafts, and must be caught up.
+          on_compile: called with (programs compiled, programs in all), first with none.
         """
         mesh = mesh_of(state)
         target, drafters = settle(target, mesh), {k: settle(d, mesh) for k, d in drafters.items()}
@@ -86,10 +88,7 @@ class Programs:
             jobs[f"catch up {size}"] = lambda size=size: _compile(
                 partial(catch_up, size=size), (drafter, state, scalar, scalar, scalar), donate=1
             )
-        # XLA compiles outside the interpreter lock, so two threads halve the wait on two cores.
-        with ThreadPoolExecutor(2) as pool:
-            done = {name: pool.submit(job) for name, job in jobs.items()}
-            self._programs = {name: future.result() for name, future in done.items()}
+        self._programs = _compile_all(jobs, on_compile or (lambda done, total: None))
         self.skipping = {arm for arm, one in drafters.items() if skips(target, one, state, plan)}
 
     def renew(self, params: Params) -> None:
@@ -213,6 +212,21 @@ def _dispatch(plan: StepPlan) -> Callable[..., tuple[DecodeState, Report]]:
         return dispatch(target, drafter, state, limit, eager, least, plan=plan)
 
     return run
+
+
+def _compile_all(jobs: Mapping[str, Callable[[], Any]], on_compile: Callable[[int, int], None]) -> dict[str, Any]:
+    """Compiles by name; an exception, such as an interrupt, does not wait for what has not begun."""
+    # XLA compiles outside the interpreter lock, so two threads halve the wait on two cores.
+    pool = ThreadPoolExecutor(2)
+    try:
+        futures = {name: pool.submit(job) for name, job in jobs.items()}
+        on_compile(0, len(jobs))
+        for done, future in enumerate(as_completed(futures.values()), 1):
+            future.result()
+            on_compile(done, len(jobs))
+        return {name: future.result() for name, future in futures.items()}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _compile(function: Callable[..., Any], args: tuple[Any, ...], donate: int, report: bool = False) -> Any:

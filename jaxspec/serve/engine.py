@@ -39,6 +39,7 @@ from jaxspec.topology import PLAIN, AnyTopology
 
 WARM_ROWS = 8
 PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
+TIMING = "timing speculation lengths"
 REMEMBERED = 64.0  # verifications of one request
 
 
@@ -69,6 +70,9 @@ class EngineSpec:
     survival: tuple[float, ...] = ()
 
 
+OnProgress = Callable[[str, int, int], None]
+
+
 class Engine:
     """Continuous batching over compiled steps."""
 
@@ -80,6 +84,7 @@ class Engine:
         eos: set[int],
         control: Control | None = None,
         budget: VerifyBudget | None = None,
+        on_progress: OnProgress | None = None,
     ):
         """Compiles every program, for the mesh that the target's parameters lie on.
 
@@ -90,6 +95,7 @@ class Engine:
           eos: ids that end a text.
           control: chooses the arm of each dispatch; by default the drafter's own topology, always.
           budget: sets the prices of drafts; None verifies them all.
+          on_progress: called with ("compiling", programs done, programs in all), and before arms are timed.
 
         Raises:
           ConfigError: the mesh does not divide the rows.
@@ -110,13 +116,17 @@ class Engine:
         self._allocate = partial(_allocate, make, target, spec)
         self._begin()
         plan, turns = StepPlan(spec.rule, spec.steps, spec.logprobs, spec.survival), PLAIN in self.control.arms
-        self.programs = Programs(target, drafters, self.state, plan, spec.buckets, turns)
+        told_of_compiling = on_progress and partial(on_progress, "compiling")
+        self.programs = Programs(target, drafters, self.state, plan, spec.buckets, turns, told_of_compiling)
         adaptive = decider(self.control)
         if isinstance(adaptive, Adaptive):
+            tell = on_progress or (lambda stage, done, total: None)
+            tell(TIMING, 0, 0)
             self._random = np.random.default_rng(0)
             told = warm_up(adaptive.arms, self._warm_up, min(spec.rows, WARM_ROWS), spec.steps)
             times = adaptive.times
             times.prior, times.overhead_s = times.prior or told[0], told[1]
+            tell(TIMING, 1, 1)
 
     def _begin(self) -> None:
         """Nothing runs or waits, and nothing is known of requests."""

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxspec.checkpoint.fingerprint import fingerprint
-from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, JaxspecError, RequestError
 from jaxspec.serve.agreed import Follower, open_journal
+from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
 from jaxspec.serve.job_lines import Line, error_record, finished_record, read_line
 from jaxspec.serve.journal import Journal
 from jaxspec.serve.llm import LLM
@@ -140,6 +140,8 @@ def open_job(
 ) -> Iterator[OpenJob]:
     """Opens input and output of a job for whoever runs it; arguments and errors as for ``run_job``."""
     SamplingParams.from_mapping(dict(sampling))
+    model = resolve_model(model)
+    engine = {**engine, "speculative_config": resolve_speculation(engine.get("speculative_config"))}
     file = _open_input(input)
     try:
         _keep_apart(file, output)

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.checkpoint.load import Model
 from jaxspec.checkpoint.text import Text
 from jaxspec.decode.state import Target
@@ -26,8 +25,9 @@ from jaxspec.serve.arguments import buckets_of, capacity_of, check_kinds, check_
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids
+from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
-from jaxspec.serve.engine import Engine, EngineSpec
+from jaxspec.serve.engine import Engine, EngineSpec, OnProgress
 from jaxspec.serve.loading import load_draft, load_prior, load_target
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.output_kinds import handed_out
@@ -55,7 +55,7 @@ class LLM:
 
     Args:
       model: directory in Hugging Face layout, or the id of one on the hub (``Qwen/Qwen3-30B-A3B``), which is downloaded
-        first; or the ``model`` of another ``LLM``, whose dtype, quantisation and kernels then hold here too.
+        first; ``demo``, the packaged model; or the ``model`` of another ``LLM``, whose dtype, quantisation and kernels then hold here too.
       revision: branch, tag or commit of a hub id; by default the main branch.
       download_dir: cache of downloads from the hub, that of a draft model or head included; by default the hub's own.
       speculative_config: vLLM's keys, see ``jaxspec.draft.catalog.parse``; None decodes plainly.
@@ -81,6 +81,8 @@ class LLM:
       expert_placement: file that ``jaxspec inspect --balance --output`` wrote: which devices along ``expert`` hold
         which experts, heavy ones maybe several times. By default equally many, in their order.
       on_load: called while the model loads, with (bytes placed, bytes in all).
+      on_progress: called while the model loads and compiles, with ("loading", bytes placed, bytes in all),
+        ("compiling", programs done, programs in all), and others; (stage, 0, 0) where nobody knows how far it is.
       compile_cache: keeps compiled programs on disk, so that the next start is quick: True for the directory that the
         program or the environment chose for JAX, or ``~/.cache/jaxspec/xla``; a directory; False for no change of
         JAX's settings.
@@ -113,6 +115,7 @@ class LLM:
         expert_transport: str = "auto",
         expert_placement: str | Path | None = None,
         on_load: Callable[[int, int], None] | None = None,
+        on_progress: OnProgress | None = None,
         compile_cache: bool | str | Path = True,
         **vllm: Any,
     ):
@@ -121,7 +124,7 @@ class LLM:
         check_kinds(
             mesh=mesh, quantization=quantization,
             texts={"dtype": dtype, "kernels": kernels, "expert_transport": expert_transport},
-            files={"expert_placement": expert_placement}, calls={"on_load": on_load},
+            files={"expert_placement": expert_placement}, calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
         config, quantization = catalog.parse(speculative_config), "auto" if quantization is None else quantization
         spec = EngineSpec(
@@ -142,7 +145,7 @@ class LLM:
         model = model if isinstance(model, Model) else resolve_model(model, revision, download_dir)
         self.model = load_target(
             model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            placement=expert_placement, rows=spec.rows, on_load=on_load,
+            placement=expert_placement, rows=spec.rows, on_load=_both(on_load, on_progress),
         )  # fmt: skip
         arch = self.model.net.arch
         self.spec = spec = changed(
@@ -152,21 +155,27 @@ class LLM:
         self.eos = end_ids(self.model.config, self.model.generation)
         if len(self.eos) > STOP_PLACES:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
-        self.engine = self._engine(config, quantization, download_dir)
+        self.engine = self._engine(config, quantization, download_dir, on_progress)
         self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
         self.driver, self._teacher = Driver(self.engine, Worker()), jax.jit(partial(_teach, self.model.net))
 
     def _engine(
-        self, config: catalog.SpeculativeConfig, quantization: str, download_dir: str | Path | None
+        self,
+        config: catalog.SpeculativeConfig,
+        quantization: str,
+        download_dir: str | Path | None,
+        on_progress: OnProgress | None,
     ) -> Engine:
         """Loads what drafts, and compiles."""
+        if on_progress is not None and config.model is not None:
+            on_progress("loading the drafter", 0, 0)
         draft = load_draft(config, self.model, quantization, download_dir)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
         control = control_of(config.lengths, load_prior(config, self.model, quantization), config.from_tokens)
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
         target = Target(self.model.params, self.model.net, block)
         budget = budget_of(config.cuts, self.model.net.arch)
-        return Engine(target, drafter, self.spec, self.eos, agreed(control), budget)
+        return Engine(target, drafter, self.spec, self.eos, agreed(control), budget, on_progress)
 
     def beside(self, control: Control) -> LLM:
         """Another ``LLM`` over the same weights and programs, idle, with a KV cache of its own: nothing is compiled.
@@ -369,6 +378,18 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Engine totals since the start, vLLM's names first."""
         return self.driver.call(self.engine.metrics.counters)
+
+
+def _both(on_load: Callable[[int, int], None] | None, on_progress: OnProgress | None) -> Callable[[int, int], None]:
+    """Tells both how much of a model is loaded."""
+
+    def tell(done: int, total: int) -> None:
+        if on_load is not None:
+            on_load(done, total)
+        if on_progress is not None:
+            on_progress("loading", done, total)
+
+    return tell
 
 
 def _teach(net: Transformer, params: Params, token_BT: Array, position_BT: Array) -> Array:

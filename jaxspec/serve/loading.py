@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from jaxspec.checkpoint.fingerprint import digests
 from jaxspec.checkpoint.head_config import is_head
 from jaxspec.checkpoint.heads import load_head
-from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.checkpoint.load import Model, load_model, load_mtp, read_config
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
@@ -25,6 +24,7 @@ from jaxspec.perf.calibration import load_calibration
 from jaxspec.perf.expert_placement import load_placement
 from jaxspec.perf.step_ratios import StepRatios, step_ratios
 from jaxspec.pytree import replace
+from jaxspec.serve.demo_pair import part_of, resolve_model
 from jaxspec.serve.transport import transport_for
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
@@ -97,7 +97,7 @@ def load_draft(
         return load_mtp(target.directory, target.net, quantization=quantization, mesh=mesh)
     if config.model is None:
         return None
-    directory = resolve_model(config.model, config.revision, download_dir)
+    directory = resolve_model(config.model, config.revision, download_dir, part=part_of(config.method))
     if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
         return load_head(directory, target.net.arch, target.net.policy, mesh=mesh)
     if is_head(read_config(directory)):
