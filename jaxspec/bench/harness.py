@@ -95,7 +95,7 @@ class JaxspecLM(TemplateLM):
         texts = [(context + continuation)[-(self.max_length + 1) :] for _, context, continuation in requests]
         results = []
         for (key, _, continuation), scores in zip(requests, self.llm.score(texts), strict=True):
-            tail = scores[-len(continuation) :]
+            tail = [one for one in scores[-len(continuation) :] if one is not None]
             result = (float(sum(one.logprob for one in tail)), all(one.rank == 1 for one in tail))
             results.append(result)
             if key is not None:
