@@ -8,7 +8,12 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxspec.checkpoint.text import Text
 
-CORPUS = ["the cat is in the house . it 's hot , isn't it ?", "    return x\n\n", "Grüße, 漢字 und 🙂🙃 “quoted”", "123 4567"]
+CORPUS = [
+    "the cat is in the house . it 's hot , isn't it ?",
+    "    return x\n\n",
+    "Grüße, 漢字 und 🙂🙃 “quoted”",
+    "123 4567",
+]
 GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 WORDS = ["▁", "▁▁", "▁Paris", "▁is", "▁the", "▁b", "is", *"abcx.", "é", "漢", "ab"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

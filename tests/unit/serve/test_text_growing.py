@@ -24,7 +24,9 @@ def ids_of(draw: st.DrawFn, text: Text, most: int = 24) -> list[int]:
     """Random ids, unknown ones among them, between ids of random texts."""
     size = len(text.tokenizer)
     random = st.lists(st.integers(0, size + 2), max_size=most // 2)
-    written = st.text(LETTERS, max_size=most // 4).map(lambda t: text.tokenizer(t, add_special_tokens=False)["input_ids"])
+    written = st.text(LETTERS, max_size=most // 4).map(
+        lambda t: text.tokenizer(t, add_special_tokens=False)["input_ids"]
+    )
     return [i for part in draw(st.lists(st.one_of(random, written), min_size=1, max_size=3)) for i in part][:most]
 
 
@@ -106,3 +108,175 @@ def brute_force(
             place, stop = min(hits)
             return seen[: place + len(stop) * params.include_stop_str_in_output], stop, ids[:n]
     return wanted(text, prompt, ids), None, ids
+
+
+def ids(text: Text, *words: str) -> list[int]:
+    found = text.tokenizer.convert_tokens_to_ids([*words])
+    assert text.tokenizer.unk_token_id not in found
+    return found
+
+
+FALLBACK = ALL["byte_fallback"]()
+
+
+def grown(words: list[str], prompt: list[str], **settings: object) -> list[tuple[str, str]]:
+    """What is shown and what is whole after each token; the stop string at last, if any."""
+    growing, out = Growing(FALLBACK, SamplingParams(**settings), ids(FALLBACK, *prompt)), []  # pyright: ignore[reportArgumentType]
+    for token in ids(FALLBACK, *words):
+        stop = growing.add(token)
+        out.append((growing.text, growing.whole))
+        if stop is not None:
+            return [*out, (stop, "stops")]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt", "wanted"),
+    [
+        # A byte that does not fit spoils the bytes before it, as it does in decode.
+        (["<0x0A>", "<0xE2>", "a"], ["a"], [("", "\n"), ("", "\ufffd\ufffd"), ("\ufffd\ufffda", "\ufffd\ufffda")]),
+        (["<0xE2>", "<0x82>", "<0xAC>", "a"], ["a"], [("", "\ufffd"), ("", "\ufffd\ufffd"), ("", "€"), ("€a", "€a")]),
+        # Spaces belong to the text wherever something comes before them.
+        (["▁Paris", "▁is"], ["▁the"], [(" Paris", " Paris"), (" Paris is", " Paris is")]),
+        (["▁▁", "a"], ["▁the"], [("  ", "  "), ("  a", "  a")]),
+        (["▁the"], ["<s>"], [("the", "the")]),
+        # A prompt that ends within a character: all from the first character that became another.
+        (["<0x82>", "<0xAC>", "a"], ["b", "<0xE2>"], [("", "\ufffd"), ("", "€"), ("€a", "€a")]),
+        (["<0xE2>", "a"], ["b", "<0x0A>"], [("", "\ufffd\ufffd"), ("\ufffd\ufffda", "\ufffd\ufffda")]),
+    ],
+)
+def test_bytes_and_spaces_of_a_sentencepiece_vocabulary(words: list[str], prompt: list[str], wanted: list):
+    assert grown(words, prompt) == wanted
+
+
+def test_a_character_may_come_in_four_tokens():
+    text = ALL["byte_level"]()
+    emoji = text.tokenizer("🙃🙂", add_special_tokens=False)["input_ids"]
+    growing = Growing(text, SamplingParams(), text.encode("a"))
+    assert len(emoji) > 2
+    seen = []
+    for token in emoji:
+        growing.add(token)
+        seen.append(growing.text)
+    assert seen[0] == ""
+    assert growing.whole == "🙃🙂"
+    assert growing.text == "🙃🙂"
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    params = SamplingParams(stop=["ab.", "b.c", "xx"], max_tokens=7)
+    text = ALL["gemma_like"]()
+    sample = sample_of(text, ids(text, "▁the"), params)
+    assert run(sample, ids(text, "c", "a", "b", "a", "b", ".", "c")) == ["c", "c", "c", "cab", "cab", "cab"]
+    assert (sample.completion.stop_reason, sample.completion.finish_reason) == ("ab.", "stop")
+    shown = run(sample_of(text, [], changed(params, include_stop_str_in_output=True)), ids(text, "c", "a", "b", "."))
+    assert shown == ["c", "ca", "cab", "cab."]
+    assert run(sample_of(text, [], changed(params, max_tokens=2)), ids(text, "c", "a")) == ["c", "ca"]
+
+
+def changed(params: SamplingParams, **settings: object) -> SamplingParams:
+    return SamplingParams(**{**vars(params), **settings})
+
+
+def test_no_stop_string_ends_within_the_least_tokens():
+    text = ALL["gemma_like"]()
+    for words, end in ((["ab", "c", "ab", "c"], "ab"), (["<0x0A>", "<0xE2>", "<0x82>", "<0xAC>", "a"], "\n")):
+        params = SamplingParams(stop=[end], min_tokens=2, max_tokens=len(words))
+        sample = sample_of(text, ids(text, "a"), params)
+        run(sample, ids(text, *words))
+        assert sample.completion.text == ("abc" if end == "ab" else "\n€a")
+        assert sample.completion.finish_reason == ("stop" if end == "ab" else "length")
+
+
+# As vLLM: the token that ends a text is not part of it, unless that is asked for.
+@pytest.mark.parametrize(
+    ("settings", "text", "reason"),
+    [
+        ({}, " Paris is", None),
+        ({"skip_special_tokens": False}, " Paris<s> is", None),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, " Paris<s> is</s>", None),
+        ({"stop_token_ids": [ids(FALLBACK, "▁is")[0]]}, " Paris", ids(FALLBACK, "▁is")[0]),
+        ({"stop_token_ids": ids(FALLBACK, "▁is"), "include_stop_str_in_output": True}, " Paris is", "id"),
+        ({"stop": ["<s>"]}, " Paris", "<s>"),
+        ({"stop": ["<s>"], "include_stop_str_in_output": True}, " Paris<s>", "<s>"),
+        ({"stop": ["<s>"], "skip_special_tokens": False}, " Paris", "<s>"),
+        ({"stop": ["s<s> "], "skip_special_tokens": False}, " Pari", "s<s> "),
+        ({"stop": ["<s>"], "min_tokens": 2}, " Paris is", None),
+        ({"ignore_eos": True}, " Paris is b", None),
+    ],
+)
+def test_the_token_that_ends_a_text(settings: dict, text: str, reason: object):
+    sample = sample_of(FALLBACK, ids(FALLBACK, "▁the"), SamplingParams(max_tokens=5, **settings))
+    words = ids(FALLBACK, "▁Paris", "<s>", "▁is", "</s>", "▁b")
+    run(sample, words, [5], eos=set(ids(FALLBACK, "</s>")))
+    c = sample.completion
+    assert (c.text, c.stop_reason) == (text, ids(FALLBACK, "▁is")[0] if reason == "id" else reason)
+    assert c.finish_reason == ("length" if settings.get("ignore_eos") else "stop")
+    assert c.token_ids == words[: len(c.token_ids)]
+    if c.stop_reason is None and c.finish_reason == "stop":
+        assert c.token_ids == words[:4], "the id stays"
+
+
+def test_a_special_token_within_a_stop_string_is_refused():
+    with pytest.raises(RequestError, match=r"stop: 'b</s>' has the special token '</s>' .*stop_token_ids"):
+        Growing(FALLBACK, SamplingParams(stop=["b</s>"]))
+    Growing(FALLBACK, SamplingParams(stop=["b</s>"], skip_special_tokens=False))
+
+
+def test_log_probabilities_say_their_tokens():
+    sample = sample_of(FALLBACK, ids(FALLBACK, "▁the"), SamplingParams(max_tokens=2, logprobs=2))
+    some, other = ids(FALLBACK, "▁is", "<0xE2>")
+    entries = [{some: Logprob(-1.0, 1), other: Logprob(-2.0, 2)}, {other: Logprob(-1.0, 1), 10**6: Logprob(-3.0, 2)}]
+    sample.take(np.asarray([some, other]), 0, entries, set())
+    assert [[p.decoded_token for p in entry.values()] for entry in entries] == [[" is", "\ufffd"], ["\ufffd", None]]
+
+
+def test_without_a_tokenizer_there_is_no_text():
+    sample = sample_of(None, [1], SamplingParams(max_tokens=2))  # pyright: ignore[reportArgumentType]
+    assert run(sample, [1, 2]) == ["", ""]
+    assert sample.completion.finish_reason == "length"
+
+
+def test_each_layout_is_known():
+    kinds = {"byte_level": ByteText, "tiktoken_like": ByteText, "word_ends": DecodedText}
+    for name, make in ALL.items():
+        assert type(detokenizer(make(), True)) is kinds.get(name, PieceText), name
+
+
+class Counted(Text):
+    """Counts the ids that are decoded."""
+
+    decoded = 0
+
+    def decode(self, ids, skip_special_tokens=True):
+        self.decoded += len(ids)
+        return super().decode(ids, skip_special_tokens)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_layouts_decode_nothing_twice(name: str):
+    text = Counted(KNOWN[name]().tokenizer)
+    growing = Growing(text, SamplingParams(), [3] * 1000)
+    for token in range(200):
+        growing.add(token % 9 + 1)
+    assert growing.text
+    assert text.decoded == 0
+
+
+def test_a_tokenizer_in_python_is_decoded_each_time():
+    text = Text(ByT5Tokenizer())
+    prompt, said = text.encode("the")[:-1], text.encode("Grüße 🙂, and more words")
+    sample = sample_of(text, prompt, SamplingParams(max_tokens=len(said)))
+    texts = run(sample, said)
+    assert texts[-1] == "Grüße 🙂, and more words"
+    assert texts[20].startswith("Grüße")
+    assert all(b.startswith(a) for a, b in pairwise(texts))
+
+
+def test_a_tokenizer_that_cannot_decode_is_a_request_error():
+    class Broken(ByT5Tokenizer):
+        def convert_tokens_to_string(self, tokens):
+            raise KeyError("no such token")
+
+    with pytest.raises(RequestError, match="text: the tokenizer cannot decode what was generated .*no such token"):
+        Growing(Text(Broken()), SamplingParams(), [5]).add(6)
