@@ -20,7 +20,7 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def fast(tokenizer: Tokenizer, end: str = "</s>", **names: str) -> Text:
-    tokenizer.add_special_tokens([AddedToken(end, normalized=False), AddedToken("<｜tool｜>", normalized=False)])
+    tokenizer.add_special_tokens([AddedToken(end, normalized=False), AddedToken("<“tool”>", normalized=False)])
     tokenizer.add_tokens([AddedToken("<think> ", normalized=False), AddedToken("漢漢", normalized=False)])
     return Text(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, **names))
 
