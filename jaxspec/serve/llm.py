@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.conversation import conversations
 from jaxspec.checkpoint.load import Model
 from jaxspec.checkpoint.text import Text
 from jaxspec.decode.state import Target
@@ -170,18 +171,31 @@ class LLM:
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the assistant's answer to one conversation or to several.
+        """Generates the assistant's answer to one conversation or to several; an empty list of them has none.
 
         Args:
           messages: one conversation, or a list of them.
           sampling_params: one for all, or one per conversation.
+          chat_template: Jinja template in place of the published one.
+          add_generation_prompt: starts the assistant's answer; by default unless the final message is continued.
+          continue_final_message: goes on with the last message instead.
+          tools: functions that the model may call, for templates that write them.
           chat_template_kwargs: settings that the model's template knows, such as ``enable_thinking``.
+
+        Raises:
+          RequestError: a conversation or its settings are not acceptable; nothing has been generated then.
         """
-        talks: Any = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [{"messages": talk, "chat_template_kwargs": chat_template_kwargs} for talk in talks]
-        return self.generate(prompts, sampling_params)
+        options = {
+            "chat_template": chat_template, "add_generation_prompt": add_generation_prompt, "tools": tools,
+            "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
+        }  # fmt: skip
+        return self.generate([{"messages": talk, **options} for talk in conversations(messages)], sampling_params)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, steps: int = 1

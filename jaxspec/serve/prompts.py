@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.checkpoint.load import Model
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text import CHAT_KEYS, Text
 from jaxspec.errors import RequestError
 from jaxspec.serve.defaults import sampling_defaults
 from jaxspec.serve.request import SamplingParams
@@ -102,8 +102,8 @@ class Prompts:
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), self.check_ids(prompt["prompt_token_ids"])
             if "messages" in prompt:
-                options = prompt.get("chat_template_kwargs")
-                return None, self.check_ids(self._tokenizer().encode_chat(prompt["messages"], options))
+                text = self._tokenizer().write_chat(**{key: prompt[key] for key in CHAT_KEYS if key in prompt})
+                return text, self.check_ids(self._tokenizer().encode(text, add_special_tokens=False))
             if "prompt" not in prompt:
                 raise RequestError(f'prompt: needs "prompt", "messages" or "prompt_token_ids", got {sorted(prompt)}')
             prompt = prompt["prompt"]
