@@ -71,12 +71,14 @@ class GenerateArgs:
         {"prompt_token_ids": [...]} with settings inline, or lines of OpenAI's Batch API.
       output: File that gets one line per request in the order of completion, - for standard output. The
         same command started again after a crash goes on where it ended.
+      retry_failed: Run the lines of --input again whose record in --output is an error.
     """
 
     prompt: str | None = None
     chat: tyro.conf.FlagCreatePairsOff[bool] = False
     input: str | None = None
     output: str | None = None
+    retry_failed: tyro.conf.FlagCreatePairsOff[bool] = False
     engine: Annotated[EngineFlags, tyro.conf.arg(name="")] = field(default_factory=EngineFlags)
     hosts: Annotated[HostFlags, tyro.conf.arg(name="")] = field(default_factory=HostFlags)
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)
@@ -91,6 +93,8 @@ def run(args: GenerateArgs) -> int:
             raise ConfigError("generate: several processes share a file of requests; give --input and --output")
         if args.output is not None:
             raise ConfigError("generate: --output goes with --input; --prompt prints its text")
+        if args.retry_failed:
+            raise ConfigError("generate: --retry-failed goes with --input and --output")
         return _prompt(args, args.prompt)
     if args.output is None or args.chat:
         raise ConfigError(
@@ -141,7 +145,8 @@ def _job(args: GenerateArgs, source: str, target: str) -> int:
         with ShownProgress() if talks else nullcontext(lambda progress: None) as watch:
             progress = run_job(
                 args.engine.directory(), source, target,
-                engine=args.engine.keywords(), sampling=args.sampling.given(), watch=watch, load=load,
+                engine=args.engine.keywords(), sampling=args.sampling.given(),
+                retry_failed=args.retry_failed, watch=watch, load=load,
             )  # fmt: skip
         return _conclude(progress, target) if talks else _status(progress)
 
@@ -161,7 +166,8 @@ def _conclude(p: "Progress", target: str) -> int:
     else:
         sys.stderr.write(f"jaxspec: {p.done} requests in {target}, {p.time_s:.1f} s, {rates(p)}\n")
     if p.failed:
-        sys.stderr.write(f'jaxspec: {p.failed} of {p.total} requests failed; their records have an "error"\n')
+        again = "; --retry-failed runs them again" if target != "-" else ""
+        sys.stderr.write(f'jaxspec: {p.failed} of {p.total} requests failed; their records have an "error"{again}\n')
     return _status(p)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
@@ -15,7 +14,7 @@ import numpy as np
 
 from jaxspec.cache.pages import PageAllocator
 from jaxspec.decode.state import Target, init_sampling, init_state
-from jaxspec.decode.step import Report, StepPlan
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.deferred import KEPT, Deferred
 from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter
@@ -23,18 +22,19 @@ from jaxspec.pytree import replace
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.agreed import decider
 from jaxspec.serve.budget import VerifyBudget
+from jaxspec.serve.collect import Collected, Reading, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
-from jaxspec.serve.request import Logprob, RequestOutput
-from jaxspec.serve.rows import Sample
+from jaxspec.serve.request import RequestOutput
+from jaxspec.serve.rows import STOP_PLACES, Sample
+from jaxspec.serve.scheduler import Scheduler
 from jaxspec.serve.survival import RequestSurvival
 from jaxspec.serve.warm_up import warm_up
 from jaxspec.sharding import hosts
 from jaxspec.sharding.placement import allocate, mesh_of, row_axes, state_rules
 from jaxspec.topology import PLAIN, AnyTopology
 
-STOP_PLACES = 16
 WARM_ROWS = 8
 PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
 REMEMBERED = 64.0  # verifications of one request
@@ -119,10 +119,9 @@ class Engine:
     def _begin(self) -> None:
         """Nothing runs or waits, and nothing is known of requests."""
         self.state = self._allocate()
-        self.pool = PageAllocator(self.spec.pages, self.spec.page) if self.spec.pages else None
+        pool = PageAllocator(self.spec.pages, self.spec.page) if self.spec.pages else None
+        self.scheduler = Scheduler(self.spec.rows, pool, self.slack)
         self.metrics = EngineMetrics(self.depth)
-        self.waiting: deque[Sample] = deque()
-        self.rows: list[Sample | None] = [None] * self.spec.rows
         self.survival = RequestSurvival(self.spec.rows, self.depth, REMEMBERED)
 
     def beside(self, control: Control) -> Engine:
@@ -142,7 +141,7 @@ class Engine:
             # Nothing but the prompt's tokens: only what is repeated has a match, and is verified.
             presence_B=np.full(1, -1e4 if repeats else 0.0, np.float32),
         )  # fmt: skip
-        table = None if self.pool is None else np.zeros(self.state.table_BJ.shape[1], np.int32)  # pyright: ignore[reportOptionalMemberAccess]
+        table = None if self.state.table_BJ is None else np.zeros(self.state.table_BJ.shape[1], np.int32)
         for row in rows:
             vocab = self.programs.target.net.arch.vocab_size
             drawn_X = self._random.integers(0, vocab, len(PAIRS)).astype(np.int32)
@@ -152,27 +151,32 @@ class Engine:
         jax.block_until_ready(self.state.length_B)
         began = time.monotonic()
         self.state, report = self.programs.dispatch(self.state, most, False, arm)
-        packed_BX = np.asarray(report.packed_BX)
+        reading = Reading.of(report, arm, arm in self.programs.skipping)
         # Process 0's time, for all: the number of rounds, and so of programs that exchange, depends on it.
-        step_s = float(hosts.agreed(np.float32((time.monotonic() - began) / max(packed_BX[0, -1], 1))))
-        skipped_X, _ = self._skipped(packed_BX, arm)
+        step_s = float(hosts.agreed(np.float32((time.monotonic() - began) / max(reading.steps, 1))))
         for row in rows:
             self.state = self.programs.retire(self.state, row)
-        return step_s, 1.0 - float(np.mean(skipped_X))
-
-    def _skipped(self, packed_BX: np.ndarray, arm: AnyTopology) -> tuple[np.ndarray, np.ndarray]:
-        """Which steps of a dispatch verified nothing for want of drafts, and how many drafts each row had in each.
-
-        Drafts that were not verified are below zero.
-        """
-        steps, width = packed_BX[0, -1], arm.max_depth + 3
-        drafted_BX = packed_BX[:, width - 1 : -3 : width][:, :steps]
-        return (drafted_BX.max(axis=0) <= 0) & (arm in self.programs.skipping), drafted_BX
+        return step_s, 1.0 - float(np.mean(reading.skipped_X))
 
     @property
     def busy(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self.waiting) or any(self.rows)
+        return self.scheduler.busy
+
+    @property
+    def waiting(self) -> Sequence[Sample]:
+        """Samples without a row, the oldest first."""
+        return self.scheduler.waiting
+
+    @property
+    def rows(self) -> list[Sample | None]:
+        """Sample in each row."""
+        return self.scheduler.rows
+
+    @property
+    def pool(self) -> PageAllocator | None:
+        """Pages that all rows share, None where each row has its own."""
+        return self.scheduler.pool
 
     def add(self, samples: list[Sample]) -> None:
         """Queues the samples of one request.
@@ -180,75 +184,52 @@ class Engine:
         Raises:
           CapacityError: the page pool could never hold one of them; nothing is queued then.
         """
-        if self.pool is not None:
-            for sample in samples:
-                self.pool.check(sample.max_length + self.slack)
-        self.waiting.extend(samples)
+        self.scheduler.add(samples)
 
     def abort(self, samples: list[Sample] | None = None) -> None:
         """Forgets these samples (None: all), whether they wait or run; the others go on."""
         if samples is None:
             samples = [*self.waiting, *filter(None, self.rows)]
-        gone = {id(sample) for sample in samples}
-        self.waiting = deque(sample for sample in self.waiting if id(sample) not in gone)
-        for row, sample in enumerate(self.rows):
-            if sample is not None and id(sample) in gone:
-                self._free(row, sample)
+        for row in self.scheduler.withdraw(samples):
+            self._free(row)
 
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Admits what fits, runs one dispatch, and returns the requests that it moved forward."""
         read = self._admit()
-        running = [sample for sample in self.rows if sample is not None]
+        running = len(self.scheduler.running)
         if not running:
             return []
         asked = time.monotonic()
-        decision, began = self._decide(len(running), steps), time.monotonic()
+        decision, began = self._decide(running, steps), time.monotonic()
         self._catch_up(decision.length)
-        self._price(decision.length, len(running))
+        self._price(decision.length, running)
         ready = time.monotonic()
         self.state, report = self.programs.dispatch(
             self.state, steps or self.spec.steps, bool(self.waiting), decision.arm, decision.least
         )
-        self.control.ahead(decision, len(running), self.survival)
-        packed = np.asarray(jax.device_get(report.packed_BX))
+        self.control.ahead(decision, running, self.survival)
+        reading = Reading.of(report, decision.arm, decision.arm in self.programs.skipping)
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
-        steps_done, skipped_tokens = int(packed[0, -1]), 0
-        skipped_X, drafted_BX = self._skipped(packed, decision.arm)
-        counts_BX = packed[:, decision.length + 1 : -3 : decision.length + 3][:, :steps_done]
-        often_none = decision.arm in self.programs.skipping
-        moved: dict[int, RequestOutput] = {}
-        accepted: dict[int, list[int]] = {}
-        by_row: dict[int, list[int]] = {}
-        for row, sample in enumerate(self.rows):
-            if sample is not None:
-                moved[id(sample.output)] = sample.output
-                tried = sample.tried(decision.length)
-                took = self._take(row, sample, packed[row], report, decision.length, tried)
-                had = zip(took, drafted_BX[row] > 0, strict=False)
-                by_row[row] = [count for count, some in had if some] if often_none else took
-                skipped_tokens += len(took) - len(by_row[row])
-                accepted.setdefault(tried, []).extend(by_row[row])
-                if sample.completion.finish_reason is not None:
-                    self._finish(row, sample)
-        self.survival.add(decision.length, by_row)
-        touched = () if report.touched_K is None else tuple(np.asarray(report.touched_K) / max(steps_done, 1))
-        outcome = Outcome(
-            len(running), steps_done, done - ready, accepted, ready - began, touched,
-            drafted=float(drafted_BX.clip(0).sum() / max(steps_done, 1)),
-            deepest=float(drafted_BX.clip(0).max(axis=0).sum() / max(steps_done, 1)),
-            skipped=int(skipped_X.sum()), skipped_tokens=skipped_tokens,
-            found=tuple((drafted_BX != 0).sum(axis=0).tolist()) if often_none else (),
-            active=float((counts_BX > 0).sum() / max(steps_done, 1)), read=read,
-        )  # fmt: skip
+        taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
+        for row, sample in taken.ended:
+            self._finish(row, sample)
+        self.survival.add(decision.length, taken.by_row)
+        outcome = outcome_of(reading, taken, running, time_s=done - ready, lost_s=ready - began, read=read)
+        self._record(decision, reading, taken, outcome, began - asked)
+        return list(taken.moved.values())
+
+    def _record(
+        self, decision: Decision, reading: Reading, taken: Collected, outcome: Outcome, deciding_s: float
+    ) -> None:
+        """Takes note of what came of a decision that took so long."""
         told = time.monotonic()
         self.control.record(decision, outcome)
-        self.metrics.deciding_time_s += began - asked + time.monotonic() - told
+        self.metrics.deciding_time_s += deciding_s + time.monotonic() - told
         self.metrics.dispatched(decision, outcome)
-        if self.budget is not None and report.outcome_HMC is not None:
-            self.budget.record(decision.length, outcome, np.asarray(report.outcome_HMC))
+        if self.budget is not None and reading.report.outcome_HMC is not None:
+            self.budget.record(decision.length, outcome, np.asarray(reading.report.outcome_HMC))
             self.metrics.draft_prices_s = self.budget.prices_s
-        return list(moved.values())
 
     def _decide(self, rows: int, steps: int | None) -> Decision:
         """Arm of the next dispatch; rows that want no drafts take part in it, too, and gain nothing."""
@@ -289,70 +270,30 @@ class Engine:
         return read
 
     def _admit_what_fits(self) -> None:
-        for row, held in enumerate(self.rows):
-            if held is not None or not self.waiting:
-                continue
-            sample = self.waiting[0]
-            table = None
-            if self.pool is not None:
-                pages = self.pool.allocate(sample.max_length + self.slack)
-                if pages is None:
-                    return  # the oldest request goes first; the others wait behind it
-                sample.pages = pages
-                table = np.zeros(self.state.table_BJ.shape[1], np.int32)  # pyright: ignore[reportOptionalMemberAccess]
-                table[: len(pages)] = pages
-            self.waiting.popleft()
+        for row, sample in self.scheduler.place():
+            width = 0 if self.state.table_BJ is None else self.state.table_BJ.shape[1]
+            table = self.scheduler.table(sample, width)
             stop_ids = sorted(
                 ({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or [])
             )
             sampling = sample.sampling(stop_ids, STOP_PLACES, self.depth)
             state = self.programs.prefill(self.state, row, sample.prompt, table)
             self.state = self.programs.admit(state, row, sample.prompt, sampling, table)
-            self.rows[row] = sample
             sample.observed = sample.length
             self.survival.enter(row, sample.params.draft_limit, sample.params.kind)
             self.metrics.prompt_tokens += len(sample.output.prompt_token_ids)
 
-    def _take(self, row: int, sample: Sample, packed: np.ndarray, report: Report, length: int, tried: int) -> list[int]:
-        """Hands the tokens of a dispatch to a sample, step by step.
-
-        Returns:
-          What each verification accepted of the drafts that were tried, but for a last one that was cut short.
-        """
-        depth = length + 1
-        width, counts = depth + 2, []
-        for index in range(int(packed[-1])):
-            entry = packed[index * width : (index + 1) * width]
-            count, drafted = int(entry[depth]), max(int(entry[depth + 1]), 0)
-            if count == 0:
-                break
-            logprobs = None
-            if sample.params.logprobs is not None:
-                logprobs = _logprobs(report, row, index * depth, entry[:count], sample.params.logprobs)
-            self.metrics.cut_drafts += tried - drafted if self.budget else 0
-            before = sample.output.metrics.num_accepted_tokens
-            ended = sample.take(entry[:count], drafted, logprobs, self.eos)
-            self.metrics.add(drafted, sample.output.metrics.num_accepted_tokens - before, sample.completion)
-            if ended:
-                break
-            counts.append(count - 1)
-        if length:
-            sample.observed = sample.length
-        return counts
-
     def _finish(self, row: int, sample: Sample) -> None:
-        self._free(row, sample)
+        self._free(row)
         if all(c.finish_reason for c in sample.output.outputs):
             sample.output.finished = True
             sample.output.time_s["total"] = time.monotonic() - sample.arrived
             self.metrics.requests += 1
 
-    def _free(self, row: int, sample: Sample) -> None:
-        self.rows[row] = None
+    def _free(self, row: int) -> None:
+        self.scheduler.free(row)
         self.survival.leave(row)
         self.state = self.programs.retire(self.state, row)
-        if self.pool is not None:
-            self.pool.release(sample.pages)
 
 
 def arms(drafter: Drafter, wanted: Sequence[AnyTopology]) -> dict[AnyTopology, Drafter]:
@@ -379,20 +320,3 @@ def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]
         return {}
     over = row_axes(policy.mesh, spec.rows, policy.transport != "sum")
     return state_rules(over, own_pages=not spec.pages and policy.depth == "unrolled")
-
-
-def _logprobs(report: Report, row: int, first: int, tokens: np.ndarray, most: int) -> list[dict[int, Logprob]]:
-    """Log-probabilities of one verification's tokens: the sampled one and the ``most`` best."""
-    # Sliced on the host: a slice on the device would compile a program for each length.
-    values = np.asarray(report.logprob_BXL)[row, first : first + len(tokens)]
-    ids = np.asarray(report.top_BXL)[row, first : first + len(tokens)]
-    found = []
-    for token, value, top in zip(tokens.tolist(), values, ids, strict=True):
-        entry = {
-            int(i): Logprob(float(v), r + 1)
-            for r, (i, v) in enumerate(zip(top[1:], value[1:], strict=True))
-            if r < most
-        }
-        entry.setdefault(token, Logprob(float(value[0]), int(top[0])))
-        found.append(entry)
-    return found

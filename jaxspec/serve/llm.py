@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.conversation import conversations
 from jaxspec.checkpoint.load import Model
 from jaxspec.checkpoint.text import Text
 from jaxspec.decode.state import Target
@@ -22,16 +23,15 @@ from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
-from jaxspec.serve.defaults import end_ids, sampling_defaults
-from jaxspec.serve.engine import STOP_PLACES, Engine, EngineSpec
+from jaxspec.serve.defaults import end_ids
+from jaxspec.serve.engine import Engine, EngineSpec
 from jaxspec.serve.loading import load_draft, load_prior, load_target
 from jaxspec.serve.metrics import Metric
+from jaxspec.serve.prompts import Prompt, Prompts
 from jaxspec.serve.request import RequestOutput, SamplingParams
-from jaxspec.serve.rows import Sample, new_samples
-from jaxspec.serve.text import Growing
+from jaxspec.serve.rows import STOP_PLACES, Sample
 from jaxspec.shapes import Params
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 DEFAULT_CAPACITY = 8192
 BLOCK = 128
 
@@ -109,7 +109,7 @@ class LLM:
         self.eos = end_ids(self.model.config, self.model.generation)
         if len(self.eos) > STOP_PLACES:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
-        self.seed, self.max_logprobs, self._number = seed, min(max_logprobs, arch.vocab_size), 0
+        self.seed, self.max_logprobs = seed, min(max_logprobs, arch.vocab_size)
         draft = load_draft(config, self.model, quantization)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
         control = control_of(config.lengths, load_prior(config, self.model, quantization), config.from_tokens)
@@ -127,6 +127,7 @@ class LLM:
         )
         target, budget = Target(self.model.params, self.model.net, block), budget_of(config.cuts, arch)
         self.engine = Engine(target, drafter, self.spec, self.eos, agreed(control), budget)
+        self.prompts = Prompts(self.model, self.text, self.spec, self.eos, seed, self.engine.depth)
 
     def beside(self, control: Control) -> LLM:
         """Another ``LLM`` over the same weights and programs, idle, with a KV cache of its own: nothing is compiled.
@@ -141,13 +142,13 @@ class LLM:
         if missing := [arm.name for arm in control.arms if arm not in known]:
             raise ConfigError(f"beside: arms {missing} are not compiled; there are {[arm.name for arm in known]}")
         other = copy.copy(self)
-        other.engine = self.engine.beside(control)
+        other.engine, other.prompts = self.engine.beside(control), copy.copy(self.prompts)
         return other
 
     @property
     def default_sampling_params(self) -> SamplingParams:
         """What the model's ``generation_config.json`` recommends."""
-        return sampling_defaults(self.model.generation)
+        return self.prompts.defaults
 
     def generate(
         self,
@@ -163,34 +164,44 @@ class LLM:
         Raises:
           RequestError: a prompt or its parameters are not acceptable; nothing has been generated then.
         """
-        many = _as_list(prompts)
-        return self._run(
-            [self._request(p, s) for p, s in zip(many, self._params(sampling_params, len(many)), strict=True)]
-        )
+        return self._run(self.prompts.requests(prompts, sampling_params))
 
     def chat(
         self,
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the assistant's answer to one conversation or to several.
+        """Generates the assistant's answer to one conversation or to several; an empty list of them has none.
 
         Args:
           messages: one conversation, or a list of them.
           sampling_params: one for all, or one per conversation.
+          chat_template: Jinja template in place of the published one.
+          add_generation_prompt: starts the assistant's answer; by default unless the final message is continued.
+          continue_final_message: goes on with the last message instead.
+          tools: functions that the model may call, for templates that write them.
           chat_template_kwargs: settings that the model's template knows, such as ``enable_thinking``.
+
+        Raises:
+          RequestError: a conversation or its settings are not acceptable; nothing has been generated then.
         """
-        talks: Any = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [{"messages": talk, "chat_template_kwargs": chat_template_kwargs} for talk in talks]
-        return self.generate(prompts, sampling_params)
+        options = {
+            "chat_template": chat_template, "add_generation_prompt": add_generation_prompt, "tools": tools,
+            "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
+        }  # fmt: skip
+        return self.generate([{"messages": talk, **options} for talk in conversations(messages)], sampling_params)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, steps: int = 1
     ) -> Iterator[RequestOutput]:
         """Yields the same growing output after every ``steps`` verification steps."""
-        samples = self._request(prompt, self._params(sampling_params, 1)[0])
+        samples = self.prompts.request(prompt, sampling_params)
         self.engine.add(samples)
         output = samples[0].output
         try:
@@ -219,7 +230,7 @@ class LLM:
         Raises:
           RequestError, CapacityError: the request is not acceptable; nothing has been queued then.
         """
-        samples = self._request(prompt, self._params(sampling_params, 1)[0], request_id, number)
+        samples = self.prompts.request(prompt, sampling_params, request_id, number)
         self.engine.add(samples)
         return samples[0].output
 
@@ -229,7 +240,7 @@ class LLM:
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1."""
-        ids = self._check_ids(list(token_ids))
+        ids = self.prompts.check_ids(list(token_ids))
         if len(ids) > self.capacity:
             raise RequestError(f"logits: {len(ids)} tokens, the capacity is {self.capacity}; raise max_model_len")
         size = -(-len(ids) // 64) * 64
@@ -269,82 +280,6 @@ class LLM:
             self.engine.abort([sample for samples in requests for sample in samples])
         return [samples[0].output for samples in requests]
 
-    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [given or self.default_sampling_params] * count
-        if len(given) != count:
-            raise RequestError(f"sampling_params: {len(given)} for {count} prompts; give one, or one per prompt")
-        return list(given)
-
-    def _request(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, number: int | None = None
-    ) -> list[Sample]:
-        text, ids = self._encode(prompt)
-        self._check_params(params)
-        if len(ids) >= self.capacity:
-            raise RequestError(
-                f"prompt: {len(ids)} tokens leave no room within {self.capacity}; shorten it or raise max_model_len"
-            )
-        if params.min_tokens and len(ids) + params.min_tokens > self.capacity:
-            raise RequestError(
-                f"min_tokens: {params.min_tokens} behind {len(ids)} prompt tokens exceed {self.capacity}"
-            )
-        arrival, self._number = self._number, self._number + 1
-        number = arrival if number is None else number
-        return new_samples(
-            request_id or str(number), text, ids, params, lambda p: Growing(self.text, p, ids),
-            engine_seed=self.seed, number=number, capacity=self.capacity,
-            draft_length=self.engine.depth,
-        )  # fmt: skip
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), self._check_ids(prompt["prompt_token_ids"])
-            if "messages" in prompt:
-                options = prompt.get("chat_template_kwargs")
-                return None, self._check_ids(self._tokenizer().encode_chat(prompt["messages"], options))
-            if "prompt" not in prompt:
-                raise RequestError(f'prompt: needs "prompt", "messages" or "prompt_token_ids", got {sorted(prompt)}')
-            prompt = prompt["prompt"]
-        if isinstance(prompt, str):
-            return prompt, self._check_ids(self._tokenizer().encode(prompt))
-        return None, self._check_ids(prompt)
-
-    def _tokenizer(self) -> Text:
-        if self.text is None:
-            raise RequestError(f"prompt: {self.model.directory} has no tokenizer; give prompt_token_ids")
-        return self.text
-
-    def _check_ids(self, ids: Any) -> list[int]:
-        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str) or len(ids) == 0:
-            raise RequestError(f"prompt: at least one token is needed, got {ids!r}")
-        vocab = self.model.net.arch.vocab_size
-        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab]
-        if wrong:
-            raise RequestError(f"prompt: token ids are integers from 0 to {vocab - 1}, got {wrong[:5]}")
-        return [int(i) for i in ids]
-
-    def _check_params(self, params: SamplingParams) -> None:
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params: SamplingParams are needed, got {type(params).__name__}")
-        vocab = self.model.net.arch.vocab_size
-        stops = params.stop_token_ids or []
-        if any(not 0 <= i < vocab for i in stops):
-            raise RequestError(f"stop_token_ids: ids are from 0 to {vocab - 1}, got {stops}")
-        if len(set(stops) | self.eos) > STOP_PLACES:
-            raise RequestError(
-                f"stop_token_ids: at most {STOP_PLACES - len(self.eos)} besides the model's own, got {len(stops)}"
-            )
-        if (params.logprobs or 0) > self.max_logprobs:
-            raise RequestError(
-                f"logprobs: at most {self.max_logprobs}, got {params.logprobs}; raise LLM(max_logprobs=)"
-            )
-        if params.stop_strings and self.text is None:
-            raise RequestError(f"stop: {self.model.directory} has no tokenizer; use stop_token_ids")
-        if params.logprobs is not None and self.max_logprobs == 0:
-            raise RequestError("logprobs: this engine was built with max_logprobs=0")
-
 
 def _capacity(wanted: int | None, most: int) -> int:
     """Longest text in tokens, of a model that was made for ``most``."""
@@ -359,14 +294,3 @@ def _check_wholes(**settings: tuple[Any, int]) -> None:
     for name, (value, least) in settings.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"LLM: {name} must be an integer of at least {least}, got {value!r}")
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray):
-        raise RequestError(
-            f"prompts: a text, token ids, a mapping or a list of them is needed, got {type(prompts).__name__}"
-        )
-    many: list[Any] = list(prompts)
-    return [many] if many and isinstance(many[0], int | np.integer) else many

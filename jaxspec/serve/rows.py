@@ -21,6 +21,7 @@ from jaxspec.serve.request import (
 if TYPE_CHECKING:
     from jaxspec.serve.text import Growing
 
+STOP_PLACES = 16
 LEAST_TEMPERATURE = 0.01  # as in vLLM: below it the scores overflow
 
 

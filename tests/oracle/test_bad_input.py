@@ -113,7 +113,7 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
     "too many logprobs": ({"logprobs": 4}, r"at most 3, got 4; raise LLM\(max_logprobs=\)"),
     "min_tokens beyond the capacity": (
         {"min_tokens": 500, "max_tokens": 500},
-        rf"500 behind 3 prompt tokens exceed {CAPACITY}",
+        rf"500 after 3 prompt tokens exceed {CAPACITY}",
     ),
 }
 

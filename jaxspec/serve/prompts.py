@@ -1,0 +1,162 @@
+"""Prompts and sampling parameters as they come, checked and made into samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxspec.checkpoint.load import Model
+from jaxspec.checkpoint.text import CHAT_KEYS, Text
+from jaxspec.errors import RequestError
+from jaxspec.serve.defaults import sampling_defaults
+from jaxspec.serve.request import SamplingParams
+from jaxspec.serve.rows import STOP_PLACES, Sample, new_samples
+from jaxspec.serve.text import Growing
+
+if TYPE_CHECKING:
+    from jaxspec.serve.engine import EngineSpec
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class Prompts:
+    """What one model and engine accept.
+
+    Attributes:
+      model, text: the model and its tokenizer, None without one.
+      spec: what the engine is fixed to.
+      eos: ids that end a text.
+      seed: origin of the seeds of requests that bring none.
+      depth: most drafts of a verification.
+    """
+
+    def __init__(self, model: Model, text: Text | None, spec: EngineSpec, eos: set[int], seed: int, depth: int):
+        self.model, self.text, self.spec, self.eos, self.seed, self.depth = model, text, spec, eos, seed, depth
+        self._number = 0
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """What the model's ``generation_config.json`` recommends."""
+        return sampling_defaults(self.model.generation)
+
+    def requests(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[list[Sample]]:
+        """Samples of several requests.
+
+        Args:
+          prompts: texts, lists of token ids or mappings.
+          params: one for all, or one per prompt.
+
+        Raises:
+          RequestError: one of them is not acceptable.
+        """
+        many = _as_list(prompts)
+        return [self.request(p, s) for p, s in zip(many, self._params(params, len(many)), strict=True)]
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, number: int | None = None
+    ) -> list[Sample]:
+        """Samples of one request.
+
+        Args:
+          prompt: text, token ids or a mapping.
+          params: its settings, None for the model's defaults.
+          request_id: name that the output carries.
+          number: origin of its randomness where it brings no seed; by default how many came before it.
+
+        Raises:
+          RequestError: it is not acceptable.
+        """
+        params = self.defaults if params is None else params
+        text, ids = self._encode(prompt)
+        self._check_params(params)
+        if len(ids) >= self.spec.capacity:
+            raise RequestError(
+                f"prompt: {len(ids)} tokens leave no room within {self.spec.capacity}; "
+                "shorten it or raise max_model_len"
+            )
+        if params.min_tokens and len(ids) + params.min_tokens > self.spec.capacity:
+            raise RequestError(
+                f"min_tokens: {params.min_tokens} after {len(ids)} prompt tokens exceed {self.spec.capacity}"
+            )
+        arrival, self._number = self._number, self._number + 1
+        number = arrival if number is None else number
+        return new_samples(
+            request_id or str(number), text, ids, params, lambda p: Growing(self.text, p, ids),
+            engine_seed=self.seed, number=number, capacity=self.spec.capacity,
+            draft_length=self.depth,
+        )  # fmt: skip
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.defaults] * count
+        if len(given) != count:
+            raise RequestError(f"sampling_params: {len(given)} for {count} prompts; give one, or one per prompt")
+        return list(given)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), self.check_ids(prompt["prompt_token_ids"])
+            if "messages" in prompt:
+                text = self._tokenizer().write_chat(**{key: prompt[key] for key in CHAT_KEYS if key in prompt})
+                return text, self.check_ids(self._tokenizer().encode(text, add_special_tokens=False))
+            if "prompt" not in prompt:
+                raise RequestError(f'prompt: needs "prompt", "messages" or "prompt_token_ids", got {sorted(prompt)}')
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return prompt, self.check_ids(self._tokenizer().encode(prompt))
+        return None, self.check_ids(prompt)
+
+    def _tokenizer(self) -> Text:
+        if self.text is None:
+            raise RequestError(f"prompt: {self.model.directory} has no tokenizer; give prompt_token_ids")
+        return self.text
+
+    def check_ids(self, ids: Any) -> list[int]:
+        """Token ids as a list.
+
+        Raises:
+          RequestError: they are not ids of the model's vocabulary, or there are none.
+        """
+        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str) or len(ids) == 0:
+            raise RequestError(f"prompt: at least one token is needed, got {ids!r}")
+        vocab = self.model.net.arch.vocab_size
+        wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab]
+        if wrong:
+            raise RequestError(f"prompt: token ids are integers from 0 to {vocab - 1}, got {wrong[:5]}")
+        return [int(i) for i in ids]
+
+    def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params: SamplingParams are needed, got {type(params).__name__}")
+        vocab = self.model.net.arch.vocab_size
+        stops = params.stop_token_ids or []
+        if any(not 0 <= i < vocab for i in stops):
+            raise RequestError(f"stop_token_ids: ids are from 0 to {vocab - 1}, got {stops}")
+        if len(set(stops) | self.eos) > STOP_PLACES:
+            raise RequestError(
+                f"stop_token_ids: at most {STOP_PLACES - len(self.eos)} besides the model's own, got {len(stops)}"
+            )
+        if (params.logprobs or 0) > self.spec.logprobs:
+            raise RequestError(
+                f"logprobs: at most {self.spec.logprobs}, got {params.logprobs}; raise LLM(max_logprobs=)"
+            )
+        if params.stop_strings and self.text is None:
+            raise RequestError(f"stop: {self.model.directory} has no tokenizer; use stop_token_ids")
+        if params.logprobs is not None and self.spec.logprobs == 0:
+            raise RequestError("logprobs: this engine was built with max_logprobs=0")
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise RequestError(
+            f"prompts: a text, token ids, a mapping or a list of them is needed, got {type(prompts).__name__}"
+        )
+    many: list[Any] = list(prompts)
+    return [many] if many and isinstance(many[0], int | np.integer) else many
