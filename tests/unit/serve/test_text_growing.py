@@ -282,3 +282,9 @@ def test_a_tokenizer_that_cannot_decode_is_a_request_error():
 
     with pytest.raises(RequestError, match=r"text: the tokenizer cannot decode .*no such token"):
         Growing(Text(Broken()), SamplingParams(), [5]).add(6)
+
+
+@given(st.text("ab"), st.text("ab"), st.text("ab"))
+def test_shared_counts_the_common_start(start: str, a: str, b: str):
+    same = len(start) + next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert shared(start + a, start + b) == same
