@@ -41,7 +41,9 @@ def resolve_model(
 
     Args:
       name: directory, a ``config.json``, ``demo``, or an id such as ``Qwen/Qwen3-30B-A3B``.
-      revision, download_dir, weights: of a hub id, see ``jaxspec.checkpoint.hub.resolve_model``.
+      revision: of a hub id, see ``jaxspec.checkpoint.hub.resolve_model``.
+      download_dir: likewise.
+      weights: likewise.
       part: what of the demo is meant, one of ``NAMES``.
 
     Raises:

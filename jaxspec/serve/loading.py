@@ -150,3 +150,17 @@ def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str, arch: ArchSpe
     # Caches of stacked layers lie one behind the other, and rows cannot be split off there.
     split = any(mesh.shape[axis] > 1 for axis in over)
     return replace(policy, transport=chosen, depth="unrolled" if split else policy.depth)
+
+
+def tell_both(
+    on_load: Callable[[int, int], None] | None, on_progress: Callable[[str, int, int], None] | None
+) -> Callable[[int, int], None]:
+    """Tells both how much of a model is loaded."""
+
+    def tell(done: int, total: int) -> None:
+        if on_load is not None:
+            on_load(done, total)
+        if on_progress is not None:
+            on_progress("loading", done, total)
+
+    return tell

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.checkpoint.load import Model
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text import CHAT_KEYS, Text
 from jaxspec.errors import RequestError
 from jaxspec.serve.bans import bad_word_ids, check_ids
 from jaxspec.serve.defaults import sampling_defaults
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 SOURCES, SOURCES_TEXT = ("prompt", "messages", "prompt_token_ids"), '"prompt", "messages" or "prompt_token_ids"'
-KEYS = {"prompt", "prompt_token_ids", "messages", "chat_template_kwargs"}
+KEYS = {"prompt", "prompt_token_ids", *CHAT_KEYS}
 NOT_HERE = {
     "multi_modal_data": "only text is read here; leave it out",
     "multi_modal_uuids": "only text is read here; leave it out",
@@ -159,8 +159,8 @@ class Prompts:
             if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), self.check_ids(prompt["prompt_token_ids"])
             if prompt.get("messages") is not None:
-                options = prompt.get("chat_template_kwargs")
-                return None, self.check_ids(self._tokenizer().encode_chat(prompt["messages"], options))
+                text = self._tokenizer().write_chat(**{key: prompt[key] for key in CHAT_KEYS if key in prompt})
+                return text, self.check_ids(self._tokenizer().encode(text, add_special_tokens=False))
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self.check_ids(self._tokenizer().encode(prompt))

@@ -166,7 +166,7 @@ class Reader:
         for place in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
             if place == 0:
                 continue
-            ids = text.encode_chat(messages[: place + 1], self.template, answered=True)
+            ids = text.encode_chat(messages[: place + 1], self.template, add_generation_prompt=False)
             first = _shared(text.encode_chat(messages[:place], self.template), ids)
             span = (first, _behind_end(ids, first, text.tokenizer.eos_token_id))
             if found and ids[: len(found)] != found:
