@@ -29,7 +29,7 @@ from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, EngineSpec, OnProgress
-from jaxspec.serve.loading import load_draft, load_prior, load_target
+from jaxspec.serve.loading import load_draft, load_prior, load_target, tell_both
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.output_kinds import handed_out
 from jaxspec.serve.prompt_logprobs import own_logprobs
