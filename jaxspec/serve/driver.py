@@ -79,16 +79,20 @@ class Driver:
 
     def _run(self, requests: list[list[Sample]]) -> Iterator[None]:
         """Lets others have their turn after each step."""
-        for samples in requests:
-            self.engine.add(samples)
         outputs = [samples[0].output for samples in requests]
         left = deque(outputs)
-        while left:
-            if left[0].finished:
-                left.popleft()
-                continue
-            self._advance(None)
-            yield
+        try:
+            for samples in requests:
+                self.engine.add(samples)
+            while left:
+                if left[0].finished:
+                    left.popleft()
+                    continue
+                self._advance(None)
+                yield
+        except Exception:
+            self.engine.abort([sample for samples in requests for sample in samples])
+            raise
         return outputs
 
     def _step_until(self, output: RequestOutput, steps: int) -> bool:
