@@ -132,7 +132,11 @@ def collect(
             continue
         taken.moved[id(sample.output)] = sample.output
         tried = sample.tried(length)
-        took = _take(reading, row, sample, eos, metrics, tried if cuts else None)
+        try:
+            took = _take(reading, row, sample, eos, metrics, tried if cuts else None)
+        except Exception as error:  # its own failure, such as of its text; the others go on
+            took = []
+            sample.fail(f"this text could not be taken over ({type(error).__name__}: {error})")
         if reading.broken_B[row] and sample.completion.finish_reason is None:
             sample.fail(_broken(sample))
         had = zip(took, reading.drafted_BX[row] > 0, strict=False)

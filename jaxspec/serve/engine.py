@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from functools import partial
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxspec.cache.pages import PageAllocator
-from jaxspec.decode.state import Target, init_sampling, init_state
+from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.deferred import KEPT, Deferred
 from jaxspec.draft.null import NoDrafts
@@ -28,6 +28,7 @@ from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.prompt_logprobs import BROKEN, is_broken, prompt_logprobs
 from jaxspec.serve.request import RequestOutput
+from jaxspec.serve.resume import recount
 from jaxspec.serve.rows import STOP_PLACES, Sample
 from jaxspec.serve.scheduler import Scheduler
 from jaxspec.serve.survival import RequestSurvival
@@ -106,7 +107,7 @@ class Engine:
             slack=self.slack, stop_ids=STOP_PLACES, pages=spec.pages, page=spec.page,
             prices=budget and budget.prices(0, spec.rows),
         )  # fmt: skip
-        self._allocate = partial(allocate, make, mesh_of(target.params), places_of(target, spec))
+        self._allocate = partial(_allocate, make, target, spec)
         self._begin()
         plan, turns = StepPlan(spec.rule, spec.steps, spec.logprobs, spec.survival), PLAIN in self.control.arms
         self.programs = Programs(target, drafters, self.state, plan, spec.buckets, turns)
@@ -119,7 +120,8 @@ class Engine:
 
     def _begin(self) -> None:
         """Nothing runs or waits, and nothing is known of requests."""
-        self.state = self._allocate()
+        self.state, self._lost = self._allocate(), False
+        self.moved: dict[int, RequestOutput] = {}
         pool = PageAllocator(self.spec.pages, self.spec.page) if self.spec.pages else None
         self.scheduler = Scheduler(self.spec.rows, pool, self.slack)
         self.metrics = EngineMetrics(self.depth)
@@ -188,18 +190,37 @@ class Engine:
         self.scheduler.add(samples)
 
     def abort(self, samples: list[Sample] | None = None) -> None:
-        """Forgets these samples (None: all), whether they wait or run; the others go on."""
+        """Ends these samples (None: all), whether they wait or run, as ``abort``; the others go on."""
         if samples is None:
             samples = [*self.waiting, *filter(None, self.rows)]
-        for row in self.scheduler.withdraw(samples):
-            self._free(row)
+        for sample in samples:
+            sample.abort()
+        try:
+            for row in self.scheduler.withdraw(samples):
+                self._free(row)
+        except Exception:  # of a device; nothing here is the caller's any more
+            self._recover()
 
     def step(self, steps: int | None = None) -> list[RequestOutput]:
-        """Admits what fits, runs one dispatch, and returns the requests that it moved forward."""
-        read, ended = self._admit()
+        """Admits what fits, runs one dispatch, and returns the requests that it moved forward.
+
+        If it fails, what it had moved by then is in ``moved``. The others go on with the next step, whose text is what
+        it would have been: their prompts and texts so far are read again into a new state, for the old one may have
+        gone with the program that failed.
+        """
+        self.moved = {}
+        try:
+            self._step(steps)
+        except BaseException:
+            self._recover()
+            raise
+        return list(self.moved.values())
+
+    def _step(self, steps: int | None) -> None:
+        read = self._admit()
         running = len(self.scheduler.running)
         if not running:
-            return ended
+            return
         asked = time.monotonic()
         decision, began = self._decide(running, steps), time.monotonic()
         self._catch_up(decision.length)
@@ -215,12 +236,23 @@ class Engine:
         taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
         if reading.broken_B.any():
             self.state = self.programs.scrub(self.state)
+        self.moved |= taken.moved
         for row, sample in taken.ended:
             self._finish(row, sample)
         self.survival.add(decision.length, taken.by_row)
         outcome = outcome_of(reading, taken, running, time_s=done - ready, lost_s=ready - began, read=read)
         self._record(decision, reading, taken, outcome, began - asked)
-        return [*ended, *taken.moved.values()]
+
+    def _recover(self) -> None:
+        """Lets go of the state; what ran is admitted again, with its text so far, once there is a new one."""
+        for row, sample in self.scheduler.running:
+            self.survival.leave(row)
+            if sample.completion.finish_reason is not None:
+                self._settle(sample)
+        self.scheduler.requeue()
+        if not self._lost:
+            self._lost = True
+            del self.state  # first of all its memory
 
     def _record(
         self, decision: Decision, reading: Reading, taken: Collected, outcome: Outcome, deciding_s: float
@@ -262,50 +294,54 @@ class Engine:
         if shown:  # or the dispatch would seem to take its time
             jax.block_until_ready(self.state)
 
-    def _admit(self) -> tuple[bool, list[RequestOutput]]:
-        """Reads the prompts of requests that have a place, to the end: a dispatch's time is its own then.
-
-        Returns:
-          Whether any was read, and the requests that wanted no more than that.
-        """
+    def _admit(self) -> bool:
+        """Reads the prompts of requests that have a place, to the end: a dispatch's time is its own then."""
         began, waiting = time.monotonic(), len(self.waiting)
-        ended = self._admit_what_fits()
+        if self._lost:
+            self.state, self._lost = self._allocate(), False
+        for row, sample in self.scheduler.place():
+            self.survival.enter(row, sample.params.draft_limit, sample.params.kind)
+            self._start(row, sample)
         read = len(self.waiting) < waiting
         if read:
             jax.block_until_ready(self.state.length_B)
             self.metrics.prefill_time_s += time.monotonic() - began
-        return read, ended
+        return read
 
-    def _admit_what_fits(self) -> list[RequestOutput]:
-        ended: list[RequestOutput] = []
-        for row, sample in self.scheduler.place():
-            width = 0 if self.state.table_BJ is None else self.state.table_BJ.shape[1]
-            table = self.scheduler.table(sample, width)
-            stop_ids = sorted(
-                ({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or [])
-            )
-            self._read(row, sample, table)
-            self.metrics.prompt_tokens += len(sample.output.prompt_token_ids)
-            self.survival.enter(row, sample.params.draft_limit, sample.params.kind)
-            if sample.completion.finish_reason is not None:
-                self._finish(row, sample)
-                ended.append(sample.output)
-                continue
+    def _start(self, row: int, sample: Sample) -> None:
+        """Reads a sample's prompt, and its text where it goes on after a failure, into its row."""
+        width = 0 if self.state.table_BJ is None else self.state.table_BJ.shape[1]
+        table, tokens = self.scheduler.table(sample, width), sample.tokens
+        stop_ids = sorted(({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or []))
+        try:
             sampling = sample.sampling(stop_ids, STOP_PLACES, self.depth)
-            vocab = self.state.bias_BV.shape[1]
-            self.state = self.programs.admit(self.state, row, sample.prompt, sampling, table, sample.bias(vocab))
-            sample.observed = sample.length
-        return ended
+            bias_V = sample.bias(self.state.bias_BV.shape[1])
+        except Exception as error:  # its own failure; the others go on
+            sample.fail(f"this request could not be started ({type(error).__name__}: {error})")
+            self.moved[id(sample.output)] = sample.output
+            self._finish(row, sample)
+            return
+        self._read(row, sample, table)
+        if sample.reads_only:
+            self.moved[id(sample.output)] = sample.output
+            self._finish(row, sample)
+            return
+        self.state = self.programs.admit(self.state, row, tokens, sampling, table, bias_V)
+        sample.observed = sample.length
+        if sample.completion.token_ids:
+            prompt, generated = sample.output.prompt_token_ids, sample.completion.token_ids
+            self.state = recount(self.state, row, prompt, generated)
 
     def _read(self, row: int, sample: Sample, table_J: np.ndarray | None) -> None:
-        """Reads a prompt, with log-probabilities where it wants them; what wants no more has ended then."""
+        """Reads what there is of a sample's text, with log-probabilities of its prompt where they are wanted."""
         wanted = sample.params.prompt_logprobs
+        self.metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
         if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has told them
-            self.state = self.programs.prefill(self.state, row, sample.prompt, table_J)
+            self.state = self.programs.prefill(self.state, row, sample.tokens, table_J)
             return
-        most = self.spec.logprobs if wanted else 0
+        most, drafts = self.spec.logprobs if wanted else 0, not sample.reads_only
         self.state, scores = self.programs.prefill_scored(
-            self.state, row, sample.prompt, table_J, most=most, drafts=not sample.reads_only
+            self.state, row, sample.tokens, table_J, most=most, drafts=drafts
         )
         sample.output.prompt_logprobs = prompt_logprobs(sample.prompt, scores, wanted)
         if sample.reads_only:
@@ -315,10 +351,12 @@ class Engine:
                 self.state = self.programs.scrub(self.state)
 
     def _finish(self, row: int, sample: Sample) -> None:
+        self._settle(sample)
         self._free(row)
-        if all(c.finish_reason for c in sample.output.outputs):
-            sample.output.finished = True
-            sample.output.time_s["total"] = time.monotonic() - sample.arrived
+
+    def _settle(self, sample: Sample) -> None:
+        """A sample has ended; its request, too, if it was the last."""
+        if sample.settle() and all(c.error is None for c in sample.output.outputs):
             self.metrics.requests += 1
 
     def _free(self, row: int) -> None:
@@ -337,6 +375,15 @@ def arms(drafter: Drafter, wanted: Sequence[AnyTopology]) -> dict[AnyTopology, D
     if isinstance(drafter, Deferred):
         found[PLAIN] = replace(drafter, topology=PLAIN)
     return found | {arm: replace(drafter, topology=arm) for arm in wanted if arm.drafts}
+
+
+def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec) -> DecodeState:
+    """A state where the target lies."""
+    mesh = mesh_of(target.params)
+    if mesh is not None:
+        return allocate(make, mesh, places_of(target, spec))
+    with jax.default_device(next(iter(jax.tree.leaves(target.params)[0].devices()))):
+        return make()
 
 
 def slack_of(drafters: Mapping[AnyTopology, Drafter], buckets: Sequence[int]) -> int:

@@ -179,7 +179,7 @@ class _Run:
                 self.progress.stopped_by = taken if self.progress.done < self.progress.total else 0
         finally:
             if self.flying:
-                self.llm.engine.abort()
+                self.llm.abort()
 
     def _feed(self, lines: Iterator[Line], signals: _Signals) -> None:
         samples = sum(line.params.n for line in self.flying.values())

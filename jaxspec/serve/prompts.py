@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +22,17 @@ if TYPE_CHECKING:
     from jaxspec.serve.engine import EngineSpec
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+SOURCES, SOURCES_TEXT = ("prompt", "messages", "prompt_token_ids"), '"prompt", "messages" or "prompt_token_ids"'
+KEYS = {"prompt", "prompt_token_ids", "messages", "chat_template_kwargs"}
+NOT_HERE = {
+    "multi_modal_data": "only text is read here; leave it out",
+    "multi_modal_uuids": "only text is read here; leave it out",
+    "mm_processor_kwargs": "only text is read here; leave it out",
+    "prompt_embeds": "prompts are text or token ids; give one of these",
+    "cache_salt": "prompts share no cache; leave it out",
+    "encoder_prompt": "models with an encoder are not supported; give prompt",
+    "decoder_prompt": "models with an encoder are not supported; give prompt",
+}
 
 
 class Prompts:
@@ -35,7 +48,13 @@ class Prompts:
 
     def __init__(self, model: Model, text: Text | None, spec: EngineSpec, eos: set[int], seed: int, depth: int):
         self.model, self.text, self.spec, self.eos, self.seed, self.depth = model, text, spec, eos, seed, depth
-        self._number = 0
+        self._numbers = count()  # atomic, for callers in several threads
+
+    def beside(self) -> Prompts:
+        """The same for another engine over the same model; it counts its requests from here on."""
+        other, number = copy.copy(self), next(self._numbers)
+        self._numbers, other._numbers = count(number), count(number)
+        return other
 
     @property
     def defaults(self) -> SamplingParams:
@@ -84,7 +103,7 @@ class Prompts:
             raise RequestError(
                 f"min_tokens: {params.min_tokens} after {len(ids)} prompt tokens exceed {self.spec.capacity}"
             )
-        arrival, self._number = self._number, self._number + 1
+        arrival = next(self._numbers)
         number = arrival if number is None else number
         samples = new_samples(
             request_id or str(number), text, ids, params, lambda p: Growing(self.text if p.detokenize else None, p),
@@ -122,19 +141,22 @@ class Prompts:
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.defaults] * count
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise _no_params(given)
         if len(given) != count:
             raise RequestError(f"sampling_params: {len(given)} for {count} prompts; give one, or one per prompt")
         return list(given)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
+            if all(prompt.get(name) is None for name in SOURCES):
+                raise RequestError(f"prompt: needs {SOURCES_TEXT}, got {sorted(map(str, prompt))}")
+            _check_keys(prompt)
+            if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), self.check_ids(prompt["prompt_token_ids"])
-            if "messages" in prompt:
+            if prompt.get("messages") is not None:
                 options = prompt.get("chat_template_kwargs")
                 return None, self.check_ids(self._tokenizer().encode_chat(prompt["messages"], options))
-            if "prompt" not in prompt:
-                raise RequestError(f'prompt: needs "prompt", "messages" or "prompt_token_ids", got {sorted(prompt)}')
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self.check_ids(self._tokenizer().encode(prompt))
@@ -162,7 +184,7 @@ class Prompts:
     def _checked(self, params: SamplingParams) -> SamplingParams:
         """A copy, so that what the caller does to its own later changes nothing."""
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params: SamplingParams are needed, got {type(params).__name__}")
+            raise _no_params(params)
         params, vocab = params.clone(), self.model.net.arch.vocab_size
         check_ids(params, vocab)
         stops = params.stop_token_ids or []
@@ -182,6 +204,20 @@ class Prompts:
         if params.logprobs is not None and self.spec.logprobs == 0:
             raise RequestError("logprobs: this engine was built with max_logprobs=0")
         return params
+
+
+def _no_params(given: Any) -> RequestError:
+    way = "; SamplingParams(**settings) makes them of a dict" if isinstance(given, Mapping) else ""
+    return RequestError(f"sampling_params: SamplingParams are needed, got {type(given).__name__}{way}")
+
+
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    """Refuses keys of a prompt that nobody would read."""
+    for name, value in prompt.items():
+        if name in KEYS or (name in NOT_HERE and value is None):
+            continue
+        way = NOT_HERE.get(name, f"known are {sorted(KEYS)}")
+        raise RequestError(f"prompt: key {name!r} is not known; {way}")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -217,7 +217,7 @@ class CompletionOutput:
       drafted: for each token whether it was an accepted draft.
       cumulative_logprob: sum over the sampled tokens, None unless asked for.
       logprobs: per position the sampled and the most likely ids, None unless asked for.
-      finish_reason: ``stop``, ``length`` or ``error``; None while it goes on.
+      finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
       stop_reason: the stop string or id that ended it, None for the model's own end-of-text id.
       error: why it could not go on, None unless ``finish_reason`` is ``error``.
     """
@@ -232,6 +232,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
 
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
 
 @dataclass
 class RequestOutput:
@@ -245,6 +249,7 @@ class RequestOutput:
       finished: whether all samples ended.
       metrics: what speculation did, all samples together.
       time_s: from arrival to first token, and to the end; None until then.
+      num_cached_tokens: always None, for prompts share no cache.
       prompt_logprobs: per position of the prompt its own and the most likely ids, of the first None; None unless asked
         for.
       kind: what of it is handed out.
@@ -258,6 +263,7 @@ class RequestOutput:
     finished: bool = False
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     time_s: dict[str, float] = field(default_factory=dict)
+    num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, repr=False, compare=False)
     shown: list[tuple[int, int, bool] | tuple[()]] = field(default_factory=list, repr=False, compare=False)

@@ -61,6 +61,11 @@ class Sample:
         return len(self.output.prompt_token_ids) + len(self.completion.token_ids) - 1
 
     @property
+    def tokens(self) -> np.ndarray:
+        """Prompt and text so far."""
+        return np.asarray(self.output.prompt_token_ids + self.completion.token_ids, np.int32)
+
+    @property
     def prompt(self) -> np.ndarray:
         """Prompt ids."""
         return np.asarray(self.output.prompt_token_ids, np.int32)
@@ -113,10 +118,6 @@ class Sample:
         """What is added to its logits, None for nothing."""
         return bias_of(self.params, self.bad_words, vocab) if self.biased else None
 
-    def fail(self, message: str) -> None:
-        """Ends it with an error."""
-        self.completion.finish_reason, self.completion.error = "error", message
-
     def take(self, tokens: np.ndarray, drafted: int, logprobs: list[dict[int, Logprob]] | None, eos: set[int]) -> bool:
         """Takes over the tokens of one verification, one by one; returns whether the text ended at one of them."""
         c = self.completion
@@ -144,6 +145,24 @@ class Sample:
                 break
         self.output.metrics.add(drafted, used)
         return c.finish_reason is not None
+
+    def fail(self, message: str) -> None:
+        """Ends it with an error."""
+        self.completion.finish_reason, self.completion.error = "error", message
+
+    def abort(self) -> None:
+        """Ends it where it is, if it has not ended."""
+        if self.completion.finish_reason is None:
+            self.completion.finish_reason = "abort"
+        self.settle()
+
+    def settle(self) -> bool:
+        """Marks its request as finished where no other sample of it goes on; returns whether that is news."""
+        if self.output.finished or not all(c.finish_reason for c in self.output.outputs):
+            return False
+        self.output.time_s["total"] = time.monotonic() - self.arrived
+        self.output.finished = True
+        return True
 
 
 def new_metrics(draft_length: int) -> SpeculationMetrics:
