@@ -201,7 +201,7 @@ def test_streams_of_every_kind(llms: dict[str, LLM]):
     assert only.outputs == whole.outputs
     submitted = llms["chain"].submit(PROMPTS[1], SamplingParams(**params, output_kind="final_only"))
     steps = 0
-    while not (moved := llms["chain"].step()):
+    while not (moved := llms["chain"].step(1)):
         steps += 1
     assert moved == [submitted]
     assert steps > 0
