@@ -16,11 +16,11 @@ from jaxspec.cache.pages import PageAllocator
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.deferred import KEPT, Deferred
-from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.agreed import decider
+from jaxspec.serve.arms import arms_of, slack_of
 from jaxspec.serve.budget import VerifyBudget
 from jaxspec.serve.collect import Collected, Reading, collect, outcome_of
 from jaxspec.serve.compiled import Programs
@@ -103,7 +103,7 @@ class Engine:
         self.control, self.budget = control or Fixed(drafter.topology), budget
         if PLAIN in self.control.arms and drafter.topology.drafts and drafter.follows == "features":
             drafter = Deferred(drafter, drafter.topology, target.net.arch, max(KEPT, 2 * spec.steps))
-        drafters = arms(drafter, self.control.arms)
+        drafters = arms_of(drafter, self.control.arms)
         self.depth, self.slack = max(arm.max_depth for arm in drafters), slack_of(drafters, spec.buckets)
         if spec.page and not spec.pages:
             spec = changed(spec, pages=1 + spec.rows * -(-(spec.capacity + self.slack) // spec.page))
@@ -244,9 +244,9 @@ class Engine:
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
         taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
-        self.moved |= taken.moved
         if reading.broken_B.any():
             self.state = self.programs.scrub(self.state)
+        self.moved |= taken.moved
         for row, sample in taken.ended:
             self._finish(row, sample)
         self.survival.add(decision.length, taken.by_row)
@@ -321,34 +321,37 @@ class Engine:
     def _start(self, row: int, sample: Sample) -> None:
         """Reads a sample's prompt, and its text where it goes on after a failure, into its row."""
         width = 0 if self.state.table_BJ is None else self.state.table_BJ.shape[1]
-        table, generated = self.scheduler.table(sample, width), sample.completion.token_ids
+        table, tokens = self.scheduler.table(sample, width), sample.tokens
         stop_ids = sorted(({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or []))
         try:
             sampling = sample.sampling(stop_ids, STOP_PLACES, self.depth)
-            bias = sample.bias(self.state.bias_BV.shape[1])
+            bias_V = sample.bias(self.state.bias_BV.shape[1])
         except Exception as error:  # its own failure; the others go on
             sample.fail(f"this request could not be started ({type(error).__name__}: {error})")
-        else:
-            self._read(row, sample, table)
-            self.metrics.prompt_tokens += 0 if generated else len(sample.prompt)
-        if sample.completion.finish_reason is not None:
             self.moved[id(sample.output)] = sample.output
             self._finish(row, sample)
             return
-        self.state = self.programs.admit(self.state, row, sample.tokens, sampling, table, bias)
+        self._read(row, sample, table)
+        if sample.reads_only:
+            self.moved[id(sample.output)] = sample.output
+            self._finish(row, sample)
+            return
+        self.state = self.programs.admit(self.state, row, tokens, sampling, table, bias_V)
         sample.observed = sample.length
-        if generated:
-            self.state = recount(self.state, row, sample.output.prompt_token_ids, generated)
+        if sample.completion.token_ids:
+            prompt, generated = sample.output.prompt_token_ids, sample.completion.token_ids
+            self.state = recount(self.state, row, prompt, generated)
 
     def _read(self, row: int, sample: Sample, table_J: np.ndarray | None) -> None:
-        """Reads a prompt, with log-probabilities where it wants them; what wants no more has ended then."""
+        """Reads what there is of a sample's text, with log-probabilities of its prompt where they are wanted."""
         wanted = sample.params.prompt_logprobs
+        self.metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
         if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has told them
             self.state = self.programs.prefill(self.state, row, sample.tokens, table_J)
             return
-        most = self.spec.logprobs if wanted else 0
+        most, drafts = self.spec.logprobs if wanted else 0, not sample.reads_only
         self.state, scores = self.programs.prefill_scored(
-            self.state, row, sample.prompt, table_J, most=most, drafts=not sample.reads_only
+            self.state, row, sample.tokens, table_J, most=most, drafts=drafts
         )
         sample.output.prompt_logprobs = prompt_logprobs(sample.prompt, scores, wanted)
         if sample.reads_only:
@@ -372,18 +375,6 @@ class Engine:
         self.state = self.programs.retire(self.state, row)
 
 
-def arms(drafter: Drafter, wanted: Sequence[AnyTopology]) -> dict[AnyTopology, Drafter]:
-    """A drafter of each topology, plain decoding always among them; they share their weights and their state.
-
-    Plain decoding drafts and observes nothing; only where it takes turns with a drafter that reads what the target
-    computed, that is kept for it.
-    """
-    found: dict[AnyTopology, Drafter] = {PLAIN: NoDrafts()}
-    if isinstance(drafter, Deferred):
-        found[PLAIN] = replace(drafter, topology=PLAIN)
-    return found | {arm: replace(drafter, topology=arm) for arm in wanted if arm.drafts}
-
-
 def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec) -> DecodeState:
     """A state where the target lies."""
     mesh = mesh_of(target.params)
@@ -391,11 +382,6 @@ def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec)
         return allocate(make, mesh, places_of(target, spec))
     with jax.default_device(next(iter(jax.tree.leaves(target.params)[0].devices()))):
         return make()
-
-
-def slack_of(drafters: Mapping[AnyTopology, Drafter], buckets: Sequence[int]) -> int:
-    """Positions beyond a text that one forward of some arm, or a chunk of a prompt, may write."""
-    return max(*buckets, *(arm.nodes for arm in drafters), *(drafter.slack for drafter in drafters.values()))
 
 
 def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]:

@@ -31,7 +31,6 @@ from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, EngineSpec, OnProgress
 from jaxspec.serve.loading import load_draft, load_prior, load_target, tell_both
 from jaxspec.serve.metrics import Metric
-from jaxspec.serve.output_kinds import handed_out
 from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
 from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
@@ -291,14 +290,13 @@ class LLM:
         """Yields the same growing output after every ``steps`` verification steps, and at last its final state.
 
         Other calls may run meanwhile, also within the loop over it. A stream that is closed early ends its request.
-        With ``output_kind`` DELTA each output has what is new, with FINAL_ONLY there is one.
+        With ``output_kind`` DELTA each output has what is new, with FINAL_ONLY there is only the last.
 
         Raises:
           RequestError: the request is not acceptable; at once, before the first output.
         """
         steps = whole("steps", steps, 1, "stream", RequestError)
-        outputs = self.driver.stream(self.prompts.request(prompt, sampling_params), steps)
-        return (news for output in outputs if (news := handed_out(output)) is not None)
+        return self.driver.stream(self.prompts.request(prompt, sampling_params), steps)
 
     def submit(
         self,
@@ -330,8 +328,7 @@ class LLM:
         Args:
           steps: most verification steps, by default ``steps_per_dispatch``.
         """
-        moved = self.driver.step(None if steps is None else whole("steps", steps, 1, "step", RequestError))
-        return [news for output in moved if (news := handed_out(output)) is not None]
+        return self.driver.step(None if steps is None else whole("steps", steps, 1, "step", RequestError))
 
     def abort(self, outputs: Iterable[RequestOutput] | None = None) -> None:
         """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them."""

@@ -118,10 +118,6 @@ class Sample:
         """What is added to its logits, None for nothing."""
         return bias_of(self.params, self.bad_words, vocab) if self.biased else None
 
-    def fail(self, message: str) -> None:
-        """Ends it with an error."""
-        self.completion.finish_reason, self.completion.error = "error", message
-
     def take(self, tokens: np.ndarray, drafted: int, logprobs: list[dict[int, Logprob]] | None, eos: set[int]) -> bool:
         """Takes over the tokens of one verification, one by one; returns whether the text ended at one of them."""
         c = self.completion
