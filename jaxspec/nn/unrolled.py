@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.pytree import pytree, replace, static
+from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 
 HIDDEN = -1e30
+BLOCK = 512  # queries that are attended for at a time; of longer rows, scores are computed again for the gradient
 
 
 @pytree
@@ -25,14 +26,12 @@ class Unrolled:
       slot_BX: the slots that the present round runs, ascending; None for all.
       real: keys and values [B, T, G, C] of round 0, None before it.
       own: keys and values [B, X, G, C] of the later rounds, at the present round's slots.
-      block: queries that are attended for at a time, their scores computed again for the gradient; None for all.
     """
 
     segment_BT: Array
     slot_BX: Array | None = None
     real: tuple[Array, Array] | None = None
     own: tuple[tuple[Array, Array], ...] = ()
-    block: int | None = static(default=None)
 
     def append(self, k: Array, v: Array) -> "Unrolled":
         """With the present round's keys and values behind the others."""
@@ -67,19 +66,19 @@ def attend_unrolled(q_BXHC: Array, memory: Unrolled, *, scale: float, span: int 
     rows, count = q_BXHC.shape[:2]
     all_1T = jnp.arange(memory.real[0].shape[1], dtype=jnp.int32)[None]
     slot_BX = jnp.broadcast_to(all_1T, (rows, all_1T.shape[1])) if memory.slot_BX is None else memory.slot_BX
-    each, size = (q_BXHC, slot_BX, memory.own), memory.block
+    each = q_BXHC, slot_BX, memory.own
     some = partial(_attend_some, memory.real, memory.segment_BT, scale, span)
-    if size is None or count <= size:
+    if count <= BLOCK:
         return some(each)
-    blocks = -(-count // size)
+    blocks = -(-count // BLOCK)
 
     def split(x_BX: Array) -> Array:
         """[B, X, ...] to [N, B, X / N, ...]."""
-        padded = jnp.pad(x_BX, [(0, 0), (0, blocks * size - count), *[(0, 0)] * (x_BX.ndim - 2)])
-        return padded.reshape(rows, blocks, size, *x_BX.shape[2:]).swapaxes(0, 1)
+        padded = jnp.pad(x_BX, [(0, 0), (0, blocks * BLOCK - count), *[(0, 0)] * (x_BX.ndim - 2)])
+        return padded.reshape(rows, blocks, BLOCK, *x_BX.shape[2:]).swapaxes(0, 1)
 
     out_NBXHC = lax.map(jax.checkpoint(some), jax.tree.map(split, each))
-    return out_NBXHC.swapaxes(0, 1).reshape(rows, blocks * size, *out_NBXHC.shape[3:])[:, :count]
+    return out_NBXHC.swapaxes(0, 1).reshape(rows, blocks * BLOCK, *out_NBXHC.shape[3:])[:, :count]
 
 
 def _attend_some(

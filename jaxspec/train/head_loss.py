@@ -131,13 +131,16 @@ def _score(
         # Some of a row's trained slots stand for all of them.
         scale_B = jnp.sum(weight_BT, axis=1) / jnp.maximum(jnp.sum(here_BT, axis=1), 1.0)
         shares.append(o.decay**j * scale_B[:, None] * here_BT / first)
-    some = course.positions or default_positions(rows, length, course.target.arch.vocab_size)
+    vocab = course.target.arch.vocab_size
+    width = vocab if course.ids_W is None else len(course.ids_W)
+    some = course.positions or default_positions(rows, length, vocab, width, len(lasts))
     rounds = Rounds(
         course.base, course.ids_W, lesson.features.last_BTD, jnp.stack(shares), course.target, course.net, o.kind,
         o.skip_unknown, some,
     )  # fmt: skip
     total, hit_SBT = vocab_loss(params, rounds, tuple(x for x, _ in placed))
     metrics: Metrics = {"trained_tokens": jnp.sum(weight_SBT[0])}
+    metrics["tokens"] = jnp.sum((batch.segment_BT > 0).astype(jnp.float32))
     for j, (hit_BT, (_, here_BT)) in enumerate(zip(hit_SBT, placed, strict=True)):
         metrics[f"accuracy_{j}"] = jnp.sum(here_BT, where=hit_BT) / jnp.maximum(jnp.sum(here_BT), 1.0)
     if len(lasts) > 1 and slots is None:

@@ -14,8 +14,6 @@ from jaxspec.pytree import pytree
 from jaxspec.shapes import Array, Params
 from jaxspec.train.teacher import Batch, ahead
 
-BLOCK = 512  # queries of a round that are attended for at a time where memory is short
-
 
 @pytree
 class Round:
@@ -57,7 +55,7 @@ def unroll(
       remat: whether each round is computed again for its gradient instead of kept.
     """
     g_BTD = part_of(net, params, "join", net.spec.feature(features))
-    memory, found = _memory(net, batch, remat), []
+    memory, found = _memory(net, batch), []
     slot_BT, run = _all_slots(batch), _round(net, target[0], remat)
     for j in range(rounds):
         token_BT = ahead(batch.token_BT, 1 + j)
@@ -93,7 +91,7 @@ def unroll_masked(
       remat: whether each round is computed again for its gradient instead of kept.
     """
     g_BTD = part_of(net, params, "join", net.spec.feature(features))
-    memory, slot_BX, run = _memory(net, batch, remat), _all_slots(batch), _round(net, target[0], remat)
+    memory, slot_BX, run = _memory(net, batch), _all_slots(batch), _round(net, target[0], remat)
     last, following, memory = run(params, target[1], g_BTD, ahead(batch.token_BT, 1), batch.position_BT, memory)
     found = [Round(last, following, slot_BX)]
     assert net.spec.mask_token is not None, "only such heads draft in one pass"
@@ -135,8 +133,8 @@ def _round(net: DraftHead, base: Transformer, remat: bool) -> Callable[..., Any]
     return jax.checkpoint(run) if remat else run
 
 
-def _memory(net: DraftHead, batch: Batch, remat: bool) -> tuple[Any, ...]:
-    return tuple(Unrolled(batch.segment_BT, block=BLOCK if remat else None) for _ in net.spec.arch.layers)
+def _memory(net: DraftHead, batch: Batch) -> tuple[Any, ...]:
+    return tuple(Unrolled(batch.segment_BT) for _ in net.spec.arch.layers)
 
 
 def _all_slots(batch: Batch) -> Array:

@@ -15,7 +15,7 @@ from jaxspec.shapes import Array, Params
 from jaxspec.train.draft_losses import DRAFT_LOSSES, Wanted, wanted_of
 
 PRODUCTS = ("embed_VD", "head_DV", "project_out_DX", "head_DW", "norm")
-LOGITS = 1 << 24  # of the target, that are there at once where nothing else is asked
+LOGIT_BYTES = 1 << 28  # what belongs to the positions that are computed at a time where nothing else is asked
 
 
 @pytree
@@ -65,9 +65,14 @@ def vocab_loss(params: Params, rounds: Rounds, last_SBTD: tuple[Array, ...]) -> 
     return _loss(trained, rounds, lax.stop_gradient(rest), last_SBTD)
 
 
-def default_positions(rows: int, length: int, vocab_size: int) -> int:
+def default_positions(rows: int, length: int, vocab_size: int, draft_vocab: int, rounds: int) -> int:
     """How many positions of a row are computed at a time where nothing else is asked."""
-    return max(1, min(length, LOGITS // max(rows * vocab_size, 1)))
+    return max(1, min(length, LOGIT_BYTES // (rows * position_bytes(vocab_size, draft_vocab, rounds))))
+
+
+def position_bytes(vocab_size: int, draft_vocab: int, rounds: int) -> int:
+    """Memory that one position needs: the target's logits and distribution, and those of all rounds with gradients."""
+    return 4 * (3 * vocab_size + 4 * rounds * (draft_vocab or vocab_size))
 
 
 def _reads(net: Any, name: str) -> bool:

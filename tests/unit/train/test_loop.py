@@ -16,10 +16,11 @@ import pytest
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.train import checkpoints
-from jaxspec.train.loop import TrainState, make_update, run
+from jaxspec.train.loop import run
 from jaxspec.train.metrics import MetricsLog, read_metrics
 from jaxspec.train.optimizer import adamw, schedule_of
 from jaxspec.train.settings import OptimizerSettings
+from jaxspec.train.update import TrainState, make_update
 from tests.unit.train.small_run import OPTIMIZER, STEPS, batches, logged, spec, task
 
 ROOT = Path(__file__).parents[3]

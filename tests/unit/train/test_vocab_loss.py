@@ -11,12 +11,12 @@ import pytest
 from jaxspec.models.draft_head import DraftHead, part_of
 from jaxspec.models.medusa import Medusa, MedusaSpec, run_medusa
 from jaxspec.models.transformer import Transformer, head, teacher_forced
+from jaxspec.nn import unrolled
 from jaxspec.pytree import replace
 from jaxspec.train.draft_losses import DRAFT_LOSSES, wanted_of
 from jaxspec.train.head_loss import Course, head_loss
 from jaxspec.train.settings import LossSettings
 from jaxspec.train.teacher import Batch, Lesson, ahead, teach
-from jaxspec.train import unroll as unroll_module
 from jaxspec.train.unroll import unroll, unroll_masked, weights
 from tests.unit.train.test_unroll import DIM, EXACT, HEADS, VOCAB, arch, initial, target
 
@@ -67,7 +67,10 @@ def all_at_once(course: Course, params: Any, lesson: Lesson, batch: Batch, key: 
         found = list(run_medusa(net, params, lesson.features.last_BTD))
         logits = found if net.spec.draft_vocab else [head(*base, x) for x in found]
     elif isinstance(net, Transformer):
-        logits, slots = [ahead(teacher_forced(net, params, batch.token_BT, batch.position_BT, batch.segment_BT)[0], 1)], [None]
+        logits, slots = (
+            [ahead(teacher_forced(net, params, batch.token_BT, batch.position_BT, batch.segment_BT)[0], 1)],
+            [None],
+        )
     else:
         if net.spec.mask_token is None:
             rounds = unroll(net, params, base, lesson.features, batch, ROUNDS)
@@ -99,7 +102,6 @@ def all_at_once(course: Course, params: Any, lesson: Lesson, batch: Batch, key: 
 
 @pytest.mark.parametrize("name", NETS)
 def test_a_few_positions_at_a_time_are_all_of_them(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(unroll_module, "BLOCK", 5)
     objective, batch, key = objective_of(name), packed(), jax.random.key(4)
     if name == "eagle":  # its noise is drawn inside
         objective = LossSettings(kind="kl", rounds=ROUNDS, token=0.7)
@@ -112,11 +114,16 @@ def test_a_few_positions_at_a_time_are_all_of_them(name: str, monkeypatch: pytes
         return head_loss(replace(course, remat=remat), params, lesson, batch, key)
 
     @jax.jit
-    def both(params: Any) -> Any:
-        wanted = jax.value_and_grad(lambda p: all_at_once(course, p, lesson, batch, key), has_aux=True)(params)
-        return wanted, [jax.value_and_grad(partial(loss, remat=remat), has_aux=True)(params) for remat in (False, True)]
+    def reference(params: Any) -> Any:
+        return jax.value_and_grad(lambda p: all_at_once(course, p, lesson, batch, key), has_aux=True)(params)
 
-    ((total, accuracy), wanted), found = both(params)
+    @jax.jit
+    def graded(params: Any) -> Any:
+        return [jax.value_and_grad(partial(loss, remat=remat), has_aux=True)(params) for remat in (False, True)]
+
+    (total, accuracy), wanted = reference(params)
+    monkeypatch.setattr(unrolled, "BLOCK", 5)
+    found = graded(params)
     for (value, metrics), grads in found:
         np.testing.assert_allclose(value, 0.7 * total, rtol=1e-6)
         np.testing.assert_allclose(metrics["token_loss"], total, rtol=1e-6)
