@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.checkpoint.verifier import PROVENANCE
 from jaxspec.errors import JaxspecError
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
@@ -22,8 +23,6 @@ from jaxspec.sharding.rules import named_shardings
 from jaxspec.train.checkpoints import Checkpoints, replace_directory
 from jaxspec.train.metrics import Entry, Interval, MetricsLog
 from jaxspec.train.update import Batch, LossFn, TrainState, make_update
-
-PROVENANCE = "training.json"
 
 
 @dataclass(frozen=True)

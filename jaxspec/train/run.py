@@ -21,6 +21,7 @@ from jaxspec.train.advice import epochs, facts_of, warnings_of
 from jaxspec.train.data import Corpus, batches, load_corpus
 from jaxspec.train.features import FeatureRows, Teacher, Tell
 from jaxspec.train.fit import fit
+from jaxspec.train.memory import GB
 from jaxspec.train.metrics import Entry
 from jaxspec.train.optimizer import adamw, schedule_of
 from jaxspec.train.provenance import provenance_of
@@ -72,6 +73,7 @@ def _train(settings: RunSettings, target: Path, watch: Callable[[Entry], None], 
     for words in warnings_of(settings, corpus):
         tell({"warning": words})
     plan = fit(settings, target, mesh, tell, evaluated=bool(corpus.held_out))
+    tell({"loading": f"the target, {plan.needed['target'] / GB:.1f} GB"})
     found = head_run.build(settings, target, corpus, mesh, remat=plan.remat)
     tell(found.facts)
     rows = corpus.rows
