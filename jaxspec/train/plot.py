@@ -22,9 +22,9 @@ def plot_runs(runs: Sequence[Path], file: Path) -> None:
     Raises:
       ConfigError: matplotlib is not installed, a run has no log, or the file cannot be a picture.
     """
+    entries = {run.resolve().name: read_metrics(run) for run in runs}
     if file.suffix not in KINDS or not file.parent.is_dir():
         raise ConfigError(f"plot: {file} must end in {', '.join(KINDS)} and lie in a directory that is there")
-    entries = {run.name: read_metrics(run) for run in runs}
     if len(entries) < len(runs):
         raise ConfigError(f"plot: runs must have different names, got {', '.join(map(str, runs))}")
     if empty := [name for name, found in entries.items() if not found]:
