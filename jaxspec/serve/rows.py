@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ class Sample:
         def whole(x: int) -> Any:
             return np.asarray([x], np.int32)
 
-        def words(x: tuple[int, ...] | list[int], dtype: type) -> Any:
+        def words(x: Sequence[int], dtype: type) -> Any:
             return np.asarray([x], dtype)
 
         return Sampling(
@@ -104,7 +105,7 @@ class Sample:
             draft_limit_B=whole(self.tried(draft_length)),
             logprobs_B=whole(-1 if p.logprobs is None else p.logprobs),
             prompt_length_B=whole(prompt_length),
-            biased_B=np.asarray([self.biased]),
+            biased_B=words([self.biased], bool)[0],
             bad_words_BWL=table_of(self.bad_words),
         )
 
@@ -147,6 +148,10 @@ class Sample:
         c.text = self.growing.whole if c.finish_reason else self.growing.text
         self.output.metrics.add(drafted, used)
         return c.finish_reason is not None
+
+    def fail(self, message: str) -> None:
+        """Ends it with an error."""
+        self.completion.finish_reason, self.completion.error = "error", message
 
     def abort(self) -> None:
         """Ends it where it is, if it has not ended."""
