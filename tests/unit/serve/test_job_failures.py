@@ -5,8 +5,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +27,7 @@ class Bench:
 
     def __init__(self, folder: Path):
         self.source, self.target, self.model = folder / "in.jsonl", folder / "out.jsonl", folder / "model"
-        self.model.mkdir()
+        self.model.mkdir(exist_ok=True)
         (self.model / "config.json").write_text("{}")
         self.llm = ScriptedLLM(self.model)
 
@@ -145,68 +143,62 @@ def test_retrying_an_unfinished_job_runs_the_rest_too(bench: Bench):
     assert progress.earlier == sum(b'"error"' not in line for line in whole[:4])
 
 
-KILLED = """
-import json, os, signal, sys
-from pathlib import Path
-from types import SimpleNamespace
-from jaxspec.serve import journal, records
-from tests.unit.serve.test_job_failures import Bench
-bench = Bench.__new__(Bench)
-folder, calls = Path(sys.argv[1]), int(sys.argv[2])
-from tests.unit.serve.scripted_llm import ScriptedLLM
-bench.source, bench.target, bench.model = folder / "in.jsonl", folder / "out.jsonl", folder / "model"
-bench.llm = ScriptedLLM(bench.model)
-bench.llm.cured = True
-class Counting:
-    def __getattr__(self, name):
+class Killed(BaseException):
+    """What a kill is for code that cannot catch it."""
+
+
+class Mortal:
+    """``os`` for a process that is killed at one of its calls that change something, and does nothing any more then."""
+
+    CHANGES = ("write", "replace", "unlink", "ftruncate", "fsync", "fchmod", "open", "pread")
+
+    def __init__(self, calls: int):
+        self.left = calls
+
+    def __getattr__(self, name: str) -> Any:
         value = getattr(os, name)
-        if name not in ("write", "replace", "unlink", "ftruncate", "fsync", "close", "fchmod", "open", "pread"):
-            return value
-        def counted(*args, **keywords):
-            global calls
-            calls -= 1
-            if calls == 0:
-                if name == "write":
-                    value(args[0], args[1][: len(args[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            self.left -= 1
+            if self.left == 0 and name == "write":
+                value(args[0], args[1][: len(args[1]) // 2])
+            if self.left <= 0:
+                raise Killed
             return value(*args, **keywords)
-        return counted
-journal.os = records.os = Counting()
-bench.run(retry_failed=True)
-print(calls)
-"""
+
+        return call if name in self.CHANGES else value
 
 
-@pytest.mark.slow
-def test_a_retry_that_is_killed_at_any_moment_loses_and_repeats_nothing(bench: Bench, tmp_path: Path):
+def test_a_retry_that_is_killed_at_any_moment_loses_and_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):  # fmt: skip
     """Killed at each of its system calls, then opened with and without the wish to retry."""
-    bench.run(*LINES[:6])
-    start, folder = bench.lines(), bench.target.parent
-    shutil.copytree(folder, tmp_path / "start")
-    moments = 0
-    while True:
-        shutil.copytree(tmp_path / "start", again := tmp_path / f"again{moments}")
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, str(again), str(moments + 1)], capture_output=True, text=True, timeout=120,
-            cwd=Path(__file__).parents[3], env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
-        )  # fmt: skip
-        bench.target, bench.source = again / "out.jsonl", again / "in.jsonl"
-        bench.model = again / "model"
-        indexes = [r["index"] for r in bench.lines()]
-        assert indexes == [r["index"] for r in start], "the output is whole at any moment"
-        bench.llm = ScriptedLLM(bench.model)
+    (tmp_path / "start").mkdir()
+    start = Bench(tmp_path / "start")
+    start.run(*LINES[:6])
+    indexes = [r["index"] for r in start.lines()]
+    moments, killed = 0, True
+    while killed:
+        shutil.copytree(tmp_path / "start", folder := tmp_path / f"again{moments}")
+        bench = Bench(folder)
         bench.llm.cured = True
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module, "os", mortal := Mortal(moments + 1))
+            patch.setattr(records_module, "os", mortal)
+            try:
+                bench.run(retry_failed=True)
+                killed = False
+            except Killed:
+                pass
+        assert [r["index"] for r in bench.lines()] == indexes, "the output is whole at any moment"
         if moments % 2:
-            assert bench.run().done == len(start)
+            assert bench.run().done == len(indexes)
             assert [r["index"] for r in bench.lines()] == indexes
         bench.run(retry_failed=True)
         assert [r["index"] for r in bench.lines()] == indexes
         assert bench.errors() == {}
-        assert sorted(p.name for p in again.iterdir()) == ["in.jsonl", "model", "out.jsonl", "out.jsonl.job.json"]
+        assert sorted(p.name for p in folder.iterdir()) == ["in.jsonl", "model", "out.jsonl", "out.jsonl.job.json"]
         moments += 1
-        if done.returncode == 0:
-            break
-        assert done.returncode == -signal.SIGKILL, done.stderr
     assert moments > 20
 
 
