@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from jaxspec.checkpoint.conversation import REASONING
 from jaxspec.errors import RequestError
 
 START, END = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
@@ -78,7 +79,7 @@ def _check(message: Mapping[str, Any]) -> None:
         )
     if not isinstance(message["content"], str):
         raise RequestError(f"messages: DeepSeek-V4 takes texts, got {message['content']!r}")
-    known = {"role", "content", "reasoning_content", "thinking"}
+    known = {"role", "content", *REASONING}
     extra = sorted(key for key, value in message.items() if key not in known and value)
     if extra:
         raise RequestError(f"messages: DeepSeek-V4's {extra} are not covered; {OTHERWISE}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import base64
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ KIMI = "|".join((
 LLAMA_3 = "|".join((_SHORT, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", *_SPACES))
 QWEN = "|".join((_SHORT, r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}", *_SPACES))
 PATTERN_NAMES = ("pat_str", "PAT_STR")
-BYTES = 256
+BYTES, MOST_ADDED = 256, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,10 @@ def layout_of(directory: Path, settings: Mapping[str, Any]) -> Layout | None:
       directory: of the model.
       settings: its tokenizer_config.json.
     """
+    kind = settings.get("tokenizer_class") or own_class(settings).rpartition(".")[2] or None
     for layout in LAYOUTS:
         file = directory / layout.file
-        if settings.get("tokenizer_class") in layout.classes and file.exists() and _holds_ranks(file):
+        if kind in layout.classes and file.exists() and _holds_ranks(file):
             return layout if _published_pattern(directory, settings) in (None, layout.pattern) else None
     return None
 
@@ -169,13 +171,15 @@ def _added_tokens(ranks: Mapping[bytes, int], layout: Layout, settings: Mapping[
         named.setdefault(place, {"content": content, "special": bool(name)})
     if wrong := [i for i, value in named.items() if i < first and ranks.get(value["content"].encode()) != i]:
         raise ConfigError(f"tokenizer_config.json: added tokens {wrong[:5]} are ranks of {layout.file} by other names")
+    if beyond := [i for i in named if i >= first + MOST_ADDED]:
+        raise ConfigError(f"tokenizer_config.json: added tokens {beyond[:5]} are too far after the {first} ranks")
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     tokens = []
     for place in (*sorted(i for i in named if i < first), *range(first, max(named, default=0) + 1)):
         value = named.get(place, {"content": f"<|reserved_token_{place}|>"})
         tokens.append({"id": place, "content": value["content"]} | {k: bool(value.get(k, v)) for k, v in flags.items()})
-    names = [token["content"] for token in tokens]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
+    names = Counter(token["content"] for token in tokens)
+    if repeated := sorted(name for name, count in names.items() if count > 1):
         raise ConfigError(f"tokenizer_config.json: added tokens {repeated[:5]} have several ids")
     return tokens
 
@@ -190,12 +194,9 @@ def _holds_ranks(file: Path) -> bool:
 
 def _published_pattern(directory: Path, settings: Mapping[str, Any]) -> str | None:
     """The pattern in the Python file that tokenizer_config.json names, by parsing it; None where it says none."""
-    places = settings.get("auto_map")
-    names = places.get("AutoTokenizer") if isinstance(places, Mapping) else places
-    name = next((n for n in names if isinstance(n, str)), "") if isinstance(names, list | tuple) else ""
-    file = directory / f"{name.split('--')[-1].split('.')[0]}.py"
+    name = own_class(settings).rpartition("--")[2].partition(".")[0]
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8")) if name else ast.Module([], [])
+        tree = ast.parse((directory / f"{name}.py").read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return None
     for node in ast.walk(tree):
@@ -203,6 +204,14 @@ def _published_pattern(directory: Path, settings: Mapping[str, Any]) -> str | No
         if any(getattr(t, "id", getattr(t, "attr", None)) in PATTERN_NAMES for t in targets):
             return _joined(node.value)  # pyright: ignore[reportAttributeAccessIssue]
     return None
+
+
+def own_class(settings: Mapping[str, Any]) -> str:
+    """Returns the module and class of its own that tokenizer_config.json names, '' where it names none."""
+    places = settings.get("auto_map")
+    names = places.get("AutoTokenizer") if isinstance(places, Mapping) else places
+    names = names if isinstance(names, list | tuple) else [names]
+    return next((name for name in names if isinstance(name, str)), "")
 
 
 def _joined(node: ast.expr) -> str | None:

@@ -96,8 +96,7 @@ def _class_is_known(settings: Mapping[str, Any]) -> bool:
 
     if name := settings.get("tokenizer_class"):
         return tokenizer_class_from_name(name) is not None
-    places = settings.get("auto_map") or {}
-    return isinstance(places, Mapping) and "AutoTokenizer" not in places
+    return not tiktoken.own_class(settings)
 
 
 def _from_ranks(directory: Path, layout: tiktoken.Layout, settings: Mapping[str, Any]) -> Any:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +25,7 @@ from jaxspec.errors import CapacityError, ConfigError, JaxspecError, RequestErro
 from jaxspec.serve.agreed import Follower, open_journal
 from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
 from jaxspec.serve.job_lines import Line, error_record, finished_record, read_line
-from jaxspec.serve.journal import Journal, files_of
+from jaxspec.serve.journal import STDOUT, Journal, files_of
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.sharding import hosts
@@ -299,33 +299,36 @@ class _Signals:
 
 def _open_input(path: str, output: str) -> BinaryIO:
     """The input as a file that can be read twice; what comes through a pipe is kept in a temporary file."""
-    try:
-        source = sys.stdin.buffer if path == STDIN else open(path, "rb")  # noqa: SIM115
+    with ExitStack() as stack:
         try:
-            status = os.fstat(source.fileno())
-        except io.UnsupportedOperation:
-            status = None  # standard input that a program has replaced
-        if status is not None and stat.S_ISREG(status.st_mode):
-            _keep_apart(status, output)
-            if path != STDIN:
-                return source
-        kept = tempfile.TemporaryFile()  # noqa: SIM115
-        shutil.copyfileobj(source, kept)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a file of JSON lines") from error
-    kept.seek(0)
-    return kept  # pyright: ignore[reportReturnType]
+            source = sys.stdin.buffer if path == STDIN else stack.enter_context(open(path, "rb"))
+            regular = _keep_apart(source, output)
+            if not regular or path == STDIN:
+                shutil.copyfileobj(source, kept := stack.enter_context(tempfile.TemporaryFile()))
+                kept.seek(0)
+                source = kept
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a file of JSON lines") from error
+        stack.pop_all()
+        return source  # pyright: ignore[reportReturnType]
 
 
-def _keep_apart(input: os.stat_result, output: str) -> None:
-    """Refuses an input that is one of the files that the job writes, by whatever name or link."""
-    if output == STDIN:
-        others = [(output, os.fstat(1))]
-    else:
-        others = [(name, os.stat(name)) for name in files_of(output) if os.path.exists(name)]
-    for name, status in others:
-        if os.path.samestat(input, status):
+def _keep_apart(source: BinaryIO, output: str) -> bool:
+    """Refuses an input that is one of the files that the job writes, by whatever name or link.
+
+    Returns:
+      Whether the input is a regular file, which alone can be written over.
+    """
+    try:
+        status = os.fstat(source.fileno())
+    except io.UnsupportedOperation:
+        return False  # a program has replaced standard input
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    for name in [output] if output == STDOUT else filter(os.path.exists, files_of(output)):
+        if os.path.samestat(status, os.fstat(1) if name == STDOUT else os.stat(name)):
             raise ConfigError(f"{name}: is the input, and the job writes it, too; choose another output")
+    return True
 
 
 def _survey(file: BinaryIO) -> tuple[int, str]:

@@ -162,24 +162,33 @@ class Journal:
         """Puts the records of requests that ran again into the places of their errors, all at once or not at all."""
         if self._again is None:
             return
-        again, name = self._again, os.path.realpath(self.path)
+        try:
+            self._put_in_place(self._again)
+        except OSError as error:
+            raise JaxspecError(
+                f"{self.path}: the records of {self.path}{AGAIN} cannot be put into their places ({error.strerror}); "
+                "make room and run the same command again"
+            ) from error
+        self._again = None
+
+    def _put_in_place(self, again: Records) -> None:
+        name = os.path.realpath(self.path)
         places, offset = dict[int, tuple[int, int]](), 0
         for entry, line in again.lines():
             places[entry.index] = (len(line), offset)
             offset += len(line)
         if places:
             again.sync()
-            part, before = self._rewritten(f"{name}{AGAIN}{PART}", again, places), self._main
-            os.replace(part.path, name)
-            self._main, part.path = part, self.path
+            rewritten, before = self._rewritten(name, again, places), self._main
+            self._main = rewritten
             before.close()
             _sync_folder(name)
         os.unlink(f"{self.path}{AGAIN}")
         again.close()
-        self._again = None
 
-    def _rewritten(self, path: str, again: Records, places: Mapping[int, tuple[int, int]]) -> Records:
-        """A locked copy of the output with new records in the places of errors; nothing of it stays if it fails."""
+    def _rewritten(self, name: str, again: Records, places: Mapping[int, tuple[int, int]]) -> Records:
+        """The output, locked, written anew with new records in the places of errors; unchanged if that fails."""
+        path = f"{name}{AGAIN}{PART}"
         advice = f"with the records of {self.path}{AGAIN}; make room and run the same command again"
         part = Records(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666))
         try:
@@ -189,10 +198,12 @@ class Journal:
                 replaced = entry.error is not None and entry.index in places
                 part.append(os.pread(again.fd, *places[entry.index]) if replaced else line, advice)
             part.sync()
+            os.replace(path, name)
         except BaseException:
             part.close()
             os.unlink(path)
             raise
+        part.path = self.path
         return part
 
 
@@ -211,12 +222,10 @@ def _is_identity(sidecar: Path) -> bool:
 
 
 def _sync_folder(name: str) -> None:
-    """Makes a rename last, where the file system can."""
-    fd = os.open(os.path.dirname(name) or ".", os.O_RDONLY)
+    """Makes a rename last."""
+    fd = os.open(os.path.dirname(name), os.O_RDONLY)
     try:
         os.fsync(fd)
-    except OSError as error:
-        raise JaxspecError(f"{name}: cannot be written ({error.strerror}); run the same command again") from error
     finally:
         os.close(fd)
 
