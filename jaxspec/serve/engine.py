@@ -41,6 +41,7 @@ WARM_ROWS = 8
 PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
 TIMING = "timing speculation lengths"
 REMEMBERED = 64.0  # verifications of one request
+TRIES = 3  # steps that may fail in a row before a request ends
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Engine:
     def _begin(self) -> None:
         """Nothing runs or waits, and nothing is known of requests."""
         self.state, self._lost = self._allocate(), False
-        self.moved: dict[int, RequestOutput] = {}
+        self._moved: dict[int, RequestOutput] = {}
         pool = PageAllocator(self.spec.pages, self.spec.page) if self.spec.pages else None
         self.scheduler = Scheduler(self.spec.rows, pool, self.slack)
         self.metrics = EngineMetrics(self.depth)
@@ -201,30 +202,33 @@ class Engine:
 
     def abort(self, samples: list[Sample] | None = None) -> None:
         """Ends these samples (None: all), whether they wait or run, as ``abort``; the others go on."""
-        if samples is None:
-            samples = [*self.waiting, *filter(None, self.rows)]
+        samples = [*self.waiting, *filter(None, self.rows)] if samples is None else samples
         for sample in samples:
             sample.abort()
         try:
             for row in self.scheduler.withdraw(samples):
                 self._free(row)
-        except Exception:  # of a device; nothing here is the caller's any more
-            self._recover()
+        except Exception as error:  # of a device; nothing here is the caller's any more
+            self._recover(error)
 
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Admits what fits, runs one dispatch, and returns the requests that it moved forward.
 
-        If it fails, what it had moved by then is in ``moved``. The others go on with the next step, whose text is what
-        it would have been: their prompts and texts so far are read again into a new state, for the old one may have
-        gone with the program that failed.
+        If it fails, ``take_moved`` has what it had moved by then. What runs goes on with the next step, and its text
+        is what it would have been: prompts and texts so far are read again into a new state, for the old one may have
+        gone with the program that failed. What fails again and again before another token comes ends with an error.
         """
-        self.moved = {}
         try:
             self._step(steps)
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            self._recover(error)
             raise
-        return list(self.moved.values())
+        return self.take_moved()
+
+    def take_moved(self) -> list[RequestOutput]:
+        """Requests that moved and were not returned yet."""
+        moved, self._moved = list(self._moved.values()), {}
+        return moved
 
     def _step(self, steps: int | None) -> None:
         read = self._admit()
@@ -246,17 +250,20 @@ class Engine:
         taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
         if reading.broken_B.any():
             self.state = self.programs.scrub(self.state)
-        self.moved |= taken.moved
+        self._moved |= taken.moved
         for row, sample in taken.ended:
             self._finish(row, sample)
         self.survival.add(decision.length, taken.by_row)
         outcome = outcome_of(reading, taken, running, time_s=done - ready, lost_s=ready - began, read=read)
         self._record(decision, reading, taken, outcome, began - asked)
 
-    def _recover(self) -> None:
+    def _recover(self, error: BaseException) -> None:
         """Lets go of the state; what ran is admitted again, with its text so far, once there is a new one."""
         for row, sample in self.scheduler.running:
             self.survival.leave(row)
+            if sample.stalls() >= TRIES:
+                sample.fail(f"{TRIES} steps failed before another token came ({type(error).__name__}: {error})")
+                self._moved[id(sample.output)] = sample.output
             if sample.completion.finish_reason is not None:
                 self._settle(sample)
         self.scheduler.requeue()
@@ -328,12 +335,12 @@ class Engine:
             bias_V = sample.bias(self.state.bias_BV.shape[1])
         except Exception as error:  # its own failure; the others go on
             sample.fail(f"this request could not be started ({type(error).__name__}: {error})")
-            self.moved[id(sample.output)] = sample.output
+            self._moved[id(sample.output)] = sample.output
             self._finish(row, sample)
             return
         self._read(row, sample, table)
         if sample.reads_only:
-            self.moved[id(sample.output)] = sample.output
+            self._moved[id(sample.output)] = sample.output
             self._finish(row, sample)
             return
         self.state = self.programs.admit(self.state, row, tokens, sampling, table, bias_V)

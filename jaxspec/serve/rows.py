@@ -42,6 +42,7 @@ class Sample:
       observed: positions that the drafter has observed.
       bad_words: token sequences that it may not generate.
       reads_only: whether it ends once its prompt is read, of which log-probabilities are wanted.
+      failures: steps that failed while it ran, since its text last grew, and how long it was.
     """
 
     output: RequestOutput
@@ -55,6 +56,7 @@ class Sample:
     observed: int = 0
     bad_words: Words = ()
     reads_only: bool = False
+    failures: tuple[int, int] = (0, 0)
 
     @property
     def length(self) -> int:
@@ -152,6 +154,13 @@ class Sample:
     def fail(self, message: str) -> None:
         """Ends it with an error."""
         self.completion.finish_reason, self.completion.error = "error", message
+
+    def stalls(self) -> int:
+        """Counts a step that failed; returns how many did before another token came, 0 for a text that has ended."""
+        length = len(self.completion.token_ids)
+        failed, before = self.failures
+        self.failures = (failed + 1 if before == length else 1, length)
+        return 0 if self.completion.finish_reason else self.failures[0]
 
     def abort(self) -> None:
         """Ends it where it is, if it has not ended."""

@@ -317,3 +317,28 @@ def test_an_engine_goes_with_its_llm(llms: dict[str, LLM]):
     del llm
     gc.collect()
     assert engine() is None
+
+
+def test_a_request_whose_steps_always_fail_ends(llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch):
+    llm = llms["paged"]
+    wanted = text(llm)
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("too much")
+
+    outputs = [llm.submit(prompt, GREEDY) for prompt in PROMPTS]
+    monkeypatch.setattr(llm.engine.programs, "dispatch", fail)
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            llm.step()
+    monkeypatch.undo()
+    ends: Counter[int] = Counter()
+    for _ in range(30):
+        ends.update(id(output) for output in llm.step() if output.finished)
+    assert ends == Counter(map(id, outputs)), "each is returned once"
+    failed = [output.outputs[0] for output in outputs[: SETTINGS["max_num_seqs"]]]
+    assert {c.finish_reason for c in failed} == {"error"}
+    assert failed[0].error == "3 steps in a row failed before another token came (MemoryError: too much)"
+    others = [output.outputs[0].token_ids for output in outputs[SETTINGS["max_num_seqs"] :]]
+    assert others == wanted[SETTINGS["max_num_seqs"] :]
+    assert is_idle(llm)
