@@ -1,4 +1,4 @@
-"""The memory of an update: the estimate against XLA's own, what is chosen from it, and that the choice changes nothing."""
+"""The memory of an update: the estimate against XLA's own, and a choice that changes no result."""
 
 import json
 from dataclasses import replace as changed
@@ -75,12 +75,10 @@ def allotted(work: Work, rows: int, parts: int = 1) -> int:
 
 def test_the_estimate_is_not_below_what_xla_allots():
     small = HeadSettings(kind="eagle3", draft_vocab_size=128)
-    for rows, length, rounds in ((8, 64, 3), (2, 256, 2)):
-        work = work_of(TINY, small, length, rounds)
-        found = plan_memory(work, TrainSettings(steps=1, rows=rows, micro_rows=rows), None).total
-        real = allotted(work, rows)
-        assert real <= 1.05 * found, f"{found / 1e6:.1f} MB of {real / 1e6:.1f} for {rows} rows of {length}"
-        assert found <= 3 * real, f"{found / 1e6:.1f} MB for {real / 1e6:.1f} for {rows} rows of {length}"
+    work = work_of(TINY, small, length=128, rounds=2)
+    found = plan_memory(work, TrainSettings(steps=1, rows=4, micro_rows=4), None).total
+    real = allotted(work, 4)
+    assert real <= 1.05 * found <= 3 * real, f"{found / 1e6:.1f} MB, XLA allots {real / 1e6:.1f}"
 
 
 @pytest.mark.slow
@@ -121,7 +119,7 @@ def test_rows_are_split_before_anything_is_computed_twice():
     assert plan_memory(work, settings, None).rows == 8
     with pytest.raises(ConfigError) as told:
         plan_memory(work, settings, work.target_bytes + 6 * work.head_bytes)
-    assert "1 row of 2048 tokens and 7 rounds at a time take about 0.9 GB (target 0.1," in str(told.value)
+    assert "1 row of 2048 tokens and 7 rounds at a time take about 0.8 GB (target 0.1," in str(told.value)
     assert "lower data.length, loss.rounds, head.draft_vocab_size, or set train.memory_gb" in str(told.value)
 
 
@@ -167,7 +165,7 @@ def test_rows_in_parts_are_the_same_update(name: str):
     net = DraftHead(HEADS[name], EXACT)
     base, frozen = target()
     params, optimizer = initial(net), adamw(OptimizerSettings(learning_rate=0.1, warmup=0, schedule="constant"), 5)
-    objective = LossSettings(rounds=3, noise=0.3, feature=0.1 if name == "eagle" else 0.0)
+    objective = LossSettings(rounds=2, noise=0.3, feature=0.1 if name == "eagle" else 0.0)
     course = Course(frozen, None, base, net, objective)
     whole = jax.tree.map(lambda x: x[None], packed(rows=4))
     batch = Batch(whole.token_BT, whole.segment_BT, whole.position_BT, whole.loss_BT, row_B=jnp.arange(4)[None])
@@ -176,13 +174,14 @@ def test_rows_in_parts_are_the_same_update(name: str):
         return head_loss(frozen, params, teach(base, frozen.base, batch, net.spec.reads), batch, key)
 
     results = []
-    for parts in (1, 2, 4):
+    for parts in (1, 4):
         state = TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.int32(0))
         results.append(make_update(loss_fn, optimizer, 3, parts=parts)(state, course, batch))
-    (_, one), *others = results
-    for _, metrics in others:
-        for figure in ("loss", "grad_norm", "trained_tokens", "tokens"):
-            np.testing.assert_allclose(metrics[figure], one[figure], rtol=2e-5)
+    (whole, one), (split, other) = results
+    for figure in ("loss", "grad_norm", "trained_tokens", "tokens"):
+        np.testing.assert_allclose(other[figure], one[figure], rtol=2e-5)
+    for a, b in zip(jax.tree.leaves(whole.optimizer), jax.tree.leaves(split.optimizer), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
 def test_the_plan_is_one_line():
