@@ -1,14 +1,18 @@
 """What loading and compiling show: a bar on a terminal, lines elsewhere, nothing from Python unless asked for."""
 
 import time
+from pathlib import Path
 
 import pytest
 
+from jaxspec.checkpoint.load import load_model
 from jaxspec.cli.interrupts import INTERRUPTS
 from jaxspec.cli.stages import Stages, in_words, shown_stages
+from jaxspec.nn.policy import Policy
 from jaxspec.serve.compiled import _compile_all
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.serve.llm import LLM
+from tests.unit.serve.tiny_model import write_tiny_model
 
 
 def test_every_stage_begins_and_ends_with_a_line(capsys: pytest.CaptureFixture[str]):
@@ -92,19 +96,29 @@ def test_an_exception_does_not_wait_for_what_has_not_begun():
         _compile_all({"bad": fail}, lambda done, total: None)
 
 
-def test_python_is_told_what_it_asks_for(capsys: pytest.CaptureFixture[str]):
+def test_python_is_told_what_it_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     seen: list[tuple[int, int]] = []
     stages: list[tuple[str, int, int]] = []
-    directory = demo_model_dir("target")
-    LLM(directory, on_load=lambda *counts: seen.append(counts), on_progress=lambda *state: stages.append(state),
-        quantization="int8")  # fmt: skip
-    assert seen[-1][0] == seen[-1][1]
+    LLM(
+        write_tiny_model(tmp_path / "model"), max_model_len=32, prefill_buckets=(16,), max_num_seqs=1, max_logprobs=0,
+        on_load=lambda *counts: seen.append(counts), on_progress=lambda *state: stages.append(state),
+    )  # fmt: skip
+    assert seen[-1][0] == seen[-1][1] > 0
     assert [state[1:] for state in stages if state[0] == "loading"] == seen
-    compiled = [state[1:] for state in stages if state[0] == "compiling"]
-    total = compiled[0][1]
-    assert compiled == [(done, total) for done in range(total + 1)]
-    assert total >= 5
-    whole = seen[-1][1]
-    LLM("demo", on_load=lambda *counts: seen.append(counts), quantization=None)
-    assert seen[-1][1] > 1.3 * whole
+    assert [state[1:] for state in stages if state[0] == "compiling"] == [(done, 4) for done in range(5)]
     assert capsys.readouterr() == ("", "")
+
+
+def test_loaded_bytes_are_those_of_memory():
+    totals = []
+    for quantization in ("int8", "auto"):
+        seen: list[tuple[int, int]] = []
+        load_model(
+            demo_model_dir("draft"),
+            Policy(),
+            quantization=quantization,
+            show=lambda *counts, to=seen: to.append(counts),
+        )
+        assert seen[-1][0] == seen[-1][1]
+        totals.append(seen[-1][1])
+    assert totals[1] > 1.2 * totals[0]
