@@ -62,7 +62,9 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def no_directory(directory: Path) -> ConfigError:
-    """Returns the error for a model directory that is not there."""
+    """Returns the error for a model directory that is not there, or that is no directory."""
+    if directory.is_file():
+        return ConfigError(f"{directory}: a file, not a model directory; give the directory that it lies in")
     return ConfigError(
         f"{directory}: no such directory; a model is a directory with config.json and .safetensors files, or the id of "
         "one on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B"

@@ -31,9 +31,10 @@ def _equal(files: TensorFiles, one: str, other: str) -> bool:
     first, second = files.tensors[one], files.tensors[other]
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    bits = [files[name].reshape(-1).view(np.uint8) for name in (one, other)]
-    for start in range(0, len(bits[0]), BLOCK_BYTES):
-        same = np.array_equal(*(part[start : start + BLOCK_BYTES] for part in bits))
+    own, others = (files[name].reshape(-1).view(np.uint8) for name in (one, other))
+    for start in range(0, len(own), BLOCK_BYTES):
+        block = slice(start, start + BLOCK_BYTES)
+        same = np.array_equal(own[block], others[block])
         for name in (one, other):
             files.release(name, 0)
         if not same:

@@ -223,11 +223,11 @@ def watch(screen: Screen, llm: LLM, excerpt: Excerpt, max_tokens: int) -> bool:
 
 def _stream(screen: Screen, llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, list[int]]:
     """Prints a growing text; returns tokens per second behind the first step, and the ids."""
-    growing, seen, started, first = Growing(llm.text, params), 0, 0.0, 0
+    growing, seen, started, first = None, 0, 0.0, 0
     tokens: list[int] = []
     for output in llm.stream(prompt, params):
         completion = output.outputs[0]
-        tokens = completion.token_ids
+        tokens, growing = completion.token_ids, growing or Growing(llm.text, params, output.prompt_token_ids)
         now = time.perf_counter()
         if not started:
             started, first = now, len(tokens)
@@ -237,6 +237,8 @@ def _stream(screen: Screen, llm: LLM, prompt: str, params: SamplingParams) -> tu
             screen.piece(growing.text[before:], ACCEPTED if drafted else "")
         seen = len(tokens)
     spent = time.perf_counter() - started
+    if growing is not None:
+        screen.piece(growing.whole[len(growing.text) :], "")
     return (len(tokens) - first) / max(spent, 1e-9), list(tokens)
 
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "calibrate": "Measure a model on this machine, so that plans for it rest on measurements.",
     "bench": "Measure speed and acceptance over a grid of settings.",
     "bench compare": "Compare two reports of jaxspec bench, cell by cell.",
+    "lm_eval": "Evaluate a model with lm-evaluation-harness; takes the harness's own flags.",
     "demo": "See speculation at work on the packaged demo models.",
 }
 MODULES = {"import": "import_head"}  # where a command is a word of Python's
@@ -89,6 +90,10 @@ def _run(args: list[str]) -> int:
     name = next((words for words in (" ".join(args[:2]), " ".join(args[:1])) if words in COMMANDS), None)
     if name is None:
         return _overview(args)
+    if name == "lm_eval":
+        from jaxspec.cli.lm_eval import run_harness
+
+        return run_harness(args[1:])
     command = import_module(f"jaxspec.cli.{MODULES.get(name, name.replace(' ', '_'))}")
     kind = get_type_hints(command.run)["args"]
     rest = args[len(name.split()) :]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxspec.checkpoint.load import Model
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.serve.compile_cache import use_compile_cache
+
+if TYPE_CHECKING:
+    from jaxspec.models.arch import ArchSpec
+    from jaxspec.serve.engine import EngineSpec
 
 DEFAULT_CAPACITY = 8192
 
@@ -90,6 +95,12 @@ def capacity_of(wanted: Any, most: int) -> int:
     if not 2 <= capacity <= most:
         raise ConfigError(f"LLM: max_model_len must be from 2 to the model's {most}, got {wanted}")
     return capacity
+
+
+def fitted(spec: EngineSpec, max_model_len: Any, arch: ArchSpec) -> EngineSpec:
+    """What is asked for, within what the model was made for; errors are those of ``capacity_of``."""
+    capacity = capacity_of(max_model_len, arch.max_position)
+    return replace(spec, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size))
 
 
 def keep_compiled(compile_cache: Any) -> None:

@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import ConfigError, RequestError
+from jaxspec.checkpoint.load import Model
+from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.serve.request import SamplingParams
+from jaxspec.serve.rows import STOP_PLACES
 
 SAMPLING = {
     "temperature": "temperature",
@@ -14,23 +16,40 @@ SAMPLING = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+MOST_TOKENS = 2**31 - 1
 
 
 def end_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int]:
     """Ids that end a text: those of ``generation_config.json``, of ``config.json`` and of its text model, together.
 
     Raises:
-      ConfigError: a value is neither an id, a list of ids nor null.
+      ConfigError: a value is neither an id of the vocabulary, a list of ids nor null.
     """
     found: set[int] = set()
     inside = [value for name, value in config.items() if name == "text_config" and isinstance(value, Mapping)]
+    sizes = [part["vocab_size"] for part in (*inside, config) if isinstance(part.get("vocab_size"), int)]
+    vocab = sizes[0] if sizes else MOST_TOKENS
     for source in (generation, config, *inside):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             raise ConfigError(f"config: eos_token_id must be an id, a list of ids or null, got {value!r}")
+        if any(i >= vocab for i in ids):
+            raise ConfigError(f"config: eos_token_id must be below the vocabulary's size of {vocab}, got {value!r}")
         found |= set(ids)
     return found
+
+
+def end_ids_of(model: Model) -> set[int]:
+    """``end_ids`` of a model.
+
+    Raises:
+      CapacityError: there are more than a row has places for.
+    """
+    ids = end_ids(model.config, model.generation)
+    if len(ids) > STOP_PLACES:
+        raise CapacityError(f"config: {len(ids)} end-of-text ids, at most {STOP_PLACES} are supported")
+    return ids
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> SamplingParams:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace as changed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,31 +12,31 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.conversation import conversations
 from jaxspec.checkpoint.load import Model
 from jaxspec.checkpoint.text import Text
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
-from jaxspec.errors import CapacityError, ConfigError, RequestError
-from jaxspec.models.arch import ArchSpec
-from jaxspec.models.transformer import Transformer, teacher_forced
+from jaxspec.errors import ConfigError, RequestError
+from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
-from jaxspec.serve.arguments import buckets_of, capacity_of, check_kinds, check_model, keep_compiled, whole
+from jaxspec.serve.arguments import buckets_of, check_kinds, check_model, fitted, keep_compiled, shown, whole
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
-from jaxspec.serve.defaults import end_ids
+from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, EngineSpec, OnProgress
-from jaxspec.serve.loading import load_draft, load_prior, load_target
+from jaxspec.serve.loading import load_draft, load_prior, load_target, tell_both
 from jaxspec.serve.metrics import Metric
+from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
-from jaxspec.serve.request import RequestOutput, SamplingParams
-from jaxspec.serve.rows import STOP_PLACES
+from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
 from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
 from jaxspec.serve.waiting import MakeBar, watching
 from jaxspec.serve.worker import Worker
-from jaxspec.shapes import Array, Params
+from jaxspec.shapes import Params
 
 BLOCK = 128
 
@@ -53,8 +52,8 @@ class LLM:
     forked off cannot use it.
 
     Args:
-      model: directory in Hugging Face layout; the id of one on the hub (``Qwen/Qwen3-30B-A3B``), which is downloaded
-        first; ``demo``, the packaged model; or the ``model`` of another ``LLM``, whose dtype, quantisation and kernels
+      model: directory in Hugging Face layout, or the id of one on the hub (``Qwen/Qwen3-30B-A3B``), which is downloaded
+        first; ``demo``, the packaged model; or the ``model`` of another ``LLM``, whose dtype, quantization and kernels
         then hold here too.
       revision: branch, tag or commit of a hub id; by default the main branch.
       download_dir: cache of downloads from the hub, that of a draft model or head included; by default the hub's own.
@@ -142,17 +141,18 @@ class LLM:
             raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
         self.seed = whole("seed", seed)
         keep_compiled(compile_cache)
-        model = model if isinstance(model, Model) else resolve_model(model, revision, download_dir)
         self.model = load_target(
-            model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            placement=expert_placement, rows=spec.rows, on_load=_both(on_load, on_progress),
+            model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
+            kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
+            placement=expert_placement, rows=spec.rows, on_load=tell_both(on_load, on_progress),
         )  # fmt: skip
-        self.spec = spec = _fitted(spec, max_model_len, self.model.net.arch)
+        self.spec = spec = fitted(spec, max_model_len, self.model.net.arch)
         self.capacity, self.max_logprobs, self.text = spec.capacity, spec.logprobs, Text.load(self.model.directory)
-        self.eos = _ends(self.model)
+        self.eos = end_ids_of(self.model)
         self.engine = self._engine(config, quantization, download_dir, on_progress)
         self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
-        self.driver, self._teacher = Driver(self.engine, Worker()), jax.jit(partial(_teach, self.model.net))
+        self.driver, net = Driver(self.engine, Worker()), self.model.net
+        self._teacher = jax.jit(lambda *x: teacher_forced(net, *x)[0])
 
     def _engine(
         self,
@@ -244,25 +244,40 @@ class LLM:
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
         use_tqdm: bool | MakeBar = True,
         lora_request: None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the assistant's answer to one conversation or to several.
+        """Generates the assistant's answer to one conversation or to several; an empty list of them has none.
 
         Args:
           messages: one conversation, or a list of them.
           sampling_params: one for all, or one per conversation.
+          chat_template: Jinja template in place of the published one.
+          add_generation_prompt: starts the assistant's answer; by default unless the final message is continued.
+          continue_final_message: goes on with the last message instead.
+          tools: functions that the model may call, for templates that write them.
+          chat_template_kwargs: settings that the model's template knows, such as ``enable_thinking``.
           use_tqdm: as of ``generate``.
           lora_request: vLLM's; there are no adapters here.
-          chat_template_kwargs: settings that the model's template knows, such as ``enable_thinking``.
 
         Raises:
-          RequestError: a conversation or its parameters are not acceptable; nothing has been generated then.
+          RequestError: a conversation or its settings are not acceptable; nothing has been generated then.
         """
-        talks: Any = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [{"messages": talk, "chat_template_kwargs": chat_template_kwargs} for talk in talks]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"messages: a conversation or a list of them is needed, got {shown(messages)}")
+        options = {
+            "chat_template": chat_template, "add_generation_prompt": add_generation_prompt, "tools": tools,
+            "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
+        }  # fmt: skip
+        return self.generate(
+            [{"messages": talk, **options} for talk in conversations(messages)], sampling_params,
+            use_tqdm=use_tqdm, lora_request=lora_request,
+        )  # fmt: skip
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, steps: int = 1
@@ -270,6 +285,7 @@ class LLM:
         """Yields the same growing output after every ``steps`` verification steps, and at last its final state.
 
         Other calls may run meanwhile, also within the loop over it. A stream that is closed early ends its request.
+        With ``output_kind`` DELTA each output has what is new, with FINAL_ONLY there is only the last.
 
         Raises:
           RequestError: the request is not acceptable; at once, before the first output.
@@ -301,23 +317,57 @@ class LLM:
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Runs one dispatch, and returns the submitted requests that moved; ended ones are ``finished``.
 
-        Whatever other calls moved since the last ``step`` counts, so that each end is returned once.
+        Whatever other calls moved since the last ``step`` counts, so that each end is returned once. Of a request whose
+        ``output_kind`` is not CUMULATIVE it returns what is new, or the end.
 
         Args:
           steps: most verification steps, by default ``steps_per_dispatch``.
         """
         return self.driver.step(None if steps is None else whole("steps", steps, 1, "step", RequestError))
 
-    def abort(self, outputs: Iterable[RequestOutput] | None = None) -> None:
-        """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them."""
-        self.driver.abort(outputs)
+    def abort(self, outputs: RequestOutput | Iterable[RequestOutput] | None = None) -> None:
+        """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them.
+
+        Args:
+          outputs: what ``submit`` or ``stream`` returned for them.
+        """
+        self.driver.abort([outputs] if isinstance(outputs, RequestOutput) else outputs)
+
+    def score(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Logprob | None]]:
+        """Log-probability and rank of each token of texts, given the tokens before it.
+
+        Nothing is generated. Texts are read in the engine's chunks, so that no length compiles anything, and no logits
+        reach the host; the first call compiles one program per prefill bucket.
+
+        Args:
+          token_ids: one text, or several.
+
+        Returns:
+          For each text one entry per token; None for the first, which nothing comes before. A rank of 1 says that
+          greedy decoding would choose the token.
+
+        Raises:
+          RequestError: a text is empty, too long or no list of ids; or its logits are not finite.
+        """
+        texts: Any = list(token_ids)
+        if texts and isinstance(texts[0], int | np.integer):
+            texts = [texts]
+        outputs = self.driver.run([[self.prompts.reading(ids)] for ids in texts])
+        for number, output in enumerate(outputs):
+            if error := output.outputs[0].error:
+                raise RequestError(f"score: text {number}: {error}")
+        return [own_logprobs(output) for output in outputs]
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1."""
-        ids = self.prompts.check_ids(list(token_ids))
+        """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1.
+
+        For looking at a few texts: every power of two of their lengths compiles a program, and all logits come to the
+        host. ``score`` and ``SamplingParams(prompt_logprobs=)`` are for many.
+        """
+        ids = self.prompts.check_ids(token_ids)
         if len(ids) > self.capacity:
             raise RequestError(f"logits: {len(ids)} tokens, the capacity is {self.capacity}; raise max_model_len")
-        size = -(-len(ids) // 64) * 64
+        size = max(1 << (len(ids) - 1).bit_length(), 64)
         token = np.zeros((1, size), np.int32)
         token[0, : len(ids)] = ids
         position = np.arange(size, dtype=np.int32)[None]
@@ -340,37 +390,3 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Engine totals since the start, vLLM's names first."""
         return self.driver.call(self.engine.metrics.counters)
-
-
-def _fitted(spec: EngineSpec, max_model_len: int | None, arch: ArchSpec) -> EngineSpec:
-    """What is asked for, within what the model was made for."""
-    capacity = capacity_of(max_model_len, arch.max_position)
-    return changed(spec, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size))
-
-
-def _ends(model: Model) -> set[int]:
-    """Ids that end a text.
-
-    Raises:
-      CapacityError: there are more than a row has places for.
-    """
-    ids = end_ids(model.config, model.generation)
-    if len(ids) > STOP_PLACES:
-        raise CapacityError(f"config: {len(ids)} end-of-text ids, at most {STOP_PLACES} are supported")
-    return ids
-
-
-def _both(on_load: Callable[[int, int], None] | None, on_progress: OnProgress | None) -> Callable[[int, int], None]:
-    """Tells both how much of a model is loaded."""
-
-    def tell(done: int, total: int) -> None:
-        if on_load is not None:
-            on_load(done, total)
-        if on_progress is not None:
-            on_progress("loading", done, total)
-
-    return tell
-
-
-def _teach(net: Transformer, params: Params, token_BT: Array, position_BT: Array) -> Array:
-    return teacher_forced(net, params, token_BT, position_BT)[0]

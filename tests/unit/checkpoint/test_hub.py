@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
+from jaxspec import LLM
 from jaxspec.bench.shipped import model_config
 from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.checkpoint.load import load_model, read_config
@@ -16,6 +17,7 @@ from jaxspec.cli.main import main
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
 from jaxspec.nn.policy import Policy
+from jaxspec.serve.loading import load_draft
 from tests.unit.checkpoint.hub_server import NAME, Hub, serving
 from tests.unit.checkpoint.model_edits import shard
 from tests.unit.serve.tiny_model import write_tiny_model
@@ -214,6 +216,20 @@ def test_a_plan_needs_the_config_alone(hub: Hub):
     name, config = model_config(NAME)
     assert (name, config["model_type"]) == ("tiny", "qwen2_moe")
     assert "model.safetensors" not in hub.fetched
+
+
+def test_an_engine_takes_ids(hub: Hub):
+    with pytest.raises(ConfigError, match="no revision 'v9' on the hub"):
+        LLM(NAME, revision="v9")
+
+
+def test_a_draft_model_is_downloaded_too(hub: Hub, tmp_path: Path):
+    target = load_model(resolve_model(NAME), Policy())
+    config = catalog.parse({"model": NAME, "revision": "v1", "num_speculative_tokens": 2})
+    draft = load_draft(config, target, "auto", tmp_path / "drafts")
+    assert isinstance(draft, tuple)
+    assert draft[0] == target.net
+    assert [folder.name for folder in (tmp_path / "drafts").glob("*/snapshots/*")] == [OLD]
 
 
 def test_a_draft_may_have_a_revision():

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxspec.checkpoint.export import save_model
 from jaxspec.checkpoint.load import Model, load_model, plan_model
 from jaxspec.nn.policy import Policy
 from tests.unit.checkpoint.model_edits import EMBEDDING, HEAD, edit_config, edit_tensors
@@ -62,6 +63,15 @@ def test_without_a_head_in_the_files_it_is_the_embedding(directory: Path):
 def test_a_head_of_another_shape_is_refused(directory: Path):
     edit_tensors(directory, lambda held: held.update({HEAD: held[HEAD][:-1]}))
     assert HEAD in plan_model(directory, Policy()).problems["shape"][0]
+
+
+def test_what_is_saved_again_says_untied(directory: Path, tmp_path: Path):
+    model = load(directory, own_head=False)
+    kind = np.dtype(model.net.policy.param)
+    save_model(tmp_path / "again", model.params, model.net.arch, model.config, kind)
+    again = load(tmp_path / "again", own_head=False)
+    assert again.config["tie_word_embeddings"] is False
+    assert np.array_equal(again.params["params"]["head_DV"], model.params["params"]["head_DV"])
 
 
 def test_the_config_is_not_touched(directory: Path):

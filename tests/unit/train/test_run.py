@@ -76,7 +76,7 @@ def test_the_same_command_has_nothing_more_to_do(place: Path, trained: Path, cap
     before = (trained / "metrics.jsonl").read_bytes()
     assert main(["train", str(place / "run.toml")]) == 0
     said = capsys.readouterr().err
-    assert "jaxspec: going on behind update 2" in said
+    assert "jaxspec: going on after update 2" in said
     assert "jaxspec: 2 updates done; the head is in" in said
     assert (trained / "metrics.jsonl").read_bytes() == before
 
