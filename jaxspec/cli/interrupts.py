@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-GRACE_S, AGAIN_S = 1.0, 0.05
+GRACE_S, AGAIN_S, PATIENCE_S = 1.0, 0.05, 0.2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SWALLOWING = ("_xla_gc_callback", "__del__")  # Python drops what is raised in them
 SHOW_CURSOR = b"\x1b[?25h"  # a bar hides it
@@ -69,7 +70,8 @@ class Interrupts:
             signal_name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
             hint = f"; {self.hint}" if self.hint else ""
             text = f"jaxspec: interrupted{signal_name} while {self.doing}{hint}\n".encode()
-            os.write(2, b"\r" + SHOW_CURSOR + text if sys.stderr.isatty() else text)
+            if select.select([], [2], [], PATIENCE_S)[1]:  # a terminal may be stopped (Ctrl-S)
+                os.write(2, b"\r" + SHOW_CURSOR + text if sys.stderr.isatty() else text)
 
     def _wait(self, read: int) -> None:
         while True:

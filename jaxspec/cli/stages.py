@@ -31,8 +31,10 @@ class Stages:
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._stage, self._counts, self._began = "", (0, 0), 0.0
         self._bar: Bar | None = None
+        self._around = INTERRUPTS.doing  # what a signal interrupts between stages
 
     def __enter__(self) -> "Stages":
+        self._around = INTERRUPTS.doing
         if not self._live:
             threading.Thread(target=self._remind, daemon=True).start()
         return self
@@ -86,6 +88,8 @@ class Stages:
             what = f"{self._stage}: {words}" if words else self._stage
             _say(f"{what} in {time.monotonic() - self._began:.1f} s")
         self._stage = ""
+        if well:
+            INTERRUPTS.doing = self._around
 
 
 def _say(text: str) -> None:

@@ -17,11 +17,13 @@ from tests.unit.serve.tiny_model import write_tiny_model
 
 
 def test_every_stage_begins_and_ends_with_a_line(capsys: pytest.CaptureFixture[str]):
+    around = INTERRUPTS.doing
     with Stages() as stages:
         stages("loading", 0, 0)
         stages("loading", 20_000_000, 50_500_000)
         assert INTERRUPTS.doing == "loading 20.0 of 50.5 MB"
         stages("loading", 50_500_000, 50_500_000)
+        assert INTERRUPTS.doing == around
         for done in range(4):
             stages("compiling", done, 3)
         stages("timing speculation lengths", 0, 0)
@@ -53,6 +55,7 @@ def test_what_failed_is_not_said_to_have_ended(capsys: pytest.CaptureFixture[str
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert capsys.readouterr().err == "jaxspec: compiling 2 of 9 programs\n"
+    assert INTERRUPTS.doing == "compiling 2 of 9 programs"
 
 
 def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
