@@ -11,6 +11,7 @@ import numpy as np
 from jaxspec.protocol import Sampling
 from jaxspec.serve.bans import Words, bias_of, table_of
 from jaxspec.serve.request import (
+    UNSEEN,
     CompletionOutput,
     Logprob,
     RequestOutput,
@@ -86,7 +87,7 @@ class Sample:
         def whole(x: int) -> Any:
             return np.asarray([x], np.int32)
 
-        def words(x: tuple[int, ...] | list[int], dtype: type) -> Any:
+        def words(x: Any, dtype: type) -> Any:
             return np.asarray([x], dtype)
 
         return Sampling(
@@ -104,8 +105,8 @@ class Sample:
             draft_limit_B=whole(self.tried(draft_length)),
             logprobs_B=whole(-1 if p.logprobs is None else p.logprobs),
             prompt_length_B=whole(prompt_length),
-            biased_B=np.asarray([self.biased]),
-            bad_words_BWL=table_of(self.bad_words),
+            biased_B=words([self.biased], bool)[0],
+            bad_words_BWL=words(table_of(self.bad_words), np.int32)[0],
         )
 
     @property
@@ -186,7 +187,7 @@ def new_samples(
     outputs = [CompletionOutput(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
     output = RequestOutput(
         request_id, prompt, ids, outputs, metrics=new_metrics(draft_length), kind=params.output_kind,
-        shown=[()] * params.n,
+        shown=[UNSEEN] * params.n,
     )  # fmt: skip
     longest = min(len(ids) + params.max_tokens if params.max_tokens else capacity, capacity)
     return [
