@@ -73,8 +73,8 @@ def bias_of(params: SamplingParams, words: Words, vocab: int) -> np.ndarray:
 
 
 def table_of(words: Words) -> np.ndarray:
-    """Bad words of several tokens, each from its last token backwards, int32 [1, W, L]; see ``Sampling``."""
-    table_BWL = np.full((1, *BAD_WORDS), -1, np.int32)
+    """Bad words of several tokens, each from its last token backwards, int32 [W, L]; see ``Sampling``."""
+    table_WL = np.full(BAD_WORDS, -1, np.int32)
     for place, ids in enumerate(ids for ids in words if len(ids) > 1):
-        table_BWL[0, place, : len(ids)] = ids[::-1]
-    return table_BWL
+        table_WL[place, : len(ids)] = ids[::-1]
+    return table_WL

@@ -105,8 +105,8 @@ class Sample:
             draft_limit_B=whole(self.tried(draft_length)),
             logprobs_B=whole(-1 if p.logprobs is None else p.logprobs),
             prompt_length_B=whole(prompt_length),
-            biased_B=words([self.biased], bool)[0],
-            bad_words_BWL=words(table_of(self.bad_words), np.int32)[0],
+            biased_B=words(self.biased, bool),
+            bad_words_BWL=words(table_of(self.bad_words), np.int32),
         )
 
     @property
