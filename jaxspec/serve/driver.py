@@ -81,16 +81,20 @@ class Driver:
 
     def _run(self, requests: list[list[Sample]]) -> Iterator[None]:
         """Lets others have their turn after each step."""
-        for samples in requests:
-            self.engine.add(samples)
         outputs = [samples[0].output for samples in requests]
         left = deque(outputs)
-        while left:
-            if left[0].finished:
-                left.popleft()
-                continue
-            self._advance(None)
-            yield
+        try:
+            for samples in requests:
+                self.engine.add(samples)
+            while left:
+                if left[0].finished:
+                    left.popleft()
+                    continue
+                self._advance(None)
+                yield
+        except Exception:
+            self.engine.abort([sample for samples in requests for sample in samples])
+            raise
         return outputs
 
     def _step_until(self, output: RequestOutput, steps: int) -> tuple[bool, RequestOutput | None]:
@@ -110,7 +114,7 @@ class Driver:
         went, self._moved = self._moved, {}
         for key, output in went.items():
             if output.finished:
-                del self._submitted[key]
+                self._submitted.pop(key, None)
         moved += [news for output in went.values() if (news := handed_out(output)) is not None]
         return moved
 
@@ -120,10 +124,14 @@ class Driver:
         self._moved, self._submitted = again | self._moved, again | self._submitted
 
     def _advance(self, steps: int | None) -> None:
+        moved: list[RequestOutput] = []
         try:
-            self.engine.step(steps)
+            moved = self.engine.step(steps)
+        except BaseException:
+            moved = self.engine.take_moved()
+            raise
         finally:
-            self._moved |= {key: output for key, output in self.engine.moved.items() if key in self._submitted}
+            self._moved |= {id(output): output for output in moved if id(output) in self._submitted}
 
     def _abort(self, outputs: list[RequestOutput] | None) -> None:
         gone = None if outputs is None else {id(output) for output in outputs}

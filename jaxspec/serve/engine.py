@@ -26,7 +26,7 @@ from jaxspec.serve.collect import Collected, Reading, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
-from jaxspec.serve.prompt_logprobs import BROKEN, is_broken, prompt_logprobs
+from jaxspec.serve.prompt_logprobs import read_prompt
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.resume import recount
 from jaxspec.serve.rows import STOP_PLACES, Sample
@@ -40,6 +40,7 @@ from jaxspec.topology import PLAIN, AnyTopology
 WARM_ROWS = 8
 PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
 REMEMBERED = 64.0  # verifications of one request
+TRIES = 3  # steps that may fail in a row before a request ends
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Engine:
     def _begin(self) -> None:
         """Nothing runs or waits, and nothing is known of requests."""
         self.state, self._lost = self._allocate(), False
-        self.moved: dict[int, RequestOutput] = {}
+        self._moved: dict[int, RequestOutput] = {}
         pool = PageAllocator(self.spec.pages, self.spec.page) if self.spec.pages else None
         self.scheduler = Scheduler(self.spec.rows, pool, self.slack)
         self.metrics = EngineMetrics(self.depth)
@@ -198,23 +199,27 @@ class Engine:
         try:
             for row in self.scheduler.withdraw(samples):
                 self._free(row)
-        except Exception:  # of a device; nothing here is the caller's any more
-            self._recover()
+        except Exception as error:  # of a device; nothing here is the caller's any more
+            self._recover(error)
 
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Admits what fits, runs one dispatch, and returns the requests that it moved forward.
 
-        If it fails, what it had moved by then is in ``moved``. The others go on with the next step, whose text is what
-        it would have been: their prompts and texts so far are read again into a new state, for the old one may have
-        gone with the program that failed.
+        If it fails, ``take_moved`` has what it had moved by then. What runs goes on with the next step, and its text
+        is what it would have been: prompts and texts so far are read again into a new state, for the old one may have
+        gone with the program that failed. What fails again and again before another token comes ends with an error.
         """
-        self.moved = {}
         try:
             self._step(steps)
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            self._recover(error)
             raise
-        return list(self.moved.values())
+        return self.take_moved()
+
+    def take_moved(self) -> list[RequestOutput]:
+        """Requests that moved and were not returned yet."""
+        moved, self._moved = list(self._moved.values()), {}
+        return moved
 
     def _step(self, steps: int | None) -> None:
         read = self._admit()
@@ -236,17 +241,22 @@ class Engine:
         taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
         if reading.broken_B.any():
             self.state = self.programs.scrub(self.state)
-        self.moved |= taken.moved
+        self._moved |= taken.moved
         for row, sample in taken.ended:
             self._finish(row, sample)
         self.survival.add(decision.length, taken.by_row)
         outcome = outcome_of(reading, taken, running, time_s=done - ready, lost_s=ready - began, read=read)
         self._record(decision, reading, taken, outcome, began - asked)
 
-    def _recover(self) -> None:
+    def _recover(self, error: BaseException) -> None:
         """Lets go of the state; what ran is admitted again, with its text so far, once there is a new one."""
         for row, sample in self.scheduler.running:
             self.survival.leave(row)
+            if sample.stalls() >= TRIES:
+                sample.fail(
+                    f"{TRIES} steps in a row failed before another token came ({type(error).__name__}: {error})"
+                )
+                self._moved[id(sample.output)] = sample.output
             if sample.completion.finish_reason is not None:
                 self._settle(sample)
         self.scheduler.requeue()
@@ -318,12 +328,13 @@ class Engine:
             bias_V = sample.bias(self.state.bias_BV.shape[1])
         except Exception as error:  # its own failure; the others go on
             sample.fail(f"this request could not be started ({type(error).__name__}: {error})")
-            self.moved[id(sample.output)] = sample.output
+            self._moved[id(sample.output)] = sample.output
             self._finish(row, sample)
             return
-        self._read(row, sample, table)
+        self.metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
+        self.state = read_prompt(self.programs, self.state, row, sample, table, self.spec.logprobs)
         if sample.reads_only:
-            self.moved[id(sample.output)] = sample.output
+            self._moved[id(sample.output)] = sample.output
             self._finish(row, sample)
             return
         self.state = self.programs.admit(self.state, row, tokens, sampling, table, bias_V)
@@ -331,24 +342,6 @@ class Engine:
         if sample.completion.token_ids:
             prompt, generated = sample.output.prompt_token_ids, sample.completion.token_ids
             self.state = recount(self.state, row, prompt, generated)
-
-    def _read(self, row: int, sample: Sample, table_J: np.ndarray | None) -> None:
-        """Reads what there is of a sample's text, with log-probabilities of its prompt where they are wanted."""
-        wanted = sample.params.prompt_logprobs
-        self.metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
-        if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has told them
-            self.state = self.programs.prefill(self.state, row, sample.tokens, table_J)
-            return
-        most, drafts = self.spec.logprobs if wanted else 0, not sample.reads_only
-        self.state, scores = self.programs.prefill_scored(
-            self.state, row, sample.tokens, table_J, most=most, drafts=drafts
-        )
-        sample.output.prompt_logprobs = prompt_logprobs(sample.prompt, scores, wanted)
-        if sample.reads_only:
-            sample.completion.finish_reason = "length"
-            if is_broken(scores):
-                sample.fail(BROKEN)
-                self.state = self.programs.scrub(self.state)
 
     def _finish(self, row: int, sample: Sample) -> None:
         self._settle(sample)

@@ -21,7 +21,7 @@ from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.models.transformer import Transformer, teacher_forced
 from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
-from jaxspec.serve.arguments import buckets_of, capacity_of, check_kinds, check_model, keep_compiled, whole
+from jaxspec.serve.arguments import buckets_of, capacity_of, check_kinds, check_model, keep_compiled, shown, whole
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids
@@ -247,6 +247,8 @@ class LLM:
         Raises:
           RequestError: a conversation or its parameters are not acceptable; nothing has been generated then.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"messages: a conversation or a list of them is needed, got {shown(messages)}")
         talks: Any = [messages] if messages and isinstance(messages[0], dict) else messages
         prompts = [{"messages": talk, "chat_template_kwargs": chat_template_kwargs} for talk in talks]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
@@ -298,9 +300,13 @@ class LLM:
         """
         return self.driver.step(None if steps is None else whole("steps", steps, 1, "step", RequestError))
 
-    def abort(self, outputs: Iterable[RequestOutput] | None = None) -> None:
-        """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them."""
-        self.driver.abort(outputs)
+    def abort(self, outputs: RequestOutput | Iterable[RequestOutput] | None = None) -> None:
+        """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them.
+
+        Args:
+          outputs: what ``submit`` or ``stream`` returned for them.
+        """
+        self.driver.abort([outputs] if isinstance(outputs, RequestOutput) else outputs)
 
     def score(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Logprob | None]]:
         """Log-probability and rank of each token of texts, given the tokens before it.
@@ -318,10 +324,7 @@ class LLM:
         Raises:
           RequestError: a text is empty, too long or no list of ids; or its logits are not finite.
         """
-        texts: Any = list(token_ids)
-        if texts and isinstance(texts[0], int | np.integer):
-            texts = [texts]
-        outputs = self.driver.run([[self.prompts.reading(ids)] for ids in texts])
+        outputs = self.driver.run(self.prompts.readings(token_ids))
         for number, output in enumerate(outputs):
             if error := output.outputs[0].error:
                 raise RequestError(f"score: text {number}: {error}")
@@ -333,7 +336,7 @@ class LLM:
         For looking at a few texts: every power of two of their lengths compiles a program, and all logits come to the
         host. ``score`` and ``SamplingParams(prompt_logprobs=)`` are for many.
         """
-        ids = self.prompts.check_ids(list(token_ids))
+        ids = self.prompts.check_ids(token_ids)
         if len(ids) > self.capacity:
             raise RequestError(f"logits: {len(ids)} tokens, the capacity is {self.capacity}; raise max_model_len")
         size = max(1 << (len(ids) - 1).bit_length(), 64)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxspec.checkpoint.load import Model
 from jaxspec.checkpoint.text import Text
 from jaxspec.errors import RequestError
+from jaxspec.serve.arguments import shown
 from jaxspec.serve.bans import bad_word_ids, check_ids
 from jaxspec.serve.defaults import sampling_defaults
 from jaxspec.serve.request import SamplingParams
@@ -90,6 +91,8 @@ class Prompts:
         Raises:
           RequestError: it is not acceptable.
         """
+        if not isinstance(request_id, str | None):
+            raise RequestError(f"request_id: a text is needed, got {shown(request_id)}")
         params = self._checked(self.defaults if params is None else params)
         words = bad_word_ids(params.bad_words or (), self.text)
         text, ids = self._encode(prompt)
@@ -114,12 +117,15 @@ class Prompts:
             sample.bad_words = words
         return samples
 
-    def reading(self, token_ids: Sequence[int]) -> Sample:
-        """One sample of a text that is only read, for the log-probabilities of its tokens.
+    def readings(self, texts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Sample]]:
+        """Samples of texts, given as token ids, that are only read, for the log-probabilities of their tokens.
 
         Raises:
-          RequestError: it is not acceptable.
+          RequestError: one of them is not acceptable.
         """
+        return [[self._reading(ids)] for ids in _as_list(texts)]
+
+    def _reading(self, token_ids: Any) -> Sample:
         ids = self.check_ids(token_ids)
         if len(ids) > self.spec.capacity:
             raise RequestError(
@@ -173,8 +179,8 @@ class Prompts:
         Raises:
           RequestError: they are not ids of the model's vocabulary, or there are none.
         """
-        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str) or len(ids) == 0:
-            raise RequestError(f"prompt: at least one token is needed, got {ids!r}")
+        if not _is_list(ids) or isinstance(ids, str) or len(ids) == 0:
+            raise RequestError(f"prompt: at least one token is needed, got {shown(ids)}")
         vocab = self.model.net.arch.vocab_size
         wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab]
         if wrong:
@@ -220,10 +226,17 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
         raise RequestError(f"prompt: key {name!r} is not known; {way}")
 
 
+def _is_list(value: Any) -> bool:
+    """Whether it is a sequence of prompts or ids, or a text; bytes are neither."""
+    return (isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)) or (
+        isinstance(value, np.ndarray) and value.ndim > 0
+    )
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray):
+    if not _is_list(prompts):
         raise RequestError(
             f"prompts: a text, token ids, a mapping or a list of them is needed, got {type(prompts).__name__}"
         )

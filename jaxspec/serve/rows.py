@@ -40,6 +40,7 @@ class Sample:
       max_length: total length at which it ends.
       pages: page ids that it holds.
       observed: positions that the drafter has observed.
+      failures: steps that failed while it ran, since its text last grew, and how long it was.
       bad_words: token sequences that it may not generate.
       reads_only: whether it ends once its prompt is read, of which log-probabilities are wanted.
     """
@@ -53,6 +54,7 @@ class Sample:
     arrived: float = field(default_factory=time.monotonic)
     pages: list[int] = field(default_factory=list)
     observed: int = 0
+    failures: tuple[int, int] = (0, 0)
     bad_words: Words = ()
     reads_only: bool = False
 
@@ -150,6 +152,13 @@ class Sample:
     def fail(self, message: str) -> None:
         """Ends it with an error."""
         self.completion.finish_reason, self.completion.error = "error", message
+
+    def stalls(self) -> int:
+        """Counts a step that failed; returns how many did before another token came, 0 for a text that has ended."""
+        length = len(self.completion.token_ids)
+        failed, before = self.failures
+        self.failures = (failed + 1 if before == length else 1, length)
+        return 0 if self.completion.finish_reason else self.failures[0]
 
     def abort(self) -> None:
         """Ends it where it is, if it has not ended."""
