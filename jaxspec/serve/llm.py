@@ -356,10 +356,7 @@ class LLM:
         Raises:
           RequestError: a text is empty, too long or no list of ids; or its logits are not finite.
         """
-        texts: Any = list(token_ids)
-        if texts and isinstance(texts[0], int | np.integer):
-            texts = [texts]
-        outputs = self.driver.run([[self.prompts.reading(ids)] for ids in texts])
+        outputs = self.driver.run(self.prompts.readings(token_ids))
         for number, output in enumerate(outputs):
             if error := output.outputs[0].error:
                 raise RequestError(f"score: text {number}: {error}")

@@ -118,12 +118,15 @@ class Prompts:
             sample.bad_words = words
         return samples
 
-    def reading(self, token_ids: Sequence[int]) -> Sample:
-        """One sample of a text that is only read, for the log-probabilities of its tokens.
+    def readings(self, texts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Sample]]:
+        """Samples of texts, given as token ids, that are only read, for the log-probabilities of their tokens.
 
         Raises:
-          RequestError: it is not acceptable.
+          RequestError: one of them is not acceptable.
         """
+        return [[self._reading(ids)] for ids in _as_list(texts)]
+
+    def _reading(self, token_ids: Any) -> Sample:
         ids = self.check_ids(token_ids)
         if len(ids) > self.spec.capacity:
             raise RequestError(
