@@ -121,7 +121,7 @@ def _json() -> list[Mutation]:
         "generation_config.json": ConfigError,
         INDEX: CheckpointError,
     }
-    found = [
+    whole = [
         Mutation(f"{name}: {what}", text(name, content), error, f"{name}: .*{words}")
         for name, error in files.items()
         for what, (content, words) in JSON.items()
@@ -135,7 +135,7 @@ def _json() -> list[Mutation]:
         )
         for what, (content, words) in JSON.items()
     ]
-    return found + headers
+    return whole + headers
 
 
 def _first(places: dict[str, Any]) -> str:
