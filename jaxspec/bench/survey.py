@@ -22,7 +22,7 @@ from jaxspec.checkpoint.text import FORMATS, TOKENIZER_FILES, Text
 from jaxspec.checkpoint.tied import with_own_head
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.models.catalog import arch_of
+from jaxspec.models.catalog import arch_of, ignored_keys
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import MoeSpec
@@ -71,6 +71,7 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
         "family": arch.family,
         "layers": layer_kinds(arch.layers),
         "context_tokens": arch.max_position,
+        "ignored_keys": list(ignored_keys(config)),
         "parameters": {"total": sum(total.values()), "active": active, "by_part": total},
         "bytes": _bytes(plan, behind, there),
         "cache": {

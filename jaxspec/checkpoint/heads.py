@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
@@ -173,6 +174,12 @@ def save_head(head: Head, directory: str | Path, form: Format = "native", *, ver
         _swap(part, directory)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def in_dtype(head: Head, dtype: str) -> Head:
+    """A head with all of its numbers in one dtype."""
+    params: Any = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), head.params)
+    return replace(head, params=params)
 
 
 def head_tensors(head: Head, form: Format) -> dict[str, np.ndarray]:

@@ -64,14 +64,19 @@ class TokenBytes:
     @cached_property
     def _context(self) -> tuple[int, str] | None:
         """An ordinary word and its text: the piece of a token is what it adds after that word."""
-        for i in range(self._backend.get_vocab_size()):
-            token = self._backend.id_to_token(i)
-            if token is None or token in self.specials or BYTE.fullmatch(token):
+        for i in range(len(self._tokenizer)):
+            token = self._tokenizer.convert_ids_to_tokens(i)
+            if not isinstance(token, str) or token in self.specials or BYTE.fullmatch(token):
                 continue
-            text = self._backend.decode([i], skip_special_tokens=False)
+            text = self._decode([i])
             if text.isascii() and text.isalnum():
                 return i, text
         return None
+
+    def _decode(self, ids: list[int]) -> str:
+        if self.layout == "unknown":
+            return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._backend.decode(ids, skip_special_tokens=False)
 
     @cached_property
     def specials(self) -> dict[str, int]:
@@ -104,12 +109,12 @@ class TokenBytes:
             return int(match[1], 16)
         assert self._context is not None
         word, text = self._context
-        return self._backend.decode([word, token_id], skip_special_tokens=False)[len(text) :]
+        return self._decode([word, token_id])[len(text) :]
 
     def first(self, token_id: int) -> str:
         """Text of a known token that is no byte, at the start of a text that has not been stripped yet."""
         if self._by_place:
-            return self._backend.decode([token_id], skip_special_tokens=False)
+            return self._decode([token_id])
         piece = self.piece(token_id)
         assert isinstance(piece, str)
         return piece
@@ -134,15 +139,22 @@ class TokenBytes:
         return piece.encode() if isinstance(piece, str) else piece
 
     def _guess(self, token_id: int) -> bytes | None:
-        """Bytes by the vocabulary's spelling, where only the tokenizer knows how it decodes."""
+        """Bytes as the tokenizer decodes them, or by its vocabulary's spelling where it needs more tokens."""
         try:
             token = self._tokenizer.convert_ids_to_tokens(token_id)
-        except (KeyError, IndexError, OverflowError, TypeError, ValueError):
+            whole = self._decode([self._context[0], token_id]) if self._context else ""
+        except Exception:  # of whatever kind such a tokenizer raises for ids that it does not know
             return None
         if isinstance(token, bytes) or token is None:
             return token
-        match = BYTE.fullmatch(token)
-        return bytes([int(match[1], 16)]) if match else token.replace("▁", " ").encode()
+        if match := BYTE.fullmatch(token):
+            return bytes([int(match[1], 16)])
+        before = self._context[1] if self._context else ""
+        if len(whole) > len(before) and whole.startswith(before) and "\ufffd" not in whole:
+            return whole[len(before) :].encode()
+        if "\ufffd" in whole and all(c in BYTE_OF for c in token):
+            return bytes(BYTE_OF[c] for c in token)
+        return token.replace("▁", " ").encode()
 
     def text(self, token_id: int) -> str | None:
         """Text of one token after other text, its spaces included; U+FFFD where it is part of a character."""

@@ -65,7 +65,7 @@ class BenchArgs:
         output says so.
       synthetic_length: The same with a mean number of tokens per verification.
       experts: Count the distinct experts that verifications touch, outside the timed runs.
-      against_fixed: Where K is auto, run every fixed K in the same rounds and say how far auto is behind the best.
+      against_fixed: Where K is auto, run every fixed K in the same rounds and say how auto compares with the best.
       price_per_hour: Of the machine in dollars, for the cost of a million tokens.
       dtype: Of weights and activations; auto takes the checkpoint's.
       quantization: As for jaxspec generate.

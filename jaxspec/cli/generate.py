@@ -91,12 +91,14 @@ class GenerateArgs:
         Batch API.
       output: File that gets one line per request in the order of completion, - for standard output. The
         same command started again after a crash goes on where it ended.
+      retry_failed: Run the lines of --input again whose record in --output is an error.
     """
 
     prompt: str | None = None
     chat: bool = False
     input: Annotated[str | None, tyro.conf.arg(metavar="FILE", aliases=["-i"])] = None
     output: Annotated[str | None, tyro.conf.arg(metavar="FILE", aliases=["-o"])] = None
+    retry_failed: bool = False
     sampling: SamplingFlags = field(default_factory=SamplingFlags)
     engine: EngineFlags = field(default_factory=EngineFlags)
     hosts: HostFlags = field(default_factory=HostFlags)
@@ -111,6 +113,8 @@ def run(args: GenerateArgs) -> int:
             raise ConfigError("generate: several processes share a file of requests; give --input and --output")
         if args.output is not None:
             raise ConfigError("generate: --output goes with --input; --prompt prints its text")
+        if args.retry_failed:
+            raise ConfigError("generate: --retry-failed goes with --input and --output")
         return _prompt(args, args.prompt)
     if args.output is None or args.chat:
         raise ConfigError(
@@ -167,7 +171,8 @@ def _job(args: GenerateArgs, source: str, target: str) -> int:
 
             progress = run_job(
                 args.engine.directory(), source, target,
-                engine=args.engine.keywords(), sampling=args.sampling.given(), watch=watch, load=load,
+                engine=args.engine.keywords(), sampling=args.sampling.given(),
+                retry_failed=args.retry_failed, watch=watch, load=load,
             )  # fmt: skip
         return _conclude(progress, target) if talks else _status(progress)
 
@@ -187,7 +192,8 @@ def _conclude(p: "Progress", target: str) -> int:
     else:
         sys.stderr.write(f"jaxspec: {p.done} requests in {target}, {p.time_s:.1f} s, {rates(p)}\n")
     if p.failed:
-        sys.stderr.write(f'jaxspec: {p.failed} of {p.total} requests failed; their records have an "error"\n')
+        again = "; --retry-failed runs them again" if target != "-" else ""
+        sys.stderr.write(f'jaxspec: {p.failed} of {p.total} requests failed; their records have an "error"{again}\n')
     return _status(p)
 
 

@@ -189,6 +189,7 @@ def show(found: dict[str, Any], screen: "Screen") -> None:
     words = f"{prediction['layers']} layers, {there}" if prediction["layers"] else "none"
     _rows(screen, "drafters", [*found["drafters"].items(), ("multi-token prediction", words)])
     _rows(screen, "text", [(name.replace("_", " "), str(value)) for name, value in found["text"].items()])
+    _rows(screen, "config", _config(found))
     if "logit_error" in found:
         _rows(screen, "logit error", [(str(k), str(v)) for k, v in dict(found["logit_error"]).items()])
     tensors = found["tensors"]
@@ -219,6 +220,12 @@ def _parts(screen: "Screen", found: dict[str, Any]) -> None:
     table.add_row("all but prediction", "", "", f"{parameters['total']:,}")
     table.add_row("used by one token", "", "", f"{parameters['active']:,}")
     screen.console.print(table)
+
+
+def _config(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Longest text, and what the config says in vain."""
+    ignored = found["ignored_keys"]
+    return [("longest text", f"{found['context_tokens']} tokens"), ("ignored keys", ", ".join(ignored) or "none")]
 
 
 def _weights(found: dict[str, Any]) -> list[tuple[str, str]]:

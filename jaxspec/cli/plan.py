@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxspec.perf.hardware import Hardware
     from jaxspec.perf.plan import BatchPlan, Question
 
+PADDING_ROWS = 1024  # by which vocabularies of one tokenizer may differ
 AXIS = re.compile(r"(data|expert|tensor)=(\d+)")
 COLUMNS = ("rows", "plain", "best", "tau", "speed-up", "range", "pays", "break-even", "tok/s", "ms/tok")
 
@@ -252,7 +253,7 @@ def drafters_of(wanted: str | None, model: "ModelCost") -> tuple["DraftCost", ..
         raise ConfigError(f"plan: for {wanted} give the config of a draft model instead, for example llama-3.2-1b")
     name, config = model_config(wanted)
     draft = model_cost(config, name=name)
-    if draft.vocab_size != model.vocab_size:
+    if abs(draft.vocab_size - model.vocab_size) > PADDING_ROWS:
         raise ConfigError(
             f"plan: {name} has a vocabulary of {draft.vocab_size}, {model.name} of {model.vocab_size}; a draft model "
             "needs the target's tokenizer"

@@ -22,7 +22,7 @@ class SizesArgs:
 
     Attributes:
       models: Shipped configs such as deepseek-v3, config.json files or model directories. No weights are read.
-      hardware: Devices and how many: h200x8, or h200x16 for two machines of eight. None need be there.
+      hardware: Devices and how many: h200x8, or h200x16 for two machines of eight. They need not be there.
       mesh: Devices by axis, such as expert=8,tensor=2; by default all along expert, or tensor without experts.
       expert_transport: How rows reach the experts' devices.
       rows: Batch slots of all devices together.

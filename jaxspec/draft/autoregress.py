@@ -16,6 +16,7 @@ from jaxspec.shapes import Array
 from jaxspec.topology import DynamicTree, Topology
 
 LAWFUL = ("reject", "block")
+BANNED_DRAFT = -1e4
 
 
 class Scorer(Protocol):
@@ -135,17 +136,15 @@ def scores(cell: Scorer, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: 
 
 
 def _biased(logits_BTV: Array, anchor: Anchor) -> Array:
-    """Logits with each row's bias, but where it bans all that the draft knows; so that drafts are what may follow."""
-    sampling, bias_BV = anchor.sampling, anchor.bias_BV
-    if bias_BV is None:
+    """Logits with each row's bias, so that drafts are what may follow.
+
+    What may not is far below all else and not -inf, for a draft may know nothing else. Without a question whether some
+    row is biased, which would cost a GPU more than the sum does.
+    """
+    if anchor.bias_BV is None:
         return logits_BTV
-
-    def add(x: Array) -> Array:
-        biased = x + bias_BV[:, None]
-        drawable = sampling.biased_B[:, None, None] & (jnp.max(biased, axis=-1, keepdims=True) > -jnp.inf)
-        return jnp.where(drawable, biased, x)
-
-    return lax.cond(jnp.any(sampling.biased_B), add, lambda x: x, logits_BTV)
+    bias_BV = jnp.maximum(anchor.bias_BV, BANNED_DRAFT)
+    return jnp.where(anchor.sampling.biased_B[:, None, None], logits_BTV + bias_BV[:, None], logits_BTV)
 
 
 def _chain(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):

@@ -198,8 +198,7 @@ def build(
         head.
 
     Raises:
-      ConfigError: trees are wanted where attention cannot verify or draft them, the draft model's vocabulary does not
-        fit the target's, or the head is of another kind.
+      ConfigError: trees are wanted where attention cannot verify or draft them, or the head is of another kind.
     """
     net, params = target
     if config.method == "none":
@@ -252,13 +251,9 @@ def _model_drafter(
     if isinstance(draft, Mtp):
         _check_tree(config, draft.arch, draft.arch.mtp, "its multi-token prediction")
         return MtpHeads(weights, params, draft, net, config.topology, block)
-    if draft.arch.vocab_size != net.arch.vocab_size:
-        raise ConfigError(
-            f"speculative_config: the draft has a vocabulary of {draft.arch.vocab_size}, the target of "
-            f"{net.arch.vocab_size}; use a draft model trained with the target's tokenizer"
-        )
     _check_tree(config, draft.arch, draft.arch.layers, "the draft model")
-    return SmallLm(weights, draft, config.topology, block)
+    other = draft.arch.vocab_size != net.arch.vocab_size
+    return SmallLm(weights, draft, config.topology, block, net.arch.vocab_size if other else 0)
 
 
 def _check_tree(config: SpeculativeConfig, arch: ArchSpec, layers: tuple[LayerSpec, ...], whose: str) -> None:

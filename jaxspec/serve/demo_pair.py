@@ -41,7 +41,9 @@ def resolve_model(
 
     Args:
       name: directory, a ``config.json``, ``demo``, or an id such as ``Qwen/Qwen3-30B-A3B``.
-      revision, download_dir, weights: of a hub id, see ``jaxspec.checkpoint.hub.resolve_model``.
+      revision: of a hub id; so are the others, see ``jaxspec.checkpoint.hub.resolve_model``.
+      download_dir: cache of downloads.
+      weights: whether they are needed, too.
       part: what of the demo is meant, one of ``NAMES``.
 
     Raises:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import codecs
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from os.path import commonprefix
-from typing import Any, Protocol
+from typing import Any
 
 from jaxspec.checkpoint.text import Text
 from jaxspec.checkpoint.token_bytes import TokenBytes
 from jaxspec.errors import RequestError
 
-LAG = 8  # tokens after which a text of an unknown layout is taken to stay
+# Of texts whose layout is unknown: tokens after which one is taken to stay, and of a prompt to which it may refer.
+LAG, REACH = 8, 256
 
 
-class Detokenizer(Protocol):
+class Detokenizer(ABC):
     """The text of a growing list of ids; at every prefix ``settled + open`` is what the tokenizer's decode gives.
 
     Attributes:
@@ -24,51 +25,40 @@ class Detokenizer(Protocol):
       incomplete: whether ``open`` ends within a character that the next ids may complete.
     """
 
-    settled: str
-    open: str
-    incomplete: bool
-
-    def begin(self, ids: Sequence[int]) -> str:
-        """Reads a prompt; forgets its settled text and returns the open one, which stays."""
-        ...
-
-    def extend(self, ids: Sequence[int]) -> None:
-        """Appends ids."""
-        ...
-
-    def starts(self, ids: Sequence[int]) -> list[int]:
-        """Places in ``settled + open``, once these ids are appended, at which the text of each begins."""
-        ...
-
-
-def detokenizer(text: Text, skip_special_tokens: bool) -> Detokenizer:
-    """The detokenizer of a tokenizer's layout."""
-    kinds: dict[str, Any] = {"bytes": ByteText, "pieces": PieceText}
-    vocabulary = text.token_bytes
-    if vocabulary.layout in kinds:
-        return kinds[vocabulary.layout](vocabulary, skip_special_tokens)
-    return DecodedText(text, skip_special_tokens)
-
-
-class ByteText:
-    """Tokens that are bytes: only an incomplete character at the end is open."""
-
-    def __init__(self, vocabulary: TokenBytes, skip: bool):
-        self._vocabulary, self._skip = vocabulary, skip
+    def __init__(self) -> None:
         self.settled, self.open, self.incomplete = "", "", False
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def begin(self, ids: Sequence[int]) -> str:
-        self.extend(ids)
+    def begin(self, prompt: Sequence[int]) -> str:
+        """Reads a prompt, forgets its settled text, and returns its open one, which stays open."""
+        self.extend(prompt)
         self.settled = ""
         return self.open
 
+    @abstractmethod
     def extend(self, ids: Sequence[int]) -> None:
+        """Appends ids."""
+
+    @abstractmethod
+    def starts(self, ids: Sequence[int]) -> list[int]:
+        """Places in ``settled + open`` at which the text of each of these ids will begin; right after ``begin``."""
+
+
+class ByteText(Detokenizer):
+    """Tokens that are bytes: only an incomplete character at the end is open."""
+
+    def __init__(self, vocabulary: TokenBytes, skip: bool):
+        super().__init__()
+        self._vocabulary, self._skip = vocabulary, skip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Appends ids."""
         self.settled += self._utf8.decode(b"".join(map(self._bytes, ids)))
         pending = self._utf8.getstate()[0]
         self.open, self.incomplete = pending.decode(errors="replace"), bool(pending)
 
     def starts(self, ids: Sequence[int]) -> list[int]:
+        """Where the text of each of these ids will begin."""
         data, firsts = bytearray(self._utf8.getstate()[0]), []
         for i in ids:
             firsts.append(len(data))
@@ -81,21 +71,17 @@ class ByteText:
         return piece if isinstance(piece, bytes) else b""
 
 
-class PieceText:
+class PieceText(Detokenizer):
     """Tokens that are texts or single bytes: a run of bytes is open, for one that does not fit spoils it all."""
 
     def __init__(self, vocabulary: TokenBytes, skip: bool):
+        super().__init__()
         self._vocabulary, self._skip = vocabulary, skip
-        self.settled, self.open, self.incomplete = "", "", False
         self._run, self._begun = bytearray(), False
         self._drop, self._left = vocabulary.strip
 
-    def begin(self, ids: Sequence[int]) -> str:
-        self.extend(ids)
-        self.settled = ""
-        return self.open
-
     def extend(self, ids: Sequence[int]) -> None:
+        """Appends ids."""
         parts = []
         for i in ids:
             piece = self._vocabulary.piece(i, self._skip)
@@ -120,6 +106,7 @@ class PieceText:
         return text, 0 if text else left
 
     def starts(self, ids: Sequence[int]) -> list[int]:
+        """Where the text of each of these ids will begin."""
         places, text, run, in_run = [0] * len(ids), "", bytearray(self._run), []
         begun = self._begun
 
@@ -148,37 +135,39 @@ class PieceText:
         return [max(place - dropped, 0) for place in places]
 
 
-class DecodedText:
+class DecodedText(Detokenizer):
     """Tokens of an unknown layout: all is decoded each time, and what stayed for ``LAG`` tokens is settled.
 
     The cost grows with the square of the length, and nothing proves that more than that may not change.
     """
 
     def __init__(self, text: Text, skip: bool):
+        super().__init__()
         self._text, self._skip = text, skip
         self._ids: list[int] = []
-        self._past: deque[str] = deque([""], maxlen=LAG + 1)
-        self.settled, self.open, self.incomplete = "", "", False
+        self._past: deque[str] = deque(maxlen=LAG + 1)
 
-    def begin(self, ids: Sequence[int]) -> str:
-        self._ids += ids
-        whole = self._decode(self._ids)
-        self._past = deque([whole] * LAG, maxlen=LAG + 1)
-        self.open = whole
-        return whole
+    def begin(self, prompt: Sequence[int]) -> str:
+        """Reads a prompt; all of its text stays open."""
+        self._ids += prompt[-REACH:]
+        self.open = self._decode(self._ids)
+        self._past.extend([self.open] * LAG)
+        return self.open
 
     def extend(self, ids: Sequence[int]) -> None:
+        """Appends ids."""
         whole = self.settled + self.open
         for i in ids:
             self._ids.append(i)
             whole = self._decode(self._ids)
             self._past.append(whole)
-        settled = commonprefix([*self._past]).rstrip("\ufffd")
-        self.settled, self.open = settled, whole[len(settled) :]
+        end = len(whole[: min((shared(past, whole) for past in self._past), default=0)].rstrip("\ufffd"))
+        self.settled, self.open = whole[:end], whole[end:]
 
     def starts(self, ids: Sequence[int]) -> list[int]:
+        """Where the text of each of these ids will begin."""
         whole = self._decode([*self._ids, *ids])
-        return [len(commonprefix([whole, self._decode([*self._ids, *ids[:n]])])) for n in range(len(ids))]
+        return [shared(self._decode([*self._ids, *ids[:n]]), whole) for n in range(len(ids))]
 
     def _decode(self, ids: Sequence[int]) -> str:
         try:
@@ -187,6 +176,17 @@ class DecodedText:
             raise RequestError(
                 f"text: the tokenizer cannot decode what was generated ({error}); without a tokenizer ids are served"
             ) from error
+
+
+def shared(a: str, b: str) -> int:
+    """How many characters two texts begin with in common."""
+    if b.startswith(a):
+        return len(a)
+    same, most = 0, min(len(a), len(b))
+    while same < most:  # halving, for comparing slices is much faster than a loop over characters
+        middle = (same + most + 1) // 2
+        same, most = (middle, most) if a[same:middle] == b[same:middle] else (same, middle - 1)
+    return same
 
 
 def _is_valid(run: bytearray) -> bool:
@@ -221,3 +221,12 @@ def _character_of_bytes(data: bytes) -> list[int]:
         places.append(count + bool(before and not continues))
         count += len(more)
     return [*places, count + bool(utf8.getstate()[0])]
+
+
+def detokenizer(text: Text, skip_special_tokens: bool) -> Detokenizer:
+    """The detokenizer of a tokenizer's layout."""
+    kinds: dict[str, Any] = {"bytes": ByteText, "pieces": PieceText}
+    vocabulary = text.token_bytes
+    if vocabulary.layout in kinds:
+        return kinds[vocabulary.layout](vocabulary, skip_special_tokens)
+    return DecodedText(text, skip_special_tokens)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from jaxspec.serve.engine import Engine
+from jaxspec.serve.output_kinds import handed_out
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.rows import Sample
 from jaxspec.serve.worker import Job, Worker
@@ -44,8 +45,9 @@ class Driver:
             self.worker.call(partial(self.engine.add, samples))
             ended = False
             while not ended:
-                ended = self.worker.call(partial(self._step_until, output, steps))
-                yield output
+                ended, news = self.worker.call(partial(self._step_until, output, steps))
+                if news is not None:
+                    yield news
         finally:
             self.worker.put_now(abort)  # nothing but where it was given up
 
@@ -79,23 +81,27 @@ class Driver:
 
     def _run(self, requests: list[list[Sample]]) -> Iterator[None]:
         """Lets others have their turn after each step."""
-        for samples in requests:
-            self.engine.add(samples)
         outputs = [samples[0].output for samples in requests]
         left = deque(outputs)
-        while left:
-            if left[0].finished:
-                left.popleft()
-                continue
-            self._advance(None)
-            yield
+        try:
+            for samples in requests:
+                self.engine.add(samples)
+            while left:
+                if left[0].finished:
+                    left.popleft()
+                    continue
+                self._advance(None)
+                yield
+        except Exception:
+            self.engine.abort([sample for samples in requests for sample in samples])
+            raise
         return outputs
 
-    def _step_until(self, output: RequestOutput, steps: int) -> bool:
-        """Runs steps for a request that goes on; returns whether it has ended."""
+    def _step_until(self, output: RequestOutput, steps: int) -> tuple[bool, RequestOutput | None]:
+        """Runs steps for a request that goes on; returns whether it has ended, and what is handed out of it."""
         if not output.finished:
             self._advance(steps)
-        return output.finished
+        return output.finished, handed_out(output)
 
     def _submit(self, samples: list[Sample]) -> RequestOutput:
         self.engine.add(samples)
@@ -105,11 +111,11 @@ class Driver:
 
     def _step(self, steps: int | None, moved: list[RequestOutput]) -> list[RequestOutput]:
         self._advance(steps)
-        moved += self._moved.values()
-        self._moved = {}
-        for output in moved:
+        went, self._moved = self._moved, {}
+        for key, output in went.items():
             if output.finished:
-                del self._submitted[id(output)]
+                self._submitted.pop(key, None)
+        moved += [news for output in went.values() if (news := handed_out(output)) is not None]
         return moved
 
     def _put_back(self, moved: list[RequestOutput]) -> None:
@@ -118,10 +124,14 @@ class Driver:
         self._moved, self._submitted = again | self._moved, again | self._submitted
 
     def _advance(self, steps: int | None) -> None:
+        moved: list[RequestOutput] = []
         try:
-            self.engine.step(steps)
+            moved = self.engine.step(steps)
+        except BaseException:
+            moved = self.engine.take_moved()
+            raise
         finally:
-            self._moved |= {key: output for key, output in self.engine.moved.items() if key in self._submitted}
+            self._moved |= {id(output): output for output in moved if id(output) in self._submitted}
 
     def _abort(self, outputs: list[RequestOutput] | None) -> None:
         gone = None if outputs is None else {id(output) for output in outputs}

@@ -16,11 +16,11 @@ from jaxspec.cache.pages import PageAllocator
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.deferred import KEPT, Deferred
-from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.agreed import decider
+from jaxspec.serve.arms import arms_of, slack_of
 from jaxspec.serve.budget import VerifyBudget
 from jaxspec.serve.collect import Collected, Reading, collect, outcome_of
 from jaxspec.serve.compiled import Programs
@@ -41,6 +41,7 @@ WARM_ROWS = 8
 PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
 TIMING = "timing speculation lengths"
 REMEMBERED = 64.0  # verifications of one request
+TRIES = 3  # steps that may fail in a row before a request ends
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Engine:
         self.control, self.budget = control or Fixed(drafter.topology), budget
         if PLAIN in self.control.arms and drafter.topology.drafts and drafter.follows == "features":
             drafter = Deferred(drafter, drafter.topology, target.net.arch, max(KEPT, 2 * spec.steps))
-        drafters = arms(drafter, self.control.arms)
+        drafters = arms_of(drafter, self.control.arms)
         self.depth, self.slack = max(arm.max_depth for arm in drafters), slack_of(drafters, spec.buckets)
         if spec.page and not spec.pages:
             spec = changed(spec, pages=1 + spec.rows * -(-(spec.capacity + self.slack) // spec.page))
@@ -131,7 +132,7 @@ class Engine:
     def _begin(self) -> None:
         """Nothing runs or waits, and nothing is known of requests."""
         self.state, self._lost = self._allocate(), False
-        self.moved: dict[int, RequestOutput] = {}
+        self._moved: dict[int, RequestOutput] = {}
         pool = PageAllocator(self.spec.pages, self.spec.page) if self.spec.pages else None
         self.scheduler = Scheduler(self.spec.rows, pool, self.slack)
         self.metrics = EngineMetrics(self.depth)
@@ -201,30 +202,33 @@ class Engine:
 
     def abort(self, samples: list[Sample] | None = None) -> None:
         """Ends these samples (None: all), whether they wait or run, as ``abort``; the others go on."""
-        if samples is None:
-            samples = [*self.waiting, *filter(None, self.rows)]
+        samples = [*self.waiting, *filter(None, self.rows)] if samples is None else samples
         for sample in samples:
             sample.abort()
         try:
             for row in self.scheduler.withdraw(samples):
                 self._free(row)
-        except Exception:  # of a device; nothing here is the caller's any more
-            self._recover()
+        except Exception as error:  # of a device; nothing here is the caller's any more
+            self._recover(error)
 
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Admits what fits, runs one dispatch, and returns the requests that it moved forward.
 
-        If it fails, what it had moved by then is in ``moved``. The others go on with the next step, whose text is what
-        it would have been: their prompts and texts so far are read again into a new state, for the old one may have
-        gone with the program that failed.
+        If it fails, ``take_moved`` has what it had moved by then. What runs goes on with the next step, and its text
+        is what it would have been: prompts and texts so far are read again into a new state, for the old one may have
+        gone with the program that failed. What fails again and again before another token comes ends with an error.
         """
-        self.moved = {}
         try:
             self._step(steps)
-        except BaseException:
-            self._recover()
+        except BaseException as error:
+            self._recover(error)
             raise
-        return list(self.moved.values())
+        return self.take_moved()
+
+    def take_moved(self) -> list[RequestOutput]:
+        """Requests that moved and were not returned yet."""
+        moved, self._moved = list(self._moved.values()), {}
+        return moved
 
     def _step(self, steps: int | None) -> None:
         read = self._admit()
@@ -244,19 +248,22 @@ class Engine:
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
         taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
-        self.moved |= taken.moved
         if reading.broken_B.any():
             self.state = self.programs.scrub(self.state)
+        self._moved |= taken.moved
         for row, sample in taken.ended:
             self._finish(row, sample)
         self.survival.add(decision.length, taken.by_row)
         outcome = outcome_of(reading, taken, running, time_s=done - ready, lost_s=ready - began, read=read)
         self._record(decision, reading, taken, outcome, began - asked)
 
-    def _recover(self) -> None:
+    def _recover(self, error: BaseException) -> None:
         """Lets go of the state; what ran is admitted again, with its text so far, once there is a new one."""
         for row, sample in self.scheduler.running:
             self.survival.leave(row)
+            if sample.stalls() >= TRIES:
+                sample.fail(f"{TRIES} steps failed before another token came ({type(error).__name__}: {error})")
+                self._moved[id(sample.output)] = sample.output
             if sample.completion.finish_reason is not None:
                 self._settle(sample)
         self.scheduler.requeue()
@@ -321,34 +328,37 @@ class Engine:
     def _start(self, row: int, sample: Sample) -> None:
         """Reads a sample's prompt, and its text where it goes on after a failure, into its row."""
         width = 0 if self.state.table_BJ is None else self.state.table_BJ.shape[1]
-        table, generated = self.scheduler.table(sample, width), sample.completion.token_ids
+        table, tokens = self.scheduler.table(sample, width), sample.tokens
         stop_ids = sorted(({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or []))
         try:
             sampling = sample.sampling(stop_ids, STOP_PLACES, self.depth)
-            bias = sample.bias(self.state.bias_BV.shape[1])
+            bias_V = sample.bias(self.state.bias_BV.shape[1])
         except Exception as error:  # its own failure; the others go on
             sample.fail(f"this request could not be started ({type(error).__name__}: {error})")
-        else:
-            self._read(row, sample, table)
-            self.metrics.prompt_tokens += 0 if generated else len(sample.prompt)
-        if sample.completion.finish_reason is not None:
-            self.moved[id(sample.output)] = sample.output
+            self._moved[id(sample.output)] = sample.output
             self._finish(row, sample)
             return
-        self.state = self.programs.admit(self.state, row, sample.tokens, sampling, table, bias)
+        self._read(row, sample, table)
+        if sample.reads_only:
+            self._moved[id(sample.output)] = sample.output
+            self._finish(row, sample)
+            return
+        self.state = self.programs.admit(self.state, row, tokens, sampling, table, bias_V)
         sample.observed = sample.length
-        if generated:
-            self.state = recount(self.state, row, sample.output.prompt_token_ids, generated)
+        if sample.completion.token_ids:
+            prompt, generated = sample.output.prompt_token_ids, sample.completion.token_ids
+            self.state = recount(self.state, row, prompt, generated)
 
     def _read(self, row: int, sample: Sample, table_J: np.ndarray | None) -> None:
-        """Reads a prompt, with log-probabilities where it wants them; what wants no more has ended then."""
+        """Reads what there is of a sample's text, with log-probabilities of its prompt where they are wanted."""
         wanted = sample.params.prompt_logprobs
+        self.metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
         if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has told them
             self.state = self.programs.prefill(self.state, row, sample.tokens, table_J)
             return
-        most = self.spec.logprobs if wanted else 0
+        most, drafts = self.spec.logprobs if wanted else 0, not sample.reads_only
         self.state, scores = self.programs.prefill_scored(
-            self.state, row, sample.prompt, table_J, most=most, drafts=not sample.reads_only
+            self.state, row, sample.tokens, table_J, most=most, drafts=drafts
         )
         sample.output.prompt_logprobs = prompt_logprobs(sample.prompt, scores, wanted)
         if sample.reads_only:
@@ -372,18 +382,6 @@ class Engine:
         self.state = self.programs.retire(self.state, row)
 
 
-def arms(drafter: Drafter, wanted: Sequence[AnyTopology]) -> dict[AnyTopology, Drafter]:
-    """A drafter of each topology, plain decoding always among them; they share their weights and their state.
-
-    Plain decoding drafts and observes nothing; only where it takes turns with a drafter that reads what the target
-    computed, that is kept for it.
-    """
-    found: dict[AnyTopology, Drafter] = {PLAIN: NoDrafts()}
-    if isinstance(drafter, Deferred):
-        found[PLAIN] = replace(drafter, topology=PLAIN)
-    return found | {arm: replace(drafter, topology=arm) for arm in wanted if arm.drafts}
-
-
 def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec) -> DecodeState:
     """A state where the target lies."""
     mesh = mesh_of(target.params)
@@ -391,11 +389,6 @@ def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec)
         return allocate(make, mesh, places_of(target, spec))
     with jax.default_device(next(iter(jax.tree.leaves(target.params)[0].devices()))):
         return make()
-
-
-def slack_of(drafters: Mapping[AnyTopology, Drafter], buckets: Sequence[int]) -> int:
-    """Positions beyond a text that one forward of some arm, or a chunk of a prompt, may write."""
-    return max(*buckets, *(arm.nodes for arm in drafters), *(drafter.slack for drafter in drafters.values()))
 
 
 def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]:

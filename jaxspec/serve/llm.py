@@ -13,24 +13,24 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.conversation import conversations
 from jaxspec.checkpoint.load import Model
 from jaxspec.checkpoint.text import Text
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, RequestError
-from jaxspec.models.transformer import Transformer, teacher_forced
+from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
-from jaxspec.serve.arguments import buckets_of, capacity_of, check_kinds, check_model, keep_compiled, whole
+from jaxspec.serve.arguments import buckets_of, capacity_of, check_kinds, check_model, keep_compiled, shown, whole
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, EngineSpec, OnProgress
-from jaxspec.serve.loading import load_draft, load_prior, load_target
+from jaxspec.serve.loading import load_draft, load_prior, load_target, tell_both
 from jaxspec.serve.metrics import Metric
-from jaxspec.serve.output_kinds import handed_out
 from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
 from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
@@ -38,7 +38,7 @@ from jaxspec.serve.rows import STOP_PLACES
 from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
 from jaxspec.serve.waiting import MakeBar, watching
 from jaxspec.serve.worker import Worker
-from jaxspec.shapes import Array, Params
+from jaxspec.shapes import Params
 
 BLOCK = 128
 
@@ -55,7 +55,8 @@ class LLM:
 
     Args:
       model: directory in Hugging Face layout, or the id of one on the hub (``Qwen/Qwen3-30B-A3B``), which is downloaded
-        first; ``demo``, the packaged model; or the ``model`` of another ``LLM``, whose dtype, quantisation and kernels then hold here too.
+        first; ``demo``, the packaged model; or the ``model`` of another ``LLM``, whose dtype, quantization and kernels
+        then hold here too.
       revision: branch, tag or commit of a hub id; by default the main branch.
       download_dir: cache of downloads from the hub, that of a draft model or head included; by default the hub's own.
       speculative_config: vLLM's keys, see ``jaxspec.draft.catalog.parse``; None decodes plainly.
@@ -145,7 +146,7 @@ class LLM:
         model = model if isinstance(model, Model) else resolve_model(model, revision, download_dir)
         self.model = load_target(
             model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            placement=expert_placement, rows=spec.rows, on_load=_both(on_load, on_progress),
+            placement=expert_placement, rows=spec.rows, on_load=tell_both(on_load, on_progress),
         )  # fmt: skip
         arch = self.model.net.arch
         self.spec = spec = changed(
@@ -157,7 +158,8 @@ class LLM:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
         self.engine = self._engine(config, quantization, download_dir, on_progress)
         self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
-        self.driver, self._teacher = Driver(self.engine, Worker()), jax.jit(partial(_teach, self.model.net))
+        net = self.model.net
+        self.driver, self._teacher = Driver(self.engine, Worker()), jax.jit(lambda *x: teacher_forced(net, *x)[0])
 
     def _engine(
         self,
@@ -249,25 +251,40 @@ class LLM:
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
         use_tqdm: bool | MakeBar = True,
         lora_request: None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the assistant's answer to one conversation or to several.
+        """Generates the assistant's answer to one conversation or to several; an empty list of them has none.
 
         Args:
           messages: one conversation, or a list of them.
           sampling_params: one for all, or one per conversation.
+          chat_template: Jinja template in place of the published one.
+          add_generation_prompt: starts the assistant's answer; by default unless the final message is continued.
+          continue_final_message: goes on with the last message instead.
+          tools: functions that the model may call, for templates that write them.
+          chat_template_kwargs: settings that the model's template knows, such as ``enable_thinking``.
           use_tqdm: as of ``generate``.
           lora_request: vLLM's; there are no adapters here.
-          chat_template_kwargs: settings that the model's template knows, such as ``enable_thinking``.
 
         Raises:
-          RequestError: a conversation or its parameters are not acceptable; nothing has been generated then.
+          RequestError: a conversation or its settings are not acceptable; nothing has been generated then.
         """
-        talks: Any = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [{"messages": talk, "chat_template_kwargs": chat_template_kwargs} for talk in talks]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"messages: a conversation or a list of them is needed, got {shown(messages)}")
+        options = {
+            "chat_template": chat_template, "add_generation_prompt": add_generation_prompt, "tools": tools,
+            "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
+        }  # fmt: skip
+        return self.generate(
+            [{"messages": talk, **options} for talk in conversations(messages)], sampling_params,
+            use_tqdm=use_tqdm, lora_request=lora_request,
+        )  # fmt: skip
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, steps: int = 1
@@ -275,14 +292,13 @@ class LLM:
         """Yields the same growing output after every ``steps`` verification steps, and at last its final state.
 
         Other calls may run meanwhile, also within the loop over it. A stream that is closed early ends its request.
-        With ``output_kind`` DELTA each output has what is new, with FINAL_ONLY there is one.
+        With ``output_kind`` DELTA each output has what is new, with FINAL_ONLY there is only the last.
 
         Raises:
           RequestError: the request is not acceptable; at once, before the first output.
         """
         steps = whole("steps", steps, 1, "stream", RequestError)
-        outputs = self.driver.stream(self.prompts.request(prompt, sampling_params), steps)
-        return (news for output in outputs if (news := handed_out(output)) is not None)
+        return self.driver.stream(self.prompts.request(prompt, sampling_params), steps)
 
     def submit(
         self,
@@ -314,12 +330,15 @@ class LLM:
         Args:
           steps: most verification steps, by default ``steps_per_dispatch``.
         """
-        moved = self.driver.step(None if steps is None else whole("steps", steps, 1, "step", RequestError))
-        return [news for output in moved if (news := handed_out(output)) is not None]
+        return self.driver.step(None if steps is None else whole("steps", steps, 1, "step", RequestError))
 
-    def abort(self, outputs: Iterable[RequestOutput] | None = None) -> None:
-        """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them."""
-        self.driver.abort(outputs)
+    def abort(self, outputs: RequestOutput | Iterable[RequestOutput] | None = None) -> None:
+        """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them.
+
+        Args:
+          outputs: what ``submit`` or ``stream`` returned for them.
+        """
+        self.driver.abort([outputs] if isinstance(outputs, RequestOutput) else outputs)
 
     def score(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Logprob | None]]:
         """Log-probability and rank of each token of texts, given the tokens before it.
@@ -352,7 +371,7 @@ class LLM:
         For looking at a few texts: every power of two of their lengths compiles a program, and all logits come to the
         host. ``score`` and ``SamplingParams(prompt_logprobs=)`` are for many.
         """
-        ids = self.prompts.check_ids(list(token_ids))
+        ids = self.prompts.check_ids(token_ids)
         if len(ids) > self.capacity:
             raise RequestError(f"logits: {len(ids)} tokens, the capacity is {self.capacity}; raise max_model_len")
         size = max(1 << (len(ids) - 1).bit_length(), 64)
@@ -378,19 +397,3 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Engine totals since the start, vLLM's names first."""
         return self.driver.call(self.engine.metrics.counters)
-
-
-def _both(on_load: Callable[[int, int], None] | None, on_progress: OnProgress | None) -> Callable[[int, int], None]:
-    """Tells both how much of a model is loaded."""
-
-    def tell(done: int, total: int) -> None:
-        if on_load is not None:
-            on_load(done, total)
-        if on_progress is not None:
-            on_progress("loading", done, total)
-
-    return tell
-
-
-def _teach(net: Transformer, params: Params, token_BT: Array, position_BT: Array) -> Array:
-    return teacher_forced(net, params, token_BT, position_BT)[0]

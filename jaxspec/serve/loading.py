@@ -11,6 +11,7 @@ from jaxspec.checkpoint.fingerprint import digests
 from jaxspec.checkpoint.head_config import is_head
 from jaxspec.checkpoint.heads import load_head
 from jaxspec.checkpoint.load import Model, load_model, load_mtp, read_config
+from jaxspec.checkpoint.padding import check_vocabulary
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
@@ -105,6 +106,7 @@ def load_draft(
             f"speculative_config: {config.model} holds a draft head, not a model; give its kind as method "
             f"({', '.join(catalog.HEADS)})"
         )
+    check_vocabulary(directory, target.directory, target.net.arch.vocab_size)
     model = load_model(directory, target.net.policy, mesh=mesh, allow_replication=True)
     return model.net, model.params
 
@@ -150,3 +152,17 @@ def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str, arch: ArchSpe
     # Caches of stacked layers lie one behind the other, and rows cannot be split off there.
     split = any(mesh.shape[axis] > 1 for axis in over)
     return replace(policy, transport=chosen, depth="unrolled" if split else policy.depth)
+
+
+def tell_both(
+    on_load: Callable[[int, int], None] | None, on_progress: Callable[[str, int, int], None] | None
+) -> Callable[[int, int], None]:
+    """Tells both how much of a model is loaded."""
+
+    def tell(done: int, total: int) -> None:
+        if on_load is not None:
+            on_load(done, total)
+        if on_progress is not None:
+            on_progress("loading", done, total)
+
+    return tell

@@ -23,8 +23,9 @@ def handed_out(output: RequestOutput) -> RequestOutput | None:
         return None
     output.shown = [(len(c.text), len(c.token_ids), c.finish_reason is not None) for c in output.outputs]
     return replace(
-        output, outputs=[c for c in news if c is not None], prompt_logprobs=output.prompt_logprobs if first else None
-    )
+        output, outputs=[c for c in news if c is not None], kind=RequestOutputKind.CUMULATIVE,
+        prompt_logprobs=output.prompt_logprobs if first else None,
+    )  # fmt: skip
 
 
 def _news(

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.checkpoint.load import Model
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text import CHAT_KEYS, Text
 from jaxspec.errors import RequestError
+from jaxspec.serve.arguments import shown
 from jaxspec.serve.bans import bad_word_ids, check_ids
 from jaxspec.serve.defaults import sampling_defaults
 from jaxspec.serve.request import SamplingParams
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 SOURCES, SOURCES_TEXT = ("prompt", "messages", "prompt_token_ids"), '"prompt", "messages" or "prompt_token_ids"'
-KEYS = {"prompt", "prompt_token_ids", "messages", "chat_template_kwargs"}
+KEYS = {"prompt", "prompt_token_ids", *CHAT_KEYS}
 NOT_HERE = {
     "multi_modal_data": "only text is read here; leave it out",
     "multi_modal_uuids": "only text is read here; leave it out",
@@ -91,6 +92,8 @@ class Prompts:
         Raises:
           RequestError: it is not acceptable.
         """
+        if not isinstance(request_id, str | None):
+            raise RequestError(f"request_id: a text is needed, got {shown(request_id)}")
         params = self._checked(self.defaults if params is None else params)
         words = bad_word_ids(params.bad_words or (), self.text)
         text, ids = self._encode(prompt)
@@ -159,8 +162,8 @@ class Prompts:
             if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), self.check_ids(prompt["prompt_token_ids"])
             if prompt.get("messages") is not None:
-                options = prompt.get("chat_template_kwargs")
-                return None, self.check_ids(self._tokenizer().encode_chat(prompt["messages"], options))
+                text = self._tokenizer().write_chat(**{key: prompt[key] for key in CHAT_KEYS if key in prompt})
+                return text, self.check_ids(self._tokenizer().encode(text, add_special_tokens=False))
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self.check_ids(self._tokenizer().encode(prompt))
@@ -177,8 +180,8 @@ class Prompts:
         Raises:
           RequestError: they are not ids of the model's vocabulary, or there are none.
         """
-        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str) or len(ids) == 0:
-            raise RequestError(f"prompt: at least one token is needed, got {ids!r}")
+        if not _is_list(ids) or isinstance(ids, str) or len(ids) == 0:
+            raise RequestError(f"prompt: at least one token is needed, got {shown(ids)}")
         vocab = self.model.net.arch.vocab_size
         wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab]
         if wrong:
@@ -224,10 +227,17 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
         raise RequestError(f"prompt: key {name!r} is not known; {way}")
 
 
+def _is_list(value: Any) -> bool:
+    """Whether it is a sequence of prompts or ids, or a text; bytes are neither."""
+    return (isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)) or (
+        isinstance(value, np.ndarray) and value.ndim > 0
+    )
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray):
+    if not _is_list(prompts):
         raise RequestError(
             f"prompts: a text, token ids, a mapping or a list of them is needed, got {type(prompts).__name__}"
         )

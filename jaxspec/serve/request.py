@@ -224,7 +224,7 @@ class CompletionOutput:
       logprobs: per position the sampled and the most likely ids, None unless asked for.
       finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
       stop_reason: the stop string or id that ended it, None for the model's own end-of-text id.
-      error: why it ended with ``error``.
+      error: why it could not go on, None unless ``finish_reason`` is ``error``.
     """
 
     index: int

@@ -27,4 +27,5 @@ def recount(state: DecodeState, row: int, prompt: Sequence[int], generated: Sequ
 
 def _put(x_BV: Array, row: int, x_V: np.ndarray) -> Array:
     """The array with another row, where it lay: programs that were compiled before take it nowhere else."""
-    return jax.device_put(x_BV.at[row].set(x_V), x_BV.sharding)
+    new_BV = x_BV.at[row].set(x_V)
+    return new_BV if new_BV.sharding == x_BV.sharding else jax.device_put(new_BV, x_BV.sharding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ class Sample:
       observed: positions that the drafter has observed.
       bad_words: token sequences that it may not generate.
       reads_only: whether it ends once its prompt is read, of which log-probabilities are wanted.
+      failures: steps that failed while it ran, since its text last grew, and how long it was.
     """
 
     output: RequestOutput
@@ -54,6 +56,7 @@ class Sample:
     observed: int = 0
     bad_words: Words = ()
     reads_only: bool = False
+    failures: tuple[int, int] = (0, 0)
 
     @property
     def length(self) -> int:
@@ -86,7 +89,7 @@ class Sample:
         def whole(x: int) -> Any:
             return np.asarray([x], np.int32)
 
-        def words(x: tuple[int, ...] | list[int], dtype: type) -> Any:
+        def words(x: Sequence[int], dtype: type) -> Any:
             return np.asarray([x], dtype)
 
         return Sampling(
@@ -104,7 +107,7 @@ class Sample:
             draft_limit_B=whole(self.tried(draft_length)),
             logprobs_B=whole(-1 if p.logprobs is None else p.logprobs),
             prompt_length_B=whole(prompt_length),
-            biased_B=np.asarray([self.biased]),
+            biased_B=words([self.biased], bool)[0],
             bad_words_BWL=table_of(self.bad_words),
         )
 
@@ -117,10 +120,6 @@ class Sample:
     def bias(self, vocab: int) -> np.ndarray | None:
         """What is added to its logits, None for nothing."""
         return bias_of(self.params, self.bad_words, vocab) if self.biased else None
-
-    def fail(self, message: str) -> None:
-        """Ends it with an error."""
-        self.completion.finish_reason, self.completion.error = "error", message
 
     def take(self, tokens: np.ndarray, drafted: int, logprobs: list[dict[int, Logprob]] | None, eos: set[int]) -> bool:
         """Takes over the tokens of one verification, one by one; returns whether the text ended at one of them."""
@@ -151,6 +150,17 @@ class Sample:
         c.text = self.growing.whole if c.finish_reason else self.growing.text
         self.output.metrics.add(drafted, used)
         return c.finish_reason is not None
+
+    def fail(self, message: str) -> None:
+        """Ends it with an error."""
+        self.completion.finish_reason, self.completion.error = "error", message
+
+    def stalls(self) -> int:
+        """Counts a step that failed; returns how many did before another token came, 0 for a text that has ended."""
+        length = len(self.completion.token_ids)
+        failed, before = self.failures
+        self.failures = (failed + 1 if before == length else 1, length)
+        return 0 if self.completion.finish_reason else self.failures[0]
 
     def abort(self) -> None:
         """Ends it where it is, if it has not ended."""

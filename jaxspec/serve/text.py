@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
 
 from jaxspec.checkpoint.text import Text
 from jaxspec.errors import RequestError
-from jaxspec.serve.detokenizer import Detokenizer, detokenizer
+from jaxspec.serve.detokenizer import Detokenizer, detokenizer, shared
 from jaxspec.serve.request import Logprob, SamplingParams
 
 
@@ -57,7 +56,7 @@ class Growing:
         assert self._tokens is not None
         # Half a character is no U+FFFD yet.
         seen = self._own(self._tokens.settled + ("" if self._tokens.incomplete else self._tokens.open))
-        known = len(self._checked if seen.startswith(self._checked) else commonprefix([self._checked, seen]))
+        known = shared(self._checked, seen)
         if not (self._tokens.incomplete and self._checked.startswith(seen)):
             self._checked = seen
         if not may_stop:
@@ -70,9 +69,7 @@ class Growing:
 
     def _own(self, text: str) -> str:
         """A text since the prompt's settled one, without what the prompt's open text has in common with it."""
-        if not self._before:
-            return text
-        return text[len(self._before) if text.startswith(self._before) else len(commonprefix([self._before, text])) :]
+        return text[shared(self._before, text) :]
 
     @property
     def whole(self) -> str:
@@ -140,5 +137,5 @@ def token_offsets(text: Text, skip_special_tokens: bool, prompt: Sequence[int], 
     before = tokens.begin(prompt)
     starts = tokens.starts(ids)
     tokens.extend(ids)
-    shared = len(commonprefix([before, tokens.settled + tokens.open]))
-    return [max(start - shared, 0) for start in starts]
+    own = shared(before, tokens.settled + tokens.open)
+    return [max(start - own, 0) for start in starts]

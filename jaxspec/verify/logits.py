@@ -52,16 +52,7 @@ def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree)
       float32 [B, T, V]; greedy rows are neither scaled nor truncated.
     """
     s = sampling
-    next_length_BT = context.length_B[:, None] + tree.depth_BT + 2
-    early_BT = next_length_BT <= s.min_length_B[:, None]
-
-    def ban(x: Array) -> Array:
-        ids_BX = jnp.where(s.stop_BX < 0, x.shape[-1], s.stop_BX)
-        stops_BV = jax.vmap(lambda ids: jnp.zeros(x.shape[-1], bool).at[ids].set(True, mode="drop"))(ids_BX)
-        return jnp.where(early_BT[..., None] & stops_BV[:, None], BANNED, x)
-
-    x = ban_words(add_bias(logits_BTV, s, context.bias_BV), s, context, tree)
-    x = lax.cond(jnp.any(early_BT), ban, lambda x: x, x)
+    x = ban(logits_BTV, s, context, tree)
     penalised_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
     x = lax.cond(jnp.any(penalised_B), lambda x: penalise(x, s, context, tree), lambda x: x, x)
     warm_B = s.temperature_B > 0
@@ -70,38 +61,43 @@ def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree)
     return lax.cond(jnp.any(cut_B), lambda x: jnp.where(cut_B[:, None, None], truncate(x, s), x), lambda x: x, x)
 
 
-def add_bias(x_BTV: Array, s: Sampling, bias_BV: Array | None) -> Array:
-    """Logits with each row's bias, which is -inf for tokens that may not be sampled."""
-    if bias_BV is None:
-        return x_BTV
-    wanted_B = s.biased_B[:, None, None]
-    return lax.cond(jnp.any(s.biased_B), lambda x: jnp.where(wanted_B, x + bias_BV[:, None], x), lambda x: x, x_BTV)
+def ban(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:
+    """Logits with biases, -inf for tokens that are not allowed, end bad words, or stop a text that is too short."""
+    early_BT = context.length_B[:, None] + tree.depth_BT + 2 <= s.min_length_B[:, None]
+    worded_B = jnp.any(s.bad_words_BWL[..., 0] >= 0, axis=1)
+
+    def apply(x: Array) -> Array:
+        if context.history_BS is not None:
+            x = _ban_words(x, s, context, tree)
+        if context.bias_BV is not None:
+            x = jnp.where(s.biased_B[:, None, None], x + context.bias_BV[:, None], x)
+        ids_BX = jnp.where(s.stop_BX < 0, x.shape[-1], s.stop_BX)
+        stops_BV = jax.vmap(lambda ids: jnp.zeros(x.shape[-1], bool).at[ids].set(True, mode="drop"))(ids_BX)
+        return jnp.where(early_BT[..., None] & stops_BV[:, None], BANNED, x)
+
+    # One question for all three: on a GPU each costs as much as a kernel.
+    return lax.cond(jnp.any(early_BT) | jnp.any(s.biased_B | worded_B), apply, lambda x: x, x_BTV)
 
 
-def ban_words(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:
+def _ban_words(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:
     """Bans the last token of a bad word where the generated text, a draft's own path included, ends with the rest."""
     history_BS, most = context.history_BS, s.bad_words_BWL.shape[2]
-    if history_BS is None:
-        return x_BTV
-
-    def ban(x: Array) -> Array:
-        back_L = jnp.arange(most - 1, dtype=jnp.int32)
-        depth_BTL = jnp.broadcast_to(tree.depth_BT[..., None] - back_L, (*x.shape[:2], most - 1))
-        path_BTJ = jnp.broadcast_to(tree.path_BTJ, (*x.shape[:2], tree.max_depth + 1))
-        node_BTL = jnp.take_along_axis(path_BTJ, jnp.maximum(depth_BTL, 0), axis=2)
-        rows_B = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None, None]
-        at_BTL = context.length_B[:, None, None] + depth_BTL
-        token_BTL = jnp.where(
-            depth_BTL > 0, context.token_BT[rows_B, node_BTL], history_BS[rows_B, jnp.maximum(at_BTL, 0)]
-        )
-        token_BTL = jnp.where(at_BTL >= s.prompt_length_B[:, None, None], token_BTL, -2)  # no part of any word
-        last_BW, rest_BWL = s.bad_words_BWL[..., 0], s.bad_words_BWL[..., 1:]
-        fits_BTWL = (rest_BWL[:, None] < 0) | (rest_BWL[:, None] == token_BTL[:, :, None])
-        ids_BTW = jnp.where(jnp.all(fits_BTWL, axis=3) & (last_BW >= 0)[:, None], last_BW[:, None], x.shape[-1])
-        nodes_T = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None]
-        return x.at[rows_B, nodes_T, ids_BTW].set(BANNED, mode="drop")
-
-    return lax.cond(jnp.any(s.bad_words_BWL[..., 0] >= 0), ban, lambda x: x, x_BTV)
+    assert history_BS is not None, "there is a text to look at"
+    rows, count, vocab = x_BTV.shape
+    rows_B, nodes_T = (jnp.arange(n, dtype=jnp.int32) for n in (rows, count))
+    back_L = jnp.arange(most - 1, dtype=jnp.int32)
+    depth_BTL = jnp.broadcast_to(tree.depth_BT[..., None] - back_L, (rows, count, most - 1))
+    path_BTJ = jnp.broadcast_to(tree.path_BTJ, (rows, count, tree.max_depth + 1))
+    node_BTL = jnp.take_along_axis(path_BTJ, jnp.maximum(depth_BTL, 0), axis=2)
+    at_BTL = context.length_B[:, None, None] + depth_BTL
+    drafts_BTL = context.token_BT[rows_B[:, None, None], node_BTL]
+    before_BTL = history_BS[rows_B[:, None, None], jnp.maximum(at_BTL, 0)]
+    token_BTL = jnp.where(depth_BTL > 0, drafts_BTL, before_BTL)
+    token_BTL = jnp.where(at_BTL >= s.prompt_length_B[:, None, None], token_BTL, -2)  # no part of any word
+    last_BW, rest_BWL = s.bad_words_BWL[..., 0], s.bad_words_BWL[..., 1:]
+    fits_BTWL = (rest_BWL[:, None] < 0) | (rest_BWL[:, None] == token_BTL[:, :, None])
+    ids_BTW = jnp.where(jnp.all(fits_BTWL, axis=3) & (last_BW >= 0)[:, None], last_BW[:, None], vocab)
+    return x_BTV.at[rows_B[:, None, None], nodes_T[None, :, None], ids_BTW].set(BANNED, mode="drop")
 
 
 def penalise(x: Array, s: Sampling, context: Context, tree: Tree) -> Array:

@@ -78,6 +78,20 @@ def test_what_else_would_be_refused(
     assert words in found["refused"][what]
 
 
+def test_keys_that_nothing_reads_are_listed(tiny: Path, capsys: pytest.CaptureFixture):
+    assert inspect(capsys, tiny)[1]["ignored_keys"] == []
+    file = tiny / "config.json"
+    config = json.loads(file.read_text()) | {"my_note": "hi", "mystery_scale": 3.0}
+    file.write_text(json.dumps(config))
+    code, found = inspect(capsys, tiny)
+    assert (code, found["ignored_keys"]) == (0, ["my_note", "mystery_scale"])
+    assert main(["inspect", str(tiny)]) == 0
+    assert "ignored keys  my_note, mystery_scale" in capsys.readouterr().out
+    file.write_text(json.dumps(config | {"attn_logit_softcapping": 30.0}))
+    assert main(["inspect", str(tiny)]) == 2
+    assert "does not have attn_logit_softcapping = 30.0 in jaxspec" in capsys.readouterr().err
+
+
 def test_everything_wrong_is_listed_by_pattern(tiny: Path, capsys: pytest.CaptureFixture):
     tensors = load_file(tiny / "model.safetensors")
     count = json.loads((tiny / "config.json").read_text())["num_experts"]

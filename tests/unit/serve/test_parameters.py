@@ -1,4 +1,4 @@
-"""Sampling parameters: numbers of any library, one error per wrong value, and names that are refused with the reason."""
+"""Sampling parameters: numbers of any library, one error per wrong value, names refused with the reason."""
 
 import copy
 import pickle
