@@ -134,9 +134,9 @@ def test_all_files_are_of_one_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch):
     real = huggingface_hub.snapshot_download
 
     def then_pushed(*args, **settings):
-        found = real(*args, **settings)
+        snapshot = real(*args, **settings)
         hub.branches["main"] = OLD
-        return found
+        return snapshot
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", then_pushed)
     directory = resolve_model(NAME)
