@@ -128,6 +128,9 @@ def test_what_the_user_chooses_stays():
     work, little = work_of(demo()), 10**8
     asked = TrainSettings(steps=1, rows=8, micro_rows=4, remat=False)
     assert plan_memory(work, asked, little).rows == 4
+    assert plan_memory(work, TrainSettings(steps=1, rows=8), None, enough=4096).rows == 2
+    assert plan_memory(work, TrainSettings(steps=1, rows=8), None, enough=100).rows == 1
+    assert plan_memory(work, asked, little, enough=100).rows == 4
     assert plan_memory(changed(work, devices=2), TrainSettings(steps=1, rows=8), None).rows == 8
     with pytest.raises(ConfigError, match="4 rows of 2048 tokens"):
         plan_memory(work, TrainSettings(steps=1, rows=8, micro_rows=4), little)
