@@ -23,7 +23,7 @@ from jaxspec.sharding import hosts
 from jaxspec.train.features import Tell
 from jaxspec.train.head_nets import Net, net_of
 from jaxspec.train.head_start import initial
-from jaxspec.train.memory import GB, MemoryPlan, Work, free_bytes, held_bytes, plan_memory
+from jaxspec.train.memory import GB, HOST_POSITIONS, MemoryPlan, Work, free_bytes, held_bytes, plan_memory
 from jaxspec.train.settings import RunSettings, TrainSettings
 
 FILE = "memory.json"
@@ -48,7 +48,8 @@ def fit(settings: RunSettings, target: Path, mesh: Mesh | None, tell: Tell, *, e
 
     def choose() -> dict[str, Any]:
         room = free_bytes() if t.memory_gb is None else int(t.memory_gb * GB)
-        plan = plan_memory(work, _as_begun(t, file), room)
+        enough = HOST_POSITIONS if jax.default_backend() == "cpu" and work.devices == 1 else None
+        plan = plan_memory(work, _as_begun(t, file), room, enough)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"micro_rows": plan.rows, "remat": plan.remat}) + "\n", encoding="utf-8")
