@@ -89,6 +89,7 @@ class Templates:
 def new_environment() -> Any:
     """The sandbox with what templates expect from transformers: tags, filters and functions."""
     import jinja2
+    from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -100,7 +101,7 @@ def new_environment() -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
+            return nodes.Scope(body, lineno=line)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
