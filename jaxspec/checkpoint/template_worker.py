@@ -53,6 +53,7 @@ def main() -> None:
 def _confine() -> None:
     """Takes from this process what a template has no use for: much memory, and files that are not open yet."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})  # a parent's mask is inherited
     limits = {"AS": MEMORY_BYTES, "CORE": 0, "FSIZE": 0, "NOFILE": 0}
     for name, most in limits.items():
         try:
