@@ -128,7 +128,7 @@ class Text:
 
     def _template(self, wanted: str | None, with_tools: bool) -> str | None:
         """The Jinja source to use, None for a format without one."""
-        published = getattr(self.tokenizer, "chat_template", None)
+        published: Any = getattr(self.tokenizer, "chat_template", None)
         named = published if isinstance(published, Mapping) else {}
         if wanted is not None:
             if not isinstance(wanted, str):

@@ -53,6 +53,8 @@ def read_line(data: bytes, index: int, defaults: SamplingParams) -> Line:
         _fill(line, _object(data.strip().removeprefix(b"\xef\xbb\xbf")), defaults)
     except RequestError as error:
         line.error = str(error)
+    except Exception as error:
+        line.error = f"cannot be read ({type(error).__name__}: {error})"  # one line never ends a job
     return line
 
 
