@@ -191,7 +191,7 @@ class Source:
         elif self.text is None:
             raise ConfigError(f"{self.file}: line {index + 1} is text, and this model has no tokenizer; give ids")
         elif "messages" in prompt:
-            ids = self.text.encode_chat(prompt["messages"], prompt.get("chat_template_kwargs"))
+            ids = self.text.encode_chat(**prompt)
         else:
             ids = self.text.encode(prompt["prompt"])
         if not ids or not all(isinstance(i, int) and 0 <= i < self.vocab_size for i in ids):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from jaxspec.checkpoint.conversation import REASONING
 from jaxspec.errors import RequestError
 
 START, END = "<\uff5cbegin\u2581of\u2581sentence\uff5c>", "<\uff5cend\u2581of\u2581sentence\uff5c>"
@@ -18,8 +19,10 @@ OPTIONS = ("thinking", "enable_thinking")
 OTHERWISE = "encode the rest with the script in the checkpoint's encoding/ folder and give prompt_token_ids"
 
 
-def encode(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], answered: bool = False) -> str:
-    """Text of a conversation, ready for the assistant's answer or behind it.
+def encode(
+    messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], answered: bool = False, ended: bool = True
+) -> str:
+    """Returns the text of a conversation, ready for the assistant's answer or after it.
 
     System messages stand unmarked; user messages in a row make one turn, a blank line between them; an assistant's
     turn ends with the end of the sentence. Reasoning of earlier answers is left out, as released. What the assistant
@@ -29,6 +32,7 @@ def encode(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], an
       messages: ``role`` and ``content`` each; ``reasoning_content`` may be there.
       options: ``thinking`` (or ``enable_thinking``) switches thinking on, by default off.
       answered: whether the last message is the assistant's answer; its reasoning is written where it thinks.
+      ended: whether that answer ends, or goes on.
 
     Raises:
       RequestError: an option, role or key is not covered, or nobody waits for an answer.
@@ -38,8 +42,10 @@ def encode(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], an
         _check(message)
     if answered:
         *before, last = messages
+        if last["role"] != "assistant":
+            raise RequestError("messages: without a generation prompt DeepSeek-V4's last message is the assistant's")
         reasoning = f"{last.get('reasoning_content') or ''}{ANSWER}" if thinking else ""
-        return f"{encode(before, options)}{reasoning}{last['content']}{END}"
+        return f"{encode(before, options)}{reasoning}{last['content']}{END if ended else ''}"
     turns = [(role, [message["content"] for message in run]) for role, run in groupby(messages, lambda m: m["role"])]
     _check_order([role for role, _ in turns])
     parts = [START]
@@ -73,7 +79,7 @@ def _check(message: Mapping[str, Any]) -> None:
         )
     if not isinstance(message["content"], str):
         raise RequestError(f"messages: DeepSeek-V4 takes texts, got {message['content']!r}")
-    known = {"role", "content", "reasoning_content"}
+    known = {"role", "content", *REASONING}
     extra = sorted(key for key, value in message.items() if key not in known and value)
     if extra:
         raise RequestError(f"messages: DeepSeek-V4's {extra} are not covered; {OTHERWISE}")

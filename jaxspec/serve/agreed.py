@@ -76,24 +76,27 @@ class Follower:
         """Nothing is open."""
 
 
-def open_journal(path: str, identity: Mapping[str, Any], pace: Mapping[str, Any]) -> Journal | Follower:
+def open_journal(
+    path: str, identity: Mapping[str, Any], pace: Mapping[str, Any], retry_failed: bool = False
+) -> Journal | Follower:
     """The journal of a job, which process 0 writes and the others follow.
 
     Args:
       path: of the output.
       identity: what the text depends on, kept in the journal.
       pace: what else all processes must have in common.
+      retry_failed: lets requests run again whose record is an error.
 
     Raises:
       ConfigError: processes have different inputs, models or settings, or process 0 cannot write the output.
     """
-    hosts.check_same({**identity, **pace})
+    hosts.check_same({**identity, **pace, "retry_failed": retry_failed})
     if not hosts.several():
-        return Journal(path, identity)
+        return Journal(path, identity, retry_failed)
     opened: list[Journal] = []
 
     def begin() -> dict[str, Any]:
-        opened.append(Journal(path, identity))
+        opened.append(Journal(path, identity, retry_failed))
         return {"done": sorted(opened[0].done), "failed": opened[0].failed}
 
     said = hosts.led(begin)

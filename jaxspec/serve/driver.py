@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from jaxspec.serve.engine import Engine
+from jaxspec.serve.output_kinds import handed_out
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.rows import Sample
 from jaxspec.serve.worker import Job, Worker
@@ -44,8 +45,9 @@ class Driver:
             self.worker.call(partial(self.engine.add, samples))
             ended = False
             while not ended:
-                ended = self.worker.call(partial(self._step_until, output, steps))
-                yield output
+                ended, news = self.worker.call(partial(self._step_until, output, steps))
+                if news is not None:
+                    yield news
         finally:
             self.worker.put_now(abort)  # nothing but where it was given up
 
@@ -95,11 +97,11 @@ class Driver:
             raise
         return outputs
 
-    def _step_until(self, output: RequestOutput, steps: int) -> bool:
-        """Runs steps for a request that goes on; returns whether it has ended."""
+    def _step_until(self, output: RequestOutput, steps: int) -> tuple[bool, RequestOutput | None]:
+        """Runs steps for a request that goes on; returns whether it has ended, and what is handed out of it."""
         if not output.finished:
             self._advance(steps)
-        return output.finished
+        return output.finished, handed_out(output)
 
     def _submit(self, samples: list[Sample]) -> RequestOutput:
         self.engine.add(samples)
@@ -109,11 +111,11 @@ class Driver:
 
     def _step(self, steps: int | None, moved: list[RequestOutput]) -> list[RequestOutput]:
         self._advance(steps)
-        moved += self._moved.values()
-        self._moved = {}
-        for output in moved:
+        went, self._moved = self._moved, {}
+        for key, output in went.items():
             if output.finished:
-                self._submitted.pop(id(output), None)
+                self._submitted.pop(key, None)
+        moved += [news for output in went.values() if (news := handed_out(output)) is not None]
         return moved
 
     def _put_back(self, moved: list[RequestOutput]) -> None:

@@ -16,16 +16,17 @@ from jaxspec.cache.pages import PageAllocator
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.deferred import KEPT, Deferred
-from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.agreed import decider
+from jaxspec.serve.arms import arms_of, slack_of
 from jaxspec.serve.budget import VerifyBudget
 from jaxspec.serve.collect import Collected, Reading, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
+from jaxspec.serve.prompt_logprobs import BROKEN, is_broken, prompt_logprobs
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.resume import recount
 from jaxspec.serve.rows import STOP_PLACES, Sample
@@ -38,6 +39,7 @@ from jaxspec.topology import PLAIN, AnyTopology
 
 WARM_ROWS = 8
 PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
+TIMING = "timing speculation lengths"
 REMEMBERED = 64.0  # verifications of one request
 TRIES = 3  # steps that may fail in a row before a request ends
 
@@ -69,6 +71,9 @@ class EngineSpec:
     survival: tuple[float, ...] = ()
 
 
+OnProgress = Callable[[str, int, int], None]
+
+
 class Engine:
     """Continuous batching over compiled steps."""
 
@@ -80,6 +85,7 @@ class Engine:
         eos: set[int],
         control: Control | None = None,
         budget: VerifyBudget | None = None,
+        on_progress: OnProgress | None = None,
     ):
         """Compiles every program, for the mesh that the target's parameters lie on.
 
@@ -90,6 +96,7 @@ class Engine:
           eos: ids that end a text.
           control: chooses the arm of each dispatch; by default the drafter's own topology, always.
           budget: sets the prices of drafts; None verifies them all.
+          on_progress: called with ("compiling", programs done, programs in all), and before arms are timed.
 
         Raises:
           ConfigError: the mesh does not divide the rows.
@@ -97,7 +104,7 @@ class Engine:
         self.control, self.budget = control or Fixed(drafter.topology), budget
         if PLAIN in self.control.arms and drafter.topology.drafts and drafter.follows == "features":
             drafter = Deferred(drafter, drafter.topology, target.net.arch, max(KEPT, 2 * spec.steps))
-        drafters = arms(drafter, self.control.arms)
+        drafters = arms_of(drafter, self.control.arms)
         self.depth, self.slack = max(arm.max_depth for arm in drafters), slack_of(drafters, spec.buckets)
         if spec.page and not spec.pages:
             spec = changed(spec, pages=1 + spec.rows * -(-(spec.capacity + self.slack) // spec.page))
@@ -110,13 +117,17 @@ class Engine:
         self._allocate = partial(_allocate, make, target, spec)
         self._begin()
         plan, turns = StepPlan(spec.rule, spec.steps, spec.logprobs, spec.survival), PLAIN in self.control.arms
-        self.programs = Programs(target, drafters, self.state, plan, spec.buckets, turns)
+        told_of_compiling = on_progress and partial(on_progress, "compiling")
+        self.programs = Programs(target, drafters, self.state, plan, spec.buckets, turns, told_of_compiling)
         adaptive = decider(self.control)
         if isinstance(adaptive, Adaptive):
+            tell = on_progress or (lambda stage, done, total: None)
+            tell(TIMING, 0, 0)
             self._random = np.random.default_rng(0)
             told = warm_up(adaptive.arms, self._warm_up, min(spec.rows, WARM_ROWS), spec.steps)
             times = adaptive.times
             times.prior, times.overhead_s = times.prior or told[0], told[1]
+            tell(TIMING, 1, 1)
 
     def _begin(self) -> None:
         """Nothing runs or waits, and nothing is known of requests."""
@@ -191,8 +202,7 @@ class Engine:
 
     def abort(self, samples: list[Sample] | None = None) -> None:
         """Ends these samples (None: all), whether they wait or run, as ``abort``; the others go on."""
-        if samples is None:
-            samples = [*self.waiting, *filter(None, self.rows)]
+        samples = [*self.waiting, *filter(None, self.rows)] if samples is None else samples
         for sample in samples:
             sample.abort()
         try:
@@ -238,6 +248,8 @@ class Engine:
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
         taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
+        if reading.broken_B.any():
+            self.state = self.programs.scrub(self.state)
         self._moved |= taken.moved
         for row, sample in taken.ended:
             self._finish(row, sample)
@@ -250,9 +262,7 @@ class Engine:
         for row, sample in self.scheduler.running:
             self.survival.leave(row)
             if sample.stalls() >= TRIES:
-                sample.fail(
-                    f"{TRIES} steps in a row failed before another token came ({type(error).__name__}: {error})"
-                )
+                sample.fail(f"{TRIES} steps failed before another token came ({type(error).__name__}: {error})")
                 self._moved[id(sample.output)] = sample.output
             if sample.completion.finish_reason is not None:
                 self._settle(sample)
@@ -322,19 +332,40 @@ class Engine:
         stop_ids = sorted(({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or []))
         try:
             sampling = sample.sampling(stop_ids, STOP_PLACES, self.depth)
+            bias_V = sample.bias(self.state.bias_BV.shape[1])
         except Exception as error:  # its own failure; the others go on
             sample.fail(f"this request could not be started ({type(error).__name__}: {error})")
             self._moved[id(sample.output)] = sample.output
             self._finish(row, sample)
             return
-        state = self.programs.prefill(self.state, row, tokens, table)
-        self.state = self.programs.admit(state, row, tokens, sampling, table)
+        self._read(row, sample, table)
+        if sample.reads_only:
+            self._moved[id(sample.output)] = sample.output
+            self._finish(row, sample)
+            return
+        self.state = self.programs.admit(self.state, row, tokens, sampling, table, bias_V)
         sample.observed = sample.length
         if sample.completion.token_ids:
             prompt, generated = sample.output.prompt_token_ids, sample.completion.token_ids
             self.state = recount(self.state, row, prompt, generated)
-        else:
-            self.metrics.prompt_tokens += len(sample.prompt)
+
+    def _read(self, row: int, sample: Sample, table_J: np.ndarray | None) -> None:
+        """Reads what there is of a sample's text, with log-probabilities of its prompt where they are wanted."""
+        wanted = sample.params.prompt_logprobs
+        self.metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
+        if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has told them
+            self.state = self.programs.prefill(self.state, row, sample.tokens, table_J)
+            return
+        most, drafts = self.spec.logprobs if wanted else 0, not sample.reads_only
+        self.state, scores = self.programs.prefill_scored(
+            self.state, row, sample.tokens, table_J, most=most, drafts=drafts
+        )
+        sample.output.prompt_logprobs = prompt_logprobs(sample.prompt, scores, wanted)
+        if sample.reads_only:
+            sample.completion.finish_reason = "length"
+            if is_broken(scores):
+                sample.fail(BROKEN)
+                self.state = self.programs.scrub(self.state)
 
     def _finish(self, row: int, sample: Sample) -> None:
         self._settle(sample)
@@ -351,18 +382,6 @@ class Engine:
         self.state = self.programs.retire(self.state, row)
 
 
-def arms(drafter: Drafter, wanted: Sequence[AnyTopology]) -> dict[AnyTopology, Drafter]:
-    """A drafter of each topology, plain decoding always among them; they share their weights and their state.
-
-    Plain decoding drafts and observes nothing; only where it takes turns with a drafter that reads what the target
-    computed, that is kept for it.
-    """
-    found: dict[AnyTopology, Drafter] = {PLAIN: NoDrafts()}
-    if isinstance(drafter, Deferred):
-        found[PLAIN] = replace(drafter, topology=PLAIN)
-    return found | {arm: replace(drafter, topology=arm) for arm in wanted if arm.drafts}
-
-
 def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec) -> DecodeState:
     """A state where the target lies."""
     mesh = mesh_of(target.params)
@@ -370,11 +389,6 @@ def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec)
         return allocate(make, mesh, places_of(target, spec))
     with jax.default_device(next(iter(jax.tree.leaves(target.params)[0].devices()))):
         return make()
-
-
-def slack_of(drafters: Mapping[AnyTopology, Drafter], buckets: Sequence[int]) -> int:
-    """Positions beyond a text that one forward of some arm, or a chunk of a prompt, may write."""
-    return max(*buckets, *(arm.nodes for arm in drafters), *(drafter.slack for drafter in drafters.values()))
 
 
 def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]:

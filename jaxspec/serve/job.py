@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 import signal
@@ -11,8 +12,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,14 +23,17 @@ from jaxspec.checkpoint.fingerprint import fingerprint
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, JaxspecError, RequestError
 from jaxspec.serve.agreed import Follower, open_journal
+from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
 from jaxspec.serve.job_lines import Line, error_record, finished_record, read_line
-from jaxspec.serve.journal import Journal
+from jaxspec.serve.journal import STDOUT, Journal, files_of
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.sharding import hosts
 
 STDIN = "-"
 AHEAD = 2
+MOST_ERRORS = 5
+FAILURES = 3
 BOUND = ("dtype", "max_model_len", "seed", "max_logprobs", "prefill_buckets", "kv_page_size")
 
 
@@ -66,25 +71,28 @@ def run_job(
     *,
     engine: Mapping[str, Any] | None = None,
     sampling: Mapping[str, Any] | None = None,
+    retry_failed: bool = False,
     watch: Callable[[Progress], None] = lambda progress: None,
     load: Callable[..., LLM] = LLM,
 ) -> Progress:
     """Runs what is left of a job.
 
     Requests that bring no seed derive one from the engine's seed and their line, so that a job that was
-    killed and started again writes what it would have written in one go. Lines that cannot run become error
-    records.
+    killed and started again writes what it would have written in one go. Lines that cannot run and requests
+    that fail become error records; the others go on.
 
     Where several processes have met (``jaxspec.sharding.hosts``), all of them call this with the same arguments, and
     process 0 writes.
 
     Args:
-      model: directory of the target.
+      model: directory or hub id of the target.
       input: JSONL file, or ``-`` for standard input.
       output: file to which one line per request is appended as it ends, or ``-`` for standard output.
       engine: keyword arguments of ``LLM``. Rows, steps per dispatch and, under the rule ``match``,
         speculation may differ between the runs of one job; the other settings may not.
       sampling: settings of requests that say nothing else, by the names of ``SamplingParams``.
+      retry_failed: runs the lines again whose record is an error; their new records take the places of the old when
+        the job ends, see ``jaxspec.serve.journal.Journal``.
       watch: called after every dispatch.
       load: makes the ``LLM``; not called if nothing is left to do.
 
@@ -93,7 +101,8 @@ def run_job(
       JaxspecError: the disk is full, or another process was lost; the same command goes on later.
     """
     engine, sampling = dict(engine or {}), dict(sampling or {})
-    with open_job(model, input, output, engine=engine, sampling=sampling) as job:
+    model = resolve_model(model, engine.pop("revision", None), engine.get("download_dir"))
+    with open_job(model, input, output, engine=engine, sampling=sampling, retry_failed=retry_failed) as job:
         journal = job.journal
         progress = Progress(job.count, len(journal.done), len(journal.done), journal.failed)
         if progress.done < job.count:
@@ -134,16 +143,23 @@ class OpenJob:
 
 @contextmanager
 def open_job(
-    model: str | Path, input: str, output: str, *, engine: Mapping[str, Any], sampling: Mapping[str, Any]
+    model: str | Path,
+    input: str,
+    output: str,
+    *,
+    engine: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+    retry_failed: bool = False,
 ) -> Iterator[OpenJob]:
     """Opens input and output of a job for whoever runs it; arguments and errors as for ``run_job``."""
     SamplingParams.from_mapping(dict(sampling))
-    file = _open_input(input)
+    model = resolve_model(model)
+    engine = {**engine, "speculative_config": resolve_speculation(engine.get("speculative_config"))}
+    file = _open_input(input, output)
     try:
-        _keep_apart(file, output)
         count, digest = _survey(file)
         identity = {"input": {"requests": count, "sha256": digest}, **_identity(model, engine, sampling)}
-        journal = open_journal(output, identity, _pace(engine))
+        journal = open_journal(output, identity, _pace(engine), retry_failed)
         try:
             yield OpenJob(count, journal, file)
         finally:
@@ -153,11 +169,17 @@ def open_job(
 
 
 class _Run:
-    """One run of a job over a loaded model."""
+    """One run of a job over a loaded model.
+
+    A step that fails is not the end: what was in flight runs again, one request at a time, so that the one that makes
+    it fail becomes an error record. When several in a row fail alone, it is not the requests, and the job ends.
+    """
 
     def __init__(self, llm: LLM, journal: Journal | Follower, progress: Progress, watch: Callable[[Progress], None]):
         self.llm, self.journal, self.progress, self.watch = llm, journal, progress, watch
         self.flying: dict[str, Line] = {}
+        self.alone, self.isolated = deque[Line](), False
+        self.failures = 0
         self.began, self.tokens_before = time.monotonic(), llm.engine.metrics.generated_tokens
 
     def work(self, lines: Iterator[Line]) -> None:
@@ -170,35 +192,78 @@ class _Run:
                     self._feed(lines, signals)
                     if not self.flying:
                         break
-                    for output in self.llm.step():
-                        if output.finished:
-                            line = self.flying.pop(output.request_id)
-                            name = self.llm.model.directory.resolve().name
-                            self.journal.append(finished_record(line, output, name, self.llm.text))
+                    self._step()
                     self._report()
                 self.progress.stopped_by = taken if self.progress.done < self.progress.total else 0
         finally:
             if self.flying:
                 self.llm.abort()
 
+    def _step(self) -> None:
+        try:
+            outputs = self.llm.step()
+        except Exception as error:
+            # Processes must go on alike, and only this one may have failed.
+            if isinstance(error, JaxspecError) or hosts.several():
+                raise
+            self._isolate(error)
+            return
+        name = self.llm.model.directory.resolve().name
+        for output in outputs:
+            if output.finished:
+                line = self.flying.pop(output.request_id)
+                record = finished_record(line, output, name, self.llm.text)
+                self._write(line, record)
+                self.failures = 0
+
+    def _isolate(self, error: Exception) -> None:
+        """Sets what was in flight aside to run one by one; one that fails alone is the culprit."""
+        lines = list(self.flying.values())
+        self.flying.clear()
+        self.llm.abort()
+        if len(lines) > 1:
+            self.alone.extendleft(reversed(lines))
+            return
+        self.failures += 1
+        if self.failures >= FAILURES:
+            raise error
+        self._write(lines[0], error_record(lines[0], f"{type(error).__name__}: {error}", "generation_failed"))
+
     def _feed(self, lines: Iterator[Line], signals: _Signals) -> None:
         samples = sum(line.params.n for line in self.flying.values())
         # Processes must feed alike, and learn of each other's signals between dispatches only.
         while samples < AHEAD * self.llm.spec.rows and (hosts.several() or not signals.taken):
-            line = next(lines, None)
+            if self.isolated and self.flying:
+                return
+            self.isolated = bool(self.alone)
+            line = self.alone.popleft() if self.alone else next(lines, None)
             if line is None:
                 return
-            try:
-                if line.error is not None:
-                    raise RequestError(line.error)
-                self.llm.submit(line.prompt, line.params, request_id=str(line.index), number=line.index)
-            except (RequestError, CapacityError) as error:
-                self.journal.append(error_record(line, str(error)))
-                self.progress.errors += [f"line {line.index + 1}: {error}"][: 5 - len(self.progress.errors)]
-                self._report()
-            else:
-                self.flying[str(line.index)] = line
-                samples += line.params.n
+            samples += self._submit(line)
+
+    def _submit(self, line: Line) -> int:
+        """Hands one line to the engine; returns its samples, 0 if it cannot run, whose error it writes."""
+        try:
+            if line.error is not None:
+                raise RequestError(line.error)
+            self.llm.submit(line.prompt, line.params, request_id=str(line.index), number=line.index)
+        except (RequestError, CapacityError) as error:
+            self._write(line, error_record(line, str(error)))
+        except JaxspecError:
+            raise
+        except Exception as error:
+            self._write(line, error_record(line, f"{type(error).__name__}: {error}", "request_failed"))
+        else:
+            self.flying[str(line.index)] = line
+            return line.params.n
+        self._report()
+        return 0
+
+    def _write(self, line: Line, record: dict[str, Any]) -> None:
+        """Appends a record and takes note of the first few errors."""
+        self.journal.append(record)
+        if (error := record.get("error")) is not None and len(self.progress.errors) < MOST_ERRORS:
+            self.progress.errors.append(f"line {line.index + 1}: {error['message']}")
 
     def _report(self) -> None:
         p, metrics = self.progress, self.llm.engine.metrics
@@ -232,23 +297,38 @@ class _Signals:
         self.__exit__()
 
 
-def _open_input(path: str) -> BinaryIO:
+def _open_input(path: str, output: str) -> BinaryIO:
     """The input as a file that can be read twice; what comes through a pipe is kept in a temporary file."""
+    with ExitStack() as stack:
+        try:
+            source = sys.stdin.buffer if path == STDIN else stack.enter_context(open(path, "rb"))
+            regular = _keep_apart(source, output)
+            if not regular or path == STDIN:
+                shutil.copyfileobj(source, kept := stack.enter_context(tempfile.TemporaryFile()))
+                kept.seek(0)
+                source = kept
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a file of JSON lines") from error
+        stack.pop_all()
+        return source  # pyright: ignore[reportReturnType]
+
+
+def _keep_apart(source: BinaryIO, output: str) -> bool:
+    """Refuses an input that is one of the files that the job writes, by whatever name or link.
+
+    Returns:
+      Whether the input is a regular file, which alone can be written over.
+    """
     try:
-        source = sys.stdin.buffer if path == STDIN else open(path, "rb")  # noqa: SIM115
-        if path != STDIN and stat.S_ISREG(os.fstat(source.fileno()).st_mode):
-            return source
-        kept = tempfile.TemporaryFile()  # noqa: SIM115
-        shutil.copyfileobj(source, kept)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a file of JSON lines") from error
-    kept.seek(0)
-    return kept  # pyright: ignore[reportReturnType]
-
-
-def _keep_apart(file: BinaryIO, output: str) -> None:
-    if os.path.exists(output) and os.path.samestat(os.fstat(file.fileno()), os.stat(output)):
-        raise ConfigError(f"{output}: is the input, too; choose another output")
+        status = os.fstat(source.fileno())
+    except io.UnsupportedOperation:
+        return False  # a program has replaced standard input
+    if not stat.S_ISREG(status.st_mode):
+        return False
+    for name in [output] if output == STDOUT else filter(os.path.exists, files_of(output)):
+        if os.path.samestat(status, os.fstat(1) if name == STDOUT else os.stat(name)):
+            raise ConfigError(f"{name}: is the input, and the job writes it, too; choose another output")
+    return True
 
 
 def _survey(file: BinaryIO) -> tuple[int, str]:
@@ -270,14 +350,20 @@ def _identity(model: str | Path, engine: Mapping[str, Any], sampling: Mapping[st
     speculation = catalog.parse(chosen["speculative_config"])
     rule: Any = speculation.rule
     if rule != "match":
-        rule = {"config": chosen["speculative_config"], "draft": fingerprint(speculation.model)}
+        rule = {"config": chosen["speculative_config"], "draft": _draft(speculation, engine)}
     settings = {name: chosen[name] for name in BOUND}
     return {"model": fingerprint(model), "engine": settings, "rule": rule, "sampling": dict(sampling)}
+
+
+def _draft(speculation: catalog.SpeculativeConfig, engine: Mapping[str, Any]) -> str:
+    """Tells apart what drafts."""
+    name = speculation.model
+    return fingerprint(name and resolve_model(name, speculation.revision, engine.get("download_dir")))
 
 
 def _pace(engine: Mapping[str, Any]) -> dict[str, Any]:
     """What the programs of a job and their order depend on; several processes must have the same."""
     speculation = catalog.parse(engine.get("speculative_config"))
     others = {name: value for name, value in engine.items() if name != "speculative_config"}
-    said = {**(engine.get("speculative_config") or {}), "model": fingerprint(speculation.model)}
+    said = {**(engine.get("speculative_config") or {}), "model": _draft(speculation, engine)}
     return {"settings": others, "speculative_config": said}

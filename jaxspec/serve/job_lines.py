@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from jaxspec.checkpoint.conversation import joined, messages_of
 from jaxspec.checkpoint.text import Text
 from jaxspec.errors import RequestError
 from jaxspec.serve import openai
-from jaxspec.serve.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxspec.serve.openai_request import read_body, renamed, template_of
+from jaxspec.serve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
 MOST_SAMPLES = 1024
+LEAST_LOGPROB = -9999.0
 
 
 @dataclass
@@ -27,6 +32,7 @@ class Line:
       url: endpoint that a Batch line asks for.
       prompt: what to continue, as ``LLM.submit`` takes it.
       params: how.
+      echo: whether the answer repeats the text that it goes on with.
       error: why it cannot run, None if it can.
     """
 
@@ -36,6 +42,7 @@ class Line:
     url: str = ""
     prompt: dict[str, Any] = field(default_factory=dict)
     params: SamplingParams = field(default_factory=SamplingParams)
+    echo: bool = False
     error: str | None = None
 
 
@@ -69,22 +76,23 @@ def _fill(line: Line, value: dict[str, Any], defaults: SamplingParams) -> None:
         raise RequestError(f"custom_id: a string is needed, got {name!r}")
     line.custom_id = name
     if line.batch:
-        line.prompt, settings = _read_batch(line, value)
+        line.prompt, settings, line.echo = _read_batch(line, value)
     else:
         given = [key for key in PROMPTS if value.get(key) is not None]
         if len(given) != 1:
             raise RequestError(f"exactly one of {list(PROMPTS)} is needed, got {given or sorted(value)}")
         line.prompt = {given[0]: value[given[0]]}
         if given == ["messages"]:
-            openai.messages_of(value["messages"])
-            line.prompt |= {name: value.pop(name) for name in openai.TEMPLATE if name in value}
-        settings = openai.renamed({key: v for key, v in value.items() if key not in PROMPTS})
+            line.prompt |= template_of(value)
+        settings = renamed({key: v for key, v in value.items() if key not in PROMPTS})
+    if "messages" in line.prompt:
+        messages_of(line.prompt["messages"])
     line.params = SamplingParams.from_mapping(settings, defaults)
     if line.params.n > MOST_SAMPLES:
         raise RequestError(f"sampling: n must be at most {MOST_SAMPLES}, got {line.params.n}")
 
 
-def _read_batch(line: Line, value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_batch(line: Line, value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
     url, body, method = value.get("url"), value.get("body"), value.get("method", "POST")
     unknown = sorted(set(value) - {"url", "body", "method"})
     if unknown:
@@ -96,26 +104,83 @@ def _read_batch(line: Line, value: dict[str, Any]) -> tuple[dict[str, Any], dict
     if not isinstance(body, dict):
         raise RequestError(f"body: a JSON object is needed, got {type(body).__name__}")
     line.url = url
-    return openai.read_body(url, body)
+    return read_body(url, body)
 
 
-def error_record(line: Line, message: str) -> dict[str, Any]:
-    """A request that could not run; ``error.line`` counts from 1."""
+def error_record(line: Line, message: str, code: str = "invalid_request") -> dict[str, Any]:
+    """Returns the record of a request that could not run; ``error.line`` counts from 1."""
     error: dict[str, Any] = {"line": line.index + 1, "message": message}
     if line.batch:
-        return _batch_record(line, None, {"code": "invalid_request", **error})
+        return _batch_record(line, None, {"code": code, **error})
     return _head(line) | {"error": error}
 
 
 def finished_record(line: Line, output: RequestOutput, model: str, text: Text | None) -> dict[str, Any]:
-    """A request that ended."""
-    if line.batch:
-        body = openai.response_body(line.url, line.index, model, output, line.params.logprobs, text)
-        response = {"status_code": 200, "request_id": f"req_{line.index}", "body": body}
-        return _batch_record(line, response, None)
+    """Returns the record of a request that ended; an error's where it failed or the record cannot be written."""
+    try:
+        if reason := _failure(output):
+            return error_record(line, reason, "generation_failed")
+        return _batch_body(line, output, model, text) if line.batch else _plain(line, output)
+    except Exception as error:
+        return error_record(line, f"its record cannot be written ({type(error).__name__}: {error})", "record_failed")
+
+
+def _failure(output: RequestOutput) -> str | None:
+    """Why a request has no answer, None if it has one.
+
+    Log-probabilities of tokens that cannot be sampled become vLLM's number for them: JSON has no infinity.
+    """
+    for c in output.outputs:
+        if c.finish_reason == "error":
+            return getattr(c, "error", None) or "the request failed"
+        for entry in [*(c.logprobs or []), *(getattr(output, "prompt_logprobs", None) or [])]:
+            for token, value in (entry or {}).items():
+                if math.isnan(value.logprob):
+                    return f"the log-probability of token {token} is not a number; look at the model's weights"
+                value.logprob = max(value.logprob, LEAST_LOGPROB)
+        if c.cumulative_logprob is not None:
+            c.cumulative_logprob = max(c.cumulative_logprob, LEAST_LOGPROB * len(c.token_ids))
+    return None
+
+
+def _batch_body(line: Line, output: RequestOutput, model: str, text: Text | None) -> dict[str, Any]:
+    body = openai.response_body(line.url, line.index, model, output, line.params, text)
+    chat, of_prompt = line.url == openai.CHAT, _prompt_logprobs(output)
+    echoed = _echoed(line, output, text) if line.echo else ""
+    for choice in body["choices"]:
+        place, key = (choice["message"], "content") if chat else (choice, "text")
+        place[key] = echoed + place[key]
+        if of_prompt is not None and not chat:
+            choice["prompt_logprobs"] = of_prompt
+    if of_prompt is not None and chat:
+        body["prompt_logprobs"] = of_prompt
+    return _batch_record(line, {"status_code": 200, "request_id": f"req_{line.index}", "body": body}, None)
+
+
+def _echoed(line: Line, output: RequestOutput, text: Text | None) -> str:
+    """The text that an answer goes on with: the prompt, or the assistant's last message."""
+    if "messages" in line.prompt:
+        last = messages_of(line.prompt["messages"])[-1]
+        return joined(last["content"]) if last["role"] == "assistant" else ""
+    if output.prompt is not None:
+        return output.prompt
+    return text.decode(output.prompt_token_ids) if text else ""
+
+
+def _prompt_logprobs(output: RequestOutput) -> list[Any] | None:
+    given = getattr(output, "prompt_logprobs", None)
+    return None if given is None else [entry and _entry(entry) for entry in given]
+
+
+def _plain(line: Line, output: RequestOutput) -> dict[str, Any]:
     m = output.metrics
     record = _head(line)
-    record |= {"prompt_token_ids": output.prompt_token_ids} if output.prompt is None else {"prompt": output.prompt}
+    if output.prompt is not None:
+        record["prompt"] = output.prompt
+    if output.prompt is None or "messages" in line.prompt:
+        record["prompt_token_ids"] = output.prompt_token_ids
+    if (of_prompt := _prompt_logprobs(output)) is not None:
+        record["prompt_logprobs"] = of_prompt
     if line.params.n == 1:
         record |= _sample(output.outputs[0])
     else:
@@ -141,11 +206,13 @@ def _batch_record(line: Line, response: dict[str, Any] | None, error: dict[str, 
 
 
 def _sample(c: CompletionOutput) -> dict[str, Any]:
-    found: dict[str, Any] = {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
-    found["stop_reason"] = c.stop_reason
+    sample: dict[str, Any] = {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
+    sample["stop_reason"] = c.stop_reason
     if c.logprobs is not None:
-        found["cumulative_logprob"] = c.cumulative_logprob
-        found["logprobs"] = [
-            {str(i): {"logprob": p.logprob, "rank": p.rank} for i, p in entry.items()} for entry in c.logprobs
-        ]
-    return found
+        sample["cumulative_logprob"] = c.cumulative_logprob
+        sample["logprobs"] = [_entry(entry) for entry in c.logprobs]
+    return sample
+
+
+def _entry(entry: Mapping[int, Logprob]) -> dict[str, Any]:
+    return {str(i): {"logprob": p.logprob, "rank": p.rank} for i, p in entry.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,11 @@ from typing import Any
 import msgspec
 
 from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.serve.records import Records
 
 FORMAT = 1
 STDOUT = "-"
-
-
-class Entry(msgspec.Struct):
-    """What is read back of a record."""
-
-    index: int
-    error: Any = None
+SIDECAR, AGAIN, PART = ".job.json", ".retry", ".part"
 
 
 class Journal:
@@ -32,34 +26,37 @@ class Journal:
     begun with the same identity, which is kept next to it in ``<output>.job.json``. Pipes and ``-`` (standard
     output) are only written.
 
+    Requests that failed can run again. Their new records are kept in ``<output>.retry`` until the job is closed, which
+    puts each in the place of its error by writing the output anew and renaming it: at any moment the output has one
+    record per request, and a job that was killed puts what it had into place when it is opened next.
+
     Args:
       path: output file, or ``-``.
       identity: what the output depends on; nested JSON.
+      retry_failed: lets requests run again whose record is an error.
 
     Attributes:
-      done: indexes of the requests that have a record.
+      done: indexes of the requests that have a record and do not run again.
       failed: how many of these records are errors.
 
     Raises:
       ConfigError: the file cannot be written, is being written, or belongs to another job.
     """
 
-    def __init__(self, path: str, identity: Mapping[str, Any]):
+    def __init__(self, path: str, identity: Mapping[str, Any], retry_failed: bool = False):
         self.path, self.done, self.failed = path, set[int](), 0
-        self._sidecar = Path(f"{path}.job.json")
-        try:
-            self._fd = os.dup(1) if path == STDOUT else os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another output") from error
-        self.resumable = path != STDOUT and stat.S_ISREG(os.fstat(self._fd).st_mode)
-        self._size = 0
+        self._sidecar = Path(f"{path}{SIDECAR}")
+        self._main = Records(path, os.dup(1)) if path == STDOUT else Records.open(path)
+        self._again: Records | None = None
+        self._retried: frozenset[int] = frozenset()
+        self.resumable = path != STDOUT and self._main.resumable
         try:
             if self.resumable:
-                self._lock()
+                self._lock(self._main.fd)
                 self._bind({"format": FORMAT, **identity})
-                self._recover()
+                self._resume(retry_failed)
         except BaseException:
-            os.close(self._fd)
+            self._release()
             raise
 
     def append(self, record: dict[str, Any]) -> None:
@@ -69,37 +66,36 @@ class Journal:
           JaxspecError: the disk is full or the file cannot be written.
           BrokenPipeError: the reader of a pipe went away.
         """
-        left = memoryview(msgspec.json.encode(record) + b"\n")
-        size = len(left)
-        try:
-            while left:
-                left = left[os.write(self._fd, left) :]
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            self._cut_back()
-            again = "; make room and run the same command again to go on" if self.resumable else ""
-            records = f"after {len(self.done)} complete records"
-            raise JaxspecError(f"{self.path}: cannot be written ({error.strerror}) {records}{again}") from error
-        self._size += size
+        again = "; make room and run the same command again to go on" if self.resumable else ""
+        file = self._again if self._again is not None and record["index"] in self._retried else self._main
+        file.append(msgspec.json.encode(record) + b"\n", f"after {len(self.done)} complete records{again}")
         self.done.add(record["index"])
         self.failed += record.get("error") is not None
 
     def close(self) -> None:
-        """Hands everything to the disk and gives the lock back."""
+        """Hands everything to the disk, new records of retried requests in their place, and gives the lock back.
+
+        Raises:
+          JaxspecError: the disk does not take it; the same command does it later.
+        """
         try:
             if self.resumable:
-                os.fsync(self._fd)
-        except OSError as error:
-            raise JaxspecError(
-                f"{self.path}: cannot be written ({error.strerror}); run the same command again"
-            ) from error
+                self._main.sync()
+                self._replace()
         finally:
-            os.close(self._fd)
+            self._release()
 
-    def _lock(self) -> None:
+    def _release(self) -> None:
+        for file in (self._main, self._again):
+            if file is not None:
+                file.close()
+        self._again = None
+
+    def _lock(self, fd: int) -> None:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                raise BlockingIOError  # a job has put another file in its place since this one was opened
         except BlockingIOError as error:
             raise ConfigError(
                 f"{self.path}: another job is writing it; wait for its end or choose another output"
@@ -111,14 +107,8 @@ class Journal:
 
     def _bind(self, identity: dict[str, Any]) -> None:
         """Writes the identity of a fresh output, or compares that of one that was begun."""
-        if os.fstat(self._fd).st_size == 0:
-            part = self._sidecar.with_name(self._sidecar.name + ".part")
-            try:
-                part.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-                part.replace(self._sidecar)
-            except OSError as error:
-                part.unlink(missing_ok=True)
-                raise ConfigError(f"{self._sidecar}: cannot be written ({error.strerror})") from error
+        if os.fstat(self._main.fd).st_size == 0:
+            self._begin(identity)
             return
         advice = f"choose another output, or remove {self.path} and {self._sidecar.name} to start anew"
         try:
@@ -137,34 +127,107 @@ class Journal:
             advice = f"give what was given then to go on, {advice}"
             raise ConfigError(f"{self.path}: begun differently: {'; '.join(changed)}; {advice}")
 
-    def _recover(self) -> None:
-        """Reads which requests have a record, and cuts off a line that a crash left incomplete."""
-        decoder = msgspec.json.Decoder(Entry)
-        with open(self._fd, "rb", closefd=False) as file:
-            file.seek(0)
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    entry = decoder.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    raise ConfigError(
-                        f"{self.path}: line {number} is not a record of a job ({error}); remove it to go on"
-                    ) from error
-                if entry.index in self.done:
-                    raise ConfigError(f"{self.path}: line {number} repeats index {entry.index}; remove that line")
-                self._size += len(line)
-                self.done.add(entry.index)
-                self.failed += entry.error is not None
-        self._cut_back()
-
-    def _cut_back(self) -> None:
-        """Leaves complete lines only; where that fails, too, the next start does it."""
-        if self.resumable and os.fstat(self._fd).st_size != self._size:
+    def _begin(self, identity: dict[str, Any]) -> None:
+        """Writes the identity over that of an earlier output by this name, which was removed; nothing else is."""
+        if self._sidecar.exists() and not _is_identity(self._sidecar):
+            raise ConfigError(f"{self._sidecar}: is there and not of a job; remove it or choose another output")
+        part, again = Path(f"{self._sidecar}{PART}"), Path(f"{self.path}{AGAIN}")
+        try:
+            part.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
+            part.replace(self._sidecar)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise ConfigError(f"{self._sidecar}: cannot be written ({error.strerror})") from error
+        if again.exists():
+            stale = Records.open(str(again))
             try:
-                os.ftruncate(self._fd, self._size)
-            except OSError:
-                return
+                stale.indexes()  # raises where it holds something else than a job's records
+                again.unlink()
+            finally:
+                stale.close()
+
+    def _resume(self, retry_failed: bool) -> None:
+        """Reads which requests have a record, once those of an earlier retry are in their place."""
+        if os.path.exists(f"{self.path}{AGAIN}"):
+            self._again = Records.open(f"{self.path}{AGAIN}")
+            self._again.indexes()
+            self._replace()
+        done, failed = self._main.indexes()
+        if retry_failed and failed:
+            self._again, self._retried = Records.open(f"{self.path}{AGAIN}"), frozenset(failed)
+            self._again.indexes()
+        self.done, self.failed = done - self._retried, len(failed - self._retried)
+
+    def _replace(self) -> None:
+        """Puts the records of requests that ran again into the places of their errors, all at once or not at all."""
+        if self._again is None:
+            return
+        try:
+            self._put_in_place(self._again)
+        except OSError as error:
+            raise JaxspecError(
+                f"{self.path}: the records of {self.path}{AGAIN} cannot be put into their places ({error.strerror}); "
+                "make room and run the same command again"
+            ) from error
+        self._again = None
+
+    def _put_in_place(self, again: Records) -> None:
+        name = os.path.realpath(self.path)
+        places, offset = dict[int, tuple[int, int]](), 0
+        for entry, line in again.lines():
+            places[entry.index] = (len(line), offset)
+            offset += len(line)
+        if places:
+            again.sync()
+            rewritten, before = self._rewritten(name, again, places), self._main
+            self._main = rewritten
+            before.close()
+            _sync_folder(name)
+        os.unlink(f"{self.path}{AGAIN}")
+        again.close()
+
+    def _rewritten(self, name: str, again: Records, places: Mapping[int, tuple[int, int]]) -> Records:
+        """The output, locked, written anew with new records in the places of errors; unchanged if that fails."""
+        path = f"{name}{AGAIN}{PART}"
+        advice = f"with the records of {self.path}{AGAIN}; make room and run the same command again"
+        part = Records(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666))
+        try:
+            os.fchmod(part.fd, os.fstat(self._main.fd).st_mode & 0o7777)
+            fcntl.flock(part.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for entry, line in self._main.lines():
+                replaced = entry.error is not None and entry.index in places
+                part.append(os.pread(again.fd, *places[entry.index]) if replaced else line, advice)
+            part.sync()
+            os.replace(path, name)
+        except BaseException:
+            part.close()
+            os.unlink(path)
+            raise
+        part.path = self.path
+        return part
+
+
+def files_of(path: str) -> list[str]:
+    """Returns the names of all files that a journal may write."""
+    again = f"{os.path.realpath(path)}{AGAIN}{PART}"
+    return [path, f"{path}{SIDECAR}", f"{path}{SIDECAR}{PART}", f"{path}{AGAIN}", again]
+
+
+def _is_identity(sidecar: Path) -> bool:
+    try:
+        value = json.loads(sidecar.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(value, dict) and "format" in value
+
+
+def _sync_folder(name: str) -> None:
+    """Makes a rename last."""
+    fd = os.open(os.path.dirname(name), os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:

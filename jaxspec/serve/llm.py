@@ -13,29 +13,32 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.conversation import conversations
 from jaxspec.checkpoint.load import Model
 from jaxspec.checkpoint.text import Text
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, RequestError
-from jaxspec.models.transformer import Transformer, teacher_forced
+from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
 from jaxspec.serve.arguments import capacity_of, check_kinds, check_model, keep_compiled, shown, spec_of, whole
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids
+from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
-from jaxspec.serve.engine import Engine
-from jaxspec.serve.loading import load_draft, load_prior, load_target
+from jaxspec.serve.engine import Engine, OnProgress
+from jaxspec.serve.loading import load_draft, load_prior, load_target, tell_both
 from jaxspec.serve.metrics import Metric
+from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
-from jaxspec.serve.request import RequestOutput, SamplingParams
+from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
 from jaxspec.serve.rows import STOP_PLACES
 from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
 from jaxspec.serve.waiting import MakeBar, watching
 from jaxspec.serve.worker import Worker
-from jaxspec.shapes import Array, Params
+from jaxspec.shapes import Params
 
 BLOCK = 128
 
@@ -51,8 +54,11 @@ class LLM:
     forked off cannot use it.
 
     Args:
-      model: directory in Hugging Face layout, or the ``model`` of another ``LLM``, whose dtype, quantisation and
-        kernels then hold here too.
+      model: directory in Hugging Face layout, or the id of one on the hub (``Qwen/Qwen3-30B-A3B``), which is downloaded
+        first; ``demo``, the packaged model; or the ``model`` of another ``LLM``, whose dtype, quantization and kernels
+        then hold here too.
+      revision: branch, tag or commit of a hub id; by default the main branch.
+      download_dir: cache of downloads from the hub, that of a draft model or head included; by default the hub's own.
       speculative_config: vLLM's keys, see ``jaxspec.draft.catalog.parse``; None decodes plainly.
       dtype: ``bfloat16`` or ``float32`` weights and products; ``auto`` takes the checkpoint's, or bfloat16.
       max_model_len: longest text in tokens, prompt included; by default the model's, at most 8192.
@@ -76,6 +82,8 @@ class LLM:
       expert_placement: file that ``jaxspec inspect --balance --output`` wrote: which devices along ``expert`` hold
         which experts, heavy ones maybe several times. By default equally many, in their order.
       on_load: called while the model loads, with (bytes placed, bytes in all).
+      on_progress: called while the model loads and compiles, with ("loading", bytes placed, bytes in all),
+        ("compiling", programs done, programs in all), and others; (stage, 0, 0) where nobody knows how far it is.
       compile_cache: keeps compiled programs on disk, so that the next start is quick: True for the directory that the
         program or the environment chose for JAX, or ``~/.cache/jaxspec/xla``; a directory; False for no change of
         JAX's settings.
@@ -90,6 +98,8 @@ class LLM:
         self,
         model: str | Path | Model,
         *,
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
@@ -106,6 +116,7 @@ class LLM:
         expert_transport: str = "auto",
         expert_placement: str | Path | None = None,
         on_load: Callable[[int, int], None] | None = None,
+        on_progress: OnProgress | None = None,
         compile_cache: bool | str | Path = True,
         **vllm: Any,
     ):
@@ -114,7 +125,7 @@ class LLM:
         check_kinds(
             mesh=mesh, quantization=quantization,
             texts={"dtype": dtype, "kernels": kernels, "expert_transport": expert_transport},
-            files={"expert_placement": expert_placement}, calls={"on_load": on_load},
+            files={"expert_placement": expert_placement}, calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
         config, quantization = catalog.parse(speculative_config), "auto" if quantization is None else quantization
         self.seed, spec = whole("seed", seed), spec_of(
@@ -123,9 +134,10 @@ class LLM:
             num_kv_pages=num_kv_pages,
         )  # fmt: skip
         keep_compiled(compile_cache)
+        model = model if isinstance(model, Model) else resolve_model(model, revision, download_dir)
         self.model = load_target(
             model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            placement=expert_placement, rows=spec.rows, on_load=on_load,
+            placement=expert_placement, rows=spec.rows, on_load=tell_both(on_load, on_progress),
         )  # fmt: skip
         arch = self.model.net.arch
         self.spec = spec = changed(
@@ -135,19 +147,28 @@ class LLM:
         self.eos = end_ids(self.model.config, self.model.generation)
         if len(self.eos) > STOP_PLACES:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
-        self.engine = self._engine(config, quantization)
+        self.engine = self._engine(config, quantization, download_dir, on_progress)
         self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
-        self.driver, self._teacher = Driver(self.engine, Worker()), jax.jit(partial(_teach, self.model.net))
+        net = self.model.net
+        self.driver, self._teacher = Driver(self.engine, Worker()), jax.jit(lambda *x: teacher_forced(net, *x)[0])
 
-    def _engine(self, config: catalog.SpeculativeConfig, quantization: str) -> Engine:
+    def _engine(
+        self,
+        config: catalog.SpeculativeConfig,
+        quantization: str,
+        download_dir: str | Path | None,
+        on_progress: OnProgress | None,
+    ) -> Engine:
         """Loads what drafts, and compiles."""
-        draft = load_draft(config, self.model, quantization)
+        if on_progress is not None and config.model is not None:
+            on_progress("loading the drafter", 0, 0)
+        draft = load_draft(config, self.model, quantization, download_dir)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
         control = control_of(config.lengths, load_prior(config, self.model, quantization), config.from_tokens)
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
         target = Target(self.model.params, self.model.net, block)
         budget = budget_of(config.cuts, self.model.net.arch)
-        return Engine(target, drafter, self.spec, self.eos, agreed(control), budget)
+        return Engine(target, drafter, self.spec, self.eos, agreed(control), budget, on_progress)
 
     def beside(self, control: Control) -> LLM:
         """Another ``LLM`` over the same weights and programs, idle, with a KV cache of its own: nothing is compiled.
@@ -221,27 +242,40 @@ class LLM:
         messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
         use_tqdm: bool | MakeBar = True,
         lora_request: None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the assistant's answer to one conversation or to several.
+        """Generates the assistant's answer to one conversation or to several; an empty list of them has none.
 
         Args:
           messages: one conversation, or a list of them.
           sampling_params: one for all, or one per conversation.
+          chat_template: Jinja template in place of the published one.
+          add_generation_prompt: starts the assistant's answer; by default unless the final message is continued.
+          continue_final_message: goes on with the last message instead.
+          tools: functions that the model may call, for templates that write them.
+          chat_template_kwargs: settings that the model's template knows, such as ``enable_thinking``.
           use_tqdm: as of ``generate``.
           lora_request: vLLM's; there are no adapters here.
-          chat_template_kwargs: settings that the model's template knows, such as ``enable_thinking``.
 
         Raises:
-          RequestError: a conversation or its parameters are not acceptable; nothing has been generated then.
+          RequestError: a conversation or its settings are not acceptable; nothing has been generated then.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise RequestError(f"messages: a conversation or a list of them is needed, got {shown(messages)}")
-        talks: Any = [messages] if messages and isinstance(messages[0], dict) else messages
-        prompts = [{"messages": talk, "chat_template_kwargs": chat_template_kwargs} for talk in talks]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+        options = {
+            "chat_template": chat_template, "add_generation_prompt": add_generation_prompt, "tools": tools,
+            "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
+        }  # fmt: skip
+        return self.generate(
+            [{"messages": talk, **options} for talk in conversations(messages)], sampling_params,
+            use_tqdm=use_tqdm, lora_request=lora_request,
+        )  # fmt: skip
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, steps: int = 1
@@ -249,6 +283,7 @@ class LLM:
         """Yields the same growing output after every ``steps`` verification steps, and at last its final state.
 
         Other calls may run meanwhile, also within the loop over it. A stream that is closed early ends its request.
+        With ``output_kind`` DELTA each output has what is new, with FINAL_ONLY there is only the last.
 
         Raises:
           RequestError: the request is not acceptable; at once, before the first output.
@@ -280,7 +315,8 @@ class LLM:
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Runs one dispatch, and returns the submitted requests that moved; ended ones are ``finished``.
 
-        Whatever other calls moved since the last ``step`` counts, so that each end is returned once.
+        Whatever other calls moved since the last ``step`` counts, so that each end is returned once. Of a request whose
+        ``output_kind`` is not CUMULATIVE it returns what is new, or the end.
 
         Args:
           steps: most verification steps, by default ``steps_per_dispatch``.
@@ -295,12 +331,41 @@ class LLM:
         """
         self.driver.abort([outputs] if isinstance(outputs, RequestOutput) else outputs)
 
+    def score(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Logprob | None]]:
+        """Log-probability and rank of each token of texts, given the tokens before it.
+
+        Nothing is generated. Texts are read in the engine's chunks, so that no length compiles anything, and no logits
+        reach the host; the first call compiles one program per prefill bucket.
+
+        Args:
+          token_ids: one text, or several.
+
+        Returns:
+          For each text one entry per token; None for the first, which nothing comes before. A rank of 1 says that
+          greedy decoding would choose the token.
+
+        Raises:
+          RequestError: a text is empty, too long or no list of ids; or its logits are not finite.
+        """
+        texts: Any = list(token_ids)
+        if texts and isinstance(texts[0], int | np.integer):
+            texts = [texts]
+        outputs = self.driver.run([[self.prompts.reading(ids)] for ids in texts])
+        for number, output in enumerate(outputs):
+            if error := output.outputs[0].error:
+                raise RequestError(f"score: text {number}: {error}")
+        return [own_logprobs(output) for output in outputs]
+
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1."""
+        """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1.
+
+        For looking at a few texts: every power of two of their lengths compiles a program, and all logits come to the
+        host. ``score`` and ``SamplingParams(prompt_logprobs=)`` are for many.
+        """
         ids = self.prompts.check_ids(token_ids)
         if len(ids) > self.capacity:
             raise RequestError(f"logits: {len(ids)} tokens, the capacity is {self.capacity}; raise max_model_len")
-        size = -(-len(ids) // 64) * 64
+        size = max(1 << (len(ids) - 1).bit_length(), 64)
         token = np.zeros((1, size), np.int32)
         token[0, : len(ids)] = ids
         position = np.arange(size, dtype=np.int32)[None]
@@ -323,7 +388,3 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Engine totals since the start, vLLM's names first."""
         return self.driver.call(self.engine.metrics.counters)
-
-
-def _teach(net: Transformer, params: Params, token_BT: Array, position_BT: Array) -> Array:
-    return teacher_forced(net, params, token_BT, position_BT)[0]

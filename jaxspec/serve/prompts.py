@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxspec.checkpoint.load import Model
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text import CHAT_KEYS, Text
 from jaxspec.errors import RequestError
 from jaxspec.serve.arguments import shown
+from jaxspec.serve.bans import bad_word_ids, check_ids
 from jaxspec.serve.defaults import sampling_defaults
 from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.rows import STOP_PLACES, Sample, new_samples
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 SOURCES, SOURCES_TEXT = ("prompt", "messages", "prompt_token_ids"), '"prompt", "messages" or "prompt_token_ids"'
-KEYS = {"prompt", "prompt_token_ids", "messages", "chat_template_kwargs"}
+KEYS = {"prompt", "prompt_token_ids", *CHAT_KEYS}
 NOT_HERE = {
     "multi_modal_data": "only text is read here; leave it out",
     "multi_modal_uuids": "only text is read here; leave it out",
@@ -92,9 +94,10 @@ class Prompts:
         """
         if not isinstance(request_id, str | None):
             raise RequestError(f"request_id: a text is needed, got {shown(request_id)}")
-        params = self.defaults if params is None else params
+        params = self._checked(self.defaults if params is None else params)
+        words = bad_word_ids(params.bad_words or (), self.text)
         text, ids = self._encode(prompt)
-        self._check_params(params)
+        ids = ids[-self._kept(params) :]
         if len(ids) >= self.spec.capacity:
             raise RequestError(
                 f"prompt: {len(ids)} tokens leave no room within {self.spec.capacity}; "
@@ -106,11 +109,41 @@ class Prompts:
             )
         arrival = next(self._numbers)
         number = arrival if number is None else number
-        return new_samples(
-            request_id or str(number), text, ids, params, lambda p: Growing(self.text, p),
+        samples = new_samples(
+            request_id or str(number), text, ids, params, partial(self._growing, ids),
             engine_seed=self.seed, number=number, capacity=self.spec.capacity,
             draft_length=self.depth,
         )  # fmt: skip
+        for sample in samples:
+            sample.bad_words = words
+        return samples
+
+    def reading(self, token_ids: Sequence[int]) -> Sample:
+        """One sample of a text that is only read, for the log-probabilities of its tokens.
+
+        Raises:
+          RequestError: it is not acceptable.
+        """
+        ids = self.check_ids(token_ids)
+        if len(ids) > self.spec.capacity:
+            raise RequestError(
+                f"score: {len(ids)} tokens, the capacity is {self.spec.capacity}; shorten it or raise max_model_len"
+            )
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, speculative=False)
+        (sample,) = new_samples(
+            "score", None, ids, params, partial(self._growing, ids),
+            engine_seed=self.seed, number=0, capacity=len(ids), draft_length=self.depth,
+        )  # fmt: skip
+        sample.reads_only = True
+        return sample
+
+    def _growing(self, prompt: list[int], params: SamplingParams) -> Growing:
+        return Growing(self.text if params.detokenize else None, params, prompt)
+
+    def _kept(self, params: SamplingParams) -> int:
+        """How many tokens of a prompt are kept at most, the last ones; 0 for all."""
+        kept = params.truncate_prompt_tokens or 0
+        return kept if kept >= 0 else max(self.spec.capacity - max(params.min_tokens, 1), 1)
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
@@ -129,8 +162,8 @@ class Prompts:
             if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), self.check_ids(prompt["prompt_token_ids"])
             if prompt.get("messages") is not None:
-                options = prompt.get("chat_template_kwargs")
-                return None, self.check_ids(self._tokenizer().encode_chat(prompt["messages"], options))
+                text = self._tokenizer().write_chat(**{key: prompt[key] for key in CHAT_KEYS if key in prompt})
+                return text, self.check_ids(self._tokenizer().encode(text, add_special_tokens=False))
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self.check_ids(self._tokenizer().encode(prompt))
@@ -155,10 +188,12 @@ class Prompts:
             raise RequestError(f"prompt: token ids are integers from 0 to {vocab - 1}, got {wrong[:5]}")
         return [int(i) for i in ids]
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """A copy, so that what the caller does to its own later changes nothing."""
         if not isinstance(params, SamplingParams):
             raise _no_params(params)
-        vocab = self.model.net.arch.vocab_size
+        params, vocab = params.clone(), self.model.net.arch.vocab_size
+        check_ids(params, vocab)
         stops = params.stop_token_ids or []
         if any(not 0 <= i < vocab for i in stops):
             raise RequestError(f"stop_token_ids: ids are from 0 to {vocab - 1}, got {stops}")
@@ -166,14 +201,16 @@ class Prompts:
             raise RequestError(
                 f"stop_token_ids: at most {STOP_PLACES - len(self.eos)} besides the model's own, got {len(stops)}"
             )
-        if (params.logprobs or 0) > self.spec.logprobs:
-            raise RequestError(
-                f"logprobs: at most {self.spec.logprobs}, got {params.logprobs}; raise LLM(max_logprobs=)"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.spec.logprobs:
+                raise RequestError(
+                    f"{name}: at most {self.spec.logprobs}, got {getattr(params, name)}; raise LLM(max_logprobs=)"
+                )
         if params.stop_strings and self.text is None:
             raise RequestError(f"stop: {self.model.directory} has no tokenizer; use stop_token_ids")
         if params.logprobs is not None and self.spec.logprobs == 0:
             raise RequestError("logprobs: this engine was built with max_logprobs=0")
+        return params
 
 
 def _no_params(given: Any) -> RequestError:

@@ -143,7 +143,7 @@ VALUES: list[tuple[str, Any]] = [
     *(("repetition_penalty", v) for v in (0, -1, float("nan"), float("inf"))),
     *(("presence_penalty", v) for v in (2.1, -2.1, float("nan"))),
     *(("frequency_penalty", v) for v in (2.1, -2.1, "x")),
-    *(("seed", v) for v in (-1, 1.5, "x")),
+    *(("seed", v) for v in (-2, 1.5, "x")),
     *(("stop", v) for v in ("", ["a", ""], [5], 5, {"a": 1})),
     *(("stop_token_ids", v) for v in ([1.5], ["a"], 5, "abc")),
     *(("max_tokens", v) for v in (0, -1, 1.5)),

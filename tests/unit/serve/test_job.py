@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.errors import ConfigError, JaxspecError, RequestError
 from jaxspec.serve.job import run_job
 from jaxspec.serve.request import SamplingParams
 from tests.unit.serve.job_desk import ENGINE, MIXED, SAMPLING, Desk, said
@@ -197,3 +197,41 @@ def test_standard_input_and_devices(desk: Desk, monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(JaxspecError, match="/dev/full: cannot be written"):
         run_job(desk.model, str(desk.source), "/dev/full", **settings)
     assert run_job(desk.model, str(desk.source), os.devnull, **settings).done == len(MIXED)
+
+
+def test_a_conversation_is_written_alike_in_all_forms(desk: Desk):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "two"}]}]
+    plain, begun = [{"role": "user", "content": "hello\ntwo"}], {"role": "assistant", "content": "said one"}
+    settings = {"temperature": 0.0, "max_tokens": 3}
+    url = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
+    desk.run(
+        {"messages": parts, **settings},
+        url | {"body": {"messages": parts, **settings}},
+        {"messages": [*parts, begun], "continue_final_message": True, **settings},
+        url | {"custom_id": "d", "body": {"messages": [*plain, begun], "continue_final_message": True, **settings}},
+        {"messages": parts, "continue_final_message": True, "add_generation_prompt": True},
+        {"messages": parts, "tools": [{"type": "function", "function": {"name": "f"}}]},
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    outputs = [desk.llm.chat(talk, params)[0] for talk in (parts, plain)]
+    outputs += [desk.llm.chat([*plain, begun], params, continue_final_message=True)[0]]
+    assert [o.prompt for o in outputs] == ["user: hello\ntwo assistant:"] * 2 + ["user: hello\ntwo assistant: said one"]
+    lines, batched, continued, other, both, tools = desk.records()
+    assert lines["prompt"] == outputs[0].prompt
+    assert lines["prompt_token_ids"] == outputs[0].prompt_token_ids
+    assert lines["token_ids"] == outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    assert batched["response"]["body"]["choices"][0]["message"]["content"] == outputs[0].outputs[0].text
+    assert continued["token_ids"] == outputs[2].outputs[0].token_ids
+    assert other["response"]["body"]["choices"][0]["message"]["content"] == outputs[2].outputs[0].text
+    assert "are not both possible" in both["error"]["message"]
+    assert "chat template does not use them" in tools["error"]["message"]
+
+
+def test_conversations_that_are_none(desk: Desk):
+    assert desk.llm.chat([]) == [] == desk.llm.generate([])
+    for messages in ([[]], "hi", {"role": "user", "content": "hi"}, 5, ["hi"], [[{"role": "user"}]]):
+        with pytest.raises(RequestError, match="messages: "):
+            desk.llm.chat(messages)  # pyright: ignore[reportArgumentType]
+    two = [[{"role": "user", "content": text}] for text in ("hello", "one")]
+    outputs = desk.llm.chat(two, SamplingParams(max_tokens=1), chat_template="{{ messages[0].content }}")
+    assert [o.prompt for o in outputs] == ["hello", "one"]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxspec.errors import ConfigError, JaxspecError
-from jaxspec.serve import journal as journal_module
+from jaxspec.serve import records as records_module
 from jaxspec.serve.job import Progress, fingerprint
 from jaxspec.serve.llm import LLM
 from tests.unit.serve.job_desk import ENGINE, MIXED, NGRAM, Desk, said
@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_whole_lines(desk: Desk, monkeypatch: pytest.MonkeyPa
 
     names = {name: getattr(os, name) for name in dir(os) if not name.startswith("_")}
     with monkeypatch.context() as patch:
-        patch.setattr(journal_module, "os", SimpleNamespace(**names | {"write": write}))
+        patch.setattr(records_module, "os", SimpleNamespace(**names | {"write": write}))
         with pytest.raises(JaxspecError, match=r"No space left on device.*2 complete records; make room"):
             desk.run(*MIXED)
     assert desk.target.read_bytes().endswith(b"}\n")

@@ -1,0 +1,122 @@
+"""OpenAI's request bodies to prompts and settings; what a body asks for is done or refused, never passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxspec.checkpoint.text import CHAT_KEYS
+from jaxspec.errors import RequestError
+from jaxspec.serve.openai import CHAT
+
+TEMPLATE = tuple(key for key in CHAT_KEYS if key != "messages")
+ALIASES = {"max_completion_tokens": "max_tokens"}
+# Names and bookkeeping, which no text depends on.
+NOTES = {
+    "model", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "stream_options", "request_id",
+}  # fmt: skip
+# What may be said because it is so anyway, and why nothing else may.
+SETTLED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "stream": ((False,), "a batch has no streams"),
+    "suffix": (("",), "texts are only continued"),
+    "functions": (([],), "functions are given as tools"),
+    "function_call": (("auto", "none"), "a call cannot be forced; functions are given as tools"),
+    "tool_choice": (("auto", "none"), "a call cannot be forced"),
+    "response_format": (({"type": "text"},), "the form of a text cannot be forced"),
+    "modalities": ((["text"],), "answers are texts"),
+    "verbosity": (("medium",), "ask for it in a message"),
+    "prediction": ((), "what drafts is set for the engine, by speculative_config"),
+    "audio": ((), "answers are texts"),
+    "web_search_options": ((), "nothing is looked up"),
+    "use_beam_search": ((False,), "texts are sampled"),
+    "priority": ((0,), "lines are taken in their order"),
+    "logit_bias": (({},), ""),
+}
+PASSED_ON = {"logit_bias"}
+
+
+def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings under the names of ``SamplingParams``, nulls left out; OpenAI's newer names win."""
+    given = {name: value for name, value in values.items() if value is not None}
+    return {n: v for n, v in given.items() if n not in ALIASES} | {
+        ALIASES[n]: v for n, v in given.items() if n in ALIASES
+    }
+
+
+def read_body(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """Takes a request body apart.
+
+    Args:
+      url: endpoint that it is for.
+      body: its JSON object.
+
+    Returns:
+      The prompt as ``LLM.submit`` takes it, the settings that the body names, and whether the answer repeats the text
+      that it goes on with.
+
+    Raises:
+      RequestError: it asks for something that is not supported.
+    """
+    values = {name: value for name, value in renamed(body).items() if name not in NOTES}
+    _settle(values)
+    echo = values.pop("echo", False)
+    if not isinstance(echo, bool):
+        raise RequestError(f"body: echo must be true or false, got {echo!r:.200}")
+    if url == CHAT:
+        return _chat(values), values, echo
+    if echo and values.get("logprobs") is not None:
+        raise RequestError("body: echo goes without logprobs; prompt_logprobs are those of the prompt")
+    return _prompt(values.pop("prompt", None)), values, echo
+
+
+def template_of(values: dict[str, Any]) -> dict[str, Any]:
+    """Takes out of a request what says how its messages are written."""
+    options = {name: values.pop(name) for name in TEMPLATE if name in values}
+    if (effort := values.pop("reasoning_effort", None)) is not None:
+        options["chat_template_kwargs"] = {**(options.get("chat_template_kwargs") or {}), "reasoning_effort": effort}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _settle(values: dict[str, Any]) -> None:
+    """Takes out what says nothing but what holds anyway.
+
+    Raises:
+      RequestError: it says something else.
+    """
+    for name, (allowed, reason) in SETTLED.items():
+        if name not in values:
+            continue
+        if values[name] in allowed:
+            del values[name]
+        elif name not in PASSED_ON:
+            others = f" or give {' or '.join(map(repr, allowed))}" if allowed else ""
+            raise RequestError(f"body: {name} {values[name]!r:.200} is not supported: {reason}; leave it out{others}")
+    if values.pop("best_of", n := values.get("n", 1)) != n:
+        raise RequestError(f"body: best_of is not supported; leave it out or give n, {n!r}")
+    if not values.pop("parallel_tool_calls", True) and values.get("tools"):
+        raise RequestError("body: parallel_tool_calls false is not supported beside tools; leave it out")
+
+
+def _chat(values: dict[str, Any]) -> dict[str, Any]:
+    wanted, most = values.pop("logprobs", False), values.pop("top_logprobs", None)
+    if not isinstance(wanted, bool):
+        raise RequestError(f"body: logprobs must be true or false for {CHAT}, got {wanted!r:.200}")
+    if most is not None and not wanted:
+        raise RequestError("body: top_logprobs needs logprobs: true")
+    if wanted:
+        values["logprobs"] = most or 0
+    for tool in values.get("tools") or []:
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            raise RequestError(f'body: tools are {{"type": "function", "function": ...}}, got {tool!r:.200}')
+    return {"messages": values.pop("messages", None), **template_of(values)}
+
+
+def _prompt(value: Any) -> dict[str, Any]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        return {"prompt": value}
+    if isinstance(value, list) and value and not isinstance(value[0], str | list):
+        return {"prompt_token_ids": value}
+    raise RequestError("body: prompt must be one text or one list of token ids; give several prompts on several lines")
