@@ -22,13 +22,13 @@ from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
-from jaxspec.serve.arguments import buckets_of, capacity_of, check_kinds, check_model, keep_compiled, shown, whole
+from jaxspec.serve.arguments import capacity_of, check_kinds, check_model, keep_compiled, shown, spec_of, whole
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
-from jaxspec.serve.engine import Engine, EngineSpec, OnProgress
+from jaxspec.serve.engine import Engine, OnProgress
 from jaxspec.serve.loading import load_draft, load_prior, load_target, tell_both
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.prompt_logprobs import own_logprobs
@@ -128,20 +128,11 @@ class LLM:
             files={"expert_placement": expert_placement}, calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
         config, quantization = catalog.parse(speculative_config), "auto" if quantization is None else quantization
-        spec = EngineSpec(
-            rows=whole("max_num_seqs", max_num_seqs, 1),
-            capacity=2 if max_model_len is None else whole("max_model_len", max_model_len),
-            rule=config.rule,
-            survival=config.survival,
-            steps=whole("steps_per_dispatch", steps_per_dispatch, 1),
-            logprobs=whole("max_logprobs", max_logprobs, 0),
-            buckets=buckets_of(prefill_buckets),
-            page=whole("kv_page_size", kv_page_size, 0),
-            pages=whole("num_kv_pages", num_kv_pages, 0),
-        )
-        if spec.pages and not spec.page:
-            raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
-        self.seed = whole("seed", seed)
+        self.seed, spec = whole("seed", seed), spec_of(
+            config, max_model_len=max_model_len, max_num_seqs=max_num_seqs, steps_per_dispatch=steps_per_dispatch,
+            max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
+            num_kv_pages=num_kv_pages,
+        )  # fmt: skip
         keep_compiled(compile_cache)
         model = model if isinstance(model, Model) else resolve_model(model, revision, download_dir)
         self.model = load_target(

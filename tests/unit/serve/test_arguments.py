@@ -145,7 +145,7 @@ def test_what_are_no_sampling_params(name: str):
         prompts().requests([[1, 2]], given)
 
 
-KEYS: dict[str, tuple[dict[str, Any], str]] = {
+KEYS: dict[str, tuple[dict[Any, Any], str]] = {
     "images": ({"prompt_token_ids": [1], "multi_modal_data": {}}, "key 'multi_modal_data' is not known; only text"),
     "salt": ({"prompt_token_ids": [1], "cache_salt": "x"}, "key 'cache_salt' is not known; prompts share no cache"),
     "unknown": ({"prompt_token_ids": [1], "temperature": 0}, r"key 'temperature' is not known; known are \['chat_"),
@@ -165,19 +165,20 @@ def test_keys_of_a_prompt_that_nobody_reads(name: str):
 
 @pytest.mark.parametrize("ids", [5, "ab", b"ab", np.asarray(5), [], None, {1}, [[1]], [1.0], np.asarray([[1, 2]])])
 def test_what_are_no_ids(ids: Any):
-    with pytest.raises(RequestError, match="^prompt: "):
+    with pytest.raises(RequestError, match=r"^prompt: "):
         prompts().check_ids(ids)
 
 
 @pytest.mark.parametrize("given", [b"ab", np.asarray(5), 5, None, iter([[1]])])
 def test_what_are_no_prompts(given: Any):
-    with pytest.raises(RequestError, match="^prompts: a text, token ids, a mapping or a list of them is needed, got"):
+    with pytest.raises(RequestError, match=r"^prompts: a text, token ids, a mapping or a list of them is needed, got"):
         prompts().requests(given, None)
 
 
 def test_a_name_that_is_no_text():
-    with pytest.raises(RequestError, match="^request_id: a text is needed, got 5"):
-        prompts().request([1], None, request_id=5)  # pyright: ignore[reportArgumentType]
+    name: Any = 5
+    with pytest.raises(RequestError, match=r"^request_id: a text is needed, got 5"):
+        prompts().request([1], None, request_id=name)
 
 
 def test_engines_beside_count_their_own_requests():
@@ -247,12 +248,13 @@ def test_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch):
     assert not screen.getvalue(), "quick calls show nothing"
     monkeypatch.setattr(waiting, "PATIENCE_S", 0.0)
     running = outputs(3)
+    odd: Any = "yes"
     with watching(running, True) as look:
         assert look is not None
         running[0].finished = True
         look()
         assert "1/3" in screen.getvalue()
-    with pytest.raises(RequestError, match="use_tqdm: True, False or a function"), watching(running, "yes"):  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RequestError, match="use_tqdm: True, False or a function"), watching(running, odd):
         pass
 
 
