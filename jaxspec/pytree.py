@@ -1,10 +1,9 @@
 """Frozen dataclasses as JAX pytrees, with fields that are either arrays or static."""
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
-from typing_extensions import dataclass_transform
 
 T = TypeVar("T")
 

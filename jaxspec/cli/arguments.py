@@ -71,9 +71,10 @@ def build(kind: type[T], parsed: Any) -> T:
 
 def _nest(kind: type[T], values: dict[tuple[str, ...], Any]) -> T:
     inner = {}
-    for f in fields(kind):  # pyright: ignore[reportArgumentType]
-        below = {path[1:]: value for path, value in values.items() if path[0] == f.name}
-        inner[f.name] = below[()] if () in below else _nest(_plain(get_type_hints(kind)[f.name]), below)
+    for name, hint in get_type_hints(kind).items():
+        below = {path[1:]: value for path, value in values.items() if path[0] == name}
+        if below:  # and not a constant of the class
+            inner[name] = below[()] if () in below else _nest(_plain(hint), below)
     return kind(**inner)
 
 

@@ -115,7 +115,9 @@ def plan_of(args: DemoArgs) -> Plan:
             raise ConfigError(f"demo: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     model = resolve_model(args.model)
     speculative = dict(resolve_speculation(speculative_of(args)) or {})
-    catalog.parse(speculative)
+    least = 2 * (catalog.parse(speculative).topology.max_depth + 1)
+    if args.max_tokens < least:
+        raise ConfigError(f"demo: --max-tokens must be at least {least} to be measured, got {args.max_tokens}")
     excerpts = load_excerpts(PROMPTS)
     return Plan(
         model=model,

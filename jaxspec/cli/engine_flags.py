@@ -97,7 +97,8 @@ class EngineFlags:
 
     def load(self) -> "LLM":
         """The engine, compiled with the help of the cache of earlier starts."""
-        return load_llm(self.directory(), **self.keywords())
+        keywords = self.keywords()  # before a model is downloaded
+        return load_llm(self.directory(), **keywords)
 
 
 def speculation(text: str | None) -> Any:

@@ -158,6 +158,7 @@ def _job(args: GenerateArgs, source: str, target: str) -> int:
     from jaxspec.serve.job import run_job
 
     INTERRUPTS.hint = "" if target == "-" else "no request is lost, the same command goes on"
+    engine = args.engine.keywords()  # before a model is downloaded
     with args.hosts.together() as talks:
 
         def load(model: Path, **keywords: Any):
@@ -171,8 +172,7 @@ def _job(args: GenerateArgs, source: str, target: str) -> int:
 
             progress = run_job(
                 args.engine.directory(), source, target,
-                engine=args.engine.keywords(), sampling=args.sampling.given(),
-                retry_failed=args.retry_failed, watch=watch, load=load,
+                engine=engine, sampling=args.sampling.given(), retry_failed=args.retry_failed, watch=watch, load=load,
             )  # fmt: skip
         return _conclude(progress, target) if talks else _status(progress)
 

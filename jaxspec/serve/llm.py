@@ -19,6 +19,7 @@ from jaxspec.checkpoint.text import Text
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, RequestError
+from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
@@ -139,14 +140,9 @@ class LLM:
             model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
             placement=expert_placement, rows=spec.rows, on_load=tell_both(on_load, on_progress),
         )  # fmt: skip
-        arch = self.model.net.arch
-        self.spec = spec = changed(
-            spec, capacity=capacity_of(max_model_len, arch.max_position), logprobs=min(spec.logprobs, arch.vocab_size)
-        )
+        self.spec = spec = _fitted(spec, max_model_len, self.model.net.arch)
         self.capacity, self.max_logprobs, self.text = spec.capacity, spec.logprobs, Text.load(self.model.directory)
-        self.eos = end_ids(self.model.config, self.model.generation)
-        if len(self.eos) > STOP_PLACES:
-            raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
+        self.eos = _ends(self.model)
         self.engine = self._engine(config, quantization, download_dir, on_progress)
         self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
         net = self.model.net
@@ -385,3 +381,21 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Engine totals since the start, vLLM's names first."""
         return self.driver.call(self.engine.metrics.counters)
+
+
+def _fitted(spec: EngineSpec, max_model_len: int | None, arch: ArchSpec) -> EngineSpec:
+    """What is asked for, within what the model was made for."""
+    capacity = capacity_of(max_model_len, arch.max_position)
+    return changed(spec, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size))
+
+
+def _ends(model: Model) -> set[int]:
+    """Ids that end a text.
+
+    Raises:
+      CapacityError: there are more than a row has places for.
+    """
+    ids = end_ids(model.config, model.generation)
+    if len(ids) > STOP_PLACES:
+        raise CapacityError(f"config: {len(ids)} end-of-text ids, at most {STOP_PLACES} are supported")
+    return ids
