@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from jaxspec.checkpoint.load import Model
 from jaxspec.draft.catalog import SpeculativeConfig
 from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.models.arch import ArchSpec
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.engine import EngineSpec
 
@@ -138,3 +140,9 @@ def shown(value: Any) -> str:
     """A value in an error message, which stays one short line."""
     text = repr(value)
     return text if len(text) <= 80 and "\n" not in text else f"{type(value).__name__} {' '.join(text[:70].split())}..."
+
+
+def fit_spec(spec: EngineSpec, max_model_len: int | None, arch: ArchSpec) -> EngineSpec:
+    """What is asked for, within what the model was made for."""
+    capacity = capacity_of(max_model_len, arch.max_position)
+    return changed(spec, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size))

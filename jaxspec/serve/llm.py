@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace as changed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from jaxspec.checkpoint.text import Text
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, RequestError
-from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
-from jaxspec.serve.arguments import capacity_of, check_kinds, check_model, keep_compiled, shown, spec_of, whole
+from jaxspec.serve.arguments import check_kinds, check_model, fit_spec, keep_compiled, shown, spec_of, whole
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids
@@ -140,7 +138,7 @@ class LLM:
             model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
             placement=expert_placement, rows=spec.rows, on_load=tell_both(on_load, on_progress),
         )  # fmt: skip
-        self.spec = spec = _fitted(spec, max_model_len, self.model.net.arch)
+        self.spec = spec = fit_spec(spec, max_model_len, self.model.net.arch)
         self.capacity, self.max_logprobs, self.text = spec.capacity, spec.logprobs, Text.load(self.model.directory)
         self.eos = _ends(self.model)
         self.engine = self._engine(config, quantization, download_dir, on_progress)
@@ -381,12 +379,6 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Engine totals since the start, vLLM's names first."""
         return self.driver.call(self.engine.metrics.counters)
-
-
-def _fitted(spec: EngineSpec, max_model_len: int | None, arch: ArchSpec) -> EngineSpec:
-    """What is asked for, within what the model was made for."""
-    capacity = capacity_of(max_model_len, arch.max_position)
-    return changed(spec, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size))
 
 
 def _ends(model: Model) -> set[int]:
