@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxspec.checkpoint.head_config import is_head
 from jaxspec.checkpoint.head_files import ARCHIVES
+from jaxspec.checkpoint.hub_progress import told
 from jaxspec.checkpoint.load import no_directory, read_config
 from jaxspec.checkpoint.model_files import TEXT_FILES
 from jaxspec.checkpoint.shards import INDEX, SINGLE, weight_map
@@ -99,10 +100,11 @@ class _Hub:
         from huggingface_hub import snapshot_download
 
         try:
-            snapshot = snapshot_download(
-                self.name, revision=revision, cache_dir=self.cache, allow_patterns=list(patterns),
-                ignore_patterns=None if outside else ["*/*"],
-            )  # fmt: skip
+            with told(self.name, self.cache):
+                snapshot = snapshot_download(
+                    self.name, revision=revision, cache_dir=self.cache, allow_patterns=list(patterns),
+                    ignore_patterns=None if outside else ["*/*"],
+                )  # fmt: skip
         except Exception as error:
             raise ConfigError(f"{self.name}: {self._why(error, revision)}") from error
         return Path(snapshot)
