@@ -62,7 +62,6 @@ UNREAD = {
     "layer_types": ("deepseek_v3", ["linear_attention", "full_attention"]),
     "mlp_layer_types": ("mixtral", ["dense", "sparse"]),
     "hidden_activation": ("llama3", "gelu_pytorch_tanh"),
-    "num_experts": ("llama3", 8),
     "layer_norm_elementwise_affine": ("opt", False),
 }
 
@@ -116,6 +115,13 @@ def test_keys_that_say_nothing_are_listed():
     assert ignored_keys(config_of("llama3", my_note="hi", quant_hint=3, torch_dtype="float32")) == (
         "my_note", "quant_hint",
     )  # fmt: skip
+
+
+def test_keys_of_experts_say_nothing_of_dense_layers():
+    """As in the config of a dense head that was copied from its target's; experts in the files would be found."""
+    config = config_of("llama3", num_experts=8, first_k_dense_replace=1, n_group=None)
+    assert arch_of(config) == arch_of(config_of("llama3"))
+    assert ignored_keys(config) == ("first_k_dense_replace", "num_experts")
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
