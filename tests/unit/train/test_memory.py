@@ -56,18 +56,19 @@ def work_of(config: dict[str, Any], head: HeadSettings = EAGLE3, length: int = 2
 def allotted(work: Work, rows: int, parts: int = 1) -> int:
     """What XLA allots for one update, nothing of which is run."""
     frozen = Transformer(work.arch, Policy(HALF, HALF, "stacked"))
-    net, whole = work.net, jax.ShapeDtypeStruct((1, rows, work.length), jnp.int32)
-    assert isinstance(net, DraftHead)
+    net: Any = work.net
+    whole: Any = jax.ShapeDtypeStruct((1, rows, work.length), jnp.int32)
     params = jax.eval_shape(lambda: initial_of(net, jax.random.key(0)))
-    ids = jax.ShapeDtypeStruct((work.width,), jnp.int32) if work.width < work.arch.vocab_size else None
-    course = Course(jax.eval_shape(frozen.initial, jax.random.key(0)), ids, frozen, net, work.loss)  # pyright: ignore[reportArgumentType]
+    ids: Any = jax.ShapeDtypeStruct((work.width,), jnp.int32) if work.width < work.arch.vocab_size else None
+    course = Course(jax.eval_shape(frozen.initial, jax.random.key(0)), ids, frozen, net, work.loss)
     optimizer = adamw(OptimizerSettings(), 10)
 
     def loss_fn(params: Any, frozen: Any, batch: Any, key: Any) -> Any:
         return head_loss(frozen, params, teach(frozen.target, frozen.base, batch, net.spec.reads), batch, key)
 
     state: Any = (params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
-    batch: Any = Batch(whole, whole, whole, jax.ShapeDtypeStruct(whole.shape, bool))  # pyright: ignore[reportArgumentType]
+    truth: Any = jax.ShapeDtypeStruct(whole.shape, bool)
+    batch = Batch(whole, whole, whole, truth)
     update: Any = make_update(loss_fn, optimizer, 0, parts=parts)
     found = update.lower(TrainState(*state), course, batch).compile().memory_analysis()
     return found.temp_size_in_bytes + found.argument_size_in_bytes
