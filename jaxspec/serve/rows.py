@@ -126,6 +126,8 @@ class Sample:
         c = self.completion
         if "first_token" not in self.output.time_s:
             self.output.time_s["first_token"] = time.monotonic() - self.arrived
+            for entry in filter(None, self.output.prompt_logprobs or ()):
+                self.growing.name(entry)
         used = 0
         for place, token in enumerate(tokens.tolist()):
             used += 1
@@ -153,7 +155,8 @@ class Sample:
 
     def fail(self, message: str) -> None:
         """Ends it with an error."""
-        self.completion.finish_reason, self.completion.error = "error", message
+        c = self.completion
+        c.finish_reason, c.error, c.text = "error", message, self.growing.whole
 
     def stalls(self) -> int:
         """Counts a step that failed; returns how many did before another token came, 0 for a text that has ended."""
@@ -165,7 +168,7 @@ class Sample:
     def abort(self) -> None:
         """Ends it where it is, if it has not ended."""
         if self.completion.finish_reason is None:
-            self.completion.finish_reason = "abort"
+            self.completion.finish_reason, self.completion.text = "abort", self.growing.whole
         self.settle()
 
     def settle(self) -> bool:

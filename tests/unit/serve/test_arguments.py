@@ -148,7 +148,7 @@ def test_what_are_no_sampling_params(name: str):
 KEYS: dict[str, tuple[dict[Any, Any], str]] = {
     "images": ({"prompt_token_ids": [1], "multi_modal_data": {}}, "key 'multi_modal_data' is not known; only text"),
     "salt": ({"prompt_token_ids": [1], "cache_salt": "x"}, "key 'cache_salt' is not known; prompts share no cache"),
-    "unknown": ({"prompt_token_ids": [1], "temperature": 0}, r"key 'temperature' is not known; known are \['chat_"),
+    "unknown": ({"prompt_token_ids": [1], "temperature": 0}, r"key 'temperature' is not known; known are \['add_"),
     "nothing": ({"prompt": None}, r'needs "prompt", "messages" or "prompt_token_ids", got \[\'prompt\'\]'),
     "odd keys": ({1: 2, "a": 3}, r'needs "prompt", .* got \[\'1\', \'a\'\]'),
 }

@@ -235,6 +235,25 @@ def test_log_probabilities_say_their_tokens():
     assert [[p.decoded_token for p in entry.values()] for entry in entries] == [[" is", "\ufffd"], ["\ufffd", None]]
 
 
+def test_log_probabilities_of_a_prompt_say_their_tokens():
+    prompt = ids(FALLBACK, "▁the", "▁is")
+    sample = sample_of(FALLBACK, prompt, SamplingParams(max_tokens=2, prompt_logprobs=0))
+    sample.output.prompt_logprobs = [None, {prompt[1]: Logprob(-1.0, 1)}]
+    run(sample, prompt)
+    entry = sample.output.prompt_logprobs[1]
+    assert entry is not None
+    assert entry[prompt[1]].decoded_token == " is"
+
+
+def test_a_text_that_ends_early_shows_all_it_has():
+    """What was held back, too: nothing more comes."""
+    for end in ("abort", "error"):
+        sample = sample_of(FALLBACK, ids(FALLBACK, "▁the"), SamplingParams(stop=["is x"]))
+        assert run(sample, ids(FALLBACK, "▁is", "<0x0A>")) == [" ", " "]
+        sample.abort() if end == "abort" else sample.fail("why")
+        assert (sample.completion.text, sample.completion.finish_reason) == (" is\n", end)
+
+
 def test_without_a_tokenizer_there_is_no_text():
     sample = sample_of(None, [1], SamplingParams(max_tokens=2))
     assert run(sample, [1, 2]) == ["", ""]
