@@ -7,7 +7,10 @@ from jaxspec.errors import CapacityError, CheckpointError, ConfigError, JaxspecE
 
 if TYPE_CHECKING:
     from jaxspec.serve.llm import LLM
+    from jaxspec.serve.parameters import RequestOutputKind
     from jaxspec.serve.request import CompletionOutput, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
@@ -18,13 +21,14 @@ __all__ = [
     "JaxspecError",
     "RequestError",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "UnsupportedKernel",
 ]
 
 # Loaded on first use: these import JAX, which `jaxspec --help` has no need of.
 _LATER = {"LLM": "jaxspec.serve.llm"} | dict.fromkeys(
-    ("CompletionOutput", "RequestOutput", "SamplingParams"), "jaxspec.serve.request"
+    ("CompletionOutput", "RequestOutput", "RequestOutputKind", "SamplingParams"), "jaxspec.serve.request"
 )
 
 

@@ -1,5 +1,6 @@
 """Config files: TOML to frozen records, strictly, with single values changed from the command line."""
 
+import json
 import tomllib
 import types
 import typing
@@ -73,8 +74,21 @@ def _set(values: dict[str, Any], change: str) -> None:
             raise ConfigError(f"--set {change}: {table} is a value, not a table")
     try:
         values[key] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except tomllib.TOMLDecodeError as error:
+        if text.strip()[:1] in ("[", "{"):
+            raise ConfigError(
+                f"--set {change}: not TOML ({error}); texts inside need quotes, which the shell takes away unless the "
+                f"whole is quoted too: --set '{name.strip()}={_quoted(text.strip())}'"
+            ) from None
         values[key] = text
+
+
+def _quoted(text: str) -> str:
+    """A list as it was meant, its bare words in quotes."""
+    if not (text.startswith("[") and text.endswith("]")):
+        return '["some text"]' if text.startswith("[") else '{key = "some text"}'
+    words = (word.strip().strip("\"'") for word in text[1:-1].split(","))
+    return f"[{', '.join(json.dumps(word, ensure_ascii=False) for word in words if word)}]"
 
 
 def to_record(values: Mapping[str, Any], kind: type[Record], name: str) -> Record:

@@ -31,6 +31,10 @@ class Sampling:
       max_length_B: total length, prompt included, at which the row ends.
       draft_limit_B: deepest draft that may be accepted, 0 for plain decoding.
       logprobs_B: wanted log-probabilities per token, -1 for none.
+      prompt_length_B: tokens of the prompt; bad words are looked for in what comes after them.
+      biased_B: whether the row's ``bias_BV`` of the state counts.
+      bad_words_BWL: token sequences that may not be generated, each from its last token backwards; -1 for unused
+        places.
     """
 
     temperature_B: Array
@@ -46,6 +50,9 @@ class Sampling:
     max_length_B: Array
     draft_limit_B: Array
     logprobs_B: Array
+    prompt_length_B: Array
+    biased_B: Array
+    bad_words_BWL: Array
 
 
 @pytree
@@ -87,6 +94,7 @@ class Anchor:
       history_BS: committed tokens, the anchor included at ``length``.
       sampling: how rows sample.
       prices: of drafts, which are then cut where they do not pay; None keeps them all.
+      bias_BV: added to the logits of rows that are biased, None for nowhere.
     """
 
     token_B: Array
@@ -94,6 +102,7 @@ class Anchor:
     history_BS: Array
     sampling: Sampling
     prices: Prices | None = None
+    bias_BV: Array | None = None
 
 
 @pytree

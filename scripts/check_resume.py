@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxspec.errors import ConfigError
-from jaxspec.train.metrics import read_metrics
+from jaxspec.train.metrics import read_metrics, without_times
 from jaxspec.train.settings import load_run_settings
 
 POLL_S = 0.02
@@ -70,7 +70,7 @@ def differences(whole: Path, killed: Path) -> Iterator[str]:
     for name in sorted(set(one) & set(other)):
         if one[name].tobytes() != other[name].tobytes():
             yield f"checkpoint: {name}"
-    logs = [[{k: v for k, v in e.items() if k != "time_s"} for e in read_metrics(out)] for out in (whole, killed)]
+    logs = [[without_times(entry) for entry in read_metrics(out)] for out in (whole, killed)]
     for number, (first, second) in enumerate(itertools.zip_longest(*logs), 1):
         if first != second:
             yield f"metrics.jsonl, line {number}: {first} and {second}"

@@ -28,6 +28,7 @@ from jaxspec.checkpoint.text import Text
 from jaxspec.errors import JaxspecError
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.heads import Head
+from jaxspec.models.transformer import head
 from jaxspec.models.vocab import choose_ids
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.compile_cache import use_compile_cache
@@ -35,10 +36,10 @@ from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.shapes import Array, Params
 from jaxspec.train.head_loss import Course, head_loss
 from jaxspec.train.head_nets import net_of, start_from_target
-from jaxspec.train.loop import TrainState, make_update
 from jaxspec.train.optimizer import adamw
 from jaxspec.train.settings import HeadSettings, LossSettings, OptimizerSettings
 from jaxspec.train.teacher import Batch, Lesson, teach
+from jaxspec.train.update import TrainState, make_update
 
 FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"), "stacked")
 ROWS, LENGTH, BATCHES = 4, 512, 2
@@ -81,7 +82,8 @@ def prepare(directory: Path) -> None:
     params = start_from_target(jax.jit(net.initial)(jax.random.key(0)), target.params, ids_W)
     lessons = [lesson_of(target, net, token_BT) for token_BT in token_NBT]
     feature = np.stack([net.spec.feature(lesson.features) for lesson in lessons])
-    wanted = np.stack([np.asarray(lesson.logits_BTV)[..., ids_W] for lesson in lessons])
+    logits = [head(target.net, target.params, lesson.features.last_BTD) for lesson in lessons]
+    wanted = np.stack([np.asarray(logits_BTV)[..., ids_W] for logits_BTV in logits])
     given: dict[str, Any] = {"token": token_NBT, "feature": feature, "wanted": wanted}
     np.savez(directory / "lessons.npz", **given)
     save_head(Head(net, params, ids_W), directory / "head", "speculators", verifier=Verifier(str(target.directory)))

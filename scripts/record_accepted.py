@@ -35,9 +35,9 @@ def accepted(llm: LLM, prompt: list[int], temperature: float, seed: int) -> Iter
     for place in range(TOKENS):
         output = llm.submit([*prompt, *text[:place]], one)
         while not output.outputs[0].token_ids:
-            llm.engine.step(1)
+            llm.step(1)
         found = output.outputs[0].token_ids
-        llm.engine.abort()
+        llm.abort()
         if found[: TOKENS - place] != text[place : place + len(found)]:
             raise SystemExit(f"place {place}: a step gave {found}, the text is {text[place : place + len(found)]}")
         yield len(found) - 1 if output.metrics.num_draft_tokens else -1

@@ -69,9 +69,9 @@ def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Cal
     for prompt in prompts:
         llm.submit(prompt, params)
     for _ in range(2):
-        llm.engine.step(1)
+        llm.step(1)
     held = jax.tree.map(jnp.copy, (llm.engine.state.draft, llm.engine.state.anchor))
-    llm.engine.abort()
+    llm.abort()
     program = jax.jit(propose_often, static_argnums=3).lower(llm.engine.drafter, *held, llm.spec.rule).compile()
 
     def measure() -> float:

@@ -13,6 +13,7 @@ from jaxspec.draft import catalog
 from jaxspec.draft.lengths import AUTO, LENGTH_KEYS, MAX_LENGTH, TREES
 from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
+from jaxspec.serve.demo_pair import resolve_speculation
 
 NONE = "none"
 LEAST_REQUESTS = 4
@@ -58,7 +59,7 @@ class DrafterChoice:
         for key in (*LENGTH_KEYS, "rejection_sample_method"):
             if key in config and key != TREES:
                 raise ConfigError(f"bench: leave {key} out of --drafters; the sweep sets it (--k, --rule)")
-        choice = cls(name, config)
+        choice = cls(name, resolve_speculation(config) or {})
         catalog.parse(choice.speculative_config(AUTO if TREES in config else 1, "match", None))
         return choice
 

@@ -156,14 +156,14 @@ def running(
             reads = bool(engine.waiting) and not all(engine.rows)
             full = all(engine.rows)
             # A dispatch that reads prompts is kept short and out of the decoding figures.
-            moved = engine.step(1 if reads else None)
+            moved = llm.step(1 if reads else None)
             before, now = now, time.perf_counter() - began
             watch.look(moved, now, now - before if full else None)
             paused = time.perf_counter()
             yield watch.tokens
             began += time.perf_counter() - paused
     finally:
-        engine.abort()  # nothing but where the run was given up
+        llm.abort()  # nothing but where the run was given up
     lengths = {k: n - steps.get(k, 0) for k, n in _steps(llm).items() if n > steps.get(k, 0)}
     count, time_s = (after - before for after, before in zip(_decided(llm), decided, strict=True))
     return replace(watch.run(now, lengths), decisions=count, deciding_s=time_s)

@@ -1,7 +1,6 @@
 """The file that a benchmark leaves: its schema, and reading and writing it."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from scipy.stats import binom
 from jaxspec.bench.measure import Trace
 from jaxspec.errors import ConfigError
 from jaxspec.serve.request import SpeculationMetrics
+from jaxspec.whole_file import write_whole
 
 SCHEMA = "jaxspec.bench/1"
 PERCENTILES = (50, 95, 99)
@@ -350,9 +350,7 @@ def usd_per_million(price_per_hour: float, tokens_per_s: float) -> float:
 
 def save(report: Report, file: Path) -> None:
     """Writes a report; a reader never sees half of one."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    os.replace(part, file)
+    write_whole(file, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
 def load(file: Path) -> Report:

@@ -1,6 +1,5 @@
 """What a model directory or a bare config holds and promises, found out without reading a weight."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -12,20 +11,23 @@ import numpy as np
 
 from jaxspec.bench import sizes
 from jaxspec.checkpoint.catalog import known_tables
-from jaxspec.checkpoint.load import read_config
+from jaxspec.checkpoint.load import read_config, read_generation
+from jaxspec.checkpoint.model_files import read_json
 from jaxspec.checkpoint.plan import Plan, make_plan
 from jaxspec.checkpoint.published import promised, quantization_of
 from jaxspec.checkpoint.quantized import check_method
+from jaxspec.checkpoint.shards import no_weights
 from jaxspec.checkpoint.stream import TensorFiles
-from jaxspec.checkpoint.text import FORMATS, TOKENIZER_FILES
+from jaxspec.checkpoint.text import FORMATS, TOKENIZER_FILES, Text
+from jaxspec.checkpoint.tied import with_own_head
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.models.catalog import arch_of
+from jaxspec.models.catalog import arch_of, ignored_keys
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
-from jaxspec.serve.defaults import end_ids
+from jaxspec.serve.defaults import end_ids, sampling_defaults
 
 MIXERS = {
     "AttentionSpec": "grouped-query attention",
@@ -51,9 +53,11 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
     arch, block = arch_of(config), check_method(config)
     kind = np.dtype(dtype)
     policy, table = Policy(param=kind, compute=kind, depth="stacked"), known_tables()[arch.family]
-    files = promised(config) if directory is None else TensorFiles(directory)
+    there = directory is not None and any(directory.glob("*.safetensors*"))
+    files = TensorFiles(path) if there else promised(config)
+    arch = with_own_head(arch, table, files)
     plan = make_plan(
-        path, Transformer(arch, policy), table.rules(arch), beside=table.beside(arch), ignored=table.ignored,
+        path, Transformer(arch, policy), table.rules(arch), beside=table.beside(arch), ignored=table.not_read(arch),
         block=block, quantization=quantization, files=files,
     )  # fmt: skip
     behind = None
@@ -67,17 +71,19 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
         "family": arch.family,
         "layers": layer_kinds(arch.layers),
         "context_tokens": arch.max_position,
+        "ignored_keys": list(ignored_keys(config)),
         "parameters": {"total": sum(total.values()), "active": active, "by_part": total},
-        "bytes": _bytes(plan, behind, directory is not None),
+        "bytes": _bytes(plan, behind, there),
         "cache": {
             "bytes_per_token": sizes.cached_bytes(arch, kind),
             "bytes_per_row": sizes.ring_bytes(arch, kind),
         },
         "quantization": _quantization(config, plan),
-        "tensors": {"in_files": len(files), "read": _read(plan), **_problems(plan)},
-        "multi_token_prediction": _prediction(arch, behind, directory is not None),
+        "tensors": {**_counts(plan, there or directory is None), **_problems(plan)},
+        "multi_token_prediction": _prediction(arch, behind, there),
         "drafters": drafters(arch, behind),
         "text": _text(config, directory),
+        "refused": {} if directory is None else _refused(directory, there),
     }
 
 
@@ -87,18 +93,22 @@ def config_at(path: Path) -> tuple[dict[str, Any], Path | None]:
     Raises:
       ConfigError: there is no such config, or it is not a JSON object.
     """
-    if path.is_file():
+    return (read_config(path), path) if path.is_dir() or not path.exists() else (read_json(path), None)
+
+
+def _refused(directory: Path, has_weights: bool) -> dict[str, str]:
+    """What of a directory ``LLM`` would refuse besides its tensors, and why."""
+    found = {} if has_weights else {"weights": no_weights(directory)}
+    looks = {
+        "tokenizer": lambda: Text.load(directory),
+        "generation_config": lambda: sampling_defaults(read_generation(directory)),
+    }
+    for what, look in looks.items():
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise ConfigError(
-                f"{path}: not readable as JSON ({error}); give a model directory or a config.json"
-            ) from None
-        if not isinstance(config, dict):
-            raise ConfigError(f"{path}: a JSON object is needed, got {type(config).__name__}")
-        return config, None
-    config = read_config(path)
-    return config, path if any(path.glob("*.safetensors*")) else None
+            look()
+        except ConfigError as error:
+            found[what] = str(error)
+    return found
 
 
 def layer_kinds(layers: Iterable[LayerSpec]) -> dict[str, int]:
@@ -155,8 +165,10 @@ def _quantization(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     }
 
 
-def _read(plan: Plan) -> int:
-    return len({tensor.partition("[")[0] for s in plan.stored.values() for tensor in s.tensors})
+def _counts(plan: Plan, there: bool) -> dict[str, int]:
+    """How many tensors there are, and how many of them are read; of a directory without weights none are there."""
+    read = {tensor.partition("[")[0] for s in plan.stored.values() for tensor in s.tensors}
+    return {"in_files": len(plan.files) if there else 0, "read": len(read) if there else 0}
 
 
 def _problems(plan: Plan) -> dict[str, list[str]]:
@@ -196,25 +208,16 @@ def drafters(arch: ArchSpec, behind: Plan | None = None) -> dict[str, str]:
 
 def _text(config: Mapping[str, Any], directory: Path | None) -> dict[str, Any]:
     """Tokenizer, chat template and end-of-text ids; without a directory only what the config says."""
-    generation = _json(directory / "generation_config.json") if directory else {}
+    generation = read_generation(directory) if directory else {}
     found: dict[str, Any] = {"eos_token_ids": sorted(end_ids(config, generation))}
     if directory is None:
         return found
-    settings = _json(directory / "tokenizer_config.json")
+    settings = directory / "tokenizer_config.json"
+    settings = read_json(settings) if settings.exists() else {}
     template = (directory / "chat_template.jinja").exists() or bool(settings.get("chat_template"))
     template = template or config.get("model_type") in FORMATS
     tokenizer = next((name for name in TOKENIZER_FILES if (directory / name).exists()), None)
     return found | {"tokenizer": tokenizer, "chat_template": template}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file}: not readable as JSON ({error})") from None
-    return found if isinstance(found, dict) else {}
 
 
 def collapse(names: Iterable[str]) -> list[str]:

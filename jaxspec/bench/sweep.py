@@ -41,11 +41,13 @@ class Watcher:
     Attributes:
       opening: called before an engine is built.
       cell, skipped: called with what came of a point.
+      progress: called while an engine loads and compiles, see ``LLM``.
     """
 
     opening: Callable[[EnginePoint], None] = lambda point: None
     cell: Callable[[Cell], None] = lambda cell: None
     skipped: Callable[[Skipped], None] = lambda skipped: None
+    progress: Callable[[str, int, int], None] | None = None
 
 
 @dataclass
@@ -130,6 +132,7 @@ class Sweep:
             max_model_len=self.capacity,
             max_num_seqs=engine.rows,
             max_logprobs=0,
+            on_progress=self.watcher.progress,
             **settings,
         )
         self.model = llm.model

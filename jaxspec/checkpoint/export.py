@@ -111,13 +111,15 @@ def save_model(directory: Path, params: Params, arch: ArchSpec, config: Mapping[
       directory: made if it is not there.
       params: of a model.
       arch: of the model.
-      config: published config; whether it speaks of quantisation is put right.
+      config: published config; whether it speaks of quantisation, and of a tied head, is put right.
       dtype: of plain weights.
 
     Raises:
       ConfigError: weights are quantised in a way that no published layout has.
     """
     block, config = check_method(config), dict(config)
+    if config.get("tie_word_embeddings") and not arch.tied:
+        config["tie_word_embeddings"] = False  # the files had a head of their own
     if not any(isinstance(leaf, Quantized) for leaf in flatten(params["params"]).values()):
         config.pop("quantization_config", None)
     elif "quantization_config" not in config:

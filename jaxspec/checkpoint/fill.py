@@ -11,11 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jaxspec.checkpoint.finite import all_finite, fault
 from jaxspec.checkpoint.packs import PACKS
 from jaxspec.checkpoint.places import Leaf, flatten, part_shapes, unflatten
 from jaxspec.checkpoint.plan import Plan, scale_steps
 from jaxspec.checkpoint.quantized import check_numbers, factors, numbers, values
 from jaxspec.checkpoint.table import Rule
+from jaxspec.errors import CheckpointError
 from jaxspec.nn.quantized import Quantized
 from jaxspec.shapes import Params
 
@@ -121,7 +123,7 @@ def _data(plan: Plan, part: Shape, rule: Rule, index: Index) -> Taken:
     cut, small, left = pack.cut([numbers(plan.files, s) for s in stored], part, index)
     taken = {}
     for s, array in zip(stored, cut, strict=True):
-        check_numbers(array, s)
+        check_numbers(plan.files, array, s)
         taken[s.data] = plan.files.size(s.data) if s.fresh else array.nbytes
     return pack.join(cut, small)[left], taken
 
@@ -166,10 +168,21 @@ def _piece(plan: Plan, source: Source, index: Index) -> np.ndarray:
         part, taken = source.read(source.leaf.rules[place], index[lead:])
         here = tuple(p - start for p, (start, _) in zip(place, bounds, strict=False))
         _copy(out[here], part)
+        if not all_finite(out[here]):
+            raise CheckpointError(_damage(plan, source.leaf.rules[place], source.dtype))
         del part
         for tensor, size in taken.items():
             plan.files.release(tensor, size)
     return out
+
+
+def _damage(plan: Plan, rule: Rule, dtype: np.dtype) -> str:
+    """What to say of tensors that make up a parameter with numbers that are not finite."""
+    stored = [plan.stored[name] for name in rule.hub]
+    plain = [s.data for s in stored if s.form is None]
+    text = next((text for name in plain if (text := fault(name, plan.files.read(name)))), None)
+    names = ", ".join(s.name for s in stored)
+    return text or f"{names}: holds numbers that are too large for {dtype}; load it as float32"
 
 
 def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:

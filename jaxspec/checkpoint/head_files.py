@@ -1,5 +1,6 @@
 """The tensors of a draft head under one set of names, whoever wrote them."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxspec.checkpoint.model_files import file_in
 from jaxspec.checkpoint.pickled import pickled_tensors
 from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.checkpoint.table import ROTATION
 from jaxspec.errors import CheckpointError
 
 ARCHIVES = ("pytorch_model.bin", "medusa_lm_head.pt", "model.pt")
@@ -20,7 +23,7 @@ RENAMED = (
     (r"^draft_id_to_target_id$", "d2t"),
 )
 LATER_NORM = re.compile(r"^(layers\.[1-9]\d*\.)hidden_norm\.weight$")
-NOT_READ = re.compile(r"rotary_emb\.inv_freq$|^verifier_(norm|lm_head)\.weight$")
+NOT_READ = re.compile(rf"({'|'.join(map(re.escape, ROTATION))})$|^verifier_(norm|lm_head)\.weight$")
 
 
 class HeadFiles(TensorFiles):
@@ -35,11 +38,11 @@ class HeadFiles(TensorFiles):
 
     def __init__(self, directory: Path):
         self._maps, self.taken = {}, Counter()
-        archive = next((directory / name for name in ARCHIVES if (directory / name).exists()), None)
+        archive = next((name for name in ARCHIVES if os.path.lexists(directory / name)), None)
         if any(directory.glob("*.safetensors*")) or archive is None:
             super().__init__(directory)
         else:
-            self.tensors = pickled_tensors(archive)
+            self.tensors = pickled_tensors(file_in(directory, archive))
         self.given = tuple(sorted(self.tensors))
         self._rename()
 

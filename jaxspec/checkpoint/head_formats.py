@@ -50,7 +50,7 @@ def config_for(
     why = unable(spec, form, reduced)
     if why:
         raise ConfigError(
-            f"head: the {form} format cannot express it: {'; '.join(why)}. Save it as native, which jaxspec serves"
+            f"head: the {form} format cannot express it: {'; '.join(why)}. {_other_form(spec, form, reduced)}"
         )
     if isinstance(spec, MedusaSpec):
         return _native_medusa(spec, dtype) if form == "native" else _medusa(spec, dtype)
@@ -59,7 +59,10 @@ def config_for(
     if form == "eagle3":
         return _eagle3(spec, dtype)
     if verifier is None:
-        raise ConfigError("head: a speculators config names the target, for vLLM to load it; give its directory")
+        raise ConfigError(
+            "head: a speculators config names the target, for vLLM to load it; give its directory (--target) or its "
+            "name (--verifier-name)"
+        )
     return _speculators(spec, dtype, verifier)
 
 
@@ -73,6 +76,13 @@ def unable(spec: HeadSpec | MedusaSpec, form: Format, reduced: bool) -> list[str
         return ["it has decoder layers, Medusa heads have none"]
     why = _unable_everywhere(spec)
     return why + (_unable_eagle3(spec) if form == "eagle3" else _unable_speculators(spec))
+
+
+def _other_form(spec: HeadSpec | MedusaSpec, form: Format, reduced: bool) -> str:
+    """What can be done instead."""
+    able = [other for other in FORMATS if other not in (form, "native") and not unable(spec, other, reduced)]
+    others = f"These formats can: {', '.join(able)}" if able else "No other engine's format can"
+    return f"{others}; jaxspec serves it as it is, and native writes it in jaxspec's own format"
 
 
 def _unable_medusa(spec: MedusaSpec, form: str, reduced: bool) -> list[str]:

@@ -9,7 +9,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import known_families
 from jaxspec.models.family import Family, arch_from_config
 from jaxspec.models.mixers.latent import LatentRow
-from jaxspec.models.read import yarn_scale
+from jaxspec.models.rotary import yarn_scale
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.latent_attention import LatentSpec

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
@@ -72,7 +73,7 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     fills = places(head_rules(spec), leaves)
     names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}
     stored = {name: found for name in names if (found := find(files, name, check_method(config)))}
-    problems = mismatches(files, fills, stored)
+    problems = mismatches(files, fills, leaves, stored)
     used = {tensor for s in stored.values() for tensor in s.tensors}
     problems["extra"] = sorted(set(files) - used - set(VOCABULARY) - _idle(spec))
     return Plan(directory, files, leaves, fills, stored, net.policy, problems), net
@@ -173,6 +174,12 @@ def save_head(head: Head, directory: str | Path, form: Format = "native", *, ver
         _swap(part, directory)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def in_dtype(head: Head, dtype: str) -> Head:
+    """A head with all of its numbers in one dtype."""
+    params: Any = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), head.params)
+    return replace(head, params=params)
 
 
 def head_tensors(head: Head, form: Format) -> dict[str, np.ndarray]:

@@ -1,6 +1,6 @@
 """A checkpoint directory to a model on its devices, in the layout that the compute path wants."""
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,9 +11,12 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.catalog import known_tables
 from jaxspec.checkpoint.fill import Show, fill
+from jaxspec.checkpoint.model_files import check_text_files, file_in, read_json
 from jaxspec.checkpoint.plan import Plan, make_plan
 from jaxspec.checkpoint.quantized import check_method
 from jaxspec.checkpoint.slots import check_placement, held_by_model, held_by_mtp, slots_for
+from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.checkpoint.tied import with_own_head
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
@@ -47,32 +50,35 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The published ``config.json``.
 
     Raises:
-      ConfigError: the directory or file is missing, or the file is not a JSON object.
+      ConfigError: the directory or file is missing, the file is not a JSON object, or it or one of the tokenizer's is
+        no regular file in the directory.
     """
-    file = directory / "config.json"
     if not directory.is_dir():
-        raise ConfigError(
-            f"{directory}: no such directory; a model is a directory with config.json and .safetensors files"
-        )
-    if not file.exists():
+        raise no_directory(directory)
+    if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"{directory}: no config.json; a model is a directory in Hugging Face layout")
-    return _read_json(file)
+    check_text_files(directory)
+    return read_json(file_in(directory, "config.json", ConfigError))
+
+
+def no_directory(directory: Path) -> ConfigError:
+    """Returns the error for a model directory that is not there, or that is no directory."""
+    if directory.is_file():
+        return ConfigError(f"{directory}: a file, not a model directory; give the directory that it lies in")
+    return ConfigError(
+        f"{directory}: no such directory; a model is a directory with config.json and .safetensors files, or the id of "
+        "one on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B"
+    )
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """The published ``generation_config.json``, empty if there is none."""
-    file = directory / "generation_config.json"
-    return _read_json(file) if file.exists() else {}
+    """The published ``generation_config.json``, empty if there is none.
 
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file}: not readable as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: a JSON object is needed, got {type(value).__name__}")
-    return value
+    Raises:
+      ConfigError: it is no JSON object.
+    """
+    name = "generation_config.json"
+    return read_json(file_in(directory, name, ConfigError)) if os.path.lexists(directory / name) else {}
 
 
 def plan_model(
@@ -92,11 +98,13 @@ def plan_model(
     """
     directory = Path(directory)
     config = read_config(directory)
-    net = Transformer(arch_of(config), replace(policy, slots=slots_for(placement)))
-    table = known_tables()[net.arch.family]
+    arch = arch_of(config)
+    table, files = known_tables()[arch.family], TensorFiles(directory)
+    arch = with_own_head(arch, table, files)
+    net = Transformer(arch, replace(policy, slots=slots_for(placement)))
     return make_plan(
-        directory, net, table.rules(net.arch), beside=table.beside(net.arch), ignored=table.ignored,
-        block=check_method(config), quantization=quantization, held=held_by_model(placement),
+        directory, net, table.rules(arch), beside=table.beside(arch), ignored=table.not_read(arch),
+        block=check_method(config), quantization=quantization, files=files, held=held_by_model(placement),
     )  # fmt: skip
 
 
@@ -133,9 +141,9 @@ def load_model(
         check_placement(placement, config, arch_of(config), mesh)
     plan = plan_model(directory, over(policy, mesh), quantization, placement)
     plan.check()
-    net = Transformer(arch_of(config), plan.policy)
+    generation = read_generation(plan.directory)
     params = fill(plan, shards_for(mesh, allow_replication), show)
-    return Model(net, params, config, read_generation(plan.directory), plan.directory)
+    return Model(plan.net, params, config, generation, plan.directory)
 
 
 def over(policy: Policy, mesh: Mesh | None) -> Policy:

@@ -1,8 +1,12 @@
 """Tensors of a PyTorch archive (``.bin``, ``.pt``), found without PyTorch and without running anything in it."""
 
 import io
+import math
+import operator
 import pickle
+import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxspec.checkpoint.stream import Tensor
+from jaxspec.checkpoint.header import Tensor
+from jaxspec.checkpoint.model_files import regular_file
 from jaxspec.errors import CheckpointError
 
 STORAGES = {
@@ -25,8 +30,10 @@ CURE = (
 )
 LOCAL_HEADER = 30
 BROKEN = (
-    zipfile.BadZipFile, pickle.UnpicklingError, LookupError, ValueError, TypeError, AttributeError, EOFError,
+    zipfile.BadZipFile, zlib.error, struct.error, pickle.UnpicklingError, LookupError, ValueError, TypeError,
+    AttributeError, EOFError, OSError, OverflowError, RecursionError, NotImplementedError, RuntimeError, MemoryError,
 )  # fmt: skip
+MOST_PICKLED_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,12 @@ class _View:
 
 
 def _tensor(storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> _View:
-    return _View(storage, offset, tuple(shape), tuple(stride))
+    if not isinstance(storage, _Storage):
+        raise CheckpointError("it stores something other than arrays of numbers")
+    numbers = [tuple(map(operator.index, axes)) for axes in ((offset,), shape, stride)]
+    if any(n < 0 for n in (*numbers[0], *numbers[1])):
+        raise CheckpointError("a tensor has a negative size or offset")
+    return _View(storage, numbers[0][0], numbers[1], numbers[2])
 
 
 def _parameter(view: Any, *_: Any) -> Any:
@@ -100,6 +112,7 @@ def pickled_tensors(file: Path) -> dict[str, Tensor]:
     Raises:
       CheckpointError: the file is not such an archive, or it holds something else than plain tensors.
     """
+    regular_file(file)
     try:
         with zipfile.ZipFile(file) as archive:
             found = _views(archive)
@@ -117,6 +130,8 @@ def _views(archive: zipfile.ZipFile) -> dict[str, _View]:
     order = index.removesuffix("data.pkl") + "byteorder"
     if order in archive.namelist() and archive.read(order) != b"little":
         raise CheckpointError("its numbers are big-endian")
+    if archive.getinfo(index).file_size > MOST_PICKLED_BYTES:
+        raise CheckpointError(f"its data.pkl has more than {MOST_PICKLED_BYTES} bytes")
     state = _Unpickler(io.BytesIO(archive.read(index))).load()
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
@@ -138,7 +153,7 @@ def _placed(file: Path, archive: zipfile.ZipFile, name: str, view: _View) -> Ten
     start = entry.header_offset + LOCAL_HEADER + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
     size = view.storage.dtype.itemsize
     begin = start + view.offset * size
-    end = begin + int(np.prod(view.shape, dtype=np.int64)) * size
+    end = begin + math.prod(view.shape) * size
     if end > start + entry.file_size or entry.file_size != view.storage.count * size:
         raise CheckpointError(f"{name} does not fit the numbers stored for it")
     return Tensor(file, view.storage.dtype, view.shape, begin, end)

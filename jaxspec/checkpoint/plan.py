@@ -14,7 +14,6 @@ from jaxspec.checkpoint.slots import Held
 from jaxspec.checkpoint.stream import TensorFiles
 from jaxspec.checkpoint.table import Rule
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.policy import Policy, kind_of
 from jaxspec.nn.quantized import Format, abstract_quantized
 
@@ -39,6 +38,7 @@ class Plan:
       policy: with the formats of what stays quantised.
       problems: what is wrong, by the keys of ``WORDS``.
       given: parameters that no tensor fills, by path.
+      net: the network, with that policy.
     """
 
     directory: Path
@@ -49,6 +49,7 @@ class Plan:
     policy: Policy
     problems: dict[str, list[str]] = field(default_factory=dict)
     given: Mapping[str, np.ndarray] = field(default_factory=dict)
+    net: Any = None
 
     def check(self) -> None:
         """Lets only sound checkpoints pass.
@@ -105,9 +106,9 @@ def make_plan(
     assert not unnamed, f"parameters that no rule of the name table fills: {unnamed}"
     names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}
     stored = {name: found for name in names if (found := find(files, name, block))}
-    problems = mismatches(files, fills, stored)
+    problems = mismatches(files, fills, leaves, stored)
     if beside is not None:
-        extra = _extra(files, stored, names, net.arch, beside, ignored)
+        extra = _extra(files, stored, names, beside, ignored)
         scheme = other_scheme(extra)
         if scheme:
             raise CheckpointError(f"{directory}: its weights are {scheme}, which is not supported; {SUPPORTED}")
@@ -119,18 +120,20 @@ def make_plan(
         if _kind(path) in formats:
             leaves[path] = abstract_quantized(leaf.shape, formats[_kind(path)])
     policy = replace(net.policy, formats=tuple(sorted(formats.items())))
-    return Plan(directory, files, leaves, fills, stored, policy, problems, given)
+    return Plan(directory, files, leaves, fills, stored, policy, problems, given, net.clone(policy=policy))
 
 
 def _kind(path: str) -> str:
     return kind_of(path.split("/"))
 
 
-def mismatches(files: TensorFiles, fills: Mapping[str, Leaf], stored: Mapping[str, Stored]) -> dict[str, list[str]]:
+def mismatches(
+    files: TensorFiles, fills: Mapping[str, Leaf], leaves: Mapping[str, Any], stored: Mapping[str, Stored]
+) -> dict[str, list[str]]:
     """Names of tensors that are missing, of the wrong shape or of the wrong dtype, by the keys of ``WORDS``."""
     found: dict[str, list[str]] = {"missing": [], "extra": [], "shape": [], "dtype": []}
     entries: dict[str, int] = {}
-    for leaf in fills.values():
+    for path, leaf in fills.items():
         for rule in leaf.rules.values():
             for name, shape in zip(rule.hub, published_shapes(leaf, rule), strict=True):
                 whole, _, entry = name.partition("[")
@@ -142,7 +145,7 @@ def mismatches(files: TensorFiles, fills: Mapping[str, Leaf], stored: Mapping[st
                 if entry:
                     tensor = stored[name].data.partition("[")[0]
                     entries[tensor] = max(entries.get(tensor, 0), int(entry.rstrip("]")) + 1)
-                for kind, messages in faults(files, stored[name]).items():
+                for kind, messages in faults(files, stored[name], np.dtype(leaves[path].dtype)).items():
                     found[kind] += messages
     for tensor, count in entries.items():
         if files.shape(tensor)[0] != count:
@@ -151,18 +154,11 @@ def mismatches(files: TensorFiles, fills: Mapping[str, Leaf], stored: Mapping[st
 
 
 def _extra(
-    files: TensorFiles,
-    stored: Mapping[str, Stored],
-    names: set[str],
-    arch: ArchSpec,
-    beside: tuple[str, ...],
-    ignored: tuple[str, ...],
+    files: TensorFiles, stored: Mapping[str, Stored], names: set[str], beside: tuple[str, ...], ignored: tuple[str, ...]
 ) -> list[str]:
     """Names of tensors that nothing reads and that should not be there."""
     used = {tensor.partition("[")[0] for s in stored.values() for tensor in s.tensors}
     used |= {name.partition("[")[0] for name in names}
-    if arch.tied:
-        used |= {"lm_head.weight"}
     return sorted(n for n in files if n not in used and not n.startswith(beside) and not n.endswith(ignored))
 
 

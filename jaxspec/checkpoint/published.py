@@ -12,9 +12,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.checkpoint.catalog import known_tables
+from jaxspec.checkpoint.header import Tensor
 from jaxspec.checkpoint.places import Leaf, abstract_params, flatten, places, published_shapes
 from jaxspec.checkpoint.quantized import E4M3, E8M0, FP4_BLOCK, check_method
-from jaxspec.checkpoint.stream import Tensor, TensorFiles
+from jaxspec.checkpoint.stream import TensorFiles
 from jaxspec.checkpoint.table import Rule
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jaxspec.checkpoint.finite import all_finite, fault
 from jaxspec.checkpoint.stream import TensorFiles
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.nn.quantized import Format
@@ -121,21 +122,30 @@ def find(files: TensorFiles, name: str, block: tuple[int, int]) -> Stored | None
     return Stored(name, (groups * FP4_BLOCK, out), blocks, scales, packed, turned=True)
 
 
-def faults(files: TensorFiles, stored: Stored) -> dict[str, list[str]]:
-    """What is missing, of the wrong shape or of the wrong dtype about a tensor's numbers and scales."""
+def faults(files: TensorFiles, stored: Stored, wanted: np.dtype) -> dict[str, list[str]]:
+    """What is missing, of the wrong shape or of the wrong dtype about a tensor's numbers and scales.
+
+    Args:
+      files: that hold them.
+      stored: the tensor.
+      wanted: dtype of the parameter that it fills.
+    """
     data = files.tensors[stored.data.partition("[")[0]].dtype
+    whole = np.issubdtype(wanted, np.integer)
+    if stored.scale is None and (whole or data not in (E4M3, *BYTES) or len(stored.shape) < 2):
+        right = np.issubdtype(data, np.integer) if whole else data in PLAIN
+        words = "whole numbers are needed" if whole else "floating point is needed"
+        return {} if right else {"dtype": [f"{stored.name}: {data} in the file, {words}"]}
     if stored.scale is None:
-        if data in (E4M3, *BYTES) and len(stored.shape) > 1:
-            return {"missing": [f"scales of {stored.name}"]}
-        return {"dtype": [f"{stored.name}: {data}"]} if data.itemsize == 1 else {}
+        return {"missing": [f"scales of {stored.name}"]}
     form, scale = stored.form, stored.scale.partition("[")[0]
     if form is None or scale not in files:
         return {"missing": [scale]}
     found: dict[str, list[str]] = {"shape": [], "dtype": []}
-    wanted = form.scale_shape(stored.shape)
-    wanted = wanted[::-1] if stored.turned else wanted
-    if files.shape(stored.scale) != wanted:
-        found["shape"].append(f"{stored.scale}: {files.shape(stored.scale)} in the file, {wanted} by its weight's")
+    grid = form.scale_shape(stored.shape)
+    grid = grid[::-1] if stored.turned else grid
+    if files.shape(stored.scale) != grid:
+        found["shape"].append(f"{stored.scale}: {files.shape(stored.scale)} in the file, {grid} by its weight's")
     if stored.turned and files.shape(stored.data)[2:] != (FP4_BLOCK // 2,):
         found["shape"].append(f"{stored.data}: {files.shape(stored.data)} in the file, not blocks of {FP4_BLOCK // 2}")
     if data not in (BYTES if form.kind == "fp4" else (E4M3,)):
@@ -160,7 +170,7 @@ def values(files: TensorFiles, stored: Stored, dtype: np.dtype) -> np.ndarray:
     if stored.form is None:
         return files.read(stored.data)
     data = numbers(files, stored)
-    check_numbers(data, stored)
+    check_numbers(files, data, stored)
     return dequantised(data, factors(files, stored), stored.form, dtype)
 
 
@@ -169,28 +179,26 @@ def numbers(files: TensorFiles, stored: Stored) -> np.ndarray:
     raw, form = files.read(stored.data), stored.form
     assert form is not None, "plain tensors have no numbers"
     if stored.fresh:
-        return quantised(raw, block_scales(raw, form), form)
+        return quantised(raw, _own_scales(files, stored, form), form)
     if form.kind == "fp4":
         flat = raw.reshape(raw.shape[0], -1).view(np.uint8)
         return flat.T if stored.turned else flat
     return raw
 
 
-def check_numbers(data: np.ndarray, stored: Stored) -> None:
+def check_numbers(files: TensorFiles, data: np.ndarray, stored: Stored) -> None:
     """Makes sure that published e4m3 numbers are numbers.
 
     Args:
+      files: that hold them.
       data: some of those of a tensor.
       stored: the tensor.
 
     Raises:
       CheckpointError: one is not.
     """
-    if data.dtype != E4M3 or stored.fresh:
-        return
-    bits = data.view(np.uint8)
-    if any((bits[row : row + ROWS] & 0x7F).max(initial=0) == 0x7F for row in range(0, len(bits), ROWS)):
-        raise CheckpointError(f"{stored.data}: holds numbers that are not finite; the file is corrupt")
+    if data.dtype == E4M3 and not stored.fresh and not all_finite(data):
+        raise CheckpointError(fault(stored.data, files.read(stored.data)))
 
 
 def factors(files: TensorFiles, stored: Stored) -> np.ndarray:
@@ -202,16 +210,12 @@ def factors(files: TensorFiles, stored: Stored) -> np.ndarray:
     form = stored.form
     assert form is not None, "plain tensors have no scales"
     if stored.fresh:
-        return block_scales(files.read(stored.data), form)
+        return _own_scales(files, stored, form)
     raw = files.read(stored.scale or "")
-    if form.exponent_scales:
-        raw = raw.view(np.uint8)
-        finite = raw.max(initial=0) < 255
-    else:
-        raw = raw.astype(np.float32)
-        finite = np.isfinite(raw).all()
-    if not finite:
-        raise CheckpointError(f"{stored.scale}: holds scales that are not finite; the file is corrupt")
+    raw = raw.view(E8M0) if form.exponent_scales else raw
+    if not all_finite(raw):
+        raise CheckpointError(fault(stored.scale or "", raw, "scales"))
+    raw = raw.view(np.uint8) if form.exponent_scales else raw.astype(np.float32)
     return raw.T if stored.turned else raw
 
 
@@ -247,6 +251,15 @@ def _unpacked(data: np.ndarray, form: Format, axis: int) -> np.ndarray:
     return FP4_VALUES[both.reshape(-1, data.shape[1]) if axis == 0 else both.reshape(data.shape[0], -1)]
 
 
+def _own_scales(files: TensorFiles, stored: Stored, form: Format) -> np.ndarray:
+    """The scales that a plain matrix is quantised with."""
+    raw = files.read(stored.data)
+    scale = block_scales(raw, form)
+    if not all_finite(scale):
+        raise CheckpointError(fault(stored.data, raw))
+    return scale
+
+
 def block_scales(x: np.ndarray, form: Format) -> np.ndarray:
     """Float32 scales that bring the largest number of each block of a plain matrix to the format's largest."""
     (rows, columns), (high, wide) = x.shape, form.blocks
@@ -257,7 +270,7 @@ def block_scales(x: np.ndarray, form: Format) -> np.ndarray:
         part = part if high == 1 else part.max(axis=0, keepdims=True)
         first = row // high
         top[first : first + len(part)] = np.maximum.reduceat(part, np.arange(0, columns, wide), axis=1)
-    return np.where(top > 0, top / _largest(form), np.float32(1))
+    return np.where(top == 0, np.float32(1), top / _largest(form))
 
 
 def _largest(form: Format) -> np.float32:

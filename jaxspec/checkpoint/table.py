@@ -7,6 +7,12 @@ from typing import Literal
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
 
+# Tables of rotations that old checkpoints hold; they follow from the config.
+ROTATION = (
+    "rotary_emb.inv_freq", "rotary_emb.original_inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached",
+    "rope.freqs",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -49,17 +55,25 @@ class Table:
     mtp_prefix: str | None = None
     mtp_copies: tuple[str, ...] = ()
     prefix: str = "model.layers.{y}."
-    ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    ignored: tuple[str, ...] = ROTATION
     others: tuple[str, ...] = ()
     scales: Literal["weight_scale_inv", "scale", "blocks"] = "weight_scale_inv"
 
     def rules(self, arch: ArchSpec) -> Iterator[Rule]:
         """Every rule of the model itself with layer and expert numbers filled in."""
-        embedding = next(rule.hub for rule in self.top if rule.leaf == "embed_VD")
+        embedding = self.published("embed_VD")
         for rule in self.top:
             yield replace(rule, hub=embedding) if rule.leaf == "head_DV" and arch.tied else rule
         for y, layer in enumerate(arch.layers):
             yield from self._layer(f"layers_{y}/", self.prefix.replace("{y}", str(y)), layer.ffn)
+
+    def published(self, leaf: str) -> tuple[str, ...]:
+        """Published names of a parameter outside the layers."""
+        return next(rule.hub for rule in self.top if rule.leaf == leaf)
+
+    def not_read(self, arch: ArchSpec) -> tuple[str, ...]:
+        """Endings of the published names that nothing reads: a tied head is the embedding once more."""
+        return (*self.ignored, *(self.published("head_DV") if arch.tied else ()))
 
     def beside(self, arch: ArchSpec) -> tuple[str, ...]:
         """Beginnings of the published names of what the model itself does without, such as multi-token prediction."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint import deepseek_v4_chat
 from jaxspec.checkpoint.chat_template import ChatTemplate
 from jaxspec.checkpoint.conversation import Message, arranged, joined, messages_of, tools_of, with_ending
+from jaxspec.checkpoint.token_bytes import TokenBytes
 from jaxspec.checkpoint.tokenizer import TOKENIZER_FILES, load_tokenizer, read_object
 from jaxspec.errors import ConfigError, RequestError
 
@@ -155,6 +157,11 @@ class Text:
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each id adds to a text."""
+        return TokenBytes(self.tokenizer)
 
 
 def _ending(add_generation_prompt: Any, continue_final_message: Any) -> tuple[bool, bool]:

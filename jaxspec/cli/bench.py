@@ -8,11 +8,14 @@ import time
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from jaxspec.cli.stages import Stages
 from jaxspec.errors import ConfigError
+from jaxspec.serve.demo_pair import DEMO, demo_model_dir, resolve_model
+from jaxspec.whole_file import write_whole
 
 if TYPE_CHECKING:
     from jaxspec.bench.grid import EnginePoint, Grid
@@ -32,23 +35,24 @@ class BenchArgs:
     and auto.
 
     Attributes:
-      model: Model directory in Hugging Face layout; by default the packaged demo model.
-      drafters: ngram, mtp, draft_model=DIR, or JSON with vLLM's keys; by default the demo's draft and ngram for the
-        demo model, ngram for any other.
-      k: Drafts per step, 0 to 16, and auto.
-      concurrency: Rows decoded together, and in a closed loop requests that are out.
-      temperature: 0 always takes the most likely token.
-      workload: code, prefill, shuffled, mixed, random, and file for --prompts.
+      model: Model directory in Hugging Face layout, a hub id, or demo, the packaged model.
+      drafters: ngram, mtp, draft_model=DIR, or JSON with vLLM's keys; by default the demo's draft model, its head and
+        ngram for the demo model, ngram for any other.
+      k: Numbers of speculative tokens, 0 to 16, and auto; by default 0, 2, 4 and auto on a CPU, 0 to 8 and auto else.
+      concurrency: Requests decoded together (in a closed loop, requests that are out); by default 1, 2, 5 and 8 on a
+        CPU, 1 to 200 else.
+      temperature: 0 is greedy.
+      workload: code, prefill, shuffled, mixed, random, and file for --prompts; by default code, or file with --prompts.
       prompts: JSONL of prompts for the workload file, as for jaxspec generate; settings in it are not used.
       input_tokens: Length of prompts; by default the workload's.
       output_tokens: Generated per prompt; by default the workload's.
       request_rate: Poisson arrivals per second; inf is a closed loop.
       requests: Per run; by default twice the rows and at least four.
       rounds: Measured rounds.
-      precision: Go on behind them until the 95 % intervals of speculation over plain decoding, and of auto over the
+      precision: Go on after them until the 95 % intervals of speculation over plain decoding, and of auto over the
         best fixed K, are no wider: 0.02 is from 0.99 to 1.01.
       most_rounds: Measured rounds at most, with a precision; by default four times as many.
-      warm_up_rounds: Rounds before them; those behind the first are of engines that choose K alone, which learn from
+      warm_up_rounds: Rounds before them; those after the first are of engines that choose K alone, which learn from
         them.
       turn_requests: Requests of a closed loop after which the next way of decoding has its turn; by default one where
         there is one row, else all of a run. The fewer, the less of a machine's moods is left in the ratios; but with
@@ -61,9 +65,9 @@ class BenchArgs:
         output says so.
       synthetic_length: The same with a mean number of tokens per verification.
       experts: Count the distinct experts that verifications touch, outside the timed runs.
-      against_fixed: Where K is auto, run every fixed K in the same rounds and say how far auto is behind the best.
+      against_fixed: Where K is auto, run every fixed K in the same rounds and say how auto compares with the best.
       price_per_hour: Of the machine in dollars, for the cost of a million tokens.
-      dtype: Weights and products.
+      dtype: Of weights and activations; auto takes the checkpoint's.
       quantization: As for jaxspec generate.
       steps_per_dispatch: Most verification steps before the host looks; tokens of one dispatch arrive together.
       prefill_buckets: Prompt chunk sizes in tokens; by default one that fits the longest prompt, at most 1024.
@@ -79,7 +83,19 @@ class BenchArgs:
       output: Directory for bench.json, bench.csv, bench.md and pictures.
     """
 
-    model: tyro.conf.Positional[Path | None] = None
+    GROUPS: ClassVar = {
+        "grid": ("drafters", "k", "concurrency", "temperature", "rule", "synthetic_rates", "synthetic_length"),
+        "workload": ("workload", "prompts", "input_tokens", "output_tokens", "request_rate", "requests", "seed"),
+        "measurement": (
+            "rounds", "precision", "most_rounds", "warm_up_rounds", "turn_requests", "turn_tokens", "experts",
+            "against_fixed", "core",
+        ),
+        "engine": ("dtype", "quantization", "steps_per_dispatch", "prefill_buckets", "kv_page_size"),
+        "other engine": ("peers", "peer_python", "llama_server", "gguf", "draft_gguf"),
+        "output": ("output", "plots", "price_per_hour"),
+    }  # fmt: skip
+
+    model: tyro.conf.Positional[str | Path] = DEMO
     drafters: tuple[str, ...] = ()
     k: tuple[str, ...] = ()
     concurrency: tuple[int, ...] = ()
@@ -115,7 +131,7 @@ class BenchArgs:
     draft_gguf: Path | None = None
     core: int | None = None
     plots: bool = True
-    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("bench-report")
+    output: Annotated[Path, tyro.conf.arg(metavar="DIR", aliases=["-o"])] = Path("bench-report")
 
 
 def run(args: BenchArgs) -> int:
@@ -135,8 +151,9 @@ def run(args: BenchArgs) -> int:
         sys.stderr.write(f"jaxspec: no pictures: {plot.missing()}\n")
     args.output.mkdir(parents=True, exist_ok=True)
     notes = Notes(args, sweep, core, report_file)
-    sweep.watcher = notes.watcher()
-    sweep.run()
+    with Stages() as stages:
+        sweep.watcher = notes.watcher(stages)
+        sweep.run()
     report = notes.report(complete=True)
     save(report, report_file)
     conclude(report, args.output, draws)
@@ -172,9 +189,8 @@ def sweep_of(args: BenchArgs) -> Sweep:
     from jaxspec.bench.peers.contest import open_contenders
     from jaxspec.bench.sweep import Sweep
     from jaxspec.checkpoint.load import read_config
-    from jaxspec.serve.demo_pair import demo_model_dir
 
-    directory = args.model or demo_model_dir("target")
+    directory = resolve_model(args.model)
     config = read_config(directory)
     engine: dict[str, Any] = {
         "dtype": args.dtype, "quantization": args.quantization, "steps_per_dispatch": args.steps_per_dispatch,
@@ -244,10 +260,8 @@ def grid_of(args: BenchArgs) -> Grid:
 
 def default_drafters(args: BenchArgs) -> tuple[str, ...]:
     """Drafters where none are named: those that come with the demo target know that target only."""
-    from jaxspec.serve.demo_pair import demo_model_dir
-
     own = (f"draft_model={demo_model_dir('draft')}", f"shared_expert={demo_model_dir('head')}")
-    return ("ngram",) if args.model else (*own, "ngram")
+    return (*own, "ngram") if resolve_model(args.model) == demo_model_dir("target") else ("ngram",)
 
 
 def peers_of(args: BenchArgs) -> list[PeerChoice]:
@@ -290,11 +304,11 @@ class Notes:
             },
         }  # fmt: skip
 
-    def watcher(self) -> Any:
+    def watcher(self, stages: Stages) -> Any:
         """The one who is told."""
         from jaxspec.bench.sweep import Watcher
 
-        return Watcher(self._open, self._cell, self._skip)
+        return Watcher(self._open, self._cell, self._skip, stages)
 
     def report(self, complete: bool) -> Report:
         """All of it."""
@@ -339,7 +353,7 @@ class Notes:
 
 def command_of(args: BenchArgs) -> list[str]:
     """The command line that gives these arguments."""
-    found = ["jaxspec", NAME, *([str(args.model)] if args.model else [])]
+    found = ["jaxspec", NAME, *([str(args.model)] if args.model != DEMO else [])]
     for f in fields(args):
         value = getattr(args, f.name)
         if f.name == "model" or value == f.default:
@@ -356,8 +370,8 @@ def conclude(report: Report, folder: Path, draws: bool) -> None:
     """Writes tables and pictures, and says where they are."""
     from jaxspec.bench import plot, tables
 
-    (folder / "bench.csv").write_text(tables.csv_text(report), encoding="utf-8")
-    (folder / "bench.md").write_text(tables.markdown_text(report), encoding="utf-8")
+    write_whole(folder / "bench.csv", tables.csv_text(report))
+    write_whole(folder / "bench.md", tables.markdown_text(report))
     pictures = plot.draw(report, folder) if draws else []
     names = ["bench.json", "bench.csv", "bench.md", *(file.name for file in pictures)]
     sys.stdout.write(f"{len(report.cells)} cells; {folder}: {', '.join(names)}\n")

@@ -19,12 +19,12 @@ class CompareArgs:
       after: bench.json of the newer run.
       check: Exit with status 1 if a figure is worse beyond the noise: every round after is below every round before.
       tolerance: Share by which it may be slower on top of that.
-      color: Colour on a terminal; the environment's NO_COLOR switches it off too.
+      color: Color on a terminal; the environment's NO_COLOR switches it off too.
     """
 
     before: tyro.conf.Positional[Path]
     after: tyro.conf.Positional[Path]
-    check: tyro.conf.FlagCreatePairsOff[bool] = False
+    check: bool = False
     tolerance: float = 0.0
     color: bool = True
 

@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -23,25 +23,31 @@ class CalibrateArgs:
     """What ``jaxspec calibrate`` is asked for.
 
     Attributes:
-      model: Model directory in Hugging Face layout; by default the packaged demo model.
+      model: Model directory in Hugging Face layout, a hub id, or demo, the packaged model.
       output: File that gets the calibration.
-      speculative_config: JSON as for vLLM without a length, which the grid gives; by default n-gram lookup.
+      speculative_config: JSON with vLLM's keys, without a length, which --lengths gives.
       text: File of real text that rows continue, the longer the better; by default the demo's held-out prompts.
       rows: Rows decoded together, ascending.
       lengths: Drafts per step, 0 among them, ascending.
       contexts: Cached positions per row, ascending; all pairs of rows and lengths are measured at the first.
-      rounds: Measured rounds over all cells, behind one that warms up.
+      rounds: Measured rounds over all cells, after one that warms up.
       steps: Steps per timed dispatch.
       held_out_rows: Further rows, measured in the same rounds but not fitted: how well are they predicted?
       held_out_lengths: Further drafts per step, likewise.
-      dtype: Weights and products.
+      dtype: Of weights and activations; auto takes the checkpoint's.
       quantization: As for generate.
-      color: Colours on a terminal.
+      color: Color on a terminal.
     """
 
-    model: Annotated[Path | None, tyro.conf.Positional] = None
+    GROUPS: ClassVar = {
+        "grid": ("rows", "lengths", "contexts", "rounds", "steps", "held_out_rows", "held_out_lengths"),
+        "engine": ("speculative_config", "dtype", "quantization"),
+        "output": ("output", "color"),
+    }
+
+    model: Annotated[str, tyro.conf.Positional] = "demo"
     output: Path = Path("calibration.json")
-    speculative_config: str = '{"method": "ngram"}'
+    speculative_config: Annotated[str, tyro.conf.arg(metavar="JSON")] = '{"method": "ngram"}'
     text: Path | None = None
     rows: tuple[int, ...] = (1, 2, 4, 8)
     lengths: tuple[int, ...] = (0, 1, 3, 7)
@@ -62,7 +68,7 @@ def run(args: CalibrateArgs) -> int:
     from jaxspec.cli.screen import Screen
     from jaxspec.perf.calibration import save_calibration
     from jaxspec.perf.held_out import judge
-    from jaxspec.serve.demo_pair import demo_model_dir
+    from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
     from jaxspec.serve.llm import LLM
 
     grid = Grid(
@@ -76,11 +82,11 @@ def run(args: CalibrateArgs) -> int:
         raise ConfigError(f"--speculative-config: a JSON object is needed, got {args.speculative_config}")
     if not args.output.parent.is_dir():
         raise ConfigError(f"--output: there is no directory {args.output.parent}")
-    model = args.model or demo_model_dir("target")
+    model, speculative = resolve_model(args.model), dict(resolve_speculation(speculative) or {})
     texts = _texts(args.text)
 
     def load(what: Any, **keywords: Any) -> LLM:
-        return load_llm(what, **keywords)
+        return load_llm(what, quiet=screen.color, **keywords)  # one moving sign at a time
 
     screen = Screen(args.color)
     cells, engines = len(grid.cells()) + len(grid.held_out()), len(grid.all_rows)

@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rich.table import Table
 
@@ -25,10 +25,12 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.compile_cache import use_compile_cache
-from jaxspec.serve.demo_pair import demo_model_dir
+from jaxspec.serve.demo_pair import DEMO, demo_model_dir, resolve_model, resolve_speculation
+from jaxspec.serve.engine import OnProgress
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.text import Growing
+from jaxspec.whole_file import write_whole
 
 PROMPTS = HELD_OUT
 HEAD_LENGTH, DRAFT_LENGTH, NGRAM_LENGTH = 5, 4, 4
@@ -42,23 +44,29 @@ class DemoArgs:
     """Shows a model decoding plainly and speculatively, then measures both.
 
     Attributes:
-      model: Directory of the target; by default the one that comes with jaxspec.
-      draft: Directory of a draft model, instead of the head that comes with jaxspec; a target of your own gets n-gram
-        lookup unless one is named.
+      model: Directory of the target, or demo, the packaged model.
+      draft: Directory of a draft model, or demo, the packaged one; by default the packaged head for the packaged
+        model, n-gram lookup for any other.
       speculative_config: JSON with vLLM's keys, instead of --draft and --k.
-      k: Drafts per step.
+      k: Drafts per step; by default 5 of the head, else 4.
       prompts: Held-out prompts that are measured; the first three of them are shown.
       max_tokens: Tokens generated per prompt.
       repetitions: Measured rounds; figures are medians over them.
       batch: Rows decoded together in the second measurement; 1 leaves it out.
-      dtype: Of weights and products.
+      dtype: Of weights and activations.
       quick: One prompt to watch, and a measurement of a few seconds.
-      color: Colour on a terminal; the environment's NO_COLOR switches it off too.
+      color: Color on a terminal; the environment's NO_COLOR switches it off too.
       report: Writes the figures to this JSON file.
     """
 
-    model: Path | None = None
-    draft: Path | None = None
+    GROUPS: ClassVar = {
+        "speculation": ("draft", "speculative_config", "k"),
+        "measurement": ("prompts", "max_tokens", "repetitions", "batch", "dtype"),
+        "output": ("color", "report"),
+    }
+
+    model: str | Path = DEMO
+    draft: str | Path | None = None
     speculative_config: str | None = None
     k: int | None = None
     prompts: int = 8
@@ -105,8 +113,8 @@ def plan_of(args: DemoArgs) -> Plan:
     for name in ("prompts", "max_tokens", "repetitions", "batch"):
         if getattr(args, name) < 1:
             raise ConfigError(f"demo: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    model = args.model or demo_model_dir("target")
-    speculative = speculative_of(args)
+    model = resolve_model(args.model)
+    speculative = dict(resolve_speculation(speculative_of(args)) or {})
     catalog.parse(speculative)
     excerpts = load_excerpts(PROMPTS)
     return Plan(
@@ -136,8 +144,8 @@ def speculative_of(args: DemoArgs) -> dict[str, Any]:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"demo: --speculative-config is not a JSON object ({error})") from error
     if args.draft is not None:
-        method, model, length = "draft_model", args.draft, DRAFT_LENGTH
-    elif args.model is None:
+        method, model, length = "draft_model", resolve_model(args.draft, part="draft"), DRAFT_LENGTH
+    elif resolve_model(args.model) == demo_model_dir("target"):
         method, model, length = "shared_expert", demo_model_dir("head"), HEAD_LENGTH
     else:
         method, model, length = "ngram", None, NGRAM_LENGTH
@@ -175,7 +183,7 @@ def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:
     return f"{own['ngram']}, else {words}, {ahead}" if config.method == "hybrid" else f"{words}, {ahead}"
 
 
-def build(plan: Plan, rows: int) -> LLM:
+def build(plan: Plan, rows: int, on_progress: OnProgress | None = None) -> LLM:
     """The engine of one measurement; one prefill size and no log-probabilities, to compile little."""
     room = -(-(plan.max_tokens + PROMPT_ROOM) // 512) * 512
     return LLM(
@@ -186,6 +194,7 @@ def build(plan: Plan, rows: int) -> LLM:
         max_num_seqs=rows,
         max_logprobs=0,
         prefill_buckets=(128,),
+        on_progress=on_progress,
     )
 
 
@@ -212,11 +221,11 @@ def watch(screen: Screen, llm: LLM, excerpt: Excerpt, max_tokens: int) -> bool:
 
 def _stream(screen: Screen, llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, list[int]]:
     """Prints a growing text; returns tokens per second behind the first step, and the ids."""
-    growing, seen, started, first = Growing(llm.text, params), 0, 0.0, 0
+    growing, seen, started, first = None, 0, 0.0, 0
     tokens: list[int] = []
     for output in llm.stream(prompt, params):
         completion = output.outputs[0]
-        tokens = completion.token_ids
+        tokens, growing = completion.token_ids, growing or Growing(llm.text, params, output.prompt_token_ids)
         now = time.perf_counter()
         if not started:
             started, first = now, len(tokens)
@@ -226,6 +235,8 @@ def _stream(screen: Screen, llm: LLM, prompt: str, params: SamplingParams) -> tu
             screen.piece(growing.text[before:], ACCEPTED if drafted else "")
         seen = len(tokens)
     spent = time.perf_counter() - started
+    if growing is not None:
+        screen.piece(growing.whole[len(growing.text) :], "")
     return (len(tokens) - first) / max(spent, 1e-9), list(tokens)
 
 
@@ -318,8 +329,8 @@ def run(args: DemoArgs) -> int:
     use_compile_cache()
     plan, screen = plan_of(args), Screen(args.color)
     introduce(screen, plan)
-    with screen.waiting("Loading and compiling (the next start is quicker)"):
-        llm = build(plan, rows=1)
+    with screen.waiting("Loading and compiling (the next start is quicker)") as progress:
+        llm = build(plan, 1, progress)
     startup_s = time.monotonic() - began
     if screen.color:
         screen.line("Dim: prompt. Plain: tokens of the model's own. Green: drafts that it accepted.", "dim")
@@ -329,7 +340,7 @@ def run(args: DemoArgs) -> int:
     identical = all(same) and all(r.identical for r in results)
     if args.report is not None:
         report = report_of(plan, results, startup_s) | {"identical": identical}
-        args.report.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_whole(args.report, json.dumps(report, indent=2) + "\n")
         screen.line(f"Report: {args.report}", "dim")
     return 0 if identical else 1
 
@@ -344,8 +355,8 @@ def measure(screen: Screen, plan: Plan, llm: LLM) -> list[Comparison]:
             # Twice the rows, so that some are refilled while others go on.
             prompts = repeat(load_excerpts(PROMPTS), 2 * rows)
             repetitions = min(repetitions, BATCH_REPETITIONS)
-            with screen.waiting(f"Compiling for {rows} rows"):
-                llm = build(plan, rows)
+            with screen.waiting(f"Compiling for {rows} rows") as progress:
+                llm = build(plan, rows, progress)
         texts = [e.prompt for e in prompts]
         with screen.counting(f"Measuring {_rows(rows)} at a time") as show:
             results.append(compare(llm, texts, max_tokens=plan.max_tokens, repetitions=repetitions, show=show))

@@ -1,9 +1,11 @@
 """The flags that every command with an engine shares."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import tyro
 
 from jaxspec.errors import ConfigError
 
@@ -16,20 +18,24 @@ class EngineFlags:
     """Settings of the engine, under vLLM's names where it has them.
 
     Attributes:
-      model: Model directory in Hugging Face layout; by default the packaged demo model.
-      speculative_config: JSON as for vLLM, for example '{"method": "ngram", "num_speculative_tokens": 4}';
-        by default plain decoding.
-      dtype: Weights and products.
+      model: Model directory in Hugging Face layout; the id of one on the hub, such as Qwen/Qwen3-30B-A3B, which is
+        downloaded first; or demo, the packaged model.
+      revision: Branch, tag or commit of a hub id; by default the main branch.
+      download_dir: Cache of downloads from the hub; by default the hub's own (HF_HOME).
+      speculative_config: JSON with vLLM's keys: "method" (ngram, mtp, draft_model, eagle3, shared_expert, ...),
+        "num_speculative_tokens" (a number, or auto) and, of a draft model or head, "model" (a directory, a hub id, or
+        demo); by default no speculation.
+      dtype: Of weights and activations; auto takes the checkpoint's.
       max_model_len: Longest text in tokens, prompt included; by default the model's, at most 8192.
-      max_num_seqs: Rows that are decoded together.
+      max_num_seqs: Most requests that are decoded together.
       seed: Origin of the seeds of requests that bring none.
       max_logprobs: Most log-probabilities per token that a request may ask for.
-      steps_per_dispatch: Most verification steps before the host looks.
-      prefill_buckets: Prompt chunk sizes in tokens, ascending.
+      steps_per_dispatch: Most decoding steps that the device runs before the host looks.
+      prefill_buckets: Sizes of prompt chunks in tokens, ascending (chunked prefill).
       kv_page_size: Tokens per page of a KV pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: Pages of that pool; by default enough for all rows at full length.
-      quantization: auto keeps weights that were published quantised as they are, none widens them; fp8 and int8
-        quantise the matrices of a plain checkpoint.
+      quantization: auto keeps weights that were published quantized as they are, none dequantizes them; fp8 and int8
+        quantize the matrices of a plain checkpoint.
       kernels: What computes experts, attention and small products: Pallas kernels (triton, or interpret: the same as
         plain JAX, slow) or xla; auto takes kernels on a GPU.
       mesh: Devices along the axes data, expert and tensor, for example expert=4,tensor=2; by default one device.
@@ -39,8 +45,16 @@ class EngineFlags:
         --output wrote; by default equally many, in their order.
     """
 
-    model: Path | None = None
-    speculative_config: str | None = None
+    GROUP: ClassVar = "engine"
+    GROUPS: ClassVar = {
+        "speculation": ("speculative_config",),
+        "multi-device": ("mesh", "expert_transport", "expert_placement"),
+    }
+
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = "demo"
+    revision: str | None = None
+    download_dir: str | None = None
+    speculative_config: Annotated[str | None, tyro.conf.arg(metavar="JSON")] = None
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 8
@@ -52,21 +66,19 @@ class EngineFlags:
     num_kv_pages: int = 0
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
     kernels: Literal["auto", "triton", "interpret", "xla"] = "auto"
-    mesh: str | None = None
+    mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     expert_transport: Literal["auto", "sum", "padded", "ragged"] = "auto"
     expert_placement: Path | None = None
 
     def directory(self) -> Path:
-        """The model directory.
+        """The model directory, downloaded where the model is a hub id.
 
         Raises:
-          ConfigError: none is named and the demo model is not there.
+          ConfigError: the demo is meant and did not come with this installation, or the model cannot be downloaded.
         """
-        if self.model is not None:
-            return self.model
-        from jaxspec.serve.demo_pair import demo_model_dir
+        from jaxspec.serve.demo_pair import resolve_model
 
-        return demo_model_dir("target")
+        return resolve_model(self.model, self.revision, self.download_dir)
 
     def keywords(self) -> dict[str, Any]:
         """Keyword arguments of ``LLM``.
@@ -74,10 +86,13 @@ class EngineFlags:
         Raises:
           ConfigError: the speculation settings are not JSON, or the mesh is not axes and sizes.
         """
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "model"}
+        names = [f.name for f in fields(self)]
+        values = {name: getattr(self, name) for name in names if name not in ("model", "revision")}
         if self.mesh is not None:
             values["mesh"] = mesh_sizes(self.mesh)
-        values["speculative_config"] = speculation(self.speculative_config)
+        from jaxspec.serve.demo_pair import resolve_speculation
+
+        values["speculative_config"] = resolve_speculation(speculation(self.speculative_config))
         return values
 
     def load(self) -> "LLM":
@@ -112,12 +127,15 @@ def mesh_sizes(text: str) -> dict[str, int]:
     return sizes
 
 
-def load_llm(model: Path, **keywords: Any) -> "LLM":
-    """Loads a model with JAX's compile cache switched on, and shows how far it is on a terminal."""
-    from jaxspec.cli.progress import shown_loading
-    from jaxspec.serve.compile_cache import use_compile_cache
-    from jaxspec.serve.llm import LLM
+def load_llm(model: Path, *, quiet: bool = False, **keywords: Any) -> "LLM":
+    """Loads and compiles a model with JAX's compile cache switched on, and shows how far it is."""
+    from jaxspec.cli.stages import shown_stages
 
-    use_compile_cache()
-    with shown_loading() as on_load:
-        return LLM(model, **keywords, on_load=on_load)
+    with shown_stages(quiet) as on_progress:
+        if on_progress is not None:
+            on_progress("loading", 0, 0)
+        from jaxspec.serve.compile_cache import use_compile_cache
+        from jaxspec.serve.llm import LLM
+
+        use_compile_cache()
+        return LLM(model, **keywords, on_progress=on_progress)

@@ -11,37 +11,53 @@ from jaxspec.cli.screen import Screen
 
 @dataclass(frozen=True)
 class ExportArgs:
-    """What ``jaxspec export`` is asked for.
+    """What ``jaxspec export`` is asked for, such as: jaxspec export runs/mine/best OUT --verifier-name Qwen/Qwen3-8B.
 
     Attributes:
       head: Directory of a draft head, in any known format.
       out: Directory to write; an older head in it is replaced.
-      format: eagle3 for vLLM, SGLang and SpecForge; speculators for vLLM; medusa for Medusa heads.
-      target: Directory of the model that it drafts for. Not needed for heads in our own format, except by speculators,
-        whose files name it.
+      format: eagle3 for vLLM, SGLang and SpecForge; speculators for vLLM; medusa for Medusa heads; native is ours. By
+        default medusa for a Medusa head and eagle3 for others.
+      dtype: Of the written numbers; published heads are bfloat16. float32 keeps every number of a trained head.
+      target: Directory of the model that it drafts for, or demo. Not needed for heads in our own format.
+      verifier_name: What a speculators config calls that model: the name of a hub, or a directory where vLLM runs. By
+        default the name in the target's own config, or that of its directory.
       drafts: Tokens per step that vLLM drafts by default; speculators files say it.
-      color: Colours on a terminal.
+      color: Colors on a terminal.
     """
 
-    head: Annotated[Path, tyro.conf.Positional]
-    out: Annotated[Path, tyro.conf.Positional]
-    format: Literal["eagle3", "speculators", "medusa"] = "eagle3"
+    head: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HEAD")]
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    format: Literal["eagle3", "speculators", "medusa", "native"] | None = None
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     target: Path | None = None
+    verifier_name: str | None = None
     drafts: int = 3
     color: bool = True
 
 
 def run(args: ExportArgs) -> None:
-    """Loads a head and writes it in another format, every number as it was."""
+    """Loads a head and writes it in another format."""
     from jaxspec.checkpoint.head_formats import Verifier
-    from jaxspec.checkpoint.heads import load_head, save_head, stored_policy
+    from jaxspec.checkpoint.heads import in_dtype, load_head, save_head, stored_policy
     from jaxspec.checkpoint.load import read_config
+    from jaxspec.checkpoint.verifier import verifier_name
     from jaxspec.models.catalog import arch_of
+    from jaxspec.models.medusa import Medusa
 
-    config = None if args.target is None else read_config(args.target)
+    target = model_dir(args.target)
+    config = None if target is None else read_config(target)
     head = load_head(args.head, None if config is None else arch_of(config), stored_policy(args.head))
-    verifier = None
-    if args.target is not None and config is not None:
-        verifier = Verifier(str(args.target), tuple(config.get("architectures") or ()), args.drafts)
-    save_head(head, args.out, args.format, verifier=verifier)
-    Screen(args.color).line(f"{args.out}: {args.format} head, ready")
+    form = args.format or ("medusa" if isinstance(head.net, Medusa) else "eagle3")
+    name = args.verifier_name or verifier_name(args.head, target, config)
+    verifier = None if name is None else Verifier(name, tuple((config or {}).get("architectures") or ()), args.drafts)
+    save_head(in_dtype(head, args.dtype), args.out, form, verifier=verifier)
+    named = f", drafting for {name}" if form == "speculators" else ""
+    Screen(args.color).line(f"{args.out}: {form} head in {args.dtype}{named}, ready")
+
+
+def model_dir(target: Path | None) -> Path | None:
+    """The directory of a model, which ``demo`` names too."""
+    from jaxspec.serve.demo_pair import demo_model_dir
+
+    return demo_model_dir("target") if target == Path("demo") and not target.exists() else target

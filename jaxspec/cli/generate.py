@@ -5,12 +5,13 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
 from jaxspec.cli.engine_flags import EngineFlags, load_llm
 from jaxspec.cli.host_flags import HostFlags
+from jaxspec.cli.interrupts import INTERRUPTS
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,26 +19,38 @@ if TYPE_CHECKING:
     from jaxspec.serve.request import RequestOutput
 
 
+PLAIN = (
+    "without speculation; --speculative-config switches it on, for example "
+    '\'{"method": "ngram", "num_speculative_tokens": 4}\''
+)
+
+
 @dataclass(frozen=True)
 class SamplingFlags:
     """Settings of requests that say nothing else; the rest comes from the model's generation_config.json.
 
     Attributes:
-      max_tokens: Most generated tokens per request.
-      temperature: 0 always takes the most likely token.
-      top_p: Share of probability that is sampled from.
-      top_k: Number of tokens that are sampled from; 0 for all.
-      min_p: Least probability, relative to the most likely token.
-      repetition_penalty: Above 1 discourages tokens of the prompt and the text.
-      presence_penalty: Above 0 discourages tokens of the text.
-      frequency_penalty: Above 0 discourages tokens of the text by how often they occurred.
-      stop: Strings that end the text.
+      max_tokens: Most generated tokens per request; by default 128.
+      temperature: 0 is greedy; by default what the model's generation_config.json says, else 1.
+      top_p: Share of probability that is sampled from; by default the model's, else 1.
+      top_k: Number of tokens that are sampled from, 0 for all; by default the model's, else all.
+      min_p: Least probability, relative to the most likely token; by default the model's, else 0.
+      repetition_penalty: Above 1 discourages tokens of the prompt and the text; by default the model's, else 1.
+      presence_penalty: Above 0 discourages tokens of the text; by default 0.
+      frequency_penalty: Above 0 discourages tokens of the text by how often they occurred; by default 0.
+      sampling_seed: Seed of every request; by default each has its own, derived from --seed and its line.
+      stop: Strings that end the text; it is cut before them.
       stop_token_ids: Token ids that end the text, besides the model's own.
-      ignore_eos: Go on behind the model's end-of-text ids.
-      min_tokens: Generated tokens before which no stop id may come.
-      n: Samples per request.
-      logprobs: Most likely tokens to report per position.
+      include_stop_str_in_output: Do not cut the stop string off.
+      ignore_eos: Go on after the model's end-of-text token.
+      min_tokens: Generated tokens before which no end-of-text or stop token may come; by default 0.
+      skip_special_tokens: Leave special tokens out of the text.
+      n: Samples per request; by default 1.
+      logprobs: Log-probabilities per position: the sampled token's and those of so many most likely ones.
+      speculative: --no-speculative decodes plainly whatever --speculative-config says: the same text, slower.
     """
+
+    GROUP: ClassVar = "sampling"
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -47,16 +60,22 @@ class SamplingFlags:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    sampling_seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: tyro.conf.FlagCreatePairsOff[bool] = False
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
     min_tokens: int | None = None
+    skip_special_tokens: bool = True
     n: int | None = None
     logprobs: int | None = None
+    speculative: bool = True
 
     def given(self) -> dict[str, Any]:
         """The settings that were given, by the names of ``SamplingParams``."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if "sampling_seed" in values:  # --seed is the engine's, as for LLM
+            values["seed"] = values.pop("sampling_seed")
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
 
@@ -68,20 +87,21 @@ class GenerateArgs:
       prompt: Text to continue; the continuation is printed while it grows.
       chat: Send --prompt as a user's message through the model's chat template.
       input: JSONL file of requests, - for standard input: {"prompt": ...}, {"messages": [...]} or
-        {"prompt_token_ids": [...]} with settings inline, or lines of OpenAI's Batch API.
+        {"prompt_token_ids": [...]} with sampling settings beside it (those without a flag, too), or lines of OpenAI's
+        Batch API.
       output: File that gets one line per request in the order of completion, - for standard output. The
         same command started again after a crash goes on where it ended.
       retry_failed: Run the lines of --input again whose record in --output is an error.
     """
 
     prompt: str | None = None
-    chat: tyro.conf.FlagCreatePairsOff[bool] = False
-    input: str | None = None
-    output: str | None = None
-    retry_failed: tyro.conf.FlagCreatePairsOff[bool] = False
-    engine: Annotated[EngineFlags, tyro.conf.arg(name="")] = field(default_factory=EngineFlags)
-    hosts: Annotated[HostFlags, tyro.conf.arg(name="")] = field(default_factory=HostFlags)
-    sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = field(default_factory=SamplingFlags)
+    chat: bool = False
+    input: Annotated[str | None, tyro.conf.arg(metavar="FILE", aliases=["-i"])] = None
+    output: Annotated[str | None, tyro.conf.arg(metavar="FILE", aliases=["-o"])] = None
+    retry_failed: bool = False
+    sampling: SamplingFlags = field(default_factory=SamplingFlags)
+    engine: EngineFlags = field(default_factory=EngineFlags)
+    hosts: HostFlags = field(default_factory=HostFlags)
 
 
 def run(args: GenerateArgs) -> int:
@@ -111,41 +131,44 @@ def _prompt(args: GenerateArgs, prompt: str) -> int:
     if SamplingParams.from_mapping(wanted).n != 1:
         raise ConfigError("generate: --prompt prints one sample; give --n with --input")
     llm = args.engine.load()
+    INTERRUPTS.doing = "generating"
     params = SamplingParams.from_mapping(wanted, llm.default_sampling_params)
-    # A stop string that is only half there may still be cut off.
-    held = max((len(stop) - 1 for stop in params.stop_strings), default=0)
     shown, output, began = 0, None, time.monotonic()
     request = {"messages": [{"role": "user", "content": prompt}]} if args.chat else prompt
     for output in llm.stream(request, params):
         text = output.outputs[0].text
-        end = len(text) if output.finished else max(len(text) - held, shown)
-        sys.stdout.write(text[shown:end])
+        sys.stdout.write(text[shown:])
         sys.stdout.flush()
-        shown = end
+        shown = len(text)
     sys.stdout.write("\n")
     sys.stdout.flush()
     if output is not None:
-        sys.stderr.write(_spent(output, time.monotonic() - began))
+        sys.stderr.write(_spent(output, time.monotonic() - began, args.engine.speculative_config is not None))
     return 0
 
 
-def _spent(output: "RequestOutput", time_s: float) -> str:
+def _spent(output: "RequestOutput", time_s: float, speculates: bool) -> str:
     count, m = len(output.outputs[0].token_ids), output.metrics
-    return f"jaxspec: {count} tokens in {time_s:.1f} s, acceptance length {m.mean_acceptance_length:.2f}\n"
+    words = f"acceptance length {m.mean_acceptance_length:.2f}" if speculates else PLAIN
+    return f"jaxspec: {count} tokens in {time_s:.1f} s, {words}\n"
 
 
 def _job(args: GenerateArgs, source: str, target: str) -> int:
     from jaxspec.cli.progress import ShownProgress
     from jaxspec.serve.job import run_job
 
+    INTERRUPTS.hint = "" if target == "-" else "no request is lost, the same command goes on"
     with args.hosts.together() as talks:
 
         def load(model: Path, **keywords: Any):
-            if talks:
-                sys.stderr.write(f"jaxspec: loading {model}\n")
-            return load_llm(model, **keywords)
+            return load_llm(model, quiet=not talks, **keywords)
 
-        with ShownProgress() if talks else nullcontext(lambda progress: None) as watch:
+        with ShownProgress() if talks else nullcontext(lambda progress: None) as show:
+
+            def watch(progress: "Progress") -> None:
+                INTERRUPTS.dismiss()  # a running job ends after its dispatch and says so itself
+                show(progress)
+
             progress = run_job(
                 args.engine.directory(), source, target,
                 engine=args.engine.keywords(), sampling=args.sampling.given(),

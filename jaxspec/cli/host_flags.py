@@ -5,7 +5,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
+from jaxspec.cli.interrupts import INTERRUPTS
+from jaxspec.cli.status import status_of
 from jaxspec.errors import ConfigError, JaxspecError
 
 
@@ -21,6 +24,8 @@ class HostFlags:
       meeting_timeout: Seconds to wait for the others.
       lost_timeout: Seconds that another process may be silent until this one ends, too.
     """
+
+    GROUP: ClassVar = "multi-host"
 
     distributed: bool = False
     coordinator_address: str | None = None
@@ -62,9 +67,10 @@ class HostFlags:
             self.coordinator_address, self.num_processes, self.process_id,
             meeting_s=self.meeting_timeout, lost_s=self.lost_timeout,
         )  # fmt: skip
+        INTERRUPTS.arm()  # JAX takes SIGTERM for itself
         try:
             yield hosts.first()
         except JaxspecError as error:
             sys.stderr.write(f"jaxspec: {error}\n")
             sys.stderr.flush()
-            os._exit(2)  # to leave in good order would be to wait for processes that may be gone
+            os._exit(status_of(error))  # to leave in good order would be to wait for processes that may be gone

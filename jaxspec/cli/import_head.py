@@ -6,22 +6,23 @@ from typing import Annotated
 
 import tyro
 
+from jaxspec.cli.export import model_dir
 from jaxspec.cli.screen import Screen
 
 
 @dataclass(frozen=True)
 class ImportArgs:
-    """What ``jaxspec import`` is asked for.
+    """What ``jaxspec import`` is asked for, such as: jaxspec import downloaded/head imported --target models/mine.
 
     Attributes:
       head: Directory of a draft head: EAGLE-1, EAGLE-3, P-EAGLE, speculators or Medusa, safetensors or PyTorch.
       out: Directory to write; an older head in it is replaced.
-      target: Directory of the model that it drafts for.
-      color: Colours on a terminal.
+      target: Directory of the model that it drafts for, or demo.
+      color: Colors on a terminal.
     """
 
-    head: Annotated[Path, tyro.conf.Positional]
-    out: Annotated[Path, tyro.conf.Positional]
+    head: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HEAD")]
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     target: Path
     color: bool = True
 
@@ -32,6 +33,8 @@ def run(args: ImportArgs) -> None:
     from jaxspec.checkpoint.load import read_config
     from jaxspec.models.catalog import arch_of
 
-    head = load_head(args.head, arch_of(read_config(args.target)), stored_policy(args.head))
+    target = model_dir(args.target)
+    assert target is not None
+    head = load_head(args.head, arch_of(read_config(target)), stored_policy(args.head))
     save_head(head, args.out)
     Screen(args.color).line(f"{args.out}: head in jaxspec's format, ready")

@@ -1,10 +1,11 @@
 """``jaxspec inspect``: what a model directory or a bare config holds and needs, without loading a weight."""
 
 import json
+import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -27,14 +28,16 @@ class InspectArgs:
     """What ``jaxspec inspect`` is asked for.
 
     Attributes:
-      path: Model directory in Hugging Face layout, or a config.json alone, whose files are taken as promised; or the
-        directory of a draft head.
+      path: Model directory in Hugging Face layout; the id of one on the hub, which is downloaded first; demo, the
+        packaged model; a config.json alone, whose files are taken as promised; or the directory of a draft head.
+      revision: Branch, tag or commit of a hub id; by default the main branch.
+      download_dir: Cache of downloads from the hub; by default the hub's own (HF_HOME).
       target: Of a draft head: directory of the model that it drafts for. Says what vLLM and SGLang would make of the
         head's files, and the cure where that is not what it was made for.
       json: Print JSON.
-      dtype: Of weights that are not quantised, and of products.
-      quantization: How weights would lie in memory: auto keeps what is published quantised, none widens it, fp8 and
-        int8 quantise a plain checkpoint.
+      dtype: Of weights that are not quantized, and of activations.
+      quantization: How weights would lie in memory: auto keeps what is published quantized, none dequantizes it,
+        fp8 and int8 quantize a plain checkpoint.
       logit_error: Also load the model both ways and compare logits; goes with --quantization fp8 or int8.
       compiled: Compile the model's programs for a GPU, which need not be there, and show launches, CUDA graphs,
         collectives, memory, copies and spills.
@@ -48,17 +51,27 @@ class InspectArgs:
       topology: Drafted tokens K.
       programs: Which of plain, ngram, mtp and prefill; by default all that the model has.
       xla_only: Compile without our kernels.
-      color: Colours on a terminal.
+      color: Color on a terminal.
     """
 
+    GROUPS: ClassVar = {
+        "weight": ("dtype", "quantization", "logit_error"),
+        "program": (
+            "compiled", "kernels", "gpu", "devices", "mesh", "expert_transport", "rows", "capacity", "topology",
+            "programs", "xla_only",
+        ),
+    }  # fmt: skip
+
     path: Annotated[Path, tyro.conf.Positional]
+    revision: str | None = None
+    download_dir: Path | None = None
     target: Path | None = None
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
-    logit_error: tyro.conf.FlagCreatePairsOff[bool] = False
-    compiled: tyro.conf.FlagCreatePairsOff[bool] = False
-    kernels: tyro.conf.FlagCreatePairsOff[bool] = False
+    logit_error: bool = False
+    compiled: bool = False
+    kernels: bool = False
     gpu: Literal["h100", "h200"] = "h100"
     devices: tuple[int, ...] = ()
     mesh: str = ""
@@ -67,19 +80,25 @@ class InspectArgs:
     capacity: int = 4096
     topology: int = 3
     programs: tuple[Literal["plain", "ngram", "mtp", "prefill"], ...] = ()
-    xla_only: tyro.conf.FlagCreatePairsOff[bool] = False
+    xla_only: bool = False
     color: bool = True
-    balance: Annotated[BalanceFlags, tyro.conf.arg(name="")] = field(default_factory=BalanceFlags)
+    balance: BalanceFlags = field(default_factory=BalanceFlags)
 
 
 def run(args: InspectArgs) -> int:
-    """Prints the survey of a model; returns 1 where its tensors are not those that its config needs."""
+    """Prints the survey of a model; returns 1 where loading it would be refused."""
+    from jaxspec.serve.demo_pair import resolve_model
+
     if args.logit_error and (args.quantization not in ("fp8", "int8") or args.path.is_file()):
         raise ConfigError("inspect: --logit-error needs --quantization fp8 or int8, and a directory with weights")
+    if not os.path.lexists(args.path) or args.revision is not None:
+        weights = not (args.compiled or args.kernels)
+        args = replace(args, path=resolve_model(args.path, args.revision, args.download_dir, weights=weights))
     if args.target is not None or _is_head(args.path):
         from jaxspec.cli.inspect_head import inspect_head
 
-        return inspect_head(args.path, args.target, as_json=args.json, color=args.color)
+        target = args.target and resolve_model(args.target, weights=False)
+        return inspect_head(args.path, target, as_json=args.json, color=args.color)
     if args.balance.balance:
         setting = Setting(args.path, args.devices, args.rows, args.dtype, args.quantization)
         return inspect_balance(args.balance, setting, as_json=args.json, color=args.color)
@@ -97,7 +116,8 @@ def run(args: InspectArgs) -> int:
 
         show(found, Screen(args.color))
     tensors = found["tensors"]
-    return 1 if any(tensors[kind] for kind in ("missing", "extra", "misshaped", "mistyped")) else 0
+    wrong = any(tensors[kind] for kind in ("missing", "extra", "misshaped", "mistyped"))
+    return int(wrong or bool(found["refused"]))
 
 
 def _is_head(path: Path) -> bool:
@@ -169,6 +189,7 @@ def show(found: dict[str, Any], screen: "Screen") -> None:
     words = f"{prediction['layers']} layers, {there}" if prediction["layers"] else "none"
     _rows(screen, "drafters", [*found["drafters"].items(), ("multi-token prediction", words)])
     _rows(screen, "text", [(name.replace("_", " "), str(value)) for name, value in found["text"].items()])
+    _rows(screen, "config", _config(found))
     if "logit_error" in found:
         _rows(screen, "logit error", [(str(k), str(v)) for k, v in dict(found["logit_error"]).items()])
     tensors = found["tensors"]
@@ -176,6 +197,8 @@ def show(found: dict[str, Any], screen: "Screen") -> None:
     for kind in ("missing", "extra", "misshaped", "mistyped"):
         for name in tensors[kind]:
             screen.line(f"  {kind}: {name}", "red")
+    for what, why in found["refused"].items():
+        screen.line(f"{what.replace('_', ' ')}: {why}", "red")
 
 
 def _parts(screen: "Screen", found: dict[str, Any]) -> None:
@@ -197,6 +220,12 @@ def _parts(screen: "Screen", found: dict[str, Any]) -> None:
     table.add_row("all but prediction", "", "", f"{parameters['total']:,}")
     table.add_row("used by one token", "", "", f"{parameters['active']:,}")
     screen.console.print(table)
+
+
+def _config(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Longest text, and what the config says in vain."""
+    ignored = found["ignored_keys"]
+    return [("longest text", f"{found['context_tokens']} tokens"), ("ignored keys", ", ".join(ignored) or "none")]
 
 
 def _weights(found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -4,9 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxspec.errors import ConfigError
 
@@ -38,7 +36,9 @@ class BalanceFlags:
       load: Counts of an earlier --record, instead of measuring.
     """
 
-    balance: tyro.conf.FlagCreatePairsOff[bool] = False
+    GROUP: ClassVar = "expert balance"
+
+    balance: bool = False
     prompts: Path | None = None
     texts: int = 64
     tokens: int = 64

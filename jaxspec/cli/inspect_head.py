@@ -2,8 +2,10 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from jaxspec.errors import ConfigError
 
@@ -19,17 +21,21 @@ def inspect_head(path: Path, target: Path | None, *, as_json: bool, color: bool)
     if target is None:
         raise ConfigError(f"{path}: it is a draft head; name the model that it drafts for with --target DIR")
     from jaxspec.checkpoint.head_traps import look_at
+    from jaxspec.checkpoint.verifier import provenance
 
     found, refusal = look_at(path, target)
+    trained = provenance(path)
     wrong = bool(refusal) or any(finding.verdict == "error" for finding in found)
     if as_json:
         report = {"path": str(path), "target": str(target), "refused": refusal, "traps": [asdict(f) for f in found]}
-        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+        sys.stdout.write(json.dumps(report | ({"training": trained} if trained else {}), indent=2) + "\n")
         return int(wrong)
     from jaxspec.cli.screen import Screen
 
     screen = Screen(color)
     screen.line(f"draft head {path} for {target}", "bold")
+    if trained:
+        screen.line(_training(trained))
     for finding in found:
         screen.line(f"{finding.trap:>3} {finding.verdict:<7} {finding.title}: {finding.found}", STYLES[finding.verdict])
         if finding.verdict != "ok":
@@ -37,3 +43,15 @@ def inspect_head(path: Path, target: Path | None, *, as_json: bool, color: bool)
                 screen.line(f"            {who}: {words}")
     screen.line(f"jaxspec refuses it: {refusal}" if refusal else "jaxspec loads it", "red" if refusal else "bold")
     return int(wrong)
+
+
+def _training(trained: Mapping[str, Any]) -> str:
+    """What a training here wrote beside the head, in one line."""
+    target, data = trained.get("target") or {}, (trained.get("data") or {}).get("train") or []
+    words = [
+        f"trained for {target.get('name', 'a model without a name')} by jaxspec {trained.get('jaxspec', 'unknown')}"
+    ]
+    words.append(f"{trained.get('step', 'unknown')} updates on {', '.join(str(file.get('name')) for file in data)}")
+    lengths = (trained.get("held_out") or {}).items()
+    named = [f"{name.removesuffix('/acceptance_length')} {x:.2f}" for name, x in lengths if name.endswith("_length")]
+    return ", ".join([*words, *([f"acceptance length {', '.join(named)}"] if named else [])])

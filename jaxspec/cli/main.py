@@ -1,15 +1,19 @@
-"""The command line: finds the subcommand, shows its errors as one line, sets the exit code."""
+"""The command line: finds the subcommand, shows its errors as one line, sets the exit status."""
 
 import os
+import signal
 import sys
+from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import version
 from typing import get_type_hints
 
-import tyro
 from tyro.extras import SubcommandApp
 
-from jaxspec.errors import JaxspecError
+from jaxspec.cli.arguments import parse
+from jaxspec.cli.examples import description_of
+from jaxspec.cli.interrupts import INTERRUPTS
+from jaxspec.cli.status import BROKEN_PIPE, FAILED, status_of
+from jaxspec.errors import ConfigError, JaxspecError
 
 COMMANDS = {
     "generate": "Generate text for one prompt, or for a file of them.",
@@ -21,53 +25,102 @@ COMMANDS = {
     "import": "Write a draft head of any known format in ours.",
     "plan": "Say whether speculation will pay for a model on a machine, before anything is loaded.",
     "calibrate": "Measure a model on this machine, so that plans for it rest on measurements.",
-    "bench": "Measure speed and acceptance over a grid, or compare two such reports (jaxspec bench compare A B).",
+    "bench": "Measure speed and acceptance over a grid of settings.",
     "bench compare": "Compare two reports of jaxspec bench, cell by cell.",
+    "lm_eval": "Evaluate a model with lm-evaluation-harness; takes the harness's own flags.",
     "demo": "See speculation at work on the packaged demo models.",
 }
 MODULES = {"import": "import_head"}  # where a command is a word of Python's
-USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+VERSION = ("--version", "-V")
 
 
 def main(args: list[str] | None = None) -> int:
-    """Runs ``jaxspec`` and returns its exit code.
+    """Runs ``jaxspec`` and returns its exit status.
 
     Each subcommand is a module of this package with a function ``run(args)``; the type of ``args`` gives its
     flags. Only the module that is asked for is imported.
+
+    Args:
+      args: the command line; None is that of this process, whose signals are then watched, too.
     """
-    args = sys.argv[1:] if args is None else args
+    if args is None:
+        args = sys.argv[1:]
+        INTERRUPTS.watch()
     try:
         code = _run(args)
         sys.stdout.flush()
-    except JaxspecError as error:
-        sys.stderr.write(f"jaxspec: {' '.join(str(error).split())}\n")
-        return USAGE_ERROR
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The interpreter flushes standard output once more on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return BROKEN_PIPE
+    except BaseException as error:
+        code = _ended_by(error)
+        if code is None:
+            raise
     return code
 
 
+def _ended_by(error: BaseException) -> int | None:
+    """The exit status that an exception means, after it was shown as one line; None for a fault of ours."""
+    if isinstance(error, JaxspecError):
+        return _fail(str(error), status_of(error))
+    if isinstance(error, BrokenPipeError):
+        # The interpreter flushes standard output once more on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return BROKEN_PIPE
+    if isinstance(error, SystemExit):
+        return None
+    # An import that a signal cuts short ends in other exceptions.
+    number = INTERRUPTS.number or (signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0)
+    if number:
+        INTERRUPTS.say(number)
+        return 128 + number
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return _fail(f"{error}; fewer rows or shorter texts need less (--max-num-seqs, --max-model-len)", FAILED)
+    return _fail(str(error), FAILED) if isinstance(error, OSError) else None
+
+
+def _fail(words: str, status: int) -> int:
+    sys.stderr.write(f"jaxspec: {' '.join(words.split())}\n")
+    return status
+
+
 def _run(args: list[str]) -> int:
-    if args == ["--version"]:
-        sys.stdout.write(f"jaxspec {version('jaxspec')}\n")
+    if len(args) == 1 and args[0] in VERSION:
+        from jaxspec import __version__
+
+        sys.stdout.write(f"jaxspec {__version__}\n")
         return 0
     name = next((words for words in (" ".join(args[:2]), " ".join(args[:1])) if words in COMMANDS), None)
     if name is None:
-        overview = SubcommandApp()
-        for word, about in COMMANDS.items():
-            if " " not in word:
-                overview.command(name=word, help=about)(_nothing)
-        overview.cli(prog="jaxspec", args=args or ["--help"], description="Lossless speculative decoding in JAX.")
-        return 0
+        return _overview(args)
+    if name == "lm_eval":
+        from jaxspec.cli.lm_eval import run_harness
+
+        return run_harness(args[1:])
     command = import_module(f"jaxspec.cli.{MODULES.get(name, name.replace(' ', '_'))}")
     kind = get_type_hints(command.run)["args"]
     rest = args[len(name.split()) :]
-    parsed = tyro.cli(kind, prog=f"jaxspec {name}", args=rest, description=COMMANDS[name])
+    parsed = parse(kind, rest, prog=f"jaxspec {name}", description=description_of(name, COMMANDS[name]))
     return command.run(parsed) or 0
+
+
+def _overview(args: list[str]) -> int:
+    """Shows all commands.
+
+    Raises:
+      ConfigError: the word is none of them.
+    """
+    if args and not args[0].startswith("-"):
+        near = get_close_matches(args[0], COMMANDS, 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{args[0]!r} is no command; {meant}There are {', '.join(COMMANDS)}")
+    overview = SubcommandApp()
+    for name, about in COMMANDS.items():
+        overview.command(name=name, help=about)(_nothing)
+    overview.cli(
+        prog="jaxspec",
+        args=args or ["--help"],
+        description="Lossless speculative decoding in JAX.\n\n"
+        "jaxspec COMMAND --help shows a command's flags, jaxspec --version (-V) the version.",
+    )
+    return 0
 
 
 def _nothing() -> None:

@@ -6,9 +6,7 @@ import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import tyro
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxspec.errors import ConfigError
 
@@ -19,6 +17,7 @@ if TYPE_CHECKING:
     from jaxspec.perf.hardware import Hardware
     from jaxspec.perf.plan import BatchPlan, Question
 
+PADDING_ROWS = 1024  # by which vocabularies of one tokenizer may differ
 AXIS = re.compile(r"(data|expert|tensor)=(\d+)")
 COLUMNS = ("rows", "plain", "best", "tau", "speed-up", "range", "pays", "break-even", "tok/s", "ms/tok")
 
@@ -28,7 +27,7 @@ class PlanArgs:
     """What ``jaxspec plan`` is asked for.
 
     Attributes:
-      model: A config.json, a model directory, or a shipped config such as qwen3-30b-a3b. No weights are read.
+      model: A config.json, a model directory, demo, or a shipped config such as qwen3-30b-a3b. No weights are read.
       hardware: Device and how many, for example h200x8; or a record like those in configs/hardware. Not needed with
         --calibration.
       devices: Tabulate these numbers of devices of --hardware instead, each with --batch rows per device (8).
@@ -36,7 +35,7 @@ class PlanArgs:
         spread over all devices.
       drafter: ngram, mtp, eagle, medusa, or the config of a draft model; by default the best of those that the model
         allows.
-      acceptance: Probability that a draft is accepted behind accepted ones (0.7), or the share of passes in which each
+      acceptance: Probability that a draft is accepted after accepted ones (0.7), or the share of passes in which each
         position is accepted, as engines report it (0.9,0.72,0.48); by default published figures of the drafter.
       overlap: Experts that four neighbouring positions touch, as a share of the count under independent routing; by
         default the published range of 0.69 to 1.
@@ -46,13 +45,19 @@ class PlanArgs:
       trees: Choose among small trees, too, where the model can verify them.
       price_per_hour: Of all devices together, in any currency.
       calibration: What jaxspec calibrate wrote for this model; its machine is then planned for.
-      dtype: Of weights that are not quantised.
+      dtype: Of weights that are not quantized.
       quantization: How weights lie in memory, as for generate.
       rules: Hold the usual rules of thumb against this model and machine.
       json: Print JSON.
       plot: File for a picture, .png, .svg or .pdf: speed-up by batch, target efficiency, experts touched.
-      color: Colours on a terminal.
+      color: Color on a terminal.
     """
+
+    GROUPS: ClassVar = {
+        "machine": ("hardware", "devices", "mesh", "price_per_hour", "calibration", "dtype", "quantization"),
+        "speculation": ("drafter", "acceptance", "overlap", "lengths", "trees"),
+        "output": ("rules", "json", "plot", "color"),
+    }
 
     model: str
     hardware: str | None = None
@@ -69,8 +74,8 @@ class PlanArgs:
     calibration: Path | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
-    rules: tyro.conf.FlagCreatePairsOff[bool] = False
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    rules: bool = False
+    json: bool = False
     plot: Path | None = None
     color: bool = True
 
@@ -248,7 +253,7 @@ def drafters_of(wanted: str | None, model: "ModelCost") -> tuple["DraftCost", ..
         raise ConfigError(f"plan: for {wanted} give the config of a draft model instead, for example llama-3.2-1b")
     name, config = model_config(wanted)
     draft = model_cost(config, name=name)
-    if draft.vocab_size != model.vocab_size:
+    if abs(draft.vocab_size - model.vocab_size) > PADDING_ROWS:
         raise ConfigError(
             f"plan: {name} has a vocabulary of {draft.vocab_size}, {model.name} of {model.vocab_size}; a draft model "
             "needs the target's tokenizer"

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -16,8 +17,8 @@ class PlotArgs:
       output: PNG, SVG or PDF that gets the picture; by default plot.png in the first run.
     """
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    output: Path | None = None
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN ...")]
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE", aliases=["-o"])] = None
 
 
 def run(args: PlotArgs) -> int:

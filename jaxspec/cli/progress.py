@@ -1,20 +1,12 @@
-"""How far a job, a load or a training is, on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""How far a job or a training is, on standard error: a bar on a terminal, a line now and then elsewhere."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 if TYPE_CHECKING:
@@ -58,7 +50,7 @@ class ShownProgress:
 
 
 class ShownTraining:
-    """Shows a training while it is entered; call it with what the loop logs.
+    """Shows a training while it is entered; call it with what the loop reports.
 
     Args:
       steps: updates in all.
@@ -69,8 +61,8 @@ class ShownTraining:
         self._steps, self._bar = steps, None
         if console.is_terminal:
             figures = TextColumn("{task.fields[figures]}")
-            self._bar = Bar(BarColumn(), MofNCompleteColumn(), figures, TimeRemainingColumn(), console=console)
-            self._task = self._bar.add_task("", total=steps, figures="")
+            self._bar = Bar(BarColumn(), MofNCompleteColumn(), figures, console=console)
+            self._task = self._bar.add_task("", total=steps, figures="compiling the update ...")
 
     def __enter__(self) -> "ShownTraining":
         return self
@@ -83,56 +75,58 @@ class ShownTraining:
         """Shows one entry; held-out figures get a line of their own on a terminal too."""
         step = int(entry["step"])
         if "loss" not in entry:
-            if step:
-                sys.stderr.write(f"jaxspec: going on behind update {step}\n")
-            if self._bar is not None:
-                self._bar.update(self._task, completed=step)
-                self._bar.start()
+            self._say(step, entry)
             return
         if self._bar is not None:
             self._bar.update(self._task, completed=step, figures=figures_of(entry, held_out=False))
         if self._bar is None or any("/" in name for name in entry):
-            line = f"{step}/{self._steps} updates, {figures_of(entry)}"
+            self._line(f"{step}/{self._steps} updates, {figures_of(entry)}")
+
+    def _say(self, step: int, entry: Mapping[str, float]) -> None:
+        """What takes long and is no figure."""
+        if "compiled_s" in entry:
+            self._line(f"the update is compiled, the first one took {_clock(entry['compiled_s'])}")
+            now = ""
+        elif "measuring" in entry:
+            now = "measuring acceptance ..."
+        else:
             if self._bar is not None:
-                self._bar.console.print(line, highlight=False, markup=False)
-            else:
-                sys.stderr.write(f"jaxspec: {line}\n")
-                sys.stderr.flush()
+                self._bar.start()
+            if step:
+                self._line(f"going on after update {step}")
+            now = "compiling the update ..." if step < self._steps else ""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, figures=now)
+        elif now:
+            self._line(f"{step}/{self._steps} updates, {now}" if "measuring" in entry else now)
+
+    def _line(self, words: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(words, highlight=False, markup=False, soft_wrap=True)
+        else:
+            sys.stderr.write(f"jaxspec: {words}\n")
+            sys.stderr.flush()
 
 
 def figures_of(entry: Mapping[str, float], *, held_out: bool = True) -> str:
-    """Loss, accuracy of the first draft and held-out acceptance lengths, in words."""
-    words = [f"loss {entry['loss']:.4g}"]
+    """What one entry of a training's log says, in words."""
+    words = [f"epoch {entry['epoch']:.3g}"] if "epoch" in entry else []
+    words.append(f"loss {entry['loss']:.4g}")
     if "accuracy_0" in entry:
         words.append(f"first draft right {entry['accuracy_0']:.1%}")
     lengths = {name: value for name, value in entry.items() if name.endswith("/acceptance_length")}
     if held_out and lengths:
         found = ", ".join(f"{name.removesuffix('/acceptance_length')} {value:.2f}" for name, value in lengths.items())
-        words.append(f"acceptance length {found}")
+        words.append(f"acceptance length (tokens per target pass) {found}")
+    if "learning_rate" in entry:
+        words.append(f"learning rate {entry['learning_rate']:.3g}")
+    if "tokens_per_s" in entry:
+        words.append(f"{entry['tokens_per_s']:,.0f} tokens/s")
+    if "time_s" in entry:
+        words.append(f"{_clock(entry['time_s'])} elapsed")
+    if "left_s" in entry:
+        words.append(f"{_clock(entry['left_s'])} left")
     return ", ".join(words)
-
-
-@contextmanager
-def shown_loading() -> Iterator[Callable[[int, int], None] | None]:
-    """Gives what shows (bytes placed, bytes in all) of a loading model, None where no terminal is."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    bar = Bar(*columns, console=console, transient=True)
-    task = bar.add_task("", total=None)
-
-    def show(done: int, total: int) -> None:
-        bar.start()
-        bar.update(task, completed=done, total=total)
-        if done == total:
-            bar.stop()
-
-    try:
-        yield show
-    finally:
-        bar.stop()
 
 
 def rates(p: "Progress") -> str:
@@ -147,5 +141,10 @@ def left(p: "Progress") -> str:
     fresh = p.done - p.earlier
     if not fresh:
         return "time left unknown"
-    seconds = round(p.time_s / fresh * (p.total - p.done))
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+    return f"{_clock(p.time_s / fresh * (p.total - p.done))} left"
+
+
+def _clock(time_s: float) -> str:
+    """Hours, minutes and seconds."""
+    seconds = round(time_s)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

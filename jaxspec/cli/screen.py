@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text as Styled
 
+from jaxspec.cli.stages import Stages, in_words
+
 
 class Screen:
     """Standard output; no escape codes when piped, when told so, or under ``NO_COLOR``."""
@@ -36,15 +38,17 @@ class Screen:
         self.console.file.flush()
 
     @contextmanager
-    def waiting(self, text: str) -> Iterator[None]:
-        """Says what is waited for, with a moving sign on a terminal, then how long it took."""
+    def waiting(self, text: str) -> Iterator[Callable[[str, int, int], None]]:
+        """Says what is waited for, then how long it took; yields what shows (stage, done, total) meanwhile."""
         began = time.monotonic()
         if self.color:
-            with self.console.status(Styled(f"{text} ...", "dim")):
-                yield
-        self.piece(f"{text} ... ", "dim")
-        if not self.color:
-            yield
+            with self.console.status(Styled(f"{text} ...", "dim")) as status:
+                yield lambda stage, *counts: status.update(Styled(f"{text}: {in_words(stage, *counts)} ...", "dim"))
+            self.piece(f"{text} ... ", "dim")
+        else:
+            self.piece(f"{text} ... ", "dim")
+            with Stages() as stages:
+                yield stages
         self.line(f"{time.monotonic() - began:.1f} s", "dim")
 
     @contextmanager

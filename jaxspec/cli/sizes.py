@@ -3,7 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -22,21 +22,27 @@ class SizesArgs:
 
     Attributes:
       models: Shipped configs such as deepseek-v3, config.json files or model directories. No weights are read.
-      hardware: Devices and how many: h200x8, or h200x16 for two machines of eight. None need be there.
+      hardware: Devices and how many: h200x8, or h200x16 for two machines of eight. They need not be there.
       mesh: Devices by axis, such as expert=8,tensor=2; by default all along expert, or tensor without experts.
       expert_transport: How rows reach the experts' devices.
       rows: Batch slots of all devices together.
       context: Longest text in tokens.
       topology: Drafted tokens K.
       programs: Which of plain, ngram, mtp and prefill; by default plain, prefill, and mtp where there is one.
-      quantization: Of models whose config is not quantised; others lie as published.
+      quantization: Of models whose config is not quantized; others lie as published.
       layers: Compile only so many layers, at full width, which is quicker; 0 compiles all. Weights and caches are of
         all layers in any case.
       json: Print JSON.
-      color: Colours on a terminal.
+      color: Color on a terminal.
     """
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional]
+    GROUPS: ClassVar = {
+        "device": ("hardware", "mesh", "expert_transport"),
+        "program": ("rows", "context", "topology", "programs", "quantization", "layers"),
+        "output": ("json", "color"),
+    }
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...")]
     hardware: tuple[str, ...] = ("h200x8",)
     mesh: str = ""
     expert_transport: Literal["sum", "ragged"] = "ragged"
@@ -46,7 +52,7 @@ class SizesArgs:
     programs: tuple[Literal["plain", "ngram", "mtp", "prefill"], ...] = ()
     quantization: Literal["auto", "fp8", "int8"] = "auto"
     layers: int = 0
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     color: bool = True
 
 

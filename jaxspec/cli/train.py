@@ -1,11 +1,11 @@
 """``jaxspec train``: fits a draft head to a target, and goes on where an earlier run stopped."""
 
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -13,6 +13,7 @@ import tyro
 from jaxspec.cli.host_flags import HostFlags
 from jaxspec.errors import ConfigError
 
+LINES = ("warning", "memory", "loading")
 NEEDED = {"optax": "optax", "orbax": "orbax-checkpoint", "grain": "grain"}
 
 
@@ -22,7 +23,8 @@ class TrainArgs:
 
     Attributes:
       config: TOML file, or a name in configs/train.
-      set: Values that differ from the file's, such as train.steps=100 or data.train=["my.jsonl"]; may come again.
+      set: A value that differs from the file's, such as train.steps=100; may come again. Texts in lists need quotes
+        inside quotes: --set 'data.train=["my.jsonl"]'.
       out: Directory of the run, by default the config's. The same command started again goes on where it ended.
       features_only: Write the config's feature cache, which runs the target once over the data, and do not train.
     """
@@ -38,14 +40,17 @@ def run(args: TrainArgs) -> int:
     """Trains; returns the exit code."""
     if missing := [package for module, package in NEEDED.items() if find_spec(module) is None]:
         raise ConfigError(f"train: {', '.join(missing)} not installed; pip install 'jaxspec[train]'")
+    from jaxspec.checkpoint.hub import resolve_model
     from jaxspec.cli.progress import ShownTraining
     from jaxspec.serve.compile_cache import use_compile_cache
     from jaxspec.serve.demo_pair import demo_model_dir
     from jaxspec.train.run import train, write_features
     from jaxspec.train.settings import load_run_settings
 
+    # Without a word of the user, JAX takes three quarters of a GPU, and the target of a head often needs more.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     settings = load_run_settings(args.config, args.set, args.out)
-    target = demo_model_dir("target") if settings.target == "demo" else Path(settings.target)
+    target = demo_model_dir("target") if settings.target == "demo" else resolve_model(settings.target)
     with args.hosts.together() as talks:
         use_compile_cache()
         say = sys.stderr.write if talks else _nothing
@@ -55,8 +60,12 @@ def run(args: TrainArgs) -> int:
             say(f"jaxspec: the features are in {settings.features.cache}\n")
             return 0
         say(f"jaxspec: {settings.head.kind} head for {target}, run in {settings.out}\n")
-        with ShownTraining(settings.train.steps) if talks else nullcontext(_nothing) as watch:
-            trained = train(settings, target, watch, tell)
+        try:
+            with ShownTraining(settings.train.steps) if talks else nullcontext(_nothing) as watch:
+                trained = train(settings, target, watch, tell)
+        except KeyboardInterrupt:
+            say("jaxspec: stopped; the same command goes on from the last checkpoint\n")
+            raise
         kept = [name for name in ("best", "last") if (trained.directory / name).exists()]
         places = " and ".join(str(trained.directory / name) for name in kept)
         say(f"jaxspec: {settings.train.steps} updates done; the head is in {places}\n")
@@ -68,5 +77,7 @@ def _nothing(said: object) -> None:
 
 
 def _tell(facts: Mapping[str, object]) -> None:
-    if facts:
-        sys.stderr.write(f"jaxspec: {', '.join(f'{name} {value}' for name, value in facts.items())}\n")
+    words = [f"{name}: {value}" if name in LINES else f"{name} {value}" for name, value in facts.items()]
+    if words:
+        sys.stderr.write(f"jaxspec: {', '.join(words)}\n")
+        sys.stderr.flush()

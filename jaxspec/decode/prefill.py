@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxspec.cache.kv import Window
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.draft.deferred import Deferred
-from jaxspec.models.transformer import features_of, forward
+from jaxspec.models.transformer import Hidden, features_of, forward
 from jaxspec.protocol import Commit, Drafter, Sampling
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
@@ -36,6 +36,20 @@ def prefill(
       count: length of the chunk, which leaves at least one token behind it.
       table_J: page ids of the row, None without a page pool.
     """
+    return read_chunk(target, drafter, state, row, token_X, start, count, table_J)[0]
+
+
+def read_chunk(
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    row: Array,
+    token_X: Array,
+    start: Array,
+    count: Array,
+    table_J: Array | None,
+) -> tuple[DecodeState, Hidden]:
+    """What ``prefill`` does, and the hidden states of the chunk's positions."""
     start_B, token_BT, next_BT = start[None], token_X[None, :-1], token_X[None, 1:]
     position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     table = None if table_J is None else table_J[None]
@@ -43,7 +57,7 @@ def prefill(
     window = Window(start_B, table, row[None], live_BT=live_BT, block=target.block)
     hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window, drafter.reads)
     commit = Commit(token_BT, next_BT, features_of(hidden), count[None], start_B, path_BT=None, row=row)
-    return replace(state, layers=layers, draft=drafter.observe(state.draft, commit))
+    return replace(state, layers=layers, draft=drafter.observe(state.draft, commit)), hidden
 
 
 def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, count: Array, *, size: int) -> DecodeState:
@@ -65,7 +79,13 @@ def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, cou
 
 
 def admit(
-    state: DecodeState, row: Array, prompt_S: Array, length: Array, sampling: Sampling, table_J: Array | None
+    state: DecodeState,
+    row: Array,
+    prompt_S: Array,
+    length: Array,
+    sampling: Sampling,
+    table_J: Array | None,
+    bias_V: Array | None = None,
 ) -> DecodeState:
     """Starts a request in a row whose cache holds all of its prompt but the last token.
 
@@ -76,6 +96,7 @@ def admit(
       length: prompt length in tokens, at least 1.
       sampling: settings, arrays of one row.
       table_J: page ids of the row, None without a page pool.
+      bias_V: of its logits where its settings say that it is biased.
     """
     where = jnp.arange(prompt_S.shape[0], dtype=jnp.int32) < length
     vocab = state.count_BV.shape[1]
@@ -92,6 +113,7 @@ def admit(
         history_BS=state.history_BS.at[row].set(prompt_S),
         count_BV=state.count_BV.at[row].set(0),
         prompt_BV=state.prompt_BV.at[row].set(prompt_V),
+        bias_BV=state.bias_BV if bias_V is None else state.bias_BV.at[row].set(bias_V),
         sampling=Sampling(**merged),
         active_B=state.active_B.at[row].set(True),
     )
@@ -102,6 +124,7 @@ def retire(state: DecodeState, row: Array) -> DecodeState:
     s = state.sampling
     neutral = {"temperature_B": 0.0, "top_p_B": 1.0, "min_p_B": 0.0, "top_k_B": 0, "repetition_B": 1.0}
     neutral |= {"presence_B": 0.0, "frequency_B": 0.0, "min_length_B": 0, "draft_limit_B": 0, "logprobs_B": -1}
+    neutral |= {"biased_B": False, "bad_words_BWL": -1}
     changes = {name: getattr(s, name).at[row].set(value) for name, value in neutral.items()}
     return replace(
         state,
@@ -109,4 +132,5 @@ def retire(state: DecodeState, row: Array) -> DecodeState:
         sampling=replace(s, **changes),
         active_B=state.active_B.at[row].set(False),
         length_B=state.length_B.at[row].set(0),
+        anchor_B=state.anchor_B.at[row].set(0),
     )

@@ -13,6 +13,8 @@ from jaxspec.protocol import Anchor, Drafter, DraftState, Prices, Sampling
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
 
+BAD_WORDS = 64, 16  # sequences per row, and tokens of the longest
+
 
 @pytree
 class Target:
@@ -41,6 +43,7 @@ class DecodeState:
       history_BS: all committed tokens, prompt included.
       count_BV: generated tokens counted, kept only while some row has penalties.
       prompt_BV: tokens of the prompt, likewise.
+      bias_BV: added to the logits of rows that are biased, -inf for tokens that may not be sampled.
       sampling: settings of each row.
       active_B: rows in use.
       draft: the drafter's own state.
@@ -54,6 +57,7 @@ class DecodeState:
     history_BS: Array
     count_BV: Array
     prompt_BV: Array
+    bias_BV: Array
     sampling: Sampling
     active_B: Array
     draft: DraftState
@@ -65,18 +69,19 @@ class DecodeState:
         sampling = self.sampling
         if self.prices is not None:  # an idle row's drafts must keep no drafting going
             sampling = replace(sampling, draft_limit_B=jnp.where(self.active_B, sampling.draft_limit_B, 0))
-        return Anchor(self.anchor_B, self.length_B, self.history_BS, sampling, self.prices)
+        return Anchor(self.anchor_B, self.length_B, self.history_BS, sampling, self.prices, self.bias_BV)
 
 
 def init_sampling(rows: int, stop_ids: int) -> Sampling:
     """Neutral settings: greedy, nothing switched on."""
     special = {"top_p_B": 1.0, "repetition_B": 1.0, "logprobs_B": -1}
-    whole = {"top_k_B", "min_length_B", "max_length_B", "draft_limit_B", "logprobs_B"}
+    whole = {"top_k_B", "min_length_B", "max_length_B", "draft_limit_B", "logprobs_B", "prompt_length_B"}
     values = {  # one array each: a donated buffer must not appear twice
         f.name: jnp.full(rows, special.get(f.name, 0), jnp.int32 if f.name in whole else jnp.float32)
         for f in fields(Sampling)  # pyright: ignore[reportArgumentType]
     }
     values |= {"key_BX": jnp.zeros((rows, 2), jnp.uint32), "stop_BX": jnp.full((rows, stop_ids), -1, jnp.int32)}
+    values |= {"biased_B": jnp.zeros(rows, bool), "bad_words_BWL": jnp.full((rows, *BAD_WORDS), -1, jnp.int32)}
     return Sampling(**values)
 
 
@@ -119,6 +124,7 @@ def init_state(
         history_BS=jnp.zeros((rows, room), jnp.int32),
         count_BV=jnp.zeros((rows, arch.vocab_size), jnp.int32),
         prompt_BV=jnp.zeros((rows, arch.vocab_size), bool),
+        bias_BV=jnp.zeros((rows, arch.vocab_size), jnp.float32),
         sampling=init_sampling(rows, stop_ids),
         active_B=jnp.zeros(rows, bool),
         draft=drafter.init_state(rows, capacity, slack),

@@ -12,6 +12,7 @@ from jax import lax
 from jaxspec.cache.kv import Window, in_line, in_rows
 from jaxspec.cache.ragged import ragged_of
 from jaxspec.decode.confidence import outcomes
+from jaxspec.decode.ranks import ranked
 from jaxspec.decode.routes import Routes, routes_of
 from jaxspec.decode.state import DecodeState, Target, write_rows
 from jaxspec.decode.touched import distinct_by_depth, experts_of
@@ -23,8 +24,8 @@ from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from jaxspec.topology import chain
 from jaxspec.verify.logits import Context, process
-from jaxspec.verify.rules import RULES, synthetic
-from jaxspec.verify.walk import stop_at, usable
+from jaxspec.verify.rules import DRAWN_BY_SCORE, RULES, synthetic
+from jaxspec.verify.walk import stop_at, unsound, usable
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class StepOut:
       drafted_B: usable drafts that were verified; where a step verified none though some rows had drafts, their
         number below zero.
       stopped_B, full_B: rows that met a stop id, or their length limit.
+      broken_B: rows that ended because no token could be sampled, see ``unsound``.
       logprob_BTL: log-probability of each committed token, then of the most likely ones.
       top_BTL: rank of the committed token, then ids of the most likely ones.
       touched_K: experts per layer that the first 1, 2, ... K drafts of all rows were predicted to touch, float32;
@@ -69,6 +71,7 @@ class StepOut:
     drafted_B: Array
     stopped_B: Array
     full_B: Array
+    broken_B: Array
     logprob_BTL: Array
     top_BTL: Array
     touched_K: Array | None
@@ -78,6 +81,7 @@ class StepOut:
 
 Stepped = tuple[DecodeState, StepOut]
 CUT_PARTS, FOUND_PARTS = 4, 2
+TAIL = 4  # columns at the end of a report; before the last three stands whether no token could be sampled
 
 
 def step(target: Target, drafter: Drafter, state: DecodeState, least: Array | int = 1, *, plan: StepPlan) -> Stepped:
@@ -168,11 +172,12 @@ def _verify(
         drafter.reads, plan.routes,
     )  # fmt: skip
     logits_BTV = in_rows(head(target.net, target.params, hidden.last_BTD), window)
-    context = Context(state.count_BV, state.prompt_BV, token_BT, anchor.length_B)
+    context = Context(state.count_BV, state.prompt_BV, token_BT, anchor.length_B, state.history_BS, state.bias_BV)
     score_BTV = process(logits_BTV, sampling, context, tree)
     rule = partial(synthetic, survival=plan.survival) if plan.survival else RULES[plan.rule]
     verdict = rule(proposal, score_BTV, sampling, anchor.length_B, tree)
-    verdict, stopped_B, full_B = stop_at(verdict, sampling, anchor.length_B, state.active_B)
+    unsound_BT = unsound(logits_BTV, score_BTV, verdict, exact=plan.rule in DRAWN_BY_SCORE and not plan.survival)
+    verdict, stopped_B, full_B, broken_B = stop_at(verdict, sampling, anchor.length_B, state.active_B, unsound_BT)
     if not tree.is_chain:
         layers = compact_caches(layers, target.net.arch, target.net.policy, window, verdict.path_BT)
     final_BT = jnp.concatenate([anchor.token_B[:, None], verdict.token_BT[:, :-1]], axis=1)
@@ -186,15 +191,16 @@ def _verify(
     touched_K = None
     if proposal.expert_BKYA is not None:
         touched_K = distinct_by_depth(proposal.expert_BKYA, live_BT[:, 1:], experts_of(target.net.arch))
-    done_B, outcome_HMC = stopped_B | full_B, None
+    done_B, outcome_HMC = stopped_B | full_B | broken_B, None
     if state.prices is not None and proposal.confidence_BN is not None:
         tried_BN = live_BT[:, 1:] & ~done_B[:, None]  # an ending cuts verdicts short
         steps, warm_B = state.prices.accept_MC.shape[1], sampling.temperature_B > 0
         outcome_HMC = outcomes(proposal.confidence_BN, tried_BN, verdict.count_B - 1, warm_B, steps)
     routes = routes_of(hidden, proposal, verdict, live_BT, token_BT, position_BT) if plan.routes else None
     out = StepOut(
-        verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, logprob, ranked, touched_K, outcome_HMC, routes
-    )
+        verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, broken_B, logprob, ranked, touched_K,
+        outcome_HMC, routes,
+    )  # fmt: skip
     return _advance(state, layers, draft, verdict, done_B, apart=target.net.policy.splits_rows), out
 
 
@@ -242,11 +248,7 @@ def _logprobs(logits_BTV: Array, verdict: Verdict, wanted_B: Array, most: int) -
 
     def compute() -> tuple[Array, Array]:
         along = jnp.take_along_axis(logits_BTV, verdict.path_BT[..., None], axis=1)
-        logp = jax.nn.log_softmax(along, axis=-1)
-        own = jnp.take_along_axis(logp, verdict.token_BT[..., None], axis=-1)
-        rank = jnp.sum(logp > own, axis=-1, keepdims=True, dtype=jnp.int32) + 1
-        best, ids = lax.top_k(logp, most)
-        return jnp.concatenate([own, best], -1), jnp.concatenate([rank, ids.astype(jnp.int32)], -1)
+        return ranked(along, verdict.token_BT, most)
 
     return lax.cond(jnp.any(wanted_B >= 0), compute, lambda: empty)
 
@@ -256,8 +258,9 @@ class Report:
     """Outcomes of a dispatch, one small array for the host and others that it reads only on demand.
 
     Attributes:
-      packed_BX: int32 [B, steps * (T + 2) + 3]: per step the committed tokens, their count and the usable drafts;
-        then whether a stop id was met, whether the length limit was met, and the steps done.
+      packed_BX: int32 [B, steps * (T + 2) + TAIL]: per step the committed tokens, their count and the usable drafts;
+        then whether no token could be sampled, whether a stop id was met, whether the length limit was met, and the
+        steps done.
       logprob_BXL, top_BXL: as in ``StepOut``, [B, steps * T, L + 1].
       touched_K, outcome_HMC: sums over the steps of what ``StepOut`` has, None where it has none.
     """
@@ -295,11 +298,11 @@ def dispatch(
     limit = jnp.minimum(limit, plan.steps)
 
     def go_on(carry) -> Array:
-        i, state, *_, ended_B2 = carry
-        return (i < limit) & jnp.any(state.active_B) & ~(eager & jnp.any(ended_B2))
+        i, state, *_, ended_B3 = carry
+        return (i < limit) & jnp.any(state.active_B) & ~(eager & jnp.any(ended_B3))
 
     def one(carry):
-        i, state, packed, logprob, top, sums, ended_B2 = carry
+        i, state, packed, logprob, top, sums, ended_B3 = carry
         state, out = step(target, drafter, state, least, plan=plan)
         entry = jnp.concatenate([out.token_BT, out.count_B[:, None], out.drafted_B[:, None]], axis=1)
         packed = lax.dynamic_update_slice(packed, entry, (0, i * width))
@@ -307,16 +310,16 @@ def dispatch(
             logprob = lax.dynamic_update_slice(logprob, out.logprob_BTL, (0, i * depth, 0))
             top = lax.dynamic_update_slice(top, out.top_BTL, (0, i * depth, 0))
         sums = jax.tree.map(jnp.add, sums, (out.touched_K, out.outcome_HMC))
-        ended_B2 |= jnp.stack([out.stopped_B, out.full_B], axis=1)
-        return i + 1, state, packed, logprob, top, sums, ended_B2
+        ended_B3 |= jnp.stack([out.broken_B, out.stopped_B, out.full_B], axis=1)
+        return i + 1, state, packed, logprob, top, sums, ended_B3
 
     places = (rows, plan.steps * depth if plan.logprobs else 0, plan.logprobs + 1)
     carry = (
         jnp.int32(0), state, jnp.zeros((rows, plan.steps * width), jnp.int32),
-        jnp.zeros(places), jnp.zeros(places, jnp.int32), _no_sums(drafter, state, plan), jnp.zeros((rows, 2), bool),
+        jnp.zeros(places), jnp.zeros(places, jnp.int32), _no_sums(drafter, state, plan), jnp.zeros((rows, 3), bool),
     )  # fmt: skip
-    i, state, packed, logprob, top, sums, ended_B2 = lax.while_loop(go_on, one, carry)
-    tail = jnp.concatenate([ended_B2.astype(jnp.int32), jnp.broadcast_to(i, (rows, 1))], axis=1)
+    i, state, packed, logprob, top, sums, ended_B3 = lax.while_loop(go_on, one, carry)
+    tail = jnp.concatenate([ended_B3.astype(jnp.int32), jnp.broadcast_to(i, (rows, 1))], axis=1)
     return state, Report(jnp.concatenate([packed, tail], axis=1), logprob, top, *sums)
 
 

@@ -16,6 +16,7 @@ from jaxspec.shapes import Array
 from jaxspec.topology import DynamicTree, Topology
 
 LAWFUL = ("reject", "block")
+BANNED_DRAFT = -1e4
 
 
 class Scorer(Protocol):
@@ -116,7 +117,7 @@ def scores(cell: Scorer, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: 
       depth_T: depth of what is drawn.
       rule: of verification.
     """
-    logits = cell.logits(last_BTD)
+    logits = _biased(cell.logits(last_BTD), anchor)
     if rule == "greedy":
         return logits, logits
     warm_B = (anchor.sampling.temperature_B > 0)[:, None, None]
@@ -132,6 +133,18 @@ def scores(cell: Scorer, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: 
         return jnp.where(warm_B, score + noise, score)
 
     return score, lax.cond(jnp.any(warm_B), noisy, lambda x: x, score)
+
+
+def _biased(logits_BTV: Array, anchor: Anchor) -> Array:
+    """Logits with each row's bias, so that drafts are what may follow.
+
+    What may not is far below all else and not -inf, for a draft may know nothing else. Without a question whether some
+    row is biased, which would cost a GPU more than the sum does.
+    """
+    if anchor.bias_BV is None:
+        return logits_BTV
+    bias_BV = jnp.maximum(anchor.bias_BV, BANNED_DRAFT)
+    return jnp.where(anchor.sampling.biased_B[:, None, None], logits_BTV + bias_BV[:, None], logits_BTV)
 
 
 def _chain(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):

@@ -38,7 +38,8 @@ class SpeculativeConfig:
       method: one of ``METHODS``, or ``none``.
       lengths: what is drafted, and when.
       rule: verification rule.
-      model: directory of the draft model or head.
+      model: directory or hub id of the draft model or head.
+      revision: branch, tag or commit of a hub id.
       lookup_max, lookup_min: suffix lengths of n-gram matches.
       exit_layer: layers of the target that draft, for ``early_exit``.
       survival: rates of synthetic acceptance, empty for none.
@@ -54,6 +55,7 @@ class SpeculativeConfig:
     exit_layer: int = 0
     survival: tuple[float, ...] = ()
     cuts: Cuts = NO_CUTS
+    revision: str | None = None
 
     @property
     def topology(self) -> AnyTopology:
@@ -67,8 +69,8 @@ class SpeculativeConfig:
 
 
 KEYS = {
-    "method", "model", "rejection_sample_method", "prompt_lookup_max", "prompt_lookup_min", "exit_layer", *LENGTH_KEYS,
-    *CUT_KEYS,
+    "method", "model", "revision", "rejection_sample_method", "prompt_lookup_max", "prompt_lookup_min", "exit_layer",
+    *LENGTH_KEYS, *CUT_KEYS,
 }  # fmt: skip
 HEADS = ("eagle", "eagle3", "peagle", "medusa", "shared_expert")
 WITH_MODEL = ("draft_model", "hybrid", *HEADS)
@@ -112,15 +114,20 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
             f'speculative_config: method "{method}" grows no tree by confidence; leave {", ".join(DYNAMIC_KEYS)} out '
             "and give branching factors (speculative_token_tree) or num_speculative_tokens"
         )
-    if method not in WITH_MODEL and config.get("model"):
-        raise ConfigError(f'speculative_config: method "{method}" takes no "model"; leave one of them out')
+    for key in ("model", "revision"):
+        if method not in WITH_MODEL and config.get(key):
+            raise ConfigError(f'speculative_config: method "{method}" takes no "{key}"; leave one of them out')
     if method in WITH_MODEL and not config.get("model"):
         kind = "draft model" if method == "draft_model" else "head" if method in HEADS else "draft model or head"
-        raise ConfigError(f'speculative_config: method "{method}" needs "model", the directory of the {kind}')
+        raise ConfigError(
+            f'speculative_config: method "{method}" needs "model", the directory of the {kind} or a hub id'
+        )
     survival = _survival(decreed, lengths)
     exits = _exit(config, method)
     cuts = parse_cuts(config, method, lengths.all_chains, decreed is not None)
-    return SpeculativeConfig(method, lengths, rule, config.get("model"), longest, shortest, exits, survival, cuts)
+    return SpeculativeConfig(
+        method, lengths, rule, config.get("model"), longest, shortest, exits, survival, cuts, config.get("revision")
+    )
 
 
 def _exit(config: Mapping[str, Any], method: str) -> int:
@@ -191,8 +198,7 @@ def build(
         head.
 
     Raises:
-      ConfigError: trees are wanted where attention cannot verify or draft them, the draft model's vocabulary does not
-        fit the target's, or the head is of another kind.
+      ConfigError: trees are wanted where attention cannot verify or draft them, or the head is of another kind.
     """
     net, params = target
     if config.method == "none":
@@ -245,13 +251,9 @@ def _model_drafter(
     if isinstance(draft, Mtp):
         _check_tree(config, draft.arch, draft.arch.mtp, "its multi-token prediction")
         return MtpHeads(weights, params, draft, net, config.topology, block)
-    if draft.arch.vocab_size != net.arch.vocab_size:
-        raise ConfigError(
-            f"speculative_config: the draft has a vocabulary of {draft.arch.vocab_size}, the target of "
-            f"{net.arch.vocab_size}; use a draft model trained with the target's tokenizer"
-        )
     _check_tree(config, draft.arch, draft.arch.layers, "the draft model")
-    return SmallLm(weights, draft, config.topology, block)
+    other = draft.arch.vocab_size != net.arch.vocab_size
+    return SmallLm(weights, draft, config.topology, block, net.arch.vocab_size if other else 0)
 
 
 def _check_tree(config: SpeculativeConfig, arch: ArchSpec, layers: tuple[LayerSpec, ...], whose: str) -> None:

@@ -16,19 +16,24 @@ from jaxspec.topology import DynamicTree, Topology
 
 @pytree
 class SmallLm:
-    """Drafts with a model that shares the target's vocabulary (Leviathan 2023).
+    """Drafts with a model that shares the target's tokenizer (Leviathan 2023).
+
+    Vocabularies may differ by rows that no token has, which makers add so that devices divide them: such tokens are
+    never drafted, and read as another one if the target should ever say one. The text is the target's either way.
 
     Attributes:
       params: the model's parameters.
       net: its network.
       topology: what is drafted; a static tree's nodes are numbered level by level.
       block: positions that attention reads at a time.
+      target_vocab: V of the target, 0 where it is the model's own.
     """
 
     params: Params
     net: Transformer = static()
     topology: Topology | DynamicTree = static()
     block: int = static(default=128)
+    target_vocab: int = static(default=0)
 
     @property
     def follows(self) -> Literal["nothing", "tokens", "features"]:
@@ -47,8 +52,8 @@ class SmallLm:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
-        return self.net.arch.vocab_size
+        """V of the target."""
+        return self.target_vocab or self.net.arch.vocab_size
 
     @property
     def stages(self) -> int:
@@ -77,12 +82,17 @@ class SmallLm:
         self, state: Caches, token_BT: Array, feature: None, position_BT: Array, window: Window, stage: int
     ) -> tuple[Array, None, Caches]:
         """Reads T tokens; the cache says everything."""
+        if self.net.arch.vocab_size < self.vocab_size:
+            token_BT = jnp.minimum(token_BT, self.net.arch.vocab_size - 1)
         hidden, state = forward(self.net, self.params, token_BT, position_BT, state, window)
         return hidden.last_BTD, None, state
 
     def logits(self, last_BTD: Array) -> Array:
-        """Logits over the vocabulary, float32 [B, T, V]."""
-        return head(self.net, self.params, last_BTD)
+        """Logits over the target's vocabulary, float32 [B, T, V]."""
+        logits, lacking = head(self.net, self.params, last_BTD), self.vocab_size - self.net.arch.vocab_size
+        if lacking > 0:
+            return jnp.pad(logits, ((0, 0), (0, 0), (0, lacking)), constant_values=-jnp.inf)
+        return logits[..., : self.vocab_size] if lacking else logits
 
     def experts(self, last_BTD: Array) -> None:
         """It predicts none."""

@@ -5,9 +5,10 @@ import pkgutil
 from functools import cache
 
 from jaxspec.errors import ConfigError
-from jaxspec.models import families
+from jaxspec.models import families, mechanisms
 from jaxspec.models.arch import ArchSpec
-from jaxspec.models.family import Config, Family, arch_from_config
+from jaxspec.models.family import Family, read_arch, reader_of
+from jaxspec.models.read import Config, Reader, short
 
 
 @cache
@@ -23,11 +24,28 @@ def arch_of(config: Config) -> ArchSpec:
     """The architecture of a published config.
 
     Raises:
-      ConfigError: the ``model_type`` is missing or unknown (the known ones are listed), or the config is wrong.
+      ConfigError: the ``model_type`` is missing or unknown (the known ones are listed), the config is wrong, or it
+        switches on a mechanism that its family does not have.
     """
-    family = known_families().get(config.get("model_type", ""))
+    return _read(config)[0]
+
+
+def ignored_keys(config: Config) -> tuple[str, ...]:
+    """Keys of a published config that say nothing here, and are not known to be harmless.
+
+    Raises:
+      ConfigError: see ``arch_of``.
+    """
+    return mechanisms.ignored_keys(*_read(config)[1:])
+
+
+def _read(config: Config) -> tuple[ArchSpec, Reader, Family]:
+    kind = config.get("model_type")
+    family = known_families().get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise ConfigError(
-            f"config: model_type {config.get('model_type')!r} is not known; known are {sorted(known_families())}"
-        )
-    return arch_from_config(config, family)
+        raise ConfigError(f"config: model_type {short(kind)} is not known; known are {sorted(known_families())}")
+    read = reader_of(config, family)
+    arch = read_arch(read, family)
+    read.mapping("quantization_config")
+    mechanisms.check_mechanisms(read, family)
+    return arch, read, family

@@ -1,14 +1,16 @@
 """A model family as a row of data, and the one reader that turns a published config into an ArchSpec."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec, MixerSpec
 from jaxspec.models.mixers.gqa import GqaRow
-from jaxspec.models.read import Config, Reader
-from jaxspec.nn.ffn import ACTIVATIONS, Activation, FfnSpec
+from jaxspec.models.read import Config, Reader, short
+from jaxspec.models.rotary import reach
+from jaxspec.nn.activations import activation_named
+from jaxspec.nn.ffn import Activation, FfnSpec
 from jaxspec.nn.hyper import HyperSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.router import RouterSpec
@@ -55,11 +57,11 @@ class MoeRow:
       shared_hidden: key of the shared expert's F; with ``shared_count`` the F of one of them.
       shared_count: key of the number of shared experts, stored as one.
       shared_gate: whether the shared expert is gated.
-      activation: kind that replaces the config's own.
+      activation: kind that replaces the config's own, which must be ``silu``.
       limit: key of the bound of the hidden units, or the bound.
       bias: whether the routed experts' products have biases.
       sparse_step: whether ``decoder_sparse_step`` and ``mlp_only_layers`` leave some layers dense.
-      first_dense: key of the number of first layers that are dense.
+      first_dense: key of the number of first layers that are dense, where ``mlp_layer_types`` does not say.
     """
 
     experts: tuple[str, ...]
@@ -110,7 +112,8 @@ class Family:
       hyper: row of hyper-connections.
       mtp: key of the number of layers of multi-token prediction.
       inside: key under which the text model's config lies, where it is not the whole.
-      defaults: config values that may be left out.
+      defaults: config values that may be left out, as in transformers.
+      implied: values that keys can only have in this family, for keys that nothing else reads; a tuple names several.
     """
 
     model_type: str
@@ -127,6 +130,7 @@ class Family:
     mtp: str | None = None
     inside: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)
 
 
 def arch_from_config(config: Config, family: Family) -> ArchSpec:
@@ -135,26 +139,41 @@ def arch_from_config(config: Config, family: Family) -> ArchSpec:
     Raises:
       ConfigError: keys are missing (all listed) or values contradict each other.
     """
+    return read_arch(reader_of(config, family), family)
+
+
+def reader_of(config: Config, family: Family) -> Reader:
+    """Reads the part of a config that is about the text model."""
     if family.inside and isinstance(config.get(family.inside), Mapping):
         config = {**config, **config[family.inside]}
-    read = Reader(config, family.defaults)
+    return Reader(config, family.defaults)
+
+
+def read_arch(read: Reader, family: Family) -> ArchSpec:
+    """Builds the architecture; the reader then knows which keys counted.
+
+    Raises:
+      ConfigError: keys are missing (all listed) or values contradict each other.
+    """
     dim, count = read.count("hidden_size"), read.count("num_hidden_layers")
-    behind = int(read.get(family.mtp, default=0)) if family.mtp else 0
+    behind = read.count(family.mtp, "num_mtp_layers", default=0, least=0) if family.mtp else 0
     longest = read.count("max_position_embeddings")
     width = read.count(family.embed_dim, default=dim) if family.embed_dim else dim
-    norm_last = family.norm_first is not None and not read.get(family.norm_first, default=True)
+    norm_last = family.norm_first is not None and not read.flag(family.norm_first, default=True)
+    read.asked |= _keys(family.ffn) | _keys(family.moe)  # also where no layer is of their kind
+    last_out = family.final_norm is not None and read.flag(family.final_norm)
     layers = [_layer(read, family, layer) for layer in range(count + behind)]
     spec = ArchSpec(
         family=family.model_type,
         vocab_size=read.count("vocab_size"),
         model_dim=dim,
         layers=tuple(layers[:count]),
-        norm_eps=float(read.get(family.norm_eps, default=1e-6)),
-        tied=bool(read.get("tie_word_embeddings", default=False)),
-        max_position=longest,
+        norm_eps=read.real(family.norm_eps, default=1e-6, most=1.0),
+        tied=read.flag("tie_word_embeddings"),
+        max_position=max(longest, *(reach(getattr(layer.attention, "rope", None)) for layer in layers)),
         norm=family.norm,
         norm_last=norm_last,
-        final_norm=not (norm_last or (family.final_norm and read.flag(family.final_norm))),
+        final_norm=not (norm_last or last_out),
         learned_positions=longest if family.learned_positions else 0,
         embed_dim=0 if width == dim else width,
         hyper=_hyper(read, family.hyper) if family.hyper else None,
@@ -165,10 +184,18 @@ def arch_from_config(config: Config, family: Family) -> ArchSpec:
     return spec
 
 
+def _keys(row: FfnRow | MoeRow | None) -> set[str]:
+    """Config keys that a row names, among other words."""
+    values = [] if row is None else [getattr(row, one.name) for one in fields(row)]
+    keys = {
+        key for value in values for key in (value if isinstance(value, tuple) else (value,)) if isinstance(key, str)
+    }
+    return keys | {"n_group", "topk_group"} if getattr(row, "grouped", False) else keys
+
+
 def _hyper(read: Reader, row: HyperRow) -> HyperSpec:
-    return HyperSpec(
-        read.count(row.streams, default=4), read.count(row.rounds, default=20), float(read.get(row.eps, default=1e-6))
-    )
+    eps = read.real(row.eps, default=1e-6, most=1.0)
+    return HyperSpec(read.count(row.streams, default=4), read.count(row.rounds, default=20), eps)
 
 
 def _layer(read: Reader, family: Family, layer: int) -> LayerSpec:
@@ -176,20 +203,23 @@ def _layer(read: Reader, family: Family, layer: int) -> LayerSpec:
 
 
 def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
-    activation, row = read.get(family.ffn.activation, default="silu"), family.moe
-    if activation not in ACTIVATIONS:
-        raise ConfigError(
-            f"config: {family.ffn.activation} {activation!r} is not known; known are {sorted(ACTIVATIONS)}"
-        )
+    activation, row = activation_named(read.get(family.ffn.activation, default="silu")), family.moe
     if row is None or _is_dense(read, row, layer):
         bias = read.flag(family.ffn.bias)
         return FfnSpec(read.count(family.ffn.hidden), Activation(activation), family.ffn.gated, bias)
+    if row.activation is not None and activation != "silu":
+        raise ConfigError(
+            f"config: {family.ffn.activation} must be silu in {family.model_type}, whose experts have an activation of "
+            f"their own, got {activation!r}"
+        )
     experts, top_k = read.count(*row.experts), read.count(row.top_k)
     if top_k > experts and not read.missing:
         raise ConfigError(f"config: {row.top_k} is {top_k}, but there are only {experts} experts")
-    shared = read.get(row.shared_hidden, default=0) if row.shared_hidden else 0
-    shared *= read.get(row.shared_count, default=0) if row.shared_count else 1
-    limit = read.get(row.limit, default=None) if isinstance(row.limit, str) else row.limit
+    shared = read.count(row.shared_hidden, default=0, least=0) if row.shared_hidden else 0
+    shared *= read.count(row.shared_count, default=0, least=0) if row.shared_count else 1
+    limit = row.limit
+    if isinstance(limit, str):
+        limit = None if read.get(limit, default=None) is None else read.real(limit)
     router = _router(read, row, layer, experts)
     return MoeSpec(
         experts=experts,
@@ -197,9 +227,9 @@ def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
         hidden=read.count(row.hidden),
         router=router,
         vocab_size=read.count("vocab_size") if router.kind == "hash" else 0,
-        shared_hidden=int(shared),
+        shared_hidden=shared,
         shared_gate=row.shared_gate,
-        activation=Activation(row.activation or activation, None if limit is None else float(limit)),
+        activation=Activation(row.activation or activation, limit),
         bias=row.bias,
     )
 
@@ -224,14 +254,19 @@ def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
 
 def _is_hashed(read: Reader, key: str, layer: int) -> bool:
     """Whether a layer is routed by token id: the first ones, or those that transformers 5 lists."""
-    kinds = read.get("mlp_layer_types", default=None)
-    return layer < read.get(key, default=0) if kinds is None else "hash_moe" in kinds[layer : layer + 1]
+    kinds = read.kinds("mlp_layer_types", ("hash_moe", "moe"), read.count("num_hidden_layers"))
+    first = read.count(key, default=0, least=0)
+    return layer < first if kinds is None else "hash_moe" in kinds[layer : layer + 1]
 
 
 def _is_dense(read: Reader, row: MoeRow, layer: int) -> bool:
-    if row.first_dense is not None and layer < read.get(row.first_dense, default=0):
-        return True
+    if row.first_dense is not None:
+        kinds = read.kinds("mlp_layer_types", ("dense", "sparse"), read.count("num_hidden_layers"))
+        first = read.count(row.first_dense, default=0, least=0)
+        return layer < first if kinds is None else "dense" in kinds[layer : layer + 1]
     if not row.sparse_step:
         return False
-    step = read.get("decoder_sparse_step", default=1)
-    return layer in read.get("mlp_only_layers", default=[]) or (layer + 1) % step != 0
+    step, dense = read.count("decoder_sparse_step", default=1), read.get("mlp_only_layers", default=[])
+    if not isinstance(dense, list | tuple) or not all(isinstance(y, int) for y in dense):
+        raise ConfigError(f"config: mlp_only_layers must be a list of layer numbers, got {short(dense)}")
+    return layer in dense or (layer + 1) % step != 0

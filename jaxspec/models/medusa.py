@@ -66,6 +66,10 @@ class Medusa(nn.Module):
         """What each head finds, [M, ..., X]."""
         return jnp.stack([head(last) for head in self.medusa])
 
+    def one(self, number: int, last: Array) -> Array:
+        """What one head finds."""
+        return self.medusa[number](last)
+
     def initial(self, key: Array) -> Params:
         """Random parameters."""
         return cast(Params, self.init(key, jnp.zeros((1, 1, self.spec.dim))))
@@ -74,3 +78,8 @@ class Medusa(nn.Module):
 def run_medusa(net: Medusa, params: Params, last: Array) -> Array:
     """What each head finds behind hidden states [..., D], [M, ..., X]."""
     return cast(Array, net.apply(cast(Any, params), last))
+
+
+def run_medusa_head(net: Medusa, params: Params, number: int, last: Array) -> Array:
+    """What one head finds after hidden states [..., D], [..., X]."""
+    return cast(Array, net.apply(cast(Any, params), number, last, method="one"))

@@ -1,24 +1,51 @@
-"""Reads a published config: keys with defaults, every missing one remembered, and both dialects of rotation."""
+"""Reads a published config: keys with defaults and bounds, remembering which were asked for and which are missing."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.errors import ConfigError
-from jaxspec.nn.rope import RopeScaling, RopeSpec
 
 Config = Mapping[str, Any]
-SCALINGS = ("default", "linear", "llama3", "yarn")
+LONGEST_VALUE = 80  # characters of a value in a message
+POSITIONS = 2**31 - 1
+# The most that a count may be where that is not ``MOST``: sizes beyond these are damage, not models.
+MOST = 2**20
+BOUNDS = {
+    "num_hidden_layers": 2000,
+    "num_nextn_predict_layers": 100,
+    "vocab_size": 2**24,
+    "intermediate_size": 2**24,
+    "ffn_dim": 2**24,
+    "num_experts": 2**16,
+    "num_local_experts": 2**16,
+    "n_routed_experts": 2**16,
+    "n_shared_experts": 2**10,
+    "max_position_embeddings": POSITIONS,
+    "original_max_position_embeddings": POSITIONS,
+    "sliding_window": POSITIONS,
+    "index_topk": POSITIONS,
+}
 
 
 class Reader:
-    """Reads keys with defaults and remembers every missing one, so that all are reported at once."""
+    """Reads keys with defaults; remembers every missing one, so that all are reported at once, and every key asked for.
+
+    Attributes:
+      config: the published config.
+      defaults: values of keys that may be left out.
+      missing: keys that are needed and not there.
+      asked: keys that were asked for, there or not.
+    """
 
     def __init__(self, config: Config, defaults: Mapping[str, Any]):
-        self.config, self.defaults, self.missing = config, defaults, []
+        self.config, self.defaults = config, defaults
+        self.missing: list[str] = []
+        self.asked: set[str] = set()
 
     def get(self, *keys: str, default: Any = ...) -> Any:
         """Value of the first key that is there and not null; without any, a default, or 1 and a missing key."""
+        self.asked.update(keys)
         for key in keys:
             if self.config.get(key) is not None:
                 return self.config[key]
@@ -30,76 +57,108 @@ class Reader:
             return 1
         return default
 
-    def count(self, *keys: str, default: Any = ...) -> int:
-        """A whole number of at least 1.
+    def count(self, *keys: str, default: Any = ..., least: int = 1) -> int:
+        """A whole number of at least ``least``, and at most what ``BOUNDS`` allows.
 
         Raises:
           ConfigError: the value is another.
         """
-        value = self.get(*keys, default=default)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"config: {keys[0]} must be a whole number of at least 1, got {value!r}")
-        return value
+        return checked_count(keys[0], self.get(*keys, default=default), least)
 
-    def flag(self, value: bool | str) -> bool:
-        """A fixed answer, or that of a key."""
-        return bool(self.get(value, default=False)) if isinstance(value, str) else value
+    def real(self, *keys: str, default: Any = ..., above: float = 0.0, most: float = 1e30) -> float:
+        """A finite number; see ``checked_real``."""
+        return checked_real(keys[0], self.get(*keys, default=default), above, most)
+
+    def flag(self, value: bool | str, *, default: bool = False) -> bool:
+        """A fixed answer, or that of a key.
+
+        Raises:
+          ConfigError: the key's value is neither true nor false.
+        """
+        if not isinstance(value, str):
+            return value
+        answer = self.get(value, default=default)
+        if not isinstance(answer, bool | int) or answer not in (0, 1):
+            raise ConfigError(f"config: {value} must be true or false, got {short(answer)}")
+        return bool(answer)
 
     def number(self, value: float | str) -> float:
         """A fixed number, or that of a key (1 where it is missing)."""
-        return float(self.get(value, default=1.0)) if isinstance(value, str) else value
+        return self.real(value, default=1.0) if isinstance(value, str) else value
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """An object, empty where the key is missing or null.
+
+        Raises:
+          ConfigError: the value is no object.
+        """
+        value = self.get(key, default=None)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config: {key} must be an object or null, got {short(value)}")
+        return value
+
+    def kinds(self, key: str, known: tuple[str, ...], count: int) -> list[str] | None:
+        """What a list says about each of the layers, None where the key is missing or null.
+
+        Raises:
+          ConfigError: it is no list, it names unknown kinds, or fewer than there are layers.
+        """
+        value = self.get(key, default=None)
+        if value is None:
+            return None
+        fits = isinstance(value, list | tuple) and all(isinstance(kind, str) and kind in known for kind in value)
+        if not fits or (len(value) < count and not self.missing):
+            raise ConfigError(
+                f"config: {key} must name {' or '.join(known)} for each of the {count} layers, got {short(value)}"
+            )
+        return list(value)
+
+    def is_null(self, key: str) -> bool:
+        """Whether a key is there and says null, which is not the same as a default."""
+        return key in self.config and self.config[key] is None
 
 
-def scaling_of(read: Reader) -> dict[str, Any]:
-    """Rotation settings of either dialect: hub ``rope_scaling``, or transformers 5 ``rope_parameters``."""
-    nested = read.get("rope_parameters", default=None) or {}
-    scaling = read.get("rope_scaling", default=None) or {}
-    if not isinstance(scaling, Mapping) or not isinstance(nested, Mapping):
-        raise ConfigError(f"config: rope_scaling must be an object, got {scaling or nested!r}")
-    return {**scaling, **nested}
+def checked_count(name: str, value: Any, least: int = 1) -> int:
+    """A whole number within the bounds of its key.
+
+    Raises:
+      ConfigError: it is another.
+    """
+    most = BOUNDS.get(name, MOST)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"config: {name} must be a whole number of at least {least}, got {short(value)}")
+    if value > most:
+        raise ConfigError(f"config: {name} must be at most {most}, got {short(value)}; is the file damaged?")
+    return value
 
 
-def rope_of(read: Reader, head_dim: int, *, interleaved: bool = False, last: bool = False) -> RopeSpec:
-    """Rotation of a head: hub ``rope_theta`` + ``rope_scaling``, or transformers 5 ``rope_parameters``."""
-    scaling = scaling_of(read)
-    theta = float(scaling.get("rope_theta") or read.get("rope_theta", default=10000.0))
-    part = scaling.get("partial_rotary_factor") or read.get("partial_rotary_factor", default=1.0)
-    dim = int(read.get("rotary_dim", default=int(head_dim * float(part))))
-    return RopeSpec(theta, dim, interleaved, last, scaled(read, scaling))
+def checked_real(name: str, value: Any, above: float = 0.0, most: float = 1e30, *, least: float | None = None) -> float:
+    """A finite number, also where it is written as a string.
+
+    Args:
+      name: of the key.
+      value: from the config.
+      above: what it must exceed.
+      most: what it must not exceed.
+      least: the least value, where that itself is allowed; instead of ``above``.
+
+    Raises:
+      ConfigError: it is another.
+    """
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    enough = number > above if least is None else number >= least
+    if not enough or not number <= most:
+        low = f"above {above:g}" if least is None else f"of at least {least:g}"
+        raise ConfigError(f"config: {name} must be a finite number {low} and at most {most:g}, got {short(value)}")
+    return number
 
 
-def scaled(read: Reader, scaling: Mapping[str, Any]) -> RopeScaling | None:
-    """Context extension by its published settings."""
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in SCALINGS:
-        raise ConfigError(f"config: rope scaling {kind!r} is not known; known are {', '.join(SCALINGS)}")
-    if kind == "default":
-        return None
-    original = scaling.get("original_max_position_embeddings") or read.count("max_position_embeddings")
-    if scaling.get("factor") is None:
-        read.missing.append("rope_scaling.factor")
-    names = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
-    low, high = (scaling.get(name) for name in names)
-    return RopeScaling(
-        kind=kind,
-        factor=float(scaling.get("factor") or 1.0),
-        original=int(original),
-        low=float(low if low is not None else 1.0),
-        high=float(high if high is not None else (4.0 if kind == "llama3" else 32.0)),
-        attention_factor=_attention_factor(scaling),
-        truncate=bool(scaling.get("truncate", True)),
-    )
-
-
-def _attention_factor(scaling: Mapping[str, Any]) -> float | None:
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    one, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if not one or not all_dim:
-        return None
-    return yarn_scale(scaling, one) / yarn_scale(scaling, all_dim)
-
-
-def yarn_scale(scaling: Mapping[str, Any], mscale: float) -> float:
-    """``0.1 s ln(factor) + 1`` (YaRN, Peng 2023)."""
-    return 0.1 * float(mscale) * math.log(max(float(scaling.get("factor") or 1.0), 1.0)) + 1
+def short(value: Any) -> str:
+    """A value as messages show it, on one line and not too long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

@@ -1,14 +1,14 @@
-"""Feed-forward layers: gated with three kinds of activation, and the plain one of two products."""
+"""Feed-forward layers: gated, and the plain one of two products."""
 
 from dataclasses import dataclass
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
+from jaxspec.nn.activations import ACTIVATIONS
 from jaxspec.nn.dense import dense
 from jaxspec.nn.policy import Policy, Weight, matrix, weight
-from jaxspec.nn.steady import exp, silu
+from jaxspec.nn.steady import exp
 from jaxspec.shapes import Array
 
 
@@ -17,7 +17,7 @@ class Activation:
     """What happens between the products of a feed-forward layer.
 
     Attributes:
-      kind: a key of ``ACTIVATIONS``.
+      kind: a key of ``ACTIVATIONS``, or ``swigluoai``, gpt-oss's own, which no config can ask for.
       limit: bound of the gate from above and of the up projection from both sides, None for none.
     """
 
@@ -28,12 +28,11 @@ class Activation:
         """Hidden units of a gated layer."""
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        if self.kind == "gpt_oss":
+        if self.kind == "swigluoai":
             return (up + 1) * (gate / (1 + exp(-1.702 * gate)))
         return ACTIVATIONS[self.kind](gate) * up
 
 
-ACTIVATIONS = {"silu": silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu, "gpt_oss": silu}
 SILU = Activation()
 
 

@@ -1,5 +1,8 @@
 """Attention of a draft head that is trained on its own output: real slots in causal order, then its own slots above."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,6 +11,7 @@ from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 
 HIDDEN = -1e30
+BLOCK = 512  # queries that are attended for at a time; of longer rows, scores are computed again for the gradient
 
 
 @pytree
@@ -59,18 +63,36 @@ def attend_unrolled(q_BXHC: Array, memory: Unrolled, *, scale: float, span: int 
       float32 [B, X, H, C].
     """
     assert memory.real is not None, "a round's keys are appended before it attends"
+    rows, count = q_BXHC.shape[:2]
+    all_1T = jnp.arange(memory.real[0].shape[1], dtype=jnp.int32)[None]
+    slot_BX = jnp.broadcast_to(all_1T, (rows, all_1T.shape[1])) if memory.slot_BX is None else memory.slot_BX
+    each = q_BXHC, slot_BX, memory.own
+    some = partial(_attend_some, memory.real, memory.segment_BT, scale, span)
+    if count <= BLOCK:
+        return some(each)
+    blocks = -(-count // BLOCK)
+
+    def split(x_BX: Array) -> Array:
+        """[B, X, ...] to [N, B, X / N, ...]."""
+        padded = jnp.pad(x_BX, [(0, 0), (0, blocks * BLOCK - count), *[(0, 0)] * (x_BX.ndim - 2)])
+        return padded.reshape(rows, blocks, BLOCK, *x_BX.shape[2:]).swapaxes(0, 1)
+
+    out_NBXHC = lax.map(jax.checkpoint(some), jax.tree.map(split, each))
+    return out_NBXHC.swapaxes(0, 1).reshape(rows, blocks * BLOCK, *out_NBXHC.shape[3:])[:, :count]
+
+
+def _attend_some(
+    real: tuple[Array, Array], segment_BT: Array, scale: float, span: int | None, each: tuple[Array, Array, Any]
+) -> Array:
+    """Attention of some slots: their queries, their numbers, and what they drafted before."""
+    (k_BTGC, v_BTGC), (q_BXHC, slot_BX, rounds) = real, each
     rows, count, heads, width = q_BXHC.shape
-    k_BTGC, v_BTGC = memory.real
     slots, kv = k_BTGC.shape[1:3]
     group, exact = heads // kv, lax.Precision.HIGHEST
-    all_1T = jnp.arange(slots, dtype=jnp.int32)[None]
-    slot_BX = jnp.broadcast_to(all_1T, (rows, slots)) if memory.slot_BX is None else memory.slot_BX
-    distance = slot_BX[:, :, None] - all_1T[:, None]
-    seen = (distance >= 0) & (
-        jnp.take_along_axis(memory.segment_BT, slot_BX, axis=1)[:, :, None] == memory.segment_BT[:, None]
-    )
+    distance = slot_BX[:, :, None] - jnp.arange(slots, dtype=jnp.int32)
+    seen = (distance >= 0) & (jnp.take_along_axis(segment_BT, slot_BX, axis=1)[:, :, None] == segment_BT[:, None])
     if span is not None:
-        seen &= distance < span - len(memory.own)
+        seen &= distance < span - len(rounds)
 
     def heads_major(x: Array) -> Array:
         """[B, X, G, ..., C] to [B * G, X, ..., C]: products over it run 3 times faster on XLA:CPU."""
@@ -80,11 +102,11 @@ def attend_unrolled(q_BXHC: Array, memory: Unrolled, *, scale: float, span: int 
     real = jnp.einsum("zqc,ztc->zqt", q.reshape(-1, count * group, width), heads_major(k_BTGC), precision=exact)
     real = jnp.where(seen[:, None, :, None], real.reshape(rows, kv, count, group, slots), HIDDEN)
     score = [real.reshape(rows * kv, count, group, slots)]
-    score += [jnp.sum(q * heads_major(k)[:, :, None], axis=-1, keepdims=True) for k, _ in memory.own]
+    score += [jnp.sum(q * heads_major(k)[:, :, None], axis=-1, keepdims=True) for k, _ in rounds]
     prob = jax.nn.softmax(jnp.concatenate(score, axis=-1), axis=-1)
     weight = prob[..., :slots].reshape(-1, count * group, slots)
     out = jnp.einsum("zqt,ztc->zqc", weight, heads_major(v_BTGC), precision=exact)
     out = out.reshape(-1, count, group, out.shape[-1])
-    for index, (_, v) in enumerate(memory.own):
+    for index, (_, v) in enumerate(rounds):
         out += prob[..., slots + index, None] * heads_major(v)[:, :, None]
     return out.reshape(rows, kv, count, group, -1).swapaxes(1, 2).reshape(rows, count, heads, -1)

@@ -16,6 +16,7 @@ from jaxspec.perf.cost import ModelCost, Rates
 from jaxspec.perf.fit import Fit, Sample, fit, token_count_model
 from jaxspec.perf.overlap import MeasuredOverlap
 from jaxspec.perf.step_time import step_time
+from jaxspec.whole_file import write_whole
 
 VERSION = 1
 REACH = 1.0  # doublings over which a measured point draws predictions to itself
@@ -117,7 +118,7 @@ def record_of(found: Fit) -> FitRecord:
 def save_calibration(calibration: Calibration, file: Path) -> None:
     """Writes JSON."""
     text = msgspec.json.format(msgspec.json.encode(calibration), indent=1)
-    file.write_bytes(text + b"\n")
+    write_whole(file, text + b"\n")
 
 
 def load_calibration(file: Path) -> Calibration:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxspec.errors import ConfigError
 from jaxspec.perf.expert_placement import Slots, imbalance, slots_of
+from jaxspec.whole_file import write_whole
 
 VERSION = 1
 Kind = Literal["prompt", "committed", "rejected"]
@@ -48,7 +49,7 @@ class ExpertLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def save_load(load: ExpertLoad, file: Path) -> None:
     """Writes JSON."""
-    file.write_bytes(msgspec.json.encode(load) + b"\n")
+    write_whole(file, msgspec.json.encode(load) + b"\n")
 
 
 def read_load(file: Path) -> ExpertLoad:

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from jaxspec.errors import ConfigError
+from jaxspec.whole_file import write_whole
 
 VERSION = 1
 EMPTY = -1
@@ -49,7 +50,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def save_placement(placement: Placement, file: Path) -> None:
     """Writes JSON."""
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(placement), indent=1) + b"\n")
+    write_whole(file, msgspec.json.format(msgspec.json.encode(placement), indent=1) + b"\n")
 
 
 def load_placement(file: Path) -> Placement:

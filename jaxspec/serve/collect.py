@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.decode.step import Report
+from jaxspec.decode.step import TAIL, Report
 from jaxspec.serve.control import Outcome
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.request import Logprob, RequestOutput
@@ -51,12 +51,17 @@ class Reading:
     @property
     def counts_BX(self) -> np.ndarray:
         """Tokens that each row committed in each step."""
-        return self.packed_BX[:, self.width - 2 : -3 : self.width][:, : self.steps]
+        return self.packed_BX[:, self.width - 2 : -TAIL : self.width][:, : self.steps]
 
     @property
     def drafted_BX(self) -> np.ndarray:
         """Drafts that each row had in each step; those that were not verified are below zero."""
-        return self.packed_BX[:, self.width - 1 : -3 : self.width][:, : self.steps]
+        return self.packed_BX[:, self.width - 1 : -TAIL : self.width][:, : self.steps]
+
+    @property
+    def broken_B(self) -> np.ndarray:
+        """Rows that ended because no token could be sampled."""
+        return self.packed_BX[:, -TAIL] > 0
 
     @property
     def skipped_X(self) -> np.ndarray:
@@ -127,7 +132,13 @@ def collect(
             continue
         taken.moved[id(sample.output)] = sample.output
         tried = sample.tried(length)
-        took = _take(reading, row, sample, eos, metrics, tried if cuts else None)
+        try:
+            took = _take(reading, row, sample, eos, metrics, tried if cuts else None)
+        except Exception as error:  # its own failure, such as of its text; the others go on
+            took = []
+            sample.fail(f"this text could not be taken over ({type(error).__name__}: {error})")
+        if reading.broken_B[row] and sample.completion.finish_reason is None:
+            sample.fail(_broken(sample))
         had = zip(took, reading.drafted_BX[row] > 0, strict=False)
         taken.by_row[row] = [count for count, some in had if some] if reading.may_skip else took
         taken.skipped_tokens += len(took) - len(taken.by_row[row])
@@ -135,6 +146,14 @@ def collect(
         if sample.completion.finish_reason is not None:
             taken.ended.append((row, sample))
     return taken
+
+
+def _broken(sample: Sample) -> str:
+    p, where = sample.params, f"the model's logits are not finite at position {sample.length}"
+    advice = "look for NaN or infinity in the weights, or try dtype float32"
+    if sample.biased or sample.bad_words or p.min_tokens:
+        return f"{where}, or every token is banned there; allow more tokens, or {advice}"
+    return f"{where}; {advice}"
 
 
 def _take(

@@ -1,11 +1,14 @@
-"""Compiled programs kept on disk, so that the second start of a command takes seconds."""
+"""Compiled programs kept on disk, so that the second start of a program takes seconds."""
 
 import os
 from pathlib import Path
 
 import jax
 
-SHORTEST_TIME_S = 0.1
+from jaxspec.errors import ConfigError
+
+DIRECTORY, THRESHOLD = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+SHORTEST_TIME_S, JAX_SHORTEST_TIME_S = 0.1, 1.0  # what is worth keeping, and what JAX keeps by default
 
 
 def default_directory() -> Path:
@@ -13,23 +16,37 @@ def default_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxspec" / "xla"
 
 
-def use_compile_cache() -> Path | None:
-    """Switches JAX's persistent compile cache on; call it before the first compilation.
+def use_compile_cache(wanted: Path | None = None) -> Path | None:
+    """Switches JAX's persistent compile cache on; what is compiled from now on is kept.
 
-    A directory or threshold that the environment or the program has set already stays.
+    Args:
+      wanted: its directory. By default the one that the environment or the program has set already, or the user's.
+        A threshold that is set already stays.
 
     Returns:
-      The directory, or None if it cannot be made; programs are then compiled anew at each start.
+      The directory, or None if the default one cannot be made; programs are then compiled anew at each start.
+
+    Raises:
+      ConfigError: the wanted directory cannot be made, or another one is in use.
     """
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_TIME_S)
-    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    threshold, chosen = getattr(jax.config, THRESHOLD), getattr(jax.config, DIRECTORY)
+    if THRESHOLD.upper() not in os.environ and threshold == JAX_SHORTEST_TIME_S:
+        jax.config.update(THRESHOLD, SHORTEST_TIME_S)
+    if chosen and wanted is not None and Path(chosen).resolve() != wanted.resolve():
+        raise ConfigError(
+            f"compile_cache: this process keeps compiled programs in {chosen} already, not in {wanted}; "
+            "leave compile_cache out, or set JAX_COMPILATION_CACHE_DIR before it starts"
+        )
     if chosen:
         return Path(chosen)
-    directory = default_directory()
+    directory = default_directory() if wanted is None else wanted
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        if wanted is None:
+            return None
+        raise ConfigError(
+            f"compile_cache: {directory} cannot be made ({error.strerror}); name another directory"
+        ) from error
+    jax.config.update(DIRECTORY, str(directory))
     return directory

@@ -1,7 +1,7 @@
 """Ahead-of-time executables of one engine: nothing compiles after warm-up, a changed shape is an error."""
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
+from jaxspec.decode.scores import Scores, prefill_scored
+from jaxspec.decode.scrub import scrub
 from jaxspec.decode.state import DecodeState, Target, init_sampling
 from jaxspec.decode.step import Report, StepPlan, dispatch, skips
 from jaxspec.draft.deferred import SHOWN, Deferred
+from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.renew import renew
 from jaxspec.protocol import Drafter, Sampling
 from jaxspec.shapes import Array, Params
@@ -24,7 +27,7 @@ FEW = 8  # positions of the smallest chunk of kept features
 
 
 class Programs:
-    """Every program that serving needs, compiled for one state's shapes.
+    """Every program that serving needs, compiled for one state's shapes; what few want is compiled when they do.
 
     Attributes:
       target, drafter: passed to the programs as arguments; weights are never baked in.
@@ -32,6 +35,8 @@ class Programs:
       turns: whether a drafter that observes takes turns with plain decoding, so that it must be caught up.
       skipping: arms whose steps verify nothing where few rows have a draft.
     """
+
+    _unbiased_V: Array | None = None
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class Programs:
         plan: StepPlan,
         buckets: tuple[int, ...],
         turns: bool = False,
+        on_compile: Callable[[int, int], None] | None = None,
     ):
         """Compiles.
 
@@ -51,17 +57,20 @@ class Programs:
           plan: static.
           buckets: prefill chunk sizes in tokens, ascending.
           turns: whether rows that speculate also take part in dispatches without drafts, and must be caught up.
+          on_compile: called with (programs compiled, programs in all), first with none.
         """
         mesh = mesh_of(state)
         target, drafters = settle(target, mesh), {k: settle(d, mesh) for k, d in drafters.items()}
         drafter = drafters[max(drafters, key=lambda arm: arm.nodes)]  # for prompts any would do that drafts
         self.target, self.drafters, self.drafter, self.buckets, self.plan = target, drafters, drafter, buckets, plan
-        scalar = jnp.int32(0)
+        scalar, self._unbiased_V = jnp.int32(0), settle(jnp.zeros(state.bias_BV.shape[1]), mesh)
         table = None if state.table_BJ is None else state.table_BJ[0]
         flag = jnp.array(False)
         settings = init_sampling(1, state.sampling.stop_BX.shape[1])
         jobs: dict[str, Callable[[], Any]] = {
-            "admit": lambda: _compile(admit, (state, scalar, state.history_BS[0], scalar, settings, table), donate=0),
+            "admit": lambda: _compile(
+                admit, (state, scalar, state.history_BS[0], scalar, settings, table, self._unbiased_V), donate=0
+            ),
             "retire": lambda: _compile(retire, (state, scalar), donate=0),
         }  # fmt: skip
         for arm, one in drafters.items():
@@ -79,10 +88,7 @@ class Programs:
             jobs[f"catch up {size}"] = lambda size=size: _compile(
                 partial(catch_up, size=size), (drafter, state, scalar, scalar, scalar), donate=1
             )
-        # XLA compiles outside the interpreter lock, so two threads halve the wait on two cores.
-        with ThreadPoolExecutor(2) as pool:
-            done = {name: pool.submit(job) for name, job in jobs.items()}
-            self._programs = {name: future.result() for name, future in done.items()}
+        self._programs = _compile_all(jobs, on_compile or (lambda done, total: None))
         self.skipping = {arm for arm, one in drafters.items() if skips(target, one, state, plan)}
 
     def renew(self, params: Params) -> None:
@@ -117,29 +123,83 @@ class Programs:
 
     def prefill(self, state: DecodeState, row: int, prompt: np.ndarray, table_J: np.ndarray | None) -> DecodeState:
         """Runs all of a prompt but its last token, in as few chunks as the buckets allow."""
-        start, left = 0, len(prompt) - 1
-        while left > 0:
-            size = next((b for b in self.buckets if b >= left), self.buckets[-1])
-            chunk = np.zeros(size + 1, np.int32)
-            count = min(size, left)
-            chunk[: count + 1] = prompt[start : start + count + 1]
+        for size, chunk, start, count in chunks(prompt, self.buckets):
             state = self._programs[f"prefill {size}"](
-                self.target, self.drafter, state, np.int32(row), chunk, np.int32(start), np.int32(count), table_J
+                self.target, self.drafter, state, np.int32(row), chunk, start, count, table_J
             )
-            start, left = start + count, left - count
         return state
 
+    def prefill_scored(
+        self,
+        state: DecodeState,
+        row: int,
+        prompt: np.ndarray,
+        table_J: np.ndarray | None,
+        *,
+        most: int,
+        drafts: bool = True,
+    ) -> tuple[DecodeState, list[tuple[int, Scores]]]:
+        """Runs a prompt like ``prefill``; its programs are compiled when they are first wanted.
+
+        Args:
+          state: donated.
+          row: that gets the prompt.
+          prompt: token ids.
+          table_J: page ids of the row, None without a page pool.
+          most: most likely tokens that are told per position.
+          drafts: whether the drafter observes the prompt; nothing may be decoded after it otherwise.
+
+        Returns:
+          The state; and of each chunk how many positions count, and their scores.
+        """
+        drafter, scores = self.drafter if drafts else NoDrafts(), []
+        run = partial(prefill_scored, most=most)
+        for size, chunk, start, count in chunks(prompt, self.buckets):
+            args = (self.target, drafter, state, np.int32(row), chunk, start, count, table_J)
+            program = self._later(f"scored {size} {most} {drafts}", run, args, donate=2, report=True)
+            state, scored = program(*args)
+            scores.append((int(count), scored))
+        return state, scores
+
     def admit(
-        self, state: DecodeState, row: int, prompt: np.ndarray, sampling: Sampling, table_J: np.ndarray | None
+        self,
+        state: DecodeState,
+        row: int,
+        prompt: np.ndarray,
+        sampling: Sampling,
+        table_J: np.ndarray | None,
+        bias_V: np.ndarray | None = None,
     ) -> DecodeState:
         """Starts a prefilled row."""
         history = np.zeros(state.history_BS.shape[1], np.int32)
         history[: len(prompt)] = prompt
-        return self._programs["admit"](state, np.int32(row), history, np.int32(len(prompt)), sampling, table_J)
+        bias = self._unbiased_V if bias_V is None else bias_V
+        return self._programs["admit"](state, np.int32(row), history, np.int32(len(prompt)), sampling, table_J, bias)
 
     def retire(self, state: DecodeState, row: int) -> DecodeState:
         """Frees a row."""
         return self._programs["retire"](state, np.int32(row))
+
+    def scrub(self, state: DecodeState) -> DecodeState:
+        """Takes what is not finite out of the caches; compiled when it is first wanted."""
+        return self._later("scrub", scrub, (state,), donate=0)(state)
+
+    def _later(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], **how: Any) -> Any:
+        """A program that most engines never want."""
+        if name not in self._programs:
+            self._programs[name] = _compile(function, args, **how)
+        return self._programs[name]
+
+
+def chunks(prompt: np.ndarray, buckets: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray, np.int32, np.int32]]:
+    """The bucket of each chunk of a prompt but its last token, the chunk as prefill takes it, its start and length."""
+    start, left = 0, len(prompt) - 1
+    while left > 0:
+        size = next((b for b in buckets if b >= left), buckets[-1])
+        chunk, count = np.zeros(size + 1, np.int32), min(size, left)
+        chunk[: count + 1] = prompt[start : start + count + 1]
+        yield size, chunk, np.int32(start), np.int32(count)
+        start, left = start + count, left - count
 
 
 def shown_at_once(drafter: Drafter, buckets: tuple[int, ...]) -> tuple[int, ...]:
@@ -152,6 +212,21 @@ def _dispatch(plan: StepPlan) -> Callable[..., tuple[DecodeState, Report]]:
         return dispatch(target, drafter, state, limit, eager, least, plan=plan)
 
     return run
+
+
+def _compile_all(jobs: Mapping[str, Callable[[], Any]], on_compile: Callable[[int, int], None]) -> dict[str, Any]:
+    """Compiles by name; an exception, such as an interrupt, does not wait for what has not begun."""
+    # XLA compiles outside the interpreter lock, so two threads halve the wait on two cores.
+    pool = ThreadPoolExecutor(2)
+    try:
+        futures = {name: pool.submit(job) for name, job in jobs.items()}
+        on_compile(0, len(jobs))
+        for done, future in enumerate(as_completed(futures.values()), 1):
+            future.result()
+            on_compile(done, len(jobs))
+        return {name: future.result() for name, future in futures.items()}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _compile(function: Callable[..., Any], args: tuple[Any, ...], donate: int, report: bool = False) -> Any:

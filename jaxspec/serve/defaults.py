@@ -14,21 +14,26 @@ SAMPLING = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+MOST_TOKENS = 2**31 - 1
 
 
 def end_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int]:
     """Ids that end a text: those of ``generation_config.json``, of ``config.json`` and of its text model, together.
 
     Raises:
-      ConfigError: a value is neither an id, a list of ids nor null.
+      ConfigError: a value is neither an id of the vocabulary, a list of ids nor null.
     """
     found: set[int] = set()
     inside = [value for name, value in config.items() if name == "text_config" and isinstance(value, Mapping)]
+    sizes = [part["vocab_size"] for part in (*inside, config) if isinstance(part.get("vocab_size"), int)]
+    vocab = sizes[0] if sizes else MOST_TOKENS
     for source in (generation, config, *inside):
         value = source.get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             raise ConfigError(f"config: eos_token_id must be an id, a list of ids or null, got {value!r}")
+        if any(i >= vocab for i in ids):
+            raise ConfigError(f"config: eos_token_id must be below the vocabulary's size of {vocab}, got {value!r}")
         found |= set(ids)
     return found
 

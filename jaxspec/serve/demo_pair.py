@@ -1,10 +1,14 @@
-"""Where the packaged demo models and head lie."""
+"""The packaged demo models and head: where they lie, and the one name that stands for them everywhere."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxspec.errors import ConfigError
 
 NAMES = ("target", "draft", "head")
+DEMO = "demo"
 
 
 def demo_model_dir(name: str) -> Path:
@@ -21,3 +25,50 @@ def demo_model_dir(name: str) -> Path:
             f"demo model: {directory} is missing in this installation; name a model directory of your own"
         )
     return directory
+
+
+def resolve_model(
+    name: str | Path,
+    revision: str | None = None,
+    download_dir: str | Path | None = None,
+    *,
+    part: str = "target",
+    weights: bool = True,
+) -> Path:
+    """The directory (or file) that a user means by the name of a model.
+
+    What is there under that name wins; then ``demo`` is the packaged one; then it is an id on the hub.
+
+    Args:
+      name: directory, a ``config.json``, ``demo``, or an id such as ``Qwen/Qwen3-30B-A3B``.
+      revision: of a hub id; so are the others, see ``jaxspec.checkpoint.hub.resolve_model``.
+      download_dir: cache of downloads.
+      weights: whether they are needed, too.
+      part: what of the demo is meant, one of ``NAMES``.
+
+    Raises:
+      ConfigError: it is none of them, it cannot be downloaded, or this installation came without the demo.
+    """
+    if revision is None and os.path.exists(name):
+        return Path(name)
+    if str(name) == DEMO and revision is None:
+        return demo_model_dir(part)
+    from jaxspec.checkpoint import hub  # which loads JAX
+
+    return hub.resolve_model(name, revision, download_dir, weights=weights)
+
+
+def part_of(method: str | None) -> str:
+    """What of the demo drafts by a method of ``speculative_config``: the draft model, or else the head."""
+    return "draft" if method in (None, "draft_model") else "head"
+
+
+def resolve_speculation(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """A ``speculative_config`` whose ``model`` is a directory where it was ``demo``; anything else as it is.
+
+    Raises:
+      ConfigError: the demo is meant, and this installation came without it.
+    """
+    if not isinstance(config, Mapping) or str(config.get("model")) != DEMO:
+        return config
+    return {**config, "model": str(resolve_model(DEMO, part=part_of(config.get("method"))))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
 from functools import partial
@@ -13,20 +13,22 @@ import jax
 import numpy as np
 
 from jaxspec.cache.pages import PageAllocator
-from jaxspec.decode.state import Target, init_sampling, init_state
+from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.deferred import KEPT, Deferred
-from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.agreed import decider
+from jaxspec.serve.arms import arms_of, slack_of
 from jaxspec.serve.budget import VerifyBudget
 from jaxspec.serve.collect import Collected, Reading, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
+from jaxspec.serve.prompt_logprobs import read_prompt
 from jaxspec.serve.request import RequestOutput
+from jaxspec.serve.resume import recount
 from jaxspec.serve.rows import STOP_PLACES, Sample
 from jaxspec.serve.scheduler import Scheduler
 from jaxspec.serve.survival import RequestSurvival
@@ -37,7 +39,9 @@ from jaxspec.topology import PLAIN, AnyTopology
 
 WARM_ROWS = 8
 PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
+TIMING = "timing speculation lengths"
 REMEMBERED = 64.0  # verifications of one request
+TRIES = 3  # steps that may fail in a row before a request ends
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,9 @@ class EngineSpec:
     survival: tuple[float, ...] = ()
 
 
+OnProgress = Callable[[str, int, int], None]
+
+
 class Engine:
     """Continuous batching over compiled steps."""
 
@@ -78,6 +85,7 @@ class Engine:
         eos: set[int],
         control: Control | None = None,
         budget: VerifyBudget | None = None,
+        on_progress: OnProgress | None = None,
     ):
         """Compiles every program, for the mesh that the target's parameters lie on.
 
@@ -88,6 +96,7 @@ class Engine:
           eos: ids that end a text.
           control: chooses the arm of each dispatch; by default the drafter's own topology, always.
           budget: sets the prices of drafts; None verifies them all.
+          on_progress: called with ("compiling", programs done, programs in all), and before arms are timed.
 
         Raises:
           ConfigError: the mesh does not divide the rows.
@@ -95,7 +104,7 @@ class Engine:
         self.control, self.budget = control or Fixed(drafter.topology), budget
         if PLAIN in self.control.arms and drafter.topology.drafts and drafter.follows == "features":
             drafter = Deferred(drafter, drafter.topology, target.net.arch, max(KEPT, 2 * spec.steps))
-        drafters = arms(drafter, self.control.arms)
+        drafters = arms_of(drafter, self.control.arms)
         self.depth, self.slack = max(arm.max_depth for arm in drafters), slack_of(drafters, spec.buckets)
         if spec.page and not spec.pages:
             spec = changed(spec, pages=1 + spec.rows * -(-(spec.capacity + self.slack) // spec.page))
@@ -105,20 +114,25 @@ class Engine:
             slack=self.slack, stop_ids=STOP_PLACES, pages=spec.pages, page=spec.page,
             prices=budget and budget.prices(0, spec.rows),
         )  # fmt: skip
-        self._allocate = partial(allocate, make, mesh_of(target.params), places_of(target, spec))
+        self._allocate = partial(_allocate, make, target, spec)
         self._begin()
         plan, turns = StepPlan(spec.rule, spec.steps, spec.logprobs, spec.survival), PLAIN in self.control.arms
-        self.programs = Programs(target, drafters, self.state, plan, spec.buckets, turns)
+        told_of_compiling = on_progress and partial(on_progress, "compiling")
+        self.programs = Programs(target, drafters, self.state, plan, spec.buckets, turns, told_of_compiling)
         adaptive = decider(self.control)
         if isinstance(adaptive, Adaptive):
+            tell = on_progress or (lambda stage, done, total: None)
+            tell(TIMING, 0, 0)
             self._random = np.random.default_rng(0)
             told = warm_up(adaptive.arms, self._warm_up, min(spec.rows, WARM_ROWS), spec.steps)
             times = adaptive.times
             times.prior, times.overhead_s = times.prior or told[0], told[1]
+            tell(TIMING, 1, 1)
 
     def _begin(self) -> None:
         """Nothing runs or waits, and nothing is known of requests."""
-        self.state = self._allocate()
+        self.state, self._lost = self._allocate(), False
+        self._moved: dict[int, RequestOutput] = {}
         pool = PageAllocator(self.spec.pages, self.spec.page) if self.spec.pages else None
         self.scheduler = Scheduler(self.spec.rows, pool, self.slack)
         self.metrics = EngineMetrics(self.depth)
@@ -187,18 +201,40 @@ class Engine:
         self.scheduler.add(samples)
 
     def abort(self, samples: list[Sample] | None = None) -> None:
-        """Forgets these samples (None: all), whether they wait or run; the others go on."""
-        if samples is None:
-            samples = [*self.waiting, *filter(None, self.rows)]
-        for row in self.scheduler.withdraw(samples):
-            self._free(row)
+        """Ends these samples (None: all), whether they wait or run, as ``abort``; the others go on."""
+        samples = [*self.waiting, *filter(None, self.rows)] if samples is None else samples
+        for sample in samples:
+            sample.abort()
+        try:
+            for row in self.scheduler.withdraw(samples):
+                self._free(row)
+        except Exception as error:  # of a device; nothing here is the caller's any more
+            self._recover(error)
 
     def step(self, steps: int | None = None) -> list[RequestOutput]:
-        """Admits what fits, runs one dispatch, and returns the requests that it moved forward."""
+        """Admits what fits, runs one dispatch, and returns the requests that it moved forward.
+
+        If it fails, ``take_moved`` has what it had moved by then. What runs goes on with the next step, and its text
+        is what it would have been: prompts and texts so far are read again into a new state, for the old one may have
+        gone with the program that failed. What fails again and again before another token comes ends with an error.
+        """
+        try:
+            self._step(steps)
+        except BaseException as error:
+            self._recover(error)
+            raise
+        return self.take_moved()
+
+    def take_moved(self) -> list[RequestOutput]:
+        """Requests that moved and were not returned yet."""
+        moved, self._moved = list(self._moved.values()), {}
+        return moved
+
+    def _step(self, steps: int | None) -> None:
         read = self._admit()
         running = len(self.scheduler.running)
         if not running:
-            return []
+            return
         asked = time.monotonic()
         decision, began = self._decide(running, steps), time.monotonic()
         self._catch_up(decision.length)
@@ -212,12 +248,28 @@ class Engine:
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
         taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
+        if reading.broken_B.any():
+            self.state = self.programs.scrub(self.state)
+        self._moved |= taken.moved
         for row, sample in taken.ended:
             self._finish(row, sample)
         self.survival.add(decision.length, taken.by_row)
         outcome = outcome_of(reading, taken, running, time_s=done - ready, lost_s=ready - began, read=read)
         self._record(decision, reading, taken, outcome, began - asked)
-        return list(taken.moved.values())
+
+    def _recover(self, error: BaseException) -> None:
+        """Lets go of the state; what ran is admitted again, with its text so far, once there is a new one."""
+        for row, sample in self.scheduler.running:
+            self.survival.leave(row)
+            if sample.stalls() >= TRIES:
+                sample.fail(f"{TRIES} steps failed before another token came ({type(error).__name__}: {error})")
+                self._moved[id(sample.output)] = sample.output
+            if sample.completion.finish_reason is not None:
+                self._settle(sample)
+        self.scheduler.requeue()
+        if not self._lost:
+            self._lost = True
+            del self.state  # first of all its memory
 
     def _record(
         self, decision: Decision, reading: Reading, taken: Collected, outcome: Outcome, deciding_s: float
@@ -262,32 +314,49 @@ class Engine:
     def _admit(self) -> bool:
         """Reads the prompts of requests that have a place, to the end: a dispatch's time is its own then."""
         began, waiting = time.monotonic(), len(self.waiting)
-        self._admit_what_fits()
+        if self._lost:
+            self.state, self._lost = self._allocate(), False
+        for row, sample in self.scheduler.place():
+            self.survival.enter(row, sample.params.draft_limit, sample.params.kind)
+            self._start(row, sample)
         read = len(self.waiting) < waiting
         if read:
             jax.block_until_ready(self.state.length_B)
             self.metrics.prefill_time_s += time.monotonic() - began
         return read
 
-    def _admit_what_fits(self) -> None:
-        for row, sample in self.scheduler.place():
-            width = 0 if self.state.table_BJ is None else self.state.table_BJ.shape[1]
-            table = self.scheduler.table(sample, width)
-            stop_ids = sorted(
-                ({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or [])
-            )
+    def _start(self, row: int, sample: Sample) -> None:
+        """Reads a sample's prompt, and its text where it goes on after a failure, into its row."""
+        width = 0 if self.state.table_BJ is None else self.state.table_BJ.shape[1]
+        table, tokens = self.scheduler.table(sample, width), sample.tokens
+        stop_ids = sorted(({*()} if sample.params.ignore_eos else self.eos) | set(sample.params.stop_token_ids or []))
+        try:
             sampling = sample.sampling(stop_ids, STOP_PLACES, self.depth)
-            state = self.programs.prefill(self.state, row, sample.prompt, table)
-            self.state = self.programs.admit(state, row, sample.prompt, sampling, table)
-            sample.observed = sample.length
-            self.survival.enter(row, sample.params.draft_limit, sample.params.kind)
-            self.metrics.prompt_tokens += len(sample.output.prompt_token_ids)
+            bias_V = sample.bias(self.state.bias_BV.shape[1])
+        except Exception as error:  # its own failure; the others go on
+            sample.fail(f"this request could not be started ({type(error).__name__}: {error})")
+            self._moved[id(sample.output)] = sample.output
+            self._finish(row, sample)
+            return
+        self.metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
+        self.state = read_prompt(self.programs, self.state, row, sample, table, self.spec.logprobs)
+        if sample.reads_only:
+            self._moved[id(sample.output)] = sample.output
+            self._finish(row, sample)
+            return
+        self.state = self.programs.admit(self.state, row, tokens, sampling, table, bias_V)
+        sample.observed = sample.length
+        if sample.completion.token_ids:
+            prompt, generated = sample.output.prompt_token_ids, sample.completion.token_ids
+            self.state = recount(self.state, row, prompt, generated)
 
     def _finish(self, row: int, sample: Sample) -> None:
+        self._settle(sample)
         self._free(row)
-        if all(c.finish_reason for c in sample.output.outputs):
-            sample.output.finished = True
-            sample.output.time_s["total"] = time.monotonic() - sample.arrived
+
+    def _settle(self, sample: Sample) -> None:
+        """A sample has ended; its request, too, if it was the last."""
+        if sample.settle() and all(c.error is None for c in sample.output.outputs):
             self.metrics.requests += 1
 
     def _free(self, row: int) -> None:
@@ -296,21 +365,13 @@ class Engine:
         self.state = self.programs.retire(self.state, row)
 
 
-def arms(drafter: Drafter, wanted: Sequence[AnyTopology]) -> dict[AnyTopology, Drafter]:
-    """A drafter of each topology, plain decoding always among them; they share their weights and their state.
-
-    Plain decoding drafts and observes nothing; only where it takes turns with a drafter that reads what the target
-    computed, that is kept for it.
-    """
-    found: dict[AnyTopology, Drafter] = {PLAIN: NoDrafts()}
-    if isinstance(drafter, Deferred):
-        found[PLAIN] = replace(drafter, topology=PLAIN)
-    return found | {arm: replace(drafter, topology=arm) for arm in wanted if arm.drafts}
-
-
-def slack_of(drafters: Mapping[AnyTopology, Drafter], buckets: Sequence[int]) -> int:
-    """Positions beyond a text that one forward of some arm, or a chunk of a prompt, may write."""
-    return max(*buckets, *(arm.nodes for arm in drafters), *(drafter.slack for drafter in drafters.values()))
+def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec) -> DecodeState:
+    """A state where the target lies."""
+    mesh = mesh_of(target.params)
+    if mesh is not None:
+        return allocate(make, mesh, places_of(target, spec))
+    with jax.default_device(next(iter(jax.tree.leaves(target.params)[0].devices()))):
+        return make()
 
 
 def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]:

@@ -23,6 +23,7 @@ from jaxspec.checkpoint.fingerprint import fingerprint
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, JaxspecError, RequestError
 from jaxspec.serve.agreed import Follower, open_journal
+from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
 from jaxspec.serve.job_lines import Line, error_record, finished_record, read_line
 from jaxspec.serve.journal import STDOUT, Journal, files_of
 from jaxspec.serve.llm import LLM
@@ -84,7 +85,7 @@ def run_job(
     process 0 writes.
 
     Args:
-      model: directory of the target.
+      model: directory or hub id of the target.
       input: JSONL file, or ``-`` for standard input.
       output: file to which one line per request is appended as it ends, or ``-`` for standard output.
       engine: keyword arguments of ``LLM``. Rows, steps per dispatch and, under the rule ``match``,
@@ -100,6 +101,7 @@ def run_job(
       JaxspecError: the disk is full, or another process was lost; the same command goes on later.
     """
     engine, sampling = dict(engine or {}), dict(sampling or {})
+    model = resolve_model(model, engine.pop("revision", None), engine.get("download_dir"))
     with open_job(model, input, output, engine=engine, sampling=sampling, retry_failed=retry_failed) as job:
         journal = job.journal
         progress = Progress(job.count, len(journal.done), len(journal.done), journal.failed)
@@ -151,6 +153,8 @@ def open_job(
 ) -> Iterator[OpenJob]:
     """Opens input and output of a job for whoever runs it; arguments and errors as for ``run_job``."""
     SamplingParams.from_mapping(dict(sampling))
+    model = resolve_model(model)
+    engine = {**engine, "speculative_config": resolve_speculation(engine.get("speculative_config"))}
     file = _open_input(input, output)
     try:
         count, digest = _survey(file)
@@ -193,7 +197,7 @@ class _Run:
                 self.progress.stopped_by = taken if self.progress.done < self.progress.total else 0
         finally:
             if self.flying:
-                self.llm.engine.abort()
+                self.llm.abort()
 
     def _step(self) -> None:
         try:
@@ -216,7 +220,7 @@ class _Run:
         """Sets what was in flight aside to run one by one; one that fails alone is the culprit."""
         lines = list(self.flying.values())
         self.flying.clear()
-        self.llm.engine.abort()
+        self.llm.abort()
         if len(lines) > 1:
             self.alone.extendleft(reversed(lines))
             return
@@ -346,14 +350,20 @@ def _identity(model: str | Path, engine: Mapping[str, Any], sampling: Mapping[st
     speculation = catalog.parse(chosen["speculative_config"])
     rule: Any = speculation.rule
     if rule != "match":
-        rule = {"config": chosen["speculative_config"], "draft": fingerprint(speculation.model)}
+        rule = {"config": chosen["speculative_config"], "draft": _draft(speculation, engine)}
     settings = {name: chosen[name] for name in BOUND}
     return {"model": fingerprint(model), "engine": settings, "rule": rule, "sampling": dict(sampling)}
+
+
+def _draft(speculation: catalog.SpeculativeConfig, engine: Mapping[str, Any]) -> str:
+    """Tells apart what drafts."""
+    name = speculation.model
+    return fingerprint(name and resolve_model(name, speculation.revision, engine.get("download_dir")))
 
 
 def _pace(engine: Mapping[str, Any]) -> dict[str, Any]:
     """What the programs of a job and their order depend on; several processes must have the same."""
     speculation = catalog.parse(engine.get("speculative_config"))
     others = {name: value for name, value in engine.items() if name != "speculative_config"}
-    said = {**(engine.get("speculative_config") or {}), "model": fingerprint(speculation.model)}
+    said = {**(engine.get("speculative_config") or {}), "model": _draft(speculation, engine)}
     return {"settings": others, "speculative_config": said}

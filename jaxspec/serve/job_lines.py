@@ -146,7 +146,7 @@ def _failure(output: RequestOutput) -> str | None:
 
 
 def _batch_body(line: Line, output: RequestOutput, model: str, text: Text | None) -> dict[str, Any]:
-    body = openai.response_body(line.url, line.index, model, output, line.params.logprobs, text)
+    body = openai.response_body(line.url, line.index, model, output, line.params, text)
     chat, of_prompt = line.url == openai.CHAT, _prompt_logprobs(output)
     echoed = _echoed(line, output, text) if line.echo else ""
     for choice in body["choices"]:

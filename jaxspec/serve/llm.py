@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace as changed
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +22,43 @@ from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
+from jaxspec.serve.arguments import capacity_of, check_kinds, check_model, keep_compiled, shown, spec_of, whole
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids
-from jaxspec.serve.engine import Engine, EngineSpec
-from jaxspec.serve.loading import load_draft, load_prior, load_target
+from jaxspec.serve.demo_pair import resolve_model
+from jaxspec.serve.driver import Driver
+from jaxspec.serve.engine import Engine, OnProgress
+from jaxspec.serve.loading import load_draft, load_prior, load_target, tell_both
 from jaxspec.serve.metrics import Metric
+from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
-from jaxspec.serve.request import RequestOutput, SamplingParams
-from jaxspec.serve.rows import STOP_PLACES, Sample
+from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
+from jaxspec.serve.rows import STOP_PLACES
+from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
+from jaxspec.serve.waiting import MakeBar, watching
+from jaxspec.serve.worker import Worker
 from jaxspec.shapes import Params
 
-DEFAULT_CAPACITY = 8192
 BLOCK = 128
 
 
 class LLM:
     """A model ready to generate, with or without speculation.
 
+    It may be used from several threads: their requests share the batch, and each call returns what it would return
+    alone. All work on the engine is done by one thread of its own, so that an interrupt (Ctrl-C, or whatever a signal
+    handler raises) reaches the caller at once, ends the caller's requests only, and leaves the ``LLM`` as good as new.
+    A step that fails, for want of memory say, raises where it was asked for; other requests go on. JAX's thread-local
+    settings (``with jax.default_device(...)``) hold while an ``LLM`` is made, not when it is called. A process that was
+    forked off cannot use it.
+
     Args:
-      model: directory in Hugging Face layout, or the ``model`` of another ``LLM``, whose dtype, quantisation and
-        kernels then hold here too.
+      model: directory in Hugging Face layout, or the id of one on the hub (``Qwen/Qwen3-30B-A3B``), which is downloaded
+        first; ``demo``, the packaged model; or the ``model`` of another ``LLM``, whose dtype, quantization and kernels
+        then hold here too.
+      revision: branch, tag or commit of a hub id; by default the main branch.
+      download_dir: cache of downloads from the hub, that of a draft model or head included; by default the hub's own.
       speculative_config: vLLM's keys, see ``jaxspec.draft.catalog.parse``; None decodes plainly.
       dtype: ``bfloat16`` or ``float32`` weights and products; ``auto`` takes the checkpoint's, or bfloat16.
       max_model_len: longest text in tokens, prompt included; by default the model's, at most 8192.
@@ -65,15 +82,24 @@ class LLM:
       expert_placement: file that ``jaxspec inspect --balance --output`` wrote: which devices along ``expert`` hold
         which experts, heavy ones maybe several times. By default equally many, in their order.
       on_load: called while the model loads, with (bytes placed, bytes in all).
+      on_progress: called while the model loads and compiles, with ("loading", bytes placed, bytes in all),
+        ("compiling", programs done, programs in all), and others; (stage, 0, 0) where nobody knows how far it is.
+      compile_cache: keeps compiled programs on disk, so that the next start is quick: True for the directory that the
+        program or the environment chose for JAX, or ``~/.cache/jaxspec/xla``; a directory; False for no change of
+        JAX's settings.
+      vllm: arguments of vLLM's ``LLM`` that ask for what happens here anyway, such as ``trust_remote_code=False``;
+        others are refused with the way that they have here.
 
     Raises:
-      ConfigError, CheckpointError: the directory or the settings are not usable.
+      ConfigError, CheckpointError, CapacityError: the directory or the settings are not usable.
     """
 
     def __init__(
         self,
         model: str | Path | Model,
         *,
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
         speculative_config: Mapping[str, Any] | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
@@ -81,7 +107,7 @@ class LLM:
         seed: int = 0,
         max_logprobs: int = 20,
         steps_per_dispatch: int = 8,
-        prefill_buckets: tuple[int, ...] = (32, 256),
+        prefill_buckets: Sequence[int] = (32, 256),
         kv_page_size: int = 0,
         num_kv_pages: int = 0,
         quantization: str | None = "auto",
@@ -90,44 +116,59 @@ class LLM:
         expert_transport: str = "auto",
         expert_placement: str | Path | None = None,
         on_load: Callable[[int, int], None] | None = None,
+        on_progress: OnProgress | None = None,
+        compile_cache: bool | str | Path = True,
+        **vllm: Any,
     ):
-        config = catalog.parse(speculative_config)
-        _check_wholes(
-            max_num_seqs=(max_num_seqs, 1), steps_per_dispatch=(steps_per_dispatch, 1), max_logprobs=(max_logprobs, 0),
-            kv_page_size=(kv_page_size, 0), num_kv_pages=(num_kv_pages, 0),
-            prefill_buckets=(min(prefill_buckets, default=0), 1),
+        refuse_foreign(vllm, LLM.__init__.__kwdefaults__ or {})
+        check_model(model)
+        check_kinds(
+            mesh=mesh, quantization=quantization,
+            texts={"dtype": dtype, "kernels": kernels, "expert_transport": expert_transport},
+            files={"expert_placement": expert_placement}, calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
-        if num_kv_pages and not kv_page_size:
-            raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
-        quantization = "auto" if quantization is None else quantization
+        config, quantization = catalog.parse(speculative_config), "auto" if quantization is None else quantization
+        self.seed, spec = whole("seed", seed), spec_of(
+            config, max_model_len=max_model_len, max_num_seqs=max_num_seqs, steps_per_dispatch=steps_per_dispatch,
+            max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
+            num_kv_pages=num_kv_pages,
+        )  # fmt: skip
+        keep_compiled(compile_cache)
+        model = model if isinstance(model, Model) else resolve_model(model, revision, download_dir)
         self.model = load_target(
             model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            placement=expert_placement, rows=max_num_seqs, on_load=on_load,
+            placement=expert_placement, rows=spec.rows, on_load=tell_both(on_load, on_progress),
         )  # fmt: skip
         arch = self.model.net.arch
-        self.capacity, self.text = _capacity(max_model_len, arch.max_position), Text.load(self.model.directory)
+        self.spec = spec = changed(
+            spec, capacity=capacity_of(max_model_len, arch.max_position), logprobs=min(spec.logprobs, arch.vocab_size)
+        )
+        self.capacity, self.max_logprobs, self.text = spec.capacity, spec.logprobs, Text.load(self.model.directory)
         self.eos = end_ids(self.model.config, self.model.generation)
         if len(self.eos) > STOP_PLACES:
             raise CapacityError(f"config: {len(self.eos)} end-of-text ids, at most {STOP_PLACES} are supported")
-        self.seed, self.max_logprobs = seed, min(max_logprobs, arch.vocab_size)
-        draft = load_draft(config, self.model, quantization)
+        self.engine = self._engine(config, quantization, download_dir, on_progress)
+        self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
+        net = self.model.net
+        self.driver, self._teacher = Driver(self.engine, Worker()), jax.jit(lambda *x: teacher_forced(net, *x)[0])
+
+    def _engine(
+        self,
+        config: catalog.SpeculativeConfig,
+        quantization: str,
+        download_dir: str | Path | None,
+        on_progress: OnProgress | None,
+    ) -> Engine:
+        """Loads what drafts, and compiles."""
+        if on_progress is not None and config.model is not None:
+            on_progress("loading the drafter", 0, 0)
+        draft = load_draft(config, self.model, quantization, download_dir)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
         control = control_of(config.lengths, load_prior(config, self.model, quantization), config.from_tokens)
-        block = math.gcd(BLOCK, kv_page_size) if kv_page_size else BLOCK
-        self.spec = EngineSpec(
-            rows=max_num_seqs,
-            capacity=self.capacity,
-            rule=config.rule,
-            survival=config.survival,
-            steps=steps_per_dispatch,
-            logprobs=self.max_logprobs,
-            buckets=tuple(sorted(prefill_buckets)),
-            page=kv_page_size,
-            pages=num_kv_pages,
-        )
-        target, budget = Target(self.model.params, self.model.net, block), budget_of(config.cuts, arch)
-        self.engine = Engine(target, drafter, self.spec, self.eos, agreed(control), budget)
-        self.prompts = Prompts(self.model, self.text, self.spec, self.eos, seed, self.engine.depth)
+        block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
+        target = Target(self.model.params, self.model.net, block)
+        budget = budget_of(config.cuts, self.model.net.arch)
+        return Engine(target, drafter, self.spec, self.eos, agreed(control), budget, on_progress)
 
     def beside(self, control: Control) -> LLM:
         """Another ``LLM`` over the same weights and programs, idle, with a KV cache of its own: nothing is compiled.
@@ -142,7 +183,8 @@ class LLM:
         if missing := [arm.name for arm in control.arms if arm not in known]:
             raise ConfigError(f"beside: arms {missing} are not compiled; there are {[arm.name for arm in known]}")
         other = copy.copy(self)
-        other.engine, other.prompts = self.engine.beside(control), copy.copy(self.prompts)
+        other.engine, other.prompts = self.driver.call(partial(self.engine.beside, control)), self.prompts.beside()
+        other.driver = Driver(other.engine, self.driver.worker)
         return other
 
     @property
@@ -150,21 +192,50 @@ class LLM:
         """What the model's ``generation_config.json`` recommends."""
         return self.prompts.defaults
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """``default_sampling_params`` under vLLM's name."""
+        return self.default_sampling_params
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of the model directory, of transformers.
+
+        Raises:
+          ConfigError: the directory has none.
+        """
+        if self.text is None:
+            raise ConfigError(f"get_tokenizer: {self.model.directory} has no tokenizer; put its files there")
+        return self.text.tokenizer
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | MakeBar = True,
+        lora_request: None = None,
+        priority: None = None,
     ) -> list[RequestOutput]:
         """Generates for all prompts, as many at a time as there are rows; results come in the prompts' order.
+
+        A request that fails by itself, for its text or its numbers, comes back with ``finish_reason`` ``error`` and
+        a message in ``error``.
 
         Args:
           prompts: texts, lists of token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": [...]}``.
           sampling_params: one for all, or one per prompt.
+          use_tqdm: shows a bar on a terminal where several prompts take more than a second; a function makes it, such
+            as ``tqdm.tqdm``, called with ``total`` and ``desc``; False shows none.
+          lora_request: vLLM's; there are no adapters here.
+          priority: vLLM's; requests are served in the order in which they come.
 
         Raises:
           RequestError: a prompt or its parameters are not acceptable; nothing has been generated then.
+          CapacityError: the page pool could never hold a request.
         """
-        return self._run(self.prompts.requests(prompts, sampling_params))
+        refuse_with_request(lora_request=lora_request, priority=priority)
+        requests = self.prompts.requests(prompts, sampling_params)
+        with watching([samples[0].output for samples in requests], use_tqdm) as look:
+            return self.driver.run(requests, look)
 
     def chat(
         self,
@@ -175,6 +246,8 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
+        use_tqdm: bool | MakeBar = True,
+        lora_request: None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generates the assistant's answer to one conversation or to several; an empty list of them has none.
@@ -187,29 +260,36 @@ class LLM:
           continue_final_message: goes on with the last message instead.
           tools: functions that the model may call, for templates that write them.
           chat_template_kwargs: settings that the model's template knows, such as ``enable_thinking``.
+          use_tqdm: as of ``generate``.
+          lora_request: vLLM's; there are no adapters here.
 
         Raises:
           RequestError: a conversation or its settings are not acceptable; nothing has been generated then.
         """
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise RequestError(f"messages: a conversation or a list of them is needed, got {shown(messages)}")
         options = {
             "chat_template": chat_template, "add_generation_prompt": add_generation_prompt, "tools": tools,
             "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
         }  # fmt: skip
-        return self.generate([{"messages": talk, **options} for talk in conversations(messages)], sampling_params)
+        return self.generate(
+            [{"messages": talk, **options} for talk in conversations(messages)], sampling_params,
+            use_tqdm=use_tqdm, lora_request=lora_request,
+        )  # fmt: skip
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, steps: int = 1
     ) -> Iterator[RequestOutput]:
-        """Yields the same growing output after every ``steps`` verification steps."""
-        samples = self.prompts.request(prompt, sampling_params)
-        self.engine.add(samples)
-        output = samples[0].output
-        try:
-            while not output.finished:
-                self.engine.step(steps)
-                yield output
-        finally:
-            self.engine.abort(samples)
+        """Yields the same growing output after every ``steps`` verification steps, and at last its final state.
+
+        Other calls may run meanwhile, also within the loop over it. A stream that is closed early ends its request.
+        With ``output_kind`` DELTA each output has what is new, with FINAL_ONLY there is only the last.
+
+        Raises:
+          RequestError: the request is not acceptable; at once, before the first output.
+        """
+        steps = whole("steps", steps, 1, "stream", RequestError)
+        return self.driver.stream(self.prompts.request(prompt, sampling_params), steps)
 
     def submit(
         self,
@@ -230,24 +310,64 @@ class LLM:
         Raises:
           RequestError, CapacityError: the request is not acceptable; nothing has been queued then.
         """
-        samples = self.prompts.request(prompt, sampling_params, request_id, number)
-        self.engine.add(samples)
-        return samples[0].output
+        return self.driver.submit(self.prompts.request(prompt, sampling_params, request_id, number))
 
-    def step(self) -> list[RequestOutput]:
-        """Runs one dispatch and returns the requests that it moved forward; ended ones are ``finished``."""
-        return self.engine.step()
+    def step(self, steps: int | None = None) -> list[RequestOutput]:
+        """Runs one dispatch, and returns the submitted requests that moved; ended ones are ``finished``.
+
+        Whatever other calls moved since the last ``step`` counts, so that each end is returned once. Of a request whose
+        ``output_kind`` is not CUMULATIVE it returns what is new, or the end.
+
+        Args:
+          steps: most verification steps, by default ``steps_per_dispatch``.
+        """
+        return self.driver.step(None if steps is None else whole("steps", steps, 1, "step", RequestError))
+
+    def abort(self, outputs: RequestOutput | Iterable[RequestOutput] | None = None) -> None:
+        """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them.
+
+        Args:
+          outputs: what ``submit`` or ``stream`` returned for them.
+        """
+        self.driver.abort([outputs] if isinstance(outputs, RequestOutput) else outputs)
+
+    def score(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Logprob | None]]:
+        """Log-probability and rank of each token of texts, given the tokens before it.
+
+        Nothing is generated. Texts are read in the engine's chunks, so that no length compiles anything, and no logits
+        reach the host; the first call compiles one program per prefill bucket.
+
+        Args:
+          token_ids: one text, or several.
+
+        Returns:
+          For each text one entry per token; None for the first, which nothing comes before. A rank of 1 says that
+          greedy decoding would choose the token.
+
+        Raises:
+          RequestError: a text is empty, too long or no list of ids; or its logits are not finite.
+        """
+        outputs = self.driver.run(self.prompts.readings(token_ids))
+        for number, output in enumerate(outputs):
+            if error := output.outputs[0].error:
+                raise RequestError(f"score: text {number}: {error}")
+        return [own_logprobs(output) for output in outputs]
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1."""
-        ids = self.prompts.check_ids(list(token_ids))
+        """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1.
+
+        For looking at a few texts: every power of two of their lengths compiles a program, and all logits come to the
+        host. ``score`` and ``SamplingParams(prompt_logprobs=)`` are for many.
+        """
+        ids = self.prompts.check_ids(token_ids)
         if len(ids) > self.capacity:
             raise RequestError(f"logits: {len(ids)} tokens, the capacity is {self.capacity}; raise max_model_len")
-        size = -(-len(ids) // 64) * 64
+        size = max(1 << (len(ids) - 1).bit_length(), 64)
         token = np.zeros((1, size), np.int32)
         token[0, : len(ids)] = ids
         position = np.arange(size, dtype=np.int32)[None]
-        return np.asarray(self._teacher(self.model.params, token, position))[0, : len(ids)]
+        run = partial(self._teacher, self.model.params, token, position)
+        return self.driver.call(lambda: np.asarray(run()))[0, : len(ids)]
 
     def update_draft(self, params: Params) -> None:
         """Takes other parameters of the draft model or head, such as a running training's; nothing is compiled.
@@ -260,37 +380,8 @@ class LLM:
         Raises:
           ConfigError: they do not fit, or the method of speculation has no parameters.
         """
-        self.engine.programs.renew(params)
+        self.driver.call(partial(self.engine.programs.renew, params))
 
     def get_metrics(self) -> list[Metric]:
         """Engine totals since the start, vLLM's names first."""
-        return self.engine.metrics.counters()
-
-    @cached_property
-    def _teacher(self):
-        return jax.jit(lambda params, token, at: teacher_forced(self.model.net, params, token, at)[0])
-
-    def _run(self, requests: list[list[Sample]]) -> list[RequestOutput]:
-        try:
-            for samples in requests:
-                self.engine.add(samples)
-            while not all(samples[0].output.finished for samples in requests):
-                self.engine.step()
-        finally:
-            self.engine.abort([sample for samples in requests for sample in samples])
-        return [samples[0].output for samples in requests]
-
-
-def _capacity(wanted: int | None, most: int) -> int:
-    """Longest text in tokens, of a model that was made for ``most``."""
-    capacity = wanted or min(most, DEFAULT_CAPACITY)
-    if not 2 <= capacity <= most:
-        raise ConfigError(f"LLM: max_model_len must be from 2 to the model's {most}, got {wanted}")
-    return capacity
-
-
-def _check_wholes(**settings: tuple[Any, int]) -> None:
-    """Refuses values that are not whole numbers of at least their least."""
-    for name, (value, least) in settings.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"LLM: {name} must be an integer of at least {least}, got {value!r}")
+        return self.driver.call(self.engine.metrics.counters)

@@ -11,6 +11,7 @@ from jaxspec.checkpoint.fingerprint import digests
 from jaxspec.checkpoint.head_config import is_head
 from jaxspec.checkpoint.heads import load_head
 from jaxspec.checkpoint.load import Model, load_model, load_mtp, read_config
+from jaxspec.checkpoint.padding import check_vocabulary
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
@@ -24,6 +25,7 @@ from jaxspec.perf.calibration import load_calibration
 from jaxspec.perf.expert_placement import load_placement
 from jaxspec.perf.step_ratios import StepRatios, step_ratios
 from jaxspec.pytree import replace
+from jaxspec.serve.demo_pair import part_of, resolve_model
 from jaxspec.serve.transport import transport_for
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
@@ -84,7 +86,7 @@ def load_target(
 
 
 def load_draft(
-    config: catalog.SpeculativeConfig, target: Model, quantization: str
+    config: catalog.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
 ) -> tuple[Transformer | Mtp, Params] | Head | None:
     """What drafts, where the method has a model, on the target's mesh.
 
@@ -96,14 +98,16 @@ def load_draft(
         return load_mtp(target.directory, target.net, quantization=quantization, mesh=mesh)
     if config.model is None:
         return None
-    if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(Path(config.model)))):
-        return load_head(config.model, target.net.arch, target.net.policy, mesh=mesh)
-    if is_head(read_config(Path(config.model))):
+    directory = resolve_model(config.model, config.revision, download_dir, part=part_of(config.method))
+    if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
+        return load_head(directory, target.net.arch, target.net.policy, mesh=mesh)
+    if is_head(read_config(directory)):
         raise ConfigError(
             f"speculative_config: {config.model} holds a draft head, not a model; give its kind as method "
             f"({', '.join(catalog.HEADS)})"
         )
-    model = load_model(config.model, target.net.policy, mesh=mesh, allow_replication=True)
+    check_vocabulary(directory, target.directory, target.net.arch.vocab_size)
+    model = load_model(directory, target.net.policy, mesh=mesh, allow_replication=True)
     return model.net, model.params
 
 
@@ -148,3 +152,17 @@ def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str, arch: ArchSpe
     # Caches of stacked layers lie one behind the other, and rows cannot be split off there.
     split = any(mesh.shape[axis] > 1 for axis in over)
     return replace(policy, transport=chosen, depth="unrolled" if split else policy.depth)
+
+
+def tell_both(
+    on_load: Callable[[int, int], None] | None, on_progress: Callable[[str, int, int], None] | None
+) -> Callable[[int, int], None]:
+    """Tells both how much of a model is loaded."""
+
+    def tell(done: int, total: int) -> None:
+        if on_load is not None:
+            on_load(done, total)
+        if on_progress is not None:
+            on_progress("loading", done, total)
+
+    return tell

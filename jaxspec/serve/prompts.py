@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +13,8 @@ import numpy as np
 from jaxspec.checkpoint.load import Model
 from jaxspec.checkpoint.text import CHAT_KEYS, Text
 from jaxspec.errors import RequestError
+from jaxspec.serve.arguments import shown
+from jaxspec.serve.bans import bad_word_ids, check_ids
 from jaxspec.serve.defaults import sampling_defaults
 from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.rows import STOP_PLACES, Sample, new_samples
@@ -19,6 +24,17 @@ if TYPE_CHECKING:
     from jaxspec.serve.engine import EngineSpec
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+SOURCES, SOURCES_TEXT = ("prompt", "messages", "prompt_token_ids"), '"prompt", "messages" or "prompt_token_ids"'
+KEYS = {"prompt", "prompt_token_ids", *CHAT_KEYS}
+NOT_HERE = {
+    "multi_modal_data": "only text is read here; leave it out",
+    "multi_modal_uuids": "only text is read here; leave it out",
+    "mm_processor_kwargs": "only text is read here; leave it out",
+    "prompt_embeds": "prompts are text or token ids; give one of these",
+    "cache_salt": "prompts share no cache; leave it out",
+    "encoder_prompt": "models with an encoder are not supported; give prompt",
+    "decoder_prompt": "models with an encoder are not supported; give prompt",
+}
 
 
 class Prompts:
@@ -34,7 +50,13 @@ class Prompts:
 
     def __init__(self, model: Model, text: Text | None, spec: EngineSpec, eos: set[int], seed: int, depth: int):
         self.model, self.text, self.spec, self.eos, self.seed, self.depth = model, text, spec, eos, seed, depth
-        self._number = 0
+        self._numbers = count()  # atomic, for callers in several threads
+
+    def beside(self) -> Prompts:
+        """The same for another engine over the same model; it counts its requests from here on."""
+        other, number = copy.copy(self), next(self._numbers)
+        self._numbers, other._numbers = count(number), count(number)
+        return other
 
     @property
     def defaults(self) -> SamplingParams:
@@ -70,9 +92,12 @@ class Prompts:
         Raises:
           RequestError: it is not acceptable.
         """
-        params = self.defaults if params is None else params
+        if not isinstance(request_id, str | None):
+            raise RequestError(f"request_id: a text is needed, got {shown(request_id)}")
+        params = self._checked(self.defaults if params is None else params)
+        words = bad_word_ids(params.bad_words or (), self.text)
         text, ids = self._encode(prompt)
-        self._check_params(params)
+        ids = ids[-self._kept(params) :]
         if len(ids) >= self.spec.capacity:
             raise RequestError(
                 f"prompt: {len(ids)} tokens leave no room within {self.spec.capacity}; "
@@ -82,30 +107,66 @@ class Prompts:
             raise RequestError(
                 f"min_tokens: {params.min_tokens} after {len(ids)} prompt tokens exceed {self.spec.capacity}"
             )
-        arrival, self._number = self._number, self._number + 1
+        arrival = next(self._numbers)
         number = arrival if number is None else number
-        return new_samples(
-            request_id or str(number), text, ids, params, lambda p: Growing(self.text, p),
+        samples = new_samples(
+            request_id or str(number), text, ids, params, partial(self._growing, ids),
             engine_seed=self.seed, number=number, capacity=self.spec.capacity,
             draft_length=self.depth,
         )  # fmt: skip
+        for sample in samples:
+            sample.bad_words = words
+        return samples
+
+    def readings(self, texts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Sample]]:
+        """Samples of texts, given as token ids, that are only read, for the log-probabilities of their tokens.
+
+        Raises:
+          RequestError: one of them is not acceptable.
+        """
+        return [[self._reading(ids)] for ids in _as_list(texts)]
+
+    def _reading(self, token_ids: Any) -> Sample:
+        ids = self.check_ids(token_ids)
+        if len(ids) > self.spec.capacity:
+            raise RequestError(
+                f"score: {len(ids)} tokens, the capacity is {self.spec.capacity}; shorten it or raise max_model_len"
+            )
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, speculative=False)
+        (sample,) = new_samples(
+            "score", None, ids, params, partial(self._growing, ids),
+            engine_seed=self.seed, number=0, capacity=len(ids), draft_length=self.depth,
+        )  # fmt: skip
+        sample.reads_only = True
+        return sample
+
+    def _growing(self, prompt: list[int], params: SamplingParams) -> Growing:
+        return Growing(self.text if params.detokenize else None, params, prompt)
+
+    def _kept(self, params: SamplingParams) -> int:
+        """How many tokens of a prompt are kept at most, the last ones; 0 for all."""
+        kept = params.truncate_prompt_tokens or 0
+        return kept if kept >= 0 else max(self.spec.capacity - max(params.min_tokens, 1), 1)
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.defaults] * count
+        if not isinstance(given, Sequence) or isinstance(given, str):
+            raise _no_params(given)
         if len(given) != count:
             raise RequestError(f"sampling_params: {len(given)} for {count} prompts; give one, or one per prompt")
         return list(given)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
+            if all(prompt.get(name) is None for name in SOURCES):
+                raise RequestError(f"prompt: needs {SOURCES_TEXT}, got {sorted(map(str, prompt))}")
+            _check_keys(prompt)
+            if prompt.get("prompt_token_ids") is not None:
                 return prompt.get("prompt"), self.check_ids(prompt["prompt_token_ids"])
-            if "messages" in prompt:
+            if prompt.get("messages") is not None:
                 text = self._tokenizer().write_chat(**{key: prompt[key] for key in CHAT_KEYS if key in prompt})
                 return text, self.check_ids(self._tokenizer().encode(text, add_special_tokens=False))
-            if "prompt" not in prompt:
-                raise RequestError(f'prompt: needs "prompt", "messages" or "prompt_token_ids", got {sorted(prompt)}')
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
             return prompt, self.check_ids(self._tokenizer().encode(prompt))
@@ -122,18 +183,20 @@ class Prompts:
         Raises:
           RequestError: they are not ids of the model's vocabulary, or there are none.
         """
-        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str) or len(ids) == 0:
-            raise RequestError(f"prompt: at least one token is needed, got {ids!r}")
+        if not _is_list(ids) or isinstance(ids, str) or len(ids) == 0:
+            raise RequestError(f"prompt: at least one token is needed, got {shown(ids)}")
         vocab = self.model.net.arch.vocab_size
         wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab]
         if wrong:
             raise RequestError(f"prompt: token ids are integers from 0 to {vocab - 1}, got {wrong[:5]}")
         return [int(i) for i in ids]
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """A copy, so that what the caller does to its own later changes nothing."""
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params: SamplingParams are needed, got {type(params).__name__}")
-        vocab = self.model.net.arch.vocab_size
+            raise _no_params(params)
+        params, vocab = params.clone(), self.model.net.arch.vocab_size
+        check_ids(params, vocab)
         stops = params.stop_token_ids or []
         if any(not 0 <= i < vocab for i in stops):
             raise RequestError(f"stop_token_ids: ids are from 0 to {vocab - 1}, got {stops}")
@@ -141,20 +204,43 @@ class Prompts:
             raise RequestError(
                 f"stop_token_ids: at most {STOP_PLACES - len(self.eos)} besides the model's own, got {len(stops)}"
             )
-        if (params.logprobs or 0) > self.spec.logprobs:
-            raise RequestError(
-                f"logprobs: at most {self.spec.logprobs}, got {params.logprobs}; raise LLM(max_logprobs=)"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.spec.logprobs:
+                raise RequestError(
+                    f"{name}: at most {self.spec.logprobs}, got {getattr(params, name)}; raise LLM(max_logprobs=)"
+                )
         if params.stop_strings and self.text is None:
             raise RequestError(f"stop: {self.model.directory} has no tokenizer; use stop_token_ids")
         if params.logprobs is not None and self.spec.logprobs == 0:
             raise RequestError("logprobs: this engine was built with max_logprobs=0")
+        return params
+
+
+def _no_params(given: Any) -> RequestError:
+    way = "; SamplingParams(**settings) makes them of a dict" if isinstance(given, Mapping) else ""
+    return RequestError(f"sampling_params: SamplingParams are needed, got {type(given).__name__}{way}")
+
+
+def _check_keys(prompt: Mapping[str, Any]) -> None:
+    """Refuses keys of a prompt that nobody would read."""
+    for name, value in prompt.items():
+        if name in KEYS or (name in NOT_HERE and value is None):
+            continue
+        way = NOT_HERE.get(name, f"known are {sorted(KEYS)}")
+        raise RequestError(f"prompt: key {name!r} is not known; {way}")
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it is a sequence of prompts or ids, or a text; bytes are neither."""
+    return (isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)) or (
+        isinstance(value, np.ndarray) and value.ndim > 0
+    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray):
+    if not _is_list(prompts):
         raise RequestError(
             f"prompts: a text, token ids, a mapping or a list of them is needed, got {type(prompts).__name__}"
         )

@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 from jaxspec.errors import RequestError
+from jaxspec.serve.parameters import ALLOWED, RequestOutputKind, refusal, shown
 
 
 @dataclass
 class SamplingParams:
-    """How one request is sampled; defaults are vLLM's but for ``max_tokens``.
+    """How one request is sampled; names and defaults are vLLM's but for ``max_tokens`` and ``speculative``.
+
+    Scores come from logits in the order of vLLM's sampler: ``allowed_token_ids``, ``bad_words``, ``logit_bias``, the
+    stop ids that ``min_tokens`` bans, penalties, temperature, ``min_p``, ``top_k``, ``top_p``. Speculation changes none
+    of it: drafts are verified with the scores of their own path. Numbers of NumPy and the like become Python's.
 
     Attributes:
       n: independent samples of the prompt.
       temperature: 0 is greedy.
       top_p, top_k, min_p: truncation; 1, 0 (or -1) and 0 switch it off.
       repetition_penalty, presence_penalty, frequency_penalty: 1, 0 and 0 are off.
-      seed: makes sampling repeatable; None derives one from the engine's seed and the request's number.
-      stop: strings that end the text; the text is cut before them.
+      seed: makes sampling repeatable; None (or -1) derives one from the engine's seed and the request's number.
+      stop: strings that end the text; the text is cut before them. A special token among them ends it at its id.
       stop_token_ids: ids that end the text, besides the model's own.
-      include_stop_str_in_output: keeps the stop string.
-      ignore_eos: goes on behind the model's end-of-text ids.
+      include_stop_str_in_output: keeps the stop string, or the text of the token that ended the text.
+      ignore_eos: goes on after the model's end-of-text ids.
       max_tokens: most generated tokens; None goes on to the model's capacity.
       min_tokens: generated tokens before which no stop id may be sampled.
       logprobs: most likely tokens to report per position, next to the sampled one; None for none.
       skip_special_tokens: leaves special tokens out of the text.
       speculative: False decodes plainly; {"num_speculative_tokens": K} caps the speculation length.
+      logit_bias: by token id, added to the logits, from -100 to 100; ids may be strings, as in JSON.
+      allowed_token_ids: the only ids that may be sampled; None allows all.
+      bad_words: texts that may not be generated. The last token of each is banned where the generated tokens end with
+        the ones before it, of the text as it is and of the text after a space.
+      prompt_logprobs: most likely tokens to report per position of the prompt, next to the prompt's own; None for none.
+      detokenize: False leaves the text empty, and has no stop strings.
+      truncate_prompt_tokens: keeps only so many tokens of the prompt, the last ones; -1 as many as fit.
+      output_kind: whether ``LLM.stream`` and ``LLM.step`` hand out all there is of the text, what is new, or the end.
+      spaces_between_special_tokens: true.
+
+    Raises:
+      RequestError: a value is not allowed, or a name is not known.
     """
 
     n: int = 1
@@ -49,47 +66,44 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     speculative: bool | dict[str, int] | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    spaces_between_special_tokens: bool = True
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        """Refuses names that are not known, where ``__init__`` would raise a TypeError."""
+        names = [f.name for f in fields(cls)]
+        if unknown := set(values) - set(names):
+            raise RequestError(refusal(unknown, set(names)))
+        if len(args) > len(names) or set(names[: len(args)]) & set(values):
+            raise RequestError(f"sampling: {len(args)} values without names; give each parameter once, by its name")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for ok, name, allowed in self._checks():
-            if not ok:
-                raise RequestError(f"sampling: {name} must be {allowed}, got {getattr(self, name)!r}")
+        for name, (read, allowed) in ALLOWED.items():
+            value = getattr(self, name)
+            try:
+                setattr(self, name, read(value))
+            except (ValueError, TypeError, KeyError, OverflowError) as error:
+                raise RequestError(f"sampling: {name} must be {allowed}, got {shown(value)}") from error
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"sampling: min_tokens must be from 0 to max_tokens, got {self.min_tokens}")
+        if self.stop_strings and not self.detokenize:
+            raise RequestError("sampling: stop strings are looked for in text; use detokenize=True or stop_token_ids")
 
-    def _checks(self) -> list[tuple[bool, str, str]]:
-        number = (int, float)
-        k, r, strings, ids = self.top_k, self.repetition_penalty, self.stop, self.stop_token_ids
-        presence, frequency, least = self.presence_penalty, self.frequency_penalty, self.min_tokens
-        most = self.max_tokens
-        return [
-            (_is(self.n, int) and self.n >= 1, "n", "an integer of at least 1"),
-            (_is(self.temperature, number) and 0 <= self.temperature < 1e4, "temperature", "a number from 0"),
-            (_is(self.top_p, number) and 0 < self.top_p <= 1, "top_p", "above 0 and at most 1"),
-            (_is(k, int) and -1 <= k < 2**31, "top_k", "-1 or 0 for off, or an integer of at least 1"),
-            (_is(self.min_p, number) and 0 <= self.min_p <= 1, "min_p", "from 0 to 1"),
-            (_is(r, number) and 0 < r < 1e4, "repetition_penalty", "above 0"),
-            (_is(presence, number) and abs(presence) <= 2, "presence_penalty", "from -2 to 2"),
-            (_is(frequency, number) and abs(frequency) <= 2, "frequency_penalty", "from -2 to 2"),
-            (self.seed is None or (_is(self.seed, int) and self.seed >= 0), "seed", "None or an integer from 0"),
-            (_is(strings, str | list | tuple | None) and all(isinstance(s, str) and s for s in self.stop_strings)
-             and strings != "", "stop", "a string or strings, none of them empty"),
-            (_is(ids, list | tuple | None) and all(_is(t, int) for t in ids or []),
-             "stop_token_ids", "a list of token ids"),
-            (most is None or (_is(most, int) and most >= 1), "max_tokens", "at least 1"),
-            (_is(least, int) and 0 <= least <= (most or least), "min_tokens",
-             "from 0 to max_tokens"),
-            (self.logprobs is None or (_is(self.logprobs, int) and self.logprobs >= 0), "logprobs", "None or from 0"),
-            (self._speculative_ok(), "speculative", 'a bool, None or {"num_speculative_tokens": K}, K from 0'),
-        ]  # fmt: skip
+    @classmethod
+    def from_optional(cls, **values: Any) -> Self:
+        """Parameters whose names may also be given as None, which leaves them at their defaults."""
+        return cls(**{name: value for name, value in values.items() if value is not None})
 
-    def _speculative_ok(self) -> bool:
-        s = self.speculative
-        if s is None or isinstance(s, bool):
-            return True
-        return (
-            isinstance(s, dict)
-            and set(s) == {"num_speculative_tokens"}
-            and all(_is(v, int) and v >= 0 for v in s.values())
-        )
+    def clone(self) -> Self:
+        """A copy that shares nothing, its values checked again."""
+        return replace(self)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -115,16 +129,10 @@ class SamplingParams:
     @classmethod
     def from_mapping(cls, values: dict[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
         """Builds parameters from parsed JSON; unknown names are an error that lists the known ones."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise RequestError(f"sampling: unknown {unknown}; known are {sorted(known)}")
+        if "output_kind" in values:
+            raise RequestError("sampling: output_kind is for LLM.stream and LLM.step, not for files; leave it out")
         base = {f.name: getattr(defaults, f.name) for f in fields(cls)} if defaults else {}
         return cls(**{**base, **values})
-
-
-def _is(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def key_words(seed: int | None, engine_seed: int, number: int, sample: int) -> tuple[int, int]:
@@ -136,10 +144,14 @@ def key_words(seed: int | None, engine_seed: int, number: int, sample: int) -> t
 
 @dataclass
 class Logprob:
-    """Log-probability of one token under the target's raw distribution, and its rank from 1."""
+    """Log-probability of one token under the target's raw distribution, its rank from 1, and its text.
+
+    The text is the token's own, as it stands after other text; None without a tokenizer.
+    """
 
     logprob: float
     rank: int
+    decoded_token: str | None = None
 
 
 @dataclass
@@ -204,13 +216,15 @@ class CompletionOutput:
 
     Attributes:
       index: which of the n samples.
-      text: generated text, without the prompt.
+      text: generated text, without the prompt and the token that ended it. While it goes on, what can no longer
+        change: it only grows.
       token_ids: generated ids, the final stop id included.
       drafted: for each token whether it was an accepted draft.
       cumulative_logprob: sum over the sampled tokens, None unless asked for.
       logprobs: per position the sampled and the most likely ids, None unless asked for.
-      finish_reason: ``stop`` or ``length``; None while it goes on.
+      finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
       stop_reason: the stop string or id that ended it, None for the model's own end-of-text id.
+      error: why it could not go on, None unless ``finish_reason`` is ``error``.
     """
 
     index: int
@@ -221,6 +235,14 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
+
+UNSEEN = (0, 0, False)
 
 
 @dataclass
@@ -235,6 +257,11 @@ class RequestOutput:
       finished: whether all samples ended.
       metrics: what speculation did, all samples together.
       time_s: from arrival to first token, and to the end; None until then.
+      num_cached_tokens: always None, for prompts share no cache.
+      prompt_logprobs: per position of the prompt its own and the most likely ids, of the first None; None unless asked
+        for.
+      kind: what of it is handed out.
+      shown: characters and tokens of each sample that were handed out as news, and whether its end was.
     """
 
     request_id: str
@@ -244,3 +271,7 @@ class RequestOutput:
     finished: bool = False
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     time_s: dict[str, float] = field(default_factory=dict)
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, repr=False, compare=False)
+    shown: list[tuple[int, int, bool]] = field(default_factory=list, repr=False, compare=False)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.protocol import Sampling
+from jaxspec.serve.bans import Words, bias_of, table_of
 from jaxspec.serve.request import (
+    UNSEEN,
     CompletionOutput,
     Logprob,
     RequestOutput,
@@ -38,6 +40,9 @@ class Sample:
       max_length: total length at which it ends.
       pages: page ids that it holds.
       observed: positions that the drafter has observed.
+      failures: steps that failed while it ran, since its text last grew, and how long it was.
+      bad_words: token sequences that it may not generate.
+      reads_only: whether it ends once its prompt is read, of which log-probabilities are wanted.
     """
 
     output: RequestOutput
@@ -49,11 +54,19 @@ class Sample:
     arrived: float = field(default_factory=time.monotonic)
     pages: list[int] = field(default_factory=list)
     observed: int = 0
+    failures: tuple[int, int] = (0, 0)
+    bad_words: Words = ()
+    reads_only: bool = False
 
     @property
     def length(self) -> int:
         """Positions in the target's cache: all tokens but the last."""
         return len(self.output.prompt_token_ids) + len(self.completion.token_ids) - 1
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Prompt and text so far."""
+        return np.asarray(self.output.prompt_token_ids + self.completion.token_ids, np.int32)
 
     @property
     def prompt(self) -> np.ndarray:
@@ -67,7 +80,7 @@ class Sample:
 
     def sampling(self, stop_ids: list[int], stop_places: int, draft_length: int) -> Sampling:
         """Its settings as arrays of one row."""
-        p = self.params
+        p, prompt_length = self.params, len(self.output.prompt_token_ids)
         stops = stop_ids + [-1] * (stop_places - len(stop_ids))
 
         def real(x: float) -> Any:
@@ -76,7 +89,7 @@ class Sample:
         def whole(x: int) -> Any:
             return np.asarray([x], np.int32)
 
-        def words(x: tuple[int, ...] | list[int], dtype: type) -> Any:
+        def words(x: Any, dtype: type) -> Any:
             return np.asarray([x], dtype)
 
         return Sampling(
@@ -89,11 +102,24 @@ class Sample:
             frequency_B=real(p.frequency_penalty),
             key_BX=words(self.key, np.uint32),
             stop_BX=words(stops, np.int32),
-            min_length_B=whole(len(self.output.prompt_token_ids) + p.min_tokens if p.min_tokens else 0),
+            min_length_B=whole(prompt_length + p.min_tokens if p.min_tokens else 0),
             max_length_B=whole(self.max_length),
             draft_limit_B=whole(self.tried(draft_length)),
             logprobs_B=whole(-1 if p.logprobs is None else p.logprobs),
+            prompt_length_B=whole(prompt_length),
+            biased_B=words(self.biased, bool),
+            bad_words_BWL=words(table_of(self.bad_words), np.int32),
         )
+
+    @property
+    def biased(self) -> bool:
+        """Whether something is added to its logits."""
+        p = self.params
+        return bool(p.logit_bias) or p.allowed_token_ids is not None or any(len(ids) == 1 for ids in self.bad_words)
+
+    def bias(self, vocab: int) -> np.ndarray | None:
+        """What is added to its logits, None for nothing."""
+        return bias_of(self.params, self.bad_words, vocab) if self.biased else None
 
     def take(self, tokens: np.ndarray, drafted: int, logprobs: list[dict[int, Logprob]] | None, eos: set[int]) -> bool:
         """Takes over the tokens of one verification, one by one; returns whether the text ended at one of them."""
@@ -108,20 +134,47 @@ class Sample:
             if logprobs is not None and c.logprobs is not None:
                 c.logprobs.append(logprobs[place])
                 c.cumulative_logprob = (c.cumulative_logprob or 0.0) + logprobs[place][token].logprob
-            stop = self.growing.add(token, may_stop=len(c.token_ids) > self.params.min_tokens)
-            c.text = self.growing.text
+                self.growing.name(logprobs[place])
+            is_eos = not self.params.ignore_eos and token in eos
+            ends, stop = is_eos or token in (self.params.stop_token_ids or []), None
+            if not ends or self.params.include_stop_str_in_output:
+                stop = self.growing.add(token, may_stop=len(c.token_ids) > self.params.min_tokens)
             if stop is not None:
                 c.finish_reason, c.stop_reason = "stop", stop
-            elif not self.params.ignore_eos and token in eos:
-                c.finish_reason = "stop"
-            elif token in (self.params.stop_token_ids or []):
-                c.finish_reason, c.stop_reason = "stop", token
+            elif ends:
+                c.finish_reason, c.stop_reason = "stop", None if is_eos else token
             elif len(self.output.prompt_token_ids) + len(c.token_ids) >= self.max_length:
                 c.finish_reason = "length"
             if c.finish_reason:
                 break
+        c.text = self.growing.whole if c.finish_reason else self.growing.text
         self.output.metrics.add(drafted, used)
         return c.finish_reason is not None
+
+    def fail(self, message: str) -> None:
+        """Ends it with an error."""
+        self.completion.finish_reason, self.completion.error = "error", message
+
+    def stalls(self) -> int:
+        """Counts a step that failed; returns how many did before another token came, 0 for a text that has ended."""
+        length = len(self.completion.token_ids)
+        failed, before = self.failures
+        self.failures = (failed + 1 if before == length else 1, length)
+        return 0 if self.completion.finish_reason else self.failures[0]
+
+    def abort(self) -> None:
+        """Ends it where it is, if it has not ended."""
+        if self.completion.finish_reason is None:
+            self.completion.finish_reason = "abort"
+        self.settle()
+
+    def settle(self) -> bool:
+        """Marks its request as finished where no other sample of it goes on; returns whether that is news."""
+        if self.output.finished or not all(c.finish_reason for c in self.output.outputs):
+            return False
+        self.output.time_s["total"] = time.monotonic() - self.arrived
+        self.output.finished = True
+        return True
 
 
 def new_metrics(draft_length: int) -> SpeculationMetrics:
@@ -143,7 +196,10 @@ def new_samples(
 ) -> list[Sample]:
     """One request as n samples that share one output."""
     outputs = [CompletionOutput(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
-    output = RequestOutput(request_id, prompt, ids, outputs, metrics=new_metrics(draft_length))
+    output = RequestOutput(
+        request_id, prompt, ids, outputs, metrics=new_metrics(draft_length), kind=params.output_kind,
+        shown=[UNSEEN] * params.n,
+    )  # fmt: skip
     longest = min(len(ids) + params.max_tokens if params.max_tokens else capacity, capacity)
     return [
         Sample(output, c, params, grow(params), key_words(params.seed, engine_seed, number, c.index), longest)

@@ -75,6 +75,14 @@ class Scheduler:
         self.waiting = deque(sample for sample in self.waiting if id(sample) not in gone)
         return [row for row, sample in self.running if id(sample) in gone]
 
+    def requeue(self) -> None:
+        """Takes all rows and pages back; what ran and has not ended waits again, before all others."""
+        running = [sample for _, sample in self.running]
+        for row, _ in self.running:
+            self.free(row)
+        unended = [sample for sample in running if sample.completion.finish_reason is None]
+        self.waiting.extendleft(sorted(unended, key=lambda sample: sample.arrived, reverse=True))
+
     def free(self, row: int) -> None:
         """Takes a row and its pages back."""
         sample, self.rows[row] = self.rows[row], None

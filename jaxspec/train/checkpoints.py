@@ -72,11 +72,38 @@ class Checkpoints:
         """
         with self._told("saved", step):
             self._manager.wait_until_finished()
-            needed, free = sum(leaf.nbytes for leaf in jax.tree.leaves(state)), shutil.disk_usage(self.run).free
+            needed, free = _bytes(state), shutil.disk_usage(self.run).free
             if free < needed:
                 raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed and {free / 1e6:.0f} MB are free")
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(dict(about)))
             self._manager.save(step, args=items)
+
+    def check_room(self, state: Any, params: Any, kept: bool) -> None:
+        """Refuses a disk that cannot hold the checkpoints of a run, before any time goes into it.
+
+        Args:
+          state: what is saved.
+          params: the part of it that ``best/`` and ``last/`` hold.
+          kept: whether these are written.
+
+        Raises:
+          JaxspecError: too little is free.
+        """
+
+        def look() -> dict[str, Any]:
+            each, heads = _bytes(state), 2 * _bytes(params) if kept else 0
+            # One more than are kept is there while it is written.
+            needed = each * (KEPT + 1 - min(len(self._manager.all_steps()), KEPT)) + heads
+            free = shutil.disk_usage(self.run).free
+            if free < needed:
+                raise JaxspecError(
+                    f"{self.run}: the run needs {needed / 1e6:,.0f} MB for {KEPT + 1} checkpoints of "
+                    f"{each / 1e6:,.0f} MB{' and two heads' if kept else ''}, and {free / 1e6:,.0f} MB are free; make "
+                    "room or choose another --out"
+                )
+            return {}
+
+        hosts.led(look)
 
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
         """The newest state and what goes with it.
@@ -128,6 +155,10 @@ class Checkpoints:
             raise JaxspecError(
                 f"{self.run}: the checkpoint of step {step} could not be {done} ({reason}); {whole}"
             ) from error
+
+
+def _bytes(state: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 def _is_full(error: BaseException | None) -> bool:

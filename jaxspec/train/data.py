@@ -51,7 +51,9 @@ class Corpus:
         return found.hexdigest()[:32]
 
 
-def load_corpus(settings: DataSettings, text: Text | None, vocab_size: int, *, alone: bool = False) -> Corpus:
+def load_corpus(
+    settings: DataSettings, text: Text | None, vocab_size: int, *, alone: bool = False, target: str | None = None
+) -> Corpus:
     """Reads, cuts, splits and packs.
 
     Args:
@@ -59,14 +61,17 @@ def load_corpus(settings: DataSettings, text: Text | None, vocab_size: int, *, a
       text: the target's tokenizer, None if it has none.
       vocab_size: V of the target.
       alone: whether every document gets a row of its own, see ``ArchSpec.one_text_only``.
+      target: fingerprint of the target, whose token ids files must hold; None is not compared.
 
     Raises:
-      ConfigError: a file or line cannot be read, a conversation is too long, or nothing is left to train on.
+      ConfigError: a file or line cannot be read or holds another model's ids, a conversation is too long, or nothing is
+        left to train on.
     """
     counts: Counter[str] = Counter()
-    train = _documents(settings, settings.train, text, vocab_size, counts)
-    held_out = _documents(settings, settings.held_out, text, vocab_size, Counter())
-    if settings.held_out_fraction:
+    train = _documents(settings, settings.train, Reader(text, vocab_size, settings.template, target), counts)
+    reader = Reader(text, vocab_size, settings.template, target)
+    held_out = _documents(settings, settings.held_out, reader, Counter())
+    if settings.held_out_fraction and not settings.held_out:
         train, held_out = split(train, settings.held_out_fraction)
     if not train:
         raise ConfigError(
@@ -88,11 +93,8 @@ def _told(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
-def _documents(
-    settings: DataSettings, files: Sequence[str], text: Text | None, vocab_size: int, counts: Counter[str]
-) -> list[Document]:
+def _documents(settings: DataSettings, files: Sequence[str], reader: Reader, counts: Counter[str]) -> list[Document]:
     """The documents of files, none longer than the limit and each with something to train on."""
-    reader = Reader(text, vocab_size, settings.template)
     kept, long = [], []
     for document in (d for file in files for d in reader.read(Path(file))):
         if len(document.token_T) > settings.length and not document.plain:
@@ -184,7 +186,8 @@ def batches(
     order = grain.MapDataset.source(cast(Any, rows)).seed(seed).shuffle().repeat(PASSES).batch(local)[part::parts]
     update = order.batch(accumulation)[first:]
     ahead = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
-    return (Batch(**found) for found in update.to_iter_dataset(ahead))
+    row_AB = np.tile(np.arange(part * local, (part + 1) * local, dtype=np.int32), (accumulation, 1))
+    return (Batch(**found, row_B=row_AB) for found in update.to_iter_dataset(ahead))
 
 
 def prompts(documents: Sequence[Document], *, count: int, length: int) -> list[np.ndarray]:

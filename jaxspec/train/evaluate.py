@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import TAIL, StepPlan, dispatch
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
@@ -129,7 +129,7 @@ class Examiner:
             for row, counts in enumerate(found):
                 took = packed[row, : int(packed[row, -1]) * (depth + 2)].reshape(-1, depth + 2)[:, depth]
                 took = took[took > 0]
-                ended = bool(packed[row, -3] or packed[row, -2])
+                ended = bool(packed[row, -TAIL:-1].any())
                 counts += (took[: -1 if ended else None] - 1).tolist()
                 left -= ended
         return [tuple(counts) for counts in found]

@@ -1,20 +1,22 @@
 """The training loss of each kind of head over one batch, and what it says of acceptance."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
+from jaxspec.cache.kv import Packed
 from jaxspec.models.draft_head import DraftHead, part_of
-from jaxspec.models.medusa import Medusa, run_medusa
-from jaxspec.models.transformer import Transformer, head, teacher_forced
+from jaxspec.models.medusa import Medusa
+from jaxspec.models.transformer import Transformer
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
-from jaxspec.train.draft_losses import DRAFT_LOSSES, recall, routing_loss, smooth_l1, wanted_of
+from jaxspec.train.draft_losses import recall, routing_loss, smooth_l1
 from jaxspec.train.settings import LossSettings
 from jaxspec.train.teacher import Batch, Lesson, ahead
 from jaxspec.train.unroll import Round, unroll, unroll_masked, weights
+from jaxspec.train.vocab_loss import Rounds, default_positions, vocab_loss
 
 Metrics = dict[str, Array]
 
@@ -29,6 +31,8 @@ class Course:
       target: its network.
       net: what is trained: a head, or a draft model.
       objective: losses and their weights.
+      positions: of a row whose logits are there at a time, 0 for few enough.
+      remat: whether each round is computed again for its gradient instead of kept.
     """
 
     base: Params
@@ -36,6 +40,8 @@ class Course:
     target: Transformer = static()
     net: DraftHead | Medusa | Transformer = static()
     objective: LossSettings = static(default_factory=LossSettings)
+    positions: int = static(default=0)
+    remat: bool = static(default=False)
 
 
 def head_loss(course: Course, params: Params, lesson: Lesson, batch: Batch, key: Array) -> tuple[Array, Metrics]:
@@ -57,10 +63,7 @@ def head_loss(course: Course, params: Params, lesson: Lesson, batch: Batch, key:
     if isinstance(net, DraftHead):
         return _eagle(course, net, params, lesson, batch, key)
     if isinstance(net, Medusa):
-        last_MBTX = run_medusa(net, params, lesson.features.last_BTD)
-        owned = bool(net.spec.draft_vocab)
-        rounds = [x if owned else head(course.target, course.base, x) for x in last_MBTX]
-        return _score(course, rounds, [None] * len(rounds), lesson, batch)
+        return _score(course, params, [lesson.features.last_BTD] * net.spec.heads, None, lesson, batch)
     return _model(course, net, params, lesson, batch)
 
 
@@ -68,65 +71,105 @@ def _eagle(course: Course, net: DraftHead, params: Params, lesson: Lesson, batch
     o, features = course.objective, lesson.features
     noise_key, choice_key = jax.random.split(key)
     if o.noise:
-        shift = o.noise / 2
-        leaves, structure = jax.tree.flatten(features)
-        keys = jax.random.split(noise_key, len(leaves))
-        noisy = [
-            x + jax.random.uniform(k, x.shape, jnp.float32, -shift, shift) for x, k in zip(leaves, keys, strict=True)
-        ]
-        features = jax.tree.unflatten(structure, noisy)
+        features = _noisy(features, o.noise, batch.keys(noise_key))
     target = (course.target, course.base)
     if net.spec.mask_token is None:
-        rounds = unroll(net, params, target, features, batch, o.rounds)
-        slots = [None] * o.rounds
+        rounds = unroll(net, params, target, features, batch, o.rounds, remat=course.remat)
+        slots = None
     else:
         counts = o.counts(batch.token_BT.shape[1])
-        rounds = unroll_masked(net, params, target, features, batch, counts, choice_key)
-        slots = [None, *(r.slot_BX for r in rounds[1:])]
-    own = bool(net.spec.draft_vocab)
-    logits = [
-        part_of(net, params, "logits", r.last_BXD) if own else head(course.target, course.base, r.last_BXD)
-        for r in rounds
-    ]
-    loss, metrics = _score(course, logits, slots, lesson, batch)
+        rounds = unroll_masked(net, params, target, features, batch, counts, choice_key, remat=course.remat)
+        slots = [r.slot_BX for r in rounds]
+    loss, metrics = _score(course, params, [r.last_BXD for r in rounds], slots, lesson, batch)
     if o.feature:
         missed = _regress(course, rounds, lesson, batch)
         loss, metrics = loss + o.feature * missed, metrics | {"feature_loss": missed}
     if net.spec.routing:
-        missed, found = _routing(course, net, params, rounds, slots, lesson, batch)
+        missed, found = _routing(course, net, params, rounds, lesson, batch)
         loss, metrics = loss + o.routing * missed, metrics | {"routing_loss": missed} | found
     return loss, metrics
 
 
+def _noisy(features: Any, width: float, key_B: Array) -> Any:
+    """Features with uniform noise, every row's drawn by its own key."""
+    leaves, structure = jax.tree.flatten(features)
+
+    def draw(key: Array, rows: list[Array]) -> list[Array]:
+        keys = jax.random.split(key, len(rows))
+        return [
+            x + jax.random.uniform(k, x.shape, jnp.float32, -width / 2, width / 2)
+            for k, x in zip(keys, rows, strict=True)
+        ]
+
+    return jax.tree.unflatten(structure, jax.vmap(draw)(key_B, leaves))
+
+
 def _model(course: Course, net: Transformer, params: Params, lesson: Lesson, batch: Batch):
-    """A draft model reads the same tokens as the target; its prediction behind a token is the target's to match."""
-    logits, _ = teacher_forced(net, params, batch.token_BT, batch.position_BT, batch.segment_BT)
-    return _score(course, [ahead(logits, 1)], [None], lesson, batch)
+    """A draft model reads the same tokens as the target; its prediction after a token is the target's to match."""
+
+    def run(params: Params) -> Array:
+        hidden: Any = net.apply(cast(Any, params), batch.token_BT, batch.position_BT, None, Packed(batch.segment_BT))
+        return hidden.last_BTD
+
+    last_BTD = (jax.checkpoint(run) if course.remat else run)(params)
+    return _score(course, params, [ahead(last_BTD, 1)], None, lesson, batch)
 
 
-def _score(course: Course, logits: Sequence[Array], slots: Sequence[Array | None], lesson: Lesson, batch: Batch):
+def _score(
+    course: Course, params: Params, lasts: Sequence[Array], slots: Sequence[Array] | None, lesson: Lesson, batch: Batch
+):
     """Weighted loss of all rounds per trained position of the first, and agreement with the target."""
-    o = course.objective
-    wanted = wanted_of(lesson.logits_BTV, course.ids_W)
-    total, through = jnp.float32(0), None
-    first = jnp.maximum(jnp.sum(weights(batch, 0)), 1.0)
-    metrics: Metrics = {"trained_tokens": jnp.sum(weights(batch, 0))}
-    length = jnp.float32(1)
-    for j, (found, slot_BX) in enumerate(zip(logits, slots, strict=True)):
-        here, weight = _at(wanted, slot_BX, 1 + j), _at(weights(batch, j), slot_BX, 0)
-        logq = jax.nn.log_softmax(found, axis=-1)
-        kept = jnp.where(here.knows_BX, weight, 0.0) if o.skip_unknown else weight
-        # Some of a round's trained slots stand for all of them.
-        scale = jnp.sum(weights(batch, j)) / jnp.maximum(jnp.sum(weight), 1.0)
-        total += o.decay**j * scale * jnp.sum(DRAFT_LOSSES[o.kind](here, logq) * kept) / first
-        hit = (jnp.argmax(logq, axis=-1) == here.best_BX) & here.knows_BX
-        metrics[f"accuracy_{j}"] = jnp.sum(weight, where=hit) / jnp.maximum(jnp.sum(weight), 1.0)
-        if slot_BX is None:  # a slot's earlier drafts stand at the same place
-            through = hit if through is None else through & hit
-            length += jnp.sum(weight, where=through) / jnp.maximum(jnp.sum(weight), 1.0)
-    if len(logits) > 1 and all(s is None for s in slots):
-        metrics["simulated_length"] = length
+    o, (rows, length) = course.objective, batch.token_BT.shape
+    weight_SBT = [weights(batch, j) for j in range(len(lasts))]
+    first = jnp.maximum(jnp.sum(weight_SBT[0]), 1.0)
+    placed = [
+        _placed(x, w, 1 + j, None if slots is None else slots[j])
+        for j, (x, w) in enumerate(zip(lasts, weight_SBT, strict=True))
+    ]
+    shares = []
+    for j, (weight_BT, (_, here_BT)) in enumerate(zip(weight_SBT, placed, strict=True)):
+        # Some of a row's trained slots stand for all of them.
+        scale_B = jnp.sum(weight_BT, axis=1) / jnp.maximum(jnp.sum(here_BT, axis=1), 1.0)
+        shares.append(o.decay**j * scale_B[:, None] * here_BT / first)
+    vocab = course.target.arch.vocab_size
+    width = vocab if course.ids_W is None else len(course.ids_W)
+    some = course.positions or default_positions(rows, length, vocab, width, len(lasts))
+    rounds = Rounds(
+        course.base, course.ids_W, lesson.features.last_BTD, jnp.stack(shares), course.target, course.net, o.kind,
+        o.skip_unknown, some,
+    )  # fmt: skip
+    total, hit_SBT = vocab_loss(params, rounds, tuple(x for x, _ in placed))
+    metrics: Metrics = {"trained_tokens": jnp.sum(weight_SBT[0])}
+    metrics["tokens"] = jnp.sum((batch.segment_BT > 0).astype(jnp.float32))
+    for j, (hit_BT, (_, here_BT)) in enumerate(zip(hit_SBT, placed, strict=True)):
+        metrics[f"accuracy_{j}"] = jnp.sum(here_BT, where=hit_BT) / jnp.maximum(jnp.sum(here_BT), 1.0)
+    if len(lasts) > 1 and slots is None:
+        metrics["simulated_length"] = _simulated_length(hit_SBT, weight_SBT)
     return o.token * total, metrics | {"token_loss": total}
+
+
+def _placed(last_BXD: Array, weight_BT: Array, by: int, slot_BX: Array | None) -> tuple[Array, Array]:
+    """A round's vectors and weights at the positions, ``by`` after its slots, at which the target predicts the same."""
+    if slot_BX is None:
+        return tuple(jnp.pad(x[:, :-by], [(0, 0), (by, 0), *[(0, 0)] * (x.ndim - 2)]) for x in (last_BXD, weight_BT))  # pyright: ignore[reportReturnType]
+    weight_BX = jnp.take_along_axis(weight_BT, slot_BX, axis=1)
+    row_B1 = jnp.arange(len(slot_BX), dtype=jnp.int32)[:, None]
+
+    def scatter(x_BX: Array) -> Array:
+        zeros = jnp.zeros((*weight_BT.shape, *x_BX.shape[2:]), x_BX.dtype)
+        return zeros.at[row_B1, slot_BX + by].set(x_BX, mode="drop", unique_indices=True)
+
+    return scatter(last_BXD), scatter(weight_BX)
+
+
+def _simulated_length(hit_SBT: Array, weight_SBT: Sequence[Array]) -> Array:
+    """Tokens that a verification would commit if every draft were made after real ones, the bonus token included."""
+    length, through_BT = jnp.float32(1), None
+    for j, (hit_BT, weight_BT) in enumerate(zip(hit_SBT, weight_SBT, strict=True)):
+        hit_BT = ahead(hit_BT, 1 + j)
+        through_BT = hit_BT if through_BT is None else through_BT & hit_BT
+        length += jnp.sum(weight_BT, where=through_BT) / jnp.maximum(jnp.sum(weight_BT), 1.0)
+    return length
 
 
 def _regress(course: Course, rounds: list[Round], lesson: Lesson, batch: Batch) -> Array:
@@ -139,27 +182,26 @@ def _regress(course: Course, rounds: list[Round], lesson: Lesson, batch: Batch) 
     return total
 
 
-def _routing(course: Course, net: DraftHead, params: Params, rounds: list[Round], slots, lesson: Lesson, batch: Batch):
+def _routing(course: Course, net: DraftHead, params: Params, rounds: list[Round], lesson: Lesson, batch: Batch):
     """Loss of the predicted experts of each drafted token, and how many of them were predicted."""
     chosen = jnp.stack(lesson.expert_YBTA, axis=2)
     first = jnp.maximum(jnp.sum(weights(batch, 0)), 1.0)
     total, found = jnp.float32(0), {}
-    for j, (r, slot_BX) in enumerate(zip(rounds, slots, strict=True)):
+    for j, r in enumerate(rounds):
         logits = part_of(net, params, "routes", r.last_BXD)
-        here, weight = _at(chosen, slot_BX, 2 + j), _at(weights(batch, j), slot_BX, 0)
+        here, weight = (
+            _at(x, None if net.spec.mask_token is None else r.slot_BX, by)
+            for x, by in ((chosen, 2 + j), (weights(batch, j), 0))
+        )
         total += course.objective.decay**j * jnp.sum(routing_loss(logits, here) * weight) / first
         hit = recall(logits, here, here.shape[-1])
         found[f"routing_recall_{j}"] = jnp.sum(hit * weight) / jnp.maximum(jnp.sum(weight), 1.0)
     return total, found
 
 
-def _at(x: Any, slot_BX: Array | None, by: int) -> Any:
-    """Entries that stand ``by`` positions behind each slot."""
-
-    def one(leaf: Array) -> Array:
-        leaf = ahead(leaf, by)
-        if slot_BX is None:
-            return leaf
-        return jnp.take_along_axis(leaf, slot_BX.reshape(*slot_BX.shape, *[1] * (leaf.ndim - 2)), axis=1)
-
-    return jax.tree.map(one, x)
+def _at(x_BT: Array, slot_BX: Array | None, by: int) -> Array:
+    """Entries that stand ``by`` positions after each slot."""
+    x_BT = ahead(x_BT, by)
+    if slot_BX is None:
+        return x_BT
+    return jnp.take_along_axis(x_BT, slot_BX.reshape(*slot_BX.shape, *[1] * (x_BT.ndim - 2)), axis=1)

@@ -68,7 +68,13 @@ class HeadRun:
 
 
 def build(
-    settings: RunSettings, directory: Path, corpus: Corpus, mesh: Mesh | None = None, *, evaluated: bool = True
+    settings: RunSettings,
+    directory: Path,
+    corpus: Corpus,
+    mesh: Mesh | None = None,
+    *,
+    evaluated: bool = True,
+    remat: bool = False,
 ) -> HeadRun:
     """Loads the target and makes the head's network.
 
@@ -78,6 +84,7 @@ def build(
       corpus: whose tokens choose the draft vocabulary, and whose held-out documents measure acceptance.
       mesh: devices that the target is split over.
       evaluated: whether acceptance is measured.
+      remat: whether each round is computed again for its gradient.
 
     Raises:
       ConfigError, CheckpointError: the target or the settings are not usable.
@@ -91,7 +98,7 @@ def build(
     net, ids_W = start.net, start.ids_W
     _check_loss(settings, net)
     ids = None if ids_W is None else settle(jnp.asarray(ids_W), mesh)
-    course = Course(model.params, ids, model.net, net, settings.loss)
+    course = Course(model.params, ids, model.net, net, settings.loss, remat=remat)
     reads = net.spec.reads if isinstance(net, DraftHead) else NOTHING
     routing = net.spec.routing if isinstance(net, DraftHead) else ()
     known = {}

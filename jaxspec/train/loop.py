@@ -1,5 +1,6 @@
 """The training loop: one compiled update, checkpoints to go on from to the bit, figures, and the best parameters."""
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,18 +15,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.checkpoint.verifier import PROVENANCE
 from jaxspec.errors import JaxspecError
-from jaxspec.pytree import pytree
-from jaxspec.shapes import Array, Params
+from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
 from jaxspec.sharding.rules import named_shardings
 from jaxspec.train.checkpoints import Checkpoints, replace_directory
-from jaxspec.train.metrics import Entry, MetricsLog
-
-WEIGHT = "trained_tokens"
-Batch = Any
-LossFn = Callable[[Params, Any, Batch, Array], tuple[Array, dict[str, Array]]]
-Update = Callable[["TrainState", Any, Batch], tuple["TrainState", dict[str, Array]]]
+from jaxspec.train.metrics import Entry, Interval, MetricsLog
+from jaxspec.train.update import Batch, LossFn, TrainState, make_update
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,7 @@ class LoopSpec:
       tensorboard: whether TensorBoard files are written.
       wandb: project of Weights & Biases, None for not at all.
       mesh: devices that rows and parameters are split over, None for the default one.
+      parts: how many parts the rows of a pass are computed in, for want of memory.
     """
 
     steps: int
@@ -55,6 +53,7 @@ class LoopSpec:
     tensorboard: bool = False
     wandb: str | None = None
     mesh: Mesh | None = None
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,8 @@ class Task:
       evaluate: params to held-out figures.
       save: writes params into a directory, None keeps no ``best/`` and ``last/``.
       learning_rate: by update, to be logged.
+      epoch: passes over the data that so many updates are, to be logged.
+      provenance: what ``best/`` and ``last/`` say of where they come from, besides the step and held-out figures.
     """
 
     params: Params
@@ -82,21 +83,8 @@ class Task:
     evaluate: Callable[[Params], Mapping[str, float]] | None = None
     save: Callable[[Params, Path], None] | None = None
     learning_rate: Callable[[int], Any] | None = None
-
-
-@pytree
-class TrainState:
-    """What an update changes.
-
-    Attributes:
-      params: float32 parameters.
-      optimizer: state of the optimizer.
-      step: updates done, int32.
-    """
-
-    params: Params
-    optimizer: Any
-    step: Array
+    epoch: Callable[[int], float] | None = None
+    provenance: Mapping[str, Any] | None = None
 
 
 def run(spec: LoopSpec, task: Task, watch: Callable[[Entry], None] = lambda entry: None) -> Params:
@@ -108,7 +96,8 @@ def run(spec: LoopSpec, task: Task, watch: Callable[[Entry], None] = lambda entr
     Args:
       spec: run numbers.
       task: what is trained.
-      watch: receives every logged entry, first of all ``{"step": first}``.
+      watch: receives every logged entry, first of all ``{"step": first}``, and what takes long and is not logged:
+        ``{"step": n, "compiled_s": seconds}`` and, before acceptance is measured, ``{"step": n, "measuring": 1}``.
 
     Returns:
       The parameters after the last update.
@@ -122,6 +111,8 @@ def run(spec: LoopSpec, task: Task, watch: Callable[[Entry], None] = lambda entr
         state, about = _begin(spec, task), {}
         if store.step:
             state, about = store.restore(state)
+        if store.step < spec.steps:
+            store.check_room(state, state.params, task.save is not None)
         with _log(spec, store.step) as log:
             watch({"step": store.step})
             return _Loop(spec, task, store, log, watch, about).go(state, store.step)
@@ -162,61 +153,83 @@ class _Loop:
     ):
         self.spec, self.task, self.store, self.log, self.watch = spec, task, store, log, watch
         self.best: float = about.get("best", -math.inf)
+        self.interval, self.held_out = Interval(about.get("interval")), dict(about.get("held_out", {}))
         self.began = time.monotonic() - about.get("time_s", 0.0)
+        self.pace = _Pace(spec.steps, store.step)
 
     def go(self, state: TrainState, first: int) -> Params:
-        """Runs the updates behind ``first``."""
+        """Runs the updates after ``first``."""
         spec = self.spec
         places = None if spec.mesh is None else jax.tree.map(lambda x: x.sharding, state)
-        update = make_update(self.task.loss_fn, self.task.optimizer, spec.seed, places)
+        update = make_update(self.task.loss_fn, self.task.optimizer, spec.seed, places, spec.parts)
         source = self.task.batches(first)
         for done in range(first + 1, spec.steps + 1):
-            batch = next(source)
+            batch, began = next(source), time.monotonic()
             state, metrics = update(state, self.task.frozen, _place(batch, spec.mesh))
             entry = {name: float(value) for name, value in jax.device_get(metrics).items()}
             if not all(math.isfinite(entry[name]) for name in ("loss", "grad_norm")):
                 raise self._not_finite(done, entry, batch)
+            self._count(done, entry, time.monotonic() - began)
             last = done == spec.steps
             measured = last or done % spec.evaluate_every == 0
-            if measured:
-                entry |= self._evaluate(done, state.params)
+            found = self._evaluate(done, state.params) if measured else {}
             if measured or done % spec.log_every == 0:
-                self._write(done, entry)
+                self._write(done, {**self.interval.take(), **found})
             if last or done % spec.save_every == 0:
-                if self.log is not None:
-                    self.log.sync()
-                self.store.save(done, state, {"best": self.best, "time_s": self._time_s()})
-        self._keep("last", state.params)
+                self._save(done, state)
+        self._keep("last", state.params, spec.steps)
         return state.params
+
+    def _count(self, done: int, entry: Entry, spent_s: float) -> None:
+        """Takes one update into the figures; the first of a process is mostly compilation."""
+        self.interval.add(entry)
+        if self.pace.first:
+            self.watch({"step": done, "compiled_s": round(spent_s, 1)})
+        self.pace.add(entry.get("tokens", 0.0), spent_s)
 
     def _evaluate(self, done: int, params: Params) -> dict[str, float]:
         """Measures, and keeps the parameters that are the best so far."""
         if self.task.evaluate is None:
             return {}
-        found = dict(self.task.evaluate(params))
+        self.watch({"step": done, "measuring": 1})
+        found = self.held_out = dict(self.task.evaluate(params))
         if self.spec.best is None:
             return found
         if self.spec.best not in found:
             raise JaxspecError(f"evaluation: no figure {self.spec.best!r}; there are {', '.join(sorted(found))}")
-        # The checkpoint of this update is saved behind it, so that a crash in between evaluates again.
+        # The checkpoint of this update is saved after it, so that a crash in between evaluates again.
         if found[self.spec.best] > self.best:
             self.best = found[self.spec.best]
-            self._keep("best", params)
+            self._keep("best", params, done)
         return found
 
-    def _keep(self, name: str, params: Params) -> None:
-        """Writes parameters into a directory of the run."""
-        save = self.task.save
+    def _save(self, done: int, state: TrainState) -> None:
+        if self.log is not None:
+            self.log.sync()
+        about = {"best": self.best, "time_s": self._time_s(), "interval": self.interval.total}
+        self.store.save(done, state, about | {"held_out": self.held_out})
+
+    def _keep(self, name: str, params: Params, step: int) -> None:
+        """Writes parameters into a directory of the run, and where they come from."""
+        save, about = self.task.save, self.task.provenance
         if save is None:
             return
         found = hosts.whole(params)
+
+        def write(place: Path) -> None:
+            save(found, place)
+            if about is not None:
+                words = json.dumps({"step": step, "held_out": self.held_out, **about}, indent=2, ensure_ascii=False)
+                (place / PROVENANCE).write_text(words + "\n", encoding="utf-8")
+
         if hosts.first():
-            replace_directory(self.spec.directory / name, lambda place: save(found, place))
+            replace_directory(self.spec.directory / name, write)
 
     def _write(self, done: int, entry: Entry) -> None:
-        rate = self.task.learning_rate
+        rate, epoch = self.task.learning_rate, self.task.epoch
         known = {} if rate is None else {"learning_rate": float(rate(done - 1))}
-        entry = {"step": done, "time_s": self._time_s(), **known, **entry}
+        known |= {} if epoch is None else {"epoch": epoch(done)}
+        entry = {"step": done, "time_s": self._time_s(), **known, **entry, **self.pace.take(done)}
         if self.log is not None:
             self.log.write(entry)
         self.watch(entry)
@@ -239,55 +252,34 @@ class _Loop:
         )
 
 
-def make_update(
-    loss_fn: LossFn, optimizer: optax.GradientTransformation, seed: int, places: TrainState | None = None
-) -> Update:
-    """One compiled update: loss and gradient of every pass, then one change of the parameters.
-
-    The state is donated. Metrics are means over the passes, with ``loss`` and ``grad_norm`` (before it is limited).
+class _Pace:
+    """Speed of the updates since the last entry, and time to go at this process's pace.
 
     Args:
-      loss_fn: see ``Task``.
-      optimizer: optax transformation.
-      seed: of what the loss draws.
-      places: where the state lies on a mesh, None for the default device.
+      steps: updates in all.
+      before: updates of earlier processes.
     """
-    both = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def one(params: Params, frozen: Any, part: Batch, key: Array) -> tuple[Array, Any]:
-        (loss, metrics), grads = both(params, frozen, part, key)
-        return metrics.get(WEIGHT, jnp.float32(1)), ({"loss": loss, **metrics}, grads)
+    def __init__(self, steps: int, before: int):
+        self.steps, self.before, self.began, self.first = steps, before, time.monotonic(), True
+        self.tokens = self.spent_s = 0.0
 
-    def mean(params: Params, frozen: Any, batch: Batch, key: Array) -> tuple[dict[str, Array], Params]:
-        passes = jax.tree.leaves(batch)[0].shape[0]
-        first = jax.tree.map(lambda x: x[0], batch)
-        if passes == 1:
-            return one(params, frozen, first, key)[1]
+    def add(self, tokens: float, spent_s: float) -> None:
+        """Counts one update; the first is mostly compilation, and starts the clock instead."""
+        if self.first:
+            self.first, self.before, self.began = False, self.before + 1, time.monotonic()
+        else:
+            self.tokens, self.spent_s = self.tokens + tokens, self.spent_s + spent_s
 
-        def add(total: Any, part: tuple[Array, Batch]) -> tuple[Any, None]:
-            number, rows = part
-            weight, found = one(params, frozen, rows, jax.random.fold_in(key, number))
-            return jax.tree.map(jnp.add, total, (weight, jax.tree.map(lambda x: weight * x, found))), None
-
-        shapes = jax.eval_shape(one, params, frozen, first, key)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        parts = (jnp.arange(passes, dtype=jnp.uint32), batch)
-        (weight, total), _ = jax.lax.scan(add, zeros, parts)
-        metrics, grads = jax.tree.map(lambda x: x / jnp.maximum(weight, 1e-20), total)
-        return {**metrics, **({WEIGHT: weight} if WEIGHT in metrics else {})}, grads
-
-    def update(state: TrainState, frozen: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        metrics, grads = mean(state.params, frozen, batch, key)
-        # Optax mixes integers and floats.
-        with jax.numpy_dtype_promotion("standard"):
-            norm = optax.tree.norm(grads)
-            changes, held = optimizer.update(grads, state.optimizer, state.params)
-            params: Any = optax.apply_updates(state.params, changes)
-        return TrainState(params, held, state.step + 1), metrics | {"grad_norm": norm}
-
-    # Left to the compiler, the state would move, and a resumed run would compile another program than this one.
-    return jax.jit(update, donate_argnums=0, out_shardings=None if places is None else (places, None))
+    def take(self, done: int) -> Entry:
+        """What is known of the speed; the next interval begins."""
+        found: Entry = {}
+        if self.tokens and self.spent_s:
+            found["tokens_per_s"] = round(self.tokens / self.spent_s, 1)
+        if done > self.before:
+            found["left_s"] = round((time.monotonic() - self.began) / (done - self.before) * (self.steps - done), 1)
+        self.tokens = self.spent_s = 0.0
+        return found
 
 
 def _begin(spec: LoopSpec, task: Task) -> TrainState:

@@ -13,6 +13,38 @@ from jaxspec.errors import ConfigError, JaxspecError
 
 FILE = "metrics.jsonl"
 Entry = dict[str, int | float]
+TIMES = ("time_s", "tokens_per_s", "left_s")  # the only figures that differ between two runs of the same
+SUMS = ("trained_tokens", "tokens")  # figures that are counts; the others are means
+WEIGHT = SUMS[0]
+
+
+def without_times(entry: Entry) -> Entry:
+    """What a run that was killed and went on logs like one that was left alone."""
+    return {name: value for name, value in entry.items() if name not in TIMES}
+
+
+class Interval:
+    """Means of what updates find, over the updates since the last entry of the log.
+
+    Args:
+      total: sums that an earlier process of the run had come to, as ``total`` gives them.
+    """
+
+    def __init__(self, total: Mapping[str, float] | None = None):
+        self.total: dict[str, float] = dict(total or {})
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Counts one update in: means by their trained tokens, counts as they are."""
+        weight = metrics.get(WEIGHT, 1.0)
+        for name, value in {**metrics, "": 1.0}.items():
+            self.total[name] = self.total.get(name, 0.0) + (value if name in SUMS else weight * value)
+
+    def take(self) -> Entry:
+        """The figures of the interval; the next begins."""
+        weight = max(self.total.pop("", 0.0), 1e-20)
+        found: Entry = {name: value if name in SUMS else value / weight for name, value in self.total.items()}
+        self.total = {}
+        return found
 
 
 def read_metrics(run: Path) -> list[Entry]:

@@ -17,10 +17,14 @@ from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.train import head_run, loop
+from jaxspec.train.advice import epochs, facts_of, warnings_of
 from jaxspec.train.data import Corpus, batches, load_corpus
 from jaxspec.train.features import FeatureRows, Teacher, Tell
+from jaxspec.train.fit import fit
+from jaxspec.train.memory import GB
 from jaxspec.train.metrics import Entry
 from jaxspec.train.optimizer import adamw, schedule_of
+from jaxspec.train.provenance import provenance_of
 from jaxspec.train.settings import RunSettings, identity
 
 
@@ -66,16 +70,22 @@ def train(
 
 def _train(settings: RunSettings, target: Path, watch: Callable[[Entry], None], tell: Tell) -> Trained:
     corpus, mesh = _prepare(settings, target, tell)
-    found = head_run.build(settings, target, corpus, mesh)
+    for words in warnings_of(settings, corpus):
+        tell({"warning": words})
+    plan = fit(settings, target, mesh, tell, evaluated=bool(corpus.held_out))
+    tell({"loading": f"the target, {plan.needed['target'] / GB:.1f} GB"})
+    found = head_run.build(settings, target, corpus, mesh, remat=plan.remat)
     tell(found.facts)
-    rows = corpus.rows if settings.features.cache is None else _cached(settings, target, corpus, mesh, found, tell)
+    rows = corpus.rows
+    if settings.features.cache is not None:
+        rows = _cached(settings, target, corpus, mesh, found, plan.rows, tell)
     t, seed = settings.train, settings.seed
     part, parts = (0, 1) if mesh is None else hosts.share(mesh, "data")
     spec = loop.LoopSpec(
         t.steps, Path(settings.out), t.save_every, t.log_every, settings.evaluation.every, seed,
         best=None if found.evaluate is None else head_run.metric_of(settings),
         identity={"settings": identity(settings), "data": corpus.digest(), "target": fingerprint(target)},
-        tensorboard=settings.logging.tensorboard, wandb=settings.logging.wandb, mesh=mesh,
+        tensorboard=settings.logging.tensorboard, wandb=settings.logging.wandb, mesh=mesh, parts=plan.parts,
     )  # fmt: skip
     task = loop.Task(
         params=found.init(jax.random.key(seed, impl="rbg")),  # a third of the time to compile
@@ -88,6 +98,8 @@ def _train(settings: RunSettings, target: Path, watch: Callable[[Entry], None], 
         evaluate=found.evaluate,
         save=found.save,
         learning_rate=schedule_of(settings.optimizer, t.steps),
+        epoch=lambda step: round(epochs(settings, corpus, step), 4),
+        provenance=provenance_of(settings, target, corpus.digest()),
     )  # fmt: skip
     return Trained(loop.run(spec, task, watch), found, spec.directory)
 
@@ -102,15 +114,18 @@ def write_features(settings: RunSettings, target: Path, tell: Tell = lambda fact
     if settings.features.cache is None:
         raise ConfigError("features: cache names no directory to write to; give --set features.cache=DIR")
     corpus, mesh = _prepare(settings, target, tell)
+    plan = fit(settings, target, mesh, tell, evaluated=False)
     found = head_run.build(settings, target, corpus, mesh, evaluated=False)
-    _cached(settings, target, corpus, mesh, found, tell)
+    _cached(settings, target, corpus, mesh, found, plan.rows, tell)
 
 
 def _prepare(settings: RunSettings, target: Path, tell: Tell) -> tuple[Corpus, Mesh | None]:
     """The data, and the devices."""
     arch = arch_of(read_config(target))
-    corpus = load_corpus(settings.data, Text.load(target), arch.vocab_size, alone=arch.one_text_only)
-    tell(corpus.counts)
+    corpus = load_corpus(
+        settings.data, Text.load(target), arch.vocab_size, alone=arch.one_text_only, target=fingerprint(target)
+    )
+    tell(corpus.counts | facts_of(settings, corpus))
     asked = {name: value for name, value in msgspec.to_builtins(settings).items() if name != "out"}
     hosts.check_same({"settings": asked, "data": corpus.digest(), "target": fingerprint(target)})
     sizes = {name: getattr(settings.mesh, name) for name in settings.mesh.__struct_fields__}
@@ -123,10 +138,11 @@ def _cached(
     corpus: Corpus,
     mesh: Mesh | None,
     found: head_run.HeadRun,
+    together: int,
     tell: Tell,
 ) -> FeatureRows:
     """The rows with their features, which are computed where they are not there yet."""
-    course, t = found.frozen, settings.train
-    teacher = Teacher(course.target, course.base, found.reads, found.routing, settings.features.dtype, t.rows, mesh)
-    identity = {"target": fingerprint(target), "target_dtype": t.target_dtype, "data": corpus.digest()}
+    course, kept = found.frozen, settings.features.dtype
+    teacher = Teacher(course.target, course.base, found.reads, found.routing, kept, together, mesh)
+    identity = {"target": fingerprint(target), "target_dtype": settings.train.target_dtype, "data": corpus.digest()}
     return FeatureRows(corpus.rows, teacher, Path(settings.features.cache or ""), identity, tell)

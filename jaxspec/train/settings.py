@@ -81,7 +81,7 @@ class DataSettings(Record, frozen=True):
     Attributes:
       train: JSONL and plain text files, in this order.
       held_out: files for evaluation; none takes ``held_out_fraction`` of the documents instead.
-      held_out_fraction: share of the documents, chosen by their content.
+      held_out_fraction: share of the documents, chosen by their content, where ``held_out`` names no files.
       length: T, tokens of a packed row, which also is the longest conversation.
       too_long: what becomes of a longer conversation: an ``error``, ``cut`` behind T tokens, or ``drop``.
       window: rows that stay open while documents are packed; more waste less.
@@ -100,11 +100,8 @@ class DataSettings(Record, frozen=True):
         _at_least("data", self, length=4, window=1)
         if not self.train:
             raise ConfigError("data: train names no file; give JSONL or plain text files")
-        if not 0 <= self.held_out_fraction < 1 or (self.held_out and self.held_out_fraction):
-            raise ConfigError(
-                f"data: held_out_fraction must be from 0 to below 1, and 0 where held_out names files, got "
-                f"{self.held_out_fraction}"
-            )
+        if not 0 <= self.held_out_fraction < 1:
+            raise ConfigError(f"data: held_out_fraction must be from 0 to below 1, got {self.held_out_fraction}")
 
 
 class TrainSettings(Record, frozen=True):
@@ -112,8 +109,13 @@ class TrainSettings(Record, frozen=True):
 
     Attributes:
       steps: updates in all.
-      rows: packed rows of one pass, over all devices and hosts.
-      accumulation: passes of one update.
+      rows: packed rows that a gradient is taken over at a time, over all devices and hosts.
+      accumulation: such gradients of one update.
+      micro_rows: rows that are computed together, a divisor of ``rows``; none takes as many as fit into memory. The
+        result is the same but for the order of sums.
+      remat: whether each round of drafting is computed again for its gradient instead of kept; none does so where
+        memory is short.
+      memory_gb: memory of each device that a run may take, in 10^9 bytes; none is what is free.
       save_every, log_every: in updates.
       param_dtype, compute_dtype: of the head's stored parameters and of its products.
       target_dtype: of the frozen target.
@@ -122,6 +124,9 @@ class TrainSettings(Record, frozen=True):
     steps: int
     rows: int = 8
     accumulation: int = 1
+    micro_rows: int | None = None
+    remat: bool | None = None
+    memory_gb: float | None = None
     save_every: int = 100
     log_every: int = 10
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -129,7 +134,11 @@ class TrainSettings(Record, frozen=True):
     target_dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        _at_least("train", self, steps=1, rows=1, accumulation=1, save_every=1, log_every=1)
+        _at_least("train", self, steps=1, rows=1, accumulation=1, save_every=1, log_every=1, micro_rows=1)
+        if self.micro_rows and self.rows % self.micro_rows:
+            raise ConfigError(f"train: micro_rows must divide rows = {self.rows}, got {self.micro_rows}")
+        if self.memory_gb is not None and self.memory_gb <= 0:
+            raise ConfigError(f"train: memory_gb must be above 0, got {self.memory_gb}")
 
 
 class OptimizerSettings(Record, frozen=True):
@@ -295,10 +304,10 @@ class RunSettings(Record, frozen=True):
     def __post_init__(self) -> None:
         _at_least("", self, seed=0)
         _at_least("mesh", self.mesh, data=1, expert=1, tensor=1)
-        if self.train.rows % self.mesh.data:
-            raise ConfigError(
-                f"train: {self.train.rows} rows cannot be split evenly over data = {self.mesh.data} devices"
-            )
+        for name in ("rows", "micro_rows"):
+            if (count := getattr(self.train, name)) and count % self.mesh.data:
+                words = f"{count} {name}" if name == "rows" else f"{name} = {count}"
+                raise ConfigError(f"train: {words} cannot be split evenly over data = {self.mesh.data} devices")
 
 
 def load_head_settings(wanted: str) -> HeadSettings:
@@ -339,8 +348,8 @@ def load_run_settings(wanted: str, changes: Sequence[str] = (), out: str | None 
 def identity(settings: RunSettings) -> dict[str, Any]:
     """What the result of a run depends on: the settings without those that only say where and how often."""
     values = msgspec.to_builtins(settings)
-    for table, key in (("train", "save_every"), ("train", "log_every")):
-        del values[table][key]
+    for key in ("save_every", "log_every", "micro_rows", "remat", "memory_gb"):
+        del values["train"][key]
     if values["features"].pop("cache") is None:
         del values["features"]
     if values["head"]["start"] is None:

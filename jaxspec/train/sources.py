@@ -22,6 +22,7 @@ FORMS = (
     '{"messages": [...]}, {"conversations": [...]}, {"prompt": ..., "response": ...}, {"text": ...}, '
     '{"token_ids": [...], "prompt_length": n}, or lines of the output of jaxspec generate'
 )
+SIDECAR = "{}.job.json"  # in which jaxspec generate names the model
 Spans = Sequence[tuple[int, int]]
 
 
@@ -55,12 +56,14 @@ class Reader:
       text: the target's tokenizer, None if it has none.
       vocab_size: V; ids must be below it.
       template: settings of the chat template.
+      target: fingerprint of the model, None if it is not known.
       skipped: records that hold nothing to train on, by reason.
     """
 
     text: Text | None
     vocab_size: int
     template: Mapping[str, Any] = field(default_factory=dict)
+    target: str | None = None
     skipped: Counter[str] = field(default_factory=Counter)
 
     def read(self, file: Path) -> Iterator[Document]:
@@ -71,6 +74,7 @@ class Reader:
         """
         if file.suffix not in (".jsonl", ".txt"):
             raise ConfigError(f"data: {file} must end in .jsonl (one record per line) or .txt (plain text)")
+        foreign = self.target is not None and _writer(file) not in (None, self.target)
         try:
             if file.suffix == ".txt":
                 yield from self._made(str(file), {"text": file.read_text(encoding="utf-8")})
@@ -78,15 +82,21 @@ class Reader:
             with file.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        yield from self._made(f"{file}:{number}", line)
+                        yield from self._made(f"{file}:{number}", line, foreign=foreign)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"data: {file} cannot be read ({error})") from None
 
-    def _made(self, place: str, line: bytes | dict[str, Any]) -> Iterator[Document]:
+    def _made(self, place: str, line: bytes | dict[str, Any], *, foreign: bool = False) -> Iterator[Document]:
         try:
             record = msgspec.json.decode(line.removeprefix(b"\xef\xbb\xbf")) if isinstance(line, bytes) else line
             if not isinstance(record, dict):
                 raise RequestError(f"a JSON object is needed, got {type(record).__name__}")
+            if foreign and ("outputs" in record or "token_ids" in record):
+                raise RequestError(
+                    "its token ids are another model's, as the .job.json beside it says, and mean other text to "
+                    "this target; let this target answer the same prompts (jaxspec generate), or give texts "
+                    '({"prompt": ..., "response": ...}); move that .job.json away if both share one tokenizer'
+                )
             for ids, spans in self._documents(record):
                 yield self._document(ids, spans, place, plain="text" in record and "token_ids" not in record)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -177,6 +187,16 @@ class Reader:
             yield found, spans
         else:
             self.skipped["conversations without an answer"] += 1
+
+
+def _writer(file: Path) -> str | None:
+    """Fingerprint of the model that wrote a file of answers, None where nothing says so."""
+    try:
+        found = msgspec.json.decode(Path(SIDECAR.format(file)).read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+    model = found.get("model") if isinstance(found, dict) else None
+    return model if isinstance(model, str) else None
 
 
 def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.kv import Packed
 from jaxspec.models.arch import ArchSpec
-from jaxspec.models.transformer import Transformer, features_of, head
+from jaxspec.models.transformer import Transformer, features_of
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.protocol import Features, Reads
 from jaxspec.pytree import pytree
@@ -40,6 +40,7 @@ class Batch:
       position_BT: place in its own text.
       loss_BT: whether the token is one to learn from.
       taught: what the target computed for them earlier, None where it has yet to run.
+      row_B: number of each row in its update, None for 0, 1, 2, ...
     """
 
     token_BT: Array
@@ -47,20 +48,24 @@ class Batch:
     position_BT: Array
     loss_BT: Array
     taught: Taught | None = None
+    row_B: Array | None = None
+
+    def keys(self, key: Array) -> Array:
+        """A key for each row [B], whichever other rows are computed with it."""
+        row_B = jnp.arange(len(self.token_BT), dtype=jnp.int32) if self.row_B is None else self.row_B
+        return jax.vmap(jax.random.fold_in, (None, 0))(key, row_B)
 
 
 @pytree
 class Lesson:
-    """What the target computed for a batch.
+    """What the target computed for a batch; its logits follow from the last hidden states, see ``vocab_loss``.
 
     Attributes:
       features: what heads read.
-      logits_BTV: its prediction behind each token, float32.
       expert_YBTA: its expert choices in each asked layer.
     """
 
     features: Features
-    logits_BTV: Array
     expert_YBTA: tuple[Array, ...]
 
 
@@ -83,7 +88,7 @@ def teach(net: Transformer, params: Params, batch: Batch, reads: Reads, routing:
         # No head reads the stream before the norm, so that none is kept.
         features = Features(last, last[..., :0], taps, commons)
         chosen = tuple(x.astype(jnp.int32) for x in taught.expert_YBTA)
-    return jax.lax.stop_gradient(Lesson(features, head(net, params, features.last_BTD), chosen))
+    return jax.lax.stop_gradient(Lesson(features, chosen))
 
 
 def compute(net: Transformer, params: Params, batch: Batch, reads: Reads, routing: tuple[int, ...] = ()) -> Taught:

@@ -1,5 +1,6 @@
 """Rounds of drafting over whole texts: what a head predicts from real features, and then from its own output."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,7 +31,14 @@ class Round:
 
 
 def unroll(
-    net: DraftHead, params: Params, target: tuple[Transformer, Params], features: Features, batch: Batch, rounds: int
+    net: DraftHead,
+    params: Params,
+    target: tuple[Transformer, Params],
+    features: Features,
+    batch: Batch,
+    rounds: int,
+    *,
+    remat: bool = False,
 ) -> list[Round]:
     """Training-time test (Li 2025, 2503.01840, section 3.2): every slot drafts ``rounds`` tokens ahead.
 
@@ -44,14 +52,14 @@ def unroll(
       features: of the target over the batch.
       batch: texts.
       rounds: S, tokens drafted from every slot.
+      remat: whether each round is computed again for its gradient instead of kept.
     """
     g_BTD = part_of(net, params, "join", net.spec.feature(features))
     memory, found = _memory(net, batch), []
-    slot_BT = _all_slots(batch)
+    slot_BT, run = _all_slots(batch), _round(net, target[0], remat)
     for j in range(rounds):
         token_BT = ahead(batch.token_BT, 1 + j)
-        embedded = embedding(net, params, target, token_BT)
-        last, g_BTD, memory = run_head(net, params, embedded, g_BTD, token_BT, batch.position_BT + j, memory)
+        last, g_BTD, memory = run(params, target[1], g_BTD, token_BT, batch.position_BT + j, memory)
         found.append(Round(last, g_BTD, slot_BT))
     return found
 
@@ -64,6 +72,8 @@ def unroll_masked(
     batch: Batch,
     counts: tuple[int, ...],
     key: Array,
+    *,
+    remat: bool = False,
 ) -> list[Round]:
     """Rounds of a head that drafts all tokens in one pass, on masks, from fewer and fewer slots.
 
@@ -78,26 +88,25 @@ def unroll_masked(
       batch: texts.
       counts: slots of each round behind the first, never growing.
       key: of the choice.
+      remat: whether each round is computed again for its gradient instead of kept.
     """
     g_BTD = part_of(net, params, "join", net.spec.feature(features))
-    memory, slot_BX = _memory(net, batch), _all_slots(batch)
-    token_BT = ahead(batch.token_BT, 1)
-    embedded = embedding(net, params, target, token_BT)
-    last, following, memory = run_head(net, params, embedded, g_BTD, token_BT, batch.position_BT, memory)
+    memory, slot_BX, run = _memory(net, batch), _all_slots(batch), _round(net, target[0], remat)
+    last, following, memory = run(params, target[1], g_BTD, ahead(batch.token_BT, 1), batch.position_BT, memory)
     found = [Round(last, following, slot_BX)]
     assert net.spec.mask_token is not None, "only such heads draft in one pass"
     mask = part_of(net, params, "mask")
     for d, (count, one) in enumerate(zip(counts, jax.random.split(key, max(len(counts), 1)), strict=False), start=1):
         weight_BX = jnp.take_along_axis(weights(batch, d), slot_BX, axis=1)
-        rank_BX = jax.random.uniform(one, slot_BX.shape) + weight_BX
+        drawn_BX = jax.vmap(lambda own, width=slot_BX.shape[1]: jax.random.uniform(own, (width,)))(batch.keys(one))
+        rank_BX = drawn_BX + weight_BX
         place_BX = jnp.sort(jax.lax.top_k(rank_BX, count)[1], axis=1).astype(jnp.int32)
         slot_BX = jnp.take_along_axis(slot_BX, place_BX, axis=1)
         memory = tuple(m.keep(place_BX, slot_BX) for m in memory)
         token_BX = jnp.full(slot_BX.shape, net.spec.mask_token, jnp.int32)
         position_BX = jnp.take_along_axis(batch.position_BT, slot_BX, axis=1) + d
         g_BXD = jnp.broadcast_to(mask, (*slot_BX.shape, mask.shape[-1]))
-        embedded = embedding(net, params, target, token_BX)
-        last, following, memory = run_head(net, params, embedded, g_BXD, token_BX, position_BX, memory)
+        last, following, memory = run(params, target[1], g_BXD, token_BX, position_BX, memory)
         found.append(Round(last, following, slot_BX))
     return found
 
@@ -112,6 +121,16 @@ def weights(batch: Batch, j: int) -> Array:
 def embedding(net: DraftHead, params: Params, target: tuple[Transformer, Params], token_BT: Array) -> Array:
     """Embeddings of tokens: the head's own, or the target's."""
     return part_of(net, params, "embed", token_BT) if net.spec.own_embedding else embed(*target, token_BT)
+
+
+def _round(net: DraftHead, base: Transformer, remat: bool) -> Callable[..., Any]:
+    """One round of a head."""
+
+    def run(params: Params, frozen: Params, g_BXD: Array, token_BX: Array, position_BX: Array, memory: Any) -> Any:
+        embedded = embedding(net, params, (base, frozen), token_BX)
+        return run_head(net, params, embedded, g_BXD, token_BX, position_BX, memory)
+
+    return jax.checkpoint(run) if remat else run
 
 
 def _memory(net: DraftHead, batch: Batch) -> tuple[Any, ...]:

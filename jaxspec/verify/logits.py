@@ -1,4 +1,4 @@
-"""From raw logits to the scores that are sampled: bans, penalties, temperature, truncation, in vLLM's order."""
+"""From raw logits to the scores that are sampled: bans, biases, penalties, temperature, truncation, in vLLM's order."""
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,25 @@ class Context:
       prompt_BV: whether the prompt contains it.
       token_BT: tokens of the nodes, the anchor first.
       length_B: position of the anchor.
+      history_BS: committed tokens, the anchor included at ``length``; None where no row has bad words.
+      bias_BV: added to the logits of rows that are biased; None where none is.
     """
 
     count_BV: Array
     prompt_BV: Array
     token_BT: Array
     length_B: Array
+    history_BS: Array | None = None
+    bias_BV: Array | None = None
 
 
 def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree) -> Array:
     """Scores whose softmax is the distribution that each node's next token is sampled from.
 
-    Every feature runs only in steps in which some row uses it, and leaves the other rows bitwise as they are.
+    In the order of vLLM's sampler: tokens that are not allowed and bad words are banned, the bias is added, stop ids
+    are banned before the shortest length; then come penalties, temperature and truncation. A draft's own path counts
+    as text wherever the text matters. Every feature runs only in steps in which some row uses it, and leaves the other
+    rows bitwise as they are.
 
     Args:
       logits_BTV: raw target logits, float32.
@@ -45,21 +52,52 @@ def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree)
       float32 [B, T, V]; greedy rows are neither scaled nor truncated.
     """
     s = sampling
-    next_length_BT = context.length_B[:, None] + tree.depth_BT + 2
-    early_BT = next_length_BT <= s.min_length_B[:, None]
-
-    def ban(x: Array) -> Array:
-        ids_BX = jnp.where(s.stop_BX < 0, x.shape[-1], s.stop_BX)
-        stops_BV = jax.vmap(lambda ids: jnp.zeros(x.shape[-1], bool).at[ids].set(True, mode="drop"))(ids_BX)
-        return jnp.where(early_BT[..., None] & stops_BV[:, None], BANNED, x)
-
-    x = lax.cond(jnp.any(early_BT), ban, lambda x: x, logits_BTV)
+    x = ban(logits_BTV, s, context, tree)
     penalised_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
     x = lax.cond(jnp.any(penalised_B), lambda x: penalise(x, s, context, tree), lambda x: x, x)
     warm_B = s.temperature_B > 0
     x = jnp.where(warm_B[:, None, None], x / jnp.where(warm_B, s.temperature_B, 1)[:, None, None], x)
     cut_B = warm_B & ((s.top_k_B > 0) | (s.top_p_B < 1) | (s.min_p_B > 0))
     return lax.cond(jnp.any(cut_B), lambda x: jnp.where(cut_B[:, None, None], truncate(x, s), x), lambda x: x, x)
+
+
+def ban(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:
+    """Logits with biases, -inf for tokens that are not allowed, end bad words, or stop a text that is too short."""
+    early_BT = context.length_B[:, None] + tree.depth_BT + 2 <= s.min_length_B[:, None]
+    worded_B = jnp.any(s.bad_words_BWL[..., 0] >= 0, axis=1)
+
+    def apply(x: Array) -> Array:
+        if context.history_BS is not None:
+            x = _ban_words(x, s, context, tree)
+        if context.bias_BV is not None:
+            x = jnp.where(s.biased_B[:, None, None], x + context.bias_BV[:, None], x)
+        ids_BX = jnp.where(s.stop_BX < 0, x.shape[-1], s.stop_BX)
+        stops_BV = jax.vmap(lambda ids: jnp.zeros(x.shape[-1], bool).at[ids].set(True, mode="drop"))(ids_BX)
+        return jnp.where(early_BT[..., None] & stops_BV[:, None], BANNED, x)
+
+    # One question for all three: on a GPU each costs as much as a kernel.
+    return lax.cond(jnp.any(early_BT) | jnp.any(s.biased_B | worded_B), apply, lambda x: x, x_BTV)
+
+
+def _ban_words(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:
+    """Bans the last token of a bad word where the generated text, a draft's own path included, ends with the rest."""
+    history_BS, most = context.history_BS, s.bad_words_BWL.shape[2]
+    assert history_BS is not None, "there is a text to look at"
+    rows, count, vocab = x_BTV.shape
+    rows_B, nodes_T = (jnp.arange(n, dtype=jnp.int32) for n in (rows, count))
+    back_L = jnp.arange(most - 1, dtype=jnp.int32)
+    depth_BTL = jnp.broadcast_to(tree.depth_BT[..., None] - back_L, (rows, count, most - 1))
+    path_BTJ = jnp.broadcast_to(tree.path_BTJ, (rows, count, tree.max_depth + 1))
+    node_BTL = jnp.take_along_axis(path_BTJ, jnp.maximum(depth_BTL, 0), axis=2)
+    at_BTL = context.length_B[:, None, None] + depth_BTL
+    drafts_BTL = context.token_BT[rows_B[:, None, None], node_BTL]
+    before_BTL = history_BS[rows_B[:, None, None], jnp.maximum(at_BTL, 0)]
+    token_BTL = jnp.where(depth_BTL > 0, drafts_BTL, before_BTL)
+    token_BTL = jnp.where(at_BTL >= s.prompt_length_B[:, None, None], token_BTL, -2)  # no part of any word
+    last_BW, rest_BWL = s.bad_words_BWL[..., 0], s.bad_words_BWL[..., 1:]
+    fits_BTWL = (rest_BWL[:, None] < 0) | (rest_BWL[:, None] == token_BTL[:, :, None])
+    ids_BTW = jnp.where(jnp.all(fits_BTWL, axis=3) & (last_BW >= 0)[:, None], last_BW[:, None], vocab)
+    return x_BTV.at[rows_B[:, None, None], nodes_T[None, :, None], ids_BTW].set(BANNED, mode="drop")
 
 
 def penalise(x: Array, s: Sampling, context: Context, tree: Tree) -> Array:

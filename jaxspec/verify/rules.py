@@ -187,3 +187,4 @@ def _block_residual(carried_B: Array, p_BV: Array, q_BV: Array, drafted_B: Array
 
 
 RULES: dict[str, Rule] = {"greedy": greedy, "match": match, "reject": reject, "block": block}
+DRAWN_BY_SCORE = ("greedy", "match")  # every token that they commit is the best of its node's scores, noise included

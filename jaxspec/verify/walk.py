@@ -35,21 +35,47 @@ def follow(target_BT: Array, token_BN: Array, usable_BN: Array, tree: Tree) -> V
     return Verdict(path_BK, jnp.take_along_axis(target_BT, path_BK, axis=1), depth_B + 1)
 
 
-def stop_at(verdict: Verdict, sampling: Sampling, length_B: Array, active_B: Array) -> tuple[Verdict, Array, Array]:
-    """Cuts a verdict behind the first stop id and at the row's longest length; idle rows commit nothing.
+def unsound(logits_BTV: Array, score_BTV: Array, verdict: Verdict, *, exact: bool) -> Array:
+    """Committed tokens, [B, K + 1], that could not be sampled: a score is NaN, all are -inf, or a logit is infinite.
+
+    Args:
+      logits_BTV: raw target logits.
+      score_BTV: processed scores of each node, without noise.
+      verdict: what a rule accepts.
+      exact: whether each token is the best of its node's scores with noise: a NaN is the best of any then, and one
+        score tells all.
+    """
+    if not exact:
+        return ~jnp.isfinite(jnp.take_along_axis(jnp.max(score_BTV, axis=-1), verdict.path_BT, axis=1))
+    rows_B = jnp.arange(score_BTV.shape[0], dtype=jnp.int32)[:, None]
+    logit_BT, score_BT = (x[rows_B, verdict.path_BT, verdict.token_BT] for x in (logits_BTV, score_BTV))
+    # A tiny repetition penalty may make a score infinite, but not a logit.
+    return ~jnp.isfinite(logit_BT) | ~(score_BT > -jnp.inf)
+
+
+def stop_at(
+    verdict: Verdict, sampling: Sampling, length_B: Array, active_B: Array, unsound_BT: Array
+) -> tuple[Verdict, Array, Array, Array]:
+    """Cuts a verdict at what could not be sampled, after the first stop id and at the row's longest length.
+
+    Idle rows commit nothing.
 
     Args:
       verdict: tokens that the rule accepts.
       sampling: stop ids and limits.
       length_B: position of the anchor.
       active_B: rows in use.
+      unsound_BT: tokens that could not be sampled.
 
     Returns:
-      The cut verdict, whether each row met a stop id, and whether it met its length limit.
+      The cut verdict, whether each row met a stop id, whether it met its length limit, and whether it ends because a
+      token could not be sampled.
     """
     depth_K = jnp.arange(verdict.token_BT.shape[1], dtype=jnp.int32)
     room_B = sampling.max_length_B - length_B - 1
-    count_B = jnp.minimum(verdict.count_B, room_B)
+    whole_B = jnp.minimum(verdict.count_B, room_B)
+    unsound_BT &= depth_K[None] < whole_B[:, None]
+    count_B = jnp.where(jnp.any(unsound_BT, axis=1), jnp.argmax(unsound_BT, axis=1).astype(jnp.int32), whole_B)
     is_stop = jnp.any(verdict.token_BT[..., None] == sampling.stop_BX[:, None], axis=-1)
     is_stop &= depth_K[None] < count_B[:, None]
     first_B = jnp.argmax(is_stop, axis=1).astype(jnp.int32)
@@ -57,4 +83,5 @@ def stop_at(verdict: Verdict, sampling: Sampling, length_B: Array, active_B: Arr
     count_B = jnp.where(stopped_B, first_B + 1, count_B)
     count_B = jnp.where(active_B, count_B, 0)
     full_B = active_B & ~stopped_B & (count_B >= room_B)
-    return replace(verdict, count_B=count_B), stopped_B, full_B
+    broken_B = active_B & ~stopped_B & jnp.any(unsound_BT, axis=1)
+    return replace(verdict, count_B=count_B), stopped_B, full_B, broken_B

@@ -6,6 +6,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,10 +87,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     directory, experts, depth, kernels = request.param
     oracle = directory in ORACLES
     model_dir, says_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("reference")
-    (model_dir / "config.json").symlink_to(directory / ("hub_config.json" if oracle else "config.json"))
-    (model_dir / "model.safetensors").symlink_to(directory / "model.safetensors")
+    shutil.copy(directory / ("hub_config.json" if oracle else "config.json"), model_dir / "config.json")
+    shutil.copy(directory / "model.safetensors", model_dir / "model.safetensors")
     reference = "io.safetensors" if oracle else "reference.safetensors"
-    (says_dir / "says.safetensors").symlink_to(directory / reference)
+    shutil.copy(directory / reference, says_dir / "says.safetensors")
     policy = Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), experts, depth, kernels)
     says = {name: np.asarray(value) for name, value in TensorFiles(says_dir).items()}
     if oracle:  # the continuation there is that of the first row's first 24 tokens, of some models only its first token

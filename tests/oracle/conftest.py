@@ -194,7 +194,7 @@ def _prefill(target, drafter, *rest):
 class SharedPrograms(Programs):
     """The engine's programs, compiled once per shape for all engines of the test run."""
 
-    def __init__(self, target, drafters, state, plan, buckets, turns=False):
+    def __init__(self, target, drafters, state, plan, buckets, turns=False, on_compile=None):
         self.target, self.drafters, self.buckets, self.plan = target, drafters, buckets, plan
         self.drafter = drafters[max(drafters, key=lambda arm: arm.nodes)]
         self._programs = {"admit": SHARED["admit"], "retire": SHARED["retire"]}

@@ -143,7 +143,7 @@ VALUES: list[tuple[str, Any]] = [
     *(("repetition_penalty", v) for v in (0, -1, float("nan"), float("inf"))),
     *(("presence_penalty", v) for v in (2.1, -2.1, float("nan"))),
     *(("frequency_penalty", v) for v in (2.1, -2.1, "x")),
-    *(("seed", v) for v in (-1, 1.5, "x")),
+    *(("seed", v) for v in (-2, 1.5, "x")),
     *(("stop", v) for v in ("", ["a", ""], [5], 5, {"a": 1})),
     *(("stop_token_ids", v) for v in ([1.5], ["a"], 5, "abc")),
     *(("max_tokens", v) for v in (0, -1, 1.5)),
@@ -303,7 +303,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "no rows": ({"max_num_seqs": 0}, r"max_num_seqs must be an integer of at least 1, got 0"),
     "no steps": ({"steps_per_dispatch": 0}, r"steps_per_dispatch must be an integer of at least 1, got 0"),
     "logprobs": ({"max_logprobs": -1}, r"max_logprobs must be an integer of at least 0, got -1"),
-    "buckets": ({"prefill_buckets": ()}, r"prefill_buckets must be an integer of at least 1"),
+    "buckets": ({"prefill_buckets": ()}, r"prefill_buckets must be chunk sizes such as \(32, 256\), got \(\)"),
     "page": ({"kv_page_size": -1}, r"kv_page_size must be an integer of at least 0, got -1"),
     "pages alone": ({"num_kv_pages": 9}, r"num_kv_pages=9 needs kv_page_size"),
 }

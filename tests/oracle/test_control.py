@@ -8,8 +8,8 @@ import pytest
 
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.adaptive import Adaptive
+from jaxspec.serve.arms import slack_of
 from jaxspec.serve.control import ByBatchSize, Decision, Outcome
-from jaxspec.serve.engine import slack_of
 from jaxspec.serve.warm_up import LINKING, MOST_TIMED, RANDOM, TIMED
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, chain, tree
 from tests.oracle.conftest import Lab, SharedPrograms, generate, mixed_requests, tokens_of

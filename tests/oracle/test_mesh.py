@@ -83,6 +83,34 @@ def test_two_exchanges_per_layer_whatever_is_verified(whole: LLM):
     assert size[5]["all-gather"] < whole_logits / 8, "the best of each device's vocabulary, never the logits"
 
 
+def test_biases_and_scores_on_a_mesh(whole: LLM):
+    """Rows that differ; drafts from their own texts, and the scores of whole texts read in chunks."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(1, 90, size).tolist() for size in (3, 20, 14, 5, 7)]
+    allowed = list(range(5, 90, 6))
+    some: dict[str, Any] = {"allowed_token_ids": allowed, "logit_bias": {allowed[2]: 1.5}}
+    params = [
+        SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, **(some if n % 2 else {})) for n in range(5)
+    ]
+    texts = [o.prompt_token_ids + o.outputs[0].token_ids for o in whole.generate(prompts, params)]
+    scores = whole.score(texts)
+    for n, (prompt, text, entries) in enumerate(zip(prompts, texts, scores, strict=True)):
+        logits = whole.logits(text).astype(np.float64)
+        logp = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        told = [entry.logprob for entry in entries[1:] if entry is not None]
+        np.testing.assert_allclose(told, logp[np.arange(len(text) - 1), text[1:]], atol=1e-4)
+        bias_V = np.zeros(logits.shape[1])
+        if n % 2:
+            bias_V[:] = -np.inf
+            bias_V[allowed] = 0
+            bias_V[allowed[2]] = 1.5
+        chosen = (logits + bias_V)[len(prompt) - 1 : -1]
+        picked = chosen[np.arange(TOKENS), text[len(prompt) :]]
+        assert (picked > chosen.max(axis=1) - 1e-3).all(), n
+    assert whole.engine.state.bias_BV.sharding.spec == P(("data", "expert"), None)
+    assert whole.engine.state.sampling.bad_words_BWL.sharding.spec == P(("data", "expert"), None, None)
+
+
 @pytest.mark.parametrize(
     ("name", "sizes", "speculation", "transport"),
     [

@@ -21,5 +21,9 @@ FAMILY = Family(
     mixer=LatentRow(),
     moe=DEEPSEEK_MOE,
     mtp="num_nextn_predict_layers",
-    defaults={"norm_topk_prob": True, "first_k_dense_replace": 3},
+    defaults={
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+    },
 )

@@ -5,4 +5,9 @@ from dataclasses import replace
 from jaxspec.models.families import deepseek_v3
 from jaxspec.models.mixers.latent import LatentRow
 
-FAMILY = replace(deepseek_v3.FAMILY, model_type="deepseek_v32", mixer=LatentRow(indexed=True))
+FAMILY = replace(
+    deepseek_v3.FAMILY,
+    model_type="deepseek_v32",
+    mixer=LatentRow(indexed=True),
+    implied={"layer_types": "indexed_attention"},
+)

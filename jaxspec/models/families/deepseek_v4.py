@@ -20,5 +20,11 @@ FAMILY = Family(
     ),
     hyper=HyperRow("hc_mult", "hc_sinkhorn_iters", "hc_eps"),
     mtp="num_nextn_predict_layers",
-    defaults={"norm_topk_prob": True, "num_nextn_predict_layers": 1},
+    defaults={
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "num_hash_layers": 3,
+    },
 )

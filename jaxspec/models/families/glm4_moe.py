@@ -6,8 +6,13 @@ from jaxspec.models.mixers.gqa import GqaRow
 
 FAMILY = Family(
     model_type="glm4_moe",
-    mixer=GqaRow(qkv_bias="attention_bias", qk_norm="head", qk_norm_switch="use_qk_norm"),
+    mixer=GqaRow(qkv_bias="attention_bias", qk_norm="head", qk_norm_switch="use_qk_norm", windows="none"),
     moe=DEEPSEEK_MOE,
     mtp="num_nextn_predict_layers",
-    defaults={"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "norm_topk_prob": True},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+    },
 )

@@ -3,4 +3,4 @@
 from jaxspec.models.family import Family
 from jaxspec.models.mixers.gqa import GqaRow
 
-FAMILY = Family(model_type="llama", mixer=GqaRow(qkv_bias="attention_bias", out_bias="attention_bias"))
+FAMILY = Family(model_type="llama", mixer=GqaRow(qkv_bias="attention_bias", out_bias="attention_bias", windows="none"))

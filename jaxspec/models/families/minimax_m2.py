@@ -5,8 +5,10 @@ from jaxspec.models.mixers.gqa import GqaRow
 
 FAMILY = Family(
     model_type="minimax_m2",
-    mixer=GqaRow(qk_norm="full"),
+    mixer=GqaRow(qk_norm="full", windows="none"),
     moe=MoeRow(
         experts=("num_local_experts",), hidden="intermediate_size", router="sigmoid", choice_bias=True, exact=True
     ),
+    defaults={"rope_theta": 5e6},
+    implied={"qk_norm_type": "per_layer"},
 )

@@ -5,7 +5,7 @@ from jaxspec.models.mixers.gqa import GqaRow
 
 FAMILY = Family(
     model_type="opt",
-    mixer=GqaRow(qkv_bias="enable_bias", out_bias="enable_bias", rope=False),
+    mixer=GqaRow(qkv_bias="enable_bias", out_bias="enable_bias", rope=False, windows="none"),
     ffn=FfnRow(hidden="ffn_dim", activation="activation_function", gated=False, bias="enable_bias"),
     norm="layer",
     norm_eps="layer_norm_eps",
@@ -19,4 +19,5 @@ FAMILY = Family(
         "layer_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     },
+    implied={"layer_norm_elementwise_affine": True},
 )

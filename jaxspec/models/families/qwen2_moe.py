@@ -5,7 +5,7 @@ from jaxspec.models.mixers.gqa import GqaRow
 
 FAMILY = Family(
     model_type="qwen2_moe",
-    mixer=GqaRow(qkv_bias=True, window_switch="use_sliding_window", window_from="max_window_layers"),
+    mixer=GqaRow(qkv_bias=True, window_switch="use_sliding_window", window_until="max_window_layers", alternating=True),
     moe=MoeRow(
         experts=("num_experts",),
         renormalise="norm_topk_prob",
@@ -13,4 +13,6 @@ FAMILY = Family(
         shared_gate=True,
         sparse_step=True,
     ),
+    defaults={"sliding_window": 4096, "max_window_layers": 28},
+    implied={"qkv_bias": True, "attention_bias": (True, False)},  # the second is Llama's key, which Qwen2 leaves aside
 )

@@ -12,4 +12,5 @@ FAMILY = Family(
         window_switch="use_sliding_window",
         window_from="max_window_layers",
     ),
+    defaults={"sliding_window": 4096, "max_window_layers": 28},
 )

@@ -10,7 +10,7 @@ FAMILY = Family(
         out_bias="attention_bias",
         qk_norm="head",
         window_switch="use_sliding_window",
-        window_from="max_window_layers",
     ),
     moe=MoeRow(experts=("num_experts", "num_local_experts"), renormalise="norm_topk_prob", sparse_step=True),
+    defaults={"sliding_window": 4096},
 )

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.read import Reader, scaled
+from jaxspec.models.read import Reader, checked_count, checked_real, short
+from jaxspec.models.rotary import checked, scaled, theta_of
 from jaxspec.nn.compressed_attention import CompressedSpec
 from jaxspec.nn.compressor import CompressorSpec
 from jaxspec.nn.entry_index import EntryIndexSpec
@@ -27,7 +27,13 @@ class CompressedRow:
           ConfigError: a layer's kind is unknown, or heads, groups and rotated channels do not fit together.
         """
         heads, head_dim, groups = (read.count(key) for key in ("num_attention_heads", "head_dim", "o_groups"))
-        turned = read.count("qk_rope_head_dim")
+        part = read.get("partial_rotary_factor", default=None)
+        part = None if part is None else int(head_dim * checked_real("partial_rotary_factor", part, most=1.0))
+        turned = read.count("qk_rope_head_dim") if part is None else read.count("qk_rope_head_dim", default=part)
+        if part not in (None, turned) and not read.missing:
+            raise ConfigError(
+                f"config: partial_rotary_factor says that {part} channels of {head_dim} turn, qk_rope_head_dim {turned}"
+            )
         if heads % groups and not read.missing:
             raise ConfigError(f"config: {heads} attention heads cannot lie in o_groups {groups} equal groups")
         if (turned > head_dim or turned % 2) and not read.missing:
@@ -35,6 +41,7 @@ class CompressedRow:
         kind, ratio = _kind(read, layer)
         rope = _rope(read, kind, turned)
         sparse = kind == SPARSE
+        read.asked |= {"index_head_dim", "index_n_heads", "index_topk", "compress_ratios", "compress_rope_theta"}
         return CompressedSpec(
             heads=heads,
             head_dim=head_dim,
@@ -54,20 +61,24 @@ def _kind(read: Reader, layer: int) -> tuple[str, int]:
     The published list goes on behind the last layer, but not with that of these layers.
     """
     count = read.count("num_hidden_layers")
-    kinds, rates = read.get("layer_types", default=None), {**RATES, **(read.get("compress_rates", default=None) or {})}
+    kinds, rates = read.get("layer_types", default=None), {**RATES, **read.mapping("compress_rates")}
     if kinds is None:
         ratios = read.get("compress_ratios")
         ratios = [0] * count if read.missing else ratios
+        if not isinstance(ratios, list | tuple):
+            raise ConfigError(f"config: compress_ratios must be a list of a number per layer, got {short(ratios)}")
+        ratios = [checked_count("compress_ratios", ratio, least=0) for ratio in ratios]
         named = {0: NEAR, SPARSE_RATIO: SPARSE}
         kinds = [named.get(ratio, HEAVY) for ratio in ratios]
         pairs = list(zip(kinds, ratios, strict=True))
     else:
-        pairs = [(kind, rates.get(kind, 0)) for kind in kinds]
+        listed = kinds if isinstance(kinds, list | tuple) and all(isinstance(kind, str) for kind in kinds) else []
+        pairs = [(kind, rates.get(kind, 0)) for kind in listed]
     known = all(kind in (NEAR, *RATES) and isinstance(ratio, int) for kind, ratio in pairs)
     if len(pairs) < count or not known or any(ratio < 2 for kind, ratio in pairs if kind != NEAR):
         raise ConfigError(
             f"config: compress_ratios (0, or positions per entry, at least 2) or layer_types ({NEAR}, {SPARSE} or "
-            f"{HEAVY}) must name a kind for each of the {count} layers; got {kinds!r} with {rates!r}"
+            f"{HEAVY}) must name a kind for each of the {count} layers; got {short(kinds)} with {short(rates)}"
         )
     return pairs[layer] if layer < count else (NEAR, 0)
 
@@ -85,12 +96,14 @@ def _rope(read: Reader, kind: str, turned: int) -> RopeSpec:
 
     The extension never sharpens the scores, whatever the published settings say elsewhere.
     """
-    nested: Mapping[str, Any] = read.get("rope_parameters", default=None) or {}
+    nested, plain = read.mapping("rope_parameters"), read.mapping("rope_scaling")
+    for name, settings in nested.items():
+        if name not in ("main", "compress") or not isinstance(settings, Mapping | None):
+            raise ConfigError(f"config: rope_parameters must be objects under main and compress, got {short(nested)}")
     if kind == NEAR:
-        theta = nested.get("main", {}).get("rope_theta") or read.get("rope_theta", default=10000.0)
-        return RopeSpec(float(theta), turned, interleaved=True, last=True)
-    settings = nested.get("compress") or read.get("rope_scaling", default=None) or {}
-    theta = settings.get("rope_theta") or read.get("compress_rope_theta", default=160000.0)
+        return RopeSpec(theta_of(read, checked(nested.get("main") or {})), turned, interleaved=True, last=True)
+    settings = checked(nested.get("compress") or plain)
+    theta = theta_of(read, settings, "compress_rope_theta", 160000.0)
     scaling = scaled(read, settings)
     scaling = replace(scaling, attention_factor=1.0) if scaling else None
-    return RopeSpec(float(theta), turned, interleaved=True, last=True, scaling=scaling)
+    return RopeSpec(theta, turned, interleaved=True, last=True, scaling=scaling)

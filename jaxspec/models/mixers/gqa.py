@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.read import Reader, rope_of
+from jaxspec.models.read import Reader
+from jaxspec.models.rotary import rope_of
 from jaxspec.nn.attention import AttentionSpec
+
+NEAR, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True)
@@ -16,9 +19,12 @@ class GqaRow:
       qkv_bias, out_bias: biases of the projections.
       qk_norm: normalisation of queries and keys.
       qk_norm_switch: config key that must be true for it to apply.
+      windows: which layers have the window, where ``layer_types`` does not say; in a family of ``none`` only that list
+        can give one.
       window_switch: config key that must be true for ``sliding_window`` to apply; None if its presence is enough.
-      window_from: config key of the first layer with a window, where ``layer_types`` does not say.
-      alternating: layers with even numbers have the window, where ``layer_types`` does not say.
+      window_from: config key of the first layer with a window.
+      window_until: config key of the first layer that has none again.
+      alternating: layers with even numbers have the window.
       sinks: whether heads have sinks.
       rope: whether queries and keys are rotated.
     """
@@ -27,8 +33,10 @@ class GqaRow:
     out_bias: bool | str = False
     qk_norm: Literal["none", "head", "full"] = "none"
     qk_norm_switch: str | None = None
+    windows: Literal["all", "none"] = "all"
     window_switch: str | None = None
     window_from: str | None = None
+    window_until: str | None = None
     alternating: bool = False
     sinks: bool = False
     rope: bool = True
@@ -37,33 +45,46 @@ class GqaRow:
         """Attention of one layer.
 
         Raises:
-          ConfigError: the heads cannot share the key-value heads evenly.
+          ConfigError: the heads cannot share the width or the key-value heads evenly.
         """
         dim, heads = read.count("hidden_size"), read.count("num_attention_heads")
         kv_heads = read.count("num_key_value_heads", default=heads)
+        if dim % heads and read.config.get("head_dim") is None and "head_dim" not in read.defaults and not read.missing:
+            raise ConfigError(f"config: {heads} attention heads cannot share hidden_size {dim} evenly; state head_dim")
         head_dim = read.count("head_dim", default=dim // heads or 1)
         if heads % kv_heads and not read.missing:
             raise ConfigError(f"config: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
         normed = self.qk_norm_switch is None or read.flag(self.qk_norm_switch)
+        window = self._window(read, layer)
         return AttentionSpec(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rope=rope_of(read, head_dim) if self.rope else None,
+            rope=rope_of(read, head_dim, layer_kind=NEAR if window else FULL) if self.rope else None,
             qkv_bias=read.flag(self.qkv_bias),
             out_bias=read.flag(self.out_bias),
             qk_norm=self.qk_norm if normed else "none",
-            window=self._window(read, layer),
+            window=window,
             sinks=self.sinks,
         )
 
     def _window(self, read: Reader, layer: int) -> int | None:
-        window = read.get("sliding_window", default=None)
-        if window is None or (self.window_switch and not read.flag(self.window_switch)):
+        """Positions that a layer sees, None for all."""
+        count = read.count("num_hidden_layers")
+        kinds = read.kinds("layer_types", (FULL, NEAR), count)
+        if kinds is None and self.windows == "none":
             return None
-        kinds = read.get("layer_types", default=None)
-        if kinds:
-            return window if kinds[min(layer, len(kinds) - 1)] == "sliding_attention" else None
-        if self.alternating:
-            return window if layer % 2 == 0 else None
-        return window if layer >= (read.get(self.window_from, default=0) if self.window_from else 0) else None
+        off = self.window_switch is not None and not read.flag(self.window_switch)
+        stated = None if read.is_null("sliding_window") else read.get("sliding_window", default=None)
+        if off or (kinds is not None and NEAR not in kinds):
+            return None
+        if stated is None:
+            if kinds is not None and not read.is_null("sliding_window"):
+                read.missing.append("sliding_window")
+            return None
+        window = read.count("sliding_window")
+        if kinds is not None:
+            return window if kinds[min(layer, len(kinds) - 1)] == NEAR else None
+        first = read.count(self.window_from, default=0, least=0) if self.window_from else 0
+        stop = read.count(self.window_until, default=count, least=0) if self.window_until else layer + 1
+        return window if first <= layer < stop and not (self.alternating and layer % 2) else None

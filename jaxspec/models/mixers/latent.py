@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.read import Reader, rope_of, scaling_of, yarn_scale
+from jaxspec.models.read import Reader, short
+from jaxspec.models.rotary import rope_of, scaled, scaling_of, yarn_scale
 from jaxspec.nn.latent_attention import LatentSpec
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.nn.sparse_index import IndexSpec
@@ -32,8 +33,8 @@ class LatentRow:
           ConfigError: an indexer has nothing to read, or a layer shares a selection that there is not.
         """
         turned, plain = read.count("qk_rope_head_dim"), read.count("qk_nope_head_dim")
-        rope = rope_of(read, turned, interleaved=bool(read.get("rope_interleave", default=True)))
-        rope = replace(rope, dim=turned)  # a partial factor speaks of the whole head
+        # A partial factor speaks of the whole head.
+        rope = rope_of(read, turned, interleaved=read.flag("rope_interleave", default=True), whole=True)
         query_rank = read.get("q_lora_rank", default=None)
         kinds = self._kinds(read, layer)
         index = self._index(read, rope, kinds) if kinds[0] == "full" else None
@@ -53,7 +54,7 @@ class LatentRow:
         )
 
     def _index(self, read: Reader, rope: RopeSpec, kinds: tuple[str, str]) -> IndexSpec:
-        interleaved = read.get("indexer_rope_interleave", default=self.index_interleaved)
+        interleaved = read.flag("indexer_rope_interleave", default=self.index_interleaved)
         dim = read.count("index_head_dim")
         if dim < rope.dim and not read.missing:
             raise ConfigError(f"config: index_head_dim is {dim}, less than the {rope.dim} rotated channels")
@@ -61,7 +62,7 @@ class LatentRow:
             heads=read.count("index_n_heads"),
             head_dim=dim,
             top_k=read.count("index_topk"),
-            rope=replace(rope, interleaved=bool(interleaved)),
+            rope=replace(rope, interleaved=interleaved),
             lends=kinds[1] == "shared",
         )
 
@@ -76,15 +77,17 @@ class LatentRow:
         if not self.index_sharing or layer >= count:
             return "full", "full"
         listed = read.get("indexer_types", "index_topk_pattern", default=None)
+        freq = max(read.count("index_topk_freq", default=1, least=0), 1)
+        offset = read.count("index_skip_topk_offset", default=2, least=0)
         if listed is None:
-            freq = max(int(read.get("index_topk_freq", default=1)), 1)
-            offset = int(read.get("index_skip_topk_offset", default=2))
             listed = ["shared" if max(y - offset + 1, 0) % freq else "full" for y in range(count)]
-        unknown = sorted({str(kind) for kind in listed} - set(KINDS))
-        if unknown or len(listed) < count or KINDS[listed[0]] == "shared":
+        known = isinstance(listed, list | tuple | str) and all(
+            isinstance(kind, str) and kind in KINDS for kind in listed
+        )
+        if not known or len(listed) < count or KINDS[listed[0]] == "shared":
             raise ConfigError(
                 f"config: indexer_types must name full or shared for each of the {count} layers, the first one full; "
-                f"got {listed!r}"
+                f"got {short(listed)}"
             )
         kinds = [KINDS[kind] for kind in listed[:count]]
         return kinds[layer], ([*kinds, "full"])[layer + 1]
@@ -94,6 +97,6 @@ def _sharpened(read: Reader) -> float:
     """What the scores are multiplied by in an extended context (DeepSeek-V3's use of YaRN)."""
     scaling = scaling_of(read)
     all_dim = scaling.get("mscale_all_dim")
-    if (scaling.get("rope_type") or scaling.get("type") or "default") == "default" or not all_dim:
+    if scaled(read, scaling) is None or not all_dim:
         return 1.0
     return yarn_scale(scaling, all_dim) ** 2

@@ -28,7 +28,7 @@ LAYOUTS = (("switched", "unrolled"), ("stacked", "stacked"))
 def checkpoint(config: Path, tmp_path: Path) -> Path:
     """A directory with the config under its usual name."""
     shutil.copy(config, tmp_path / "config.json")
-    (tmp_path / "model.safetensors").symlink_to(config.parent / "model.safetensors")
+    shutil.copy(config.parent / "model.safetensors", tmp_path)
     return tmp_path
 
 

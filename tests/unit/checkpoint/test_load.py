@@ -54,6 +54,10 @@ def test_missing_directory(tmp_path: Path):
     assert "no such directory" in complaint(tmp_path / "nowhere", ConfigError)
 
 
+def test_a_file_is_no_model_directory(directory: Path):
+    assert "a file, not a model directory" in complaint(directory / "config.json", ConfigError)
+
+
 def test_missing_config(directory: Path):
     (directory / "config.json").unlink()
     assert "no config.json" in complaint(directory, ConfigError)

@@ -14,7 +14,7 @@ import pytest
 from jaxspec.cli import main as main_module
 from jaxspec.cli.generate import GenerateArgs
 from jaxspec.cli.main import main
-from jaxspec.errors import ConfigError
+from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.serve.job import Progress
 from jaxspec.serve.llm import LLM
@@ -122,7 +122,7 @@ def test_one_prompt_is_streamed(model: Path, capsys: pytest.CaptureFixture, monk
         assert main(["generate", "--model", str(model), "--prompt", "the cat", *flags, *more]) == 0
         shown = capsys.readouterr()
         assert shown.out == wanted + "\n"
-        assert "acceptance length" in shown.err
+        assert "without speculation; --speculative-config switches it on" in shown.err
     assert main(["generate", "--model", str(model), "--prompt", "hello", "--chat", *flags]) == 0
     chat = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(temperature=0.0, max_tokens=20))
     assert capsys.readouterr().out == chat[0].outputs[0].text + "\n"
@@ -189,7 +189,7 @@ def test_failed_lines_run_again_when_asked(flags: list[str], monkeypatch: pytest
     assert '1 of 2 requests failed; their records have an "error"; --retry-failed runs' in capsys.readouterr().err
 
 
-def test_interruption_and_broken_pipes_are_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_what_ends_a_command_sets_its_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     def run_with(error: BaseException) -> int:
         def run(args: GenerateArgs) -> int:
             raise error
@@ -198,12 +198,22 @@ def test_interruption_and_broken_pipes_are_quiet(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(module, "run", run, raising=False)
         monkeypatch.setattr(main_module, "import_module", lambda name: module)
         monkeypatch.setattr(main_module.os, "dup2", lambda *fds: None)
+        monkeypatch.setattr(main_module.INTERRUPTS, "say", lambda number: None)
         return main(["generate"])
 
     assert run_with(KeyboardInterrupt()) == 130
     assert run_with(BrokenPipeError()) == 141
     assert run_with(ConfigError("several\nlines")) == 2
-    assert capsys.readouterr().err == "jaxspec: several lines\n"
+    assert run_with(JaxspecError("out.jsonl: No space left on device")) == 1
+    assert run_with(OSError(28, "No space left on device", "plan.png")) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "jaxspec: several lines",
+        "jaxspec: out.jsonl: No space left on device",
+        "jaxspec: [Errno 28] No space left on device: 'plan.png'",
+    ]
+    with pytest.raises(ValueError, match="a fault of ours"):
+        run_with(ValueError("a fault of ours"))
 
 
 def test_demo_models_are_named():

@@ -44,6 +44,54 @@ def test_a_whole_directory_misses_nothing(tiny: Path, capsys: pytest.CaptureFixt
     assert found["drafters"]["ngram"] == "chains and trees"
 
 
+@pytest.mark.parametrize("other", [None, "pytorch_model.bin"])
+def test_a_directory_without_weights_says_so(tiny: Path, other: str | None, capsys: pytest.CaptureFixture):
+    (tiny / "model.safetensors").unlink()
+    if other:
+        (tiny / other).write_bytes(b"archive")
+    code, found = inspect(capsys, tiny)
+    assert code == 1
+    assert (found["tensors"]["in_files"], found["tensors"]["read"]) == (0, 0)
+    assert "no .safetensors file" in found["refused"]["weights"]
+    assert (other or "download the weights") in found["refused"]["weights"]
+    assert main(["inspect", str(tiny)]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "tensors 0 in the files, 0 of them read" in shown
+    assert "no .safetensors file" in shown
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "what", "words"),
+    [
+        ("tokenizer.json", "{}", "tokenizer", "the tokenizer cannot be read"),
+        ("generation_config.json", '{"temperature": -1}', "generation_config", "temperature"),
+        ("generation_config.json", '{"top_p": 2}', "generation_config", "top_p"),
+    ],
+)
+def test_what_else_would_be_refused(
+    file: str, content: str, what: str, words: str, tiny: Path, capsys: pytest.CaptureFixture
+):
+    (tiny / file).write_text(content)
+    code, found = inspect(capsys, tiny)
+    assert code == 1
+    assert list(found["refused"]) == [what]
+    assert words in found["refused"][what]
+
+
+def test_keys_that_nothing_reads_are_listed(tiny: Path, capsys: pytest.CaptureFixture):
+    assert inspect(capsys, tiny)[1]["ignored_keys"] == []
+    file = tiny / "config.json"
+    config = json.loads(file.read_text()) | {"my_note": "hi", "mystery_scale": 3.0}
+    file.write_text(json.dumps(config))
+    code, found = inspect(capsys, tiny)
+    assert (code, found["ignored_keys"]) == (0, ["my_note", "mystery_scale"])
+    assert main(["inspect", str(tiny)]) == 0
+    assert "ignored keys  my_note, mystery_scale" in capsys.readouterr().out
+    file.write_text(json.dumps(config | {"attn_logit_softcapping": 30.0}))
+    assert main(["inspect", str(tiny)]) == 2
+    assert "does not have attn_logit_softcapping = 30.0 in jaxspec" in capsys.readouterr().err
+
+
 def test_everything_wrong_is_listed_by_pattern(tiny: Path, capsys: pytest.CaptureFixture):
     tensors = load_file(tiny / "model.safetensors")
     count = json.loads((tiny / "config.json").read_text())["num_experts"]

@@ -1,14 +1,18 @@
 """``jaxspec plan``: every shipped config, meshes, drafters, acceptance, prices, rules, pictures, mistakes."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxspec.bench import plan_plot
 from jaxspec.checkpoint.fingerprint import digests
 from jaxspec.cli.main import main
+from jaxspec.cli.plan import PlanArgs, question_of
 from jaxspec.perf.calibration import VERSION, Calibration, FitRecord, OverlapRecord, Point, save_calibration
+from jaxspec.perf.plan import plan as make_plan
 from scripts.house_report import ROOT
 
 CONFIGS = sorted(file.stem for file in (ROOT / "configs" / "models").glob("*.json"))
@@ -142,8 +146,25 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture):
     plan(capsys, *flags, "--plot", str(tmp_path / "p.svg"))
     drawn = (tmp_path / "p.svg").read_text()
     assert drawn.startswith("<?xml") or "<svg" in drawn
-    assert "must end in .png, .svg, .pdf" in refused(capsys, *flags, "--plot", str(tmp_path / "p.txt"))
-    assert "directory that is there" in refused(capsys, *flags, "--plot", str(tmp_path / "none" / "p.png"))
+    assert "a picture ends in .png, .svg, .pdf" in refused(capsys, *flags, "--plot", str(tmp_path / "p.txt"))
+    assert "make it first" in refused(capsys, *flags, "--plot", str(tmp_path / "none" / "p.png"))
+
+
+def test_a_length_has_one_color_in_all_panels():
+    matplotlib = pytest.importorskip("matplotlib.figure")
+    question, _ = question_of(PlanArgs(model="qwen3-30b-a3b", hardware="h200"))
+    plans = make_plan(question, (1, 4, 16))
+    colors: dict[str, set[str]] = {}
+    for panel in (partial(plan_plot._speed, plans=plans), *(
+        partial(draw, question=question, plans=plans) for draw in (plan_plot._efficiency, plan_plot._experts)
+    )):  # fmt: skip
+        axes = matplotlib.Figure().subplots()
+        panel(axes)
+        for line in axes.get_lines():
+            colors.setdefault(str(line.get_label()), set()).add(line.get_color())
+    assert {"plain decoding", "K = 1", "K = 7", "best chain or tree"} <= colors.keys()
+    assert all(len(few) == 1 for few in colors.values()), colors
+    assert len(set.union(*colors.values())) == len(colors)
 
 
 def test_mistakes(capsys: pytest.CaptureFixture):

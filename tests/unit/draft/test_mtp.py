@@ -18,7 +18,7 @@ from jaxspec.checkpoint.packs import PACKS
 from jaxspec.checkpoint.places import flatten, places
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import TAIL, StepPlan, dispatch
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.null import NoDrafts
 from jaxspec.errors import CheckpointError, ConfigError
@@ -105,7 +105,7 @@ def generated(
     plan = StepPlan(rule, steps=new)
     state, report = DISPATCH(target, drafter, state, jnp.int32(new), jnp.array(False), plan=plan)
     depth = drafter.topology.max_depth + 1
-    counts = np.asarray(report.packed_BX)[:, :-3].reshape(rows, new, depth + 2)[:, :, depth]
+    counts = np.asarray(report.packed_BX)[:, :-TAIL].reshape(rows, new, depth + 2)[:, :, depth]
     history = np.asarray(state.history_BS)
     return np.stack([history[row, len(p) : len(p) + new] for row, p in enumerate(prompts)]), counts
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.nn.activations import ACTIVATIONS
 from jaxspec.nn.ffn import Activation
 from pallas_kernels.product import Product
 from pallas_kernels.quantized import Format, Quantized
@@ -106,7 +107,9 @@ def test_rows_are_sorted_and_cut_into_blocks(rows: int):
 
 
 @pytest.mark.parametrize(
-    "activation", [Activation(), Activation("gelu"), Activation("silu", 10.0), Activation("gpt_oss", 7.0)], ids=str
+    "activation",
+    [*map(Activation, ACTIVATIONS), Activation("silu", 10.0), Activation("swigluoai", 7.0)],
+    ids=str,
 )
 def test_activations_of_all_families_lower_for_a_gpu(activation: Activation):
     *arguments, _ = Shape(4, 4, 2, 128, 128, "bfloat16").abstract()

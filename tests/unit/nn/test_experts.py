@@ -232,7 +232,7 @@ def test_activations_equal_numpy():
     wanted = {
         Activation(): gate / (1 + np.exp(-gate)) * up,
         Activation("silu", 7.0): low / (1 + np.exp(-low)) * clipped,
-        Activation("gpt_oss", 7.0): (clipped + 1) * low / (1 + np.exp(-1.702 * low)),
+        Activation("swigluoai", 7.0): (clipped + 1) * low / (1 + np.exp(-1.702 * low)),
     }
     for activation, value in wanted.items():
         np.testing.assert_allclose(jax.jit(activation)(gate, up), value, rtol=2e-6, err_msg=str(activation))

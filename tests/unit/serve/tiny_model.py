@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import ml_dtypes  # noqa: F401  numpy knows bfloat16 by it
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

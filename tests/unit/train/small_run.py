@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.train.loop import LoopSpec, Task, run
+from jaxspec.train.metrics import without_times
 from jaxspec.train.optimizer import adamw, schedule_of
 from jaxspec.train.settings import OptimizerSettings
 
@@ -66,7 +67,7 @@ def spec(directory: Path, **changes: Any) -> LoopSpec:
 def logged(directory: Path) -> list[dict[str, float]]:
     """Entries without the times."""
     lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "time_s"} for line in lines]
+    return [without_times(json.loads(line)) for line in lines]
 
 
 def killing(at: list[int], directory: Path) -> Any:

@@ -169,3 +169,17 @@ def test_prompts_are_what_stands_before_the_first_answer():
     assert len(prompts([document(3), talk], count=1, length=4)) == 1
     with pytest.raises(ConfigError, match="none of 1 held-out documents has a prompt of 1 to 1 tokens"):
         prompts([talk], count=1, length=1)
+
+
+def test_named_files_are_held_out_whatever_the_share(tmp_path: Path):
+    train = write(tmp_path, *(ids(4, first=n) for n in range(1, 9)))
+    held_out = write(tmp_path, ids(3, first=9), name="held.jsonl")
+    corpus = load_corpus(DataSettings(train=(train,), held_out=(held_out,), held_out_fraction=0.5, length=4), None, 99)
+    assert corpus.counts["documents"] == 8
+    assert [d.token_T[0] for d in corpus.held_out] == [9]
+
+
+def test_rows_know_their_number_in_an_update():
+    rows = PackedRows([document(4, token) for token in range(13)], 4, 1)
+    made = next(batches(rows, seed=3, size=4, accumulation=2, part=1, parts=2))
+    assert np.asarray(made.row_B).tolist() == [[2, 3], [2, 3]]

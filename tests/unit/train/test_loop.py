@@ -15,11 +15,12 @@ import pytest
 
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.sharding.mesh import make_mesh
-from jaxspec.train import checkpoints
-from jaxspec.train.loop import TrainState, make_update, run
+from jaxspec.train import checkpoints, loop
+from jaxspec.train.loop import run
 from jaxspec.train.metrics import MetricsLog, read_metrics
 from jaxspec.train.optimizer import adamw, schedule_of
 from jaxspec.train.settings import OptimizerSettings
+from jaxspec.train.update import TrainState, make_update
 from tests.unit.train.small_run import OPTIMIZER, STEPS, batches, logged, spec, task
 
 ROOT = Path(__file__).parents[3]
@@ -66,6 +67,64 @@ def test_a_killed_run_goes_on_to_the_bit(whole: Path, tmp_path: Path):
     assert logged(tmp_path) == logged(whole)
     for name in ("best", "last"):
         assert (tmp_path / name / "w.npy").read_bytes() == (whole / name / "w.npy").read_bytes()
+
+
+def test_figures_are_means_over_their_interval_however_often_it_was_killed(whole: Path, tmp_path: Path):
+    every = logged(whole)
+    run(spec(tmp_path / "whole", log_every=5, evaluate_every=99), task())
+    assert [entry["step"] for entry in logged(tmp_path / "whole")] == [5, 10, 12]
+    for entry, part in zip(logged(tmp_path / "whole"), (every[:5], every[5:10], every[10:]), strict=True):
+        weight = np.array([one["trained_tokens"] for one in part])
+        assert entry["trained_tokens"] == weight.sum()
+        assert entry["loss"] == pytest.approx(np.sum(weight * [one["loss"] for one in part]) / weight.sum())
+
+    def ending(first: int) -> Any:
+        for step, batch in enumerate(batches(first), first):
+            if step == 8 and not first:
+                raise KeyboardInterrupt
+            yield batch
+
+    cut = spec(tmp_path / "cut", log_every=5, evaluate_every=99)
+    with pytest.raises(KeyboardInterrupt):
+        run(cut, task(batches=ending))
+    run(cut, task(batches=ending))
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
+
+
+def test_what_is_watched_and_left_beside_the_parameters(tmp_path: Path):
+    seen: list[dict[str, Any]] = []
+    about = {"target": {"name": "mine"}}
+    run(spec(tmp_path, log_every=6), task(provenance=about, epoch=lambda step: step / 4), seen.append)
+    assert seen[0] == {"step": 0}
+    assert seen[1]["step"] == 1
+    assert seen[1]["compiled_s"] > 0
+    assert {"step": 4, "measuring": 1} in seen
+    entries = [entry for entry in seen if "loss" in entry]
+    assert [entry["epoch"] for entry in entries] == [1.0, 1.5, 2.0, 3.0]
+    assert all(entry["left_s"] >= 0 for entry in entries)
+    assert entries[-1]["left_s"] == 0
+    figures = {entry["step"]: entry["length"] for entry in entries if "length" in entry}
+    for name in ("best", "last"):
+        found = json.loads((tmp_path / name / "training.json").read_text())
+        assert found["target"] == {"name": "mine"}
+        assert found["held_out"] == {"length": figures[found["step"]]}
+    assert found["step"] == STEPS
+    before = (tmp_path / "last" / "training.json").read_bytes()
+    run(spec(tmp_path, log_every=6), task(provenance=about))
+    assert (tmp_path / "last" / "training.json").read_bytes() == before, "started again when it was done"
+
+
+def test_the_speed_leaves_out_the_first_update_and_knows_what_is_left(monkeypatch: pytest.MonkeyPatch):
+    clock = [100.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
+    pace = loop._Pace(steps=10, before=2)
+    clock[0] = 190.0
+    pace.add(1000.0, 90.0)
+    assert pace.take(3) == {}
+    for _ in range(2):
+        clock[0] += 4.0
+        pace.add(1000.0, 2.0)
+    assert pace.take(5) == {"tokens_per_s": 500.0, "left_s": 20.0}
 
 
 def test_a_finished_run_has_nothing_to_do(whole: Path):
@@ -190,10 +249,8 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path: Path, 
         return SimpleNamespace(free=100)
 
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", little)
-    with pytest.raises(
-        JaxspecError, match=r"is full \(0 MB are needed and 0 MB are free\), step 3 .* no earlier checkpoint"
-    ):
-        run(spec(tmp_path), task())
+    with pytest.raises(JaxspecError, match=r"needs 0 MB for 3 checkpoints of 0 MB and two heads, and 0 MB are free"):
+        run(spec(tmp_path), task(batches=None))
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 

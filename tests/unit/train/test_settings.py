@@ -66,6 +66,11 @@ WRONG = [
     ("mesh.data=3", "8 rows cannot be split evenly over data = 3"),
     ("head.draft_vocab_size=0", "head: draft_vocab_size must be at least 1"),
     ("train.steps", "write table.key=value"),
+    ("data.train=[a.jsonl]", r"""--set data\.train=\[a\.jsonl\]: not TOML .*--set 'data\.train=\["a\.jsonl"\]'"""),
+    ("data.train=[a.jsonl, b c.txt]", r"""--set 'data\.train=\["a\.jsonl", "b c\.txt"\]'"""),
+    ("head={kind=medusa}", r"--set head=\{kind=medusa\}: not TOML .*quotes"),
+    ("train.micro_rows=3", "micro_rows must divide rows = 8, got 3"),
+    ("train.memory_gb=0", "memory_gb must be above 0, got 0"),
     ("target.name=x", "target is a value, not a table"),
 ]
 
@@ -90,6 +95,7 @@ def test_files_that_are_missing_or_no_toml(tmp_path: Path):
 def test_identity_leaves_out_what_changes_no_result(config: str):
     run = load_run_settings(config)
     same = load_run_settings(config, ["train.save_every=7", "train.log_every=2", "logging.tensorboard=false"], out="b")
+    assert identity(run) == identity(load_run_settings(config, ["train.micro_rows=2", "train.memory_gb=3"]))
     other = load_run_settings(config, ["optimizer.clip=1"])
     assert identity(run) == identity(same)
     assert differences(identity(run), identity(other)) == ["optimizer.clip was 0.5 and is 1.0"]

@@ -147,3 +147,20 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, text: Text):
 def test_texts_need_a_tokenizer(tmp_path: Path):
     with pytest.raises(ConfigError, match="no tokenizer; give token_ids"):
         read(tmp_path, None, {"text": "abc"})
+
+
+def test_token_ids_of_another_model_are_refused(tmp_path: Path, text: Text):
+    """Its numbers are words of that model's vocabulary; trained on, they would be noise that nobody sees."""
+    file, answers = tmp_path / "answers.jsonl", [{"prompt": "a", "outputs": [{"token_ids": [1, 2]}]}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in answers))
+    job = tmp_path / "answers.jsonl.job.json"
+    assert len(list(Reader(text, VOCAB, target="mine").read(file))) == 1
+    for written in ('{"model": "mine"}', '{"model": null}', "{"):
+        job.write_text(written)
+        assert len(list(Reader(text, VOCAB, target="mine").read(file))) == 1
+    job.write_text('{"format": 1, "model": "another"}')
+    with pytest.raises(ConfigError, match=r"answers\.jsonl:1: its token ids are another model's.*jaxspec generate"):
+        list(Reader(text, VOCAB, target="mine").read(file))
+    assert len(list(Reader(text, VOCAB).read(file))) == 1
+    file.write_text('{"prompt": "a", "response": "b"}\n')
+    assert len(list(Reader(text, VOCAB, target="mine").read(file))) == 1, "texts are anyone's"

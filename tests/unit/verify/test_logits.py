@@ -11,7 +11,7 @@ from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
 from jaxspec.verify.logits import Context, process
 
-VOCAB, STOPS, ANCHOR = 12, (3, 8), 10
+VOCAB, STOPS, ANCHOR, MADE = 12, (3, 8), 10, 3  # the anchor's position, and generated tokens up to it
 TOPOLOGIES = {"chain": [chain(3)], "tree": [tree((2, 2))], "plain": [chain(0)]}
 TOPOLOGIES["trees"] = [tree((2, 2)), Topology((-1, 0, 1, 1, 0, 4, 0)), Topology((-1, 0, 0, 0, 1, 1, 2))]
 FEATURES = {
@@ -30,7 +30,17 @@ FEATURES = {
     "min-p of 1": {"temperature": 1.0, "min_p": 1.0},
     "cuts of a greedy row": {"top_k": 2, "top_p": 0.1, "min_p": 0.5},
     "greedy with penalties": {"repetition": 1.2, "presence": 0.3},
+    "bias": {"bias": {2: 3.0, 5: -100.0}},
+    "allowed": {"bias": {i: -np.inf for i in range(VOCAB) if i not in (1, 4, 9)}},
+    "bad word": {"bad_words": [(4, 6)]},
+    "bad words of many lengths": {
+        "bad_words": [(5,), (0, 1), (7, 7), (2, 3, 4), (3, 3, 3, 9), (3,) * 5 + (10,), (3,) * 9 + (11,)]
+    },
+    "bad words warm": {"temperature": 0.7, "bad_words": [(n, m) for n in range(0, 12, 2) for m in range(0, 12, 3)]},
+    "nothing left": {"bias": {i: -np.inf for i in range(VOCAB) if i != 3}, "min_length": 99},
     "everything": {
+        "bias": {1: 2.5, 6: -np.inf, 7: -1.0},
+        "bad_words": [(n, m) for n in range(12) for m in range(1, 12, 5)],
         "temperature": 0.8,
         "min_length": ANCHOR + 4,
         "repetition": 1.2,
@@ -59,7 +69,23 @@ def settings(names: list[str]) -> Sampling:
     ):
         old = getattr(base, f"{key}_B")
         changes[f"{key}_B"] = jnp.asarray([FEATURES[n].get(key, OFF.get(key, 0)) for n in names], old.dtype)
+    biases = [FEATURES[n].get("bias", {}) for n in names]
+    words = np.full(base.bad_words_BWL.shape, -1, np.int32)
+    for row, name in enumerate(names):
+        for place, word in enumerate(FEATURES[name].get("bad_words", [])):
+            words[row, place, : len(word)] = word[::-1]
+    changes |= {"biased_B": jnp.asarray([bool(b) for b in biases]), "bad_words_BWL": jnp.asarray(words)}
+    changes |= {"prompt_length_B": jnp.full(len(names), ANCHOR - MADE + 1, jnp.int32)}
     return replace(base, **changes)
+
+
+def bias_of(names: list[str]) -> jnp.ndarray:
+    """Biases; rows that have none keep what an earlier request left there."""
+    bias = np.full((len(names), VOCAB), 7.0, np.float32)
+    for row, name in enumerate(names):
+        if wanted := FEATURES[name].get("bias"):
+            bias[row] = [wanted.get(i, 0.0) for i in range(VOCAB)]
+    return jnp.asarray(bias)
 
 
 def inputs(rows: int, topology: Topology) -> tuple[np.ndarray, Context]:
@@ -70,6 +96,7 @@ def inputs(rows: int, topology: Topology) -> tuple[np.ndarray, Context]:
         jnp.asarray(rng.random((rows, VOCAB)) < 0.3),
         jnp.asarray(rng.integers(0, VOCAB, (rows, topology.nodes)), jnp.int32),
         jnp.full(rows, ANCHOR, jnp.int32),
+        jnp.asarray(rng.integers(0, VOCAB, (rows, 2 * ANCHOR)), jnp.int32),
     )
     return logits, context
 
@@ -82,9 +109,16 @@ def path_drafts(topology: Topology, node: int, tokens: np.ndarray) -> list[int]:
     return found
 
 
-def reference(x: np.ndarray, feature: dict, count: np.ndarray, prompt: np.ndarray, drafts: list[int]) -> np.ndarray:
+def reference(
+    x: np.ndarray, feature: dict, count: np.ndarray, prompt: np.ndarray, drafts: list[int], made: list[int]
+) -> np.ndarray:
     """One node's scores in vLLM's order; the drafts on its path count as generated."""
     x, count = x.astype(np.float64), count.astype(np.float64)
+    text = [*made, *drafts[::-1]]
+    for *rest, last in feature.get("bad_words", []):
+        if text[len(text) - len(rest) :] == rest and len(text) >= len(rest):
+            x[last] = -np.inf
+    x = x + [feature.get("bias", {}).get(i, 0.0) for i in range(VOCAB)]
     for token in drafts:
         count[token] += 1
     # The token sampled here makes the text this long; a stop id may only end a text beyond the minimum.
@@ -118,12 +152,17 @@ def test_every_feature_equals_numpy(shape: str):
     tops = [TOPOLOGIES[shape][row % len(TOPOLOGIES[shape])] for row in range(len(names))]
     logits, context = inputs(len(names), tops[0])
     trees = jax.tree.map(lambda *x: jnp.concatenate(x), *map(Tree.of, tops)) if shape == "trees" else Tree.of(tops[0])
+    # A row of many drafts, all of them and the anchor bad words' beginnings.
+    words = context.token_BT.at[names.index("bad word")].set(4).at[names.index("bad words of many lengths")].set(3)
+    history = context.history_BS.at[names.index("bad words of many lengths"), : ANCHOR + 1].set(3)
+    context = replace(context, token_BT=words, history_BS=history, bias_BV=bias_of(names))
     scores = jax.jit(process)(logits, settings(names), context, trees)
     for row, (name, topology) in enumerate(zip(names, tops, strict=True)):
         for node in range(topology.nodes):
             drafts = path_drafts(topology, node, np.asarray(context.token_BT[row]))
             count, prompt = np.asarray(context.count_BV[row]), np.asarray(context.prompt_BV[row])
-            wanted = reference(logits[row, node], FEATURES[name], count, prompt, drafts)
+            made = np.asarray(context.history_BS[row, ANCHOR - MADE + 1 : ANCHOR + 1]).tolist()
+            wanted = reference(logits[row, node], FEATURES[name], count, prompt, drafts, made)
             np.testing.assert_allclose(scores[row, node], wanted, rtol=1e-5, atol=1e-5, err_msg=f"{name}, node {node}")
 
 
@@ -131,6 +170,7 @@ def test_every_feature_equals_numpy(shape: str):
 def test_a_row_is_bitwise_what_it_is_alone():
     topology, names = chain(3), list(FEATURES)
     logits, context = inputs(len(names), topology)
+    context = replace(context, bias_BV=bias_of(names))
     run = jax.jit(process)
     together = np.asarray(run(logits, settings(names), context, Tree.of(topology)))
     nothing = names.index("nothing")

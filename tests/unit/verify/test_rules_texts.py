@@ -12,7 +12,7 @@ import pytest
 from scipy.stats import chi2
 
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import TAIL, StepPlan, dispatch
 from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.nn.attention import AttentionSpec
@@ -71,7 +71,7 @@ def markov_texts(
     state, report = run(target, drafter, state, jnp.int32(new), jnp.asarray(False))
     assert not np.any(state.active_B)
     depth = drafter.topology.max_depth
-    taken, drafted = (np.asarray(report.packed_BX)[:, depth + n : -3 : depth + 3] for n in (1, 2))
+    taken, drafted = (np.asarray(report.packed_BX)[:, depth + n : -TAIL : depth + 3] for n in (1, 2))
     lengths = np.bincount(drafted[taken > 0], minlength=depth + 1) / np.sum(taken > 0)
     return np.asarray(state.history_BS[:, 1 : new + 1]), lengths
 

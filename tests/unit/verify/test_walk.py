@@ -1,4 +1,4 @@
-"""Verdicts are cut behind stop ids and at length limits."""
+"""Verdicts are cut behind stop ids, at length limits and where no token could be sampled."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ import pytest
 from jaxspec.decode.state import init_sampling
 from jaxspec.protocol import Verdict
 from jaxspec.pytree import replace
-from jaxspec.verify.walk import stop_at
+from jaxspec.verify.walk import stop_at, unsound
 
 STOP, OTHER_STOP = 7, 9
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: accepted tokens, how many positions are left to it, and what must come out."""
+    """One row: accepted tokens, how many positions are left to it, which is unsound, and what must come out."""
 
     name: str
     tokens: tuple[int, ...]
@@ -26,6 +26,8 @@ class Row:
     stopped: bool = False
     full: bool = False
     active: bool = True
+    unsound: int = -1
+    broken: bool = False
 
 
 ROWS = (
@@ -47,6 +49,14 @@ ROWS = (
     Row("idle", (1, STOP, 3), 2, 0, active=False),
     Row("idle without room", (1, 2), -5, 0, active=False),
     Row("unused places of the stop ids", (-1, 2, 3), 99, 3),
+    Row("unsound at once", (1, 2, 3), 99, 0, unsound=0, broken=True),
+    Row("unsound after two tokens", (1, 2, 3), 99, 2, unsound=2, broken=True),
+    Row("unsound where nothing was accepted", (1, 2), 99, 2, unsound=2),
+    Row("unsound after a stop", (1, STOP, 3), 99, 2, unsound=2, stopped=True),
+    Row("a stop that is unsound", (1, STOP, 3), 99, 1, unsound=1, broken=True),
+    Row("unsound after the limit", (1, 2, 3), 2, 2, unsound=2, full=True),
+    Row("unsound at the limit", (1, 2, 3), 2, 1, unsound=1, broken=True),
+    Row("unsound and idle", (1, 2), 99, 0, unsound=0, active=False),
 )
 
 
@@ -65,12 +75,31 @@ def outcome():
     count_B = jnp.asarray([len(row.tokens) for row in ROWS], jnp.int32)
     verdict = Verdict(jnp.zeros_like(tokens), jnp.asarray(tokens), count_B)
     active_B = jnp.asarray([row.active for row in ROWS])
-    cut, stopped_B, full_B = jax.jit(stop_at)(verdict, sampling, jnp.full(len(ROWS), length, jnp.int32), active_B)
+    unsound_BT = jnp.arange(width) == jnp.asarray([row.unsound for row in ROWS])[:, None]
+    length_B = jnp.full(len(ROWS), length, jnp.int32)
+    cut, *ended = jax.jit(stop_at)(verdict, sampling, length_B, active_B, unsound_BT)
     np.testing.assert_array_equal(cut.token_BT, tokens)
-    return np.asarray(cut.count_B), np.asarray(stopped_B), np.asarray(full_B)
+    return tuple(map(np.asarray, (cut.count_B, *ended)))
 
 
 @pytest.mark.parametrize("place", range(len(ROWS)), ids=lambda place: ROWS[place].name)
 def test_stop_at(outcome, place: int):
     row = ROWS[place]
-    assert tuple(int(values[place]) for values in outcome) == (row.count, row.stopped, row.full)
+    assert tuple(int(values[place]) for values in outcome) == (row.count, row.stopped, row.full, row.broken)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_unsound_scores(exact: bool):
+    """A NaN anywhere, infinity as the best, or nothing to choose from; -inf beside something finite is a ban."""
+    nan, inf = np.nan, np.inf
+    score = np.float32([[[0, 1, -inf], [0, nan, 2], [-inf, -inf, -inf], [nan, nan, nan], [0, inf, 1]]])
+    path = jnp.arange(5, dtype=jnp.int32)[None]
+    verdict = Verdict(path, jnp.argmax(jnp.asarray(score), axis=-1).astype(jnp.int32), jnp.full(1, 5, jnp.int32))
+    unsound_BT = unsound(jnp.asarray(score), jnp.asarray(score), verdict, exact=exact)
+    np.testing.assert_array_equal(unsound_BT, [[False, True, True, True, True]])
+
+
+def test_a_score_that_a_penalty_made_infinite_is_sound():
+    logits, score = jnp.asarray([[[1.0, 2.0]]]), jnp.asarray([[[1.0, jnp.inf]]])
+    verdict = Verdict(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    assert not unsound(logits, score, verdict, exact=True).any()

@@ -1,0 +1,32 @@
+"""``jaxspec lm_eval``: EleutherAI's lm-evaluation-harness, which then knows the model ``jaxspec``."""
+
+import sys
+from collections.abc import Sequence
+
+from jaxspec.errors import ConfigError
+
+
+def run_harness(args: Sequence[str]) -> int:
+    """Runs the harness's own command line; the model is ``jaxspec`` unless one is named.
+
+    Args:
+      args: the harness's, for example ``--model_args pretrained=DIR --tasks hellaswag``.
+
+    Raises:
+      ConfigError: the harness is not installed.
+    """
+    try:
+        from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+
+        from jaxspec.bench.harness import register
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise ConfigError("lm_eval: lm-evaluation-harness is not there; pip install 'jaxspec[eval]'") from error
+    register()
+    words = list(args)
+    if words and words[0] not in ("ls", "validate") and not any(w.split("=")[0] in ("--model", "-M") for w in words):
+        words += ["--model", "jaxspec"]
+    sys.argv = ["jaxspec lm_eval", *words]
+    cli_evaluate()
+    return 0

@@ -1,0 +1,59 @@
+"""Log-probabilities of the tokens of a text under the target's raw distribution, and the most likely ones beside."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.decode.prefill import read_chunk
+from jaxspec.decode.ranks import ranked
+from jaxspec.decode.state import DecodeState, Target
+from jaxspec.models.transformer import head
+from jaxspec.protocol import Drafter
+from jaxspec.pytree import pytree
+from jaxspec.shapes import Array
+
+BLOCK = 64  # positions whose logits exist at a time
+
+
+@pytree
+class Scores:
+    """Of the tokens after each position of a chunk.
+
+    Attributes:
+      logprob_TL: log-probability of the text's own next token, then of the most likely ones.
+      top_TL: rank of the text's own next token from 1, then ids of the most likely ones.
+    """
+
+    logprob_TL: Array
+    top_TL: Array
+
+
+def prefill_scored(
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    row: Array,
+    token_X: Array,
+    start: Array,
+    count: Array,
+    table_J: Array | None = None,
+    *,
+    most: int,
+) -> tuple[DecodeState, Scores]:
+    """Prefill of a chunk, which also tells how likely its tokens were; logits exist for few positions at a time.
+
+    Takes what ``prefill`` takes, and ``most``: how many of the most likely tokens are told per position.
+    """
+    state, hidden = read_chunk(target, drafter, state, row, token_X, start, count, table_J)
+    last_TD, next_T = hidden.last_BTD[0], token_X[1:]
+    size = min(BLOCK, len(next_T))
+    blocks = -(-len(next_T) // size)
+    padding = blocks * size - len(next_T)
+    last_XTD = jnp.pad(last_TD, ((0, padding), (0, 0))).reshape(blocks, 1, size, -1)
+    next_XT = jnp.pad(next_T, (0, padding)).reshape(blocks, 1, size)
+
+    def one(block: tuple[Array, Array]) -> tuple[Array, Array]:
+        return ranked(head(target.net, target.params, block[0]), block[1], most)
+
+    logprob, top = lax.map(one, (last_XTD, next_XT))
+    logprob, top = (x.reshape(-1, most + 1)[: len(next_T)] for x in (logprob, top))
+    return state, Scores(logprob, top)

@@ -1,0 +1,29 @@
+"""Takes what is not finite out of caches, so that a request that met it leaves nothing to those that come after it."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.decode.state import DecodeState
+from jaxspec.pytree import replace
+from jaxspec.shapes import Array
+
+
+def scrub(state: DecodeState) -> DecodeState:
+    """Zeros every NaN and infinity in the caches of the target and the drafter.
+
+    Attention gives no weight to entries that a row does not see, but no weight times NaN is NaN.
+
+    Args:
+      state: donated.
+    """
+    layers, draft = jax.tree.map(_finite, (state.layers, state.draft))
+    return replace(state, layers=layers, draft=draft)
+
+
+def _finite(x: Array) -> Array:
+    bits = x.dtype == jnp.uint16  # bfloat16, see ``Window``
+    if not bits and not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    value = lax.bitcast_convert_type(x, jnp.bfloat16) if bits else x
+    return jnp.where(jnp.isfinite(value.astype(jnp.float32)), x, jnp.zeros((), x.dtype))

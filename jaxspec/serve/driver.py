@@ -1,0 +1,142 @@
+"""What callers in any thread ask of one engine, done on its worker: run, stream, submit, step, abort."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from jaxspec.serve.engine import Engine
+from jaxspec.serve.output_kinds import handed_out
+from jaxspec.serve.request import RequestOutput
+from jaxspec.serve.rows import Sample
+from jaxspec.serve.worker import Job, Worker
+
+
+class Driver:
+    """Requests of all callers share the engine's batch; a step that one of them asks for moves those of all.
+
+    Where a caller is interrupted, its requests are aborted, and the interrupt goes on to it.
+    """
+
+    def __init__(self, engine: Engine, worker: Worker):
+        self.engine, self.worker = engine, worker
+        self._submitted: dict[int, RequestOutput] = {}
+        self._moved: dict[int, RequestOutput] = {}
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Runs work between two steps, and returns its result."""
+        return self.worker.call(work)
+
+    def run(self, requests: list[list[Sample]], look: Callable[[], None] | None = None) -> list[RequestOutput]:
+        """Runs requests to their ends.
+
+        Args:
+          requests: samples of each.
+          look: called now and then while they run.
+        """
+        return self._owning([s for samples in requests for s in samples], partial(self._run, requests), look)
+
+    def stream(self, samples: list[Sample], steps: int) -> Iterator[RequestOutput]:
+        """Yields a request's output after every ``steps`` steps of it, and its last state once it has ended."""
+        output, abort = samples[0].output, Job(partial(self.engine.abort, samples))
+        try:
+            self.worker.call(partial(self.engine.add, samples))
+            ended = False
+            while not ended:
+                ended, news = self.worker.call(partial(self._step_until, output, steps))
+                if news is not None:
+                    yield news
+        finally:
+            self.worker.put_now(abort)  # nothing but where it was given up
+
+    def submit(self, samples: list[Sample]) -> RequestOutput:
+        """Queues a request that ``step`` returns whenever it moved."""
+        return self._owning(samples, partial(self._submit, samples))
+
+    def step(self, steps: int | None = None) -> list[RequestOutput]:
+        """Runs a dispatch; returns submitted requests that moved since the last time, whoever ran the steps."""
+        moved: list[RequestOutput] = []
+        put_back = Job(partial(self._put_back, moved))
+        try:
+            return self.worker.call(partial(self._step, steps, moved))
+        except BaseException:
+            self.worker.put_now(put_back)
+            raise
+
+    def abort(self, outputs: Iterable[RequestOutput] | None = None) -> None:
+        """Ends requests, by default all of them."""
+        self.worker.call(partial(self._abort, None if outputs is None else list(outputs)))
+
+    def _owning(self, samples: list[Sample], work: Callable[[], Any], look: Callable[[], None] | None = None) -> Any:
+        """Runs work for requests that end with it, should it be interrupted."""
+        abort = Job(partial(self.engine.abort, samples))
+        try:
+            return self.worker.call(work, look)
+        except BaseException:
+            # The first thing that a handler does, in one call into C: a second interrupt comes too late.
+            self.worker.put_now(abort)
+            raise
+
+    def _run(self, requests: list[list[Sample]]) -> Iterator[None]:
+        """Lets others have their turn after each step."""
+        outputs = [samples[0].output for samples in requests]
+        left = deque(outputs)
+        try:
+            for samples in requests:
+                self.engine.add(samples)
+            while left:
+                if left[0].finished:
+                    left.popleft()
+                    continue
+                self._advance(None)
+                yield
+        except Exception:
+            self.engine.abort([sample for samples in requests for sample in samples])
+            raise
+        return outputs
+
+    def _step_until(self, output: RequestOutput, steps: int) -> tuple[bool, RequestOutput | None]:
+        """Runs steps for a request that goes on; returns whether it has ended, and what is handed out of it."""
+        if not output.finished:
+            self._advance(steps)
+        return output.finished, handed_out(output)
+
+    def _submit(self, samples: list[Sample]) -> RequestOutput:
+        self.engine.add(samples)
+        output = samples[0].output
+        self._submitted[id(output)] = output
+        return output
+
+    def _step(self, steps: int | None, moved: list[RequestOutput]) -> list[RequestOutput]:
+        self._advance(steps)
+        went, self._moved = self._moved, {}
+        for key, output in went.items():
+            if output.finished:
+                self._submitted.pop(key, None)
+        moved += [news for output in went.values() if (news := handed_out(output)) is not None]
+        return moved
+
+    def _put_back(self, moved: list[RequestOutput]) -> None:
+        """The caller was interrupted before it saw them."""
+        again = {id(output): output for output in moved}
+        self._moved, self._submitted = again | self._moved, again | self._submitted
+
+    def _advance(self, steps: int | None) -> None:
+        moved: list[RequestOutput] = []
+        try:
+            moved = self.engine.step(steps)
+        except BaseException:
+            moved = self.engine.take_moved()
+            raise
+        finally:
+            self._moved |= {id(output): output for output in moved if id(output) in self._submitted}
+
+    def _abort(self, outputs: list[RequestOutput] | None) -> None:
+        gone = None if outputs is None else {id(output) for output in outputs}
+        held = [*self.engine.waiting, *filter(None, self.engine.rows)]
+        self.engine.abort([sample for sample in held if gone is None or id(sample.output) in gone])
+        for key in list(self._submitted) if gone is None else gone:
+            self._submitted.pop(key, None)
+            self._moved.pop(key, None)

@@ -1,0 +1,84 @@
+"""Log-probabilities of a prompt's own tokens, and the most likely ones beside, for the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxspec.decode.scores import Scores
+from jaxspec.decode.state import DecodeState
+from jaxspec.serve.request import Logprob, RequestOutput
+from jaxspec.serve.rows import Sample
+
+if TYPE_CHECKING:
+    from jaxspec.serve.compiled import Programs
+
+Chunks = Sequence[tuple[int, Scores]]
+BROKEN = "the model's logits are not finite in the prompt; look for NaN or infinity in the weights"
+
+
+def read_prompt(
+    programs: Programs, state: DecodeState, row: int, sample: Sample, table_J: np.ndarray | None, most: int
+) -> DecodeState:
+    """Reads what there is of a sample's text, and tells log-probabilities of its prompt where they are wanted.
+
+    A sample that wants no more has ended then.
+
+    Args:
+      programs: that read.
+      state: donated.
+      row: of the sample.
+      sample: whose text is read.
+      table_J: page ids of the row, None without a page pool.
+      most: likely tokens per position that any request may want.
+    """
+    wanted = sample.params.prompt_logprobs
+    if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has told them
+        return programs.prefill(state, row, sample.tokens, table_J)
+    most, drafts = most if wanted else 0, not sample.reads_only
+    state, chunks = programs.prefill_scored(state, row, sample.tokens, table_J, most=most, drafts=drafts)
+    sample.output.prompt_logprobs = prompt_logprobs(sample.prompt, chunks, wanted)
+    if not sample.reads_only:
+        return state
+    sample.completion.finish_reason = "length"
+    if is_broken(chunks):
+        sample.fail(BROKEN)
+        return programs.scrub(state)
+    return state
+
+
+def prompt_logprobs(prompt: np.ndarray, chunks: Chunks, most: int) -> list[dict[int, Logprob] | None]:
+    """One entry per token of a prompt, by id; None for the first, which nothing comes before.
+
+    Args:
+      prompt: token ids.
+      chunks: how many positions count of each chunk, and its scores.
+      most: likely tokens per position.
+    """
+    entries: list[dict[int, Logprob] | None] = [None]
+    for token, values, top in zip(prompt[1:].tolist(), *_joined(chunks, most), strict=True):
+        best = zip(top[1 : most + 1], values[1 : most + 1], strict=True)
+        entry = {i: Logprob(value, rank) for rank, (i, value) in enumerate(best, start=1)}
+        entry.setdefault(token, Logprob(values[0], top[0]))
+        entries.append(entry)
+    return entries
+
+
+def own_logprobs(output: RequestOutput) -> list[Logprob | None]:
+    """Of the entries of a prompt those of its own tokens."""
+    ids, entries = output.prompt_token_ids, output.prompt_logprobs or []
+    return [None if entry is None else entry[token] for token, entry in zip(ids, entries, strict=True)]
+
+
+def is_broken(chunks: Chunks) -> bool:
+    """Whether some token's log-probability is not a number."""
+    return any(bool(np.isnan(np.asarray(scores.logprob_TL)[:count, 0]).any()) for count, scores in chunks)
+
+
+def _joined(chunks: Chunks, most: int) -> tuple[list[list[float]], list[list[int]]]:
+    """What counts of all chunks one after the other."""
+    values = [np.asarray(scores.logprob_TL)[:count, : most + 1].tolist() for count, scores in chunks]
+    tops = [np.asarray(scores.top_TL)[:count, : most + 1].tolist() for count, scores in chunks]
+    return [row for rows in values for row in rows], [row for rows in tops for row in rows]

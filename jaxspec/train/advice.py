@@ -1,0 +1,50 @@
+"""What a run's data make of its settings: words that its user wants to read before hours go by."""
+
+from collections.abc import Iterator
+
+from jaxspec.train.data import Corpus
+from jaxspec.train.settings import RunSettings
+
+FEW_DOCUMENTS, FULL = 4, 0.75
+
+
+def facts_of(settings: RunSettings, corpus: Corpus) -> dict[str, str]:
+    """How long the run is in passes over the data, and how full its rows are."""
+    return {"epochs": f"{epochs(settings, corpus, settings.train.steps):,.3g}", "rows filled": f"{_filled(corpus):.0%}"}
+
+
+def warnings_of(settings: RunSettings, corpus: Corpus) -> Iterator[str]:
+    """One line for each thing that is allowed and seldom meant."""
+    t, rows = settings.train, len(corpus.rows)
+    each = t.rows * t.accumulation
+    if rows < each:
+        yield (
+            f"an epoch is {rows} row{'s' * (rows > 1)}, fewer than the {each} of one update, so that rows repeat "
+            f"within an update, and {t.steps:,} updates are {epochs(settings, corpus, t.steps):,.0f} epochs; give more "
+            "data, or lower train.rows, train.accumulation, train.steps or data.length"
+        )
+    if _filled(corpus) < FULL:
+        longest = max(len(document.token_T) for document in corpus.rows.documents)
+        yield (
+            f"rows are {_filled(corpus):.0%} full, the rest is padding that costs as much; the longest document has "
+            f"{longest} tokens: set data.length to a multiple of it, or raise data.window"
+        )
+    if 0 < (count := len(corpus.held_out)) < FEW_DOCUMENTS:
+        yield (
+            f"acceptance is measured on {count} held-out document{'s' * (count > 1)}, which says little; name a file "
+            "with data.held_out, or raise data.held_out_fraction"
+        )
+    if not corpus.held_out:
+        yield (
+            "no document is held out, so that acceptance is not measured and no best/ is kept; name a file with "
+            "data.held_out, or set data.held_out_fraction"
+        )
+
+
+def epochs(settings: RunSettings, corpus: Corpus, updates: int) -> float:
+    """Passes over the data that so many updates are."""
+    return updates * settings.train.rows * settings.train.accumulation / len(corpus.rows)
+
+
+def _filled(corpus: Corpus) -> float:
+    return corpus.counts["tokens"] / (len(corpus.rows) * corpus.rows.length)

@@ -1,0 +1,107 @@
+"""What a run's updates compute and how they fit into memory, from files' headers, before anything is loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+from jax.sharding import Mesh
+
+from jaxspec.checkpoint.head_config import is_head
+from jaxspec.checkpoint.heads import plan_head
+from jaxspec.checkpoint.load import over, plan_model, read_config
+from jaxspec.checkpoint.places import unflatten
+from jaxspec.errors import JaxspecError
+from jaxspec.models.arch import ArchSpec
+from jaxspec.models.catalog import arch_of
+from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy
+from jaxspec.sharding import hosts
+from jaxspec.train.features import Tell
+from jaxspec.train.head_nets import Net, net_of
+from jaxspec.train.head_start import initial
+from jaxspec.train.memory import GB, HOST_POSITIONS, MemoryPlan, Work, free_bytes, held_bytes, plan_memory
+from jaxspec.train.settings import RunSettings, TrainSettings
+
+FILE = "memory.json"
+
+
+def fit(settings: RunSettings, target: Path, mesh: Mesh | None, tell: Tell, *, evaluated: bool) -> MemoryPlan:
+    """Chooses how the updates of a run are computed, and tells it; a run that goes on computes as it began.
+
+    Args:
+      settings: of the run.
+      target: model directory.
+      mesh: devices that rows and parameters are split over.
+      tell: receives what was chosen.
+      evaluated: whether acceptance is measured.
+
+    Raises:
+      ConfigError: nothing fits, or target or settings are not usable.
+      CheckpointError: the target's files are unreadable.
+    """
+    work, t = work_of(settings, target, mesh, evaluated=evaluated), settings.train
+    file = Path(settings.out) / FILE
+
+    def choose() -> dict[str, Any]:
+        room = free_bytes() if t.memory_gb is None else int(t.memory_gb * GB)
+        enough = HOST_POSITIONS if jax.default_backend() == "cpu" and work.devices == 1 else None
+        plan = plan_memory(work, _as_begun(t, file), room, enough)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"micro_rows": plan.rows, "remat": plan.remat}) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise JaxspecError(f"{file}: cannot be written ({error.strerror})") from error
+        return {"rows": plan.rows, "parts": plan.parts, "remat": plan.remat, "needed": plan.needed, "room": plan.room}
+
+    plan = MemoryPlan(**hosts.led(choose))
+    tell({"memory": plan.words()})
+    if plan.room is not None and plan.total > plan.room:
+        tell({"warning": f"an update takes about {plan.total / GB:.1f} GB and {plan.room / GB:.1f} GB are free"})
+    return plan
+
+
+def _as_begun(settings: TrainSettings, file: Path) -> TrainSettings:
+    """The settings, with what an interrupted run chose, so that it goes on to the bit; what is asked for wins."""
+    asked = settings.micro_rows, settings.remat, settings.memory_gb
+    if any(value is not None for value in asked) or not any((file.parent / "checkpoints").glob("[0-9]*")):
+        return settings
+    try:
+        begun = msgspec.convert(json.loads(file.read_text(encoding="utf-8")), dict[str, int | bool])
+        return msgspec.structs.replace(settings, micro_rows=int(begun["micro_rows"]), remat=bool(begun["remat"]))
+    except (OSError, ValueError, KeyError, msgspec.ValidationError):
+        return settings
+
+
+def work_of(settings: RunSettings, target: Path, mesh: Mesh | None, *, evaluated: bool) -> Work:
+    """What an update computes; arguments and errors as of ``fit``."""
+    config, kind = read_config(target), jnp.dtype(settings.train.target_dtype)
+    arch = arch_of(config)
+    policy = Policy(jnp.dtype(settings.train.param_dtype), jnp.dtype(settings.train.compute_dtype), "stacked")
+    net = network_of(settings, arch, config, policy)
+    frozen = unflatten(plan_model(target, over(Policy(kind, kind, "stacked"), mesh)).leaves)
+    params = jax.eval_shape(lambda: initial(net, jax.random.key(0)))
+    target_bytes = held_bytes(frozen, mesh)
+    # The last hidden state and the stream before its norm, what is asked for, and that once more side by side.
+    vectors = 2 + (2 * net.spec.parts if isinstance(net, DraftHead) else 0)
+    twice = evaluated and arch.is_moe and mesh is None and jax.default_backend() == "cpu"
+    width = arch.vocab_size if isinstance(net, Transformer) else net.spec.draft_vocab or arch.vocab_size
+    return Work(
+        arch, net, settings.loss, settings.data.length, width, vectors, target_bytes, held_bytes(params, mesh),
+        target_bytes if twice else 0, 1 if mesh is None else mesh.shape["data"],
+    )  # fmt: skip
+
+
+def network_of(settings: RunSettings, arch: ArchSpec, config: Any, policy: Policy) -> Net:
+    """The network that is trained; of one that is trained further, only the headers are read."""
+    head = settings.head
+    if head.start is None:
+        return net_of(head, arch, config, policy)
+    directory = Path(head.start)
+    own = read_config(directory)
+    if is_head(own):
+        return plan_head(directory, arch, policy)[1]
+    return Transformer(arch_of(own), policy)

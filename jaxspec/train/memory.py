@@ -1,0 +1,269 @@
+"""How an update fits into a device's memory: how many rows are computed together, and what is computed twice."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxspec.errors import ConfigError
+from jaxspec.models.arch import ArchSpec, LayerSpec
+from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.medusa import Medusa
+from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.unrolled import BLOCK
+from jaxspec.sharding.rules import named_shardings
+from jaxspec.train.head_nets import Net
+from jaxspec.train.settings import LossSettings, TrainSettings
+from jaxspec.train.vocab_loss import default_positions, position_bytes
+
+HOST_SHARE, DEVICE_SHARE = 0.85, 0.95  # of what is free; the rest is the compiler's, and lost between buffers
+HOST_BYTES = 10**9  # of a host's memory that Python and the compiler take themselves
+HOST_POSITIONS = 4096  # that keep a CPU busy; more at a time only take memory
+SELF_CHUNK = 64  # queries that the target attends for at a time
+GB = 1e9
+MARGIN = 1.1  # the estimate is 0.93 to 1.6 times what XLA allots, see the tests
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an update computes.
+
+    Attributes:
+      arch: of the target.
+      net: what is trained.
+      loss: its loss.
+      length: T.
+      width: tokens of the draft vocabulary.
+      vectors: of the target's width that are kept of every position for the head to read.
+      target_bytes: the frozen target on one device.
+      head_bytes: the trained parameters on one device.
+      serving_bytes: a second copy of the target that acceptance is measured with.
+      devices: that rows are split over.
+    """
+
+    arch: ArchSpec
+    net: Net
+    loss: LossSettings
+    length: int
+    width: int
+    vectors: int
+    target_bytes: int
+    head_bytes: int
+    serving_bytes: int = 0
+    devices: int = 1
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How an update is computed.
+
+    Attributes:
+      rows: that are computed together.
+      parts: parts that the rows of a pass are computed in.
+      remat: whether each round is computed again for its gradient.
+      needed: bytes of one device by what they are for.
+      room: bytes that are free, None where that is not known.
+    """
+
+    rows: int
+    parts: int
+    remat: bool
+    needed: Mapping[str, int] = field(default_factory=dict)
+    room: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes of one device."""
+        return sum(self.needed.values())
+
+    def words(self) -> str:
+        """One line of what was chosen and why."""
+        rows = f"{self.rows} row{'s' * (self.rows > 1)} at a time"
+        rows += f", {self.parts} times" if self.parts > 1 else ""
+        again = ", rounds computed again for their gradients" if self.remat else ""
+        free = "" if self.room is None else f" of {self.room / GB:.1f} GB"
+        return f"{rows}{again}; about {self.total / GB:.1f}{free or ' GB'} ({_listed(self.needed)})"
+
+
+def plan_memory(work: Work, settings: TrainSettings, room: int | None, enough: int | None = None) -> MemoryPlan:
+    """Chooses as many rows as fit, and computes rounds twice only where a single row does not fit otherwise.
+
+    Args:
+      work: what an update computes.
+      settings: rows of a pass, and what the user has chosen.
+      room: bytes that are free on each device, None where that is not known.
+      enough: positions that keep a device busy, so that rows beyond them are not computed together; None for no bound.
+
+    Raises:
+      ConfigError: nothing fits.
+    """
+    asked = settings.micro_rows
+    counts = [asked] if asked else [n for n in range(settings.rows, 0, -1) if settings.rows % n == 0]
+    counts = [n for n in counts if n % work.devices == 0]
+    if enough is not None:
+        counts = [n for n in counts if n // work.devices * work.length <= enough] or counts[-1:]
+    levels = (False, True) if settings.remat is None else (settings.remat,)
+    plans = [_plan(work, settings, rows, remat, room) for remat in levels for rows in counts]
+    fits = next((plan for plan in plans if room is None or plan.total <= room), None)
+    if fits is not None:
+        return fits
+    least = min(plans, key=lambda plan: plan.total)
+    if asked and settings.remat is not None:  # the user knows better
+        return least
+    raise ConfigError(
+        f"train: {least.rows} row{'s' * (least.rows > 1)} of {work.length} tokens and {work.loss.rounds} rounds at a "
+        f"time take about {least.total / GB:.1f} GB ({_listed(least.needed)}), and {(room or 0) / GB:.1f} GB are free; "
+        f"{_cures(work, settings, least, room or 0)}"
+    )
+
+
+def _plan(work: Work, settings: TrainSettings, rows: int, remat: bool, room: int | None) -> MemoryPlan:
+    parts = settings.rows // rows
+    passes = parts * settings.accumulation
+    return MemoryPlan(rows, parts, remat, dict(_needed(work, rows // work.devices, remat, passes)), room)
+
+
+def _cures(work: Work, settings: TrainSettings, least: MemoryPlan, room: int) -> str:
+    if least.total - least.needed["activations"] > room:
+        return (
+            "the target and the head alone do not fit: split them over devices (mesh.expert, mesh.tensor), take a "
+            "smaller head.draft_vocab_size, or free memory"
+        )
+    smaller = ["data.length", *(["loss.rounds"] if work.loss.rounds > 1 else []), "head.draft_vocab_size"]
+    fewer = [f"train.rows (now {settings.rows})"] if least.rows > 1 else []
+    return f"lower {', '.join([*fewer, *smaller])}, or set train.memory_gb if more is free than this"
+
+
+def _listed(needed: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size / GB:.1f}" for name, size in needed.items() if size)
+
+
+def _needed(work: Work, rows: int, remat: bool, passes: int) -> Iterator[tuple[str, int]]:
+    """Bytes of one device by what they are for, on the safe side of what XLA allots."""
+    yield "target", work.target_bytes
+    yield "target for serving", work.serving_bytes
+    # Parameters, two moments, their change, the gradient, and its sum over passes.
+    yield "head with optimizer and gradients", work.head_bytes * (5 + (passes > 1))
+    kept = 4 * rows * work.length * work.vectors * work.arch.model_dim
+    layer, rounds = _target_layer(work, rows), _rounds(work, rows, remat)
+    yield "activations", int(MARGIN * (kept + max(layer, rounds)))
+
+
+def _target_layer(work: Work, rows: int) -> int:
+    """What one layer of the target needs while it runs; nothing of it is kept."""
+    return max(
+        4 * rows * work.length * _layer_floats(layer, work.arch.model_dim, work.length) for layer in work.arch.layers
+    )
+
+
+def _layer_floats(layer: LayerSpec, dim: int, length: int) -> int:
+    """Numbers per position that a layer has at once without gradients."""
+    mixer, ffn = layer.attention, layer.ffn
+    if isinstance(mixer, AttentionSpec):
+        inner, heads = (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim, mixer.heads
+    else:
+        heads = getattr(mixer, "heads", 16)
+        inner = 3 * heads * 256
+    scores = 3 * heads * min(SELF_CHUNK, length)
+    if isinstance(ffn, MoeSpec):
+        wide = 2 * ffn.top_k * (3 * ffn.hidden + dim) + 3 * ffn.shared_hidden
+    else:
+        wide = 3 * ffn.hidden
+    return 8 * dim + 3 * inner + wide + scores
+
+
+def _rounds(work: Work, rows: int, remat: bool) -> int:
+    """What the rounds of drafting keep for their gradients, and the most that is computed at a time."""
+    o, t, places = work.loss, work.length, rows * work.length
+    if isinstance(work.net, Medusa):
+        spec = work.net.spec
+        heads = spec.heads * (2 * spec.layers + 2) * spec.dim
+        return 4 * places * heads + _vocabulary(work, rows, spec.heads)
+    arch = work.net.spec.arch if isinstance(work.net, DraftHead) else work.net.arch
+    count, slots = (o.rounds, float(o.rounds)) if isinstance(work.net, DraftHead) else (1, 1.0)
+    if isinstance(work.net, DraftHead) and work.net.spec.mask_token is not None:
+        slots = 1 + sum(o.counts(t)) / t
+    layers = [_kept_floats(layer, arch.model_dim, t, count) for layer in arch.layers]
+    inputs = 6 * arch.model_dim
+    each = inputs + (sum(_cached_floats(layer) for layer in arch.layers) if remat else sum(layers))
+    once = sum(layers) if remat else 0
+    attention = max(_block_floats(layer, t) for layer in arch.layers)
+    kept = int(4 * places * (slots * each + once))
+    return kept + max(_vocabulary(work, rows, count), 4 * rows * attention)
+
+
+def _kept_floats(layer: LayerSpec, dim: int, length: int, rounds: int) -> int:
+    """Numbers per slot that the gradient of one layer of one round reads."""
+    mixer, ffn = layer.attention, layer.ffn
+    inner = (mixer.heads + mixer.kv_heads) * mixer.head_dim * 2 if isinstance(mixer, AttentionSpec) else 6 * dim
+    heads = mixer.heads if isinstance(mixer, AttentionSpec) else 16
+    scores = 0 if length > BLOCK else 5 * heads * length
+    hidden = 2 * ffn.top_k * ffn.hidden if isinstance(ffn, MoeSpec) else ffn.hidden
+    return 8 * dim + inner + scores + 4 * hidden + rounds * heads
+
+
+def _cached_floats(layer: LayerSpec) -> int:
+    mixer = layer.attention
+    return 2 * mixer.kv_heads * mixer.head_dim if isinstance(mixer, AttentionSpec) else 0
+
+
+def _block_floats(layer: LayerSpec, length: int) -> int:
+    """Scores of a row with their gradients, as far as they are there at once."""
+    mixer = layer.attention
+    heads = mixer.heads if isinstance(mixer, AttentionSpec) else 16
+    return 6 * heads * min(length, BLOCK) * length
+
+
+def _vocabulary(work: Work, rows: int, rounds: int) -> int:
+    """The vocabulary product of some positions, and what it reads with gradients of all."""
+    vocab = work.arch.vocab_size
+    some = default_positions(rows, work.length, vocab, work.width, rounds) * position_bytes(vocab, work.width, rounds)
+    # Backends without products of bfloat16 widen the target's vocabulary product.
+    wide = 4 * vocab * work.arch.model_dim
+    return wide + rows * (some + 3 * 4 * rounds * work.length * work.arch.model_dim)
+
+
+def held_bytes(tree: Any, mesh: Mesh | None) -> int:
+    """Bytes of arrays, or of shapes and dtypes, on one device."""
+    if mesh is None:
+        return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    places = named_shardings(tree, mesh, allow_replication=True)
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(places), strict=True)
+    return sum(int(np.prod(place.shard_shape(x.shape))) * x.dtype.itemsize for x, place in pairs)
+
+
+def free_bytes() -> int | None:
+    """What a run may take of the memory of a device; None where the machine does not say."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(DEVICE_SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0)))
+    free = [size for size in (_available(), _left_in_group()) if size is not None]
+    return max(int(HOST_SHARE * min(free)) - HOST_BYTES, 0) if free else None
+
+
+def _available(file: Path = Path("/proc/meminfo")) -> int | None:
+    """Memory of the host that can be had without swapping."""
+    try:
+        lines = dict(line.split(":", 1) for line in file.read_text().splitlines() if ":" in line)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
+
+
+def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What the control group of this process may still take; None without a limit."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return max(int((root / limit).read_text()) - int((root / used).read_text()), 0)
+        except (OSError, ValueError):
+            continue
+    return None

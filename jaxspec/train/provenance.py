@@ -1,0 +1,45 @@
+"""Where a trained head comes from: what is written beside its weights, for whoever finds them later."""
+
+import hashlib
+from collections.abc import Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jaxspec.checkpoint.fingerprint import fingerprint
+from jaxspec.errors import ConfigError
+from jaxspec.train.settings import RunSettings, identity
+
+
+def provenance_of(settings: RunSettings, target: Path, corpus_digest: str) -> dict[str, Any]:
+    """Target, data, settings and version; files and directories by name, not by where they lie on this machine.
+
+    Args:
+      settings: of the run.
+      target: model directory.
+      corpus_digest: of what was read from the data files.
+
+    Raises:
+      ConfigError: a data file cannot be read.
+    """
+    asked, data, name = identity(settings), settings.data, target.resolve().name
+    asked["target"] = name
+    asked["data"] |= {key: [Path(file).name for file in asked["data"][key]] for key in ("train", "held_out")}
+    return {
+        "jaxspec": version("jaxspec"),
+        "target": {"name": name, "fingerprint": fingerprint(target)},
+        "data": {"train": _files(data.train), "held_out": _files(data.held_out), "digest": corpus_digest},
+        "settings": asked,
+    }
+
+
+def _files(names: Iterable[str]) -> list[dict[str, str]]:
+    return [{"name": Path(name).name, "sha256": _digest(Path(name))} for name in names]
+
+
+def _digest(file: Path) -> str:
+    try:
+        with file.open("rb") as data:
+            return hashlib.file_digest(data, "sha256").hexdigest()
+    except OSError as error:
+        raise ConfigError(f"data: {file} cannot be read ({error.strerror})") from error

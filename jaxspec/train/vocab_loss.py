@@ -1,0 +1,162 @@
+"""The loss over the vocabulary, a few positions at a time: logits of all positions are never there together."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.models.draft_head import DraftHead, part_of
+from jaxspec.models.medusa import Medusa, run_medusa_head
+from jaxspec.models.transformer import Transformer, head
+from jaxspec.pytree import pytree, static
+from jaxspec.shapes import Array, Params
+from jaxspec.train.draft_losses import DRAFT_LOSSES, Wanted, wanted_of
+
+PRODUCTS = ("embed_VD", "head_DV", "project_out_DX", "head_DW", "norm")
+LOGIT_BYTES = 1 << 28  # what belongs to the positions that are computed at a time where nothing else is asked
+
+
+@pytree
+class Rounds:
+    """What a loss is computed from besides what is trained; entries stand at the position of the token they predict.
+
+    Attributes:
+      base: the target's parameters.
+      ids_W: the target's id of each token of the draft vocabulary, None for all tokens.
+      teacher_BTD: the target's last hidden states, each at the position of the token that it predicts.
+      share_SBT: weight of each position in the loss, by round.
+      target: the target's network.
+      net: what is trained.
+      kind: of the loss, see ``DRAFT_LOSSES``.
+      skip_unknown: see ``LossSettings``.
+      positions: how many of a row are computed at a time.
+    """
+
+    base: Params
+    ids_W: Array | None
+    teacher_BTD: Array
+    share_SBT: Array
+    target: Transformer = static()
+    net: DraftHead | Medusa | Transformer = static()
+    kind: str = static()
+    skip_unknown: bool = static()
+    positions: int = static()
+
+
+def vocab_loss(params: Params, rounds: Rounds, last_SBTD: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Weighted loss of all rounds, and where a draft is the target's best token.
+
+    Gradients are computed together with the loss, in the same walk over the positions, so that the vocabulary product
+    is not computed twice.
+
+    Args:
+      params: of the trained network.
+      rounds: what the loss compares with.
+      last_SBTD: what the vocabulary product reads, by round.
+
+    Returns:
+      A scalar, and bool [S, B, T].
+    """
+    inner: Any = params["params"]
+    trained = {name: leaf for name, leaf in inner.items() if _reads(rounds.net, name)}
+    rest = {name: leaf for name, leaf in inner.items() if name not in trained}
+    return _loss(trained, rounds, lax.stop_gradient(rest), last_SBTD)
+
+
+def default_positions(rows: int, length: int, vocab_size: int, draft_vocab: int, rounds: int) -> int:
+    """How many positions of a row are computed at a time where nothing else is asked."""
+    return max(1, min(length, LOGIT_BYTES // (rows * position_bytes(vocab_size, draft_vocab, rounds))))
+
+
+def position_bytes(vocab_size: int, draft_vocab: int, rounds: int) -> int:
+    """Memory that one position needs: the target's logits and distribution, and those of all rounds with gradients."""
+    return 4 * (3 * vocab_size + 4 * rounds * (draft_vocab or vocab_size))
+
+
+def _reads(net: Any, name: str) -> bool:
+    """Whether the vocabulary product reads a parameter of the trained network."""
+    if isinstance(net, Medusa):
+        return True
+    if isinstance(net, DraftHead):
+        return name == "head_DW"
+    return name in PRODUCTS
+
+
+@jax.custom_vjp
+def _loss(trained: Params, rounds: Rounds, rest: Params, last_SBTD: tuple[Array, ...]) -> tuple[Array, Array]:
+    return _walk(trained, rounds, rest, last_SBTD, graded=False)[0]
+
+
+def _forward(trained: Params, rounds: Rounds, rest: Params, last_SBTD: tuple[Array, ...]) -> tuple[Any, Any]:
+    return _walk(trained, rounds, rest, last_SBTD, graded=True)
+
+
+def _backward(grads: Any, given: tuple[Array, Any]) -> tuple[Any, None, None, Any]:
+    trained, last_SBTD = jax.tree.map(lambda x: (given[0] * x).astype(x.dtype), grads)
+    return trained, None, None, last_SBTD
+
+
+_loss.defvjp(_forward, _backward)
+
+
+def _walk(trained: Params, rounds: Rounds, rest: Params, last_SBTD: tuple[Array, ...], *, graded: bool):
+    """Loss and hits, and where asked the gradients of the loss by ``trained`` and ``last_SBTD``."""
+    length, step = rounds.teacher_BTD.shape[1], rounds.positions
+    count = -(-length // step)
+    teacher_BTD, lasts = jax.tree.map(partial(_pad, axis=1, size=count * step), (rounds.teacher_BTD, last_SBTD))
+    share_SBT = _pad(rounds.share_SBT, axis=2, size=count * step)
+
+    def visit(carry: Any, at: Array) -> tuple[Any, None]:
+        total, hit_SBT, grads = carry
+        some = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=step)
+        wanted = wanted_of(head(rounds.target, rounds.base, some(teacher_BTD, axis=1)), rounds.ids_W)
+        for j, last_BTD in enumerate(lasts):
+            one = partial(_one, rounds, rest, j, wanted, some(share_SBT[j], axis=1))
+            here = trained, some(last_BTD, axis=1)
+            if graded:
+                (found, hit_BX), (own, x) = jax.value_and_grad(one, argnums=(0, 1), has_aux=True)(*here)
+                whole, parts = grads
+                whole = jax.tree.map(lambda a, b: a + b.astype(a.dtype), whole, own)
+                parts = (*parts[:j], lax.dynamic_update_slice_in_dim(parts[j], x, at, axis=1), *parts[j + 1 :])
+                grads = whole, parts
+            else:
+                found, hit_BX = one(*here)
+            total += found
+            hit_SBT = lax.dynamic_update_slice(hit_SBT, hit_BX[None], (j, 0, at))
+        return (total, hit_SBT, grads), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (trained, lasts)) if graded else None
+    start = jnp.float32(0), jnp.zeros(share_SBT.shape, bool), zeros
+    (total, hit_SBT, grads), _ = lax.scan(visit, start, jnp.arange(count, dtype=jnp.int32) * step)
+    if graded:
+        whole, parts = grads
+        grads = jax.tree.map(lambda x, like: x.astype(like.dtype), whole, trained), tuple(x[:, :length] for x in parts)
+    return (total, hit_SBT[..., :length]), grads
+
+
+def _one(rounds: Rounds, rest: Params, j: int, wanted: Wanted, share_BX: Array, trained: Params, last_BXD: Array):
+    """Loss of some positions of one round, and where the draft is the target's best token."""
+    logq = jax.nn.log_softmax(_logits(rounds, {"params": {**rest, **trained}}, j, last_BXD), axis=-1)
+    kept = jnp.where(wanted.knows_BX, share_BX, 0.0) if rounds.skip_unknown else share_BX
+    hit_BX = (jnp.argmax(logq, axis=-1) == wanted.best_BX) & wanted.knows_BX
+    return jnp.sum(DRAFT_LOSSES[rounds.kind](wanted, logq) * kept), hit_BX
+
+
+def _logits(rounds: Rounds, params: Params, j: int, last_BXD: Array) -> Array:
+    """The trained network's logits, with the target's product where it has none of its own."""
+    net = rounds.net
+    if isinstance(net, Transformer):
+        return head(net, params, last_BXD)
+    if isinstance(net, Medusa):
+        last_BXD = run_medusa_head(net, params, j, last_BXD)
+        return last_BXD if net.spec.draft_vocab else head(rounds.target, rounds.base, last_BXD)
+    if net.spec.draft_vocab:
+        return part_of(net, params, "logits", last_BXD)
+    return head(rounds.target, rounds.base, last_BXD)
+
+
+def _pad(x: Array, *, axis: int, size: int) -> Array:
+    extra = size - x.shape[axis]
+    return jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)]) if extra else x

@@ -1,0 +1,113 @@
+"""A draft model whose vocabulary has fewer or more padding rows than the target's: the same text, and good drafts."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxspec.cache.kv import Window
+from jaxspec.checkpoint.padding import check_vocabulary
+from jaxspec.draft.small_lm import SmallLm
+from jaxspec.errors import ConfigError
+from jaxspec.models.catalog import arch_of
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy
+from jaxspec.serve.llm import LLM
+from jaxspec.serve.request import SamplingParams
+from jaxspec.topology import chain
+from tests.oracle.conftest import CONFIG, LETTERS, VOCAB, write_model, write_tokenizer
+
+PADDED = VOCAB + 24  # rows of the target, whose tokenizer knows 64 tokens
+SIZES = (VOCAB, PADDED + 24)
+ROWS = ("model.embed_tokens.weight", "lm_head.weight")
+SETTINGS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "prefill_buckets": (8,), "max_logprobs": 0}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = {**CONFIG, "vocab_size": PADDED, "num_hidden_layers": 1}
+    directory = write_model(tmp_path_factory.mktemp("padded"), config, 3)
+    write_tokenizer(directory, LETTERS)
+    return directory
+
+
+def resized(target: Path, directory: Path, size: int, letters: list[str] | None) -> Path:
+    """The target with another number of rows, those beyond its own at random."""
+    directory.mkdir()
+    config = json.loads((target / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "vocab_size": size}))
+    tensors = load_file(target / "model.safetensors")
+    for name in ROWS:
+        more = np.random.default_rng(1).normal(size=(max(size - PADDED, 0), tensors[name].shape[1]))
+        tensors[name] = np.concatenate([tensors[name][:size], 7 * more.astype(np.float32)])
+    save_file(tensors, directory / "model.safetensors")
+    if letters is not None:
+        write_tokenizer(directory, letters)
+    return directory
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_speculation_gives_the_same_text(target: Path, tmp_path: Path, size: int):
+    draft = resized(target, tmp_path / "draft", size, LETTERS)
+    llm = LLM(target, speculative_config={"model": str(draft), "num_speculative_tokens": 3}, **SETTINGS)
+    prompts = [[2, 3, 4, 5, 6], [20, 30, 40]]
+    texts, metrics = [], []
+    for speculative in (None, False):
+        params = [
+            SamplingParams(temperature=t, seed=5, max_tokens=40, ignore_eos=True, speculative=speculative)
+            for t in (0.0, 0.9)
+        ]
+        outputs = llm.generate(prompts, params)
+        texts.append([out.outputs[0].token_ids for out in outputs])
+        metrics.append([out.metrics.num_steps for out in outputs])
+    assert texts[0] == texts[1]
+    assert max(max(text) for text in texts[0]) >= VOCAB, "the target says tokens that a smaller draft has no row for"
+    # A draft of all the target's rows says what the target says; one of fewer, wherever that is a known token.
+    assert sum(metrics[0]) <= (22 if size > PADDED else 60) < sum(metrics[1]) == 80
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_drafts_are_of_the_target_vocabulary(size: int):
+    arch = arch_of({**CONFIG, "vocab_size": size, "num_hidden_layers": 1})
+    net = Transformer(arch, Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked"))
+    params = net.initial(jax.random.key(0))
+    drafter = SmallLm(params, net, chain(2), 16, PADDED)
+    assert drafter.vocab_size == PADDED
+    token_BT = jnp.asarray([[1, PADDED - 1]], jnp.int32)
+    state, place_BT = drafter.init_state(1, 16, 2), jnp.asarray([[0, 1]], jnp.int32)
+    window = Window(jnp.zeros(1, jnp.int32), block=16)
+    last_BTD = drafter.run(state, token_BT, None, place_BT, window, 0)[0]
+    found_BTV = np.asarray(drafter.logits(last_BTD))
+    own_BTV = np.asarray(SmallLm(params, net, chain(2), 16).logits(last_BTD))
+    assert found_BTV.shape == (1, 2, PADDED)
+    assert np.isfinite(np.asarray(last_BTD)).all()
+    np.testing.assert_array_equal(found_BTV[..., : min(size, PADDED)], own_BTV[..., : min(size, PADDED)])
+    assert (found_BTV[..., size:] == -np.inf).all()
+    same = drafter.run(state, jnp.minimum(token_BT, size - 1), None, place_BT, window, 0)[0]
+    np.testing.assert_array_equal(last_BTD, same)
+
+
+@pytest.mark.parametrize(
+    ("letters", "size", "why"),
+    [
+        (None, VOCAB, r"no tokenizer of the draft says that the other rows are padding"),
+        ([*LETTERS[:10], *LETTERS[:9:-1]], VOCAB, r"54 tokens have other ids, such as \["),
+        (LETTERS[:40], VOCAB, r"24 tokens have other ids"),
+        (LETTERS, VOCAB - 8, r"8 tokens lie beyond 56, such as \["),
+    ],
+)
+def test_other_tokens_are_refused(target: Path, tmp_path: Path, letters: list[str] | None, size: int, why: str):
+    draft = resized(target, tmp_path / "draft", size, letters)
+    message = rf"a vocabulary of {size}, the target of {PADDED}; use a draft model trained with the target's.*{why}"
+    with pytest.raises(ConfigError, match=message):
+        check_vocabulary(draft, target, PADDED)
+    with pytest.raises(ConfigError, match=message):
+        LLM(target, speculative_config={"model": str(draft), "num_speculative_tokens": 2}, **SETTINGS)
+
+
+def test_sizes_that_agree_need_no_tokenizer(target: Path, tmp_path: Path):
+    check_vocabulary(resized(target, tmp_path / "draft", PADDED, None), target, PADDED)

@@ -1,0 +1,48 @@
+"""What a training says on standard error, piped and on a terminal."""
+
+import pytest
+
+from jaxspec.cli.progress import ShownTraining, figures_of
+from jaxspec.cli.train import _tell
+
+ENTRY = {
+    "step": 10, "time_s": 3725.4, "learning_rate": 1.25e-4, "epoch": 0.5, "loss": 4.25, "accuracy_0": 0.5,
+    "tokens_per_s": 1234.5, "left_s": 61.0,
+}  # fmt: skip
+LINE = (
+    "epoch 0.5, loss 4.25, first draft right 50.0%, learning rate 0.000125, 1,234 tokens/s, "
+    "1:02:05 elapsed, 0:01:01 left"
+)
+
+
+def test_a_line_says_all_that_is_known():
+    assert figures_of(ENTRY) == LINE
+    measured = figures_of(ENTRY | {"k3/t0/acceptance_length": 1.5, "k3/t0/accepted_at_1": 0.4})
+    assert "right 50.0%, acceptance length (tokens per target pass) k3/t0 1.50, learning rate" in measured
+    assert figures_of({"step": 1, "loss": 1.0}) == "loss 1"
+
+
+def test_piped_lines(capsys: pytest.CaptureFixture[str]):
+    with ShownTraining(60) as shown:
+        for entry in ({"step": 4}, {"step": 5, "compiled_s": 65.0}, ENTRY, {"step": 20, "measuring": 1}):
+            shown(entry)
+    assert capsys.readouterr().err.splitlines() == [
+        "jaxspec: going on after update 4",
+        "jaxspec: compiling the update ...",
+        "jaxspec: the update is compiled, the first one took 0:01:05",
+        f"jaxspec: 10/60 updates, {LINE}",
+        "jaxspec: 20/60 updates, measuring acceptance ...",
+    ]
+
+
+def test_a_finished_run_compiles_nothing(capsys: pytest.CaptureFixture[str]):
+    with ShownTraining(60) as shown:
+        shown({"step": 60})
+    assert capsys.readouterr().err == "jaxspec: going on after update 60\n"
+
+
+def test_facts_are_lines(capsys: pytest.CaptureFixture[str]):
+    _tell({"rows": 3, "tokens": 9})
+    _tell({"warning": "few rows"})
+    _tell({})
+    assert capsys.readouterr().err == "jaxspec: rows 3, tokens 9\njaxspec: warning: few rows\n"

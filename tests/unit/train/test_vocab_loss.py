@@ -1,0 +1,133 @@
+"""The loss by few positions at a time is the loss over all of them at once: value, gradients, figures and draws."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models.draft_head import DraftHead, part_of
+from jaxspec.models.medusa import Medusa, MedusaSpec, run_medusa
+from jaxspec.models.transformer import Transformer, head, teacher_forced
+from jaxspec.nn import unrolled
+from jaxspec.pytree import replace
+from jaxspec.train.draft_losses import DRAFT_LOSSES, wanted_of
+from jaxspec.train.head_loss import Course, head_loss
+from jaxspec.train.settings import LossSettings
+from jaxspec.train.teacher import Batch, Lesson, ahead, teach
+from jaxspec.train.unroll import unroll, unroll_masked, weights
+from tests.unit.train.test_unroll import DIM, EXACT, HEADS, VOCAB, arch, initial, target
+
+ROUNDS, IDS = 3, jnp.arange(2, VOCAB, 2, dtype=jnp.int32)
+NARROW = Medusa(MedusaSpec(ROUNDS, 1, DIM, VOCAB, len(IDS)), EXACT)
+NETS: dict[str, Any] = {
+    "eagle": DraftHead(HEADS["eagle"], EXACT),
+    "eagle3": DraftHead(HEADS["eagle3"], EXACT),
+    "p-eagle": DraftHead(HEADS["p-eagle"], EXACT),
+    "shared-expert": DraftHead(HEADS["shared-expert"], EXACT),
+    "medusa": NARROW,
+    "medusa-without-product": Medusa(MedusaSpec(ROUNDS, 1, DIM, VOCAB), EXACT),
+    "draft-model": Transformer(arch(), EXACT),
+}
+
+
+def packed(rows: int = 2, length: int = 13) -> Batch:
+    rng = np.random.default_rng(3)
+    token_BT = rng.integers(4, VOCAB, (rows, length)).astype(np.int32)
+    segment_BT = np.repeat([[1, 2, 0]], [7, 4, 2], axis=1).repeat(rows, axis=0).astype(np.int32)
+    position_BT = np.tile([*range(7), *range(4), 0, 0], (rows, 1)).astype(np.int32)
+    loss_BT = (rng.random((rows, length)) < 0.8) & (segment_BT > 0)
+    return Batch(*(jnp.asarray(x) for x in (token_BT, segment_BT, position_BT, loss_BT)))
+
+
+def course_of(name: str, objective: LossSettings, **more: Any) -> Course:
+    net, params = target()
+    return Course(params, IDS if name == "medusa" else None, net, NETS[name], objective, **more)
+
+
+def objective_of(name: str) -> LossSettings:
+    kind = {"eagle": "kl", "p-eagle": "lk_hybrid", "medusa": "tv"}.get(name, "soft_ce")
+    more = {"feature": 0.1, "noise": 0.2} if name == "eagle" else {"routing": 0.3} if name == "shared-expert" else {}
+    return LossSettings(kind=kind, rounds=ROUNDS, token=0.7, **more)  # pyright: ignore[reportArgumentType]
+
+
+def lesson_of(batch: Batch, name: str) -> Lesson:
+    (net, params), own = target(), NETS[name]
+    spec = own.spec if isinstance(own, DraftHead) else HEADS["eagle"]
+    return jax.jit(teach, static_argnums=(0, 3, 4))(net, params, batch, spec.reads, spec.routing)
+
+
+def all_at_once(course: Course, params: Any, lesson: Lesson, batch: Batch, key: Any) -> Any:
+    """The token loss and the accuracies from logits of all positions."""
+    net, o, base = course.net, course.objective, (course.target, course.base)
+    slots: list[Any] = [None] * ROUNDS
+    if isinstance(net, Medusa):
+        found = list(run_medusa(net, params, lesson.features.last_BTD))
+        logits = found if net.spec.draft_vocab else [head(*base, x) for x in found]
+    elif isinstance(net, Transformer):
+        logits, slots = (
+            [ahead(teacher_forced(net, params, batch.token_BT, batch.position_BT, batch.segment_BT)[0], 1)],
+            [None],
+        )
+    else:
+        if net.spec.mask_token is None:
+            rounds = unroll(net, params, base, lesson.features, batch, ROUNDS)
+        else:
+            counts = o.counts(batch.token_BT.shape[1])
+            rounds = unroll_masked(net, params, base, lesson.features, batch, counts, jax.random.split(key)[1])
+            slots = [r.slot_BX for r in rounds]
+        lasts = [r.last_BXD for r in rounds]
+        logits = [part_of(net, params, "logits", x) if net.spec.draft_vocab else head(*base, x) for x in lasts]
+    wanted = wanted_of(head(*base, lesson.features.last_BTD), course.ids_W)
+    first, total, accuracy = jnp.sum(weights(batch, 0)), jnp.float32(0), []
+    for j, (logits_BXV, slot_BX) in enumerate(zip(logits, slots, strict=True)):
+
+        def at(x: Any, by: int, slot_BX: Any = slot_BX) -> Any:
+            x = ahead(x, by)
+            if slot_BX is None:
+                return x
+            return jnp.take_along_axis(x, slot_BX.reshape(*slot_BX.shape, *[1] * (x.ndim - 2)), axis=1)
+
+        here, weight = jax.tree.map(lambda x, j=j, at=at: at(x, 1 + j), wanted), at(weights(batch, j), 0)
+        logq = jax.nn.log_softmax(logits_BXV, axis=-1)
+        scale_B = jnp.sum(weights(batch, j), axis=1) / jnp.sum(weight, axis=1)
+        kept = jnp.where(here.knows_BX, weight * scale_B[:, None], 0.0)
+        total += o.decay**j * jnp.sum(DRAFT_LOSSES[o.kind](here, logq) * kept) / first
+        hit = (jnp.argmax(logq, axis=-1) == here.best_BX) & here.knows_BX
+        accuracy.append(jnp.sum(weight, where=hit) / jnp.sum(weight))
+    return total, accuracy
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_few_positions_at_a_time_are_all_of_them(name: str, monkeypatch: pytest.MonkeyPatch):
+    objective, batch, key = objective_of(name), packed(), jax.random.key(4)
+    if name == "eagle":  # its noise is drawn inside
+        objective = LossSettings(kind="kl", rounds=ROUNDS, token=0.7)
+    if name == "shared-expert":
+        objective = LossSettings(rounds=ROUNDS, token=0.7)
+    lesson, params = lesson_of(batch, name), initial(NETS[name])
+    course = course_of(name, objective, positions=4)
+
+    def loss(params: Any, remat: bool) -> Any:
+        return head_loss(replace(course, remat=remat), params, lesson, batch, key)
+
+    @jax.jit
+    def reference(params: Any) -> Any:
+        return jax.value_and_grad(lambda p: all_at_once(course, p, lesson, batch, key), has_aux=True)(params)
+
+    @jax.jit
+    def graded(params: Any) -> Any:
+        return [jax.value_and_grad(partial(loss, remat=remat), has_aux=True)(params) for remat in (False, True)]
+
+    (total, accuracy), wanted = reference(params)
+    monkeypatch.setattr(unrolled, "BLOCK", 5)
+    found = graded(params)
+    for (value, metrics), grads in found:
+        np.testing.assert_allclose(value, 0.7 * total, rtol=1e-6)
+        np.testing.assert_allclose(metrics["token_loss"], total, rtol=1e-6)
+        np.testing.assert_allclose([metrics[f"accuracy_{j}"] for j in range(len(accuracy))], accuracy, rtol=1e-6)
+        for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(one, 0.7 * other, rtol=2e-5, atol=2e-7)
+    assert sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(wanted)) > 0.1
