@@ -233,5 +233,5 @@ def test_sampling_defaults(generation: dict, wanted: dict):
 
 
 def test_sampling_defaults_out_of_range_name_the_file():
-    with pytest.raises(ConfigError, match=r"generation_config\.json: sampling: top_p must be above 0"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json: sampling: top_p must be a number above 0"):
         sampling_defaults({"top_p": 1.5})
