@@ -146,7 +146,7 @@ class Text:
                 "messages: this model has no chat template; give a plain prompt, "
                 "or put the template that you want into chat_template.jinja next to its tokenizer"
             )
-        return published or None
+        return published if isinstance(published, str) and published else None
 
     def _special_tokens(self) -> dict[str, Any]:
         tokens = self.tokenizer.special_tokens_map

@@ -167,14 +167,14 @@ def test_a_chats_record_has_what_the_template_wrote_and_its_ids():
 
 
 def test_log_probabilities_of_the_prompt():
-    output: Any = output_of()
-    output.prompt_logprobs = [None, {2: Logprob(float("-inf"), 9)}]
+    output = output_of()
+    output.prompt_logprobs = [None, of_second := {2: Logprob(float("-inf"), 9)}]
     wanted = [None, {"2": {"logprob": -9999.0, "rank": 9}}]
     assert finished_record(line_of({"prompt": "once"}), output, "m", None)["prompt_logprobs"] == wanted
     assert choice(batch(COMPLETIONS), output)["prompt_logprobs"] == wanted
     body = finished_record(batch(CHAT), output, "m", None)["response"]["body"]
     assert body["prompt_logprobs"] == wanted
-    output.prompt_logprobs[1][2].logprob = float("nan")
+    of_second[2].logprob = float("nan")
     assert "token 2 is not a number" in finished_record(batch(CHAT), output, "m", None)["error"]["message"]
 
 
