@@ -49,8 +49,8 @@ class LLM:
     alone. All work on the engine is done by one thread of its own, so that an interrupt (Ctrl-C, or whatever a signal
     handler raises) reaches the caller at once, ends the caller's requests only, and leaves the ``LLM`` as good as new.
     A step that fails, for want of memory say, raises where it was asked for; other requests go on. JAX's thread-local
-    settings (``with jax.default_device(...)``) hold while an ``LLM`` is made, not when it is called. A process that was
-    forked off cannot use it.
+    settings (``with jax.default_matmul_precision(...)``) of a caller do not reach that thread; ``jax.config.update``
+    does. A process that was forked off cannot use it.
 
     Args:
       model: directory in Hugging Face layout, or the id of one on the hub (``Qwen/Qwen3-30B-A3B``), which is downloaded
