@@ -25,13 +25,15 @@ class Stages:
     """
 
     def __init__(self, every_s: float = LINE_EVERY_S):
-        self._console, self._every_s = Console(stderr=True), every_s
+        # Not rich's own guess, which the environment (FORCE_COLOR) can turn: a bar in a file is no use.
+        self._live, self._every_s = sys.stderr.isatty(), every_s
+        self._console = Console(stderr=True, force_terminal=self._live)
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._stage, self._counts, self._began = "", (0, 0), 0.0
         self._bar: Bar | None = None
 
     def __enter__(self) -> "Stages":
-        if not self._console.is_terminal:
+        if not self._live:
             threading.Thread(target=self._remind, daemon=True).start()
         return self
 
@@ -49,7 +51,7 @@ class Stages:
                 self._stage, self._began = stage, time.monotonic()
             self._counts = done, total
             INTERRUPTS.doing = in_words(self._stage, *self._counts)
-            if self._console.is_terminal:
+            if self._live:
                 self._draw()
             elif begins:
                 _say(f"{in_words(self._stage, *self._counts)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace as changed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,12 @@ def capacity_of(wanted: Any, most: int) -> int:
     return capacity
 
 
+def fitted(spec: EngineSpec, max_model_len: Any, arch: ArchSpec) -> EngineSpec:
+    """What is asked for, within what the model was made for; errors are those of ``capacity_of``."""
+    capacity = capacity_of(max_model_len, arch.max_position)
+    return replace(spec, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size))
+
+
 def keep_compiled(compile_cache: Any) -> None:
     """Switches the cache of compiled programs on.
 
@@ -140,9 +146,3 @@ def shown(value: Any) -> str:
     """A value in an error message, which stays one short line."""
     text = repr(value)
     return text if len(text) <= 80 and "\n" not in text else f"{type(value).__name__} {' '.join(text[:70].split())}..."
-
-
-def fit_spec(spec: EngineSpec, max_model_len: int | None, arch: ArchSpec) -> EngineSpec:
-    """What is asked for, within what the model was made for."""
-    capacity = capacity_of(max_model_len, arch.max_position)
-    return changed(spec, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size))

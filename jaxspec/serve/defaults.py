@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.errors import ConfigError, RequestError
+from jaxspec.checkpoint.load import Model
+from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.serve.request import SamplingParams
+from jaxspec.serve.rows import STOP_PLACES
 
 SAMPLING = {
     "temperature": "temperature",
@@ -36,6 +38,18 @@ def end_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int
             raise ConfigError(f"config: eos_token_id must be below the vocabulary's size of {vocab}, got {value!r}")
         found |= set(ids)
     return found
+
+
+def end_ids_of(model: Model) -> set[int]:
+    """``end_ids`` of a model.
+
+    Raises:
+      CapacityError: there are more than a row has places for.
+    """
+    ids = end_ids(model.config, model.generation)
+    if len(ids) > STOP_PLACES:
+        raise CapacityError(f"config: {len(ids)} end-of-text ids, at most {STOP_PLACES} are supported")
+    return ids
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> SamplingParams:

@@ -17,14 +17,14 @@ from jaxspec.checkpoint.load import Model
 from jaxspec.checkpoint.text import Text
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
-from jaxspec.errors import CapacityError, ConfigError, RequestError
+from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
-from jaxspec.serve.arguments import check_kinds, check_model, fit_spec, keep_compiled, shown, spec_of, whole
+from jaxspec.serve.arguments import check_kinds, check_model, fitted, keep_compiled, shown, spec_of, whole
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
-from jaxspec.serve.defaults import end_ids
+from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
@@ -33,7 +33,6 @@ from jaxspec.serve.metrics import Metric
 from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
 from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
-from jaxspec.serve.rows import STOP_PLACES
 from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
 from jaxspec.serve.waiting import MakeBar, watching
 from jaxspec.serve.worker import Worker
@@ -133,18 +132,18 @@ class LLM:
             num_kv_pages=num_kv_pages,
         )  # fmt: skip
         keep_compiled(compile_cache)
-        model = model if isinstance(model, Model) else resolve_model(model, revision, download_dir)
         self.model = load_target(
-            model, dtype=dtype, kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
+            model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
+            kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
             placement=expert_placement, rows=spec.rows, on_load=tell_both(on_load, on_progress),
         )  # fmt: skip
-        self.spec = spec = fit_spec(spec, max_model_len, self.model.net.arch)
+        self.spec = spec = fitted(spec, max_model_len, self.model.net.arch)
         self.capacity, self.max_logprobs, self.text = spec.capacity, spec.logprobs, Text.load(self.model.directory)
-        self.eos = _ends(self.model)
+        self.eos = end_ids_of(self.model)
         self.engine = self._engine(config, quantization, download_dir, on_progress)
         self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
-        net = self.model.net
-        self.driver, self._teacher = Driver(self.engine, Worker()), jax.jit(lambda *x: teacher_forced(net, *x)[0])
+        self.driver, net = Driver(self.engine, Worker()), self.model.net
+        self._teacher = jax.jit(lambda *x: teacher_forced(net, *x)[0])
 
     def _engine(
         self,
@@ -379,15 +378,3 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Engine totals since the start, vLLM's names first."""
         return self.driver.call(self.engine.metrics.counters)
-
-
-def _ends(model: Model) -> set[int]:
-    """Ids that end a text.
-
-    Raises:
-      CapacityError: there are more than a row has places for.
-    """
-    ids = end_ids(model.config, model.generation)
-    if len(ids) > STOP_PLACES:
-        raise CapacityError(f"config: {len(ids)} end-of-text ids, at most {STOP_PLACES} are supported")
-    return ids

@@ -14,7 +14,8 @@ OWN = {"jaxspec", "pallas_kernels"}
 GUESTS = {"wandb", "vllm", "torch", "triton", "lm_eval"}
 BESIDE = {"wire"}  # lies beside the scripts that run in those engines' environments
 BROUGHT = {"jaxlib": "jax"}
-NEEDED = {"jinja2"}  # transformers compiles chat templates with it, and does not ask for it
+# Reached through transformers: its fast tokenizers, and what compiles chat templates, which it does not ask for.
+NEEDED = {"jinja2", "tokenizers"}
 
 
 def name_of(requirement: str) -> str:

@@ -1,5 +1,6 @@
 """What loading and compiling show: a bar on a terminal, lines elsewhere, nothing from Python unless asked for."""
 
+import sys
 import time
 from pathlib import Path
 
@@ -55,8 +56,8 @@ def test_what_failed_is_not_said_to_have_ended(capsys: pytest.CaptureFixture[str
 
 
 def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     with Stages() as stages:
         for done in range(3):
             stages("compiling", done, 3)
