@@ -228,6 +228,13 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
             continue
         way = NOT_HERE.get(name, f"known are {sorted(KEYS)}")
         raise RequestError(f"prompt: key {name!r} is not known; {way}")
+    chat = sorted(name for name in CHAT_KEYS if prompt.get(name) not in (None, False))
+    if "messages" not in chat and chat:
+        raise RequestError(f"prompt: {chat} go with messages only; give messages or leave them out")
+    if chat and any(prompt.get(name) is not None for name in ("prompt", "prompt_token_ids")):
+        raise RequestError("prompt: messages do not go with another prompt; give one of them")
+    if not isinstance(text := prompt.get("prompt"), str | None) and prompt.get("prompt_token_ids") is not None:
+        raise RequestError(f"prompt: the text of prompt_token_ids is a text or None, got {shown(text)}")
 
 
 def _is_list(value: Any) -> bool:

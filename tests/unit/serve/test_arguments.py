@@ -149,6 +149,9 @@ KEYS: dict[str, tuple[dict[Any, Any], str]] = {
     "images": ({"prompt_token_ids": [1], "multi_modal_data": {}}, "key 'multi_modal_data' is not known; only text"),
     "salt": ({"prompt_token_ids": [1], "cache_salt": "x"}, "key 'cache_salt' is not known; prompts share no cache"),
     "unknown": ({"prompt_token_ids": [1], "temperature": 0}, r"key 'temperature' is not known; known are \['add_"),
+    "tools": ({"prompt": "a", "tools": [{}]}, r"\['tools'\] go with messages only"),
+    "two prompts": ({"prompt": "a", "messages": [{}]}, "messages do not go with another prompt"),
+    "no text": ({"prompt": 5, "prompt_token_ids": [1]}, "the text of prompt_token_ids is a text or None, got 5"),
     "nothing": ({"prompt": None}, r'needs "prompt", "messages" or "prompt_token_ids", got \[\'prompt\'\]'),
     "odd keys": ({1: 2, "a": 3}, r'needs "prompt", .* got \[\'1\', \'a\'\]'),
 }
@@ -234,12 +237,11 @@ def test_a_bar_of_the_callers_own():
 
 def test_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch):
     for wanted, count, terminal in ((True, 3, False), (True, 1, True), (False, 3, True), (None, 3, True)):
-        screen = io.StringIO()
-        console = Console(file=screen, force_terminal=terminal)
-        monkeypatch.setattr(waiting, "Console", lambda console=console, **_: console)
+        monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda terminal=terminal: terminal))
         with watching(outputs(count), wanted) as look:
             assert look is None
     screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(waiting, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
     monkeypatch.setattr(waiting, "PATIENCE_S", 1000.0)
     with watching(outputs(3), True) as look:
