@@ -95,6 +95,7 @@ def _run(args: list[str]) -> int:
 
         return run_harness(args[1:])
     command = import_module(f"jaxspec.cli.{MODULES.get(name, name.replace(' ', '_'))}")
+    INTERRUPTS.doing = f"running jaxspec {name}"
     kind = get_type_hints(command.run)["args"]
     rest = args[len(name.split()) :]
     parsed = parse(kind, rest, prog=f"jaxspec {name}", description=description_of(name, COMMANDS[name]))
