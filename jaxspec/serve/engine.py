@@ -248,9 +248,9 @@ class Engine:
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
         taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
+        self._moved |= taken.moved
         if reading.broken_B.any():
             self.state = self.programs.scrub(self.state)
-        self._moved |= taken.moved
         for row, sample in taken.ended:
             self._finish(row, sample)
         self.survival.add(decision.length, taken.by_row)
