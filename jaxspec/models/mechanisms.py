@@ -54,7 +54,7 @@ MECHANISMS: dict[str, tuple[Any, ...]] = {
             "alibi", "use_alibi", "rope_local_base_freq", "local_rope_theta", "global_rope_theta", "swa_rope_theta",
             "layer_rope_theta", "use_dynamic_ntk", "use_logn_attn", "use_mem_rope", "mrope_section", "rope_ratio",
             "original_rope", "sinusoidal_embeddings", "learned_pos_emb", "rope_parameters", "rope_scaling",
-            "swa_rope_parameters",
+            "swa_rope_parameters", "rope_interleave", "rope_interleaved",
         ),
         NEVER,
     ),
@@ -151,7 +151,7 @@ HARMLESS = {
     "quantization_config", "residual_dropout", "resid_pdrop", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "seq_aux", "text_config", "tie_word_embeddings", "tokenizer_class", "torch_dtype",
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache", "vision_config",
-    "index_share_for_mtp_iteration", "rope_interleave", "hc_eps",
+    "index_share_for_mtp_iteration", "hc_eps",
 }  # fmt: skip
 
 

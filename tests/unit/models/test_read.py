@@ -63,6 +63,7 @@ UNREAD = {
     "mlp_layer_types": ("mixtral", ["dense", "sparse"]),
     "hidden_activation": ("llama3", "gelu_pytorch_tanh"),
     "layer_norm_elementwise_affine": ("opt", False),
+    "rope_interleaved": ("llama3", True),
 }
 
 
