@@ -86,6 +86,8 @@ class Replica:
                 flying[str(line.index)] = line
             except (RequestError, CapacityError) as error:
                 yield error_record(line, str(error))
+            except Exception as error:
+                yield error_record(line, f"{type(error).__name__}: {error}", "request_failed")
         while flying:
             for output in self._llm.step():
                 if output.finished:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
-
-from lm_eval import utils  # pyright: ignore[reportMissingImports]
-from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
 
 from jaxspec.errors import ConfigError
 from jaxspec.serve.llm import LLM
@@ -16,9 +14,11 @@ from jaxspec.serve.request import SamplingParams
 # The harness's names of settings that ``SamplingParams`` calls otherwise, the first that is there counts.
 MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 Scored = tuple[float, bool]
+UTILS = import_module("lm_eval.utils")
+TEMPLATE: Any = import_module("lm_eval.api.model").TemplateLM
 
 
-class JaxspecLM(TemplateLM):
+class JaxspecLM(TEMPLATE):
     """A target with or without speculation, scored and sampled by the harness.
 
     Scores are raw log-probabilities of the target; generation is greedy unless a task says otherwise.
@@ -106,10 +106,10 @@ class JaxspecLM(TemplateLM):
         """Returns the log-probability of each whole text, windows without overlap where it is too long."""
         windows, owner = [], []
         for index, request in enumerate(requests):
-            pairs = utils.get_rolling_token_windows(
+            pairs = UTILS.get_rolling_token_windows(
                 self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
             )
-            for context, continuation in map(utils.make_disjoint_window, pairs):
+            for context, continuation in map(UTILS.make_disjoint_window, pairs):
                 windows.append((None, list(context), list(continuation)))
                 owner.append(index)
         totals = [0.0] * len(requests)
@@ -158,7 +158,6 @@ def _mapping(value: str | dict[str, Any] | None) -> dict[str, Any] | None:
 
 def register() -> None:
     """Makes ``jaxspec`` a name that ``--model`` of the harness knows."""
-    from lm_eval.api.registry import model_registry  # pyright: ignore[reportMissingImports]
-
-    if "jaxspec" not in model_registry:
-        model_registry.register("jaxspec", target=JaxspecLM)
+    registry = import_module("lm_eval.api.registry").model_registry
+    if "jaxspec" not in registry:
+        registry.register("jaxspec", target=JaxspecLM)

@@ -88,7 +88,7 @@ class _Worker:
                 self.end()
                 raise
         if "error" in answer:
-            raise RequestError(f"messages: the chat template refuses them ({answer['error']})")
+            raise RequestError(f"messages: the chat template refuses them ({' '.join(answer['error'].split())})")
         return answer
 
     def _exchange(self, line: bytes) -> dict[str, Any]:

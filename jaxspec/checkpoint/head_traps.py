@@ -23,6 +23,7 @@ from jaxspec.nn.policy import Policy
 
 Verdict = Literal["ok", "warning", "error"]
 AS_WRITTEN = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite")
+AS_WRITTEN_TO_THE_TOP = ("gpt_oss",)  # where the last block is among them
 EXPORT = "jaxspec export --format eagle3 writes it for both"
 SAME = "the same as jaxspec"
 
@@ -139,7 +140,7 @@ def sglang_taps(case: Case) -> tuple[int, ...]:
         return default_taps(case.target)
     family = case.target.family
     as_written = (family in AS_WRITTEN and nested[0] != 1) or (
-        family == "gpt_oss" and max(nested) == len(case.target.layers)
+        family in AS_WRITTEN_TO_THE_TOP and max(nested) == len(case.target.layers)
     )
     return nested if as_written else tuple(o + 1 for o in nested)
 

@@ -64,7 +64,11 @@ def read_header(file: Path) -> dict[str, Tensor]:
 def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
     try:
         dtype, shape, (first, last) = np.dtype(DTYPES[entry["dtype"]]), entry["shape"], entry["data_offsets"]
-        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
+        if (
+            not name.isprintable()
+            or not isinstance(shape, list)
+            or not all(type(n) is int and n >= 0 for n in (*shape, first, last))
+        ):
             raise ValueError
     except (KeyError, TypeError, ValueError):
         text = repr(entry)[:MOST_ENTRY]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxspec.checkpoint.head_config import is_head
 from jaxspec.checkpoint.head_files import ARCHIVES
+from jaxspec.checkpoint.hub_progress import told
 from jaxspec.checkpoint.load import no_directory, read_config
 from jaxspec.checkpoint.model_files import TEXT_FILES
 from jaxspec.checkpoint.shards import INDEX, SINGLE, weight_map
@@ -99,13 +100,14 @@ class _Hub:
         from huggingface_hub import snapshot_download
 
         try:
-            found = snapshot_download(
-                self.name, revision=revision, cache_dir=self.cache, allow_patterns=list(patterns),
-                ignore_patterns=None if outside else ["*/*"],
-            )  # fmt: skip
+            with told(self.name, self.cache):
+                snapshot = snapshot_download(
+                    self.name, revision=revision, cache_dir=self.cache, allow_patterns=list(patterns),
+                    ignore_patterns=None if outside else ["*/*"],
+                )  # fmt: skip
         except Exception as error:
             raise ConfigError(f"{self.name}: {self._why(error, revision)}") from error
-        return Path(found)
+        return Path(snapshot)
 
     def _why(self, error: Exception, revision: str | None) -> str:
         """What went wrong, and what to do."""
@@ -136,10 +138,10 @@ class _Hub:
             return _refused(status)
         wanted = f"hf download {self.name}" + (f" --revision {revision}" if revision else "")
         if constants.HF_HUB_OFFLINE:
-            why = "HF_HUB_OFFLINE is set; unset it"
+            why = f"HF_HUB_OFFLINE is set; unset it, or run {wanted} first"
         else:
             why = f"the hub cannot be reached ({_words(cause or error)}); check the network"
-        return f"no such directory, not whole in the cache {self.cache}, and {why}, or run {wanted} where there is one"
+        return f"no such directory, not whole in the cache {self.cache}, and {why}"
 
 
 def _refused(status: int) -> str:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.catalog import known_tables
 from jaxspec.checkpoint.fill import Show, fill
-from jaxspec.checkpoint.model_files import check_files, file_in, read_json
+from jaxspec.checkpoint.model_files import check_text_files, file_in, read_json
 from jaxspec.checkpoint.plan import Plan, make_plan
 from jaxspec.checkpoint.quantized import check_method
 from jaxspec.checkpoint.slots import check_placement, held_by_model, held_by_mtp, slots_for
@@ -57,7 +57,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise no_directory(directory)
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"{directory}: no config.json; a model is a directory in Hugging Face layout")
-    check_files(directory)
+    check_text_files(directory)
     return read_json(file_in(directory, "config.json", ConfigError))
 
 

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -16,9 +16,10 @@ LFS_BYTES = 1024
 # What transformers reads beside the weights, and opens without a look at what it opens.
 TEXT_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-    "chat_template.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+TEMPLATES = "additional_chat_templates"
 KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
@@ -81,15 +82,16 @@ def regular_file(file: Path, kind: Kind = CheckpointError) -> tuple[Path, int]:
     return real, status.st_size
 
 
-def check_files(directory: Path, names: Sequence[str] = TEXT_FILES, kind: Kind = ConfigError) -> None:
-    """Makes sure that those files of a directory that are there are regular ones in it.
+def check_text_files(directory: Path) -> None:
+    """Makes sure that what transformers would open of a directory are regular files in it.
 
     Raises:
-      CheckpointError, ConfigError: see ``file_in``.
+      ConfigError: see ``file_in``.
     """
-    for name in names:
+    templates = [f"{TEMPLATES}/{file.name}" for file in (directory / TEMPLATES).glob("*")]
+    for name in (*TEXT_FILES, *templates):
         if os.path.lexists(directory / name):
-            file_in(directory, name, kind)
+            file_in(directory, name, ConfigError)
 
 
 def read_json(file: Path, kind: Kind = ConfigError) -> dict[str, Any]:

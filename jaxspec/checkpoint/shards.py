@@ -36,10 +36,10 @@ def weight_map(index: Path) -> dict[str, str]:
     Raises:
       CheckpointError: it is not readable as an index.
     """
-    found = read_json(index, CheckpointError).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+    places = read_json(index, CheckpointError).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointError(f"{index}: not a weight index, which has a weight_map of names; download the file again")
-    return found
+    return places
 
 
 def no_weights(directory: Path) -> str:
@@ -98,15 +98,15 @@ def _merged(
     directory: Path, headers: Mapping[str, Mapping[str, Tensor]], named: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """All tensors, each from the file that the index names; without that only one file may hold it."""
-    found: dict[str, Tensor] = {}
+    places: dict[str, Tensor] = {}
     for file, header in headers.items():
         for name, tensor in header.items():
             if named.get(name, file) != file:
                 continue
-            if name in found:
+            if name in places:
                 raise CheckpointError(
-                    f"{directory}: {found[name].file.name} and {file} both hold {name}, and no index says which "
+                    f"{directory}: {places[name].file.name} and {file} both hold {name}, and no index says which "
                     "counts; remove the file that does not belong to the model"
                 )
-            found[name] = tensor
-    return found
+            places[name] = tensor
+    return places

@@ -53,6 +53,7 @@ def main() -> None:
 def _confine() -> None:
     """Takes from this process what a template has no use for: much memory, and files that are not open yet."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})  # a parent's mask is inherited
     limits = {"AS": MEMORY_BYTES, "CORE": 0, "FSIZE": 0, "NOFILE": 0}
     for name, most in limits.items():
         try:
@@ -89,6 +90,7 @@ class Templates:
 def new_environment() -> Any:
     """The sandbox with what templates expect from transformers: tags, filters and functions."""
     import jinja2
+    from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -100,7 +102,7 @@ def new_environment() -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
+            return nodes.Scope(body, lineno=line)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -128,7 +128,7 @@ class Text:
 
     def _template(self, wanted: str | None, with_tools: bool) -> str | None:
         """The Jinja source to use, None for a format without one."""
-        published = getattr(self.tokenizer, "chat_template", None)
+        published: Any = getattr(self.tokenizer, "chat_template", None)
         named = published if isinstance(published, Mapping) else {}
         if wanted is not None:
             if not isinstance(wanted, str):
@@ -146,7 +146,7 @@ class Text:
                 "messages: this model has no chat template; give a plain prompt, "
                 "or put the template that you want into chat_template.jinja next to its tokenizer"
             )
-        return published or None
+        return published if isinstance(published, str) and published else None
 
     def _special_tokens(self) -> dict[str, Any]:
         tokens = self.tokenizer.special_tokens_map

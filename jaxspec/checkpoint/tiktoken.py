@@ -200,9 +200,8 @@ def _published_pattern(directory: Path, settings: Mapping[str, Any]) -> str | No
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return None
     for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if any(getattr(t, "id", getattr(t, "attr", None)) in PATTERN_NAMES for t in targets):
-            return _joined(node.value)  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(node, ast.Assign) and any(_name(target) in PATTERN_NAMES for target in node.targets):
+            return _joined(node.value)
     return None
 
 
@@ -212,6 +211,10 @@ def own_class(settings: Mapping[str, Any]) -> str:
     names = places.get("AutoTokenizer") if isinstance(places, Mapping) else places
     names = names if isinstance(names, list | tuple) else [names]
     return next((name for name in names if isinstance(name, str)), "")
+
+
+def _name(node: ast.expr) -> str | None:
+    return getattr(node, "id", getattr(node, "attr", None))
 
 
 def _joined(node: ast.expr) -> str | None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxspec.cli.screen import Screen
+from jaxspec.serve.demo_pair import resolve_model
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def run(args: ExportArgs) -> None:
     from jaxspec.models.catalog import arch_of
     from jaxspec.models.medusa import Medusa
 
-    target = model_dir(args.target)
+    target = None if args.target is None else resolve_model(args.target)
     config = None if target is None else read_config(target)
     head = load_head(args.head, None if config is None else arch_of(config), stored_policy(args.head))
     form = args.format or ("medusa" if isinstance(head.net, Medusa) else "eagle3")
@@ -54,10 +55,3 @@ def run(args: ExportArgs) -> None:
     save_head(in_dtype(head, args.dtype), args.out, form, verifier=verifier)
     named = f", drafting for {name}" if form == "speculators" else ""
     Screen(args.color).line(f"{args.out}: {form} head in {args.dtype}{named}, ready")
-
-
-def model_dir(target: Path | None) -> Path | None:
-    """The directory of a model, which ``demo`` names too."""
-    from jaxspec.serve.demo_pair import demo_model_dir
-
-    return demo_model_dir("target") if target == Path("demo") and not target.exists() else target

@@ -172,8 +172,7 @@ def _job(args: GenerateArgs, source: str, target: str) -> int:
 
             progress = run_job(
                 args.engine.directory(), source, target,
-                engine=engine, sampling=args.sampling.given(),
-                retry_failed=args.retry_failed, watch=watch, load=load,
+                engine=engine, sampling=args.sampling.given(), retry_failed=args.retry_failed, watch=watch, load=load,
             )  # fmt: skip
         return _conclude(progress, target) if talks else _status(progress)
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import tyro
 
-from jaxspec.cli.export import model_dir
 from jaxspec.cli.screen import Screen
+from jaxspec.serve.demo_pair import resolve_model
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,6 @@ def run(args: ImportArgs) -> None:
     from jaxspec.checkpoint.load import read_config
     from jaxspec.models.catalog import arch_of
 
-    target = model_dir(args.target)
-    assert target is not None
-    head = load_head(args.head, arch_of(read_config(target)), stored_policy(args.head))
+    head = load_head(args.head, arch_of(read_config(resolve_model(args.target))), stored_policy(args.head))
     save_head(head, args.out)
     Screen(args.color).line(f"{args.out}: head in jaxspec's format, ready")

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from jaxspec.errors import ConfigError
 
@@ -16,8 +17,7 @@ def run_harness(args: Sequence[str]) -> int:
       ConfigError: the harness is not installed.
     """
     try:
-        from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
-
+        harness = import_module("lm_eval.__main__")
         from jaxspec.bench.harness import register
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lm_eval":
@@ -28,5 +28,5 @@ def run_harness(args: Sequence[str]) -> int:
     if words and words[0] not in ("ls", "validate") and not any(w.split("=")[0] in ("--model", "-M") for w in words):
         words += ["--model", "jaxspec"]
     sys.argv = ["jaxspec lm_eval", *words]
-    cli_evaluate()
+    harness.cli_evaluate()
     return 0

@@ -40,17 +40,16 @@ def run(args: TrainArgs) -> int:
     """Trains; returns the exit code."""
     if missing := [package for module, package in NEEDED.items() if find_spec(module) is None]:
         raise ConfigError(f"train: {', '.join(missing)} not installed; pip install 'jaxspec[train]'")
-    from jaxspec.checkpoint.hub import resolve_model
     from jaxspec.cli.progress import ShownTraining
     from jaxspec.serve.compile_cache import use_compile_cache
-    from jaxspec.serve.demo_pair import demo_model_dir
+    from jaxspec.serve.demo_pair import resolve_model
     from jaxspec.train.run import train, write_features
     from jaxspec.train.settings import load_run_settings
 
     # Without a word of the user, JAX takes three quarters of a GPU, and the target of a head often needs more.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     settings = load_run_settings(args.config, args.set, args.out)
-    target = demo_model_dir("target") if settings.target == "demo" else resolve_model(settings.target)
+    target = resolve_model(settings.target)
     with args.hosts.together() as talks:
         use_compile_cache()
         say = sys.stderr.write if talks else _nothing

@@ -1,7 +1,7 @@
 """A model family as a row of data, and the one reader that turns a published config into an ArchSpec."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from jaxspec.errors import ConfigError
@@ -160,6 +160,7 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
     longest = read.count("max_position_embeddings")
     width = read.count(family.embed_dim, default=dim) if family.embed_dim else dim
     norm_last = family.norm_first is not None and not read.flag(family.norm_first, default=True)
+    read.asked |= _keys(family.ffn) | _keys(family.moe)  # also where no layer is of their kind
     last_out = family.final_norm is not None and read.flag(family.final_norm)
     layers = [_layer(read, family, layer) for layer in range(count + behind)]
     spec = ArchSpec(
@@ -181,6 +182,15 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
     if read.missing:
         raise ConfigError(f"config of {family.model_type}: missing {sorted(set(read.missing))}")
     return spec
+
+
+def _keys(row: FfnRow | MoeRow | None) -> set[str]:
+    """Config keys that a row names, among other words."""
+    values = [] if row is None else [getattr(row, one.name) for one in fields(row)]
+    keys = {
+        key for value in values for key in (value if isinstance(value, tuple) else (value,)) if isinstance(key, str)
+    }
+    return keys | {"n_group", "topk_group"} if getattr(row, "grouped", False) else keys
 
 
 def _hyper(read: Reader, row: HyperRow) -> HyperSpec:
@@ -245,7 +255,8 @@ def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
 def _is_hashed(read: Reader, key: str, layer: int) -> bool:
     """Whether a layer is routed by token id: the first ones, or those that transformers 5 lists."""
     kinds = read.kinds("mlp_layer_types", ("hash_moe", "moe"), read.count("num_hidden_layers"))
-    return layer < read.count(key, default=0, least=0) if kinds is None else "hash_moe" in kinds[layer : layer + 1]
+    first = read.count(key, default=0, least=0)
+    return layer < first if kinds is None else "hash_moe" in kinds[layer : layer + 1]
 
 
 def _is_dense(read: Reader, row: MoeRow, layer: int) -> bool:

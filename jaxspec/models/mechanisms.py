@@ -37,8 +37,7 @@ MECHANISMS: dict[str, tuple[Any, ...]] = {
             "attention_sink", "attention_sinks", "add_swa_attention_sink_bias", "add_full_attention_sink_bias",
             "learnable_sink_init", "attn_temperature_tuning", "query_pre_attn_scalar", "attn_scale", "use_v_norm",
             "scale_attn_by_inverse_layer_idx", "swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads",
-            "num_attention_heads_per_layer", "num_key_value_heads_per_layer", "kv_lora_rank", "qk_rope_head_dim",
-            "qk_nope_head_dim", "o_lora_rank", "o_groups", "value_residual", "attention_scale",
+            "num_attention_heads_per_layer", "num_key_value_heads_per_layer", "value_residual", "attention_scale",
         ),
         NEVER,
     ),
@@ -55,7 +54,7 @@ MECHANISMS: dict[str, tuple[Any, ...]] = {
             "alibi", "use_alibi", "rope_local_base_freq", "local_rope_theta", "global_rope_theta", "swa_rope_theta",
             "layer_rope_theta", "use_dynamic_ntk", "use_logn_attn", "use_mem_rope", "mrope_section", "rope_ratio",
             "original_rope", "sinusoidal_embeddings", "learned_pos_emb", "rope_parameters", "rope_scaling",
-            "swa_rope_parameters",
+            "swa_rope_parameters", "rope_interleave", "rope_interleaved",
         ),
         NEVER,
     ),
@@ -101,7 +100,19 @@ MECHANISMS: dict[str, tuple[Any, ...]] = {
         ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "ff_activation", "activation"),
         ("silu", "swish", "swiglu"),
     ),
-    # experts
+    # state-space and convolution layers
+    **dict.fromkeys(
+        (
+            "mamba_d_state", "mamba_d_ssm", "mamba_num_heads", "ssm_state_size", "state_size", "conv_L_cache",
+            "lru_width", "linear_num_value_heads", "linear_conv_kernel_dim", "short_conv_kernel_size", "use_short_conv",
+        ),
+        NEVER,
+    ),
+}  # fmt: skip
+
+# Of layers with experts; in a family that has none their weights would be found not to fit, and heads of such targets
+# keep these keys.
+EXPERTS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
             "n_shared_experts", "num_shared_experts", "num_shared_expert", "shared_expert_intermediate_size",
@@ -125,14 +136,6 @@ MECHANISMS: dict[str, tuple[Any, ...]] = {
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (0, 1)),
     "scoring_func": NEVER, "topk_method": NEVER, "norm_topk_prob": NEVER, "expert_selection_fn": NEVER,
-    # state-space and convolution layers
-    **dict.fromkeys(
-        (
-            "mamba_d_state", "mamba_d_ssm", "mamba_num_heads", "ssm_state_size", "state_size", "conv_L_cache",
-            "lru_width", "linear_num_value_heads", "linear_conv_kernel_dim", "short_conv_kernel_size", "use_short_conv",
-        ),
-        NEVER,
-    ),
 }  # fmt: skip
 
 # Keys that say nothing about what is computed; what jaxspec reads elsewhere is among them.
@@ -148,7 +151,7 @@ HARMLESS = {
     "quantization_config", "residual_dropout", "resid_pdrop", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "seq_aux", "text_config", "tie_word_embeddings", "tokenizer_class", "torch_dtype",
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache", "vision_config",
-    "index_share_for_mtp_iteration", "rope_interleave", "hc_eps",
+    "index_share_for_mtp_iteration", "hc_eps",
 }  # fmt: skip
 
 
@@ -162,15 +165,15 @@ def check_mechanisms(read: Reader, family: Family) -> None:
     Raises:
       ConfigError: keys do so, all of them named.
     """
-    implied = _implied(family)
+    implied, table = _implied(family), _table(family)
     window = read.config.get("use_sliding_window") is False
     wrong = {}
     for key in read.config.keys() - read.asked:
         value = read.config[key]
         if key in implied:
             fine = value is None or _among(value, implied[key])
-        elif key in MECHANISMS and not (window and key == "sliding_window"):
-            fine = _is_off(value) or _among(value, MECHANISMS[key])
+        elif key in table and not (window and key == "sliding_window"):
+            fine = _is_off(value) or _among(value, table[key])
         else:
             fine = True
         if not fine:
@@ -185,8 +188,13 @@ def check_mechanisms(read: Reader, family: Family) -> None:
 
 def ignored_keys(read: Reader, family: Family) -> tuple[str, ...]:
     """Keys that nothing reads and that are not known to be harmless, sorted; none of them is a mechanism."""
-    known = HARMLESS | MECHANISMS.keys() | _implied(family).keys()
+    known = HARMLESS | _table(family).keys() | _implied(family).keys()
+    known |= {key for key in EXPERTS if _is_off(read.config.get(key))}
     return tuple(sorted(str(key) for key in read.config.keys() - read.asked - known))
+
+
+def _table(family: Family) -> dict[str, tuple[Any, ...]]:
+    return MECHANISMS if family.moe is None else MECHANISMS | EXPERTS
 
 
 def _implied(family: Family) -> Config:

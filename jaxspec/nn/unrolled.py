@@ -99,9 +99,9 @@ def _attend_some(
         return x.swapaxes(1, 2).reshape(rows * kv, x.shape[1], *x.shape[3:])
 
     q = heads_major((q_BXHC * scale).reshape(rows, count, kv, group, width))
-    real = jnp.einsum("zqc,ztc->zqt", q.reshape(-1, count * group, width), heads_major(k_BTGC), precision=exact)
-    real = jnp.where(seen[:, None, :, None], real.reshape(rows, kv, count, group, slots), HIDDEN)
-    score = [real.reshape(rows * kv, count, group, slots)]
+    dots = jnp.einsum("zqc,ztc->zqt", q.reshape(-1, count * group, width), heads_major(k_BTGC), precision=exact)
+    dots = jnp.where(seen[:, None, :, None], dots.reshape(rows, kv, count, group, slots), HIDDEN)
+    score = [dots.reshape(rows * kv, count, group, slots)]
     score += [jnp.sum(q * heads_major(k)[:, :, None], axis=-1, keepdims=True) for k, _ in rounds]
     prob = jax.nn.softmax(jnp.concatenate(score, axis=-1), axis=-1)
     weight = prob[..., :slots].reshape(-1, count * group, slots)

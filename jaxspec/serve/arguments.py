@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jaxspec.checkpoint.load import Model
+from jaxspec.draft.catalog import SpeculativeConfig
 from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.models.arch import ArchSpec
 from jaxspec.serve.compile_cache import use_compile_cache
-
-if TYPE_CHECKING:
-    from jaxspec.models.arch import ArchSpec
-    from jaxspec.serve.engine import EngineSpec
+from jaxspec.serve.engine import EngineSpec
 
 DEFAULT_CAPACITY = 8192
 
@@ -83,6 +82,28 @@ def buckets_of(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence | np.ndarray | set | frozenset) or isinstance(value, str) or not len(value):
         raise ConfigError(f"LLM: prefill_buckets must be chunk sizes such as (32, 256), got {shown(value)}")
     return tuple(sorted({whole("each of prefill_buckets", size, 1) for size in value}))
+
+
+def spec_of(config: SpeculativeConfig, **given: Any) -> EngineSpec:
+    """What an engine is fixed to, as far as it does not depend on the model.
+
+    Args:
+      config: of speculation.
+      given: sizes, by the names of ``LLM``.
+
+    Raises:
+      ConfigError: one of them is no whole number, or too small.
+    """
+    if (length := given["max_model_len"]) is not None:
+        whole("max_model_len", length)
+    leasts = {"max_num_seqs": 1, "steps_per_dispatch": 1, "max_logprobs": 0, "kv_page_size": 0, "num_kv_pages": 0}
+    rows, steps, logprobs, page, pages = (whole(name, given[name], least) for name, least in leasts.items())
+    if pages and not page:
+        raise ConfigError(f"LLM: num_kv_pages={pages} needs kv_page_size, the tokens per page")
+    return EngineSpec(
+        rows, DEFAULT_CAPACITY, config.rule, steps, logprobs, buckets_of(given["prefill_buckets"]), page, pages,
+        config.survival,
+    )  # fmt: skip
 
 
 def capacity_of(wanted: Any, most: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -73,9 +72,9 @@ def bias_of(params: SamplingParams, words: Words, vocab: int) -> np.ndarray:
     return bias_V
 
 
-def table_of(words: Words) -> Any:
-    """Bad words of several tokens, each from its last token backwards, int32 [1, W, L]; see ``Sampling``."""
-    table_BWL = np.full((1, *BAD_WORDS), -1, np.int32)
+def table_of(words: Words) -> np.ndarray:
+    """Bad words of several tokens, each from its last token backwards, int32 [W, L]; see ``Sampling``."""
+    table_WL = np.full(BAD_WORDS, -1, np.int32)
     for place, ids in enumerate(ids for ids in words if len(ids) > 1):
-        table_BWL[0, place, : len(ids)] = ids[::-1]
-    return table_BWL
+        table_WL[place, : len(ids)] = ids[::-1]
+    return table_WL

@@ -7,6 +7,7 @@ import jax
 
 from jaxspec.errors import ConfigError
 
+DIRECTORY, THRESHOLD = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
 SHORTEST_TIME_S, JAX_SHORTEST_TIME_S = 0.1, 1.0  # what is worth keeping, and what JAX keeps by default
 
 
@@ -28,10 +29,9 @@ def use_compile_cache(wanted: Path | None = None) -> Path | None:
     Raises:
       ConfigError: the wanted directory cannot be made, or another one is in use.
     """
-    threshold = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
-    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ and threshold == JAX_SHORTEST_TIME_S:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", SHORTEST_TIME_S)
-    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    threshold, chosen = getattr(jax.config, THRESHOLD), getattr(jax.config, DIRECTORY)
+    if THRESHOLD.upper() not in os.environ and threshold == JAX_SHORTEST_TIME_S:
+        jax.config.update(THRESHOLD, SHORTEST_TIME_S)
     if chosen and wanted is not None and Path(chosen).resolve() != wanted.resolve():
         raise ConfigError(
             f"compile_cache: this process keeps compiled programs in {chosen} already, not in {wanted}; "
@@ -48,5 +48,5 @@ def use_compile_cache(wanted: Path | None = None) -> Path | None:
         raise ConfigError(
             f"compile_cache: {directory} cannot be made ({error.strerror}); name another directory"
         ) from error
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update(DIRECTORY, str(directory))
     return directory

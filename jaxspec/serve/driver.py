@@ -24,6 +24,7 @@ class Driver:
         self.engine, self.worker = engine, worker
         self._submitted: dict[int, RequestOutput] = {}
         self._moved: dict[int, RequestOutput] = {}
+        self._unseen: list[RequestOutput] = []  # of a step whose caller was interrupted
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Runs work between two steps, and returns its result."""
@@ -115,13 +116,14 @@ class Driver:
         for key, output in went.items():
             if output.finished:
                 self._submitted.pop(key, None)
-        moved += [news for output in went.values() if (news := handed_out(output)) is not None]
+        news = [*self._unseen, *filter(None, map(handed_out, went.values()))]
+        self._unseen = []
+        moved += {id(output): output for output in news}.values()
         return moved
 
     def _put_back(self, moved: list[RequestOutput]) -> None:
-        """The caller was interrupted before it saw them."""
-        again = {id(output): output for output in moved}
-        self._moved, self._submitted = again | self._moved, again | self._submitted
+        """The caller was interrupted before it saw them: they come once more."""
+        self._unseen = moved + self._unseen
 
     def _advance(self, steps: int | None) -> None:
         moved: list[RequestOutput] = []
@@ -140,3 +142,4 @@ class Driver:
         for key in list(self._submitted) if gone is None else gone:
             self._submitted.pop(key, None)
             self._moved.pop(key, None)
+        self._unseen = [output for output in self._unseen if gone is not None and id(output) not in gone]

@@ -26,7 +26,7 @@ from jaxspec.serve.collect import Collected, Reading, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
-from jaxspec.serve.prompt_logprobs import BROKEN, is_broken, prompt_logprobs
+from jaxspec.serve.prompt_logprobs import read_prompt
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.resume import recount
 from jaxspec.serve.rows import STOP_PLACES, Sample
@@ -248,9 +248,9 @@ class Engine:
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
         taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
+        self._moved |= taken.moved
         if reading.broken_B.any():
             self.state = self.programs.scrub(self.state)
-        self._moved |= taken.moved
         for row, sample in taken.ended:
             self._finish(row, sample)
         self.survival.add(decision.length, taken.by_row)
@@ -338,7 +338,8 @@ class Engine:
             self._moved[id(sample.output)] = sample.output
             self._finish(row, sample)
             return
-        self._read(row, sample, table)
+        self.metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
+        self.state = read_prompt(self.programs, self.state, row, sample, table, self.spec.logprobs)
         if sample.reads_only:
             self._moved[id(sample.output)] = sample.output
             self._finish(row, sample)
@@ -348,24 +349,6 @@ class Engine:
         if sample.completion.token_ids:
             prompt, generated = sample.output.prompt_token_ids, sample.completion.token_ids
             self.state = recount(self.state, row, prompt, generated)
-
-    def _read(self, row: int, sample: Sample, table_J: np.ndarray | None) -> None:
-        """Reads what there is of a sample's text, with log-probabilities of its prompt where they are wanted."""
-        wanted = sample.params.prompt_logprobs
-        self.metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
-        if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has told them
-            self.state = self.programs.prefill(self.state, row, sample.tokens, table_J)
-            return
-        most, drafts = self.spec.logprobs if wanted else 0, not sample.reads_only
-        self.state, scores = self.programs.prefill_scored(
-            self.state, row, sample.tokens, table_J, most=most, drafts=drafts
-        )
-        sample.output.prompt_logprobs = prompt_logprobs(sample.prompt, scores, wanted)
-        if sample.reads_only:
-            sample.completion.finish_reason = "length"
-            if is_broken(scores):
-                sample.fail(BROKEN)
-                self.state = self.programs.scrub(self.state)
 
     def _finish(self, row: int, sample: Sample) -> None:
         self._settle(sample)

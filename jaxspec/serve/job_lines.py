@@ -53,6 +53,8 @@ def read_line(data: bytes, index: int, defaults: SamplingParams) -> Line:
         _fill(line, _object(data.strip().removeprefix(b"\xef\xbb\xbf")), defaults)
     except RequestError as error:
         line.error = str(error)
+    except Exception as error:
+        line.error = f"cannot be read ({type(error).__name__}: {error})"  # one line never ends a job
     return line
 
 
@@ -132,8 +134,8 @@ def _failure(output: RequestOutput) -> str | None:
     """
     for c in output.outputs:
         if c.finish_reason == "error":
-            return getattr(c, "error", None) or "the request failed"
-        for entry in [*(c.logprobs or []), *(getattr(output, "prompt_logprobs", None) or [])]:
+            return c.error or "the request failed"
+        for entry in [*(c.logprobs or []), *(output.prompt_logprobs or [])]:
             for token, value in (entry or {}).items():
                 if math.isnan(value.logprob):
                     return f"the log-probability of token {token} is not a number; look at the model's weights"
@@ -168,7 +170,7 @@ def _echoed(line: Line, output: RequestOutput, text: Text | None) -> str:
 
 
 def _prompt_logprobs(output: RequestOutput) -> list[Any] | None:
-    given = getattr(output, "prompt_logprobs", None)
+    given = output.prompt_logprobs
     return None if given is None else [entry and _entry(entry) for entry in given]
 
 

@@ -21,13 +21,13 @@ from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
-from jaxspec.serve.arguments import buckets_of, check_kinds, check_model, fitted, keep_compiled, shown, whole
+from jaxspec.serve.arguments import check_kinds, check_model, fitted, keep_compiled, shown, spec_of, whole
 from jaxspec.serve.budget import budget_of
 from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
-from jaxspec.serve.engine import Engine, EngineSpec, OnProgress
+from jaxspec.serve.engine import Engine, OnProgress
 from jaxspec.serve.loading import load_draft, load_prior, load_target, tell_both
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.prompt_logprobs import own_logprobs
@@ -48,8 +48,8 @@ class LLM:
     alone. All work on the engine is done by one thread of its own, so that an interrupt (Ctrl-C, or whatever a signal
     handler raises) reaches the caller at once, ends the caller's requests only, and leaves the ``LLM`` as good as new.
     A step that fails, for want of memory say, raises where it was asked for; other requests go on. JAX's thread-local
-    settings (``with jax.default_device(...)``) hold while an ``LLM`` is made, not when it is called. A process that was
-    forked off cannot use it.
+    settings (``with jax.default_matmul_precision(...)``) of a caller do not reach that thread; ``jax.config.update``
+    does. A process that was forked off cannot use it.
 
     Args:
       model: directory in Hugging Face layout, or the id of one on the hub (``Qwen/Qwen3-30B-A3B``), which is downloaded
@@ -126,20 +126,11 @@ class LLM:
             files={"expert_placement": expert_placement}, calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
         config, quantization = catalog.parse(speculative_config), "auto" if quantization is None else quantization
-        spec = EngineSpec(
-            rows=whole("max_num_seqs", max_num_seqs, 1),
-            capacity=2 if max_model_len is None else whole("max_model_len", max_model_len),
-            rule=config.rule,
-            survival=config.survival,
-            steps=whole("steps_per_dispatch", steps_per_dispatch, 1),
-            logprobs=whole("max_logprobs", max_logprobs, 0),
-            buckets=buckets_of(prefill_buckets),
-            page=whole("kv_page_size", kv_page_size, 0),
-            pages=whole("num_kv_pages", num_kv_pages, 0),
-        )
-        if spec.pages and not spec.page:
-            raise ConfigError(f"LLM: num_kv_pages={num_kv_pages} needs kv_page_size, the tokens per page")
-        self.seed = whole("seed", seed)
+        self.seed, spec = whole("seed", seed), spec_of(
+            config, max_model_len=max_model_len, max_num_seqs=max_num_seqs, steps_per_dispatch=steps_per_dispatch,
+            max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
+            num_kv_pages=num_kv_pages,
+        )  # fmt: skip
         keep_compiled(compile_cache)
         self.model = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
@@ -349,10 +340,7 @@ class LLM:
         Raises:
           RequestError: a text is empty, too long or no list of ids; or its logits are not finite.
         """
-        texts: Any = list(token_ids)
-        if texts and isinstance(texts[0], int | np.integer):
-            texts = [texts]
-        outputs = self.driver.run([[self.prompts.reading(ids)] for ids in texts])
+        outputs = self.driver.run(self.prompts.readings(token_ids))
         for number, output in enumerate(outputs):
             if error := output.outputs[0].error:
                 raise RequestError(f"score: text {number}: {error}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxspec.serve.parameters import RequestOutputKind
-from jaxspec.serve.request import CompletionOutput, RequestOutput
+from jaxspec.serve.request import UNSEEN, CompletionOutput, RequestOutput
 
 
 def handed_out(output: RequestOutput) -> RequestOutput | None:
@@ -17,7 +17,7 @@ def handed_out(output: RequestOutput) -> RequestOutput | None:
         return output
     if output.kind is RequestOutputKind.FINAL_ONLY:
         return output if output.finished else None
-    first = not any(output.shown)
+    first = all(shown == UNSEEN for shown in output.shown)
     news = [_news(completion, *output.shown[completion.index]) for completion in output.outputs]
     if not any(news) and not output.finished:
         return None
@@ -28,9 +28,7 @@ def handed_out(output: RequestOutput) -> RequestOutput | None:
     )  # fmt: skip
 
 
-def _news(
-    completion: CompletionOutput, characters: int = 0, tokens: int = 0, ended: bool = False
-) -> CompletionOutput | None:
+def _news(completion: CompletionOutput, characters: int, tokens: int, ended: bool) -> CompletionOutput | None:
     """What came after so many characters and tokens; None for nothing."""
     c = completion
     if len(c.token_ids) == tokens and (c.finish_reason is not None) == ended:

@@ -118,12 +118,15 @@ class Prompts:
             sample.bad_words = words
         return samples
 
-    def reading(self, token_ids: Sequence[int]) -> Sample:
-        """One sample of a text that is only read, for the log-probabilities of its tokens.
+    def readings(self, texts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Sample]]:
+        """Samples of texts, given as token ids, that are only read, for the log-probabilities of their tokens.
 
         Raises:
-          RequestError: it is not acceptable.
+          RequestError: one of them is not acceptable.
         """
+        return [[self._reading(ids)] for ids in _as_list(texts)]
+
+    def _reading(self, token_ids: Any) -> Sample:
         ids = self.check_ids(token_ids)
         if len(ids) > self.spec.capacity:
             raise RequestError(
@@ -225,6 +228,13 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
             continue
         way = NOT_HERE.get(name, f"known are {sorted(KEYS)}")
         raise RequestError(f"prompt: key {name!r} is not known; {way}")
+    chat = sorted(name for name in CHAT_KEYS if prompt.get(name) not in (None, False))
+    if "messages" not in chat and chat:
+        raise RequestError(f"prompt: {chat} go with messages only; give messages or leave them out")
+    if chat and any(prompt.get(name) is not None for name in ("prompt", "prompt_token_ids")):
+        raise RequestError("prompt: messages do not go with another prompt; give one of them")
+    if not isinstance(text := prompt.get("prompt"), str | None) and prompt.get("prompt_token_ids") is not None:
+        raise RequestError(f"prompt: the text of prompt_token_ids is a text or None, got {shown(text)}")
 
 
 def _is_list(value: Any) -> bool:

@@ -242,6 +242,9 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+UNSEEN = (0, 0, False)
+
+
 @dataclass
 class RequestOutput:
     """Everything about one request.
@@ -271,4 +274,4 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, repr=False, compare=False)
-    shown: list[tuple[int, int, bool] | tuple[()]] = field(default_factory=list, repr=False, compare=False)
+    shown: list[tuple[int, int, bool]] = field(default_factory=list, repr=False, compare=False)

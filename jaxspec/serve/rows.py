@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import numpy as np
 from jaxspec.protocol import Sampling
 from jaxspec.serve.bans import Words, bias_of, table_of
 from jaxspec.serve.request import (
+    UNSEEN,
     CompletionOutput,
     Logprob,
     RequestOutput,
@@ -40,9 +40,9 @@ class Sample:
       max_length: total length at which it ends.
       pages: page ids that it holds.
       observed: positions that the drafter has observed.
+      failures: steps that failed while it ran, since its text last grew, and how long it was.
       bad_words: token sequences that it may not generate.
       reads_only: whether it ends once its prompt is read, of which log-probabilities are wanted.
-      failures: steps that failed while it ran, since its text last grew, and how long it was.
     """
 
     output: RequestOutput
@@ -54,9 +54,9 @@ class Sample:
     arrived: float = field(default_factory=time.monotonic)
     pages: list[int] = field(default_factory=list)
     observed: int = 0
+    failures: tuple[int, int] = (0, 0)
     bad_words: Words = ()
     reads_only: bool = False
-    failures: tuple[int, int] = (0, 0)
 
     @property
     def length(self) -> int:
@@ -89,7 +89,7 @@ class Sample:
         def whole(x: int) -> Any:
             return np.asarray([x], np.int32)
 
-        def words(x: Sequence[int], dtype: type) -> Any:
+        def words(x: Any, dtype: type) -> Any:
             return np.asarray([x], dtype)
 
         return Sampling(
@@ -107,8 +107,8 @@ class Sample:
             draft_limit_B=whole(self.tried(draft_length)),
             logprobs_B=whole(-1 if p.logprobs is None else p.logprobs),
             prompt_length_B=whole(prompt_length),
-            biased_B=words([self.biased], bool)[0],
-            bad_words_BWL=table_of(self.bad_words),
+            biased_B=words(self.biased, bool),
+            bad_words_BWL=words(table_of(self.bad_words), np.int32),
         )
 
     @property
@@ -126,6 +126,8 @@ class Sample:
         c = self.completion
         if "first_token" not in self.output.time_s:
             self.output.time_s["first_token"] = time.monotonic() - self.arrived
+            for entry in filter(None, self.output.prompt_logprobs or ()):
+                self.growing.name(entry)
         used = 0
         for place, token in enumerate(tokens.tolist()):
             used += 1
@@ -153,7 +155,8 @@ class Sample:
 
     def fail(self, message: str) -> None:
         """Ends it with an error."""
-        self.completion.finish_reason, self.completion.error = "error", message
+        c = self.completion
+        c.finish_reason, c.error, c.text = "error", message, self.growing.whole
 
     def stalls(self) -> int:
         """Counts a step that failed; returns how many did before another token came, 0 for a text that has ended."""
@@ -165,7 +168,7 @@ class Sample:
     def abort(self) -> None:
         """Ends it where it is, if it has not ended."""
         if self.completion.finish_reason is None:
-            self.completion.finish_reason = "abort"
+            self.completion.finish_reason, self.completion.text = "abort", self.growing.whole
         self.settle()
 
     def settle(self) -> bool:
@@ -198,7 +201,7 @@ def new_samples(
     outputs = [CompletionOutput(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
     output = RequestOutput(
         request_id, prompt, ids, outputs, metrics=new_metrics(draft_length), kind=params.output_kind,
-        shown=[()] * params.n,
+        shown=[UNSEEN] * params.n,
     )  # fmt: skip
     longest = min(len(ids) + params.max_tokens if params.max_tokens else capacity, capacity)
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ def watching(outputs: Sequence[RequestOutput], wanted: bool | MakeBar | None) ->
     """
     if not isinstance(wanted, bool | None) and not callable(wanted):
         raise RequestError(f"use_tqdm: True, False or a function such as tqdm.tqdm is needed, got {wanted!r}")
-    if not wanted or (wanted is True and (len(outputs) < 2 or not Console(stderr=True).is_terminal)):
+    if not wanted or (wanted is True and (len(outputs) < 2 or not sys.stderr.isatty())):
         yield None
         return
     bar = _Bar(len(outputs)) if wanted is True else wanted(total=len(outputs), desc=TITLE)

@@ -89,7 +89,7 @@ class Worker:
         if self._closing:
             raise JaxspecError("LLM: the interpreter ends; nothing can be generated any more")
         if self._elected:
-            closing = partial(_close, self._jobs, self._ended, self._closing)
+            closing = partial(_close, self._process, self._jobs, self._ended, self._closing)
             atexit.register(closing)
             _thread.start_new_thread(
                 _serve, (self._jobs, self._idents, self._elected, self._ended, self._closing, closing)
@@ -154,8 +154,10 @@ def _serve(
     ended.put(True)
 
 
-def _close(jobs: SimpleQueue[Job | None], ended: SimpleQueue[bool], closing: list[bool]) -> None:
-    """Ends the thread before the interpreter takes away what its programs need."""
+def _close(process: int, jobs: SimpleQueue[Job | None], ended: SimpleQueue[bool], closing: list[bool]) -> None:
+    """Ends the thread before the interpreter takes away what its programs need; a fork has none."""
+    if os.getpid() != process:
+        return
     closing.append(True)
     jobs.put(None)
     try:

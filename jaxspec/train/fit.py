@@ -23,13 +23,15 @@ from jaxspec.sharding import hosts
 from jaxspec.train.features import Tell
 from jaxspec.train.head_nets import Net, net_of
 from jaxspec.train.head_start import initial
-from jaxspec.train.memory import GB, MemoryPlan, Work, free_bytes, held_bytes, plan_memory
+from jaxspec.train.memory import GB, HOST_POSITIONS, MemoryPlan, Work, free_bytes, held_bytes, plan_memory
 from jaxspec.train.settings import RunSettings, TrainSettings
 
 FILE = "memory.json"
 
 
-def fit(settings: RunSettings, target: Path, mesh: Mesh | None, tell: Tell, *, evaluated: bool) -> MemoryPlan:
+def fit(
+    settings: RunSettings, target: Path, mesh: Mesh | None, tell: Tell, *, evaluated: bool, trained: bool = True
+) -> MemoryPlan:
     """Chooses how the updates of a run are computed, and tells it; a run that goes on computes as it began.
 
     Args:
@@ -38,6 +40,7 @@ def fit(settings: RunSettings, target: Path, mesh: Mesh | None, tell: Tell, *, e
       mesh: devices that rows and parameters are split over.
       tell: receives what was chosen.
       evaluated: whether acceptance is measured.
+      trained: whether a run follows, whose directory keeps what was chosen.
 
     Raises:
       ConfigError: nothing fits, or target or settings are not usable.
@@ -48,12 +51,10 @@ def fit(settings: RunSettings, target: Path, mesh: Mesh | None, tell: Tell, *, e
 
     def choose() -> dict[str, Any]:
         room = free_bytes() if t.memory_gb is None else int(t.memory_gb * GB)
-        plan = plan_memory(work, _as_begun(t, file), room)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"micro_rows": plan.rows, "remat": plan.remat}) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise JaxspecError(f"{file}: cannot be written ({error.strerror})") from error
+        enough = HOST_POSITIONS if jax.default_backend() == "cpu" and work.devices == 1 else None
+        plan = plan_memory(work, _as_begun(t, file), room, enough)
+        if trained:
+            _keep(plan, file)
         return {"rows": plan.rows, "parts": plan.parts, "remat": plan.remat, "needed": plan.needed, "room": plan.room}
 
     plan = MemoryPlan(**hosts.led(choose))
@@ -61,6 +62,14 @@ def fit(settings: RunSettings, target: Path, mesh: Mesh | None, tell: Tell, *, e
     if plan.room is not None and plan.total > plan.room:
         tell({"warning": f"an update takes about {plan.total / GB:.1f} GB and {plan.room / GB:.1f} GB are free"})
     return plan
+
+
+def _keep(plan: MemoryPlan, file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"micro_rows": plan.rows, "remat": plan.remat}) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise JaxspecError(f"{file}: cannot be written ({error.strerror})") from error
 
 
 def _as_begun(settings: TrainSettings, file: Path) -> TrainSettings:

@@ -151,7 +151,7 @@ def _score(
 def _placed(last_BXD: Array, weight_BT: Array, by: int, slot_BX: Array | None) -> tuple[Array, Array]:
     """A round's vectors and weights at the positions, ``by`` after its slots, at which the target predicts the same."""
     if slot_BX is None:
-        return tuple(jnp.pad(x[:, :-by], [(0, 0), (by, 0), *[(0, 0)] * (x.ndim - 2)]) for x in (last_BXD, weight_BT))  # pyright: ignore[reportReturnType]
+        return jnp.pad(last_BXD[:, :-by], [(0, 0), (by, 0), (0, 0)]), jnp.pad(weight_BT[:, :-by], [(0, 0), (by, 0)])
     weight_BX = jnp.take_along_axis(weight_BT, slot_BX, axis=1)
     row_B1 = jnp.arange(len(slot_BX), dtype=jnp.int32)[:, None]
 

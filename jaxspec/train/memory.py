@@ -22,6 +22,8 @@ from jaxspec.train.settings import LossSettings, TrainSettings
 from jaxspec.train.vocab_loss import default_positions, position_bytes
 
 HOST_SHARE, DEVICE_SHARE = 0.85, 0.95  # of what is free; the rest is the compiler's, and lost between buffers
+HOST_BYTES = 10**9  # of a host's memory that Python and the compiler take themselves
+HOST_POSITIONS = 4096  # that keep a CPU busy; more at a time only take memory
 SELF_CHUNK = 64  # queries that the target attends for at a time
 GB = 1e9
 MARGIN = 1.1  # the estimate is 0.93 to 1.6 times what XLA allots, see the tests
@@ -88,13 +90,14 @@ class MemoryPlan:
         return f"{rows}{again}; about {self.total / GB:.1f}{free or ' GB'} ({_listed(self.needed)})"
 
 
-def plan_memory(work: Work, settings: TrainSettings, room: int | None) -> MemoryPlan:
+def plan_memory(work: Work, settings: TrainSettings, room: int | None, enough: int | None = None) -> MemoryPlan:
     """Chooses as many rows as fit, and computes rounds twice only where a single row does not fit otherwise.
 
     Args:
       work: what an update computes.
       settings: rows of a pass, and what the user has chosen.
       room: bytes that are free on each device, None where that is not known.
+      enough: positions that keep a device busy, so that rows beyond them are not computed together; None for no bound.
 
     Raises:
       ConfigError: nothing fits.
@@ -102,6 +105,8 @@ def plan_memory(work: Work, settings: TrainSettings, room: int | None) -> Memory
     asked = settings.micro_rows
     counts = [asked] if asked else [n for n in range(settings.rows, 0, -1) if settings.rows % n == 0]
     counts = [n for n in counts if n % work.devices == 0]
+    if enough is not None:
+        counts = [n for n in counts if n // work.devices * work.length <= enough] or counts[-1:]
     levels = (False, True) if settings.remat is None else (settings.remat,)
     plans = [_plan(work, settings, rows, remat, room) for remat in levels for rows in counts]
     fits = next((plan for plan in plans if room is None or plan.total <= room), None)
@@ -239,7 +244,7 @@ def free_bytes() -> int | None:
     if stats and "bytes_limit" in stats:
         return int(DEVICE_SHARE * (stats["bytes_limit"] - stats.get("bytes_in_use", 0)))
     free = [size for size in (_available(), _left_in_group()) if size is not None]
-    return int(HOST_SHARE * min(free)) if free else None
+    return max(int(HOST_SHARE * min(free)) - HOST_BYTES, 0) if free else None
 
 
 def _available(file: Path = Path("/proc/meminfo")) -> int | None:

@@ -114,7 +114,7 @@ def write_features(settings: RunSettings, target: Path, tell: Tell = lambda fact
     if settings.features.cache is None:
         raise ConfigError("features: cache names no directory to write to; give --set features.cache=DIR")
     corpus, mesh = _prepare(settings, target, tell)
-    plan = fit(settings, target, mesh, tell, evaluated=False)
+    plan = fit(settings, target, mesh, tell, evaluated=False, trained=False)
     found = head_run.build(settings, target, corpus, mesh, evaluated=False)
     _cached(settings, target, corpus, mesh, found, plan.rows, tell)
 

@@ -111,8 +111,8 @@ def serve(model: Path) -> None:
 
 def say(answer: dict[str, Any]) -> None:
     """Writes one line for the parent."""
-    sys.__stdout__.write(json.dumps(answer) + "\n")  # pyright: ignore[reportOptionalMemberAccess]
-    sys.__stdout__.flush()  # pyright: ignore[reportOptionalMemberAccess]
+    sys.__stdout__.write(json.dumps(answer) + "\n")
+    sys.__stdout__.flush()
 
 
 if __name__ == "__main__":

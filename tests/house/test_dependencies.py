@@ -38,7 +38,7 @@ def imported() -> dict[str, str]:
 def test_imports_are_declared_and_hard_dependencies_imported():
     hard = {name_of(requirement) for requirement in PROJECT["dependencies"]}
     optional = PROJECT["optional-dependencies"]
-    extras = {name_of(r) for name in ("train", "plots", "ray") for r in optional[name]}
+    extras = {name_of(r) for name in ("train", "plots", "ray", "eval") for r in optional[name]}
     distributions = packages_distributions()
     used, undeclared = set(), {}
     for module, file in imported().items():

@@ -130,7 +130,7 @@ def test_parameters_of_the_wrong_number_or_kind(llm: LLM, wanted: list[int]):
     with pytest.raises(RequestError, match="2 for 3 prompts; give one, or one per prompt"):
         llm.generate([GOOD] * 3, [GREEDY, GREEDY])
     with pytest.raises(RequestError, match="SamplingParams are needed, got dict"):
-        llm.generate([GOOD], [{"temperature": 0.0}])  # pyright: ignore[reportArgumentType]
+        llm.generate([GOOD], [{"temperature": 0.0}])
     check_it_goes_on(llm, wanted)
 
 

@@ -9,7 +9,8 @@ import pytest
 from jaxspec.errors import RequestError
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
-from tests.oracle.conftest import CAPACITY, EOS, LETTERS, VOCAB, Lab, SharedPrograms, mixed_requests
+from jaxspec.topology import DynamicTree, chain
+from tests.oracle.conftest import CAPACITY, EOS, LETTERS, VOCAB, Lab, SharedPrograms, mixed_requests, tokens_of
 
 pytestmark = pytest.mark.served
 
@@ -217,3 +218,19 @@ def test_what_no_engine_can_do_is_refused(llms: dict[str, LLM]):
         with pytest.raises(RequestError, match=words):
             llms["plain"].generate([PROMPTS[0]], SamplingParams(**values))
     assert EOS not in ALLOWED
+
+
+@pytest.mark.parametrize("topology", [chain(2), DynamicTree(top_k=3, steps=3, nodes=8)], ids=["chain", "dynamic tree"])
+@pytest.mark.parametrize("kind", ["mtp", "self"])
+def test_heads_and_dynamic_trees_with_biases(lab: Lab, kind: str, topology: Any):
+    """Where a head proposes; every third request uses nothing."""
+    requests = []
+    for n, (prompt, params) in enumerate(mixed_requests("mixed")):
+        some = [{"allowed_token_ids": ALLOWED}, {"logit_bias": {3: 6.0, 11: 5.0, 40: -100.0}}, {}][n % 3]
+        requests.append((prompt, SamplingParams(**{**vars(params), **some})))
+    plain = lab.reference("biased", requests)
+    outputs = lab.run(lab.drafter(kind, topology), requests)
+    assert tokens_of(outputs) == tokens_of(plain)
+    assert all(set(o.outputs[0].token_ids) <= set(ALLOWED) for o in plain[::3])
+    if kind == "self":
+        assert sum(o.metrics.num_accepted_tokens for o in outputs) > sum(o.metrics.num_steps for o in outputs) / 2

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec.decode.step import TAIL
 from jaxspec.errors import CapacityError
 from jaxspec.protocol import Drafter
 from jaxspec.serve import engine as engine_module
@@ -115,7 +116,7 @@ def test_one_dispatch_reads_one_small_array(llm: LLM, monkeypatch: pytest.Monkey
     monkeypatch.setattr(llm.engine.programs, "dispatch", dispatch)
     llm.generate(prompts_of(4, 20, 9), GREEDY)
     assert len(read) == len(dispatched) > 0
-    assert max(read) <= 2 * (8 * (4 + 2) + 3)
+    assert max(read) <= 2 * (8 * (4 + 2) + TAIL)
 
 
 def program_names(llm: LLM) -> list[str]:
@@ -150,9 +151,9 @@ def test_requests_are_served_in_order(lab: Lab):
     started: list[str] = []
     real = engine.programs.admit
 
-    def admit(state, row, prompt, sampling, table):
+    def admit(state, row, prompt, *rest):
         started.append(prompt.tobytes())
-        return real(state, row, prompt, sampling, table)
+        return real(state, row, prompt, *rest)
 
     engine.programs.admit = admit
     generate(engine, requests)

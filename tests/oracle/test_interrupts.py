@@ -23,6 +23,7 @@ from jaxspec.models.heads import Head
 from jaxspec.nn.policy import Policy
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.llm import LLM
+from jaxspec.serve.parameters import RequestOutputKind
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.serve.text import Growing
 from tests.oracle.conftest import CAPACITY, CONFIG, SharedPrograms
@@ -341,4 +342,36 @@ def test_a_request_whose_steps_always_fail_ends(llms: dict[str, LLM], monkeypatc
     assert failed[0].error == "3 steps failed before another token came (MemoryError: too much)"
     others = [output.outputs[0].token_ids for output in outputs[SETTINGS["max_num_seqs"] :]]
     assert others == wanted[SETTINGS["max_num_seqs"] :]
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
+def test_what_an_interrupted_step_had_moved_comes_with_the_next(
+    llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch, kind: RequestOutputKind
+):
+    llm, call = llms["paged"], llms["paged"].driver.worker.call
+    wanted = text(llm)
+    params = SamplingParams(temperature=0.0, max_tokens=GREEDY.max_tokens, ignore_eos=True, output_kind=kind)
+    outputs = [llm.submit(prompt, params) for prompt in PROMPTS]
+
+    def late(*args: Any, **more: Any) -> Any:
+        call(*args, **more)
+        raise Interrupted
+
+    texts: dict[str, list[int]] = {output.request_id: [] for output in outputs}
+    ends: Counter[str] = Counter()
+    for turn in range(60):
+        monkeypatch.setattr(llm.driver.worker, "call", late if turn % 3 else call)
+        try:
+            moved = llm.step()
+        except Interrupted:
+            continue
+        assert len({id(output) for output in moved}) == len(moved)
+        for output in moved:
+            ids = output.outputs[0].token_ids
+            texts[output.request_id] = texts[output.request_id] + ids if kind is RequestOutputKind.DELTA else list(ids)
+            ends[output.request_id] += output.finished
+    monkeypatch.undo()
+    assert [texts[output.request_id] for output in outputs] == wanted
+    assert set(ends.values()) == {1}
     assert is_idle(llm)

@@ -135,5 +135,5 @@ def test_texts_that_cannot_be_scored(llms: dict[str, LLM]):
         (["abc"], "at least one token is needed, got 'abc'"),
     ):
         with pytest.raises(RequestError, match=words):
-            llms["plain"].score(bad)  # pyright: ignore[reportArgumentType]
+            llms["plain"].score(bad)
     assert not llms["plain"].engine.busy

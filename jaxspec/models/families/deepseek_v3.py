@@ -25,7 +25,5 @@ FAMILY = Family(
         "norm_topk_prob": True,
         "first_k_dense_replace": 3,
         "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
     },
 )

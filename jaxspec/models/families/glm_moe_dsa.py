@@ -9,6 +9,6 @@ FAMILY = replace(
     deepseek_v3.FAMILY,
     model_type="glm_moe_dsa",
     mixer=LatentRow(indexed=True, index_interleaved=True, index_sharing=True),
-    defaults={**deepseek_v3.FAMILY.defaults, "rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1},
+    defaults={**deepseek_v3.FAMILY.defaults, "rms_norm_eps": 1e-5},
     implied={"layer_types": "indexed_attention"},
 )

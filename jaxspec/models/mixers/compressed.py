@@ -41,6 +41,7 @@ class CompressedRow:
         kind, ratio = _kind(read, layer)
         rope = _rope(read, kind, turned)
         sparse = kind == SPARSE
+        read.asked |= {"index_head_dim", "index_n_heads", "index_topk", "compress_ratios", "compress_rope_theta"}
         return CompressedSpec(
             heads=heads,
             head_dim=head_dim,

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  numpy knows bfloat16 by it
 import numpy as np
 from safetensors.numpy import load_file, save_file
 

@@ -98,6 +98,11 @@ JSON = {
 }
 
 
+def _template(directory: Path) -> None:
+    (directory / "additional_chat_templates").mkdir()
+    os.mkfifo(directory / "additional_chat_templates" / "tool_use.jinja")
+
+
 def _special() -> list[Mutation]:
     kinds: dict[str, type[Exception]] = {
         "config.json": ConfigError, "generation_config.json": ConfigError, "tokenizer.json": ConfigError,
@@ -116,7 +121,7 @@ def _json() -> list[Mutation]:
         "generation_config.json": ConfigError,
         INDEX: CheckpointError,
     }
-    found = [
+    whole = [
         Mutation(f"{name}: {what}", text(name, content), error, f"{name}: .*{words}")
         for name, error in files.items()
         for what, (content, words) in JSON.items()
@@ -130,7 +135,7 @@ def _json() -> list[Mutation]:
         )
         for what, (content, words) in JSON.items()
     ]
-    return found + headers
+    return whole + headers
 
 
 def _first(places: dict[str, Any]) -> str:
@@ -251,6 +256,9 @@ HEADERS = (
     _wrong("axes are text", _entry(shape=["4"]), "unreadable entry"),
     _wrong("an unknown dtype", _entry(dtype="F3"), "unreadable entry"),
     _wrong("a dtype is a list", _entry(dtype=["F32"]), "unreadable entry"),
+    _wrong(
+        "a name of two lines", header(lambda held: held.update({"a\nb": held.pop(NORM)})), r"'a\\nb' has an unreadable"
+    ),
     _wrong("an entry is a number", header(lambda held: held.update({NORM: 3})), "unreadable entry"),
     _wrong("tensors overlap", header(_overlap), "overlaps|does not follow"),
     _wrong("a tensor is cut out", header(lambda held: held.pop(EXPERT)), "does not follow|after the last"),
@@ -308,4 +316,7 @@ NUMBERS = (
     _wrong("untied without a head", tensors(lambda held: held.pop(HEAD)), f"1 missing: {HEAD}"),
 )
 
-MUTATIONS = (*_special(), *_json(), *INDEXES, *HEADERS, *NUMBERS)
+TEMPLATES = (
+    Mutation("a chat template is a named pipe", _template, ConfigError, "tool_use.jinja: a named pipe, not a file"),
+)
+MUTATIONS = (*TEMPLATES, *_special(), *_json(), *INDEXES, *HEADERS, *NUMBERS)

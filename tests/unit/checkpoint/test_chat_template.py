@@ -85,7 +85,7 @@ def test_what_transformers_offers():
     assert write("{{ dict.fromkeys(['a'], 1) }}") == "{'a': 1}"
     assert write("  {% if true %}\nx\n  {% endif %}\ny") == "x\ny", "blocks take their line's space away"
     with pytest.raises(RequestError, match=r"refuses them \(only one turn\)"):
-        write("{{ raise_exception('only one turn') }}")
+        write("{{ raise_exception('only\\n one turn') }}")
     with pytest.raises(RequestError, match=r"refuses them \('x' is undefined\)"):
         write("{{ x.y }}")
     with pytest.raises(RequestError, match=r"refuses them \(.*endfor"):

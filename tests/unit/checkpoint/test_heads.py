@@ -54,7 +54,7 @@ NATIVE = {
     "shared-expert": spec(reads=Reads(commons=(1, 4)), routing=(1, 4), experts=TARGET.layers[0].ffn.experts),
     "both-features": spec(reads=Reads(taps=(3,)), last=True, join_bias=True),
     "embedding-tap": spec(reads=Reads(taps=(0, 4))),
-    "window": spec({"sliding_window": 16}),
+    "window": spec({"sliding_window": 16, "layer_types": ["sliding_attention"]}),
     "mixed-windows": spec(
         {"num_hidden_layers": 2, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
     ),

@@ -2,6 +2,9 @@
 
 import errno
 import json
+import queue
+import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from huggingface_hub import constants
 from jaxspec import LLM
 from jaxspec.bench.shipped import model_config
 from jaxspec.checkpoint.hub import resolve_model
+from jaxspec.checkpoint.hub_progress import told
 from jaxspec.checkpoint.load import load_model, read_config
 from jaxspec.cli.main import main
 from jaxspec.draft import catalog
@@ -134,9 +138,9 @@ def test_all_files_are_of_one_commit(hub: Hub, monkeypatch: pytest.MonkeyPatch):
     real = huggingface_hub.snapshot_download
 
     def then_pushed(*args, **settings):
-        found = real(*args, **settings)
+        snapshot = real(*args, **settings)
         hub.branches["main"] = OLD
-        return found
+        return snapshot
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", then_pushed)
     directory = resolve_model(NAME)
@@ -216,6 +220,25 @@ def test_a_plan_needs_the_config_alone(hub: Hub):
     name, config = model_config(NAME)
     assert (name, config["model_type"]) == ("tiny", "qwen2_moe")
     assert "model.safetensors" not in hub.fetched
+
+
+def test_a_download_says_how_far_it_is(tmp_path: Path):
+    blobs = tmp_path / "models--org--tiny" / "blobs"
+    blobs.mkdir(parents=True)
+    data = random.Random(0).randbytes(2**24)
+    (blobs / "first").write_bytes(data)
+    lines: queue.Queue[str] = queue.Queue()
+    with told(NAME, tmp_path, lines.put, every_s=0.01):
+        (blobs / "second.incomplete").write_bytes(data)
+        line = lines.get(timeout=10)
+    assert re.fullmatch(r"jaxspec: downloading org/tiny, 0\.0[2-4] GB of it are here\n", line)
+
+
+def test_nothing_is_said_while_nothing_arrives(tmp_path: Path):
+    lines: list[str] = []
+    with told(NAME, tmp_path, lines.append, every_s=0.001):
+        resolve_model(tmp_path)
+    assert lines == []
 
 
 def test_an_engine_takes_ids(hub: Hub):

@@ -1,6 +1,7 @@
 """Conversations as text: content in parts, answers that are continued, tools, templates of the caller's."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec.checkpoint import deepseek_v4_chat
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text import TAG, Text
 from jaxspec.errors import RequestError
 
 BRACKETS = (
@@ -193,6 +194,35 @@ def test_deepseek_v4_without_a_template():
         text.write_chat([USER], tools=[WEATHER])
     with pytest.raises(RequestError, match="last message is the assistant's"):
         text.write_chat([USER], add_generation_prompt=False)
+
+
+def test_whatever_a_conversation_holds_it_is_written_or_refused():
+    rng, written = random.Random(4), 0
+    values: list[Any] = [None, True, 3, "", "hi", [], HI, [IMAGE], {}, [5], {"a": [1]}, [{"function": {}}], ANSWER, TAG]
+    texts = [text_of(template) for template in (BRACKETS, PARTS, EITHER, TOOLS)]
+    for _ in range(600):
+        extra = rng.sample(["tool_calls", "name", "thinking", "tool_call_id", "audio"], rng.choice([0, 0, 1, 2]))
+        talk = [
+            {
+                "role": rng.choice(["user", "assistant", "tool"] * 4 + [5]),
+                "content": rng.choice([*values, *["hi", HI] * 6]),
+            }
+            | {key: rng.choice(values) for key in extra}
+            for _ in range(rng.randint(1, 3))
+        ]
+        options = {
+            "chat_template_kwargs": rng.choice([None] * 4 + [{}, {"documents": 1}, 5]),
+            "tools": rng.choice([*[None] * 9, *values]),
+            "continue_final_message": rng.choice([None, True, False]),
+        }
+        try:
+            said = rng.choice(texts).write_chat(talk, **options)
+            written += 1
+        except RequestError as error:
+            said = str(error).replace("\n", "a line of its own")
+        assert isinstance(said, str)
+        assert "a line of its own" not in said
+    assert 40 < written < 500
 
 
 def test_text_that_no_tokenizer_takes():

@@ -36,9 +36,9 @@ class Pieces(list):
 
 
 def printed(layout: str, prompt: list[int], ids: list[int]) -> str:
-    screen, model = Pieces(), Model(layout, prompt, ids)
-    llm: Any = model
-    _, tokens = _stream(screen, llm, "", SamplingParams(max_tokens=len(ids)))  # pyright: ignore[reportArgumentType]
+    screen: Any = Pieces()
+    llm: Any = Model(layout, prompt, ids)
+    _, tokens = _stream(screen, llm, "", SamplingParams(max_tokens=len(ids)))
     assert tokens == ids
     return "".join(screen)
 

@@ -89,7 +89,7 @@ def test_the_verifier_is_named_as_others_know_it(tmp_path: Path, arguments: list
     places = {
         "TARGET": target_at(tmp_path / "target"),
         "PUBLISHED": target_at(tmp_path / "published", _name_or_path="org/model"),
-        "MOVED": target_at(tmp_path / "moved", _name_or_path="/home/someone/model"),
+        "MOVED": target_at(tmp_path / "moved", _name_or_path=str(tmp_path / "elsewhere" / "model")),
     }
     head = head_at(tmp_path / "head", "eagle3", trained)
     given = [str(places.get(word, word)) for word in arguments]

@@ -16,6 +16,7 @@ from jaxspec.cli.generate import GenerateArgs
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.serve.demo_pair import demo_model_dir
+from jaxspec.serve.job import Progress
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from scripts.house_report import ROOT
@@ -155,6 +156,7 @@ def test_failed_lines_give_exit_code_1(model: Path, tmp_path: Path, capsys: pyte
         ([], "either --prompt or --input"),
         (["--prompt", "a", "--input", "b"], "either --prompt or --input"),
         (["--prompt", "a", "--output", "b"], "--output goes with --input"),
+        (["--prompt", "a", "--retry-failed"], "--retry-failed goes with --input"),
         (["--input", "a"], "needs --output"),
         (["--input", "a", "--output", "b", "--chat"], "--chat goes with --prompt"),
         (["--prompt", "a", "--n", "2"], "one sample"),
@@ -171,6 +173,20 @@ def test_mistakes_are_one_line(flags: list[str], words: str, capsys: pytest.Capt
     shown = capsys.readouterr().err.splitlines()
     assert shown[-1].startswith("jaxspec: ")
     assert words in shown[-1]
+
+
+@pytest.mark.parametrize("flags", [[], ["--retry-failed"]])
+def test_failed_lines_run_again_when_asked(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys):
+    asked = []
+
+    def run_job(*args: object, retry_failed: bool, **keywords: object) -> Progress:
+        asked.append(retry_failed)
+        return Progress(2, 1, 2, 1)
+
+    monkeypatch.setattr("jaxspec.serve.job.run_job", run_job)
+    assert main(["generate", "--input", "a", "--output", "b", *flags]) == 1
+    assert asked == [bool(flags)]
+    assert '1 of 2 requests failed; their records have an "error"; --retry-failed runs' in capsys.readouterr().err
 
 
 def test_what_ends_a_command_sets_its_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -62,8 +62,8 @@ UNREAD = {
     "layer_types": ("deepseek_v3", ["linear_attention", "full_attention"]),
     "mlp_layer_types": ("mixtral", ["dense", "sparse"]),
     "hidden_activation": ("llama3", "gelu_pytorch_tanh"),
-    "num_experts": ("llama3", 8),
     "layer_norm_elementwise_affine": ("opt", False),
+    "rope_interleaved": ("llama3", True),
 }
 
 
@@ -91,6 +91,21 @@ def test_a_mechanism_that_is_off_changes_nothing(name: str, changes: dict[str, A
     assert arch_of(config_of(name, **changes)) == arch_of(config_of(name))
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 9}),
+        ("glm4_moe", {"mlp_layer_types": ["dense"] * 3}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
+        ("deepseek_v4", {"compress_ratios": [0, 0, 0, 0]}),
+        ("deepseek_v4", {"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "num_hash_layers": 3}),
+        ("glm_moe_dsa", {"indexer_types": ["full"] * 3, "index_topk_freq": 4}),
+    ],
+)
+def test_keys_of_what_no_layer_is_are_no_mechanisms(name: str, changes: dict[str, Any]):
+    assert ignored_keys(config_of(name, **changes)) == ()
+
+
 def test_all_such_keys_are_named_at_once():
     with pytest.raises(ConfigError, match=r"have alibi = True, clip_qkv = 8 in") as error:
         arch_of(config_of("llama3", clip_qkv=8, alibi=True))
@@ -101,6 +116,13 @@ def test_keys_that_say_nothing_are_listed():
     assert ignored_keys(config_of("llama3", my_note="hi", quant_hint=3, torch_dtype="float32")) == (
         "my_note", "quant_hint",
     )  # fmt: skip
+
+
+def test_keys_of_experts_say_nothing_of_dense_layers():
+    """As in the config of a dense head that was copied from its target's; experts in the files would be found."""
+    config = config_of("llama3", num_experts=8, first_k_dense_replace=1, n_group=None)
+    assert arch_of(config) == arch_of(config_of("llama3"))
+    assert ignored_keys(config) == ("first_k_dense_replace", "num_experts")
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
@@ -116,7 +138,7 @@ def test_windows_are_those_of_transformers():
     switched = {"use_sliding_window": True, "sliding_window": 7, "layer_types": None}
     assert windows(config_of("qwen2", max_window_layers=1, **switched)) == [None, 7, 7]
     assert windows(config_of("qwen2_moe", max_window_layers=2, **switched)) == [7, None, None]
-    assert windows(config_of("qwen3_moe", max_window_layers=2, **switched)) == [7] * 3
+    assert windows(config_of("qwen3_moe", max_window_layers=2, **switched)) == [7] * 2
     absent = {"use_sliding_window": True, "max_window_layers": 1}
     assert windows(config_of("qwen2", ("sliding_window", "layer_types"), **absent)) == [None, 4096, 4096]
     assert windows(config_of("qwen2", sliding_window=0, use_sliding_window=False)) == [None] * 3

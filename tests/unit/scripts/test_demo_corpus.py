@@ -97,7 +97,7 @@ def test_tokenizer_round_trips(demo_corpus, corpus, tokenizer_dir):
 
 def test_transformers_reads_the_directory(corpus, tokenizer_dir):
     transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 0, 0)
     text = corpus.held_out[0].text
     assert tokenizer.decode(tokenizer.encode(text)) == text

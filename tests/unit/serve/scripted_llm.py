@@ -44,7 +44,7 @@ class ScriptedLLM:
             for i in range(params.n)
         ]
         if said == "error" and not self.cured:
-            samples[-1].finish_reason, samples[-1].error = "error", "the logits are not finite"  # pyright: ignore
+            samples[-1].finish_reason, samples[-1].error = "error", "the logits are not finite"
         self._flying.append(RequestOutput(request_id, said, [5], samples))
         self.most = max(self.most, len(self._flying))
         return self._flying[-1]

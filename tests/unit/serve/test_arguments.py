@@ -145,10 +145,13 @@ def test_what_are_no_sampling_params(name: str):
         prompts().requests([[1, 2]], given)
 
 
-KEYS: dict[str, tuple[dict[str, Any], str]] = {
+KEYS: dict[str, tuple[dict[Any, Any], str]] = {
     "images": ({"prompt_token_ids": [1], "multi_modal_data": {}}, "key 'multi_modal_data' is not known; only text"),
     "salt": ({"prompt_token_ids": [1], "cache_salt": "x"}, "key 'cache_salt' is not known; prompts share no cache"),
-    "unknown": ({"prompt_token_ids": [1], "temperature": 0}, r"key 'temperature' is not known; known are \['chat_"),
+    "unknown": ({"prompt_token_ids": [1], "temperature": 0}, r"key 'temperature' is not known; known are \['add_"),
+    "tools": ({"prompt": "a", "tools": [{}]}, r"\['tools'\] go with messages only"),
+    "two prompts": ({"prompt": "a", "messages": [{}]}, "messages do not go with another prompt"),
+    "no text": ({"prompt": 5, "prompt_token_ids": [1]}, "the text of prompt_token_ids is a text or None, got 5"),
     "nothing": ({"prompt": None}, r'needs "prompt", "messages" or "prompt_token_ids", got \[\'prompt\'\]'),
     "odd keys": ({1: 2, "a": 3}, r'needs "prompt", .* got \[\'1\', \'a\'\]'),
 }
@@ -165,19 +168,20 @@ def test_keys_of_a_prompt_that_nobody_reads(name: str):
 
 @pytest.mark.parametrize("ids", [5, "ab", b"ab", np.asarray(5), [], None, {1}, [[1]], [1.0], np.asarray([[1, 2]])])
 def test_what_are_no_ids(ids: Any):
-    with pytest.raises(RequestError, match="^prompt: "):
+    with pytest.raises(RequestError, match=r"^prompt: "):
         prompts().check_ids(ids)
 
 
 @pytest.mark.parametrize("given", [b"ab", np.asarray(5), 5, None, iter([[1]])])
 def test_what_are_no_prompts(given: Any):
-    with pytest.raises(RequestError, match="^prompts: a text, token ids, a mapping or a list of them is needed, got"):
+    with pytest.raises(RequestError, match=r"^prompts: a text, token ids, a mapping or a list of them is needed, got"):
         prompts().requests(given, None)
 
 
 def test_a_name_that_is_no_text():
-    with pytest.raises(RequestError, match="^request_id: a text is needed, got 5"):
-        prompts().request([1], None, request_id=5)  # pyright: ignore[reportArgumentType]
+    name: Any = 5
+    with pytest.raises(RequestError, match=r"^request_id: a text is needed, got 5"):
+        prompts().request([1], None, request_id=name)
 
 
 def test_engines_beside_count_their_own_requests():
@@ -233,12 +237,11 @@ def test_a_bar_of_the_callers_own():
 
 def test_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch):
     for wanted, count, terminal in ((True, 3, False), (True, 1, True), (False, 3, True), (None, 3, True)):
-        screen = io.StringIO()
-        console = Console(file=screen, force_terminal=terminal)
-        monkeypatch.setattr(waiting, "Console", lambda console=console, **_: console)
+        monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda terminal=terminal: terminal))
         with watching(outputs(count), wanted) as look:
             assert look is None
     screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(waiting, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
     monkeypatch.setattr(waiting, "PATIENCE_S", 1000.0)
     with watching(outputs(3), True) as look:
@@ -247,12 +250,13 @@ def test_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch):
     assert not screen.getvalue(), "quick calls show nothing"
     monkeypatch.setattr(waiting, "PATIENCE_S", 0.0)
     running = outputs(3)
+    odd: Any = "yes"
     with watching(running, True) as look:
         assert look is not None
         running[0].finished = True
         look()
         assert "1/3" in screen.getvalue()
-    with pytest.raises(RequestError, match="use_tqdm: True, False or a function"), watching(running, "yes"):  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RequestError, match="use_tqdm: True, False or a function"), watching(running, odd):
         pass
 
 

@@ -42,7 +42,7 @@ def test_what_drafts_goes_by_its_method(method: str | None, directory: Path):
 
 def test_others_are_left_alone():
     for config in (None, {"method": "ngram"}, {"model": "org/draft"}, "no mapping", {"model": 5}):
-        assert resolve_speculation(config) == config  # pyright: ignore[reportArgumentType]
+        assert resolve_speculation(config) == config
 
 
 def test_commands_know_it(capsys: pytest.CaptureFixture[str]):

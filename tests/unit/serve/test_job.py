@@ -229,9 +229,10 @@ def test_a_conversation_is_written_alike_in_all_forms(desk: Desk):
 
 def test_conversations_that_are_none(desk: Desk):
     assert desk.llm.chat([]) == [] == desk.llm.generate([])
-    for messages in ([[]], "hi", {"role": "user", "content": "hi"}, 5, ["hi"], [[{"role": "user"}]]):
+    wrong: list[Any] = [[[]], "hi", {"role": "user", "content": "hi"}, 5, ["hi"], [[{"role": "user"}]]]
+    for messages in wrong:
         with pytest.raises(RequestError, match="messages: "):
-            desk.llm.chat(messages)  # pyright: ignore[reportArgumentType]
+            desk.llm.chat(messages)
     two = [[{"role": "user", "content": text}] for text in ("hello", "one")]
     outputs = desk.llm.chat(two, SamplingParams(max_tokens=1), chat_template="{{ messages[0].content }}")
     assert [o.prompt for o in outputs] == ["hello", "one"]

@@ -1,6 +1,7 @@
 """What a line of a job asks for: done, or refused with the reason, and never passed over."""
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -80,6 +81,33 @@ def test_what_would_be_passed_over_is_refused(url: str, body: dict[str, Any], sa
         raise AssertionError(line.error)
 
 
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 5, 1e300, "", "x", "5", [], [1], ["a"], [[1]], {}, {"a": 1}, [{}], [None], [[]], "\u2028",
+    [{"role": "user", "content": "a"}], [{"role": "user", "content": [{"type": "text", "text": "a"}]}], 2**70, -0.5,
+]  # fmt: skip
+NAMES = [
+    *NOTES, *SETTLED, "echo", "best_of", "parallel_tool_calls", "tools", "reasoning_effort", "chat_template", "n",
+    "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "messages", "prompt", "max_tokens",
+    "max_completion_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "seed", "logprobs",
+    "speculative", "top_logprobs", "min_tokens", "repetition_penalty", "prompt_token_ids", "custom_id",
+    "url", "body", "method",
+]  # fmt: skip
+
+
+def test_whatever_stands_in_a_line_it_is_read_or_refused():
+    rng, refused = random.Random(5), 0
+    for _ in range(4000):
+        body = {name: rng.choice(VALUES) for name in rng.sample(NAMES, rng.randint(0, 4))}
+        url = rng.choice([COMPLETIONS, CHAT])
+        base = {"prompt": "a"} if url == COMPLETIONS else {"messages": [USER]}
+        whole = {"custom_id": "x", "method": "POST", "url": url, "body": base | body}
+        line = line_of(rng.choice([body, base | body, whole, whole | body]))
+        refused += line.error is not None
+        assert line.error is None or line.error
+        assert "\n" not in (line.error or "")
+    assert 2000 < refused < 4000
+
+
 def test_settings_of_the_template():
     options = {
         "add_generation_prompt": False, "continue_final_message": True, "tools": [WEATHER], "chat_template": "x",
@@ -140,13 +168,13 @@ def test_a_chats_record_has_what_the_template_wrote_and_its_ids():
 
 def test_log_probabilities_of_the_prompt():
     output = output_of()
-    output.prompt_logprobs = [None, {2: Logprob(float("-inf"), 9)}]  # pyright: ignore[reportAttributeAccessIssue]
+    output.prompt_logprobs = [None, of_second := {2: Logprob(float("-inf"), 9)}]
     wanted = [None, {"2": {"logprob": -9999.0, "rank": 9}}]
     assert finished_record(line_of({"prompt": "once"}), output, "m", None)["prompt_logprobs"] == wanted
     assert choice(batch(COMPLETIONS), output)["prompt_logprobs"] == wanted
     body = finished_record(batch(CHAT), output, "m", None)["response"]["body"]
     assert body["prompt_logprobs"] == wanted
-    output.prompt_logprobs[1][2].logprob = float("nan")  # pyright: ignore
+    of_second[2].logprob = float("nan")
     assert "token 2 is not a number" in finished_record(batch(CHAT), output, "m", None)["error"]["message"]
 
 

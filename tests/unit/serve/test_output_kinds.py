@@ -2,12 +2,12 @@
 
 from jaxspec.serve.output_kinds import handed_out
 from jaxspec.serve.parameters import RequestOutputKind
-from jaxspec.serve.request import CompletionOutput, Logprob, RequestOutput
+from jaxspec.serve.request import UNSEEN, CompletionOutput, Logprob, RequestOutput
 
 
 def growing(kind: RequestOutputKind, n: int = 2) -> RequestOutput:
     outputs = [CompletionOutput(i, logprobs=[]) for i in range(n)]
-    return RequestOutput("r", None, [1], outputs, kind=kind, shown=[()] * n, prompt_logprobs=[None])
+    return RequestOutput("r", None, [1], outputs, kind=kind, shown=[UNSEEN] * n, prompt_logprobs=[None])
 
 
 def grow(completion: CompletionOutput, text: str, *tokens: int, reason: str | None = None) -> None:

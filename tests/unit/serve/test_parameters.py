@@ -97,9 +97,9 @@ def test_names_of_others_are_refused_with_the_reason(name: str):
 
 def test_unknown_names_are_an_error_that_lists_the_known_ones():
     with pytest.raises(RequestError, match=r"unknown \['tempature'\]; known are \[.*'temperature'"):
-        SamplingParams(tempature=0)  # pyright: ignore[reportCallIssue]
+        SamplingParams(tempature=0)
     with pytest.raises(RequestError, match="give each parameter once, by its name"):
-        SamplingParams(1, n=2)  # pyright: ignore[reportCallIssue]
+        SamplingParams(1, n=2)
     with pytest.raises(RequestError, match="give each parameter once, by its name"):
         SamplingParams(*range(99))
     with pytest.raises(RequestError, match=r"unknown \['x'\]"):
@@ -117,7 +117,7 @@ def test_parameters_that_exclude_one_another():
 
 
 def test_copies_share_nothing():
-    params = SamplingParams(stop=["a"], logit_bias={1: 2}, output_kind="delta")  # pyright: ignore[reportArgumentType]
+    params = SamplingParams(stop=["a"], logit_bias={1: 2}, output_kind="delta")
     other = params.clone()
     assert other == params == copy.deepcopy(params) == pickle.loads(pickle.dumps(params))
     assert other.stop is not params.stop
@@ -126,7 +126,7 @@ def test_copies_share_nothing():
 
 def test_a_value_that_was_set_later_is_checked_in_a_copy():
     params = SamplingParams()
-    params.max_tokens = "5"  # pyright: ignore[reportAttributeAccessIssue]
+    params.max_tokens = "5"
     with pytest.raises(RequestError, match=r"max_tokens must be .*, got '5'"):
         params.clone()
 

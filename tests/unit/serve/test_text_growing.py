@@ -1,6 +1,8 @@
 """Growing text is what decode gives, at every prefix and for every layout, and what is shown of it only grows."""
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,19 +40,19 @@ def wanted(text: Text, prompt: list[int], ids: list[int], skip: bool = True) -> 
     return whole[shared(before, whole) :]
 
 
-def sample_of(text: Text, prompt: list[int], params: SamplingParams) -> Sample:
+def sample_of(text: Text | None, prompt: list[int], params: SamplingParams) -> Sample:
     return new_samples(
         "0", None, prompt, params, lambda p: Growing(text, p, prompt),
         engine_seed=0, number=0, capacity=10**6, draft_length=4,
     )[0]  # fmt: skip
 
 
-def run(sample: Sample, ids: list[int], pieces: list[int] | None = None, eos: set[int] = frozenset()) -> list[str]:  # pyright: ignore[reportArgumentType]
+def run(sample: Sample, ids: list[int], pieces: list[int] | None = None, eos: Sequence[int] = ()) -> list[str]:
     """Texts that a caller sees while ids come in pieces of these sizes."""
     texts, place = [], 0
     for size in [*(pieces or []), *[1] * len(ids)]:
         if place < len(ids) and sample.completion.finish_reason is None:
-            sample.take(np.asarray(ids[place : place + size], np.int32), 0, None, eos)
+            sample.take(np.asarray(ids[place : place + size], np.int32), 0, None, set(eos))
             texts.append(sample.completion.text)
             place += size
     return texts
@@ -113,17 +115,17 @@ def brute_force(
 
 
 def ids(text: Text, *words: str) -> list[int]:
-    found = text.tokenizer.convert_tokens_to_ids([*words])
-    assert text.tokenizer.unk_token_id not in found
-    return found
+    known = text.tokenizer.convert_tokens_to_ids([*words])
+    assert text.tokenizer.unk_token_id not in known
+    return known
 
 
 FALLBACK = ALL["byte_fallback"]()
 
 
-def grown(words: list[str], prompt: list[str], **settings: object) -> list[tuple[str, str]]:
+def grown(words: list[str], prompt: list[str], **settings: Any) -> list[tuple[str, str]]:
     """What is shown and what is whole after each token; the stop string at last, if any."""
-    growing, out = Growing(FALLBACK, SamplingParams(**settings), ids(FALLBACK, *prompt)), []  # pyright: ignore[reportArgumentType]
+    growing, out = Growing(FALLBACK, SamplingParams(**settings), ids(FALLBACK, *prompt)), []
     for token in ids(FALLBACK, *words):
         stop = growing.add(token)
         out.append((growing.text, growing.whole))
@@ -176,7 +178,7 @@ def test_what_may_become_a_stop_string_is_held_back():
     assert run(sample_of(text, [], changed(params, max_tokens=2)), ids(text, "c", "a")) == ["c", "ca"]
 
 
-def changed(params: SamplingParams, **settings: object) -> SamplingParams:
+def changed(params: SamplingParams, **settings: Any) -> SamplingParams:
     return SamplingParams(**{**vars(params), **settings})
 
 
@@ -210,7 +212,7 @@ def test_no_stop_string_ends_within_the_least_tokens():
 def test_the_token_that_ends_a_text(settings: dict, text: str, reason: object):
     sample = sample_of(FALLBACK, ids(FALLBACK, "▁the"), SamplingParams(max_tokens=5, **settings))
     words = ids(FALLBACK, "▁Paris", "<s>", "▁is", "</s>", "▁b")
-    run(sample, words, [5], eos=set(ids(FALLBACK, "</s>")))
+    run(sample, words, [5], eos=ids(FALLBACK, "</s>"))
     c = sample.completion
     assert (c.text, c.stop_reason) == (text, ids(FALLBACK, "▁is")[0] if reason == "id" else reason)
     assert c.finish_reason == ("length" if settings.get("ignore_eos") else "stop")
@@ -233,8 +235,27 @@ def test_log_probabilities_say_their_tokens():
     assert [[p.decoded_token for p in entry.values()] for entry in entries] == [[" is", "\ufffd"], ["\ufffd", None]]
 
 
+def test_log_probabilities_of_a_prompt_say_their_tokens():
+    prompt = ids(FALLBACK, "▁the", "▁is")
+    sample = sample_of(FALLBACK, prompt, SamplingParams(max_tokens=2, prompt_logprobs=0))
+    sample.output.prompt_logprobs = [None, {prompt[1]: Logprob(-1.0, 1)}]
+    run(sample, prompt)
+    entry = sample.output.prompt_logprobs[1]
+    assert entry is not None
+    assert entry[prompt[1]].decoded_token == " is"
+
+
+def test_a_text_that_ends_early_shows_all_it_has():
+    """What was held back, too: nothing more comes."""
+    for end in ("abort", "error"):
+        sample = sample_of(FALLBACK, ids(FALLBACK, "▁the"), SamplingParams(stop=["is x"]))
+        assert run(sample, ids(FALLBACK, "▁is", "<0x0A>")) == [" ", " "]
+        sample.abort() if end == "abort" else sample.fail("why")
+        assert (sample.completion.text, sample.completion.finish_reason) == (" is\n", end)
+
+
 def test_without_a_tokenizer_there_is_no_text():
-    sample = sample_of(None, [1], SamplingParams(max_tokens=2))  # pyright: ignore[reportArgumentType]
+    sample = sample_of(None, [1], SamplingParams(max_tokens=2))
     assert run(sample, [1, 2]) == ["", ""]
     assert sample.completion.finish_reason == "length"
 

@@ -201,6 +201,22 @@ def test_the_interpreter_ends_while_work_runs():
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
+FORKS = """
+import os, sys
+from jaxspec.serve.worker import Worker
+worker = Worker()
+worker.call(int)
+if os.fork() == 0:
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.wait()[1]), worker.call(int))
+"""
+
+
+def test_a_fork_ends_like_any_process():
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=40)
+    assert (done.returncode, done.stdout) == (0, "3 0\n"), done.stderr
+
+
 def test_a_call_is_cheap():
     worker, each = Worker(), []
     for _ in range(20):

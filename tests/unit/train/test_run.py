@@ -1,6 +1,10 @@
 """``jaxspec train`` and ``jaxspec plot`` end to end on a tiny target, and every kind of head wired to its loss."""
 
+import hashlib
+import io
 import json
+import re
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +58,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(place: Path) -> Path:
     programs: Any = evaluate.DISPATCH
     before = programs._cache_size()
-    assert main(["train", str(place / "run.toml")]) == 0
+    said = io.StringIO()
+    with redirect_stderr(said):
+        assert main(["train", str(place / "run.toml")]) == 0
     assert programs._cache_size() == before + 1, "updates and temperatures share one program"
+    words = said.getvalue()
+    assert re.search(r"jaxspec: warning: acceptance is measured on \d held-out documents, which says little", words)
+    assert re.search(r"jaxspec: memory: 2 rows at a time; about \d+\.\d of \d+\.\d GB \(", words)
+    assert re.search(r"1/2 updates, epoch 0\.\d+, loss .* learning rate .*, 0:\d\d:\d\d elapsed\n", words)
+    assert re.search(r"2/2 updates, epoch .* acceptance length .* tokens/s, .* elapsed, 0:00:00 left\n", words)
+    assert "jaxspec: 2/2 updates, measuring acceptance ...\n" in words
     return place / "run"
 
 
@@ -67,6 +79,13 @@ def test_a_run_leaves_heads_that_load(place: Path, trained: Path):
     target = load_model(place / "target", EXACT)
     for name in ("best", "last"):
         head = load_head(trained / name, target.net.arch, EXACT)
+        about = json.loads((trained / name / "training.json").read_text())
+        assert about["target"] == {"name": "target", "fingerprint": fingerprint(place / "target")}
+        digest = hashlib.sha256((place / "data.jsonl").read_bytes()).hexdigest()
+        assert about["data"]["train"] == [{"name": "data.jsonl", "sha256": digest}]
+        assert about["settings"]["train"]["steps"] == 2
+        assert 1 <= about["held_out"]["k2/t0/acceptance_length"] <= 3
+        assert str(place) not in json.dumps(about), "where it lay on this machine is nobody's business"
         assert head.kind == "medusa"
         assert head.ids_W is not None
         assert len(head.ids_W) == 20
@@ -147,8 +166,10 @@ def test_every_kind_has_its_loss_and_its_directory(place: Path, tmp_path: Path, 
 def test_a_mesh_trains_as_one_device(place: Path, tmp_path: Path):
     head = 'head={kind="shared_expert", taps=[], commons=[0], routing=[0], intermediate_size=8, draft_vocab_size=20}'
     losses = {}
-    for name, mesh in (("one", []), ("mesh", ["mesh.data=2", "mesh.expert=2", "mesh.tensor=2"])):
-        changes = [head, f'out="{tmp_path / name}"', "loss.routing=0.1", "data.held_out_fraction=0.0", *mesh]
+    several = ["mesh.data=2", "mesh.expert=2", "mesh.tensor=2", "train.micro_rows=2"]
+    for name, mesh in (("one", []), ("mesh", several)):
+        rest = ["loss.routing=0.1", "data.held_out_fraction=0.0", "train.rows=4"]
+        changes = [head, f'out="{tmp_path / name}"', *rest, *mesh]
         settings = settings_of(place, *changes)
         train(settings, Path(settings.target))
         losses[name] = [(entry["loss"], entry["grad_norm"]) for entry in read_metrics(tmp_path / name)]

@@ -50,7 +50,8 @@ def course_of(name: str, objective: LossSettings, **more: Any) -> Course:
 def objective_of(name: str) -> LossSettings:
     kind = {"eagle": "kl", "p-eagle": "lk_hybrid", "medusa": "tv"}.get(name, "soft_ce")
     more = {"feature": 0.1, "noise": 0.2} if name == "eagle" else {"routing": 0.3} if name == "shared-expert" else {}
-    return LossSettings(kind=kind, rounds=ROUNDS, token=0.7, **more)  # pyright: ignore[reportArgumentType]
+    settings: dict[str, Any] = {"kind": kind, "rounds": ROUNDS, "token": 0.7, **more}
+    return LossSettings(**settings)
 
 
 def lesson_of(batch: Batch, name: str) -> Lesson:

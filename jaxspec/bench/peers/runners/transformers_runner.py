@@ -19,6 +19,7 @@ class Transformers:
         load = library.AutoModelForCausalLM.from_pretrained
         # The grouped products that are its default are several times slower on a CPU.
         options = {"dtype": getattr(self._torch, wanted["dtype"]), "experts_implementation": "eager"}
+        options["trust_remote_code"] = False
         self._model = load(wanted["model"], **options).eval()
         if wanted["mode"] != "plain" and self._rows > 1:
             raise ValueError(f"assisted generation runs one prompt at a time, not {self._rows}")
