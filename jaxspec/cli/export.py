@@ -60,4 +60,5 @@ def model_dir(target: Path | None) -> Path | None:
     """The directory of a model, which ``demo`` names too."""
     from jaxspec.serve.demo_pair import demo_model_dir
 
-    return demo_model_dir("target") if target == Path("demo") and not target.exists() else target
+    named = target is not None and str(target) == "demo" and not target.exists()
+    return demo_model_dir("target") if named else target

@@ -186,7 +186,7 @@ def batches(
     order = grain.MapDataset.source(cast(Any, rows)).seed(seed).shuffle().repeat(PASSES).batch(local)[part::parts]
     update = order.batch(accumulation)[first:]
     ahead = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
-    row_AB = np.tile(np.arange(part * local, (part + 1) * local, dtype=np.int32), (accumulation, 1))
+    row_AB: Any = np.tile(np.arange(part * local, (part + 1) * local, dtype=np.int32), (accumulation, 1))
     return (Batch(**found, row_B=row_AB) for found in update.to_iter_dataset(ahead))
 
 
