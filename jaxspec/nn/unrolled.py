@@ -82,10 +82,10 @@ def attend_unrolled(q_BXHC: Array, memory: Unrolled, *, scale: float, span: int 
 
 
 def _attend_some(
-    real: tuple[Array, Array], segment_BT: Array, scale: float, span: int | None, each: tuple[Array, Array, Any]
+    text: tuple[Array, Array], segment_BT: Array, scale: float, span: int | None, each: tuple[Array, Array, Any]
 ) -> Array:
     """Attention of some slots: their queries, their numbers, and what they drafted before."""
-    (k_BTGC, v_BTGC), (q_BXHC, slot_BX, rounds) = real, each
+    (k_BTGC, v_BTGC), (q_BXHC, slot_BX, rounds) = text, each
     rows, count, heads, width = q_BXHC.shape
     slots, kv = k_BTGC.shape[1:3]
     group, exact = heads // kv, lax.Precision.HIGHEST

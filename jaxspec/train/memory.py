@@ -22,7 +22,7 @@ from jaxspec.train.settings import LossSettings, TrainSettings
 from jaxspec.train.vocab_loss import default_positions, position_bytes
 
 HOST_SHARE, DEVICE_SHARE = 0.85, 0.95  # of what is free; the rest is the compiler's, and lost between buffers
-HOST_BYTES = 10**9  # of a host's memory that Python and the compiler take themselves
+HOST_BYTES = 3 * 10**9 // 2  # of a host's memory that Python and the compiler take themselves
 HOST_POSITIONS = 4096  # that keep a CPU busy; more at a time only take memory
 SELF_CHUNK = 64  # queries that the target attends for at a time
 GB = 1e9

@@ -48,7 +48,6 @@ def archive(file: Path, offset: Any = 0, shape: Any = (4,), stride: Any = (1,), 
         ({"storage": ("storage", _Stub("torch", "FloatStorage"), "9", "cpu", 4)}, "not a readable PyTorch archive"),
         ({"storage": ("storage", "FloatStorage", "0", "cpu", 4)}, "something other than arrays of numbers"),
     ],
-    ids=str,
 )
 def test_records_that_cannot_be(record: dict[str, Any], words: str, tmp_path: Path):
     archive(tmp_path / NAME, **record)
