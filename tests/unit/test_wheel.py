@@ -16,7 +16,6 @@ from scripts.house_report import ROOT
 QUICK = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
-    if built.returncode and "hatchling" in built.stderr:
+    if built.returncode and "No matching distribution found for hatchling" in built.stderr:
         pytest.skip("no package index that has the build backend")
     assert built.returncode == 0, built.stderr
     (file,) = folder.glob("*.whl")
