@@ -3,6 +3,7 @@
 ``pytest tests/fuzz -s`` prints what became of them by kind.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -56,7 +57,11 @@ class Worker:
     def stop(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.communicate()
+            self.process.wait()
+            assert self.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+            self.reader.join()  # which closes the other pipe
             self.process = None
 
     def _start(self) -> None:
@@ -64,7 +69,8 @@ class Worker:
             self.command, cwd=ROOT, env=self.env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self.lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, args=(self.process, self.lines), daemon=True).start()
+        self.reader = threading.Thread(target=self._read, args=(self.process, self.lines), daemon=True)
+        self.reader.start()
         assert self._answer(START_S) == {"ready": True}, "the worker did not start"
 
     @staticmethod

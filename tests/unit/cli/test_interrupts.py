@@ -43,9 +43,14 @@ IGNORING = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)" + ENDIN
 
 def interrupt(program: list[str], begun: str, number: int, **settings: object) -> tuple[int, str, float]:
     """Status, standard error and how long it took to end, of a program that is sent a signal once it has begun."""
-    process = subprocess.Popen(
-        program, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, **settings
-    )
+    # A shell's background jobs ignore SIGINT, and hand that down.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            program, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, **settings
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stderr is not None
     said = ""
     while begun not in said:

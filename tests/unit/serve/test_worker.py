@@ -162,6 +162,8 @@ def test_it_ends_with_whoever_holds_it():
     wait_for(lambda: ident not in sys._current_frames())
 
 
+# JAX warns of every fork once it runs.
+@pytest.mark.filterwarnings("ignore:os.fork")
 def test_a_fork_is_told():
     worker = Worker()
     worker.call(int)
