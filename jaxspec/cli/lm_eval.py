@@ -1,4 +1,4 @@
-"""``jaxspec lm_eval``: EleutherAI's lm-evaluation-harness, which then knows the model ``jaxspec``."""
+"""``jaxspec lm-eval``: EleutherAI's lm-evaluation-harness, which then knows the model ``jaxspec``."""
 
 import sys
 from collections.abc import Sequence
@@ -27,6 +27,6 @@ def run_harness(args: Sequence[str]) -> int:
     words = list(args)
     if words and words[0] not in ("ls", "validate") and not any(w.split("=")[0] in ("--model", "-M") for w in words):
         words += ["--model", "jaxspec"]
-    sys.argv = ["jaxspec lm_eval", *words]
+    sys.argv = ["jaxspec lm-eval", *words]
     harness.cli_evaluate()
     return 0

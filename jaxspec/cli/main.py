@@ -27,7 +27,7 @@ COMMANDS = {
     "calibrate": "Measure a model on this machine, so that plans for it rest on measurements.",
     "bench": "Measure speed and acceptance over a grid of settings.",
     "bench compare": "Compare two reports of jaxspec bench, cell by cell.",
-    "lm_eval": "Evaluate a model with lm-evaluation-harness; takes the harness's own flags.",
+    "lm-eval": "Evaluate a model with lm-evaluation-harness; takes the harness's own flags.",
     "demo": "See speculation at work on the packaged demo models.",
 }
 MODULES = {"import": "import_head"}  # where a command is a word of Python's
@@ -87,10 +87,11 @@ def _run(args: list[str]) -> int:
 
         sys.stdout.write(f"jaxspec {__version__}\n")
         return 0
+    args = ["lm-eval", *args[1:]] if args[:1] == ["lm_eval"] else args
     name = next((words for words in (" ".join(args[:2]), " ".join(args[:1])) if words in COMMANDS), None)
     if name is None:
         return _overview(args)
-    if name == "lm_eval":
+    if name == "lm-eval":
         from jaxspec.cli.lm_eval import run_harness
 
         return run_harness(args[1:])
