@@ -22,7 +22,7 @@ IN_LINES_ALONE = {
 }  # fmt: skip
 
 
-OURS = [command for command in COMMANDS if command != "lm_eval"]  # the harness parses its own
+OURS = [command for command in COMMANDS if command != "lm-eval"]  # the harness parses its own
 
 
 def kind_of(command: str) -> type:
