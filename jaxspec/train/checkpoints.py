@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,7 +76,10 @@ class Checkpoints:
             needed, free = _bytes(state), shutil.disk_usage(self.run).free
             if free < needed:
                 raise OSError(errno.ENOSPC, f"{needed / 1e6:.0f} MB are needed and {free / 1e6:.0f} MB are free")
-            items = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(dict(about)))
+            # It is written in the background, while what it is made of goes on.
+            items = ocp.args.Composite(
+                state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(deepcopy(dict(about)))
+            )
             self._manager.save(step, args=items)
 
     def check_room(self, state: Any, params: Any, kept: bool) -> None:

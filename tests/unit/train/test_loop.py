@@ -343,3 +343,13 @@ def test_only_matrices_decay():
     with jax.numpy_dtype_promotion("standard"):
         changes, _ = rule.update(jax.tree.map(jnp.zeros_like, params), rule.init(params), params)
     assert jax.tree.map(lambda x: float(x.ravel()[0]), changes) == {"w_XX": -0.5, "b_X": 0.0}
+
+
+def test_a_checkpoint_has_what_was_true_when_it_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is written in the background: what the loop counts meanwhile is of the next one."""
+    store, asked, sums = checkpoints.Checkpoints(tmp_path, {"seed": 5}), [], {"loss": 1.0}
+    monkeypatch.setattr(store._manager, "save", lambda step, args: asked.append(args))
+    store.save(1, {"w": jnp.zeros(2)}, {"interval": sums})
+    sums["loss"] += 1.0
+    assert asked[0].about.item == {"interval": {"loss": 1.0}}
+    store.close()
