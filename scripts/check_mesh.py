@@ -22,7 +22,7 @@ from typing import Any
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "golden"
 XLA_FLAGS = (
     "--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_use_fusion_emitters=false", "--xla_force_host_platform_device_count=8",
+    "--xla_force_host_platform_device_count=8",
 )  # fmt: skip
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
