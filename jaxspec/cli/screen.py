@@ -46,7 +46,7 @@ class Screen:
                 yield lambda stage, *counts: status.update(Styled(f"{text}: {in_words(stage, *counts)} ...", "dim"))
             self.piece(f"{text} ... ", "dim")
         else:
-            self.piece(f"{text} ... ", "dim")
+            self.line(f"{text} ...", "dim")  # a whole line: stages write theirs to standard error
             with Stages() as stages:
                 yield stages
         self.line(f"{time.monotonic() - began:.1f} s", "dim")
