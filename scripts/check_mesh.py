@@ -107,7 +107,7 @@ def _predicts(family: str) -> bool:
 
 def with_slots(model: Path, arch: Any, devices: int, file: Path) -> int:
     """Writes a placement whose redundant slots make a multiple of ``devices``; returns how many, 0 for none."""
-    from jaxspec.checkpoint.fingerprint import digests
+    from jaxspec.checkpoint.files.fingerprint import digests
     from jaxspec.nn.moe import MoeSpec
     from jaxspec.perf.expert_placement import LayerSlots, Placement, balanced, save_placement
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from compare_table import table
 
-from jaxspec.checkpoint.load import load_model
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.load.model import load_model
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.config import to_record
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, part_of

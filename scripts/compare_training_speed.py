@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.head_formats import Verifier
-from jaxspec.checkpoint.heads import load_head, save_head
-from jaxspec.checkpoint.load import Model, load_model
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.heads.directory import load_head, save_head
+from jaxspec.checkpoint.heads.formats import Verifier
+from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import JaxspecError
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.heads import Head

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from demo_models import DECODE, Recipe
 
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan, dispatch

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import msgspec
 import tyro
 
-from jaxspec.checkpoint.load import read_generation
+from jaxspec.checkpoint.load.model import read_generation
 from jaxspec.cli.engine_flags import EngineFlags
 from jaxspec.cli.generate import SamplingFlags
 from jaxspec.errors import CapacityError, JaxspecError, RequestError

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from demo_record import curve
 
 from jaxspec.bench.sizes import parameters
-from jaxspec.checkpoint.heads import load_head, plan_head, save_head
-from jaxspec.checkpoint.load import read_config
+from jaxspec.checkpoint.heads.directory import load_head, plan_head, save_head
+from jaxspec.checkpoint.load.model import read_config
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.heads import Head
 from jaxspec.nn.policy import Policy

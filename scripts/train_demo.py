@@ -18,7 +18,7 @@ from demo_models import DEMO, FROZEN, TINY, Recipe, draft_figures, forward, init
 from demo_record import describe, export, figures, write_provenance
 from demo_text import write_text
 
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.shapes import Array, Params
 from jaxspec.train import loop, losses, optimizer
 

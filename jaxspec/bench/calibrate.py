@@ -17,8 +17,8 @@ from jaxspec.bench.compare import PROPOSALS, propose_often
 from jaxspec.bench.describe import describe_machine, describe_versions
 from jaxspec.bench.model_cost import model_cost, routed_order
 from jaxspec.bench.touched import routed_experts
-from jaxspec.checkpoint.fingerprint import digests
-from jaxspec.checkpoint.load import read_config
+from jaxspec.checkpoint.files.fingerprint import digests
+from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
 from jaxspec.draft.lengths import LENGTH_KEYS
 from jaxspec.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxspec.bench.sizes import idle_parameters, parameters
-from jaxspec.checkpoint.places import abstract_params, flatten
+from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer

@@ -10,9 +10,9 @@ import numpy as np
 
 from jaxspec.bench.touched import routed_experts
 from jaxspec.bench.workload import Source
-from jaxspec.checkpoint.fingerprint import digests
-from jaxspec.checkpoint.load import Model
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.files.fingerprint import digests
+from jaxspec.checkpoint.load.model import Model
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.decode.state import Target
 from jaxspec.decode.step import StepPlan, step
 from jaxspec.draft import catalog

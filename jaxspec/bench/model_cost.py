@@ -12,11 +12,11 @@ import numpy as np
 
 from jaxspec.bench.sizes import by_part, cached_bytes, part_of, ring_bytes
 from jaxspec.cache.kv import StreamSpec
-from jaxspec.checkpoint.catalog import known_tables
-from jaxspec.checkpoint.places import abstract_params, flatten
-from jaxspec.checkpoint.plan import make_plan
-from jaxspec.checkpoint.published import promised
-from jaxspec.checkpoint.quantized import check_method
+from jaxspec.checkpoint.load.places import abstract_params, flatten
+from jaxspec.checkpoint.load.plan import make_plan
+from jaxspec.checkpoint.load.published import promised
+from jaxspec.checkpoint.load.quantized import check_method
+from jaxspec.checkpoint.names.catalog import known_tables
 from jaxspec.models.arch import ArchSpec, LayerSpec, segments
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.depth import stack_name

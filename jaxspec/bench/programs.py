@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxspec.checkpoint.catalog import known_tables
-from jaxspec.checkpoint.places import unflatten
-from jaxspec.checkpoint.plan import Plan, make_plan
-from jaxspec.checkpoint.published import promised
-from jaxspec.checkpoint.quantized import check_method
+from jaxspec.checkpoint.load.places import unflatten
+from jaxspec.checkpoint.load.plan import Plan, make_plan
+from jaxspec.checkpoint.load.published import promised
+from jaxspec.checkpoint.load.quantized import check_method
+from jaxspec.checkpoint.names.catalog import known_tables
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan, dispatch

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.nn.policy import policy_for

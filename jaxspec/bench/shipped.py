@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint.load import read_config
-from jaxspec.checkpoint.model_files import read_json
+from jaxspec.checkpoint.files.model_files import read_json
+from jaxspec.checkpoint.load.model import read_config
 from jaxspec.config import shipped
 from jaxspec.errors import ConfigError
 from jaxspec.serve.demo_pair import DEMO, resolve_model

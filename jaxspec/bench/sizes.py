@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jaxspec.cache.kv import entries
-from jaxspec.checkpoint.plan import Plan
-from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.plan import Plan
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.nn.moe import ROUTED, MoeSpec, own_name
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from jaxspec.bench import sizes
-from jaxspec.checkpoint.catalog import known_tables
-from jaxspec.checkpoint.load import read_config, read_generation
-from jaxspec.checkpoint.model_files import read_json
-from jaxspec.checkpoint.plan import Plan, make_plan
-from jaxspec.checkpoint.published import promised, quantization_of
-from jaxspec.checkpoint.quantized import check_method
-from jaxspec.checkpoint.shards import no_weights
-from jaxspec.checkpoint.stream import TensorFiles
-from jaxspec.checkpoint.text import FORMATS, TOKENIZER_FILES, Text
-from jaxspec.checkpoint.tied import with_own_head
+from jaxspec.checkpoint.files.model_files import read_json
+from jaxspec.checkpoint.files.shards import no_weights
+from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.model import read_config, read_generation
+from jaxspec.checkpoint.load.plan import Plan, make_plan
+from jaxspec.checkpoint.load.published import promised, quantization_of
+from jaxspec.checkpoint.load.quantized import check_method
+from jaxspec.checkpoint.load.tied import with_own_head
+from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.text.codec import FORMATS, TOKENIZER_FILES, Text
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.catalog import arch_of, ignored_keys

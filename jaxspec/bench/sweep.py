@@ -19,8 +19,8 @@ from jaxspec.bench.rounds import AGAIN, FIXED, PLAIN, SPECULATIVE, Rounds, Subje
 from jaxspec.bench.touched import touched_experts
 from jaxspec.bench.turns import Going, at_once
 from jaxspec.bench.workload import WORKLOADS, Source, settings
-from jaxspec.checkpoint.load import Model, read_config
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.load.model import Model, read_config
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of

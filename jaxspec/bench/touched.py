@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.bench.measure import Run
 from jaxspec.bench.record import Experts
-from jaxspec.checkpoint.load import Model
+from jaxspec.checkpoint.load.model import Model
 from jaxspec.models.transformer import Transformer, teacher_forced
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.perf.moesd import expected_experts

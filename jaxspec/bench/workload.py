@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
 from jaxspec.serve.job_lines import read_line
 from jaxspec.serve.request import SamplingParams

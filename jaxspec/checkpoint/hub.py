@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxspec.checkpoint.head_config import is_head
-from jaxspec.checkpoint.head_files import ARCHIVES
+from jaxspec.checkpoint.files.model_files import TEXT_FILES
+from jaxspec.checkpoint.files.shards import INDEX, SINGLE, weight_map
+from jaxspec.checkpoint.heads.config import is_head
+from jaxspec.checkpoint.heads.tensors import ARCHIVES
 from jaxspec.checkpoint.hub_progress import told
-from jaxspec.checkpoint.load import no_directory, read_config
-from jaxspec.checkpoint.model_files import TEXT_FILES
-from jaxspec.checkpoint.shards import INDEX, SINGLE, weight_map
+from jaxspec.checkpoint.load.model import no_directory, read_config
 from jaxspec.errors import ConfigError
 
 CONFIG = "config.json"

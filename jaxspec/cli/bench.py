@@ -188,7 +188,7 @@ def sweep_of(args: BenchArgs) -> Sweep:
 
     from jaxspec.bench.peers.contest import open_contenders
     from jaxspec.bench.sweep import Sweep
-    from jaxspec.checkpoint.load import read_config
+    from jaxspec.checkpoint.load.model import read_config
 
     directory = resolve_model(args.model)
     config = read_config(directory)
@@ -282,7 +282,7 @@ class Notes:
 
     def __init__(self, args: BenchArgs, sweep: Sweep, core: int | None, file: Path):
         from jaxspec.bench.describe import describe_machine, describe_model, describe_versions
-        from jaxspec.checkpoint.load import read_config
+        from jaxspec.checkpoint.load.model import read_config
 
         self.cells: list[Cell] = []
         self.skipped: list[Skipped] = []

@@ -39,10 +39,10 @@ class ExportArgs:
 
 def run(args: ExportArgs) -> None:
     """Loads a head and writes it in another format."""
-    from jaxspec.checkpoint.head_formats import Verifier
-    from jaxspec.checkpoint.heads import in_dtype, load_head, save_head, stored_policy
-    from jaxspec.checkpoint.load import read_config
-    from jaxspec.checkpoint.verifier import verifier_name
+    from jaxspec.checkpoint.heads.directory import in_dtype, load_head, save_head, stored_policy
+    from jaxspec.checkpoint.heads.formats import Verifier
+    from jaxspec.checkpoint.heads.verifier import verifier_name
+    from jaxspec.checkpoint.load.model import read_config
     from jaxspec.models.catalog import arch_of
     from jaxspec.models.medusa import Medusa
 

@@ -29,8 +29,8 @@ class ImportArgs:
 
 def run(args: ImportArgs) -> None:
     """Loads a head and writes it in our format, every number as it was."""
-    from jaxspec.checkpoint.heads import load_head, save_head, stored_policy
-    from jaxspec.checkpoint.load import read_config
+    from jaxspec.checkpoint.heads.directory import load_head, save_head, stored_policy
+    from jaxspec.checkpoint.load.model import read_config
     from jaxspec.models.catalog import arch_of
 
     head = load_head(args.head, arch_of(read_config(resolve_model(args.target))), stored_policy(args.head))

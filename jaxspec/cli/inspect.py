@@ -121,8 +121,8 @@ def run(args: InspectArgs) -> int:
 
 
 def _is_head(path: Path) -> bool:
-    from jaxspec.checkpoint.head_config import is_head
-    from jaxspec.checkpoint.load import read_config
+    from jaxspec.checkpoint.heads.config import is_head
+    from jaxspec.checkpoint.load.model import read_config
 
     return path.is_dir() and is_head(read_config(path))
 
@@ -164,7 +164,7 @@ def _logit_error(directory: Path, quantization: str) -> Any:
     from dataclasses import asdict, is_dataclass
 
     from jaxspec.bench.quantization_error import quantization_error
-    from jaxspec.checkpoint.text import Text
+    from jaxspec.checkpoint.text.codec import Text
 
     text = Text.load(directory)
     ids = text.encode(ERROR_TEXT) if text else list(range(1, 65))

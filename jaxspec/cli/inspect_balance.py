@@ -100,8 +100,8 @@ def inspect_balance(flags: BalanceFlags, setting: Setting, *, as_json: bool, col
 
 
 def _recorded(file: Path, directory: Path) -> "ExpertLoad":
-    from jaxspec.checkpoint.fingerprint import digests
-    from jaxspec.checkpoint.load import read_config
+    from jaxspec.checkpoint.files.fingerprint import digests
+    from jaxspec.checkpoint.load.model import read_config
     from jaxspec.perf.expert_load import read_load
 
     found = read_load(file)

@@ -20,8 +20,8 @@ def inspect_head(path: Path, target: Path | None, *, as_json: bool, color: bool)
     """
     if target is None:
         raise ConfigError(f"{path}: it is a draft head; name the model that it drafts for with --target DIR")
-    from jaxspec.checkpoint.head_traps import look_at
-    from jaxspec.checkpoint.verifier import provenance
+    from jaxspec.checkpoint.heads.traps import look_at
+    from jaxspec.checkpoint.heads.verifier import provenance
 
     found, refusal = look_at(path, target)
     trained = provenance(path)

@@ -205,7 +205,7 @@ def _one() -> "Mesh":
 
 
 def _check_same(calibrated: dict[str, str], config: dict[str, Any], file: Path) -> None:
-    from jaxspec.checkpoint.fingerprint import digests
+    from jaxspec.checkpoint.files.fingerprint import digests
 
     if calibrated.get("config_digest") != digests(config)["config_digest"]:
         raise ConfigError(

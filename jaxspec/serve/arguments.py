@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoint.load import Model
+from jaxspec.checkpoint.load.model import Model
 from jaxspec.draft.catalog import SpeculativeConfig
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.arch import ArchSpec

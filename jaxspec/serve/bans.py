@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.decode.state import BAD_WORDS
 from jaxspec.errors import RequestError
 from jaxspec.serve.request import SamplingParams

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.checkpoint.load import Model
+from jaxspec.checkpoint.load.model import Model
 from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.rows import STOP_PLACES

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.checkpoint.text import Text
-from jaxspec.checkpoint.token_bytes import TokenBytes
+from jaxspec.checkpoint.text.codec import Text
+from jaxspec.checkpoint.text.token_bytes import TokenBytes
 from jaxspec.errors import RequestError
 
 # Of texts whose layout is unknown: tokens after which one is taken to stay, and of a prompt to which it may refer.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxspec.checkpoint.fingerprint import fingerprint
+from jaxspec.checkpoint.files.fingerprint import fingerprint
 from jaxspec.draft import catalog
 from jaxspec.errors import CapacityError, ConfigError, JaxspecError, RequestError
 from jaxspec.serve.agreed import Follower, open_journal

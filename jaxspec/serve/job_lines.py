@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from jaxspec.checkpoint.conversation import joined, messages_of
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
+from jaxspec.checkpoint.text.conversation import joined, messages_of
 from jaxspec.errors import RequestError
 from jaxspec.serve import openai
 from jaxspec.serve.openai_request import read_body, renamed, template_of

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.conversation import conversations
-from jaxspec.checkpoint.load import Model
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.load.model import Model
+from jaxspec.checkpoint.text.codec import Text
+from jaxspec.checkpoint.text.conversation import conversations
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError, RequestError

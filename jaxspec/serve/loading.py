@@ -7,11 +7,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.fingerprint import digests
-from jaxspec.checkpoint.head_config import is_head
-from jaxspec.checkpoint.heads import load_head
-from jaxspec.checkpoint.load import Model, load_model, load_mtp, read_config
-from jaxspec.checkpoint.padding import check_vocabulary
+from jaxspec.checkpoint.files.fingerprint import digests
+from jaxspec.checkpoint.heads.config import is_head
+from jaxspec.checkpoint.heads.directory import load_head
+from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, read_config
+from jaxspec.checkpoint.load.padding import check_vocabulary
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec

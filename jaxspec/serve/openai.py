@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.serve.openai_logprobs import chat_logprobs, completion_logprobs
 from jaxspec.serve.request import CompletionOutput, RequestOutput, SamplingParams
 

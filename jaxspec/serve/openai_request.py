@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxspec.checkpoint.text import CHAT_KEYS
+from jaxspec.checkpoint.text.codec import CHAT_KEYS
 from jaxspec.errors import RequestError
 from jaxspec.serve.openai import CHAT
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxspec.checkpoint.load import Model
-from jaxspec.checkpoint.text import CHAT_KEYS, Text
+from jaxspec.checkpoint.load.model import Model
+from jaxspec.checkpoint.text.codec import CHAT_KEYS, Text
 from jaxspec.errors import RequestError
 from jaxspec.serve.arguments import shown
 from jaxspec.serve.bans import bad_word_ids, check_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import RequestError
 from jaxspec.serve.detokenizer import Detokenizer, detokenizer, shared
 from jaxspec.serve.request import Logprob, SamplingParams

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.places import abstract_params, flatten
+from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.config import shipped
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer

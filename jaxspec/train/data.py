@@ -10,7 +10,7 @@ from typing import Any, cast
 import grain
 import numpy as np
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
 from jaxspec.train.features import FeatureRows
 from jaxspec.train.packing import PackedRows

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import msgspec
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.head_config import is_head
-from jaxspec.checkpoint.heads import plan_head
-from jaxspec.checkpoint.load import over, plan_model, read_config
-from jaxspec.checkpoint.places import unflatten
+from jaxspec.checkpoint.heads.config import is_head
+from jaxspec.checkpoint.heads.directory import plan_head
+from jaxspec.checkpoint.load.model import over, plan_model, read_config
+from jaxspec.checkpoint.load.places import unflatten
 from jaxspec.errors import JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of

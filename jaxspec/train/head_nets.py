@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.head_layers import layers_of
+from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.export import save_model
-from jaxspec.checkpoint.heads import save_head
-from jaxspec.checkpoint.load import Model, load_model
-from jaxspec.checkpoint.text import TOKENIZER_FILES
+from jaxspec.checkpoint.heads.directory import save_head
+from jaxspec.checkpoint.load.export import save_model
+from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.checkpoint.text.codec import TOKENIZER_FILES
 from jaxspec.decode.state import Target
 from jaxspec.draft.heads import head_drafter
 from jaxspec.draft.small_lm import SmallLm

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.checkpoint.verifier import PROVENANCE
+from jaxspec.checkpoint.heads.verifier import PROVENANCE
 from jaxspec.errors import JaxspecError
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts

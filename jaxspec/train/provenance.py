@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint.fingerprint import fingerprint
+from jaxspec.checkpoint.files.fingerprint import fingerprint
 from jaxspec.errors import ConfigError
 from jaxspec.train.settings import RunSettings, identity
 

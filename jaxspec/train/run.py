@@ -8,9 +8,9 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.fingerprint import fingerprint
-from jaxspec.checkpoint.load import read_config
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.files.fingerprint import fingerprint
+from jaxspec.checkpoint.load.model import read_config
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.shapes import Params

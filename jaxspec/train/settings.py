@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from jaxspec.checkpoint.fingerprint import fingerprint
+from jaxspec.checkpoint.files.fingerprint import fingerprint
 from jaxspec.config import find_config, read_toml, to_record
 from jaxspec.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError, RequestError
 
 ROLES = {

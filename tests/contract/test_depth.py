@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec.checkpoint.places import abstract_params
+from jaxspec.checkpoint.load.places import abstract_params
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan, dispatch
 from jaxspec.draft.ngram import Ngram

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.bench.describe import count_parameters
 from jaxspec.bench.sizes import cached_values, memory_bytes, parameters
-from jaxspec.checkpoint.catalog import known_tables
-from jaxspec.checkpoint.places import abstract_params, flatten
-from jaxspec.checkpoint.plan import make_plan
-from jaxspec.checkpoint.published import Published, promised, published
-from jaxspec.checkpoint.quantized import check_method
+from jaxspec.checkpoint.load.places import abstract_params, flatten
+from jaxspec.checkpoint.load.plan import make_plan
+from jaxspec.checkpoint.load.published import Published, promised, published
+from jaxspec.checkpoint.load.quantized import check_method
+from jaxspec.checkpoint.names.catalog import known_tables
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of

@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 
 import jaxspec
 from jaxspec.bench.describe import count_parameters
-from jaxspec.checkpoint import catalog as table_catalog
-from jaxspec.checkpoint import tables
-from jaxspec.checkpoint.export import save_model
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load.export import save_model
+from jaxspec.checkpoint.load.model import load_model
+from jaxspec.checkpoint.names import catalog as table_catalog
+from jaxspec.checkpoint.names import tables
 from jaxspec.errors import ConfigError
 from jaxspec.models import catalog as family_catalog
 from jaxspec.models import families
@@ -54,7 +54,7 @@ FAMILY = Family(
 '''
 NAMES = '''"""Tensor names of the made-up family."""
 
-from jaxspec.checkpoint.table import Rule, Table, attention_rules, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import Rule, Table, attention_rules, gated_rules, router_rules
 
 TABLES = {
     "made_up": Table(

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.checkpoint.heads import save_head
+from jaxspec.checkpoint.heads.directory import save_head
 from scripts.house_report import ROOT
 from tests.fuzz.mutations import CASES, make_case
 from tests.unit.checkpoint.head_cases import head, spec

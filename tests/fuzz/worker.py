@@ -52,7 +52,7 @@ def look_at(kind: str, directory: Path, llm: Any) -> str:
         assert sorted(r["index"] for r in records) == list(range(progress.total)), "a line has no record, or two"
         return f"{progress.failed} of {progress.total} refused"
     if kind == "head":
-        from jaxspec.checkpoint.heads import load_head
+        from jaxspec.checkpoint.heads.directory import load_head
         from tests.unit.checkpoint.head_cases import FLOAT32, TARGET
 
         load_head(directory, TARGET, FLOAT32)
@@ -68,8 +68,8 @@ def load(directory: Path) -> None:
     """Loads everything that an ``LLM`` does, and writes a chat prompt; nothing is compiled."""
     import numpy as np
 
-    from jaxspec.checkpoint.load import load_model
-    from jaxspec.checkpoint.text import Text
+    from jaxspec.checkpoint.load.model import load_model
+    from jaxspec.checkpoint.text.codec import Text
     from jaxspec.nn.policy import Policy
     from jaxspec.serve.defaults import end_ids, sampling_defaults
 

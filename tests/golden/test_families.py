@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from jaxspec.cache.kv import Window
-from jaxspec.checkpoint.load import Model, load_model
-from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan, dispatch

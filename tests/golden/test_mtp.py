@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.load import Model, load_model, load_mtp
-from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.model import Model, load_model, load_mtp
 from jaxspec.decode.state import init_sampling
 from jaxspec.draft import catalog
 from jaxspec.draft.mtp import MtpHeads

@@ -45,8 +45,8 @@ def together(
 
 
 def _note_reads(file: Path) -> None:
-    from jaxspec.checkpoint import load
-    from jaxspec.checkpoint.stream import TensorFiles
+    from jaxspec.checkpoint.files.stream import TensorFiles
+    from jaxspec.checkpoint.load import model as load
 
     mapped: set[str] = set()
     get, fill = TensorFiles.__getitem__, load.fill

@@ -47,7 +47,7 @@ def without(directory: Path, target: Path, name: str, where: Any) -> Path:
 def run(model: Path, temperature: float, monkeypatch: pytest.MonkeyPatch, **settings: Any):
     monkeypatch.setattr("jaxspec.serve.engine.Programs", SharedPrograms)
     # Loading refuses such weights. What they stand for, an overflow while computing, no loader sees.
-    monkeypatch.setattr("jaxspec.checkpoint.fill.all_finite", lambda x: True)
+    monkeypatch.setattr("jaxspec.checkpoint.load.fill.all_finite", lambda x: True)
     llm = LLM(model, **SETTINGS, **settings)
     # The sick token is never said: an error is the prompt's then, and the healthy model's texts are the wanted ones.
     bias = {"logit_bias": {SICK: -100.0}}

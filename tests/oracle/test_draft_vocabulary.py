@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.cache.kv import Window
-from jaxspec.checkpoint.padding import check_vocabulary
+from jaxspec.checkpoint.load.padding import check_vocabulary
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of

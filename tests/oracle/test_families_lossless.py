@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec.checkpoint.load import Model, load_model, load_mtp
+from jaxspec.checkpoint.load.model import Model, load_model, load_mtp
 from jaxspec.decode import step as step_module
 from jaxspec.decode import ways
 from jaxspec.decode.state import Target

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxspec.checkpoint.heads import save_head
+from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.decode.state import Target
 from jaxspec.draft.early_exit import first_layers
 from jaxspec.draft.heads import head_drafter

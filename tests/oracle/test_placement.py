@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.fingerprint import digests
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.files.fingerprint import digests
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.errors import ConfigError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.nn.moe import MoeSpec

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache.kv import Window
-from jaxspec.checkpoint.load import Model, load_model
+from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import forward, head
 from jaxspec.nn.policy import Policy

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.head_formats import Format, Verifier
-from jaxspec.checkpoint.head_layers import layers_of
-from jaxspec.checkpoint.heads import save_head
+from jaxspec.checkpoint.heads.directory import save_head
+from jaxspec.checkpoint.heads.formats import Format, Verifier
+from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
 from jaxspec.models.heads import Head
 from jaxspec.nn.policy import Policy

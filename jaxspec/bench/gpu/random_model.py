@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.bench.programs import abstract_target
-from jaxspec.checkpoint.places import flatten, unflatten
+from jaxspec.checkpoint.load.places import flatten, unflatten
 from jaxspec.decode.state import Target
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.quantized import Quantized

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.bench.quantization_error import quantization_error
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.nn.policy import Policy

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxspec.bench.workload import HELD_OUT, WORKLOADS, Source, load_excerpts, settings
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
 
 VOCAB = 96

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxspec.checkpoint.head_layers import layers_of
+from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
 from jaxspec.models.heads import Head

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.head_files import HeadFiles
-from jaxspec.checkpoint.pickled import pickled_tensors
+from jaxspec.checkpoint.files.pickled import pickled_tensors
+from jaxspec.checkpoint.heads.tensors import HeadFiles
 from jaxspec.errors import CheckpointError
 from tests.unit.checkpoint.model_edits import replaced
 from tests.unit.checkpoint.mutations import SPECIAL

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec.checkpoint import chat_template
-from jaxspec.checkpoint.chat_template import ChatTemplate
+from jaxspec.checkpoint.text import chat_template
+from jaxspec.checkpoint.text.chat_template import ChatTemplate
 from jaxspec.errors import RequestError
 
 TALK = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": True}
@@ -182,7 +182,7 @@ def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch):
 
 FORKED = """
 import os, sys
-from jaxspec.checkpoint.chat_template import ChatTemplate
+from jaxspec.checkpoint.text.chat_template import ChatTemplate
 template = ChatTemplate.of("{{ x }}")
 assert template.render({"x": 1}) == "1"
 child = os.fork()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxspec.checkpoint.packs import PACKS
-from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.names.packs import PACKS
 
 G, R, C, D, F = 4, 2, 3, 5, 8
 # Pack, published shapes, parameter, and for each axis of it whether a slice of it is one of the published arrays.

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.export import published_tensors, save_model
-from jaxspec.checkpoint.load import load_model
-from jaxspec.checkpoint.places import abstract_params
-from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.export import published_tensors, save_model
+from jaxspec.checkpoint.load.model import load_model
+from jaxspec.checkpoint.load.places import abstract_params
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer

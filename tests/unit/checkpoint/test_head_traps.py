@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec.checkpoint.head_formats import Verifier
-from jaxspec.checkpoint.head_traps import Finding, look_at
-from jaxspec.checkpoint.heads import save_head
+from jaxspec.checkpoint.heads.directory import save_head
+from jaxspec.checkpoint.heads.formats import Verifier
+from jaxspec.checkpoint.heads.traps import Finding, look_at
 from jaxspec.cli.main import main
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.protocol import Reads

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.checkpoint.head_formats import Verifier
-from jaxspec.checkpoint.head_layers import layers_config, layers_of
-from jaxspec.checkpoint.heads import load_head, save_head, stored_policy
+from jaxspec.checkpoint.heads.directory import load_head, save_head, stored_policy
+from jaxspec.checkpoint.heads.formats import Verifier
+from jaxspec.checkpoint.heads.layers import layers_config, layers_of
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.nn.policy import Policy
@@ -203,7 +203,7 @@ def test_a_head_is_replaced_as_a_whole_and_nothing_else_is(tmp_path: Path, monke
     def full(*_args, **_kwargs):
         raise OSError("no space left")
 
-    monkeypatch.setattr("jaxspec.checkpoint.heads.save_file", full)
+    monkeypatch.setattr("jaxspec.checkpoint.heads.directory.save_file", full)
     with pytest.raises(OSError, match="no space"):
         save_head(head(spec()), other)
     assert_same(load_head(other, TARGET, FLOAT32), second)

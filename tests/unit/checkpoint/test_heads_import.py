@@ -11,9 +11,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.head_config import is_head
-from jaxspec.checkpoint.heads import load_head, stored_policy
-from jaxspec.checkpoint.pickled import pickled_tensors
+from jaxspec.checkpoint.files.pickled import pickled_tensors
+from jaxspec.checkpoint.heads.config import is_head
+from jaxspec.checkpoint.heads.directory import load_head, stored_policy
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.heads import Head

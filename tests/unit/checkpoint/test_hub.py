@@ -16,7 +16,7 @@ from jaxspec import LLM
 from jaxspec.bench.shipped import model_config
 from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.checkpoint.hub_progress import told
-from jaxspec.checkpoint.load import load_model, read_config
+from jaxspec.checkpoint.load.model import load_model, read_config
 from jaxspec.cli.main import main
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxspec.checkpoint.load import load_model, load_mtp, plan_model
-from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.model import load_model, load_mtp, plan_model
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import known_families
 from jaxspec.nn.policy import Policy

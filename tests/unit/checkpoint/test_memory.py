@@ -23,7 +23,7 @@ SPARE = 200 << 20  # one tensor, its converted copy, and what JAX keeps of traci
 LOAD = """
 import json, sys
 import jax, jax.numpy as jnp
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.nn.policy import Policy
 
 def held(name):

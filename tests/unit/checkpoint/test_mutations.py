@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.load import Model, load_model
+from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.cli.main import main
 from jaxspec.nn.policy import Policy
 from tests.unit.checkpoint.harmless import HARMLESS

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.catalog import known_tables
-from jaxspec.checkpoint.packs import PACKS
-from jaxspec.checkpoint.places import abstract_params, flatten, part_shapes, places
+from jaxspec.checkpoint.load.places import abstract_params, flatten, part_shapes, places
+from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.mtp import Mtp

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.load import load_model
-from jaxspec.checkpoint.places import flatten
-from jaxspec.checkpoint.quantized import block_scales, dequantised, quantised
+from jaxspec.checkpoint.load.model import load_model
+from jaxspec.checkpoint.load.places import flatten
+from jaxspec.checkpoint.load.quantized import block_scales, dequantised, quantised
 from jaxspec.errors import ConfigError
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.quantized import Format, Quantized

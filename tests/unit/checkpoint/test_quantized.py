@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxspec.checkpoint.export import published_tensors
-from jaxspec.checkpoint.load import load_model, plan_model
-from jaxspec.checkpoint.places import abstract_params, flatten
-from jaxspec.checkpoint.quantized import block_scales, dequantised, quantised
-from jaxspec.checkpoint.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.export import published_tensors
+from jaxspec.checkpoint.load.model import load_model, plan_model
+from jaxspec.checkpoint.load.places import abstract_params, flatten
+from jaxspec.checkpoint.load.quantized import block_scales, dequantised, quantised
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer

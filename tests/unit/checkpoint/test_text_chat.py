@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint import deepseek_v4_chat
-from jaxspec.checkpoint.text import TAG, Text
+from jaxspec.checkpoint.text import deepseek_v4_chat
+from jaxspec.checkpoint.text.codec import TAG, Text
 from jaxspec.errors import RequestError
 
 BRACKETS = (

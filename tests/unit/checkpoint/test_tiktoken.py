@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import regex
 
-from jaxspec.checkpoint import tiktoken
-from jaxspec.checkpoint.text import Text
-from jaxspec.checkpoint.tokenizer import load_tokenizer
+from jaxspec.checkpoint.text import tiktoken
+from jaxspec.checkpoint.text.codec import Text
+from jaxspec.checkpoint.text.tokenizer import load_tokenizer
 from jaxspec.errors import ConfigError
 
 CORPUS = (

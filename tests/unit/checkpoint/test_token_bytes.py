@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from jaxspec.checkpoint.text import Text
-from jaxspec.checkpoint.token_bytes import TokenBytes
+from jaxspec.checkpoint.text.codec import Text
+from jaxspec.checkpoint.text.token_bytes import TokenBytes
 from tests.unit.serve.layouts import ALL, KNOWN, byte_fallback
 
 LAYOUTS = {

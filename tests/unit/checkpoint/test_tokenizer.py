@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]

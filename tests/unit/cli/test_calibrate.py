@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.bench.calibrate import Grid
 from jaxspec.bench.model_cost import model_cost
-from jaxspec.checkpoint.fingerprint import digests
+from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError
 from jaxspec.perf.calibration import Calibration, Predictor, load_calibration

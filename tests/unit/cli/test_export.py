@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec.checkpoint.heads import save_head
+from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.cli.main import main
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.bench.balance import balance, placement_for
 from jaxspec.bench.expert_load import Measured, compared
 from jaxspec.bench.touched import routed_experts
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.main import main
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.nn.policy import policy_for

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxspec.bench import plan_plot
-from jaxspec.checkpoint.fingerprint import digests
+from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
 from jaxspec.cli.plan import PlanArgs, question_of
 from jaxspec.perf.calibration import VERSION, Calibration, FitRecord, OverlapRecord, Point, save_calibration

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.interrupts import INTERRUPTS
 from jaxspec.cli.stages import Stages, in_words, shown_stages
 from jaxspec.nn.policy import Policy

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.checkpoint.catalog import known_tables
-from jaxspec.checkpoint.export import save_model
-from jaxspec.checkpoint.load import load_model, load_mtp
-from jaxspec.checkpoint.packs import PACKS
-from jaxspec.checkpoint.places import flatten, places
+from jaxspec.checkpoint.load.export import save_model
+from jaxspec.checkpoint.load.model import load_model, load_mtp
+from jaxspec.checkpoint.load.places import flatten, places
+from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import TAIL, StepPlan, dispatch

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache.kv import Window, entries, init_layer
-from jaxspec.checkpoint.places import abstract_params
+from jaxspec.checkpoint.load.places import abstract_params
 from jaxspec.errors import ConfigError
 from jaxspec.models.caches import init_caches
 from jaxspec.models.catalog import arch_of

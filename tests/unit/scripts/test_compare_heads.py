@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.decode.state import Target
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer

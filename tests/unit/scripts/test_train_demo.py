@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.nn.policy import Policy
 from scripts.house_report import ROOT
 

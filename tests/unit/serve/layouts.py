@@ -6,7 +6,7 @@ from functools import cache
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 
 CORPUS = [
     "the cat is in the house . it 's hot , isn't it ?",

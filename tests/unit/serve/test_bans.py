@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.decode.state import BAD_WORDS
 from jaxspec.errors import RequestError
 from jaxspec.serve.bans import bad_word_ids, bias_of, check_ids, table_of

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint import deepseek_v4_chat
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text import deepseek_v4_chat
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.serve.defaults import end_ids, sampling_defaults
 from jaxspec.serve.request import SamplingParams

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import RequestError
 from jaxspec.serve.detokenizer import ByteText, DecodedText, PieceText, detokenizer, shared
 from jaxspec.serve.request import Logprob, SamplingParams

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 
 LETTERS = [chr(i) for i in range(32, 127)] + ["\n"]
 END = "<end>"

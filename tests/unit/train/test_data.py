@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
 from jaxspec.train.data import batches, load_corpus, prompts, split
 from jaxspec.train.packing import PackedRows, pack

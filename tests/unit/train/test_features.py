@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import head

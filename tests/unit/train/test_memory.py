@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.places import abstract_params
+from jaxspec.checkpoint.load.places import abstract_params
 from jaxspec.config import shipped
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.fingerprint import fingerprint
-from jaxspec.checkpoint.heads import load_head
-from jaxspec.checkpoint.load import load_model
+from jaxspec.checkpoint.files.fingerprint import fingerprint
+from jaxspec.checkpoint.heads.directory import load_head
+from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError
 from jaxspec.nn.policy import Policy

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.checkpoint.text import Text
+from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
 from jaxspec.train.sources import Document, Reader
 from tests.unit.train.conftest import FORGETFUL, VOCAB, write_tokenizer

@@ -1,0 +1,1 @@
+"""Draft heads in every published format, in and out."""

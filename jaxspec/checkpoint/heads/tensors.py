@@ -1,0 +1,80 @@
+"""The tensors of a draft head under one set of names, whoever wrote them."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from jaxspec.checkpoint.files.model_files import file_in
+from jaxspec.checkpoint.files.pickled import pickled_tensors
+from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.names.table import ROTATION
+from jaxspec.errors import CheckpointError
+
+ARCHIVES = ("pytorch_model.bin", "medusa_lm_head.pt", "model.pt")
+PARTS = {"low": "0", "mid": "1", "high": "2"}
+RENAMED = (
+    (r"^(?:model|draft_model|eagle_module|medusa_heads?)\.", ""),
+    (r"^midlayer\.", "layers.0."),
+    (r"^aux_norm_(low|mid|high)\.", lambda m: f"fc_norm.{PARTS[m[1]]}."),
+    (r"^draft_id_to_target_id$", "d2t"),
+)
+LATER_NORM = re.compile(r"^(layers\.[1-9]\d*\.)hidden_norm\.weight$")
+NOT_READ = re.compile(rf"({'|'.join(map(re.escape, ROTATION))})$|^verifier_(norm|lm_head)\.weight$")
+
+
+class HeadFiles(TensorFiles):
+    """Tensors of a head's directory by the names that EAGLE-3 and speculators share.
+
+    ``midlayer`` is layer 0, a leading ``model.`` falls away, and later layers have ``input_layernorm`` alone, which
+    SGLang reads as ``hidden_norm``.
+
+    Attributes:
+      given: the names in the files.
+    """
+
+    def __init__(self, directory: Path):
+        self._maps, self.taken = {}, Counter()
+        archive = next((name for name in ARCHIVES if os.path.lexists(directory / name)), None)
+        if any(directory.glob("*.safetensors*")) or archive is None:
+            super().__init__(directory)
+        else:
+            self.tensors = pickled_tensors(file_in(directory, archive))
+        self.given = tuple(sorted(self.tensors))
+        self._rename()
+
+    def _rename(self) -> None:
+        named: dict[str, str] = {}
+        for given in self.given:
+            name = canonical(given)
+            if name in named:
+                raise CheckpointError(f"head: {given} and {named[name]} are two tensors for one parameter, {name}")
+            named[name] = given
+        self.tensors = {name: self.tensors[given] for name, given in named.items() if not NOT_READ.search(name)}
+        for name in list(self.tensors):
+            later = LATER_NORM.match(name)
+            twin = f"{later[1]}input_layernorm.weight" if later else None
+            if twin is None:
+                continue
+            if twin in self.tensors and not np.array_equal(self[name], self[twin]):
+                raise CheckpointError(
+                    f"head: {name} (read by SGLang) and {twin} (read by vLLM) differ, but are one parameter"
+                )
+            tensor = self.tensors.pop(name)
+            self.tensors.setdefault(twin, tensor)
+
+
+def canonical(name: str) -> str:
+    """A tensor's name among those that EAGLE-3 and speculators share."""
+    for pattern, new in RENAMED:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def layers_in(names: Iterable[str]) -> int:
+    """How many decoder layers tensors of these names make up."""
+    numbers = [int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))]
+    return max(numbers, default=-1) + 1

@@ -1,0 +1,1 @@
+"""Published tensors to parameters on their devices, and back."""

@@ -1,0 +1,210 @@
+"""Tensors of a plan to parameters on their devices: one tensor at a time into its final layout, dtype and place."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from jaxspec.checkpoint.files.finite import all_finite, fault
+from jaxspec.checkpoint.load.places import Leaf, flatten, part_shapes, unflatten
+from jaxspec.checkpoint.load.plan import Plan, scale_steps
+from jaxspec.checkpoint.load.quantized import check_numbers, factors, numbers, values
+from jaxspec.checkpoint.names.packs import PACKS
+from jaxspec.checkpoint.names.table import Rule
+from jaxspec.errors import CheckpointError
+from jaxspec.nn.quantized import Quantized
+from jaxspec.shapes import Params
+
+ALIGNMENT = 64  # from here on JAX takes a numpy array on CPU as its own instead of copying it
+TILE = 128
+Shape = tuple[int, ...]
+Index = tuple[slice, ...]
+Taken = tuple[np.ndarray, dict[str, int]]
+Show = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One array of parameters and how its parts are read.
+
+    Attributes:
+      shape, dtype: of the whole array.
+      leaf: the rules of its parts.
+      read: a slice of a rule's part, and the bytes of the tensors that it took.
+    """
+
+    shape: Shape
+    dtype: np.dtype
+    leaf: Leaf
+    read: Callable[[Rule, Index], Taken]
+
+
+def fill(plan: Plan, shardings: Any = None, show: Show | None = None) -> Params:
+    """Reads every tensor into its final layout, dtype and place.
+
+    Args:
+      plan: a checked one.
+      shardings: of every parameter, as a tree like that of the parameters or as a function that makes it from the
+        tree of their shapes; None puts all on the default device.
+      show: called with (bytes placed, bytes in all), of what this process's devices hold.
+
+    Raises:
+      CheckpointError: numbers or scales are not finite.
+    """
+    tree: Any = shardings(unflatten(plan.leaves)) if callable(shardings) else shardings
+    wanted = flatten(tree) if tree is not None else {}
+    parts = {path: _sources(plan, path) for path in plan.fills}
+    places = {(path, name): _place(wanted.get(path), name) for path in parts for name in parts[path]}
+    total = sum(_own_bytes(parts[path][name], place) for (path, name), place in places.items())
+    placed, done = 0, {}
+    for path, leaf in plan.leaves.items():
+        if path in plan.given:
+            done[path] = _given(plan.given[path], wanted.get(path))
+            continue
+        arrays = {}
+        for name, source in parts[path].items():
+            arrays[name] = _array(plan, source, places[path, name])
+            placed += _own_bytes(source, places[path, name])
+            if show:
+                show(placed, total)
+        done[path] = Quantized(**arrays, format=leaf.format) if isinstance(leaf, Quantized) else arrays["data"]
+    return {"params": unflatten(done)}
+
+
+def _place(sharding: Any, name: str) -> Sharding | None:
+    return getattr(sharding, name) if isinstance(sharding, Quantized) else sharding
+
+
+def _own_bytes(source: Source, sharding: Sharding | None) -> int:
+    """Bytes of an array that this process's devices hold, each counted once."""
+    indexes = [()] if sharding is None else sharding.addressable_devices_indices_map(source.shape).values()
+    sizes = {_bounds(index or (), source.shape) for index in indexes}
+    return source.dtype.itemsize * sum(math.prod(stop - start for start, stop in bounds) for bounds in sizes)
+
+
+def _bounds(index: Index, shape: Shape) -> tuple[tuple[int, int], ...]:
+    """First and last entry along each axis; axes that an index says nothing of are whole."""
+    spans = (*index, *[slice(None)] * (len(shape) - len(index)))
+    return tuple(s.indices(n)[:2] for s, n in zip(spans, shape, strict=True))
+
+
+def _sources(plan: Plan, path: str) -> dict[str, Source]:
+    """What a parameter consists of: its data, and its scales if it stays quantised."""
+    leaf, rules = plan.leaves[path], plan.fills[path]
+    if not isinstance(leaf, Quantized):
+        dtype = np.dtype(leaf.dtype)
+        return {"data": Source(leaf.shape, dtype, rules, partial(_plain, plan, rules.part, dtype))}
+    data, scale = leaf.format.data_shape(rules.part), leaf.format.scale_shape(rules.part)
+    return {
+        "data": Source(leaf.data.shape, np.dtype(leaf.data.dtype), rules, partial(_data, plan, data)),
+        "scale": Source(leaf.scale.shape, np.dtype(leaf.scale.dtype), rules, partial(_scale, plan, scale, leaf)),
+    }
+
+
+def _plain(plan: Plan, part: Shape, dtype: np.dtype, rule: Rule, index: Index) -> Taken:
+    stored = [plan.stored[name] for name in rule.hub]
+    pack = PACKS[rule.pack]
+    cut, small, left = pack.cut([values(plan.files, s, dtype) for s in stored], part, index)
+    taken = {s.data: a.nbytes for s, a in zip(stored, cut, strict=True) if s.form is None}
+    # A matrix is widened before it is cut, for the cut may go through its blocks.
+    taken |= {name: plan.files.size(name) for s in stored if s.form for name in s.tensors}
+    return pack.join(cut, small)[left], taken
+
+
+def _data(plan: Plan, part: Shape, rule: Rule, index: Index) -> Taken:
+    stored = [plan.stored[name] for name in rule.hub]
+    pack = PACKS[rule.pack]
+    cut, small, left = pack.cut([numbers(plan.files, s) for s in stored], part, index)
+    taken = {}
+    for s, array in zip(stored, cut, strict=True):
+        check_numbers(plan.files, array, s)
+        taken[s.data] = plan.files.size(s.data) if s.fresh else array.nbytes
+    return pack.join(cut, small)[left], taken
+
+
+def _scale(plan: Plan, part: Shape, leaf: Quantized, rule: Rule, index: Index) -> Taken:
+    stored = [plan.stored[name] for name in rule.hub]
+    parts = []
+    for s, (rows, columns) in zip(stored, part_shapes(rule.pack, part), strict=True):
+        assert s.form is not None, "the plan keeps only quantised tensors quantised"
+        down, across = scale_steps(rule.pack, leaf.format, s.form)
+        parts.append(np.repeat(np.repeat(factors(plan.files, s), down, 0), across, 1)[:rows, :columns])
+    # Scales are few, and read whole.
+    return PACKS[rule.pack].join(parts, part)[index], {s.tensors[-1]: plan.files.size(s.tensors[-1]) for s in stored}
+
+
+def _array(plan: Plan, source: Source, sharding: Sharding | None) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(_piece(plan, source, (slice(None),) * len(source.shape)))
+    pieces: dict[Any, np.ndarray] = {}  # several devices may hold the same one
+
+    def piece(index: Index | None) -> np.ndarray:
+        bounds = _bounds(index or (), source.shape)
+        if bounds not in pieces:
+            pieces[bounds] = _piece(plan, source, tuple(slice(*pair) for pair in bounds))
+        return pieces[bounds]
+
+    return jax.make_array_from_callback(source.shape, sharding, piece)
+
+
+def _given(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def _piece(plan: Plan, source: Source, index: Index) -> np.ndarray:
+    """A slice of an array; tensors that it does not touch are not read."""
+    bounds = _bounds(index, source.shape)
+    out = _aligned(tuple(stop - start for start, stop in bounds), source.dtype)
+    lead = source.leaf.lead
+    for place in itertools.product(*(range(*b) for b in bounds[:lead])):
+        part, taken = source.read(source.leaf.rules[place], index[lead:])
+        here = tuple(p - start for p, (start, _) in zip(place, bounds, strict=False))
+        _copy(out[here], part)
+        if not all_finite(out[here]):
+            raise CheckpointError(_damage(plan, source.leaf.rules[place], source.dtype))
+        del part
+        for tensor, size in taken.items():
+            plan.files.release(tensor, size)
+    return out
+
+
+def _damage(plan: Plan, rule: Rule, dtype: np.dtype) -> str:
+    """What to say of tensors that make up a parameter with numbers that are not finite."""
+    stored = [plan.stored[name] for name in rule.hub]
+    plain = [s.data for s in stored if s.form is None]
+    text = next((text for name in plain if (text := fault(name, plan.files.read(name)))), None)
+    names = ", ".join(s.name for s in stored)
+    return text or f"{names}: holds numbers that are too large for {dtype}; load it as float32"
+
+
+def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """An uninitialised array that JAX can take as its own."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _copy(out: np.ndarray, part: np.ndarray) -> None:
+    """Copies with a change of dtype; transposed arrays by bands, which is 4 times faster."""
+    if out.dtype == part.dtype and out.dtype.itemsize <= 2:
+        plain = np.dtype(f"u{out.dtype.itemsize}")  # numpy moves its own dtypes faster
+        out, part = out.view(plain), part.view(plain)
+    for band in _bands(part):
+        out[band] = part[band]
+
+
+def _bands(part: np.ndarray) -> Iterator[Any]:
+    if part.ndim < 2 or part.flags.c_contiguous or abs(part.strides[-1]) == part.itemsize:
+        yield ...
+        return
+    for start in range(0, part.shape[-1], TILE):
+        yield (..., slice(start, start + TILE))

@@ -1,0 +1,200 @@
+"""A checkpoint directory to a model on its devices, in the layout that the compute path wants."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxspec.checkpoint.files.model_files import check_text_files, file_in, read_json
+from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.fill import Show, fill
+from jaxspec.checkpoint.load.plan import Plan, make_plan
+from jaxspec.checkpoint.load.quantized import check_method
+from jaxspec.checkpoint.load.slots import check_placement, held_by_model, held_by_mtp, slots_for
+from jaxspec.checkpoint.load.tied import with_own_head
+from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.models.catalog import arch_of
+from jaxspec.models.mtp import Mtp
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy
+from jaxspec.perf.expert_placement import Placement
+from jaxspec.shapes import Params
+from jaxspec.sharding.rules import MAY_BE_WHOLE, named_shardings
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model.
+
+    Attributes:
+      net: the network, hashable; its policy knows what stayed quantised.
+      params: its parameters.
+      config: the published config.
+      generation: the published generation defaults, empty if there are none.
+      directory: where it came from.
+    """
+
+    net: Transformer
+    params: Params
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    directory: Path
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The published ``config.json``.
+
+    Raises:
+      ConfigError: the directory or file is missing, the file is not a JSON object, or it or one of the tokenizer's is
+        no regular file in the directory.
+    """
+    if not directory.is_dir():
+        raise no_directory(directory)
+    if not os.path.lexists(directory / "config.json"):
+        raise ConfigError(f"{directory}: no config.json; a model is a directory in Hugging Face layout")
+    check_text_files(directory)
+    return read_json(file_in(directory, "config.json", ConfigError))
+
+
+def no_directory(directory: Path) -> ConfigError:
+    """Returns the error for a model directory that is not there, or that is no directory."""
+    if directory.is_file():
+        return ConfigError(f"{directory}: a file, not a model directory; give the directory that it lies in")
+    return ConfigError(
+        f"{directory}: no such directory; a model is a directory with config.json and .safetensors files, or the id of "
+        "one on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B"
+    )
+
+
+def read_generation(directory: Path) -> dict[str, Any]:
+    """The published ``generation_config.json``, empty if there is none.
+
+    Raises:
+      ConfigError: it is no JSON object.
+    """
+    name = "generation_config.json"
+    return read_json(file_in(directory, name, ConfigError)) if os.path.lexists(directory / name) else {}
+
+
+def plan_model(
+    directory: str | Path, policy: Policy, quantization: str = "auto", placement: Placement | None = None
+) -> Plan:
+    """What loading a directory would do and what is wrong with it, from its headers alone.
+
+    Args:
+      directory: checkpoint in Hugging Face layout.
+      policy: layout and dtypes of the parameters.
+      quantization: see ``make_plan``.
+      placement: of the experts; None leaves them in their order.
+
+    Raises:
+      ConfigError: the config is missing, corrupt, of an unknown family or quantised in a way that is not supported.
+      CheckpointError: the files are unreadable.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    arch = arch_of(config)
+    table, files = known_tables()[arch.family], TensorFiles(directory)
+    arch = with_own_head(arch, table, files)
+    net = Transformer(arch, replace(policy, slots=slots_for(placement)))
+    return make_plan(
+        directory, net, table.rules(arch), beside=table.beside(arch), ignored=table.not_read(arch),
+        block=check_method(config), quantization=quantization, files=files, held=held_by_model(placement),
+    )  # fmt: skip
+
+
+def load_model(
+    directory: str | Path,
+    policy: Policy,
+    *,
+    quantization: str = "auto",
+    mesh: Mesh | None = None,
+    allow_replication: bool | str = MAY_BE_WHOLE,
+    placement: Placement | None = None,
+    show: Show | None = None,
+) -> Model:
+    """Loads a Hugging Face directory.
+
+    Args:
+      directory: checkpoint.
+      policy: layout and dtypes of the parameters; formats of what stays quantised are filled in.
+      quantization: ``auto`` keeps published quantised weights as they are, ``none`` widens them to the policy's dtype;
+        ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain checkpoint.
+      mesh: devices that the parameters are split over, None for the default device.
+      allow_replication: what is whole on each device where the mesh does not divide it, see ``named_shardings``; heads
+        and vocabulary by default, but neither experts nor hidden units.
+      placement: which of the devices along ``expert`` hold which experts; by default equally many, in their order.
+      show: called with (bytes placed, bytes in all).
+
+    Raises:
+      ConfigError: the config is missing, corrupt or of an unknown family, the quantisation is not possible, the mesh
+        does not divide the model, or the placement is of another model or mesh.
+      CheckpointError: the tensors are unreadable or do not match.
+    """
+    config = read_config(Path(directory))
+    if placement is not None:
+        check_placement(placement, config, arch_of(config), mesh)
+    plan = plan_model(directory, over(policy, mesh), quantization, placement)
+    plan.check()
+    generation = read_generation(plan.directory)
+    params = fill(plan, shards_for(mesh, allow_replication), show)
+    return Model(plan.net, params, config, generation, plan.directory)
+
+
+def over(policy: Policy, mesh: Mesh | None) -> Policy:
+    """The policy on a mesh, where routed experts lie stacked: an expert in an array of its own cannot be split off."""
+    return policy if mesh is None else replace(policy, mesh=mesh.abstract_mesh, experts="stacked")
+
+
+def shards_for(mesh: Mesh | None, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
+    """What makes the shardings of parameters from their shapes, None for one device."""
+    return None if mesh is None else partial(named_shardings, mesh=mesh, allow_replication=allow_replication)
+
+
+def load_mtp(
+    directory: str | Path,
+    net: Transformer,
+    *,
+    quantization: str = "auto",
+    mesh: Mesh | None = None,
+    show: Show | None = None,
+) -> tuple[Mtp, Params]:
+    """Loads the layers of multi-token prediction that were published with a model.
+
+    Args:
+      directory: the model's checkpoint.
+      net: the model's network.
+      quantization: as of ``load_model``, like what follows.
+      mesh: devices that the parameters are split over.
+      show: called with (bytes placed, bytes in all).
+
+    Raises:
+      ConfigError: the config promises no such layers.
+      CheckpointError: the files lack them, which is common in copies that were saved again, or do not match.
+    """
+    directory, arch = Path(directory), net.arch
+    if not arch.mtp:
+        raise ConfigError(
+            f"{directory}: config.json ({arch.family}) has no layers of multi-token prediction "
+            "(num_nextn_predict_layers); speculate with another method"
+        )
+    block, rules = check_method(read_config(directory)), known_tables()[arch.family].mtp_rules(arch)
+    plan = make_plan(
+        directory, Mtp(arch, over(net.policy, mesh)), rules, block=block, quantization=quantization,
+        held=held_by_mtp(arch, net.policy.slots, mesh),
+    )  # fmt: skip
+    missing = plan.problems["missing"]
+    if missing:
+        raise CheckpointError(
+            f"{directory}: config.json promises {len(arch.mtp)} layers of multi-token prediction, but {len(missing)} "
+            f"of their tensors are missing, as copies that were saved again often lack them: {', '.join(missing)}; "
+            "download the published files, or speculate with another method"
+        )
+    plan.check()
+    params = fill(plan, shards_for(mesh), show)
+    return Mtp(arch, plan.policy), params

@@ -1,0 +1,174 @@
+"""Where the published tensors of a table go: which leaf of the parameters, and which entry of its leading axes."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.checkpoint.load.slots import TABLE, Held
+from jaxspec.checkpoint.names.packs import PACKS
+from jaxspec.checkpoint.names.table import Rule
+from jaxspec.models.arch import ArchSpec, LayerSpec, Segment, segments
+from jaxspec.models.depth import stack_of
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.moe import ROUTED, own_name
+from jaxspec.nn.policy import kind_of
+from jaxspec.nn.quantized import Quantized, abstract_quantized
+from jaxspec.shapes import Params
+
+STACKED = {own_name(name): name for name in ROUTED}
+NO_SLOTS: Mapping[str, Held] = {}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One parameter and the rules that fill it.
+
+    Attributes:
+      shape: of the whole parameter.
+      lead: how many leading axes count layers and experts.
+      rules: by entry of those axes.
+    """
+
+    shape: tuple[int, ...]
+    lead: int
+    rules: dict[tuple[int, ...], Rule]
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Shape of what one rule fills."""
+        return self.shape[self.lead :]
+
+
+@cache
+def abstract_params(net: Any) -> Params:
+    """Shapes and dtypes of every parameter of a network or of its multi-token prediction, nothing allocated.
+
+    Equal layers and equal experts are looked at once, so that depth and experts cost no time.
+    """
+    arch, policy = net.arch, net.policy
+    distinct = tuple(dict.fromkeys(arch.layers))
+    once = isinstance(net, Transformer) and policy.depth == "unrolled"
+    small = net.clone(
+        arch=replace(arch, layers=distinct) if once else arch, policy=replace(policy, formats=(), experts="stacked")
+    )
+    found: dict[str, Any] = {}
+    for path, leaf in flatten(jax.eval_shape(small.initial, jax.random.key(0))["params"]).items():
+        for whole in _layers(path, arch.layers, distinct) if once else (path,):
+            found |= dict(_experts(whole, leaf)) if policy.experts == "switched" else {whole: leaf}
+    for path, leaf in found.items():
+        form = policy.format_of(kind_of(path.split("/")))
+        found[path] = leaf if form is None else abstract_quantized(leaf.shape, form)
+    return unflatten(found)
+
+
+def _layers(path: str, layers: tuple[LayerSpec, ...], distinct: tuple[LayerSpec, ...]) -> list[str]:
+    """Paths of one parameter in all layers that are like its own."""
+    first, _, rest = path.partition("/")
+    if not first.startswith("layers_"):
+        return [path]
+    like = distinct[int(first.removeprefix("layers_"))]
+    return [f"layers_{y}/{rest}" for y, layer in enumerate(layers) if layer == like]
+
+
+def _experts(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    """One parameter of all experts as one of each."""
+    folder, _, name = path.rpartition("/")
+    if name not in ROUTED:
+        yield path, leaf
+        return
+    axis = 1 if path.startswith("segment_") else 0
+    shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
+    for e in range(leaf.shape[axis]):
+        yield f"{folder}/{own_name(name)}_{e}", jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
+def flatten(params: Any) -> dict[str, Any]:
+    """Leaves by path, parts joined with a slash; a quantised weight is one leaf."""
+    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Quantized))[0]
+    return {"/".join(part.key for part in path): leaf for path, leaf in leaves}
+
+
+def unflatten(leaves: Mapping[str, Any]) -> Params:
+    """The inverse of ``flatten``."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, name = path.split("/")
+        node = tree
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[name] = leaf
+    return tree
+
+
+def places(
+    rules: Iterable[Rule], leaves: Mapping[str, Any], arch: ArchSpec | None = None, held: Mapping[str, Held] = NO_SLOTS
+) -> dict[str, Leaf]:
+    """What fills each leaf; rules whose parameter is not there are left out.
+
+    Args:
+      rules: of a table.
+      leaves: abstract parameters by path.
+      arch: says which layers lie in one stack, None where none do.
+      held: which slots an expert's weights fill, by the path of its layer; one of its own number elsewhere.
+    """
+    cut = _cut(leaves, arch)
+    found: dict[str, Leaf] = {}
+    for rule in rules:
+        for path, index in _place(rule.leaf, leaves, cut, held):
+            leaf = found.setdefault(path, Leaf(leaves[path].shape, len(index), {}))
+            leaf.rules[index] = rule
+    return found
+
+
+def tables(held: Mapping[str, Held], leaves: Mapping[str, Any], arch: ArchSpec) -> dict[str, np.ndarray]:
+    """The parameters that say which slots an expert has; arguments as of ``places``."""
+    cut = _cut(leaves, arch)
+    found: dict[str, np.ndarray] = {}
+    for folder, own in held.items():
+        path, index = _stacked(f"{folder}/{TABLE}", cut)
+        whole = found.setdefault(path, np.empty(leaves[path].shape, np.int32))
+        whole[index] = own.table(whole.shape[-1])
+    return found
+
+
+def _cut(leaves: Mapping[str, Any], arch: ArchSpec | None) -> tuple[Segment, ...]:
+    return tuple(segments(arch.layers)) if arch and any(path.startswith("segment_") for path in leaves) else ()
+
+
+def _stacked(path: str, cut: tuple[Segment, ...]) -> tuple[str, tuple[int, ...]]:
+    """Where a layer's parameter lies if layers are stacked: the stack's parameter, and the place in it."""
+    layer, _, rest = path.partition("/")
+    if not (layer.startswith("layers_") and cut):
+        return path, ()
+    stack, place, _ = stack_of(int(layer.removeprefix("layers_")), cut)
+    return f"{stack}/{rest}", (place,)
+
+
+def _place(
+    rule: str, leaves: Mapping[str, Any], cut: tuple[Segment, ...], held: Mapping[str, Held]
+) -> list[tuple[str, tuple[int, ...]]]:
+    path, index = _stacked(rule, cut)
+    if path in leaves:
+        return [(path, index)]
+    folder, _, name = path.rpartition("/")
+    base, _, number = name.rpartition("_")
+    if base not in STACKED or f"{folder}/{STACKED[base]}" not in leaves:
+        return []
+    own = held.get(rule.rpartition("/")[0])
+    filled = (int(number),) if own is None else own.filled_by(int(number))
+    return [(f"{folder}/{STACKED[base]}", (*index, slot)) for slot in filled]
+
+
+def published_shapes(leaf: Leaf, rule: Rule) -> list[tuple[int, ...]]:
+    """Shapes of what the published tensors of one rule stand for."""
+    return part_shapes(rule.pack, leaf.part)
+
+
+@cache
+def part_shapes(pack: str, part: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes of the arrays that a pack makes a part of a parameter of."""
+    return [array.shape for array in PACKS[pack].split(np.broadcast_to(np.zeros((), np.int8), part))]

@@ -1,0 +1,1 @@
+"""Published tensor names and layouts of every family, as tables."""

@@ -1,0 +1,51 @@
+"""Tensor names of DeepSeek-V3 and V3.2, and of Kimi and GLM, which kept them."""
+
+from dataclasses import replace
+
+from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, Rule, Table
+from jaxspec.checkpoint.names.tables.glm4_moe import DEEPSEEK_COPIES, DEEPSEEK_EXPERT, DEEPSEEK_FFN, DEEPSEEK_MTP
+
+A, HUB = "attention/", "self_attn."
+LATENT = (
+    Rule(f"{A}q_DHC", (f"{HUB}q_proj.weight",), "from_rank"),
+    Rule(f"{A}q_a_DR", (f"{HUB}q_a_proj.weight",), "transpose"),
+    Rule(f"{A}q_a_bias_R", (f"{HUB}q_a_proj.bias",)),
+    Rule(f"{A}q_norm_R", (f"{HUB}q_a_layernorm.weight",)),
+    Rule(f"{A}q_b_RHC", (f"{HUB}q_b_proj.weight",), "from_rank"),
+    Rule(f"{A}kv_a_DX", (f"{HUB}kv_a_proj_with_mqa.weight",), "transpose"),
+    Rule(f"{A}kv_a_bias_X", (f"{HUB}kv_a_proj_with_mqa.bias",)),
+    Rule(f"{A}kv_norm_R", (f"{HUB}kv_a_layernorm.weight",)),
+    Rule(f"{A}kv_b_HXR", (f"{HUB}kv_b_proj.weight",), "head_rows"),
+    Rule(f"{A}out_HCD", (f"{HUB}o_proj.weight",), "out"),
+    Rule(f"{A}out_bias_D", (f"{HUB}o_proj.bias",)),
+)
+INDEXER = (
+    Rule(f"{A}indexer/q_RHC", (f"{HUB}indexer.wq_b.weight",), "from_rank"),
+    Rule(f"{A}indexer/k_DC", (f"{HUB}indexer.wk.weight",), "transpose"),
+    Rule(f"{A}indexer/k_norm_C", (f"{HUB}indexer.k_norm.weight",)),
+    Rule(f"{A}indexer/k_norm_bias_C", (f"{HUB}indexer.k_norm.bias",)),
+    Rule(f"{A}indexer/weight_DH", (f"{HUB}indexer.weights_proj.weight",), "transpose"),
+)
+DEEPSEEK = Table(
+    top=EMBEDDING,
+    layer=(*NORMS, *LATENT, *INDEXER, *DEEPSEEK_FFN),
+    expert=DEEPSEEK_EXPERT,
+    mtp=DEEPSEEK_MTP,
+    mtp_copies=DEEPSEEK_COPIES,
+)
+KIMI = "language_model."
+KIMI_INSIDE = replace(
+    DEEPSEEK,
+    top=tuple(replace(rule, hub=tuple(KIMI + name for name in rule.hub)) for rule in EMBEDDING),
+    prefix=KIMI + DEEPSEEK.prefix,
+    others=("vision_tower.", "mm_projector."),
+)
+
+# GLM-5's repositories leave the copies out.
+NO_COPIES = replace(DEEPSEEK, mtp_copies=())
+
+TABLES = (
+    dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), DEEPSEEK)
+    | dict.fromkeys(("glm_moe_dsa", "glm4_moe_lite"), NO_COPIES)
+    | {"kimi_k25": KIMI_INSIDE}
+)

@@ -1,0 +1,24 @@
+"""Tensor names of gpt-oss: all experts of a layer in one tensor, gate and up columns by turns."""
+
+from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, Rule, Table, attention_rules
+
+EXPERTS = "mlp.experts."
+
+TABLES = {
+    "gpt_oss": Table(
+        top=EMBEDDING,
+        layer=(
+            *NORMS,
+            *attention_rules(),
+            Rule("ffn/router_DE", ("mlp.router.weight",), "transpose"),
+            Rule("ffn/router_bias_E", ("mlp.router.bias",)),
+        ),
+        expert=(
+            Rule("ffn/gate_up_D2F_{e}", (EXPERTS + "gate_up_proj[{e}]",), "by_turns"),
+            Rule("ffn/gate_up_bias_2F_{e}", (EXPERTS + "gate_up_proj_bias[{e}]",), "bias_by_turns"),
+            Rule("ffn/down_FD_{e}", (EXPERTS + "down_proj[{e}]",)),
+            Rule("ffn/down_bias_D_{e}", (EXPERTS + "down_proj_bias[{e}]",)),
+        ),
+        scales="blocks",
+    )
+}
