@@ -93,14 +93,14 @@ class Model:
         return self.cost.weight_bytes(rows, positions) + rows * cached
 
 
-def decoding(section: Section, name: str) -> None:
+def decoding(section: Section, name: str, sizes: Sizes | None = None) -> None:
     """Measures one architecture.
 
     A plain step is one token per row. A verifying step with K drafts commits one token too, because its drafts are
     guesses: its time over the plain step's is the verify cost ratio (the inverse of MoESD's target efficiency), and a
     published acceptance length over that ratio is the speed-up with drafts that cost nothing.
     """
-    sizes = TINY if section.tiny else REAL
+    sizes = sizes or (TINY if section.tiny else REAL)
     config = published_config(name, section.tiny)
     target = random_target(config, Policy(depth="stacked", kernels=sizes.kernels), block=sizes.block)
     model = Model(name, target, model_cost(config, name=name), sizes)
