@@ -46,7 +46,7 @@ class Checkpoints:
             raise JaxspecError(f"{run}: cannot be written ({error.strerror})") from error
         try:
             hosts.check_shared(run)
-            hosts.led(lambda: _take(self._lock, run, identity))
+            hosts.run_on_leader(lambda: _take(self._lock, run, identity))
             with self._told("opened", 0):
                 self._manager = ocp.CheckpointManager(
                     (run / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=KEPT)
@@ -107,7 +107,7 @@ class Checkpoints:
                 )
             return {}
 
-        hosts.led(look)
+        hosts.run_on_leader(look)
 
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
         """The newest state and what goes with it.
@@ -142,7 +142,7 @@ class Checkpoints:
     def _told(self, done: str, step: int) -> Iterator[None]:
         """Makes one clear error of whatever the checkpoint library raises."""
         try:
-            with hosts.all_there():
+            with hosts.explain_lost_process():
                 yield
         except JaxspecError:
             raise

@@ -57,7 +57,7 @@ def fit(
             _keep(plan, file)
         return {"rows": plan.rows, "parts": plan.parts, "remat": plan.remat, "needed": plan.needed, "room": plan.room}
 
-    plan = MemoryPlan(**hosts.led(choose))
+    plan = MemoryPlan(**hosts.run_on_leader(choose))
     tell({"memory": plan.words()})
     if plan.room is not None and plan.total > plan.room:
         tell({"warning": f"an update takes about {plan.total / GB:.1f} GB and {plan.room / GB:.1f} GB are free"})

@@ -131,7 +131,7 @@ def _log(spec: LoopSpec, step: int) -> Iterator[MetricsLog | None]:
         )
         return {}
 
-    hosts.led(begin)
+    hosts.run_on_leader(begin)
     try:
         yield opened[0] if opened else None
     finally:
@@ -214,7 +214,7 @@ class _Loop:
         save, about = self.task.save, self.task.provenance
         if save is None:
             return
-        found = hosts.whole(params)
+        found = hosts.gather_to_host(params)
 
         def write(place: Path) -> None:
             save(found, place)
@@ -222,7 +222,7 @@ class _Loop:
                 words = json.dumps({"step": step, "held_out": self.held_out, **about}, indent=2, ensure_ascii=False)
                 (place / PROVENANCE).write_text(words + "\n", encoding="utf-8")
 
-        if hosts.first():
+        if hosts.is_leader():
             replace_directory(self.spec.directory / name, write)
 
     def _write(self, done: int, entry: Entry) -> None:
@@ -238,7 +238,7 @@ class _Loop:
         return round(time.monotonic() - self.began, 1)
 
     def _not_finite(self, done: int, entry: Entry, batch: Batch) -> JaxspecError:
-        own = f"_{jax.process_index()}" if hosts.several() else ""
+        own = f"_{jax.process_index()}" if hosts.is_multiprocess() else ""
         file = self.spec.directory / f"nan_batch_{done}{own}.npz"
         leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
         try:

@@ -64,7 +64,7 @@ def train(
       ConfigError, CheckpointError: settings, data or target are not usable.
       JaxspecError: the disk is full, a loss is not finite, or another process was lost; what went before is kept.
     """
-    with hosts.all_there():
+    with hosts.explain_lost_process():
         return _train(settings, target, watch, tell)
 
 
@@ -80,7 +80,7 @@ def _train(settings: RunSettings, target: Path, watch: Callable[[Entry], None], 
     if settings.features.cache is not None:
         rows = _cached(settings, target, corpus, mesh, found, plan.rows, tell)
     t, seed = settings.train, settings.seed
-    part, parts = (0, 1) if mesh is None else hosts.share(mesh, "data")
+    part, parts = (0, 1) if mesh is None else hosts.local_share(mesh, "data")
     spec = loop.LoopSpec(
         t.steps, Path(settings.out), t.save_every, t.log_every, settings.evaluation.every, seed,
         best=None if found.evaluate is None else head_run.metric_of(settings),
@@ -129,7 +129,7 @@ def _prepare(settings: RunSettings, target: Path, tell: Tell) -> tuple[Corpus, M
     asked = {name: value for name, value in msgspec.to_builtins(settings).items() if name != "out"}
     hosts.check_same({"settings": asked, "data": corpus.digest(), "target": fingerprint(target)})
     sizes = {name: getattr(settings.mesh, name) for name in settings.mesh.__struct_fields__}
-    return corpus, make_mesh(sizes) if max(sizes.values()) > 1 or hosts.several() else None
+    return corpus, make_mesh(sizes) if max(sizes.values()) > 1 or hosts.is_multiprocess() else None
 
 
 def _cached(
