@@ -100,6 +100,39 @@ class ModelCost:
     chain_only: str | None = None
     prediction: "ModelCost | None" = None
 
+    @classmethod
+    def from_totals(
+        cls,
+        *,
+        layers: int,
+        dense_bytes: float,
+        weight_bytes: float = 2.0,
+        routed_layers: int = 0,
+        experts: int = 0,
+        top_k: int = 0,
+        expert_bytes: float = 0.0,
+        entry_bytes: float = 0.0,
+    ) -> "ModelCost":
+        """Makes a coarse model from sums over its parameters, for predictions of ratios.
+
+        Args:
+          layers: how many.
+          dense_bytes: of all weights that every pass reads: neither routed experts nor the embedding.
+          weight_bytes: of one number of them.
+          routed_layers: how many of the layers have routed experts.
+          experts: E of each of them.
+          top_k: A of each of them.
+          expert_bytes: of one expert of one layer.
+          entry_bytes: of all caches, per cached position.
+        """
+        each, flops = dense_bytes / layers, 2.0 / weight_bytes
+        cache = (CacheCost(entry_bytes / layers),)
+        kinds = (
+            LayerCost(layers - routed_layers, each, each * flops, cache),
+            LayerCost(routed_layers, each, each * flops, cache, experts, top_k, expert_bytes, expert_bytes * flops),
+        )
+        return cls("", 0, 0, 0, tuple(kind for kind in kinds if kind.count), head_bytes=0.0, head_flops=0.0)
+
     @property
     def routed(self) -> LayerCost | None:
         """The kind of routed layer with the most layers, None for a dense model."""
