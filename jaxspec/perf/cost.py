@@ -242,7 +242,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Work:
+class PassWork:
     """Bytes that must move and products that must be computed at the same time, the same ``count`` times over.
 
     Attributes:
@@ -278,7 +278,7 @@ def works(
     mesh: Mesh | None = None,
     overlap: Overlap | None = None,
     head_positions: int | None = None,
-) -> list[Work]:
+) -> list[PassWork]:
     """What one pass over ``positions`` positions of each row moves and computes, on the slowest device.
 
     Args:
@@ -301,17 +301,17 @@ def works(
     found = []
     for layer in model.layers:
         products = local * positions * layer.dense_flops
-        found.append(Work("dense", layer.count, layer.dense_bytes / tensor, products / tensor))
+        found.append(PassWork("dense", layer.count, layer.dense_bytes / tensor, products / tensor))
         for c in layer.caches:
             read = local * c.entry_bytes * c.entries(positions, context) / min(c.heads, tensor)
-            found.append(Work("kv", layer.count, read, local * c.flops(positions, context) / tensor))
+            found.append(PassWork("kv", layer.count, read, local * c.flops(positions, context) / tensor))
     for layer, place, times in routed_places(model, overlap):
         touched = overlap.touched(layer.experts, layer.top_k, group, positions, place)
         busiest = busiest_share(touched, layer.experts, mesh.expert) / tensor
         products = layer.top_k * group * positions * layer.expert_flops * busiest / touched
-        found.append(Work("experts", times, layer.expert_bytes * busiest, products))
+        found.append(PassWork("experts", times, layer.expert_bytes * busiest, products))
     if heads:
-        found.append(Work("head", 1, model.head_bytes / tensor, local * heads * model.head_flops / tensor))
+        found.append(PassWork("head", 1, model.head_bytes / tensor, local * heads * model.head_flops / tensor))
         logits = local * heads * 4.0 * model.vocab_size / tensor
-        found.append(Work("sampling", 1, SAMPLING_PASSES * logits, 0.0))
+        found.append(PassWork("sampling", 1, SAMPLING_PASSES * logits, 0.0))
     return found

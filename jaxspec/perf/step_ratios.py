@@ -9,7 +9,7 @@ import numpy as np
 from jaxspec.errors import ConfigError
 from jaxspec.perf.calibration import Calibration
 from jaxspec.perf.cost import ModelCost, Rates
-from jaxspec.perf.step_time import step_time
+from jaxspec.perf.pass_time import step_time
 
 # Relative error per doubling of rows away from a measured number of them, and of a K between measured ones.
 ERROR_PER_DOUBLING = 0.1

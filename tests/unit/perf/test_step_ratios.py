@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxspec.errors import ConfigError
-from jaxspec.perf.calibration import Point
+from jaxspec.perf.calibration import MeasuredCell
 from jaxspec.perf.cost import ModelCost, Rates
 from jaxspec.perf.hardware import CPU_RATES
 from jaxspec.perf.step_ratios import ERROR_PER_DOUBLING, prior_ratios, step_ratios
@@ -16,12 +16,12 @@ from jaxspec.perf.step_ratios import ERROR_PER_DOUBLING, prior_ratios, step_rati
 class Cells:
     """What is read of a calibration."""
 
-    points: list[Point] = field(default_factory=list)
+    points: list[MeasuredCell] = field(default_factory=list)
     noise_floor: float = 0.01
 
 
 def cells(*points: tuple[int, int, int, float]) -> Any:
-    return Cells([Point(rows, length, context, step_s, 0.0) for rows, length, context, step_s in points])
+    return Cells([MeasuredCell(rows, length, context, step_s, 0.0) for rows, length, context, step_s in points])
 
 
 def test_measured_cells_and_the_lines_between_them():

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import Mesh, ModelCost, Rates
 from jaxspec.perf.links import CHOICE_BYTES, SENT_BYTES, SUM_BYTES, chance_of_a_device
-from jaxspec.perf.step_time import smooth_max
+from jaxspec.perf.pass_time import smooth_max
 
 Transport = Literal["sum", "padded", "ragged"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
