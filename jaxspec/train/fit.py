@@ -8,9 +8,9 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import plan_head
-from jaxspec.checkpoint.load.model import over, plan_model, read_config
+from jaxspec.checkpoint.heads.identify import is_head
+from jaxspec.checkpoint.load.model import plan_model, policy_on_mesh, read_config
 from jaxspec.checkpoint.load.places import unflatten
 from jaxspec.errors import JaxspecError
 from jaxspec.models.arch import ArchSpec
@@ -89,7 +89,7 @@ def work_of(settings: RunSettings, target: Path, mesh: Mesh | None, *, evaluated
     config = read_config(target)
     arch = arch_of(config)
     net = network_of(settings, arch, config, head_policy(settings.train))
-    frozen = unflatten(plan_model(target, over(target_policy(settings.train), mesh)).leaves)
+    frozen = unflatten(plan_model(target, policy_on_mesh(target_policy(settings.train), mesh)).leaves)
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
     target_bytes = held_bytes(frozen, mesh)
     # The last hidden state and the stream before its norm, what is asked for, and that once more side by side.
