@@ -25,7 +25,7 @@ from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import coverage
 from jaxspec.nn.policy import Policy, policy_for
-from jaxspec.protocol import NOTHING, Drafter, Reads
+from jaxspec.protocol import NO_CAPTURE, CaptureSpec, Drafter
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding.placement import settle
 from jaxspec.topology import chain
@@ -62,7 +62,7 @@ class HeadRun:
     evaluate: Callable[[Params], Mapping[str, float]] | None
     save: Callable[[Params, Path], None]
     drafter: Callable[[Params, int], Drafter]
-    reads: Reads
+    reads: CaptureSpec
     routing: tuple[int, ...]
     facts: Mapping[str, str]
 
@@ -99,7 +99,7 @@ def build(
     _check_loss(settings, net)
     ids = None if ids_W is None else settle(jnp.asarray(ids_W), mesh)
     course = Course(model.params, ids, model.net, net, settings.loss, remat=remat)
-    reads = net.spec.reads if isinstance(net, DraftHead) else NOTHING
+    reads = net.spec.reads if isinstance(net, DraftHead) else NO_CAPTURE
     routing = net.spec.routing if isinstance(net, DraftHead) else ()
     known = {}
     if ids_W is not None:
@@ -141,7 +141,7 @@ def _name(length: int, temperature: float) -> str:
     return f"k{length}/t{temperature:g}"
 
 
-def _loss(reads: Reads, routing: tuple[int, ...]) -> Callable[..., Any]:
+def _loss(reads: CaptureSpec, routing: tuple[int, ...]) -> Callable[..., Any]:
     def loss_fn(params: Params, frozen: Course, batch: Batch, key: Array) -> tuple[Array, dict[str, Array]]:
         lesson = teach(frozen.target, frozen.base, batch, reads, routing)
         return head_loss(frozen, params, lesson, batch, key)
