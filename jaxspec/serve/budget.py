@@ -119,7 +119,7 @@ class VerifyBudget:
             least = max(least, wanted)
         known = time_s > 0 and trial is None
         values: dict[str, Any] = {
-            "rate": tokens / time_s if known else 0.0, "rows": rows,
+            "tok_per_s": tokens / time_s if known else 0.0, "rows": rows,
             "min_confidence": least, "max_drafts": math.ceil(share * length) if share < 1 else UNLIMITED,
             "accept_MC": (self._hits_MC + PRIOR) / (self._tried_MC + PRIOR),
             **{f"{part}_s": self.prices_s[part] for part in PARTS},
