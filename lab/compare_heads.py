@@ -21,7 +21,7 @@ from jaxspec.checkpoint.text.codec import Text
 from jaxspec.config import to_record
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, part_of
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from jaxspec.pytree import replace
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.shapes import Array, Params
@@ -78,13 +78,13 @@ def settings_of(name: str, args: argparse.Namespace) -> RunSettings:
     return to_record(values, RunSettings, name)
 
 
-def read_by(objective: HeadObjective, teacher: TeacherOutput, every: Reads) -> TeacherOutput:
+def read_by(objective: HeadObjective, teacher: TeacherOutput, every: CaptureSpec) -> TeacherOutput:
     """The part of a teacher that one head asks for."""
     reads = objective.reads
     features = replace(
         teacher.features,
         taps=tuple(teacher.features.taps[every.taps.index(b)] for b in reads.taps),
-        commons=tuple(teacher.features.commons[every.commons.index(y)] for y in reads.commons),
+        shared_outputs=tuple(teacher.features.shared_outputs[every.shared_outputs.index(y)] for y in reads.shared_outputs),
     )
     return replace(teacher, features=features, expert_YBTA=teacher.expert_YBTA if objective.routing else ())
 
@@ -95,9 +95,9 @@ def train(names: Sequence[str], args: argparse.Namespace, corpus: Corpus) -> dic
     target = load_target(settings_of(names[0], args), directory)
     runs = {name: make_run(settings_of(name, args), target, corpus) for name in names}
     nets = [run.frozen.net for run in runs.values() if isinstance(run.frozen.net, DraftHead)]
-    every = Reads(
+    every = CaptureSpec(
         tuple(sorted({b for net in nets for b in net.spec.reads.taps})),
-        tuple(sorted({y for net in nets for y in net.spec.reads.commons})),
+        tuple(sorted({y for net in nets for y in net.spec.reads.shared_outputs})),
     )
     routing = next((net.spec.routing for net in nets if net.spec.routing), ())
     teacher_output_of = jax.jit(lambda params, batch: run_teacher(target.net, params, batch, every, routing))
