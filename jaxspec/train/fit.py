@@ -18,7 +18,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.sharding import hosts
 from jaxspec.train.features import Tell
 from jaxspec.train.head_nets import Net, net_of
@@ -88,9 +88,9 @@ def work_of(settings: RunSettings, target: Path, mesh: Mesh | None, *, evaluated
     """What an update computes; arguments and errors as of ``fit``."""
     config, kind = read_config(target), jnp.dtype(settings.train.target_dtype)
     arch = arch_of(config)
-    policy = Policy(jnp.dtype(settings.train.param_dtype), jnp.dtype(settings.train.compute_dtype), "stacked")
+    policy = make_policy(settings.train.compute_dtype, param=jnp.dtype(settings.train.param_dtype))
     net = network_of(settings, arch, config, policy)
-    frozen = unflatten(plan_model(target, over(Policy(kind, kind, "stacked"), mesh)).leaves)
+    frozen = unflatten(plan_model(target, over(make_policy(kind), mesh)).leaves)
     params = jax.eval_shape(lambda: initial(net, jax.random.key(0)))
     target_bytes = held_bytes(frozen, mesh)
     # The last hidden state and the stream before its norm, what is asked for, and that once more side by side.

@@ -24,7 +24,7 @@ from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import coverage
-from jaxspec.nn.policy import Policy, policy_for
+from jaxspec.nn.policy import make_policy, policy_for
 from jaxspec.protocol import NOTHING, Drafter, Reads
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding.placement import settle
@@ -90,9 +90,9 @@ def build(
       ConfigError, CheckpointError: the target or the settings are not usable.
     """
     kind = jnp.dtype(settings.train.target_dtype)
-    model = load_model(directory, Policy(kind, kind, "stacked"), mesh=mesh)
+    model = load_model(directory, make_policy(kind), mesh=mesh)
     arch, head = model.net.arch, settings.head
-    policy = Policy(jnp.dtype(settings.train.param_dtype), jnp.dtype(settings.train.compute_dtype), "stacked")
+    policy = make_policy(settings.train.compute_dtype, param=jnp.dtype(settings.train.param_dtype))
     count_V = corpus.token_counts(arch.vocab_size)
     start = start_of(head, model, policy, count_V)
     net, ids_W = start.net, start.ids_W
@@ -173,7 +173,7 @@ def _evaluation(
         raise ConfigError(f"evaluation: {longest} tokens are more than the target's {model.net.arch.max_position}")
     # Rows of decoding are few: on a CPU that wants another layout of the experts than training does.
     wanted = policy_for(settings.train.target_dtype, jax.default_backend(), "xla")
-    serving = load_model(model.directory, wanted) if wanted.experts == "switched" and mesh is None else model
+    serving = load_model(model.directory, wanted) if wanted.layout.experts == "switched" and mesh is None else model
     target = Target(serving.params, serving.net, BLOCK)
     trials = [Trial(e.new_tokens, t, min(TOGETHER, len(asked)), seed=settings.seed) for t in e.temperatures]
     examiners = [Examiner(target, [p.tolist() for p in asked], trial) for trial in trials]
@@ -197,7 +197,7 @@ def _saving(start: Start, model: Model) -> Callable[[Params, Path], None]:
             save_head(Head(net, jax.device_get(params), start.ids_W), place)
             return
         ends = {key: model.config[key] for key in ("bos_token_id", "eos_token_id") if key in model.config}
-        arch, dtype = net.arch, np.dtype(net.policy.param)
+        arch, dtype = net.arch, np.dtype(net.policy.storage.param)
         config = {**(start.config or {}), **ends, "torch_dtype": str(dtype)}
         save_model(place, jax.device_get(params), arch, config, dtype)
         for name in (*TOKENIZER_FILES, "special_tokens_map.json"):

@@ -63,7 +63,7 @@ class Plan:
 
     def kinds(self) -> dict[str, Format | None]:
         """Format of each kind of parameter, None for plain ones."""
-        return {_kind(path): self.policy.format_of(_kind(path)) for path in self.leaves}
+        return {_kind(path): self.policy.storage.format_of(_kind(path)) for path in self.leaves}
 
 
 def make_plan(
@@ -99,7 +99,7 @@ def make_plan(
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization {quantization!r} is not known; known are {', '.join(QUANTIZATIONS)}")
     files = TensorFiles(directory) if files is None else files
-    leaves = flatten(abstract_params(net.clone(policy=replace(net.policy, formats=()))))
+    leaves = flatten(abstract_params(net.clone(policy=net.policy.update(formats=()))))
     fills, given = places(rules, leaves, net.arch, held), tables(held, leaves, net.arch)
     unnamed = [path for path, leaf in fills.items() if len(leaf.rules) != int(np.prod(leaf.shape[: leaf.lead]))]
     unnamed += [path for path in leaves if path not in fills and path not in given]
@@ -119,7 +119,7 @@ def make_plan(
     for path, leaf in leaves.items():
         if _kind(path) in formats:
             leaves[path] = abstract_quantized(leaf.shape, formats[_kind(path)])
-    policy = replace(net.policy, formats=tuple(sorted(formats.items())))
+    policy = net.policy.update(formats=tuple(sorted(formats.items())))
     return Plan(directory, files, leaves, fills, stored, policy, problems, given, net.clone(policy=policy))
 
 

@@ -8,12 +8,12 @@ import pytest
 from jaxspec.bench.gpu import random_model
 from jaxspec.bench.gpu.random_model import DEVIATION, published_config, random_array, random_target
 from jaxspec.bench.programs import abstract_target
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.quantized import Quantized, widen
 
 
 def test_published_formats_layout_and_scale():
-    config, policy = published_config("gpt-oss-20b", tiny=True), Policy(depth="stacked")
+    config, policy = published_config("gpt-oss-20b", tiny=True), make_policy(depth="stacked")
     made, wanted = random_target(config, policy).params, abstract_target(config, policy).params
     assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
     down = made["params"]["segment_0"]["ffn"]["down_EFD"]
