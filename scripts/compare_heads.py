@@ -22,8 +22,8 @@ from jaxspec.checkpoint.text.codec import Text
 from jaxspec.config import to_record
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, part_of
-from jaxspec.nn.policy import make_policy
-from jaxspec.protocol import NOTHING, Reads
+from jaxspec.nn.policy import Policy
+from jaxspec.protocol import NO_CAPTURE, CaptureSpec
 from jaxspec.pytree import replace
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.shapes import Array, Params
@@ -78,15 +78,17 @@ def settings_of(name: str, args: argparse.Namespace) -> RunSettings:
     return to_record(values, RunSettings, name)
 
 
-def read_by(course: Course, lesson: Lesson, every: Reads) -> Lesson:
+def read_by(course: Course, lesson: Lesson, every: CaptureSpec) -> Lesson:
     """The part of a lesson that one head asks for."""
     net = course.net
-    reads = net.spec.reads if isinstance(net, DraftHead) else NOTHING
+    reads = net.spec.reads if isinstance(net, DraftHead) else NO_CAPTURE
     routing = net.spec.routing if isinstance(net, DraftHead) else ()
     features = replace(
         lesson.features,
         taps=tuple(lesson.features.taps[every.taps.index(b)] for b in reads.taps),
-        commons=tuple(lesson.features.commons[every.commons.index(y)] for y in reads.commons),
+        shared_outputs=tuple(
+            lesson.features.shared_outputs[every.shared_outputs.index(y)] for y in reads.shared_outputs
+        ),
     )
     return replace(lesson, features=features, expert_YBTA=lesson.expert_YBTA if routing else ())
 
@@ -96,12 +98,12 @@ def train(names: Sequence[str], args: argparse.Namespace, corpus: Corpus) -> dic
     directory = demo_model_dir("target")
     runs = {name: head_run.build(settings_of(name, args), directory, corpus) for name in names}
     nets = [run.frozen.net for run in runs.values() if isinstance(run.frozen.net, DraftHead)]
-    every = Reads(
+    every = CaptureSpec(
         tuple(sorted({b for net in nets for b in net.spec.reads.taps})),
-        tuple(sorted({y for net in nets for y in net.spec.reads.commons})),
+        tuple(sorted({y for net in nets for y in net.spec.reads.shared_outputs})),
     )
     routing = next((net.spec.routing for net in nets if net.spec.routing), ())
-    exact = make_policy("float32")
+    exact = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
     target = load_model(directory, exact)
     lesson_of = jax.jit(lambda params, batch: teach(target.net, params, batch, every, routing))
     optimizer = {name: adamw(settings_of(name, args).optimizer, args.steps) for name in names}

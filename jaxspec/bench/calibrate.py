@@ -20,7 +20,7 @@ from jaxspec.bench.touched import routed_experts
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
-from jaxspec.draft.lengths import LENGTH_KEYS
+from jaxspec.draft.speculation_schedule import SCHEDULE_KEYS
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
@@ -172,7 +172,7 @@ def calibrate(
       ConfigError: the model has no tokenizer, or the grid does not fit it.
     """
     room = grid.contexts[-1] + grid.steps * (grid.all_lengths[-1] + 1) + 2
-    given = sorted(set(LENGTH_KEYS) & set(speculative))
+    given = sorted(set(SCHEDULE_KEYS) & set(speculative))
     if given:
         raise ConfigError(f"calibrate: the grid gives the lengths; leave {', '.join(given)} out")
     # A table by batch size makes an engine compile every length that it names.

@@ -219,7 +219,7 @@ def grid_of(args: BenchArgs) -> Grid:
     import jax
 
     from jaxspec.bench.grid import DrafterChoice, Grid, default_grid
-    from jaxspec.draft.lengths import AUTO
+    from jaxspec.draft.speculation_schedule import AUTO
     from jaxspec.draft.synthetic import Synthetic
 
     lengths, rows = default_grid(jax.default_backend())

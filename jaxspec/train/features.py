@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from jaxspec.config import differences
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import Transformer
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Array, Params
 from jaxspec.train.packing import PackedRows
 from jaxspec.train.teacher import Batch, Taught, compute
@@ -62,7 +62,7 @@ class Teacher:
 
     net: Transformer
     params: Params
-    reads: Reads
+    reads: CaptureSpec
     routing: tuple[int, ...]
     dtype: str
     rows: int
@@ -78,7 +78,7 @@ class Teacher:
         taught = COMPUTE(self.net, self.params, batch, self.reads, self.routing)
         found = {"last": taught.last_BTD}
         found |= {f"tap_{b}": x for b, x in zip(self.reads.taps, taught.taps, strict=True)}
-        found |= {f"common_{y}": x for y, x in zip(self.reads.commons, taught.commons, strict=True)}
+        found |= {f"common_{y}": x for y, x in zip(self.reads.shared_outputs, taught.shared_outputs, strict=True)}
         found = {name: x.astype(jnp.dtype(self.dtype)) for name, x in found.items()}
         chosen = zip(self.routing, taught.expert_YBTA, strict=True)
         return found | {f"expert_{y}": x.astype(jnp.uint16) for y, x in chosen}
@@ -116,7 +116,7 @@ class FeatureRows:
         self._shapes = {name: (x.shape[1:], NAMES[x.dtype.name]) for name, x in shapes.items()}
         self._row_bytes = sum(int(np.prod(x.shape[1:])) * x.dtype.itemsize for x in shapes.values())
         identity = {**identity, "dtype": teacher.dtype, "routing": list(teacher.routing)}
-        identity |= {"taps": list(teacher.reads.taps), "commons": list(teacher.reads.commons)}
+        identity |= {"taps": list(teacher.reads.taps), "commons": list(teacher.reads.shared_outputs)}
         batches = max(shard_bytes // (self._row_bytes * teacher.rows), 1)
         with _written(directory), _locked(directory, tell):
             begun = _rows_per_file(directory, identity)
@@ -147,7 +147,7 @@ class FeatureRows:
         taught = Taught(
             kept["last"],
             tuple(kept[f"tap_{b}"] for b in self._reads.taps),
-            tuple(kept[f"common_{y}"] for y in self._reads.commons),
+            tuple(kept[f"common_{y}"] for y in self._reads.shared_outputs),
             tuple(kept[f"expert_{y}"] for y in self._routing),
         )
         return {**self.rows[index], "taught": taught}

@@ -15,7 +15,7 @@ from jaxspec.models.transformer import Transformer
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
 from jaxspec.train.settings import HeadSettings
 from jaxspec.train.teacher import expert_layers
@@ -44,7 +44,11 @@ def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], po
     if settings.kind == "draft_model":
         return Transformer(layers, policy)
     _check_width(settings, arch)
-    reads = Reads() if settings.kind == "eagle" else Reads(_taps(settings, arch), _chosen(settings.commons, arch))
+    reads = (
+        CaptureSpec()
+        if settings.kind == "eagle"
+        else CaptureSpec(_taps(settings, arch), _chosen(settings.commons, arch))
+    )
     routing = _chosen(settings.routing, arch)
     spec = HeadSpec(
         arch=layers,

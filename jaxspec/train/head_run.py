@@ -24,8 +24,8 @@ from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import coverage
-from jaxspec.nn.policy import make_policy, policy_for
-from jaxspec.protocol import NOTHING, Drafter, Reads
+from jaxspec.nn.policy import Policy, policy_for
+from jaxspec.protocol import NO_CAPTURE, CaptureSpec, Drafter
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding.placement import settle
 from jaxspec.topology import chain
@@ -62,7 +62,7 @@ class HeadRun:
     evaluate: Callable[[Params], Mapping[str, float]] | None
     save: Callable[[Params, Path], None]
     drafter: Callable[[Params, int], Drafter]
-    reads: Reads
+    reads: CaptureSpec
     routing: tuple[int, ...]
     facts: Mapping[str, str]
 
@@ -90,16 +90,16 @@ def build(
       ConfigError, CheckpointError: the target or the settings are not usable.
     """
     kind = jnp.dtype(settings.train.target_dtype)
-    model = load_model(directory, make_policy(kind), mesh=mesh)
+    model = load_model(directory, Policy(kind, kind, "stacked"), mesh=mesh)
     arch, head = model.net.arch, settings.head
-    policy = make_policy(settings.train.compute_dtype, param=jnp.dtype(settings.train.param_dtype))
+    policy = Policy(jnp.dtype(settings.train.param_dtype), jnp.dtype(settings.train.compute_dtype), "stacked")
     count_V = corpus.token_counts(arch.vocab_size)
     start = start_of(head, model, policy, count_V)
     net, ids_W = start.net, start.ids_W
     _check_loss(settings, net)
     ids = None if ids_W is None else settle(jnp.asarray(ids_W), mesh)
     course = Course(model.params, ids, model.net, net, settings.loss, remat=remat)
-    reads = net.spec.reads if isinstance(net, DraftHead) else NOTHING
+    reads = net.spec.reads if isinstance(net, DraftHead) else NO_CAPTURE
     routing = net.spec.routing if isinstance(net, DraftHead) else ()
     known = {}
     if ids_W is not None:
@@ -141,7 +141,7 @@ def _name(length: int, temperature: float) -> str:
     return f"k{length}/t{temperature:g}"
 
 
-def _loss(reads: Reads, routing: tuple[int, ...]) -> Callable[..., Any]:
+def _loss(reads: CaptureSpec, routing: tuple[int, ...]) -> Callable[..., Any]:
     def loss_fn(params: Params, frozen: Course, batch: Batch, key: Array) -> tuple[Array, dict[str, Array]]:
         lesson = teach(frozen.target, frozen.base, batch, reads, routing)
         return head_loss(frozen, params, lesson, batch, key)
@@ -197,7 +197,7 @@ def _saving(start: Start, model: Model) -> Callable[[Params, Path], None]:
             save_head(Head(net, jax.device_get(params), start.ids_W), place)
             return
         ends = {key: model.config[key] for key in ("bos_token_id", "eos_token_id") if key in model.config}
-        arch, dtype = net.arch, np.dtype(net.policy.storage.param)
+        arch, dtype = net.arch, np.dtype(net.policy.param)
         config = {**(start.config or {}), **ends, "torch_dtype": str(dtype)}
         save_model(place, jax.device_get(params), arch, config, dtype)
         for name in (*TOKENIZER_FILES, "special_tokens_map.json"):

@@ -9,7 +9,7 @@ from jaxspec.cache.kv import Packed
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer, features_of
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.protocol import Features, Reads
+from jaxspec.protocol import CaptureSpec, Features
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array, Params
 
@@ -20,13 +20,13 @@ class Taught:
 
     Attributes:
       last_BTD: stream behind the final norm.
-      taps, commons: what ``Reads`` asked for, one [B, T, D] each.
+      taps, shared_outputs: what ``CaptureSpec`` asked for, one [B, T, D] each.
       expert_YBTA: expert choices in each asked layer.
     """
 
     last_BTD: Array
     taps: tuple[Array, ...] = ()
-    commons: tuple[Array, ...] = ()
+    shared_outputs: tuple[Array, ...] = ()
     expert_YBTA: tuple[Array, ...] = ()
 
 
@@ -69,7 +69,7 @@ class Lesson:
     expert_YBTA: tuple[Array, ...]
 
 
-def teach(net: Transformer, params: Params, batch: Batch, reads: Reads, routing: tuple[int, ...] = ()) -> Lesson:
+def teach(net: Transformer, params: Params, batch: Batch, reads: CaptureSpec, routing: tuple[int, ...] = ()) -> Lesson:
     """Runs the target over a batch, or takes what it computed earlier; nothing of it is differentiated.
 
     Args:
@@ -82,28 +82,30 @@ def teach(net: Transformer, params: Params, batch: Batch, reads: Reads, routing:
     if (taught := batch.taught) is None:
         features, chosen = _run(net, params, batch, reads, routing)
     else:
-        last, taps, commons = jax.tree.map(
-            lambda x: x.astype(jnp.float32), (taught.last_BTD, taught.taps, taught.commons)
+        last, taps, shared_outputs = jax.tree.map(
+            lambda x: x.astype(jnp.float32), (taught.last_BTD, taught.taps, taught.shared_outputs)
         )
         # No head reads the stream before the norm, so that none is kept.
-        features = Features(last, last[..., :0], taps, commons)
+        features = Features(last, last[..., :0], taps, shared_outputs)
         chosen = tuple(x.astype(jnp.int32) for x in taught.expert_YBTA)
     return jax.lax.stop_gradient(Lesson(features, chosen))
 
 
-def compute(net: Transformer, params: Params, batch: Batch, reads: Reads, routing: tuple[int, ...] = ()) -> Taught:
+def compute(
+    net: Transformer, params: Params, batch: Batch, reads: CaptureSpec, routing: tuple[int, ...] = ()
+) -> Taught:
     """What ``teach`` would compute for a batch, to be kept; arguments as there."""
     features, chosen = _run(net, params, batch, reads, routing)
-    return Taught(features.last_BTD, features.taps, features.commons, chosen)
+    return Taught(features.last_BTD, features.taps, features.shared_outputs, chosen)
 
 
 def _run(
-    net: Transformer, params: Params, batch: Batch, reads: Reads, routing: tuple[int, ...]
+    net: Transformer, params: Params, batch: Batch, reads: CaptureSpec, routing: tuple[int, ...]
 ) -> tuple[Features, tuple[Array, ...]]:
     """Features, and the expert choices of each asked layer [B, T, A]."""
     hidden: Any = net.apply(
         cast(Any, params), batch.token_BT, batch.position_BT, None, Packed(batch.segment_BT),
-        taps=reads.taps, commons=reads.commons, routes=bool(routing),
+        taps=reads.taps, shared_outputs=reads.shared_outputs, routes=bool(routing),
     )  # fmt: skip
     experts = expert_layers(net.arch)
     chosen = (hidden.routing[experts.index(y)].expert_MA for y in routing)
