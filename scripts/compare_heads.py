@@ -22,7 +22,7 @@ from jaxspec.checkpoint.text.codec import Text
 from jaxspec.config import to_record
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, part_of
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec
 from jaxspec.pytree import replace
 from jaxspec.serve.demo_pair import demo_model_dir
@@ -103,7 +103,7 @@ def train(names: Sequence[str], args: argparse.Namespace, corpus: Corpus) -> dic
         tuple(sorted({y for net in nets for y in net.spec.reads.shared_outputs})),
     )
     routing = next((net.spec.routing for net in nets if net.spec.routing), ())
-    exact = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+    exact = make_policy("float32")
     target = load_model(directory, exact)
     lesson_of = jax.jit(lambda params, batch: teach(target.net, params, batch, every, routing))
     optimizer = {name: adamw(settings_of(name, args).optimizer, args.steps) for name in names}

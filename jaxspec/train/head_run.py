@@ -24,7 +24,7 @@ from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import coverage
-from jaxspec.nn.policy import Policy, policy_for
+from jaxspec.nn.policy import make_policy, policy_for
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec, Drafter
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding.placement import settle
@@ -90,9 +90,9 @@ def build(
       ConfigError, CheckpointError: the target or the settings are not usable.
     """
     kind = jnp.dtype(settings.train.target_dtype)
-    model = load_model(directory, Policy(kind, kind, "stacked"), mesh=mesh)
+    model = load_model(directory, make_policy(kind), mesh=mesh)
     arch, head = model.net.arch, settings.head
-    policy = Policy(jnp.dtype(settings.train.param_dtype), jnp.dtype(settings.train.compute_dtype), "stacked")
+    policy = make_policy(settings.train.compute_dtype, param=jnp.dtype(settings.train.param_dtype))
     count_V = corpus.token_counts(arch.vocab_size)
     start = start_of(head, model, policy, count_V)
     net, ids_W = start.net, start.ids_W
@@ -197,7 +197,7 @@ def _saving(start: Start, model: Model) -> Callable[[Params, Path], None]:
             save_head(Head(net, jax.device_get(params), start.ids_W), place)
             return
         ends = {key: model.config[key] for key in ("bos_token_id", "eos_token_id") if key in model.config}
-        arch, dtype = net.arch, np.dtype(net.policy.param)
+        arch, dtype = net.arch, np.dtype(net.policy.storage.param)
         config = {**(start.config or {}), **ends, "torch_dtype": str(dtype)}
         save_model(place, jax.device_get(params), arch, config, dtype)
         for name in (*TOKENIZER_FILES, "special_tokens_map.json"):
