@@ -24,7 +24,7 @@ from jaxspec.draft.speculation_schedule import SCHEDULE_KEYS
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.perf.calibration import VERSION, Calibration, OverlapRecord, Point, fit_points, record_of
+from jaxspec.perf.calibration import VERSION, Calibration, MeasuredCell, OverlapRecord, fit_points, record_of
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.overlap import MeasuredOverlap, measure_overlap
 from jaxspec.pytree import replace as with_leaves
@@ -254,7 +254,7 @@ def _filled(engine: Engine, rows: int, context: int, ids: Sequence[int]) -> Deco
     return state
 
 
-def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[dict[Cell, Point], float]:
+def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[dict[Cell, MeasuredCell], float]:
     """Medians over rounds in which all cells are measured in turn, and the median of their relative spreads."""
     steps: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
     drafts: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
@@ -273,7 +273,7 @@ def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[d
         quarter = len(taken) // 4
         spread = (taken[-1 - quarter] - taken[quarter]) / step_s
         draft_s = min(statistics.median(drafts[bench.cell]), 0.9 * step_s)
-        points[bench.cell] = Point(rows, length, context + round(bench.grown / 2), step_s, spread, draft_s)
+        points[bench.cell] = MeasuredCell(rows, length, context + round(bench.grown / 2), step_s, spread, draft_s)
     return points, max(statistics.median(p.spread for p in points.values()), 1e-4)
 
 

@@ -20,7 +20,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.perf.expert_load import VERSION, ExpertLoad, Kind, Verifications, counted
+from jaxspec.perf.expert_counts import VERSION, ExpertLoad, Kind, Verifications, counted
 from jaxspec.protocol import Drafter
 from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.loading import load_draft

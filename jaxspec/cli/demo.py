@@ -16,8 +16,8 @@ from jaxspec.bench.compare import Comparison, compare
 from jaxspec.bench.describe import describe_machine, describe_model, describe_versions
 from jaxspec.bench.sizes import parameters
 from jaxspec.bench.workload import HELD_OUT, Excerpt, choose, load_excerpts, repeat
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import plan_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.cli.screen import Screen
 from jaxspec.draft import catalog

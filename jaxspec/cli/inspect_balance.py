@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from jaxspec.bench.expert_load import Measured
     from jaxspec.cli.screen import Screen
-    from jaxspec.perf.expert_load import ExpertLoad
+    from jaxspec.perf.expert_counts import ExpertLoad
 
 DEVICES = (2, 4, 8)
 WORDS = {"prompt": "prompts", "committed": "text", "rejected": "rejected drafts"}
@@ -75,7 +75,7 @@ def inspect_balance(flags: BalanceFlags, setting: Setting, *, as_json: bool, col
     """
     from jaxspec.bench.balance import balance, placement_for
     from jaxspec.cli.screen import Screen
-    from jaxspec.perf.expert_load import save_load
+    from jaxspec.perf.expert_counts import save_load
     from jaxspec.perf.expert_placement import save_placement
 
     devices = setting.devices or DEVICES
@@ -102,7 +102,7 @@ def inspect_balance(flags: BalanceFlags, setting: Setting, *, as_json: bool, col
 def _recorded(file: Path, directory: Path) -> "ExpertLoad":
     from jaxspec.checkpoint.files.fingerprint import digests
     from jaxspec.checkpoint.load.model import read_config
-    from jaxspec.perf.expert_load import read_load
+    from jaxspec.perf.expert_counts import read_load
 
     found = read_load(file)
     if found.model.get("config_digest") != digests(read_config(directory))["config_digest"]:

@@ -8,8 +8,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files.fingerprint import digests
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import load_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, read_config
 from jaxspec.checkpoint.load.padding import check_vocabulary
 from jaxspec.draft import catalog

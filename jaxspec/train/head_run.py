@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.heads.directory import save_head
-from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.checkpoint.load.save import save_model
 from jaxspec.checkpoint.text.codec import TOKENIZER_FILES
 from jaxspec.decode.state import Target
 from jaxspec.draft.heads import head_drafter

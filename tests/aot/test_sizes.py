@@ -12,7 +12,7 @@ from jaxspec.bench.programs import shortened
 from jaxspec.cli import main as cli
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import Mesh
-from jaxspec.perf.memory import memory
+from jaxspec.perf.device_memory import memory
 from scripts.house_report import ROOT
 
 ROWS, CONTEXT = 64, 8192

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.checkpoint.load.save import save_model
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.decode.step import StepPlan, dispatch, skips

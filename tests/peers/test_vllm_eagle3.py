@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.checkpoint.load.export import save_model
+from jaxspec.checkpoint.load.save import save_model
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer, teacher_forced
 from jaxspec.nn.policy import make_policy

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint.files.pickled import pickled_tensors
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import load_head, stored_policy
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.heads import Head

@@ -14,7 +14,7 @@ from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.protocol import CaptureSpec
 
-Kind = Literal["native", "eagle1", "eagle3", "speculators", "medusa"]
+HeadFormat = Literal["native", "eagle1", "eagle3", "speculators", "medusa"]
 Config = Mapping[str, Any]
 
 NATIVE = "JaxspecDraftHead"
@@ -31,7 +31,7 @@ KNOWN = (
 )
 
 
-def kind_of(config: Config, names: tuple[str, ...]) -> Kind:
+def head_format(config: Config, names: tuple[str, ...]) -> HeadFormat:
     """Which of the known formats a head has.
 
     Args:
@@ -78,7 +78,7 @@ def spec_of(config: Config, files: HeadFiles, target: ArchSpec | None) -> HeadSp
     Raises:
       ConfigError: the format is not known, or the config is wrong, ambiguous or not for this target.
     """
-    kind, names = kind_of(config, tuple(files)), tuple(files)
+    kind, names = head_format(config, tuple(files)), tuple(files)
     if kind == "native":
         spec = _native(config)
     elif target is None:
