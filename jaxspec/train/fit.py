@@ -90,7 +90,7 @@ def work_of(settings: RunSettings, target: Path, mesh: Mesh | None, *, evaluated
     arch = arch_of(config)
     policy = make_policy(settings.train.compute_dtype, param=jnp.dtype(settings.train.param_dtype))
     net = network_of(settings, arch, config, policy)
-    frozen = unflatten(plan_model(target, policy_on_mesh(Policy(kind, kind, "stacked"), mesh)).leaves)
+    frozen = unflatten(plan_model(target, policy_on_mesh(make_policy(kind), mesh)).leaves)
     params = jax.eval_shape(lambda: initial(net, jax.random.key(0)))
     target_bytes = held_bytes(frozen, mesh)
     # The last hidden state and the stream before its norm, what is asked for, and that once more side by side.

@@ -27,7 +27,7 @@ from jaxspec.protocol import CaptureSpec
 
 PYTHON = os.environ.get("JAXSPEC_PEERS_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="JAXSPEC_PEERS_PYTHON names no interpreter with the peers")
-FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"))
+FLOAT32 = make_policy("float32")
 FORMATS: dict[str, ExportFormat] = {"specforge": "eagle3", "speculators": "speculators", "peagle": "speculators"}
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe"
 V, D, W, LENGTH, ROUNDS = 96, 32, 40, 11, 3

@@ -107,7 +107,7 @@ def make_plan(
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization {quantization!r} is not known; known are {', '.join(QUANTIZATIONS)}")
     files = TensorFiles(directory) if files is None else files
-    leaves = flatten(abstract_params(net.clone(policy=replace(net.policy, formats=()))))
+    leaves = flatten(abstract_params(net.clone(policy=net.policy.update(formats=()))))
     rules_by_leaf, computed = (
         resolve_rules(rules, leaves, net.arch, slots_by_layer),
         tables(slots_by_layer, leaves, net.arch),
@@ -130,7 +130,7 @@ def make_plan(
     for path, leaf in leaves.items():
         if _kind(path) in formats:
             leaves[path] = abstract_quantized(leaf.shape, formats[_kind(path)])
-    policy = replace(net.policy, formats=tuple(sorted(formats.items())))
+    policy = net.policy.update(formats=tuple(sorted(formats.items())))
     return LoadPlan(
         directory, files, leaves, rules_by_leaf, stored, policy, problems, computed, net.clone(policy=policy)
     )

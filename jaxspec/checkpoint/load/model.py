@@ -186,7 +186,7 @@ def load_mtp(
     block, rules = check_method(read_config(directory)), known_tables()[arch.family].mtp_rules(arch)
     plan = make_plan(
         directory, Mtp(arch, policy_on_mesh(net.policy, mesh)), rules, block=block, quantization=quantization,
-        slots_by_layer=slots_of_mtp(arch, net.policy.slots, mesh),
+        slots_by_layer=slots_of_mtp(arch, net.policy.layout.slots, mesh),
     )  # fmt: skip
     missing = plan.problems["missing"]
     if missing:

@@ -15,9 +15,8 @@ from jaxspec.checkpoint.heads.layers import arch_of_head, layers_config, layers_
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
-from jaxspec.protocol import Reads
 from tests.unit.checkpoint.head_cases import (
     FLOAT32,
     IDS_W,

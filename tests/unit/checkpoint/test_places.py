@@ -62,7 +62,7 @@ def packed_parts() -> list[tuple[str, tuple[int, ...]]]:
     found = {("each", (3, 8)), ("slot", (24,))}  # of draft heads, which have no golden
     for source in GOLDENS:
         arch = arch_of(json.loads((source / "config.json").read_text()))
-        leaves = flatten(abstract_params(Transformer(arch, Policy(BF16, BF16, "stacked"))))
+        leaves = flatten(abstract_params(Transformer(arch, make_policy(BF16))))
         for leaf in resolve_rules(known_tables()[arch.family].rules(arch), leaves, arch).values():
             found |= {(rule.pack, leaf.part) for rule in leaf.rules.values()}
     return sorted(found)
