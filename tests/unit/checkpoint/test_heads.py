@@ -17,6 +17,7 @@ from jaxspec.models.medusa import MedusaSpec
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
+from jaxspec.protocol import CaptureSpec
 from tests.unit.checkpoint.head_cases import (
     FLOAT32,
     IDS_W,
