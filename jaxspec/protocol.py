@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -188,6 +189,27 @@ class Verdict:
     path_BT: Array
     token_BT: Array
     count_B: Array
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A verification rule: says which drafts are accepted, so that the text or its distribution stays the target's.
+
+    Attributes:
+      name: as drafters know it.
+      decide: from proposal, scores, live drafts [B, N], settings, anchors' positions and tree to the verdict.
+      exact: whether every token that it commits is the best of its node's scores, noise included.
+    """
+
+    name: str
+    decide: Callable[[Proposal, Array, Array, Sampling, Array, Tree], Verdict]
+    exact: bool = False
+
+    def __call__(
+        self, proposal: Proposal, score_BTV: Array, live_BN: Array, sampling: Sampling, length_B: Array, tree: Tree
+    ) -> Verdict:
+        """Decides what is committed."""
+        return self.decide(proposal, score_BTV, live_BN, sampling, length_B, tree)
 
 
 @dataclass(frozen=True)

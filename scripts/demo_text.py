@@ -9,9 +9,10 @@ import numpy as np
 from demo_models import DECODE, Recipe
 
 from jaxspec.checkpoint.load.model import load_model
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.null import NoDrafts
 from jaxspec.pytree import replace
 

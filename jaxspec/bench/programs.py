@@ -15,9 +15,10 @@ from jaxspec.checkpoint.load.plan import Plan, make_plan
 from jaxspec.checkpoint.load.published import promised
 from jaxspec.checkpoint.load.quantized import check_method
 from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft import catalog
 from jaxspec.draft.null import NoDrafts
 from jaxspec.errors import ConfigError

@@ -4,12 +4,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.decode.prefill import read_chunk
-from jaxspec.decode.ranks import ranked
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import head
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
+from jaxspec.verify.logprobs import ranked
 
 BLOCK = 64  # positions whose logits exist at a time
 

@@ -13,16 +13,17 @@ import jax
 import numpy as np
 
 from jaxspec.cache.pages import PageAllocator
+from jaxspec.decode.dispatch import DispatchResult
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.deferred import KEPT, Deferred
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, Rule
 from jaxspec.pytree import replace
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.agreed import decider
 from jaxspec.serve.arms import arms_of, slack_of
 from jaxspec.serve.budget import VerifyBudget
-from jaxspec.serve.collect import Collected, Reading, collect, outcome_of
+from jaxspec.serve.collect import Collected, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.metrics import EngineMetrics
@@ -36,6 +37,7 @@ from jaxspec.serve.warm_up import warm_up
 from jaxspec.sharding import hosts
 from jaxspec.sharding.placement import allocate, mesh_of, row_axes, state_rules
 from jaxspec.topology import PLAIN, AnyTopology
+from jaxspec.verify.rules import RULES
 
 WARM_ROWS = 8
 PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
@@ -57,18 +59,16 @@ class EngineSpec:
       buckets: prefill chunk sizes, ascending.
       page, pages: page size and count of a shared pool; a size of 0 gives each row one page of its own, a count of 0
         is enough for all rows at full length.
-      survival: rates of synthetic acceptance instead of the rule, empty for none.
     """
 
     rows: int
     capacity: int
-    rule: str = "match"
+    rule: Rule = RULES["match"]
     steps: int = 8
     logprobs: int = 20
     buckets: tuple[int, ...] = (32, 256)
     page: int = 0
     pages: int = 0
-    survival: tuple[float, ...] = ()
 
 
 OnProgress = Callable[[str, int, int], None]
@@ -116,9 +116,11 @@ class Engine:
         )  # fmt: skip
         self._allocate = partial(_allocate, make, target, spec)
         self._begin()
-        plan, turns = StepPlan(spec.rule, spec.steps, spec.logprobs, spec.survival), PLAIN in self.control.arms
+        plan, turns = StepPlan(spec.rule, spec.steps, spec.logprobs), PLAIN in self.control.arms
         told_of_compiling = on_progress and partial(on_progress, "compiling")
-        self.programs = Programs(target, drafters, self.state, plan, spec.buckets, turns, told_of_compiling)
+        self.programs = Programs(
+            target, drafters, self.state, plan, spec.buckets, turns=turns, on_compile=told_of_compiling
+        )
         adaptive = decider(self.control)
         if isinstance(adaptive, Adaptive):
             tell = on_progress or (lambda stage, done, total: None)
@@ -164,13 +166,12 @@ class Engine:
             self.state = self.programs.admit(self.state, row, prompt, sampling, table)
         jax.block_until_ready(self.state.length_B)
         began = time.monotonic()
-        self.state, report = self.programs.dispatch(self.state, most, False, arm)
-        reading = Reading.of(report, arm, arm in self.programs.skipping)
+        self.state, result = self.programs.dispatch(self.state, arm, most)
         # Process 0's time, for all: the number of rounds, and so of programs that exchange, depends on it.
-        step_s = float(hosts.agreed(np.float32((time.monotonic() - began) / max(reading.steps, 1))))
+        step_s = float(hosts.agreed(np.float32((time.monotonic() - began) / max(result.steps, 1))))
         for row in rows:
             self.state = self.programs.retire(self.state, row)
-        return step_s, 1.0 - float(np.mean(reading.skipped_X))
+        return step_s, float(np.mean(result.verified_X))
 
     @property
     def busy(self) -> bool:
@@ -240,22 +241,22 @@ class Engine:
         self._catch_up(decision.length)
         self._price(decision.length, running)
         ready = time.monotonic()
-        self.state, report = self.programs.dispatch(
-            self.state, steps or self.spec.steps, bool(self.waiting), decision.arm, decision.least
+        self.state, report = self.programs.start(
+            self.state, decision.arm, steps or self.spec.steps, eager=bool(self.waiting), min_rows=decision.least
         )
         self.control.ahead(decision, running, self.survival)
-        reading = Reading.of(report, decision.arm, decision.arm in self.programs.skipping)
+        result = report.unpack()
         done = time.monotonic()
         self.metrics.decode_time_s += done - began
-        taken = collect(reading, self.rows, self.eos, self.metrics, self.budget is not None)
+        taken = collect(result, self.rows, self.eos, self.metrics, prunes=self.budget is not None)
         self._moved |= taken.moved
-        if reading.broken_B.any():
+        if result.broken_B.any():
             self.state = self.programs.scrub(self.state)
         for row, sample in taken.ended:
             self._finish(row, sample)
         self.survival.add(decision.length, taken.by_row)
-        outcome = outcome_of(reading, taken, running, time_s=done - ready, lost_s=ready - began, read=read)
-        self._record(decision, reading, taken, outcome, began - asked)
+        outcome = outcome_of(result, taken, running, time_s=done - ready, lost_s=ready - began, read=read)
+        self._record(decision, result, taken, outcome, began - asked)
 
     def _recover(self, error: BaseException) -> None:
         """Lets go of the state; what ran is admitted again, with its text so far, once there is a new one."""
@@ -272,15 +273,15 @@ class Engine:
             del self.state  # first of all its memory
 
     def _record(
-        self, decision: Decision, reading: Reading, taken: Collected, outcome: Outcome, deciding_s: float
+        self, decision: Decision, result: DispatchResult, taken: Collected, outcome: Outcome, deciding_s: float
     ) -> None:
         """Takes note of what came of a decision that took so long."""
         told = time.monotonic()
         self.control.record(decision, outcome)
         self.metrics.deciding_time_s += deciding_s + time.monotonic() - told
         self.metrics.dispatched(decision, outcome)
-        if self.budget is not None and reading.report.outcome_HMC is not None:
-            self.budget.record(decision.length, outcome, np.asarray(reading.report.outcome_HMC))
+        if self.budget is not None and result.report.counts.outcome_HMC is not None:
+            self.budget.record(decision.length, outcome, np.asarray(result.report.counts.outcome_HMC))
             self.metrics.draft_prices_s = self.budget.prices_s
 
     def _decide(self, rows: int, steps: int | None) -> Decision:

@@ -15,9 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.decode.dispatch import dispatch, skips
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
+from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.decode.step import StepPlan, dispatch, skips
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.cuts import Cuts
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
@@ -31,7 +33,7 @@ from jaxspec.protocol import NOTHING, Anchor, Commit, Drafter, Prices, Proposal,
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.budget import CONFIDENCE_STEPS, VerifyBudget
-from jaxspec.serve.compiled import Programs, shown_at_once
+from jaxspec.serve.compiled import Programs, catch_up_sizes
 from jaxspec.serve.control import Outcome
 from jaxspec.serve.engine import Engine, EngineSpec
 from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
@@ -39,6 +41,7 @@ from jaxspec.serve.rows import new_samples
 from jaxspec.serve.text import Growing
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology, chain
+from jaxspec.verify.rules import RULES
 
 VOCAB, EOS, CAPACITY, PLACES = 64, 0, 96, 3
 LETTERS = [chr(ord("!") + i) for i in range(VOCAB)]
@@ -194,14 +197,12 @@ def _prefill(target, drafter, *rest):
 class SharedPrograms(Programs):
     """The engine's programs, compiled once per shape for all engines of the test run."""
 
-    def __init__(self, target, drafters, state, plan, buckets, turns=False, on_compile=None):
-        self.target, self.drafters, self.buckets, self.plan = target, drafters, buckets, plan
-        self.drafter = drafters[max(drafters, key=lambda arm: arm.nodes)]
-        self._programs = {"admit": SHARED["admit"], "retire": SHARED["retire"]}
-        self._programs |= {f"arm {arm.name}": _jitted(plan) for arm in drafters}
-        self.turns, self._shown = turns and self.drafter.follows != "nothing", shown_at_once(self.drafter, buckets)
-        self._programs |= {f"catch up {size}": _caught_up(size) for size in self._shown}
-        self._programs |= {f"prefill {size}": _prefill for size in buckets}
+    def __init__(self, target, drafters, state, plan, buckets, *, turns=False, on_compile=None):
+        Runner.__init__(self, target, drafters, buckets, {"admit": SHARED["admit"], "retire": SHARED["retire"]})
+        self.programs |= {("dispatch", topology): _jitted(plan) for topology in drafters}
+        self.programs |= {("catch up", size): _caught_up(size) for size in catch_up_sizes(self.drafter, buckets)}
+        self.programs |= {("prefill", size): _prefill for size in buckets}
+        self.turns = turns and self.drafter.follows != "nothing"
         self.skipping = {arm for arm, one in drafters.items() if skips(target, one, state, plan)}
 
 
@@ -284,6 +285,7 @@ class Lab:
         **spec,
     ) -> Engine:
         model = self.model("target", dtype, layout)
+        spec["rule"] = RULES[spec.get("rule", "match")]
         spec = EngineSpec(**{"rows": PLACES, "capacity": CAPACITY, "logprobs": 0, "buckets": (8, 32), **spec})
         made = engine_module.Programs
         engine_module.Programs = SharedPrograms

@@ -16,8 +16,9 @@ from jaxspec.bench.gpu.random_model import published_config, random_array, rando
 from jaxspec.bench.gpu.report import Section
 from jaxspec.bench.gpu.timing import Subject, Timing, interleaved, side_by_side
 from jaxspec.bench.model_cost import model_cost
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import DecodeState, Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.null import NoDrafts
 from jaxspec.nn.policy import Policy
 from jaxspec.perf.cost import ModelCost
@@ -211,7 +212,7 @@ class Runner:
         state = replace(self.state, length_B=jnp.full(self.rows, self.sizes.context, jnp.int32), anchor_B=anchor_B)
         model = self.model
         self.state, report = program(model.target, model.drafter(k), state, np.int32(steps), np.bool_(False))
-        return report.packed_BX
+        return report.packed_BXW
 
     def text(self, program: Any, k: int) -> np.ndarray:
         """What every row says next, one token per step at least."""

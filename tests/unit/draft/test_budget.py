@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decode.confidence import outcomes
 from jaxspec.decode.state import init_sampling
+from jaxspec.decode.telemetry import outcomes
 from jaxspec.draft.budget import Kept, keep, nothing_kept
 from jaxspec.draft.catalog import parse
 from jaxspec.draft.cuts import Cuts
