@@ -130,7 +130,8 @@ class Bench:
         state = with_leaves(self.state, **{name: jnp.asarray(x) for name, x in self.start.items()})
         jax.block_until_ready(state.length_B)
         began = time.perf_counter()
-        self.state, result = self.programs.dispatch(state, chain(self.cell[1]), steps)
+        self.state, report = self.programs.dispatch(state, chain(self.cell[1]), steps)
+        result = report.unpack()
         elapsed = time.perf_counter() - began
         assert result.steps == steps, "a row ended while it was measured"
         self.grown = float(np.mean(np.asarray(self.state.length_B) - self.start["length_B"]))

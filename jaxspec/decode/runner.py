@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.decode.dispatch import DispatchResult, Report
+from jaxspec.decode.dispatch import Report
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.protocol import Drafter, Sampling
 from jaxspec.shapes import Array
@@ -82,17 +82,12 @@ class Runner:
             start, count = start + shown, count - shown
         return state
 
-    def start(
+    def dispatch(
         self, state: DecodeState, topology: AnyTopology, steps: int, *, eager: bool = False, min_rows: int = 1
     ) -> tuple[DecodeState, Report]:
-        """Begins a dispatch and does not wait for it, see ``jaxspec.decode.dispatch.dispatch``."""
+        """Starts a dispatch, see ``jaxspec.decode.dispatch``; to unpack the report is to wait for it."""
         args = self.target, self.drafters[topology], state, np.int32(steps), np.bool_(eager), np.int32(min_rows)
         return self.programs["dispatch", topology](*args)
-
-    def dispatch(self, state: DecodeState, topology: AnyTopology, steps: int) -> tuple[DecodeState, DispatchResult]:
-        """Runs a dispatch."""
-        state, report = self.start(state, topology, steps)
-        return state, report.unpack()
 
 
 def chunks(prompt: np.ndarray, buckets: tuple[int, ...]) -> Iterator[Chunk]:

@@ -166,7 +166,8 @@ class Engine:
             self.state = self.programs.admit(self.state, row, prompt, sampling, table)
         jax.block_until_ready(self.state.length_B)
         began = time.monotonic()
-        self.state, result = self.programs.dispatch(self.state, arm, most)
+        self.state, report = self.programs.dispatch(self.state, arm, most)
+        result = report.unpack()
         # Process 0's time, for all: the number of rounds, and so of programs that exchange, depends on it.
         step_s = float(hosts.agreed(np.float32((time.monotonic() - began) / max(result.steps, 1))))
         for row in rows:
@@ -241,7 +242,7 @@ class Engine:
         self._catch_up(decision.length)
         self._price(decision.length, running)
         ready = time.monotonic()
-        self.state, report = self.programs.start(
+        self.state, report = self.programs.dispatch(
             self.state, decision.arm, steps or self.spec.steps, eager=bool(self.waiting), min_rows=decision.least
         )
         self.control.ahead(decision, running, self.survival)

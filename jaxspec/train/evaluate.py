@@ -124,7 +124,8 @@ class Examiner:
         accepted: list[list[int]] = [[] for _ in self.prompts[first : first + self.trial.rows]]
         left = len(accepted)
         while left:
-            state, result = runner.dispatch(state, drafter.topology, STEPS)
+            state, report = runner.dispatch(state, drafter.topology, STEPS)
+            result = report.unpack()
             for row, counts in enumerate(accepted):
                 count_X, ended = result.count_BX[row], bool(result.ended_B[row])
                 # The verification that met the end was cut short.

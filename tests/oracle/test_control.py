@@ -206,9 +206,9 @@ def test_a_head_is_shown_what_was_kept_for_it_when_it_drafts(lab: Lab, monkeypat
             shown.append((row, start, count))
             return show(state, row, start, count)
 
-        def running(state, steps, eager, arm, least, shown=shown, ran=ran, dispatch=dispatch):
+        def running(state, arm, steps, shown=shown, ran=ran, dispatch=dispatch, **how):
             ran.append((arm.max_depth, len(shown)))
-            return dispatch(state, steps, eager, arm, least)
+            return dispatch(state, arm, steps, **how)
 
         engine.programs.catch_up, engine.programs.dispatch = showing, running
         assert tokens_of(generate(engine, requests, steps=2)) == tokens_of(lab.reference("cold", requests))
