@@ -14,7 +14,7 @@ from jaxspec.draft.catalog import SpeculativeConfig
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.serve.compile_cache import use_compile_cache
-from jaxspec.serve.engine import EngineSpec
+from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.verify.rules import RULES
 
 DEFAULT_CAPACITY = 8192

@@ -175,8 +175,10 @@ class LLM:
         known = self.engine.programs.drafters
         if missing := [arm.name for arm in control.arms if arm not in known]:
             raise ConfigError(f"beside: arms {missing} are not compiled; there are {[arm.name for arm in known]}")
-        other = copy.copy(self)
-        other.engine, other.prompts = self.driver.call(partial(self.engine.beside, control)), self.prompts.beside()
+        other, engine = copy.copy(self), copy.copy(self.engine)
+        engine.control = control
+        self.driver.call(engine.reset)
+        other.engine, other.prompts = engine, self.prompts.beside()
         other.driver = Driver(other.engine, self.driver.worker)
         return other
 

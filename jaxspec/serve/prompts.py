@@ -21,7 +21,7 @@ from jaxspec.serve.rows import STOP_PLACES, Sample, new_samples
 from jaxspec.serve.text import Growing
 
 if TYPE_CHECKING:
-    from jaxspec.serve.engine import EngineSpec
+    from jaxspec.serve.engine_spec import EngineSpec
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 SOURCES, SOURCES_TEXT = ("prompt", "messages", "prompt_token_ids"), '"prompt", "messages" or "prompt_token_ids"'

@@ -35,7 +35,8 @@ from jaxspec.serve import engine as engine_module
 from jaxspec.serve.budget import CONFIDENCE_STEPS, VerifyBudget
 from jaxspec.serve.compiled import Programs, catch_up_sizes
 from jaxspec.serve.control import Outcome
-from jaxspec.serve.engine import Engine, EngineSpec
+from jaxspec.serve.engine import Engine
+from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
 from jaxspec.serve.rows import new_samples
 from jaxspec.serve.text import Growing

@@ -21,7 +21,8 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import Policy
 from jaxspec.protocol import Drafter
 from jaxspec.serve import engine as engine_module
-from jaxspec.serve.engine import Engine, EngineSpec
+from jaxspec.serve.engine import Engine
+from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.shapes import Array

@@ -213,7 +213,7 @@ def test_no_memory_for_a_new_state_either(llms: dict[str, LLM], monkeypatch: pyt
 
     output = llm.submit(PROMPTS[0], GREEDY)
     monkeypatch.setattr(llm.engine.programs, "dispatch", fail)
-    monkeypatch.setattr(llm.engine, "_allocate", fail)
+    monkeypatch.setattr(llm.engine.scheduler, "allocate", fail)
     for _ in range(3):
         with pytest.raises(MemoryError):
             llm.step()

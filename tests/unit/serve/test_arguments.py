@@ -17,7 +17,7 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.errors import ConfigError, JaxspecError, RequestError
 from jaxspec.serve import waiting
 from jaxspec.serve.arguments import buckets_of, capacity_of, whole
-from jaxspec.serve.engine import EngineSpec
+from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.prompts import Prompts
 from jaxspec.serve.request import CompletionOutput, RequestOutput
 from jaxspec.serve.vllm_arguments import FOREIGN
