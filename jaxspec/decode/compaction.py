@@ -14,7 +14,7 @@ from jaxspec.cache.kv import Window, in_line, in_rows
 from jaxspec.cache.ragged import ragged_of
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import Caches, features_of, forward, head
-from jaxspec.protocol import Features, Proposal, Reads
+from jaxspec.protocol import CaptureSpec, Features, Proposal
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from jaxspec.topology import AnyTopology
@@ -51,7 +51,7 @@ class Sizes:
             return cls(False, (), routes)
         if not topology.is_chain:
             return cls(proposal.sparse, (), routes)
-        parts = PRUNED_PARTS if state.prices is not None else SPARSE_PARTS if proposal.sparse else 1
+        parts = PRUNED_PARTS if state.draft_costs is not None else SPARSE_PARTS if proposal.sparse else 1
         rows, drafts = proposal.token_BN.shape
         return cls(proposal.sparse, packed_sizes(rows, drafts, parts, policy.kernels == "triton"), routes)
 
@@ -94,7 +94,7 @@ class Verified:
 
 def verify(
     target: Target, layers: Caches, token_BT: Array, position_BT: Array, window: Window, min_rows: Array | int,
-    *, sizes: Sizes, reads: Reads,
+    *, sizes: Sizes, reads: CaptureSpec,
 ) -> Verified:  # fmt: skip
     """Runs the target over the live nodes of all rows.
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jaxspec.decode.compaction import Verified
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.draft.budget import step_of
+from jaxspec.draft.draft_selection import step_of
 from jaxspec.models.arch import experts_of
 from jaxspec.protocol import Proposal, Verdict
 from jaxspec.pytree import pytree
@@ -62,9 +62,9 @@ class Telemetry:
 def zero_counts(proposal: Proposal, state: DecodeState) -> Counts:
     """Returns what counts are added to, for proposals of such a shape."""
     touched = None if proposal.expert_BKYA is None else jnp.zeros(proposal.expert_BKYA.shape[1])
-    if state.prices is None or proposal.confidence_BN is None:
+    if state.draft_costs is None or proposal.confidence_BN is None:
         return Counts(touched, None)
-    return Counts(touched, jnp.zeros((2, *state.prices.accept_MC.shape)))
+    return Counts(touched, jnp.zeros((2, *state.draft_costs.accept_MC.shape)))
 
 
 def count(
@@ -83,8 +83,8 @@ def count(
     touched_K = outcome_HMC = None
     if proposal.expert_BKYA is not None:
         touched_K = touched_by_depth(proposal.expert_BKYA, live_BN, experts_of(target.net.arch))
-    if state.prices is not None and proposal.confidence_BN is not None:
-        steps, sampled_B = state.prices.accept_MC.shape[1], state.sampling.temperature_B > 0
+    if state.draft_costs is not None and proposal.confidence_BN is not None:
+        steps, sampled_B = state.draft_costs.accept_MC.shape[1], state.sampling.temperature_B > 0
         tried_BN = live_BN & ~done_B[:, None]
         outcome_HMC = outcomes(proposal.confidence_BN, tried_BN, verdict.count_B - 1, sampled_B, steps)
     return Counts(touched_K, outcome_HMC)

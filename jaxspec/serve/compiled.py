@@ -17,7 +17,7 @@ from jaxspec.decode.scores import Scores, prefill_scored
 from jaxspec.decode.scrub import scrub
 from jaxspec.decode.state import DecodeState, Target, init_sampling
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.deferred import SHOWN, Deferred
+from jaxspec.draft.lazy_observer import CHUNK_SIZE, LazyObserver
 from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.renew import renew
 from jaxspec.protocol import Drafter
@@ -79,7 +79,7 @@ class Programs(Runner):
             jobs["prefill", size] = lambda chunk=chunk: _compile(
                 prefill, (target, drafter, state, scalar, chunk, scalar, scalar, table), donate=2
             )
-        self.turns = turns and drafter.follows != "nothing"
+        self.turns = turns and drafter.needs != "none"
         for size in catch_up_sizes(drafter, buckets) if self.turns else ():
             jobs["catch up", size] = lambda size=size: _compile(
                 partial(catch_up, size=size), (drafter, state, scalar, scalar, scalar), donate=1
@@ -96,7 +96,7 @@ class Programs(Runner):
         largest = self.drafter
         # Plain decoding has nothing to renew, unless it takes turns with a drafter that observes it.
         self.drafters = {
-            k: d if d.follows == "nothing" and d is not largest else renew(d, params) for k, d in self.drafters.items()
+            k: d if d.needs == "none" and d is not largest else renew(d, params) for k, d in self.drafters.items()
         }
 
     def prefill_scored(
@@ -144,7 +144,11 @@ class Programs(Runner):
 
 def catch_up_sizes(drafter: Drafter, buckets: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the sizes of the chunks in which a drafter is caught up, ascending."""
-    return (min(FEW, drafter.room), min(SHOWN, drafter.room)) if isinstance(drafter, Deferred) else buckets
+    return (
+        (min(FEW, drafter.ring_size), min(CHUNK_SIZE, drafter.ring_size))
+        if isinstance(drafter, LazyObserver)
+        else buckets
+    )
 
 
 def _compile_all(

@@ -14,7 +14,7 @@ from jaxspec.cache.pages import PageAllocator
 from jaxspec.decode.dispatch import DispatchResult
 from jaxspec.decode.state import DecodeState, Target, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.deferred import KEPT, Deferred
+from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
 from jaxspec.serve.adaptive import Adaptive
@@ -82,8 +82,8 @@ class Engine:
         """
         self.control, self.budget = control or Fixed(drafter.topology), budget
         turns = PLAIN in self.control.arms
-        if turns and drafter.topology.drafts and drafter.follows == "features":
-            drafter = Deferred(drafter, drafter.topology, target.net.arch, max(KEPT, 2 * spec.steps))
+        if turns and drafter.topology.drafts and drafter.needs == "hidden":
+            drafter = LazyObserver(drafter, drafter.topology, target.net.arch, max(RING_SIZE, 2 * spec.steps))
         drafters = arms_of(drafter, self.control.arms)
         self.depth, self._slack = max(arm.max_depth for arm in drafters), slack_of(drafters, spec.buckets)
         if spec.page and not spec.pages:
@@ -92,7 +92,7 @@ class Engine:
         make = partial(
             init_state, target, drafter, spec.rows, spec.capacity,
             slack=self._slack, stop_ids=STOP_PLACES, pages=spec.pages, page=spec.page,
-            prices=budget and budget.prices(0, spec.rows),
+            draft_costs=budget and budget.prices(0, spec.rows),
         )  # fmt: skip
         self._allocate = partial(_allocate, make, target, spec)
         state, plan = self._allocate(), StepPlan(spec.rule, spec.steps, spec.logprobs)
@@ -229,10 +229,12 @@ class Engine:
         if not decision.length:
             return
         self.scheduler.catch_up()
-        if self.budget is not None and self.budget.cuts.priced:
-            places = jax.tree.map(lambda x: x.sharding, self.state.prices)
-            prices = hosts.agreed(self.budget.prices(decision.length, rows))  # clocks of other processes differ
-            self.scheduler.state = replace(self.state, prices=jax.device_put(prices, places))
+        if self.budget is not None and self.budget.pruning.by_cost:
+            places = jax.tree.map(lambda x: x.sharding, self.state.draft_costs)
+            prices = hosts.broadcast_arrays(
+                self.budget.prices(decision.length, rows)
+            )  # clocks of other processes differ
+            self.scheduler.state = replace(self.state, draft_costs=jax.device_put(prices, places))
 
     def _dispatch(self, decision: Decision, steps: int | None) -> DispatchResult:
         """Runs one dispatch; the control thinks meanwhile."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.cache.pages import PageAllocator
 from jaxspec.decode.state import DecodeState
-from jaxspec.draft.deferred import Deferred
+from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.metrics import EngineMetrics
@@ -162,7 +162,7 @@ class Scheduler:
         drafter = self._programs.drafter
         if not self._programs.turns:
             return
-        room = drafter.room if isinstance(drafter, Deferred) else self._spec.capacity
+        room = drafter.ring_size if isinstance(drafter, LazyObserver) else self._spec.capacity
         behind = [(row, s) for row, s in self.running if s.params.draft_limit != 0 and s.observed != s.length]
         for row, sample in behind:
             first = max(sample.observed, sample.length - room)

@@ -59,7 +59,7 @@ class DispatchTimer:
         state, report = programs.dispatch(state, arm, most)
         result = report.unpack()
         # Process 0's time, for all: the number of rounds, and so of programs that exchange, depends on it.
-        step_s = float(hosts.agreed(np.float32((time.monotonic() - began) / max(result.steps, 1))))
+        step_s = float(hosts.broadcast_arrays(np.float32((time.monotonic() - began) / max(result.steps, 1))))
         for row in range(self.rows):
             state = programs.retire(state, row)
         self._scheduler.state = state

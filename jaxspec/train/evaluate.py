@@ -52,7 +52,7 @@ DISPATCH = jax.jit(_dispatch, static_argnums=(0, 1), donate_argnums=4)
 
 
 @dataclass(frozen=True)
-class Trial:
+class EvalSpec:
     """What is generated to measure acceptance.
 
     Attributes:
@@ -89,27 +89,27 @@ class Acceptance:
     counts: tuple[tuple[int, ...], ...]
 
 
-class Examiner:
+class AcceptanceEvaluator:
     """Runs prompts through the compiled step; other parameters of a drafter and temperatures recompile nothing."""
 
-    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], trial: Trial):
+    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], spec: EvalSpec):
         """Keeps what is generated from.
 
         Args:
           target: verifies.
           prompts: token ids.
-          trial: how.
+          spec: how.
         """
         self.mesh = mesh_of(target.params)
         self.target, self.prompts = settle(target, self.mesh), [np.asarray(p, np.int32) for p in prompts]
         over = 1 if self.mesh is None else self.mesh.shape["data"]
-        self.trial = replace(trial, rows=-(-trial.rows // over) * over)
+        self.spec = replace(spec, rows=-(-spec.rows // over) * over)
 
     def measure(self, drafter: Drafter) -> Acceptance:
         """Acceptance over all prompts."""
         drafter = settle(drafter, self.mesh)
         counts: list[tuple[int, ...]] = []
-        for first in range(0, len(self.prompts), self.trial.rows):
+        for first in range(0, len(self.prompts), self.spec.rows):
             counts += self._group(drafter, first)
         flat = np.array([n for row in counts for n in row], np.int64)
         depth = np.arange(1, drafter.topology.max_depth + 1)
@@ -121,7 +121,7 @@ class Examiner:
     def _group(self, drafter: Drafter, first: int) -> list[tuple[int, ...]]:
         """Accepted drafts of each verification of some prompts."""
         runner, state = self._runner(drafter), self.started(drafter, first)
-        accepted: list[list[int]] = [[] for _ in self.prompts[first : first + self.trial.rows]]
+        accepted: list[list[int]] = [[] for _ in self.prompts[first : first + self.spec.rows]]
         left = len(accepted)
         while left:
             state, report = runner.dispatch(state, drafter.topology, STEPS)
@@ -134,7 +134,7 @@ class Examiner:
         return [tuple(counts) for counts in accepted]
 
     def _runner(self, drafter: Drafter) -> Runner:
-        plan = StepPlan(RULES[self.trial.rule], STEPS)
+        plan = StepPlan(RULES[self.spec.rule], STEPS)
         programs: dict[Any, Any] = {
             ("prefill", BUCKET): partial(PREFILL, self.mesh), "admit": partial(ADMIT, self.mesh),
             ("dispatch", drafter.topology): partial(DISPATCH, self.mesh, plan),
@@ -143,7 +143,7 @@ class Examiner:
 
     def started(self, drafter: Drafter, first: int) -> DecodeState:
         """Returns rows with as many prompts as there is room for, from number ``first`` on."""
-        t, longest = self.trial, max(len(p) for p in self.prompts)
+        t, longest = self.spec, max(len(p) for p in self.prompts)
         slack = max(drafter.topology.nodes, drafter.slack, BUCKET)
         places = max(8, len(t.stop))
         make = partial(init_state, self.target, drafter, t.rows, longest + t.tokens, slack=slack, stop_ids=places)
@@ -162,7 +162,7 @@ class Examiner:
         return state
 
 
-def figures(name: str, found: Acceptance) -> dict[str, float]:
+def acceptance_figures(name: str, acceptance: Acceptance) -> dict[str, float]:
     """Acceptance as metrics: ``NAME/acceptance_length`` and ``NAME/accepted_at_K``."""
-    rates = {f"{name}/accepted_at_{k}": rate for k, rate in enumerate(found.survival, start=1)}
-    return {f"{name}/acceptance_length": found.length} | rates
+    rates = {f"{name}/accepted_at_{k}": rate for k, rate in enumerate(acceptance.survival, start=1)}
+    return {f"{name}/acceptance_length": acceptance.length} | rates
