@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxspec.cache.kv import UNROLLED_ROWS
@@ -73,8 +74,8 @@ class DecodeState:
 
 
 def init_sampling(rows: int, stop_ids: int) -> Sampling:
-    """Neutral settings: greedy, nothing switched on."""
-    special = {"top_p_B": 1.0, "repetition_B": 1.0, "logprobs_B": -1}
+    """Returns neutral settings: greedy, nothing switched on, everything is prompt."""
+    special = {"top_p_B": 1.0, "repetition_B": 1.0, "logprobs_B": -1, "prompt_length_B": np.iinfo(np.int32).max}
     whole = {"top_k_B", "min_length_B", "max_length_B", "draft_limit_B", "logprobs_B", "prompt_length_B"}
     values = {  # one array each: a donated buffer must not appear twice
         f.name: jnp.full(rows, special.get(f.name, 0), jnp.int32 if f.name in whole else jnp.float32)

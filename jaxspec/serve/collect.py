@@ -12,7 +12,7 @@ from jaxspec.decode.dispatch import DispatchResult
 from jaxspec.serve.control import Outcome
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.request import Logprob, RequestOutput
-from jaxspec.serve.rows import Sample
+from jaxspec.serve.sample import Sample
 
 
 @dataclass

@@ -27,7 +27,7 @@ from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.request import RequestOutput
-from jaxspec.serve.rows import STOP_PLACES, Sample
+from jaxspec.serve.sample import STOP_PLACES, Sample
 from jaxspec.serve.scheduler import Scheduler
 from jaxspec.serve.survival import RequestSurvival
 from jaxspec.serve.warm_up import DispatchTimer, warm_up

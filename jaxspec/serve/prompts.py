@@ -17,7 +17,7 @@ from jaxspec.serve.arguments import shown
 from jaxspec.serve.bans import bad_word_ids, check_ids
 from jaxspec.serve.defaults import sampling_defaults
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.rows import STOP_PLACES, Sample, new_samples
+from jaxspec.serve.sample import STOP_PLACES, Sample, new_samples
 from jaxspec.serve.text import Growing
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.prompt_logprobs import read_prompt
 from jaxspec.serve.request import RequestOutput
-from jaxspec.serve.resume import recount
-from jaxspec.serve.rows import STOP_PLACES, Sample
+from jaxspec.serve.sample import STOP_PLACES, Sample
 
 ATTEMPTS = 3  # steps that may fail in a row before a request ends
 
@@ -140,9 +139,6 @@ class Scheduler:
             return
         self.state = self._programs.admit(self.state, row, sample.tokens, sampling, table_J, bias_V)
         sample.observed = sample.length
-        if sample.completion.token_ids:
-            prompt, generated = sample.output.prompt_token_ids, sample.completion.token_ids
-            self.state = recount(self.state, row, prompt, generated)
 
     def _leave(self, row: int, sample: Sample) -> None:
         """Ends a sample that never decodes."""

@@ -13,7 +13,7 @@ from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.pytree import replace
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
-from jaxspec.serve.rows import STOP_PLACES
+from jaxspec.serve.sample import STOP_PLACES
 from jaxspec.serve.scheduler import Scheduler
 from jaxspec.sharding import hosts
 from jaxspec.topology import PLAIN, AnyTopology

@@ -38,7 +38,7 @@ from jaxspec.serve.control import Outcome
 from jaxspec.serve.engine import Engine
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
-from jaxspec.serve.rows import new_samples
+from jaxspec.serve.sample import new_samples
 from jaxspec.serve.text import Growing
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology, chain
