@@ -125,10 +125,10 @@ def verify(
         logits = head(target.net, target.params, hidden.last_BTD)
         missing = token_BT.shape[1] - width
 
-        def whole(x: Array) -> Array:
+        def pad(x: Array) -> Array:
             return jnp.pad(in_rows(x, part), ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
 
-        return layers, (*jax.tree.map(whole, (logits, features_of(hidden))), hidden.routing if sizes.routes else ())
+        return layers, (*jax.tree.map(pad, (logits, features_of(hidden))), hidden.routing if sizes.routes else ())
 
     widths: list[tuple[int, int | None]] = [(token_BT.shape[1], size) for size in (*sizes.packed, None)]
     if sizes.anchors:

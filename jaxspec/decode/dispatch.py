@@ -115,7 +115,7 @@ def dispatch(
       drafter: proposes.
       state: donated.
       limit: int32 scalar, most steps.
-      eager: bool scalar; true returns as soon as one row ends, because another request waits for its place.
+      eager: bool scalar; true returns as soon as one row ends, because another request waits for its row.
       min_rows: int32 scalar, rows that must have a draft for a step to verify any, where ``skips`` says so.
       plan: static.
     """

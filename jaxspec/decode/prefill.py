@@ -1,4 +1,4 @@
-"""Prompts into the cache chunk by chunk, and rows into and out of the batch."""
+"""Reads prompts into the caches chunk by chunk, and admits and retires rows."""
 
 from dataclasses import fields
 
@@ -30,10 +30,10 @@ def prefill(
       drafter: observes the chunk.
       state: donated.
       row: int32 scalar.
-      token_X: chunk and the token behind it, then padding up to one more than its bucket; what padding writes lands
-        behind the prompt and is overwritten later.
+      token_X: chunk and the token after it, then padding up to one more than its bucket; what padding writes lands
+        after the prompt and is overwritten later.
       start: position of the first token.
-      count: length of the chunk, which leaves at least one token behind it.
+      count: length of the chunk, which at least one token follows.
       table_J: page ids of the row, None without a page pool.
     """
     return read_chunk(target, drafter, state, row, token_X, start, count, table_J)[0]
@@ -49,7 +49,7 @@ def read_chunk(
     count: Array,
     table_J: Array | None,
 ) -> tuple[DecodeState, Hidden]:
-    """What ``prefill`` does, and the hidden states of the chunk's positions."""
+    """Does what ``prefill`` does, and returns the hidden states of the chunk's positions."""
     start_B, token_BT, next_BT = start[None], token_X[None, :-1], token_X[None, 1:]
     position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     table = None if table_J is None else table_J[None]
@@ -61,7 +61,7 @@ def read_chunk(
 
 
 def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, count: Array, *, size: int) -> DecodeState:
-    """Shows a drafter what a row committed without it: tokens, and what was kept of features.
+    """Shows a drafter what a row committed without it: tokens, and features where it kept some.
 
     Args:
       drafter: observes.

@@ -76,9 +76,9 @@ class DecodeState:
 def init_sampling(rows: int, stop_ids: int) -> Sampling:
     """Returns neutral settings: greedy, nothing switched on, everything is prompt."""
     special = {"top_p_B": 1.0, "repetition_B": 1.0, "logprobs_B": -1, "prompt_length_B": np.iinfo(np.int32).max}
-    whole = {"top_k_B", "min_length_B", "max_length_B", "draft_limit_B", "logprobs_B", "prompt_length_B"}
+    integers = {"top_k_B", "min_length_B", "max_length_B", "draft_limit_B", "logprobs_B", "prompt_length_B"}
     values = {  # one array each: a donated buffer must not appear twice
-        f.name: jnp.full(rows, special.get(f.name, 0), jnp.int32 if f.name in whole else jnp.float32)
+        f.name: jnp.full(rows, special.get(f.name, 0), jnp.int32 if f.name in integers else jnp.float32)
         for f in fields(Sampling)  # pyright: ignore[reportArgumentType]
     }
     values |= {"key_BX": jnp.zeros((rows, 2), jnp.uint32), "stop_BX": jnp.full((rows, stop_ids), -1, jnp.int32)}

@@ -17,7 +17,7 @@ from jaxspec.serve.sample import Sample
 
 @dataclass
 class Collected:
-    """What the rows took of a dispatch.
+    """A dispatch's tokens, as samples took them.
 
     Attributes:
       moved: requests that it moved forward.
@@ -54,7 +54,7 @@ def collect(
         tried = sample.tried(result.length)
         try:
             counts = _take(result, row, sample, eos, metrics, tried if prunes else None)
-        except Exception as error:  # its own failure, such as of its text; the others go on
+        except Exception as error:  # of this request alone, such as of its text
             counts = []
             sample.fail(f"this text could not be taken over ({type(error).__name__}: {error})")
         if result.broken_B[row] and sample.completion.finish_reason is None:

@@ -29,7 +29,7 @@ FEW = 8  # positions of the smallest chunk of kept features
 
 
 class Programs(Runner):
-    """Every program that serving needs, compiled for one state's shapes; what few want is compiled when they do.
+    """Compiles every program that serving needs for one state's shapes; rare ones when they are first called.
 
     Attributes:
       turns: whether a drafter that observes takes turns with plain decoding, so that it must be caught up.
@@ -116,7 +116,7 @@ class Programs(Runner):
           row: that gets the prompt.
           prompt: token ids.
           table_J: page ids of the row, None without a page pool.
-          most: most likely tokens that are told per position.
+          most: number of most likely tokens per position.
           drafts: whether the drafter observes the prompt; nothing may be decoded after it otherwise.
 
         Returns:
@@ -136,7 +136,7 @@ class Programs(Runner):
         return self._later("scrub", scrub, (state,), donate=0)(state)
 
     def _later(self, name: Hashable, function: Callable[..., Any], args: tuple[Any, ...], **how: Any) -> Any:
-        """A program that most engines never want."""
+        """Returns a rare program, compiled by the first call."""
         if name not in self.programs:
             self.programs[name] = _compile(function, args, **how)
         return self.programs[name]
@@ -169,7 +169,7 @@ def _compile_all(
 
 
 def _compile(function: Callable[..., Any], args: tuple[Any, ...], *, donate: int, report: bool = False) -> Any:
-    """Compiles for where the arguments lie; the state comes back where it was, and a report beside it whole."""
+    """Compiles for where the arguments lie; the state stays where it was, a report is replicated."""
     mesh = mesh_of(args[donate])
     shapes = shapes_on(args, mesh)
     placed: dict[str, Any] = {}

@@ -99,7 +99,7 @@ class Scheduler:
     def admit(self) -> bool:
         """Gives free rows to samples that wait and reads their prompts to the end; returns whether any was read."""
         began, waiting = time.monotonic(), len(self.waiting)
-        for row, sample in self._place():
+        for row, sample in self._take_rows():
             self._start(row, sample)
         if len(self.waiting) == waiting:
             return False
@@ -107,7 +107,7 @@ class Scheduler:
         self._metrics.prefill_time_s += time.monotonic() - began
         return True
 
-    def _place(self) -> Iterator[tuple[int, Sample]]:
+    def _take_rows(self) -> Iterator[tuple[int, Sample]]:
         """Gives free rows and pages to the oldest samples that wait, one at a time."""
         for row, held in enumerate(self.rows):
             if held is not None or not self.waiting:
@@ -128,7 +128,7 @@ class Scheduler:
         try:
             sampling = sample.sampling(stop_ids, STOP_PLACES, self._draft_length)
             bias_V = sample.bias(self.state.bias_BV.shape[1])
-        except Exception as error:  # its own failure; the others go on
+        except Exception as error:  # of this request alone
             sample.fail(f"this request could not be started ({type(error).__name__}: {error})")
             self._leave(row, sample)
             return
@@ -154,17 +154,17 @@ class Scheduler:
         return table_J
 
     def catch_up(self) -> None:
-        """Shows the drafter what rows committed without it; a head sees what was kept for it."""
+        """Shows the drafter what rows committed in plain steps."""
         drafter = self._programs.drafter
         if not self._programs.turns:
             return
         room = drafter.ring_size if isinstance(drafter, LazyObserver) else self._spec.capacity
-        behind = [(row, s) for row, s in self.running if s.params.draft_limit != 0 and s.observed != s.length]
-        for row, sample in behind:
+        late = [(row, s) for row, s in self.running if s.params.draft_limit != 0 and s.observed != s.length]
+        for row, sample in late:
             first = max(sample.observed, sample.length - room)
             self.state = self._programs.catch_up(self.state, row, first, sample.length - first)
             sample.observed = sample.length
-        if behind:  # or the dispatch would seem to take its time
+        if late:  # or the dispatch would seem to take its time
             jax.block_until_ready(self.state)
 
     def retire(self, row: int, sample: Sample) -> None:

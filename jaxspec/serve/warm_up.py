@@ -21,10 +21,10 @@ from jaxspec.topology import PLAIN, AnyTopology
 ROWS = 8
 PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
 
-LINKING, TIMED, MOST_TIMED = 4, 5, 16  # rounds
-ENOUGH_S = 4.0  # of timed rounds, more than the fewest
+LINKING, TIMED, MOST_TIMED = 4, 5, 16  # rounds: before any is timed; timed at least, and at most
+ENOUGH_S = 4.0  # after which no round is timed beyond the fewest
 RANDOM = 0.1  # relative error of a ratio: text that begins with random tokens touches other experts than users' does
-EACH = 0.35  # of it, what a ratio may be off by itself at least: it is the median of some rounds
+EACH = 0.35  # least share of that error that each ratio has by itself: it is the median of some rounds
 OF_MEDIAN = 1.4826 * 1.2533  # standard error of a normal median by the median absolute deviation, times sqrt(n)
 Run = Callable[[AnyTopology, int], tuple[float, float]]
 
@@ -67,15 +67,15 @@ class DispatchTimer:
 
 
 def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tuple[StepRatios, float]:
-    """Runs all arms in turns, in rounds of which the last ones are timed; as many as a few seconds allow.
+    """Runs all arms in turns and times the last rounds, as many as a few seconds allow.
 
     XLA:CPU links code when it first runs, each expert's by itself, and GPUs record their graphs: three dispatches of
     an arm can take ten times as long as later ones.
 
     Args:
       arms: plain decoding, chains by length, then trees.
-      run: runs a dispatch of an arm with at most so many steps, and returns how long each of them took in seconds, and
-        the share of them that had drafts or could not do without.
+      run: runs a dispatch of an arm with at most so many steps; returns the time of a step in seconds, and the share
+        of its steps that verified drafts.
       rows: that decode meanwhile.
       steps: of a full dispatch.
 
@@ -102,6 +102,6 @@ def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tup
 
 
 def _scatter(ratios: Sequence[Sequence[float]]) -> float:
-    """Relative standard error of medians over rounds, root mean square over lengths; a few odd rounds do not count."""
+    """Returns the relative standard error of medians over rounds (by the MAD), root mean square over lengths."""
     off = [np.median(np.abs(np.array(some) / np.median(some) - 1.0)) / len(some) ** 0.5 for some in ratios]
     return OF_MEDIAN * float(np.sqrt(np.mean(np.square(off)))) if off else 0.0

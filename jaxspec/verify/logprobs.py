@@ -9,7 +9,7 @@ from jaxspec.shapes import Array
 
 
 def ranked(logits_BTV: Array, token_BT: Array, most: int) -> tuple[Array, Array]:
-    """Log-probability of each token and of the most likely ones, its rank from 1 and their ids, [B, T, most + 1]."""
+    """Returns log-probabilities of each token and of the best ones, its rank from 1 and their ids, [B, T, most + 1]."""
     logp_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
     own_BT1 = jnp.take_along_axis(logp_BTV, token_BT[..., None], axis=-1)
     rank_BT1 = jnp.sum(logp_BTV > own_BT1, axis=-1, keepdims=True, dtype=jnp.int32) + 1

@@ -1,4 +1,4 @@
-"""Verification rules: which drafts are kept, so that the text or its distribution stays the target's."""
+"""Verification rules: accept drafts so that the text, or its distribution, stays the target's."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxspec.verify.walk import follow
 
 
 def next_positions(length_B: Array, tree: Tree) -> Array:
-    """Position of the token that each node's logits predict, [B, T]."""
+    """Returns the position of the token that each node's logits predict, [B, T]."""
     return length_B[:, None] + tree.depth_BT + 1
 
 
@@ -35,7 +35,7 @@ def match(
 
 
 def with_noise(score_BTV: Array, sampling: Sampling, length_B: Array, tree: Tree) -> Array:
-    """Scores whose argmax is the token that plain decoding samples."""
+    """Returns scores whose argmax is the token that plain decoding samples."""
     warm_B = sampling.temperature_B > 0
 
     def noisy(score_BTV: Array) -> Array:
@@ -46,7 +46,7 @@ def with_noise(score_BTV: Array, sampling: Sampling, length_B: Array, tree: Tree
 
 
 def _distributions(proposal: Proposal, score_BTV: Array, sampling: Sampling) -> tuple[Array, Array]:
-    """Target probabilities [B, T, V] and draft probabilities [B, N, V]; greedy rows are point masses."""
+    """Returns target [B, T, V] and draft [B, N, V] probabilities; greedy rows are point masses."""
     vocab = score_BTV.shape[-1]
     best = jax.nn.one_hot(jnp.argmax(score_BTV, axis=-1), vocab, dtype=jnp.float32)
     p_BTV = jnp.where((sampling.temperature_B > 0)[:, None, None], jax.nn.softmax(score_BTV, axis=-1), best)
@@ -72,7 +72,7 @@ def live_prefix(live_BN: Array) -> Array:
 
 
 def conclude(draft_BK: Array, accepted_B: Array, last_B: Array) -> Verdict:
-    """Verdict of a chain: the first ``accepted`` drafts and then ``last``."""
+    """Returns the verdict of a chain: the first ``accepted`` drafts and then ``last``."""
     depth_K = jnp.arange(draft_BK.shape[1] + 1, dtype=jnp.int32)[None]
     tokens = jnp.concatenate([draft_BK, draft_BK[:, :1] if draft_BK.shape[1] else last_B[:, None]], axis=1)
     tokens = jnp.where(depth_K == accepted_B[:, None], last_B[:, None], tokens)
@@ -116,7 +116,7 @@ def reject(
 
 
 def draw_coins(sampling: Sampling, length_B: Array, tree: Tree) -> Array:
-    """One uniform number per node, independent of every other node's and step's."""
+    """Draws one uniform number per node, independent of every other node's and step's."""
     node_T = jnp.arange(tree.nodes, dtype=jnp.int32)
     return uniform(sampling.key_BX, within_step(length_B, node_T[None]), Purpose.ACCEPT)
 

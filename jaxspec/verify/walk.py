@@ -28,15 +28,15 @@ class Ends:
 
 
 def usable(proposal: Proposal, sampling: Sampling, tree: Tree) -> Array:
-    """Draft nodes that may be accepted at all: real proposals within the row's own speculation length, [B, N]."""
+    """Returns whether each draft may be accepted: a real proposal within the row's speculation length, [B, N]."""
     return proposal.valid_BN & (tree.depth_BT[:, 1:] <= sampling.draft_limit_B[:, None])
 
 
 def follow(target_BT: Array, token_BN: Array, live_BN: Array, tree: Tree) -> Verdict:
-    """Accepts every node that equals the target's own token at its parent, from the root on.
+    """Accepts every node that equals the target's token at its parent, from the root on.
 
     Args:
-      target_BT: the token that the target samples behind each node.
+      target_BT: the token that the target samples after each node.
       token_BN: drafted tokens.
       live_BN: nodes that may be accepted.
       tree: of equal siblings the first one stands for all.
@@ -56,7 +56,7 @@ def follow(target_BT: Array, token_BN: Array, live_BN: Array, tree: Tree) -> Ver
 
 
 def unsound(logits_BTV: Array, score_BTV: Array, verdict: Verdict, *, exact: bool) -> Array:
-    """Committed tokens, [B, K + 1], that could not be sampled: a score is NaN, all are -inf, or a logit is infinite.
+    """Returns which tokens, [B, K + 1], could not be sampled: a score is NaN, all are -inf, or a logit is infinite.
 
     Args:
       logits_BTV: raw target logits.
