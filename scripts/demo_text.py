@@ -12,7 +12,7 @@ from jaxspec.checkpoint.load.model import load_model
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
+from jaxspec.protocol import NoDrafts
 from jaxspec.pytree import replace
 
 STEPS = 32

@@ -15,15 +15,10 @@ from jaxspec.decode.scores import Scores, prefill_scored
 from jaxspec.decode.scrub import scrub
 from jaxspec.decode.state import DecodeState, Target, init_sampling
 from jaxspec.decode.step import Report, StepPlan, dispatch, skips
-from jaxspec.draft.lazy_observer import CHUNK_SIZE, LazyObserver
-from jaxspec.draft.null import NoDrafts
-from jaxspec.draft.renew import renew
-from jaxspec.protocol import Drafter, Sampling
+from jaxspec.protocol import Drafter, NoDrafts, Sampling
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding.placement import mesh_of, settle, shapes_on
 from jaxspec.topology import AnyTopology
-
-FEW = 8  # positions of the smallest chunk of kept features
 
 
 class Programs:
@@ -83,25 +78,24 @@ class Programs:
                 prefill, (target, drafter, state, scalar, chunk, scalar, scalar, table), donate=2
             )
         self.turns = turns and drafter.needs != "none"
-        self._shown = shown_at_once(drafter, buckets)
-        for size in self._shown if self.turns else ():
+        self._replayed = drafter.replay_sizes(buckets)
+        for size in self._replayed if self.turns else ():
             jobs[f"catch up {size}"] = lambda size=size: _compile(
                 partial(catch_up, size=size), (drafter, state, scalar, scalar, scalar), donate=1
             )
         self._programs = _compile_all(jobs, on_compile or (lambda done, total: None))
         self.skipping = {arm for arm, one in drafters.items() if skips(target, one, state, plan)}
 
-    def renew(self, params: Params) -> None:
+    def update_params(self, params: Params) -> None:
         """Gives every drafter other parameters; the programs stay.
 
         Raises:
           ConfigError: they do not fit.
         """
-        longest = renew(self.drafter, params)
-        # Plain decoding has nothing to renew, unless it takes turns with a drafter that observes it.
-        plain = {k: d for k, d in self.drafters.items() if d.needs == "none"}
-        others = {k: renew(d, params) for k, d in self.drafters.items() if k not in plain}
-        self.drafters, self.drafter = plain | others, longest
+        longest = self.drafter.update_params(params)
+        # Plain decoding has no parameters, unless it takes turns with a drafter that observes it.
+        self.drafters = {k: d if d.needs == "none" else d.update_params(params) for k, d in self.drafters.items()}
+        self.drafter = longest
 
     def dispatch(
         self, state: DecodeState, steps: int, eager: bool, arm: AnyTopology, least: int = 1
@@ -113,7 +107,7 @@ class Programs:
     def catch_up(self, state: DecodeState, row: int, start: int, count: int) -> DecodeState:
         """Shows the drafter what a row committed without it: ``count`` positions from ``start`` on."""
         while count > 0:
-            size = next((b for b in self._shown if b >= count), self._shown[-1])
+            size = next((b for b in self._replayed if b >= count), self._replayed[-1])
             done = min(size, count)
             state = self._programs[f"catch up {size}"](
                 self.drafter, state, np.int32(row), np.int32(start), np.int32(done)
@@ -200,15 +194,6 @@ def chunks(prompt: np.ndarray, buckets: tuple[int, ...]) -> Iterator[tuple[int, 
         chunk[: count + 1] = prompt[start : start + count + 1]
         yield size, chunk, np.int32(start), np.int32(count)
         start, left = start + count, left - count
-
-
-def shown_at_once(drafter: Drafter, buckets: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes of the chunks in which a drafter is caught up, ascending."""
-    return (
-        (min(FEW, drafter.ring_size), min(CHUNK_SIZE, drafter.ring_size))
-        if isinstance(drafter, LazyObserver)
-        else buckets
-    )
 
 
 def _dispatch(plan: StepPlan) -> Callable[..., tuple[DecodeState, Report]]:

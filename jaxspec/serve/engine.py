@@ -103,7 +103,7 @@ class Engine:
         """
         self.control, self.budget = control or Fixed(drafter.topology), budget
         if PLAIN in self.control.arms and drafter.topology.drafts and drafter.needs == "hidden":
-            drafter = LazyObserver(drafter, drafter.topology, target.net.arch, max(RING_SIZE, 2 * spec.steps))
+            drafter = LazyObserver(drafter, target.net.arch, max(RING_SIZE, 2 * spec.steps))
         drafters = arms_of(drafter, self.control.arms)
         self.depth, self.slack = max(arm.max_depth for arm in drafters), slack_of(drafters, spec.buckets)
         if spec.page and not spec.pages:
@@ -300,7 +300,7 @@ class Engine:
         """Shows the drafter what rows committed without it, before it drafts; a head what was kept for it."""
         if self.drafter.needs == "none" or not (self.programs.turns and length):
             return
-        room = self.drafter.ring_size if isinstance(self.drafter, LazyObserver) else self.spec.capacity
+        room = self.drafter.replay_room(self.spec.capacity)
         shown = False
         for row, sample in enumerate(self.rows):
             if sample is None or sample.params.draft_limit == 0 or sample.observed == sample.length:

@@ -21,17 +21,16 @@ from jaxspec.decode.step import StepPlan, dispatch, skips
 from jaxspec.draft.draft_pruning import PruningConfig
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
-from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, DraftCosts, Drafter, Proposal
+from jaxspec.protocol import Anchor, DraftCosts, Drafter, NoDrafts, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.budget import CONFIDENCE_STEPS, VerifyBudget
-from jaxspec.serve.compiled import Programs, shown_at_once
+from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Outcome
 from jaxspec.serve.engine import Engine, EngineSpec
 from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
@@ -102,7 +101,7 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytree
-class Scripted:
+class Scripted(Drafter):
     """Proposes what a table says: per request the target's true text, and where to be wrong or silent.
 
     Attributes:
@@ -119,21 +118,6 @@ class Scripted:
     silent_RS: Array
     twins: Array
     topology: Topology = static()
-
-    @property
-    def needs(self) -> str:
-        return "none"
-
-    @property
-    def reads(self) -> CaptureSpec:
-        return NO_CAPTURE
-
-    @property
-    def slack(self) -> int:
-        return 0
-
-    def init_state(self, rows: int, capacity: int, slack: int) -> tuple[()]:
-        return ()
 
     def propose(self, state: tuple[()], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[()]]:
         same = jnp.all(anchor.sampling.key_BX[:, None] == self.key_RX[None], axis=-1)
@@ -152,9 +136,6 @@ class Scripted:
             tokens.append(jnp.where(right, truth, (truth + off) % VOCAB))
             valid.append(~(right & silent))
         return Proposal(jnp.stack(tokens, 1).astype(jnp.int32), jnp.stack(valid, 1), None), state
-
-    def observe(self, state: tuple[()], commit: Commit) -> tuple[()]:
-        return state
 
 
 @cache
@@ -189,7 +170,7 @@ SHARED = {
 
 def _prefill(target, drafter, *rest):
     # What a drafter observes of a prompt does not depend on its topology: one program serves all of them.
-    plain = NoDrafts() if drafter.needs == "none" else replace(drafter, topology=chain(1))
+    plain = NoDrafts() if drafter.needs == "none" else drafter.with_topology(chain(1))
     return SHARED["prefill"](target, plain, *rest)
 
 
@@ -201,8 +182,8 @@ class SharedPrograms(Programs):
         self.drafter = drafters[max(drafters, key=lambda arm: arm.nodes)]
         self._programs = {"admit": SHARED["admit"], "retire": SHARED["retire"]}
         self._programs |= {f"arm {arm.name}": _jitted(plan) for arm in drafters}
-        self.turns, self._shown = turns and self.drafter.needs != "none", shown_at_once(self.drafter, buckets)
-        self._programs |= {f"catch up {size}": _caught_up(size) for size in self._shown}
+        self.turns, self._replayed = turns and self.drafter.needs != "none", self.drafter.replay_sizes(buckets)
+        self._programs |= {f"catch up {size}": _caught_up(size) for size in self._replayed}
         self._programs |= {f"prefill {size}": _prefill for size in buckets}
         self.skipping = {arm for arm, one in drafters.items() if skips(target, one, state, plan)}
 

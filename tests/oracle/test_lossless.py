@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.draft.null import NoDrafts
+from jaxspec.protocol import NoDrafts
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.topology import DynamicTree, Topology, chain, tree

@@ -18,10 +18,10 @@ from jaxspec.bench.gpu.timing import Subject, Timing, interleaved, side_by_side
 from jaxspec.bench.model_cost import model_cost
 from jaxspec.decode.state import DecodeState, Target, init_state
 from jaxspec.decode.step import StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
 from jaxspec.nn.policy import Policy
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.moesd import speedup
+from jaxspec.protocol import NoDrafts
 from jaxspec.pytree import replace
 
 MODELS = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b", "qwen2-57b-a14b")
