@@ -23,10 +23,9 @@ from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.heads import head_drafter
-from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.nn.policy import Policy, policy_for
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, NoDrafts
 from jaxspec.pytree import replace
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.topology import chain

@@ -13,7 +13,7 @@ from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.null import NoDrafts
+from jaxspec.protocol import NoDrafts
 from jaxspec.pytree import replace
 
 STEPS = 32

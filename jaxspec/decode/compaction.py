@@ -14,10 +14,9 @@ from jaxspec.cache.kv import Window, in_line, in_rows
 from jaxspec.cache.ragged import ragged_of
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import Caches, features_of, forward, head
-from jaxspec.protocol import CaptureSpec, Features, Proposal
+from jaxspec.protocol import CaptureSpec, Drafter, Features
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
-from jaxspec.topology import AnyTopology
 
 FULL, SMALLER = "full_verification", "smaller_verification"  # scopes of the only loops that turn once or never
 STEP, GPU_STEP = 8, 128  # positions; with fewer a GPU reads weights longer than it computes (a roofline, not measured)
@@ -39,21 +38,19 @@ class Sizes:
     routes: bool
 
     @classmethod
-    def of(
-        cls, target: Target, topology: AnyTopology, proposal: Proposal, state: DecodeState, *, routes: bool
-    ) -> "Sizes":
-        """Sizes for a drafter that often proposes nothing, or whose drafts are pruned.
+    def of(cls, target: Target, drafter: Drafter, state: DecodeState, *, routes: bool) -> "Sizes":
+        """Returns the sizes for a drafter that often proposes nothing, or whose drafts are pruned.
 
         None on a mesh, whose devices have rows of their own and must exchange them alike in every step.
         """
-        policy = target.net.policy
+        policy, topology = target.net.policy, drafter.topology
         if not topology.drafts or routes or policy.mesh is not None:
             return cls(False, (), routes)
         if not topology.is_chain:
-            return cls(proposal.sparse, (), routes)
-        parts = PRUNED_PARTS if state.draft_costs is not None else SPARSE_PARTS if proposal.sparse else 1
-        rows, drafts = proposal.token_BN.shape
-        return cls(proposal.sparse, packed_sizes(rows, drafts, parts, policy.kernels == "triton"), routes)
+            return cls(drafter.sparse, (), routes)
+        parts = PRUNED_PARTS if state.draft_costs is not None else SPARSE_PARTS if drafter.sparse else 1
+        sizes = packed_sizes(state.length_B.shape[0], topology.drafts, parts, policy.kernels == "triton")
+        return cls(drafter.sparse, sizes, routes)
 
 
 def packed_sizes(rows: int, drafts: int, parts: int, on_gpu: bool = False) -> tuple[int, ...]:

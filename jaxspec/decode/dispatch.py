@@ -12,7 +12,7 @@ from jaxspec.decode.compaction import Sizes
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.decode.step import StepPlan, propose, step
 from jaxspec.decode.telemetry import Counts, zero_counts
-from jaxspec.protocol import Drafter, Proposal
+from jaxspec.protocol import Drafter
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array
 
@@ -116,7 +116,7 @@ def dispatch(
       state: donated.
       limit: int32 scalar, most steps.
       eager: bool scalar; true returns as soon as one row ends, because another request waits for its row.
-      min_rows: int32 scalar, rows that must have a draft for a step to verify any, where ``skips`` says so.
+      min_rows: int32 scalar, rows that must have a draft for a step to verify any, where ``Sizes.anchors``.
       plan: static.
     """
     rows, width = state.length_B.shape[0], drafter.topology.max_depth + 1
@@ -139,7 +139,7 @@ def dispatch(
         ended_B3 |= jnp.stack([out.ends.broken_B, out.ends.stopped_B, out.ends.full_B], axis=1)
         return i + 1, state, packed, logprob, top, counts, ended_B3
 
-    proposal = _proposal_shape(drafter, state, plan)
+    proposal, _ = propose.eval_shape(drafter, state.draft, state.anchor, plan.rule.name)
     places = (rows, plan.steps if plan.logprobs else 0, width, plan.logprobs + 1)
     carry = (
         jnp.int32(0), state, jnp.zeros((rows, plan.steps + 1, width + FLAGS), jnp.int32),
@@ -148,13 +148,4 @@ def dispatch(
     i, state, packed, logprob, top, counts, ended_B3 = lax.while_loop(go_on, one, carry)
     tail = jnp.concatenate([ended_B3.astype(jnp.int32), jnp.broadcast_to(i, (rows, 1))], axis=1)
     packed = lax.dynamic_update_slice(packed, tail[:, None], (0, plan.steps, 0))
-    return state, Report(packed, logprob, top, counts, skips(target, drafter, state, plan))
-
-
-def skips(target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan) -> bool:
-    """Whether the steps of a drafter verify no draft where too few rows have any."""
-    return Sizes.of(target, drafter.topology, _proposal_shape(drafter, state, plan), state, routes=plan.routes).anchors
-
-
-def _proposal_shape(drafter: Drafter, state: DecodeState, plan: StepPlan) -> Proposal:
-    return propose.eval_shape(drafter, state.draft, state.anchor, plan.rule.name)[0]
+    return state, Report(packed, logprob, top, counts, Sizes.of(target, drafter, state, routes=plan.routes).anchors)

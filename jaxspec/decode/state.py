@@ -13,6 +13,7 @@ from jaxspec.models.transformer import Caches, Transformer
 from jaxspec.protocol import Anchor, DraftCosts, Drafter, DraftState, Sampling
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
+from jaxspec.verify.logits import Context
 
 BAD_WORDS = 64, 16  # sequences per row, and tokens of the longest
 
@@ -71,6 +72,10 @@ class DecodeState:
         if self.draft_costs is not None:  # an idle row's drafts must keep no drafting going
             sampling = replace(sampling, draft_limit_B=jnp.where(self.active_B, sampling.draft_limit_B, 0))
         return Anchor(self.anchor_B, self.length_B, self.history_BS, sampling, self.draft_costs, self.bias_BV)
+
+    def context(self, token_BT: Array) -> Context:
+        """Returns the text so far for nodes with these tokens, the anchor first."""
+        return Context(self.count_BV, self.prompt_BV, token_BT, self.length_B, self.history_BS, self.bias_BV)
 
 
 def init_sampling(rows: int, stop_ids: int) -> Sampling:

@@ -16,7 +16,7 @@ from jaxspec.models.caches import compact_caches
 from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Rule, Tree, Verdict
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
-from jaxspec.verify.logits import Context, process
+from jaxspec.verify.logits import process
 from jaxspec.verify.logprobs import along_path
 from jaxspec.verify.rules import RULES
 from jaxspec.verify.walk import Ends, stop_at, unsound, usable
@@ -76,14 +76,13 @@ def step(
     token_BT = jnp.concatenate([state.anchor_B[:, None], proposal.token_BN], axis=1)
     position_BT = state.length_B[:, None] + tree.depth_BT
     live_BT, window = live_nodes(proposal, state, tree), window_of(target, state, tree)
-    sizes = Sizes.of(target, drafter.topology, proposal, state, routes=plan.routes)
+    sizes = Sizes.of(target, drafter, state, routes=plan.routes)
     verified = verify(
         target, state.layers, token_BT, position_BT, replace(window, live_BT=live_BT), min_rows,
         sizes=sizes, reads=drafter.reads,
     )  # fmt: skip
 
-    context = Context(state.count_BV, state.prompt_BV, token_BT, state.length_B, state.history_BS, state.bias_BV)
-    score_BTV = process(verified.logits_BTV, state.sampling, context, tree)
+    score_BTV = process(verified.logits_BTV, state.sampling, state.context(token_BT), tree)
     live_BN = verified.live_BT[:, 1:]
     verdict = plan.rule(proposal, score_BTV, live_BN, state.sampling, state.length_B, tree)
     unsound_BT = unsound(verified.logits_BTV, score_BTV, verdict, exact=plan.rule.exact)

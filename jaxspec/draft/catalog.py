@@ -10,7 +10,6 @@ from jaxspec.draft.heads import head_drafter
 from jaxspec.draft.hybrid import Hybrid
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
-from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.draft.speculation_schedule import DYNAMIC_KEYS, SCHEDULE_KEYS, SpeculationSchedule, parse_schedule
 from jaxspec.errors import ConfigError
@@ -19,7 +18,7 @@ from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
-from jaxspec.protocol import Drafter, Rule
+from jaxspec.protocol import Drafter, NoDrafts, Rule
 from jaxspec.shapes import Params
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, Topology
 
@@ -202,8 +201,7 @@ def build(
         drafter = _model_drafter(config, target, model, block)
     if config.method != "hybrid":
         return drafter
-    lookup = _lookup_drafter(config)
-    return Hybrid(lookup, drafter, lookup.topology)
+    return Hybrid(_lookup_drafter(config), drafter)
 
 
 def _lookup_drafter(config: SpeculativeConfig) -> Ngram:

@@ -2,10 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from jaxspec.draft.lazy_observer import LazyObserver
-from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter
-from jaxspec.pytree import replace
 from jaxspec.topology import PLAIN, AnyTopology
 
 
@@ -15,10 +12,7 @@ def arms_of(drafter: Drafter, wanted: Sequence[AnyTopology]) -> dict[AnyTopology
     Plain decoding drafts and observes nothing; only where it takes turns with a drafter that reads what the target
     computed, that is kept for it.
     """
-    drafters: dict[AnyTopology, Drafter] = {PLAIN: NoDrafts()}
-    if isinstance(drafter, LazyObserver):
-        drafters[PLAIN] = replace(drafter, topology=PLAIN)
-    return drafters | {arm: replace(drafter, topology=arm) for arm in wanted if arm.drafts}
+    return {PLAIN: drafter.plain()} | {arm: drafter.with_topology(arm) for arm in wanted if arm.drafts}
 
 
 def slack_of(drafters: Mapping[AnyTopology, Drafter], buckets: Sequence[int]) -> int:

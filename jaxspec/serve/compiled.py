@@ -10,22 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxspec.decode.dispatch import dispatch, skips
+from jaxspec.decode.compaction import Sizes
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.runner import Runner, chunks
 from jaxspec.decode.scores import Scores, prefill_scored
 from jaxspec.decode.scrub import scrub
 from jaxspec.decode.state import DecodeState, Target, init_sampling
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.lazy_observer import CHUNK_SIZE, LazyObserver
-from jaxspec.draft.null import NoDrafts
-from jaxspec.draft.renew import renew
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, NoDrafts
 from jaxspec.shapes import Params
 from jaxspec.sharding.placement import mesh_of, settle, shapes_on
 from jaxspec.topology import AnyTopology
-
-FEW = 8  # positions of the smallest chunk of kept features
 
 
 class Programs(Runner):
@@ -80,23 +76,26 @@ class Programs(Runner):
                 prefill, (target, drafter, state, scalar, chunk, scalar, scalar, table), donate=2
             )
         self.turns = turns and drafter.needs != "none"
-        for size in catch_up_sizes(drafter, buckets) if self.turns else ():
+        for size in drafter.replay_sizes(buckets) if self.turns else ():
             jobs["catch up", size] = lambda size=size: _compile(
                 partial(catch_up, size=size), (drafter, state, scalar, scalar, scalar), donate=1
             )
         self.programs = _compile_all(jobs, on_compile or (lambda done, total: None))
-        self.skipping = {k for k, one in self.drafters.items() if skips(target, one, state, plan)}
+        self.skipping = {
+            k for k, one in self.drafters.items() if Sizes.of(target, one, state, routes=plan.routes).anchors
+        }
 
-    def renew(self, params: Params) -> None:
+    def update_params(self, params: Params) -> None:
         """Gives every drafter other parameters; the programs stay.
 
         Raises:
           ConfigError: they do not fit.
         """
         largest = self.drafter
-        # Plain decoding has nothing to renew, unless it takes turns with a drafter that observes it.
+        # Plain decoding has no parameters, unless it takes turns with a drafter that observes it.
         self.drafters = {
-            k: d if d.needs == "none" and d is not largest else renew(d, params) for k, d in self.drafters.items()
+            k: d if d.needs == "none" and d is not largest else d.update_params(params)
+            for k, d in self.drafters.items()
         }
 
     def prefill_scored(
@@ -140,15 +139,6 @@ class Programs(Runner):
         if name not in self.programs:
             self.programs[name] = _compile(function, args, **how)
         return self.programs[name]
-
-
-def catch_up_sizes(drafter: Drafter, buckets: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the sizes of the chunks in which a drafter is caught up, ascending."""
-    return (
-        (min(FEW, drafter.ring_size), min(CHUNK_SIZE, drafter.ring_size))
-        if isinstance(drafter, LazyObserver)
-        else buckets
-    )
 
 
 def _compile_all(

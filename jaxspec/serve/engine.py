@@ -83,7 +83,7 @@ class Engine:
         self.control, self.budget = control or Fixed(drafter.topology), budget
         turns = PLAIN in self.control.arms
         if turns and drafter.topology.drafts and drafter.needs == "hidden":
-            drafter = LazyObserver(drafter, drafter.topology, target.net.arch, max(RING_SIZE, 2 * spec.steps))
+            drafter = LazyObserver(drafter, target.net.arch, max(RING_SIZE, 2 * spec.steps))
         drafters = arms_of(drafter, self.control.arms)
         self.depth, self._slack = max(arm.max_depth for arm in drafters), slack_of(drafters, spec.buckets)
         if spec.page and not spec.pages:

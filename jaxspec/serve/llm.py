@@ -375,7 +375,7 @@ class LLM:
         Raises:
           ConfigError: they do not fit, or the method of speculation has no parameters.
         """
-        self.driver.call(partial(self.engine.programs.renew, params))
+        self.driver.call(partial(self.engine.programs.update_params, params))
 
     def get_metrics(self) -> list[Metric]:
         """Engine totals since the start, vLLM's names first."""

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxspec.cache.pages import PageAllocator
 from jaxspec.decode.state import DecodeState
-from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.metrics import EngineMetrics
@@ -158,7 +157,7 @@ class Scheduler:
         drafter = self._programs.drafter
         if not self._programs.turns:
             return
-        room = drafter.ring_size if isinstance(drafter, LazyObserver) else self._spec.capacity
+        room = drafter.replay_room(self._spec.capacity)
         late = [(row, s) for row, s in self.running if s.params.draft_limit != 0 and s.observed != s.length]
         for row, sample in late:
             first = max(sample.observed, sample.length - room)

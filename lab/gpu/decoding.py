@@ -13,11 +13,11 @@ from jaxspec.aot import hlo
 from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import DecodeState, Target, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.null import NoDrafts
 from jaxspec.inspect.model_cost import model_cost
 from jaxspec.nn.policy import Policy
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.moesd import speedup
+from jaxspec.protocol import NoDrafts
 from jaxspec.pytree import replace
 from lab.gpu.acceptance import PUBLISHED, Guesses
 from lab.gpu.ceilings import copy_bytes_per_s

@@ -14,11 +14,10 @@ from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.ngram import Ngram
-from jaxspec.draft.null import NoDrafts
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, NoDrafts
 from jaxspec.topology import chain
 
 POLICY = Policy(depth="stacked", experts="stacked")

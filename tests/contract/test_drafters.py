@@ -29,7 +29,7 @@ from jaxspec.nn.policy import Policy
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, DraftCosts, Drafter, Features, Proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
-from jaxspec.topology import DynamicTree, Topology, chain
+from jaxspec.topology import DynamicTree, Topology
 from jaxspec.verify.rules import RULES
 
 ROWS, CAPACITY, VOCAB, BLOCK = 3, 60, 64, 16
@@ -376,8 +376,8 @@ def test_what_was_kept_is_observed_later(method: str):
     whole = Commit(jnp.asarray(text[:, :-1]), jnp.asarray(text[:, 1:]), features, every, start, None, None)
     wanted = jax.jit(drafter.observe)(drafter.init_state(ROWS, CAPACITY, 32), whole)
 
-    deferred = LazyObserver(drafter, drafter.topology, net.arch, ring_size=count + 2)
-    plain = jax.jit(replace(deferred, topology=chain(0)).observe)
+    deferred = LazyObserver(drafter, net.arch, ring_size=count + 2)
+    plain = jax.jit(deferred.plain().observe)
     state = deferred.init_state(ROWS, CAPACITY, 32)
     first = count // 2  # what was kept before is overwritten where the ring has come round
     for at in [*range(first), *range(count)]:

@@ -23,11 +23,11 @@ from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.null import NoDrafts
 from jaxspec.models.caches import init_caches
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
+from jaxspec.protocol import NoDrafts
 from jaxspec.pytree import replace
 from jaxspec.verify.rules import RULES
 

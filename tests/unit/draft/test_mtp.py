@@ -21,13 +21,12 @@ from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.mtp import MtpHeads
-from jaxspec.draft.null import NoDrafts
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head, teacher_forced
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Anchor, Commit, Drafter, Features
+from jaxspec.protocol import Anchor, Commit, Drafter, Features, NoDrafts
 from jaxspec.pytree import replace
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams

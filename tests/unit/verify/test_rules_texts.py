@@ -14,12 +14,11 @@ from scipy.stats import chi2
 from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec
-from jaxspec.protocol import DraftCosts
+from jaxspec.protocol import DraftCosts, NoDrafts
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
 from jaxspec.verify.rules import RULES
