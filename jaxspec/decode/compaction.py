@@ -43,13 +43,13 @@ class Sizes:
 
         None on a mesh, whose devices have rows of their own and must exchange them alike in every step.
         """
-        policy, topology = target.net.policy, drafter.topology
-        if not topology.drafts or routes or policy.mesh is not None:
+        compute, topology = target.net.policy.compute, drafter.topology
+        if not topology.drafts or routes or compute.mesh is not None:
             return cls(False, (), routes)
         if not topology.is_chain:
             return cls(drafter.sparse, (), routes)
         parts = PRUNED_PARTS if state.draft_costs is not None else SPARSE_PARTS if drafter.sparse else 1
-        sizes = packed_sizes(state.length_B.shape[0], topology.drafts, parts, policy.kernels == "triton")
+        sizes = packed_sizes(state.length_B.shape[0], topology.drafts, parts, compute.kernels == "triton")
         return cls(drafter.sparse, sizes, routes)
 
 

@@ -99,7 +99,9 @@ def step(
     out = StepOut(
         verdict.token_BT, verdict.count_B, drafts_B, verified.drafts, ends, logprob_BTL, top_BTL, telemetry
     )  # fmt: skip
-    state = advance(replace(state, layers=layers, draft=draft), verdict, ends, apart=target.net.policy.splits_rows)
+    state = advance(
+        replace(state, layers=layers, draft=draft), verdict, ends, apart=target.net.policy.compute.splits_rows
+    )
     return state, out
 
 
