@@ -15,17 +15,17 @@ from jaxspec.checkpoint.load.places import unflatten
 from jaxspec.checkpoint.load.release import release_files
 from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft import catalog
-from jaxspec.draft.null import NoDrafts
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy, policy_for
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, NoDrafts
 
 BLOCK = 128
 STATE = 2  # place of the donated state among the arguments of every program

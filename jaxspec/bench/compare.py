@@ -72,7 +72,7 @@ def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Cal
         llm.step(1)
     held = jax.tree.map(jnp.copy, (llm.engine.state.draft, llm.engine.state.anchor))
     llm.abort()
-    program = jax.jit(propose_often, static_argnums=3).lower(llm.engine.drafter, *held, llm.spec.rule).compile()
+    program = jax.jit(propose_often, static_argnums=3).lower(llm.engine.drafter, *held, llm.spec.rule.name).compile()
 
     def measure() -> float:
         began = time.perf_counter()

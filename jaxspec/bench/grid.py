@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.bench.record import CLOSED
+from jaxspec.bench.synthetic import Synthetic
 from jaxspec.bench.workload import WORKLOADS
 from jaxspec.draft import catalog
 from jaxspec.draft.speculation_schedule import AUTO, MAX_LENGTH, SCHEDULE_KEYS, TREES
-from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.serve.demo_pair import resolve_speculation
 
@@ -65,7 +65,7 @@ class DrafterChoice:
 
     def speculative_config(self, k: int | str, rule: str, synthetic: Synthetic | None) -> dict[str, Any]:
         """The configuration for one speculation length; trees are for ``auto`` to choose among."""
-        how = rule if synthetic is None else synthetic
+        how = rule if synthetic is None else synthetic.rule
         config = {key: value for key, value in self.config.items() if key != TREES or k == AUTO}
         return {**config, "num_speculative_tokens": k, "rejection_sample_method": how}
 
@@ -154,6 +154,9 @@ class Grid:
         for value, name, ok in self._values():
             if not ok:
                 raise ConfigError(f"bench: {name}, got {value!r}")
+        for k in self.lengths:
+            if self.synthetic is not None and isinstance(k, int) and k:
+                self.synthetic.check(k)
 
     def _values(self) -> Iterator[tuple[Any, str, bool]]:
         whole = [(n, "--concurrency takes whole numbers from 1", n >= 1) for n in self.rows]

@@ -219,8 +219,8 @@ def grid_of(args: BenchArgs) -> Grid:
     import jax
 
     from jaxspec.bench.grid import DrafterChoice, Grid, default_grid
+    from jaxspec.bench.synthetic import Synthetic
     from jaxspec.draft.speculation_schedule import AUTO
-    from jaxspec.draft.synthetic import Synthetic
 
     lengths, rows = default_grid(jax.default_backend())
     wrong = [k for k in args.k if k != AUTO and not k.isdecimal()]

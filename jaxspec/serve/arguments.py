@@ -14,7 +14,8 @@ from jaxspec.draft.catalog import SpeculativeConfig
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.serve.compile_cache import use_compile_cache
-from jaxspec.serve.engine import EngineSpec
+from jaxspec.serve.engine_spec import EngineSpec
+from jaxspec.verify.rules import RULES
 
 DEFAULT_CAPACITY = 8192
 
@@ -100,9 +101,9 @@ def spec_of(config: SpeculativeConfig, **given: Any) -> EngineSpec:
     rows, steps, logprobs, page, pages = (whole(name, given[name], least) for name, least in leasts.items())
     if pages and not page:
         raise ConfigError(f"LLM: num_kv_pages={pages} needs kv_page_size, the tokens per page")
+    rule = RULES[config.rule] if isinstance(config.rule, str) else config.rule
     return EngineSpec(
-        rows, DEFAULT_CAPACITY, config.rule, steps, logprobs, buckets_of(given["prefill_buckets"]), page, pages,
-        config.survival,
+        rows, DEFAULT_CAPACITY, rule, steps, logprobs, buckets_of(given["prefill_buckets"]), page, pages
     )  # fmt: skip
 
 

@@ -30,11 +30,11 @@ from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
 from jaxspec.serve.loading import load_draft, load_prior, load_target, tell_both
 from jaxspec.serve.metrics import Metric
+from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
 from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
 from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
-from jaxspec.serve.waiting import MakeBar, watching
 from jaxspec.serve.worker import Worker
 from jaxspec.shapes import Params
 
@@ -175,8 +175,10 @@ class LLM:
         known = self.engine.programs.drafters
         if missing := [arm.name for arm in control.arms if arm not in known]:
             raise ConfigError(f"beside: arms {missing} are not compiled; there are {[arm.name for arm in known]}")
-        other = copy.copy(self)
-        other.engine, other.prompts = self.driver.call(partial(self.engine.beside, control)), self.prompts.beside()
+        other, engine = copy.copy(self), copy.copy(self.engine)
+        engine.control = control
+        self.driver.call(engine.reset)
+        other.engine, other.prompts = engine, self.prompts.beside()
         other.driver = Driver(other.engine, self.driver.worker)
         return other
 
@@ -227,7 +229,7 @@ class LLM:
         """
         refuse_with_request(lora_request=lora_request, priority=priority)
         requests = self.prompts.requests(prompts, sampling_params)
-        with watching([samples[0].output for samples in requests], use_tqdm) as look:
+        with show_progress([samples[0].output for samples in requests], use_tqdm) as look:
             return self.driver.run(requests, look)
 
     def chat(
@@ -373,7 +375,7 @@ class LLM:
         Raises:
           ConfigError: they do not fit, or the method of speculation has no parameters.
         """
-        self.driver.call(partial(self.engine.programs.renew, params))
+        self.driver.call(partial(self.engine.programs.update_params, params))
 
     def get_metrics(self) -> list[Metric]:
         """Engine totals since the start, vLLM's names first."""

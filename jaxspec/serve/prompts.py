@@ -17,11 +17,11 @@ from jaxspec.serve.arguments import shown
 from jaxspec.serve.bans import bad_word_ids, check_ids
 from jaxspec.serve.defaults import sampling_defaults
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.rows import STOP_PLACES, Sample, new_samples
+from jaxspec.serve.sample import STOP_PLACES, Sample, new_samples
 from jaxspec.serve.text import Growing
 
 if TYPE_CHECKING:
-    from jaxspec.serve.engine import EngineSpec
+    from jaxspec.serve.engine_spec import EngineSpec
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 SOURCES, SOURCES_TEXT = ("prompt", "messages", "prompt_token_ids"), '"prompt", "messages" or "prompt_token_ids"'
