@@ -21,10 +21,10 @@ from jaxspec.bench.turns import Going, at_once
 from jaxspec.bench.workload import WORKLOADS, Source, settings
 from jaxspec.checkpoint.load.model import Model, read_config
 from jaxspec.checkpoint.text.codec import Text
+from jaxspec.control.decision import Fixed
 from jaxspec.errors import JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
-from jaxspec.serve.control import Fixed
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.topology import PLAIN as PLAIN_ARM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxspec.serve.control import Decision, Outcome
+from jaxspec.control.decision import Decision, Outcome
 from jaxspec.serve.request import CompletionOutput, SpeculationMetrics
 from jaxspec.topology import AnyTopology
 

@@ -11,7 +11,7 @@ from jaxspec.bench.measure import Run, Trace, poisson_arrivals, running
 from jaxspec.bench.record import Acceptance, Spread, Waits, figures, usd_per_million
 from jaxspec.bench.turns import in_turns
 from jaxspec.errors import ConfigError
-from jaxspec.serve.control import Fixed
+from jaxspec.control.decision import Fixed
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams, SpeculationMetrics
 from jaxspec.topology import PLAIN, chain
