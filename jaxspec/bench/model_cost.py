@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxspec.bench.sizes import by_part, cached_bytes, part_of, ring_bytes
-from jaxspec.cache.kv import StreamSpec
+from jaxspec.cache.addressing import StreamSpec
 from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.checkpoint.load.plan import make_plan
 from jaxspec.checkpoint.load.published import promised

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.cache.kv import entries
+from jaxspec.cache.addressing import entries
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.plan import Plan
 from jaxspec.models.arch import ArchSpec, LayerSpec

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.kv import Window, in_line, in_rows
-from jaxspec.cache.ragged import ragged_of
+from jaxspec.cache.packing import pack_live
+from jaxspec.cache.window import Window, pack, unpack
 from jaxspec.decode.confidence import outcomes
 from jaxspec.decode.ranks import ranked
 from jaxspec.decode.routes import Routes, routes_of
@@ -166,12 +166,12 @@ def _verify(
     active_B1 = state.active_B[:, None]
     live_BT = jnp.concatenate([active_B1, usable(proposal, sampling, tree) & active_B1], axis=1)
     window = Window(anchor.length_B, state.table_BJ, live_BT=live_BT, path_BTJ=path_BTJ, block=target.block)
-    window = window if places is None else replace(window, ragged=ragged_of(live_BT, places))
+    window = window if places is None else replace(window, packing=pack_live(live_BT, places))
     hidden, layers = forward(
-        target.net, target.params, in_line(token_BT, window), in_line(position_BT, window), state.layers, window,
+        target.net, target.params, pack(token_BT, window), pack(position_BT, window), state.layers, window,
         drafter.reads, plan.routes,
     )  # fmt: skip
-    logits_BTV = in_rows(head(target.net, target.params, hidden.last_BTD), window)
+    logits_BTV = unpack(head(target.net, target.params, hidden.last_BTD), window)
     context = Context(state.count_BV, state.prompt_BV, token_BT, anchor.length_B, state.history_BS, state.bias_BV)
     score_BTV = process(logits_BTV, sampling, context, tree)
     rule = partial(synthetic, survival=plan.survival) if plan.survival else RULES[plan.rule]
@@ -181,7 +181,7 @@ def _verify(
     if not tree.is_chain:
         layers = compact_caches(layers, target.net.arch, target.net.policy, window, verdict.path_BT)
     final_BT = jnp.concatenate([anchor.token_B[:, None], verdict.token_BT[:, :-1]], axis=1)
-    features = jax.tree.map(lambda x: _along(in_rows(x, window), verdict.path_BT), features_of(hidden))
+    features = jax.tree.map(lambda x: _along(unpack(x, window), verdict.path_BT), features_of(hidden))
     commit = Commit(
         final_BT, verdict.token_BT, features, verdict.count_B, anchor.length_B, path_BT=verdict.path_BT, row=None
     )

@@ -5,7 +5,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Packed
+from jaxspec.cache.window import Segments
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer, features_of
 from jaxspec.nn.moe import MoeSpec
@@ -104,7 +104,7 @@ def _run(
 ) -> tuple[Features, tuple[Array, ...]]:
     """Features, and the expert choices of each asked layer [B, T, A]."""
     hidden: Any = net.apply(
-        cast(Any, params), batch.token_BT, batch.position_BT, None, Packed(batch.segment_BT),
+        cast(Any, params), batch.token_BT, batch.position_BT, None, Segments(batch.segment_BT),
         taps=reads.taps, shared_outputs=reads.shared_outputs, routes=bool(routing),
     )  # fmt: skip
     experts = expert_layers(net.arch)
