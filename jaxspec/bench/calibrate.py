@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.compare import PROPOSALS, propose_often
-from jaxspec.bench.describe import describe_machine, describe_versions
-from jaxspec.bench.model_cost import model_cost, routed_order
-from jaxspec.bench.touched import routed_experts
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
 from jaxspec.draft.speculation_schedule import SCHEDULE_KEYS
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import describe_machine, describe_versions
+from jaxspec.inspect.model_cost import model_cost, routed_order
+from jaxspec.inspect.routes import routed_experts
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.perf.calibration import VERSION, Calibration, OverlapRecord, Point, fit_points, record_of
+from jaxspec.perf.calibration import VERSION, Calibration, MeasuredCell, OverlapRecord, fit_points, record_of
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.overlap import MeasuredOverlap, measure_overlap
 from jaxspec.pytree import replace as with_leaves
@@ -196,7 +196,7 @@ def calibrate(
     points, held_out = ([measured[cell] for cell in cells] for cells in (grid.cells(), grid.held_out()))
     arch = llm.model.net.arch
     overlap = _overlap(llm, arch, ids, grid)
-    how = {"dtype": str(llm.model.net.policy.param), "quantization": settings.get("quantization") or "auto"}
+    how = {"dtype": str(llm.model.net.policy.storage.param), "quantization": settings.get("quantization") or "auto"}
     cost = model_cost(llm.model.config, name=directory.name, **how)
     full, blind = fit_points(cost, points, overlap, noise / math.sqrt(grid.rounds))
     return Calibration(
@@ -254,7 +254,7 @@ def _filled(engine: Engine, rows: int, context: int, ids: Sequence[int]) -> Deco
     return state
 
 
-def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[dict[Cell, Point], float]:
+def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[dict[Cell, MeasuredCell], float]:
     """Medians over rounds in which all cells are measured in turn, and the median of their relative spreads."""
     steps: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
     drafts: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
@@ -273,7 +273,7 @@ def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[d
         quarter = len(taken) // 4
         spread = (taken[-1 - quarter] - taken[quarter]) / step_s
         draft_s = min(statistics.median(drafts[bench.cell]), 0.9 * step_s)
-        points[bench.cell] = Point(rows, length, context + round(bench.grown / 2), step_s, spread, draft_s)
+        points[bench.cell] = MeasuredCell(rows, length, context + round(bench.grown / 2), step_s, spread, draft_s)
     return points, max(statistics.median(p.spread for p in points.values()), 1e-4)
 
 

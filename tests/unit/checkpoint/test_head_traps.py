@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.checkpoint.heads.formats import Verifier
-from jaxspec.checkpoint.heads.traps import Finding, look_at
+from jaxspec.checkpoint.heads.traps import Finding, check_head
 from jaxspec.cli.main import main
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.protocol import CaptureSpec
@@ -45,7 +45,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def findings(directory: Path, target: Path) -> tuple[dict[str, Finding], str]:
-    found, refusal = look_at(directory, target)
+    found, refusal = check_head(directory, target)
     assert [finding.trap for finding in found] == [f"T{n}" for n in range(1, 11)]
     return {finding.trap: finding for finding in found}, refusal
 

@@ -11,10 +11,12 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.checkpoint.heads.directory import load_head, save_head, stored_policy
 from jaxspec.checkpoint.heads.formats import Verifier
-from jaxspec.checkpoint.heads.layers import layers_config, layers_of
+from jaxspec.checkpoint.heads.layers import arch_of_head, layers_config, layers_of, rope_for_head
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.medusa import MedusaSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.policy import make_policy
+from jaxspec.nn.rope import RopeSpec
 from jaxspec.protocol import CaptureSpec
 from tests.unit.checkpoint.head_cases import (
     FLOAT32,
@@ -91,7 +93,7 @@ def test_what_is_saved_is_loaded_to_the_bit(tmp_path: Path, of, form):
 
 def test_a_detour_through_the_other_formats_changes_no_bit(tmp_path: Path):
     kind = np.dtype(jnp.bfloat16)
-    made = head(spec({"num_hidden_layers": 2}, norm_output=True, fc_norm=True), Policy(kind, kind))
+    made = head(spec({"num_hidden_layers": 2}, norm_output=True, fc_norm=True), make_policy(kind))
     found = made
     for n, form in enumerate(("eagle3", "native", "speculators", "eagle3", "native")):
         save_head(found, tmp_path / str(n), form, verifier=VERIFIER)
@@ -244,3 +246,14 @@ def test_missing_extra_and_misshaped_tensors_are_all_named(tmp_path: Path):
 
 def test_layers_keep_their_rotation():
     assert layers_config(layers_of(LAYERS))["rope_parameters"] == {"rope_type": "default", "rope_theta": 50000.0}
+
+
+def test_layers_from_numbers_are_those_of_a_config_of_them():
+    yarn = LAYERS | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
+    for config in (LAYERS, yarn):
+        target = layers_of(config)
+        attention = AttentionSpec(4, 2, 8, rope_for_head(config, 8))
+        assert arch_of_head(target, attention, layers=1, model_dim=D, ffn_hidden=48) == target
+    assert rope_for_head(yarn, 6, 9.0) == RopeSpec(9.0, 6)
+    with pytest.raises(ConfigError, match="4 attention heads cannot share 3"):
+        arch_of_head(layers_of(LAYERS), AttentionSpec(4, 3, 8), layers=1, model_dim=D, ffn_hidden=48)

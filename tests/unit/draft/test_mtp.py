@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import load_model, load_mtp
-from jaxspec.checkpoint.load.places import flatten, places
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.load.places import flatten, resolve_rules
+from jaxspec.checkpoint.load.save import save_model
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
@@ -24,7 +24,7 @@ from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head, teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, Commit, Drafter, Features, NoDrafts
 from jaxspec.pytree import replace
 from jaxspec.serve.llm import LLM
@@ -33,7 +33,7 @@ from jaxspec.shapes import Array, Params
 from jaxspec.topology import chain, tree
 
 VOCAB, DIM, BLOCK, CHUNK = 48, 16, 8, 4
-POLICY = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+POLICY = make_policy("float32")
 CONFIG = {
     "model_type": "glm4_moe",
     "vocab_size": VOCAB,
@@ -244,7 +244,7 @@ def published(directory: Path, config: dict, drop: Callable[[str], bool] = lambd
     net, params, _, weights = random_pair(1)
     save_model(directory, params, net.arch, config, np.dtype("float32"))
     tensors, leaves = load_file(directory / "model.safetensors"), flatten(weights["params"])
-    for path, leaf in places(known_tables()["glm4_moe"].mtp_rules(net.arch), leaves, net.arch).items():
+    for path, leaf in resolve_rules(known_tables()["glm4_moe"].mtp_rules(net.arch), leaves, net.arch).items():
         for index, rule in leaf.rules.items():
             parts = PACKS[rule.pack].split(np.asarray(leaves[path])[index])
             tensors |= {name: np.ascontiguousarray(part) for name, part in zip(rule.hub, parts, strict=True)}

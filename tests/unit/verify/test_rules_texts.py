@@ -15,7 +15,7 @@ from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import TAIL, StepPlan, dispatch
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.protocol import DraftCosts, NoDrafts
 from jaxspec.pytree import replace
@@ -35,7 +35,7 @@ class MarkovNet:
 
     @property
     def policy(self):
-        return Policy(jnp.dtype("float32"), jnp.dtype("float32"))
+        return make_policy("float32")
 
     def apply(
         self,
