@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.compare import PROPOSALS, propose_often
+from jaxspec.bench.drafting import PROPOSALS, propose_often
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
