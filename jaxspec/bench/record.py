@@ -86,7 +86,7 @@ class Figures(Struct, frozen=True):
     usd_per_million_tokens: float | None = None
 
 
-class Acceptance(Struct, frozen=True):
+class AcceptanceFigures(Struct, frozen=True):
     """What became of the drafts of one round, by vLLM's definitions.
 
     Attributes:
@@ -111,7 +111,7 @@ class Acceptance(Struct, frozen=True):
     tokens_per_step: float
 
     @classmethod
-    def of(cls, m: SpeculationMetrics, tokens: int) -> "Acceptance":
+    def of(cls, m: SpeculationMetrics, tokens: int) -> "AcceptanceFigures":
         """Computes it for all requests of a round together, which generated ``tokens``."""
         steps = max(m.num_steps, 1)
         return cls(
@@ -165,7 +165,7 @@ class PeerFigures(Struct, frozen=True):
     first_differences: list[int | None]
 
 
-class Cell(Struct, frozen=True):
+class SweepCell(Struct, frozen=True):
     """One point of the sweep: first what it is, then what was measured.
 
     Attributes:
@@ -199,7 +199,7 @@ class Cell(Struct, frozen=True):
     speculative: Figures | None = None
     speedup: Spread | None = None
     total_speedup: Spread | None = None
-    acceptance: Acceptance | None = None
+    acceptance: AcceptanceFigures | None = None
     experts: Experts | None = None
     lengths: dict[str, int] | None = None
     decision_s: Spread | None = None
@@ -231,7 +231,7 @@ class Skipped(Struct, frozen=True):
     reason: str
 
 
-class Report(Struct, frozen=True):
+class BenchReport(Struct, frozen=True):
     """A whole benchmark.
 
     Attributes:
@@ -256,7 +256,7 @@ class Report(Struct, frozen=True):
     versions: dict[str, str]
     model: dict[str, Any]
     settings: dict[str, Any]
-    cells: list[Cell]
+    cells: list[SweepCell]
     skipped: list[Skipped]
 
 
@@ -288,12 +288,12 @@ def usd_per_million(price_per_hour: float, tokens_per_s: float) -> float:
     return price_per_hour / 3600 / tokens_per_s * 1e6
 
 
-def save(report: Report, file: Path) -> None:
+def save(report: BenchReport, file: Path) -> None:
     """Writes a report; a reader never sees half of one."""
     write_whole(file, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def load(file: Path) -> Report:
+def load(file: Path) -> BenchReport:
     """Reads a report.
 
     Raises:
@@ -305,6 +305,6 @@ def load(file: Path) -> Report:
         schema = named.get("schema") if isinstance(named, dict) else None
         if schema != SCHEMA:
             raise ConfigError(f"{file}: a file of the schema {SCHEMA!r} is needed, this one has {schema!r}")
-        return msgspec.json.decode(data, type=Report)
+        return msgspec.json.decode(data, type=BenchReport)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{file}: no report of jaxspec bench ({error})") from error

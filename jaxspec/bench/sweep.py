@@ -12,10 +12,10 @@ from msgspec import structs
 from jaxspec.bench.grid import NONE, EnginePoint, Grid, Scenario
 from jaxspec.bench.measure import Run, poisson_arrivals, run_requests
 from jaxspec.bench.peers.contest import Contender, peer_figures
-from jaxspec.bench.record import CLOSED, Acceptance, Cell, Experts, PeerFigures, Skipped, Spread, figures
+from jaxspec.bench.record import CLOSED, AcceptanceFigures, Experts, PeerFigures, Skipped, Spread, SweepCell, figures
 from jaxspec.bench.rounds import PLAIN, SPECULATIVE, Subject, held_at, run_rounds, total
 from jaxspec.bench.touched import touched_experts
-from jaxspec.bench.workload import WORKLOADS, Source, settings
+from jaxspec.bench.workload import WORKLOADS, PromptSource, settings
 from jaxspec.checkpoint.load.model import Model, read_config
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import JaxspecError
@@ -40,7 +40,7 @@ class Watcher:
     """
 
     opening: Callable[[EnginePoint], None] = lambda point: None
-    cell: Callable[[Cell], None] = lambda cell: None
+    cell: Callable[[SweepCell], None] = lambda cell: None
     skipped: Callable[[Skipped], None] = lambda skipped: None
     progress: Callable[[str, int, int], None] | None = None
 
@@ -68,7 +68,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         self.arch: ArchSpec = arch_of(read_config(self.directory))
-        self.source = Source(Text.load(self.directory), self.arch.vocab_size, self.grid.prompts)
+        self.source = PromptSource(Text.load(self.directory), self.arch.vocab_size, self.grid.prompts)
         self.longest, self.capacity = self._lengths()
         self.model: Model | None = None
 
@@ -134,7 +134,9 @@ class Sweep:
         self.model = llm.model
         return llm
 
-    def measure(self, llm: LLM, engine: EnginePoint, scenario: Scenario, contenders: Sequence[Contender] = ()) -> Cell:
+    def measure(
+        self, llm: LLM, engine: EnginePoint, scenario: Scenario, contenders: Sequence[Contender] = ()
+    ) -> SweepCell:
         """Returns one cell: rounds in which every way of decoding runs once, in turns."""
         prompts = self.prompts(engine, scenario)
         subjects = self.subjects(llm, engine, scenario)
@@ -183,7 +185,7 @@ class Sweep:
             for i in range(count)
         ]
 
-    def _cell(self, engine: EnginePoint, scenario: Scenario, rounds: Sequence[Mapping[str, Any]]) -> Cell:
+    def _cell(self, engine: EnginePoint, scenario: Scenario, rounds: Sequence[Mapping[str, Any]]) -> SweepCell:
         """Computes the figures of our own runs."""
         runs = {mode: [round_[mode] for round_ in rounds] for mode in (PLAIN, SPECULATIVE) if mode in rounds[0]}
         measured = {
@@ -207,18 +209,18 @@ class Sweep:
             "rounds": len(rounds),
         }
         if not engine.drafter:
-            return Cell(**point, plain=measured[PLAIN], same_text=_same(runs[PLAIN]))
+            return SweepCell(**point, plain=measured[PLAIN], same_text=_same(runs[PLAIN]))
         pairs = list(zip(runs[SPECULATIVE], runs[PLAIN], strict=True))
         whole = [spec.tokens_per_s / plain.tokens_per_s for spec, plain in pairs]
         lossless = self.grid.rule == "match" and self.grid.synthetic is None
         last = runs[SPECULATIVE][-1]
-        return Cell(
+        return SweepCell(
             **point,
             plain=measured[PLAIN],
             speculative=measured[SPECULATIVE],
             speedup=Spread.of(_decode_ratios(pairs) or whole),
             total_speedup=Spread.of(whole),
-            acceptance=Acceptance.of(last.speculation, last.tokens),
+            acceptance=AcceptanceFigures.of(last.speculation, last.tokens),
             lengths=last.lengths if isinstance(engine.k, str) else None,
             decision_s=Spread.of([run.decision_s for run in runs[SPECULATIVE]]) if isinstance(engine.k, str) else None,
             same_text=_same([run for round_ in rounds for run in round_.values() if isinstance(run, Run)])

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from typing import Any
 
-from jaxspec.bench.record import Cell, Figures, PeerFigures, Report, Spread, Waits
+from jaxspec.bench.record import BenchReport, Figures, PeerFigures, Spread, SweepCell, Waits
 
 TITLE = "jaxspec bench"
 SYNTHETIC = "SYNTHETIC ACCEPTANCE"
 
 
-def heading(report: Report) -> str:
+def heading(report: BenchReport) -> str:
     """Returns one line that says what it is; synthetic acceptance is named first."""
     name = f"{TITLE}: {report.model.get('family', 'model')} on {report.machine.get('device', '?')}"
     if report.synthetic is None:
@@ -21,7 +21,7 @@ def heading(report: Report) -> str:
     return f"{SYNTHETIC} ({how}) - {name}"
 
 
-def csv_text(report: Report) -> str:
+def csv_text(report: BenchReport) -> str:
     """Returns one line per cell and way of decoding, peers included."""
     rows = [row for cell in report.cells for row in _rows(cell, report.synthetic is not None)]
     out = StringIO()
@@ -31,7 +31,7 @@ def csv_text(report: Report) -> str:
     return out.getvalue()
 
 
-def _rows(cell: Cell, synthetic: bool) -> Iterable[dict[str, Any]]:
+def _rows(cell: SweepCell, synthetic: bool) -> Iterable[dict[str, Any]]:
     place = {
         "synthetic": synthetic, "drafter": cell.drafter, "k": cell.k, "concurrency": cell.concurrency,
         "temperature": cell.temperature, "workload": cell.workload, "input_tokens": cell.input_tokens,
@@ -86,7 +86,7 @@ def _spread(name: str, found: Spread | None) -> dict[str, Any]:
     return {name if part == "median" else f"{name}_{part}": getattr(found, part, None) for part in parts}
 
 
-def markdown_text(report: Report) -> str:
+def markdown_text(report: BenchReport) -> str:
     """Returns what was measured on what, the table, the peers, and what is missing."""
     lines = [f"# {heading(report)}", ""]
     if report.synthetic is not None:
@@ -111,18 +111,18 @@ def markdown_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _header(report: Report) -> list[str]:
+def _header(report: BenchReport) -> list[str]:
     speed = "speed-up (synthetic)" if report.synthetic is not None else "speed-up"
     found = ["cell", "plain tokens/s", "tokens/s", speed, "whole runs", "accepted", "length", "per position"]
     found += ["drafted", "experts", "TTFT", "ITL", "latency", "same text"]
     return [*found, "$/M tokens"] if _priced(report) else found
 
 
-def _priced(report: Report) -> bool:
+def _priced(report: BenchReport) -> bool:
     return any(cell.plain.usd_per_million_tokens is not None for cell in report.cells)
 
 
-def _line(cell: Cell, report: Report) -> list[str]:
+def _line(cell: SweepCell, report: BenchReport) -> list[str]:
     main, a = cell.speculative or cell.plain, cell.acceptance
     found = [
         cell.name + (f" ({lengths_text(cell.lengths)})" if cell.lengths else ""),
@@ -143,7 +143,7 @@ def _line(cell: Cell, report: Report) -> list[str]:
     return found
 
 
-def _peer_line(cell: Cell, peer: PeerFigures) -> list[str]:
+def _peer_line(cell: SweepCell, peer: PeerFigures) -> list[str]:
     rate = peer.decode_tokens_per_s or peer.tokens_per_s
     return [
         cell.name,

@@ -20,7 +20,7 @@ from jaxspec.whole_file import write_whole
 
 if TYPE_CHECKING:
     from jaxspec.bench.grid import EnginePoint, Grid
-    from jaxspec.bench.record import Cell, Report, Skipped
+    from jaxspec.bench.record import BenchReport, Skipped, SweepCell
     from jaxspec.bench.sweep import Sweep
     from jaxspec.draft.synthetic import Synthetic
 
@@ -226,7 +226,7 @@ class SweepProgress:
         from jaxspec.checkpoint.load.model import read_config
         from jaxspec.inspect.describe import describe_machine, describe_model, describe_versions
 
-        self.cells: list[Cell] = []
+        self.cells: list[SweepCell] = []
         self.skipped: list[Skipped] = []
         self._file, self._sweep, self._opened, self._began = file, sweep, 0, time.monotonic()
         grid = sweep.grid
@@ -251,18 +251,18 @@ class SweepProgress:
 
         return Watcher(self._open, self._cell, self._skip, stages)
 
-    def report(self, complete: bool) -> Report:
+    def report(self, complete: bool) -> BenchReport:
         """Returns the report so far."""
-        from jaxspec.bench.record import SCHEMA, Report
+        from jaxspec.bench.record import SCHEMA, BenchReport
 
-        return Report(schema=SCHEMA, complete=complete, **self._head, cells=self.cells, skipped=self.skipped)
+        return BenchReport(schema=SCHEMA, complete=complete, **self._head, cells=self.cells, skipped=self.skipped)
 
     def _open(self, point: EnginePoint) -> None:
         self._opened += 1
         total, spent = len(self._sweep.grid.engines()), time.monotonic() - self._began
         sys.stderr.write(f"jaxspec: {spent:.0f} s, engine {self._opened} of {total}: {point.name}\n")
 
-    def _cell(self, cell: Cell) -> None:
+    def _cell(self, cell: SweepCell) -> None:
         self.cells.append(cell)
         rate = cell.plain.decode_tokens_per_s or cell.plain.tokens_per_s
         text = f"{cell.name}: {rate.median:.0f} tokens/s"
@@ -302,7 +302,7 @@ def command_of(args: BenchArgs) -> list[str]:
     return words
 
 
-def write_tables(report: Report, folder: Path) -> None:
+def write_tables(report: BenchReport, folder: Path) -> None:
     """Writes tables, and pictures where they can be drawn, and says where they are."""
     from jaxspec.bench import plot, tables
 

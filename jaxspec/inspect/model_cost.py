@@ -16,7 +16,7 @@ from jaxspec.checkpoint.load.plan import make_plan
 from jaxspec.checkpoint.load.published import promised
 from jaxspec.checkpoint.load.quantized import check_method
 from jaxspec.checkpoint.names.catalog import known_tables
-from jaxspec.inspect.sizes import by_part, cached_bytes, part_of, ring_bytes
+from jaxspec.inspect.model_sizes import by_part, cached_bytes, part_of, ring_bytes
 from jaxspec.models.arch import ArchSpec, LayerSpec, segments
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.depth import stack_name

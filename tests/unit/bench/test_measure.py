@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.bench.measure import Trace, poisson_arrivals, run_requests
-from jaxspec.bench.record import Acceptance, Spread, Waits, figures, usd_per_million
+from jaxspec.bench.record import AcceptanceFigures, Spread, Waits, figures, usd_per_million
 from jaxspec.bench.rounds import held_at
 from jaxspec.errors import ConfigError
 from jaxspec.serve.llm import LLM
@@ -52,7 +52,7 @@ def test_acceptance_by_vllms_definitions():
     m = SpeculationMetrics(num_accepted_tokens_per_pos=[0, 0, 0])
     for drafted, committed in ((3, 4), (3, 1), (2, 2), (0, 1)):  # accepted 3, 0, 1, and a step without drafts
         m.add(drafted, committed)
-    found = Acceptance.of(m, tokens=8)
+    found = AcceptanceFigures.of(m, tokens=8)
     assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens, found.num_steps) == (3, 8, 4, 4)
     assert found.rate == pytest.approx(4 / 8)
     assert found.length == pytest.approx(1 + 4 / 3)

@@ -12,7 +12,7 @@ import pytest
 from jaxspec.bench import plot
 from jaxspec.bench.grid import DrafterChoice, EnginePoint, Grid, default_grid
 from jaxspec.bench.measure import Run, Trace
-from jaxspec.bench.record import Cell, Skipped, load, save
+from jaxspec.bench.record import Skipped, SweepCell, load, save
 from jaxspec.bench.rounds import PLAIN, SPECULATIVE
 from jaxspec.bench.sweep import Sweep, Watcher
 from jaxspec.bench.tables import csv_text, heading, markdown_text
@@ -30,8 +30,8 @@ SMALL = {"input_tokens": (6,), "output_tokens": (8,), "workloads": ("random",), 
 ENGINE = {"prefill_buckets": (16,), "steps_per_dispatch": 2}
 
 
-def swept(model: Path, grid: Grid) -> tuple[Sweep, list[Cell], list[Skipped]]:
-    cells: list[Cell] = []
+def swept(model: Path, grid: Grid) -> tuple[Sweep, list[SweepCell], list[Skipped]]:
+    cells: list[SweepCell] = []
     skipped: list[Skipped] = []
     sweep = Sweep(model, grid, ENGINE, watcher=Watcher(cell=cells.append, skipped=skipped.append))
     sweep.run()
@@ -39,7 +39,7 @@ def swept(model: Path, grid: Grid) -> tuple[Sweep, list[Cell], list[Skipped]]:
 
 
 @pytest.fixture(scope="module")
-def found(model: Path) -> tuple[Sweep, list[Cell], list[Skipped]]:
+def found(model: Path) -> tuple[Sweep, list[SweepCell], list[Skipped]]:
     rates = (math.inf, 50.0)
     return swept(
         model,

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
-from jaxspec.cli.plan import PlanArgs, question_of
+from jaxspec.cli.plan_question import PlanArgs, question_of
 from jaxspec.inspect import plan_plot
 from jaxspec.perf.calibration import VERSION, Calibration, FitRecord, OverlapRecord, Point, save_calibration
 from jaxspec.perf.plan import plan as make_plan
