@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.drafting import PROPOSALS, propose_often
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import load_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, read_config
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan, dispatch

@@ -17,25 +17,25 @@ import jax
 import jax.numpy as jnp
 from compare_table import table
 
-from jaxspec.checkpoint.load.model import load_model
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.config import to_record
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, part_of
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import NOTHING, Reads
+from jaxspec.protocol import CaptureSpec
 from jaxspec.pytree import replace
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.shapes import Array, Params
-from jaxspec.train import head_run
+from jaxspec.train.batch import Batch, TeacherOutput, shift_left
 from jaxspec.train.checkpoints import Checkpoints, replace_directory
 from jaxspec.train.data import Corpus, batches, load_corpus
 from jaxspec.train.draft_losses import recall
-from jaxspec.train.head_loss import Course, head_loss
+from jaxspec.train.head_loss import head_loss
+from jaxspec.train.head_run import load_target, make_run
+from jaxspec.train.objective import HeadObjective
 from jaxspec.train.optimizer import adamw
 from jaxspec.train.packing import PackedRows
 from jaxspec.train.settings import RunSettings
-from jaxspec.train.teacher import Batch, Lesson, ahead, teach
+from jaxspec.train.teacher import run_teacher
 from jaxspec.train.unroll import unroll, weights
 
 VOCABULARY, ROUNDS, SAVE_EVERY = 1024, 3, 10
@@ -78,44 +78,51 @@ def settings_of(name: str, args: argparse.Namespace) -> RunSettings:
     return to_record(values, RunSettings, name)
 
 
-def read_by(course: Course, lesson: Lesson, every: Reads) -> Lesson:
-    """The part of a lesson that one head asks for."""
-    net = course.net
-    reads = net.spec.reads if isinstance(net, DraftHead) else NOTHING
-    routing = net.spec.routing if isinstance(net, DraftHead) else ()
+def read_by(objective: HeadObjective, teacher: TeacherOutput, every: CaptureSpec) -> TeacherOutput:
+    """The part of a teacher that one head asks for."""
+    reads = objective.reads
     features = replace(
-        lesson.features,
-        taps=tuple(lesson.features.taps[every.taps.index(b)] for b in reads.taps),
-        commons=tuple(lesson.features.commons[every.commons.index(y)] for y in reads.commons),
+        teacher.features,
+        taps=tuple(teacher.features.taps[every.taps.index(b)] for b in reads.taps),
+        shared_outputs=tuple(
+            teacher.features.shared_outputs[every.shared_outputs.index(y)] for y in reads.shared_outputs
+        ),
     )
-    return replace(lesson, features=features, expert_YBTA=lesson.expert_YBTA if routing else ())
+    return replace(teacher, features=features, expert_YBTA=teacher.expert_YBTA if objective.routing else ())
 
 
 def train(names: Sequence[str], args: argparse.Namespace, corpus: Corpus) -> dict[str, Params]:
     """All heads' parameters behind the same batches; the target runs once per batch for all of them."""
     directory = demo_model_dir("target")
-    runs = {name: head_run.build(settings_of(name, args), directory, corpus) for name in names}
+    target = load_target(settings_of(names[0], args), directory)
+    runs = {name: make_run(settings_of(name, args), target, corpus) for name in names}
     nets = [run.frozen.net for run in runs.values() if isinstance(run.frozen.net, DraftHead)]
-    every = Reads(
+    every = CaptureSpec(
         tuple(sorted({b for net in nets for b in net.spec.reads.taps})),
-        tuple(sorted({y for net in nets for y in net.spec.reads.commons})),
+        tuple(sorted({y for net in nets for y in net.spec.reads.shared_outputs})),
     )
     routing = next((net.spec.routing for net in nets if net.spec.routing), ())
-    exact = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
-    target = load_model(directory, exact)
-    lesson_of = jax.jit(lambda params, batch: teach(target.net, params, batch, every, routing))
+    teacher_output_of = jax.jit(lambda params, batch: run_teacher(target.net, params, batch, every, routing))
     optimizer = {name: adamw(settings_of(name, args).optimizer, args.steps) for name in names}
 
     @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
-    def update(name: str, course: Course, params: Params, state: Any, lesson: Lesson, batch: Batch, key: Array):
+    def update(
+        name: str,
+        objective: HeadObjective,
+        params: Params,
+        state: Any,
+        teacher: TeacherOutput,
+        batch: Batch,
+        key: Array,
+    ):
         def loss_of(params: Params) -> tuple[Array, dict[str, Array]]:
-            return head_loss(course, params, read_by(course, lesson, every), batch, key)
+            return head_loss(objective, params, read_by(objective, teacher, every), batch, key)
 
         (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         changes, state = optimizer[name].update(grads, state, params)
         return jax.tree.map(lambda p, c: p + c, params, changes), state, metrics | {"loss": loss}
 
-    params = {name: run.init(jax.random.key(args.seed)) for name, run in runs.items()}
+    params = {name: run.init() for name, run in runs.items()}
     states = {name: optimizer[name].init(params[name]) for name in names}
     spent = dict.fromkeys(names, 0.0)
     identity = {"heads": {name: HEADS[name] for name in names}, "steps": args.steps, "rate": args.rate}
@@ -126,12 +133,14 @@ def train(names: Sequence[str], args: argparse.Namespace, corpus: Corpus) -> dic
     rows = batches(corpus.rows, seed=args.seed, size=4, first=store.step)
     for step in range(store.step, args.steps):
         batch = jax.tree.map(lambda x: jnp.asarray(x[0]), next(rows))
-        lesson = lesson_of(target.params, batch)
+        teacher = teacher_output_of(target.params, batch)
         for number, name in enumerate(names):
             began = time.process_time()
             key = jax.random.fold_in(jax.random.key(args.seed), step * len(names) + number)
-            course = runs[name].frozen
-            params[name], states[name], metrics = update(name, course, params[name], states[name], lesson, batch, key)
+            objective = runs[name].frozen
+            params[name], states[name], metrics = update(
+                name, objective, params[name], states[name], teacher, batch, key
+            )
             shown = {k: round(float(v), 3) for k, v in metrics.items()}
             spent[name] += time.process_time() - began
             if step % 10 == 9:
@@ -142,9 +151,9 @@ def train(names: Sequence[str], args: argparse.Namespace, corpus: Corpus) -> dic
     return params
 
 
-def routing_recall(course: Course, params: Params, corpus: Corpus, length: int) -> dict[str, float]:
+def routing_recall(objective: HeadObjective, params: Params, corpus: Corpus, length: int) -> dict[str, float]:
     """Share of the target's experts that a head predicts 1 and 4 tokens ahead, and that the last known token had."""
-    net = course.net
+    net = objective.net
     if not isinstance(net, DraftHead) or not net.spec.routing:
         return {}
     some = PackedRows(corpus.held_out[:16], length, 64)
@@ -153,21 +162,21 @@ def routing_recall(course: Course, params: Params, corpus: Corpus, length: int) 
     reads, routing = net.spec.reads, net.spec.routing
 
     @jax.jit
-    def run(course: Course, params: Params) -> dict[str, Array]:
-        lesson = teach(course.target, course.base, batch, reads, routing)
-        chosen = jnp.stack(lesson.expert_YBTA, axis=2)
-        rounds = unroll(net, params, (course.target, course.base), lesson.features, batch, 4)
+    def run(objective: HeadObjective, params: Params) -> dict[str, Array]:
+        teacher = run_teacher(objective.target, objective.target_params, batch, reads, routing)
+        chosen = jnp.stack(teacher.expert_YBTA, axis=2)
+        rounds = unroll(net, params, (objective.target, objective.target_params), teacher.features, batch, 4)
         found = {}
         for distance in (1, 4):
             j, weight = distance - 1, weights(batch, distance - 1)
-            wanted = ahead(chosen, 2 + j)
+            wanted = shift_left(chosen, 2 + j)
             guess = recall(part_of(net, params, "routes", rounds[j].last_BXD), wanted, wanted.shape[-1])
             same = jnp.any(wanted[..., :, None] == chosen[..., None, :], axis=-1).mean(axis=(-1, -2))
             for name, hit in (("routing_recall", guess), ("previous_recall", same)):
                 found[f"{name}_{distance}"] = jnp.sum(hit * weight) / jnp.sum(weight)
         return found
 
-    return {name: float(value) for name, value in run(course, params).items()}
+    return {name: float(value) for name, value in run(objective, params).items()}
 
 
 def measure(names: Sequence[str], params: dict[str, Params], args: argparse.Namespace, corpus: Corpus) -> None:
@@ -175,7 +184,8 @@ def measure(names: Sequence[str], params: dict[str, Params], args: argparse.Name
     file = args.out / f"seed{args.seed}.json"
     found: dict[str, Any] = json.loads(file.read_text())["heads"] if file.exists() else {}
     for name in (name for name in names if name not in found):
-        run = head_run.build(settings_of(name, args), demo_model_dir("target"), corpus)
+        settings = settings_of(name, args)
+        run = make_run(settings, load_target(settings, demo_model_dir("target")), corpus)
         assert run.evaluate is not None, "held-out documents are given"
         figures = dict(run.evaluate(params[name])) | routing_recall(run.frozen, params[name], corpus, 512)
         size = sum(x.size for x in jax.tree.leaves(params[name]))

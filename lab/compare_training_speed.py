@@ -34,11 +34,13 @@ from jaxspec.nn.policy import Policy
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.shapes import Array, Params
-from jaxspec.train.head_loss import Course, head_loss
+from jaxspec.train.batch import Batch, TeacherOutput
+from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_nets import net_of, start_from_target
+from jaxspec.train.objective import HeadObjective
 from jaxspec.train.optimizer import adamw
 from jaxspec.train.settings import HeadSettings, LossSettings, OptimizerSettings
-from jaxspec.train.teacher import Batch, Lesson, teach
+from jaxspec.train.teacher import run_teacher
 from jaxspec.train.update import TrainState, make_update
 
 FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"), "stacked")
@@ -67,9 +69,9 @@ def batch_of(token_BT: np.ndarray) -> Batch:
     return Batch(token_BT=jnp.asarray(token_BT), segment_BT=ones, position_BT=position_BT, loss_BT=ones > 0)
 
 
-def lesson_of(target: Model, net: DraftHead, token_BT: np.ndarray) -> Lesson:
+def teacher_output_of(target: Model, net: DraftHead, token_BT: np.ndarray) -> TeacherOutput:
     """What the target computes for a batch."""
-    return jax.jit(teach, static_argnums=(0, 3))(target.net, target.params, batch_of(token_BT), net.spec.reads)
+    return jax.jit(run_teacher, static_argnums=(0, 3))(target.net, target.params, batch_of(token_BT), net.spec.reads)
 
 
 def prepare(directory: Path) -> None:
@@ -80,9 +82,9 @@ def prepare(directory: Path) -> None:
     net = net_of(HEAD, target.net.arch, target.config, FLOAT32)
     assert isinstance(net, DraftHead)
     params = start_from_target(jax.jit(net.initial)(jax.random.key(0)), target.params, ids_W)
-    lessons = [lesson_of(target, net, token_BT) for token_BT in token_NBT]
-    feature = np.stack([net.spec.feature(lesson.features) for lesson in lessons])
-    logits = [head(target.net, target.params, lesson.features.last_BTD) for lesson in lessons]
+    teacher_outputs = [teacher_output_of(target, net, token_BT) for token_BT in token_NBT]
+    feature = np.stack([net.spec.feature(teacher.features) for teacher in teacher_outputs])
+    logits = [head(target.net, target.params, teacher.features.last_BTD) for teacher in teacher_outputs]
     wanted = np.stack([np.asarray(logits_BTV)[..., ids_W] for logits_BTV in logits])
     given: dict[str, Any] = {"token": token_NBT, "feature": feature, "wanted": wanted}
     np.savez(directory / "lessons.npz", **given)
@@ -97,15 +99,17 @@ def serve(directory: Path) -> None:
     head = load_head(directory / "head", target.net.arch, FLOAT32)
     assert isinstance(head.net, DraftHead)
     net = head.net
-    course = Course(target.params, jnp.asarray(head.ids_W), target.net, net, LOSS)
+    objective = HeadObjective(target.params, jnp.asarray(head.ids_W), target.net, net, LOSS)
 
-    def loss_fn(params: Params, frozen: Course, given: tuple[Batch, Lesson], key: Array) -> tuple[Array, Any]:
+    def loss_fn(
+        params: Params, frozen: HeadObjective, given: tuple[Batch, TeacherOutput], key: Array
+    ) -> tuple[Array, Any]:
         return head_loss(frozen, params, given[1], given[0], key)
 
-    lessons = []
+    teacher_outputs = []
     for token_BT in np.load(directory / "lessons.npz")["token"]:
-        given = batch_of(token_BT), lesson_of(target, net, token_BT)
-        lessons.append(jax.tree.map(lambda x: x[None], given))
+        given = batch_of(token_BT), teacher_output_of(target, net, token_BT)
+        teacher_outputs.append(jax.tree.map(lambda x: x[None], given))
     rule = adamw(OPTIMIZER, 1)
     update = make_update(loss_fn, rule, seed=0)
     state = TrainState(head.params, rule.init(head.params), jnp.int32(0))
@@ -114,7 +118,7 @@ def serve(directory: Path) -> None:
     for line in sys.stdin:
         found, wall, cpu = [], time.perf_counter(), time.process_time()
         for _ in range(int(line)):
-            state, metrics = update(state, course, lessons[done % BATCHES])
+            state, metrics = update(state, objective, teacher_outputs[done % BATCHES])
             found.append(float(metrics["loss"]))
             done += 1
         spent = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}

@@ -21,8 +21,8 @@ from demo_models import (
     target_figures,
 )
 
-from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import load_model
+from jaxspec.checkpoint.load.save import save_model
 from jaxspec.models.catalog import arch_of
 from jaxspec.shapes import Params
 from jaxspec.train.metrics import read_metrics

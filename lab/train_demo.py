@@ -32,10 +32,11 @@ def prepare_corpus(data: Path, recipe: Recipe, root: Path | None) -> None:
     demo_corpus.encode(corpus, data, data)
 
 
-def spec_of(directory: Path, steps: int, recipe: Recipe) -> loop.LoopSpec:
-    """Run numbers; the directory is made."""
+def run_of(directory: Path, steps: int, recipe: Recipe, **more: Any) -> loop.TrainRun:
+    """A run of the recipe's intervals; the directory is made."""
     directory.mkdir(parents=True, exist_ok=True)
-    return loop.LoopSpec(steps, directory, recipe.save_every, recipe.log_every, recipe.evaluate_every)
+    every = {name: getattr(recipe, name) for name in ("save_every", "log_every", "evaluate_every")}
+    return loop.TrainRun(directory=directory, steps=steps, **every, **more)
 
 
 def on_from(batch_of: Callable[[int], Any]) -> Callable[[int], Iterator[Any]]:
@@ -78,8 +79,11 @@ def train_target(data: Path, directory: Path, steps: int, recipe: Recipe) -> Par
         return found | {"busiest_expert": float(share.max()), "idlest_expert": float(share.min())}
 
     muon = optimizer.build(steps, matrix_peak=2e-3, other_peak=3e-3, warmup=recipe.warmup)
-    task = loop.Task(init(net, recipe.target_seed), muon, loss_fn, on_from(batch_of), evaluate=evaluate)
-    return loop.run(spec_of(directory, steps, recipe), task, show)
+    run = run_of(
+        directory, steps, recipe, init=lambda: init(net, recipe.target_seed), optimizer=muon, loss_fn=loss_fn,
+        batches=on_from(batch_of), evaluate=evaluate,
+    )  # fmt: skip
+    return loop.train(run, show)
 
 
 def mixed_batch(tokens: np.ndarray, text: np.ndarray, step: int, recipe: Recipe) -> np.ndarray:
@@ -124,9 +128,11 @@ def distill_draft(
         return dict(names)
 
     muon = optimizer.build(steps, matrix_peak=7e-3, other_peak=7e-3, warmup=recipe.warmup)
-    params, source = init(net, recipe.draft_seed), on_from(batch_of)
-    task = loop.Task(params, muon, loss_fn, source, frozen=teacher.params, evaluate=evaluate)
-    return loop.run(spec_of(directory, steps, recipe), task, show)
+    run = run_of(
+        directory, steps, recipe, init=lambda: init(net, recipe.draft_seed), optimizer=muon, loss_fn=loss_fn,
+        batches=on_from(batch_of), frozen=teacher.params, evaluate=evaluate,
+    )  # fmt: skip
+    return loop.train(run, show)
 
 
 def target_text(data: Path, model: Path, directory: Path, sequences: int, recipe: Recipe) -> dict[str, np.ndarray]:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
 from jaxspec.checkpoint.load.places import unflatten
-from jaxspec.checkpoint.load.plan import Plan, make_plan
-from jaxspec.checkpoint.load.published import promised
-from jaxspec.checkpoint.load.quantized import check_method
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.load.release import release_files
+from jaxspec.checkpoint.load.stored import check_method
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan, dispatch
@@ -138,8 +138,8 @@ def _target(setting: ProgramSettings) -> tuple[Target, tuple[Mtp, Any] | None]:
     return target, (Mtp(arch, plan.policy), {"params": unflatten(plan.leaves)})
 
 
-def _plan(config: Mapping[str, Any], net: Any, rules: Any, quantization: str) -> Plan:
-    files, block = promised(config), check_method(config)
+def _plan(config: Mapping[str, Any], net: Any, rules: Any, quantization: str) -> LoadPlan:
+    files, block = release_files(config), check_method(config)
     return make_plan(Path("config.json"), net, rules, block=block, quantization=quantization, files=files)
 
 

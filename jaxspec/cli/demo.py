@@ -14,8 +14,8 @@ from rich.table import Table
 
 from jaxspec.bench.compare import Comparison, compare
 from jaxspec.bench.workload import HELD_OUT, Excerpt, choose, load_excerpts, repeat
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import plan_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.cli.screen import Screen
 from jaxspec.draft import catalog

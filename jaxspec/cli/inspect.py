@@ -121,7 +121,7 @@ def run(args: InspectArgs) -> int:
 
 
 def _is_head(path: Path) -> bool:
-    from jaxspec.checkpoint.heads.config import is_head
+    from jaxspec.checkpoint.heads.identify import is_head
     from jaxspec.checkpoint.load.model import read_config
 
     return path.is_dir() and is_head(read_config(path))

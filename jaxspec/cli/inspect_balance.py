@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxspec.checkpoint.load.model import Model
     from jaxspec.cli.screen import Screen
     from jaxspec.inspect.measured_load import MeasuredLoad
-    from jaxspec.perf.expert_load import ExpertLoad
+    from jaxspec.perf.expert_counts import ExpertLoad
 
 DEVICES = (2, 4, 8)
 LONGEST = 512  # tokens of a prompt
@@ -77,7 +77,7 @@ def inspect_balance(flags: BalanceFlags, setting: BalanceSetting, *, as_json: bo
     """
     from jaxspec.cli.screen import Screen
     from jaxspec.inspect.balance import balance, placement_for
-    from jaxspec.perf.expert_load import save_load
+    from jaxspec.perf.expert_counts import save_load
     from jaxspec.perf.expert_placement import save_placement
 
     devices = setting.devices or DEVICES
@@ -104,7 +104,7 @@ def inspect_balance(flags: BalanceFlags, setting: BalanceSetting, *, as_json: bo
 def _recorded(file: Path, directory: Path) -> "ExpertLoad":
     from jaxspec.checkpoint.files.fingerprint import digests
     from jaxspec.checkpoint.load.model import read_config
-    from jaxspec.perf.expert_load import read_load
+    from jaxspec.perf.expert_counts import read_load
 
     found = read_load(file)
     if found.model.get("config_digest") != digests(read_config(directory))["config_digest"]:

@@ -13,7 +13,7 @@ from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxspec.cli.screen import Screen
-    from jaxspec.perf.plan import BatchPlan, Question
+    from jaxspec.perf.planner import BatchPlan, Question
 
 COLUMNS = ("rows", "plain", "best", "tau", "speed-up", "range", "pays", "break-even", "tok/s", "ms/tok")
 
@@ -27,7 +27,7 @@ def run(args: PlanArgs) -> int:
     if args.devices:
         return plan_devices.run(args)
     from jaxspec.perf.claims import claims
-    from jaxspec.perf.plan import plan
+    from jaxspec.perf.planner import plan
 
     question, machine = question_of(args)
     if args.rules:
@@ -58,8 +58,8 @@ def run(args: PlanArgs) -> int:
 
 def _about(question: "Question", machine: str) -> dict[str, Any]:
     """Returns what a plan rests on."""
-    from jaxspec.perf.draft import ASSUMED
-    from jaxspec.perf.plan import fitting_rows
+    from jaxspec.perf.drafting import ASSUMED
+    from jaxspec.perf.planner import fitting_rows
 
     model = question.model
     assumed = {d.kind: ASSUMED[d.kind][3] for d in question.drafters if d.kind not in question.acceptance}
@@ -76,7 +76,7 @@ def _about(question: "Question", machine: str) -> dict[str, Any]:
 
 def _record(p: "BatchPlan", price_per_hour: float | None) -> dict[str, Any]:
     """Returns a batch ready for JSON."""
-    from jaxspec.perf.plan import price_per_million
+    from jaxspec.perf.planner import price_per_million
 
     record = asdict(p) | {"best": {**asdict(p.best), "pays": p.best.verdict}, "fits": p.memory.fits}
     record["memory"]["total_bytes"] = p.memory.total_bytes
@@ -95,7 +95,7 @@ def show(
     from rich.table import Table
 
     from jaxspec.cli.inspect import amount
-    from jaxspec.perf.plan import price_per_million
+    from jaxspec.perf.planner import price_per_million
 
     via = any(p.transports for p in plans)
     columns = (*COLUMNS, *(("via",) if via else ()), *(("price",) if price else ()))

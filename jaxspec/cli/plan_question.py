@@ -10,9 +10,9 @@ from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxspec.perf.cost import Mesh, ModelCost
-    from jaxspec.perf.draft import Acceptance, DraftCost
+    from jaxspec.perf.drafting import AcceptanceModel, DraftCost
     from jaxspec.perf.hardware import Hardware
-    from jaxspec.perf.plan import Question
+    from jaxspec.perf.planner import Question
 
 PADDING_ROWS = 1024  # by which vocabularies of one tokenizer may differ
 AXIS = re.compile(r"(data|expert|tensor)=(\d+)")
@@ -88,7 +88,7 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
     from jaxspec.perf.cost import Mesh
     from jaxspec.perf.machine import assumed_machines, calibrated_machines, default_mesh
     from jaxspec.perf.overlap import AssumedOverlap
-    from jaxspec.perf.plan import TREES, Question
+    from jaxspec.perf.planner import TREES, Question
 
     name, config = model_config(args.model)
     model = model_cost(config, name=name, dtype=args.dtype, quantization=args.quantization)
@@ -189,8 +189,8 @@ def drafters_of(name: str | None, model: "ModelCost") -> tuple["DraftCost", ...]
     """
     from jaxspec.inspect.model_cost import model_cost
     from jaxspec.inspect.shipped import model_config
-    from jaxspec.perf.draft import KINDS, DraftCost
-    from jaxspec.perf.plan import possible_drafters
+    from jaxspec.perf.drafting import KINDS, DraftCost
+    from jaxspec.perf.planner import possible_drafters
 
     possible = possible_drafters(model)
     if name is None:
@@ -212,13 +212,13 @@ def drafters_of(name: str | None, model: "ModelCost") -> tuple["DraftCost", ...]
     return (DraftCost("draft_model", draft),)
 
 
-def acceptance_of(text: str | None) -> "Acceptance | None":
+def acceptance_of(text: str | None) -> "AcceptanceModel | None":
     """Parses one probability for every draft, or survival per position.
 
     Raises:
       ConfigError: the text says something else.
     """
-    from jaxspec.perf.draft import Acceptance, acceptance_of_positions
+    from jaxspec.perf.drafting import AcceptanceModel, acceptance_of_positions
 
     if text is None:
         return None
@@ -226,4 +226,4 @@ def acceptance_of(text: str | None) -> "Acceptance | None":
         values = [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"plan: --acceptance is like 0.7 or 0.9,0.72,0.48; got {text!r}") from None
-    return Acceptance((values[0],)) if len(values) == 1 else acceptance_of_positions(values)
+    return AcceptanceModel((values[0],)) if len(values) == 1 else acceptance_of_positions(values)

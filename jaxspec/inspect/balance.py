@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.inspect.measured_load import MeasuredLoad, Predicted
-from jaxspec.perf.expert_load import KINDS, ExpertLoad, Verifications, counted, drawn
+from jaxspec.perf.expert_counts import KINDS, ExpertLoad, Verifications, counted, drawn
 from jaxspec.perf.expert_placement import (
     VERSION,
     LayerSlots,

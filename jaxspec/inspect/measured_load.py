@@ -18,11 +18,11 @@ from jaxspec.inspect.routes import routed_experts
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.perf.expert_load import VERSION, ExpertLoad, Kind, Verifications, counted
+from jaxspec.perf.expert_counts import VERSION, ExpertLoad, Kind, Verifications, counted
 from jaxspec.protocol import Drafter
 from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.loading import load_draft
-from jaxspec.train.evaluate import Examiner, Trial
+from jaxspec.train.evaluate import AcceptanceEvaluator, EvalSpec
 
 BLOCK = 128
 STEP = jax.jit(step, static_argnames="plan", donate_argnums=2)
@@ -170,10 +170,10 @@ class _Steps:
         """Generates for all of them."""
         target = Target(self.model.params, self.model.net, BLOCK)
         stop = tuple(sorted(end_ids(self.model.config, self.model.generation)))
-        trial = Trial(tokens=self.wanted.tokens, rows=min(self.wanted.rows, len(prompts)), stop=stop)
-        examiner, go = Examiner(target, prompts, trial), partial(STEP, target, self.drafter, plan=self.plan)
+        trial = EvalSpec(tokens=self.wanted.tokens, rows=min(self.wanted.rows, len(prompts)), stop=stop)
+        evaluator, go = AcceptanceEvaluator(target, prompts, trial), partial(STEP, target, self.drafter, plan=self.plan)
         for first in range(0, len(prompts), trial.rows):
-            state = examiner.started(self.drafter, first)
+            state = evaluator.started(self.drafter, first)
             while bool(np.asarray(state.active_B).any()):
                 state, out = go(state)
                 self._keep(jax.device_get(out.routes), first)

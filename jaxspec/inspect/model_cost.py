@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from jaxspec.cache.kv import StreamSpec
+from jaxspec.checkpoint.load.load_plan import make_plan
 from jaxspec.checkpoint.load.places import abstract_params, flatten
-from jaxspec.checkpoint.load.plan import make_plan
-from jaxspec.checkpoint.load.published import promised
-from jaxspec.checkpoint.load.quantized import check_method
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.load.release import release_files
+from jaxspec.checkpoint.load.stored import check_method
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.inspect.model_sizes import by_part, cached_bytes, part_of, ring_bytes
 from jaxspec.models.arch import ArchSpec, LayerSpec, segments
 from jaxspec.models.catalog import arch_of, known_families
@@ -99,7 +99,7 @@ def parameter_sizes(config: Mapping[str, Any], kind: np.dtype, quantization: str
     small, table, plain = arch_of(few), known_tables()[arch.family], Policy(param=kind, compute=kind, depth="stacked")
     plan = make_plan(
         Path(), Transformer(small, plain), table.rules(small), block=check_method(few),
-        quantization=quantization, files=promised(few),
+        quantization=quantization, files=release_files(few),
     )  # fmt: skip
     formats = dict(plan.policy.formats)
     mtp: Any = Mtp(small, plain)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxspec.cache.kv import entries
 from jaxspec.checkpoint.files.stream import TensorFiles
-from jaxspec.checkpoint.load.plan import Plan
+from jaxspec.checkpoint.load.load_plan import LoadPlan
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.nn.moe import ROUTED, MoeSpec, own_name
 
@@ -70,9 +70,11 @@ def memory_bytes(leaves: Mapping[str, Any]) -> dict[str, int]:
     )
 
 
-def file_bytes(plan: Plan) -> dict[str, int]:
+def file_bytes(plan: LoadPlan) -> dict[str, int]:
     """Bytes by part of what a plan reads from the files, scales included."""
-    path_of = {name: path for path, leaf in plan.fills.items() for rule in leaf.rules.values() for name in rule.hub}
+    path_of = {
+        name: path for path, leaf in plan.rules_by_leaf.items() for rule in leaf.rules.values() for name in rule.hub
+    }
     whole = {t.partition("[")[0]: path_of[s.name] for s in plan.stored.values() for t in s.tensors}
     return by_part((path, _size(plan.files, name)) for name, path in whole.items())
 

@@ -9,7 +9,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.whole_file import write_whole
 
 if TYPE_CHECKING:
-    from jaxspec.perf.plan import BatchPlan, Question
+    from jaxspec.perf.planner import BatchPlan, Question
 
 BEST, RANGE = "best chain or tree", "range of the best"
 KINDS = (".png", ".svg", ".pdf")

@@ -12,12 +12,12 @@ import numpy as np
 from jaxspec.checkpoint.files.model_files import read_json
 from jaxspec.checkpoint.files.shards import no_weights
 from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
 from jaxspec.checkpoint.load.model import read_config, read_generation
-from jaxspec.checkpoint.load.plan import Plan, make_plan
-from jaxspec.checkpoint.load.published import promised, quantization_of
-from jaxspec.checkpoint.load.quantized import check_method
+from jaxspec.checkpoint.load.release import quantization_of, release_files
+from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.load.tied import with_own_head
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.text.codec import FORMATS, TOKENIZER_FILES, Text
 from jaxspec.errors import ConfigError
 from jaxspec.inspect import model_sizes
@@ -54,7 +54,7 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
     kind = np.dtype(dtype)
     policy, table = Policy(param=kind, compute=kind, depth="stacked"), known_tables()[arch.family]
     there = directory is not None and any(directory.glob("*.safetensors*"))
-    files = TensorFiles(path) if there else promised(config)
+    files = TensorFiles(path) if there else release_files(config)
     arch = with_own_head(arch, table, files)
     plan = make_plan(
         path, Transformer(arch, policy), table.rules(arch), beside=table.beside(arch), ignored=table.not_read(arch),
@@ -140,7 +140,7 @@ def _feed_forward(spec: Any) -> str:
     return f"{spec.top_k} of {spec.experts} experts of {spec.hidden}{shared}{by}"
 
 
-def _bytes(plan: Plan, behind: Plan | None, on_disk: bool) -> dict[str, Any]:
+def _bytes(plan: LoadPlan, behind: LoadPlan | None, on_disk: bool) -> dict[str, Any]:
     plans = [plan, *([behind] if behind else [])]
     in_files, in_memory = ({}, {})
     for one in plans:
@@ -154,7 +154,7 @@ def _bytes(plan: Plan, behind: Plan | None, on_disk: bool) -> dict[str, Any]:
     }
 
 
-def _quantization(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+def _quantization(config: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
     published = quantization_of(config)
     found = Counter(s.form.kind if s.form else "plain" for s in plan.stored.values())
     kept = {kind: form.kind for kind, form in plan.kinds().items() if form is not None}
@@ -165,19 +165,19 @@ def _quantization(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     }
 
 
-def _counts(plan: Plan, there: bool) -> dict[str, int]:
+def _counts(plan: LoadPlan, there: bool) -> dict[str, int]:
     """How many tensors there are, and how many of them are read; of a directory without weights none are there."""
     read = {tensor.partition("[")[0] for s in plan.stored.values() for tensor in s.tensors}
     return {"in_files": len(plan.files) if there else 0, "read": len(read) if there else 0}
 
 
-def _problems(plan: Plan) -> dict[str, list[str]]:
+def _problems(plan: LoadPlan) -> dict[str, list[str]]:
     p = plan.problems
     wrong = {"missing": p["missing"], "extra": p["extra"]}
     return {kind: collapse(names) for kind, names in wrong.items()} | {"misshaped": p["shape"], "mistyped": p["dtype"]}
 
 
-def _prediction(arch: ArchSpec, behind: Plan | None, on_disk: bool) -> dict[str, Any]:
+def _prediction(arch: ArchSpec, behind: LoadPlan | None, on_disk: bool) -> dict[str, Any]:
     missing = [] if behind is None else behind.problems["missing"]
     there = behind is not None and not missing
     return {
@@ -188,7 +188,7 @@ def _prediction(arch: ArchSpec, behind: Plan | None, on_disk: bool) -> dict[str,
     }
 
 
-def drafters(arch: ArchSpec, behind: Plan | None = None) -> dict[str, str]:
+def drafters(arch: ArchSpec, behind: LoadPlan | None = None) -> dict[str, str]:
     """What can draft for a model, by method of ``speculative_config``, and in which shapes.
 
     Args:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
+from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.topology import Topology, chain
 
@@ -62,9 +62,9 @@ class Guesses:
         return chain(self.length)
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> CaptureSpec:
         """What it reads of the target besides its last hidden states."""
-        return NOTHING
+        return NO_CAPTURE
 
     @property
     def slack(self) -> int:

@@ -12,7 +12,7 @@ from jaxspec.inspect import per_device as sizes
 from jaxspec.inspect.model_cost import model_cost
 from jaxspec.inspect.per_device import per_device
 from jaxspec.perf.cost import Mesh
-from jaxspec.perf.memory import memory
+from jaxspec.perf.device_memory import memory
 from scripts.house_report import ROOT
 
 ROWS, CONTEXT = 64, 8192

@@ -14,9 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxspec
-from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import load_model
-from jaxspec.checkpoint.names import catalog as table_catalog
+from jaxspec.checkpoint.load.save import save_model
+from jaxspec.checkpoint.names import known as table_catalog
 from jaxspec.checkpoint.names import tables
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.describe import count_parameters

@@ -15,7 +15,7 @@ from jaxspec.inspect.measured_load import MeasuredLoad, compared
 from jaxspec.inspect.routes import routed_experts
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.nn.policy import policy_for
-from jaxspec.perf.expert_load import ExpertLoad, Verifications, counted, read_load
+from jaxspec.perf.expert_counts import ExpertLoad, Verifications, counted, read_load
 from jaxspec.perf.expert_placement import load_placement
 from tests.unit.serve.tiny_model import write_tiny_model
 

@@ -7,9 +7,9 @@ import pytest
 
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import Rates
-from jaxspec.perf.fit import Sample, fit, token_count_model
 from jaxspec.perf.overlap import AssumedOverlap
-from jaxspec.perf.step_time import step_time
+from jaxspec.perf.pass_time import step_time
+from jaxspec.perf.rate_fit import MeasuredPass, fit, token_count_model
 from tests.unit.perf.models import dense_model, routed_model
 
 TRUE = Rates(
@@ -20,12 +20,12 @@ CELLS = [(b, k + 1, c) for b in (1, 2, 4, 8) for k in (0, 1, 3, 7) for c in (100
 CELLS += [(1, 1, 2000), (1, 4, 2000), (4, 1, 2000), (8, 1, 2000), (8, 4, 2000)]
 
 
-def samples(model, noise: float = 0.0, overlap=None, cells=CELLS) -> list[Sample]:
+def samples(model, noise: float = 0.0, overlap=None, cells=CELLS) -> list[MeasuredPass]:
     generator = np.random.default_rng(3)
     found = []
     for rows, positions, context in cells:
         time_s = step_time(model, TRUE, rows=rows, positions=positions, context=context, overlap=overlap).total_s
-        found.append(Sample(rows, positions, context, time_s * (1 + noise * generator.standard_normal())))
+        found.append(MeasuredPass(rows, positions, context, time_s * (1 + noise * generator.standard_normal())))
     return found
 
 

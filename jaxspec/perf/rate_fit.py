@@ -11,7 +11,7 @@ from scipy.optimize import least_squares
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import SHARPNESS, LayerCost, ModelCost, Rates, works
 from jaxspec.perf.overlap import Overlap
-from jaxspec.perf.step_time import RATE_OF
+from jaxspec.perf.pass_time import RATE_OF
 
 OVERHEADS = ("fixed_s", "row_s", "position_s")
 WORK = ("byte_s", "flop_s", "expert_byte_s", "expert_flop_s", "kv_byte_s")
@@ -19,7 +19,7 @@ RIDGE, STARTS = 1e-3, (0.3, 0.05, 1.0)
 
 
 @dataclass(frozen=True)
-class Sample:
+class MeasuredPass:
     """One measured pass: rows, positions per row, cached positions per row, and its time."""
 
     rows: int
@@ -56,7 +56,9 @@ def token_count_model(model: ModelCost) -> ModelCost:
     return replace(model, layers=tuple(map(blind, model.layers)), prediction=None)
 
 
-def fit(model: ModelCost, samples: Sequence[Sample], *, overlap: Overlap | None = None, noise: float = 0.01) -> Fit:
+def fit(
+    model: ModelCost, samples: Sequence[MeasuredPass], *, overlap: Overlap | None = None, noise: float = 0.01
+) -> Fit:
     """Fits all rates that the samples can say something about.
 
     Args:
@@ -95,7 +97,7 @@ class Problem:
     """
 
     model: ModelCost
-    samples: tuple[Sample, ...]
+    samples: tuple[MeasuredPass, ...]
     overlap: Overlap | None
     noise: float
 

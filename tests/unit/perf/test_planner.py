@@ -5,11 +5,11 @@ import pytest
 from jaxspec.errors import ConfigError
 from jaxspec.perf.claims import claims
 from jaxspec.perf.cost import LayerCost, Mesh, Rates
-from jaxspec.perf.draft import Acceptance, DraftCost
+from jaxspec.perf.drafting import AcceptanceModel, DraftCost
 from jaxspec.perf.hardware import load_hardware
 from jaxspec.perf.machine import AssumedMachine, assumed_machines, default_mesh
 from jaxspec.perf.overlap import AssumedOverlap
-from jaxspec.perf.plan import (
+from jaxspec.perf.planner import (
     Question,
     fitting_rows,
     nodes,
@@ -32,7 +32,7 @@ def question(chance: float = 0.8, **changes: object) -> Question:
     model = routed_model(**LARGE)
     made = {
         "model": model, "machines": (AssumedMachine(model, MACHINE, overlap=AssumedOverlap(1.0)),),
-        "drafters": (DraftCost("ngram"),), "acceptance": {"ngram": (Acceptance((chance,)),)}, "context": 0,
+        "drafters": (DraftCost("ngram"),), "acceptance": {"ngram": (AcceptanceModel((chance,)),)}, "context": 0,
         "trees": (),
     }  # fmt: skip
     return Question(**{**made, **changes})
@@ -63,7 +63,9 @@ def test_the_speedup_is_an_inverted_u_of_the_batch():
     assert gains[1] < gains[0], "the worst batch for bytes is not the largest"
     assert gains[peak] > 1.5 * gains[0]
     assert gains[-2] < 0.8 * gains[peak]
-    assert gains[-1] == pytest.approx(Acceptance((0.8,)).length((1, 1, 1)) / 4, rel=0.01), "four times the products"
+    assert gains[-1] == pytest.approx(AcceptanceModel((0.8,)).length((1, 1, 1)) / 4, rel=0.01), (
+        "four times the products"
+    )
     assert found[1 << 17].best.verdict == "no"
     assert found[128].target_efficiency > 0.8 > found[4].target_efficiency
     assert found[128].touched[0] == pytest.approx(128 * (1 - (124 / 128) ** 128))
@@ -74,7 +76,7 @@ def test_a_dense_model_falls_with_the_batch():
     q = question(model=model, machines=(AssumedMachine(model, MACHINE),))
     gains = [p.chains[2].speedup for p in plan(q, (1, 4, 16, 64, 256, 1024))]
     assert gains == sorted(gains, reverse=True)
-    assert gains[0] == pytest.approx(Acceptance((0.8,)).length((1, 1, 1)), rel=0.01)
+    assert gains[0] == pytest.approx(AcceptanceModel((0.8,)).length((1, 1, 1)), rel=0.01)
     assert plan_batch(q, 4).touched == (0, 0)
 
 
@@ -109,7 +111,7 @@ def test_verdicts():
 
 
 def test_trees_are_chosen_where_they_win_and_are_possible():
-    sure = {"ngram": (Acceptance((0.5,), sibling=0.9),)}
+    sure = {"ngram": (AcceptanceModel((0.5,), sibling=0.9),)}
     q = question(acceptance=sure, trees=((2, 1), (2, 2)))
     assert plan_batch(q, 64).best.branching in ((2, 1), (2, 2))
     chained = routed_model(**LARGE, chain_only="pools positions")

@@ -13,9 +13,9 @@ import numpy as np
 
 from jaxspec.checkpoint.files.header import Tensor
 from jaxspec.checkpoint.files.stream import TensorFiles
-from jaxspec.checkpoint.load.places import Leaf, abstract_params, flatten, places, published_shapes
-from jaxspec.checkpoint.load.quantized import E4M3, E8M0, FP4_BLOCK, check_method
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.load.places import TargetLeaf, abstract_params, flatten, hub_shapes, resolve_rules
+from jaxspec.checkpoint.load.stored import E4M3, E8M0, FP4_BLOCK, check_method
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.table import Rule
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
@@ -29,7 +29,7 @@ DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.f
 
 
 @dataclass(frozen=True)
-class Published:
+class ReleaseTensor:
     """One tensor of a release.
 
     Attributes:
@@ -42,7 +42,7 @@ class Published:
     shape: tuple[int, ...]
     dtype: np.dtype
     leaf: str
-    behind: bool = False
+    is_mtp: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -50,16 +50,16 @@ class Published:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
-Tensors = dict[str, Published]
+Tensors = dict[str, ReleaseTensor]
 
 
-def published(config: Mapping[str, Any]) -> Tensors:
+def release_tensors(config: Mapping[str, Any]) -> Tensors:
     """Every tensor of a release by its published config.
 
     Raises:
       ConfigError: the config is wrong, or quantised in a way that is not supported.
     """
-    tensors = plain_tensors(arch_of(config), _wide(config))
+    tensors = unquantized_tensors(arch_of(config), _wide(config))
     block, settings = check_method(config), quantization_of(config)
     if settings is None:
         return tensors
@@ -69,7 +69,7 @@ def published(config: Mapping[str, Any]) -> Tensors:
     tight = config.get("expert_dtype") == "fp4"
     exponents = known_tables()[config["model_type"]].scales == "scale"
 
-    def layout(name: str, tensor: Published) -> Tensors | None:
+    def layout(name: str, tensor: ReleaseTensor) -> Tensors | None:
         if len(tensor.shape) != 2 or not name.endswith(".weight") or WIDE.search(name):
             return None
         if any(_names(module, name) for module in skipped):
@@ -81,14 +81,14 @@ def published(config: Mapping[str, Any]) -> Tensors:
     return _spread(tensors, layout)
 
 
-def promised(config: Mapping[str, Any]) -> TensorFiles:
+def release_files(config: Mapping[str, Any]) -> TensorFiles:
     """The files of a release as its config promises them: names, dtypes and shapes, nothing to read.
 
     Raises:
       ConfigError: the config is wrong, or quantised in a way that is not supported.
     """
     files = TensorFiles.__new__(TensorFiles)
-    files.tensors = {n: Tensor(Path(), t.dtype, t.shape, 0, t.size_bytes) for n, t in published(config).items()}
+    files.tensors = {n: Tensor(Path(), t.dtype, t.shape, 0, t.size_bytes) for n, t in release_tensors(config).items()}
     return files
 
 
@@ -106,7 +106,7 @@ def _wide(config: Mapping[str, Any]) -> str:
 
 
 @cache
-def plain_tensors(arch: ArchSpec, wide: str = "bfloat16") -> Tensors:
+def unquantized_tensors(arch: ArchSpec, wide: str = "bfloat16") -> Tensors:
     """Every tensor of a release that is not quantised, multi-token prediction last.
 
     Args:
@@ -117,26 +117,28 @@ def plain_tensors(arch: ArchSpec, wide: str = "bfloat16") -> Tensors:
     found: Tensors = {}
     nets: list[Any] = [Transformer(arch, policy), Mtp(arch, policy)]
     leaves = flatten(abstract_params(nets[0]))
-    _add(found, places(table.rules(arch), leaves, arch), leaves, wide)
+    _add(found, resolve_rules(table.rules(arch), leaves, arch), leaves, wide)
     if not arch.mtp:
         return found
     leaves = flatten(abstract_params(nets[1]))
     rules = list(table.mtp_rules(arch))
-    _add(found, places(rules, leaves, arch), leaves, wide, behind=True)
+    _add(found, resolve_rules(rules, leaves, arch), leaves, wide, is_mtp=True)
     shape, dtype = (arch.vocab_size, arch.model_dim), np.dtype(DTYPES[wide])
     for n in range(len(arch.mtp)):
         norm = next(rule.hub[0] for rule in rules if rule.leaf == f"mtp_{n}/embed_norm_D")
         for name in table.mtp_copies:
-            found[norm.removesuffix("enorm.weight") + name] = Published(shape, dtype, f"mtp_{n}/copy", True)
+            found[norm.removesuffix("enorm.weight") + name] = ReleaseTensor(shape, dtype, f"mtp_{n}/copy", True)
     return found
 
 
-def _add(found: Tensors, leaves: Mapping[str, Leaf], abstract: Mapping[str, Any], wide: str, behind: bool = False):
+def _add(
+    found: Tensors, leaves: Mapping[str, TargetLeaf], abstract: Mapping[str, Any], wide: str, is_mtp: bool = False
+):
     """Adds what fills some leaves; entries of one tensor are put together."""
     for path, leaf in leaves.items():
         kept = np.dtype(abstract[path].dtype)
         dtype = {np.dtype(np.float32): kept, np.dtype(np.int32): np.dtype(np.int64)}.get(kept, np.dtype(DTYPES[wide]))
-        made = {pack: _parts(pack, leaf.part, dtype, path, behind) for pack in {r.pack for r in leaf.rules.values()}}
+        made = {pack: _parts(pack, leaf.part, dtype, path, is_mtp) for pack in {r.pack for r in leaf.rules.values()}}
         for rule in leaf.rules.values():
             for name, part in zip(rule.hub, made[rule.pack], strict=True):
                 whole, _, entry = name.partition("[")
@@ -148,13 +150,13 @@ def _add(found: Tensors, leaves: Mapping[str, Leaf], abstract: Mapping[str, Any]
                 found[whole] = part
 
 
-def _parts(pack: str, part: tuple[int, ...], dtype: np.dtype, path: str, behind: bool) -> list[Published]:
+def _parts(pack: str, part: tuple[int, ...], dtype: np.dtype, path: str, is_mtp: bool) -> list[ReleaseTensor]:
     """The tensors of one rule."""
-    shapes = published_shapes(Leaf(part, 0, {}), Rule("", (), pack))
-    return [Published(shape, dtype, path, behind) for shape in shapes]
+    shapes = hub_shapes(TargetLeaf(part, 0, {}), Rule("", (), pack))
+    return [ReleaseTensor(shape, dtype, path, is_mtp) for shape in shapes]
 
 
-def _spread(tensors: Tensors, layout: Callable[[str, Published], Tensors | None]) -> Tensors:
+def _spread(tensors: Tensors, layout: Callable[[str, ReleaseTensor], Tensors | None]) -> Tensors:
     found: Tensors = {}
     for name, tensor in tensors.items():
         found |= layout(name, tensor) or {name: tensor}
@@ -166,30 +168,30 @@ def _names(module: str, name: str) -> bool:
     return module in name.split(".") or name.startswith(f"{module}.") or fnmatch(name, f"{module}.*")
 
 
-def _fp8(name: str, tensor: Published, block: tuple[int, int], exponents: bool) -> Tensors:
+def _fp8(name: str, tensor: ReleaseTensor, block: tuple[int, int], exponents: bool) -> Tensors:
     scale = name.removesuffix("weight") + "scale" if exponents else f"{name}_scale_inv"
     return dict(zip((name, scale), _fp8_pair(tensor, block, exponents), strict=True))
 
 
 @cache
-def _fp8_pair(tensor: Published, block: tuple[int, int], exponents: bool) -> tuple[Published, Published]:
+def _fp8_pair(tensor: ReleaseTensor, block: tuple[int, int], exponents: bool) -> tuple[ReleaseTensor, ReleaseTensor]:
     grid = tuple(-(-n // b) for n, b in zip(tensor.shape, block, strict=True))
     factor = E8M0 if exponents else np.dtype(np.float32)
     return replace(tensor, dtype=E4M3), replace(tensor, shape=grid, dtype=factor)
 
 
-def _fp4(name: str, tensor: Published) -> Tensors:
+def _fp4(name: str, tensor: ReleaseTensor) -> Tensors:
     return dict(zip((name, name.removesuffix("weight") + "scale"), _fp4_pair(tensor), strict=True))
 
 
 @cache
-def _fp4_pair(tensor: Published) -> tuple[Published, Published]:
+def _fp4_pair(tensor: ReleaseTensor) -> tuple[ReleaseTensor, ReleaseTensor]:
     rows, columns = tensor.shape
     bytes_of = replace(tensor, shape=(rows, columns // 2), dtype=np.dtype(np.int8))
     return bytes_of, replace(tensor, shape=(rows, columns // FP4_BLOCK), dtype=E8M0)
 
 
-def _mxfp4(name: str, tensor: Published) -> Tensors | None:
+def _mxfp4(name: str, tensor: ReleaseTensor) -> Tensors | None:
     if len(tensor.shape) != 3:
         return None
     experts, columns, rows = tensor.shape

@@ -19,7 +19,7 @@ RATE_OF = {
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step by cause: those of ``Work``, ``fixed`` and ``links``."""
+    """Seconds of one step by cause: those of ``PassWork``, ``fixed`` and ``links``."""
 
     by_cause: Mapping[str, float]
 

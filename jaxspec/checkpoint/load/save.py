@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxspec.checkpoint.load.places import abstract_params, flatten, places
-from jaxspec.checkpoint.load.plan import scale_steps
-from jaxspec.checkpoint.load.quantized import E8M0, FP4_BLOCK, FP8_BLOCK, check_method, matrix_form
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.load.load_plan import scale_steps
+from jaxspec.checkpoint.load.places import abstract_params, flatten, resolve_rules
+from jaxspec.checkpoint.load.stored import E8M0, FP4_BLOCK, FP8_BLOCK, check_method, matrix_form
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import Rule, Table
 from jaxspec.errors import ConfigError
@@ -25,7 +25,7 @@ from jaxspec.shapes import Params
 Named = Iterator[tuple[str, np.ndarray]]
 
 
-def published_tensors(
+def export_tensors(
     params: Params, arch: ArchSpec, dtype: np.dtype, block: tuple[int, int] = FP8_BLOCK
 ) -> dict[str, np.ndarray]:
     """Every parameter under its published name and shape.
@@ -43,7 +43,7 @@ def published_tensors(
     fixed = _fixed_dtypes(arch, dtype)
     out: dict[str, np.ndarray] = {}
     entries: dict[str, dict[int, np.ndarray]] = {}
-    for path, filled in places(table.rules(arch), leaves, arch).items():
+    for path, filled in resolve_rules(table.rules(arch), leaves, arch).items():
         leaf = _on_host(leaves[path])
         kind = kind_of(path.split("/"))
         for index, rule in filled.rules.items():
@@ -128,7 +128,7 @@ def save_model(directory: Path, params: Params, arch: ArchSpec, config: Mapping[
         }  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     part = directory / "model.safetensors.part"
-    save_file(published_tensors(params, arch, dtype, block), part, metadata={"format": "pt"})
+    save_file(export_tensors(params, arch, dtype, block), part, metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     part.chmod((directory / "config.json").stat().st_mode)  # safetensors writes for the owner alone
     part.rename(directory / "model.safetensors")

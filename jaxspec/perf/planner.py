@@ -7,11 +7,11 @@ from itertools import product
 
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import Mesh, ModelCost, Rates
-from jaxspec.perf.draft import ASSUMED, Acceptance, Branching, DraftCost, head_for
+from jaxspec.perf.device_memory import Memory, memory, most_rows
+from jaxspec.perf.drafting import ASSUMED, AcceptanceModel, Branching, DraftCost, head_for
 from jaxspec.perf.machine import Machine
-from jaxspec.perf.memory import Memory, memory, most_rows
 from jaxspec.perf.moesd import break_even_acceptance, speedup, target_efficiency
-from jaxspec.perf.transport import Transport, pass_of, transport_times
+from jaxspec.perf.transport_cost import Transport, pass_of, transport_times
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 TREES: tuple[Branching, ...] = (
@@ -122,7 +122,7 @@ class Question:
     drafters: tuple[DraftCost, ...]
     mesh: Mesh = field(default_factory=Mesh)
     room_bytes: float = math.inf
-    acceptance: Mapping[str, tuple[Acceptance, ...]] = field(default_factory=dict)
+    acceptance: Mapping[str, tuple[AcceptanceModel, ...]] = field(default_factory=dict)
     context: int = 1024
     lengths: tuple[int, ...] = LENGTHS
     trees: tuple[Branching, ...] = TREES
@@ -136,7 +136,7 @@ class Question:
                 f"plan: {self.model.name} reads up to {self.model.max_context} tokens, got a context of {self.context}"
             )
 
-    def acceptances(self, kind: str) -> tuple[Acceptance, ...]:
+    def acceptances(self, kind: str) -> tuple[AcceptanceModel, ...]:
         """Low, likely and high of a drafter; all the same where it was given."""
         return self.acceptance[kind] if kind in self.acceptance else ASSUMED[kind][:3]
 

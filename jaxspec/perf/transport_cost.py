@@ -13,13 +13,10 @@ from typing import Literal, get_args
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import Mesh, ModelCost, Rates
 from jaxspec.perf.links import CHOICE_BYTES, SENT_BYTES, SUM_BYTES, chance_of_a_device
-from jaxspec.perf.step_time import smooth_max
+from jaxspec.perf.pass_time import smooth_max
 
 Transport = Literal["sum", "padded", "ragged"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
-# Virtual devices of one CPU: what they send is copied in its memory, what one computes the others wait for. Orders of
-# magnitude of a laptop, not measurements; `choose` needs no more.
-CPU_RATES = Rates(byte_s=1 / 10e9, flop_s=1 / 50e9, kv_byte_s=1 / 10e9, link_byte_s=1 / 5e9, link_s=20e-6)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import CacheCost, LayerCost, Mesh, ModelCost, Rates
 from jaxspec.perf.moesd import survival, survival_length
 from jaxspec.perf.overlap import Overlap
-from jaxspec.perf.step_time import step_time
+from jaxspec.perf.pass_time import step_time
 
 KINDS = ("ngram", "draft_model", "mtp", "eagle", "medusa")
 DRAFT_VOCAB = 32_000  # EAGLE-3's reduced vocabulary
@@ -46,7 +46,7 @@ class DraftCost:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptanceModel:
     """How likely drafts are accepted.
 
     Attributes:
@@ -72,31 +72,32 @@ class Acceptance:
 
 
 # Assumed acceptance where none is given: low, likely, high, and where from.
-ASSUMED: Mapping[str, tuple[Acceptance, Acceptance, Acceptance, str]] = {
+ASSUMED: Mapping[str, tuple[AcceptanceModel, AcceptanceModel, AcceptanceModel, str]] = {
     "ngram": (
-        Acceptance((0.1,)), Acceptance((0.35,)), Acceptance((0.75,)),
+        AcceptanceModel((0.1,)), AcceptanceModel((0.35,)), AcceptanceModel((0.75,)),
         "an assumption; from new prose to text that is copied from the prompt",
     ),
     "draft_model": (
-        Acceptance((0.57,)), Acceptance((0.75,)), Acceptance((0.95,)),
+        AcceptanceModel((0.57,)), AcceptanceModel((0.75,)), AcceptanceModel((0.95,)),
         "an assumption; MoESD's Qwen2 pair commits 4.5 of 5 on HumanEval",
     ),
     "mtp": (
-        Acceptance((0.85, 0.75, 0.62)), Acceptance((0.897, 0.802, 0.662)), Acceptance((0.912, 0.851, 0.794)),
+        AcceptanceModel((0.85, 0.75, 0.62)), AcceptanceModel((0.897, 0.802, 0.662)),
+        AcceptanceModel((0.912, 0.851, 0.794)),
         "Qwen3-Next per position .897 .719 .476, tuned .912 .776 .616",
     ),
     "eagle": (
-        Acceptance((0.57,)), Acceptance((0.66,)), Acceptance((0.75,)),
+        AcceptanceModel((0.57,)), AcceptanceModel((0.66,)), AcceptanceModel((0.75,)),
         "gpt-oss-120b, three drafts: 2.07 tokens per pass (Red Hat), 2.41 (SpecDrift); EAGLE-3 on Qwen3-30B-A3B more",
     ),
     "medusa": (
-        Acceptance((0.45,)), Acceptance((0.55,)), Acceptance((0.65,)),
+        AcceptanceModel((0.45,)), AcceptanceModel((0.55,)), AcceptanceModel((0.65,)),
         "an assumption; nothing is published on MoE targets",
     ),
 }  # fmt: skip
 
 
-def acceptance_of_positions(survives: Sequence[float]) -> Acceptance:
+def acceptance_of_positions(survives: Sequence[float]) -> AcceptanceModel:
     """From the share of passes in which each position is accepted, as engines report it per position.
 
     Raises:
@@ -106,7 +107,7 @@ def acceptance_of_positions(survives: Sequence[float]) -> Acceptance:
     if not survives:
         raise ConfigError("acceptance: at least one position is needed")
     later = (b / a if a else 0.0 for a, b in pairwise(survives))
-    return Acceptance((survives[0], *later))
+    return AcceptanceModel((survives[0], *later))
 
 
 def head_for(target: ModelCost, kind: str) -> DraftCost:

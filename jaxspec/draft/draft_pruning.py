@@ -6,32 +6,32 @@ from typing import Any
 
 from jaxspec.errors import ConfigError
 
-CUT_KEYS = ("verify_budget", "draft_confidence_threshold")
+PRUNING_KEYS = ("verify_budget", "draft_confidence_threshold")
 
 
 @dataclass(frozen=True)
-class Cuts:
+class PruningConfig:
     """What a draft needs to be verified; by default nothing.
 
     Attributes:
-      priced: its tokens must be worth the time that it takes, both as measured while serving.
-      least: the product of the drafter's confidences in it and in those before it must be at least this.
+      by_cost: its tokens must be worth the time that it takes, both as measured while serving.
+      min_confidence: the product of the drafter's confidences in it and in those before it must be at least this.
     """
 
-    priced: bool = False
-    least: float = 0.0
+    by_cost: bool = False
+    min_confidence: float = 0.0
 
     @property
-    def any(self) -> bool:
+    def enabled(self) -> bool:
         """Whether drafts may be cut at all."""
-        return self.priced or self.least > 0
+        return self.by_cost or self.min_confidence > 0
 
 
-NO_CUTS = Cuts()
+NO_PRUNING = PruningConfig()
 
 
-def parse_cuts(config: Mapping[str, Any], method: str, chain: bool, synthetic: bool) -> Cuts:
-    """Reads ``CUT_KEYS``.
+def parse_pruning(config: Mapping[str, Any], method: str, chain: bool, synthetic: bool) -> PruningConfig:
+    """Reads ``PRUNING_KEYS``.
 
     Args:
       config: ``verify_budget`` is ``auto`` or ``off`` (default). ``draft_confidence_threshold`` is from 0 (off) to
@@ -52,14 +52,14 @@ def parse_cuts(config: Mapping[str, Any], method: str, chain: bool, synthetic: b
         raise ConfigError(
             f"speculative_config: draft_confidence_threshold must be a number from 0 to below 1, got {least!r}"
         )
-    cuts = Cuts(wanted == "auto", float(least))
-    key = CUT_KEYS[0] if cuts.priced else CUT_KEYS[1]
-    if cuts.any and method in ("ngram", "hybrid"):
+    pruning = PruningConfig(wanted == "auto", float(least))
+    key = PRUNING_KEYS[0] if pruning.by_cost else PRUNING_KEYS[1]
+    if pruning.enabled and method in ("ngram", "hybrid"):
         raise ConfigError(
             f'speculative_config: method "{method}" drafts without a confidence in what it finds; leave {key} out'
         )
-    if cuts.any and not chain:
+    if pruning.enabled and not chain:
         raise ConfigError(f"speculative_config: {key} cuts chains, not trees; ask for num_speculative_tokens alone")
-    if cuts.any and synthetic:
+    if pruning.enabled and synthetic:
         raise ConfigError(f"speculative_config: synthetic acceptance is decreed for all drafts; leave {key} out")
-    return cuts
+    return pruning

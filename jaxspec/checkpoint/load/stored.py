@@ -94,7 +94,7 @@ def check_method(config: Mapping[str, Any]) -> tuple[int, int]:
     return int(block[0]), int(block[1])
 
 
-def find(files: TensorFiles, name: str, block: tuple[int, int]) -> Stored | None:
+def storage_of(files: TensorFiles, name: str, block: tuple[int, int]) -> Stored | None:
     """How a tensor of a table is stored; None if it is missing.
 
     Args:
@@ -122,7 +122,7 @@ def find(files: TensorFiles, name: str, block: tuple[int, int]) -> Stored | None
     return Stored(name, (groups * FP4_BLOCK, out), blocks, scales, packed, turned=True)
 
 
-def faults(files: TensorFiles, stored: Stored, wanted: np.dtype) -> dict[str, list[str]]:
+def storage_faults(files: TensorFiles, stored: Stored, wanted: np.dtype) -> dict[str, list[str]]:
     """What is missing, of the wrong shape or of the wrong dtype about a tensor's numbers and scales.
 
     Args:
@@ -171,7 +171,7 @@ def values(files: TensorFiles, stored: Stored, dtype: np.dtype) -> np.ndarray:
         return files.read(stored.data)
     data = numbers(files, stored)
     check_numbers(files, data, stored)
-    return dequantised(data, factors(files, stored), stored.form, dtype)
+    return dequantize(data, factors(files, stored), stored.form, dtype)
 
 
 def numbers(files: TensorFiles, stored: Stored) -> np.ndarray:
@@ -179,7 +179,7 @@ def numbers(files: TensorFiles, stored: Stored) -> np.ndarray:
     raw, form = files.read(stored.data), stored.form
     assert form is not None, "plain tensors have no numbers"
     if stored.fresh:
-        return quantised(raw, _own_scales(files, stored, form), form)
+        return quantize(raw, _own_scales(files, stored, form), form)
     if form.kind == "fp4":
         flat = raw.reshape(raw.shape[0], -1).view(np.uint8)
         return flat.T if stored.turned else flat
@@ -219,7 +219,7 @@ def factors(files: TensorFiles, stored: Stored) -> np.ndarray:
     return raw.T if stored.turned else raw
 
 
-def dequantised(data: np.ndarray, scale: np.ndarray, form: Format, dtype: np.dtype) -> np.ndarray:
+def dequantize(data: np.ndarray, scale: np.ndarray, form: Format, dtype: np.dtype) -> np.ndarray:
     """A matrix from its numbers and scales: number times scale in float32, rounded once to ``dtype``."""
     axis = data.ndim + form.packed_axis if form.kind == "fp4" else -1
     shape = tuple(n * 2 if i == axis else n for i, n in enumerate(data.shape))
@@ -277,7 +277,7 @@ def _largest(form: Format) -> np.float32:
     return FP8_VALUES[0x7E] if form.kind == "fp8" else np.float32(127)
 
 
-def quantised(x: np.ndarray, scale: np.ndarray, form: Format) -> np.ndarray:
+def quantize(x: np.ndarray, scale: np.ndarray, form: Format) -> np.ndarray:
     """The numbers of a plain matrix, rounded to the nearest, ties to even."""
     out = np.empty(x.shape, form.dtype)
     # The largest may be off by a rounding, which e4m3 would turn into not-a-number.

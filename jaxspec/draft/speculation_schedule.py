@@ -14,11 +14,11 @@ AUTO = "auto"
 CHAIN_KEYS = ("num_speculative_tokens", "max_num_speculative_tokens", "num_speculative_tokens_per_batch_size")
 DYNAMIC_KEYS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 TREES = "speculative_token_trees"
-LENGTH_KEYS = (*CHAIN_KEYS, "disable_by_batch_size", "speculative_token_tree", TREES, *DYNAMIC_KEYS, "calibration")
+SCHEDULE_KEYS = (*CHAIN_KEYS, "disable_by_batch_size", "speculative_token_tree", TREES, *DYNAMIC_KEYS, "calibration")
 
 
 @dataclass(frozen=True)
-class Lengths:
+class SpeculationSchedule:
     """What is drafted, and when.
 
     Attributes:
@@ -43,8 +43,8 @@ class Lengths:
         return self.topology.is_chain and not self.trees
 
 
-def parse_lengths(config: Mapping[str, Any]) -> Lengths:
-    """Reads ``LENGTH_KEYS``.
+def parse_schedule(config: Mapping[str, Any]) -> SpeculationSchedule:
+    """Reads ``SCHEDULE_KEYS``.
 
     Args:
       config: ``num_speculative_tokens`` is a chain's length, or ``auto``: then every dispatch takes the length that
@@ -87,7 +87,7 @@ def parse_lengths(config: Mapping[str, Any]) -> Lengths:
         if config.get("disable_by_batch_size") is not None:
             raise ConfigError(f'speculative_config: num_speculative_tokens "{AUTO}" takes no disable_by_batch_size')
         most = AUTO_LENGTH if most is None else _length(most, "max_num_speculative_tokens")
-        return Lengths(chain(most), True, () if trees is None else _trees(trees), calibration=calibration)
+        return SpeculationSchedule(chain(most), True, () if trees is None else _trees(trees), calibration=calibration)
     if most is not None:
         raise ConfigError(f'speculative_config: max_num_speculative_tokens needs num_speculative_tokens "{AUTO}"')
     return _disabled(config, chain(_length(length, "num_speculative_tokens")))
@@ -149,16 +149,16 @@ def _trees(entries: Any) -> tuple[AnyTopology, ...]:
     return tuple(found)
 
 
-def _disabled(config: Mapping[str, Any], topology: AnyTopology) -> Lengths:
+def _disabled(config: Mapping[str, Any], topology: AnyTopology) -> SpeculationSchedule:
     size = config.get("disable_by_batch_size")
     if size is None:
-        return Lengths(topology)
+        return SpeculationSchedule(topology)
     if not _whole(size):
         raise ConfigError(f"speculative_config: disable_by_batch_size must be an integer from 1, got {size!r}")
-    return Lengths(topology, ranges=((1, size, topology),))
+    return SpeculationSchedule(topology, ranges=((1, size, topology),))
 
 
-def _by_batch_size(config: Mapping[str, Any]) -> Lengths:
+def _by_batch_size(config: Mapping[str, Any]) -> SpeculationSchedule:
     key, table = "num_speculative_tokens_per_batch_size", config["num_speculative_tokens_per_batch_size"]
     if config.get("disable_by_batch_size") is not None or config.get("max_num_speculative_tokens") is not None:
         raise ConfigError(f"speculative_config: {key} takes neither disable_by_batch_size nor a maximum")
@@ -180,7 +180,7 @@ def _by_batch_size(config: Mapping[str, Any]) -> Lengths:
     if not longest:
         raise ConfigError(f"speculative_config: {key} never drafts; leave speculative_config out for plain decoding")
     chains = tuple((low, high, chain(length)) for low, high, length in ranges)
-    return Lengths(chain(longest), ranges=chains, otherwise=chain(otherwise))
+    return SpeculationSchedule(chain(longest), ranges=chains, otherwise=chain(otherwise))
 
 
 def _length(value: Any, key: str) -> int:

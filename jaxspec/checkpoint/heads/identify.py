@@ -12,9 +12,9 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 
-Kind = Literal["native", "eagle1", "eagle3", "speculators", "medusa"]
+HeadFormat = Literal["native", "eagle1", "eagle3", "speculators", "medusa"]
 Config = Mapping[str, Any]
 
 NATIVE = "JaxspecDraftHead"
@@ -31,7 +31,7 @@ KNOWN = (
 )
 
 
-def kind_of(config: Config, names: tuple[str, ...]) -> Kind:
+def head_format(config: Config, names: tuple[str, ...]) -> HeadFormat:
     """Which of the known formats a head has.
 
     Args:
@@ -78,7 +78,7 @@ def spec_of(config: Config, files: HeadFiles, target: ArchSpec | None) -> HeadSp
     Raises:
       ConfigError: the format is not known, or the config is wrong, ambiguous or not for this target.
     """
-    kind, names = kind_of(config, tuple(files)), tuple(files)
+    kind, names = head_format(config, tuple(files)), tuple(files)
     if kind == "native":
         spec = _native(config)
     elif target is None:
@@ -109,7 +109,7 @@ def _native(config: Config) -> HeadSpec | MedusaSpec:
     if not isinstance(stated, Mapping) or not isinstance(layers, Mapping):
         raise ConfigError(f"head: a config of {NATIVE} has head and transformer_layer_config; write it again")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()}
-    reads = Reads(values.pop("taps", ()), values.pop("commons", ()))
+    reads = CaptureSpec(values.pop("taps", ()), values.pop("commons", ()))
     return _record(HeadSpec, values | {"arch": layers_of(layers), "reads": reads})
 
 
@@ -152,7 +152,7 @@ def _eagle3(config: Config, names: tuple[str, ...], target: ArchSpec, *, stated:
     return HeadSpec(
         arch=arch,
         target_dim=config.get("target_hidden_size") or arch.model_dim,
-        reads=Reads(taps=taps),
+        reads=CaptureSpec(taps=taps),
         last=not taps,
         join_bias=bool(config.get("bias", False)) and "fc.bias" in names,
         draft_vocab=_draft_vocab(config, names, arch),
@@ -271,7 +271,7 @@ def _place_faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
     if not spec.parts:
         wrong.append("it reads nothing of the target")
     sparse = {y: getattr(layer.ffn, "experts", 0) for y, layer in enumerate(target.layers)}
-    if lacking := [y for y in (*spec.reads.commons, *spec.routing) if not sparse.get(y)]:
+    if lacking := [y for y in (*spec.reads.shared_outputs, *spec.routing) if not sparse.get(y)]:
         wrong.append(f"layers {lacking} of the target have no routed experts")
     elif any(sparse[y] != spec.experts for y in spec.routing):
         wrong.append(f"it predicts {spec.experts} experts, the target has {sparse[spec.routing[0]]}")

@@ -6,7 +6,15 @@ import pytest
 
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import Rates
-from jaxspec.perf.draft import ASSUMED, KINDS, Acceptance, DraftCost, acceptance_of_positions, draft_time, head_for
+from jaxspec.perf.drafting import (
+    ASSUMED,
+    KINDS,
+    AcceptanceModel,
+    DraftCost,
+    acceptance_of_positions,
+    draft_time,
+    head_for,
+)
 from jaxspec.perf.moesd import acceptance_length, expected_experts
 from tests.unit.perf.models import dense_model, routed_model
 
@@ -20,7 +28,9 @@ def time_s(kind: str, rates: Rates, branching: tuple[int, ...], **model: object)
 
 @pytest.mark.parametrize("length", [1, 3, 8])
 def test_a_chain_commits_what_leviathan_says(length: int):
-    assert Acceptance((0.7,)).length((1,) * length) == pytest.approx(acceptance_length(acceptance=0.7, length=length))
+    assert AcceptanceModel((0.7,)).length((1,) * length) == pytest.approx(
+        acceptance_length(acceptance=0.7, length=length)
+    )
 
 
 def test_positions_that_engines_report():
@@ -49,7 +59,7 @@ def test_what_was_committed_touches_experts_at_one_position():
 
 
 def test_siblings_help_where_the_best_draft_failed():
-    a = Acceptance((0.6,), sibling=0.5)
+    a = AcceptanceModel((0.6,), sibling=0.5)
     assert a.length((2,)) == pytest.approx(1 + 0.6 + 0.4 * 0.5)
     assert a.length((3,)) == pytest.approx(1 + 0.6 + 0.4 * (0.5 + 0.5 * 0.25))
     both = 0.6 + 0.4 * 0.5
@@ -115,4 +125,4 @@ def test_mistakes():
     with pytest.raises(ConfigError, match="takes no model"):
         DraftCost("ngram", dense_model())
     with pytest.raises(ConfigError, match="probabilities from 0 to 1"):
-        Acceptance((1.2,))
+        AcceptanceModel((1.2,))

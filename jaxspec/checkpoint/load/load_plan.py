@@ -8,9 +8,17 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.files.stream import TensorFiles
-from jaxspec.checkpoint.load.places import NO_SLOTS, Leaf, abstract_params, flatten, places, published_shapes, tables
-from jaxspec.checkpoint.load.quantized import FP8_BLOCK, PLAIN, SUPPORTED, Stored, faults, find, other_scheme
-from jaxspec.checkpoint.load.slots import Held
+from jaxspec.checkpoint.load.places import (
+    NO_SLOTS,
+    TargetLeaf,
+    abstract_params,
+    flatten,
+    hub_shapes,
+    resolve_rules,
+    tables,
+)
+from jaxspec.checkpoint.load.slots import ExpertSlots
+from jaxspec.checkpoint.load.stored import FP8_BLOCK, PLAIN, SUPPORTED, Stored, other_scheme, storage_faults, storage_of
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import Rule
 from jaxspec.errors import CheckpointError, ConfigError
@@ -26,29 +34,29 @@ NEVER = ("router_DE", "shared_gate_D1", "table_VA")
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """How one network is loaded.
 
     Attributes:
       directory: the checkpoint.
       files: its tensors.
       leaves: every parameter by path: shape and dtype, or a ``Quantized`` of such.
-      fills: the rules of each.
+      rules_by_leaf: the rules of each.
       stored: how each tensor of the rules is stored, missing ones left out.
       policy: with the formats of what stays quantised.
       problems: what is wrong, by the keys of ``WORDS``.
-      given: parameters that no tensor fills, by path.
+      computed: parameters that no tensor fills, by path.
       net: the network, with that policy.
     """
 
     directory: Path
     files: TensorFiles
     leaves: Mapping[str, Any]
-    fills: Mapping[str, Leaf]
+    rules_by_leaf: Mapping[str, TargetLeaf]
     stored: Mapping[str, Stored]
     policy: Policy
     problems: dict[str, list[str]] = field(default_factory=dict)
-    given: Mapping[str, np.ndarray] = field(default_factory=dict)
+    computed: Mapping[str, np.ndarray] = field(default_factory=dict)
     net: Any = None
 
     def check(self) -> None:
@@ -76,8 +84,8 @@ def make_plan(
     block: tuple[int, int] = FP8_BLOCK,
     quantization: str = "auto",
     files: TensorFiles | None = None,
-    held: Mapping[str, Held] = NO_SLOTS,
-) -> Plan:
+    slots_by_layer: Mapping[str, ExpertSlots] = NO_SLOTS,
+) -> LoadPlan:
     """Compares a network with the tensors of a directory, of which only the headers are read.
 
     Args:
@@ -90,7 +98,7 @@ def make_plan(
       quantization: ``auto`` keeps what is published quantised, ``none`` widens it, ``fp8`` and ``int8`` quantise the
         matrices of attention and feed-forward layers.
       files: the directory's tensors, where they are known already or only promised.
-      held: slots of experts, see ``places``.
+      slots_by_layer: slots of experts, see ``resolve_rules``.
 
     Raises:
       ConfigError: the quantisation is not known, or the checkpoint already has another.
@@ -100,13 +108,16 @@ def make_plan(
         raise ConfigError(f"quantization {quantization!r} is not known; known are {', '.join(QUANTIZATIONS)}")
     files = TensorFiles(directory) if files is None else files
     leaves = flatten(abstract_params(net.clone(policy=replace(net.policy, formats=()))))
-    fills, given = places(rules, leaves, net.arch, held), tables(held, leaves, net.arch)
-    unnamed = [path for path, leaf in fills.items() if len(leaf.rules) != int(np.prod(leaf.shape[: leaf.lead]))]
-    unnamed += [path for path in leaves if path not in fills and path not in given]
+    rules_by_leaf, computed = (
+        resolve_rules(rules, leaves, net.arch, slots_by_layer),
+        tables(slots_by_layer, leaves, net.arch),
+    )
+    unnamed = [path for path, leaf in rules_by_leaf.items() if len(leaf.rules) != int(np.prod(leaf.shape[: leaf.lead]))]
+    unnamed += [path for path in leaves if path not in rules_by_leaf and path not in computed]
     assert not unnamed, f"parameters that no rule of the name table fills: {unnamed}"
-    names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}
-    stored = {name: found for name in names if (found := find(files, name, block))}
-    problems = mismatches(files, fills, leaves, stored)
+    names = {name for leaf in rules_by_leaf.values() for rule in leaf.rules.values() for name in rule.hub}
+    stored = {name: found for name in names if (found := storage_of(files, name, block))}
+    problems = mismatches(files, rules_by_leaf, leaves, stored)
     if beside is not None:
         extra = _extra(files, stored, names, beside, ignored)
         scheme = other_scheme(extra)
@@ -114,13 +125,15 @@ def make_plan(
             raise CheckpointError(f"{directory}: its weights are {scheme}, which is not supported; {SUPPORTED}")
         problems["extra"] = extra
     if quantization in ("fp8", "int8"):
-        stored |= _to_quantise(directory, files, fills, stored, quantization)
-    formats = {} if quantization == "none" else _formats(fills, stored)
+        stored |= _to_quantise(directory, files, rules_by_leaf, stored, quantization)
+    formats = {} if quantization == "none" else _formats(rules_by_leaf, stored)
     for path, leaf in leaves.items():
         if _kind(path) in formats:
             leaves[path] = abstract_quantized(leaf.shape, formats[_kind(path)])
     policy = replace(net.policy, formats=tuple(sorted(formats.items())))
-    return Plan(directory, files, leaves, fills, stored, policy, problems, given, net.clone(policy=policy))
+    return LoadPlan(
+        directory, files, leaves, rules_by_leaf, stored, policy, problems, computed, net.clone(policy=policy)
+    )
 
 
 def _kind(path: str) -> str:
@@ -128,14 +141,14 @@ def _kind(path: str) -> str:
 
 
 def mismatches(
-    files: TensorFiles, fills: Mapping[str, Leaf], leaves: Mapping[str, Any], stored: Mapping[str, Stored]
+    files: TensorFiles, rules_by_leaf: Mapping[str, TargetLeaf], leaves: Mapping[str, Any], stored: Mapping[str, Stored]
 ) -> dict[str, list[str]]:
     """Names of tensors that are missing, of the wrong shape or of the wrong dtype, by the keys of ``WORDS``."""
     found: dict[str, list[str]] = {"missing": [], "extra": [], "shape": [], "dtype": []}
     entries: dict[str, int] = {}
-    for path, leaf in fills.items():
+    for path, leaf in rules_by_leaf.items():
         for rule in leaf.rules.values():
-            for name, shape in zip(rule.hub, published_shapes(leaf, rule), strict=True):
+            for name, shape in zip(rule.hub, hub_shapes(leaf, rule), strict=True):
                 whole, _, entry = name.partition("[")
                 if name not in stored:
                     found["missing"].append(whole)
@@ -145,7 +158,7 @@ def mismatches(
                 if entry:
                     tensor = stored[name].data.partition("[")[0]
                     entries[tensor] = max(entries.get(tensor, 0), int(entry.rstrip("]")) + 1)
-                for kind, messages in faults(files, stored[name], np.dtype(leaves[path].dtype)).items():
+                for kind, messages in storage_faults(files, stored[name], np.dtype(leaves[path].dtype)).items():
                     found[kind] += messages
     for tensor, count in entries.items():
         if files.shape(tensor)[0] != count:
@@ -163,7 +176,11 @@ def _extra(
 
 
 def _to_quantise(
-    directory: Path, files: TensorFiles, fills: Mapping[str, Leaf], stored: Mapping[str, Stored], kind: str
+    directory: Path,
+    files: TensorFiles,
+    rules_by_leaf: Mapping[str, TargetLeaf],
+    stored: Mapping[str, Stored],
+    kind: str,
 ) -> dict[str, Stored]:
     """The matrices that quantising a plain checkpoint concerns, none where it is published that way already."""
     published = {s.form.kind for s in stored.values() if s.form}
@@ -173,7 +190,7 @@ def _to_quantise(
             "use auto, which keeps them so"
         )
     found: dict[str, Stored] = {}
-    for path, leaf in () if published else fills.items():
+    for path, leaf in () if published else rules_by_leaf.items():
         folder, _, name = _kind(path).rpartition("/")
         if folder not in FOLDERS or name in NEVER:
             continue
@@ -193,10 +210,10 @@ def _own_form(kind: str, shape: tuple[int, ...], inner: int) -> Format:
     return Format("int8", (1, shape[1]) if inner == 1 else (shape[0], 1))
 
 
-def _formats(fills: Mapping[str, Leaf], stored: Mapping[str, Stored]) -> dict[str, Format]:
+def _formats(rules_by_leaf: Mapping[str, TargetLeaf], stored: Mapping[str, Stored]) -> dict[str, Format]:
     """Formats of the kinds of parameters all of whose tensors are quantised alike."""
     found: dict[str, set[Format | None]] = {}
-    for path, leaf in fills.items():
+    for path, leaf in rules_by_leaf.items():
         for rule in leaf.rules.values():
             found.setdefault(_kind(path), set()).add(_format(rule, leaf.part, stored))
     return {kind: one for kind, forms in found.items() if len(forms) == 1 and (one := next(iter(forms))) is not None}

@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import Mesh, Rates
-from jaxspec.perf.transport import Pass, choose, pass_of, transport_times
+from jaxspec.perf.transport_cost import Pass, choose, pass_of, transport_times
 from tests.unit.perf.models import routed_model
 
 EIGHT = Mesh(expert=8)

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.protocol import Anchor, Prices
+from jaxspec.protocol import Anchor, DraftCosts
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
 
 
 @pytree
-class Kept:
+class DraftSelection:
     """The drafts that are verified, while they are drafted.
 
     Attributes:
@@ -32,7 +32,7 @@ class Kept:
     confidence_BN: Array
 
 
-def nothing_kept(prices: Prices, may_B: Array, drafts: int, layers: int | None) -> Kept:
+def empty_selection(prices: DraftCosts, may_B: Array, drafts: int, layers: int | None) -> DraftSelection:
     """Before the first draft.
 
     Args:
@@ -43,10 +43,12 @@ def nothing_kept(prices: Prices, may_B: Array, drafts: int, layers: int | None) 
     """
     one_B, shape = jnp.ones(may_B.shape), (may_B.shape[0], drafts)
     chosen_YE = None if layers is None else jnp.zeros((layers, prices.experts), bool)
-    return Kept(may_B, one_B, one_B, prices.rows, chosen_YE, jnp.zeros(shape, bool), jnp.zeros(shape))
+    return DraftSelection(may_B, one_B, one_B, prices.rows, chosen_YE, jnp.zeros(shape, bool), jnp.zeros(shape))
 
 
-def keep(kept: Kept, anchor: Anchor, k: Array | int, score_BV: Array, expert_BYA: Array | None) -> Kept:
+def select_next(
+    kept: DraftSelection, anchor: Anchor, k: Array | int, score_BV: Array, expert_BYA: Array | None
+) -> DraftSelection:
     """Decides whether draft k + 1 of each row is verified.
 
     A draft should add ``s`` tokens, the chance that it and all before it are accepted, estimated from the drafter's
@@ -58,7 +60,7 @@ def keep(kept: Kept, anchor: Anchor, k: Array | int, score_BV: Array, expert_BYA
 
     Nothing of this looks at draft k + 1 or at later ones, so under every rule of verification the text keeps its law:
     to drop a draft because of what was drawn would leave only the others in the text
-    (``tests/unit/draft/test_budget.py`` shows both).
+    (``tests/unit/draft/test_draft_selection.py`` shows both).
 
     Args:
       kept: decisions so far.
@@ -67,15 +69,15 @@ def keep(kept: Kept, anchor: Anchor, k: Array | int, score_BV: Array, expert_BYA
       score_BV: logits that the draft will be drawn from, at the row's temperature and without noise.
       expert_BYA: experts that it is predicted to touch.
     """
-    prices, sampling = anchor.prices, anchor.sampling
+    prices, sampling = anchor.draft_costs, anchor.sampling
     assert prices is not None, "without prices everything is kept"
     confidence_B = jnp.exp(jnp.max(score_BV, axis=-1) - jax.nn.logsumexp(score_BV, axis=-1))
     certainty_B = kept.certainty_B * confidence_B
     survival_B = kept.survival_B * accepted_share(prices, confidence_B, sampling.temperature_B)
-    most_B = jnp.minimum(sampling.draft_limit_B, prices.deepest.astype(jnp.int32))
-    may_B = kept.going_B & (k < most_B) & (certainty_B >= prices.least)
+    most_B = jnp.minimum(sampling.draft_limit_B, prices.max_drafts.astype(jnp.int32))
+    may_B = kept.going_B & (k < most_B) & (certainty_B >= prices.min_confidence)
     miss = 1 - prices.top_k / max(prices.experts, 1)
-    worth_B, expert = survival_B - prices.rate * prices.token_s, prices.rate * prices.expert_s
+    worth_B, expert = survival_B - prices.tok_per_s * prices.token_s, prices.tok_per_s * prices.expert_s
     if expert_BYA is None or kept.chosen_YE is None:
         chosen_BYE = None
         turn_B = jnp.argsort(jnp.where(may_B, -worth_B, jnp.inf))
@@ -89,12 +91,12 @@ def keep(kept: Kept, anchor: Anchor, k: Array | int, score_BV: Array, expert_BYA
     gain_B = jnp.where(may_B[turn_B], worth_B[turn_B] - expert * touched_B, -jnp.inf)
     sum_B = jnp.cumsum(gain_B)
     most = jnp.max(sum_B)
-    verified_B = (lax.cummax(sum_B, reverse=True) >= most) & (most >= prices.rate * prices.depth_s)
+    verified_B = (lax.cummax(sum_B, reverse=True) >= most) & (most >= prices.tok_per_s * prices.depth_s)
     verified_B = verified_B[jnp.argsort(turn_B)] & may_B
     chosen_YE = kept.chosen_YE
     if chosen_BYE is not None and chosen_YE is not None:
         chosen_YE |= jnp.any(chosen_BYE & verified_B[:, None, None], axis=0)
-    return Kept(
+    return DraftSelection(
         verified_B,
         survival_B,
         certainty_B,
@@ -105,7 +107,7 @@ def keep(kept: Kept, anchor: Anchor, k: Array | int, score_BV: Array, expert_BYA
     )
 
 
-def accepted_share(prices: Prices, confidence_B: Array, temperature_B: Array) -> Array:
+def accepted_share(prices: DraftCosts, confidence_B: Array, temperature_B: Array) -> Array:
     """Share of tried drafts of this confidence that were accepted, [B]; greedy and sampling rows differ."""
     table_MC = prices.accept_MC
     return table_MC[(temperature_B > 0).astype(jnp.int32), step_of(confidence_B, table_MC.shape[1])]

@@ -11,13 +11,13 @@ import pytest
 
 from jaxspec.decode.confidence import outcomes
 from jaxspec.decode.state import init_sampling
-from jaxspec.draft.budget import Kept, keep, nothing_kept
 from jaxspec.draft.catalog import parse
-from jaxspec.draft.cuts import Cuts
+from jaxspec.draft.draft_pruning import PruningConfig
+from jaxspec.draft.draft_selection import DraftSelection, empty_selection, select_next
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
-from jaxspec.protocol import Anchor, Prices
+from jaxspec.protocol import Anchor, DraftCosts
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain
 from tests.unit.verify.test_rules import EXACT, Language, continuations, draw_all, endings, same, text_law
@@ -28,12 +28,12 @@ CERTAIN = np.ones((2, 4), np.float32)
 
 def prices_of(
     rate=0.0, rows=1.0, token=0.0, expert=0.0, depth=0.0, least=0.0, deepest=99, accept=CERTAIN, routed=(0, 0)
-) -> Prices:
+) -> DraftCosts:
     values = (np.asarray(x, np.float32) for x in (rate, rows, token, expert, depth, least, deepest, accept))
-    return Prices(*map(jnp.asarray, values), *routed)
+    return DraftCosts(*map(jnp.asarray, values), *routed)
 
 
-def anchor_of(rows: int, prices: Prices | None, limit: Any = 99, temperature: Any = 1.0, token: int = 0) -> Anchor:
+def anchor_of(rows: int, prices: DraftCosts | None, limit: Any = 99, temperature: Any = 1.0, token: int = 0) -> Anchor:
     sampling = replace(
         init_sampling(rows, 1),
         temperature_B=jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), rows),
@@ -44,16 +44,16 @@ def anchor_of(rows: int, prices: Prices | None, limit: Any = 99, temperature: An
     return Anchor(zero_B + token, zero_B, zero_B[:, None], sampling, prices)
 
 
-def decided(prices: Prices, score_BNV: Any, expert_BNYA: Any = None, limit: Any = 99) -> Kept:
+def decided(prices: DraftCosts, score_BNV: Any, expert_BNYA: Any = None, limit: Any = 99) -> DraftSelection:
     """All decisions over chains whose distributions are known."""
     rows, drafts = score_BNV.shape[:2]
     anchor = anchor_of(rows, prices, limit)
     layers = None if expert_BNYA is None else expert_BNYA.shape[2]
 
     def decide(score_BNV, expert_BNYA):
-        kept = nothing_kept(prices, jnp.ones(rows, bool), drafts, layers)
+        kept = empty_selection(prices, jnp.ones(rows, bool), drafts, layers)
         for k in range(drafts):
-            kept = keep(kept, anchor, k, score_BNV[:, k], None if expert_BNYA is None else expert_BNYA[:, k])
+            kept = select_next(kept, anchor, k, score_BNV[:, k], None if expert_BNYA is None else expert_BNYA[:, k])
         return kept
 
     return jax.jit(decide)(jnp.asarray(score_BNV, jnp.float32), expert_BNYA)
@@ -113,7 +113,7 @@ def test_texts_of_many_cut_steps_have_the_targets_law(rule: str, cut: str):
     assert chi_square(texts) > 1e-3
 
 
-def proposed(prices: Prices | None, rows: int, rule: str = "reject", **anchor: Any):
+def proposed(prices: DraftCosts | None, rows: int, rule: str = "reject", **anchor: Any):
     q = np.random.default_rng(9).dirichlet(np.ones(3), 3)
     drafter = SmallLm(jnp.log(jnp.asarray(q, jnp.float32)), MarkovNet(3), chain(3), block=16)
     state = drafter.init_state(rows, 16, 4)
@@ -225,18 +225,18 @@ DRAFT = {"model": "draft", "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize(
-    ("config", "cuts"),
+    ("config", "pruning"),
     [
-        ({}, Cuts()),
-        ({"verify_budget": "off", "draft_confidence_threshold": 0}, Cuts()),
-        ({"verify_budget": "auto"}, Cuts(priced=True)),
-        ({"draft_confidence_threshold": 0.25}, Cuts(least=0.25)),
-        ({"verify_budget": "auto", "draft_confidence_threshold": 0.25}, Cuts(True, 0.25)),
+        ({}, PruningConfig()),
+        ({"verify_budget": "off", "draft_confidence_threshold": 0}, PruningConfig()),
+        ({"verify_budget": "auto"}, PruningConfig(by_cost=True)),
+        ({"draft_confidence_threshold": 0.25}, PruningConfig(min_confidence=0.25)),
+        ({"verify_budget": "auto", "draft_confidence_threshold": 0.25}, PruningConfig(True, 0.25)),
     ],
 )
-def test_settings(config: dict[str, Any], cuts: Cuts):
-    assert parse(DRAFT | config).cuts == cuts
-    assert cuts.any == bool(cuts != Cuts())
+def test_settings(config: dict[str, Any], pruning: PruningConfig):
+    assert parse(DRAFT | config).pruning == pruning
+    assert pruning.enabled == bool(pruning != PruningConfig())
 
 
 @pytest.mark.parametrize(

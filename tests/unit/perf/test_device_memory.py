@@ -3,8 +3,8 @@
 import pytest
 
 from jaxspec.perf.cost import Mesh
-from jaxspec.perf.draft import DraftCost
-from jaxspec.perf.memory import CHUNK, memory, most_rows
+from jaxspec.perf.device_memory import CHUNK, memory, most_rows
+from jaxspec.perf.drafting import DraftCost
 from tests.unit.perf.models import dense_model, routed_model
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from jaxspec.perf.cost import Mesh, ModelCost
-from jaxspec.perf.draft import DraftCost
+from jaxspec.perf.drafting import DraftCost
 
 WHOLE = ("norms", "hyper-connections", "router")  # every device of the tensor axis has them
 CHUNK = 256  # positions of a prompt that one forward reads

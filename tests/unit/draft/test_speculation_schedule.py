@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxspec.draft.catalog import parse
-from jaxspec.draft.lengths import Lengths, parse_lengths
+from jaxspec.draft.speculation_schedule import SpeculationSchedule, parse_schedule
 from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.serve.adaptive import Adaptive, control_of
@@ -35,48 +35,48 @@ def auto(longest: int, *trees) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "lengths", "control"),
     [
-        ({"num_speculative_tokens": 4}, Lengths(chain(4)), Fixed(chain(4))),
-        ({"speculative_token_tree": [2, 1]}, Lengths(tree((2, 1))), Fixed(tree((2, 1)))),
-        (grow(3, 4, 10), Lengths(DynamicTree(4, 3, 10)), Fixed(DynamicTree(4, 3, 10))),
-        (grow(3, 1, 4), Lengths(chain(3)), Fixed(chain(3))),
+        ({"num_speculative_tokens": 4}, SpeculationSchedule(chain(4)), Fixed(chain(4))),
+        ({"speculative_token_tree": [2, 1]}, SpeculationSchedule(tree((2, 1))), Fixed(tree((2, 1)))),
+        (grow(3, 4, 10), SpeculationSchedule(DynamicTree(4, 3, 10)), Fixed(DynamicTree(4, 3, 10))),
+        (grow(3, 1, 4), SpeculationSchedule(chain(3)), Fixed(chain(3))),
         (
             grow(3, 4, 10) | {"disable_by_batch_size": 2},
-            Lengths(DynamicTree(4, 3, 10), ranges=((1, 2, DynamicTree(4, 3, 10)),)),
+            SpeculationSchedule(DynamicTree(4, 3, 10), ranges=((1, 2, DynamicTree(4, 3, 10)),)),
             ByBatchSize(((1, 2, DynamicTree(4, 3, 10)),), PLAIN),
         ),
-        ({"num_speculative_tokens": "auto"}, Lengths(chain(5), adaptive=True), Adaptive(chains(5))),
+        ({"num_speculative_tokens": "auto"}, SpeculationSchedule(chain(5), adaptive=True), Adaptive(chains(5))),
         (
             {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 2},
-            Lengths(chain(2), adaptive=True),
+            SpeculationSchedule(chain(2), adaptive=True),
             Adaptive(chains(2)),
         ),
         (
             auto(1, [2, 2, 1], grow(3, 4, 10)),
-            Lengths(chain(1), True, (tree((2, 2, 1)), DynamicTree(4, 3, 10))),
+            SpeculationSchedule(chain(1), True, (tree((2, 2, 1)), DynamicTree(4, 3, 10))),
             Adaptive((*chains(1), tree((2, 2, 1)), DynamicTree(4, 3, 10))),
         ),
-        ({"calibration": "c.json"}, Lengths(chain(5), True, calibration="c.json"), Adaptive(chains(5))),
+        ({"calibration": "c.json"}, SpeculationSchedule(chain(5), True, calibration="c.json"), Adaptive(chains(5))),
         (
             {"num_speculative_tokens": 3, "disable_by_batch_size": 8},
-            Lengths(chain(3), ranges=((1, 8, chain(3)),)),
+            SpeculationSchedule(chain(3), ranges=((1, 8, chain(3)),)),
             ByBatchSize(((1, 8, chain(3)),), PLAIN),
         ),
         (
             {TABLE: [[5, 16, 2], [1, 4, 6]]},
-            Lengths(chain(6), ranges=((1, 4, chain(6)), (5, 16, chain(2)))),
+            SpeculationSchedule(chain(6), ranges=((1, 4, chain(6)), (5, 16, chain(2)))),
             ByBatchSize(((1, 4, chain(6)), (5, 16, chain(2))), PLAIN),
         ),
         (
             {TABLE: [[1, 4, 6]], "num_speculative_tokens": 1},
-            Lengths(chain(6), ranges=((1, 4, chain(6)),), otherwise=chain(1)),
+            SpeculationSchedule(chain(6), ranges=((1, 4, chain(6)),), otherwise=chain(1)),
             ByBatchSize(((1, 4, chain(6)),), chain(1)),
         ),
     ],
 )
-def test_lengths(config: dict[str, Any], lengths: Lengths, control):
-    assert parse_lengths(config) == lengths
+def test_lengths(config: dict[str, Any], lengths: SpeculationSchedule, control):
+    assert parse_schedule(config) == lengths
     assert control_of(lengths) == control
-    assert parse({"method": "mtp", **config}).lengths == lengths
+    assert parse({"method": "mtp", **config}).schedule == lengths
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_long_drafts_accept_tells_of_short_ones_where_drafts_read_tokens_al
     drafter: dict[str, Any], from_tokens: bool
 ):
     config = parse({**drafter, "num_speculative_tokens": "auto"})
-    control = control_of(config.lengths, from_tokens=config.from_tokens)
+    control = control_of(config.schedule, from_tokens=config.from_tokens)
     assert isinstance(control, Adaptive)
     control.record(Decision(chain(3)), Outcome(1, 4, 1.0, {3: [3, 3, 3, 0]}))
     control.learn()
