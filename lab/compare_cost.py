@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.compare import PROPOSALS, propose_often
+from jaxspec.bench.drafting import PROPOSALS, propose_often
 from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, read_config

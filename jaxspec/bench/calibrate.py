@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.compare import PROPOSALS, propose_often
+from jaxspec.bench.drafting import PROPOSALS, propose_often
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
@@ -39,7 +39,7 @@ Cell = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Grid:
+class CalibrationGrid:
     """Which cells are measured, and how.
 
     Attributes:
@@ -152,7 +152,7 @@ def calibrate(
     texts: Sequence[str],
     *,
     speculative: Mapping[str, Any],
-    grid: Grid,
+    grid: CalibrationGrid,
     load: Callable[..., LLM] = LLM,
     show: Show | None = None,
     **settings: Any,
@@ -224,7 +224,7 @@ def cost_of(calibration: Calibration, directory: Path) -> ModelCost:
     return model_cost(read_config(directory), name=directory.name, **how)
 
 
-def _benches(engine: Engine, grid: Grid, rows: int, ids: Sequence[int]) -> list[Bench]:
+def _benches(engine: Engine, grid: CalibrationGrid, rows: int, ids: Sequence[int]) -> list[Bench]:
     """Every cell of an engine; cells of one length share programs, and each has rows of its own."""
     drafting: dict[int, Any] = {0: None}
     found = []
@@ -254,7 +254,9 @@ def _filled(engine: Engine, rows: int, context: int, ids: Sequence[int]) -> Deco
     return state
 
 
-def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[dict[Cell, MeasuredCell], float]:
+def _measure(
+    benches: Sequence[Bench], grid: CalibrationGrid, show: Show | None
+) -> tuple[dict[Cell, MeasuredCell], float]:
     """Medians over rounds in which all cells are measured in turn, and the median of their relative spreads."""
     steps: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
     drafts: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
@@ -277,7 +279,7 @@ def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[d
     return points, max(statistics.median(p.spread for p in points.values()), 1e-4)
 
 
-def _overlap(llm: LLM, arch: ArchSpec, ids: Sequence[int], grid: Grid) -> MeasuredOverlap | None:
+def _overlap(llm: LLM, arch: ArchSpec, ids: Sequence[int], grid: CalibrationGrid) -> MeasuredOverlap | None:
     """Shares of the independent count, on the routes of real text."""
     routed = [layer.ffn for layer in arch.layers if isinstance(layer.ffn, MoeSpec)]
     if not routed or len({spec.top_k for spec in routed}) != 1:

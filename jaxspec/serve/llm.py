@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,7 +22,6 @@ from jaxspec.serve.adaptive import control_of
 from jaxspec.serve.agreed import agreed
 from jaxspec.serve.arguments import check_kinds, check_model, fitted, keep_compiled, shown, spec_of, whole
 from jaxspec.serve.budget import budget_of
-from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
@@ -162,25 +160,6 @@ class LLM:
         target = Target(self.model.params, self.model.net, block)
         budget = budget_of(config.pruning, self.model.net.arch)
         return Engine(target, drafter, self.spec, self.eos, agreed(control), budget, on_progress)
-
-    def beside(self, control: Control) -> LLM:
-        """Another ``LLM`` over the same weights and programs, idle, with a KV cache of its own: nothing is compiled.
-
-        Args:
-          control: chooses among the arms of this one.
-
-        Raises:
-          ConfigError: it may choose others.
-        """
-        known = self.engine.programs.drafters
-        if missing := [arm.name for arm in control.arms if arm not in known]:
-            raise ConfigError(f"beside: arms {missing} are not compiled; there are {[arm.name for arm in known]}")
-        other, engine = copy.copy(self), copy.copy(self.engine)
-        engine.control = control
-        self.driver.call(engine.reset)
-        other.engine, other.prompts = engine, self.prompts.beside()
-        other.driver = Driver(other.engine, self.driver.worker)
-        return other
 
     @property
     def default_sampling_params(self) -> SamplingParams:

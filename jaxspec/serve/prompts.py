@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -51,12 +50,6 @@ class Prompts:
     def __init__(self, model: Model, text: Text | None, spec: EngineSpec, eos: set[int], seed: int, depth: int):
         self.model, self.text, self.spec, self.eos, self.seed, self.depth = model, text, spec, eos, seed, depth
         self._numbers = count()  # atomic, for callers in several threads
-
-    def beside(self) -> Prompts:
-        """The same for another engine over the same model; it counts its requests from here on."""
-        other, number = copy.copy(self), next(self._numbers)
-        self._numbers, other._numbers = count(number), count(number)
-        return other
 
     @property
     def defaults(self) -> SamplingParams:

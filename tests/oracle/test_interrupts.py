@@ -1,5 +1,6 @@
 """Whatever happens in the middle, an interrupt, a failed program, another thread: the next text is the right one."""
 
+import copy
 import gc
 import random
 import signal
@@ -21,6 +22,7 @@ from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.heads import Head
 from jaxspec.nn.policy import make_policy
 from jaxspec.serve import engine as engine_module
+from jaxspec.serve.driver import Driver
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.parameters import RequestOutputKind
 from jaxspec.serve.request import RequestOutput, SamplingParams
@@ -310,7 +312,10 @@ def test_each_submitted_request_is_returned_once(llms: dict[str, LLM]):
 
 
 def test_an_engine_goes_with_its_llm(llms: dict[str, LLM]):
-    llm = llms["paged"].beside(llms["paged"].engine.control)
+    llm, engine = copy.copy(llms["paged"]), copy.copy(llms["paged"].engine)
+    engine.reset()
+    llm.engine, llm.driver = engine, Driver(engine, llm.driver.worker)
+    del engine
     text(llm)
     list(llm.stream(PROMPTS[0], GREEDY))
     engine = weakref.ref(llm.engine)

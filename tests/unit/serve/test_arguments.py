@@ -184,13 +184,6 @@ def test_a_name_that_is_no_text():
         prompts().request([1], None, request_id=name)
 
 
-def test_engines_beside_count_their_own_requests():
-    first = prompts()
-    assert [first.request([1], None)[0].output.request_id for _ in range(2)] == ["0", "1"]
-    second = first.beside()
-    assert [p.request([1], None)[0].output.request_id for p in (first, second, first)] == ["2", "2", "3"]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

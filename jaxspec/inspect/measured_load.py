@@ -30,7 +30,7 @@ STEP = jax.jit(step, static_argnames="plan", donate_argnums=2)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadSettings:
     """What is measured on.
 
     Attributes:
@@ -59,7 +59,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLoad:
     """A measurement.
 
     Attributes:
@@ -91,8 +91,8 @@ def expert_layers(arch: ArchSpec) -> dict[int, MoeSpec]:
 
 
 def measure_load(
-    model: Model, prompts: Sequence[Sequence[int]], wanted: Wanted, config: catalog.SpeculativeConfig
-) -> Measured:
+    model: Model, prompts: Sequence[Sequence[int]], wanted: LoadSettings, config: catalog.SpeculativeConfig
+) -> MeasuredLoad:
     """Counts what prompts choose, by teacher forcing, and what verifications choose, by the step that serves.
 
     Args:
@@ -130,7 +130,7 @@ def measure_load(
     if steps.said and isinstance(net, DraftHead):
         layers = tuple(list(routed).index(y) for y in net.spec.routing)
         predicted = compared(seen, np.concatenate(steps.said), layers, [sizes[y] for y in layers])
-    return Measured(load, seen, predicted, length)
+    return MeasuredLoad(load, seen, predicted, length)
 
 
 def model_name(model: Model) -> dict[str, str]:
@@ -158,7 +158,7 @@ def _alone(read: Sequence[np.ndarray], prompts: Sequence[Sequence[int]]) -> Veri
 class _Steps:
     """Runs prompts through the serving step and keeps the routes of every verification."""
 
-    def __init__(self, model: Model, drafter: Drafter, wanted: Wanted, rule: Rule):
+    def __init__(self, model: Model, drafter: Drafter, wanted: LoadSettings, rule: Rule):
         self.model, self.drafter, self.wanted = model, drafter, wanted
         self.plan = StepPlan(rule, routes=True)
         self.expert: list[np.ndarray] = []
