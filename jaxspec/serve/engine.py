@@ -21,7 +21,7 @@ from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.agreed import decider
 from jaxspec.serve.arms import arms_of, slack_of
 from jaxspec.serve.budget import VerifyBudget
-from jaxspec.serve.collect import collect, outcome_of
+from jaxspec.serve.collect import Collected, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.engine_spec import EngineSpec
@@ -186,8 +186,7 @@ class Engine:
         return moved
 
     def _step(self, steps: int | None) -> None:
-        read = self.scheduler.admit()
-        rows = len(self.scheduler.running)
+        read, rows = self.scheduler.admit(), len(self.scheduler.running)
         if not rows:
             return
         watch = Stopwatch()
@@ -197,18 +196,12 @@ class Engine:
         lost_s = watch.lap()
         result = self._dispatch(decision, steps)
         time_s = watch.lap()
-        taken = collect(result, self.rows, self.eos, self.metrics, prunes=self.budget is not None)
-        self.scheduler.moved |= taken.moved
-        if result.broken_B.any():
-            self.scheduler.state = self.programs.scrub(self.state)
-        for row, sample in taken.ended:
-            self.scheduler.retire(row, sample)
+        taken = self._hand_out(result)
         outcome = outcome_of(result, taken, rows, time_s=time_s, lost_s=lost_s, read=read)
         watch.lap()
         self._survival.add(decision.length, taken.by_row)
         self.control.record(decision, outcome)
         self.metrics.deciding_time_s += deciding_s + watch.lap()
-        self.metrics.decode_time_s += lost_s + time_s
         self.metrics.dispatched(decision, outcome)
         self._record_prices(decision, outcome, result)
 
@@ -231,9 +224,8 @@ class Engine:
         self.scheduler.catch_up()
         if self.budget is not None and self.budget.pruning.by_cost:
             places = jax.tree.map(lambda x: x.sharding, self.state.draft_costs)
-            prices = hosts.broadcast_arrays(
-                self.budget.prices(decision.length, rows)
-            )  # clocks of other processes differ
+            # Process 0's, for clocks differ.
+            prices = hosts.broadcast_arrays(self.budget.prices(decision.length, rows))
             self.scheduler.state = replace(self.state, draft_costs=jax.device_put(prices, places))
 
     def _dispatch(self, decision: Decision, steps: int | None) -> DispatchResult:
@@ -243,6 +235,16 @@ class Engine:
         )
         self.control.ahead(decision, len(self.scheduler.running), self._survival)
         return report.unpack()
+
+    def _hand_out(self, result: DispatchResult) -> Collected:
+        """Gives every row's tokens to its sample, and retires those that ended."""
+        taken = collect(result, self.rows, self.eos, self.metrics, prunes=self.budget is not None)
+        self.scheduler.moved |= taken.moved
+        if result.broken_B.any():
+            self.scheduler.state = self.programs.scrub(self.state)
+        for row, sample in taken.ended:
+            self.scheduler.retire(row, sample)
+        return taken
 
     def _record_prices(self, decision: Decision, outcome: Outcome, result: DispatchResult) -> None:
         outcome_HMC = result.report.counts.outcome_HMC
