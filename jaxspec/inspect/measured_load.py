@@ -23,7 +23,7 @@ from jaxspec.protocol import Drafter, Rule
 from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.loading import load_draft
 from jaxspec.train.evaluate import AcceptanceEvaluator, EvalSpec
-from jaxspec.verify.rules import RULES
+from jaxspec.verify.rules import rule_of
 
 BLOCK = 128
 STEP = jax.jit(step, static_argnames="plan", donate_argnums=2)
@@ -109,8 +109,7 @@ def measure_load(
     read = [np.moveaxis(found, 0, 1) for found in routed_experts(model, prompts)]
     target = (model.net, model.params)
     drafter = catalog.build(config, target, BLOCK, load_draft(config, model, "auto"))
-    rule = RULES[config.rule] if isinstance(config.rule, str) else config.rule
-    steps = _Steps(model, drafter, wanted, rule)
+    steps = _Steps(model, drafter, wanted, rule_of(config.rule))
     if wanted.tokens:
         steps.run(prompts)
     seen = steps.seen() if wanted.tokens else _alone(read, prompts)

@@ -15,7 +15,7 @@ from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.engine_spec import EngineSpec
-from jaxspec.verify.rules import RULES
+from jaxspec.verify.rules import rule_of
 
 DEFAULT_CAPACITY = 8192
 
@@ -101,9 +101,8 @@ def spec_of(config: SpeculativeConfig, **given: Any) -> EngineSpec:
     rows, steps, logprobs, page, pages = (whole(name, given[name], least) for name, least in leasts.items())
     if pages and not page:
         raise ConfigError(f"LLM: num_kv_pages={pages} needs kv_page_size, the tokens per page")
-    rule = RULES[config.rule] if isinstance(config.rule, str) else config.rule
     return EngineSpec(
-        rows, DEFAULT_CAPACITY, rule, steps, logprobs, buckets_of(given["prefill_buckets"]), page, pages
+        rows, DEFAULT_CAPACITY, rule_of(config.rule), steps, logprobs, buckets_of(given["prefill_buckets"]), page, pages
     )  # fmt: skip
 
 
