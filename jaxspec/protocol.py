@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -158,7 +159,6 @@ class Proposal:
         where the drafter predicts none. Nothing is accepted or refused because of them.
       confidence_BN: largest probability of what each draft of a chain is drawn from, where drafts have prices; 0 where
         nothing was drafted.
-      sparse: whether often no row has a draft at all; such a step may verify, and its drafter observe, one position.
     """
 
     token_BN: Array
@@ -167,7 +167,6 @@ class Proposal:
     tree: Tree | None = None
     expert_BKYA: Array | None = None
     confidence_BN: Array | None = None
-    sparse: bool = static(default=False)
 
     def tree_of(self, topology: AnyTopology) -> Tree:
         """How the nodes hang together, from itself or from the topology that it was drafted for."""
@@ -190,6 +189,27 @@ class Verdict:
     path_BT: Array
     token_BT: Array
     count_B: Array
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A verification rule: says which drafts are accepted, so that the text or its distribution stays the target's.
+
+    Attributes:
+      name: as drafters know it.
+      decide: from proposal, scores, live drafts [B, N], settings, anchors' positions and tree to the verdict.
+      exact: whether every token that it commits is the best of its node's scores, noise included.
+    """
+
+    name: str
+    decide: Callable[[Proposal, Array, Array, Sampling, Array, Tree], Verdict]
+    exact: bool = False
+
+    def __call__(
+        self, proposal: Proposal, score_BTV: Array, live_BN: Array, sampling: Sampling, length_B: Array, tree: Tree
+    ) -> Verdict:
+        """Decides what is committed."""
+        return self.decide(proposal, score_BTV, live_BN, sampling, length_B, tree)
 
 
 @dataclass(frozen=True)

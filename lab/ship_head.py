@@ -19,7 +19,7 @@ from demo_record import curve
 
 from jaxspec.checkpoint.heads.directory import load_head, plan_head, save_head
 from jaxspec.checkpoint.load.model import read_config
-from jaxspec.inspect.sizes import parameters
+from jaxspec.inspect.model_sizes import parameters
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.heads import Head
 from jaxspec.nn.policy import make_policy

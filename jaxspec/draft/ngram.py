@@ -42,7 +42,7 @@ class Ngram(Drafter):
                 score_BS = jnp.where(same, -1, score_BS)
         order = range(1, self.topology.nodes)
         token_BN, valid_BN = (jnp.stack([by_node[n] for n in order], 1) for by_node in (tokens, valid))
-        return Proposal(token_BN, valid_BN, None, sparse=True), state
+        return Proposal(token_BN, valid_BN, None), state
 
     def _path(self, node: int) -> list[int]:
         path: list[int] = []
@@ -55,7 +55,7 @@ class Ngram(Drafter):
         best_B, matched_B = _best(self._matches(anchor, []))
         place_BN = best_B[:, None] + 1 + jnp.arange(self.topology.drafts, dtype=jnp.int32)[None]
         token_BN = self._follower(anchor, place_BN)
-        return Proposal(token_BN, jnp.broadcast_to(matched_B[:, None], token_BN.shape), None, sparse=True)
+        return Proposal(token_BN, jnp.broadcast_to(matched_B[:, None], token_BN.shape), None)
 
     def _follower(self, anchor: Anchor, place_BN: Array) -> Array:
         """Returns the token at a place of the history; past its end the matched stretch repeats."""

@@ -16,7 +16,7 @@ from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.checkpoint.load.release import release_files
 from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
-from jaxspec.inspect.sizes import by_part, cached_bytes, part_of, ring_bytes
+from jaxspec.inspect.model_sizes import by_part, cached_bytes, part_of, ring_bytes
 from jaxspec.models.arch import ArchSpec, LayerSpec, segments
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.depth import stack_name

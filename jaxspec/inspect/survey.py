@@ -20,7 +20,7 @@ from jaxspec.checkpoint.load.tied import with_own_head
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.text.codec import FORMATS, TOKENIZER_FILES, Text
 from jaxspec.errors import ConfigError
-from jaxspec.inspect import sizes
+from jaxspec.inspect import model_sizes
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.catalog import arch_of, ignored_keys
 from jaxspec.models.mtp import Mtp
@@ -64,8 +64,8 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
     if arch.mtp:
         rules = table.mtp_rules(arch)
         behind = make_plan(path, Mtp(arch, policy), rules, block=block, quantization=quantization, files=files)
-    total = sizes.parameters(plan.leaves)
-    active = sum(total.values()) - sizes.idle_parameters(arch.layers, arch.model_dim)
+    total = model_sizes.parameters(plan.leaves)
+    active = sum(total.values()) - model_sizes.idle_parameters(arch.layers, arch.model_dim)
     return {
         "path": str(path),
         "family": arch.family,
@@ -75,8 +75,8 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
         "parameters": {"total": sum(total.values()), "active": active, "by_part": total},
         "bytes": _bytes(plan, behind, there),
         "cache": {
-            "bytes_per_token": sizes.cached_bytes(arch, kind),
-            "bytes_per_row": sizes.ring_bytes(arch, kind),
+            "bytes_per_token": model_sizes.cached_bytes(arch, kind),
+            "bytes_per_row": model_sizes.ring_bytes(arch, kind),
         },
         "quantization": _quantization(config, plan),
         "tensors": {**_counts(plan, there or directory is None), **_problems(plan)},
@@ -144,8 +144,8 @@ def _bytes(plan: LoadPlan, behind: LoadPlan | None, on_disk: bool) -> dict[str, 
     plans = [plan, *([behind] if behind else [])]
     in_files, in_memory = ({}, {})
     for one in plans:
-        in_files |= sizes.file_bytes(one)
-        in_memory |= sizes.memory_bytes(one.leaves)
+        in_files |= model_sizes.file_bytes(one)
+        in_memory |= model_sizes.memory_bytes(one.leaves)
     whole = sum(tensor.end - tensor.begin for tensor in plan.files.tensors.values())
     read = sum(in_files.values())
     return {
@@ -183,7 +183,7 @@ def _prediction(arch: ArchSpec, behind: LoadPlan | None, on_disk: bool) -> dict[
     return {
         "layers": len(arch.mtp),
         "present": there if on_disk else None,
-        "parameters": sum(sizes.parameters(behind.leaves).values()) if behind else 0,
+        "parameters": sum(model_sizes.parameters(behind.leaves).values()) if behind else 0,
         "missing": collapse(missing),
     }
 

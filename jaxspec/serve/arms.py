@@ -1,4 +1,4 @@
-"""What an engine can dispatch: a drafter for each topology, and the room that the largest of them needs."""
+"""A drafter for each topology that an engine dispatches, and the positions that they write ahead."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from jaxspec.topology import PLAIN, AnyTopology
 
 
 def arms_of(drafter: Drafter, wanted: Sequence[AnyTopology]) -> dict[AnyTopology, Drafter]:
-    """A drafter of each topology, plain decoding always among them; they share their weights and their state.
+    """Returns a drafter of each topology, plain decoding always among them; they share weights and state.
 
     Plain decoding drafts and observes nothing; only where it takes turns with a drafter that reads what the target
     computed, that is kept for it.
@@ -16,5 +16,5 @@ def arms_of(drafter: Drafter, wanted: Sequence[AnyTopology]) -> dict[AnyTopology
 
 
 def slack_of(drafters: Mapping[AnyTopology, Drafter], buckets: Sequence[int]) -> int:
-    """Positions beyond a text that one forward of some arm, or a chunk of a prompt, may write."""
+    """Returns how many positions beyond a text one forward, or a chunk of a prompt, may write."""
     return max(*buckets, *(arm.nodes for arm in drafters), *(drafter.slack for drafter in drafters.values()))

@@ -6,7 +6,7 @@ from typing import Any
 from jaxspec.checkpoint.load.model import Model
 from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.rows import STOP_PLACES
+from jaxspec.serve.sample import STOP_PLACES
 
 SAMPLING = {
     "temperature": "temperature",

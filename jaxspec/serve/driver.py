@@ -10,7 +10,7 @@ from typing import Any
 from jaxspec.serve.engine import Engine
 from jaxspec.serve.output_kinds import handed_out
 from jaxspec.serve.request import RequestOutput
-from jaxspec.serve.rows import Sample
+from jaxspec.serve.sample import Sample
 from jaxspec.serve.worker import Job, Worker
 
 

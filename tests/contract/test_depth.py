@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.checkpoint.load.places import abstract_params
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.ngram import Ngram
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft import catalog
 from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.errors import ConfigError
@@ -29,6 +30,7 @@ from jaxspec.protocol import Anchor, CaptureSpec, Commit, DraftCosts, Drafter, F
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
 from jaxspec.topology import DynamicTree, Topology
+from jaxspec.verify.rules import RULES
 
 ROWS, CAPACITY, VOCAB, BLOCK = 3, 60, 64, 16
 CONFIG = {
@@ -304,7 +306,9 @@ def test_one_trace_per_program(method: str):
     def lower(rows: int, rule: str) -> None:
         drafter = drafter_of(method, shape)  # built anew each time
         state = init_state(target, drafter, rows, CAPACITY, slack=32)
-        jax.eval_shape(partial(jitted, plan=StepPlan(rule, 2)), target, drafter, state, jnp.int32(1), jnp.array(False))
+        jax.eval_shape(
+            partial(jitted, plan=StepPlan(RULES[rule], 2)), target, drafter, state, jnp.int32(1), jnp.array(False)
+        )
 
     for rows, rule, expected in (
         (3, "match", 1),

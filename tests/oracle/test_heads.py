@@ -166,13 +166,13 @@ def test_a_running_training_hands_its_head_to_a_live_engine(lab: Lab):
         return tokens_of(outputs), 1 + sum(o.metrics.num_accepted_tokens for o in outputs) / steps
 
     before, low = run()
-    compiled = engine.programs._programs["arm 4"]._cache_size()
+    compiled = engine.programs.programs["dispatch", chain(4)]._cache_size()
     engine.programs.update_params(head.params)
     after, high = run()
     assert after == before == tokens_of(lab.reference("cold", requests))
     assert low < 1.3
     assert high > 1.6
-    assert engine.programs._programs["arm 4"]._cache_size() == compiled, "nothing was compiled for it"
+    assert engine.programs.programs["dispatch", chain(4)]._cache_size() == compiled, "nothing was compiled for it"
 
 
 def test_parameters_that_do_not_fit_are_refused(lab: Lab):
