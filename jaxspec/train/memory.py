@@ -30,7 +30,7 @@ MARGIN = 1.1  # the estimate is 0.93 to 1.6 times what XLA allots, see the tests
 
 
 @dataclass(frozen=True)
-class Work:
+class UpdateWork:
     """What an update computes.
 
     Attributes:
@@ -90,7 +90,7 @@ class MemoryPlan:
         return f"{rows}{again}; about {self.total / GB:.1f}{free or ' GB'} ({_listed(self.needed)})"
 
 
-def plan_memory(work: Work, settings: TrainSettings, room: int | None, enough: int | None = None) -> MemoryPlan:
+def plan_memory(work: UpdateWork, settings: TrainSettings, room: int | None, enough: int | None = None) -> MemoryPlan:
     """Chooses as many rows as fit, and computes rounds twice only where a single row does not fit otherwise.
 
     Args:
@@ -122,13 +122,13 @@ def plan_memory(work: Work, settings: TrainSettings, room: int | None, enough: i
     )
 
 
-def _plan(work: Work, settings: TrainSettings, rows: int, remat: bool, room: int | None) -> MemoryPlan:
+def _plan(work: UpdateWork, settings: TrainSettings, rows: int, remat: bool, room: int | None) -> MemoryPlan:
     parts = settings.rows // rows
     passes = parts * settings.accumulation
     return MemoryPlan(rows, parts, remat, dict(_needed(work, rows // work.devices, remat, passes)), room)
 
 
-def _cures(work: Work, settings: TrainSettings, least: MemoryPlan, room: int) -> str:
+def _cures(work: UpdateWork, settings: TrainSettings, least: MemoryPlan, room: int) -> str:
     if least.total - least.needed["activations"] > room:
         return (
             "the target and the head alone do not fit: split them over devices (mesh.expert, mesh.tensor), take a "
@@ -143,7 +143,7 @@ def _listed(needed: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size / GB:.1f}" for name, size in needed.items() if size)
 
 
-def _needed(work: Work, rows: int, remat: bool, passes: int) -> Iterator[tuple[str, int]]:
+def _needed(work: UpdateWork, rows: int, remat: bool, passes: int) -> Iterator[tuple[str, int]]:
     """Bytes of one device by what they are for, on the safe side of what XLA allots."""
     yield "target", work.target_bytes
     yield "target for serving", work.serving_bytes
@@ -154,7 +154,7 @@ def _needed(work: Work, rows: int, remat: bool, passes: int) -> Iterator[tuple[s
     yield "activations", int(MARGIN * (kept + max(layer, rounds)))
 
 
-def _target_layer(work: Work, rows: int) -> int:
+def _target_layer(work: UpdateWork, rows: int) -> int:
     """What one layer of the target needs while it runs; nothing of it is kept."""
     return max(
         4 * rows * work.length * _layer_floats(layer, work.arch.model_dim, work.length) for layer in work.arch.layers
@@ -177,7 +177,7 @@ def _layer_floats(layer: LayerSpec, dim: int, length: int) -> int:
     return 8 * dim + 3 * inner + wide + scores
 
 
-def _rounds(work: Work, rows: int, remat: bool) -> int:
+def _rounds(work: UpdateWork, rows: int, remat: bool) -> int:
     """What the rounds of drafting keep for their gradients, and the most that is computed at a time."""
     o, t, places = work.loss, work.length, rows * work.length
     if isinstance(work.net, Medusa):
@@ -219,7 +219,7 @@ def _block_floats(layer: LayerSpec, length: int) -> int:
     return 6 * heads * min(length, BLOCK) * length
 
 
-def _vocabulary(work: Work, rows: int, rounds: int) -> int:
+def _vocabulary(work: UpdateWork, rows: int, rounds: int) -> int:
     """The vocabulary product of some positions, and what it reads with gradients of all."""
     vocab = work.arch.vocab_size
     some = default_positions(rows, work.length, vocab, work.width, rounds) * position_bytes(vocab, work.width, rounds)

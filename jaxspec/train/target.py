@@ -1,0 +1,55 @@
+"""The frozen target of a run: its headers, read once, and its parameters in the layout that training reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxspec.checkpoint.load.fill import fill
+from jaxspec.checkpoint.load.model import Model, over, plan_model, read_config, shards_for
+from jaxspec.checkpoint.load.plan import Plan
+from jaxspec.models.arch import ArchSpec
+from jaxspec.nn.policy import Policy
+from jaxspec.train.settings import RunSettings
+
+
+@dataclass(frozen=True)
+class TargetHeaders:
+    """What a model directory says of its model, before any parameter is loaded.
+
+    Attributes:
+      config: the published config.
+      plan: how its parameters are loaded.
+    """
+
+    config: Mapping[str, Any]
+    plan: Plan
+
+    @property
+    def arch(self) -> ArchSpec:
+        """The architecture."""
+        return self.plan.net.arch
+
+    def load(self, mesh: Mesh | None = None) -> Model:
+        """Loads the parameters.
+
+        Raises:
+          CheckpointError: tensors are missing, not known or misshaped, all named.
+        """
+        self.plan.check()
+        return Model(self.plan.net, fill(self.plan, shards_for(mesh)), self.config, {}, self.plan.directory)
+
+
+def read_headers(settings: RunSettings, directory: Path, mesh: Mesh | None = None) -> TargetHeaders:
+    """Reads a model directory's config and the headers of its files.
+
+    Raises:
+      ConfigError: the config is missing, corrupt or of an unknown family.
+      CheckpointError: the files are unreadable.
+    """
+    kind = jnp.dtype(settings.train.target_dtype)
+    policy = over(Policy(kind, kind, "stacked"), mesh)
+    return TargetHeaders(read_config(directory), plan_model(directory, policy))
