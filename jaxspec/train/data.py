@@ -53,7 +53,7 @@ class Corpus:
 def load_corpus(
     settings: DataSettings, text: Text | None, vocab_size: int, *, alone: bool = False, target: str | None = None
 ) -> Corpus:
-    """Reads, cuts, splits and packs.
+    """CaptureSpec, cuts, splits and packs.
 
     Args:
       settings: files and limits.

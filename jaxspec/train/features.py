@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from jaxspec.config import differences
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import Transformer
-from jaxspec.protocol import Features, Reads
+from jaxspec.protocol import CaptureSpec, Features
 from jaxspec.shapes import Array, Params
 from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.metrics import Notify
@@ -53,7 +53,7 @@ class Teacher:
 
     net: Transformer
     params: Params
-    reads: Reads
+    reads: CaptureSpec
     routing: tuple[int, ...]
     dtype: str
     rows: int
@@ -69,11 +69,11 @@ class Teacher:
         output = RUN_TEACHER(self.net, self.params, batch, self.reads, self.routing)
         features = {"last": output.features.last_BTD}
         features |= {f"tap_{b}": x for b, x in zip(self.reads.taps, output.features.taps, strict=True)}
-        features |= {f"common_{y}": x for y, x in zip(self.reads.commons, output.features.commons, strict=True)}
-        experts = {f"expert_{y}": x for y, x in zip(self.routing, output.expert_YBTA, strict=True)}
-        return {name: x.astype(jnp.dtype(self.dtype)) for name, x in features.items()} | {
-            name: x.astype(jnp.uint16) for name, x in experts.items()
-        }
+        shared = zip(self.reads.shared_outputs, output.features.shared_outputs, strict=True)
+        features |= {f"common_{y}": x for y, x in shared}
+        arrays = {name: x.astype(jnp.dtype(self.dtype)) for name, x in features.items()}
+        experts = zip(self.routing, output.expert_YBTA, strict=True)
+        return arrays | {f"expert_{y}": x.astype(jnp.uint16) for y, x in experts}
 
 
 class FeatureRows:
@@ -108,7 +108,7 @@ class FeatureRows:
         self._shapes = {name: (x.shape[1:], NAMES[x.dtype.name]) for name, x in shapes.items()}
         self._row_bytes = sum(int(np.prod(x.shape[1:])) * x.dtype.itemsize for x in shapes.values())
         identity = {**identity, "dtype": teacher.dtype, "routing": list(teacher.routing)}
-        identity |= {"taps": list(teacher.reads.taps), "commons": list(teacher.reads.commons)}
+        identity |= {"taps": list(teacher.reads.taps), "commons": list(teacher.reads.shared_outputs)}
         batches = max(shard_bytes // (self._row_bytes * teacher.rows), 1)
         with _written(directory), _locked(directory, notify):
             begun = _rows_per_file(directory, identity)
@@ -140,7 +140,7 @@ class FeatureRows:
         features = Features(
             arrays["last"], arrays["last"][..., :0],
             tuple(arrays[f"tap_{b}"] for b in self._reads.taps),
-            tuple(arrays[f"common_{y}"] for y in self._reads.commons),
+            tuple(arrays[f"common_{y}"] for y in self._reads.shared_outputs),
         )  # fmt: skip
         experts = tuple(arrays[f"expert_{y}"] for y in self._routing)
         return {**self.rows[index], "cached": TeacherOutput(features, experts)}

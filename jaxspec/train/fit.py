@@ -9,8 +9,8 @@ import jax
 import msgspec
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import plan_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.checkpoint.load.places import unflatten
 from jaxspec.errors import JaxspecError

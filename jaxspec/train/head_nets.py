@@ -15,7 +15,7 @@ from jaxspec.models.transformer import Transformer
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
 from jaxspec.train.objective import Net
 from jaxspec.train.settings import HeadSettings
@@ -42,7 +42,11 @@ def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], po
     if settings.kind == "draft_model":
         return Transformer(layers, policy)
     _check_width(settings, arch)
-    reads = Reads() if settings.kind == "eagle" else Reads(_taps(settings, arch), _chosen(settings.commons, arch))
+    reads = (
+        CaptureSpec()
+        if settings.kind == "eagle"
+        else CaptureSpec(_taps(settings, arch), _chosen(settings.commons, arch))
+    )
     routing = _chosen(settings.routing, arch)
     spec = HeadSpec(
         arch=layers,

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.checkpoint.heads.layers import layers_config
-from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import Model
+from jaxspec.checkpoint.load.save import save_model
 from jaxspec.checkpoint.text.codec import TOKENIZER_FILES
 from jaxspec.errors import ConfigError
 from jaxspec.models.draft_head import DraftHead

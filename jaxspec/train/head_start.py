@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import load_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, read_config
 from jaxspec.errors import ConfigError
 from jaxspec.models.transformer import Transformer

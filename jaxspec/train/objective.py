@@ -3,7 +3,7 @@
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
-from jaxspec.protocol import NOTHING, Reads
+from jaxspec.protocol import NO_CAPTURE, CaptureSpec
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.train.settings import LossSettings
@@ -34,9 +34,9 @@ class HeadObjective:
     remat: bool = static(default=False)
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> CaptureSpec:
         """What the head reads of the target."""
-        return self.net.spec.reads if isinstance(self.net, DraftHead) else NOTHING
+        return self.net.spec.reads if isinstance(self.net, DraftHead) else NO_CAPTURE
 
     @property
     def routing(self) -> tuple[int, ...]:

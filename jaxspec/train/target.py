@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.load.fill import fill
-from jaxspec.checkpoint.load.model import Model, over, plan_model, read_config, shards_for
-from jaxspec.checkpoint.load.plan import Plan
+from jaxspec.checkpoint.load.load_plan import LoadPlan
+from jaxspec.checkpoint.load.model import Model, plan_model, policy_on_mesh, read_config, shardings_on
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.policy import Policy
 from jaxspec.train.settings import RunSettings
@@ -26,7 +26,7 @@ class TargetHeaders:
     """
 
     config: Mapping[str, Any]
-    plan: Plan
+    plan: LoadPlan
 
     @property
     def arch(self) -> ArchSpec:
@@ -40,7 +40,7 @@ class TargetHeaders:
           CheckpointError: tensors are missing, not known or misshaped, all named.
         """
         self.plan.check()
-        return Model(self.plan.net, fill(self.plan, shards_for(mesh)), self.config, {}, self.plan.directory)
+        return Model(self.plan.net, fill(self.plan, shardings_on(mesh)), self.config, {}, self.plan.directory)
 
 
 def read_headers(settings: RunSettings, directory: Path, mesh: Mesh | None = None) -> TargetHeaders:
@@ -51,5 +51,5 @@ def read_headers(settings: RunSettings, directory: Path, mesh: Mesh | None = Non
       CheckpointError: the files are unreadable.
     """
     kind = jnp.dtype(settings.train.target_dtype)
-    policy = over(Policy(kind, kind, "stacked"), mesh)
+    policy = policy_on_mesh(Policy(kind, kind, "stacked"), mesh)
     return TargetHeaders(read_config(directory), plan_model(directory, policy))

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 from jaxspec.cache.kv import Packed
 from jaxspec.models.transformer import Transformer, features_of
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
 from jaxspec.train.batch import Batch, TeacherOutput
 
 
 def run_teacher(
-    net: Transformer, params: Params, batch: Batch, reads: Reads, routing: tuple[int, ...] = ()
+    net: Transformer, params: Params, batch: Batch, reads: CaptureSpec, routing: tuple[int, ...] = ()
 ) -> TeacherOutput:
     """Runs the target over a batch, or takes what it computed earlier; nothing of it is differentiated.
 
@@ -30,7 +30,7 @@ def run_teacher(
         return jax.lax.stop_gradient(TeacherOutput(features, experts))
     hidden: Any = net.apply(
         cast(Any, params), batch.token_BT, batch.position_BT, None, Packed(batch.segment_BT),
-        taps=reads.taps, commons=reads.commons, routes=bool(routing),
+        taps=reads.taps, shared_outputs=reads.shared_outputs, routes=bool(routing),
     )  # fmt: skip
     chosen = (hidden.routing[net.arch.expert_layers.index(y)].expert_MA for y in routing)
     experts = tuple(x.reshape(*batch.token_BT.shape, -1) for x in chosen)

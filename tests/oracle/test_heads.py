@@ -21,7 +21,7 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
-from jaxspec.protocol import Drafter, Reads
+from jaxspec.protocol import CaptureSpec, Drafter
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.topology import Topology, chain, tree
@@ -40,10 +40,10 @@ LAYER = {k: v for k, v in CONFIG.items() if "expert" not in k and "moe" not in k
 OWN = arch_of(LAYER | {"model_type": "llama", "num_hidden_layers": 1})
 NETS = {
     "eagle": HeadSpec(OWN, DIM, last=True, join="product", join_bias=True),
-    "peagle": HeadSpec(OWN, DIM, Reads(taps=(0, 1, 2)), draft_vocab=len(KNOWN), mask_token=1),
+    "peagle": HeadSpec(OWN, DIM, CaptureSpec(taps=(0, 1, 2)), draft_vocab=len(KNOWN), mask_token=1),
     "medusa": MedusaSpec(4, 1, DIM, VOCAB),
     "shared_expert": HeadSpec(
-        OWN, DIM, Reads((2,), (0, 1)), fc_norm=True, draft_vocab=len(KNOWN), routing=(0, 1), experts=4
+        OWN, DIM, CaptureSpec((2,), (0, 1)), fc_norm=True, draft_vocab=len(KNOWN), routing=(0, 1), experts=4
     ),
 }  # fmt: skip
 LEARNT, UPDATES = "shared_expert", 100

@@ -16,7 +16,7 @@ from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import head
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from jaxspec.train import features, run
 from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.data import batches
@@ -30,7 +30,7 @@ from tests.unit.serve.tiny_model import write_tiny_model
 
 EXACT = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
 GOLDEN = Path(__file__).parents[2] / "golden"
-READS, ROUTING, LENGTH, ROWS = Reads(taps=(0, 1), commons=(0,)), (0,), 12, 7
+READS, ROUTING, LENGTH, ROWS = CaptureSpec(taps=(0, 1), shared_outputs=(0,)), (0,), 12, 7
 CONFIG = """
 target = "{target}"
 out = "{out}"
@@ -128,7 +128,7 @@ def test_batches_carry_what_the_target_computes(teacher: Teacher, tmp_path: Path
     live = first[0].segment_BT > 0
     for output in asked:
         assert output.expert_YBTA[0].dtype == jnp.int32
-    pairs = [(a.features.last_BTD, *a.features.taps, *a.features.commons) for a in asked]
+    pairs = [(a.features.last_BTD, *a.features.taps, *a.features.shared_outputs) for a in asked]
     room = 1e-5 if dtype == "float32" else 2e-2
     for online, offline in zip(*pairs, strict=True):
         assert online.dtype == offline.dtype == jnp.float32
@@ -166,7 +166,7 @@ def test_a_cache_of_something_else_is_refused(teacher: Teacher, tmp_path: Path):
     filled(teacher, tmp_path)
     with pytest.raises(ConfigError, match=r"something else: data was 1 and is 2; choose another features\.cache"):
         filled(teacher, tmp_path, data=2)
-    other = Teacher(teacher.net, teacher.params, Reads(taps=(1,)), ROUTING, "bfloat16", 2)
+    other = Teacher(teacher.net, teacher.params, CaptureSpec(taps=(1,)), ROUTING, "bfloat16", 2)
     with pytest.raises(ConfigError, match=r"commons was \[0\] and is \[\]; dtype was 'float32' .*; taps was \[0, 1\]"):
         filled(other, tmp_path)
     file = tmp_path / files(tmp_path)[1]
@@ -235,7 +235,7 @@ def test_a_target_of_one_text_per_row_gets_it(tmp_path: Path):
 
     def teacher_output_of(*rows: Any) -> TeacherOutput:
         arrays: dict[str, Any] = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-        return taught(model.net, model.params, Batch(**arrays), Reads(taps=(1, 2), commons=(1,)), (1,))
+        return taught(model.net, model.params, Batch(**arrays), CaptureSpec(taps=(1, 2), shared_outputs=(1,)), (1,))
 
     def logits_of(output: TeacherOutput) -> Any:
         return jax.jit(head, static_argnums=0)(model.net, model.params, output.features.last_BTD)

@@ -18,7 +18,7 @@ from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec, run_medusa
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Anchor, Features, Reads
+from jaxspec.protocol import Anchor, CaptureSpec, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
 from jaxspec.topology import chain
@@ -46,17 +46,23 @@ def arch(layers: int = 1, dim: int = DIM):
 
 HEADS = {
     "eagle": HeadSpec(arch(), DIM, last=True, join="product", join_bias=True),
-    "eagle3": HeadSpec(arch(), DIM, Reads(taps=(1, 2, 3)), draft_vocab=VOCAB),
+    "eagle3": HeadSpec(arch(), DIM, CaptureSpec(taps=(1, 2, 3)), draft_vocab=VOCAB),
     "eagle3-two-layers": HeadSpec(
-        arch(2), DIM, Reads(taps=(0, 2)), norm_before_residual=True, fc_norm=True, norm_output=True, draft_vocab=VOCAB
+        arch(2),
+        DIM,
+        CaptureSpec(taps=(0, 2)),
+        norm_before_residual=True,
+        fc_norm=True,
+        norm_output=True,
+        draft_vocab=VOCAB,
     ),
     "eagle3-narrow": HeadSpec(
-        arch(dim=8), DIM, Reads(taps=(1, 3)), norm_before_fc=True, draft_vocab=VOCAB, own_embedding=True
+        arch(dim=8), DIM, CaptureSpec(taps=(1, 3)), norm_before_fc=True, draft_vocab=VOCAB, own_embedding=True
     ),
     "shared-expert": HeadSpec(
-        arch(), DIM, Reads(commons=(0, 2)), fc_norm=True, draft_vocab=VOCAB, routing=(0, 1), experts=4
+        arch(), DIM, CaptureSpec(shared_outputs=(0, 2)), fc_norm=True, draft_vocab=VOCAB, routing=(0, 1), experts=4
     ),
-    "p-eagle": HeadSpec(arch(2), DIM, Reads(taps=(1, 2, 3)), draft_vocab=VOCAB, mask_token=3),
+    "p-eagle": HeadSpec(arch(2), DIM, CaptureSpec(taps=(1, 2, 3)), draft_vocab=VOCAB, mask_token=3),
 }
 
 
@@ -142,7 +148,7 @@ def test_medusa_predicts_from_the_last_hidden_state():
     net = Medusa(MedusaSpec(DRAFTS, 2, DIM, VOCAB, VOCAB), EXACT)
     head, token_BT = Head(net, initial(net)), texts(1)
     _, logp = drafts_of(head, token_BT)
-    teacher = run_teacher(*target(), batch_of(token_BT), Reads())
+    teacher = run_teacher(*target(), batch_of(token_BT), CaptureSpec())
     found = run_medusa(net, head.params, teacher.features.last_BTD[:, LENGTH - 2])
     np.testing.assert_allclose(jax.nn.log_softmax(found)[:, 0], logp[0], rtol=2e-4, atol=2e-4)
 
@@ -194,14 +200,14 @@ def test_dropped_slots_keep_their_own_drafts_in_sight():
 def test_what_a_head_reads_is_what_the_target_computed():
     net, params = target()
     batch = batch_of(texts(2))
-    teacher = run_teacher(net, params, batch, Reads(taps=(0, 3), commons=(1,)), routing=(0, 2))
+    teacher = run_teacher(net, params, batch, CaptureSpec(taps=(0, 3), shared_outputs=(1,)), routing=(0, 2))
     stacked = Transformer(net.arch, changed(EXACT, depth="stacked"))
     layers = [params["params"][f"layers_{y}"] for y in range(3)]
     rest = {k: v for k, v in params["params"].items() if not k.startswith("layers_")}
     whole = {"params": {**rest, "segment_0": jax.tree.map(lambda *x: jnp.stack(x), *layers)}}
-    again = run_teacher(stacked, whole, batch, Reads(taps=(0, 3), commons=(1,)), routing=(0, 2))
+    again = run_teacher(stacked, whole, batch, CaptureSpec(taps=(0, 3), shared_outputs=(1,)), routing=(0, 2))
     for one, other in zip(jax.tree.leaves(teacher), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(teacher.features.taps[1], teacher.features.stream)
     assert len(teacher.expert_YBTA) == 2
-    assert teacher.features.commons[0].shape == teacher.features.last_BTD.shape
+    assert teacher.features.shared_outputs[0].shape == teacher.features.last_BTD.shape
