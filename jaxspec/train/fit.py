@@ -50,7 +50,7 @@ def fit(
       trained: whether a run follows, whose directory keeps what was chosen.
 
     Raises:
-      ConfigError: nothing fits, or target or settings are not usable.
+      ConfigError: nothing fits, or the settings are not usable.
       CheckpointError: the files of a head that is trained further are unreadable.
     """
     work, t = work_of(settings, target, mesh, evaluated=evaluated), settings.train
@@ -80,7 +80,7 @@ def _record(plan: MemoryPlan, file: Path) -> None:
 
 
 def _as_begun(settings: TrainSettings, file: Path) -> TrainSettings:
-    """The settings, with what an interrupted run chose, so that it goes on to the bit; what is asked for wins."""
+    """Returns the settings with what an interrupted run chose, so it goes on to the bit; explicit settings win."""
     asked = settings.micro_rows, settings.remat, settings.memory_gb
     if any(value is not None for value in asked) or not any((file.parent / "checkpoints").glob("[0-9]*")):
         return settings
@@ -108,7 +108,7 @@ def work_of(settings: RunSettings, target: TargetHeaders, mesh: Mesh | None, *, 
 
 
 def _network(settings: RunSettings, target: TargetHeaders) -> Net:
-    """The network that is trained; of one that is trained further, only the headers are read."""
+    """Returns the network that is trained; of one that is trained further, only the headers are read."""
     head, policy = settings.head, head_policy(settings.train)
     if head.start is None:
         return net_of(head, target.arch, target.config, policy)

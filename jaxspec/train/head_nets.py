@@ -1,4 +1,4 @@
-"""The network of a head from its settings: what is not given is the target's."""
+"""The network of a head from its settings; what they leave out is the target's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,13 +24,13 @@ HEAD_DIM = 128
 
 
 def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], policy: Policy) -> Net:
-    """Returns the network.
+    """Returns the network of a head.
 
     Args:
       settings: of the head.
       arch: of the target.
       config: the target's published config, whose rotation the layers take over.
-      policy: how parameters are kept and computed with.
+      policy: how parameters are stored and computed with.
 
     Raises:
       ConfigError: the settings contradict each other or the target.
@@ -71,11 +71,7 @@ def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], po
 
 
 def draft_vocab(settings: HeadSettings, arch: ArchSpec) -> int:
-    """Returns W of a head with a vocabulary product of its own, 0 for one that uses the target's.
-
-    Raises:
-      ConfigError: the target's product, which is for all tokens, is asked for some.
-    """
+    """Returns W of a head with a vocabulary product of its own, 0 for one that uses the target's."""
     if settings.own_head:
         return min(settings.draft_vocab_size or arch.vocab_size, arch.vocab_size)
     if settings.draft_vocab_size is not None and settings.draft_vocab_size < arch.vocab_size:
@@ -84,7 +80,7 @@ def draft_vocab(settings: HeadSettings, arch: ArchSpec) -> int:
 
 
 def _layers(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any]) -> ArchSpec:
-    """The decoder layers: Llama's, with the target's sizes and rotation where nothing else is asked for."""
+    """Llama's decoder layers, with the target's sizes and rotation unless the settings give others."""
     mixer, ffn = arch.layers[0].attention, arch.layers[-1].ffn
     dim = settings.hidden_size or arch.model_dim
     if isinstance(mixer, AttentionSpec):
@@ -134,7 +130,7 @@ def _check_width(settings: HeadSettings, arch: ArchSpec) -> None:
 
 
 def _taps(settings: HeadSettings, arch: ArchSpec) -> tuple[int, ...]:
-    """Boundaries, SafeAILab's by default."""
+    """Layer boundaries, SafeAILab's by default."""
     count = len(arch.layers)
     if settings.taps == "default":
         return tuple(sorted({min(2, count), count // 2, max(count - 3, 0)}))

@@ -40,7 +40,7 @@ class InitialHead:
 
 
 def head_policy(settings: TrainSettings) -> Policy:
-    """Returns how the trained head is kept and computed with."""
+    """Returns how the trained head is stored and computed with."""
     return Policy(jnp.dtype(settings.param_dtype), jnp.dtype(settings.compute_dtype), "stacked")
 
 
@@ -50,7 +50,7 @@ def make_initial_head(settings: HeadSettings, target: Model, policy: Policy, cou
     Args:
       settings: of the head.
       target: that it drafts for.
-      policy: how parameters are kept and computed with.
+      policy: how parameters are stored and computed with.
       count_V: how often each token occurs, which chooses a new head's draft vocabulary.
 
     Raises:

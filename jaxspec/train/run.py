@@ -81,7 +81,7 @@ def train(
 
 
 def write_features(settings: RunSettings, target: Path, notify: Notify = lambda facts: None) -> None:
-    """Writes the part of a run's feature cache that is missing, and trains nothing; arguments as of ``train``.
+    """Writes the missing part of a run's feature cache, and trains nothing; arguments as of ``train``.
 
     Raises:
       ConfigError, CheckpointError: settings, data or target are not usable, or the cache is of something else.
@@ -117,7 +117,7 @@ def _cached(
     rows: int,
     notify: Notify,
 ) -> FeatureRows:
-    """The corpus's rows with their features, which are computed, ``rows`` at a time, where they are missing."""
+    """Returns the corpus's rows with their features; missing ones are computed, ``rows`` at a time."""
     o, dtype = objective, settings.features.dtype
     teacher = Teacher(o.target, o.target_params, o.reads, o.routing, dtype, rows, mesh)
     identity = {"target": fingerprint(target), "target_dtype": settings.train.target_dtype, "data": corpus.digest()}

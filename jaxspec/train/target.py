@@ -18,7 +18,7 @@ from jaxspec.train.settings import RunSettings
 
 @dataclass(frozen=True)
 class TargetHeaders:
-    """What a model directory says of its model, before any parameter is loaded.
+    """A model directory before any parameter is loaded.
 
     Attributes:
       config: the published config.
@@ -34,11 +34,7 @@ class TargetHeaders:
         return self.plan.net.arch
 
     def load(self, mesh: Mesh | None = None) -> Model:
-        """Loads the parameters.
-
-        Raises:
-          CheckpointError: tensors are missing, not known or misshaped, all named.
-        """
+        """Loads the parameters; raises CheckpointError that names all missing, unknown and misshaped tensors."""
         self.plan.check()
         return Model(self.plan.net, fill(self.plan, shardings_on(mesh)), self.config, {}, self.plan.directory)
 
