@@ -116,8 +116,9 @@ def plan_memory(work: UpdateWork, settings: TrainSettings, room: int | None, eno
     if asked and settings.remat is not None:  # the user knows better
         return smallest
     raise ConfigError(
-        f"train: {smallest.rows} row{'s' * (smallest.rows > 1)} of {work.length} tokens and {work.loss.rounds} rounds at a "
-        f"time take about {smallest.total / GB:.1f} GB ({_listed(smallest.needed)}), and {(room or 0) / GB:.1f} GB are free; "
+        f"train: {smallest.rows} row{'s' * (smallest.rows > 1)} of {work.length} tokens and {work.loss.rounds} rounds "
+        f"at a time take about {smallest.total / GB:.1f} GB ({_listed(smallest.needed)}), and {(room or 0) / GB:.1f} "
+        "GB are free; "
         f"{_cures(work, settings, smallest, room or 0)}"
     )
 
