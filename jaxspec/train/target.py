@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.load.fill import fill
 from jaxspec.checkpoint.load.load_plan import LoadPlan
 from jaxspec.checkpoint.load.model import Model, plan_model, policy_on_mesh, read_config, shardings_on
 from jaxspec.models.arch import ArchSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.train.settings import RunSettings
 
 
@@ -46,6 +45,5 @@ def read_headers(settings: RunSettings, directory: Path, mesh: Mesh | None = Non
       ConfigError: the config is missing, corrupt or of an unknown family.
       CheckpointError: the files are unreadable.
     """
-    kind = jnp.dtype(settings.train.target_dtype)
-    policy = policy_on_mesh(Policy(kind, kind, "stacked"), mesh)
+    policy = policy_on_mesh(make_policy(settings.train.target_dtype), mesh)
     return TargetHeaders(read_config(directory), plan_model(directory, policy))
