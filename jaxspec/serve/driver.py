@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from jaxspec.serve.engine import Engine
-from jaxspec.serve.output_kinds import handed_out
-from jaxspec.serve.request import RequestOutput
+from jaxspec.serve.parameters import RequestOutputKind
+from jaxspec.serve.request import UNSEEN, CompletionOutput, RequestOutput
 from jaxspec.serve.rows import Sample
 from jaxspec.serve.worker import Job, Worker
 
@@ -102,7 +103,7 @@ class Driver:
         """Runs steps for a request that goes on; returns whether it has ended, and what is handed out of it."""
         if not output.finished:
             self._advance(steps)
-        return output.finished, handed_out(output)
+        return output.finished, unseen_output(output)
 
     def _submit(self, samples: list[Sample]) -> RequestOutput:
         self.engine.add(samples)
@@ -116,7 +117,7 @@ class Driver:
         for key, output in went.items():
             if output.finished:
                 self._submitted.pop(key, None)
-        news = [*self._unseen, *filter(None, map(handed_out, went.values()))]
+        news = [*self._unseen, *filter(None, map(unseen_output, went.values()))]
         self._unseen = []
         moved += {id(output): output for output in news}.values()
         return moved
@@ -143,3 +144,34 @@ class Driver:
             self._submitted.pop(key, None)
             self._moved.pop(key, None)
         self._unseen = [output for output in self._unseen if gone is not None and id(output) not in gone]
+
+
+def unseen_output(output: RequestOutput) -> RequestOutput | None:
+    """The output itself, a copy with what was not handed out before, or None where there is nothing to hand out.
+
+    A copy has the samples that have something new; the prompt's log-probabilities come with the first.
+    """
+    if output.kind is RequestOutputKind.CUMULATIVE:
+        return output
+    if output.kind is RequestOutputKind.FINAL_ONLY:
+        return output if output.finished else None
+    first = all(shown == UNSEEN for shown in output.shown)
+    news = [_news(completion, *output.shown[completion.index]) for completion in output.outputs]
+    if not any(news) and not output.finished:
+        return None
+    output.shown = [(len(c.text), len(c.token_ids), c.finish_reason is not None) for c in output.outputs]
+    return replace(
+        output, outputs=[c for c in news if c is not None], kind=RequestOutputKind.CUMULATIVE,
+        prompt_logprobs=output.prompt_logprobs if first else None,
+    )  # fmt: skip
+
+
+def _news(completion: CompletionOutput, characters: int, tokens: int, ended: bool) -> CompletionOutput | None:
+    """What came after so many characters and tokens; None for nothing."""
+    c = completion
+    if len(c.token_ids) == tokens and (c.finish_reason is not None) == ended:
+        return None
+    return replace(
+        c, text=c.text[characters:], token_ids=c.token_ids[tokens:], drafted=c.drafted[tokens:],
+        logprobs=None if c.logprobs is None else c.logprobs[tokens:],
+    )  # fmt: skip

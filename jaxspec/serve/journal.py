@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
+from jaxspec.config import differences
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.serve.records import Records
+from jaxspec.whole_file import write_whole
 
 FORMAT = 1
 STDOUT = "-"
@@ -117,13 +119,7 @@ class Journal:
             raise ConfigError(f"{self.path}: not empty, and not the output of a job; {advice}") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self._sidecar}: not readable ({error}); {advice}") from error
-        was, now = _flat(begun), _flat(json.loads(json.dumps(identity)))
-        changed = [
-            f"{name} was {json.dumps(was.get(name))} and is {json.dumps(now.get(name))}"
-            for name in sorted(was | now)
-            if was.get(name) != now.get(name)
-        ]
-        if changed:
+        if changed := differences(begun, json.loads(json.dumps(identity))):
             advice = f"give what was given then to go on, {advice}"
             raise ConfigError(f"{self.path}: begun differently: {'; '.join(changed)}; {advice}")
 
@@ -131,12 +127,10 @@ class Journal:
         """Writes the identity over that of an earlier output by this name, which was removed; nothing else is."""
         if self._sidecar.exists() and not _is_identity(self._sidecar):
             raise ConfigError(f"{self._sidecar}: is there and not of a job; remove it or choose another output")
-        part, again = Path(f"{self._sidecar}{PART}"), Path(f"{self.path}{AGAIN}")
+        again = Path(f"{self.path}{AGAIN}")
         try:
-            part.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-            part.replace(self._sidecar)
+            write_whole(self._sidecar, json.dumps(identity, indent=2) + "\n")
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise ConfigError(f"{self._sidecar}: cannot be written ({error.strerror})") from error
         if again.exists():
             stale = Records.open(str(again))
@@ -209,8 +203,7 @@ class Journal:
 
 def files_of(path: str) -> list[str]:
     """Returns the names of all files that a journal may write."""
-    again = f"{os.path.realpath(path)}{AGAIN}{PART}"
-    return [path, f"{path}{SIDECAR}", f"{path}{SIDECAR}{PART}", f"{path}{AGAIN}", again]
+    return [path, f"{path}{SIDECAR}", f"{path}{AGAIN}", f"{os.path.realpath(path)}{AGAIN}{PART}"]
 
 
 def _is_identity(sidecar: Path) -> bool:
@@ -228,10 +221,3 @@ def _sync_folder(name: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested mappings as one, names joined with dots."""
-    if not isinstance(value, Mapping):
-        return {name: value}
-    return {k: v for key, part in value.items() for k, v in _flat(part, f"{name}.{key}" if name else str(key)).items()}
