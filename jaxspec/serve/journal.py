@@ -30,7 +30,7 @@ class Journal:
 
     Requests that failed can run again. Their new records are kept in ``<output>.retry`` until the job is closed, which
     puts each in the place of its error by writing the output anew and renaming it: at any moment the output has one
-    record per request, and a job that was killed puts what it had into place when it is opened next.
+    record per request, and a job that was killed does so when it is opened next.
 
     Args:
       path: output file, or ``-``.
@@ -75,7 +75,7 @@ class Journal:
         self.failed += record.get("error") is not None
 
     def close(self) -> None:
-        """Hands everything to the disk, new records of retried requests in their place, and gives the lock back.
+        """Hands everything to the disk, new records of retried requests in their place, and releases the lock.
 
         Raises:
           JaxspecError: the disk does not take it; the same command does it later.
@@ -124,7 +124,7 @@ class Journal:
             raise ConfigError(f"{self.path}: begun differently: {'; '.join(changed)}; {advice}")
 
     def _begin(self, identity: dict[str, Any]) -> None:
-        """Writes the identity over that of an earlier output by this name, which was removed; nothing else is."""
+        """Writes the identity, also over that of an earlier output of this name that was removed."""
         if self._sidecar.exists() and not _is_identity(self._sidecar):
             raise ConfigError(f"{self._sidecar}: is there and not of a job; remove it or choose another output")
         again = Path(f"{self.path}{AGAIN}")
@@ -181,7 +181,7 @@ class Journal:
         again.close()
 
     def _rewritten(self, name: str, again: Records, places: Mapping[int, tuple[int, int]]) -> Records:
-        """The output, locked, written anew with new records in the places of errors; unchanged if that fails."""
+        """Writes the output anew, locked, with new records in the places of errors; unchanged if that fails."""
         path = f"{name}{AGAIN}{PART}"
         advice = f"with the records of {self.path}{AGAIN}; make room and run the same command again"
         part = Records(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666))
@@ -215,7 +215,7 @@ def _is_identity(sidecar: Path) -> bool:
 
 
 def _sync_folder(name: str) -> None:
-    """Makes a rename last."""
+    """Makes a rename durable."""
     fd = os.open(os.path.dirname(name), os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -17,7 +17,7 @@ URLS = (COMPLETIONS, CHAT)
 def response_body(
     url: str, number: int, model: str, output: RequestOutput, params: SamplingParams, text: Text | None
 ) -> dict[str, Any]:
-    """A finished request as a ``text_completion`` or ``chat.completion`` object.
+    """Returns a finished request as a ``text_completion`` or ``chat.completion`` object.
 
     Accepted and rejected drafts are counted under OpenAI's names for predicted tokens.
 
@@ -66,18 +66,12 @@ def _chat_choice(c: CompletionOutput, params: SamplingParams, text: Text | None)
 def completion_logprobs(
     c: CompletionOutput, prompt: Sequence[int], skip_special_tokens: bool, text: Text | None
 ) -> dict[str, Any] | None:
-    """Log-probabilities as in a ``text_completion``.
+    """Returns log-probabilities as in a ``text_completion``.
 
     A token goes by its text after other text, spaces included; by ``bytes:`` and its bytes in hexadecimal where it is
-    part of a character; by ``token_id:`` and its number where another token of its place has that text already (the
+    part of a character; by ``token_id:`` and its number where another token of its position has that text already (the
     generated one comes first, then the likelier ones), or where the tokenizer does not know it. So every id keeps an
-    entry of its own in ``top_logprobs``.
-
-    Args:
-      c: the sample.
-      prompt: ids before it.
-      skip_special_tokens: whether its text leaves special tokens out; they have no width in ``text_offset`` then.
-      text: the tokenizer.
+    entry of its own in ``top_logprobs``. Special tokens that the text leaves out have no width in ``text_offset``.
     """
     if c.logprobs is None:
         return None
@@ -94,7 +88,7 @@ def completion_logprobs(
 
 
 def _by_name(chosen: int, entry: Mapping[int, Logprob], text: Text | None) -> dict[str, float]:
-    """Log-probabilities of one place, the likeliest first, under names that differ."""
+    """Returns the log-probabilities of one position, the likeliest first, under names that differ."""
     ranked = sorted(entry, key=lambda i: entry[i].rank)
     names: dict[str, int] = {}
     for i in [chosen, *ranked]:
@@ -114,10 +108,9 @@ def _name(token_id: int, text: Text | None, prefix: str = "bytes:") -> str:
 
 
 def chat_logprobs(c: CompletionOutput, most: int, text: Text | None) -> dict[str, Any] | None:
-    """Log-probabilities as in a ``chat.completion``, the ``most`` likeliest tokens of each place among them.
+    """Returns log-probabilities as in a ``chat.completion``, with the ``most`` likeliest tokens of each position.
 
-    ``bytes`` are the token's own, so that those of a character's tokens join to the character; null where the
-    tokenizer does not know the id.
+    ``bytes`` are the token's own, those of a character's tokens join to the character; null for unknown ids.
     """
     if c.logprobs is None:
         return None

@@ -107,14 +107,14 @@ FOREIGN = {name: (way, (None, *same)) for way, names in _WAYS for name, same in 
 
 
 def refuse_foreign(given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuses arguments that are not ours, but for values that change nothing.
+    """Refuses arguments that are not ours, except values that change nothing.
 
     Args:
       given: the arguments.
       known: names of ours.
 
     Raises:
-      ConfigError: one of them is vLLM's and has another way here, or nobody knows it.
+      ConfigError: one of them is vLLM's and done otherwise here, or unknown.
     """
     for name, value in given.items():
         if name not in FOREIGN:
@@ -127,11 +127,7 @@ def refuse_foreign(given: Mapping[str, Any], known: Iterable[str]) -> None:
 
 
 def refuse_with_request(lora_request: Any, priority: Any) -> None:
-    """Refuses vLLM's arguments of ``generate`` and ``chat`` that ask for what is not there.
-
-    Raises:
-      RequestError: one is given.
-    """
+    """Refuses vLLM's arguments of ``generate`` and ``chat`` that nothing here can do; raises RequestError."""
     if lora_request is not None:
         raise RequestError("lora_request: there are no LoRA adapters here; merge one into the weights first")
     if priority is not None and any(priority if isinstance(priority, list | tuple) else [priority]):
