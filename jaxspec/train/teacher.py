@@ -22,7 +22,7 @@ def run_teacher(
       params: its parameters.
       batch: packed texts.
       reads: what the head reads.
-      routing: expert layers whose choices are wanted.
+      routing: expert layers whose choices the head is trained on.
     """
     if batch.cached is not None:
         features = jax.tree.map(lambda x: x.astype(jnp.float32), batch.cached.features)
