@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.compare import PROPOSALS, propose_often
-from jaxspec.bench.describe import describe_machine, describe_versions
-from jaxspec.bench.model_cost import model_cost, routed_order
-from jaxspec.bench.touched import routed_experts
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
-from jaxspec.draft.lengths import LENGTH_KEYS
+from jaxspec.draft.speculation_schedule import SCHEDULE_KEYS
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import describe_machine, describe_versions
+from jaxspec.inspect.model_cost import model_cost, routed_order
+from jaxspec.inspect.routes import routed_experts
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.perf.calibration import VERSION, Calibration, OverlapRecord, Point, fit_points, record_of
+from jaxspec.perf.calibration import VERSION, Calibration, MeasuredCell, OverlapRecord, fit_points, record_of
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.overlap import MeasuredOverlap, measure_overlap
 from jaxspec.pytree import replace as with_leaves
@@ -172,7 +172,7 @@ def calibrate(
       ConfigError: the model has no tokenizer, or the grid does not fit it.
     """
     room = grid.contexts[-1] + grid.steps * (grid.all_lengths[-1] + 1) + 2
-    given = sorted(set(LENGTH_KEYS) & set(speculative))
+    given = sorted(set(SCHEDULE_KEYS) & set(speculative))
     if given:
         raise ConfigError(f"calibrate: the grid gives the lengths; leave {', '.join(given)} out")
     # A table by batch size makes an engine compile every length that it names.
@@ -254,7 +254,7 @@ def _filled(engine: Engine, rows: int, context: int, ids: Sequence[int]) -> Deco
     return state
 
 
-def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[dict[Cell, Point], float]:
+def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[dict[Cell, MeasuredCell], float]:
     """Medians over rounds in which all cells are measured in turn, and the median of their relative spreads."""
     steps: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
     drafts: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
@@ -273,7 +273,7 @@ def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[d
         quarter = len(taken) // 4
         spread = (taken[-1 - quarter] - taken[quarter]) / step_s
         draft_s = min(statistics.median(drafts[bench.cell]), 0.9 * step_s)
-        points[bench.cell] = Point(rows, length, context + round(bench.grown / 2), step_s, spread, draft_s)
+        points[bench.cell] = MeasuredCell(rows, length, context + round(bench.grown / 2), step_s, spread, draft_s)
     return points, max(statistics.median(p.spread for p in points.values()), 1e-4)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxspec.checkpoint.files.model_files import TEXT_FILES
 from jaxspec.checkpoint.files.shards import INDEX, SINGLE, weight_map
-from jaxspec.checkpoint.heads.config import is_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.heads.tensors import ARCHIVES
 from jaxspec.checkpoint.hub_progress import told
 from jaxspec.checkpoint.load.model import no_directory, read_config

@@ -20,10 +20,10 @@ def inspect_head(path: Path, target: Path | None, *, as_json: bool, color: bool)
     """
     if target is None:
         raise ConfigError(f"{path}: it is a draft head; name the model that it drafts for with --target DIR")
-    from jaxspec.checkpoint.heads.traps import look_at
+    from jaxspec.checkpoint.heads.traps import check_head
     from jaxspec.checkpoint.heads.verifier import provenance
 
-    found, refusal = look_at(path, target)
+    found, refusal = check_head(path, target)
     trained = provenance(path)
     wrong = bool(refusal) or any(finding.verdict == "error" for finding in found)
     if as_json:

@@ -13,9 +13,9 @@ from jaxspec.errors import ConfigError
 if TYPE_CHECKING:
     from jaxspec.cli.screen import Screen
     from jaxspec.perf.cost import Mesh, ModelCost
-    from jaxspec.perf.draft import Acceptance, DraftCost
+    from jaxspec.perf.drafting import AcceptanceModel, DraftCost
     from jaxspec.perf.hardware import Hardware
-    from jaxspec.perf.plan import BatchPlan, Question
+    from jaxspec.perf.planner import BatchPlan, Question
 
 PADDING_ROWS = 1024  # by which vocabularies of one tokenizer may differ
 AXIS = re.compile(r"(data|expert|tensor)=(\d+)")
@@ -91,7 +91,7 @@ def run(args: PlanArgs) -> int:
 
         return plan_devices.run(args)
     from jaxspec.perf.claims import claims
-    from jaxspec.perf.plan import plan
+    from jaxspec.perf.planner import plan
 
     question, machine = question_of(args)
     if args.rules:
@@ -102,7 +102,7 @@ def run(args: PlanArgs) -> int:
         found = [_record(p, args.price_per_hour) for p in plans]
     about = _about(question, machine)
     if args.plot is not None:
-        from jaxspec.bench.plan_plot import plot_plan
+        from jaxspec.inspect.plan_plot import plot_plan
 
         plot_plan(question, plans or plan(question, args.batch), args.plot, title=f"{question.model.name} on {machine}")
     if args.json:
@@ -126,12 +126,12 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
     Raises:
       ConfigError: model, hardware, mesh, drafter, acceptance or calibration are not usable.
     """
-    from jaxspec.bench.model_cost import model_cost
-    from jaxspec.bench.shipped import model_config
+    from jaxspec.inspect.model_cost import model_cost
+    from jaxspec.inspect.shipped import model_config
     from jaxspec.perf.calibration import Predictor, load_calibration
     from jaxspec.perf.machine import assumed_machines, calibrated_machines, default_mesh
     from jaxspec.perf.overlap import AssumedOverlap
-    from jaxspec.perf.plan import TREES, Question
+    from jaxspec.perf.planner import TREES, Question
 
     name, config = model_config(args.model)
     model = model_cost(config, name=name, dtype=args.dtype, quantization=args.quantization)
@@ -236,10 +236,10 @@ def drafters_of(wanted: str | None, model: "ModelCost") -> tuple["DraftCost", ..
     Raises:
       ConfigError: it is not known, or the model has none of its kind.
     """
-    from jaxspec.bench.model_cost import model_cost
-    from jaxspec.bench.shipped import model_config
-    from jaxspec.perf.draft import KINDS, DraftCost
-    from jaxspec.perf.plan import possible_drafters
+    from jaxspec.inspect.model_cost import model_cost
+    from jaxspec.inspect.shipped import model_config
+    from jaxspec.perf.drafting import KINDS, DraftCost
+    from jaxspec.perf.planner import possible_drafters
 
     possible = possible_drafters(model)
     if wanted is None:
@@ -261,13 +261,13 @@ def drafters_of(wanted: str | None, model: "ModelCost") -> tuple["DraftCost", ..
     return (DraftCost("draft_model", draft),)
 
 
-def acceptance_of(text: str | None) -> "Acceptance | None":
+def acceptance_of(text: str | None) -> "AcceptanceModel | None":
     """One probability for every draft, or survival per position.
 
     Raises:
       ConfigError: the text says something else.
     """
-    from jaxspec.perf.draft import Acceptance, acceptance_of_positions
+    from jaxspec.perf.drafting import AcceptanceModel, acceptance_of_positions
 
     if text is None:
         return None
@@ -275,13 +275,13 @@ def acceptance_of(text: str | None) -> "Acceptance | None":
         values = [float(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"plan: --acceptance is like 0.7 or 0.9,0.72,0.48; got {text!r}") from None
-    return Acceptance((values[0],)) if len(values) == 1 else acceptance_of_positions(values)
+    return AcceptanceModel((values[0],)) if len(values) == 1 else acceptance_of_positions(values)
 
 
 def _about(question: "Question", machine: str) -> dict[str, Any]:
     """What a plan rests on."""
-    from jaxspec.perf.draft import ASSUMED
-    from jaxspec.perf.plan import fitting_rows
+    from jaxspec.perf.drafting import ASSUMED
+    from jaxspec.perf.planner import fitting_rows
 
     model = question.model
     assumed = {d.kind: ASSUMED[d.kind][3] for d in question.drafters if d.kind not in question.acceptance}
@@ -298,7 +298,7 @@ def _about(question: "Question", machine: str) -> dict[str, Any]:
 
 def _record(p: "BatchPlan", price_per_hour: float | None) -> dict[str, Any]:
     """A batch ready for JSON."""
-    from jaxspec.perf.plan import price_per_million
+    from jaxspec.perf.planner import price_per_million
 
     found = asdict(p) | {"best": {**asdict(p.best), "pays": p.best.verdict}, "fits": p.memory.fits}
     found["memory"]["total_bytes"] = p.memory.total_bytes
@@ -317,7 +317,7 @@ def show(
     from rich.table import Table
 
     from jaxspec.cli.inspect import amount
-    from jaxspec.perf.plan import price_per_million
+    from jaxspec.perf.planner import price_per_million
 
     via = any(p.transports for p in plans)
     columns = (*COLUMNS, *(("via",) if via else ()), *(("price",) if price else ()))

@@ -47,7 +47,7 @@ class Loop:
       tokens: ids and positions.
       window: of the forward; None without a cache.
       taps: layers whose input is kept.
-      commons: expert layers of which is kept what their shared experts return, see ``Routing.common_MD``.
+      shared_outputs: expert layers of which is kept what their shared experts return, see ``Routing.common_MD``.
       routes: whether expert choices are kept.
     """
 
@@ -58,7 +58,7 @@ class Loop:
     tokens: tuple[Array, Array]
     window: Window | None
     taps: tuple[int, ...] = ()
-    commons: tuple[int, ...] = ()
+    shared_outputs: tuple[int, ...] = ()
     routes: bool = False
     _blocks: list[Block] = field(init=False)
 
@@ -102,7 +102,7 @@ class Loop:
             out: Any = block.apply({"params": own}, x, *self.tokens, caches[place], window, shared, y)
             x, cache, shared, routing = out
             written.append(cache)
-            kept |= {("common", b): routing.common_MD for b in self.commons if self._place(b)[1] == place}
+            kept |= {("common", b): routing.common_MD for b in self.shared_outputs if self._place(b)[1] == place}
             choices += [replace(routing, common_MD=None)] if self.routes and routing is not None else []
         return x, tuple(written), shared, kept, tuple(choices)
 

@@ -15,7 +15,7 @@ from jaxspec.nn.lookup import lookup
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.unrolled import Unrolled
-from jaxspec.protocol import NOTHING, Features, Reads
+from jaxspec.protocol import NO_CAPTURE, CaptureSpec, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array, Params
 
@@ -29,13 +29,13 @@ class HeadSpec:
 
     With the last hidden state and a product in front of an ordinary layer it is EAGLE-1 (Li 2024, 2401.15077), with
     taps and a first layer whose attention reads both parts EAGLE-3 (Li 2025, 2503.01840); with a mask it drafts all
-    tokens in one pass, P-EAGLE (Hui 2026, 2602.01469); with commons it reads the shared experts, and with routing it
-    predicts the target's experts, which are our own.
+    tokens in one pass, P-EAGLE (Hui 2026, 2602.01469); with shared_outputs it reads the shared experts, and with
+    routing it predicts the target's experts, which are our own.
 
     Attributes:
       arch: its network: width, layers and norms; the vocabulary is the target's.
       target_dim: width of each vector that it reads.
-      reads: taps and commons.
+      reads: taps and shared_outputs.
       last: whether it reads the target's last hidden state, before the others.
       join: ``product`` of token and feature in front of the first layer, or ``attention`` that reads both.
       join_bias: whether the product that maps features to the head's width has a bias.
@@ -52,7 +52,7 @@ class HeadSpec:
 
     arch: ArchSpec
     target_dim: int
-    reads: Reads = NOTHING
+    reads: CaptureSpec = NO_CAPTURE
     last: bool = False
     join: Literal["product", "attention"] = "attention"
     join_bias: bool = False
@@ -69,7 +69,7 @@ class HeadSpec:
     @property
     def parts(self) -> int:
         """How many of the target's vectors it reads."""
-        return int(self.last) + len(self.reads.taps) + len(self.reads.commons)
+        return int(self.last) + len(self.reads.taps) + len(self.reads.shared_outputs)
 
     @property
     def feature_dim(self) -> int:
@@ -79,7 +79,7 @@ class HeadSpec:
     def feature(self, features: Features) -> Array:
         """What it reads, [B, T, X]."""
         parts = (features.last_BTD,) if self.last else ()
-        return jnp.concatenate([*parts, *features.taps, *features.commons], axis=-1)
+        return jnp.concatenate([*parts, *features.taps, *features.shared_outputs], axis=-1)
 
 
 class JoinLayer(nn.Module):

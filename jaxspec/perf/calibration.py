@@ -13,16 +13,16 @@ from scipy.optimize import nnls
 
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import ModelCost, Rates
-from jaxspec.perf.fit import Fit, Sample, fit, token_count_model
 from jaxspec.perf.overlap import MeasuredOverlap
-from jaxspec.perf.step_time import step_time
+from jaxspec.perf.pass_time import step_time
+from jaxspec.perf.rate_fit import Fit, MeasuredPass, fit, token_count_model
 from jaxspec.whole_file import write_whole
 
 VERSION = 1
 REACH = 1.0  # doublings over which a measured point draws predictions to itself
 
 
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MeasuredCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One measured cell.
 
     Attributes:
@@ -86,11 +86,11 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     date: str
     settings: dict[str, str | int | float]
     noise_floor: float
-    points: tuple[Point, ...]
+    points: tuple[MeasuredCell, ...]
     overlap: OverlapRecord | None
     fit: FitRecord
     token_count_fit: FitRecord
-    held_out: tuple[Point, ...] = ()
+    held_out: tuple[MeasuredCell, ...] = ()
 
     @property
     def measured_overlap(self) -> MeasuredOverlap | None:
@@ -100,10 +100,10 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def fit_points(
-    model: ModelCost, points: Sequence[Point], overlap: MeasuredOverlap | None, noise: float
+    model: ModelCost, points: Sequence[MeasuredCell], overlap: MeasuredOverlap | None, noise: float
 ) -> tuple[Fit, Fit]:
     """Fits the model of step time, and the one that counts tokens alone, to the same points."""
-    samples = [Sample(p.rows, p.length + 1, p.context, p.verify_s) for p in points]
+    samples = [MeasuredPass(p.rows, p.length + 1, p.context, p.verify_s) for p in points]
     return fit(model, samples, overlap=overlap, noise=noise), fit(token_count_model(model), samples, noise=noise)
 
 
@@ -211,17 +211,17 @@ class Predictor:
         return nnls(terms * scale[:, None], np.ones(len(points)))[0]
 
     @cached_property
-    def _verify_errors(self) -> list[tuple[Point, float]]:
+    def _verify_errors(self) -> list[tuple[MeasuredCell, float]]:
         return [
             (p, math.log(p.verify_s / self.formula_s(p.rows, p.length + 1, p.context))) for p in self.calibration.points
         ]
 
     @cached_property
-    def _draft_errors(self) -> list[tuple[Point, float]]:
+    def _draft_errors(self) -> list[tuple[MeasuredCell, float]]:
         drafted = [p for p in self.calibration.points if p.draft_s > 0]
         return [(p, math.log(p.draft_s / self._line(p.rows, p.length))) for p in drafted]
 
-    def _drawn(self, errors: list[tuple[Point, float]], rows: int, length: int, context: int) -> float:
+    def _drawn(self, errors: list[tuple[MeasuredCell, float]], rows: int, length: int, context: int) -> float:
         """Correction by the measured cells, weighted by the inverse square of their distance (Shepard 1968)."""
         total, weight = 0.0, 1 / REACH**2
         for point, error in errors:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from jaxspec.perf.cost import Mesh, byte_ratio
-from jaxspec.perf.draft import Acceptance
+from jaxspec.perf.drafting import AcceptanceModel
 from jaxspec.perf.links import link_time
 from jaxspec.perf.machine import AssumedMachine
 from jaxspec.perf.moesd import (
@@ -15,7 +15,7 @@ from jaxspec.perf.moesd import (
     tokens_per_expert,
 )
 from jaxspec.perf.overlap import AssumedOverlap
-from jaxspec.perf.plan import PAYS, Option, Question, option
+from jaxspec.perf.planner import PAYS, Option, Question, option
 
 FIXED = 0.7  # acceptance per draft where a rule names none, so that batch sizes and contexts can be compared
 
@@ -37,7 +37,9 @@ class Claim:
 
 def claims(question: Question) -> tuple[Claim, ...]:
     """Every rule, held against a question's model, machine and first drafter."""
-    fixed = replace(question, acceptance={d.kind: (Acceptance((FIXED,)),) * 3 for d in question.drafters}, trees=())
+    fixed = replace(
+        question, acceptance={d.kind: (AcceptanceModel((FIXED,)),) * 3 for d in question.drafters}, trees=()
+    )
     rules: tuple[Callable[[Question], Claim], ...] = (
         _large_batch, _small_batch, _best_length, _long_context, _temperature, _prefill, _rate, _half, _drop,
         _saturated, _headroom, _static, _rounds, _promise,
@@ -91,7 +93,7 @@ def _best_length(q: Question) -> Claim:
 
 
 def _accepting(q: Question, acceptance: float) -> Question:
-    return replace(q, acceptance={d.kind: (Acceptance((acceptance,)),) * 3 for d in q.drafters})
+    return replace(q, acceptance={d.kind: (AcceptanceModel((acceptance,)),) * 3 for d in q.drafters})
 
 
 def _long_context(q: Question) -> Claim:

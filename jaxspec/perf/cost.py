@@ -100,6 +100,39 @@ class ModelCost:
     chain_only: str | None = None
     prediction: "ModelCost | None" = None
 
+    @classmethod
+    def from_totals(
+        cls,
+        *,
+        layers: int,
+        dense_bytes: float,
+        weight_bytes: float = 2.0,
+        routed_layers: int = 0,
+        experts: int = 0,
+        top_k: int = 0,
+        expert_bytes: float = 0.0,
+        entry_bytes: float = 0.0,
+    ) -> "ModelCost":
+        """Makes a coarse model from sums over its parameters, for predictions of ratios.
+
+        Args:
+          layers: how many.
+          dense_bytes: of all weights that every pass reads: neither routed experts nor the embedding.
+          weight_bytes: of one number of them.
+          routed_layers: how many of the layers have routed experts.
+          experts: E of each of them.
+          top_k: A of each of them.
+          expert_bytes: of one expert of one layer.
+          entry_bytes: of all caches, per cached position.
+        """
+        each, flops = dense_bytes / layers, 2.0 / weight_bytes
+        cache = (CacheCost(entry_bytes / layers),)
+        kinds = (
+            LayerCost(layers - routed_layers, each, each * flops, cache),
+            LayerCost(routed_layers, each, each * flops, cache, experts, top_k, expert_bytes, expert_bytes * flops),
+        )
+        return cls("", 0, 0, 0, tuple(kind for kind in kinds if kind.count), head_bytes=0.0, head_flops=0.0)
+
     @property
     def routed(self) -> LayerCost | None:
         """The kind of routed layer with the most layers, None for a dense model."""
@@ -209,7 +242,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Work:
+class PassWork:
     """Bytes that must move and products that must be computed at the same time, the same ``count`` times over.
 
     Attributes:
@@ -245,7 +278,7 @@ def works(
     mesh: Mesh | None = None,
     overlap: Overlap | None = None,
     head_positions: int | None = None,
-) -> list[Work]:
+) -> list[PassWork]:
     """What one pass over ``positions`` positions of each row moves and computes, on the slowest device.
 
     Args:
@@ -268,17 +301,17 @@ def works(
     found = []
     for layer in model.layers:
         products = local * positions * layer.dense_flops
-        found.append(Work("dense", layer.count, layer.dense_bytes / tensor, products / tensor))
+        found.append(PassWork("dense", layer.count, layer.dense_bytes / tensor, products / tensor))
         for c in layer.caches:
             read = local * c.entry_bytes * c.entries(positions, context) / min(c.heads, tensor)
-            found.append(Work("kv", layer.count, read, local * c.flops(positions, context) / tensor))
+            found.append(PassWork("kv", layer.count, read, local * c.flops(positions, context) / tensor))
     for layer, place, times in routed_places(model, overlap):
         touched = overlap.touched(layer.experts, layer.top_k, group, positions, place)
         busiest = busiest_share(touched, layer.experts, mesh.expert) / tensor
         products = layer.top_k * group * positions * layer.expert_flops * busiest / touched
-        found.append(Work("experts", times, layer.expert_bytes * busiest, products))
+        found.append(PassWork("experts", times, layer.expert_bytes * busiest, products))
     if heads:
-        found.append(Work("head", 1, model.head_bytes / tensor, local * heads * model.head_flops / tensor))
+        found.append(PassWork("head", 1, model.head_bytes / tensor, local * heads * model.head_flops / tensor))
         logits = local * heads * 4.0 * model.vocab_size / tensor
-        found.append(Work("sampling", 1, SAMPLING_PASSES * logits, 0.0))
+        found.append(PassWork("sampling", 1, SAMPLING_PASSES * logits, 0.0))
     return found

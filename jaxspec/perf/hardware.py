@@ -12,6 +12,11 @@ from jaxspec.perf.cost import SHARPNESS, Rates
 
 COUNTED = re.compile(r"(.+?)(?:x(\d+))?")
 SCENARIOS = ("low", "likely", "high")
+# A laptop's CPU, by orders of magnitude. Of several virtual devices on one CPU, what they send is copied in its memory.
+CPU_RATES = Rates(
+    layer_s=50e-6, byte_s=1 / 10e9, flop_s=1 / 50e9, expert_byte_s=1 / 10e9, expert_flop_s=1 / 50e9,
+    kv_byte_s=1 / 10e9, link_byte_s=1 / 5e9, link_s=20e-6,
+)  # fmt: skip
 
 
 class Assumed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

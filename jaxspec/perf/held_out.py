@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxspec.errors import ConfigError
-from jaxspec.perf.calibration import Calibration, Point, Predictor
+from jaxspec.perf.calibration import Calibration, MeasuredCell, Predictor
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.moesd import acceptance_length
 
@@ -97,11 +97,11 @@ def judge(calibration: Calibration, model: ModelCost) -> HeldOut:
     )
 
 
-def _tau(point: Point, acceptance: float) -> float:
+def _tau(point: MeasuredCell, acceptance: float) -> float:
     return acceptance_length(acceptance=acceptance, length=point.length)
 
 
-def _ratio(point: Point, verify_s: Time, draft_s: Time) -> float:
+def _ratio(point: MeasuredCell, verify_s: Time, draft_s: Time) -> float:
     """Predicted time of a step over that of a plain one."""
     rows, length, context = point.rows, point.length, point.context
     plain_s = verify_s(rows, 0, context)

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from jaxspec.perf.calibration import Predictor
 from jaxspec.perf.cost import Mesh, ModelCost, Rates
-from jaxspec.perf.draft import Branching, DraftCost, draft_time
+from jaxspec.perf.drafting import Branching, DraftCost, draft_time
 from jaxspec.perf.hardware import Hardware
 from jaxspec.perf.overlap import PUBLISHED_AT_4, AssumedOverlap, Overlap
-from jaxspec.perf.step_time import step_time
+from jaxspec.perf.pass_time import step_time
 
 
 class Machine(Protocol):

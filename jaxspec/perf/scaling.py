@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxspec.perf.cost import Mesh
 from jaxspec.perf.links import collectives
-from jaxspec.perf.plan import BatchPlan, Question, plan_batch
+from jaxspec.perf.planner import BatchPlan, Question, plan_batch
 
 
 @dataclass(frozen=True)

@@ -157,10 +157,10 @@ class LLM:
             on_progress("loading the drafter", 0, 0)
         draft = load_draft(config, self.model, quantization, download_dir)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
-        control = control_of(config.lengths, load_prior(config, self.model, quantization), config.from_tokens)
+        control = control_of(config.schedule, load_prior(config, self.model, quantization), config.from_tokens)
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
         target = Target(self.model.params, self.model.net, block)
-        budget = budget_of(config.cuts, self.model.net.arch)
+        budget = budget_of(config.pruning, self.model.net.arch)
         return Engine(target, drafter, self.spec, self.eos, agreed(control), budget, on_progress)
 
     def beside(self, control: Control) -> LLM:

@@ -8,8 +8,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files.fingerprint import digests
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import load_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, read_config
 from jaxspec.checkpoint.load.padding import check_vocabulary
 from jaxspec.draft import catalog
@@ -117,9 +117,9 @@ def load_prior(config: catalog.SpeculativeConfig, target: Model, quantization: s
     Raises:
       ConfigError: they are of another model, drafter or dtype.
     """
-    if config.lengths.calibration is None:
+    if config.schedule.calibration is None:
         return None
-    found = load_calibration(Path(config.lengths.calibration))
+    found = load_calibration(Path(config.schedule.calibration))
     have = {
         "model": digests(target.config)["config_digest"], "drafter": config.method,
         "dtype": str(target.net.policy.param), "quantization": quantization,
@@ -128,7 +128,7 @@ def load_prior(config: catalog.SpeculativeConfig, target: Model, quantization: s
     wrong = [f"{name} {measured.get(name)!r}, not {have[name]!r}" for name in have if measured.get(name) != have[name]]
     if wrong:
         raise ConfigError(
-            f"speculative_config: {config.lengths.calibration} was measured with {'; '.join(wrong)}; run jaxspec "
+            f"speculative_config: {config.schedule.calibration} was measured with {'; '.join(wrong)}; run jaxspec "
             "calibrate with this model and drafter"
         )
     return step_ratios(found)

@@ -13,8 +13,8 @@ from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import ROUTED, MoeSpec
 from jaxspec.nn.policy import Policy
 from jaxspec.perf import cost
-from jaxspec.perf.hardware import known_hardware, load_hardware
-from jaxspec.perf.transport import CPU_RATES, TRANSPORTS, Pass, Transport, choose
+from jaxspec.perf.hardware import CPU_RATES, known_hardware, load_hardware
+from jaxspec.perf.transport_cost import TRANSPORTS, Pass, Transport, choose
 from jaxspec.pytree import replace
 
 CONTEXT = 1024  # of a row, as `jaxspec plan` assumes

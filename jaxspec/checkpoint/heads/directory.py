@@ -15,15 +15,15 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from jaxspec.checkpoint.heads.config import is_head, spec_of
-from jaxspec.checkpoint.heads.formats import Format, Verifier, config_for, published_name
-from jaxspec.checkpoint.heads.names import head_rules
+from jaxspec.checkpoint.heads.formats import ExportFormat, Verifier, config_for, names_in
+from jaxspec.checkpoint.heads.identify import is_head, spec_of
+from jaxspec.checkpoint.heads.tensor_names import head_rules
 from jaxspec.checkpoint.heads.tensors import HeadFiles
 from jaxspec.checkpoint.load.fill import fill
-from jaxspec.checkpoint.load.model import over, read_config, shards_for
-from jaxspec.checkpoint.load.places import flatten, places
-from jaxspec.checkpoint.load.plan import Plan, mismatches
-from jaxspec.checkpoint.load.quantized import check_method, find
+from jaxspec.checkpoint.load.load_plan import LoadPlan, mismatches
+from jaxspec.checkpoint.load.model import policy_on_mesh, read_config, shardings_on
+from jaxspec.checkpoint.load.places import flatten, resolve_rules
+from jaxspec.checkpoint.load.stored import check_method, storage_of
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
@@ -51,14 +51,14 @@ def load_head(directory: str | Path, target: ArchSpec | None, policy: Policy, *,
       ConfigError: the config is of no known format, wrong, ambiguous, or not for this target.
       CheckpointError: tensors are missing, not known or misshaped, all named, or the draft vocabulary is damaged.
     """
-    plan, net = plan_head(directory, target, over(policy, mesh))
+    plan, net = plan_head(directory, target, policy_on_mesh(policy, mesh))
     plan.check()
     assert isinstance(plan.files, HeadFiles)
     ids_W = vocabulary(plan.files, net.spec)
-    return Head(net, fill(plan, shards_for(mesh, True)), ids_W)
+    return Head(net, fill(plan, shardings_on(mesh, True)), ids_W)
 
 
-def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) -> tuple[Plan, DraftHead | Medusa]:
+def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) -> tuple[LoadPlan, DraftHead | Medusa]:
     """What loading a head would do and what is wrong with its tensors, and its network; reads headers alone.
 
     Raises:
@@ -70,13 +70,13 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     spec = spec_of(config, files, target)
     net: Any = _net(spec, replace(policy, formats=(), slots=None))
     leaves = _leaves(net)
-    fills = places(head_rules(spec), leaves)
+    fills = resolve_rules(head_rules(spec), leaves)
     names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}
-    stored = {name: found for name in names if (found := find(files, name, check_method(config)))}
+    stored = {name: found for name in names if (found := storage_of(files, name, check_method(config)))}
     problems = mismatches(files, fills, leaves, stored)
     used = {tensor for s in stored.values() for tensor in s.tensors}
     problems["extra"] = sorted(set(files) - used - set(VOCABULARY) - _idle(spec))
-    return Plan(directory, files, leaves, fills, stored, net.policy, problems), net
+    return LoadPlan(directory, files, leaves, fills, stored, net.policy, problems), net
 
 
 def _idle(spec: HeadSpec | MedusaSpec) -> set[str]:
@@ -146,7 +146,9 @@ def holds_ids(d2t_W: np.ndarray, t2d_V: np.ndarray | None) -> bool:
     return len(d2t_W) > 1 and bool((np.diff(d2t_W) > 0).all())
 
 
-def save_head(head: Head, directory: str | Path, form: Format = "native", *, verifier: Verifier | None = None) -> None:
+def save_head(
+    head: Head, directory: str | Path, form: ExportFormat = "native", *, verifier: Verifier | None = None
+) -> None:
     """Writes a head; the directory appears, or replaces an older head, only when it is complete.
 
     Args:
@@ -182,17 +184,17 @@ def in_dtype(head: Head, dtype: str) -> Head:
     return replace(head, params=params)
 
 
-def head_tensors(head: Head, form: Format) -> dict[str, np.ndarray]:
+def head_tensors(head: Head, form: ExportFormat) -> dict[str, np.ndarray]:
     """Every parameter under its name in a format, and the draft vocabulary."""
     net: Any = head.net
     spec, found = head.net.spec, flatten(head.params["params"])
-    filled = places(head_rules(spec), _leaves(net))
+    filled = resolve_rules(head_rules(spec), _leaves(net))
     out: dict[str, np.ndarray] = {}
     for path, leaf in filled.items():
         for index, rule in leaf.rules.items():
             parts = PACKS[rule.pack].split(np.asarray(found[path])[index])
             for name, part in zip(rule.hub, parts, strict=True):
-                out |= dict.fromkeys(published_name(name, spec, form), np.ascontiguousarray(part))
+                out |= dict.fromkeys(names_in(name, spec, form), np.ascontiguousarray(part))
     if head.ids_W is not None:
         total = spec.vocab_size if isinstance(spec, MedusaSpec) else spec.arch.vocab_size
         out |= {"d2t": to_d2t(head.ids_W), "t2d": to_t2d(head.ids_W, total)}

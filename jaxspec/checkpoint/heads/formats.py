@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxspec.checkpoint.heads.config import FLAGS, INSIDE, NATIVE, TAPS
+from jaxspec.checkpoint.heads.identify import FLAGS, INSIDE, NATIVE, TAPS
 from jaxspec.checkpoint.heads.layers import layers_config
 from jaxspec.errors import ConfigError
 from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.nn.attention import AttentionSpec
 
-Format = Literal["native", "eagle3", "speculators", "medusa"]
-FORMATS: tuple[Format, ...] = ("native", "eagle3", "speculators", "medusa")
+ExportFormat = Literal["native", "eagle3", "speculators", "medusa"]
+FORMATS: tuple[ExportFormat, ...] = ("native", "eagle3", "speculators", "medusa")
 SPECULATORS_VERSION = "0.9.0"  # of the layout that is written
 
 
@@ -31,7 +31,7 @@ class Verifier:
 
 
 def config_for(
-    spec: HeadSpec | MedusaSpec, form: Format, dtype: str, reduced: bool, verifier: Verifier | None
+    spec: HeadSpec | MedusaSpec, form: ExportFormat, dtype: str, reduced: bool, verifier: Verifier | None
 ) -> dict[str, Any]:
     """The ``config.json`` of a head in a format.
 
@@ -66,7 +66,7 @@ def config_for(
     return _speculators(spec, dtype, verifier)
 
 
-def unable(spec: HeadSpec | MedusaSpec, form: Format, reduced: bool) -> list[str]:
+def unable(spec: HeadSpec | MedusaSpec, form: ExportFormat, reduced: bool) -> list[str]:
     """Why a format cannot express a head; empty where it can."""
     if form == "native":
         return []
@@ -78,7 +78,7 @@ def unable(spec: HeadSpec | MedusaSpec, form: Format, reduced: bool) -> list[str
     return why + (_unable_eagle3(spec) if form == "eagle3" else _unable_speculators(spec))
 
 
-def _other_form(spec: HeadSpec | MedusaSpec, form: Format, reduced: bool) -> str:
+def _other_form(spec: HeadSpec | MedusaSpec, form: ExportFormat, reduced: bool) -> str:
     """What can be done instead."""
     able = [other for other in FORMATS if other not in (form, "native") and not unable(spec, other, reduced)]
     others = f"These formats can: {', '.join(able)}" if able else "No other engine's format can"
@@ -94,7 +94,7 @@ def _unable_medusa(spec: MedusaSpec, form: str, reduced: bool) -> list[str]:
 
 def _unable_everywhere(spec: HeadSpec) -> list[str]:
     asked = {
-        "it reads shared experts (commons), which vLLM and SGLang hand to no head": bool(spec.reads.commons),
+        "it reads shared experts (commons), which vLLM and SGLang hand to no head": bool(spec.reads.shared_outputs),
         "it predicts the target's experts (routing), for which there is no tensor": bool(spec.routing),
         "it joins by a product as EAGLE-1 does, without the norms of EAGLE-3": spec.join == "product",
         "its product in front of the layers has a bias, which vLLM leaves out": spec.join_bias,
@@ -130,7 +130,7 @@ def _unable_speculators(spec: HeadSpec) -> list[str]:
     return [words for words, found in asked.items() if found]
 
 
-def published_name(name: str, spec: HeadSpec | MedusaSpec, form: Format) -> tuple[str, ...]:
+def names_in(name: str, spec: HeadSpec | MedusaSpec, form: ExportFormat) -> tuple[str, ...]:
     """What a tensor is called in a format; two names where engines want different ones."""
     if form != "eagle3" or isinstance(spec, MedusaSpec) or spec.mask_token is not None:
         return (name,)
@@ -146,7 +146,7 @@ def _native(spec: HeadSpec, dtype: str) -> dict[str, Any]:
     return {
         "architectures": [NATIVE],
         "dtype": dtype,
-        "head": {"taps": spec.reads.taps, "commons": spec.reads.commons} | stated,
+        "head": {"taps": spec.reads.taps, "commons": spec.reads.shared_outputs} | stated,
         "transformer_layer_config": layers_config(spec.arch),
     }
 

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxspec.checkpoint.files.stream import TensorFiles
-from jaxspec.checkpoint.heads.config import TAPS, Kind, default_taps, kind_of, spec_of, stated_taps, taps_of
 from jaxspec.checkpoint.heads.directory import plan_head, vocabulary
+from jaxspec.checkpoint.heads.identify import TAPS, HeadFormat, default_taps, head_format, spec_of, stated_taps, taps_of
 from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.checkpoint.heads.tensors import HeadFiles, layers_in
 from jaxspec.checkpoint.load.model import read_config
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
@@ -64,7 +64,7 @@ class Case:
 
     config: Mapping[str, Any]
     files: HeadFiles
-    kind: Kind
+    kind: HeadFormat
     spec: HeadSpec | MedusaSpec | None
     fault: str
     target: ArchSpec
@@ -94,7 +94,7 @@ class Case:
         return self.kind in ("eagle3", "speculators") and bool(self.eagle.get("use_aux_hidden_state", True))
 
 
-def look_at(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]:
+def check_head(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]:
     """All findings about a head, and why jaxspec refuses it, empty if it does not.
 
     Args:
@@ -106,7 +106,7 @@ def look_at(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]:
       CheckpointError: files are unreadable.
     """
     config, files, arch = read_config(directory), HeadFiles(directory), arch_of(read_config(target))
-    kind = kind_of(config, tuple(files))
+    kind = head_format(config, tuple(files))
     try:
         spec, fault = spec_of(config, files, arch), ""
     except ConfigError as error:

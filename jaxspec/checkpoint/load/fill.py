@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxspec.checkpoint.files.finite import all_finite, fault
-from jaxspec.checkpoint.load.places import Leaf, flatten, part_shapes, unflatten
-from jaxspec.checkpoint.load.plan import Plan, scale_steps
-from jaxspec.checkpoint.load.quantized import check_numbers, factors, numbers, values
+from jaxspec.checkpoint.load.load_plan import LoadPlan, scale_steps
+from jaxspec.checkpoint.load.places import TargetLeaf, flatten, part_shapes, unflatten
+from jaxspec.checkpoint.load.stored import check_numbers, factors, numbers, values
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import Rule
 from jaxspec.errors import CheckpointError
@@ -41,11 +41,11 @@ class Source:
 
     shape: Shape
     dtype: np.dtype
-    leaf: Leaf
+    leaf: TargetLeaf
     read: Callable[[Rule, Index], Taken]
 
 
-def fill(plan: Plan, shardings: Any = None, show: Show | None = None) -> Params:
+def fill(plan: LoadPlan, shardings: Any = None, show: Show | None = None) -> Params:
     """Reads every tensor into its final layout, dtype and place.
 
     Args:
@@ -59,13 +59,13 @@ def fill(plan: Plan, shardings: Any = None, show: Show | None = None) -> Params:
     """
     tree: Any = shardings(unflatten(plan.leaves)) if callable(shardings) else shardings
     wanted = flatten(tree) if tree is not None else {}
-    parts = {path: _sources(plan, path) for path in plan.fills}
+    parts = {path: _sources(plan, path) for path in plan.rules_by_leaf}
     places = {(path, name): _place(wanted.get(path), name) for path in parts for name in parts[path]}
     total = sum(_own_bytes(parts[path][name], place) for (path, name), place in places.items())
     placed, done = 0, {}
     for path, leaf in plan.leaves.items():
-        if path in plan.given:
-            done[path] = _given(plan.given[path], wanted.get(path))
+        if path in plan.computed:
+            done[path] = _given(plan.computed[path], wanted.get(path))
             continue
         arrays = {}
         for name, source in parts[path].items():
@@ -94,9 +94,9 @@ def _bounds(index: Index, shape: Shape) -> tuple[tuple[int, int], ...]:
     return tuple(s.indices(n)[:2] for s, n in zip(spans, shape, strict=True))
 
 
-def _sources(plan: Plan, path: str) -> dict[str, Source]:
+def _sources(plan: LoadPlan, path: str) -> dict[str, Source]:
     """What a parameter consists of: its data, and its scales if it stays quantised."""
-    leaf, rules = plan.leaves[path], plan.fills[path]
+    leaf, rules = plan.leaves[path], plan.rules_by_leaf[path]
     if not isinstance(leaf, Quantized):
         dtype = np.dtype(leaf.dtype)
         return {"data": Source(leaf.shape, dtype, rules, partial(_plain, plan, rules.part, dtype))}
@@ -107,7 +107,7 @@ def _sources(plan: Plan, path: str) -> dict[str, Source]:
     }
 
 
-def _plain(plan: Plan, part: Shape, dtype: np.dtype, rule: Rule, index: Index) -> Taken:
+def _plain(plan: LoadPlan, part: Shape, dtype: np.dtype, rule: Rule, index: Index) -> Taken:
     stored = [plan.stored[name] for name in rule.hub]
     pack = PACKS[rule.pack]
     cut, small, left = pack.cut([values(plan.files, s, dtype) for s in stored], part, index)
@@ -117,7 +117,7 @@ def _plain(plan: Plan, part: Shape, dtype: np.dtype, rule: Rule, index: Index) -
     return pack.join(cut, small)[left], taken
 
 
-def _data(plan: Plan, part: Shape, rule: Rule, index: Index) -> Taken:
+def _data(plan: LoadPlan, part: Shape, rule: Rule, index: Index) -> Taken:
     stored = [plan.stored[name] for name in rule.hub]
     pack = PACKS[rule.pack]
     cut, small, left = pack.cut([numbers(plan.files, s) for s in stored], part, index)
@@ -128,7 +128,7 @@ def _data(plan: Plan, part: Shape, rule: Rule, index: Index) -> Taken:
     return pack.join(cut, small)[left], taken
 
 
-def _scale(plan: Plan, part: Shape, leaf: Quantized, rule: Rule, index: Index) -> Taken:
+def _scale(plan: LoadPlan, part: Shape, leaf: Quantized, rule: Rule, index: Index) -> Taken:
     stored = [plan.stored[name] for name in rule.hub]
     parts = []
     for s, (rows, columns) in zip(stored, part_shapes(rule.pack, part), strict=True):
@@ -139,7 +139,7 @@ def _scale(plan: Plan, part: Shape, leaf: Quantized, rule: Rule, index: Index) -
     return PACKS[rule.pack].join(parts, part)[index], {s.tensors[-1]: plan.files.size(s.tensors[-1]) for s in stored}
 
 
-def _array(plan: Plan, source: Source, sharding: Sharding | None) -> jax.Array:
+def _array(plan: LoadPlan, source: Source, sharding: Sharding | None) -> jax.Array:
     if sharding is None:
         return jax.device_put(_piece(plan, source, (slice(None),) * len(source.shape)))
     pieces: dict[Any, np.ndarray] = {}  # several devices may hold the same one
@@ -159,7 +159,7 @@ def _given(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-def _piece(plan: Plan, source: Source, index: Index) -> np.ndarray:
+def _piece(plan: LoadPlan, source: Source, index: Index) -> np.ndarray:
     """A slice of an array; tensors that it does not touch are not read."""
     bounds = _bounds(index, source.shape)
     out = _aligned(tuple(stop - start for start, stop in bounds), source.dtype)
@@ -176,7 +176,7 @@ def _piece(plan: Plan, source: Source, index: Index) -> np.ndarray:
     return out
 
 
-def _damage(plan: Plan, rule: Rule, dtype: np.dtype) -> str:
+def _damage(plan: LoadPlan, rule: Rule, dtype: np.dtype) -> str:
     """What to say of tensors that make up a parameter with numbers that are not finite."""
     stored = [plan.stored[name] for name in rule.hub]
     plain = [s.data for s in stored if s.form is None]

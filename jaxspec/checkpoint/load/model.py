@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from jaxspec.checkpoint.files.model_files import check_text_files, file_in, read_json
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.fill import Show, fill
-from jaxspec.checkpoint.load.plan import Plan, make_plan
-from jaxspec.checkpoint.load.quantized import check_method
-from jaxspec.checkpoint.load.slots import check_placement, held_by_model, held_by_mtp, slots_for
+from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
+from jaxspec.checkpoint.load.slots import check_placement, slots_for, slots_of_model, slots_of_mtp
+from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.load.tied import with_own_head
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
@@ -83,7 +83,7 @@ def read_generation(directory: Path) -> dict[str, Any]:
 
 def plan_model(
     directory: str | Path, policy: Policy, quantization: str = "auto", placement: Placement | None = None
-) -> Plan:
+) -> LoadPlan:
     """What loading a directory would do and what is wrong with it, from its headers alone.
 
     Args:
@@ -104,7 +104,7 @@ def plan_model(
     net = Transformer(arch, replace(policy, slots=slots_for(placement)))
     return make_plan(
         directory, net, table.rules(arch), beside=table.beside(arch), ignored=table.not_read(arch),
-        block=check_method(config), quantization=quantization, files=files, held=held_by_model(placement),
+        block=check_method(config), quantization=quantization, files=files, slots_by_layer=slots_of_model(placement),
     )  # fmt: skip
 
 
@@ -139,19 +139,19 @@ def load_model(
     config = read_config(Path(directory))
     if placement is not None:
         check_placement(placement, config, arch_of(config), mesh)
-    plan = plan_model(directory, over(policy, mesh), quantization, placement)
+    plan = plan_model(directory, policy_on_mesh(policy, mesh), quantization, placement)
     plan.check()
     generation = read_generation(plan.directory)
-    params = fill(plan, shards_for(mesh, allow_replication), show)
+    params = fill(plan, shardings_on(mesh, allow_replication), show)
     return Model(plan.net, params, config, generation, plan.directory)
 
 
-def over(policy: Policy, mesh: Mesh | None) -> Policy:
+def policy_on_mesh(policy: Policy, mesh: Mesh | None) -> Policy:
     """The policy on a mesh, where routed experts lie stacked: an expert in an array of its own cannot be split off."""
     return policy if mesh is None else replace(policy, mesh=mesh.abstract_mesh, experts="stacked")
 
 
-def shards_for(mesh: Mesh | None, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
+def shardings_on(mesh: Mesh | None, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
     """What makes the shardings of parameters from their shapes, None for one device."""
     return None if mesh is None else partial(named_shardings, mesh=mesh, allow_replication=allow_replication)
 
@@ -185,8 +185,8 @@ def load_mtp(
         )
     block, rules = check_method(read_config(directory)), known_tables()[arch.family].mtp_rules(arch)
     plan = make_plan(
-        directory, Mtp(arch, over(net.policy, mesh)), rules, block=block, quantization=quantization,
-        held=held_by_mtp(arch, net.policy.slots, mesh),
+        directory, Mtp(arch, policy_on_mesh(net.policy, mesh)), rules, block=block, quantization=quantization,
+        slots_by_layer=slots_of_mtp(arch, net.policy.slots, mesh),
     )  # fmt: skip
     missing = plan.problems["missing"]
     if missing:
@@ -196,5 +196,5 @@ def load_mtp(
             "download the published files, or speculate with another method"
         )
     plan.check()
-    params = fill(plan, shards_for(mesh), show)
+    params = fill(plan, shardings_on(mesh), show)
     return Mtp(arch, plan.policy), params

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.load.slots import TABLE, Held
+from jaxspec.checkpoint.load.slots import TABLE, ExpertSlots
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import Rule
 from jaxspec.models.arch import ArchSpec, LayerSpec, Segment, segments
@@ -20,11 +20,11 @@ from jaxspec.nn.quantized import Quantized, abstract_quantized
 from jaxspec.shapes import Params
 
 STACKED = {own_name(name): name for name in ROUTED}
-NO_SLOTS: Mapping[str, Held] = {}
+NO_SLOTS: Mapping[str, ExpertSlots] = {}
 
 
 @dataclass(frozen=True)
-class Leaf:
+class TargetLeaf:
     """One parameter and the rules that fill it.
 
     Attributes:
@@ -104,31 +104,36 @@ def unflatten(leaves: Mapping[str, Any]) -> Params:
     return tree
 
 
-def places(
-    rules: Iterable[Rule], leaves: Mapping[str, Any], arch: ArchSpec | None = None, held: Mapping[str, Held] = NO_SLOTS
-) -> dict[str, Leaf]:
+def resolve_rules(
+    rules: Iterable[Rule],
+    leaves: Mapping[str, Any],
+    arch: ArchSpec | None = None,
+    slots_by_layer: Mapping[str, ExpertSlots] = NO_SLOTS,
+) -> dict[str, TargetLeaf]:
     """What fills each leaf; rules whose parameter is not there are left out.
 
     Args:
       rules: of a table.
       leaves: abstract parameters by path.
       arch: says which layers lie in one stack, None where none do.
-      held: which slots an expert's weights fill, by the path of its layer; one of its own number elsewhere.
+      slots_by_layer: which slots an expert's weights fill, by the path of its layer; one of its own number elsewhere.
     """
     cut = _cut(leaves, arch)
-    found: dict[str, Leaf] = {}
+    found: dict[str, TargetLeaf] = {}
     for rule in rules:
-        for path, index in _place(rule.leaf, leaves, cut, held):
-            leaf = found.setdefault(path, Leaf(leaves[path].shape, len(index), {}))
+        for path, index in _place(rule.leaf, leaves, cut, slots_by_layer):
+            leaf = found.setdefault(path, TargetLeaf(leaves[path].shape, len(index), {}))
             leaf.rules[index] = rule
     return found
 
 
-def tables(held: Mapping[str, Held], leaves: Mapping[str, Any], arch: ArchSpec) -> dict[str, np.ndarray]:
-    """The parameters that say which slots an expert has; arguments as of ``places``."""
+def tables(
+    slots_by_layer: Mapping[str, ExpertSlots], leaves: Mapping[str, Any], arch: ArchSpec
+) -> dict[str, np.ndarray]:
+    """The parameters that say which slots an expert has; arguments as of ``resolve_rules``."""
     cut = _cut(leaves, arch)
     found: dict[str, np.ndarray] = {}
-    for folder, own in held.items():
+    for folder, own in slots_by_layer.items():
         path, index = _stacked(f"{folder}/{TABLE}", cut)
         whole = found.setdefault(path, np.empty(leaves[path].shape, np.int32))
         whole[index] = own.table(whole.shape[-1])
@@ -149,7 +154,7 @@ def _stacked(path: str, cut: tuple[Segment, ...]) -> tuple[str, tuple[int, ...]]
 
 
 def _place(
-    rule: str, leaves: Mapping[str, Any], cut: tuple[Segment, ...], held: Mapping[str, Held]
+    rule: str, leaves: Mapping[str, Any], cut: tuple[Segment, ...], slots_by_layer: Mapping[str, ExpertSlots]
 ) -> list[tuple[str, tuple[int, ...]]]:
     path, index = _stacked(rule, cut)
     if path in leaves:
@@ -158,12 +163,12 @@ def _place(
     base, _, number = name.rpartition("_")
     if base not in STACKED or f"{folder}/{STACKED[base]}" not in leaves:
         return []
-    own = held.get(rule.rpartition("/")[0])
+    own = slots_by_layer.get(rule.rpartition("/")[0])
     filled = (int(number),) if own is None else own.filled_by(int(number))
     return [(f"{folder}/{STACKED[base]}", (*index, slot)) for slot in filled]
 
 
-def published_shapes(leaf: Leaf, rule: Rule) -> list[tuple[int, ...]]:
+def hub_shapes(leaf: TargetLeaf, rule: Rule) -> list[tuple[int, ...]]:
     """Shapes of what the published tensors of one rule stand for."""
     return part_shapes(rule.pack, leaf.part)
 

@@ -18,7 +18,7 @@ TABLE = "slots_EX"
 
 
 @dataclass(frozen=True)
-class Held:
+class ExpertSlots:
     """Slots of one expert layer.
 
     Attributes:
@@ -41,10 +41,10 @@ class Held:
         return table_EX
 
 
-def _held(slots: tuple[int, ...], experts: int) -> Held:
+def _expert_slots(slots: tuple[int, ...], experts: int) -> ExpertSlots:
     found = slots_by_expert(slots, experts)
     used = {slot for of in found for slot in of}
-    return Held(tuple(map(tuple, found)), tuple(s for s in range(len(slots)) if s not in used))
+    return ExpertSlots(tuple(map(tuple, found)), tuple(s for s in range(len(slots)) if s not in used))
 
 
 def check_placement(placement: Placement, config: Mapping[str, Any], arch: ArchSpec, mesh: Mesh | None) -> None:
@@ -79,22 +79,22 @@ def slots_for(placement: Placement | None) -> Slots | None:
     return Slots(placement.redundant, most)
 
 
-def held_by_model(placement: Placement | None) -> dict[str, Held]:
+def slots_of_model(placement: Placement | None) -> dict[str, ExpertSlots]:
     """Slots by the path of their layer, empty without a placement."""
     if placement is None:
         return {}
     return {
-        f"layers_{layer.layer}/ffn": _held(layer.slots, len(layer.slots) - placement.redundant)
+        f"layers_{layer.layer}/ffn": _expert_slots(layer.slots, len(layer.slots) - placement.redundant)
         for layer in placement.layers
     }
 
 
-def held_by_mtp(arch: ArchSpec, slots: Slots | None, mesh: Mesh | None) -> dict[str, Held]:
+def slots_of_mtp(arch: ArchSpec, slots: Slots | None, mesh: Mesh | None) -> dict[str, ExpertSlots]:
     """Slots of the layers of multi-token prediction, whose load nobody measures: experts lie in their own order."""
     if slots is None or mesh is None:
         return {}
     return {
-        f"mtp_{n}/block/ffn": _held(
+        f"mtp_{n}/block/ffn": _expert_slots(
             contiguous(layer.ffn.experts, mesh.shape["expert"], slots.redundant), layer.ffn.experts
         )
         for n, layer in enumerate(arch.mtp)

@@ -21,7 +21,7 @@ def with_own_head(arch: ArchSpec, table: Table, files: TensorFiles) -> ArchSpec:
       table: of its family.
       files: of the model.
     """
-    (embedding,), (head,) = table.published("embed_VD"), table.published("head_DV")
+    (embedding,), (head,) = table.hub_names("embed_VD"), table.hub_names("head_DV")
     if not arch.tied or head not in files or embedding not in files or _equal(files, embedding, head):
         return arch
     return replace(arch, tied=False)

@@ -61,19 +61,19 @@ class Table:
 
     def rules(self, arch: ArchSpec) -> Iterator[Rule]:
         """Every rule of the model itself with layer and expert numbers filled in."""
-        embedding = self.published("embed_VD")
+        embedding = self.hub_names("embed_VD")
         for rule in self.top:
             yield replace(rule, hub=embedding) if rule.leaf == "head_DV" and arch.tied else rule
         for y, layer in enumerate(arch.layers):
             yield from self._layer(f"layers_{y}/", self.prefix.replace("{y}", str(y)), layer.ffn)
 
-    def published(self, leaf: str) -> tuple[str, ...]:
+    def hub_names(self, leaf: str) -> tuple[str, ...]:
         """Published names of a parameter outside the layers."""
         return next(rule.hub for rule in self.top if rule.leaf == leaf)
 
     def not_read(self, arch: ArchSpec) -> tuple[str, ...]:
         """Endings of the published names that nothing reads: a tied head is the embedding once more."""
-        return (*self.ignored, *(self.published("head_DV") if arch.tied else ()))
+        return (*self.ignored, *(self.hub_names("head_DV") if arch.tied else ()))
 
     def beside(self, arch: ArchSpec) -> tuple[str, ...]:
         """Beginnings of the published names of what the model itself does without, such as multi-token prediction."""

@@ -17,7 +17,7 @@ from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
 from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 BASE = json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text())
@@ -42,7 +42,7 @@ LATENT: dict[str, Any] = LAYERS | {
 
 def spec(layers: dict[str, Any] | None = None, **changes: Any) -> HeadSpec:
     """An EAGLE-3 head with three taps and a reduced vocabulary, or another."""
-    given = {"reads": Reads(taps=(2, 4, 5)), "draft_vocab": W} | changes
+    given = {"reads": CaptureSpec(taps=(2, 4, 5)), "draft_vocab": W} | changes
     return HeadSpec(layers_of(LAYERS | (layers or {})), D, **given)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.models.catalog import arch_of
 
 CONFIG = {

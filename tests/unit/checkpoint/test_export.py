@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint.files.stream import TensorFiles
-from jaxspec.checkpoint.load.export import published_tensors, save_model
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.checkpoint.load.places import abstract_params
+from jaxspec.checkpoint.load.save import export_tensors, save_model
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
@@ -94,7 +94,7 @@ def test_fresh_parameters_export_under_the_published_names(layout):
     arch = arch_of(json.loads(config.read_text()))
     shapes = abstract_params(Transformer(arch, Policy(BF16, BF16, *layout)))
     params = {"params": jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)}
-    out = published_tensors(params, arch, np.dtype(np.float16))
+    out = export_tensors(params, arch, np.dtype(np.float16))
     assert {name: value.shape for name, value in out.items()} == {
         name: tensor.shape for name, tensor in TensorFiles(config.parent).tensors.items()
     }

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.load.places import abstract_params, flatten, part_shapes, places
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.load.places import abstract_params, flatten, part_shapes, resolve_rules
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of, known_families
@@ -49,7 +49,7 @@ def test_name_table_is_a_bijection_onto_the_parameters(arch: ArchSpec, layout):
     names: list[str] = []
     for net, rules in sides:
         leaves = flatten(abstract_params(net))
-        found = places(rules, leaves, arch)
+        found = resolve_rules(rules, leaves, arch)
         assert set(found) == set(leaves)
         for path, leaf in found.items():
             assert leaf.shape == leaves[path].shape
@@ -63,7 +63,7 @@ def packed_parts() -> list[tuple[str, tuple[int, ...]]]:
     for source in GOLDENS:
         arch = arch_of(json.loads((source / "config.json").read_text()))
         leaves = flatten(abstract_params(Transformer(arch, Policy(BF16, BF16, "stacked"))))
-        for leaf in places(known_tables()[arch.family].rules(arch), leaves, arch).values():
+        for leaf in resolve_rules(known_tables()[arch.family].rules(arch), leaves, arch).values():
             found |= {(rule.pack, leaf.part) for rule in leaf.rules.values()}
     return sorted(found)
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.checkpoint.load.places import flatten
-from jaxspec.checkpoint.load.quantized import block_scales, dequantised, quantised
+from jaxspec.checkpoint.load.stored import block_scales, dequantize, quantize
 from jaxspec.errors import ConfigError
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.quantized import Format, Quantized
@@ -39,8 +39,8 @@ def test_own_quantisation_is_the_nearest(kind: str, shape: tuple[int, int]):
     form = Format("fp8" if kind == "fp8" else "int8", blocks)
     scale = block_scales(x, form)
     assert scale.shape == form.scale_shape(shape)
-    numbers = quantised(x, scale, form)
-    back = dequantised(numbers, scale, form, np.dtype(np.float32))
+    numbers = quantize(x, scale, form)
+    back = dequantize(numbers, scale, form, np.dtype(np.float32))
     for block in np.ndindex(scale.shape):
         here = tuple(slice(i * b, (i + 1) * b) for i, b in zip(block, blocks, strict=True))
         top = np.abs(x[here]).max()

@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.files.stream import TensorFiles
-from jaxspec.checkpoint.load.export import published_tensors
 from jaxspec.checkpoint.load.model import load_model, plan_model
 from jaxspec.checkpoint.load.places import abstract_params, flatten
-from jaxspec.checkpoint.load.quantized import block_scales, dequantised, quantised
+from jaxspec.checkpoint.load.save import export_tensors
+from jaxspec.checkpoint.load.stored import block_scales, dequantize, quantize
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
@@ -51,7 +51,7 @@ def grown(name: str, **config) -> tuple[dict, dict[str, np.ndarray]]:
     net, rng = Transformer(arch_of(config), policy(LAYOUTS[2])), np.random.default_rng(0)
     shapes = abstract_params(net)
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.02, leaf.shape).astype(leaf.dtype), shapes)
-    return config, published_tensors({"params": params}, net.arch, np.dtype(BF16))
+    return config, export_tensors({"params": params}, net.arch, np.dtype(BF16))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def ragged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         wide, form = tensors[name].astype(np.float32), Format("fp8", (128, 128))
         wide *= rng.lognormal(size=(len(wide), 1)).astype(np.float32)
         tensors[name + "_scale_inv"] = block_scales(wide, form)
-        tensors[name] = quantised(wide, tensors[name + "_scale_inv"], form)
+        tensors[name] = quantize(wide, tensors[name + "_scale_inv"], form)
     save_file(tensors, found["fp8"] / "model.safetensors")
     (found["fp8"] / "config.json").write_text(json.dumps(config))
     config, tensors = grown("gpt_oss_mxfp4", hidden_size=96, intermediate_size=64)
@@ -103,11 +103,11 @@ def test_fp8_blocks_by_plain_numpy(shape: tuple[int, int], dtype: str):
     for n in range(shape[0]):
         row = np.asarray([scale[n // 128, k // 128] for k in range(shape[1])])
         wanted[n] = (numbers[n].astype(np.float32) * row).astype(dtype)
-    assert dequantised(numbers, scale, form, np.dtype(dtype)).tobytes() == wanted.tobytes()
+    assert dequantize(numbers, scale, form, np.dtype(dtype)).tobytes() == wanted.tobytes()
     exponents = rng.integers(90, 160, scale.shape, dtype=np.uint8)
     factor = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
-    same = dequantised(numbers, factor, form, np.dtype(dtype))
-    power = dequantised(numbers, exponents, Format("fp8", (128, 128), True), np.dtype(dtype))
+    same = dequantize(numbers, factor, form, np.dtype(dtype))
+    power = dequantize(numbers, exponents, Format("fp8", (128, 128), True), np.dtype(dtype))
     assert power.tobytes() == same.tobytes()
 
 
@@ -122,10 +122,10 @@ def test_fp4_by_plain_numpy(turned: bool):
         wanted[:, k] = FP4[half] * np.ldexp(np.float32(1), exponents[:, k // 32].astype(np.int32) - 127)
     if turned:
         form = Format("fp4", (32, 1), exponent_scales=True, packed_axis=-2)
-        got = dequantised(numbers.T, exponents.T, form, np.dtype(np.float32)).T
+        got = dequantize(numbers.T, exponents.T, form, np.dtype(np.float32)).T
     else:
         form = Format("fp4", (1, 32), exponent_scales=True, packed_axis=-1)
-        got = dequantised(numbers, exponents, form, np.dtype(np.float32))
+        got = dequantize(numbers, exponents, form, np.dtype(np.float32))
     np.testing.assert_array_equal(got, wanted)
 
 
@@ -203,7 +203,7 @@ def test_kinds_whose_layers_differ_are_widened(ragged: dict[str, Path], tmp_path
 
     def edit(tensors: dict) -> None:
         scale = tensors.pop(name + "_scale_inv")
-        tensors[name] = dequantised(tensors[name], scale, Format("fp8", (128, 128)), np.dtype(BF16))
+        tensors[name] = dequantize(tensors[name], scale, Format("fp8", (128, 128)), np.dtype(BF16))
 
     model = load_model(edited(ragged["fp8"], tmp_path, edit), policy())
     whole = load_model(ragged["fp8"], policy(), quantization="none")
@@ -238,10 +238,10 @@ def test_base_checkpoints_of_deepseek_v4(tmp_path: Path):
                 tensors[name] = np.ldexp(np.float32(1), tensors[name].view(np.uint8).astype(np.int32) - 127)
                 continue
             form = Format("fp4", (1, 32), exponent_scales=True, packed_axis=-1)
-            wide = dequantised(data.view(np.uint8), tensors[name].view(np.uint8), form, np.dtype(np.float32))
+            wide = dequantize(data.view(np.uint8), tensors[name].view(np.uint8), form, np.dtype(np.float32))
             scale = 2.0 ** np.ceil(np.log2(block_scales(wide, Format("fp8", (128, 128)))))
             tensors[name] = scale.astype(np.float32)
-            tensors[name.removesuffix("scale") + "weight"] = quantised(wide, tensors[name], Format("fp8", (128, 128)))
+            tensors[name.removesuffix("scale") + "weight"] = quantize(wide, tensors[name], Format("fp8", (128, 128)))
 
     model = load_model(edited("deepseek_v4_fp4", tmp_path, edit), policy(dtype="float32"))
     formats = dict(model.net.policy.formats)

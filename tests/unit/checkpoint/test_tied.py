@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import Model, load_model, plan_model
+from jaxspec.checkpoint.load.save import save_model
 from jaxspec.nn.policy import Policy
 from tests.unit.checkpoint.model_edits import EMBEDDING, HEAD, edit_config, edit_tensors
 from tests.unit.serve.tiny_model import write_tiny_model

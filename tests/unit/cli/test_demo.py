@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxspec.checkpoint.heads.directory import save_head
-from jaxspec.checkpoint.load.export import save_model
+from jaxspec.checkpoint.load.save import save_model
 from jaxspec.cli.demo import PROMPTS, DemoArgs, drafter_line, plan_of, speculative_of
 from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import load_model, load_mtp
-from jaxspec.checkpoint.load.places import flatten, places
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.load.places import flatten, resolve_rules
+from jaxspec.checkpoint.load.save import save_model
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
@@ -245,7 +245,7 @@ def published(directory: Path, config: dict, drop: Callable[[str], bool] = lambd
     net, params, _, weights = random_pair(1)
     save_model(directory, params, net.arch, config, np.dtype("float32"))
     tensors, leaves = load_file(directory / "model.safetensors"), flatten(weights["params"])
-    for path, leaf in places(known_tables()["glm4_moe"].mtp_rules(net.arch), leaves, net.arch).items():
+    for path, leaf in resolve_rules(known_tables()["glm4_moe"].mtp_rules(net.arch), leaves, net.arch).items():
         for index, rule in leaf.rules.items():
             parts = PACKS[rule.pack].split(np.asarray(leaves[path])[index])
             tensors |= {name: np.ascontiguousarray(part) for name, part in zip(rule.hub, parts, strict=True)}

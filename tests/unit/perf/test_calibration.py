@@ -11,8 +11,8 @@ from jaxspec.errors import ConfigError
 from jaxspec.perf.calibration import (
     VERSION,
     Calibration,
+    MeasuredCell,
     OverlapRecord,
-    Point,
     Predictor,
     fit_points,
     load_calibration,
@@ -22,7 +22,7 @@ from jaxspec.perf.calibration import (
 from jaxspec.perf.cost import Rates
 from jaxspec.perf.held_out import ACCEPTANCES, judge
 from jaxspec.perf.overlap import MeasuredOverlap
-from jaxspec.perf.step_time import step_time
+from jaxspec.perf.pass_time import step_time
 from tests.unit.perf.models import routed_model
 
 RATES = Rates(
@@ -44,7 +44,7 @@ def draft_s(rows: int, length: int) -> float:
 @pytest.fixture(scope="module")
 def calibration() -> Calibration:
     cells = [(b, k, 100) for b in (1, 2, 4, 8) for k in (0, 1, 3, 7)] + [(b, k, 900) for b in (1, 8) for k in (0, 3)]
-    points = [Point(b, k, c, time_s(b, k, c) + draft_s(b, k), 0.01, draft_s(b, k)) for b, k, c in cells]
+    points = [MeasuredCell(b, k, c, time_s(b, k, c) + draft_s(b, k), 0.01, draft_s(b, k)) for b, k, c in cells]
     full, blind = fit_points(routed_model(), points, OVERLAP, 0.01)
     return Calibration(
         version=VERSION, model={"name": "routed", "config_digest": "0"}, machine={"cpu": "none", "cores": 1},
@@ -57,7 +57,7 @@ def calibration() -> Calibration:
 def test_held_out_cells_are_judged(calibration: Calibration):
     """The made-up machine reads experts: who counts them is right about cells between, who counts tokens is not."""
     cells = [(b, k, 100) for b in (1, 2, 4, 8) for k in (2, 5)] + [(b, k, 100) for b in (3, 6) for k in (0, 1, 2, 4)]
-    held = [Point(b, k, c, time_s(b, k, c) + draft_s(b, k), 0.01, draft_s(b, k)) for b, k, c in cells]
+    held = [MeasuredCell(b, k, c, time_s(b, k, c) + draft_s(b, k), 0.01, draft_s(b, k)) for b, k, c in cells]
     found = judge(msgspec.structs.replace(calibration, held_out=tuple(held)), routed_model())
     assert (found.cells, found.questions) == (16, 14 * len(ACCEPTANCES))
     assert 0 < found.pays < found.questions

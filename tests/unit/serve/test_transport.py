@@ -9,7 +9,7 @@ import pytest
 from jaxspec.config import shipped
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import Policy
-from jaxspec.perf.transport import CPU_RATES
+from jaxspec.perf.hardware import CPU_RATES
 from jaxspec.pytree import replace
 from jaxspec.serve.transport import pass_of, rates_of, transport_for
 from jaxspec.sharding.mesh import make_mesh

@@ -77,7 +77,7 @@ def test_kinds_differ_in_what_they_read_and_predict():
     assert net(kind="peagle").spec.mask_token == 39
     assert net(kind="peagle", mask_token=5).spec.mask_token == 5
     shared = net(kind="shared_expert", taps=[], commons="default", routing=[0, 2]).spec
-    assert shared.reads.commons == (2, 4, 6), "layer 1 is dense"
+    assert shared.reads.shared_outputs == (2, 4, 6), "layer 1 is dense"
     assert (shared.routing, shared.experts) == ((0, 2), 4)
 
 

@@ -1,0 +1,134 @@
+"""Parameters to a checkpoint directory that transformers, vLLM and llama.cpp read."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jaxspec.checkpoint.load.load_plan import scale_steps
+from jaxspec.checkpoint.load.places import abstract_params, flatten, resolve_rules
+from jaxspec.checkpoint.load.stored import E8M0, FP4_BLOCK, FP8_BLOCK, check_method, matrix_form
+from jaxspec.checkpoint.names.known import known_tables
+from jaxspec.checkpoint.names.packs import PACKS
+from jaxspec.checkpoint.names.table import Rule, Table
+from jaxspec.errors import ConfigError
+from jaxspec.models.arch import ArchSpec
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy, kind_of
+from jaxspec.nn.quantized import Format, Quantized
+from jaxspec.pytree import replace
+from jaxspec.shapes import Params
+
+Named = Iterator[tuple[str, np.ndarray]]
+
+
+def export_tensors(
+    params: Params, arch: ArchSpec, dtype: np.dtype, block: tuple[int, int] = FP8_BLOCK
+) -> dict[str, np.ndarray]:
+    """Every parameter under its published name and shape.
+
+    Args:
+      params: of a model.
+      arch: of the model.
+      dtype: of plain weights; those that the network keeps in float32 stay so.
+      block: numbers per scale of fp8 weights; finer blocks of parameters come from such ones.
+
+    Raises:
+      ConfigError: weights are quantised in a way that no published layout has.
+    """
+    table, leaves = known_tables()[arch.family], flatten(params["params"])
+    fixed = _fixed_dtypes(arch, dtype)
+    out: dict[str, np.ndarray] = {}
+    entries: dict[str, dict[int, np.ndarray]] = {}
+    for path, filled in resolve_rules(table.rules(arch), leaves, arch).items():
+        leaf = _on_host(leaves[path])
+        kind = kind_of(path.split("/"))
+        for index, rule in filled.rules.items():
+            if isinstance(leaf, Quantized):
+                named = _quantised(table, rule, leaf, index, block)
+            else:
+                parts = PACKS[rule.pack].split(leaf[index])
+                named = zip(rule.hub, (part.astype(fixed.get(kind, dtype)) for part in parts), strict=True)
+            for name, part in named:
+                whole, _, entry = name.partition("[")
+                if entry:
+                    entries.setdefault(whole, {})[int(entry.rstrip("]"))] = part
+                else:
+                    out[whole] = np.ascontiguousarray(part)
+    for name, parts in entries.items():
+        out[name] = np.ascontiguousarray(np.stack([parts[e] for e in sorted(parts)]))
+    return out
+
+
+def _on_host(leaf: Any) -> Any:
+    if isinstance(leaf, Quantized):
+        return replace(leaf, data=np.asarray(leaf.data), scale=np.asarray(leaf.scale))
+    return np.asarray(leaf)
+
+
+def _fixed_dtypes(arch: ArchSpec, dtype: np.dtype) -> dict[str, np.dtype]:
+    """Kinds of parameters whose dtype is not a matter of choice."""
+    net: Any = Transformer(arch, Policy(dtype, dtype, "stacked", "stacked"))
+    found = {kind_of(path.split("/")): leaf.dtype for path, leaf in flatten(abstract_params(net)).items()}
+    wide = {kind: np.dtype(np.int64) if np.issubdtype(d, np.integer) else d for kind, d in found.items()}
+    return {kind: d for kind, d in wide.items() if d != dtype}
+
+
+def _quantised(table: Table, rule: Rule, leaf: Any, index: tuple[int, ...], block: tuple[int, int]) -> Named:
+    """Numbers and scales as published."""
+    pack, form = PACKS[rule.pack], leaf.format
+    if form.kind == "int8":
+        raise ConfigError(
+            "export: no published layout has int8 weights with a scale per output; load with quantization none or fp8"
+        )
+    turned = table.scales == "blocks"
+    published = matrix_form(form, block, turned=turned)
+    down, across = scale_steps(rule.pack, form, published)
+    data, scale = (pack.split(array[index]) for array in (leaf.data, leaf.scale))
+    for name, numbers, factors in zip(rule.hub, data, scale, strict=True):
+        yield from _as_published(table, name, numbers, factors[::down, ::across], form)
+
+
+def _as_published(table: Table, name: str, data: np.ndarray, scale: np.ndarray, form: Format) -> Named:
+    whole, bracket, entry = name.partition("[")
+    entry = bracket + entry
+    if table.scales == "blocks":
+        yield f"{whole}_blocks{entry}", np.ascontiguousarray(data.T).reshape(data.shape[1], -1, FP4_BLOCK // 2)
+        yield f"{whole}_scales{entry}", scale.T
+        return
+    scale_name = f"{whole.removesuffix('.weight')}.scale" if table.scales == "scale" else f"{whole}_scale_inv"
+    yield name, np.ascontiguousarray(data).view(np.int8) if form.kind == "fp4" else data
+    yield scale_name + entry, np.ascontiguousarray(scale).view(E8M0) if form.exponent_scales else scale
+
+
+def save_model(directory: Path, params: Params, arch: ArchSpec, config: Mapping[str, Any], dtype: np.dtype) -> None:
+    """Writes ``config.json`` and ``model.safetensors``; the weights appear under their name only when complete.
+
+    Args:
+      directory: made if it is not there.
+      params: of a model.
+      arch: of the model.
+      config: published config; whether it speaks of quantisation, and of a tied head, is put right.
+      dtype: of plain weights.
+
+    Raises:
+      ConfigError: weights are quantised in a way that no published layout has.
+    """
+    block, config = check_method(config), dict(config)
+    if config.get("tie_word_embeddings") and not arch.tied:
+        config["tie_word_embeddings"] = False  # the files had a head of their own
+    if not any(isinstance(leaf, Quantized) for leaf in flatten(params["params"]).values()):
+        config.pop("quantization_config", None)
+    elif "quantization_config" not in config:
+        config["quantization_config"] = {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block),
+        }  # fmt: skip
+    directory.mkdir(parents=True, exist_ok=True)
+    part = directory / "model.safetensors.part"
+    save_file(export_tensors(params, arch, dtype, block), part, metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    part.chmod((directory / "config.json").stat().st_mode)  # safetensors writes for the owner alone
+    part.rename(directory / "model.safetensors")
