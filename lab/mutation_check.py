@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,8 +39,9 @@ class Fault:
     why: str
     tests: tuple[str, ...]
 
-    def apply(self, tree: Path) -> None:
-        """Writes the fault into a copy of the project.
+    @contextmanager
+    def applied(self, tree: Path) -> Iterator[None]:
+        """Has the fault in a copy of the project for a while.
 
         Raises:
           SystemExit: the text does not stand there exactly once.
@@ -48,10 +51,10 @@ class Fault:
         if text.count(self.old) != 1:
             raise SystemExit(f"{self.file}: {text.count(self.old)} times, not once: {self.old!r}")
         path.write_text(text.replace(self.old, self.new))
-
-    def revert(self, tree: Path) -> None:
-        """Takes the fault out of the copy again."""
-        shutil.copy(ROOT / self.file, tree / self.file)
+        try:
+            yield
+        finally:
+            path.write_text(text)
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], marks: str, *, quick: bool) -> str | None:
@@ -119,9 +122,8 @@ def main() -> int:
             if fault.why in results:
                 continue
             began = time.monotonic()
-            fault.apply(tree)
-            caught = catch(tree, fault, rest=asked.rest) or ""
-            fault.revert(tree)
+            with fault.applied(tree):
+                caught = catch(tree, fault, rest=asked.rest) or ""
             results[fault.why] = {"file": fault.file, "why": fault.why, "caught": caught}
             sys.stdout.write(f"{time.monotonic() - began:6.0f} s  {fault.why}: {caught or 'MISSED'}\n")
             sys.stdout.flush()

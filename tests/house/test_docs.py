@@ -29,6 +29,8 @@ BLOCK = re.compile(r"^```(?P<language>\w+)[ \t]*(?P<info>[^\n]*)\n(?P<code>.*?)^
 SPAN = re.compile(r"(?<!`)`(?P<code>jaxspec [^`]+)`(?!`)")
 FLAG = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*")
 LINK = re.compile(r"\]\((?P<target>[^)#\s]+)(#[^)]*)?\)")
+PATH = re.compile(r"(?<![\w/.-])(?:jaxspec|pallas_kernels|tests|scripts|configs|lab|docs)/[\w/.-]*[\w/](?![\w*{<])")
+MADE_UP = ("newmodel", "2027")  # what a reader is to write
 PARSERS = {"json": json.loads, "toml": tomllib.loads}
 
 
@@ -146,3 +148,13 @@ def test_every_page_is_in_the_contents_and_on_the_site():
     contents, site = (ROOT / "docs" / "README.md").read_text(), (ROOT / "mkdocs.yml").read_text()
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:] if page.name != "README.md"]
     assert [page for page in pages if page not in contents or page not in site] == []
+
+
+def test_paths_in_the_text_exist():
+    gone = [
+        f"{name_of(page)}: {path}"
+        for page in LIVING
+        for path in PATH.findall(page.read_text())
+        if not (ROOT / path.rstrip(".")).exists() and not any(word in path for word in MADE_UP)
+    ]
+    assert gone == []
