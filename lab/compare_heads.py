@@ -84,7 +84,9 @@ def read_by(objective: HeadObjective, teacher: TeacherOutput, every: CaptureSpec
     features = replace(
         teacher.features,
         taps=tuple(teacher.features.taps[every.taps.index(b)] for b in reads.taps),
-        shared_outputs=tuple(teacher.features.shared_outputs[every.shared_outputs.index(y)] for y in reads.shared_outputs),
+        shared_outputs=tuple(
+            teacher.features.shared_outputs[every.shared_outputs.index(y)] for y in reads.shared_outputs
+        ),
     )
     return replace(teacher, features=features, expert_YBTA=teacher.expert_YBTA if objective.routing else ())
 

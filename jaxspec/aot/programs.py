@@ -1,7 +1,7 @@
 """The programs of serving at a model's real shapes, nothing allocated: what is compiled to be looked at."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -40,9 +40,9 @@ class Setting:
       rows: batch slots.
       capacity: longest text in tokens.
       drafts: K.
-      kernels: see ``Policy.kernels``.
+      kernels: see ``Compute.kernels``.
       mesh: devices that parameters are split over, None for one device.
-      transport: see ``Policy.transport``.
+      transport: see ``Compute.transport``.
       bucket: tokens of a prefill chunk.
       steps: most steps per dispatch.
       quantization: how weights lie in memory, see ``make_plan``.
@@ -127,8 +127,8 @@ def abstract_target(config: Mapping[str, Any], policy: Policy, quantization: str
 
 def _target(setting: Setting) -> tuple[Target, tuple[Mtp, Any] | None]:
     policy = policy_for("bfloat16", "gpu", setting.kernels)
-    policy = replace(policy, own_head=False, mesh=setting.mesh, transport=setting.transport)
-    policy = replace(policy, depth="unrolled" if policy.splits_rows else policy.depth)
+    policy = policy.update(own_head=False, mesh=setting.mesh, transport=setting.transport)
+    policy = policy.update(depth="unrolled" if policy.compute.splits_rows else policy.layout.depth)
     target = abstract_target(setting.config, policy, setting.quantization)
     arch = target.net.arch
     if not arch.mtp:

@@ -116,11 +116,11 @@ def _lines(target: Target, drafter: Drafter, state: DecodeState, proposal: Propo
     Each is a program more. Not on a mesh, whose devices have rows of their own, and not where routes are watched.
     """
     policy = target.net.policy
-    if not drafter.topology.is_chain or plan.routes or policy.mesh is not None:
+    if not drafter.topology.is_chain or plan.routes or policy.compute.mesh is not None:
         return ()
     parts = CUT_PARTS if state.draft_costs is not None else FOUND_PARTS if proposal.sparse else 1
     rows, drafts = proposal.token_BN.shape
-    return line_lengths(rows, drafts, parts, policy.kernels == "triton")
+    return line_lengths(rows, drafts, parts, policy.compute.kernels == "triton")
 
 
 def skips(target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan) -> bool:
@@ -128,7 +128,7 @@ def skips(target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan) 
 
     Not on a mesh, so that all of its steps exchange rows alike, and not where routes are watched.
     """
-    if not drafter.topology.drafts or plan.routes or target.net.policy.mesh is not None:
+    if not drafter.topology.drafts or plan.routes or target.net.policy.compute.mesh is not None:
         return False
     proposal, _ = _propose.eval_shape(drafter, state.draft, state.anchor, plan.rule)
     return proposal.sparse
@@ -201,7 +201,7 @@ def _verify(
         verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, broken_B, logprob, ranked, touched_K,
         outcome_HMC, routes,
     )  # fmt: skip
-    return _advance(state, layers, draft, verdict, done_B, apart=target.net.policy.splits_rows), out
+    return _advance(state, layers, draft, verdict, done_B, apart=target.net.policy.compute.splits_rows), out
 
 
 # Asked for its shapes and then for its values, but traced once.

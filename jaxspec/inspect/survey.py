@@ -26,7 +26,7 @@ from jaxspec.models.catalog import arch_of, ignored_keys
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.defaults import end_ids, sampling_defaults
 
 MIXERS = {
@@ -52,7 +52,7 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
     config, directory = config_at(path)
     arch, block = arch_of(config), check_method(config)
     kind = np.dtype(dtype)
-    policy, table = Policy(param=kind, compute=kind, depth="stacked"), known_tables()[arch.family]
+    policy, table = make_policy(kind, depth="stacked"), known_tables()[arch.family]
     there = directory is not None and any(directory.glob("*.safetensors*"))
     files = TensorFiles(path) if there else release_files(config)
     arch = with_own_head(arch, table, files)

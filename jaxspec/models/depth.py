@@ -97,7 +97,7 @@ class Loop:
             window = self.window
             if isinstance(window, Window) and caches[place] is not None:
                 pages = jax.tree.leaves(caches[place])[0].shape[0] // self.segment.repeats
-                window = replace(window, base=y * jnp.int32(pages), at_once=self.policy.kernels == "triton")
+                window = replace(window, base=y * jnp.int32(pages), at_once=self.policy.compute.kernels == "triton")
             own = _layer(self.stacks[place], y, self.policy)
             out: Any = block.apply({"params": own}, x, *self.tokens, caches[place], window, shared, y)
             x, cache, shared, routing = out
@@ -116,7 +116,7 @@ def _layer(stack: Any, y: Array, policy: Policy) -> Any:
     def pick(path: tuple[Any, ...], leaf: Any) -> Any:
         if any(getattr(part, "key", None) in ROUTED for part in path):
             return leaf
-        one = Matrix(leaf, y, policy.whole_kernels)
-        return one.own() if policy.whole_kernels == "xla" else one
+        one = Matrix(leaf, y, policy.compute.whole_kernels)
+        return one.own() if policy.compute.whole_kernels == "xla" else one
 
     return jax.tree_util.tree_map_with_path(pick, stack, is_leaf=lambda leaf: isinstance(leaf, Quantized))

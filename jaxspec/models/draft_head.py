@@ -102,7 +102,7 @@ class JoinLayer(nn.Module):
         if s.join == "product":
             join_XD = matrix(self, p, "join_XD", (e_BTD.shape[-1] + g_BTD.shape[-1], a.model_dim))
             bias_D = weight(self, p, "join_bias_D", (a.model_dim,), ZEROS) if s.join_bias else None
-            u = x = dense(jnp.concatenate([e_BTD, g_BTD], axis=-1), join_XD, bias_D, dtype=p.compute)
+            u = x = dense(jnp.concatenate([e_BTD, g_BTD], axis=-1), join_XD, bias_D, dtype=p.compute.dtype)
         else:
             h_BTD = norm(g_BTD, "feature_norm_D")
             u = jnp.concatenate([norm(e_BTD, "embed_norm_D"), h_BTD], axis=-1)
@@ -165,7 +165,7 @@ class DraftHead(nn.Module):
             feature_BTX = jnp.concatenate(each, axis=-1)
         if not self._maps:
             return feature_BTX
-        return dense(feature_BTX, self.fc_XD, self.fc_bias_D, dtype=self.policy.compute)
+        return dense(feature_BTX, self.fc_XD, self.fc_bias_D, dtype=self.policy.compute.dtype)
 
     def mask(self) -> Array:
         """What stands for the features of tokens that are not drafted yet, [1, 1, D]."""
@@ -212,11 +212,11 @@ class DraftHead(nn.Module):
 
     def logits(self, last: Array) -> Array:
         """Its own head over what it reads, float32 [..., W]."""
-        return dense(last, self.head_DW, dtype=self.policy.compute)
+        return dense(last, self.head_DW, dtype=self.policy.compute.dtype)
 
     def routes(self, last: Array) -> Array:
         """Logits of each expert being chosen for the drafted token, float32 [..., Y, E]."""
-        return dense(last, self.routing_DYE, dtype=self.policy.compute)
+        return dense(last, self.routing_DYE, dtype=self.policy.compute.dtype)
 
     def everything(self) -> None:
         """Runs all parts once, which declares all parameters."""
@@ -256,7 +256,7 @@ def init_head_caches(
     spec: HeadSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int
 ) -> tuple[LayerCache, ...]:
     """Allocates the zeroed caches of a head's layers; arguments as of ``init_caches``."""
-    dtype, as_bits = jnp.dtype(policy.compute), policy.kernels != "triton"
+    dtype, as_bits = jnp.dtype(policy.compute.dtype), policy.compute.kernels != "triton"
     return tuple(
         init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
         for layer in spec.arch.layers

@@ -377,7 +377,7 @@ def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec)
 def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]:
     """Mesh axes of the state's arrays by letter: rows over ``data``, and over ``expert`` where they are exchanged."""
     policy = target.net.policy
-    if policy.mesh is None:
+    if policy.compute.mesh is None:
         return {}
-    over = row_axes(policy.mesh, spec.rows, policy.transport != "sum")
-    return state_rules(over, own_pages=not spec.pages and policy.depth == "unrolled")
+    over = row_axes(policy.compute.mesh, spec.rows, policy.compute.transport != "sum")
+    return state_rules(over, own_pages=not spec.pages and policy.layout.depth == "unrolled")

@@ -75,7 +75,7 @@ class LLM:
       mesh: devices along ``data`` (rows), ``expert`` (routed experts) and ``tensor`` (heads, hidden units, vocabulary);
         axes left out have one. None is one device. Greedy text is that of one device but for ties within the last
         bits of float32 sums, which devices add in another order.
-      expert_transport: how rows reach the devices that hold their experts, see ``Policy.transport``; ``auto`` takes
+      expert_transport: how rows reach the devices that hold their experts, see ``Compute.transport``; ``auto`` takes
         the cheapest by ``jaxspec.serve.transport``.
       expert_placement: file that ``jaxspec inspect --balance --output`` wrote: which devices along ``expert`` hold
         which experts, heavy ones maybe several times. By default equally many, in their order.

@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from jaxspec.config import differences
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import Transformer
-from jaxspec.protocol import Features
+from jaxspec.protocol import CaptureSpec, Features
 from jaxspec.shapes import Array, Params
 from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.metrics import Notify
@@ -69,7 +69,8 @@ class Teacher:
         output = RUN_TEACHER(self.net, self.params, batch, self.reads, self.routing)
         features = {"last": output.features.last_BTD}
         features |= {f"tap_{b}": x for b, x in zip(self.reads.taps, output.features.taps, strict=True)}
-        features |= {f"common_{y}": x for y, x in zip(self.reads.shared_outputs, output.features.shared_outputs, strict=True)}
+        shared = zip(self.reads.shared_outputs, output.features.shared_outputs, strict=True)
+        features |= {f"common_{y}": x for y, x in shared}
         experts = {f"expert_{y}": x for y, x in zip(self.routing, output.expert_YBTA, strict=True)}
         return {name: x.astype(jnp.dtype(self.dtype)) for name, x in features.items()} | {
             name: x.astype(jnp.uint16) for name, x in experts.items()

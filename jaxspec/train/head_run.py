@@ -156,7 +156,7 @@ def save(head: InitialHead, target: Model, params: Params, directory: Path) -> N
     if not isinstance(net, Transformer):
         save_head(Head(net, jax.device_get(params), head.ids_W), directory)
         return
-    dtype = np.dtype(net.policy.param)
+    dtype = np.dtype(net.policy.storage.param)
     ends = {key: target.config[key] for key in ("bos_token_id", "eos_token_id") if key in target.config}
     config: Mapping[str, Any] = {**(head.config or {}), **ends, "torch_dtype": str(dtype)}
     save_model(directory, jax.device_get(params), net.arch, config, dtype)

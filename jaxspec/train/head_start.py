@@ -15,7 +15,7 @@ from jaxspec.checkpoint.load.model import Model, load_model, read_config
 from jaxspec.errors import ConfigError
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import choose_ids
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.shapes import Array, Params
 from jaxspec.train.head_nets import draft_vocab, layers_config, net_of, start_from_target
 from jaxspec.train.objective import Net
@@ -42,12 +42,12 @@ class InitialHead:
 def target_policy(settings: TrainSettings) -> Policy:
     """Returns how the frozen target is kept and computed with."""
     kind = jnp.dtype(settings.target_dtype)
-    return Policy(kind, kind, "stacked")
+    return make_policy(kind)
 
 
 def head_policy(settings: TrainSettings) -> Policy:
     """Returns how the trained head is kept and computed with."""
-    return Policy(jnp.dtype(settings.param_dtype), jnp.dtype(settings.compute_dtype), "stacked")
+    return make_policy(settings.compute_dtype, param=jnp.dtype(settings.param_dtype))
 
 
 def make_initial_head(settings: HeadSettings, target: Model, policy: Policy, count_V: np.ndarray) -> InitialHead:

@@ -14,7 +14,7 @@ from jaxspec.decode.state import DecodeState, Target, init_state
 from jaxspec.decode.step import StepPlan, dispatch
 from jaxspec.draft.null import NoDrafts
 from jaxspec.inspect.model_cost import model_cost
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.moesd import speedup
 from jaxspec.pytree import replace
@@ -102,7 +102,7 @@ def decoding(section: Section, name: str, sizes: Sizes | None = None) -> None:
     """
     sizes = sizes or (TINY if section.tiny else REAL)
     config = published_config(name, section.tiny)
-    target = random_target(config, Policy(depth="stacked", kernels=sizes.kernels), block=sizes.block)
+    target = random_target(config, make_policy(depth="stacked", kernels=sizes.kernels), block=sizes.block)
     model = Model(name, target, model_cost(config, name=name), sizes)
     section.add("weights", model=name, bytes=sum(x.nbytes for x in jax.tree.leaves(target)))
     done: set[Cell] = set()

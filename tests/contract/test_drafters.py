@@ -24,7 +24,7 @@ from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer, features_of
 from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, DraftCosts, Drafter, Features, Proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
@@ -75,7 +75,7 @@ def _initial(net: Transformer | Mtp) -> Params:
 
 @cache
 def model() -> tuple[Transformer, Params]:
-    net = Transformer(arch_of(CONFIG), Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked"))
+    net = Transformer(arch_of(CONFIG), make_policy("float32"))
     return net, _initial(net)
 
 

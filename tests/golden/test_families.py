@@ -26,7 +26,7 @@ from jaxspec.draft.null import NoDrafts
 from jaxspec.models.caches import init_caches
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.pytree import replace
 
 BLOCK = 8  # smaller than every prompt, so that attention crosses blocks
@@ -99,7 +99,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shutil.copy(directory / "model.safetensors", model_dir / "model.safetensors")
     reference = "io.safetensors" if oracle else "reference.safetensors"
     shutil.copy(directory / reference, says_dir / "says.safetensors")
-    policy = Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), experts, depth, kernels)
+    policy = make_policy(jnp.float32, experts=experts, depth=depth, kernels=kernels)
     says = {name: np.asarray(value) for name, value in TensorFiles(says_dir).items()}
     if oracle:  # the continuation there is that of the first row's first 24 tokens, of some models only its first token
         prompt = says["input_ids"][:1, :24]

@@ -26,7 +26,7 @@ from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, DraftCosts, Drafter, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
@@ -69,7 +69,7 @@ Request = tuple[list[int], SamplingParams]
 def write_model(directory: Path, config: dict, seed: int) -> Path:
     """A random model, its weights large enough that its text varies and its distributions have a shape."""
     arch = arch_of(config)
-    policy = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+    policy = make_policy("float32")
     net = Transformer(arch, policy)
     token = jnp.zeros((1, 2), jnp.int32)
     params = jax.jit(partial(net.init, method="logits_of"))(jax.random.key(seed), token, token)
@@ -252,7 +252,7 @@ class Lab:
     def model(self, name: str, dtype: str = "float32", layout: str = "switched") -> Model:
         key = (name, dtype, layout)
         if key not in self.loaded:
-            policy = Policy(jnp.dtype(dtype), jnp.dtype(dtype), layout)
+            policy = make_policy(dtype, experts=layout)
             self.loaded[key] = load_model(getattr(self, f"{name}_dir"), policy)
         return self.loaded[key]
 

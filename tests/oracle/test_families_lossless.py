@@ -19,7 +19,7 @@ from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Drafter
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.engine import Engine, EngineSpec
@@ -84,7 +84,9 @@ class Family(Lab):
         if key in self.loaded:
             return self.loaded[key]
         if name == "target":
-            policy = Policy(kind, kind, layout, "unrolled" if layout == "switched" else "stacked", own_head=True)
+            policy = make_policy(
+                kind, experts=layout, depth="unrolled" if layout == "switched" else "stacked", own_head=True
+            )
             self.loaded[key] = load_model(self.target_dir, policy)
         else:
             target = self.model("target", dtype, layout)

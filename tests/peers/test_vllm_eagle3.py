@@ -23,14 +23,14 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.checkpoint.load.save import save_model
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer, teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.request import RequestOutput, SpeculationMetrics
 from jaxspec.shapes import Array, Params
 from jaxspec.train import loop, losses, optimizer
 
 PYTHON = os.environ.get("JAXSPEC_VLLM_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="JAXSPEC_VLLM_PYTHON names no interpreter with vLLM")
-FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"), "stacked")
+FLOAT32 = make_policy("float32")
 V, LENGTH, ROWS, DRAFTS, NEW, PROMPTS = 128, 192, 8, 3, 64, 12
 TARGET_STEPS, HEAD_STEPS, TAPS = 300, 200, (1, 3, 5)
 TARGET: dict[str, Any] = {

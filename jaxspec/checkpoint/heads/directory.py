@@ -31,7 +31,7 @@ from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.vocab import from_d2t, to_d2t, to_t2d
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 
 VOCABULARY = ("d2t", "t2d")
 WEIGHTS = {"medusa": "medusa_lm_head.safetensors"}
@@ -68,7 +68,7 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     directory = Path(directory)
     config, files = read_config(directory), HeadFiles(directory)
     spec = spec_of(config, files, target)
-    net: Any = _net(spec, replace(policy, formats=(), slots=None))
+    net: Any = _net(spec, policy.update(formats=(), slots=None))
     leaves = _leaves(net)
     fills = resolve_rules(head_rules(spec), leaves)
     names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}
@@ -93,7 +93,7 @@ def stored_policy(directory: str | Path) -> Policy:
     """
     dtypes = {tensor.dtype for name, tensor in HeadFiles(Path(directory)).tensors.items() if name not in VOCABULARY}
     kind = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
-    return Policy(kind, kind)
+    return make_policy(kind)
 
 
 def _net(spec: HeadSpec | MedusaSpec, policy: Policy) -> DraftHead | Medusa:

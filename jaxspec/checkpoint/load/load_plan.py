@@ -71,7 +71,7 @@ class LoadPlan:
 
     def kinds(self) -> dict[str, Format | None]:
         """Format of each kind of parameter, None for plain ones."""
-        return {_kind(path): self.policy.format_of(_kind(path)) for path in self.leaves}
+        return {_kind(path): self.policy.storage.format_of(_kind(path)) for path in self.leaves}
 
 
 def make_plan(
@@ -107,7 +107,7 @@ def make_plan(
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization {quantization!r} is not known; known are {', '.join(QUANTIZATIONS)}")
     files = TensorFiles(directory) if files is None else files
-    leaves = flatten(abstract_params(net.clone(policy=replace(net.policy, formats=()))))
+    leaves = flatten(abstract_params(net.clone(policy=net.policy.update(formats=()))))
     rules_by_leaf, computed = (
         resolve_rules(rules, leaves, net.arch, slots_by_layer),
         tables(slots_by_layer, leaves, net.arch),
@@ -130,7 +130,7 @@ def make_plan(
     for path, leaf in leaves.items():
         if _kind(path) in formats:
             leaves[path] = abstract_quantized(leaf.shape, formats[_kind(path)])
-    policy = replace(net.policy, formats=tuple(sorted(formats.items())))
+    policy = net.policy.update(formats=tuple(sorted(formats.items())))
     return LoadPlan(
         directory, files, leaves, rules_by_leaf, stored, policy, problems, computed, net.clone(policy=policy)
     )

@@ -51,16 +51,16 @@ def abstract_params(net: Any) -> Params:
     """
     arch, policy = net.arch, net.policy
     distinct = tuple(dict.fromkeys(arch.layers))
-    once = isinstance(net, Transformer) and policy.depth == "unrolled"
+    once = isinstance(net, Transformer) and policy.layout.depth == "unrolled"
     small = net.clone(
-        arch=replace(arch, layers=distinct) if once else arch, policy=replace(policy, formats=(), experts="stacked")
+        arch=replace(arch, layers=distinct) if once else arch, policy=policy.update(formats=(), experts="stacked")
     )
     found: dict[str, Any] = {}
     for path, leaf in flatten(jax.eval_shape(small.initial, jax.random.key(0))["params"]).items():
         for whole in _layers(path, arch.layers, distinct) if once else (path,):
-            found |= dict(_experts(whole, leaf)) if policy.experts == "switched" else {whole: leaf}
+            found |= dict(_experts(whole, leaf)) if policy.layout.experts == "switched" else {whole: leaf}
     for path, leaf in found.items():
-        form = policy.format_of(kind_of(path.split("/")))
+        form = policy.storage.format_of(kind_of(path.split("/")))
         found[path] = leaf if form is None else abstract_quantized(leaf.shape, form)
     return unflatten(found)
 

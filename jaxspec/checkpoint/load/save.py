@@ -17,7 +17,7 @@ from jaxspec.checkpoint.names.table import Rule, Table
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy, kind_of
+from jaxspec.nn.policy import kind_of, make_policy
 from jaxspec.nn.quantized import Format, Quantized
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
@@ -71,7 +71,7 @@ def _on_host(leaf: Any) -> Any:
 
 def _fixed_dtypes(arch: ArchSpec, dtype: np.dtype) -> dict[str, np.dtype]:
     """Kinds of parameters whose dtype is not a matter of choice."""
-    net: Any = Transformer(arch, Policy(dtype, dtype, "stacked", "stacked"))
+    net: Any = Transformer(arch, make_policy(dtype, depth="stacked"))
     found = {kind_of(path.split("/")): leaf.dtype for path, leaf in flatten(abstract_params(net)).items()}
     wide = {kind: np.dtype(np.int64) if np.issubdtype(d, np.integer) else d for kind, d in found.items()}
     return {kind: d for kind, d in wide.items() if d != dtype}

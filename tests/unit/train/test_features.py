@@ -15,7 +15,7 @@ from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import head
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import CaptureSpec
 from jaxspec.train import features, run
 from jaxspec.train.batch import Batch, TeacherOutput
@@ -28,7 +28,7 @@ from jaxspec.train.sources import Document
 from jaxspec.train.teacher import run_teacher
 from tests.unit.serve.tiny_model import write_tiny_model
 
-EXACT = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+EXACT = make_policy("float32")
 GOLDEN = Path(__file__).parents[2] / "golden"
 READS, ROUTING, LENGTH, ROWS = CaptureSpec(taps=(0, 1), shared_outputs=(0,)), (0,), 12, 7
 CONFIG = """

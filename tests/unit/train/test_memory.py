@@ -16,7 +16,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.train import fit, memory
 from jaxspec.train.batch import Batch
 from jaxspec.train.head_loss import head_loss
@@ -47,17 +47,17 @@ def demo() -> dict[str, Any]:
 
 def work_of(config: dict[str, Any], head: HeadSettings = EAGLE3, length: int = 2048, rounds: int = 7) -> Work:
     arch = arch_of(config)
-    net = net_of(head, arch, config, Policy(jnp.dtype("float32"), HALF, "stacked"))
+    net = net_of(head, arch, config, make_policy(HALF, param=jnp.dtype("float32")))
     assert isinstance(net, DraftHead)
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
-    frozen = held_bytes(abstract_params(Transformer(arch, Policy(HALF, HALF, "stacked"))), None)
+    frozen = held_bytes(abstract_params(Transformer(arch, make_policy(HALF))), None)
     sizes = 2 + 2 * net.spec.parts, frozen, held_bytes(params, None)
     return Work(arch, net, LossSettings(rounds=rounds), length, net.spec.draft_vocab, *sizes)
 
 
 def allotted(work: Work, rows: int, parts: int = 1) -> int:
     """What XLA allots for one update, nothing of which is run."""
-    frozen = Transformer(work.arch, Policy(HALF, HALF, "stacked"))
+    frozen = Transformer(work.arch, make_policy(HALF))
     net: Any = work.net
     whole: Any = jax.ShapeDtypeStruct((1, rows, work.length), jnp.int32)
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))

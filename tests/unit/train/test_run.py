@@ -18,7 +18,7 @@ from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.train import evaluate
 from jaxspec.train.batch import Batch
 from jaxspec.train.data import load_corpus
@@ -31,7 +31,7 @@ from jaxspec.train.run import train
 from jaxspec.train.settings import RunSettings, identity, load_run_settings
 from tests.unit.serve.tiny_model import write_tiny_model
 
-EXACT = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+EXACT = make_policy("float32")
 CONFIG = """
 target = "{target}"
 out = "{out}"

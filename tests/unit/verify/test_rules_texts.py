@@ -16,7 +16,7 @@ from jaxspec.decode.step import TAIL, StepPlan, dispatch
 from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.protocol import DraftCosts
 from jaxspec.pytree import replace
@@ -36,7 +36,7 @@ class MarkovNet:
 
     @property
     def policy(self):
-        return Policy(jnp.dtype("float32"), jnp.dtype("float32"))
+        return make_policy("float32")
 
     def apply(
         self,
