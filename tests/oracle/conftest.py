@@ -174,7 +174,7 @@ def _priceless(program: Callable) -> Callable:
         (place,) = (i for i, arg in enumerate(args) if isinstance(arg, DecodeState))
         prices = args[place].draft_costs
         return replace(
-            program(*args[:place], replace(args[place], draft_costs=None), *args[place + 1 :]), prices=prices
+            program(*args[:place], replace(args[place], draft_costs=None), *args[place + 1 :]), draft_costs=prices
         )
 
     return run
