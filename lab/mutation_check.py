@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICK = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
-FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 LIMIT_S = 1200
 BOTH_HALVES = (("not served and not slow", True), ("served and not slow", False))
 
@@ -57,21 +57,23 @@ class Fault:
             path.write_text(text)
 
 
-def run_tests(tree: Path, tests: tuple[str, ...], marks: str, *, quick: bool) -> str | None:
-    """Runs tests to the first failure; returns its name, None where all pass."""
+def run_tests(tree: Path, tests: tuple[str, ...], marks: str, *, quick: bool, first: bool = True) -> list[str]:
+    """Runs tests, to the first failure if asked to; returns the names of those that fail."""
     flags = {"XLA_FLAGS": QUICK} if quick else {}
     environment = {**os.environ, "PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu", **flags}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", marks, *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-m", marks, *tests]
+    command += ["-x"] if first else []
     try:
         done = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"(still running after {LIMIT_S} s)"
+        return [f"(still running after {LIMIT_S} s)"]
     if done.returncode in (0, 5):  # 5: none of them is in this half
-        return None
-    failure = FIRST_FAILURE.search(done.stdout)
-    return failure[1] if failure else f"(pytest ended with {done.returncode}: {done.stdout[-300:]})"
+        return []
+    if done.returncode == 4:
+        raise SystemExit(f"no such tests: {done.stderr.strip()}")
+    return FAILURE.findall(done.stdout) or [f"(pytest ended with {done.returncode}: {done.stdout[-300:]})"]
 
 
 def catch(tree: Path, fault: Fault, *, rest: bool) -> str | None:
@@ -80,8 +82,15 @@ def catch(tree: Path, fault: Fault, *, rest: bool) -> str | None:
         for marks, quick in BOTH_HALVES:
             caught = run_tests(tree, tests, marks, quick=quick)
             if caught:
-                return caught
+                return caught[0]
     return None
+
+
+def false_alarms(tree: Path, tests: list[str]) -> list[str]:
+    """Returns the tests that fail without any fault, too."""
+    return [
+        name for marks, quick in BOTH_HALVES for name in run_tests(tree, (*tests,), marks, quick=quick, first=False)
+    ]
 
 
 def report(results: list[dict[str, str]]) -> str:
@@ -130,6 +139,9 @@ def main() -> int:
             if asked.log:
                 with asked.log.open("a") as log:
                     log.write(json.dumps(results[fault.why]) + "\n")
+        alarms = false_alarms(tree, sorted({results[fault.why]["caught"] for fault in faults} - {""}))
+    if alarms:
+        raise SystemExit(f"these fail without a fault, too: {alarms}")
     if asked.report:
         asked.report.write_text(report([results[fault.why] for fault in faults]))
     return int(any(not results[fault.why]["caught"] for fault in faults))
