@@ -111,5 +111,5 @@ def network_of(settings: RunSettings, arch: ArchSpec, config: Any, policy: Polic
     directory = Path(head.start)
     own = read_config(directory)
     if is_head(own):
-        return plan_head(directory, arch, policy)[1]
+        return plan_head(directory, arch, policy).net
     return Transformer(arch_of(own), policy)
