@@ -56,29 +56,29 @@ class Sampling:
 
 
 @pytree
-class Prices:
+class DraftCosts:
     """What one more draft of a chain costs, and what its tokens are worth; float32 scalars but where axes are named.
 
     Attributes:
-      rate: tokens per second that the batch commits now; 0 makes time worth nothing, so that it cuts none.
+      tok_per_s: tokens per second that the batch commits now; 0 makes time worth nothing, so that it cuts none.
       rows: rows that decode.
       token_s: seconds that a verified draft adds to a step.
       expert_s: seconds that a routed expert adds which no other token of the step touches, all layers together.
       depth_s: seconds that drafting one position deeper adds, all rows together.
-      least: product of a drafter's confidences below which nothing is verified.
-      deepest: drafts of a row that are verified at most.
+      min_confidence: product of a drafter's confidences below which nothing is verified.
+      max_drafts: drafts of a row that are verified at most.
       accept_MC: share of tried drafts that were accepted, by C equal steps of confidence; of greedy rows (M = 0) and of
         rows that sample (M = 1).
       experts, top_k: E and A of the target's routed layers, 0 without any.
     """
 
-    rate: Array
+    tok_per_s: Array
     rows: Array
     token_s: Array
     expert_s: Array
     depth_s: Array
-    least: Array
-    deepest: Array
+    min_confidence: Array
+    max_drafts: Array
     accept_MC: Array
     experts: int = static(default=0)
     top_k: int = static(default=0)
@@ -93,7 +93,7 @@ class Anchor:
       length_B: committed positions, and so the anchor's position.
       history_BS: committed tokens, the anchor included at ``length``.
       sampling: how rows sample.
-      prices: of drafts, which are then cut where they do not pay; None keeps them all.
+      draft_costs: of drafts, which are then cut where they do not pay; None keeps them all.
       bias_BV: added to the logits of rows that are biased, None for nowhere.
     """
 
@@ -101,7 +101,7 @@ class Anchor:
     length_B: Array
     history_BS: Array
     sampling: Sampling
-    prices: Prices | None = None
+    draft_costs: DraftCosts | None = None
     bias_BV: Array | None = None
 
 
@@ -191,21 +191,21 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Reads:
+class CaptureSpec:
     """What a drafter reads of the target besides its last hidden states.
 
     Attributes:
       taps: layer boundaries b whose residual stream it reads; b is the input of layer b, the number of layers the
         last output (``hidden_states[b]`` of transformers).
-      commons: expert layers of which it reads what their shared experts return, or what their router reads where
+      shared_outputs: expert layers of which it reads what their shared experts return, or what their router reads where
         there are none.
     """
 
     taps: tuple[int, ...] = ()
-    commons: tuple[int, ...] = ()
+    shared_outputs: tuple[int, ...] = ()
 
 
-NOTHING = Reads()
+NO_CAPTURE = CaptureSpec()
 
 
 @pytree
@@ -215,13 +215,13 @@ class Features:
     Attributes:
       last_BTD: stream behind the final norm, float32.
       stream: the stream before it [B, T, D], or with hyper-connections the streams [B, T, N, D].
-      taps, commons: what ``Reads`` asked for, one [B, T, D] each.
+      taps, shared_outputs: what ``CaptureSpec`` asked for, one [B, T, D] each.
     """
 
     last_BTD: Array
     stream: Array
     taps: tuple[Array, ...] = ()
-    commons: tuple[Array, ...] = ()
+    shared_outputs: tuple[Array, ...] = ()
 
 
 @pytree
@@ -261,12 +261,12 @@ class Drafter(Protocol):
         ...
 
     @property
-    def follows(self) -> Literal["nothing", "tokens", "features"]:
+    def needs(self) -> Literal["none", "tokens", "hidden"]:
         """What of the text it must have observed to draft well."""
         ...
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> CaptureSpec:
         """What it reads of the target besides its last hidden states."""
         ...
 

@@ -70,7 +70,7 @@ class Topology:
         return max(self.depth)
 
     @property
-    def ahead(self) -> int:
+    def write_ahead(self) -> int:
         """Most positions that a drafter writes ahead for it."""
         return self.nodes
 
@@ -161,7 +161,7 @@ class DynamicTree:
         return False
 
     @property
-    def ahead(self) -> int:
+    def write_ahead(self) -> int:
         """Most positions that a drafter writes ahead: the anchor and every expanded level, or what is accepted."""
         return max(1 + (self.steps - 1) * self.top_k, self.steps + 1)
 

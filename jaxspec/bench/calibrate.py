@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.compare import PROPOSALS, propose_often
-from jaxspec.bench.describe import describe_machine, describe_versions
-from jaxspec.bench.model_cost import model_cost, routed_order
-from jaxspec.bench.touched import routed_experts
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
-from jaxspec.draft.lengths import LENGTH_KEYS
+from jaxspec.draft.speculation_schedule import SCHEDULE_KEYS
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import describe_machine, describe_versions
+from jaxspec.inspect.model_cost import model_cost, routed_order
+from jaxspec.inspect.routes import routed_experts
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.perf.calibration import VERSION, Calibration, MeasuredCell, OverlapRecord, fit_points, record_of
@@ -172,7 +172,7 @@ def calibrate(
       ConfigError: the model has no tokenizer, or the grid does not fit it.
     """
     room = grid.contexts[-1] + grid.steps * (grid.all_lengths[-1] + 1) + 2
-    given = sorted(set(LENGTH_KEYS) & set(speculative))
+    given = sorted(set(SCHEDULE_KEYS) & set(speculative))
     if given:
         raise ConfigError(f"calibrate: the grid gives the lengths; leave {', '.join(given)} out")
     # A table by batch size makes an engine compile every length that it names.
@@ -196,7 +196,7 @@ def calibrate(
     points, held_out = ([measured[cell] for cell in cells] for cells in (grid.cells(), grid.held_out()))
     arch = llm.model.net.arch
     overlap = _overlap(llm, arch, ids, grid)
-    how = {"dtype": str(llm.model.net.policy.param), "quantization": settings.get("quantization") or "auto"}
+    how = {"dtype": str(llm.model.net.policy.storage.param), "quantization": settings.get("quantization") or "auto"}
     cost = model_cost(llm.model.config, name=directory.name, **how)
     full, blind = fit_points(cost, points, overlap, noise / math.sqrt(grid.rounds))
     return Calibration(

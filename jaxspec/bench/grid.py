@@ -10,7 +10,7 @@ from typing import Any
 from jaxspec.bench.record import CLOSED
 from jaxspec.bench.workload import WORKLOADS
 from jaxspec.draft import catalog
-from jaxspec.draft.lengths import AUTO, LENGTH_KEYS, MAX_LENGTH, TREES
+from jaxspec.draft.speculation_schedule import AUTO, MAX_LENGTH, SCHEDULE_KEYS, TREES
 from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.serve.demo_pair import resolve_speculation
@@ -56,7 +56,7 @@ class DrafterChoice:
             method, _, directory = text.partition("=")
             config = {"method": method} | ({"model": directory} if directory else {})
             name = method
-        for key in (*LENGTH_KEYS, "rejection_sample_method"):
+        for key in (*SCHEDULE_KEYS, "rejection_sample_method"):
             if key in config and key != TREES:
                 raise ConfigError(f"bench: leave {key} out of --drafters; the sweep sets it (--k, --rule)")
         choice = cls(name, resolve_speculation(config) or {})

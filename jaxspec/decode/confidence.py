@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxspec.draft.budget import step_of
+from jaxspec.draft.draft_selection import step_of
 from jaxspec.shapes import Array
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.kv import Window
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.draft.deferred import Deferred
+from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.models.transformer import Hidden, features_of, forward
 from jaxspec.protocol import Commit, Drafter, Sampling
 from jaxspec.pytree import replace
@@ -73,7 +73,7 @@ def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, cou
     """
     place_X = start + jnp.arange(size + 1, dtype=jnp.int32)
     token_X = jnp.take(state.history_BS[row], place_X, mode="clip")
-    features = drafter.kept_at(state.draft, row, place_X[:-1]) if isinstance(drafter, Deferred) else None
+    features = drafter.replay_features(state.draft, row, place_X[:-1]) if isinstance(drafter, LazyObserver) else None
     commit = Commit(token_X[None, :-1], token_X[None, 1:], features, count[None], start[None], path_BT=None, row=row)
     return replace(state, draft=drafter.observe(state.draft, commit))
 

@@ -9,7 +9,7 @@ from jax import lax
 from jaxspec.cache.kv import UNROLLED_ROWS
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer
-from jaxspec.protocol import Anchor, Drafter, DraftState, Prices, Sampling
+from jaxspec.protocol import Anchor, DraftCosts, Drafter, DraftState, Sampling
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
 
@@ -47,7 +47,7 @@ class DecodeState:
       sampling: settings of each row.
       active_B: rows in use.
       draft: the drafter's own state.
-      prices: of drafts, which are then cut where they do not pay; None verifies them all.
+      draft_costs: of drafts, which are then cut where they do not pay; None verifies them all.
     """
 
     layers: Caches
@@ -61,15 +61,15 @@ class DecodeState:
     sampling: Sampling
     active_B: Array
     draft: DraftState
-    prices: Prices | None = None
+    draft_costs: DraftCosts | None = None
 
     @property
     def anchor(self) -> Anchor:
         """Where the next drafts start."""
         sampling = self.sampling
-        if self.prices is not None:  # an idle row's drafts must keep no drafting going
+        if self.draft_costs is not None:  # an idle row's drafts must keep no drafting going
             sampling = replace(sampling, draft_limit_B=jnp.where(self.active_B, sampling.draft_limit_B, 0))
-        return Anchor(self.anchor_B, self.length_B, self.history_BS, sampling, self.prices, self.bias_BV)
+        return Anchor(self.anchor_B, self.length_B, self.history_BS, sampling, self.draft_costs, self.bias_BV)
 
 
 def init_sampling(rows: int, stop_ids: int) -> Sampling:
@@ -95,7 +95,7 @@ def init_state(
     stop_ids: int = 8,
     pages: int = 0,
     page: int = 0,
-    prices: Prices | None = None,
+    draft_costs: DraftCosts | None = None,
 ) -> DecodeState:
     """Allocates empty rows.
 
@@ -108,7 +108,7 @@ def init_state(
       stop_ids: most stop ids per row.
       pages: page count of a shared pool; 0 gives every row one page of its own.
       page: page size in tokens of the shared pool.
-      prices: of drafts, None where none are cut.
+      draft_costs: of drafts, None where none are cut.
     """
     arch = target.net.arch
     room = -(-(capacity + slack) // target.block) * target.block
@@ -128,7 +128,7 @@ def init_state(
         sampling=init_sampling(rows, stop_ids),
         active_B=jnp.zeros(rows, bool),
         draft=drafter.init_state(rows, capacity, slack),
-        prices=jax.tree.map(jnp.asarray, prices),
+        draft_costs=jax.tree.map(jnp.asarray, draft_costs),
     )
 
 

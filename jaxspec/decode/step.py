@@ -116,11 +116,11 @@ def _lines(target: Target, drafter: Drafter, state: DecodeState, proposal: Propo
     Each is a program more. Not on a mesh, whose devices have rows of their own, and not where routes are watched.
     """
     policy = target.net.policy
-    if not drafter.topology.is_chain or plan.routes or policy.mesh is not None:
+    if not drafter.topology.is_chain or plan.routes or policy.compute.mesh is not None:
         return ()
-    parts = CUT_PARTS if state.prices is not None else FOUND_PARTS if proposal.sparse else 1
+    parts = CUT_PARTS if state.draft_costs is not None else FOUND_PARTS if proposal.sparse else 1
     rows, drafts = proposal.token_BN.shape
-    return line_lengths(rows, drafts, parts, policy.kernels == "triton")
+    return line_lengths(rows, drafts, parts, policy.compute.kernels == "triton")
 
 
 def skips(target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan) -> bool:
@@ -128,7 +128,7 @@ def skips(target: Target, drafter: Drafter, state: DecodeState, plan: StepPlan) 
 
     Not on a mesh, so that all of its steps exchange rows alike, and not where routes are watched.
     """
-    if not drafter.topology.drafts or plan.routes or target.net.policy.mesh is not None:
+    if not drafter.topology.drafts or plan.routes or target.net.policy.compute.mesh is not None:
         return False
     proposal, _ = _propose.eval_shape(drafter, state.draft, state.anchor, plan.rule)
     return proposal.sparse
@@ -192,16 +192,16 @@ def _verify(
     if proposal.expert_BKYA is not None:
         touched_K = distinct_by_depth(proposal.expert_BKYA, live_BT[:, 1:], experts_of(target.net.arch))
     done_B, outcome_HMC = stopped_B | full_B | broken_B, None
-    if state.prices is not None and proposal.confidence_BN is not None:
+    if state.draft_costs is not None and proposal.confidence_BN is not None:
         tried_BN = live_BT[:, 1:] & ~done_B[:, None]  # an ending cuts verdicts short
-        steps, warm_B = state.prices.accept_MC.shape[1], sampling.temperature_B > 0
+        steps, warm_B = state.draft_costs.accept_MC.shape[1], sampling.temperature_B > 0
         outcome_HMC = outcomes(proposal.confidence_BN, tried_BN, verdict.count_B - 1, warm_B, steps)
     routes = routes_of(hidden, proposal, verdict, live_BT, token_BT, position_BT) if plan.routes else None
     out = StepOut(
         verdict.token_BT, verdict.count_B, drafted_B, stopped_B, full_B, broken_B, logprob, ranked, touched_K,
         outcome_HMC, routes,
     )  # fmt: skip
-    return _advance(state, layers, draft, verdict, done_B, apart=target.net.policy.splits_rows), out
+    return _advance(state, layers, draft, verdict, done_B, apart=target.net.policy.compute.splits_rows), out
 
 
 # Asked for its shapes and then for its values, but traced once.
@@ -327,6 +327,6 @@ def _no_sums(drafter: Drafter, state: DecodeState, plan: StepPlan) -> tuple[Arra
     """Zeros to add predictions of touched experts and outcomes of confidences to, None where there are none."""
     proposal, _ = _propose.eval_shape(drafter, state.draft, state.anchor, plan.rule)
     touched = None if proposal.expert_BKYA is None else jnp.zeros(proposal.expert_BKYA.shape[1])
-    if state.prices is None or proposal.confidence_BN is None:
+    if state.draft_costs is None or proposal.confidence_BN is None:
         return touched, None
-    return touched, jnp.zeros((2, *state.prices.accept_MC.shape))
+    return touched, jnp.zeros((2, *state.draft_costs.accept_MC.shape))

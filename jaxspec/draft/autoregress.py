@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache.kv import Window
-from jaxspec.draft.budget import Kept, keep, nothing_kept
+from jaxspec.draft.draft_selection import DraftSelection, empty_selection, select_next
 from jaxspec.draft.growth import growth_of, take
 from jaxspec.keys import Purpose, gumbel, within_step
 from jaxspec.protocol import Anchor, Proposal
@@ -15,7 +15,7 @@ from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from jaxspec.topology import DynamicTree, Topology
 
-LAWFUL = ("reject", "block")
+NEEDS_DRAFT_PROBS = ("reject", "block")
 BANNED_DRAFT = -1e4
 
 
@@ -148,7 +148,7 @@ def _biased(logits_BTV: Array, anchor: Anchor) -> Array:
 
 
 def _chain(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):
-    rows, drafts, laws = anchor.token_B.shape[0], cell.topology.drafts, rule in LAWFUL
+    rows, drafts, wants_logp = anchor.token_B.shape[0], cell.topology.drafts, rule in NEEDS_DRAFT_PROBS
     known = 0 if root is None else 1
 
     def draw(last_BTD: Array, k: Array, drawn):
@@ -157,13 +157,13 @@ def _chain(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None)
         logp, score = scores(cell, last_BTD, anchor, jnp.reshape(k + 1, (1,)), rule)
         token_B = jnp.argmax(score[:, 0], axis=-1).astype(jnp.int32)
         token_BN = lax.dynamic_update_slice_in_dim(token_BN, token_B[:, None], k, axis=1)
-        if laws:
+        if wants_logp:
             logp_BNV = lax.dynamic_update_slice_in_dim(logp_BNV, logp, k, axis=1)
         guess = None if expert_BKYA is None else cell.experts(last_BTD)
         if expert_BKYA is not None and guess is not None:
             expert_BKYA = lax.dynamic_update_slice_in_dim(expert_BKYA, guess, k, axis=1)
         if kept is not None:
-            kept = keep(kept, anchor, k, logp[:, 0], None if guess is None else guess[:, 0])
+            kept = select_next(kept, anchor, k, logp[:, 0], None if guess is None else guess[:, 0])
         return token_B, token_BN, logp_BNV, expert_BKYA, kept
 
     def step(k: Array, carry, stage: int = cell.stages):
@@ -175,15 +175,15 @@ def _chain(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None)
 
     # Without a root there is one place more than drafts: that of the last cell.
     room = drafts + 1 - known
-    law_BNV = jnp.zeros((rows, room if laws else 0, cell.vocab_size), jnp.float32)
+    logp_BNV = jnp.zeros((rows, room if wants_logp else 0, cell.vocab_size), jnp.float32)
     guessed = None if root is None else jax.eval_shape(cell.experts, root.last_BTD)
     guesses = None if guessed is None else jnp.zeros((rows, room, *guessed.shape[2:]), jnp.int32)
     kept = None
-    if anchor.prices is not None:
+    if anchor.draft_costs is not None:
         may_B = anchor.sampling.draft_limit_B > 0
         may_B = may_B if root is None else may_B & root.valid_B
-        kept = nothing_kept(anchor.prices, may_B, room, None if guessed is None else guessed.shape[2])
-    drawn = (anchor.token_B, jnp.zeros((rows, room), jnp.int32), law_BNV, guesses, kept)
+        kept = empty_selection(anchor.draft_costs, may_B, room, None if guessed is None else guessed.shape[2])
+    drawn = (anchor.token_B, jnp.zeros((rows, room), jnp.int32), logp_BNV, guesses, kept)
     if root is not None:
         drawn = draw(root.last_BTD, jnp.int32(0), drawn)
     carry = (state, None if root is None else root.feature, drawn)
@@ -192,7 +192,7 @@ def _chain(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None)
         carry = step(jnp.int32(k), carry, k - known)
     state, _, drawn = _further(step, carry, first, room, kept is not None)
     _, token_BN, logp_BNV, expert_BKYA, kept = drawn
-    return _proposal(root, token_BN[:, :drafts], logp_BNV[:, :drafts] if laws else None, expert_BKYA, kept), state
+    return _proposal(root, token_BN[:, :drafts], logp_BNV[:, :drafts] if wants_logp else None, expert_BKYA, kept), state
 
 
 def _further(step, carry, first: int, room: int, may_stop: bool):
@@ -210,7 +210,7 @@ def _further(step, carry, first: int, room: int, may_stop: bool):
 
 
 def _proposal(
-    root: Root | None, token_BN: Array, logp_BNV: Array | None, expert_BKYA: Array | None, kept: Kept | None
+    root: Root | None, token_BN: Array, logp_BNV: Array | None, expert_BKYA: Array | None, kept: DraftSelection | None
 ) -> Proposal:
     valid_BN = jnp.ones_like(token_BN, bool)
     valid_BN = valid_BN if root is None else valid_BN & root.valid_B[:, None]
@@ -239,7 +239,7 @@ def _tree(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):
             last, feature, state = cell.run(state, token_BL, feature, position_BL, window, stage)
             written += token_BL.shape[1]
         logp, score = scores(cell, last, anchor, jnp.full(token_BL.shape[1], depth + 1, jnp.int32), rule)
-        token_BL, parent_BL = growth.grow(score, logp if rule in LAWFUL else None)
+        token_BL, parent_BL = growth.grow(score, logp if rule in NEEDS_DRAFT_PROBS else None)
         feature = jax.tree.map(lambda x, parent_BL=parent_BL: take(x, parent_BL), feature)
         place_BL = jnp.broadcast_to(written + jnp.arange(token_BL.shape[1], dtype=jnp.int32), token_BL.shape)
         path_BLJ = jnp.concatenate([take(path_BLJ, parent_BL), place_BL[..., None]], axis=2)

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxspec.draft.cuts import CUT_KEYS, NO_CUTS, Cuts, parse_cuts
+from jaxspec.draft.draft_pruning import NO_PRUNING, PRUNING_KEYS, PruningConfig, parse_pruning
 from jaxspec.draft.early_exit import first_layers
 from jaxspec.draft.heads import head_drafter
 from jaxspec.draft.hybrid import Hybrid
-from jaxspec.draft.lengths import DYNAMIC_KEYS, LENGTH_KEYS, Lengths, parse_lengths
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
+from jaxspec.draft.speculation_schedule import DYNAMIC_KEYS, SCHEDULE_KEYS, SpeculationSchedule, parse_schedule
 from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
@@ -36,31 +36,31 @@ class SpeculativeConfig:
 
     Attributes:
       method: one of ``METHODS``, or ``none``.
-      lengths: what is drafted, and when.
+      schedule: what is drafted, and when.
       rule: verification rule.
       model: directory or hub id of the draft model or head.
       revision: branch, tag or commit of a hub id.
       lookup_max, lookup_min: suffix lengths of n-gram matches.
       exit_layer: layers of the target that draft, for ``early_exit``.
       survival: rates of synthetic acceptance, empty for none.
-      cuts: what drafts need to be verified.
+      pruning: what drafts need to be verified.
     """
 
     method: str
-    lengths: Lengths
+    schedule: SpeculationSchedule
     rule: str = "match"
     model: str | None = None
     lookup_max: int = 4
     lookup_min: int = 2
     exit_layer: int = 0
     survival: tuple[float, ...] = ()
-    cuts: Cuts = NO_CUTS
+    pruning: PruningConfig = NO_PRUNING
     revision: str | None = None
 
     @property
     def topology(self) -> AnyTopology:
         """The longest chain, or the tree."""
-        return self.lengths.topology
+        return self.schedule.topology
 
     @property
     def from_tokens(self) -> bool:
@@ -70,7 +70,7 @@ class SpeculativeConfig:
 
 KEYS = {
     "method", "model", "revision", "rejection_sample_method", "prompt_lookup_max", "prompt_lookup_min", "exit_layer",
-    *LENGTH_KEYS, *CUT_KEYS,
+    *SCHEDULE_KEYS, *PRUNING_KEYS,
 }  # fmt: skip
 HEADS = ("eagle", "eagle3", "peagle", "medusa", "shared_expert")
 WITH_MODEL = ("draft_model", "hybrid", *HEADS)
@@ -83,17 +83,17 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     """Checks a ``speculative_config``.
 
     Args:
-      config: vLLM's keys. Those of ``parse_lengths`` say what is drafted; ``rejection_sample_method`` is ``match``
+      config: vLLM's keys. Those of ``parse_schedule`` say what is drafted; ``rejection_sample_method`` is ``match``
         (default: the same text as without speculation), ``standard`` or ``block`` (the same distribution, higher
         acceptance when sampling). ``early_exit`` takes ``exit_layer``, the first layers of the target that draft;
-        ``hybrid`` takes ``model`` and looks the text's suffix up first. Those of ``parse_cuts`` say which drafts are
+        ``hybrid`` takes ``model`` and looks the text's suffix up first. Those of ``parse_pruning`` say which drafts are
         left out.
 
     Raises:
       ConfigError: keys or values are unknown or contradict each other.
     """
     if config is None:
-        return SpeculativeConfig("none", Lengths(PLAIN))
+        return SpeculativeConfig("none", SpeculationSchedule(PLAIN))
     if not isinstance(config, Mapping):
         raise ConfigError(f"speculative_config: a mapping is needed, got {type(config).__name__}")
     unknown = sorted(set(config) - KEYS)
@@ -104,12 +104,12 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     if method not in METHODS:
         raise ConfigError(f"speculative_config: method {method!r} is not known; known are {list(METHODS)}")
     rule, decreed = _rule(config)
-    lengths = parse_lengths(config)
-    topology = lengths.topology
-    if rule == "block" and not lengths.all_chains:
+    schedule = parse_schedule(config)
+    topology = schedule.topology
+    if rule == "block" and not schedule.all_chains:
         raise ConfigError("speculative_config: block verification is for chains; ask for num_speculative_tokens alone")
     longest, shortest = _lookup(config)
-    if method in ("ngram", "hybrid") and any(isinstance(t, DynamicTree) for t in (topology, *lengths.trees)):
+    if method in ("ngram", "hybrid") and any(isinstance(t, DynamicTree) for t in (topology, *schedule.trees)):
         raise ConfigError(
             f'speculative_config: method "{method}" grows no tree by confidence; leave {", ".join(DYNAMIC_KEYS)} out '
             "and give branching factors (speculative_token_tree) or num_speculative_tokens"
@@ -122,11 +122,11 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
         raise ConfigError(
             f'speculative_config: method "{method}" needs "model", the directory of the {kind} or a hub id'
         )
-    survival = _survival(decreed, lengths)
+    survival = _survival(decreed, schedule)
     exits = _exit(config, method)
-    cuts = parse_cuts(config, method, lengths.all_chains, decreed is not None)
+    pruning = parse_pruning(config, method, schedule.all_chains, decreed is not None)
     return SpeculativeConfig(
-        method, lengths, rule, config.get("model"), longest, shortest, exits, survival, cuts, config.get("revision")
+        method, schedule, rule, config.get("model"), longest, shortest, exits, survival, pruning, config.get("revision")
     )
 
 
@@ -157,15 +157,15 @@ def _rule(config: Mapping[str, Any]) -> tuple[str, Synthetic | None]:
     return RULES[rule], None
 
 
-def _survival(decreed: Synthetic | None, lengths: Lengths) -> tuple[float, ...]:
+def _survival(decreed: Synthetic | None, schedule: SpeculationSchedule) -> tuple[float, ...]:
     """Rates of synthetic acceptance, empty without it."""
     if decreed is None:
         return ()
-    if not lengths.all_chains:
+    if not schedule.all_chains:
         raise ConfigError(
             "speculative_config: synthetic acceptance is for chains; ask for num_speculative_tokens alone"
         )
-    return decreed.survival(lengths.topology.max_depth)
+    return decreed.survival(schedule.topology.max_depth)
 
 
 def _lookup(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -233,7 +233,7 @@ def _head_drafter(config: SpeculativeConfig, target: tuple[Transformer, Params],
             f'give method "{head.kind}"'
         )
     if isinstance(head.net, Medusa):
-        deepest = max(t.max_depth for t in (topology, *config.lengths.trees))
+        deepest = max(t.max_depth for t in (topology, *config.schedule.trees))
         if deepest > head.net.spec.heads:
             raise ConfigError(
                 f"speculative_config: {config.model} has {head.net.spec.heads} Medusa heads and drafts as many tokens; "
@@ -259,7 +259,7 @@ def _model_drafter(
 def _check_tree(config: SpeculativeConfig, arch: ArchSpec, layers: tuple[LayerSpec, ...], whose: str) -> None:
     """Refuses trees where a layer cannot run them."""
     why = replace(arch, layers=layers).chain_only
-    if why and not config.lengths.all_chains:
+    if why and not config.schedule.all_chains:
         raise ConfigError(
             f"speculative_config: a tree is not possible for {whose} ({arch.family}): {why}; use "
             "num_speculative_tokens alone"

@@ -7,12 +7,12 @@ from jax import lax
 
 from jaxspec.cache.kv import Window
 from jaxspec.draft.autoregress import Root, draft
+from jaxspec.draft.last_hidden import last_index, scatter_last
 from jaxspec.draft.parallel import draft_from
-from jaxspec.draft.remember import keep_last, last_place
-from jaxspec.draft.spread import spread
+from jaxspec.draft.vocab_map import expand_to_target_vocab
 from jaxspec.models.draft_head import DraftHead, init_head_caches, part_of, run_head
 from jaxspec.models.transformer import Transformer, embed, head
-from jaxspec.protocol import Anchor, Commit, Proposal, Reads
+from jaxspec.protocol import Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import DynamicTree, Topology
@@ -44,7 +44,7 @@ class HeadDrafter:
     Attributes:
       params: parameters of the head.
       base: the target's parameters, whose embedding and head are used where it has none of its own.
-      place_V: place of each token in the head's vocabulary, W where it has none; None where it knows all tokens.
+      draft_id_V: place of each token in the head's vocabulary, W where it has none; None where it knows all tokens.
       net: the head.
       target: the target's network.
       topology: what is drafted; a static tree's nodes are numbered level by level.
@@ -53,26 +53,26 @@ class HeadDrafter:
 
     params: Params
     base: Params
-    place_V: Array | None
+    draft_id_V: Array | None
     net: DraftHead = static()
     target: Transformer = static()
     topology: Topology | DynamicTree = static()
     block: int = static(default=128)
 
     @property
-    def follows(self) -> Literal["nothing", "tokens", "features"]:
+    def needs(self) -> Literal["none", "tokens", "hidden"]:
         """What of the text it must have observed to draft well."""
-        return "features"
+        return "hidden"
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> CaptureSpec:
         """What it reads of the target besides its last hidden states."""
         return self.net.spec.reads
 
     @property
     def slack(self) -> int:
         """Positions written beyond the committed ones."""
-        return self.topology.ahead
+        return self.topology.write_ahead
 
     @property
     def vocab_size(self) -> int:
@@ -107,10 +107,12 @@ class HeadDrafter:
         count = commit.next_BT.shape[1]
         position_BT = commit.start_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
         row_B = None if commit.row is None else commit.row[None]
-        window = Window(commit.start_B, row_B=row_B, asked_B=last_place(commit), block=self.block)
+        window = Window(commit.start_B, row_B=row_B, asked_B=last_index(commit), block=self.block)
         g_BTD = part_of(self.net, self.params, "join", self.net.spec.feature(commit.features))
         last, following, caches = self._slots(commit.next_BT, g_BTD, position_BT, state.caches, window)
-        kept = (keep_last(old, new[:, 0], commit) for old, new in ((state.last_BD, last), (state.next_BD, following)))
+        kept = (
+            scatter_last(old, new[:, 0], commit) for old, new in ((state.last_BD, last), (state.next_BD, following))
+        )
         return HeadState(caches, *kept)
 
     def run(
@@ -123,7 +125,7 @@ class HeadDrafter:
         """Logits over the target's vocabulary, float32 [B, T, V]; tokens that the head does not know have -inf."""
         if not self.net.spec.draft_vocab:
             return head(self.target, self.base, last_BTD)
-        return spread(part_of(self.net, self.params, "logits", last_BTD), self.place_V)
+        return expand_to_target_vocab(part_of(self.net, self.params, "logits", last_BTD), self.draft_id_V)
 
     def experts(self, last_BTD: Array) -> Array | None:
         """Experts that the target is predicted to choose for what is drafted, int32 [B, T, Y, A], if it can say."""

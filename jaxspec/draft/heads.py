@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from jaxspec.draft.eagle import HeadDrafter
 from jaxspec.draft.medusa import MedusaDrafter
-from jaxspec.draft.spread import places_of
+from jaxspec.draft.vocab_map import target_to_draft
 from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
@@ -24,7 +24,7 @@ def head_drafter(
       block: positions that attention reads at a time.
     """
     net, params = target
-    place_V = None if head.ids_W is None else jnp.asarray(places_of(head.ids_W, net.arch.vocab_size))
+    draft_id_V = None if head.ids_W is None else jnp.asarray(target_to_draft(head.ids_W, net.arch.vocab_size))
     if isinstance(head.net, Medusa):
-        return MedusaDrafter(head.params, params, place_V, head.net, net, topology)
-    return HeadDrafter(head.params, params, place_V, head.net, net, topology, block)
+        return MedusaDrafter(head.params, params, draft_id_V, head.net, net, topology)
+    return HeadDrafter(head.params, params, draft_id_V, head.net, net, topology, block)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.draft.ngram import Ngram
-from jaxspec.protocol import Anchor, Commit, Drafter, DraftState, Proposal, Reads
+from jaxspec.protocol import Anchor, CaptureSpec, Commit, Drafter, DraftState, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology
@@ -34,12 +34,12 @@ class Hybrid:
     topology: Topology = static()
 
     @property
-    def follows(self) -> Literal["nothing", "tokens", "features"]:
+    def needs(self) -> Literal["none", "tokens", "hidden"]:
         """What of the text it must have observed to draft well."""
-        return self.other.follows
+        return self.other.needs
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> CaptureSpec:
         """What it reads of the target besides its last hidden states."""
         return self.other.reads
 
@@ -75,7 +75,7 @@ class Hybrid:
     def _unless_all(self, found_B: Array, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         """The other drafter's proposal, or an empty one where no row wants it."""
         propose = partial(replace(self.other, topology=self.topology).propose, anchor=anchor, rule=rule)
-        if self.other.follows == "tokens":
+        if self.other.needs == "tokens":
             # Its own cache grows while it drafts, so a step that it does not run would leave a hole.
             return propose(state)
         shapes, _ = jax.eval_shape(propose, state)

@@ -4,12 +4,12 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+from jaxspec.draft.last_hidden import gather_last, scatter_last
 from jaxspec.draft.parallel import draft_from
-from jaxspec.draft.remember import at_last, keep_last
-from jaxspec.draft.spread import spread
+from jaxspec.draft.vocab_map import expand_to_target_vocab
 from jaxspec.models.medusa import Medusa, run_medusa
 from jaxspec.models.transformer import Transformer, head
-from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
+from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import DynamicTree, Topology
@@ -22,7 +22,7 @@ class MedusaDrafter:
     Attributes:
       params: parameters of the heads.
       base: the target's parameters, whose head is used where they have none of their own.
-      place_V: place of each token in the heads' vocabulary, W where it has none; None where they know all tokens.
+      draft_id_V: place of each token in the heads' vocabulary, W where it has none; None where they know all tokens.
       net: the heads.
       target: the target's network.
       topology: what is drafted, no deeper than there are heads.
@@ -30,20 +30,20 @@ class MedusaDrafter:
 
     params: Params
     base: Params
-    place_V: Array | None
+    draft_id_V: Array | None
     net: Medusa = static()
     target: Transformer = static()
     topology: Topology | DynamicTree = static()
 
     @property
-    def follows(self) -> Literal["nothing", "tokens", "features"]:
+    def needs(self) -> Literal["none", "tokens", "hidden"]:
         """What of the text it must have observed to draft well."""
-        return "features"
+        return "hidden"
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> CaptureSpec:
         """What it reads of the target besides its last hidden states."""
-        return NOTHING
+        return NO_CAPTURE
 
     @property
     def slack(self) -> int:
@@ -62,12 +62,16 @@ class MedusaDrafter:
     def observe(self, state: Array, commit: Commit) -> Array:
         """Takes over committed tokens with the target's hidden states."""
         assert commit.features is not None, "what reads features is never caught up by tokens alone"
-        return keep_last(state, at_last(commit.features.last_BTD, commit), commit)
+        return scatter_last(state, gather_last(commit.features.last_BTD, commit), commit)
 
     def logits(self, last_BTD: Array) -> Array:
         """Logits over the target's vocabulary, float32 [B, T, V]; tokens that the heads do not know have -inf."""
         spec = self.net.spec
-        return spread(last_BTD, self.place_V) if spec.draft_vocab else head(self.target, self.base, last_BTD)
+        return (
+            expand_to_target_vocab(last_BTD, self.draft_id_V)
+            if spec.draft_vocab
+            else head(self.target, self.base, last_BTD)
+        )
 
     def experts(self, last_BTD: Array) -> None:
         """It predicts none."""

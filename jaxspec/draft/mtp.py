@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from jaxspec.cache.kv import Window
 from jaxspec.draft.autoregress import Root, draft
-from jaxspec.draft.remember import at_last, keep_last, last_place, of_rows
+from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, scatter_last
 from jaxspec.models.mtp import Caches, Mtp, feature_shape, init_mtp_caches, last_of, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head
-from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
+from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import DynamicTree, Topology
@@ -66,19 +66,19 @@ class MtpHeads:
     block: int = static(default=128)
 
     @property
-    def follows(self) -> Literal["nothing", "tokens", "features"]:
+    def needs(self) -> Literal["none", "tokens", "hidden"]:
         """What of the text it must have observed to draft well."""
-        return "features"
+        return "hidden"
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> CaptureSpec:
         """What it reads of the target besides its last hidden states."""
-        return NOTHING
+        return NO_CAPTURE
 
     @property
     def slack(self) -> int:
         """Positions written beyond the committed ones."""
-        return self.topology.ahead
+        return self.topology.write_ahead
 
     @property
     def vocab_size(self) -> int:
@@ -132,11 +132,11 @@ class MtpHeads:
         plain = self.target.arch.hyper is None
         x, caches, kept = commit.features.last_BTD if plain else commit.features.stream, [], []
         for layer, (cache, old) in enumerate(zip(state.caches, state.features, strict=True)):
-            final_B = last_place(commit) if layer == self._layers - 1 else None
+            final_B = last_index(commit) if layer == self._layers - 1 else None
             x, cache = self._observe_layer(layer, step, x, cache, final_B)
             caches.append(cache)
-            kept.append(keep_last(old, at_last(x, commit) if final_B is None else x[:, 0], commit))
-            x = jnp.concatenate([of_rows(old, commit)[:, None], x[:, :-1]], axis=1)
+            kept.append(scatter_last(old, gather_last(x, commit) if final_B is None else x[:, 0], commit))
+            x = jnp.concatenate([committed_rows(old, commit)[:, None], x[:, :-1]], axis=1)
         return MtpState(tuple(caches), tuple(kept))
 
     def logits(self, last_BTD: Array) -> Array:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
+from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree
 from jaxspec.topology import Topology, chain
 
@@ -19,14 +19,14 @@ class NoDrafts:
         return chain(0)
 
     @property
-    def follows(self) -> Literal["nothing", "tokens", "features"]:
+    def needs(self) -> Literal["none", "tokens", "hidden"]:
         """What of the text it must have observed to draft well."""
-        return "nothing"
+        return "none"
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> CaptureSpec:
         """What it reads of the target besides its last hidden states."""
-        return NOTHING
+        return NO_CAPTURE
 
     @property
     def slack(self) -> int:

@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 
-from jaxspec.draft.autoregress import LAWFUL, Scorer, scores
-from jaxspec.draft.budget import keep, nothing_kept
+from jaxspec.draft.autoregress import NEEDS_DRAFT_PROBS, Scorer, scores
+from jaxspec.draft.draft_selection import empty_selection, select_next
 from jaxspec.draft.growth import growth_of
 from jaxspec.protocol import Anchor, Proposal
 from jaxspec.pytree import replace
@@ -21,7 +21,7 @@ def draft_from(scorer: Scorer, last_BKD: Array, anchor: Anchor, rule: str, valid
       valid_B: rows that have observed enough.
     """
     top = scorer.topology
-    rows, laws = anchor.token_B.shape[0], rule in LAWFUL
+    rows, wants_logp = anchor.token_B.shape[0], rule in NEEDS_DRAFT_PROBS
     if not top.drafts:
         nothing = jnp.zeros((rows, 0), jnp.int32)
         return Proposal(nothing, nothing.astype(bool), None)
@@ -30,20 +30,20 @@ def draft_from(scorer: Scorer, last_BKD: Array, anchor: Anchor, rule: str, valid
     if top.is_chain:
         token_BN = jnp.argmax(score_BKV, axis=-1).astype(jnp.int32)
         valid_BN = jnp.broadcast_to(valid_B[:, None], token_BN.shape)
-        proposal = Proposal(token_BN, valid_BN, logp_BKV if laws else None, expert_BKYA=scorer.experts(last_BKD))
-        return proposal if anchor.prices is None else _cut(proposal, anchor, logp_BKV)
+        proposal = Proposal(token_BN, valid_BN, logp_BKV if wants_logp else None, expert_BKYA=scorer.experts(last_BKD))
+        return proposal if anchor.draft_costs is None else _cut(proposal, anchor, logp_BKV)
     growth = growth_of(top, rows)
     for k in range(top.max_depth):
-        growth.grow(score_BKV[:, k : k + 1], logp_BKV[:, k : k + 1] if laws else None)
+        growth.grow(score_BKV[:, k : k + 1], logp_BKV[:, k : k + 1] if wants_logp else None)
     return growth.finish(valid_B)
 
 
 def _cut(proposal: Proposal, anchor: Anchor, score_BKV: Array) -> Proposal:
     """Leaves out drafts that do not pay; what they are drawn from depends on none of them."""
-    assert anchor.prices is not None, "only drafts with prices are cut"
+    assert anchor.draft_costs is not None, "only drafts with prices are cut"
     may_B = proposal.valid_BN[:, 0] & (anchor.sampling.draft_limit_B > 0)
     guess = proposal.expert_BKYA
-    kept = nothing_kept(anchor.prices, may_B, score_BKV.shape[1], None if guess is None else guess.shape[2])
+    kept = empty_selection(anchor.draft_costs, may_B, score_BKV.shape[1], None if guess is None else guess.shape[2])
     for k in range(score_BKV.shape[1]):
-        kept = keep(kept, anchor, k, score_BKV[:, k], None if guess is None else guess[:, k])
+        kept = select_next(kept, anchor, k, score_BKV[:, k], None if guess is None else guess[:, k])
     return replace(proposal, valid_BN=kept.valid_BN, confidence_BN=kept.confidence_BN)

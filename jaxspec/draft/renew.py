@@ -2,8 +2,8 @@
 
 import jax
 
-from jaxspec.draft.deferred import Deferred
 from jaxspec.draft.hybrid import Hybrid
+from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.errors import ConfigError
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
@@ -20,7 +20,7 @@ def renew(drafter: Drafter, params: Params) -> Drafter:
     Raises:
       ConfigError: it drafts without parameters of its own, or structure or shapes differ.
     """
-    if isinstance(drafter, Deferred):
+    if isinstance(drafter, LazyObserver):
         return replace(drafter, drafter=renew(drafter.drafter, params))
     if isinstance(drafter, Hybrid):
         return replace(drafter, other=renew(drafter.other, params))

@@ -8,7 +8,7 @@ from jaxspec.cache.kv import Window
 from jaxspec.draft.autoregress import draft
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer, forward, head
-from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
+from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import DynamicTree, Topology
@@ -36,19 +36,19 @@ class SmallLm:
     target_vocab: int = static(default=0)
 
     @property
-    def follows(self) -> Literal["nothing", "tokens", "features"]:
+    def needs(self) -> Literal["none", "tokens", "hidden"]:
         """What of the text it must have observed to draft well."""
         return "tokens"
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> CaptureSpec:
         """What it reads of the target besides its last hidden states."""
-        return NOTHING
+        return NO_CAPTURE
 
     @property
     def slack(self) -> int:
         """Positions written beyond the committed ones."""
-        return self.topology.ahead
+        return self.topology.write_ahead
 
     @property
     def vocab_size(self) -> int:

@@ -83,7 +83,7 @@ class Block(nn.Module):
         """
         arch, p = self.arch, self.policy
         routing, mixer = None, MIXERS[type(self.spec.attention)]
-        if isinstance(window, Window) and p.splits_rows:
+        if isinstance(window, Window) and p.compute.splits_rows:
             window = replace(window, apart=True)
 
         def attend(u: Array) -> Array:

@@ -47,7 +47,7 @@ class Loop:
       tokens: ids and positions.
       window: of the forward; None without a cache.
       taps: layers whose input is kept.
-      commons: expert layers of which is kept what their shared experts return, see ``Routing.common_MD``.
+      shared_outputs: expert layers of which is kept what their shared experts return, see ``Routing.common_MD``.
       routes: whether expert choices are kept.
     """
 
@@ -58,7 +58,7 @@ class Loop:
     tokens: tuple[Array, Array]
     window: Window | None
     taps: tuple[int, ...] = ()
-    commons: tuple[int, ...] = ()
+    shared_outputs: tuple[int, ...] = ()
     routes: bool = False
     _blocks: list[Block] = field(init=False)
 
@@ -97,12 +97,12 @@ class Loop:
             window = self.window
             if isinstance(window, Window) and caches[place] is not None:
                 pages = jax.tree.leaves(caches[place])[0].shape[0] // self.segment.repeats
-                window = replace(window, base=y * jnp.int32(pages), at_once=self.policy.kernels == "triton")
+                window = replace(window, base=y * jnp.int32(pages), at_once=self.policy.compute.kernels == "triton")
             own = _layer(self.stacks[place], y, self.policy)
             out: Any = block.apply({"params": own}, x, *self.tokens, caches[place], window, shared, y)
             x, cache, shared, routing = out
             written.append(cache)
-            kept |= {("common", b): routing.common_MD for b in self.commons if self._place(b)[1] == place}
+            kept |= {("common", b): routing.common_MD for b in self.shared_outputs if self._place(b)[1] == place}
             choices += [replace(routing, common_MD=None)] if self.routes and routing is not None else []
         return x, tuple(written), shared, kept, tuple(choices)
 
@@ -116,7 +116,7 @@ def _layer(stack: Any, y: Array, policy: Policy) -> Any:
     def pick(path: tuple[Any, ...], leaf: Any) -> Any:
         if any(getattr(part, "key", None) in ROUTED for part in path):
             return leaf
-        one = Matrix(leaf, y, policy.whole_kernels)
-        return one.own() if policy.whole_kernels == "xla" else one
+        one = Matrix(leaf, y, policy.compute.whole_kernels)
+        return one.own() if policy.compute.whole_kernels == "xla" else one
 
     return jax.tree_util.tree_map_with_path(pick, stack, is_leaf=lambda leaf: isinstance(leaf, Quantized))

@@ -15,7 +15,7 @@ from jaxspec.nn.lookup import lookup
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.unrolled import Unrolled
-from jaxspec.protocol import NOTHING, Features, Reads
+from jaxspec.protocol import NO_CAPTURE, CaptureSpec, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array, Params
 
@@ -29,13 +29,13 @@ class HeadSpec:
 
     With the last hidden state and a product in front of an ordinary layer it is EAGLE-1 (Li 2024, 2401.15077), with
     taps and a first layer whose attention reads both parts EAGLE-3 (Li 2025, 2503.01840); with a mask it drafts all
-    tokens in one pass, P-EAGLE (Hui 2026, 2602.01469); with commons it reads the shared experts, and with routing it
-    predicts the target's experts, which are our own.
+    tokens in one pass, P-EAGLE (Hui 2026, 2602.01469); with shared_outputs it reads the shared experts, and with
+    routing it predicts the target's experts, which are our own.
 
     Attributes:
       arch: its network: width, layers and norms; the vocabulary is the target's.
       target_dim: width of each vector that it reads.
-      reads: taps and commons.
+      reads: taps and shared_outputs.
       last: whether it reads the target's last hidden state, before the others.
       join: ``product`` of token and feature in front of the first layer, or ``attention`` that reads both.
       join_bias: whether the product that maps features to the head's width has a bias.
@@ -52,7 +52,7 @@ class HeadSpec:
 
     arch: ArchSpec
     target_dim: int
-    reads: Reads = NOTHING
+    reads: CaptureSpec = NO_CAPTURE
     last: bool = False
     join: Literal["product", "attention"] = "attention"
     join_bias: bool = False
@@ -69,7 +69,7 @@ class HeadSpec:
     @property
     def parts(self) -> int:
         """How many of the target's vectors it reads."""
-        return int(self.last) + len(self.reads.taps) + len(self.reads.commons)
+        return int(self.last) + len(self.reads.taps) + len(self.reads.shared_outputs)
 
     @property
     def feature_dim(self) -> int:
@@ -79,7 +79,7 @@ class HeadSpec:
     def feature(self, features: Features) -> Array:
         """What it reads, [B, T, X]."""
         parts = (features.last_BTD,) if self.last else ()
-        return jnp.concatenate([*parts, *features.taps, *features.commons], axis=-1)
+        return jnp.concatenate([*parts, *features.taps, *features.shared_outputs], axis=-1)
 
 
 class JoinLayer(nn.Module):
@@ -102,7 +102,7 @@ class JoinLayer(nn.Module):
         if s.join == "product":
             join_XD = matrix(self, p, "join_XD", (e_BTD.shape[-1] + g_BTD.shape[-1], a.model_dim))
             bias_D = weight(self, p, "join_bias_D", (a.model_dim,), ZEROS) if s.join_bias else None
-            u = x = dense(jnp.concatenate([e_BTD, g_BTD], axis=-1), join_XD, bias_D, dtype=p.compute)
+            u = x = dense(jnp.concatenate([e_BTD, g_BTD], axis=-1), join_XD, bias_D, dtype=p.compute.dtype)
         else:
             h_BTD = norm(g_BTD, "feature_norm_D")
             u = jnp.concatenate([norm(e_BTD, "embed_norm_D"), h_BTD], axis=-1)
@@ -165,7 +165,7 @@ class DraftHead(nn.Module):
             feature_BTX = jnp.concatenate(each, axis=-1)
         if not self._maps:
             return feature_BTX
-        return dense(feature_BTX, self.fc_XD, self.fc_bias_D, dtype=self.policy.compute)
+        return dense(feature_BTX, self.fc_XD, self.fc_bias_D, dtype=self.policy.compute.dtype)
 
     def mask(self) -> Array:
         """What stands for the features of tokens that are not drafted yet, [1, 1, D]."""
@@ -212,11 +212,11 @@ class DraftHead(nn.Module):
 
     def logits(self, last: Array) -> Array:
         """Its own head over what it reads, float32 [..., W]."""
-        return dense(last, self.head_DW, dtype=self.policy.compute)
+        return dense(last, self.head_DW, dtype=self.policy.compute.dtype)
 
     def routes(self, last: Array) -> Array:
         """Logits of each expert being chosen for the drafted token, float32 [..., Y, E]."""
-        return dense(last, self.routing_DYE, dtype=self.policy.compute)
+        return dense(last, self.routing_DYE, dtype=self.policy.compute.dtype)
 
     def everything(self) -> None:
         """Runs all parts once, which declares all parameters."""
@@ -256,7 +256,7 @@ def init_head_caches(
     spec: HeadSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int
 ) -> tuple[LayerCache, ...]:
     """Allocates the zeroed caches of a head's layers; arguments as of ``init_caches``."""
-    dtype, as_bits = jnp.dtype(policy.compute), policy.kernels != "triton"
+    dtype, as_bits = jnp.dtype(policy.compute.dtype), policy.compute.kernels != "triton"
     return tuple(
         init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
         for layer in spec.arch.layers

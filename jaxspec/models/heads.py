@@ -29,7 +29,7 @@ class Head:
         if isinstance(self.net, Medusa):
             return "medusa"
         spec = self.net.spec
-        if spec.reads.commons or spec.routing:
+        if spec.reads.shared_outputs or spec.routing:
             return "shared_expert"
         if spec.mask_token is not None:
             return "peagle"

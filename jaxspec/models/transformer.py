@@ -14,7 +14,7 @@ from jaxspec.nn.hyper import HyperHead
 from jaxspec.nn.lookup import lookup
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.router import Routing
-from jaxspec.protocol import NOTHING, Features, Reads
+from jaxspec.protocol import NO_CAPTURE, CaptureSpec, Features
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array, Params
 
@@ -31,7 +31,7 @@ class Hidden:
       stream: the stream before it, or the streams [B, T, N, D].
       layers: caches with the T provisional positions written, None without a cache.
       taps: the stream entering each tapped layer, float32.
-      commons: what the shared experts of each asked layer return [B, T, D], see ``Routing.common_MD``.
+      shared_outputs: what the shared experts of each asked layer return [B, T, D], see ``Routing.common_MD``.
       routing: choices of every expert layer over the M = B * T rows, in layer order; empty unless asked for.
     """
 
@@ -39,7 +39,7 @@ class Hidden:
     stream: Array
     layers: Caches | None
     taps: tuple[Array, ...]
-    commons: tuple[Array, ...]
+    shared_outputs: tuple[Array, ...]
     routing: tuple[Routing, ...]
 
 
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
         a, p = self.arch, self.policy
         width = a.embed_dim or a.model_dim
         self.embed_VD = weight(self, p, "embed_VD", (a.vocab_size, width))
-        if p.own_head or not a.tied:
+        if p.layout.own_head or not a.tied:
             self.head_DV = matrix(self, p, "head_DV", (width, a.vocab_size))
         if a.learned_positions:
             self.position_SD = weight(self, p, "position_SD", (a.learned_positions + POSITION_OFFSET, a.model_dim))
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
             self.norm = norm_params(self, a, p, "norm")
         if a.hyper is not None:
             self.hyper_head = HyperHead(a.hyper, a.model_dim, a.norm_eps, p)
-        if p.depth == "unrolled":
+        if p.layout.depth == "unrolled":
             self.layers = [Block(layer, a, p) for layer in a.layers]
         else:
             self.stacks = [
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
         window: Window | Packed | None = None,
         taps: tuple[int, ...] = (),
         routes: bool = False,
-        commons: tuple[int, ...] = (),
+        shared_outputs: tuple[int, ...] = (),
     ) -> Hidden:
         """Runs T positions of each row.
 
@@ -98,22 +98,22 @@ class Transformer(nn.Module):
           window: where the caches are written and what is seen; without caches, the texts that a row holds.
           taps: layer boundaries b whose stream is kept; b is the input of layer b, len(layers) the last output.
           routes: whether the expert choices of every layer are kept.
-          commons: expert layers of which is kept what their shared experts return, or what their router reads.
+          shared_outputs: expert layers of which is kept what their shared experts return, or what their router reads.
         """
         x = self._embed(token_BT, position_BT)
-        walk = self._unrolled if self.policy.depth == "unrolled" else self._stacked
-        x, written, kept, routing = walk(x, (token_BT, position_BT), memory, window, taps, commons, routes)
+        walk = self._unrolled if self.policy.layout.depth == "unrolled" else self._stacked
+        x, written, kept, routing = walk(x, (token_BT, position_BT), memory, window, taps, shared_outputs, routes)
         kept["tap", len(self.arch.layers)] = x
         last = self.hyper_head(x) if self.arch.hyper else x
         last = normalise(self.arch, last, self.norm) if self.arch.final_norm else last
-        common = tuple(kept["common", y].reshape(*token_BT.shape, -1) for y in commons)
+        common = tuple(kept["common", y].reshape(*token_BT.shape, -1) for y in shared_outputs)
         streams = tuple(kept["tap", b] for b in taps)
         return Hidden(last, x, tuple(written) if memory else None, streams, common, tuple(routing))
 
     def embed(self, token_BT: Array) -> Array:
         """Embeddings of tokens, float32 [B, T, D]."""
         x = lookup(self.embed_VD, token_BT)
-        return dense(x, self.project_in_XD, dtype=self.policy.compute) if self.arch.embed_dim else x
+        return dense(x, self.project_in_XD, dtype=self.policy.compute.dtype) if self.arch.embed_dim else x
 
     def _embed(self, token_BT: Array, position_BT: Array) -> Array:
         a, x = self.arch, self.embed(token_BT)
@@ -122,7 +122,7 @@ class Transformer(nn.Module):
             x = x + lookup(self.position_SD, place_BT)
         return jnp.repeat(x[:, :, None], a.hyper.streams, axis=2) if a.hyper else x
 
-    def _unrolled(self, x, tokens, memory, window, taps, commons, routes):
+    def _unrolled(self, x, tokens, memory, window, taps, shared_outputs, routes):
         written, kept, routing, shared = [], {}, [], None
         for index, block in enumerate(self.layers):
             kept["tap", index] = x
@@ -135,18 +135,18 @@ class Transformer(nn.Module):
                 routing += [replace(routed, common_MD=None)] if routes else []
         return x, written, kept, routing
 
-    def _stacked(self, x, tokens, memory, window, taps, commons, routes):
+    def _stacked(self, x, tokens, memory, window, taps, shared_outputs, routes):
         if self.is_initializing():  # the stacks' parameters are there already
-            return x, [], {(kind, b): x for kind in ("tap", "common") for b in (*taps, *commons)}, []
+            return x, [], {(kind, b): x for kind in ("tap", "common") for b in (*taps, *shared_outputs)}, []
         written, kept, routing, shared, place = [], {}, [], None, 0
         for segment in segments(self.arch.layers):
             size = len(segment.pattern)
             stacks = self.stacks[place : place + size]
             caches = tuple(memory[place : place + size]) if memory else (None,) * size
-            own_taps, own_commons = (
-                tuple(b for b in some if segment.first <= b < segment.stop) for some in (taps, commons)
+            own_taps, own_shared = (
+                tuple(b for b in some if segment.first <= b < segment.stop) for some in (taps, shared_outputs)
             )
-            body = Loop(segment, self.arch, self.policy, stacks, tokens, window, own_taps, own_commons, routes)
+            body = Loop(segment, self.arch, self.policy, stacks, tokens, window, own_taps, own_shared, routes)
             x, caches, shared, found, routed = body.run(x, caches, shared)
             kept |= found
             written += caches
@@ -162,9 +162,9 @@ class Transformer(nn.Module):
     def logits(self, last: Array) -> Array:
         """Head over [..., D] final hidden states, float32 [..., V]."""
         if self.arch.embed_dim:
-            last = dense(last, self.project_out_DX, dtype=self.policy.compute)
-        head_DV = self.head_DV if self.policy.own_head or not self.arch.tied else self.embed_VD.T
-        return dense(last, head_DV, dtype=self.policy.compute)
+            last = dense(last, self.project_out_DX, dtype=self.policy.compute.dtype)
+        head_DV = self.head_DV if self.policy.layout.own_head or not self.arch.tied else self.embed_VD.T
+        return dense(last, head_DV, dtype=self.policy.compute.dtype)
 
     def logits_of(self, token_BT: Array, position_BT: Array, segment_BT: Array | None = None) -> tuple[Array, Hidden]:
         """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states with expert choices."""
@@ -180,19 +180,26 @@ def forward(
     position_BT: Array,
     memory: Caches,
     window: Window,
-    reads: Reads = NOTHING,
+    reads: CaptureSpec = NO_CAPTURE,
     routes: bool = False,
 ) -> tuple[Hidden, Caches]:
     """Runs T positions over a cache; returns the hidden states and the caches with those positions written."""
     hidden: Any = net.apply(
-        cast(Any, params), token_BT, position_BT, memory, window, reads.taps, routes=routes, commons=reads.commons
+        cast(Any, params),
+        token_BT,
+        position_BT,
+        memory,
+        window,
+        reads.taps,
+        routes=routes,
+        shared_outputs=reads.shared_outputs,
     )
     return hidden, hidden.layers
 
 
 def features_of(hidden: Hidden) -> Features:
     """What drafters may read of a forward."""
-    return Features(hidden.last_BTD, hidden.stream, hidden.taps, hidden.commons)
+    return Features(hidden.last_BTD, hidden.stream, hidden.taps, hidden.shared_outputs)
 
 
 def embed(net: Transformer, params: Params, token_BT: Array) -> Array:

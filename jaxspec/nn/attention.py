@@ -106,12 +106,12 @@ class Attention(nn.Module):
             if out is None:
                 out = attend(
                     q_BTHC, [source_of(cache, streams, window, position_BT, s.window)], kv_heads=s.kv_heads,
-                    value_width=s.head_dim, scale=scale, dtype=p.compute, sinks_H=sinks_H,
+                    value_width=s.head_dim, scale=scale, dtype=p.compute.dtype, sinks_H=sinks_H,
                     tree=window.path_BTJ is not None,
                 )  # fmt: skip
         w_o = matrix(self, p, "out_HCD", (s.heads, s.head_dim, self.model_dim))
         b_o = weight(self, p, "out_bias_D", (self.model_dim,), ZEROS) if s.out_bias else None
-        return dense(in_line(out, window), w_o, b_o, dtype=p.compute, axes=2), cache, shared
+        return dense(in_line(out, window), w_o, b_o, dtype=p.compute.dtype, axes=2), cache, shared
 
     def _project(self, x_BTX: Array, position_BT: Array) -> tuple[Array, Array, Array]:
         s, p = self.spec, self.policy
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         shape = (x_BTX.shape[-1], s.kv_heads, group + 2, s.head_dim)
         qkv_DGQC = matrix(self, p, "qkv_DGQC", shape)
         bias = weight(self, p, "qkv_bias_GQC", shape[1:], ZEROS) if s.qkv_bias else None
-        qkv = dense(x_BTX, qkv_DGQC, bias, dtype=p.compute)
+        qkv = dense(x_BTX, qkv_DGQC, bias, dtype=p.compute.dtype)
         q = qkv[..., :group, :].reshape(*x_BTX.shape[:2], s.heads, s.head_dim)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if s.qk_norm != "none":

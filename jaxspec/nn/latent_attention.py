@@ -105,10 +105,10 @@ class LatentAttention(nn.Module):
             x_BTD, low_BTR = in_rows(x_BTD, window), in_rows(low_BTR, window)
             seen, cache = indexer(x_BTD, low_BTR, position_BT, cache, window if isinstance(window, Window) else None)
         if isinstance(cache, Unrolled):
-            cache = cache.append(*_written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute))
+            cache = cache.append(*_written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype))
             out = attend_unrolled(q_BTHC, cache, scale=s.scale)
         elif cache is None or not isinstance(window, Window):
-            k_BTHC, v_BTHC = _written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute)
+            k_BTHC, v_BTHC = _written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype)
             out = attend_self(q_BTHC, k_BTHC, v_BTHC, scale=s.scale, seen_BTS=seen, segment_BT=segments_of(window))
         else:
             new_BT1C = jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
@@ -118,7 +118,7 @@ class LatentAttention(nn.Module):
             out = _over_cache(q_BTHC, position_BT, cache["latent"], kv_HXR, seen, s, window.reading, p)
         w_o = matrix(self, p, "out_HCD", (s.heads, s.value_dim, self.model_dim))
         lends = s.borrows or (s.index is not None and s.index.lends)
-        out = dense(in_line(out, window), w_o, self._bias("out_bias_D", self.model_dim), dtype=p.compute, axes=2)
+        out = dense(in_line(out, window), w_o, self._bias("out_bias_D", self.model_dim), dtype=p.compute.dtype, axes=2)
         return out, cache, seen if lends else None
 
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array | None]:
@@ -126,12 +126,12 @@ class LatentAttention(nn.Module):
         s, p = self.spec, self.policy
         each, low = (s.heads, s.plain_dim + s.rope.dim), None
         if s.query_rank is None:
-            q = dense(x_BTD, matrix(self, p, "q_DHC", (x_BTD.shape[-1], *each)), dtype=p.compute)
+            q = dense(x_BTD, matrix(self, p, "q_DHC", (x_BTD.shape[-1], *each)), dtype=p.compute.dtype)
         else:
             w_a = matrix(self, p, "q_a_DR", (x_BTD.shape[-1], s.query_rank))
-            low = dense(x_BTD, w_a, self._bias("q_a_bias_R", s.query_rank), dtype=p.compute)
+            low = dense(x_BTD, w_a, self._bias("q_a_bias_R", s.query_rank), dtype=p.compute.dtype)
             low = rms_norm(low, weight(self, p, "q_norm_R", (s.query_rank,), ONES), RANK_NORM_EPS)
-            q = dense(low, matrix(self, p, "q_b_RHC", (s.query_rank, *each)), dtype=p.compute)
+            q = dense(low, matrix(self, p, "q_b_RHC", (s.query_rank, *each)), dtype=p.compute.dtype)
         turned = rotate(q[..., s.plain_dim :], position_BT, s.rope)
         return jnp.concatenate([q[..., : s.plain_dim], turned], axis=-1), low
 
@@ -140,7 +140,7 @@ class LatentAttention(nn.Module):
         s, p = self.spec, self.policy
         width = s.rank + s.rope.dim
         w_a, bias = matrix(self, p, "kv_a_DX", (x_BTD.shape[-1], width)), self._bias("kv_a_bias_X", width)
-        both = dense(x_BTD, w_a, bias, dtype=p.compute)
+        both = dense(x_BTD, w_a, bias, dtype=p.compute.dtype)
         c = rms_norm(both[..., : s.rank], weight(self, p, "kv_norm_R", (s.rank,), ONES), RANK_NORM_EPS)
         return c, rotate(both[:, :, None, s.rank :], position_BT, s.rope)
 
@@ -168,10 +168,10 @@ def _over_cache(
     policy: Policy,
 ) -> Array:
     """Attention over the cached vectors themselves (DeepSeek-V2, appendix C); a key begins with the value."""
-    (rows, count), dtype = position_BT.shape, policy.compute
+    (rows, count), dtype = position_BT.shape, policy.compute.dtype
     position_XT, stream, block = readers(window, position_BT), spec.streams["latent"], window.block
     kv_HXR, cut = widen(kv_HXR, dtype), spec.plain_dim
-    product = partial(per_head_dense, dtype=dtype, apart=policy.splits_rows)
+    product = partial(per_head_dense, dtype=dtype, apart=policy.compute.splits_rows)
     plain_BTHR = product(q_BTHC[..., :cut], kv_HXR[:, :cut], contract=1)
     q = jnp.concatenate([plain_BTHR, q_BTHC[..., cut:]], axis=-1)
 

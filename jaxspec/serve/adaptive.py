@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import repeat
 
-from jaxspec.draft.lengths import Lengths
+from jaxspec.draft.speculation_schedule import SpeculationSchedule
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.control import ByBatchSize, Control, Decision, Fixed, Outcome
 from jaxspec.serve.found import ALL, FoundDrafts, Verified
@@ -23,7 +23,7 @@ MOVED = 0.2  # share by which the experts that drafts should touch differ from t
 UNSEEN = 64  # most dispatches that are put off
 
 
-def control_of(lengths: Lengths, prior: StepRatios | None = None, from_tokens: bool = False) -> Control:
+def control_of(lengths: SpeculationSchedule, prior: StepRatios | None = None, from_tokens: bool = False) -> Control:
     """The control that a ``speculative_config`` asks for.
 
     Args:

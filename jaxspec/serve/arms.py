@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from jaxspec.draft.deferred import Deferred
+from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.draft.null import NoDrafts
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
@@ -16,7 +16,7 @@ def arms_of(drafter: Drafter, wanted: Sequence[AnyTopology]) -> dict[AnyTopology
     computed, that is kept for it.
     """
     drafters: dict[AnyTopology, Drafter] = {PLAIN: NoDrafts()}
-    if isinstance(drafter, Deferred):
+    if isinstance(drafter, LazyObserver):
         drafters[PLAIN] = replace(drafter, topology=PLAIN)
     return drafters | {arm: replace(drafter, topology=arm) for arm in wanted if arm.drafts}
 

@@ -11,9 +11,9 @@ import numpy as np
 from scipy.optimize import nnls
 
 from jaxspec.decode.touched import chosen_of, experts_of
-from jaxspec.draft.cuts import Cuts
+from jaxspec.draft.draft_pruning import PruningConfig
 from jaxspec.models.arch import ArchSpec
-from jaxspec.protocol import Prices
+from jaxspec.protocol import DraftCosts
 from jaxspec.serve.control import Outcome
 from jaxspec.serve.step_times import bucket
 
@@ -94,49 +94,49 @@ class VerifyBudget:
     confidence is what was accepted of such drafts. Until enough has been seen nothing has a price.
     """
 
-    def __init__(self, cuts: Cuts, experts: int, top_k: int, spec: BudgetSpec | None = None):
+    def __init__(self, pruning: PruningConfig, experts: int, top_k: int, spec: BudgetSpec | None = None):
         """Starts without any knowledge.
 
         Args:
-          cuts: what is wanted.
+          pruning: what is wanted.
           experts: E of the target, 0 for a dense one.
           top_k: A.
           spec: how it learns.
         """
-        self.cuts, self.experts, self.top_k, self.spec = cuts, experts, top_k, spec or BudgetSpec()
+        self.pruning, self.experts, self.top_k, self.spec = pruning, experts, top_k, spec or BudgetSpec()
         self._tried_MC, self._hits_MC = np.zeros((2, 2, CONFIDENCE_STEPS))
         self._times = StepTimes(self.spec.memory, self.spec.beside)
         self._rates: dict[int, tuple[float, float]] = {}
         self._dispatches = 0
         self.prices_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
 
-    def prices(self, length: int, rows: int) -> Prices:
-        """Prices of the next dispatch, for a speculation length and so many active rows."""
+    def prices(self, length: int, rows: int) -> DraftCosts:
+        """DraftCosts of the next dispatch, for a speculation length and so many active rows."""
         tokens, time_s = self._rates.get(bucket(rows), (0.0, 0.0))
-        trial, least, share = self._trial(), self.cuts.least, 1.0
+        trial, least, share = self._trial(), self.pruning.min_confidence, 1.0
         if trial is not None:
             wanted, share = self.spec.trials[trial]
             least = max(least, wanted)
         known = time_s > 0 and trial is None
         values: dict[str, Any] = {
-            "rate": tokens / time_s if known else 0.0, "rows": rows,
-            "least": least, "deepest": math.ceil(share * length) if share < 1 else UNLIMITED,
+            "tok_per_s": tokens / time_s if known else 0.0, "rows": rows,
+            "min_confidence": least, "max_drafts": math.ceil(share * length) if share < 1 else UNLIMITED,
             "accept_MC": (self._hits_MC + PRIOR) / (self._tried_MC + PRIOR),
             **{f"{part}_s": self.prices_s[part] for part in PARTS},
         }  # fmt: skip
         arrays: dict[str, Any] = {name: np.asarray(value, np.float32) for name, value in values.items()}
-        return Prices(**arrays, experts=self.experts, top_k=self.top_k)
+        return DraftCosts(**arrays, experts=self.experts, top_k=self.top_k)
 
     def _trial(self) -> int | None:
         """Which trial the next dispatch is, if it is one."""
         first, every, done = self.spec.first, self.spec.try_every, self._dispatches
-        if not self.cuts.priced or (done >= first and done % every):
+        if not self.pruning.by_cost or (done >= first and done % every):
             return None
         return (done if done < first else done // every) % len(self.spec.trials)
 
     def record(self, length: int, outcome: Outcome, outcome_HMC: np.ndarray) -> None:
         """Takes note of a dispatch of a speculation length and of what came of its drafts."""
-        if not outcome.steps or not self.cuts.priced:
+        if not outcome.steps or not self.pruning.by_cost:
             return
         self._dispatches += 1
         tried_MC, hits_MC = outcome_HMC
@@ -160,6 +160,6 @@ class VerifyBudget:
         return self.experts * miss**outcome.rows * (1 - miss**outcome.drafted)
 
 
-def budget_of(cuts: Cuts, arch: ArchSpec) -> VerifyBudget | None:
+def budget_of(pruning: PruningConfig, arch: ArchSpec) -> VerifyBudget | None:
     """The budget that a ``speculative_config`` asks for with this target, None where nothing is cut."""
-    return VerifyBudget(cuts, experts_of(arch), chosen_of(arch)) if cuts.any else None
+    return VerifyBudget(pruning, experts_of(arch), chosen_of(arch)) if pruning.enabled else None

@@ -15,7 +15,7 @@ from jaxspec.decode.scores import Scores, prefill_scored
 from jaxspec.decode.scrub import scrub
 from jaxspec.decode.state import DecodeState, Target, init_sampling
 from jaxspec.decode.step import Report, StepPlan, dispatch, skips
-from jaxspec.draft.deferred import SHOWN, Deferred
+from jaxspec.draft.lazy_observer import CHUNK_SIZE, LazyObserver
 from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.renew import renew
 from jaxspec.protocol import Drafter, Sampling
@@ -82,7 +82,7 @@ class Programs:
             jobs[f"prefill {size}"] = lambda chunk=chunk: _compile(
                 prefill, (target, drafter, state, scalar, chunk, scalar, scalar, table), donate=2
             )
-        self.turns = turns and drafter.follows != "nothing"
+        self.turns = turns and drafter.needs != "none"
         self._shown = shown_at_once(drafter, buckets)
         for size in self._shown if self.turns else ():
             jobs[f"catch up {size}"] = lambda size=size: _compile(
@@ -99,7 +99,7 @@ class Programs:
         """
         longest = renew(self.drafter, params)
         # Plain decoding has nothing to renew, unless it takes turns with a drafter that observes it.
-        plain = {k: d for k, d in self.drafters.items() if d.follows == "nothing"}
+        plain = {k: d for k, d in self.drafters.items() if d.needs == "none"}
         others = {k: renew(d, params) for k, d in self.drafters.items() if k not in plain}
         self.drafters, self.drafter = plain | others, longest
 
@@ -204,7 +204,11 @@ def chunks(prompt: np.ndarray, buckets: tuple[int, ...]) -> Iterator[tuple[int, 
 
 def shown_at_once(drafter: Drafter, buckets: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes of the chunks in which a drafter is caught up, ascending."""
-    return (min(FEW, drafter.room), min(SHOWN, drafter.room)) if isinstance(drafter, Deferred) else buckets
+    return (
+        (min(FEW, drafter.ring_size), min(CHUNK_SIZE, drafter.ring_size))
+        if isinstance(drafter, LazyObserver)
+        else buckets
+    )
 
 
 def _dispatch(plan: StepPlan) -> Callable[..., tuple[DecodeState, Report]]:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxspec.cache.pages import PageAllocator
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.deferred import KEPT, Deferred
+from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
 from jaxspec.serve.adaptive import Adaptive
@@ -102,8 +102,8 @@ class Engine:
           ConfigError: the mesh does not divide the rows.
         """
         self.control, self.budget = control or Fixed(drafter.topology), budget
-        if PLAIN in self.control.arms and drafter.topology.drafts and drafter.follows == "features":
-            drafter = Deferred(drafter, drafter.topology, target.net.arch, max(KEPT, 2 * spec.steps))
+        if PLAIN in self.control.arms and drafter.topology.drafts and drafter.needs == "hidden":
+            drafter = LazyObserver(drafter, drafter.topology, target.net.arch, max(RING_SIZE, 2 * spec.steps))
         drafters = arms_of(drafter, self.control.arms)
         self.depth, self.slack = max(arm.max_depth for arm in drafters), slack_of(drafters, spec.buckets)
         if spec.page and not spec.pages:
@@ -112,7 +112,7 @@ class Engine:
         make = partial(
             init_state, target, drafter, spec.rows, spec.capacity,
             slack=self.slack, stop_ids=STOP_PLACES, pages=spec.pages, page=spec.page,
-            prices=budget and budget.prices(0, spec.rows),
+            draft_costs=budget and budget.prices(0, spec.rows),
         )  # fmt: skip
         self._allocate = partial(_allocate, make, target, spec)
         self._begin()
@@ -167,7 +167,7 @@ class Engine:
         self.state, report = self.programs.dispatch(self.state, most, False, arm)
         reading = Reading.of(report, arm, arm in self.programs.skipping)
         # Process 0's time, for all: the number of rounds, and so of programs that exchange, depends on it.
-        step_s = float(hosts.agreed(np.float32((time.monotonic() - began) / max(reading.steps, 1))))
+        step_s = float(hosts.broadcast_arrays(np.float32((time.monotonic() - began) / max(reading.steps, 1))))
         for row in rows:
             self.state = self.programs.retire(self.state, row)
         return step_s, 1.0 - float(np.mean(reading.skipped_X))
@@ -290,17 +290,17 @@ class Engine:
         return self.control.choose(rows, len(self.waiting), self.survival, steps)
 
     def _price(self, length: int, rows: int) -> None:
-        """Prices of the next dispatch's drafts."""
-        if self.budget is not None and self.budget.cuts.priced and length:
-            places = jax.tree.map(lambda x: x.sharding, self.state.prices)
-            prices = hosts.agreed(self.budget.prices(length, rows))  # clocks of other processes differ
-            self.state = replace(self.state, prices=jax.device_put(prices, places))
+        """DraftCosts of the next dispatch's drafts."""
+        if self.budget is not None and self.budget.pruning.by_cost and length:
+            places = jax.tree.map(lambda x: x.sharding, self.state.draft_costs)
+            prices = hosts.broadcast_arrays(self.budget.prices(length, rows))  # clocks of other processes differ
+            self.state = replace(self.state, draft_costs=jax.device_put(prices, places))
 
     def _catch_up(self, length: int) -> None:
         """Shows the drafter what rows committed without it, before it drafts; a head what was kept for it."""
-        if self.drafter.follows == "nothing" or not (self.programs.turns and length):
+        if self.drafter.needs == "none" or not (self.programs.turns and length):
             return
-        room = self.drafter.room if isinstance(self.drafter, Deferred) else self.spec.capacity
+        room = self.drafter.ring_size if isinstance(self.drafter, LazyObserver) else self.spec.capacity
         shown = False
         for row, sample in enumerate(self.rows):
             if sample is None or sample.params.draft_limit == 0 or sample.observed == sample.length:
@@ -377,7 +377,7 @@ def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec)
 def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]:
     """Mesh axes of the state's arrays by letter: rows over ``data``, and over ``expert`` where they are exchanged."""
     policy = target.net.policy
-    if policy.mesh is None:
+    if policy.compute.mesh is None:
         return {}
-    over = row_axes(policy.mesh, spec.rows, policy.transport != "sum")
-    return state_rules(over, own_pages=not spec.pages and policy.depth == "unrolled")
+    over = row_axes(policy.compute.mesh, spec.rows, policy.compute.transport != "sum")
+    return state_rules(over, own_pages=not spec.pages and policy.layout.depth == "unrolled")

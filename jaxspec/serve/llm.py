@@ -75,7 +75,7 @@ class LLM:
       mesh: devices along ``data`` (rows), ``expert`` (routed experts) and ``tensor`` (heads, hidden units, vocabulary);
         axes left out have one. None is one device. Greedy text is that of one device but for ties within the last
         bits of float32 sums, which devices add in another order.
-      expert_transport: how rows reach the devices that hold their experts, see ``Policy.transport``; ``auto`` takes
+      expert_transport: how rows reach the devices that hold their experts, see ``Compute.transport``; ``auto`` takes
         the cheapest by ``jaxspec.serve.transport``.
       expert_placement: file that ``jaxspec inspect --balance --output`` wrote: which devices along ``expert`` hold
         which experts, heavy ones maybe several times. By default equally many, in their order.
@@ -157,10 +157,10 @@ class LLM:
             on_progress("loading the drafter", 0, 0)
         draft = load_draft(config, self.model, quantization, download_dir)
         drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
-        control = control_of(config.lengths, load_prior(config, self.model, quantization), config.from_tokens)
+        control = control_of(config.schedule, load_prior(config, self.model, quantization), config.from_tokens)
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
         target = Target(self.model.params, self.model.net, block)
-        budget = budget_of(config.cuts, self.model.net.arch)
+        budget = budget_of(config.pruning, self.model.net.arch)
         return Engine(target, drafter, self.spec, self.eos, agreed(control), budget, on_progress)
 
     def beside(self, control: Control) -> LLM:

@@ -24,7 +24,6 @@ from jaxspec.nn.policy import Policy, policy_for
 from jaxspec.perf.calibration import load_calibration
 from jaxspec.perf.expert_placement import load_placement
 from jaxspec.perf.step_ratios import StepRatios, step_ratios
-from jaxspec.pytree import replace
 from jaxspec.serve.demo_pair import part_of, resolve_model
 from jaxspec.serve.transport import transport_for
 from jaxspec.shapes import Params
@@ -117,18 +116,18 @@ def load_prior(config: catalog.SpeculativeConfig, target: Model, quantization: s
     Raises:
       ConfigError: they are of another model, drafter or dtype.
     """
-    if config.lengths.calibration is None:
+    if config.schedule.calibration is None:
         return None
-    found = load_calibration(Path(config.lengths.calibration))
+    found = load_calibration(Path(config.schedule.calibration))
     have = {
         "model": digests(target.config)["config_digest"], "drafter": config.method,
-        "dtype": str(target.net.policy.param), "quantization": quantization,
+        "dtype": str(target.net.policy.storage.param), "quantization": quantization,
     }  # fmt: skip
     measured = {**found.settings, "model": found.model.get("config_digest")}
     wrong = [f"{name} {measured.get(name)!r}, not {have[name]!r}" for name in have if measured.get(name) != have[name]]
     if wrong:
         raise ConfigError(
-            f"speculative_config: {config.lengths.calibration} was measured with {'; '.join(wrong)}; run jaxspec "
+            f"speculative_config: {config.schedule.calibration} was measured with {'; '.join(wrong)}; run jaxspec "
             "calibrate with this model and drafter"
         )
     return step_ratios(found)
@@ -151,7 +150,7 @@ def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str, arch: ArchSpe
     over = row_axes(mesh, rows, chosen != "sum")
     # Caches of stacked layers lie one behind the other, and rows cannot be split off there.
     split = any(mesh.shape[axis] > 1 for axis in over)
-    return replace(policy, transport=chosen, depth="unrolled" if split else policy.depth)
+    return policy.update(transport=chosen, depth="unrolled" if split else policy.layout.depth)
 
 
 def tell_both(

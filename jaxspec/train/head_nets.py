@@ -15,12 +15,11 @@ from jaxspec.models.transformer import Transformer
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
+from jaxspec.train.objective import Net
 from jaxspec.train.settings import HeadSettings
-from jaxspec.train.teacher import expert_layers
 
-Net = DraftHead | Medusa | Transformer
 HEAD_DIM = 128
 ROTATION = ("rope_theta", "rope_scaling", "rope_parameters")
 
@@ -44,7 +43,11 @@ def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], po
     if settings.kind == "draft_model":
         return Transformer(layers, policy)
     _check_width(settings, arch)
-    reads = Reads() if settings.kind == "eagle" else Reads(_taps(settings, arch), _chosen(settings.commons, arch))
+    reads = (
+        CaptureSpec()
+        if settings.kind == "eagle"
+        else CaptureSpec(_taps(settings, arch), _chosen(settings.commons, arch))
+    )
     routing = _chosen(settings.routing, arch)
     spec = HeadSpec(
         arch=layers,
@@ -157,7 +160,7 @@ def _taps(settings: HeadSettings, arch: ArchSpec) -> tuple[int, ...]:
 
 def _chosen(layers: str | tuple[int, ...], arch: ArchSpec) -> tuple[int, ...]:
     """Expert layers, three over the depth by default."""
-    known = expert_layers(arch)
+    known = arch.expert_layers
     if isinstance(layers, str):
         if not known:
             raise ConfigError("head: the target has no layers with routed experts; give commons and routing as []")

@@ -16,11 +16,11 @@ from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.null import NoDrafts
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Drafter
 from jaxspec.topology import chain
 
-POLICY = Policy(depth="stacked", experts="stacked")
+POLICY = make_policy(depth="stacked")
 MOST_S = 60
 ROWS, CAPACITY = 8, 8192  # longer than any indexer keeps, so that all of them are in the program
 DRAFTERS = {"plain": NoDrafts(), "chain of 4": Ngram(chain(4))}

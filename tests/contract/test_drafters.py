@@ -14,7 +14,7 @@ import pytest
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan, dispatch
 from jaxspec.draft import catalog
-from jaxspec.draft.deferred import Deferred
+from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
@@ -24,8 +24,8 @@ from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer, features_of
 from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Anchor, Commit, Drafter, Features, Prices, Proposal, Reads
+from jaxspec.nn.policy import make_policy
+from jaxspec.protocol import Anchor, CaptureSpec, Commit, DraftCosts, Drafter, Features, Proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
 from jaxspec.topology import DynamicTree, Topology, chain
@@ -52,8 +52,20 @@ METHODS = ["none", *catalog.METHODS]
 LIMITED = {"none": SHAPES[:1], "ngram": SHAPES[:3], "peagle": SHAPES[1::2], "medusa": SHAPES[1:3]}
 LIMITED |= dict.fromkeys(("eagle", "shared_expert", "early_exit", "hybrid"), SHAPES[1:2])
 CASES = [(m, s) for m in METHODS for s in LIMITED.get(m, SHAPES)]
+
+
+def slow_unless(quick: bool) -> list[pytest.MarkDecorator]:
+    return [] if quick else [pytest.mark.slow]
+
+
+def is_quick(method: str, shape: dict) -> bool:
+    """A chain of one is the chain of four cut short; one walk grows the trees of all drafters."""
+    return (shape is not SHAPES[0] and (shape is not DYNAMIC or method == "eagle3")) or method == "none"
+
+
 each_drafter = pytest.mark.parametrize(
-    ("method", "shape"), CASES, ids=[f"{m}-{next(iter(s.values()))}" for m, s in CASES]
+    ("method", "shape"),
+    [pytest.param(m, s, id=f"{m}-{next(iter(s.values()))}", marks=slow_unless(is_quick(m, s))) for m, s in CASES],
 )
 
 
@@ -63,7 +75,7 @@ def _initial(net: Transformer | Mtp) -> Params:
 
 @cache
 def model() -> tuple[Transformer, Params]:
-    net = Transformer(arch_of(CONFIG), Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked"))
+    net = Transformer(arch_of(CONFIG), make_policy("float32"))
     return net, _initial(net)
 
 
@@ -84,9 +96,9 @@ def head_of(method: str) -> Head:
     layer = arch_of({**CONFIG, "model_type": "llama", "num_hidden_layers": 1, "num_nextn_predict_layers": 0})
     wanted: dict[str, Any] = {
         "eagle": {"last": True, "join": "product", "join_bias": True},
-        "eagle3": {"reads": Reads(taps=(0, 1, 2))},
-        "peagle": {"reads": Reads(taps=(1, 2)), "mask_token": 5},
-        "shared_expert": {"reads": Reads(commons=(1,)), "fc_norm": True, "routing": (1,), "experts": 4},
+        "eagle3": {"reads": CaptureSpec(taps=(0, 1, 2))},
+        "peagle": {"reads": CaptureSpec(taps=(1, 2)), "mask_token": 5},
+        "shared_expert": {"reads": CaptureSpec(shared_outputs=(1,)), "fc_norm": True, "routing": (1,), "experts": 4},
     }
     whole = method == "eagle"
     net = DraftHead(HeadSpec(layer, arch.model_dim, draft_vocab=0 if whole else len(own), **wanted[method]), policy)
@@ -111,9 +123,9 @@ def drafter_of(method: str, shape: dict) -> Drafter:
 
 
 @partial(jax.jit, static_argnums=(0, 3))
-def features_for(net: Transformer, params: Params, token_BT: np.ndarray, reads: Reads) -> Features:
+def features_for(net: Transformer, params: Params, token_BT: np.ndarray, reads: CaptureSpec) -> Features:
     position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-    return features_of(net.apply(params, token_BT, position_BT, taps=reads.taps, commons=reads.commons))
+    return features_of(net.apply(params, token_BT, position_BT, taps=reads.taps, shared_outputs=reads.shared_outputs))
 
 
 # Drafters are arguments, not closures, so that all tests of a drafter share its programs.
@@ -205,7 +217,7 @@ def test_states_are_arrays_of_the_same_shapes_throughout(method: str, shape: dic
     count = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
     stream = jax.ShapeDtypeStruct((ROWS, depth, CONFIG["hidden_size"]), jnp.float32)
     reads = drafter.reads
-    features = Features(stream, stream, (stream,) * len(reads.taps), (stream,) * len(reads.commons))
+    features = Features(stream, stream, (stream,) * len(reads.taps), (stream,) * len(reads.shared_outputs))
     commit = Commit(path, path, features, count, count, path, None)
     seen = jax.eval_shape(observe, drafter, after, commit)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), seen) == shapes
@@ -215,9 +227,9 @@ def test_states_are_arrays_of_the_same_shapes_throughout(method: str, shape: dic
 def test_chains_with_prices_say_how_sure_they_are(method: str):
     drafter = drafter_of(method, SHAPES[1])
     state, anchor = jax.eval_shape(lambda: observed_shapes(drafter))
-    for prices in (None, Prices(*(jnp.float32(0) for _ in range(7)), jnp.ones((2, 4)), experts=4, top_k=2)):
+    for prices in (None, DraftCosts(*(jnp.float32(0) for _ in range(7)), jnp.ones((2, 4)), experts=4, top_k=2)):
         proposal, after = jax.eval_shape(
-            lambda s, a, p: drafter.propose(s, replace(a, prices=p), "reject"), state, anchor, prices
+            lambda s, a, p: drafter.propose(s, replace(a, draft_costs=p), "reject"), state, anchor, prices
         )
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
         assert (proposal.confidence_BN is None) == (prices is None)
@@ -236,7 +248,13 @@ WITH_RULES = [(m, s, r) for m, s in CASES for r in ("match", *(("greedy", "rejec
 
 
 @pytest.mark.parametrize(
-    ("method", "shape", "rule"), WITH_RULES, ids=[f"{m}-{next(iter(s.values()))}-{r}" for m, s, r in WITH_RULES]
+    ("method", "shape", "rule"),
+    [
+        pytest.param(
+            m, s, r, id=f"{m}-{next(iter(s.values()))}-{r}", marks=slow_unless(is_quick(m, s) and r != "greedy")
+        )
+        for m, s, r in WITH_RULES
+    ],
 )
 def test_proposing_commits_nothing(method: str, shape: dict, rule: str):
     drafter = drafter_of(method, shape)
@@ -262,7 +280,6 @@ def check_equal(a: Proposal, b: Proposal) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.served
 @each_drafter
 def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
     drafter = drafter_of(method, shape)
@@ -355,7 +372,7 @@ def test_what_was_kept_is_observed_later(method: str):
     whole = Commit(jnp.asarray(text[:, :-1]), jnp.asarray(text[:, 1:]), features, every, start, None, None)
     wanted = jax.jit(drafter.observe)(drafter.init_state(ROWS, CAPACITY, 32), whole)
 
-    deferred = Deferred(drafter, drafter.topology, net.arch, room=count + 2)
+    deferred = LazyObserver(drafter, drafter.topology, net.arch, ring_size=count + 2)
     plain = jax.jit(replace(deferred, topology=chain(0)).observe)
     state = deferred.init_state(ROWS, CAPACITY, 32)
     first = count // 2  # what was kept before is overwritten where the ring has come round
@@ -363,7 +380,7 @@ def test_what_was_kept_is_observed_later(method: str):
         one = jax.tree.map(lambda x, at=at: x[:, at : at + 1], (whole.token_BT, whole.next_BT, features))
         state = plain(state, Commit(*one, jnp.ones(ROWS, jnp.int32), start + at, start[:, None], None))
     for row in range(ROWS):
-        kept = deferred.kept_at(state, jnp.int32(row), jnp.arange(count, dtype=jnp.int32))
+        kept = deferred.replay_features(state, jnp.int32(row), jnp.arange(count, dtype=jnp.int32))
         part = (x[row : row + 1] for x in (whole.token_BT, whole.next_BT))
         shown = Commit(*part, kept, every[:1], start[:1], None, jnp.int32(row))
         state = jax.jit(deferred.observe)(state, shown)

@@ -14,18 +14,18 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxspec
-from jaxspec.bench.describe import count_parameters
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.checkpoint.load.save import save_model
 from jaxspec.checkpoint.names import known as table_catalog
 from jaxspec.checkpoint.names import tables
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import count_parameters
 from jaxspec.models import catalog as family_catalog
 from jaxspec.models import families
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.ffn import ACTIVATIONS, FfnSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.shapes import Params
@@ -96,7 +96,7 @@ CONFIG = {
     "eos_token_id": [0, 1],
 }
 FLOAT = jnp.dtype("float32")
-POLICY = Policy(FLOAT, FLOAT, "switched")
+POLICY = make_policy(FLOAT, experts="switched")
 
 
 def forget() -> None:

@@ -18,7 +18,7 @@ from jaxspec.draft.mtp import MtpHeads
 from jaxspec.errors import ConfigError
 from jaxspec.models.mtp import Mtp, run_mtp
 from jaxspec.models.transformer import embed, head, teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, Commit, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array, Params
@@ -34,9 +34,12 @@ def reference_of(directory: Path) -> Path:
 
 
 def layouts() -> list:
+    """Models with a reference for prediction, in both layouts of experts; one layout of each is quick."""
     known = [d for d in PROMISING if b'"mtp_logits"' in reference_of(d).read_bytes()[:10000]]
     return [
-        pytest.param((d, e), id=f"{'oracle-' * (d in ORACLES)}{d.name}-{e}")
+        pytest.param(
+            (d, e), id=f"{'oracle-' * (d in ORACLES)}{d.name}-{e}", marks=[] if e == "stacked" else [pytest.mark.slow]
+        )
         for d in known
         for e in ("switched", "stacked")
     ]
@@ -80,7 +83,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shutil.copy(directory / "model.safetensors", model_dir / "model.safetensors")
     shutil.copy(reference_of(directory), says_dir / "says.safetensors")
     says = TensorFiles.of(says_dir)
-    model = load_model(model_dir, Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), experts))
+    model = load_model(model_dir, make_policy(jnp.float32, experts=experts))
     net, params = load_mtp(model_dir, model.net)
     ids_BT = np.asarray(says["input_ids"]).astype(np.int32)
     position_BT = np.broadcast_to(np.arange(ids_BT.shape[1], dtype=np.int32), ids_BT.shape)

@@ -18,7 +18,7 @@ from jaxspec.checkpoint.load.save import save_model
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.decode.step import StepPlan, dispatch, skips
-from jaxspec.draft.cuts import Cuts
+from jaxspec.draft.draft_pruning import PruningConfig
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.null import NoDrafts
@@ -26,8 +26,8 @@ from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import NOTHING, Anchor, Commit, Drafter, Prices, Proposal, Reads
+from jaxspec.nn.policy import make_policy
+from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, DraftCosts, Drafter, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.budget import CONFIDENCE_STEPS, VerifyBudget
@@ -69,7 +69,7 @@ Request = tuple[list[int], SamplingParams]
 def write_model(directory: Path, config: dict, seed: int) -> Path:
     """A random model, its weights large enough that its text varies and its distributions have a shape."""
     arch = arch_of(config)
-    policy = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+    policy = make_policy("float32")
     net = Transformer(arch, policy)
     token = jnp.zeros((1, 2), jnp.int32)
     params = jax.jit(partial(net.init, method="logits_of"))(jax.random.key(seed), token, token)
@@ -121,12 +121,12 @@ class Scripted:
     topology: Topology = static()
 
     @property
-    def follows(self) -> str:
-        return "nothing"
+    def needs(self) -> str:
+        return "none"
 
     @property
-    def reads(self) -> Reads:
-        return NOTHING
+    def reads(self) -> CaptureSpec:
+        return NO_CAPTURE
 
     @property
     def slack(self) -> int:
@@ -172,8 +172,10 @@ def _priceless(program: Callable) -> Callable:
 
     def run(*args):
         (place,) = (i for i, arg in enumerate(args) if isinstance(arg, DecodeState))
-        prices = args[place].prices
-        return replace(program(*args[:place], replace(args[place], prices=None), *args[place + 1 :]), prices=prices)
+        prices = args[place].draft_costs
+        return replace(
+            program(*args[:place], replace(args[place], draft_costs=None), *args[place + 1 :]), prices=prices
+        )
 
     return run
 
@@ -187,7 +189,7 @@ SHARED = {
 
 def _prefill(target, drafter, *rest):
     # What a drafter observes of a prompt does not depend on its topology: one program serves all of them.
-    plain = NoDrafts() if drafter.follows == "nothing" else replace(drafter, topology=chain(1))
+    plain = NoDrafts() if drafter.needs == "none" else replace(drafter, topology=chain(1))
     return SHARED["prefill"](target, plain, *rest)
 
 
@@ -199,7 +201,7 @@ class SharedPrograms(Programs):
         self.drafter = drafters[max(drafters, key=lambda arm: arm.nodes)]
         self._programs = {"admit": SHARED["admit"], "retire": SHARED["retire"]}
         self._programs |= {f"arm {arm.name}": _jitted(plan) for arm in drafters}
-        self.turns, self._shown = turns and self.drafter.follows != "nothing", shown_at_once(self.drafter, buckets)
+        self.turns, self._shown = turns and self.drafter.needs != "none", shown_at_once(self.drafter, buckets)
         self._programs |= {f"catch up {size}": _caught_up(size) for size in self._shown}
         self._programs |= {f"prefill {size}": _prefill for size in buckets}
         self.skipping = {arm for arm, one in drafters.items() if skips(target, one, state, plan)}
@@ -214,18 +216,18 @@ class Wheel(VerifyBudget):
     """Goes through prices, whatever happens: nothing is cut, by confidence, by time, everything."""
 
     def __init__(self):
-        super().__init__(Cuts(priced=True), CONFIG["num_experts"], CONFIG["num_experts_per_tok"])
+        super().__init__(PruningConfig(by_cost=True), CONFIG["num_experts"], CONFIG["num_experts_per_tok"])
         self.calls, self.outcome_HMC = 0, np.zeros((2, 2, CONFIDENCE_STEPS))
 
-    def prices(self, length: int, rows: int) -> Prices:
+    def prices(self, length: int, rows: int) -> DraftCosts:
         self.calls += 1
-        some = {"rate": 1.0, "token_s": 0.1, "expert_s": 0.1, "depth_s": 0.1}
-        changes = ({}, {"least": 0.3}, some, {"least": 0.999})[self.calls % 4]
+        some = {"tok_per_s": 1.0, "token_s": 0.1, "expert_s": 0.1, "depth_s": 0.1}
+        changes = ({}, {"min_confidence": 0.3}, some, {"min_confidence": 0.999})[self.calls % 4]
         accept_MC = np.tile(np.linspace(0, 1, CONFIDENCE_STEPS, dtype=np.float32), (2, 1))
         values = {name: np.float32(value) for name, value in changes.items()}
         return replace(
             super().prices(length, rows),
-            **{"least": np.float32(0), "deepest": np.float32(length), **values},
+            **{"min_confidence": np.float32(0), "max_drafts": np.float32(length), **values},
             accept_MC=accept_MC,
         )
 
@@ -250,7 +252,7 @@ class Lab:
     def model(self, name: str, dtype: str = "float32", layout: str = "switched") -> Model:
         key = (name, dtype, layout)
         if key not in self.loaded:
-            policy = Policy(jnp.dtype(dtype), jnp.dtype(dtype), layout)
+            policy = make_policy(dtype, experts=layout)
             self.loaded[key] = load_model(getattr(self, f"{name}_dir"), policy)
         return self.loaded[key]
 

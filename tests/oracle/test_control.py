@@ -196,7 +196,7 @@ def test_a_head_is_shown_what_was_kept_for_it_when_it_drafts(lab: Lab, monkeypat
     """
     requests, ends, accepted = mixed_requests("cold"), [], {}
     for room in (4, 12, 256):
-        monkeypatch.setattr(engine_module, "KEPT", room)
+        monkeypatch.setattr(engine_module, "RING_SIZE", room)
         control = Cycle((*[PLAIN] * 5, chain(3)))
         engine = lab.engine(lab.drafter("mtp", chain(3)), control=control, steps=2)
         shown, ran = list[tuple[int, int, int]](), list[tuple[int, int]]()

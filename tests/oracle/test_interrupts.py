@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,7 +19,7 @@ from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.heads import Head
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.parameters import RequestOutputKind
@@ -65,7 +64,7 @@ def is_idle(llm: LLM) -> bool:
 def llms(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLM]:
     layer = {k: v for k, v in CONFIG.items() if "expert" not in k and "moe" not in k and k != "architectures"}
     own = arch_of(layer | {"model_type": "llama", "num_hidden_layers": 1})
-    policy = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+    policy = make_policy("float32")
     net = DraftHead(HeadSpec(own, CONFIG["hidden_size"], last=True, join="product", join_bias=True), policy)
     folder = tmp_path_factory.mktemp("heads") / "head"
     save_head(Head(net, jax.jit(net.initial)(jax.random.key(1)), None), folder)

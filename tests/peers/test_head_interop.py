@@ -21,13 +21,13 @@ from jaxspec.checkpoint.heads.formats import ExportFormat, Verifier
 from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
 from jaxspec.models.heads import Head
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.unrolled import Unrolled
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 
 PYTHON = os.environ.get("JAXSPEC_PEERS_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="JAXSPEC_PEERS_PYTHON names no interpreter with the peers")
-FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"))
+FLOAT32 = make_policy("float32")
 FORMATS: dict[str, ExportFormat] = {"specforge": "eagle3", "speculators": "speculators", "peagle": "speculators"}
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe"
 V, D, W, LENGTH, ROUNDS = 96, 32, 40, 11, 3
@@ -61,7 +61,9 @@ CASES: dict[str, dict[str, tuple[dict, dict]]] = {
 
 
 def _head(layers: dict, flags: dict) -> Head:
-    spec = HeadSpec(layers_of(LAYERS | layers), D, Reads(taps=(2, 3, 5)), draft_vocab=W, own_embedding=True, **flags)
+    spec = HeadSpec(
+        layers_of(LAYERS | layers), D, CaptureSpec(taps=(2, 3, 5)), draft_vocab=W, own_embedding=True, **flags
+    )
     net = DraftHead(spec, FLOAT32)
     leaves, tree = jax.tree.flatten(net.initial(jax.random.key(3)))
     keys = jax.random.split(jax.random.key(4), len(leaves))

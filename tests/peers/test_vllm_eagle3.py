@@ -23,14 +23,14 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.checkpoint.load.save import save_model
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer, teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.request import RequestOutput, SpeculationMetrics
 from jaxspec.shapes import Array, Params
 from jaxspec.train import loop, losses, optimizer
 
 PYTHON = os.environ.get("JAXSPEC_VLLM_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="JAXSPEC_VLLM_PYTHON names no interpreter with vLLM")
-FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"), "stacked")
+FLOAT32 = make_policy("float32")
 V, LENGTH, ROWS, DRAFTS, NEW, PROMPTS = 128, 192, 8, 3, 64, 12
 TARGET_STEPS, HEAD_STEPS, TAPS = 300, 200, (1, 3, 5)
 TARGET: dict[str, Any] = {
@@ -96,11 +96,16 @@ def train_target(directory: Path, text_S: np.ndarray, steps: int) -> None:
         return (windows(text_S, ROWS, LENGTH + 1, seed)[None] for seed in count(first))
 
     token = jnp.zeros((1, 8), jnp.int32)
-    params: Any = net.init(jax.random.key(0), token, token, method="logits_of")
+
+    def init() -> Any:
+        return net.init(jax.random.key(0), token, token, method="logits_of")
+
     muon = optimizer.build(steps, matrix_peak=4e-3, other_peak=4e-3, warmup=20)
-    task = loop.Task(params, muon, loss_fn, batches)
-    spec = loop.LoopSpec(steps, directory.with_name("target_run"), save_every=steps)
-    save_model(directory, loop.run(spec, task), net.arch, TARGET, np.dtype("float32"))
+    run = loop.TrainRun(
+        directory=directory.with_name("target_run"), steps=steps, init=init, optimizer=muon, loss_fn=loss_fn,
+        batches=batches, save_every=steps,
+    )  # fmt: skip
+    save_model(directory, loop.train(run), net.arch, TARGET, np.dtype("float32"))
 
 
 def train_head(work: Path, text_S: np.ndarray) -> Path:

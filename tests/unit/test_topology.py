@@ -70,8 +70,8 @@ def test_wrong_lengths():
 def test_dynamic_trees():
     top = DynamicTree(top_k=3, steps=4, nodes=9)
     assert (top.nodes, top.drafts, top.max_depth, top.is_chain) == (9, 8, 4, False)
-    assert top.ahead == 1 + 3 * 3
-    assert DynamicTree(2, 1, 2).ahead == 2
+    assert top.write_ahead == 1 + 3 * 3
+    assert DynamicTree(2, 1, 2).write_ahead == 2
     assert hash(top) == hash(DynamicTree(3, 4, 9))
     assert DynamicTree(8, 3, MAX_NODES).nodes == MAX_NODES
     for wrong, words in (

@@ -29,7 +29,7 @@ from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.vocab import from_d2t, to_d2t, to_t2d
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 
 VOCABULARY = ("d2t", "t2d")
 WEIGHTS = {"medusa": "medusa_lm_head.safetensors"}
@@ -69,7 +69,7 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     # Heads whose feature needs no product are published with one all the same.
     bare = isinstance(spec, HeadSpec) and spec.join == "attention" and spec.feature_dim == spec.arch.model_dim
     return make_plan(
-        directory, _net(spec, replace(policy, formats=(), slots=None)), head_rules(spec), other_prefixes=(),
+        directory, _net(spec, policy.update(formats=(), slots=None)), head_rules(spec), other_prefixes=(),
         ignored_suffixes=(*VOCABULARY, *(["fc.weight"] if bare else [])), block=check_method(config),
         quantization="none", files=files,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def stored_policy(directory: str | Path) -> Policy:
     """
     dtypes = {tensor.dtype for name, tensor in HeadFiles(Path(directory)).tensors.items() if name not in VOCABULARY}
     kind = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
-    return Policy(kind, kind)
+    return make_policy(kind)
 
 
 def _net(spec: HeadSpec | MedusaSpec, policy: Policy) -> DraftHead | Medusa:

@@ -94,7 +94,7 @@ def _unable_medusa(spec: MedusaSpec, form: str, reduced: bool) -> list[str]:
 
 def _unable_everywhere(spec: HeadSpec) -> list[str]:
     asked = {
-        "it reads shared experts (commons), which vLLM and SGLang hand to no head": bool(spec.reads.commons),
+        "it reads shared experts (commons), which vLLM and SGLang hand to no head": bool(spec.reads.shared_outputs),
         "it predicts the target's experts (routing), for which there is no tensor": bool(spec.routing),
         "it joins by a product as EAGLE-1 does, without the norms of EAGLE-3": spec.join == "product",
         "its product in front of the layers has a bias, which vLLM leaves out": spec.join_bias,
@@ -146,7 +146,7 @@ def _native(spec: HeadSpec, dtype: str) -> dict[str, Any]:
     return {
         "architectures": [NATIVE],
         "dtype": dtype,
-        "head": {"taps": spec.reads.taps, "commons": spec.reads.commons} | stated,
+        "head": {"taps": spec.reads.taps, "commons": spec.reads.shared_outputs} | stated,
         "transformer_layer_config": layers_config(spec.arch),
     }
 

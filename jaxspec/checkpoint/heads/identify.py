@@ -12,7 +12,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 
 HeadFormat = Literal["native", "eagle1", "eagle3", "speculators", "medusa"]
 Config = Mapping[str, Any]
@@ -109,7 +109,7 @@ def _native(config: Config) -> HeadSpec | MedusaSpec:
     if not isinstance(stated, Mapping) or not isinstance(layers, Mapping):
         raise ConfigError(f"head: a config of {NATIVE} has head and transformer_layer_config; write it again")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()}
-    reads = Reads(values.pop("taps", ()), values.pop("commons", ()))
+    reads = CaptureSpec(values.pop("taps", ()), values.pop("commons", ()))
     return _record(HeadSpec, values | {"arch": layers_of(layers), "reads": reads})
 
 
@@ -152,7 +152,7 @@ def _eagle3(config: Config, names: tuple[str, ...], target: ArchSpec, *, stated:
     return HeadSpec(
         arch=arch,
         target_dim=config.get("target_hidden_size") or arch.model_dim,
-        reads=Reads(taps=taps),
+        reads=CaptureSpec(taps=taps),
         last=not taps,
         join_bias=bool(config.get("bias", False)) and "fc.bias" in names,
         draft_vocab=_draft_vocab(config, names, arch),
@@ -271,7 +271,7 @@ def _place_faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
     if not spec.parts:
         wrong.append("it reads nothing of the target")
     sparse = {y: getattr(layer.ffn, "experts", 0) for y, layer in enumerate(target.layers)}
-    if lacking := [y for y in (*spec.reads.commons, *spec.routing) if not sparse.get(y)]:
+    if lacking := [y for y in (*spec.reads.shared_outputs, *spec.routing) if not sparse.get(y)]:
         wrong.append(f"layers {lacking} of the target have no routed experts")
     elif any(sparse[y] != spec.experts for y in spec.routing):
         wrong.append(f"it predicts {spec.experts} experts, the target has {sparse[spec.routing[0]]}")

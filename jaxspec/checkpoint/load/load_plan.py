@@ -69,7 +69,7 @@ class LoadPlan:
 
     def kinds(self) -> dict[str, Format | None]:
         """Returns the format of each kind of parameter, None for plain ones."""
-        return {_kind(path): self.net.policy.format_of(_kind(path)) for path in self.leaves}
+        return {_kind(path): self.net.policy.storage.format_of(_kind(path)) for path in self.leaves}
 
 
 def make_plan(
@@ -106,7 +106,7 @@ def make_plan(
         raise ConfigError(f"quantization {quantization!r} is not known; known are {', '.join(QUANTIZATIONS)}")
     files = TensorFiles.of(directory) if files is None else files
     arch = getattr(net, "arch", None)
-    leaves = flatten(abstract_params(net.clone(policy=replace(net.policy, formats=()))))
+    leaves = flatten(abstract_params(net.clone(policy=net.policy.update(formats=()))))
     rules_by_leaf = resolve_rules(rules, leaves, arch, slots_by_layer)
     computed = tables(slots_by_layer, leaves, arch)
     unnamed = [path for path, leaf in rules_by_leaf.items() if len(leaf.rules) != math.prod(leaf.shape[: leaf.lead])]
@@ -129,7 +129,7 @@ def make_plan(
     for path, leaf in leaves.items():
         if _kind(path) in formats:
             leaves[path] = abstract_quantized(leaf.shape, formats[_kind(path)])
-    net = net.clone(policy=replace(net.policy, formats=tuple(sorted(formats.items()))))
+    net = net.clone(policy=net.policy.update(formats=tuple(sorted(formats.items()))))
     return LoadPlan(directory, net, files, leaves, rules_by_leaf, stored, computed, problems)
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ def plan_model(
     arch = arch_of(config)
     table, files = known_tables()[arch.family], TensorFiles.of(directory)
     arch = with_own_head(arch, table, files)
-    net = Transformer(arch, replace(policy, slots=slots_for(placement)))
+    net = Transformer(arch, policy.update(slots=slots_for(placement)))
     return make_plan(
         directory, net, table.rules(arch), other_prefixes=table.other_prefixes(arch),
         ignored_suffixes=table.ignored_suffixes(arch), block=check_method(config), quantization=quantization,
@@ -149,7 +149,7 @@ def load_model(
 
 def policy_on_mesh(policy: Policy, mesh: Mesh | None) -> Policy:
     """The policy on a mesh, where routed experts lie stacked: an expert in an array of its own cannot be split off."""
-    return policy if mesh is None else replace(policy, mesh=mesh.abstract_mesh, experts="stacked")
+    return policy if mesh is None else policy.update(mesh=mesh.abstract_mesh, experts="stacked")
 
 
 def shardings_on(mesh: Mesh | None, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
@@ -187,7 +187,7 @@ def load_mtp(
     block, rules = check_method(read_config(directory)), known_tables()[arch.family].mtp_rules(arch)
     plan = make_plan(
         directory, Mtp(arch, policy_on_mesh(net.policy, mesh)), rules, block=block, quantization=quantization,
-        slots_by_layer=slots_of_mtp(arch, net.policy.slots, mesh),
+        slots_by_layer=slots_of_mtp(arch, net.policy.layout.slots, mesh),
     )  # fmt: skip
     missing = plan.problems["missing"]
     if missing:

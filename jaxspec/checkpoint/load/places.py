@@ -49,17 +49,17 @@ def abstract_params(net: Any) -> Params:
 
     Equal layers and equal experts are looked at once, so that depth and experts cost no time.
     """
-    policy, once = net.policy, isinstance(net, Transformer) and net.policy.depth == "unrolled"
+    policy, once = net.policy, isinstance(net, Transformer) and net.policy.layout.depth == "unrolled"
     layers = net.arch.layers if once else ()
     distinct = tuple(dict.fromkeys(layers))
-    small = net.clone(policy=replace(policy, formats=(), experts="stacked"))
+    small = net.clone(policy=policy.update(formats=(), experts="stacked"))
     small = small.clone(arch=replace(net.arch, layers=distinct)) if once else small
     found: dict[str, Any] = {}
     for path, leaf in flatten(jax.eval_shape(small.initial, jax.random.key(0))["params"]).items():
         for whole in _layers(path, layers, distinct) if once else (path,):
-            found |= dict(_experts(whole, leaf)) if policy.experts == "switched" else {whole: leaf}
+            found |= dict(_experts(whole, leaf)) if policy.layout.experts == "switched" else {whole: leaf}
     for path, leaf in found.items():
-        form = policy.format_of(kind_of(path.split("/")))
+        form = policy.storage.format_of(kind_of(path.split("/")))
         found[path] = leaf if form is None else abstract_quantized(leaf.shape, form)
     return unflatten(found)
 

@@ -21,7 +21,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 
 # Matrices that no release quantises, by what their names contain.
 WIDE = re.compile(r"embed|head\.|\.gate\.|shared_expert_gate\.|weights_proj\.|\.compressor\.|eh_proj\.|hc_")
@@ -107,7 +107,7 @@ def unquantized_tensors(arch: ArchSpec, wide: str = "bfloat16") -> Tensors:
       arch: of the model.
       wide: dtype of everything but what is float32, or a table of ids, in any release.
     """
-    table, policy = known_tables()[arch.family], Policy(depth="stacked")
+    table, policy = known_tables()[arch.family], make_policy(depth="stacked")
     net: Any = Transformer(arch, policy)
     leaves = flatten(abstract_params(net))
     tensors = _tensors(leaves, resolve_rules(table.rules(arch), leaves, arch), wide, is_mtp=False)

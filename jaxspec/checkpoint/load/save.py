@@ -17,7 +17,7 @@ from jaxspec.checkpoint.names.table import Rule, Table
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy, kind_of
+from jaxspec.nn.policy import kind_of, make_policy
 from jaxspec.nn.quantized import Format, Quantized
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
@@ -70,7 +70,7 @@ def _on_host(leaf: Any) -> Any:
 
 def _fixed_dtypes(arch: ArchSpec, dtype: np.dtype) -> dict[str, np.dtype]:
     """Returns the dtypes of the kinds of parameters that do not have the network's own."""
-    net: Any = Transformer(arch, Policy(dtype, dtype, "stacked", "stacked"))
+    net: Any = Transformer(arch, make_policy(dtype, depth="stacked"))
     dtypes = {kind_of(path.split("/")): leaf.dtype for path, leaf in flatten(abstract_params(net)).items()}
     return {kind: np.dtype(np.int64) if np.issubdtype(d, np.integer) else d for kind, d in dtypes.items() if d != dtype}
 

@@ -16,15 +16,15 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
 from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Reads
+from jaxspec.nn.policy import Policy, make_policy
+from jaxspec.protocol import CaptureSpec
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 BASE = json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text())
 CONFIG = BASE | {"num_hidden_layers": 8}
 TARGET = arch_of(CONFIG)
 V, D, W = TARGET.vocab_size, TARGET.model_dim, 20
-FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"))
+FLOAT32 = make_policy("float32")
 IDS_W = np.sort(np.random.default_rng(0).permutation(V)[:W]).astype(np.int32)
 LAYERS: dict[str, Any] = {
     "model_type": "llama", "hidden_size": D, "intermediate_size": 48, "num_attention_heads": 4,
@@ -42,7 +42,7 @@ LATENT: dict[str, Any] = LAYERS | {
 
 def spec(layers: dict[str, Any] | None = None, **changes: Any) -> HeadSpec:
     """An EAGLE-3 head with three taps and a reduced vocabulary, or another."""
-    given = {"reads": Reads(taps=(2, 4, 5)), "draft_vocab": W} | changes
+    given = {"reads": CaptureSpec(taps=(2, 4, 5)), "draft_vocab": W} | changes
     return HeadSpec(layers_of(LAYERS | (layers or {})), D, **given)
 
 

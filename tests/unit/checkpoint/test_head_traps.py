@@ -14,7 +14,7 @@ from jaxspec.checkpoint.heads.formats import Verifier
 from jaxspec.checkpoint.heads.traps import Finding, check_head
 from jaxspec.cli.main import main
 from jaxspec.models.medusa import MedusaSpec
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from tests.unit.checkpoint.head_cases import (
     CONFIG,
     EAGLE3,
@@ -102,7 +102,7 @@ def test_t2_a_lacking_place_is_no_matter_where_the_default_is_right(tmp_path: Pa
 
 
 def test_t2_vllm_takes_three_taps_for_granted_in_speculators_files(tmp_path: Path, target: Path):
-    made = head(spec(reads=Reads(taps=(2, 4))))
+    made = head(spec(reads=CaptureSpec(taps=(2, 4))))
     save_head(made, tmp_path / "head", "speculators", verifier=Verifier(str(target)))
     found, refusal = findings(tmp_path / "head", target)
     assert refusal == ""

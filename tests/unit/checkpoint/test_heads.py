@@ -15,9 +15,9 @@ from jaxspec.checkpoint.heads.layers import arch_of_head, layers_config, layers_
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from tests.unit.checkpoint.head_cases import (
     FLOAT32,
     IDS_W,
@@ -39,23 +39,25 @@ ANYWHERE = {
     "plain": spec(),
     "two-layers": spec({"num_hidden_layers": 2}, own_embedding=True),
     "flags": spec(LINEAR, norm_before_residual=True, norm_before_fc=True, norm_output=True),
-    "fc_norm": spec({"rope_scaling": LATENT["rope_scaling"]}, fc_norm=True, reads=Reads(taps=(1, 8))),
+    "fc_norm": spec({"rope_scaling": LATENT["rope_scaling"]}, fc_norm=True, reads=CaptureSpec(taps=(1, 8))),
     "whole-vocabulary": spec(draft_vocab=V),
     "parallel": spec({"num_hidden_layers": 2}, mask_token=7, own_embedding=True),
 }
 EAGLE3 = {
     "latent": spec(LATENT),
-    "last": spec(reads=Reads(), last=True),
+    "last": spec(reads=CaptureSpec(), last=True),
     "targets-head": spec(draft_vocab=0),
     "narrow": spec({"hidden_size": 16}, own_embedding=True),
 }
 SPECULATORS = {"qwen3": spec({"model_type": "qwen3"}), "biases": spec({"attention_bias": True})}
 NATIVE = {
-    "eagle1": spec(reads=Reads(), last=True, join="product", join_bias=True, draft_vocab=0),
-    "eagle1-own-head": spec(reads=Reads(), last=True, join="product"),
-    "shared-expert": spec(reads=Reads(commons=(1, 4)), routing=(1, 4), experts=TARGET.layers[0].ffn.experts),
-    "both-features": spec(reads=Reads(taps=(3,)), last=True, join_bias=True),
-    "embedding-tap": spec(reads=Reads(taps=(0, 4))),
+    "eagle1": spec(reads=CaptureSpec(), last=True, join="product", join_bias=True, draft_vocab=0),
+    "eagle1-own-head": spec(reads=CaptureSpec(), last=True, join="product"),
+    "shared-expert": spec(
+        reads=CaptureSpec(shared_outputs=(1, 4)), routing=(1, 4), experts=TARGET.layers[0].ffn.experts
+    ),
+    "both-features": spec(reads=CaptureSpec(taps=(3,)), last=True, join_bias=True),
+    "embedding-tap": spec(reads=CaptureSpec(taps=(0, 4))),
     "window": spec({"sliding_window": 16, "layer_types": ["sliding_attention"]}),
     "mixed-windows": spec(
         {"num_hidden_layers": 2, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
@@ -91,7 +93,7 @@ def test_what_is_saved_is_loaded_to_the_bit(tmp_path: Path, of, form):
 
 def test_a_detour_through_the_other_formats_changes_no_bit(tmp_path: Path):
     kind = np.dtype(jnp.bfloat16)
-    made = head(spec({"num_hidden_layers": 2}, norm_output=True, fc_norm=True), Policy(kind, kind))
+    made = head(spec({"num_hidden_layers": 2}, norm_output=True, fc_norm=True), make_policy(kind))
     found = made
     for n, form in enumerate(("eagle3", "native", "speculators", "eagle3", "native")):
         save_head(found, tmp_path / str(n), form, verifier=VERIFIER)

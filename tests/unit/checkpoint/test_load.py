@@ -15,7 +15,7 @@ from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
 from jaxspec.checkpoint.load.model import load_model, load_mtp, plan_model
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import known_families
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.sharding.mesh import make_mesh
 
 GOLDENS = sorted(file.parent for file in (Path(__file__).parents[2] / "golden").glob("*/config.json"))
@@ -35,7 +35,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def load(directory: Path, layout: str = "switched"):
-    return load_model(directory, Policy(BF16, BF16, layout))
+    return load_model(directory, make_policy(BF16, experts=layout))
 
 
 def edit_config(directory: Path, **changes) -> None:
@@ -211,7 +211,7 @@ def test_other_files_beside_the_weights_are_left_alone(directory: Path):
 
 def test_headers_alone_say_what_is_wrong(directory: Path):
     """The plan reads no weights, so it can be made for files whose weights would not fit."""
-    plan = plan_model(directory, Policy(BF16, BF16, "switched"))
+    plan = plan_model(directory, make_policy(BF16, experts="switched"))
     assert not any(plan.problems.values())
     assert sum(leaf.size for leaf in plan.leaves.values()) == sum(
         value.size for value in TensorFiles.of(directory).values()
@@ -221,7 +221,11 @@ def test_headers_alone_say_what_is_wrong(directory: Path):
 @pytest.mark.parametrize("layout", [("switched", "unrolled"), ("stacked", "unrolled"), ("stacked", "stacked")], ids=str)
 def test_progress_ends_at_all_bytes(directory: Path, layout):
     seen = []
-    model = load_model(directory, Policy(BF16, BF16, *layout), show=lambda done, total: seen.append((done, total)))
+    model = load_model(
+        directory,
+        make_policy(BF16, experts=layout[0], depth=layout[1]),
+        show=lambda done, total: seen.append((done, total)),
+    )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     assert seen == sorted(seen)
     assert {total for _, total in seen} == {size}
@@ -230,7 +234,7 @@ def test_progress_ends_at_all_bytes(directory: Path, layout):
 
 @pytest.mark.parametrize("depth", ["unrolled", "stacked"])
 def test_a_mesh_splits_the_same_parameters(directory: Path, depth):
-    policy = Policy(BF16, BF16, "stacked", depth)
+    policy = make_policy(BF16, depth=depth)
     mesh = make_mesh({"expert": 4, "tensor": 2})
     whole, split = load_model(directory, policy), load_model(directory, policy, mesh=mesh)
     assert equal(whole.params, split.params)
@@ -247,7 +251,7 @@ def test_devices_read_only_their_own_experts(directory: Path, monkeypatch: pytes
     read: list[TensorName] = []
     whole = TensorFiles.read
     monkeypatch.setattr(TensorFiles, "read", lambda files, name: (read.append(name), whole(files, name))[1])
-    load_model(directory, Policy(BF16, BF16, "stacked"), mesh=make_mesh({"expert": 4}))
+    load_model(directory, make_policy(BF16), mesh=make_mesh({"expert": 4}))
     counts = {name: read.count(name) for name in read if ".experts." in name.whole}
     assert counts
     assert set(counts.values()) == {1}
@@ -260,7 +264,7 @@ def test_layers_of_multi_token_prediction_are_not_the_models_own(quantization: s
     extra = [name for name in TensorFiles.of(source) if name.startswith(f"model.layers.{len(model.net.arch.layers)}.")]
     assert extra
     mtp, params = load_mtp(source, model.net, quantization=quantization)
-    assert ("attention/qkv_DGQC" in dict(mtp.policy.formats)) == (quantization == "fp8")
+    assert ("attention/qkv_DGQC" in dict(mtp.policy.storage.formats)) == (quantization == "fp8")
     fresh = jax.eval_shape(mtp.initial, jax.random.key(0))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), fresh)
 

@@ -13,19 +13,19 @@ from jaxspec.decode import ways
 from jaxspec.decode.state import Target, init_state
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
-from jaxspec.protocol import Drafter, Prices
+from jaxspec.protocol import DraftCosts, Drafter
 from jaxspec.pytree import replace
 from jaxspec.topology import chain, tree
 from tests.unit.verify.test_rules_texts import MarkovNet
 
-ROWS, NEVER = 4, Prices(*(jnp.float32(x) for x in (0, 1, 0, 0, 0, 0.999, 99)), jnp.ones((2, 4)))
+ROWS, NEVER = 4, DraftCosts(*(jnp.float32(x) for x in (0, 1, 0, 0, 0, 0.999, 99)), jnp.ones((2, 4)))
 UNSURE = jnp.log(jnp.asarray(np.random.default_rng(9).dirichlet(np.ones(3), 3), jnp.float32))
 
 
 def stepped(drafter: Drafter, **changes: Any) -> tuple[jax.Array, Window, step_module.StepOut]:
     """The tokens that a step verifies, the window that it verifies them in, and what it says that it did."""
     target = Target(UNSURE, MarkovNet(3), block=16)
-    state = init_state(target, drafter, ROWS, 12, slack=8, stop_ids=1, prices=changes.pop("prices", None))
+    state = init_state(target, drafter, ROWS, 12, slack=8, stop_ids=1, draft_costs=changes.pop("draft_costs", None))
     least = jnp.int32(changes.pop("least", 1))
     limit_B = jnp.asarray(changes.pop("limit", [99] * ROWS), jnp.int32)
     sampling = replace(state.sampling, draft_limit_B=limit_B, max_length_B=jnp.full(ROWS, 12, jnp.int32))
@@ -100,7 +100,7 @@ def test_a_step_without_a_match_verifies_no_draft():
 
 def test_cut_drafts_are_dead():
     drafter = SmallLm(UNSURE, MarkovNet(3), chain(2), block=16)
-    found, drafted = live(drafter, prices=NEVER)
+    found, drafted = live(drafter, draft_costs=NEVER)
     assert found == [[1, 0, 0]] * ROWS
     assert drafted == [0] * ROWS
 

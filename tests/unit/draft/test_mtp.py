@@ -25,7 +25,7 @@ from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head, teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, Commit, Drafter, Features
 from jaxspec.pytree import replace
 from jaxspec.serve.llm import LLM
@@ -34,7 +34,7 @@ from jaxspec.shapes import Array, Params
 from jaxspec.topology import chain, tree
 
 VOCAB, DIM, BLOCK, CHUNK = 48, 16, 8, 4
-POLICY = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+POLICY = make_policy("float32")
 CONFIG = {
     "model_type": "glm4_moe",
     "vocab_size": VOCAB,

@@ -13,13 +13,13 @@ from jaxspec.cache.kv import LayerCache, Window, init_layer
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import Block, init_block
 from jaxspec.models.catalog import arch_of
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 FAMILIES = ("mixtral_window", "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "opt")
-POLICY = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+POLICY = make_policy("float32")
 ROWS, COUNT, BLOCK, PAST = 3, 6, 8, 17
 ASKED_B = np.array([0, 5, 2], np.int32)
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxspec.draft.cuts import Cuts
+from jaxspec.draft.draft_pruning import PruningConfig
 from jaxspec.serve.budget import CONFIDENCE_STEPS, UNLIMITED, BudgetSpec, StepTimes, VerifyBudget
 from jaxspec.serve.control import Outcome
 
@@ -18,7 +18,7 @@ def play(budget: VerifyBudget, dispatches: int, rows: int = 4, spikes: float = 0
     rng = np.random.default_rng(0)
     for _ in range(dispatches):
         prices = budget.prices(DRAFTS, rows)
-        cuts = prices.rate > 0 or prices.least > 0
+        cuts = prices.tok_per_s > 0 or prices.min_confidence > 0
         lengths = rng.integers(0, DRAFTS + 1, (STEPS, rows)) if cuts else np.full((STEPS, rows), DRAFTS)
         drafted, deepest = lengths.sum() / STEPS, lengths.max(axis=1).mean()
         touched = 8 * (1 - 0.75 ** (rows + drafted)) - 8 * (1 - 0.75**rows)
@@ -31,19 +31,19 @@ def play(budget: VerifyBudget, dispatches: int, rows: int = 4, spikes: float = 0
 
 @pytest.mark.parametrize("spikes", [0.0, 0.05])
 def test_prices_are_the_machines(spikes: float):
-    budget = VerifyBudget(Cuts(priced=True), 0, 0)
+    budget = VerifyBudget(PruningConfig(by_cost=True), 0, 0)
     play(budget, 600, spikes=spikes)
     assert budget.prices_s["token"] == pytest.approx(TOKEN_S, rel=0.3)
     assert budget.prices_s["depth"] == pytest.approx(DEPTH_S, rel=0.3)
     assert budget.prices_s["expert"] == 0
     if not spikes:
-        rate = float(budget.prices(DRAFTS, 4).rate)
+        rate = float(budget.prices(DRAFTS, 4).tok_per_s)
         assert rate == pytest.approx(4 * 2 / (BASE_S + 8 * TOKEN_S + 3.5 * DEPTH_S), rel=0.15)
 
 
 def test_what_a_step_takes_is_explained_whatever_moves_together():
     """Drafts of one row, their depth and their experts say the same: what all of them cost together is right."""
-    budget = VerifyBudget(Cuts(priced=True), 8, 2)
+    budget = VerifyBudget(PruningConfig(by_cost=True), 8, 2)
     play(budget, 600, rows=1, expert_s=EXPERT_S)
     price = budget.prices_s
     assert min(price.values()) >= 0
@@ -54,11 +54,11 @@ def test_what_a_step_takes_is_explained_whatever_moves_together():
 
 def test_nothing_has_a_price_until_it_is_known():
     spec = BudgetSpec(first=8, try_every=4)
-    budget = VerifyBudget(Cuts(priced=True), 0, 0, spec)
+    budget = VerifyBudget(PruningConfig(by_cost=True), 0, 0, spec)
 
     def tried(prices) -> tuple[float, int]:
-        assert not np.any([prices.rate, prices.token_s, prices.expert_s, prices.depth_s])
-        return round(float(prices.least), 6), int(prices.deepest)
+        assert not np.any([prices.tok_per_s, prices.token_s, prices.expert_s, prices.depth_s])
+        return round(float(prices.min_confidence), 6), int(prices.max_drafts)
 
     wanted = [(least, math.ceil(share * DRAFTS) if share < 1 else UNLIMITED) for least, share in spec.trials]
     assert len(set(wanted)) == 3, "nothing is cut, by confidence, by depth"
@@ -69,13 +69,13 @@ def test_nothing_has_a_price_until_it_is_known():
     for dispatch in range(40, 56):
         prices = budget.prices(DRAFTS, 4)
         if dispatch % 4:
-            assert float(prices.rate) > 0
-            assert (float(prices.least), int(prices.deepest)) == (0, UNLIMITED)
+            assert float(prices.tok_per_s) > 0
+            assert (float(prices.min_confidence), int(prices.max_drafts)) == (0, UNLIMITED)
         else:
-            assert float(prices.rate) == 0
-            assert (float(prices.least), int(prices.deepest)) == pytest.approx(wanted[dispatch // 4 % 4])
+            assert float(prices.tok_per_s) == 0
+            assert (float(prices.min_confidence), int(prices.max_drafts)) == pytest.approx(wanted[dispatch // 4 % 4])
         play(budget, 1)
-    assert float(budget.prices(DRAFTS, 64).rate) == 0, "nobody knows how fast so many rows commit"
+    assert float(budget.prices(DRAFTS, 64).tok_per_s) == 0, "nobody knows how fast so many rows commit"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -103,18 +103,18 @@ def test_a_machine_that_became_slow_for_good_is_learnt_again():
 
 
 def test_a_threshold_alone_learns_nothing():
-    budget = VerifyBudget(Cuts(least=0.4), 8, 2)
+    budget = VerifyBudget(PruningConfig(min_confidence=0.4), 8, 2)
     for _ in range(3):
         prices = budget.prices(DRAFTS, 2)
-        assert float(prices.least) == pytest.approx(0.4)
-        assert prices.deepest == UNLIMITED
-        assert float(prices.rate) == 0
+        assert float(prices.min_confidence) == pytest.approx(0.4)
+        assert prices.max_drafts == UNLIMITED
+        assert float(prices.tok_per_s) == 0
         play(budget, 40)
     assert set(budget.prices_s.values()) == {0.0}
 
 
 def test_acceptance_is_what_was_accepted_of_such_drafts():
-    budget = VerifyBudget(Cuts(priced=True), 0, 0, BudgetSpec(tried=4000))
+    budget = VerifyBudget(PruningConfig(by_cost=True), 0, 0, BudgetSpec(tried=4000))
     outcome = Outcome(4, STEPS, 0.1, {DRAFTS: [1] * 32})
     seen_HMC = NOTHING.copy()
     seen_HMC[:, 0, 3], seen_HMC[:, 1, 9] = (100, 20), (100, 70)

@@ -16,9 +16,9 @@ from jaxspec.decode.step import TAIL, StepPlan, dispatch
 from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
-from jaxspec.protocol import Prices
+from jaxspec.protocol import DraftCosts
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
 
@@ -36,18 +36,28 @@ class MarkovNet:
 
     @property
     def policy(self):
-        return Policy(jnp.dtype("float32"), jnp.dtype("float32"))
+        return make_policy("float32")
 
     def apply(
-        self, params, token, position=None, memory=None, window=None, taps=(), routes=False, commons=(), *, method=None
+        self,
+        params,
+        token,
+        position=None,
+        memory=None,
+        window=None,
+        taps=(),
+        routes=False,
+        shared_outputs=(),
+        *,
+        method=None,
     ):
         if method == "logits":
             return token
-        return SimpleNamespace(last_BTD=params[token], stream=params[token], layers=memory, taps=(), commons=())
+        return SimpleNamespace(last_BTD=params[token], stream=params[token], layers=memory, taps=(), shared_outputs=())
 
 
 def markov_texts(
-    rule: str, drafter_of: Callable, rows: int, new: int, prices: Prices | None = None
+    rule: str, drafter_of: Callable, rows: int, new: int, prices: DraftCosts | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Texts [rows, new] behind a prompt of one token, over as many steps as they take.
 
@@ -57,7 +67,7 @@ def markov_texts(
     p, q = (np.random.default_rng(seed).dirichlet(np.ones(3), 3) for seed in (8, 9))
     target = Target(jnp.log(jnp.asarray(p, jnp.float32)), net, block=16)
     drafter = drafter_of(jnp.log(jnp.asarray(q, jnp.float32)), net)
-    state = init_state(target, drafter, rows, new + 1, slack=drafter.topology.nodes, stop_ids=1, prices=prices)
+    state = init_state(target, drafter, rows, new + 1, slack=drafter.topology.nodes, stop_ids=1, draft_costs=prices)
     sampling = replace(
         state.sampling,
         temperature_B=jnp.ones(rows),

@@ -1,0 +1,162 @@
+"""The programs of serving at a model's real shapes, nothing allocated: what is compiled to be looked at."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
+from jaxspec.checkpoint.load.places import unflatten
+from jaxspec.checkpoint.load.release import release_files
+from jaxspec.checkpoint.load.stored import check_method
+from jaxspec.checkpoint.names.known import known_tables
+from jaxspec.decode.prefill import prefill
+from jaxspec.decode.state import Target, init_state
+from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.draft import catalog
+from jaxspec.draft.null import NoDrafts
+from jaxspec.errors import ConfigError
+from jaxspec.models.catalog import arch_of
+from jaxspec.models.mtp import Mtp
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import Policy, policy_for
+from jaxspec.protocol import Drafter
+
+BLOCK = 128
+STATE = 2  # place of the donated state among the arguments of every program
+
+
+@dataclass(frozen=True)
+class Setting:
+    """For what the programs of a model are made.
+
+    Attributes:
+      config: published config.
+      rows: batch slots.
+      capacity: longest text in tokens.
+      drafts: K.
+      kernels: see ``Compute.kernels``.
+      mesh: devices that parameters are split over, None for one device.
+      transport: see ``Compute.transport``.
+      bucket: tokens of a prefill chunk.
+      steps: most steps per dispatch.
+      quantization: how weights lie in memory, see ``make_plan``.
+    """
+
+    config: Mapping[str, Any]
+    rows: int = 4
+    capacity: int = 4096
+    drafts: int = 3
+    kernels: str = "triton"
+    mesh: AbstractMesh | None = None
+    transport: Literal["sum", "padded", "ragged"] = "sum"
+    bucket: int = 256
+    steps: int = 8
+    quantization: str = "auto"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function and the shapes that it is compiled for.
+
+    Attributes:
+      call: the function.
+      arguments: shapes and dtypes; the third is the state, which is donated.
+      positions: that the target verifies per row and step; 0 for a prefill.
+    """
+
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    positions: int
+
+
+def programs(setting: Setting, wanted: tuple[str, ...] = ()) -> dict[str, Program]:
+    """Programs by name: ``plain``, one per drafter that the config allows (``ngram``, ``mtp``), and ``prefill``.
+
+    Args:
+      setting: shapes.
+      wanted: names; all by default.
+
+    Raises:
+      ConfigError: the config is not supported, or lacks what is wanted.
+    """
+    target, behind = _target(setting)
+    drafters: dict[str, Drafter] = {"plain": NoDrafts()}
+    for method in ("ngram", "mtp"):
+        asked = catalog.parse({"method": method, "num_speculative_tokens": setting.drafts})
+        if method != "mtp" or behind is not None:
+            drafters[method] = catalog.build(asked, (target.net, target.params), BLOCK, behind)
+    known = (*drafters, "prefill")
+    unknown = sorted(set(wanted) - set(known))
+    if unknown:
+        raise ConfigError(f"programs {', '.join(unknown)} are not known for this model; known are {', '.join(known)}")
+    made = {name: _step(setting, target, drafter) for name, drafter in drafters.items()}
+    made["prefill"] = _prefill(setting, target, drafters["mtp" if behind else "ngram"])
+    return {name: made[name] for name in wanted or known}
+
+
+def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """The config of a model of the same width with fewer layers, at most one of them dense where the first ones are.
+
+    Raises:
+      ConfigError: it has not so many.
+    """
+    whole = config["num_hidden_layers"]
+    if not 0 < layers <= whole:
+        raise ConfigError(f"layers: from 1 to {whole}, got {layers}")
+    behind = whole + int(config.get("num_nextn_predict_layers") or 0)
+    lists = {name: x for name, x in config.items() if isinstance(x, list) and len(x) in (whole, behind)}
+    found = dict(config) | {name: x[:layers] + x[whole:] for name, x in lists.items()} | {"num_hidden_layers": layers}
+    if "first_k_dense_replace" in config:
+        found["first_k_dense_replace"] = min(config["first_k_dense_replace"], 1)
+    return found
+
+
+def abstract_target(config: Mapping[str, Any], policy: Policy, quantization: str = "auto") -> Target:
+    """A model by its config alone, by default quantised as it is published; its parameters are shapes and dtypes."""
+    arch = arch_of(config)
+    table = known_tables()[arch.family]
+    plan = _plan(config, Transformer(arch, policy), table.rules(arch), quantization)
+    return Target({"params": unflatten(plan.leaves)}, plan.net, BLOCK)
+
+
+def _target(setting: Setting) -> tuple[Target, tuple[Mtp, Any] | None]:
+    policy = policy_for("bfloat16", "gpu", setting.kernels)
+    policy = policy.update(own_head=False, mesh=setting.mesh, transport=setting.transport)
+    policy = policy.update(depth="unrolled" if policy.compute.splits_rows else policy.layout.depth)
+    target = abstract_target(setting.config, policy, setting.quantization)
+    arch = target.net.arch
+    if not arch.mtp:
+        return target, None
+    rules = known_tables()[arch.family].mtp_rules(arch)
+    plan = _plan(setting.config, Mtp(arch, policy), rules, setting.quantization)
+    return target, (plan.net, {"params": unflatten(plan.leaves)})
+
+
+def _plan(config: Mapping[str, Any], net: Any, rules: Any, quantization: str) -> LoadPlan:
+    files, block = release_files(config), check_method(config)
+    return make_plan(Path("config.json"), net, rules, block=block, quantization=quantization, files=files)
+
+
+def _step(setting: Setting, target: Target, drafter: Drafter) -> Program:
+    plan = StepPlan(steps=setting.steps)
+    state = _state(setting, target, drafter)
+    number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
+    arguments = (target, drafter, state, number, flag, number)
+    return Program(partial(dispatch, plan=plan), arguments, drafter.topology.nodes)
+
+
+def _prefill(setting: Setting, target: Target, drafter: Drafter) -> Program:
+    whole = jax.ShapeDtypeStruct((), jnp.int32)
+    chunk = jax.ShapeDtypeStruct((setting.bucket + 1,), jnp.int32)
+    return Program(prefill, (target, drafter, _state(setting, target, drafter), whole, chunk, whole, whole), 0)
+
+
+def _state(setting: Setting, target: Target, drafter: Drafter) -> Any:
+    slack = max(drafter.topology.nodes, drafter.slack, setting.bucket)
+    return jax.eval_shape(lambda: init_state(target, drafter, setting.rows, setting.capacity, slack=slack))
