@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from jaxspec.config import differences
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.serve.records import Records
 
@@ -117,12 +118,7 @@ class Journal:
             raise ConfigError(f"{self.path}: not empty, and not the output of a job; {advice}") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self._sidecar}: not readable ({error}); {advice}") from error
-        was, now = _flat(begun), _flat(json.loads(json.dumps(identity)))
-        changed = [
-            f"{name} was {json.dumps(was.get(name))} and is {json.dumps(now.get(name))}"
-            for name in sorted(was | now)
-            if was.get(name) != now.get(name)
-        ]
+        changed = differences(begun, json.loads(json.dumps(identity)), json.dumps)
         if changed:
             advice = f"give what was given then to go on, {advice}"
             raise ConfigError(f"{self.path}: begun differently: {'; '.join(changed)}; {advice}")
@@ -228,10 +224,3 @@ def _sync_folder(name: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested mappings as one, names joined with dots."""
-    if not isinstance(value, Mapping):
-        return {name: value}
-    return {k: v for key, part in value.items() for k, v in _flat(part, f"{name}.{key}" if name else str(key)).items()}
