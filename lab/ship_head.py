@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     head = load_head(best, arch, exact)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), head.params)
     save_head(Head(head.net, params, head.ids_W), args.out)
-    plan, _ = plan_head(args.out, arch, exact)
+    plan = plan_head(args.out, arch, exact)
     about = {
         "made_by": "lab/ship_head.py",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

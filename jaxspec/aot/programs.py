@@ -122,7 +122,7 @@ def abstract_target(config: Mapping[str, Any], policy: Policy, quantization: str
     arch = arch_of(config)
     table = known_tables()[arch.family]
     plan = _plan(config, Transformer(arch, policy), table.rules(arch), quantization)
-    return Target({"params": unflatten(plan.leaves)}, Transformer(arch, plan.policy), BLOCK)
+    return Target({"params": unflatten(plan.leaves)}, plan.net, BLOCK)
 
 
 def _target(setting: ProgramSettings) -> tuple[Target, tuple[Mtp, Any] | None]:
@@ -135,7 +135,7 @@ def _target(setting: ProgramSettings) -> tuple[Target, tuple[Mtp, Any] | None]:
         return target, None
     rules = known_tables()[arch.family].mtp_rules(arch)
     plan = _plan(setting.config, Mtp(arch, policy), rules, setting.quantization)
-    return target, (Mtp(arch, plan.policy), {"params": unflatten(plan.leaves)})
+    return target, (plan.net, {"params": unflatten(plan.leaves)})
 
 
 def _plan(config: Mapping[str, Any], net: Any, rules: Any, quantization: str) -> LoadPlan:

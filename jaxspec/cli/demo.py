@@ -177,7 +177,7 @@ def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:
         return f"{own[config.method]}, {ahead}"
     found = read_config(Path(config.model))
     if is_head(found):
-        plan, _ = plan_head(config.model, arch_of(target), Policy())
+        plan = plan_head(config.model, arch_of(target), Policy())
         kind = "draft" if config.method == "hybrid" else config.method
         words = f"{kind} head, {sum(parameters(plan.leaves).values()) / 1e6:.1f} M parameters"
     else:

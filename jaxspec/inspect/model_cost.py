@@ -101,7 +101,7 @@ def parameter_sizes(config: Mapping[str, Any], kind: np.dtype, quantization: str
         Path(), Transformer(small, plain), table.rules(small), block=check_method(few),
         quantization=quantization, files=release_files(few),
     )  # fmt: skip
-    formats = dict(plan.policy.storage.formats)
+    formats = dict(plan.net.policy.storage.formats)
     mtp: Any = Mtp(small, plain)
     behind = flatten(abstract_params(mtp)) if arch.mtp else {}
     for path, leaf in behind.items():

@@ -206,11 +206,11 @@ def test_promised_files_are_loaded_quantised(name: str):
     config, arch = config_of(name), arch_named(name)
     table, net = known_tables()[arch.family], Transformer(arch, make_policy(depth="stacked"))
     plan = make_plan(
-        Path(name), net, table.rules(arch), beside=table.beside(arch), ignored=table.ignored,
+        Path(name), net, table.rules(arch), other_prefixes=table.other_prefixes(arch), ignored_suffixes=table.ignored,
         block=check_method(config), files=release_files(config),
     )  # fmt: skip
     assert not any(plan.problems.values()), plan.problems
-    routed = plan.policy.storage.format_of("ffn/down_EFD")
+    routed = plan.net.policy.storage.format_of("ffn/down_EFD")
     assert routed is not None
     assert routed.kind == QUANTIZED[name]
     in_files = sum(t.size_bytes for t in tensors_of(name).values() if not t.is_mtp)
