@@ -63,7 +63,7 @@ class Guesses:
 
     @property
     def reads(self) -> CaptureSpec:
-        """What it reads of the target besides its last hidden states."""
+        """Captures of the target besides its last hidden states."""
         return NO_CAPTURE
 
     @property
