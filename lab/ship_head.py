@@ -30,7 +30,7 @@ FILE = "provenance.json"
 
 
 def record(run: Path) -> dict[str, Any]:
-    """What is known of one run; paths of this machine are left out."""
+    """Returns what is known of one run; paths of this machine are left out."""
     known = json.loads((run / "run.json").read_text())
     settings = {k: v for k, v in known["settings"].items() if k not in ("out", "features")}
     data = {k: v for k, v in settings["data"].items() if k not in ("train", "held_out")}

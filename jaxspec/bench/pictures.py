@@ -15,7 +15,7 @@ DASHES = ("-", "--", "-.", ":")
 
 
 def missing() -> str | None:
-    """What has to be installed before anything can be drawn, None if it is there."""
+    """Says what to install before anything can be drawn, None if it is there."""
     return None if find_spec("matplotlib") else "pictures need matplotlib: pip install 'jaxspec[plots]'"
 
 
@@ -58,9 +58,10 @@ def _picture(title: str, cells: Sequence[SweepCell], file: Path) -> None:
         if cell.acceptance is not None and cell.acceptance.per_pos:
             rates = cell.acceptance.per_pos
             right.plot(range(1, len(rates) + 1), rates, markersize=4, label=name, **looks[name])
-    least = min(cell.concurrency for cell in cells)
+    fewest = min(cell.concurrency for cell in cells)
+    rows = "1 row" if fewest == 1 else f"{fewest} rows"
     right.set(
-        title=f"share of verifications that accept draft 1, 2, ... (at {'1 row' if least == 1 else f'{least} rows'})",
+        title=f"share of verifications that accept draft 1, 2, ... (at {rows})",
         xlabel="draft", ylabel="share of verifications", ylim=(0, 1.02),
     )  # fmt: skip
     right.xaxis.get_major_locator().set_params(integer=True)
@@ -76,7 +77,7 @@ def _picture(title: str, cells: Sequence[SweepCell], file: Path) -> None:
 
 
 def looks_of(cells: Sequence[SweepCell]) -> dict[str, dict[str, Any]]:
-    """Of every line in every panel: a drafter has a color, a speculation length a marker and a dash."""
+    """Returns the look of every line in all panels: a drafter has a color, a K a marker and a dash."""
     drafters, lengths = (list(dict.fromkeys(values)) for values in ((c.drafter for c in cells), (c.k for c in cells)))
     return {
         _name(c): {
