@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.kv import Window, in_line, in_rows
-from jaxspec.cache.ragged import ragged_of
+from jaxspec.cache.packing import pack_live
+from jaxspec.cache.window import Window, pack, unpack
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import Caches, features_of, forward, head
 from jaxspec.protocol import CaptureSpec, Drafter, Features
@@ -114,8 +114,8 @@ def verify(
 
     def run(layers: Caches, width: int, packed: int | None) -> tuple[Caches, tuple[Array, Features, Any]]:
         part = replace(window, live_BT=live_BT[:, :width], path_BTJ=window.path_BTJ if width > 1 else None)
-        part = part if packed is None else replace(part, ragged=ragged_of(live_BT, packed))
-        token_BX, position_BX = (in_line(x[:, :width], part) for x in (token_BT, position_BT))
+        part = part if packed is None else replace(part, packing=pack_live(live_BT, packed))
+        token_BX, position_BX = (pack(x[:, :width], part) for x in (token_BT, position_BT))
         hidden, layers = forward(
             target.net, target.params, token_BX, position_BX, layers, part, reads, sizes.routes
         )  # fmt: skip
@@ -123,7 +123,7 @@ def verify(
         missing = token_BT.shape[1] - width
 
         def pad(x: Array) -> Array:
-            return jnp.pad(in_rows(x, part), ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
+            return jnp.pad(unpack(x, part), ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
 
         return layers, (*jax.tree.map(pad, (logits, features_of(hidden))), hidden.routing if sizes.routes else ())
 

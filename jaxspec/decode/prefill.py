@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import Hidden, features_of, forward
 from jaxspec.protocol import Commit, Drafter, Sampling

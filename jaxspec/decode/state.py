@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.kv import UNROLLED_ROWS
+from jaxspec.cache.addressing import UNROLLED_ROWS
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer
 from jaxspec.protocol import Anchor, DraftCosts, Drafter, DraftState, Sampling

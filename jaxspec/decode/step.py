@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.decode.compaction import Sizes, Verified, verify
 from jaxspec.decode.state import DecodeState, Target, write_rows
 from jaxspec.decode.telemetry import Telemetry, count, routes_of

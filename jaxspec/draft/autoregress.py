@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.draft.draft_selection import DraftSelection, empty_selection, select_next
 from jaxspec.draft.growth import growth_of, take
 from jaxspec.draft.network_drafter import CachedDrafter, NetworkDrafter

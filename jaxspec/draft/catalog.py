@@ -138,7 +138,7 @@ def _rule(config: Mapping[str, Any], schedule: SpeculationSchedule) -> str | Rul
     if rule == "synthetic":
         raise ConfigError(
             "speculative_config: synthetic acceptance gives text that is not the model's; only jaxspec bench has it "
-            "(--synthetic-rates, --synthetic-length)"
+            "(--synthetic)"
         )
     if rule not in RULES:
         raise ConfigError(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from typing_extensions import override
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.last_hidden import last_index, scatter_last
 from jaxspec.draft.network_drafter import CachedDrafter

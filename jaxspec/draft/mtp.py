@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from typing_extensions import override
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, scatter_last
 from jaxspec.draft.network_drafter import CachedDrafter
@@ -129,26 +129,28 @@ class MtpHeads(CachedDrafter):
         return head(self.target, self.base, last_BTD)
 
     def _observe_layer(
-        self, layer: int, step: Step, feature: Array, cache: Any, asked_B: Array | None
+        self, layer: int, step: Step, feature: Array, cache: Any, output_index_B: Array | None
     ) -> tuple[Array, Any]:
         """Runs a layer over committed positions, leaving out those before position 0 of its slots."""
         if layer == 0:
-            _, out, cache = self._layer(0, step, feature, cache, asked_B)
+            _, out, cache = self._layer(0, step, feature, cache, output_index_B)
             return out, cache
         left_B = jnp.maximum(layer - step.window.start_B, 0)
         token_BT, embedded_BTD, position_BT = (
             _shift(x, left_B) for x in (step.token_BT, step.embedded_BTD, step.position_BT)
         )
         shifted = Step(token_BT, embedded_BTD, position_BT, step.window)
-        asked_B = None if asked_B is None else jnp.maximum(asked_B - left_B, 0)
-        _, out, cache = self._layer(layer, shifted, _shift(feature, left_B), cache, asked_B)
-        return out if asked_B is not None else _shift(out, -left_B), cache
+        output_index_B = None if output_index_B is None else jnp.maximum(output_index_B - left_B, 0)
+        _, out, cache = self._layer(layer, shifted, _shift(feature, left_B), cache, output_index_B)
+        return out if output_index_B is not None else _shift(out, -left_B), cache
 
     def _layer(
-        self, layer: int, step: Step, feature: Array, cache: Any, asked_B: Array | None = None
+        self, layer: int, step: Step, feature: Array, cache: Any, output_index_B: Array | None = None
     ) -> tuple[Array, Array, Any]:
         """Runs a layer in its own slots."""
-        window = replace(step.window, start_B=jnp.maximum(step.window.start_B - layer, 0), asked_B=asked_B)
+        window = replace(
+            step.window, start_B=jnp.maximum(step.window.start_B - layer, 0), output_index_B=output_index_B
+        )
         position_BT = jnp.maximum(step.position_BT - layer, 0)
         return run_mtp(
             self.net, self.params, layer, step.embedded_BTD, feature, step.token_BT, position_BT, cache, window

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.errors import ConfigError
 from jaxspec.protocol import Commit, Drafter
 from jaxspec.pytree import replace
@@ -89,7 +89,7 @@ class CachedDrafter(NetworkDrafter):
     def window_of(self, commit: Commit, output_index_B: Array | None = None) -> Window:
         """Returns where a commit is written; ``output_index_B`` as of ``Window``."""
         row_B = None if commit.row is None else commit.row[None]
-        return Window(commit.start_B, row_B=row_B, asked_B=output_index_B, block=self.block)
+        return Window(commit.start_B, row_B=row_B, output_index_B=output_index_B, block=self.block)
 
 
 def _shapes(params: Params) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from typing_extensions import override
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import draft
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.models.caches import init_caches

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from jaxspec.cache.kv import StreamSpec
+from jaxspec.cache.addressing import StreamSpec
 from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.hyper import HyperSpec
 from jaxspec.nn.moe import MoeSpec

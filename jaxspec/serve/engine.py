@@ -20,7 +20,7 @@ from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
 from jaxspec.protocol import DraftCosts, Drafter
 from jaxspec.pytree import replace
 from jaxspec.serve.arms import arms_of, slack_of
-from jaxspec.serve.collect import collect, outcome_of
+from jaxspec.serve.collect import Collected, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.metrics import EngineMetrics
@@ -180,8 +180,7 @@ class Engine:
         return moved
 
     def _step(self, steps: int | None) -> None:
-        read = self.scheduler.admit()
-        rows = len(self.scheduler.running)
+        read, rows = self.scheduler.admit(), len(self.scheduler.running)
         if not rows:
             return
         watch = Stopwatch()
@@ -191,17 +190,11 @@ class Engine:
         catch_up_s = watch.lap()
         result = self._dispatch(decision, steps)
         time_s = watch.lap()
-        taken = collect(result, self.rows, self.eos, self.metrics, prunes=self.budget is not None)
-        self.scheduler.moved |= taken.moved
-        if result.broken_B.any():
-            self.scheduler.state = self.programs.scrub(self.state)
-        for row, sample in taken.ended:
-            self.scheduler.retire(row, sample)
+        taken = self._hand_out(result)
         outcome = outcome_of(result, taken, rows, time_s=time_s, catch_up_s=catch_up_s, after_prompt=read)
         watch.lap()
         self.control.record(decision, outcome)
         self.metrics.deciding_time_s += deciding_s + watch.lap()
-        self.metrics.decode_time_s += catch_up_s + time_s
         self.metrics.dispatched(decision, outcome)
         self._record_prices(decision, outcome, result)
 
@@ -219,7 +212,7 @@ class Engine:
         self.scheduler.catch_up()
         if self.budget is not None and self.budget.by_cost:
             places = jax.tree.map(lambda x: x.sharding, self.state.draft_costs)
-            # Clocks of other processes differ.
+            # Process 0's, for clocks differ.
             prices = hosts.broadcast_arrays(DraftCosts(**self.budget.prices(decision.length, rows)))
             self.scheduler.state = replace(self.state, draft_costs=jax.device_put(prices, places))
 
@@ -229,6 +222,16 @@ class Engine:
             self.state, decision.arm, steps or self.spec.steps, eager=bool(self.waiting), min_rows=decision.min_rows
         )
         return report.unpack()
+
+    def _hand_out(self, result: DispatchResult) -> Collected:
+        """Gives every row's tokens to its sample, and retires those that ended."""
+        taken = collect(result, self.rows, self.eos, self.metrics, prunes=self.budget is not None)
+        self.scheduler.moved |= taken.moved
+        if result.broken_B.any():
+            self.scheduler.state = self.programs.scrub(self.state)
+        for row, sample in taken.ended:
+            self.scheduler.retire(row, sample)
+        return taken
 
     def _record_prices(self, decision: Decision, outcome: Outcome, result: DispatchResult) -> None:
         outcome_HMC = result.report.counts.outcome_HMC

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,18 +14,25 @@ import numpy as np
 from jaxspec.checkpoint.load.model import Model
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.checkpoint.text.conversation import conversations
-from jaxspec.control.decision import Control
 from jaxspec.decode.state import Target
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
-from jaxspec.serve.arguments import check_kinds, check_model, fitted, keep_compiled, shown, spec_of, whole
+from jaxspec.serve.arguments import (
+    as_int,
+    check_kinds,
+    check_model,
+    enable_compile_cache,
+    fit_to_model,
+    parse_sizes,
+    show_value,
+)
 from jaxspec.serve.controls import budget_of, control_of, prior_of
 from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
-from jaxspec.serve.loading import load_draft, load_target, tell_both
+from jaxspec.serve.loading import load_draft, load_target, report_to_both
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
@@ -125,18 +131,18 @@ class LLM:
             files={"expert_placement": expert_placement}, calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
         config, quantization = catalog.parse(speculative_config), "auto" if quantization is None else quantization
-        self.seed, spec = whole("seed", seed), spec_of(
+        self.seed, spec = as_int("seed", seed), parse_sizes(
             config, max_model_len=max_model_len, max_num_seqs=max_num_seqs, steps_per_dispatch=steps_per_dispatch,
             max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
             num_kv_pages=num_kv_pages,
         )  # fmt: skip
-        keep_compiled(compile_cache)
+        enable_compile_cache(compile_cache)
         self.model = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
             kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            placement=expert_placement, rows=spec.rows, on_load=tell_both(on_load, on_progress),
+            placement=expert_placement, rows=spec.rows, on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
-        self.spec = spec = fitted(spec, max_model_len, self.model.net.arch)
+        self.spec = spec = fit_to_model(spec, max_model_len, self.model.net.arch)
         self.capacity, self.max_logprobs, self.text = spec.capacity, spec.logprobs, Text.load(self.model.directory)
         self.eos = end_ids_of(self.model)
         self.engine = self._engine(config, quantization, download_dir, on_progress)
@@ -162,40 +168,17 @@ class LLM:
         budget = budget_of(config.pruning, self.model.net.arch)
         return Engine(target, drafter, self.spec, self.eos, decide_by_rank0(control), budget, on_progress)
 
-    def beside(self, control: Control) -> LLM:
-        """Another ``LLM`` over the same weights and programs, idle, with a KV cache of its own: nothing is compiled.
-
-        Args:
-          control: chooses among the arms of this one.
-
-        Raises:
-          ConfigError: it may choose others.
-        """
-        known = self.engine.programs.drafters
-        if missing := [arm.name for arm in control.arms if arm not in known]:
-            raise ConfigError(f"beside: arms {missing} are not compiled; there are {[arm.name for arm in known]}")
-        other, engine = copy.copy(self), copy.copy(self.engine)
-        engine.control = control
-        self.driver.call(engine.reset)
-        other.engine, other.prompts = engine, self.prompts.beside()
-        other.driver = Driver(other.engine, self.driver.worker)
-        return other
-
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's ``generation_config.json`` recommends."""
+        """The parameters that the model's ``generation_config.json`` recommends."""
         return self.prompts.defaults
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """``default_sampling_params`` under vLLM's name."""
+        """Returns ``default_sampling_params``, under vLLM's name."""
         return self.default_sampling_params
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of the model directory, of transformers.
-
-        Raises:
-          ConfigError: the directory has none.
-        """
+        """Returns the tokenizer of the model directory, of transformers; raises ConfigError if it has none."""
         if self.text is None:
             raise ConfigError(f"get_tokenizer: {self.model.directory} has no tokenizer; put its files there")
         return self.text.tokenizer
@@ -261,7 +244,7 @@ class LLM:
           RequestError: a conversation or its settings are not acceptable; nothing has been generated then.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise RequestError(f"messages: a conversation or a list of them is needed, got {shown(messages)}")
+            raise RequestError(f"messages: a conversation or a list of them is needed, got {show_value(messages)}")
         options = {
             "chat_template": chat_template, "add_generation_prompt": add_generation_prompt, "tools": tools,
             "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
@@ -282,7 +265,7 @@ class LLM:
         Raises:
           RequestError: the request is not acceptable; at once, before the first output.
         """
-        steps = whole("steps", steps, 1, "stream", RequestError)
+        steps = as_int("steps", steps, 1, "stream", RequestError)
         return self.driver.stream(self.prompts.request(prompt, sampling_params), steps)
 
     def submit(
@@ -309,13 +292,13 @@ class LLM:
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Runs one dispatch, and returns the submitted requests that moved; ended ones are ``finished``.
 
-        Whatever other calls moved since the last ``step`` counts, so that each end is returned once. Of a request whose
+        Whatever other calls moved since the last ``step`` counts, so each end is returned once. Of a request whose
         ``output_kind`` is not CUMULATIVE it returns what is new, or the end.
 
         Args:
           steps: most verification steps, by default ``steps_per_dispatch``.
         """
-        return self.driver.step(None if steps is None else whole("steps", steps, 1, "step", RequestError))
+        return self.driver.step(None if steps is None else as_int("steps", steps, 1, "step", RequestError))
 
     def abort(self, outputs: RequestOutput | Iterable[RequestOutput] | None = None) -> None:
         """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them.
@@ -326,9 +309,9 @@ class LLM:
         self.driver.abort([outputs] if isinstance(outputs, RequestOutput) else outputs)
 
     def score(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Logprob | None]]:
-        """Log-probability and rank of each token of texts, given the tokens before it.
+        """Computes log-probability and rank of each token of texts, given the tokens before it.
 
-        Nothing is generated. Texts are read in the engine's chunks, so that no length compiles anything, and no logits
+        Nothing is generated. Texts are read in the engine's chunks: no length compiles anything, and no logits
         reach the host; the first call compiles one program per prefill bucket.
 
         Args:
@@ -348,7 +331,7 @@ class LLM:
         return [own_logprobs(output) for output in outputs]
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1.
+        """Computes teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1.
 
         For looking at a few texts: every power of two of their lengths compiles a program, and all logits come to the
         host. ``score`` and ``SamplingParams(prompt_logprobs=)`` are for many.
@@ -364,7 +347,7 @@ class LLM:
         return self.driver.call(lambda: np.asarray(run()))[0, : len(ids)]
 
     def update_draft(self, params: Params) -> None:
-        """Takes other parameters of the draft model or head, such as a running training's; nothing is compiled.
+        """Replaces the parameters of the draft model or head, by those of a running training say; compiles nothing.
 
         Requests go on in place: their text does not depend on what drafts.
 
@@ -377,5 +360,5 @@ class LLM:
         self.driver.call(partial(self.engine.programs.update_params, params))
 
     def get_metrics(self) -> list[Metric]:
-        """Engine totals since the start, vLLM's names first."""
+        """Returns engine totals since the start, vLLM's names first."""
         return self.driver.call(self.engine.metrics.counters)

@@ -21,7 +21,7 @@ from jaxspec.serve.request import (
 )
 
 if TYPE_CHECKING:
-    from jaxspec.serve.text import Growing
+    from jaxspec.serve.text import IncrementalText
 
 STOP_PLACES = 16
 MIN_TEMPERATURE = 0.01  # as in vLLM
@@ -48,7 +48,7 @@ class Sample:
     output: RequestOutput
     completion: CompletionOutput
     params: SamplingParams
-    growing: Growing
+    growing: IncrementalText
     key: tuple[int, int]
     max_length: int
     arrived: float = field(default_factory=time.monotonic)

@@ -93,20 +93,13 @@ class AcceptanceEvaluator:
     """Runs prompts through the compiled step; other parameters of a drafter and temperatures recompile nothing."""
 
     def __init__(self, target: Target, prompts: Sequence[Sequence[int]], spec: EvalSpec):
-        """Keeps what is generated from.
-
-        Args:
-          target: verifies.
-          prompts: token ids.
-          spec: how.
-        """
         self.mesh = mesh_of(target.params)
         self.target, self.prompts = settle(target, self.mesh), [np.asarray(p, np.int32) for p in prompts]
         over = 1 if self.mesh is None else self.mesh.shape["data"]
         self.spec = replace(spec, rows=-(-spec.rows // over) * over)
 
     def measure(self, drafter: Drafter) -> Acceptance:
-        """Acceptance over all prompts."""
+        """Measures acceptance over all prompts."""
         drafter = settle(drafter, self.mesh)
         counts: list[tuple[int, ...]] = []
         for first in range(0, len(self.prompts), self.spec.rows):
@@ -119,7 +112,7 @@ class AcceptanceEvaluator:
         return Acceptance(float(np.mean(flat)) + 1, survival, len(flat), tuple(counts))
 
     def _group(self, drafter: Drafter, first: int) -> list[tuple[int, ...]]:
-        """Accepted drafts of each verification of some prompts."""
+        """Counts the accepted drafts of each verification of some prompts."""
         runner, state = self._runner(drafter), self.started(drafter, first)
         accepted: list[list[int]] = [[] for _ in self.prompts[first : first + self.spec.rows]]
         left = len(accepted)
@@ -163,6 +156,6 @@ class AcceptanceEvaluator:
 
 
 def acceptance_figures(name: str, acceptance: Acceptance) -> dict[str, float]:
-    """Acceptance as metrics: ``NAME/acceptance_length`` and ``NAME/accepted_at_K``."""
+    """Returns acceptance as metrics: ``NAME/acceptance_length`` and ``NAME/accepted_at_K``."""
     rates = {f"{name}/accepted_at_{k}": rate for k, rate in enumerate(acceptance.survival, start=1)}
     return {f"{name}/acceptance_length": acceptance.length} | rates

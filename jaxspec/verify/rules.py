@@ -173,3 +173,8 @@ RULES = {
         Rule("block", block),
     )
 }
+
+
+def rule_of(rule: str | Rule) -> Rule:
+    """Returns a rule by its name; the laboratory's are rules already."""
+    return RULES[rule] if isinstance(rule, str) else rule

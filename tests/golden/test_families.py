@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.decode.dispatch import dispatch
@@ -102,7 +102,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     reference = "io.safetensors" if oracle else "reference.safetensors"
     shutil.copy(directory / reference, says_dir / "says.safetensors")
     policy = make_policy(jnp.float32, experts=experts, depth=depth, kernels=kernels)
-    says = {name: np.asarray(value) for name, value in TensorFiles(says_dir).items()}
+    says = {name: np.asarray(value) for name, value in TensorFiles.of(says_dir).items()}
     if oracle:  # the continuation there is that of the first row's first 24 tokens, of some models only its first token
         prompt = says["input_ids"][:1, :24]
         new = says["gen_ids"][None] if "gen_ids" in says else says["logits"][:1, 23:24].argmax(-1)

@@ -39,7 +39,7 @@ from jaxspec.serve.engine import Engine
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
 from jaxspec.serve.sample import new_samples
-from jaxspec.serve.text import Growing
+from jaxspec.serve.text import IncrementalText
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology, chain
 from jaxspec.verify.rules import RULES
@@ -292,7 +292,7 @@ def generate(engine: Engine, requests: list[Request], steps: int | None = None) 
     depth, outputs = engine.depth, []
     for number, (prompt, params) in enumerate(requests):
         samples = new_samples(
-            str(number), None, prompt, params, lambda p: Growing(None, p),
+            str(number), None, prompt, params, lambda p: IncrementalText(None, p),
             engine_seed=0, number=number, capacity=engine.spec.capacity, draft_length=depth,
         )  # fmt: skip
         engine.add(samples)

@@ -106,9 +106,13 @@ def drafter_of(lab: Lab, kind: str, topology: Topology) -> Drafter:
 
 
 CASES = [(kind, chain(4)) for kind in (*NETS, "early_exit", "hybrid")] + [(LEARNT, tree((2, 2)))]
+QUICK = ("medusa", LEARNT, "hybrid")  # the others draft in the same loop
 
 
-@pytest.mark.parametrize(("kind", "topology"), CASES, ids=[f"{k}-{t.drafts}" for k, t in CASES])
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [pytest.param(k, t, id=f"{k}-{t.drafts}", marks=[] if k in QUICK else [pytest.mark.slow]) for k, t in CASES],
+)
 def test_heads_change_nothing_but_the_speed(lab: Lab, kind: str, topology: Topology):
     requests = mixed_requests("mixed")
     outputs = lab.run(drafter_of(lab, kind, topology), requests)

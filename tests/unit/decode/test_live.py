@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.decode import compaction
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepOut, StepPlan, step
@@ -126,12 +126,12 @@ def test_only_what_is_verified_is_computed_where_that_is_little(
     drafted = [3 if found else 0 for found in rows]
     assert out.drafts_B.tolist() == drafted
     if computed is None:
-        assert window.ragged is None
+        assert window.packing is None
         assert token.shape == (ROWS, 4 if any(rows) else 1)
         return
     assert token.shape == (1, computed)
     assert token[0, : ROWS + sum(drafted)].tolist() == [2, 0, 1, 1, 2, 2, 2, 0, 1, 1]
-    assert window.counting.astype(int).tolist() == [[1] * (ROWS + sum(drafted))]
+    assert window.valid.astype(int).tolist() == [[1] * (ROWS + sum(drafted))]
 
 
 def test_a_line_pays_for_its_program():

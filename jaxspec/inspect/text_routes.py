@@ -15,16 +15,16 @@ CHUNK = 64
 
 
 def routed_experts(model: Model, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Expert ids [layers, tokens, A] of each text, by teacher forcing; one program for all texts."""
+    """Returns expert ids [layers, tokens, A] of each text, by teacher forcing; one program for all texts."""
     longest = -(-max(map(len, texts)) // CHUNK) * CHUNK
     routes = jax.jit(partial(_routes, model.net))
     position = np.arange(longest, dtype=np.int32)[None]
-    found = []
+    chosen = []
     for text in texts:
         token = np.zeros((1, longest), np.int32)
         token[0, : len(text)] = text
-        found.append(np.asarray(routes(model.params, token, position))[:, : len(text)])
-    return found
+        chosen.append(np.asarray(routes(model.params, token, position))[:, : len(text)])
+    return chosen
 
 
 def _routes(net: Transformer, params: Params, token_BT: Array, position_BT: Array) -> Array:

@@ -1,4 +1,4 @@
-"""How big a model is: parameters and bytes by part, what a token uses, and what a token leaves in the caches."""
+"""Sizes of a model: parameters and bytes by part, those that a token uses, and what it leaves in the caches."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.cache.kv import entries
+from jaxspec.cache.addressing import entries
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.load_plan import LoadPlan
 from jaxspec.models.arch import ArchSpec, LayerSpec
@@ -24,7 +24,7 @@ NORM = re.compile(r"(^|_)norm_")
 
 
 def part_of(path: str) -> str:
-    """Which of ``PARTS`` a parameter belongs to."""
+    """Returns which of ``PARTS`` a parameter belongs to."""
     *folders, name = path.split("/")
     if path.startswith("mtp_"):
         return PREDICTION
@@ -51,19 +51,19 @@ def _feed_forward_part(folders: list[str], name: str) -> str:
 
 def by_part(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Sums of amounts by the part of their paths, in the order of ``PARTS``; empty parts are left out."""
-    found = dict.fromkeys(PARTS, 0)
+    sums = dict.fromkeys(PARTS, 0)
     for path, amount in amounts:
-        found[part_of(path)] += amount
-    return {part: amount for part, amount in found.items() if amount}
+        sums[part_of(path)] += amount
+    return {part: amount for part, amount in sums.items() if amount}
 
 
 def parameters(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """Parameters by part, a quantised weight counted as what it stands for; tables of token ids count nothing."""
+    """Counts parameters by part, a quantized weight as what it stands for; tables of token ids count nothing."""
     return by_part((path, math.prod(leaf.shape)) for path, leaf in leaves.items() if not path.endswith("table_VA"))
 
 
 def memory_bytes(leaves: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes by part as the parameters lie in memory, scales included."""
+    """Returns bytes by part as the parameters lie in memory, scales included."""
     return by_part(
         (path, sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in jax.tree.leaves(leaf)))
         for path, leaf in leaves.items()
@@ -71,12 +71,12 @@ def memory_bytes(leaves: Mapping[str, Any]) -> dict[str, int]:
 
 
 def file_bytes(plan: LoadPlan) -> dict[str, int]:
-    """Bytes by part of what a plan reads from the files, scales included."""
+    """Returns bytes by part of what a plan reads from the files, scales included."""
     path_of = {
-        name: path for path, leaf in plan.rules_by_leaf.items() for rule in leaf.rules.values() for name in rule.hub
+        name: path for path, leaf in plan.rules_by_leaf.items() for rule in leaf.rules.values() for name in rule.names
     }
-    whole = {t.partition("[")[0]: path_of[s.name] for s in plan.stored.values() for t in s.tensors}
-    return by_part((path, _size(plan.files, name)) for name, path in whole.items())
+    path_by_tensor = {t.whole: path_of[s.name] for s in plan.stored.values() for t in s.tensors}
+    return by_part((path, _size(plan.files, name)) for name, path in path_by_tensor.items())
 
 
 def _size(files: TensorFiles, name: str) -> int:
@@ -85,7 +85,7 @@ def _size(files: TensorFiles, name: str) -> int:
 
 
 def idle_parameters(layers: Iterable[LayerSpec], model_dim: int) -> int:
-    """Parameters that one token leaves out: those of the experts that no router chooses for it."""
+    """Counts parameters that one token leaves out: those of the experts that no router chooses for it."""
     moe = [layer.ffn for layer in layers if isinstance(layer.ffn, MoeSpec)]
     return sum(
         math.prod(shape) // s.experts * (s.experts - s.top_k) for s in moe for shape in s.shapes(model_dim).values()
@@ -93,28 +93,28 @@ def idle_parameters(layers: Iterable[LayerSpec], model_dim: int) -> int:
 
 
 def cached_values(arch: ArchSpec, layers: tuple[LayerSpec, ...] | None = None) -> dict[str, float]:
-    """Values by stream that each further token adds to the caches, those of windows left out."""
-    found: dict[str, float] = {}
+    """Counts values by stream that each further token adds to the caches, those of windows left out."""
+    values: dict[str, float] = {}
     for layer in arch.layers if layers is None else layers:
         for name, s in layer.attention.streams.items():
             if s.reach is None:
-                found[name] = found.get(name, 0) + s.heads * s.width / s.stride
-    return found
+                values[name] = values.get(name, 0) + s.heads * s.width / s.stride
+    return values
 
 
 def cached_bytes(arch: ArchSpec, dtype: np.dtype) -> dict[str, float]:
-    """Bytes by stream that each further token adds to the caches, in the compute dtype where a stream has no other."""
-    found: dict[str, float] = {}
+    """Returns bytes by stream that each further token adds to the caches, in the stream's or the compute dtype."""
+    sums: dict[str, float] = {}
     for layer in arch.layers:
         for name, s in layer.attention.streams.items():
             if s.reach is None:
                 size = np.dtype(s.dtype or dtype).itemsize
-                found[name] = found.get(name, 0) + s.heads * s.width * size / s.stride
-    return found
+                sums[name] = sums.get(name, 0) + s.heads * s.width * size / s.stride
+    return sums
 
 
 def ring_bytes(arch: ArchSpec, dtype: np.dtype, *, slack: int = 256, block: int = 128) -> dict[str, int]:
-    """Bytes by stream of the rings that every row keeps whatever its length: windows, and raw parts of entries.
+    """Returns bytes by stream of the rings that every row keeps: windows, and raw parts of entries.
 
     Args:
       arch: of the model.
@@ -122,10 +122,10 @@ def ring_bytes(arch: ArchSpec, dtype: np.dtype, *, slack: int = 256, block: int 
       slack: most positions that one forward writes.
       block: positions that attention reads at a time.
     """
-    found: dict[str, int] = {}
+    sums: dict[str, int] = {}
     for layer in arch.layers:
         for name, s in layer.attention.streams.items():
             if s.reach is not None:
                 size = np.dtype(s.dtype or dtype).itemsize * s.heads * s.width
-                found[name] = found.get(name, 0) + entries(s, arch.max_position, slack, block) * size
-    return found
+                sums[name] = sums.get(name, 0) + entries(s, arch.max_position, slack, block) * size
+    return sums

@@ -1,4 +1,4 @@
-"""How many distinct experts each verification touched, counted on the routes of the texts that a run produced."""
+"""Counts the distinct experts of each verification, on the routes of the texts that a run produced."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -8,7 +8,7 @@ import numpy as np
 from jaxspec.bench.measure import Run
 from jaxspec.bench.record import Experts
 from jaxspec.checkpoint.load.model import Model
-from jaxspec.inspect.routes import routed_experts
+from jaxspec.inspect.text_routes import routed_experts
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.perf.moesd import expected_experts
 
@@ -18,11 +18,11 @@ def touched_experts(
 ) -> Experts | None:
     """Counts the experts that the steps of a speculative run touched, outside any timed run.
 
-    The engine's timed loop hands no routes out. So the finished texts are read once more with every route kept, and
-    the steps are found again from which tokens were drafts: a step of a row reads its anchor and K positions behind
-    it. Rejected drafts are not in the text; its own next tokens stand in for them, which is what a better drafter
-    would have proposed. Requests that were sent together count as one batch, idle rows do not count, and plain
-    decoding is the same steps with their anchors alone.
+    The engine's timed loop returns no routes. So the finished texts are read once more with every route recorded,
+    and the steps are recovered from which tokens were drafts: a step of a row reads its anchor and K positions
+    after it. Rejected drafts are not in the text; its own next tokens stand in for them, as a better drafter would
+    have proposed. Requests that were sent together count as one batch, idle rows do not count, and plain decoding
+    is the same steps with their anchors alone.
 
     Args:
       model: target.
@@ -63,13 +63,13 @@ def touched_experts(
 
 
 def _anchors(prompt: int, drafted: Sequence[bool]) -> list[int]:
-    """Positions at which the verifications of a text began: a step ends with a token that was no draft."""
-    ends = [place for place, draft in enumerate(drafted) if not draft]
-    return [prompt - 1, *(prompt + place for place in ends[:-1])]
+    """Returns where the verifications of a text began: a step ends with a token that was no draft."""
+    ends = [i for i, draft in enumerate(drafted) if not draft]
+    return [prompt - 1, *(prompt + i for i in ends[:-1])]
 
 
 def _distinct(routes: Sequence[np.ndarray], windows: Sequence[tuple[int, int, int]]) -> float:
-    """Mean over layers of the distinct experts that positions [start, stop) of some texts chose."""
+    """Returns the mean over layers of the distinct experts that positions [start, stop) of some texts chose."""
     chosen = np.concatenate(
         [routes[i][:, start:stop].reshape(len(routes[i]), -1) for i, start, stop in windows], axis=1
     )
