@@ -19,7 +19,6 @@ from jaxspec.decode.step import StepPlan
 from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
 from jaxspec.protocol import DraftCosts, Drafter
 from jaxspec.pytree import replace
-from jaxspec.serve.arms import arms_of, slack_of
 from jaxspec.serve.collect import Collected, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
@@ -81,8 +80,11 @@ class Engine:
         turns = PLAIN in self.control.arms
         if turns and drafter.topology.drafts and drafter.needs == "hidden":
             drafter = LazyObserver(drafter, target.net.arch, max(RING_SIZE, 2 * spec.steps))
-        drafters = arms_of(drafter, self.control.arms)
-        self.depth, self._slack = max(arm.max_depth for arm in drafters), slack_of(drafters, spec.buckets)
+        drafters = {PLAIN: drafter.plain()}  # which all share their weights and one state
+        drafters |= {arm: drafter.with_topology(arm) for arm in self.control.arms if arm.drafts}
+        self.depth = max(arm.max_depth for arm in drafters)
+        # Positions beyond a text that one forward, or a chunk of a prompt, may write.
+        self._slack = max(*spec.buckets, *(arm.nodes for arm in drafters), *(d.slack for d in drafters.values()))
         if spec.page and not spec.pages:
             spec = changed(spec, pages=1 + spec.rows * -(-(spec.capacity + self._slack) // spec.page))
         self.spec, self.eos, self.drafter = spec, eos, drafter
@@ -253,7 +255,7 @@ class Stopwatch:
 
 
 def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec) -> DecodeState:
-    """A state where the target lies."""
+    """Allocates a state on the devices of the target's parameters."""
     mesh = mesh_of(target.params)
     if mesh is not None:
         return allocate(make, mesh, places_of(target, spec))
@@ -262,7 +264,7 @@ def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec)
 
 
 def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]:
-    """Mesh axes of the state's arrays by letter: rows over ``data``, and over ``expert`` where they are exchanged."""
+    """Returns mesh axes of the state's arrays by letter: rows over ``data``, or also ``expert`` if exchanged."""
     policy = target.net.policy
     if policy.compute.mesh is None:
         return {}
