@@ -195,7 +195,7 @@ def _caches(spec: Any, kind: np.dtype, lent: int | None) -> list[CacheCost]:
     Args:
       spec: of the attention.
       kind: compute dtype.
-      lent: positions that a layer keeps which borrows the selection of another.
+      lent: positions that a layer keeps that reuses the selection of another.
     """
 
     def cache(stream: StreamSpec, flops: float, keeps: int | None = None) -> CacheCost:
@@ -206,7 +206,7 @@ def _caches(spec: Any, kind: np.dtype, lent: int | None) -> list[CacheCost]:
     if isinstance(spec, AttentionSpec):
         return [cache(streams[name], 2.0 * spec.heads * spec.head_dim) for name in ("k", "v")]
     if isinstance(spec, LatentSpec):
-        keeps = spec.index.top_k if spec.index else lent if spec.borrows else None
+        keeps = spec.index.top_k if spec.index else lent if spec.reuses_selection else None
         found = [cache(streams["latent"], 2.0 * spec.heads * (2 * spec.rank + spec.rope.dim), keeps)]
         if spec.index:
             found.append(cache(spec.index.stream, 2.0 * spec.index.heads * spec.index.head_dim))

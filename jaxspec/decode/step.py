@@ -19,6 +19,7 @@ from jaxspec.decode.touched import distinct_by_depth, experts_of
 from jaxspec.decode.ways import Way, line_lengths, one_of
 from jaxspec.models.caches import compact_caches
 from jaxspec.models.transformer import features_of, forward, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Tree, Verdict
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
@@ -167,10 +168,12 @@ def _verify(
     live_BT = jnp.concatenate([active_B1, usable(proposal, sampling, tree) & active_B1], axis=1)
     window = Window(anchor.length_B, state.table_BJ, live_BT=live_BT, path_BTJ=path_BTJ, block=target.block)
     window = window if places is None else replace(window, ragged=ragged_of(live_BT, places))
-    hidden, layers = forward(
-        target.net, target.params, in_line(token_BT, window), in_line(position_BT, window), state.layers, window,
-        drafter.reads, plan.routes,
+    inputs = Inputs(
+        in_line(token_BT, window), in_line(position_BT, window), window, state.layers, reads=drafter.reads,
+        routes=plan.routes,
     )  # fmt: skip
+    hidden = forward(target.net, target.params, inputs)
+    layers = hidden.caches
     logits_BTV = in_rows(head(target.net, target.params, hidden.last_BTD), window)
     context = Context(state.count_BV, state.prompt_BV, token_BT, anchor.length_B, state.history_BS, state.bias_BV)
     score_BTV = process(logits_BTV, sampling, context, tree)

@@ -8,6 +8,7 @@ from jaxspec.cache.kv import Window
 from jaxspec.draft.autoregress import draft
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer, forward, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
@@ -84,8 +85,8 @@ class SmallLm:
         """Reads T tokens; the cache says everything."""
         if self.net.arch.vocab_size < self.vocab_size:
             token_BT = jnp.minimum(token_BT, self.net.arch.vocab_size - 1)
-        hidden, state = forward(self.net, self.params, token_BT, position_BT, state, window)
-        return hidden.last_BTD, None, state
+        hidden = forward(self.net, self.params, Inputs(token_BT, position_BT, window, state))
+        return hidden.last_BTD, None, hidden.caches
 
     def logits(self, last_BTD: Array) -> Array:
         """Logits over the target's vocabulary, float32 [B, T, V]."""

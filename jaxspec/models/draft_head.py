@@ -6,11 +6,12 @@ from typing import Any, Literal, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Packed, Window, asked, init_layer
+from jaxspec.cache.kv import LayerCache, Window, asked, init_layer
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import MIXERS, Block
 from jaxspec.nn.dense import dense
 from jaxspec.nn.ffn import DenseFfn, FfnSpec
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.lookup import lookup
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, matrix, weight
@@ -90,10 +91,8 @@ class JoinLayer(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self, e_BTD: Array, g_BTD: Array, position_BT: Array, memory: Memory, window: Window | Packed | None
-    ) -> tuple[Array, Memory]:
-        """The stream behind the layer, [B, T, D], of the positions asked for, and its memory."""
+    def __call__(self, e_BTD: Array, g_BTD: Array, inputs: Inputs) -> tuple[Array, Memory]:
+        """Returns the stream after the layer, [B, T, D], of the positions asked for, and its memory."""
         s, p, a = self.spec, self.policy, self.spec.arch
 
         def norm(x: Array, name: str) -> Array:
@@ -108,10 +107,10 @@ class JoinLayer(nn.Module):
             u = jnp.concatenate([norm(e_BTD, "embed_norm_D"), h_BTD], axis=-1)
             x = h_BTD if s.norm_before_residual else g_BTD
         mixer = MIXERS[type(self.layer.attention)](self.layer.attention, a.model_dim, a.norm_eps, p, name="attention")
-        out, memory, _ = mixer(u, position_BT, memory, window)
-        x = asked(x, window) + out
+        mixed = mixer(u, inputs)
+        x = asked(x, inputs.window) + mixed.out_BTD
         assert isinstance(self.layer.ffn, FfnSpec), "the first layer of a head is dense"
-        return x + DenseFfn(self.layer.ffn, a.model_dim, p, name="ffn")(norm(x, "ffn_norm_D")), memory
+        return x + DenseFfn(self.layer.ffn, a.model_dim, p, name="ffn")(norm(x, "ffn_norm_D")), mixed.memory
 
 
 class DraftHead(nn.Module):
@@ -175,38 +174,28 @@ class DraftHead(nn.Module):
         """Its own embeddings, float32 [B, T, D]."""
         return lookup(self.embed_VD, token_BT)
 
-    def __call__(
-        self,
-        embedded_BTD: Array,
-        g_BTD: Array,
-        token_BT: Array,
-        position_BT: Array,
-        memory: tuple[Memory, ...] | None = None,
-        window: Window | Packed | None = None,
-    ) -> tuple[Array, Array, tuple[Memory, ...]]:
-        """Runs T slots; slot i joins the token of position i + 1 with what is known behind position i.
+    def __call__(self, embedded_BTD: Array, g_BTD: Array, inputs: Inputs) -> tuple[Array, Array, tuple[Memory, ...]]:
+        """Runs T slots; slot i joins the token of position i + 1 with what is known after position i.
 
         Args:
           embedded_BTD: embeddings of the tokens.
           g_BTD: from ``join``, or what an earlier slot returned to continue from.
-          token_BT: the tokens.
-          position_BT: i.
-          memory: one per layer; None attends within the T slots alone.
-          window: where caches are written and what is seen.
+          inputs: the tokens, the positions i, and the memory of each layer.
 
         Returns:
           What the head reads and what the next draft continues from, of the positions asked for, and the memory.
         """
-        s, count = self.spec, len(self.spec.arch.layers)
-        memory = (None,) * count if memory is None else memory
+        s, window, memory = self.spec, inputs.window, inputs.memory or (None,) * len(self.spec.arch.layers)
         # What the last layer reads is needed of all positions.
         inner = replace(window, asked_B=None) if isinstance(window, Window) else window
-        windows = [*[inner] * (count - 1), window]
-        x, kept = self.first(embedded_BTD, g_BTD, position_BT, memory[0], windows[0])
-        written = [kept]
-        for layer, before, window in zip(self.layers, memory[1:], windows[1:], strict=True):
-            x, kept, _, _ = layer(x, token_BT, position_BT, before, window)
-            written.append(kept)
+        each = [replace(inputs, window=inner, memory=m) for m in memory]
+        each[-1] = replace(each[-1], window=window)
+        x, first = self.first(embedded_BTD, g_BTD, each[0])
+        written = [first]
+        for layer, inputs_y in zip(self.layers, each[1:], strict=True):
+            out = layer(x, inputs_y)
+            x = out.x
+            written.append(out.memory)
         last = x if s.join == "product" else rms_norm(x, self.norm_D, s.arch.norm_eps)
         return last, last if s.norm_output else x, tuple(written)
 
@@ -222,7 +211,7 @@ class DraftHead(nn.Module):
         """Runs all parts once, which declares all parameters."""
         s, token = self.spec, jnp.zeros((1, 1), jnp.int32)
         g = self.join(jnp.zeros((1, 1, s.feature_dim)))
-        last, _, _ = self(jnp.zeros((1, 1, s.arch.model_dim)), g, token, token)
+        last, _, _ = self(jnp.zeros((1, 1, s.arch.model_dim)), g, Inputs(token, token))
         if s.draft_vocab:
             self.logits(last)
         if s.routing:
@@ -234,17 +223,10 @@ class DraftHead(nn.Module):
 
 
 def run_head(
-    net: DraftHead,
-    params: Params,
-    embedded_BTD: Array,
-    g_BTD: Array,
-    token_BT: Array,
-    position_BT: Array,
-    memory: tuple[Any, ...] | None = None,
-    window: Window | Packed | None = None,
+    net: DraftHead, params: Params, embedded_BTD: Array, g_BTD: Array, inputs: Inputs
 ) -> tuple[Array, Array, tuple[Any, ...]]:
     """Runs T slots of a head: what its head reads, what the next draft continues from, and the memory."""
-    return cast(Any, net.apply(cast(Any, params), embedded_BTD, g_BTD, token_BT, position_BT, memory, window))
+    return cast(Any, net.apply(cast(Any, params), embedded_BTD, g_BTD, inputs))
 
 
 def part_of(net: DraftHead, params: Params, method: Literal["join", "mask", "embed", "logits", "routes"], *x: Array):

@@ -1,34 +1,20 @@
 """Grouped-query attention: projections, query and key norms, rotation, windows and sinks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import flax.linen as nn
 
-from jaxspec.cache.kv import (
-    LayerCache,
-    Packed,
-    StreamSpec,
-    Window,
-    asked,
-    in_line,
-    in_rows,
-    read_block,
-    segments_of,
-    write,
-)
-from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
-from jaxspec.nn.attention_kernel import attend_by_kernel
+from jaxspec.cache.kv import StreamSpec, asked, in_line, in_rows, write
+from jaxspec.nn.cached_attention import attend_cached, attend_new
 from jaxspec.nn.dense import dense
+from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.rope import RopeSpec, rotate
-from jaxspec.nn.unrolled import Unrolled, attend_unrolled
 from jaxspec.shapes import Array
 
 ZEROS, ONES = nn.initializers.zeros, nn.initializers.ones
-Memory = LayerCache | Unrolled
 
 
 @dataclass(frozen=True)
@@ -73,45 +59,24 @@ class Attention(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self,
-        x_BTX: Array,
-        position_BT: Array,
-        cache: Memory | None,
-        window: Window | Packed | None,
-        shared: Array | None = None,
-    ) -> tuple[Array, Memory | None, Array | None]:
-        """Attention output [B, T, D] of the positions asked for, the memory with all, and ``shared`` as it came."""
-        s, p = self.spec, self.policy
-        q_BTHC, k_BTGC, v_BTGC = (in_rows(x, window) for x in self._project(x_BTX, position_BT))
-        position_BT = in_rows(position_BT, window)
+    def __call__(self, x_BTX: Array, inputs: Inputs) -> Mixed:
+        """Projects, rotates and attends."""
+        s, p, window, memory = self.spec, self.policy, inputs.window, inputs.memory
+        q_BTHC, k_BTGC, v_BTGC = (in_rows(x, window) for x in self._project(x_BTX, inputs.position_BT))
         sinks_H = weight(self, p, "sinks_H", (s.heads,)) if s.sinks else None
-        scale = s.head_dim**-0.5
-        if isinstance(cache, Unrolled):
-            cache = cache.append(k_BTGC, v_BTGC)
-            out = attend_unrolled(q_BTHC, cache, scale=scale, span=s.window)
-        elif cache is None or not isinstance(window, Window):
-            out = attend_self(
-                q_BTHC, k_BTGC, v_BTGC, scale=scale, span=s.window, sinks_H=sinks_H, segment_BT=segments_of(window)
-            )
+        scale, inputs = s.head_dim**-0.5, inputs.in_rows()
+        if (cache := inputs.cache_window) is None:
+            out, memory = attend_new(q_BTHC, k_BTGC, v_BTGC, inputs, scale=scale, span=s.window, sinks_H=sinks_H)
         else:
             streams = s.streams
-            new = {"k": k_BTGC, "v": v_BTGC}
-            cache = {name: write(cache[name], streams[name], window, new[name]) for name in new}
-            pages = cache["k"], cache["v"]
-            q_BTHC, position_BT, window = asked(q_BTHC, window), asked(position_BT, window), window.reading
-            out = attend_by_kernel(
-                q_BTHC, pages, position_BT, streams["k"], window, p, scale=scale, span=s.window, sinks_H=sinks_H
-            )
-            if out is None:
-                out = attend(
-                    q_BTHC, [source_of(cache, streams, window, position_BT, s.window)], kv_heads=s.kv_heads,
-                    value_width=s.head_dim, scale=scale, dtype=p.compute.dtype, sinks_H=sinks_H,
-                    tree=window.path_BTJ is not None,
-                )  # fmt: skip
+            memory = {n: write(memory[n], streams[n], cache, new) for n, new in (("k", k_BTGC), ("v", v_BTGC))}
+            out = attend_cached(
+                asked(q_BTHC, window), (memory["k"], memory["v"]), inputs.of_outputs(), streams["k"], p, scale=scale,
+                span=s.window, sinks_H=sinks_H,
+            )  # fmt: skip
         w_o = matrix(self, p, "out_HCD", (s.heads, s.head_dim, self.model_dim))
         b_o = weight(self, p, "out_bias_D", (self.model_dim,), ZEROS) if s.out_bias else None
-        return dense(in_line(out, window), w_o, b_o, dtype=p.compute.dtype, axes=2), cache, shared
+        return Mixed(dense(in_line(out, window), w_o, b_o, dtype=p.compute.dtype, axes=2), memory)
 
     def _project(self, x_BTX: Array, position_BT: Array) -> tuple[Array, Array, Array]:
         s, p = self.spec, self.policy
@@ -135,17 +100,3 @@ class Attention(nn.Module):
         scale = weight(self, self.policy, name, shape, ONES).reshape(-1)
         flat = x_BTHC.reshape(*x_BTHC.shape[:2], -1) if whole else x_BTHC
         return rms_norm(flat, scale, self.norm_eps).reshape(x_BTHC.shape)
-
-
-def source_of(
-    cache: LayerCache, streams: Mapping[str, StreamSpec], window: Window, position_BT: Array, span: int | None
-) -> Source:
-    """Cached keys and values as something to attend to, of which a query sees up to ``span`` positions."""
-    rows, count = position_BT.shape
-    position_XT = readers(window, position_BT)
-
-    def load(index: Array) -> tuple[Array, Array, Array]:
-        k, v = (read_block(cache[name], streams[name], window, index, rows) for name in ("k", "v"))
-        return k, v, positions_seen(position_XT, index, window.block, span)
-
-    return Source(*blocks_in_reach(window, count, span), load)

@@ -7,15 +7,17 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, asked, entry_block, in_line, in_rows, read_block, write
+from jaxspec.cache.kv import StreamSpec, asked, entry_block, in_line, in_rows, read_block, write
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, per_head_dense
 from jaxspec.nn.entry_index import EntryIndexer, EntryIndexSpec
+from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.quantized import widen
 from jaxspec.nn.rope import RopeSpec, rotate
+from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
 ONES = nn.initializers.ones
@@ -69,37 +71,36 @@ class CompressedAttention(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self, x_BTD: Array, position_BT: Array, cache: LayerCache | None, window: Window | None, shared: Array | None
-    ) -> tuple[Array, LayerCache | None, Array | None]:
-        """Attention output [B, T, D] of the positions asked for, the cache with all, and ``shared`` as it came."""
-        s, p = self.spec, self.policy
-        low_BTR, q_BTHC = self._queries(x_BTD, position_BT)
+    def __call__(self, x_BTD: Array, inputs: Inputs) -> Mixed:
+        """Projects, pools, selects where there is an indexer, and attends."""
+        s, p, window = self.spec, self.policy, inputs.window
+        low_BTR, q_BTHC = self._queries(x_BTD, inputs.position_BT)
         kv_DC = matrix(self, p, "kv_DC", (self.model_dim, s.head_dim))
         norm_C = weight(self, p, "kv_norm_C", (s.head_dim,), ONES)
         kv_BT1C = rms_norm(dense(x_BTD, kv_DC, dtype=p.compute.dtype), norm_C, self.norm_eps)[:, :, None]
-        kv_BT1C = rotate(kv_BT1C, position_BT, s.rope)
+        kv_BT1C = rotate(kv_BT1C, inputs.position_BT, s.rope)
         sinks_H = weight(self, p, "sinks_H", (s.heads,), dtype=jnp.float32)
-        x_BTD, low_BTR, q_BTHC, kv_BT1C, position_BT = (
-            in_rows(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C, position_BT)
-        )
-        if cache is not None and window is not None:
-            cache = cache | {"kv": write(cache["kv"], s.streams["kv"], window, kv_BT1C)}
-        entry_BNC, kept_BTN = None, None
+        x_BTD, low_BTR, q_BTHC, kv_BT1C = (in_rows(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C))
+        inputs, entry_BNC, kept_BTN = inputs.in_rows(), None, None
+        if (cache := inputs.cache_window) is not None:
+            inputs = replace(
+                inputs, memory=inputs.memory | {"kv": write(inputs.memory["kv"], s.streams["kv"], cache, kv_BT1C)}
+            )
         if s.compressor is not None:
             compressor = Compressor(s.compressor, self.model_dim, self.norm_eps, p, name="compressor")
-            entry_BNC, cache = compressor(x_BTD, position_BT, cache, window)
+            entry_BNC, memory = compressor(x_BTD, inputs)
+            inputs = replace(inputs, memory=memory)
         if s.index is not None:
             indexer = EntryIndexer(s.index, self.model_dim, s.query_rank, self.norm_eps, p, name="indexer")
-            kept_BTN, cache = indexer(x_BTD, low_BTR, position_BT, cache, window)
-        if cache is None or window is None:
+            kept_BTN, memory = indexer(x_BTD, low_BTR, inputs)
+            inputs = replace(inputs, memory=memory)
+        if cache is None:
             out = _among_themselves(q_BTHC, kv_BT1C, entry_BNC, kept_BTN, sinks_H, s)
         else:
-            q_BTHC, position_BT = asked(q_BTHC, window), asked(position_BT, window)
-            kept_BTN = None if kept_BTN is None else asked(kept_BTN, window)
-            out = _over_cache(q_BTHC, position_BT, cache, kept_BTN, sinks_H, s, window.reading, p.compute.dtype)
-        out, position_BT = in_line(out, window), in_line(position_BT, window)
-        return self._project(rotate(out, position_BT, s.rope, back=True)), cache, shared
+            inputs = replace(inputs, selection=kept_BTN).of_outputs()
+            out = _over_cache(asked(q_BTHC, window), inputs, sinks_H, s, p.compute.dtype)
+        out, position_BT = in_line(out, window), in_line(inputs.position_BT, window)
+        return Mixed(self._project(rotate(out, position_BT, s.rope, back=True)), inputs.memory)
 
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
         """The normalised vector that queries are products of, and the normalised and rotated queries."""
@@ -144,17 +145,10 @@ def _among_themselves(
     return attend_self(q_BTHC, both, both, scale=scale, seen_BTS=seen, sinks_H=sinks_H)
 
 
-def _over_cache(
-    q_BTHC: Array,
-    position_BT: Array,
-    cache: LayerCache,
-    kept_BTN: Array | None,
-    sinks_H: Array,
-    spec: CompressedSpec,
-    window: Window,
-    dtype: jnp.dtype,
-) -> Array:
+def _over_cache(q_BTHC: Array, inputs: Inputs, sinks_H: Array, spec: CompressedSpec, dtype: jnp.dtype) -> Array:
     """Attention over the cached window and the cached entries, those of this forward written."""
+    window, cache, kept_BTN, position_BT = inputs.cache_window, inputs.memory, inputs.selection, inputs.position_BT
+    assert window is not None, "asked of layers with a cache"
     (rows, count), streams = position_BT.shape, spec.streams
 
     def near(index: Array) -> tuple[Array, Array, Array]:

@@ -10,6 +10,7 @@ from jax import lax
 from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read, write
 from jaxspec.nn.attend import HIDDEN
 from jaxspec.nn.dense import exact_dense
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.rope import RopeSpec, rotate
@@ -67,22 +68,18 @@ class Compressor(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self, x_BTD: Array, position_BT: Array, cache: LayerCache | None, window: Window | None, prefix: str = ""
-    ) -> tuple[Array | None, LayerCache | None]:
+    def __call__(self, x_BTD: Array, inputs: Inputs, prefix: str = "") -> tuple[Array | None, LayerCache | None]:
         """Pools what T positions complete.
 
         Args:
           x_BTD: input of the attention layer.
-          position_BT: absolute positions; without a cache, 0 onwards.
-          cache: of the layer; None pools the T tokens alone.
-          window: where the cache is written.
+          inputs: of the layer, in rows; without a cache, positions are 0 onwards and it pools the T tokens alone.
           prefix: of the names of this compressor's streams.
 
         Returns:
           Without a cache the complete entries [B, N, C]; with one, the cache with the new entries.
         """
-        s, p = self.spec, self.policy
+        s, p, position_BT, cache = self.spec, self.policy, inputs.position_BT, inputs.memory
         kv_gate_D2X = matrix(self, p, "kv_gate_D2X", (self.model_dim, 2, s.windows * s.head_dim))
         place_TX = weight(self, p, "place_TX", (s.ratio, s.windows * s.head_dim), dtype=jnp.float32)
         norm_C = weight(self, p, "norm_C", (s.head_dim,), nn.initializers.ones)
@@ -91,7 +88,7 @@ class Compressor(nn.Module):
         raw_BT1X = jnp.concatenate([both_BT2X[..., 0, :], gate_BTX], axis=-1)[:, :, None]
         rows, count = position_BT.shape
         behind = (s.windows - 1) * s.ratio
-        if cache is None or window is None:
+        if (window := inputs.cache_window) is None:
             whole = count // s.ratio * s.ratio
             raw_BPX = jnp.pad(raw_BT1X[:, :whole, 0], ((0, 0), (behind, 0), (0, 0)))
             return self._pooled(raw_BPX, jnp.zeros(rows, jnp.int32), norm_C), None

@@ -9,6 +9,7 @@ from jax import lax
 from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read_block
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, exact_dense
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import Policy, matrix
 from jaxspec.nn.rope import rotate
 from jaxspec.nn.selection import Queries, select_cached, select_self
@@ -47,32 +48,28 @@ class EntryIndexer(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self, x_BTD: Array, low_BTR: Array, position_BT: Array, cache: LayerCache | None, window: Window | None
-    ) -> tuple[Array | None, LayerCache | None]:
-        """Selects entries, which may include such as the query does not see.
+    def __call__(self, x_BTD: Array, low_BTR: Array, inputs: Inputs) -> tuple[Array | None, LayerCache | None]:
+        """Selects entries, which may include some that the query does not see.
 
         Args:
           x_BTD: input of the attention layer.
-          low_BTR: its normalised low-rank queries.
-          position_BT: absolute positions; without a cache, 0 onwards.
-          cache: of the layer; None selects among the entries of the T tokens.
-          window: where the cache is written and what is seen.
+          low_BTR: its normalized low-rank queries.
+          inputs: of the layer, in rows; without a cache, positions are 0 onwards and it selects among their entries.
 
         Returns:
           Whether a query keeps an entry, [B, T, N]; None where there are never more than it keeps, so that scores are
           not needed. And the cache with the new keys.
         """
-        s, p, dim = self.spec, self.policy, self.spec.compressor.head_dim
+        s, p, dim, position_BT = self.spec, self.policy, self.spec.compressor.head_dim, inputs.position_BT
         q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, dim)), dtype=p.compute.dtype)
         q_BTHC = rotate(q_BTHC, position_BT, s.compressor.rope)
         weight_DH = matrix(self, p, "weight_DH", (self.model_dim, s.heads))
         weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute.dtype) * (s.heads * dim) ** -0.5
         compressor = Compressor(s.compressor, self.model_dim, self.norm_eps, p, name="compressor")
-        k_BNC, cache = compressor(x_BTD, position_BT, cache, window, PREFIX)
+        k_BNC, cache = compressor(x_BTD, inputs, PREFIX)
         # Which entries are best has no derivative.
         queries = lax.stop_gradient((q_BTHC, weight_BTH))
-        if cache is None or window is None:
+        if (window := inputs.cache_window) is None or cache is None:
             assert k_BNC is not None, "without a cache there are entries"
             return select_entries_self(queries, lax.stop_gradient(k_BNC), s, p.compute.dtype), None
         return select_entries(queries, position_BT, cache[f"{PREFIX}entry"], s, window, p), cache

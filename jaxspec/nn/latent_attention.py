@@ -5,29 +5,17 @@ from functools import partial
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jax import lax
 
-from jaxspec.cache.kv import (
-    LayerCache,
-    Packed,
-    StreamSpec,
-    Window,
-    asked,
-    in_line,
-    in_rows,
-    read_block,
-    segments_of,
-    write,
-)
-from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
-from jaxspec.nn.attention_kernel import attend_by_kernel
+from jaxspec.cache.kv import StreamSpec, asked, in_line, in_rows, write
+from jaxspec.nn.cached_attention import attend_cached, attend_new
 from jaxspec.nn.dense import dense, per_head_dense
+from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.policy import Policy, Weight, matrix, weight
 from jaxspec.nn.quantized import widen
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec
-from jaxspec.nn.unrolled import Unrolled, attend_unrolled
+from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
 ZEROS, ONES = nn.initializers.zeros, nn.initializers.ones
@@ -48,7 +36,7 @@ class LatentSpec:
       query_rank: width of what queries are products of, None where they come straight from the input.
       bias: whether the projections from and to the stream have biases, except that of queries without a rank.
       index: indexer that limits what a query attends to, None for none.
-      borrows: whether the selection of an earlier layer's indexer does.
+      reuses_selection: whether the selection of an earlier layer's indexer does.
     """
 
     heads: int
@@ -60,7 +48,7 @@ class LatentSpec:
     query_rank: int | None = None
     bias: bool = False
     index: IndexSpec | None = None
-    borrows: bool = False
+    reuses_selection: bool = False
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
@@ -81,45 +69,33 @@ class LatentAttention(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self,
-        x_BTD: Array,
-        position_BT: Array,
-        cache: LayerCache | Unrolled | None,
-        window: Window | Packed | None,
-        shared: Array | None = None,
-    ) -> tuple[Array, LayerCache | Unrolled | None, Array | None]:
-        """Attention output [B, T, D] of the positions asked for, the cache with all, and what later layers borrow."""
-        s, p = self.spec, self.policy
-        q_BTHC, low_BTR = self._queries(x_BTD, position_BT)
-        c_BTR, turned_BT1C = self._latent(x_BTD, position_BT)
-        q_BTHC, c_BTR, turned_BT1C, position_BT = (
-            in_rows(x, window) for x in (q_BTHC, c_BTR, turned_BT1C, position_BT)
-        )
+    def __call__(self, x_BTD: Array, inputs: Inputs) -> Mixed:
+        """Projects to the latent vector, selects where there is an indexer, and attends."""
+        s, p, window = self.spec, self.policy, inputs.window
+        q_BTHC, low_BTR = self._queries(x_BTD, inputs.position_BT)
+        c_BTR, turned_BT1C = self._latent(x_BTD, inputs.position_BT)
+        q_BTHC, c_BTR, turned_BT1C = (in_rows(x, window) for x in (q_BTHC, c_BTR, turned_BT1C))
         kv_HXR = weight(self, p, "kv_b_HXR", (s.heads, s.plain_dim + s.value_dim, s.rank))
-        seen = shared if s.borrows else None
+        inputs = replace(inputs.in_rows(), selection=inputs.selection if s.reuses_selection else None)
         if s.index is not None:
             assert low_BTR is not None, "an indexer reads the low-rank queries"
-            assert not isinstance(cache, Unrolled), "draft heads have no indexers"
             indexer = Indexer(s.index, self.model_dim, low_BTR.shape[-1], p, name="indexer")
-            x_BTD, low_BTR = in_rows(x_BTD, window), in_rows(low_BTR, window)
-            seen, cache = indexer(x_BTD, low_BTR, position_BT, cache, window if isinstance(window, Window) else None)
-        if isinstance(cache, Unrolled):
-            cache = cache.append(*_written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype))
-            out = attend_unrolled(q_BTHC, cache, scale=s.scale)
-        elif cache is None or not isinstance(window, Window):
+            selection, memory = indexer(in_rows(x_BTD, window), in_rows(low_BTR, window), inputs)
+            inputs = replace(inputs, selection=selection, memory=memory)
+        if (cache := inputs.cache_window) is None:
             k_BTHC, v_BTHC = _written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype)
-            out = attend_self(q_BTHC, k_BTHC, v_BTHC, scale=s.scale, seen_BTS=seen, segment_BT=segments_of(window))
+            out, memory = attend_new(q_BTHC, k_BTHC, v_BTHC, inputs, scale=s.scale)
         else:
             new_BT1C = jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
-            cache = cache | {"latent": write(cache["latent"], s.streams["latent"], window, new_BT1C)}
-            q_BTHC, position_BT = asked(q_BTHC, window), asked(position_BT, window)
-            seen = None if seen is None else asked(seen, window)
-            out = _over_cache(q_BTHC, position_BT, cache["latent"], kv_HXR, seen, s, window.reading, p)
+            latent = write(inputs.memory["latent"], s.streams["latent"], cache, new_BT1C)
+            memory = inputs.memory | {"latent": latent}
+            inputs = inputs.of_outputs()
+            out = _over_cache(asked(q_BTHC, window), latent, inputs, kv_HXR, s, p)
         w_o = matrix(self, p, "out_HCD", (s.heads, s.value_dim, self.model_dim))
-        lends = s.borrows or (s.index is not None and s.index.lends)
-        out = dense(in_line(out, window), w_o, self._bias("out_bias_D", self.model_dim), dtype=p.compute.dtype, axes=2)
-        return out, cache, seen if lends else None
+        bias = self._bias("out_bias_D", self.model_dim)
+        out = dense(in_line(out, window), w_o, bias, dtype=p.compute.dtype, axes=2)
+        shares = s.reuses_selection or (s.index is not None and s.index.shares_selection)
+        return Mixed(out, memory, inputs.selection if shares else None)
 
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array | None]:
         """Queries, rotated at the end, and the normalised vector that they are products of."""
@@ -158,38 +134,14 @@ def _written_out(
 
 
 def _over_cache(
-    q_BTHC: Array,
-    position_BT: Array,
-    pages_PGZC: Array,
-    kv_HXR: Weight,
-    seen_XTS: Array | None,
-    spec: LatentSpec,
-    window: Window,
-    policy: Policy,
+    q_BTHC: Array, pages_PGZC: Array, inputs: Inputs, kv_HXR: Weight, spec: LatentSpec, policy: Policy
 ) -> Array:
     """Attention over the cached vectors themselves (DeepSeek-V2, appendix C); a key begins with the value."""
-    (rows, count), dtype = position_BT.shape, policy.compute.dtype
-    position_XT, stream, block = readers(window, position_BT), spec.streams["latent"], window.block
-    kv_HXR, cut = widen(kv_HXR, dtype), spec.plain_dim
+    dtype, cut = policy.compute.dtype, spec.plain_dim
+    kv_HXR = widen(kv_HXR, dtype)
     product = partial(per_head_dense, dtype=dtype, apart=policy.compute.splits_rows)
     plain_BTHR = product(q_BTHC[..., :cut], kv_HXR[:, :cut], contract=1)
     q = jnp.concatenate([plain_BTHR, q_BTHC[..., cut:]], axis=-1)
-
-    def load(index: Array) -> tuple[Array, Array, Array]:
-        k_X1ZC = read_block(pages_PGZC, stream, window, index, rows)
-        seen_XTZ = positions_seen(position_XT, index, block)
-        if seen_XTS is not None:
-            seen_XTZ &= lax.dynamic_slice_in_dim(seen_XTS, index * block, block, axis=2)
-        return k_X1ZC, k_X1ZC[..., : spec.rank], seen_XTZ
-
-    out_BTHR = attend_by_kernel(
-        q, (pages_PGZC, None), position_BT, stream, window, policy, scale=spec.scale, value_width=spec.rank,
-        selected=seen_XTS is not None,
-    )  # fmt: skip
-    if out_BTHR is None:
-        sources = [Source(*blocks_in_reach(window, count), load)]
-        out_BTHR = attend(
-            q, sources, kv_heads=1, value_width=spec.rank, scale=spec.scale, dtype=dtype,
-            tree=window.path_BTJ is not None,
-        )  # fmt: skip
+    stream = spec.streams["latent"]
+    out_BTHR = attend_cached(q, (pages_PGZC, None), inputs, stream, policy, scale=spec.scale, value_width=spec.rank)
     return product(out_BTHR, kv_HXR[:, cut:], contract=2)

@@ -10,6 +10,7 @@ from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.expert_slots import in_slots
 from jaxspec.nn.experts import by_kernel, by_xla, switched
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import Policy, Weight, matrix, weight
 from jaxspec.nn.router import RouterSpec, Routing, route
 from jaxspec.nn.steady import sigmoid
@@ -65,30 +66,22 @@ class Moe(nn.Module):
     layers: int = 0
 
     @nn.compact
-    def __call__(
-        self,
-        x_BTD: Array,
-        token_BT: Array,
-        position_BT: Array,
-        layer: Array | None = None,
-        live_BT: Array | None = None,
-    ) -> tuple[Array, Routing]:
-        """Routed plus shared output [B, T, D], and the choices.
+    def __call__(self, x_BTD: Array, inputs: Inputs, layer: Array | None = None) -> tuple[Array, Routing]:
+        """Routes, and returns routed plus shared output [B, T, D], and the choices.
 
         Args:
-          x_BTD: the normalised stream.
-          token_BT: for routers that read token ids.
-          position_BT: absolute positions, by which replicas of an expert take turns.
-          layer: place in the stack.
-          live_BT: positions whose results are used, None for all; the others touch no expert.
+          x_BTD: the normalized stream.
+          inputs: token ids for routers that read them, positions, by which replicas of an expert take turns, and which
+            positions count; the others touch no expert.
+          layer: index in the stack.
         """
         s, p, dim = self.spec, self.policy, self.model_dim
-        x_MD = x_BTD.reshape(-1, dim)
+        x_MD, live_BT = x_BTD.reshape(-1, dim), None if inputs.window is None else inputs.window.counting
         live_M = None if live_BT is None else live_BT.reshape(-1)
-        routing = self._route(x_MD, token_BT.reshape(-1))
+        routing = self._route(x_MD, inputs.token_BT.reshape(-1))
         if p.layout.experts == "stacked":
             lead = (self.layers,) if self.layers else ()
-            placed = self._placed(routing, token_BT, position_BT)
+            placed = self._placed(routing, inputs)
             experts = {
                 name: weight(self, p, name, (*lead, *shape), ZEROS if "bias" in name else None)
                 for name, shape in s.shapes(dim, p.layout.slots.redundant if p.layout.slots else 0).items()
@@ -107,7 +100,7 @@ class Moe(nn.Module):
             out_MD = out_MD + shared_MD
         else:
             shared_MD = x_MD
-        return out_MD.reshape(x_BTD.shape), replace(routing, common_MD=shared_MD)
+        return out_MD.reshape(x_BTD.shape), replace(routing, shared_MD=shared_MD)
 
     def _route(self, x_MD: Array, token_M: Array) -> Routing:
         s, p, r = self.spec, self.policy, self.spec.router
@@ -121,13 +114,13 @@ class Moe(nn.Module):
         table_VA = weight(self, p, "table_VA", (s.vocab_size, s.top_k), _any_experts(s.experts), jnp.int32)
         return route(logits_ME, s.top_k, r, bias_E, table_VA[token_M])
 
-    def _placed(self, routing: Routing, token_BT: Array, position_BT: Array) -> Routing:
+    def _placed(self, routing: Routing, inputs: Inputs) -> Routing:
         """The choices as slots, where there are such."""
         s, p = self.spec, self.policy
         if p.layout.slots is None:
             return routing
         slots_EX = weight(self, p, "slots_EX", (s.experts, p.layout.slots.replicas), ZEROS, jnp.int32)
-        turn_M = (token_BT + position_BT).reshape(-1)
+        turn_M = (inputs.token_BT + inputs.position_BT).reshape(-1)
         return replace(routing, expert_MA=in_slots(routing.expert_MA, turn_M, slots_EX))
 
     def _one(self, e: int) -> dict[str, Weight]:

@@ -48,14 +48,14 @@ class Routing:
       expert_MA: int32 ids, best first.
       weight_MA: float32 combine weights.
       logits_ME: float32 router logits.
-      common_MD: what the layer's shared experts return, or where it has none what its router reads; known before any
+      shared_MD: what the layer's shared experts return, or where it has none what its router reads; known before any
         row is dispatched.
     """
 
     expert_MA: Array
     weight_MA: Array
     logits_ME: Array
-    common_MD: Array | None = None
+    shared_MD: Array | None = None
 
 
 def route(

@@ -9,6 +9,7 @@ from jax import lax
 from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
 from jaxspec.nn.attend import blocks_in_reach, positions_seen, readers
 from jaxspec.nn.dense import dense, exact_dense
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.norm import layer_norm
 from jaxspec.nn.policy import Policy, matrix, weight
 from jaxspec.nn.rope import RopeSpec, rotate
@@ -27,14 +28,14 @@ class IndexSpec:
       heads, head_dim: H and C of the indexer's queries; it has one key head.
       top_k: positions that a query keeps.
       rope: rotation of the first channels of queries and keys.
-      lends: whether later layers use this one's selection.
+      shares_selection: whether later layers use this one's selection.
     """
 
     heads: int
     head_dim: int
     top_k: int
     rope: RopeSpec
-    lends: bool = False
+    shares_selection: bool = False
 
     @property
     def stream(self) -> StreamSpec:
@@ -51,24 +52,20 @@ class Indexer(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self, x_BTD: Array, low_BTR: Array, position_BT: Array, cache: LayerCache | None, window: Window | None
-    ) -> tuple[Array | None, LayerCache | None]:
-        """Selects positions, which may include such as the query does not see.
+    def __call__(self, x_BTD: Array, low_BTR: Array, inputs: Inputs) -> tuple[Array | None, LayerCache | None]:
+        """Selects positions, which may include some that the query does not see.
 
         Args:
           x_BTD: input of the attention layer.
-          low_BTR: its normalised low-rank queries.
-          position_BT: absolute positions.
-          cache: of the layer; None selects among the T tokens.
-          window: where the cache is written and what is seen.
+          low_BTR: its normalized low-rank queries.
+          inputs: of the layer, in rows; without a cache it selects among the T tokens.
 
         Returns:
           Whether a query keeps a position: [X, T', S] by reader over a cache of S positions, [B, T, T] without one,
           None where no query can see more than it keeps, so that scores are not needed. And the cache with the new
           keys.
         """
-        s, p = self.spec, self.policy
+        s, p, position_BT = self.spec, self.policy, inputs.position_BT
         q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, s.head_dim)), dtype=p.compute.dtype)
         q_BTHC = rotate(q_BTHC, position_BT, s.rope)
         k_BTC = dense(x_BTD, matrix(self, p, "k_DC", (self.model_dim, s.head_dim)), dtype=p.compute.dtype)
@@ -79,8 +76,9 @@ class Indexer(nn.Module):
         weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute.dtype) * (s.heads * s.head_dim) ** -0.5
         # Which positions are best has no derivative.
         queries = lax.stop_gradient((q_BTHC, weight_BTH))
-        if cache is None or window is None:
-            return select_among_themselves(queries, lax.stop_gradient(k_BT1C)[:, :, 0], s.top_k, p.compute.dtype), cache
+        if (window := inputs.cache_window) is None:
+            return select_among_themselves(queries, lax.stop_gradient(k_BT1C)[:, :, 0], s.top_k, p.compute.dtype), None
+        cache = inputs.memory
         cache = cache | {STREAM: write(cache[STREAM], s.stream, window, k_BT1C)}
         return select_positions(queries, position_BT, cache[STREAM], s, window, p), cache
 

@@ -1,7 +1,7 @@
 """The training loss of each kind of head over one batch, and what it says of acceptance."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxspec.cache.kv import Packed
 from jaxspec.models.draft_head import DraftHead, part_of
 from jaxspec.models.medusa import Medusa
-from jaxspec.models.transformer import Transformer
+from jaxspec.models.transformer import Transformer, forward
+from jaxspec.nn.inputs import Inputs
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.train.draft_losses import recall, routing_loss, smooth_l1
@@ -108,8 +109,7 @@ def _model(course: Course, net: Transformer, params: Params, lesson: Lesson, bat
     """A draft model reads the same tokens as the target; its prediction after a token is the target's to match."""
 
     def run(params: Params) -> Array:
-        hidden: Any = net.apply(cast(Any, params), batch.token_BT, batch.position_BT, None, Packed(batch.segment_BT))
-        return hidden.last_BTD
+        return forward(net, params, Inputs(batch.token_BT, batch.position_BT, Packed(batch.segment_BT))).last_BTD
 
     last_BTD = (jax.checkpoint(run) if course.remat else run)(params)
     return _score(course, params, [ahead(last_BTD, 1)], None, lesson, batch)

@@ -1,13 +1,12 @@
 """The frozen target as teacher: what a draft head reads of it, and what it should have predicted."""
 
-from typing import Any, cast
-
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.kv import Packed
 from jaxspec.models.arch import ArchSpec
-from jaxspec.models.transformer import Transformer, features_of
+from jaxspec.models.transformer import Transformer, features_of, forward
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.protocol import CaptureSpec, Features
 from jaxspec.pytree import pytree
@@ -103,10 +102,9 @@ def _run(
     net: Transformer, params: Params, batch: Batch, reads: CaptureSpec, routing: tuple[int, ...]
 ) -> tuple[Features, tuple[Array, ...]]:
     """Features, and the expert choices of each asked layer [B, T, A]."""
-    hidden: Any = net.apply(
-        cast(Any, params), batch.token_BT, batch.position_BT, None, Packed(batch.segment_BT),
-        taps=reads.taps, shared_outputs=reads.shared_outputs, routes=bool(routing),
-    )  # fmt: skip
+    packed = Packed(batch.segment_BT)
+    inputs = Inputs(batch.token_BT, batch.position_BT, packed, reads=reads, routes=bool(routing))
+    hidden = forward(net, params, inputs)
     experts = expert_layers(net.arch)
     chosen = (hidden.routing[experts.index(y)].expert_MA for y in routing)
     return features_of(hidden), tuple(x.reshape(*batch.token_BT.shape, -1) for x in chosen)

@@ -50,7 +50,7 @@ class LatentRow:
             query_rank=read.count("q_lora_rank") if query_rank else None,
             bias=read.flag("attention_bias"),
             index=index,
-            borrows=kinds[0] == "shared",
+            reuses_selection=kinds[0] == "shared",
         )
 
     def _index(self, read: Reader, rope: RopeSpec, kinds: tuple[str, str]) -> IndexSpec:
@@ -63,7 +63,7 @@ class LatentRow:
             head_dim=dim,
             top_k=read.count("index_topk"),
             rope=replace(rope, interleaved=interleaved),
-            lends=kinds[1] == "shared",
+            shares_selection=kinds[1] == "shared",
         )
 
     def _kinds(self, read: Reader, layer: int) -> tuple[str, str]:
