@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACES = ("jaxspec", "pallas_kernels", "scripts")
+PLACES = ("jaxspec", "pallas_kernels", "lab", "scripts")
 SUPPRESSION = re.compile(r"#\s*(type:\s*ignore|(based)?pyright:)")
 
 

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.bench.compare import PROPOSALS, propose_often
-from jaxspec.bench.describe import describe_machine, describe_versions
-from jaxspec.bench.model_cost import model_cost, routed_order
-from jaxspec.bench.touched import routed_experts
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
 from jaxspec.draft.speculation_schedule import SCHEDULE_KEYS
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import describe_machine, describe_versions
+from jaxspec.inspect.model_cost import model_cost, routed_order
+from jaxspec.inspect.routes import routed_experts
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.perf.calibration import VERSION, Calibration, MeasuredCell, OverlapRecord, fit_points, record_of

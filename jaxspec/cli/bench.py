@@ -281,8 +281,8 @@ class Notes:
     """What a sweep has found so far, shown line by line and kept in the file after every cell."""
 
     def __init__(self, args: BenchArgs, sweep: Sweep, core: int | None, file: Path):
-        from jaxspec.bench.describe import describe_machine, describe_model, describe_versions
         from jaxspec.checkpoint.load.model import read_config
+        from jaxspec.inspect.describe import describe_machine, describe_model, describe_versions
 
         self.cells: list[Cell] = []
         self.skipped: list[Skipped] = []

@@ -13,8 +13,6 @@ from typing import Any, ClassVar, Literal
 from rich.table import Table
 
 from jaxspec.bench.compare import Comparison, compare
-from jaxspec.bench.describe import describe_machine, describe_model, describe_versions
-from jaxspec.bench.sizes import parameters
 from jaxspec.bench.workload import HELD_OUT, Excerpt, choose, load_excerpts, repeat
 from jaxspec.checkpoint.heads.directory import plan_head
 from jaxspec.checkpoint.heads.identify import is_head
@@ -22,6 +20,8 @@ from jaxspec.checkpoint.load.model import read_config
 from jaxspec.cli.screen import Screen
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import describe_machine, describe_model, describe_versions
+from jaxspec.inspect.sizes import parameters
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.compile_cache import use_compile_cache

@@ -63,13 +63,13 @@ class HostFlags:
 
         where = self.coordinator_address or "the address that the cluster gives"
         sys.stderr.write(f"jaxspec: waiting up to {self.meeting_timeout} s for all processes at {where}\n")
-        hosts.meet(
+        hosts.initialize(
             self.coordinator_address, self.num_processes, self.process_id,
-            meeting_s=self.meeting_timeout, lost_s=self.lost_timeout,
+            initialization_timeout_s=self.meeting_timeout, heartbeat_timeout_s=self.lost_timeout,
         )  # fmt: skip
         INTERRUPTS.arm()  # JAX takes SIGTERM for itself
         try:
-            yield hosts.first()
+            yield hosts.is_leader()
         except JaxspecError as error:
             sys.stderr.write(f"jaxspec: {error}\n")
             sys.stderr.flush()

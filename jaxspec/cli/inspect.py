@@ -104,7 +104,7 @@ def run(args: InspectArgs) -> int:
         return inspect_balance(args.balance, setting, as_json=args.json, color=args.color)
     if args.compiled or args.kernels:
         return _programs(args)
-    from jaxspec.bench.survey import survey
+    from jaxspec.inspect.survey import survey
 
     found = survey(args.path, dtype=args.dtype, quantization=args.quantization)
     if args.logit_error:
@@ -129,23 +129,23 @@ def _is_head(path: Path) -> bool:
 
 def _programs(args: InspectArgs) -> int:
     """Shows the model's programs; returns 1 where a kernel spills registers."""
-    from jaxspec.bench import aot
-    from jaxspec.bench.survey import config_at
+    from jaxspec.aot import process
     from jaxspec.cli.inspect_programs import show_compiled, show_kernels
     from jaxspec.cli.screen import Screen
+    from jaxspec.inspect.survey import config_at
 
     if len(args.devices) > 1:
         raise ConfigError(f"inspect: --compiled is for one number of devices, got {args.devices}")
     config, screen, found = config_at(args.path)[0], Screen(args.color), {}
     setting: dict[str, Any] = {"rows": args.rows, "capacity": args.capacity, "drafts": args.topology}
     if args.kernels:
-        from jaxspec.bench.kernel_choices import kernel_choices
-        from jaxspec.bench.programs import Setting
+        from jaxspec.aot.kernel_choices import kernel_choices
+        from jaxspec.aot.programs import Setting
 
         found["kernels"] = kernel_choices(Setting(config, **setting), args.programs)
     if args.compiled:
-        found["compiled"] = aot.run(
-            "jaxspec.bench.compiled:look", config=config, gpu=args.gpu, devices=next(iter(args.devices), 1),
+        found["compiled"] = process.run(
+            "jaxspec.aot.compiled:look", config=config, gpu=args.gpu, devices=next(iter(args.devices), 1),
             mesh=mesh_sizes(args.mesh), transport=args.expert_transport, wanted=args.programs,
             kernels="xla" if args.xla_only else "triton", **setting,
         )  # fmt: skip
@@ -163,8 +163,8 @@ def _programs(args: InspectArgs) -> int:
 def _logit_error(directory: Path, quantization: str) -> Any:
     from dataclasses import asdict, is_dataclass
 
-    from jaxspec.bench.quantization_error import quantization_error
     from jaxspec.checkpoint.text.codec import Text
+    from jaxspec.inspect.quantization_error import quantization_error
 
     text = Text.load(directory)
     ids = text.encode(ERROR_TEXT) if text else list(range(1, 65))

@@ -11,11 +11,13 @@ from jaxspec.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jaxspec.bench.expert_load import Measured
+    from jaxspec.checkpoint.load.model import Model
     from jaxspec.cli.screen import Screen
+    from jaxspec.inspect.expert_load import Measured
     from jaxspec.perf.expert_counts import ExpertLoad
 
 DEVICES = (2, 4, 8)
+LONGEST = 512  # tokens of a prompt
 WORDS = {"prompt": "prompts", "committed": "text", "rejected": "rejected drafts"}
 
 
@@ -73,8 +75,8 @@ def inspect_balance(flags: BalanceFlags, setting: Setting, *, as_json: bool, col
     Raises:
       ConfigError: the flags contradict each other, or model, prompts or drafter are not usable.
     """
-    from jaxspec.bench.balance import balance, placement_for
     from jaxspec.cli.screen import Screen
+    from jaxspec.inspect.balance import balance, placement_for
     from jaxspec.perf.expert_counts import save_load
     from jaxspec.perf.expert_placement import save_placement
 
@@ -113,9 +115,9 @@ def _recorded(file: Path, directory: Path) -> "ExpertLoad":
 
 
 def _measure(flags: BalanceFlags, setting: Setting) -> "Measured":
-    from jaxspec.bench.expert_load import Wanted, measure_load, texts_of
     from jaxspec.cli.engine_flags import speculation
     from jaxspec.draft import catalog
+    from jaxspec.inspect.expert_load import Wanted, measure_load
     from jaxspec.serve.loading import load_target
 
     config = catalog.parse(speculation(flags.speculative_config))
@@ -123,8 +125,43 @@ def _measure(flags: BalanceFlags, setting: Setting) -> "Measured":
         setting.path, dtype=setting.dtype, kernels="auto", quantization=setting.quantization, mesh=None,
         transport="auto", placement=None, rows=setting.rows, on_load=None,
     )  # fmt: skip
-    prompts, source = texts_of(model, flags.prompts, flags.texts, flags.tokens)
+    prompts, source = _texts_of(model, flags.prompts, flags.texts, flags.tokens)
     return measure_load(model, prompts, Wanted(flags.tokens, setting.rows, source), config)
+
+
+def _texts_of(model: "Model", file: Path | None, most: int, tokens: int) -> tuple[list[list[int]], str]:
+    """Returns the token ids to read, and a description of them.
+
+    Args:
+      model: whose tokenizer and context count.
+      file: JSONL of prompts, or any other file as one text, which is cut; None for the held-out code of the demo.
+      most: texts.
+      tokens: generated after each; what is too long for them in front is cut off.
+
+    Raises:
+      ConfigError: there is no such file or nothing in it, or the model has no tokenizer for it.
+    """
+    from jaxspec.bench.workload import Source
+    from jaxspec.checkpoint.text.codec import Text
+
+    arch, text = model.net.arch, Text.load(model.directory)
+    size = min(LONGEST, arch.max_position - tokens)
+    if size < 1:
+        raise ConfigError(f"balance: {tokens} tokens leave no room for a prompt within {arch.max_position}")
+    if text is None and (file is None or file.suffix != ".jsonl"):
+        raise ConfigError(f"{model.directory}: no tokenizer; give --prompts a .jsonl with prompt_token_ids")
+    if text is None or file is None or file.suffix == ".jsonl":
+        texts = Source(text, arch.vocab_size, file).pool("code" if file is None else "file")
+    else:
+        try:
+            ids = text.encode(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file}: cannot be read as text ({error})") from error
+        texts = [ids[at : at + size] for at in range(0, len(ids), size)]
+    if not texts:
+        raise ConfigError(f"{file}: nothing in it; give a file with text")
+    words = "held-out code of the demo" if file is None else file.name
+    return [ids[-size:] for ids in texts[:most]], f"{len(texts[:most])} texts of {words}"
 
 
 def show(found: dict[str, Any], rows: int, screen: "Screen") -> None:

@@ -102,7 +102,7 @@ def run(args: PlanArgs) -> int:
         found = [_record(p, args.price_per_hour) for p in plans]
     about = _about(question, machine)
     if args.plot is not None:
-        from jaxspec.bench.plan_plot import plot_plan
+        from jaxspec.inspect.plan_plot import plot_plan
 
         plot_plan(question, plans or plan(question, args.batch), args.plot, title=f"{question.model.name} on {machine}")
     if args.json:
@@ -126,8 +126,8 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
     Raises:
       ConfigError: model, hardware, mesh, drafter, acceptance or calibration are not usable.
     """
-    from jaxspec.bench.model_cost import model_cost
-    from jaxspec.bench.shipped import model_config
+    from jaxspec.inspect.model_cost import model_cost
+    from jaxspec.inspect.shipped import model_config
     from jaxspec.perf.calibration import Predictor, load_calibration
     from jaxspec.perf.machine import assumed_machines, calibrated_machines, default_mesh
     from jaxspec.perf.overlap import AssumedOverlap
@@ -236,8 +236,8 @@ def drafters_of(wanted: str | None, model: "ModelCost") -> tuple["DraftCost", ..
     Raises:
       ConfigError: it is not known, or the model has none of its kind.
     """
-    from jaxspec.bench.model_cost import model_cost
-    from jaxspec.bench.shipped import model_config
+    from jaxspec.inspect.model_cost import model_cost
+    from jaxspec.inspect.shipped import model_config
     from jaxspec.perf.drafting import KINDS, DraftCost
     from jaxspec.perf.planner import possible_drafters
 

@@ -58,8 +58,8 @@ class SizesArgs:
 
 def run(args: SizesArgs) -> int:
     """Prints the table, or JSON; returns 1 where something does not fit."""
-    from jaxspec.bench.per_device import per_device
-    from jaxspec.bench.shipped import model_config
+    from jaxspec.inspect.per_device import per_device
+    from jaxspec.inspect.shipped import model_config
 
     found = []
     for name, config in map(model_config, args.models):

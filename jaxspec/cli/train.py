@@ -65,8 +65,8 @@ def run(args: TrainArgs) -> int:
         except KeyboardInterrupt:
             say("jaxspec: stopped; the same command goes on from the last checkpoint\n")
             raise
-        kept = [name for name in ("best", "last") if (trained.directory / name).exists()]
-        places = " and ".join(str(trained.directory / name) for name in kept)
+        kept = [name for name in ("best", "last") if (trained.run.directory / name).exists()]
+        places = " and ".join(str(trained.run.directory / name) for name in kept)
         say(f"jaxspec: {settings.train.steps} updates done; the head is in {places}\n")
     return 0
 

@@ -64,9 +64,14 @@ class ArchSpec:
     mtp: tuple[LayerSpec, ...] = ()
 
     @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with routed experts."""
+        return tuple(y for y, layer in enumerate(self.layers) if isinstance(layer.ffn, MoeSpec))
+
+    @property
     def is_moe(self) -> bool:
         """Whether any layer has routed experts."""
-        return any(isinstance(layer.ffn, MoeSpec) for layer in self.layers)
+        return bool(self.expert_layers)
 
     @property
     def one_text_only(self) -> bool:

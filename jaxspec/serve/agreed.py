@@ -34,7 +34,7 @@ class Agreed:
     ) -> Decision:
         """Arm of the next dispatch, process 0's."""
         own = self.control.choose(rows, waiting, requests, steps)
-        word = hosts.agreed(np.array([self.arms.index(own.arm), own.probe, own.least], np.int32))
+        word = hosts.broadcast_arrays(np.array([self.arms.index(own.arm), own.probe, own.least], np.int32))
         return replace(own, arm=self.arms[int(word[0])], probe=bool(word[1]), least=int(word[2]))
 
     def ahead(self, decision: Decision, rows: int, requests: RequestSurvival | None = None) -> None:
@@ -48,7 +48,7 @@ class Agreed:
 
 def agreed(control: Control) -> Control:
     """The control, of one mind in all processes where it looks at clocks."""
-    return Agreed(control) if hosts.several() and isinstance(control, Adaptive) else control
+    return Agreed(control) if hosts.is_multiprocess() and isinstance(control, Adaptive) else control
 
 
 def decider(control: Control) -> Control:
@@ -91,7 +91,7 @@ def open_journal(
       ConfigError: processes have different inputs, models or settings, or process 0 cannot write the output.
     """
     hosts.check_same({**identity, **pace, "retry_failed": retry_failed})
-    if not hosts.several():
+    if not hosts.is_multiprocess():
         return Journal(path, identity, retry_failed)
     opened: list[Journal] = []
 
@@ -99,5 +99,5 @@ def open_journal(
         opened.append(Journal(path, identity, retry_failed))
         return {"done": sorted(opened[0].done), "failed": opened[0].failed}
 
-    said = hosts.led(begin)
+    said = hosts.run_on_leader(begin)
     return opened[0] if opened else Follower(said["done"], said["failed"])

@@ -167,7 +167,7 @@ class Engine:
         self.state, report = self.programs.dispatch(self.state, most, False, arm)
         reading = Reading.of(report, arm, arm in self.programs.skipping)
         # Process 0's time, for all: the number of rounds, and so of programs that exchange, depends on it.
-        step_s = float(hosts.agreed(np.float32((time.monotonic() - began) / max(reading.steps, 1))))
+        step_s = float(hosts.broadcast_arrays(np.float32((time.monotonic() - began) / max(reading.steps, 1))))
         for row in rows:
             self.state = self.programs.retire(self.state, row)
         return step_s, 1.0 - float(np.mean(reading.skipped_X))
@@ -293,7 +293,7 @@ class Engine:
         """DraftCosts of the next dispatch's drafts."""
         if self.budget is not None and self.budget.pruning.by_cost and length:
             places = jax.tree.map(lambda x: x.sharding, self.state.draft_costs)
-            prices = hosts.agreed(self.budget.prices(length, rows))  # clocks of other processes differ
+            prices = hosts.broadcast_arrays(self.budget.prices(length, rows))  # clocks of other processes differ
             self.state = replace(self.state, draft_costs=jax.device_put(prices, places))
 
     def _catch_up(self, length: int) -> None:

@@ -106,7 +106,7 @@ def run_job(
         journal = job.journal
         progress = Progress(job.count, len(journal.done), len(journal.done), journal.failed)
         if progress.done < job.count:
-            with hosts.all_there():
+            with hosts.explain_lost_process():
                 llm = load(model, **engine)
                 defaults = SamplingParams.from_mapping(sampling, llm.default_sampling_params)
                 _Run(llm, journal, progress, watch).work(job.lines(defaults))
@@ -188,7 +188,7 @@ class _Run:
         try:
             with _Signals() as signals:
                 taken = 0
-                while not (taken := hosts.most(signals.taken)):
+                while not (taken := hosts.max_over_processes(signals.taken)):
                     self._feed(lines, signals)
                     if not self.flying:
                         break
@@ -204,7 +204,7 @@ class _Run:
             outputs = self.llm.step()
         except Exception as error:
             # Processes must go on alike, and only this one may have failed.
-            if isinstance(error, JaxspecError) or hosts.several():
+            if isinstance(error, JaxspecError) or hosts.is_multiprocess():
                 raise
             self._isolate(error)
             return
@@ -232,7 +232,7 @@ class _Run:
     def _feed(self, lines: Iterator[Line], signals: _Signals) -> None:
         samples = sum(line.params.n for line in self.flying.values())
         # Processes must feed alike, and learn of each other's signals between dispatches only.
-        while samples < AHEAD * self.llm.spec.rows and (hosts.several() or not signals.taken):
+        while samples < AHEAD * self.llm.spec.rows and (hosts.is_multiprocess() or not signals.taken):
             if self.isolated and self.flying:
                 return
             self.isolated = bool(self.alone)

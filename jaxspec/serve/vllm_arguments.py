@@ -38,7 +38,7 @@ FOREIGN: Mapping[str, Foreign] = {
     ),
     "pipeline_parallel_size": Foreign(f"layers are not spread over devices; {_MESH}", (None, 1)),
     "distributed_executor_backend": Foreign(
-        "several processes meet through JAX (jaxspec.sharding.hosts.meet), and devices are given as mesh"
+        "several processes meet through JAX (jaxspec.sharding.hosts.initialize), and devices are given as mesh"
     ),
     "gpu_memory_utilization": Foreign(f"{_MEMORY}; set these"),
     "kv_cache_memory_bytes": Foreign(f"{_MEMORY}; set these"),

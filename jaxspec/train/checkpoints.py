@@ -46,7 +46,7 @@ class Checkpoints:
             raise JaxspecError(f"{run}: cannot be written ({error.strerror})") from error
         try:
             hosts.check_shared(run)
-            hosts.led(lambda: _take(self._lock, run, identity))
+            hosts.run_on_leader(lambda: _take(self._lock, run, identity))
             with self._told("opened", 0):
                 self._manager = ocp.CheckpointManager(
                     (run / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=KEPT)
@@ -82,32 +82,32 @@ class Checkpoints:
             )
             self._manager.save(step, args=items)
 
-    def check_room(self, state: Any, params: Any, kept: bool) -> None:
+    def check_room(self, state: Any, params: Any, *, heads_kept: bool) -> None:
         """Refuses a disk that cannot hold the checkpoints of a run, before any time goes into it.
 
         Args:
           state: what is saved.
           params: the part of it that ``best/`` and ``last/`` hold.
-          kept: whether these are written.
+          heads_kept: whether these are written.
 
         Raises:
           JaxspecError: too little is free.
         """
 
         def look() -> dict[str, Any]:
-            each, heads = _bytes(state), 2 * _bytes(params) if kept else 0
+            each, heads = _bytes(state), 2 * _bytes(params) if heads_kept else 0
             # One more than are kept is there while it is written.
             needed = each * (KEPT + 1 - min(len(self._manager.all_steps()), KEPT)) + heads
             free = shutil.disk_usage(self.run).free
             if free < needed:
                 raise JaxspecError(
                     f"{self.run}: the run needs {needed / 1e6:,.0f} MB for {KEPT + 1} checkpoints of "
-                    f"{each / 1e6:,.0f} MB{' and two heads' if kept else ''}, and {free / 1e6:,.0f} MB are free; make "
-                    "room or choose another --out"
+                    f"{each / 1e6:,.0f} MB{' and two heads' if heads_kept else ''}, and {free / 1e6:,.0f} MB are free; "
+                    "make room or choose another --out"
                 )
             return {}
 
-        hosts.led(look)
+        hosts.run_on_leader(look)
 
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
         """The newest state and what goes with it.
@@ -142,7 +142,7 @@ class Checkpoints:
     def _told(self, done: str, step: int) -> Iterator[None]:
         """Makes one clear error of whatever the checkpoint library raises."""
         try:
-            with hosts.all_there():
+            with hosts.explain_lost_process():
                 yield
         except JaxspecError:
             raise

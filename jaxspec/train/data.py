@@ -12,11 +12,10 @@ import numpy as np
 
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
-from jaxspec.train.features import FeatureRows
-from jaxspec.train.packing import PackedRows
+from jaxspec.train.batch import Batch
+from jaxspec.train.packing import PackedRows, RowSource
 from jaxspec.train.settings import DataSettings
 from jaxspec.train.sources import Document, Reader
-from jaxspec.train.teacher import Batch
 
 NAMED = 8
 PASSES = 1 << 32  # over the data; without an end grain cannot count batches of one row
@@ -54,7 +53,7 @@ class Corpus:
 def load_corpus(
     settings: DataSettings, text: Text | None, vocab_size: int, *, alone: bool = False, target: str | None = None
 ) -> Corpus:
-    """Reads, cuts, splits and packs.
+    """CaptureSpec, cuts, splits and packs.
 
     Args:
       settings: files and limits.
@@ -148,7 +147,7 @@ def split(documents: Sequence[Document], fraction: float) -> tuple[list[Document
 
 
 def batches(
-    rows: PackedRows | FeatureRows,
+    rows: RowSource,
     *,
     seed: int,
     size: int,
@@ -185,9 +184,9 @@ def batches(
     local = size // parts
     order = grain.MapDataset.source(cast(Any, rows)).seed(seed).shuffle().repeat(PASSES).batch(local)[part::parts]
     update = order.batch(accumulation)[first:]
-    ahead = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
+    options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
     row_AB: Any = np.tile(np.arange(part * local, (part + 1) * local, dtype=np.int32), (accumulation, 1))
-    return (Batch(**found, row_B=row_AB) for found in update.to_iter_dataset(ahead))
+    return (Batch(**rows, row_B=row_AB) for rows in update.to_iter_dataset(options))
 
 
 def prompts(documents: Sequence[Document], *, count: int, length: int) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ LK_RATE = 3.0
 
 
 @pytree
-class Wanted:
+class TargetPrediction:
     """The target's prediction, seen in the draft vocabulary.
 
     Attributes:
@@ -28,58 +28,60 @@ class Wanted:
     best_BX: Array
 
 
-def wanted_of(logits_BTV: Array, ids_W: Array | None) -> Wanted:
+def target_prediction(logits_BTV: Array, ids_W: Array | None) -> TargetPrediction:
     """What the target's logits ask of a head that knows the tokens ``ids_W`` (None: all)."""
     whole = jax.nn.log_softmax(logits_BTV, axis=-1)
     if ids_W is None:
-        return Wanted(whole, whole, jnp.ones(whole.shape[:-1], bool), jnp.argmax(whole, axis=-1).astype(jnp.int32))
+        return TargetPrediction(
+            whole, whole, jnp.ones(whole.shape[:-1], bool), jnp.argmax(whole, axis=-1).astype(jnp.int32)
+        )
     some = jnp.take(whole, ids_W, axis=-1)
     knows = jnp.max(some, axis=-1) >= jnp.max(whole, axis=-1)
-    return Wanted(jax.nn.log_softmax(some, axis=-1), some, knows, jnp.argmax(some, axis=-1).astype(jnp.int32))
+    return TargetPrediction(jax.nn.log_softmax(some, axis=-1), some, knows, jnp.argmax(some, axis=-1).astype(jnp.int32))
 
 
-def _soft_ce(wanted: Wanted, logq: Array) -> Array:
-    return -jnp.sum(jnp.exp(wanted.logp_BXW) * logq, axis=-1)
+def _soft_ce(p: TargetPrediction, logq: Array) -> Array:
+    return -jnp.sum(jnp.exp(p.logp_BXW) * logq, axis=-1)
 
 
-def _kl(wanted: Wanted, logq: Array) -> Array:
-    return jnp.sum(jnp.exp(wanted.logp_BXW) * (wanted.logp_BXW - logq), axis=-1)
+def _kl(p: TargetPrediction, logq: Array) -> Array:
+    return jnp.sum(jnp.exp(p.logp_BXW) * (p.logp_BXW - logq), axis=-1)
 
 
-def _reverse_kl(wanted: Wanted, logq: Array) -> Array:
-    return jnp.sum(jnp.exp(logq) * (logq - wanted.logp_BXW), axis=-1)
+def _reverse_kl(p: TargetPrediction, logq: Array) -> Array:
+    return jnp.sum(jnp.exp(logq) * (logq - p.logp_BXW), axis=-1)
 
 
-def acceptance(wanted: Wanted, logq: Array) -> Array:
+def acceptance(p: TargetPrediction, logq: Array) -> Array:
     """Probability that a draft drawn from q is accepted, the sum of min(p, q) (Leviathan 2023), [B, X]."""
-    return jnp.sum(jnp.minimum(jnp.exp(wanted.logp_whole_BXW), jnp.exp(logq)), axis=-1)
+    return jnp.sum(jnp.minimum(jnp.exp(p.logp_whole_BXW), jnp.exp(logq)), axis=-1)
 
 
-def _tv(wanted: Wanted, logq: Array) -> Array:
-    return 1 - acceptance(wanted, logq)
+def _tv(p: TargetPrediction, logq: Array) -> Array:
+    return 1 - acceptance(p, logq)
 
 
-def _lk_alpha(wanted: Wanted, logq: Array) -> Array:
-    return -jnp.log(jnp.maximum(acceptance(wanted, logq), 1e-6))
+def _lk_alpha(p: TargetPrediction, logq: Array) -> Array:
+    return -jnp.log(jnp.maximum(acceptance(p, logq), 1e-6))
 
 
-def _lk_hybrid(wanted: Wanted, logq: Array) -> Array:
-    rate = acceptance(wanted, logq)
+def _lk_hybrid(p: TargetPrediction, logq: Array) -> Array:
+    rate = acceptance(p, logq)
     share = jnp.exp(-LK_RATE * jax.lax.stop_gradient(rate))
-    return share * _kl(wanted, logq) + (1 - share) * (1 - rate)
+    return share * _kl(p, logq) + (1 - share) * (1 - rate)
 
 
 # Soft cross-entropy, both directions of the Kullback-Leibler divergence, total variation, and those that aim at
 # acceptance itself (2602.23881): its logarithm, and a mixture that leaves the divergence as acceptance grows.
-DRAFT_LOSSES: dict[str, Callable[[Wanted, Array], Array]] = {
+DRAFT_LOSSES: dict[str, Callable[[TargetPrediction, Array], Array]] = {
     "soft_ce": _soft_ce, "kl": _kl, "reverse_kl": _reverse_kl, "tv": _tv, "lk_alpha": _lk_alpha,
     "lk_hybrid": _lk_hybrid,
 }  # fmt: skip
 
 
-def smooth_l1(found: Array, wanted: Array) -> Array:
+def smooth_l1(predicted: Array, target: Array) -> Array:
     """Mean over the last axis of the Huber loss with threshold 1: EAGLE-1's regression of the next feature."""
-    far = jnp.abs(found - wanted)
+    far = jnp.abs(predicted - target)
     return jnp.mean(jnp.where(far < 1, 0.5 * far * far, far - 0.5), axis=-1)
 
 

@@ -52,7 +52,7 @@ DISPATCH = jax.jit(_dispatch, static_argnums=(0, 1), donate_argnums=4)
 
 
 @dataclass(frozen=True)
-class Trial:
+class EvalSpec:
     """What is generated to measure acceptance.
 
     Attributes:
@@ -89,27 +89,27 @@ class Acceptance:
     counts: tuple[tuple[int, ...], ...]
 
 
-class Examiner:
+class AcceptanceEvaluator:
     """Runs prompts through the compiled step; other parameters of a drafter and temperatures recompile nothing."""
 
-    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], trial: Trial):
+    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], spec: EvalSpec):
         """Keeps what is generated from.
 
         Args:
           target: verifies.
           prompts: token ids.
-          trial: how.
+          spec: how.
         """
         self.mesh = mesh_of(target.params)
         self.target, self.prompts = settle(target, self.mesh), [np.asarray(p, np.int32) for p in prompts]
         over = 1 if self.mesh is None else self.mesh.shape["data"]
-        self.trial = replace(trial, rows=-(-trial.rows // over) * over)
+        self.spec = replace(spec, rows=-(-spec.rows // over) * over)
 
     def measure(self, drafter: Drafter) -> Acceptance:
         """Acceptance over all prompts."""
         drafter = settle(drafter, self.mesh)
         counts: list[tuple[int, ...]] = []
-        for first in range(0, len(self.prompts), self.trial.rows):
+        for first in range(0, len(self.prompts), self.spec.rows):
             counts += self._group(drafter, first)
         flat = np.array([n for row in counts for n in row], np.int64)
         depth = np.arange(1, drafter.topology.max_depth + 1)
@@ -121,8 +121,8 @@ class Examiner:
     def _group(self, drafter: Drafter, first: int) -> list[tuple[int, ...]]:
         """Accepted drafts of each verification of some prompts."""
         state = self.started(drafter, first)
-        found: list[list[int]] = [[] for _ in self.prompts[first : first + self.trial.rows]]
-        depth, plan, left = drafter.topology.max_depth + 1, StepPlan(self.trial.rule, STEPS), len(found)
+        found: list[list[int]] = [[] for _ in self.prompts[first : first + self.spec.rows]]
+        depth, plan, left = drafter.topology.max_depth + 1, StepPlan(self.spec.rule, STEPS), len(found)
         while left:
             state, packed_BX = DISPATCH(self.mesh, plan, self.target, drafter, state)
             packed = np.asarray(packed_BX)
@@ -136,7 +136,7 @@ class Examiner:
 
     def started(self, drafter: Drafter, first: int) -> DecodeState:
         """Rows with as many prompts as there is room for, from number ``first`` on."""
-        t, longest = self.trial, max(len(p) for p in self.prompts)
+        t, longest = self.spec, max(len(p) for p in self.prompts)
         slack = max(drafter.topology.nodes, drafter.slack, BUCKET)
         places = max(8, len(t.stop))
         make = partial(init_state, self.target, drafter, t.rows, longest + t.tokens, slack=slack, stop_ids=places)
@@ -147,7 +147,7 @@ class Examiner:
 
     def _start(self, drafter: Drafter, state: DecodeState, row: int, prompt: np.ndarray, number: int) -> DecodeState:
         """Prefills and admits one prompt."""
-        t, at, places = self.trial, 0, state.sampling.stop_BX.shape[1]
+        t, at, places = self.spec, 0, state.sampling.stop_BX.shape[1]
         while at < len(prompt) - 1:
             count = min(BUCKET, len(prompt) - 1 - at)
             chunk = np.zeros(BUCKET + 1, np.int32)
@@ -168,7 +168,7 @@ class Examiner:
         return ADMIT(self.mesh, state, np.int32(row), history, np.int32(len(prompt)), sampling, None)
 
 
-def figures(name: str, found: Acceptance) -> dict[str, float]:
+def acceptance_figures(name: str, acceptance: Acceptance) -> dict[str, float]:
     """Acceptance as metrics: ``NAME/acceptance_length`` and ``NAME/accepted_at_K``."""
-    rates = {f"{name}/accepted_at_{k}": rate for k, rate in enumerate(found.survival, start=1)}
-    return {f"{name}/acceptance_length": found.length} | rates
+    rates = {f"{name}/accepted_at_{k}": rate for k, rate in enumerate(acceptance.survival, start=1)}
+    return {f"{name}/acceptance_length": acceptance.length} | rates

@@ -5,12 +5,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,28 +22,19 @@ from safetensors.numpy import save_file
 from jaxspec.config import differences
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import Transformer
-from jaxspec.protocol import CaptureSpec
+from jaxspec.protocol import CaptureSpec, Features
 from jaxspec.shapes import Array, Params
-from jaxspec.train.packing import PackedRows
-from jaxspec.train.teacher import Batch, Taught, compute
+from jaxspec.train.batch import Batch, TeacherOutput
+from jaxspec.train.metrics import Notify
+from jaxspec.train.packing import PackedRows, Row
+from jaxspec.train.teacher import run_teacher
 
 ABOUT = "features.json"
 SHARD_BYTES = 1 << 28
-TOLD_EVERY_S = 10.0
+NOTIFY_EVERY_S = 10.0
 NAMES = {"float32": "F32", "bfloat16": "BF16", "uint16": "U16"}
 UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
-COMPUTE = jax.jit(compute, static_argnums=(0, 3, 4))
-Tell = Callable[[Mapping[str, object]], None]
-
-
-class FeatureRow(TypedDict):
-    """One row of a ``Batch`` with what the target computed for it."""
-
-    token_BT: np.ndarray
-    segment_BT: np.ndarray
-    position_BT: np.ndarray
-    loss_BT: np.ndarray
-    taught: Taught
+RUN_TEACHER = jax.jit(run_teacher, static_argnums=(0, 3, 4))
 
 
 @dataclass(frozen=True)
@@ -75,13 +66,15 @@ class Teacher:
         batch = Batch(**arrays)
         if self.mesh is not None:
             batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
-        taught = COMPUTE(self.net, self.params, batch, self.reads, self.routing)
-        found = {"last": taught.last_BTD}
-        found |= {f"tap_{b}": x for b, x in zip(self.reads.taps, taught.taps, strict=True)}
-        found |= {f"common_{y}": x for y, x in zip(self.reads.shared_outputs, taught.shared_outputs, strict=True)}
-        found = {name: x.astype(jnp.dtype(self.dtype)) for name, x in found.items()}
-        chosen = zip(self.routing, taught.expert_YBTA, strict=True)
-        return found | {f"expert_{y}": x.astype(jnp.uint16) for y, x in chosen}
+        output = RUN_TEACHER(self.net, self.params, batch, self.reads, self.routing)
+        features = {"last": output.features.last_BTD}
+        features |= {f"tap_{b}": x for b, x in zip(self.reads.taps, output.features.taps, strict=True)}
+        shared = zip(self.reads.shared_outputs, output.features.shared_outputs, strict=True)
+        features |= {f"common_{y}": x for y, x in shared}
+        experts = {f"expert_{y}": x for y, x in zip(self.routing, output.expert_YBTA, strict=True)}
+        return {name: x.astype(jnp.dtype(self.dtype)) for name, x in features.items()} | {
+            name: x.astype(jnp.uint16) for name, x in experts.items()
+        }
 
 
 class FeatureRows:
@@ -94,7 +87,7 @@ class FeatureRows:
       teacher: computes what is missing.
       directory: of the files; made where it is missing.
       identity: what the features depend on besides the teacher's settings; nested JSON.
-      tell: receives the size before anything is written, and how far writing is.
+      notify: receives the size before anything is written, and how far writing is.
       shard_bytes: about the size of a file.
 
     Raises:
@@ -108,7 +101,7 @@ class FeatureRows:
         teacher: Teacher,
         directory: Path,
         identity: Mapping[str, Any],
-        tell: Tell = lambda facts: None,
+        notify: Notify = lambda facts: None,
         shard_bytes: int = SHARD_BYTES,
     ):
         self.rows, self.directory, self._reads, self._routing = rows, directory, teacher.reads, teacher.routing
@@ -118,20 +111,20 @@ class FeatureRows:
         identity = {**identity, "dtype": teacher.dtype, "routing": list(teacher.routing)}
         identity |= {"taps": list(teacher.reads.taps), "commons": list(teacher.reads.shared_outputs)}
         batches = max(shard_bytes // (self._row_bytes * teacher.rows), 1)
-        with _written(directory), _locked(directory, tell):
+        with _written(directory), _locked(directory, notify):
             begun = _rows_per_file(directory, identity)
             self._per_shard = begun or batches * teacher.rows
             missing = self._missing()
-            self._estimate(missing, tell)
+            self._estimate(missing, notify)
             if not begun:
                 _begin(directory, identity, self._per_shard)
             if missing:
-                self._write(teacher, missing, tell)
+                self._write(teacher, missing, notify)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> FeatureRow:
+    def __getitem__(self, index: int) -> Row:
         """The arrays of a row, [T, ...] each.
 
         Raises:
@@ -141,16 +134,17 @@ class FeatureRows:
         file = self._file(shard)
         try:
             with safe_open(file, "np") as found:
-                kept = {name: found.get_slice(name)[place] for name in self._shapes}
+                arrays = {name: found.get_slice(name)[place] for name in self._shapes}
         except (OSError, SafetensorError) as error:
             raise JaxspecError(f"{file}: cannot be read ({error}); run the same command again to write it") from error
-        taught = Taught(
-            kept["last"],
-            tuple(kept[f"tap_{b}"] for b in self._reads.taps),
-            tuple(kept[f"common_{y}"] for y in self._reads.shared_outputs),
-            tuple(kept[f"expert_{y}"] for y in self._routing),
-        )
-        return {**self.rows[index], "taught": taught}
+        # No head reads the stream before the final norm, so none is cached.
+        features = Features(
+            arrays["last"], arrays["last"][..., :0],
+            tuple(arrays[f"tap_{b}"] for b in self._reads.taps),
+            tuple(arrays[f"common_{y}"] for y in self._reads.shared_outputs),
+        )  # fmt: skip
+        experts = tuple(arrays[f"expert_{y}"] for y in self._routing)
+        return {**self.rows[index], "cached": TeacherOutput(features, experts)}
 
     def _file(self, shard: int) -> Path:
         return self.directory / f"features-{shard:06}.safetensors"
@@ -176,7 +170,7 @@ class FeatureRows:
                 raise ConfigError(f"{self._file(shard)}: damaged ({why}); remove it and run the same command again")
         return missing
 
-    def _estimate(self, missing: list[int], tell: Tell) -> None:
+    def _estimate(self, missing: list[int], notify: Notify) -> None:
         """Tells the size, and refuses what does not fit."""
         needed = sum(len(self._numbers(shard)) for shard in missing) * self._row_bytes
         free = shutil.disk_usage(self.directory).free
@@ -184,7 +178,7 @@ class FeatureRows:
             f"{len(self)} rows x {self.rows.length} tokens x {self._row_bytes // self.rows.length:,} bytes = "
             f"{_size(len(self) * self._row_bytes)}"
         )
-        tell({"feature cache": f"{size} in {self.directory}, {_size(needed)} to write, {_size(free)} free"})
+        notify({"feature cache": f"{size} in {self.directory}, {_size(needed)} to write, {_size(free)} free"})
         if needed > free:
             raise JaxspecError(
                 f"{self.directory}: the feature cache is {size}, of which {_size(needed)} are to write, and "
@@ -192,7 +186,7 @@ class FeatureRows:
                 "less data, or leave features.cache out to run the target in every update"
             )
 
-    def _write(self, teacher: Teacher, missing: list[int], tell: Tell) -> None:
+    def _write(self, teacher: Teacher, missing: list[int], notify: Notify) -> None:
         """Computes and writes files."""
         if jax.process_count() > 1:
             raise ConfigError(
@@ -208,9 +202,9 @@ class FeatureRows:
                 found = jax.device_get(teacher(self.rows, some))
                 parts.append({name: x[: len(some)] for name, x in found.items()})
                 done += len(some)
-                if time.monotonic() - told >= TOLD_EVERY_S:
+                if time.monotonic() - told >= NOTIFY_EVERY_S:
                     told = time.monotonic()
-                    tell({"features": f"{done}/{total} rows"})
+                    notify({"features": f"{done}/{total} rows"})
             _save({name: np.concatenate([part[name] for part in parts]) for name in self._shapes}, self._file(shard))
 
 
@@ -250,13 +244,13 @@ def _rows_per_file(directory: Path, identity: Mapping[str, Any]) -> int | None:
 
 
 @contextmanager
-def _locked(directory: Path, tell: Tell) -> Iterator[None]:
+def _locked(directory: Path, notify: Notify) -> Iterator[None]:
     """Waits until no other process writes there; what it wrote is found then."""
     with (directory / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            tell({"feature cache": f"waiting for another process that writes {directory}"})
+            notify({"feature cache": f"waiting for another process that writes {directory}"})
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

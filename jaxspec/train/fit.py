@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import msgspec
 from jax.sharding import Mesh
 
@@ -18,19 +17,20 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy, make_policy
+from jaxspec.nn.policy import Policy
 from jaxspec.sharding import hosts
-from jaxspec.train.features import Tell
-from jaxspec.train.head_nets import Net, net_of
-from jaxspec.train.head_start import initial
+from jaxspec.train.head_nets import net_of
+from jaxspec.train.head_start import head_policy, init_params, target_policy
 from jaxspec.train.memory import GB, HOST_POSITIONS, MemoryPlan, Work, free_bytes, held_bytes, plan_memory
+from jaxspec.train.metrics import Notify
+from jaxspec.train.objective import Net
 from jaxspec.train.settings import RunSettings, TrainSettings
 
 FILE = "memory.json"
 
 
 def fit(
-    settings: RunSettings, target: Path, mesh: Mesh | None, tell: Tell, *, evaluated: bool, trained: bool = True
+    settings: RunSettings, target: Path, mesh: Mesh | None, notify: Notify, *, evaluated: bool, trained: bool = True
 ) -> MemoryPlan:
     """Chooses how the updates of a run are computed, and tells it; a run that goes on computes as it began.
 
@@ -38,7 +38,7 @@ def fit(
       settings: of the run.
       target: model directory.
       mesh: devices that rows and parameters are split over.
-      tell: receives what was chosen.
+      notify: receives what was chosen.
       evaluated: whether acceptance is measured.
       trained: whether a run follows, whose directory keeps what was chosen.
 
@@ -57,10 +57,10 @@ def fit(
             _keep(plan, file)
         return {"rows": plan.rows, "parts": plan.parts, "remat": plan.remat, "needed": plan.needed, "room": plan.room}
 
-    plan = MemoryPlan(**hosts.led(choose))
-    tell({"memory": plan.words()})
+    plan = MemoryPlan(**hosts.run_on_leader(choose))
+    notify({"memory": plan.words()})
     if plan.room is not None and plan.total > plan.room:
-        tell({"warning": f"an update takes about {plan.total / GB:.1f} GB and {plan.room / GB:.1f} GB are free"})
+        notify({"warning": f"an update takes about {plan.total / GB:.1f} GB and {plan.room / GB:.1f} GB are free"})
     return plan
 
 
@@ -86,12 +86,11 @@ def _as_begun(settings: TrainSettings, file: Path) -> TrainSettings:
 
 def work_of(settings: RunSettings, target: Path, mesh: Mesh | None, *, evaluated: bool) -> Work:
     """What an update computes; arguments and errors as of ``fit``."""
-    config, kind = read_config(target), jnp.dtype(settings.train.target_dtype)
+    config = read_config(target)
     arch = arch_of(config)
-    policy = make_policy(settings.train.compute_dtype, param=jnp.dtype(settings.train.param_dtype))
-    net = network_of(settings, arch, config, policy)
-    frozen = unflatten(plan_model(target, policy_on_mesh(make_policy(kind), mesh)).leaves)
-    params = jax.eval_shape(lambda: initial(net, jax.random.key(0)))
+    net = network_of(settings, arch, config, head_policy(settings.train))
+    frozen = unflatten(plan_model(target, policy_on_mesh(target_policy(settings.train), mesh)).leaves)
+    params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
     target_bytes = held_bytes(frozen, mesh)
     # The last hidden state and the stream before its norm, what is asked for, and that once more side by side.
     vectors = 2 + (2 * net.spec.parts if isinstance(net, DraftHead) else 0)

@@ -17,10 +17,9 @@ from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
 from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
+from jaxspec.train.objective import Net
 from jaxspec.train.settings import HeadSettings
-from jaxspec.train.teacher import expert_layers
 
-Net = DraftHead | Medusa | Transformer
 HEAD_DIM = 128
 ROTATION = ("rope_theta", "rope_scaling", "rope_parameters")
 
@@ -161,7 +160,7 @@ def _taps(settings: HeadSettings, arch: ArchSpec) -> tuple[int, ...]:
 
 def _chosen(layers: str | tuple[int, ...], arch: ArchSpec) -> tuple[int, ...]:
     """Expert layers, three over the depth by default."""
-    known = expert_layers(arch)
+    known = arch.expert_layers
     if isinstance(layers, str):
         if not known:
             raise ConfigError("head: the target has no layers with routed experts; give commons and routing as []")

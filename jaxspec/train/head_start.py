@@ -15,14 +15,15 @@ from jaxspec.checkpoint.load.model import Model, load_model, read_config
 from jaxspec.errors import ConfigError
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import choose_ids
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.shapes import Array, Params
-from jaxspec.train.head_nets import Net, draft_vocab, layers_config, net_of, start_from_target
-from jaxspec.train.settings import HeadSettings
+from jaxspec.train.head_nets import draft_vocab, layers_config, net_of, start_from_target
+from jaxspec.train.objective import Net
+from jaxspec.train.settings import HeadSettings, TrainSettings
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialHead:
     """A head before its first update.
 
     Attributes:
@@ -38,7 +39,18 @@ class Start:
     config: Mapping[str, Any] | None = None
 
 
-def start_of(settings: HeadSettings, target: Model, policy: Policy, count_V: np.ndarray) -> Start:
+def target_policy(settings: TrainSettings) -> Policy:
+    """Returns how the frozen target is kept and computed with."""
+    kind = jnp.dtype(settings.target_dtype)
+    return make_policy(kind)
+
+
+def head_policy(settings: TrainSettings) -> Policy:
+    """Returns how the trained head is kept and computed with."""
+    return make_policy(settings.compute_dtype, param=jnp.dtype(settings.param_dtype))
+
+
+def make_initial_head(settings: HeadSettings, target: Model, policy: Policy, count_V: np.ndarray) -> InitialHead:
     """A new head of the size that is wanted, or one that is trained further.
 
     Args:
@@ -59,17 +71,17 @@ def start_of(settings: HeadSettings, target: Model, policy: Policy, count_V: np.
     ids_W = choose_ids(count_V, size) if small else None
 
     def init(key: Array) -> Params:
-        params = jax.jit(lambda key: initial(net, key))(key)
+        params = jax.jit(lambda key: init_params(net, key))(key)
         if isinstance(net, Transformer) or not settings.from_target:
             return params
         return start_from_target(params, target.params, ids_W)
 
-    return Start(
+    return InitialHead(
         net, ids_W, init, layers_config(settings, arch, target.config) if settings.kind == "draft_model" else None
     )
 
 
-def initial(net: Net, key: Array) -> Params:
+def init_params(net: Net, key: Array) -> Params:
     """Random parameters."""
     if not isinstance(net, Transformer):
         return net.initial(key)
@@ -77,7 +89,7 @@ def initial(net: Net, key: Array) -> Params:
     return cast(Params, net.init(key, token, token, method="logits_of"))
 
 
-def _further(settings: HeadSettings, target: Model, policy: Policy) -> Start:
+def _further(settings: HeadSettings, target: Model, policy: Policy) -> InitialHead:
     directory, default = Path(settings.start or ""), HeadSettings(kind=settings.kind, start=settings.start)
     if extra := [name for name in settings.__struct_fields__ if getattr(settings, name) != getattr(default, name)]:
         raise ConfigError(f"head: start = {directory} says everything about the head; leave out {', '.join(extra)}")
@@ -90,4 +102,4 @@ def _further(settings: HeadSettings, target: Model, policy: Policy) -> Start:
     if found != settings.kind:
         raise ConfigError(f'head: start = {directory} holds kind "{found}", not "{settings.kind}"; set head.kind to it')
     # The loop donates what it updates, so that every start needs arrays of its own.
-    return Start(net, ids_W, lambda key: jax.tree.map(jnp.array, params), config)
+    return InitialHead(net, ids_W, lambda key: jax.tree.map(jnp.array, params), config)

@@ -17,7 +17,7 @@ from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.unrolled import BLOCK
 from jaxspec.sharding.rules import named_shardings
-from jaxspec.train.head_nets import Net
+from jaxspec.train.objective import Net
 from jaxspec.train.settings import LossSettings, TrainSettings
 from jaxspec.train.vocab_loss import default_positions, position_bytes
 

@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,13 @@ from typing import Any
 import msgspec
 
 from jaxspec.errors import ConfigError, JaxspecError
+from jaxspec.train.settings import LoggingSettings
 
 FILE = "metrics.jsonl"
 Entry = dict[str, int | float]
+Watcher = Callable[[Entry], None]  # receives what is logged, as soon as it is
+Notify = Callable[[Mapping[str, object]], None]  # receives what is known before training begins, in words
+FILE_ONLY = LoggingSettings(tensorboard=False)
 TIMES = ("time_s", "tokens_per_s", "left_s")  # the only figures that differ between two runs of the same
 SUMS = ("trained_tokens", "tokens")  # figures that are counts; the others are means
 WEIGHT = SUMS[0]
@@ -42,9 +46,9 @@ class Interval:
     def take(self) -> Entry:
         """The figures of the interval; the next begins."""
         weight = max(self.total.pop("", 0.0), 1e-20)
-        found: Entry = {name: value if name in SUMS else value / weight for name, value in self.total.items()}
+        entry: Entry = {name: value if name in SUMS else value / weight for name, value in self.total.items()}
         self.total = {}
-        return found
+        return entry
 
 
 def read_metrics(run: Path) -> list[Entry]:
@@ -69,8 +73,7 @@ class MetricsLog:
     Args:
       run: directory of the run.
       step: of the checkpoint that the run goes on from, 0 for none.
-      tensorboard: whether TensorBoard files are written.
-      wandb: project of Weights & Biases, None for not at all.
+      logging: where figures go besides the file.
       settings: what Weights & Biases shows as the run's settings.
 
     Raises:
@@ -82,14 +85,12 @@ class MetricsLog:
         self,
         run: Path,
         step: int,
-        *,
-        tensorboard: bool = False,
-        wandb: str | None = None,
+        logging: LoggingSettings = FILE_ONLY,
         settings: Mapping[str, Any] | None = None,
     ):
         self._path = run / FILE
-        self._board = _tensorboard(run, step) if tensorboard else None
-        self._wandb = None if wandb is None else _wandb(run, wandb, settings or {})
+        self._board = _tensorboard(run, step) if logging.tensorboard else None
+        self._wandb = None if logging.wandb is None else _wandb(run, logging.wandb, settings or {})
         kept = [entry for entry in read_metrics(run) if entry["step"] <= step] if self._path.exists() else []
         try:
             # Entries behind the checkpoint are written again; a name of its own keeps the file whole until then.

@@ -1,10 +1,11 @@
 """Documents to rows of T tokens, several documents in one where they fit, none of them split."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NotRequired, Protocol, TypedDict
 
 import numpy as np
 
+from jaxspec.train.batch import TeacherOutput
 from jaxspec.train.sources import Document
 
 
@@ -15,6 +16,19 @@ class Row(TypedDict):
     segment_BT: np.ndarray
     position_BT: np.ndarray
     loss_BT: np.ndarray
+    cached: NotRequired[TeacherOutput]
+
+
+class RowSource(Protocol):
+    """Rows by number: ``PackedRows``, or ``FeatureRows`` with what the target computed for them."""
+
+    def __len__(self) -> int:
+        """Returns how many there are."""
+        ...
+
+    def __getitem__(self, index: int) -> Row:
+        """Returns the arrays of a row, [T] each."""
+        ...
 
 
 class PackedRows:

@@ -13,7 +13,7 @@ from jaxspec.nn.unrolled import Unrolled
 from jaxspec.protocol import Features
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array, Params
-from jaxspec.train.teacher import Batch, ahead
+from jaxspec.train.batch import Batch, shift_left
 
 
 @pytree
@@ -59,7 +59,7 @@ def unroll(
     memory, found = _memory(net, batch), []
     slot_BT, run = _all_slots(batch), _round(net, target[0], remat)
     for j in range(rounds):
-        token_BT = ahead(batch.token_BT, 1 + j)
+        token_BT = shift_left(batch.token_BT, 1 + j)
         last, g_BTD, memory = run(params, target[1], g_BTD, token_BT, batch.position_BT + j, memory)
         found.append(Round(last, g_BTD, slot_BT))
     return found
@@ -93,7 +93,7 @@ def unroll_masked(
     """
     g_BTD = part_of(net, params, "join", net.spec.feature(features))
     memory, slot_BX, run = _memory(net, batch), _all_slots(batch), _round(net, target[0], remat)
-    last, following, memory = run(params, target[1], g_BTD, ahead(batch.token_BT, 1), batch.position_BT, memory)
+    last, following, memory = run(params, target[1], g_BTD, shift_left(batch.token_BT, 1), batch.position_BT, memory)
     found = [Round(last, following, slot_BX)]
     assert net.spec.mask_token is not None, "only such heads draft in one pass"
     mask = part_of(net, params, "mask")
@@ -114,7 +114,7 @@ def unroll_masked(
 
 def weights(batch: Batch, j: int) -> Array:
     """1 for slots whose draft of round j is a token to learn from, of the slot's own text, float32 [B, T]."""
-    wanted = ahead(batch.loss_BT, 2 + j) & (ahead(batch.segment_BT, 2 + j) == batch.segment_BT)
+    wanted = shift_left(batch.loss_BT, 2 + j) & (shift_left(batch.segment_BT, 2 + j) == batch.segment_BT)
     inside = jnp.arange(batch.token_BT.shape[1]) + 2 + j < batch.token_BT.shape[1]
     return (wanted & inside & (batch.segment_BT > 0)).astype(jnp.float32)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench import aot
+from jaxspec.aot import process
 from jaxspec.errors import ConfigError
 from scripts.house_report import ROOT
 
@@ -21,7 +21,7 @@ LOGITS = "f32[4,4,"
 def compiled(name: str, program: str, **setting: Any) -> dict[str, Any]:
     config = json.loads((ROOT / "configs" / "models" / f"{name}.json").read_text())
     shape = {"rows": ROWS, "capacity": CAPACITY, "wanted": [program]}
-    found = aot.run("jaxspec.bench.compiled:look", config=config, **shape, **setting)
+    found = process.run("jaxspec.aot.compiled:look", config=config, **shape, **setting)
     return found["programs"][program]
 
 
@@ -97,8 +97,8 @@ def test_eight_devices_compute_their_own_experts():
 def test_ragged_exchange_goes_there_and_back_once_per_layer():
     """Two layers of Qwen3-30B-A3B over eight H100s, each with a row of its own; one position, and six."""
     config = json.loads((ROOT / "configs" / "models" / "qwen3-30b-a3b.json").read_text()) | {"num_hidden_layers": 2}
-    found = aot.run(
-        "jaxspec.bench.compiled:look", config=config, rows=8, capacity=1024, transport="ragged", devices=8, drafts=5,
+    found = process.run(
+        "jaxspec.aot.compiled:look", config=config, rows=8, capacity=1024, transport="ragged", devices=8, drafts=5,
         kernels="xla", wanted=["plain", "ngram"],
     )["programs"]  # fmt: skip
     one, six = (found[name]["collectives"] for name in ("plain", "ngram"))
@@ -115,4 +115,4 @@ def test_what_cannot_be_compiled_is_said_in_one_line():
     config = json.loads((ROOT / "configs" / "models" / "qwen3-8b.json").read_text())
     for wrong, words in (({"gpu": "v100"}, "described; .*h100, h200"), ({"wanted": ["mtp"]}, "mtp are not known")):
         with pytest.raises(ConfigError, match=words):
-            aot.run("jaxspec.bench.compiled:look", config=config, **wrong)
+            process.run("jaxspec.aot.compiled:look", config=config, **wrong)

@@ -53,8 +53,20 @@ METHODS = ["none", *catalog.METHODS]
 LIMITED = {"none": SHAPES[:1], "ngram": SHAPES[:3], "peagle": SHAPES[1::2], "medusa": SHAPES[1:3]}
 LIMITED |= dict.fromkeys(("eagle", "shared_expert", "early_exit", "hybrid"), SHAPES[1:2])
 CASES = [(m, s) for m in METHODS for s in LIMITED.get(m, SHAPES)]
+
+
+def slow_unless(quick: bool) -> list[pytest.MarkDecorator]:
+    return [] if quick else [pytest.mark.slow]
+
+
+def is_quick(method: str, shape: dict) -> bool:
+    """A chain of one is the chain of four cut short; one walk grows the trees of all drafters."""
+    return (shape is not SHAPES[0] and (shape is not DYNAMIC or method == "eagle3")) or method == "none"
+
+
 each_drafter = pytest.mark.parametrize(
-    ("method", "shape"), CASES, ids=[f"{m}-{next(iter(s.values()))}" for m, s in CASES]
+    ("method", "shape"),
+    [pytest.param(m, s, id=f"{m}-{next(iter(s.values()))}", marks=slow_unless(is_quick(m, s))) for m, s in CASES],
 )
 
 
@@ -237,7 +249,13 @@ WITH_RULES = [(m, s, r) for m, s in CASES for r in ("match", *(("greedy", "rejec
 
 
 @pytest.mark.parametrize(
-    ("method", "shape", "rule"), WITH_RULES, ids=[f"{m}-{next(iter(s.values()))}-{r}" for m, s, r in WITH_RULES]
+    ("method", "shape", "rule"),
+    [
+        pytest.param(
+            m, s, r, id=f"{m}-{next(iter(s.values()))}-{r}", marks=slow_unless(is_quick(m, s) and r != "greedy")
+        )
+        for m, s, r in WITH_RULES
+    ],
 )
 def test_proposing_commits_nothing(method: str, shape: dict, rule: str):
     drafter = drafter_of(method, shape)
@@ -263,7 +281,6 @@ def check_equal(a: Proposal, b: Proposal) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.served
 @each_drafter
 def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
     drafter = drafter_of(method, shape)

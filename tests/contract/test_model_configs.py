@@ -10,14 +10,14 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxspec.bench.describe import count_parameters
-from jaxspec.bench.sizes import cached_values, memory_bytes, parameters
 from jaxspec.checkpoint.load.load_plan import make_plan
 from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.checkpoint.load.release import ReleaseTensor, release_files, release_tensors
 from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import count_parameters
+from jaxspec.inspect.sizes import cached_values, memory_bytes, parameters
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer

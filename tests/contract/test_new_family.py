@@ -14,12 +14,12 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxspec
-from jaxspec.bench.describe import count_parameters
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.checkpoint.load.save import save_model
 from jaxspec.checkpoint.names import known as table_catalog
 from jaxspec.checkpoint.names import tables
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import count_parameters
 from jaxspec.models import catalog as family_catalog
 from jaxspec.models import families
 from jaxspec.models.catalog import arch_of, known_families

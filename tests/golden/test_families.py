@@ -54,19 +54,27 @@ INTERPRETED = ("stacked", "stacked", "interpret")
 WITH_KERNELS = ("qwen3_moe", "qwen2_moe", "gpt_oss_mxfp4", "deepseek_v3", "mixtral_window", "glm4_moe")
 
 
-def layouts(kinds: tuple[tuple[str, str, str], ...] = KINDS) -> list:
-    """Every known model with these layouts of experts and of layers, and what computes."""
-    found = []
+# One golden for each way of attending, caching and routing; the others are quick where one program is enough.
+MECHANISMS = ("qwen2_moe", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek_v4")
+
+
+def layouts(kinds: tuple[tuple[str, str, str], ...] = KINDS, quick: tuple[tuple[str, str, str], ...] = ()) -> list:
+    """Every known model with these layouts of experts and of layers, and what computes.
+
+    Slow but for the mechanisms, and but for the quick kinds of all models.
+    """
+    cases = []
     for directory in (*GOLDENS, *KNOWN_ORACLES):
         prefix = "oracle-" if directory in ORACLES else ""
         for kind in kinds:
             if kind != INTERPRETED or directory.name in WITH_KERNELS:
                 name = "-".join(kind).removesuffix("-xla")
-                found.append(pytest.param((directory, *kind), id=f"{prefix}{directory.name}-{name}"))
-    return found
+                marks = [] if directory.name in MECHANISMS or kind in (*quick, INTERPRETED) else [pytest.mark.slow]
+                cases.append(pytest.param((directory, *kind), id=f"{prefix}{directory.name}-{name}", marks=marks))
+    return cases
 
 
-every_layout = pytest.mark.parametrize("case", layouts(), indirect=True, scope="module")
+every_layout = pytest.mark.parametrize("case", layouts(quick=KINDS[1:]), indirect=True, scope="module")
 cpu_layout = pytest.mark.parametrize("case", layouts(KINDS[:1]), indirect=True, scope="module")
 
 

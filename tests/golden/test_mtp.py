@@ -35,9 +35,12 @@ def reference_of(directory: Path) -> Path:
 
 
 def layouts() -> list:
+    """Models with a reference for prediction, in both layouts of experts; one layout of each is quick."""
     known = [d for d in PROMISING if b'"mtp_logits"' in reference_of(d).read_bytes()[:10000]]
     return [
-        pytest.param((d, e), id=f"{'oracle-' * (d in ORACLES)}{d.name}-{e}")
+        pytest.param(
+            (d, e), id=f"{'oracle-' * (d in ORACLES)}{d.name}-{e}", marks=[] if e == "stacked" else [pytest.mark.slow]
+        )
         for d in known
         for e in ("switched", "stacked")
     ]

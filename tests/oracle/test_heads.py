@@ -25,12 +25,14 @@ from jaxspec.protocol import CaptureSpec, Drafter
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.topology import Topology, chain, tree
-from jaxspec.train.evaluate import Examiner, Trial
-from jaxspec.train.head_loss import Course, head_loss
+from jaxspec.train.batch import Batch
+from jaxspec.train.evaluate import AcceptanceEvaluator, EvalSpec
+from jaxspec.train.head_loss import head_loss
+from jaxspec.train.objective import HeadObjective
 from jaxspec.train.packing import PackedRows
 from jaxspec.train.settings import LossSettings
 from jaxspec.train.sources import Document
-from jaxspec.train.teacher import Batch, teach
+from jaxspec.train.teacher import run_teacher
 from tests.oracle.conftest import CONFIG, VOCAB, Lab, Wheel, generate, mixed_requests, tokens_of
 
 DIM, KNOWN = CONFIG["hidden_size"], np.arange(0, VOCAB, dtype=np.int32)[4:]
@@ -70,27 +72,27 @@ def head_of(lab: Lab, kind: str) -> Head:
 def train(lab: Lab, net: DraftHead, head: Head) -> Head:
     """Learns the texts by heart."""
     target = lab.model("target", layout="stacked")
-    objective = LossSettings(rounds=3, routing=0.1)
-    course = Course(target.params, jnp.asarray(head.ids_W), target.net, net, objective)
+    loss_settings = LossSettings(rounds=3, routing=0.1)
+    objective = HeadObjective(target.params, jnp.asarray(head.ids_W), target.net, net, loss_settings)
     documents = [Document(np.array(t, np.int32), np.ones(len(t), bool), "") for t in texts(lab)]
     rows = PackedRows(documents, 72, 8)
     batch = Batch(*(jnp.stack([jnp.asarray(rows[n][key]) for n in range(len(rows))]) for key in rows[0]))
     optimizer = optax.adam(0.01)
 
     @jax.jit
-    def learn(course, params, batch):
-        lesson = teach(target.net, course.base, batch, net.spec.reads, net.spec.routing)
+    def learn(objective, params, batch):
+        teacher = run_teacher(target.net, objective.target_params, batch, net.spec.reads, net.spec.routing)
 
         def update(_, carry):
             params, state = carry
-            grads = jax.grad(lambda p: head_loss(course, p, lesson, batch, jax.random.key(0))[0])(params)
+            grads = jax.grad(lambda p: head_loss(objective, p, teacher, batch, jax.random.key(0))[0])(params)
             with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
                 changes, state = optimizer.update(grads, state, params)
             return optax.apply_updates(params, changes), state
 
         return jax.lax.fori_loop(0, UPDATES, update, (params, optimizer.init(params)))[0]
 
-    return Head(net, learn(course, head.params, batch), head.ids_W)
+    return Head(net, learn(objective, head.params, batch), head.ids_W)
 
 
 def drafter_of(lab: Lab, kind: str, topology: Topology) -> Drafter:
@@ -142,8 +144,8 @@ def test_evaluation_counts_what_serving_counts(lab: Lab, tmp_path: Path):
         counts = np.diff([0, *grown[1:]])
         served.append(tuple((counts[:-1] - 1).tolist()))
     target = lab.model("target")
-    examiner = Examiner(Target(target.params, target.net), prompts, Trial(tokens=24, rows=2))
-    found = examiner.measure(head_drafter(head, (target.net, target.params), chain(4), 128))
+    evaluator = AcceptanceEvaluator(Target(target.params, target.net), prompts, EvalSpec(tokens=24, rows=2))
+    found = evaluator.measure(head_drafter(head, (target.net, target.params), chain(4), 128))
     assert found.counts == tuple(served)
     flat = [n for counts in served for n in counts]
     assert found.length == pytest.approx(1 + np.mean(flat))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.bench import hlo
-from jaxspec.bench.model_cost import model_cost
+from jaxspec.aot import hlo
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.model_cost import model_cost
 from jaxspec.perf.cost import Mesh
 from jaxspec.perf.links import collectives
 from jaxspec.serve.llm import LLM

@@ -96,11 +96,16 @@ def train_target(directory: Path, text_S: np.ndarray, steps: int) -> None:
         return (windows(text_S, ROWS, LENGTH + 1, seed)[None] for seed in count(first))
 
     token = jnp.zeros((1, 8), jnp.int32)
-    params: Any = net.init(jax.random.key(0), token, token, method="logits_of")
+
+    def init() -> Any:
+        return net.init(jax.random.key(0), token, token, method="logits_of")
+
     muon = optimizer.build(steps, matrix_peak=4e-3, other_peak=4e-3, warmup=20)
-    task = loop.Task(params, muon, loss_fn, batches)
-    spec = loop.LoopSpec(steps, directory.with_name("target_run"), save_every=steps)
-    save_model(directory, loop.run(spec, task), net.arch, TARGET, np.dtype("float32"))
+    run = loop.TrainRun(
+        directory=directory.with_name("target_run"), steps=steps, init=init, optimizer=muon, loss_fn=loss_fn,
+        batches=batches, save_every=steps,
+    )  # fmt: skip
+    save_model(directory, loop.train(run), net.arch, TARGET, np.dtype("float32"))
 
 
 def train_head(work: Path, text_S: np.ndarray) -> Path:

@@ -16,10 +16,11 @@ from jaxspec.bench.record import Cell, Regret, Skipped, Spread, load, save
 from jaxspec.bench.rounds import CLEAR, PLAIN, SPECULATIVE, Rounds, regret, run_rounds
 from jaxspec.bench.sweep import Sweep, Watcher
 from jaxspec.bench.tables import csv_text, heading, markdown_text
-from jaxspec.bench.touched import routed_experts, touched_experts
+from jaxspec.bench.touched import touched_experts
 from jaxspec.bench.turns import at_once
 from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.routes import routed_experts
 from jaxspec.perf.moesd import expected_experts
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SpeculationMetrics

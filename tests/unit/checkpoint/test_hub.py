@@ -13,13 +13,13 @@ import pytest
 from huggingface_hub import constants
 
 from jaxspec import LLM
-from jaxspec.bench.shipped import model_config
 from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.checkpoint.hub_progress import told
 from jaxspec.checkpoint.load.model import load_model, read_config
 from jaxspec.cli.main import main
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.shipped import model_config
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.loading import load_draft
 from tests.unit.checkpoint.hub_server import NAME, Hub, serving

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxspec.bench.calibrate import Grid
-from jaxspec.bench.model_cost import model_cost
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.model_cost import model_cost
 from jaxspec.perf.calibration import Calibration, Predictor, load_calibration
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.llm import LLM

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.bench.balance import balance, placement_for
-from jaxspec.bench.expert_load import Measured, compared
-from jaxspec.bench.touched import routed_experts
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.main import main
+from jaxspec.inspect.balance import balance, placement_for
+from jaxspec.inspect.expert_load import Measured, compared
+from jaxspec.inspect.routes import routed_experts
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.nn.policy import policy_for
 from jaxspec.perf.expert_counts import ExpertLoad, Verifications, counted, read_load

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench import plan_plot
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
 from jaxspec.cli.plan import PlanArgs, question_of
+from jaxspec.inspect import plan_plot
 from jaxspec.perf.calibration import VERSION, Calibration, FitRecord, MeasuredCell, OverlapRecord, save_calibration
 from jaxspec.perf.planner import plan as make_plan
 from scripts.house_report import ROOT

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.bench.gpu.tuning import as_toml, differences, merged, neighbours
+from lab.gpu.tuning import as_toml, differences, merged, neighbours
 from pallas_kernels import blocks
 from pallas_kernels.blocks import BadTiles, Key, Measured, parse
 

@@ -1,6 +1,6 @@
 """The adaptive control over real texts: what the demo's drafters had accepted, and step times as they were measured.
 
-``accepted.txt`` is what ``scripts/record_accepted.py`` wrote for the demo pair: per prompt and place the drafts that a
+``accepted.txt`` is what ``lab/record_accepted.py`` wrote for the demo pair: per prompt and place the drafts that a
 step there would have accepted. So the best fixed length is known exactly, and only the control sees noise.
 """
 
