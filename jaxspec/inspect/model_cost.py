@@ -26,11 +26,12 @@ from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.compressed_attention import CompressedSpec
 from jaxspec.nn.latent_attention import LatentSpec
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.nn.policy import kind_of, make_policy
+from jaxspec.nn.param import declared, kind_of
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.quantized import abstract_quantized
 from jaxspec.perf.cost import CacheCost, LayerCost, ModelCost
 
-TABLE = "table_VA"  # read by token id, a row per position
+EXPERTS = {"expert", "routed_to"}  # axes as long as there are experts
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def parameter_sizes(config: Mapping[str, Any], kind: np.dtype, quantization: str
     factor = _experts(arch) / _experts(small)
 
     def size(path: str, leaf: Any) -> Size:
-        times = factor if "E" in path.rpartition("_")[2] else 1.0
+        times = factor if EXPERTS & {*declared(path).axes} else 1.0
         stored = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(leaf))
         return Size(times * stored, times * math.prod(leaf.shape))
 
@@ -168,7 +169,7 @@ def _prediction_layers(arch: ArchSpec, sizes: Sizes, kind: np.dtype) -> list[Lay
 
 def _layer(spec: LayerSpec, sizes: Sizes, repeats: int, count: int, caches: list[CacheCost]) -> LayerCost:
     routed = [size for path, size in sizes.items() if _is_routed(path)]
-    dense = [size for path, size in sizes.items() if not _is_routed(path) and not path.endswith(TABLE)]
+    dense = [size for path, size in sizes.items() if not _is_routed(path) and declared(path).kind != "table"]
     ffn = spec.ffn
     experts, top_k = (ffn.experts, ffn.top_k) if isinstance(ffn, MoeSpec) else (0, 0)
     each = experts * repeats or 1

@@ -16,10 +16,17 @@ from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
 from jaxspec.nn.moe import Moe, MoeSpec
 from jaxspec.nn.norm import layer_norm, rms_norm
-from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.param import ZEROS, Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
+
+NORMS = {
+    name: Param(f"{name}_D", ("embed",), "norm")
+    for name in ("attention_norm", "ffn_norm", "embed_norm", "hidden_norm", "norm")
+}
+NORM_BIASES = {name: Param(f"{name}_bias_D", ("embed",), "norm", ZEROS) for name in NORMS}
 
 MIXERS: dict[type, Any] = {
     AttentionSpec: Attention,
@@ -46,10 +53,10 @@ class LayerOutput(NamedTuple):
 
 def norm_params(module: nn.Module, arch: ArchSpec, policy: Policy, name: str) -> tuple[Array, Array | None]:
     """Declares the scale of a norm, and its bias where the architecture has one."""
-    scale = weight(module, policy, f"{name}_D", (arch.model_dim,), nn.initializers.ones)
+    scale = declare(module, policy, NORMS[name], (arch.model_dim,))
     if arch.norm == "rms":
         return scale, None
-    return scale, weight(module, policy, f"{name}_bias_D", (arch.model_dim,), nn.initializers.zeros)
+    return scale, declare(module, policy, NORM_BIASES[name], (arch.model_dim,))
 
 
 def normalize(arch: ArchSpec, x: Array, params: tuple[Array, Array | None]) -> Array:

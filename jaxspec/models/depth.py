@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +15,7 @@ from jaxspec.models.block import Block, LayerOutput, init_block
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.moe import ROUTED
+from jaxspec.nn.param import LAYERS
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.quantized import Quantized
 from jaxspec.nn.router import Routing
@@ -95,7 +97,8 @@ def stack_of(layer: int, segments: tuple[Segment, ...]) -> tuple[str, int, int]:
 def init_stack(key: Array, segment: Segment, place: int, arch: ArchSpec, policy: Policy) -> Any:
     """Returns random parameters of one place of a segment's pattern, every leaf with a leading axis of repeats."""
     keys = jax.random.split(key, segment.repeats)
-    return lax.map(lambda k: init_block(k, segment.pattern[place], arch, policy), keys)
+    made = lax.map(lambda k: init_block(k, segment.pattern[place], arch, policy), keys)
+    return nn.meta.add_axis(made, 0, {nn.PARTITION_NAME: LAYERS})
 
 
 @dataclass

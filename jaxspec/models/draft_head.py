@@ -8,20 +8,32 @@ import jax.numpy as jnp
 
 from jaxspec.cache.kv import LayerCache, Window, asked, init_layer
 from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.models.block import MIXERS, Block
+from jaxspec.models.block import MIXERS, NORMS, Block
 from jaxspec.nn.dense import dense
 from jaxspec.nn.ffn import DenseFfn, FfnSpec
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.lookup import lookup
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.unrolled import Unrolled
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array, Params
 
+EMBED = Param("embed_VD", ("vocab", "embed"), "weight", part="embedding")
+JOIN = Param("join_XD", ("joined", "embed"))
+JOIN_BIAS = Param("join_bias_D", ("embed",), "bias")
+FEATURE_NORM = Param("feature_norm_D", ("embed",), "norm")
+INPUT_NORM = Param("input_norm_X", ("features",), "norm")
+PART_NORM = Param("part_norm_XD", ("parts", "embed"), "norm")
+FC = Param("fc_XD", ("features", "embed"))
+FC_BIAS = Param("fc_bias_D", ("embed",), "bias")
+MASK = Param("mask_X", ("features",), "weight")
+HEAD = Param("head_DW", ("embed", "draft_vocab"), part="head")
+ROUTING = Param("routing_DYE", ("embed", "target_layers", "routed_to"))
+
 Memory = LayerCache | Unrolled | None
-ONES, ZEROS = nn.initializers.ones, nn.initializers.zeros
 
 
 @dataclass(frozen=True)
@@ -95,22 +107,22 @@ class JoinLayer(nn.Module):
         """Returns the stream after the layer, [B, T, D], of the positions asked for, and its memory."""
         s, p, a = self.spec, self.policy, self.spec.arch
 
-        def norm(x: Array, name: str) -> Array:
-            return rms_norm(x, weight(self, p, name, (a.model_dim,), ONES), a.norm_eps)
+        def norm(x: Array, param: Param) -> Array:
+            return rms_norm(x, declare(self, p, param, (a.model_dim,)), a.norm_eps)
 
         if s.join == "product":
-            join_XD = matrix(self, p, "join_XD", (e_BTD.shape[-1] + g_BTD.shape[-1], a.model_dim))
-            bias_D = weight(self, p, "join_bias_D", (a.model_dim,), ZEROS) if s.join_bias else None
+            join_XD = declare(self, p, JOIN, (e_BTD.shape[-1] + g_BTD.shape[-1], a.model_dim))
+            bias_D = declare(self, p, JOIN_BIAS, (a.model_dim,)) if s.join_bias else None
             u = x = dense(jnp.concatenate([e_BTD, g_BTD], axis=-1), join_XD, bias_D, dtype=p.compute.dtype)
         else:
-            h_BTD = norm(g_BTD, "feature_norm_D")
-            u = jnp.concatenate([norm(e_BTD, "embed_norm_D"), h_BTD], axis=-1)
+            h_BTD = norm(g_BTD, FEATURE_NORM)
+            u = jnp.concatenate([norm(e_BTD, NORMS["embed_norm"]), h_BTD], axis=-1)
             x = h_BTD if s.norm_before_residual else g_BTD
         mixer = MIXERS[type(self.layer.attention)](self.layer.attention, a.model_dim, a.norm_eps, p, name="attention")
         mixed = mixer(u, inputs)
         x = asked(x, inputs.window) + mixed.out_BTD
         assert isinstance(self.layer.ffn, FfnSpec), "the first layer of a head is dense"
-        return x + DenseFfn(self.layer.ffn, a.model_dim, p, name="ffn")(norm(x, "ffn_norm_D")), mixed.memory
+        return x + DenseFfn(self.layer.ffn, a.model_dim, p, name="ffn")(norm(x, NORMS["ffn_norm"])), mixed.memory
 
 
 class DraftHead(nn.Module):
@@ -129,24 +141,24 @@ class DraftHead(nn.Module):
         s, p, a = self.spec, self.policy, self.spec.arch
         dim, wide = a.model_dim, s.feature_dim
         if s.own_embedding:
-            self.embed_VD = weight(self, p, "embed_VD", (a.vocab_size, dim))
+            self.embed_VD = declare(self, p, EMBED, (a.vocab_size, dim))
         if s.norm_before_fc:
-            self.input_norm_X = weight(self, p, "input_norm_X", (wide,), ONES)
+            self.input_norm_X = declare(self, p, INPUT_NORM, (wide,))
         if s.fc_norm:
-            self.part_norm_XD = weight(self, p, "part_norm_XD", (s.parts, s.target_dim), ONES)
+            self.part_norm_XD = declare(self, p, PART_NORM, (s.parts, s.target_dim))
         if self._maps:
-            self.fc_XD = matrix(self, p, "fc_XD", (wide, dim))
-            self.fc_bias_D = weight(self, p, "fc_bias_D", (dim,), ZEROS) if s.join_bias else None
+            self.fc_XD = declare(self, p, FC, (wide, dim))
+            self.fc_bias_D = declare(self, p, FC_BIAS, (dim,)) if s.join_bias else None
         if s.mask_token is not None:
-            self.mask_X = weight(self, p, "mask_X", (wide,))
+            self.mask_X = declare(self, p, MASK, (wide,))
         self.first = JoinLayer(a.layers[0], s, p)
         self.layers = [Block(layer, a, p) for layer in a.layers[1:]]
         if s.join == "attention":
-            self.norm_D = weight(self, p, "norm_D", (dim,), ONES)
+            self.norm_D = declare(self, p, NORMS["norm"], (dim,))
         if s.draft_vocab:
-            self.head_DW = matrix(self, p, "head_DW", (dim, s.draft_vocab))
+            self.head_DW = declare(self, p, HEAD, (dim, s.draft_vocab))
         if s.routing:
-            self.routing_DYE = matrix(self, p, "routing_DYE", (dim, len(s.routing), s.experts))
+            self.routing_DYE = declare(self, p, ROUTING, (dim, len(s.routing), s.experts))
 
     @property
     def _maps(self) -> bool:
@@ -219,7 +231,7 @@ class DraftHead(nn.Module):
 
     def initial(self, key: Array) -> Params:
         """Random parameters."""
-        return cast(Params, self.init(key, method="everything"))
+        return nn.unbox(self.init(key, method="everything"))
 
 
 def run_head(

@@ -7,11 +7,14 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import ZEROS, Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.steady import silu
 from jaxspec.shapes import Array, Params
 
-ZEROS = nn.initializers.zeros
+RESIDUAL = Param("residual_{}_DX", ("embed", "channels"), "weight", ZEROS)
+RESIDUAL_BIAS = Param("residual_bias_{}_X", ("channels",), "bias")
+HEAD = Param("head_DW", ("embed", "draft_vocab"), part="head")
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,12 @@ class MedusaHead(nn.Module):
         """Logits over the draft vocabulary, or with the target's head what that reads, [..., W] or [..., D]."""
         s, p = self.spec, self.policy
         for layer in range(s.layers):
-            w = weight(self, p, f"residual_{layer}_DX", (s.dim, s.dim), ZEROS)
-            bias = weight(self, p, f"residual_bias_{layer}_X", (s.dim,), ZEROS)
+            w = declare(self, p, RESIDUAL, (s.dim, s.dim), layer)
+            bias = declare(self, p, RESIDUAL_BIAS, (s.dim,), layer)
             last = last + silu(dense(last, w, bias, dtype=p.compute.dtype))
         if not s.draft_vocab:
             return last
-        return dense(last, matrix(self, p, "head_DW", (s.dim, s.draft_vocab)), dtype=p.compute.dtype)
+        return dense(last, declare(self, p, HEAD, (s.dim, s.draft_vocab)), dtype=p.compute.dtype)
 
 
 class Medusa(nn.Module):
@@ -72,7 +75,7 @@ class Medusa(nn.Module):
 
     def initial(self, key: Array) -> Params:
         """Random parameters."""
-        return cast(Params, self.init(key, jnp.zeros((1, 1, self.spec.dim))))
+        return nn.unbox(self.init(key, jnp.zeros((1, 1, self.spec.dim))))
 
 
 def run_medusa(net: Medusa, params: Params, last: Array) -> Array:

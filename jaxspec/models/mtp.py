@@ -11,8 +11,13 @@ from jaxspec.models.block import Block, norm_params, normalize
 from jaxspec.nn.dense import dense
 from jaxspec.nn.hyper import HyperHead
 from jaxspec.nn.inputs import Inputs
-from jaxspec.nn.policy import Policy, matrix
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Array, Params
+
+JOIN = Param("join_XD", ("joined", "embed"))
+EMBED_PROJ = Param("embed_proj_DX", ("embed", "channels"))
+HIDDEN_PROJ = Param("hidden_proj_DX", ("embed", "channels"))
 
 Caches = tuple[LayerCache, ...]
 
@@ -39,10 +44,10 @@ class MtpLayer(nn.Module):
         self.hidden_norm = norm_params(self, a, p, "hidden_norm")
         self.norm = norm_params(self, a, p, "norm")
         if a.hyper is None:
-            self.join_XD = matrix(self, p, "join_XD", (2 * a.model_dim, a.model_dim))
+            self.join_XD = declare(self, p, JOIN, (2 * a.model_dim, a.model_dim))
         else:
-            self.embed_proj_DX = matrix(self, p, "embed_proj_DX", (a.model_dim, a.model_dim))
-            self.hidden_proj_DX = matrix(self, p, "hidden_proj_DX", (a.model_dim, a.model_dim))
+            self.embed_proj_DX = declare(self, p, EMBED_PROJ, (a.model_dim, a.model_dim))
+            self.hidden_proj_DX = declare(self, p, HIDDEN_PROJ, (a.model_dim, a.model_dim))
             self.hyper_head = HyperHead(a.hyper, a.model_dim, a.norm_eps, p)
         self.block = Block(a.mtp[self.number], a, p)
 
@@ -111,7 +116,7 @@ class Mtp(nn.Module):
 
     def initial(self, key: Array) -> Params:
         """Random parameters."""
-        return cast(Params, self.init(key, method="everything"))
+        return nn.unbox(self.init(key, method="everything"))
 
 
 def feature_shape(arch: ArchSpec) -> tuple[int, ...]:

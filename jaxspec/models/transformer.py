@@ -13,11 +13,18 @@ from jaxspec.nn.dense import dense
 from jaxspec.nn.hyper import HyperHead
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.lookup import lookup
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import Routing
 from jaxspec.protocol import Features
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array, Params
+
+EMBED = Param("embed_VD", ("vocab", "embed"), "weight", part="embedding")
+HEAD = Param("head_DV", ("embed", "vocab"), part="head")
+POSITION = Param("position_SD", ("position", "embed"), "weight", part="embedding")
+PROJECT_IN = Param("project_in_XD", ("embed_in", "embed"), part="embedding")
+PROJECT_OUT = Param("project_out_DX", ("embed", "embed_in"), part="head")
 
 Caches = tuple[LayerCache, ...]
 POSITION_OFFSET = 2
@@ -54,14 +61,14 @@ class Transformer(nn.Module):
         """Declares the parameters."""
         a, p = self.arch, self.policy
         width = a.embed_dim or a.model_dim
-        self.embed_VD = weight(self, p, "embed_VD", (a.vocab_size, width))
+        self.embed_VD = declare(self, p, EMBED, (a.vocab_size, width))
         if p.layout.own_head or not a.tied:
-            self.head_DV = matrix(self, p, "head_DV", (width, a.vocab_size))
+            self.head_DV = declare(self, p, HEAD, (width, a.vocab_size))
         if a.learned_positions:
-            self.position_SD = weight(self, p, "position_SD", (a.learned_positions + POSITION_OFFSET, a.model_dim))
+            self.position_SD = declare(self, p, POSITION, (a.learned_positions + POSITION_OFFSET, a.model_dim))
         if a.embed_dim:
-            self.project_in_XD = matrix(self, p, "project_in_XD", (width, a.model_dim))
-            self.project_out_DX = matrix(self, p, "project_out_DX", (a.model_dim, width))
+            self.project_in_XD = declare(self, p, PROJECT_IN, (width, a.model_dim))
+            self.project_out_DX = declare(self, p, PROJECT_OUT, (a.model_dim, width))
         if a.final_norm:
             self.norm = norm_params(self, a, p, "norm")
         if a.hyper is not None:
@@ -129,7 +136,7 @@ class Transformer(nn.Module):
     def initial(self, key: Array) -> Params:
         """Random parameters."""
         token = jnp.zeros((1, 2), jnp.int32)
-        return cast(Params, self.init(key, token, token, method="logits_of"))
+        return nn.unbox(self.init(key, token, token, method="logits_of"))
 
     def logits(self, last: Array) -> Array:
         """Head over [..., D] final hidden states, float32 [..., V]."""

@@ -10,11 +10,18 @@ from jaxspec.nn.cached_attention import attend_cached, attend_new
 from jaxspec.nn.dense import dense
 from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.shapes import Array
 
-ZEROS, ONES = nn.initializers.zeros, nn.initializers.ones
+QKV = Param("qkv_DGQC", ("embed", "kv_heads", "group", "head_dim"))
+QKV_BIAS = Param("qkv_bias_GQC", ("kv_heads", "group", "head_dim"), "bias")
+HEAD_NORMS = Param("q_norm_C", ("head_dim",), "norm"), Param("k_norm_C", ("head_dim",), "norm")
+FULL_NORMS = Param("q_norm_HC", ("heads", "head_dim"), "norm"), Param("k_norm_GC", ("kv_heads", "head_dim"), "norm")
+SINKS = Param("sinks_H", ("heads",), "weight")
+OUT = Param("out_HCD", ("heads", "head_dim", "embed"), inputs=2)
+OUT_BIAS = Param("out_bias_D", ("embed",), "bias")
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Attention(nn.Module):
         """Projects, rotates and attends."""
         s, p, window, memory = self.spec, self.policy, inputs.window, inputs.memory
         q_BTHC, k_BTGC, v_BTGC = (in_rows(x, window) for x in self._project(x_BTX, inputs.position_BT))
-        sinks_H = weight(self, p, "sinks_H", (s.heads,)) if s.sinks else None
+        sinks_H = declare(self, p, SINKS, (s.heads,)) if s.sinks else None
         scale, inputs = s.head_dim**-0.5, inputs.in_rows()
         if (cache := inputs.cache_window) is None:
             out, memory = attend_new(q_BTHC, k_BTGC, v_BTGC, inputs, scale=scale, span=s.window, sinks_H=sinks_H)
@@ -74,29 +81,29 @@ class Attention(nn.Module):
                 asked(q_BTHC, window), (memory["k"], memory["v"]), inputs.of_outputs(), streams["k"], p, scale=scale,
                 span=s.window, sinks_H=sinks_H,
             )  # fmt: skip
-        w_o = matrix(self, p, "out_HCD", (s.heads, s.head_dim, self.model_dim))
-        b_o = weight(self, p, "out_bias_D", (self.model_dim,), ZEROS) if s.out_bias else None
+        w_o = declare(self, p, OUT, (s.heads, s.head_dim, self.model_dim))
+        b_o = declare(self, p, OUT_BIAS, (self.model_dim,)) if s.out_bias else None
         return Mixed(dense(in_line(out, window), w_o, b_o, dtype=p.compute.dtype, axes=2), memory)
 
     def _project(self, x_BTX: Array, position_BT: Array) -> tuple[Array, Array, Array]:
         s, p = self.spec, self.policy
         group = s.heads // s.kv_heads
         shape = (x_BTX.shape[-1], s.kv_heads, group + 2, s.head_dim)
-        qkv_DGQC = matrix(self, p, "qkv_DGQC", shape)
-        bias = weight(self, p, "qkv_bias_GQC", shape[1:], ZEROS) if s.qkv_bias else None
+        qkv_DGQC = declare(self, p, QKV, shape)
+        bias = declare(self, p, QKV_BIAS, shape[1:]) if s.qkv_bias else None
         qkv = dense(x_BTX, qkv_DGQC, bias, dtype=p.compute.dtype)
         q = qkv[..., :group, :].reshape(*x_BTX.shape[:2], s.heads, s.head_dim)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if s.qk_norm != "none":
             whole = s.qk_norm == "full"
-            names = ("q_norm_HC", "k_norm_GC") if whole else ("q_norm_C", "k_norm_C")
-            q, k = (self._normed(x, name, whole) for x, name in zip((q, k), names, strict=True))
+            norms = FULL_NORMS if whole else HEAD_NORMS
+            q, k = (self._normed(x, param, whole) for x, param in zip((q, k), norms, strict=True))
         if s.rope is not None:
             q, k = rotate(q, position_BT, s.rope), rotate(k, position_BT, s.rope)
         return q, k, v
 
-    def _normed(self, x_BTHC: Array, name: str, whole: bool) -> Array:
+    def _normed(self, x_BTHC: Array, param: Param, whole: bool) -> Array:
         shape = x_BTHC.shape[2:] if whole else x_BTHC.shape[3:]
-        scale = weight(self, self.policy, name, shape, ONES).reshape(-1)
+        scale = declare(self, self.policy, param, shape).reshape(-1)
         flat = x_BTHC.reshape(*x_BTHC.shape[:2], -1) if whole else x_BTHC
         return rms_norm(flat, scale, self.norm_eps).reshape(x_BTHC.shape)

@@ -14,13 +14,21 @@ from jaxspec.nn.dense import dense, per_head_dense
 from jaxspec.nn.entry_index import EntryIndexer, EntryIndexSpec
 from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.quantized import widen
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
-ONES = nn.initializers.ones
+Q_A = Param("q_a_DR", ("embed", "rank"))
+Q_NORM = Param("q_norm_R", ("rank",), "norm")
+Q_B = Param("q_b_RHC", ("rank", "heads", "head_dim"))
+KV = Param("kv_DC", ("embed", "head_dim"))
+KV_NORM = Param("kv_norm_C", ("head_dim",), "norm")
+SINKS = Param("sinks_H", ("heads",), "weight", dtype=jnp.float32)
+OUT_A = Param("out_a_XC", ("group_ranks", "group_channels"), "weight")
+OUT_B = Param("out_b_XD", ("group_ranks", "embed"))
 
 
 @dataclass(frozen=True)
@@ -75,11 +83,11 @@ class CompressedAttention(nn.Module):
         """Projects, pools, selects where there is an indexer, and attends."""
         s, p, window = self.spec, self.policy, inputs.window
         low_BTR, q_BTHC = self._queries(x_BTD, inputs.position_BT)
-        kv_DC = matrix(self, p, "kv_DC", (self.model_dim, s.head_dim))
-        norm_C = weight(self, p, "kv_norm_C", (s.head_dim,), ONES)
+        kv_DC = declare(self, p, KV, (self.model_dim, s.head_dim))
+        norm_C = declare(self, p, KV_NORM, (s.head_dim,))
         kv_BT1C = rms_norm(dense(x_BTD, kv_DC, dtype=p.compute.dtype), norm_C, self.norm_eps)[:, :, None]
         kv_BT1C = rotate(kv_BT1C, inputs.position_BT, s.rope)
-        sinks_H = weight(self, p, "sinks_H", (s.heads,), dtype=jnp.float32)
+        sinks_H = declare(self, p, SINKS, (s.heads,))
         x_BTD, low_BTR, q_BTHC, kv_BT1C = (in_rows(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C))
         inputs, entry_BNC, kept_BTN = inputs.in_rows(), None, None
         if (cache := inputs.cache_window) is not None:
@@ -105,9 +113,9 @@ class CompressedAttention(nn.Module):
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
         """The normalised vector that queries are products of, and the normalised and rotated queries."""
         s, p = self.spec, self.policy
-        low_BTR = dense(x_BTD, matrix(self, p, "q_a_DR", (self.model_dim, s.query_rank)), dtype=p.compute.dtype)
-        low_BTR = rms_norm(low_BTR, weight(self, p, "q_norm_R", (s.query_rank,), ONES), self.norm_eps)
-        q_BTHC = dense(low_BTR, matrix(self, p, "q_b_RHC", (s.query_rank, s.heads, s.head_dim)), dtype=p.compute.dtype)
+        low_BTR = dense(x_BTD, declare(self, p, Q_A, (self.model_dim, s.query_rank)), dtype=p.compute.dtype)
+        low_BTR = rms_norm(low_BTR, declare(self, p, Q_NORM, (s.query_rank,)), self.norm_eps)
+        q_BTHC = dense(low_BTR, declare(self, p, Q_B, (s.query_rank, s.heads, s.head_dim)), dtype=p.compute.dtype)
         return low_BTR, rotate(rms_norm(q_BTHC, None, self.norm_eps), position_BT, s.rope)
 
     def _project(self, out_BTHC: Array) -> Array:
@@ -115,8 +123,8 @@ class CompressedAttention(nn.Module):
         s, p = self.spec, self.policy
         rows, count = out_BTHC.shape[:2]
         wide = s.heads // s.groups * s.head_dim
-        out_a_XC = widen(weight(self, p, "out_a_XC", (s.groups * s.group_rank, wide)), p.compute.dtype)
-        out_b_XD = matrix(self, p, "out_b_XD", (s.groups * s.group_rank, self.model_dim))
+        out_a_XC = widen(declare(self, p, OUT_A, (s.groups * s.group_rank, wide)), p.compute.dtype)
+        out_b_XD = declare(self, p, OUT_B, (s.groups * s.group_rank, self.model_dim))
         x_BTGC = out_BTHC.reshape(rows, count, s.groups, wide)
         w_GRC = out_a_XC.reshape(s.groups, s.group_rank, wide)
         low_BTGR = per_head_dense(x_BTGC, w_GRC, contract=2, dtype=p.compute.dtype, apart=p.compute.splits_rows)

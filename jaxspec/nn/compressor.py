@@ -12,10 +12,15 @@ from jaxspec.nn.attend import HIDDEN
 from jaxspec.nn.dense import exact_dense
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.steady import exp, row_dot, row_sum
 from jaxspec.shapes import Array
+
+KV_GATE = Param("kv_gate_D2X", ("embed", "kv_gate", "channels"))
+PLACE = Param("place_TX", ("window", "channels"), "weight", dtype=jnp.float32)
+NORM = Param("norm_C", ("head_dim",), "norm")
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,9 @@ class Compressor(nn.Module):
           Without a cache the complete entries [B, N, C]; with one, the cache with the new entries.
         """
         s, p, position_BT, cache = self.spec, self.policy, inputs.position_BT, inputs.memory
-        kv_gate_D2X = matrix(self, p, "kv_gate_D2X", (self.model_dim, 2, s.windows * s.head_dim))
-        place_TX = weight(self, p, "place_TX", (s.ratio, s.windows * s.head_dim), dtype=jnp.float32)
-        norm_C = weight(self, p, "norm_C", (s.head_dim,), nn.initializers.ones)
+        kv_gate_D2X = declare(self, p, KV_GATE, (self.model_dim, 2, s.windows * s.head_dim))
+        place_TX = declare(self, p, PLACE, (s.ratio, s.windows * s.head_dim))
+        norm_C = declare(self, p, NORM, (s.head_dim,))
         both_BT2X = exact_dense(x_BTD, kv_gate_D2X, dtype=p.compute.dtype)
         gate_BTX = both_BT2X[..., 1, :] + place_TX[position_BT % s.ratio]
         raw_BT1X = jnp.concatenate([both_BT2X[..., 0, :], gate_BTX], axis=-1)[:, :, None]

@@ -10,10 +10,14 @@ from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read_b
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.inputs import Inputs
-from jaxspec.nn.policy import Policy, matrix
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import rotate
 from jaxspec.nn.selection import Queries, select_cached, select_self
 from jaxspec.shapes import Array
+
+Q = Param("q_RHC", ("rank", "heads", "head_dim"))
+WEIGHT = Param("weight_DH", ("embed", "heads"))
 
 PREFIX = "index_"
 
@@ -61,9 +65,9 @@ class EntryIndexer(nn.Module):
           not needed. And the cache with the new keys.
         """
         s, p, dim, position_BT = self.spec, self.policy, self.spec.compressor.head_dim, inputs.position_BT
-        q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, dim)), dtype=p.compute.dtype)
+        q_BTHC = dense(low_BTR, declare(self, p, Q, (self.rank, s.heads, dim)), dtype=p.compute.dtype)
         q_BTHC = rotate(q_BTHC, position_BT, s.compressor.rope)
-        weight_DH = matrix(self, p, "weight_DH", (self.model_dim, s.heads))
+        weight_DH = declare(self, p, WEIGHT, (self.model_dim, s.heads))
         weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute.dtype) * (s.heads * dim) ** -0.5
         compressor = Compressor(s.compressor, self.model_dim, self.norm_eps, p, name="compressor")
         k_BNC, cache = compressor(x_BTD, inputs, PREFIX)

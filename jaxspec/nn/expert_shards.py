@@ -10,11 +10,12 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.nn.expert_transport import TRANSPORTS
+from jaxspec.nn.param import declared
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.quantized import Quantized, Weight
 from jaxspec.shapes import Array
 from jaxspec.sharding.mesh import AXES
-from jaxspec.sharding.rules import logical_axes, mesh_axes
+from jaxspec.sharding.rules import mesh_axes
 
 Compute = Callable[[Array, Array, Array, dict[str, Weight], Array | None], Array]
 
@@ -112,4 +113,4 @@ def on_each_device(
 
 
 def _spec(mesh: AbstractMesh, name: str, leaf: Array) -> tuple[str | None, ...]:
-    return mesh_axes(logical_axes((name,), leaf), mesh)
+    return mesh_axes(declared((name,)).axes_of(leaf.ndim), mesh)

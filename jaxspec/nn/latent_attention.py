@@ -11,14 +11,26 @@ from jaxspec.nn.cached_attention import attend_cached, attend_new
 from jaxspec.nn.dense import dense, per_head_dense
 from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, Weight, matrix, weight
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.quantized import widen
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
-ZEROS, ONES = nn.initializers.zeros, nn.initializers.ones
+Q = Param("q_DHC", ("embed", "heads", "head_dim"))
+Q_A = Param("q_a_DR", ("embed", "rank"))
+Q_A_BIAS = Param("q_a_bias_R", ("rank",), "bias")
+Q_NORM = Param("q_norm_R", ("rank",), "norm")
+Q_B = Param("q_b_RHC", ("rank", "heads", "head_dim"))
+KV_A = Param("kv_a_DX", ("embed", "latent"))
+KV_A_BIAS = Param("kv_a_bias_X", ("latent",), "bias")
+KV_NORM = Param("kv_norm_R", ("rank",), "norm")
+KV_B = Param("kv_b_HXR", ("heads", "kv_channels", "rank"), "weight")
+OUT = Param("out_HCD", ("heads", "head_dim", "embed"), inputs=2)
+OUT_BIAS = Param("out_bias_D", ("embed",), "bias")
+
 RANK_NORM_EPS = 1e-6  # fixed in the reference, whatever the model's own
 
 
@@ -75,7 +87,7 @@ class LatentAttention(nn.Module):
         q_BTHC, low_BTR = self._queries(x_BTD, inputs.position_BT)
         c_BTR, turned_BT1C = self._latent(x_BTD, inputs.position_BT)
         q_BTHC, c_BTR, turned_BT1C = (in_rows(x, window) for x in (q_BTHC, c_BTR, turned_BT1C))
-        kv_HXR = weight(self, p, "kv_b_HXR", (s.heads, s.plain_dim + s.value_dim, s.rank))
+        kv_HXR = declare(self, p, KV_B, (s.heads, s.plain_dim + s.value_dim, s.rank))
         inputs = replace(inputs.in_rows(), selection=inputs.selection if s.reuses_selection else None)
         if s.index is not None:
             assert low_BTR is not None, "an indexer reads the low-rank queries"
@@ -91,8 +103,8 @@ class LatentAttention(nn.Module):
             memory = inputs.memory | {"latent": latent}
             inputs = inputs.of_outputs()
             out = _over_cache(asked(q_BTHC, window), latent, inputs, kv_HXR, s, p)
-        w_o = matrix(self, p, "out_HCD", (s.heads, s.value_dim, self.model_dim))
-        bias = self._bias("out_bias_D", self.model_dim)
+        w_o = declare(self, p, OUT, (s.heads, s.value_dim, self.model_dim))
+        bias = self._bias(OUT_BIAS, self.model_dim)
         out = dense(in_line(out, window), w_o, bias, dtype=p.compute.dtype, axes=2)
         shares = s.reuses_selection or (s.index is not None and s.index.shares_selection)
         return Mixed(out, memory, inputs.selection if shares else None)
@@ -102,12 +114,12 @@ class LatentAttention(nn.Module):
         s, p = self.spec, self.policy
         each, low = (s.heads, s.plain_dim + s.rope.dim), None
         if s.query_rank is None:
-            q = dense(x_BTD, matrix(self, p, "q_DHC", (x_BTD.shape[-1], *each)), dtype=p.compute.dtype)
+            q = dense(x_BTD, declare(self, p, Q, (x_BTD.shape[-1], *each)), dtype=p.compute.dtype)
         else:
-            w_a = matrix(self, p, "q_a_DR", (x_BTD.shape[-1], s.query_rank))
-            low = dense(x_BTD, w_a, self._bias("q_a_bias_R", s.query_rank), dtype=p.compute.dtype)
-            low = rms_norm(low, weight(self, p, "q_norm_R", (s.query_rank,), ONES), RANK_NORM_EPS)
-            q = dense(low, matrix(self, p, "q_b_RHC", (s.query_rank, *each)), dtype=p.compute.dtype)
+            w_a = declare(self, p, Q_A, (x_BTD.shape[-1], s.query_rank))
+            low = dense(x_BTD, w_a, self._bias(Q_A_BIAS, s.query_rank), dtype=p.compute.dtype)
+            low = rms_norm(low, declare(self, p, Q_NORM, (s.query_rank,)), RANK_NORM_EPS)
+            q = dense(low, declare(self, p, Q_B, (s.query_rank, *each)), dtype=p.compute.dtype)
         turned = rotate(q[..., s.plain_dim :], position_BT, s.rope)
         return jnp.concatenate([q[..., : s.plain_dim], turned], axis=-1), low
 
@@ -115,13 +127,13 @@ class LatentAttention(nn.Module):
         """The normalised vector of each position, and its rotated key."""
         s, p = self.spec, self.policy
         width = s.rank + s.rope.dim
-        w_a, bias = matrix(self, p, "kv_a_DX", (x_BTD.shape[-1], width)), self._bias("kv_a_bias_X", width)
+        w_a, bias = declare(self, p, KV_A, (x_BTD.shape[-1], width)), self._bias(KV_A_BIAS, width)
         both = dense(x_BTD, w_a, bias, dtype=p.compute.dtype)
-        c = rms_norm(both[..., : s.rank], weight(self, p, "kv_norm_R", (s.rank,), ONES), RANK_NORM_EPS)
+        c = rms_norm(both[..., : s.rank], declare(self, p, KV_NORM, (s.rank,)), RANK_NORM_EPS)
         return c, rotate(both[:, :, None, s.rank :], position_BT, s.rope)
 
-    def _bias(self, name: str, width: int) -> Array | None:
-        return weight(self, self.policy, name, (width,), ZEROS) if self.spec.bias else None
+    def _bias(self, param: Param, width: int) -> Array | None:
+        return declare(self, self.policy, param, (width,)) if self.spec.bias else None
 
 
 def _written_out(

@@ -1,23 +1,18 @@
 """How parameters are stored, laid out and computed with: a frozen record in three parts."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxspec.errors import ConfigError
 from jaxspec.nn.expert_slots import Slots
-from jaxspec.nn.matrix import Matrix
-from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
+from jaxspec.nn.quantized import Format, Quantized
 from jaxspec.shapes import Array
 
 BFLOAT16 = jnp.dtype("bfloat16")
 KERNELS = ("auto", "triton", "interpret", "xla")
-CONTAINERS = ("layers_", "segment_", "mtp_", "block")
 Weight = Array | Quantized
 
 
@@ -132,58 +127,3 @@ def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
     # A tied head by itself is 4 times faster on CPU, and on a GPU its products have a kernel.
     own_head = platform == "cpu" or chosen != "xla"
     return make_policy(kind, experts=experts, depth=depth, kernels=chosen, own_head=own_head)
-
-
-def kind_of(path: Sequence[str]) -> str:
-    """A parameter's path without the numbers of its layer and expert: the same for all of an architecture.
-
-    ``layers_3/ffn/down_FD_5`` is of the kind ``ffn/down_FD_{e}``.
-    """
-    *folders, name = (part for part in path if not part.startswith(CONTAINERS))
-    base, _, number = name.rpartition("_")
-    return "/".join([*folders, f"{base}_{{e}}" if number.isdigit() else name])
-
-
-def weight(
-    module: nn.Module, policy: Policy, name: str, shape: tuple[int, ...], init: Any = None, dtype: Any = None
-) -> Any:
-    """Declares one parameter of a module, quantised where the policy says so.
-
-    Args:
-      module: declares it.
-      policy: knows its format and dtype.
-      name: ends in the letters of its axes.
-      shape: of the weight itself, whatever its format.
-      init: initialiser, a normal distribution of deviation 0.02 by default.
-      dtype: where it is not the policy's.
-    """
-    if module.has_variable("params", name):
-        found = module.get_variable("params", name)
-        if isinstance(found, Matrix):
-            return found.own()
-    wanted = policy.storage.format_of(kind_of((*module.path, name)))
-    if wanted is not None:
-        return module.param(name, lambda _: jax.tree.map(_zeros, abstract_quantized(shape, wanted)))
-    return module.param(name, init or nn.initializers.normal(0.02), shape, dtype or policy.storage.param)
-
-
-def matrix(module: nn.Module, policy: Policy, name: str, shape: tuple[int, ...]) -> Any:
-    """Declares one parameter that ``dense`` and ``exact_dense`` alone read: with kernels it stays in its stack.
-
-    Args:
-      module: declares it.
-      policy: knows its format and dtype, and what computes.
-      name: ends in the letters of its axes.
-      shape: of the weight itself.
-    """
-    if policy.compute.whole_kernels == "xla":
-        return weight(module, policy, name, shape)
-    if module.has_variable("params", name):
-        found = module.get_variable("params", name)
-        if isinstance(found, Matrix):
-            return found
-    return Matrix(weight(module, policy, name, shape), None, policy.compute.whole_kernels)
-
-
-def _zeros(x: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(x.shape, x.dtype)

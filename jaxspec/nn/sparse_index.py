@@ -11,10 +11,17 @@ from jaxspec.nn.attend import blocks_in_reach, positions_seen, readers
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.norm import layer_norm
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import ZEROS, Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.selection import Queries, select_cached, select_self
 from jaxspec.shapes import Array
+
+Q = Param("q_RHC", ("rank", "heads", "head_dim"))
+K = Param("k_DC", ("embed", "head_dim"))
+K_NORM = Param("k_norm_C", ("head_dim",), "norm")
+K_NORM_BIAS = Param("k_norm_bias_C", ("head_dim",), "norm", ZEROS)
+WEIGHT = Param("weight_DH", ("embed", "heads"))
 
 KEY_NORM_EPS = 1e-6
 STREAM = "index"
@@ -66,13 +73,13 @@ class Indexer(nn.Module):
           keys.
         """
         s, p, position_BT = self.spec, self.policy, inputs.position_BT
-        q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, s.head_dim)), dtype=p.compute.dtype)
+        q_BTHC = dense(low_BTR, declare(self, p, Q, (self.rank, s.heads, s.head_dim)), dtype=p.compute.dtype)
         q_BTHC = rotate(q_BTHC, position_BT, s.rope)
-        k_BTC = dense(x_BTD, matrix(self, p, "k_DC", (self.model_dim, s.head_dim)), dtype=p.compute.dtype)
-        scale = weight(self, p, "k_norm_C", (s.head_dim,), nn.initializers.ones)
-        shift = weight(self, p, "k_norm_bias_C", (s.head_dim,), nn.initializers.zeros)
+        k_BTC = dense(x_BTD, declare(self, p, K, (self.model_dim, s.head_dim)), dtype=p.compute.dtype)
+        scale = declare(self, p, K_NORM, (s.head_dim,))
+        shift = declare(self, p, K_NORM_BIAS, (s.head_dim,))
         k_BT1C = rotate(layer_norm(k_BTC, scale, shift, KEY_NORM_EPS)[:, :, None], position_BT, s.rope)
-        weight_DH = matrix(self, p, "weight_DH", (self.model_dim, s.heads))
+        weight_DH = declare(self, p, WEIGHT, (self.model_dim, s.heads))
         weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute.dtype) * (s.heads * s.head_dim) ** -0.5
         # Which positions are best has no derivative.
         queries = lax.stop_gradient((q_BTHC, weight_BTH))

@@ -14,12 +14,12 @@ from jaxspec.checkpoint.names.table import Rule
 from jaxspec.models.arch import ArchSpec, LayerSpec, Segment, segments
 from jaxspec.models.depth import stack_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.moe import ROUTED, own_name
-from jaxspec.nn.policy import kind_of
+from jaxspec.nn.moe import ONE_EXPERT
+from jaxspec.nn.param import declared, kind_of
 from jaxspec.nn.quantized import Quantized, abstract_quantized
 from jaxspec.shapes import Params
 
-STACKED = {own_name(name): name for name in ROUTED}
+STACKED = {one: name for name, one in ONE_EXPERT.items()}
 NO_SLOTS: Mapping[str, ExpertSlots] = {}
 
 
@@ -77,13 +77,13 @@ def _layers(path: str, layers: tuple[LayerSpec, ...], distinct: tuple[LayerSpec,
 def _experts(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
     """One parameter of all experts as one of each."""
     folder, _, name = path.rpartition("/")
-    if name not in ROUTED:
+    if name not in ONE_EXPERT:
         yield path, leaf
         return
-    axis = 1 if path.startswith("segment_") else 0
+    axis = declared((name,)).axes_of(len(leaf.shape)).index("expert")
     shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
     for e in range(leaf.shape[axis]):
-        yield f"{folder}/{own_name(name)}_{e}", jax.ShapeDtypeStruct(shape, leaf.dtype)
+        yield f"{folder}/{ONE_EXPERT[name]}_{e}", jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def flatten(params: Any) -> dict[str, Any]:

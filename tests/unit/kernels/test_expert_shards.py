@@ -14,8 +14,8 @@ from jaxspec.nn.experts import by_kernel
 from jaxspec.nn.ffn import Activation
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.router import Routing
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.sharding.mesh import make_mesh
-from jaxspec.sharding.rules import named_shardings
 from pallas_kernels.weight_cases import abstract_weight, random_weight
 
 FLOAT32 = jnp.dtype("float32")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +75,7 @@ def filled(abstract: Any, experts: int = 1, seed: int = 0) -> Any:
         wide = 3 if "gate" in name or "place" in name else 1
         return jnp.asarray(wide * rng.standard_normal(leaf.shape) * leaf.shape[0] ** -0.5, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(one, abstract)
+    return jax.tree_util.tree_map_with_path(one, nn.unbox(abstract))
 
 
 @dataclass

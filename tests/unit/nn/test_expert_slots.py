@@ -12,10 +12,10 @@ from jaxspec.nn.expert_slots import in_slots
 from jaxspec.nn.experts import by_xla
 from jaxspec.nn.ffn import SILU
 from jaxspec.nn.policy import make_policy
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.perf.expert_placement import EMPTY, slots_by_expert, slots_of
 from jaxspec.pytree import replace
 from jaxspec.sharding.mesh import make_mesh
-from jaxspec.sharding.rules import named_shardings
 from tests.unit.nn.test_expert_transport import (
     DIM,
     EXPERTS,

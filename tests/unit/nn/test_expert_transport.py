@@ -16,9 +16,9 @@ from jaxspec.nn.experts import by_xla
 from jaxspec.nn.ffn import SILU
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.router import Routing
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.placement import settle
-from jaxspec.sharding.rules import named_shardings
 
 FLOAT32 = jnp.dtype("float32")
 EXPERTS, TOP_K, DIM, HIDDEN = 8, 3, 16, 8

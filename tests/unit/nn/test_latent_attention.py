@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +71,7 @@ def filled(init, *args):
         middle = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
         return jnp.asarray(middle + rng.normal(0, 0.2, leaf.shape), jnp.float32).astype(leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(init, *args))
+    return jax.tree_util.tree_map_with_path(fill, nn.unbox(jax.eval_shape(init, *args)))
 
 
 def attention(spec: LatentSpec, policy: Policy = EXACT) -> tuple[LatentAttention, dict]:
