@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Packed, Window, asked
+from jaxspec.cache.window import AnyWindow, Window, take_outputs
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.nn.attention import Attention, AttentionSpec
 from jaxspec.nn.compressed_attention import CompressedAttention, CompressedSpec
@@ -91,7 +91,7 @@ class Block(nn.Module):
         """
         arch, p = self.arch, self.policy
         if isinstance(inputs.window, Window) and p.compute.splits_rows:
-            inputs = replace(inputs, window=replace(inputs.window, apart=True))
+            inputs = replace(inputs, window=replace(inputs.window, rows_sharded=True))
         mixer = MIXERS[type(self.spec.attention)]
         attention = mixer(self.spec.attention, arch.model_dim, arch.norm_eps, p, name="attention")
         u, join = self._enter("attention", x, inputs.window)
@@ -104,14 +104,16 @@ class Block(nn.Module):
             out, routing = DenseFfn(self.spec.ffn, arch.model_dim, p, name="ffn")(u), None
         return LayerOutput(join(out), mixed.memory, mixed.selection, routing)
 
-    def _enter(self, name: str, x: Array, window: Window | Packed | None) -> tuple[Array, Callable[[Array], Array]]:
+    def _enter(self, name: str, x: Array, window: AnyWindow) -> tuple[Array, Callable[[Array], Array]]:
         """Returns what a sub-layer reads, and how its output, of the positions asked for, joins the stream."""
         arch, p = self.arch, self.policy
-        norm, old = norm_params(self, arch, p, f"{name}_norm"), asked(x, window)
+        norm, old = norm_params(self, arch, p, f"{name}_norm"), take_outputs(x, window)
         if arch.hyper is not None:
             connection = HyperConnection(arch.hyper, arch.model_dim, arch.norm_eps, p, name=f"{name}_hyper")
             u, write, comb = connection(x)
-            return normalize(arch, u, norm), lambda out: merge(old, out, asked(write, window), asked(comb, window))
+            return normalize(arch, u, norm), lambda out: merge(
+                old, out, take_outputs(write, window), take_outputs(comb, window)
+            )
         if arch.norm_last:
             return x, lambda out: normalize(arch, old + out, norm)
         return normalize(arch, x, norm), lambda out: old + out

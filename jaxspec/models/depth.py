@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, Segment
 from jaxspec.models.block import Block, LayerOutput, init_block
 from jaxspec.nn.inputs import Inputs
@@ -159,8 +159,8 @@ class Loop:
             window = self.inputs.window
             if isinstance(window, Window) and cache is not None:
                 pages = jax.tree.leaves(cache)[0].shape[0] // self.segment.repeats
-                at_once = self.policy.compute.kernels == "triton"
-                window = replace(window, base=y * jnp.int32(pages), at_once=at_once)
+                use_scatter = self.policy.compute.kernels == "triton"
+                window = replace(window, base=y * jnp.int32(pages), use_scatter=use_scatter)
             inputs = replace(self.inputs, window=window, memory=cache, selection=selection)
             out: Any = block.apply({"params": _layer(stack, y, self.policy)}, x, inputs, y)
             entered.append(x)

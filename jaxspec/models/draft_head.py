@@ -6,7 +6,8 @@ from typing import Any, Literal, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Window, asked, init_layer
+from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.window import Window, take_outputs
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import MIXERS, NORMS, Block
 from jaxspec.nn.dense import dense
@@ -120,7 +121,7 @@ class JoinLayer(nn.Module):
             x = h_BTD if s.norm_before_residual else g_BTD
         mixer = MIXERS[type(self.layer.attention)](self.layer.attention, a.model_dim, a.norm_eps, p, name="attention")
         mixed = mixer(u, inputs)
-        x = asked(x, inputs.window) + mixed.out_BTD
+        x = take_outputs(x, inputs.window) + mixed.out_BTD
         assert isinstance(self.layer.ffn, FfnSpec), "the first layer of a head is dense"
         return x + DenseFfn(self.layer.ffn, a.model_dim, p, name="ffn")(norm(x, NORMS["ffn_norm"])), mixed.memory
 
@@ -199,7 +200,7 @@ class DraftHead(nn.Module):
         """
         s, window, memory = self.spec, inputs.window, inputs.memory or (None,) * len(self.spec.arch.layers)
         # What the last layer reads is needed of all positions.
-        inner = replace(window, asked_B=None) if isinstance(window, Window) else window
+        inner = replace(window, output_index_B=None) if isinstance(window, Window) else window
         each = [replace(inputs, window=inner, memory=m) for m in memory]
         each[-1] = replace(each[-1], window=window)
         x, first = self.first(embedded_BTD, g_BTD, each[0])

@@ -5,7 +5,8 @@ from typing import Any, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Packed
+from jaxspec.cache.addressing import LayerCache
+from jaxspec.cache.window import Segments
 from jaxspec.models.arch import ArchSpec, Segment, segments
 from jaxspec.models.block import Block, norm_params, normalize
 from jaxspec.models.depth import Loop, Progress, init_stack, run_block, stack_name
@@ -147,7 +148,7 @@ class Transformer(nn.Module):
 
     def logits_of(self, token_BT: Array, position_BT: Array, segment_BT: Array | None = None) -> tuple[Array, Hidden]:
         """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states with expert choices."""
-        packed = None if segment_BT is None else Packed(segment_BT)
+        packed = None if segment_BT is None else Segments(segment_BT)
         hidden = self(Inputs(token_BT, position_BT, packed, routes=True))
         return self.logits(hidden.last_BTD), hidden
 

@@ -5,7 +5,8 @@ from typing import Literal
 
 import flax.linen as nn
 
-from jaxspec.cache.kv import StreamSpec, asked, in_line, in_rows, write
+from jaxspec.cache.addressing import StreamSpec, write
+from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.cached_attention import attend_cached, attend_new
 from jaxspec.nn.dense import dense
 from jaxspec.nn.inputs import Inputs, Mixed
@@ -69,21 +70,21 @@ class Attention(nn.Module):
     def __call__(self, x_BTX: Array, inputs: Inputs) -> Mixed:
         """Projects, rotates and attends."""
         s, p, window, memory = self.spec, self.policy, inputs.window, inputs.memory
-        q_BTHC, k_BTGC, v_BTGC = (in_rows(x, window) for x in self._project(x_BTX, inputs.position_BT))
+        q_BTHC, k_BTGC, v_BTGC = (unpack(x, window) for x in self._project(x_BTX, inputs.position_BT))
         sinks_H = declare(self, p, SINKS, (s.heads,)) if s.sinks else None
-        scale, inputs = s.head_dim**-0.5, inputs.in_rows()
+        scale, inputs = s.head_dim**-0.5, inputs.unpack()
         if (cache := inputs.cache_window) is None:
             out, memory = attend_new(q_BTHC, k_BTGC, v_BTGC, inputs, scale=scale, span=s.window, sinks_H=sinks_H)
         else:
             streams = s.streams
             memory = {n: write(memory[n], streams[n], cache, new) for n, new in (("k", k_BTGC), ("v", v_BTGC))}
             out = attend_cached(
-                asked(q_BTHC, window), (memory["k"], memory["v"]), inputs.of_outputs(), streams["k"], p, scale=scale,
+                take_outputs(q_BTHC, window), (memory["k"], memory["v"]), inputs.of_outputs(), streams["k"], p, scale=scale,
                 span=s.window, sinks_H=sinks_H,
             )  # fmt: skip
         w_o = declare(self, p, OUT, (s.heads, s.head_dim, self.model_dim))
         b_o = declare(self, p, OUT_BIAS, (self.model_dim,)) if s.out_bias else None
-        return Mixed(dense(in_line(out, window), w_o, b_o, dtype=p.compute.dtype, axes=2), memory)
+        return Mixed(dense(pack(out, window), w_o, b_o, dtype=p.compute.dtype, axes=2), memory)
 
     def _project(self, x_BTX: Array, position_BT: Array) -> tuple[Array, Array, Array]:
         s, p = self.spec, self.policy

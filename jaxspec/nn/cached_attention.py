@@ -2,7 +2,9 @@
 
 from jax import lax
 
-from jaxspec.cache.kv import StreamSpec, read_block, segments_of
+from jaxspec.cache.addressing import StreamSpec
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import segments_of
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import Policy

@@ -7,7 +7,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import StreamSpec, asked, entry_block, in_line, in_rows, read_block, write
+from jaxspec.cache.addressing import StreamSpec, entry_block, write
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, per_head_dense
@@ -88,8 +90,8 @@ class CompressedAttention(nn.Module):
         kv_BT1C = rms_norm(dense(x_BTD, kv_DC, dtype=p.compute.dtype), norm_C, self.norm_eps)[:, :, None]
         kv_BT1C = rotate(kv_BT1C, inputs.position_BT, s.rope)
         sinks_H = declare(self, p, SINKS, (s.heads,))
-        x_BTD, low_BTR, q_BTHC, kv_BT1C = (in_rows(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C))
-        inputs, entry_BNC, kept_BTN = inputs.in_rows(), None, None
+        x_BTD, low_BTR, q_BTHC, kv_BT1C = (unpack(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C))
+        inputs, entry_BNC, kept_BTN = inputs.unpack(), None, None
         if (cache := inputs.cache_window) is not None:
             inputs = replace(
                 inputs, memory=inputs.memory | {"kv": write(inputs.memory["kv"], s.streams["kv"], cache, kv_BT1C)}
@@ -106,8 +108,8 @@ class CompressedAttention(nn.Module):
             out = _among_themselves(q_BTHC, kv_BT1C, entry_BNC, kept_BTN, sinks_H, s)
         else:
             inputs = replace(inputs, selection=kept_BTN).of_outputs()
-            out = _over_cache(asked(q_BTHC, window), inputs, sinks_H, s, p.compute.dtype)
-        out, position_BT = in_line(out, window), in_line(inputs.position_BT, window)
+            out = _over_cache(take_outputs(q_BTHC, window), inputs, sinks_H, s, p.compute.dtype)
+        out, position_BT = pack(out, window), pack(inputs.position_BT, window)
         return Mixed(self._project(rotate(out, position_BT, s.rope, back=True)), inputs.memory)
 
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxspec.cache.kv import Packed, Window, asked, in_rows
+from jaxspec.cache.window import AnyWindow, Window, take_outputs, unpack
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
@@ -25,7 +25,7 @@ class Inputs:
 
     token_BT: Array
     position_BT: Array
-    window: Window | Packed | None = None
+    window: AnyWindow = None
     memory: Any = None
     selection: Array | None = None
     reads: CaptureSpec = static(default=NO_CAPTURE)
@@ -36,17 +36,17 @@ class Inputs:
         """The window where there is a cache to write and to read."""
         return self.window if isinstance(self.window, Window) and isinstance(self.memory, dict) else None
 
-    def in_rows(self) -> "Inputs":
+    def unpack(self) -> "Inputs":
         """Returns the inputs with positions as [B, T], which caches are addressed by."""
-        return replace(self, position_BT=in_rows(self.position_BT, self.window))
+        return replace(self, position_BT=unpack(self.position_BT, self.window))
 
     def of_outputs(self) -> "Inputs":
         """Returns the inputs of the positions whose output is computed, to read with after all T are written."""
         if not isinstance(self.window, Window):
             return self
-        token_BT, position_BT = asked(self.token_BT, self.window), asked(self.position_BT, self.window)
-        selection = None if self.selection is None else asked(self.selection, self.window)
-        window = self.window.reading
+        token_BT, position_BT = take_outputs(self.token_BT, self.window), take_outputs(self.position_BT, self.window)
+        selection = None if self.selection is None else take_outputs(self.selection, self.window)
+        window = self.window.after_write
         return replace(self, token_BT=token_BT, position_BT=position_BT, selection=selection, window=window)
 
 

@@ -6,7 +6,8 @@ from functools import partial
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import StreamSpec, asked, in_line, in_rows, write
+from jaxspec.cache.addressing import StreamSpec, write
+from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.cached_attention import attend_cached, attend_new
 from jaxspec.nn.dense import dense, per_head_dense
 from jaxspec.nn.inputs import Inputs, Mixed
@@ -86,13 +87,13 @@ class LatentAttention(nn.Module):
         s, p, window = self.spec, self.policy, inputs.window
         q_BTHC, low_BTR = self._queries(x_BTD, inputs.position_BT)
         c_BTR, turned_BT1C = self._latent(x_BTD, inputs.position_BT)
-        q_BTHC, c_BTR, turned_BT1C = (in_rows(x, window) for x in (q_BTHC, c_BTR, turned_BT1C))
+        q_BTHC, c_BTR, turned_BT1C = (unpack(x, window) for x in (q_BTHC, c_BTR, turned_BT1C))
         kv_HXR = declare(self, p, KV_B, (s.heads, s.plain_dim + s.value_dim, s.rank))
-        inputs = replace(inputs.in_rows(), selection=inputs.selection if s.reuses_selection else None)
+        inputs = replace(inputs.unpack(), selection=inputs.selection if s.reuses_selection else None)
         if s.index is not None:
             assert low_BTR is not None, "an indexer reads the low-rank queries"
             indexer = Indexer(s.index, self.model_dim, low_BTR.shape[-1], p, name="indexer")
-            selection, memory = indexer(in_rows(x_BTD, window), in_rows(low_BTR, window), inputs)
+            selection, memory = indexer(unpack(x_BTD, window), unpack(low_BTR, window), inputs)
             inputs = replace(inputs, selection=selection, memory=memory)
         if (cache := inputs.cache_window) is None:
             k_BTHC, v_BTHC = _written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype)
@@ -102,10 +103,10 @@ class LatentAttention(nn.Module):
             latent = write(inputs.memory["latent"], s.streams["latent"], cache, new_BT1C)
             memory = inputs.memory | {"latent": latent}
             inputs = inputs.of_outputs()
-            out = _over_cache(asked(q_BTHC, window), latent, inputs, kv_HXR, s, p)
+            out = _over_cache(take_outputs(q_BTHC, window), latent, inputs, kv_HXR, s, p)
         w_o = declare(self, p, OUT, (s.heads, s.value_dim, self.model_dim))
         bias = self._bias(OUT_BIAS, self.model_dim)
-        out = dense(in_line(out, window), w_o, bias, dtype=p.compute.dtype, axes=2)
+        out = dense(pack(out, window), w_o, bias, dtype=p.compute.dtype, axes=2)
         shares = s.reuses_selection or (s.index is not None and s.index.shares_selection)
         return Mixed(out, memory, inputs.selection if shares else None)
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Packed
+from jaxspec.cache.window import Segments
 from jaxspec.models.transformer import Transformer, features_of, forward
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import CaptureSpec
@@ -21,13 +21,13 @@ def run_teacher(
       params: its parameters.
       batch: packed texts.
       reads: what the head reads.
-      routing: expert layers whose choices are wanted.
+      routing: expert layers whose choices the head is trained on.
     """
     if batch.cached is not None:
         features = jax.tree.map(lambda x: x.astype(jnp.float32), batch.cached.features)
         experts = tuple(x.astype(jnp.int32) for x in batch.cached.expert_YBTA)
         return jax.lax.stop_gradient(TeacherOutput(features, experts))
-    packed = Packed(batch.segment_BT)
+    packed = Segments(batch.segment_BT)
     inputs = Inputs(batch.token_BT, batch.position_BT, packed, reads=reads, routes=bool(routing))
     hidden = forward(net, params, inputs)
     chosen = (hidden.routing[net.arch.expert_layers.index(y)].expert_MA for y in routing)

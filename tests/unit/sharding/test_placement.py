@@ -85,5 +85,7 @@ def test_heads_and_vocabulary_may_be_whole_but_not_experts():
     made = named_shardings(params, mesh, allow_replication=REPLICABLE)
     assert made["attention"]["qkv_DGQC"].spec == P(None, None, None, None)
     assert made["head_DV"].spec == P(None, None)
-    with pytest.raises(ConfigError, match=r"ffn/down_EFD: expert = 3 over expert = 2; ffn/down_EFD: mlp = 6 over tensor = 4"):
+    with pytest.raises(
+        ConfigError, match=r"ffn/down_EFD: expert = 3 over expert = 2; ffn/down_EFD: mlp = 6 over tensor = 4"
+    ):
         named_shardings({"ffn": {"down_EFD": shape(3, 6, 16)}}, mesh, allow_replication=REPLICABLE)
