@@ -79,8 +79,8 @@ class Attention(nn.Module):
             streams = s.streams
             memory = {n: write(memory[n], streams[n], cache, new) for n, new in (("k", k_BTGC), ("v", v_BTGC))}
             out = attend_cached(
-                take_outputs(q_BTHC, window), (memory["k"], memory["v"]), inputs.of_outputs(), streams["k"], p, scale=scale,
-                span=s.window, sinks_H=sinks_H,
+                take_outputs(q_BTHC, window), (memory["k"], memory["v"]), inputs.of_outputs(), streams["k"], p,
+                scale=scale, span=s.window, sinks_H=sinks_H,
             )  # fmt: skip
         w_o = declare(self, p, OUT, (s.heads, s.head_dim, self.model_dim))
         b_o = declare(self, p, OUT_BIAS, (self.model_dim,)) if s.out_bias else None

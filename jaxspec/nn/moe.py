@@ -96,7 +96,7 @@ class Moe(nn.Module):
           layer: index in the stack.
         """
         s, p, dim = self.spec, self.policy, self.model_dim
-        x_MD, live_BT = x_BTD.reshape(-1, dim), None if inputs.window is None else inputs.window.counting
+        x_MD, live_BT = x_BTD.reshape(-1, dim), None if inputs.window is None else inputs.window.valid
         live_M = None if live_BT is None else live_BT.reshape(-1)
         routing = self._route(x_MD, inputs.token_BT.reshape(-1))
         if p.layout.experts == "stacked":
