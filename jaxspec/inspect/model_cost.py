@@ -28,8 +28,8 @@ from jaxspec.nn.latent_attention import LatentSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.param import declared, kind_of
 from jaxspec.nn.policy import make_policy
-from jaxspec.nn.quantized import abstract_quantized
 from jaxspec.perf.cost import CacheCost, LayerCost, ModelCost
+from pallas_kernels.quantized import abstract_quantized
 
 EXPERTS = {"expert", "routed_to"}  # axes as long as there are experts
 

@@ -18,6 +18,16 @@ class MixerSpec(Protocol):
         """What it caches."""
         ...
 
+    @property
+    def chain_only(self) -> str | None:
+        """Why trees cannot be verified, None if they can."""
+        ...
+
+    @property
+    def one_text_only(self) -> bool:
+        """Whether a row without a cache can hold one text alone: what selects positions knows no others."""
+        ...
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -75,16 +85,13 @@ class ArchSpec:
 
     @property
     def one_text_only(self) -> bool:
-        """Whether a row without a cache can hold one text alone: what selects positions knows no others."""
-        return any(
-            getattr(layer.attention, "index", None) is not None or hasattr(layer.attention, "compressor")
-            for layer in self.layers
-        )
+        """Whether a row without a cache can hold one text alone."""
+        return any(layer.attention.one_text_only for layer in self.layers)
 
     @property
     def chain_only(self) -> str | None:
         """Why trees cannot be verified, None if they can."""
-        return next((why for layer in self.layers if (why := getattr(layer.attention, "chain_only", None))), None)
+        return next((why for layer in self.layers if (why := layer.attention.chain_only)), None)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.moe import ROUTED
 from jaxspec.nn.param import LAYERS
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.quantized import Quantized
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import Quantized
 
 
 @pytree

@@ -10,10 +10,9 @@ from jaxspec.cache.addressing import LayerCache, init_layer
 from jaxspec.cache.window import Window, take_outputs
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import MIXERS, NORMS, Block
-from jaxspec.nn.dense import dense
+from jaxspec.nn.dense import dense, lookup
 from jaxspec.nn.ffn import DenseFfn, FfnSpec
 from jaxspec.nn.inputs import Inputs
-from jaxspec.nn.lookup import lookup
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy

@@ -10,10 +10,9 @@ from jaxspec.cache.window import Segments
 from jaxspec.models.arch import ArchSpec, Segment, segments
 from jaxspec.models.block import Block, norm_params, normalize
 from jaxspec.models.depth import Loop, Progress, init_stack, run_block, stack_name
-from jaxspec.nn.dense import dense
+from jaxspec.nn.dense import dense, lookup
 from jaxspec.nn.hyper import HyperHead
 from jaxspec.nn.inputs import Inputs
-from jaxspec.nn.lookup import lookup
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import Routing

@@ -14,7 +14,7 @@ from jaxspec.nn.steady import exp, row_sum
 from jaxspec.shapes import Array
 
 SELF_CHUNK = 64
-HIDDEN = -1e30  # finite, so that a block without a visible key leaves the running softmax as it is
+MASKED = -1e30  # finite, so that a block without a visible key leaves the running softmax as it is
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def attend(
         k = whole_tiles(k_XGZC.astype(dtype), 3, dtype)
         score = jnp.einsum("xgqc,xgzc->xgqz", q_XGQC, k, preferred_element_type=jnp.float32)
         seen = jnp.tile(seen_XTZ, (1, -(-padded // each), 1))[:, None, :padded]
-        new_top = jnp.maximum(top, jnp.max(jnp.where(seen, score, HIDDEN), axis=-1))
+        new_top = jnp.maximum(top, jnp.max(jnp.where(seen, score, MASKED), axis=-1))
         prob = jnp.where(seen, exp(score - new_top[..., None]), 0.0)
         keep = exp(top - new_top)
         weight, v = whole_tiles(prob.astype(dtype), 3, dtype), whole_tiles(v_XGZC.astype(dtype), 2, dtype)
@@ -107,7 +107,7 @@ def attend(
 
     shape = (xs, kv_heads, padded)
     if sinks_H is None:
-        top, total = jnp.full(shape, HIDDEN), jnp.zeros(shape)
+        top, total = jnp.full(shape, MASKED), jnp.zeros(shape)
     else:
         sink_GQ = jnp.repeat(sinks_H.astype(jnp.float32).reshape(kv_heads, group), each, axis=1)
         sink_GQ = jnp.pad(sink_GQ, ((0, 0), (0, padded - group * each)))
@@ -165,7 +165,7 @@ def attend_self(
             seen = seen_BTS[:, first : first + size]
         if segment_BT is not None:
             seen = seen & (segment_BT[:, first : first + size, None] == segment_BT[:, None, :end])
-        score = jnp.where(seen[:, None, None], score.reshape(rows, kv, group, size, end), HIDDEN)
+        score = jnp.where(seen[:, None, None], score.reshape(rows, kv, group, size, end), MASKED)
         if sinks_H is not None:
             sink = jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(kv, group, 1, 1), (rows, kv, group, size, 1))
             score = jnp.concatenate([score, sink], axis=-1)

@@ -1,7 +1,7 @@
 """Grouped-query attention: projections, query and key norms, rotation, windows and sinks."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 
@@ -37,6 +37,9 @@ class AttentionSpec:
       window: keys that a query sees, itself included; None for all.
       sinks: whether each head has a logit that takes probability and has no value.
     """
+
+    chain_only: ClassVar[str | None] = None
+    one_text_only: ClassVar[bool] = False
 
     heads: int
     kv_heads: int

@@ -18,10 +18,10 @@ from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.quantized import widen
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import widen
 
 Q_A = Param("q_a_DR", ("embed", "rank"))
 Q_NORM = Param("q_norm_R", ("rank",), "norm")
@@ -45,10 +45,12 @@ class CompressedSpec:
       rope: rotation of queries and keys, and back of what attention gives, for the values are rotated too.
       compressor: pools older positions, None where only the window is seen.
       index: limits the entries that a query attends to, None for none.
-      chain_only: why trees cannot be verified.
     """
 
-    chain_only: ClassVar[str] = "compressed attention pools consecutive positions, which the branches of a tree are not"
+    one_text_only: ClassVar[bool] = True
+    chain_only: ClassVar[str | None] = (
+        "compressed attention pools consecutive positions, which the branches of a tree are not"
+    )
 
     heads: int
     head_dim: int

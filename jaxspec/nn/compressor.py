@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxspec.cache.addressing import LayerCache, StreamSpec, entry_block, read, write
 from jaxspec.cache.window import Window
-from jaxspec.nn.attend import HIDDEN
+from jaxspec.nn.attend import MASKED
 from jaxspec.nn.dense import exact_dense
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.norm import rms_norm
@@ -135,7 +135,7 @@ class Compressor(nn.Module):
 
 def _softmax_sum(gate_BNZC: Array, value_BNZC: Array, is_there_BNZ1: Array) -> Array:
     """Values weighted by a softmax over the window, each channel by itself, [B, N, C]."""
-    gate = jnp.where(is_there_BNZ1, gate_BNZC, HIDDEN)
+    gate = jnp.where(is_there_BNZ1, gate_BNZC, MASKED)
     top = lax.stop_gradient(jnp.max(gate, axis=2, keepdims=True))
     part = jnp.where(is_there_BNZ1, exp(gate - top), 0.0)
     part_BNCZ = part.swapaxes(2, 3)

@@ -1,4 +1,4 @@
-"""Matrix products of a few rows with big weights, in the forms that every backend computes fast and row-invariantly."""
+"""Products of a few rows with big weights, and lookups of their rows, in forms that are fast and row-invariant."""
 
 import math
 from functools import cache, partial
@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from jaxspec.nn.matrix import Matrix
-from jaxspec.nn.quantized import Quantized, widen
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import Quantized, widen
 
 FEW_COLUMNS = 4
 TILE = 32  # bfloat16 numbers in a row of an AMX tile
@@ -223,3 +223,18 @@ def _parts(x: Array) -> list[Array]:
         found.append(head.astype(jnp.bfloat16))
         rest = rest - head
     return found
+
+
+def lookup(table_VD: Array, place: Array) -> Array:
+    """Looks up rows of a table by number, float32 [..., D].
+
+    XLA:CPU widens the table of a bfloat16 gather to float32. It must not do so in front of a loop that looks up, the
+    whole table in every dispatch, but in the gather, a row at a time: so the table waits for the numbers, which
+    change in every turn.
+
+    Args:
+      table_VD: weights, of any floating type.
+      place: row numbers, int32 of any shape, below V.
+    """
+    table_VD, place = lax.optimization_barrier((table_VD, place))
+    return table_VD[place].astype(jnp.float32)

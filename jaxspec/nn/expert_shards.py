@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.nn.expert_transport import TRANSPORTS
 from jaxspec.nn.param import declared
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.quantized import Quantized, Weight
 from jaxspec.shapes import Array
 from jaxspec.sharding.mesh import AXES
 from jaxspec.sharding.rules import mesh_axes
+from pallas_kernels.quantized import Quantized, Weight
 
 Compute = Callable[[Array, Array, Array, dict[str, Weight], Array | None], Array]
 

@@ -11,10 +11,10 @@ from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.expert_shards import obstacles_on, on_each_device, rows_on_each, split
 from jaxspec.nn.ffn import Activation, gated
 from jaxspec.nn.policy import Policy, Weight
-from jaxspec.nn.quantized import widen
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import widen
 from pallas_kernels.routed_experts.api import OP, case_name, obstacles, routed_experts
 from pallas_kernels.select import choose
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -14,11 +15,11 @@ from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy, Weight
-from jaxspec.nn.quantized import widen
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import widen
 
 Q = Param("q_DHC", ("embed", "heads", "head_dim"))
 Q_A = Param("q_a_DR", ("embed", "rank"))
@@ -52,6 +53,8 @@ class LatentSpec:
       reuses_selection: whether the selection of an earlier layer's indexer does.
     """
 
+    chain_only: ClassVar[str | None] = None
+
     heads: int
     plain_dim: int
     value_dim: int
@@ -62,6 +65,11 @@ class LatentSpec:
     bias: bool = False
     index: IndexSpec | None = None
     reuses_selection: bool = False
+
+    @property
+    def one_text_only(self) -> bool:
+        """Whether a row without a cache can hold one text alone: an indexer knows no others."""
+        return self.index is not None
 
     @property
     def streams(self) -> dict[str, StreamSpec]:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.nn.quantized import Quantized
 from jaxspec.shapes import Array
 from pallas_kernels.few_rows_dense.api import MOST_ROWS, OP, case_name, few_rows_dense, flat, obstacles
+from pallas_kernels.quantized import Quantized
 from pallas_kernels.select import choose
 
 

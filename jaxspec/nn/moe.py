@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense, exact_dense
-from jaxspec.nn.expert_slots import in_slots
 from jaxspec.nn.experts import by_kernel, by_xla, switched
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
 from jaxspec.nn.inputs import Inputs
@@ -141,7 +140,7 @@ class Moe(nn.Module):
             return routing
         slots_EX = declare(self, p, SLOTS, (s.experts, p.layout.slots.replicas))
         turn_M = (inputs.token_BT + inputs.position_BT).reshape(-1)
-        return replace(routing, expert_MA=in_slots(routing.expert_MA, turn_M, slots_EX))
+        return replace(routing, expert_MA=slots_for(routing.expert_MA, turn_M, slots_EX))
 
     def _one(self, e: int) -> dict[str, Weight]:
         """Parameters of expert e, in arrays of their own."""
@@ -157,3 +156,20 @@ def _any_experts(experts: int):
         return ids.astype(dtype)
 
     return init
+
+
+def slots_for(expert_MA: Array, turn_M: Array, slots_EX: Array) -> Array:
+    """Returns choices among slots, int32 [M, A]: of the r slots of an expert the one with index ``turn % r``.
+
+    Args:
+      expert_MA: choices among experts.
+      turn_M: int32, by which replicas take turns. It must not depend on who else is in the batch, or a row's last bits
+        would: devices add their outputs in an order of their own.
+      slots_EX: slots of each expert, then -1.
+    """
+    slot_MAX = slots_EX[expert_MA]
+    if slots_EX.shape[1] == 1:
+        return slot_MAX[..., 0]
+    replicas_MA = jnp.sum(slot_MAX >= 0, axis=-1, dtype=jnp.int32)
+    index_MA1 = (turn_M[:, None] % replicas_MA)[..., None]
+    return jnp.take_along_axis(slot_MAX, index_MA1, axis=-1)[..., 0]

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxspec.errors import ConfigError
 from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.quantized import abstract_quantized
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import abstract_quantized
 
 LAYERS = "layers"
 ONES, ZEROS, NORMAL = nn.initializers.ones, nn.initializers.zeros, nn.initializers.normal(0.02)

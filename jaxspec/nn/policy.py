@@ -7,13 +7,25 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxspec.errors import ConfigError
-from jaxspec.nn.expert_slots import Slots
-from jaxspec.nn.quantized import Format, Quantized
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import Format, Quantized
 
 BFLOAT16 = jnp.dtype("bfloat16")
 KERNELS = ("auto", "triton", "interpret", "xla")
 Weight = Array | Quantized
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What of a placement changes programs; which expert is where is a parameter, ``slots_EX``.
+
+    Attributes:
+      redundant: slots of each layer beyond its experts.
+      replicas: most slots that an expert has.
+    """
+
+    redundant: int = 0
+    replicas: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from jaxspec.nn.attend import HIDDEN
+from jaxspec.nn.attend import MASKED
 from jaxspec.nn.dense import batched_dense
-from jaxspec.nn.own_rows import on_own_rows
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.steady import row_sum
 from jaxspec.shapes import Array
+from jaxspec.sharding.placement import row_axes
 
 SELF_QUERIES = 64
 Queries = tuple[Array, Array]
@@ -44,7 +45,7 @@ def select_self(
         q_BTHC, weight_BTH, position_T = chunk
         seen_TN = seen(position_T)
         score_BTN = scores((q_BTHC, weight_BTH), k_BNC, dtype)
-        return best(jnp.where(seen_TN, score_BTN, HIDDEN), top_k) & seen_TN
+        return best(jnp.where(seen_TN, score_BTN, MASKED), top_k) & seen_TN
 
     position_XT = jnp.arange(chunks * SELF_QUERIES, dtype=jnp.int32).reshape(chunks, SELF_QUERIES)
     kept_XBTN = lax.map(one, (*map(cut, queries), position_XT))
@@ -80,12 +81,12 @@ def select_cached(
 
     def add(index: Array, score_XTN: Array) -> Array:
         k_XZC, seen_XTZ = load(index)
-        score_XTZ = jnp.where(seen_XTZ, scores(queries, k_XZC, policy.compute.dtype), HIDDEN)
+        score_XTZ = jnp.where(seen_XTZ, scores(queries, k_XZC, policy.compute.dtype), MASKED)
         return lax.dynamic_update_slice_in_dim(score_XTN, score_XTZ, index * k_XZC.shape[1], axis=2)
 
     def among_all() -> Array:
-        score_XTN = lax.fori_loop(*blocks, add, jnp.full(shape, HIDDEN))
-        return on_own_rows(partial(best, top_k=top_k), policy, score_XTN)
+        score_XTN = lax.fori_loop(*blocks, add, jnp.full(shape, MASKED))
+        return _per_shard(partial(best, top_k=top_k), policy, score_XTN)
 
     return lax.cond(few, lambda: jnp.ones(shape, bool), among_all)
 
@@ -105,3 +106,18 @@ def best(score_XTN: Array, top_k: int) -> Array:
     _, place_XTK = lax.top_k(score_XTN, top_k)
     nowhere = jnp.zeros(score_XTN.shape, bool)
     return jnp.put_along_axis(nowhere, place_XTK, True, axis=-1, inplace=False)
+
+
+def _per_shard(compute: Callable[[Array], Array], policy: Policy, x_X: Array) -> Array:
+    """Applies a row-wise function shard by shard, where XLA would all-gather the rows.
+
+    Args:
+      compute: keeps the first axis.
+      policy: knows how a mesh splits rows.
+      x_X: rows, or the nodes of each row; those that the mesh does not divide, such as a prompt's, are left to XLA.
+    """
+    mesh, rows = policy.compute.mesh, x_X.shape[0]
+    if mesh is None or not policy.compute.splits_rows or rows % mesh.shape.get("data", 1):
+        return compute(x_X)
+    spec = P(row_axes(mesh, rows, policy.compute.transport != "sum"))
+    return jax.shard_map(compute, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_X)

@@ -9,8 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.errors import ConfigError
 from jaxspec.nn.param import declared
-from jaxspec.nn.quantized import Quantized
 from jaxspec.sharding.rules import RULES, mesh_axes
+from pallas_kernels.quantized import Quantized
 
 
 def named_shardings(

@@ -10,7 +10,7 @@ from jax import lax
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 
-HIDDEN = -1e30
+MASKED = -1e30
 BLOCK = 512  # queries that are attended for at a time; of longer rows, scores are computed again for the gradient
 
 
@@ -100,7 +100,7 @@ def _attend_some(
 
     q = heads_major((q_BXHC * scale).reshape(rows, count, kv, group, width))
     dots = jnp.einsum("zqc,ztc->zqt", q.reshape(-1, count * group, width), heads_major(k_BTGC), precision=exact)
-    dots = jnp.where(seen[:, None, :, None], dots.reshape(rows, kv, count, group, slots), HIDDEN)
+    dots = jnp.where(seen[:, None, :, None], dots.reshape(rows, kv, count, group, slots), MASKED)
     score = [dots.reshape(rows * kv, count, group, slots)]
     score += [jnp.sum(q * heads_major(k)[:, :, None], axis=-1, keepdims=True) for k, _ in rounds]
     prob = jax.nn.softmax(jnp.concatenate(score, axis=-1), axis=-1)

@@ -24,7 +24,7 @@ from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import Rule
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.nn.param import kind_of
-from jaxspec.nn.quantized import Format, abstract_quantized
+from pallas_kernels.quantized import Format, abstract_quantized
 
 QUANTIZATIONS = ("auto", "none", "fp8", "int8")
 WORDS = {"missing": "missing", "extra": "not known", "shape": "of the wrong shape", "dtype": "of the wrong dtype"}

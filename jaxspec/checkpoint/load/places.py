@@ -16,8 +16,8 @@ from jaxspec.models.depth import stack_of
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import ONE_EXPERT
 from jaxspec.nn.param import declared, kind_of
-from jaxspec.nn.quantized import Quantized, abstract_quantized
 from jaxspec.shapes import Params
+from pallas_kernels.quantized import Quantized, abstract_quantized
 
 STACKED = {one: name for name, one in ONE_EXPERT.items()}
 NO_SLOTS: Mapping[str, ExpertSlots] = {}

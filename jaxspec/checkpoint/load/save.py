@@ -19,9 +19,9 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.param import kind_of
 from jaxspec.nn.policy import make_policy
-from jaxspec.nn.quantized import Format, Quantized
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
+from pallas_kernels.quantized import Format, Quantized
 
 Named = Iterator[tuple[str, np.ndarray]]
 

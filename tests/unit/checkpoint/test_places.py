@@ -19,7 +19,7 @@ from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.param import kind_of
 from jaxspec.nn.policy import make_policy
-from jaxspec.nn.quantized import Format, Quantized
+from pallas_kernels.quantized import Format, Quantized
 
 GOLDENS = sorted(file.parent for file in (Path(__file__).parents[2] / "golden").glob("*/config.json"))
 BF16 = jnp.dtype("bfloat16")

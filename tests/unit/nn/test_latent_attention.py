@@ -18,10 +18,10 @@ from jaxspec.models.transformer import Caches, Transformer, forward, head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
 from jaxspec.nn.policy import Policy, make_policy
-from jaxspec.nn.quantized import Format
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.nn.sparse_index import IndexSpec
 from jaxspec.topology import Topology
+from pallas_kernels.quantized import Format
 
 BLOCK, LENGTH, TOP_K = 8, 40, 8
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")

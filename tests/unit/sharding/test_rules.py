@@ -16,11 +16,11 @@ from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.param import declared
 from jaxspec.nn.policy import make_policy
-from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
 from jaxspec.nn.shardings import named_shardings
 from jaxspec.protocol import CaptureSpec
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.rules import RULES, mesh_axes
+from pallas_kernels.quantized import Format, Quantized, abstract_quantized
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 FP8 = Format("fp8", (128, 128))
