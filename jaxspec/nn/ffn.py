@@ -61,7 +61,7 @@ class FfnSpec:
     bias: bool = False
 
 
-def gated(
+def run_gated(
     x: Array,
     gate_up_D2F: Weight,
     down_FD: Weight,
@@ -72,7 +72,7 @@ def gated(
     dtype: jnp.dtype | None = None,
     scale: Array | None = None,
 ) -> Array:
-    """``down(act(gate(x)) * up(x))`` (Shazeer 2020), gate and up in one product.
+    """Computes ``down(act(gate(x)) * up(x))`` (Shazeer 2020), gate and up in one product.
 
     Args:
       x: [..., D].
@@ -105,7 +105,9 @@ class DenseFfn(nn.Module):
         if s.gated:
             gate_up = declare(self, p, GATE_UP, (dim, 2, s.hidden))
             bias = declare(self, p, GATE_UP_BIAS, (2, s.hidden)) if s.bias else None
-            return gated(x, gate_up, down, bias, down_bias, activation=s.activation, dtype=p.compute.dtype, scale=scale)
+            return run_gated(
+                x, gate_up, down, bias, down_bias, activation=s.activation, dtype=p.compute.dtype, scale=scale
+            )
         up_bias = declare(self, p, UP_BIAS, (s.hidden,)) if s.bias else None
         hidden = dense(x, declare(self, p, UP, (dim, s.hidden)), up_bias, dtype=p.compute.dtype)
         return dense(ACTIVATIONS[s.activation.kind](hidden), down, down_bias, dtype=p.compute.dtype)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense, exact_dense
-from jaxspec.nn.experts import by_kernel, by_xla, switched
+from jaxspec.nn.experts import run_experts, run_switched
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.param import ZEROS, Param, declare
@@ -105,12 +105,10 @@ class Moe(nn.Module):
                 name: declare(self, p, ROUTED[name], (*lead, *shape))
                 for name, shape in s.shapes(dim, p.layout.slots.redundant if p.layout.slots else 0).items()
             }
-            out_MD = by_kernel(x_MD, placed, experts, s.activation, p, layer, live_M)
-            if out_MD is None:
-                out_MD = by_xla(x_MD, placed, experts, s.activation, p, layer, live_M)
+            out_MD = run_experts(x_MD, placed, experts, s.activation, p, layer, live_M)
         else:
             own = tuple(map(self._one, range(s.experts)))
-            out_MD = switched(x_MD, routing, own, s.activation, p.compute.dtype, live_M)
+            out_MD = run_switched(x_MD, routing, own, s.activation, p.compute.dtype, live_M)
         if s.shared_hidden:
             gate = None
             if s.shared_gate:

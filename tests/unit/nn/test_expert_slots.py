@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxspec.nn.experts import by_xla
+from jaxspec.nn.experts import run_experts
 from jaxspec.nn.ffn import SILU
 from jaxspec.nn.moe import slots_for
 from jaxspec.nn.policy import make_policy
@@ -62,7 +62,7 @@ def test_uneven_choices_give_what_one_device_gives(transport: Any, monkeypatch: 
 
     def placed(x, routed, experts, live):
         slots = slots_for(routed.expert_MA, turn_M, jnp.asarray(table()))
-        return by_xla(x, replace(routed, expert_MA=slots), experts, SILU, policy, None, live), slots
+        return run_experts(x, replace(routed, expert_MA=slots), experts, SILU, policy, None, live), slots
 
     run = jax.jit(placed)
     exact = {name: np.asarray(w, np.float64) for name, w in plain.items()}

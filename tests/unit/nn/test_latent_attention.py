@@ -131,7 +131,7 @@ def test_absorbed_products_equal_written_out_ones(name: str, count: int):
 
 def test_quantised_key_and_value_weights_are_widened_exactly():
     form = Format("fp8", (16, 24))
-    module, params = attention(PLAIN, replace(EXACT, formats=(("kv_b_HXR", form),)))
+    module, params = attention(PLAIN, EXACT.update(formats=(("kv_b_HXR", form),)))
     kept = params["params"]["kv_b_HXR"]
     assert kept.data.dtype == jnp.float8_e4m3fn
     wide = {"params": params["params"] | {"kv_b_HXR": kept.widen(FLOAT32)}}
