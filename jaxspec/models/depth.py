@@ -24,7 +24,7 @@ from pallas_kernels.quantized import Quantized
 
 
 @pytree
-class Progress:
+class ForwardState:
     """What a forward has computed up to some layer.
 
     Attributes:
@@ -43,9 +43,9 @@ class Progress:
     shared_MD: dict[int, Array] = field(default_factory=dict)
     routing: tuple[Routing, ...] = ()
 
-    def then(self, later: "Progress") -> "Progress":
+    def then(self, later: "ForwardState") -> "ForwardState":
         """Returns what was computed up to the end of the layers that started from here."""
-        return Progress(
+        return ForwardState(
             later.x,
             self.caches + later.caches,
             later.selection,
@@ -55,7 +55,9 @@ class Progress:
         )
 
 
-def progress_of(index: Mapping[int, int], entered: list[Array], outs: list[LayerOutput], inputs: Inputs) -> Progress:
+def state_after(
+    index: Mapping[int, int], entered: list[Array], outs: list[LayerOutput], inputs: Inputs
+) -> ForwardState:
     """Collects the outputs of consecutive layers.
 
     Args:
@@ -65,7 +67,7 @@ def progress_of(index: Mapping[int, int], entered: list[Array], outs: list[Layer
       inputs: say what is captured.
     """
     routing: list[Any] = [out.routing for out in outs]
-    return Progress(
+    return ForwardState(
         outs[-1].x,
         tuple(out.memory for out in outs),
         outs[-1].selection,
@@ -75,11 +77,11 @@ def progress_of(index: Mapping[int, int], entered: list[Array], outs: list[Layer
     )
 
 
-def run_block(block: Block, layer: int, before: Progress, inputs: Inputs) -> Progress:
+def run_block(block: Block, layer: int, before: ForwardState, inputs: Inputs) -> ForwardState:
     """Runs one layer, whose number is ``layer``."""
     memory = None if inputs.memory is None else inputs.memory[layer]
     out = block(before.x, replace(inputs, memory=memory, selection=before.selection))
-    return progress_of({layer: 0}, [before.x], [out], inputs)
+    return state_after({layer: 0}, [before.x], [out], inputs)
 
 
 def stack_name(segment: Segment, place: int) -> str:
@@ -123,7 +125,7 @@ class Loop:
         repeats = self.segment.repeats
         self._blocks = [Block(s, self.arch, self.policy, repeats, parent=None) for s in self.segment.pattern]
 
-    def run(self, before: Progress) -> Progress:
+    def run(self, before: ForwardState) -> ForwardState:
         """Runs all repeats from the stream and the selection before them."""
         repeats = self.segment.repeats
         caches = (None,) * len(self._blocks) if self.inputs.memory is None else self.inputs.memory
@@ -136,7 +138,7 @@ class Loop:
         each = [jax.tree.map(lambda r, y=y: r[y], routing) for y in range(repeats) for routing in carry.routing]
         return replace(carry, routing=tuple(each))
 
-    def _body(self, y: Array, carry: Progress) -> Progress:
+    def _body(self, y: Array, carry: ForwardState) -> ForwardState:
         new = self._repeat(y, carry)
 
         def captured(old: dict[int, Array], own: dict[int, Array]) -> dict[int, Array]:
@@ -152,7 +154,7 @@ class Loop:
         """Returns the repeat in which a layer runs, and its place in the pattern."""
         return divmod(layer - self.segment.first, len(self.segment.pattern))
 
-    def _repeat(self, y: Array, before: Progress) -> Progress:
+    def _repeat(self, y: Array, before: ForwardState) -> ForwardState:
         """Runs the pattern for the y-th time; captures are those of this repeat, whichever layers were asked for."""
         x, selection, entered, outs = before.x, before.selection, [], []
         for stack, block, cache in zip(self.stacks, self._blocks, before.caches, strict=True):
@@ -167,7 +169,7 @@ class Loop:
             outs.append(out)
             x, selection = out.x, out.selection
         layers = range(self.segment.first, self.segment.stop)
-        return progress_of({layer: self._index(layer)[1] for layer in layers}, entered, outs, self.inputs)
+        return state_after({layer: self._index(layer)[1] for layer in layers}, entered, outs, self.inputs)
 
 
 def _layer(stack: Any, y: Array, policy: Policy) -> Any:

@@ -1,4 +1,4 @@
-"""Draft heads of the EAGLE family: they join what the target computed behind a token with the next token, and go on."""
+"""Draft heads of the EAGLE family: they join the target's features at a token with the next token, and go on."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -52,10 +52,10 @@ class HeadSpec:
       last: whether it reads the target's last hidden state, before the others.
       join: ``product`` of token and feature in front of the first layer, or ``attention`` that reads both.
       join_bias: whether the product that maps features to the head's width has a bias.
-      norm_before_fc: whether all that it reads is normalised together before that product.
-      fc_norm: whether each vector is normalised by itself instead.
-      norm_before_residual: whether the first layer adds to the normalised feature.
-      norm_output: whether the next draft continues from the normalised output.
+      norm_before_fc: whether all that it reads is normalized together before that product.
+      fc_norm: whether each vector is normalized by itself instead.
+      norm_before_residual: whether the first layer adds to the normalized feature.
+      norm_output: whether the next draft continues from the normalized output.
       draft_vocab: W, tokens that its own head knows; 0 where it uses the target's head.
       own_embedding: whether it has an embedding of its own.
       mask_token: token that stands for those not drafted yet, None where drafts follow one another.
@@ -81,7 +81,7 @@ class HeadSpec:
 
     @property
     def parts(self) -> int:
-        """How many of the target's vectors it reads."""
+        """Number of the target's vectors that it reads."""
         return int(self.last) + len(self.reads.taps) + len(self.reads.shared_outputs)
 
     @property
@@ -90,7 +90,7 @@ class HeadSpec:
         return self.parts * self.target_dim
 
     def feature(self, features: Features) -> Array:
-        """What it reads, [B, T, X]."""
+        """Concatenates what it reads, [B, T, X]."""
         parts = (features.last_BTD,) if self.last else ()
         return jnp.concatenate([*parts, *features.taps, *features.shared_outputs], axis=-1)
 
@@ -166,7 +166,7 @@ class DraftHead(nn.Module):
         return self.spec.join == "attention" and self.spec.feature_dim != self.spec.arch.model_dim
 
     def join(self, feature_BTX: Array) -> Array:
-        """What the first draft continues from, [B, T, D]."""
+        """Maps features to what the first draft continues from, [B, T, D]."""
         s = self.spec
         if s.norm_before_fc:
             feature_BTX = rms_norm(feature_BTX, self.input_norm_X, s.arch.norm_eps)
@@ -179,7 +179,7 @@ class DraftHead(nn.Module):
         return dense(feature_BTX, self.fc_XD, self.fc_bias_D, dtype=self.policy.compute.dtype)
 
     def mask(self) -> Array:
-        """What stands for the features of tokens that are not drafted yet, [1, 1, D]."""
+        """Returns what stands for the features of tokens that are not drafted yet, [1, 1, D]."""
         return self.join(self.mask_X.astype(jnp.float32)[None, None])
 
     def embed(self, token_BT: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Medusa: heads that read one hidden state of the target and predict the tokens behind the next one side by side."""
+"""Medusa: heads that read one hidden state of the target and predict the tokens after the next one side by side."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -56,7 +56,7 @@ class MedusaHead(nn.Module):
 
 
 class Medusa(nn.Module):
-    """Parameters of all heads; head m predicts the token m + 2 positions behind the hidden state that it reads."""
+    """Parameters of all heads; head m predicts the token m + 2 positions after the hidden state that it reads."""
 
     spec: MedusaSpec
     policy: Policy
@@ -66,11 +66,11 @@ class Medusa(nn.Module):
         self.medusa = [MedusaHead(self.spec, self.policy) for _ in range(self.spec.heads)]
 
     def __call__(self, last: Array) -> Array:
-        """What each head finds, [M, ..., X]."""
+        """Runs all heads, [M, ..., X]."""
         return jnp.stack([head(last) for head in self.medusa])
 
     def one(self, number: int, last: Array) -> Array:
-        """What one head finds."""
+        """Runs one head."""
         return self.medusa[number](last)
 
     def initial(self, key: Array) -> Params:
@@ -79,10 +79,10 @@ class Medusa(nn.Module):
 
 
 def run_medusa(net: Medusa, params: Params, last: Array) -> Array:
-    """What each head finds behind hidden states [..., D], [M, ..., X]."""
+    """Runs all heads on hidden states [..., D], [M, ..., X]."""
     return cast(Array, net.apply(cast(Any, params), last))
 
 
 def run_medusa_head(net: Medusa, params: Params, number: int, last: Array) -> Array:
-    """What one head finds after hidden states [..., D], [..., X]."""
+    """Runs one head on hidden states [..., D], [..., X]."""
     return cast(Array, net.apply(cast(Any, params), number, last, method="one"))

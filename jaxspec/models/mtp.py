@@ -1,4 +1,4 @@
-"""Multi-token prediction: layers behind a model that draft from its hidden states, as published with it."""
+"""Multi-token prediction: layers after a model that draft from its hidden states, as published with it."""
 
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ Caches = tuple[LayerCache, ...]
 
 
 class MtpLayer(nn.Module):
-    """One layer: joins a token with what is known behind the token before it, and runs a decoder block.
+    """One layer: joins a token with the feature of the token before it, and runs a decoder block.
 
     DeepSeek-V3 (2024), section 2.2, and GLM-4.5 join by one product; DeepSeek-V4 adds a projection of the token to
     a projection of each residual stream. Embedding and head are the model's own.
@@ -74,7 +74,7 @@ class MtpLayer(nn.Module):
         return normalize(a, out.x, self.norm) if a.hyper is None else out.x, out.memory
 
     def last(self, feature: Array) -> Array:
-        """What the head reads, [..., D]; it predicts the token of position i + 2."""
+        """Returns what the head reads, [..., D]; it predicts the token of position i + 2."""
         if self.arch.hyper is None:
             return feature
         return normalize(self.arch, self.hyper_head(feature), self.norm)
@@ -98,13 +98,13 @@ class Mtp(nn.Module):
     def __call__(
         self, layer: int, embedded_BTD: Array, feature: Array, inputs: Inputs
     ) -> tuple[Array, Array, LayerCache | None]:
-        """Runs T slots of one layer: what the head reads, the feature behind each slot, and the cache."""
+        """Runs T slots of one layer: what the head reads, the feature after each slot, and the cache."""
         module = self.mtp[layer]
         feature, cache = module(embedded_BTD, feature, inputs)
         return module.last(feature), feature, cache
 
     def last(self, layer: int, feature: Array) -> Array:
-        """What the head reads of a layer's feature, [..., D]."""
+        """Returns what the head reads of a layer's feature, [..., D]."""
         return self.mtp[layer].last(feature)
 
     def everything(self) -> None:
@@ -132,7 +132,7 @@ def run_mtp(
 
 
 def last_of(net: Mtp, params: Params, layer: int, feature: Array) -> Array:
-    """What the head reads of a layer's feature, [..., D]."""
+    """Returns what the head reads of a layer's feature, [..., D]."""
     return cast(Array, net.apply(cast(Any, params), layer, feature, method="last"))
 
 

@@ -9,7 +9,7 @@ from jaxspec.cache.addressing import LayerCache
 from jaxspec.cache.window import Segments
 from jaxspec.models.arch import ArchSpec, Segment, segments
 from jaxspec.models.block import Block, norm_params, normalize
-from jaxspec.models.depth import Loop, Progress, init_stack, run_block, stack_name
+from jaxspec.models.depth import ForwardState, Loop, init_stack, run_block, stack_name
 from jaxspec.nn.dense import dense, lookup
 from jaxspec.nn.hyper import HyperHead
 from jaxspec.nn.inputs import Inputs
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
 
     def _stack(self, segment: Segment, place: int) -> Any:
         name = stack_name(segment, place)
-        # Flax would trace the initialiser in every forward, to compare shapes that the loader has compared.
+        # Flax would trace the initializer in every forward, to compare shapes that the loader has compared.
         if self.has_variable("params", name):
             return self.get_variable("params", name)
         return self.param(name, init_stack, segment, place, self.arch, self.policy)
@@ -116,16 +116,16 @@ class Transformer(nn.Module):
             x = x + lookup(self.position_SD, place_BT)
         return jnp.repeat(x[:, :, None], a.hyper.streams, axis=2) if a.hyper else x
 
-    def _unrolled(self, x: Array, inputs: Inputs) -> Progress:
-        done = Progress(x)
+    def _unrolled(self, x: Array, inputs: Inputs) -> ForwardState:
+        done = ForwardState(x)
         for layer, block in enumerate(self.layers):
             done = done.then(run_block(block, layer, done, inputs))
         return done
 
-    def _stacked(self, x: Array, inputs: Inputs) -> Progress:
+    def _stacked(self, x: Array, inputs: Inputs) -> ForwardState:
         if self.is_initializing():  # the stacks' parameters are there already
-            return Progress(x, taps=dict.fromkeys(inputs.reads.taps, x))
-        done, first = Progress(x), 0
+            return ForwardState(x, taps=dict.fromkeys(inputs.reads.taps, x))
+        done, first = ForwardState(x), 0
         for segment in segments(self.arch.layers):
             places = slice(first, first + len(segment.pattern))
             memory = None if inputs.memory is None else inputs.memory[places]
@@ -158,7 +158,7 @@ def forward(net: Transformer, params: Params, inputs: Inputs) -> Hidden:
 
 
 def features_of(hidden: Hidden) -> Features:
-    """What drafters may read of a forward."""
+    """Returns what drafters may read of a forward."""
     return Features(hidden.last_BTD, hidden.stream, hidden.taps, hidden.shared_outputs)
 
 

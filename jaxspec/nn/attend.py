@@ -33,19 +33,19 @@ class Source:
 
 
 def readers(window: Window, position_BT: Array) -> Array:
-    """Positions of the queries by reader, [B, T] for a chain and [B * T, 1] for a tree."""
+    """Returns the positions of the queries by reader, [B, T] for a chain and [B * T, 1] for a tree."""
     return position_BT if window.path_BTJ is None else position_BT.reshape(-1, 1)
 
 
 def positions_seen(position_XT: Array, index: Array, block: int, span: int | None = None) -> Array:
-    """Which of the positions ``index * block`` onwards a query sees: those up to its own, at most ``span`` of them."""
+    """Returns which positions from ``index * block`` on a query sees: those up to its own, at most ``span`` of them."""
     slot_Z = index * block + jnp.arange(block, dtype=jnp.int32)
     seen = slot_Z <= position_XT[..., None]
     return seen if span is None else seen & (slot_Z > position_XT[..., None] - span)
 
 
 def blocks_in_reach(window: Window, count: int, span: int | None = None) -> tuple[Array | int, Array]:
-    """Numbers of the first block that any row sees and of the one behind the last."""
+    """Returns the number of the first block that any row sees, and of the one after the last."""
     last = (jnp.max(window.first_B) + count + window.block - 1) // window.block
     if span is None:
         return 0, last
@@ -63,7 +63,7 @@ def attend(
     sinks_H: Array | None = None,
     tree: bool = False,
 ) -> Array:
-    """Attention of T provisional positions per row to what their sources show them.
+    """Computes attention of T provisional positions per row to what their sources show them.
 
     Blocks are read one after the other with a running softmax (Milakov 2018), so the cost follows the context and not
     the capacity, and a row's result does not depend on T or on other rows: blocks are aligned to position 0 and a
@@ -131,9 +131,9 @@ def attend_self(
     sinks_H: Array | None = None,
     segment_BT: Array | None = None,
 ) -> Array:
-    """Attention of a whole sequence to itself (training and teacher forcing), float32 [B, T, H, C'].
+    """Computes attention of a whole sequence to itself (training and teacher forcing), float32 [B, T, H, C'].
 
-    Causal queries go in chunks that skip the keys behind them: half the work, and heads-major products that XLA:CPU
+    Causal queries go in chunks that skip later keys: half the work, and heads-major products that XLA:CPU
     runs 3 times faster than an einsum over the sequence.
 
     Args:

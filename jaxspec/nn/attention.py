@@ -33,7 +33,7 @@ class AttentionSpec:
       heads, kv_heads, head_dim: H, G and C.
       rope: rotation of queries and keys, None where positions are learned.
       qkv_bias, out_bias: whether the projections have biases.
-      qk_norm: ``head`` normalises each query and key head before rotation, ``full`` the whole projection.
+      qk_norm: ``head`` normalizes each query and key head before rotation, ``full`` the whole projection.
       window: keys that a query sees, itself included; None for all.
       sinks: whether each head has a logit that takes probability and has no value.
     """
@@ -53,7 +53,7 @@ class AttentionSpec:
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
-        """What it caches."""
+        """Returns what it caches, by name."""
         one = StreamSpec(self.kv_heads, self.head_dim, None if self.window is None else self.window - 1)
         return {"k": one, "v": one}
 

@@ -64,11 +64,11 @@ class CompressedSpec:
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
-        """What it caches: keys of the window, what each position adds to entries, and the entries."""
-        found = {"kv": StreamSpec(1, self.head_dim, self.window - 1)}
+        """Returns what it caches: keys of the window, what each position adds to entries, and the entries."""
+        streams = {"kv": StreamSpec(1, self.head_dim, self.window - 1)}
         if self.compressor is not None:
-            found |= {"raw": self.compressor.raw, "entry": self.compressor.entries}
-        return found | (self.index.streams if self.index else {})
+            streams |= {"raw": self.compressor.raw, "entry": self.compressor.entries}
+        return streams | (self.index.streams if self.index else {})
 
 
 class CompressedAttention(nn.Module):
@@ -115,7 +115,7 @@ class CompressedAttention(nn.Module):
         return Mixed(self._project(rotate(out, position_BT, s.rope, back=True)), inputs.memory)
 
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
-        """The normalised vector that queries are products of, and the normalised and rotated queries."""
+        """The normalized vector that queries are products of, and the normalized and rotated queries."""
         s, p = self.spec, self.policy
         low_BTR = dense(x_BTD, declare(self, p, Q_A, (self.model_dim, s.query_rank)), dtype=p.compute.dtype)
         low_BTR = rms_norm(low_BTR, declare(self, p, Q_NORM, (s.query_rank,)), self.norm_eps)
@@ -143,7 +143,7 @@ def _among_themselves(
     sinks_H: Array,
     spec: CompressedSpec,
 ) -> Array:
-    """Attention of whole sequences to themselves and to their entries."""
+    """Computes attention of whole sequences to themselves and to their entries."""
     scale = spec.head_dim**-0.5
     if spec.compressor is None or entry_BNC is None:
         return attend_self(q_BTHC, kv_BT1C, kv_BT1C, scale=scale, span=spec.window, sinks_H=sinks_H)
@@ -158,7 +158,7 @@ def _among_themselves(
 
 
 def _over_cache(q_BTHC: Array, inputs: Inputs, sinks_H: Array, spec: CompressedSpec, dtype: jnp.dtype) -> Array:
-    """Attention over the cached window and the cached entries, those of this forward written."""
+    """Computes attention over the cached window and the cached entries, those of this forward written."""
     window, cache, kept_BTN, position_BT = inputs.cache_window, inputs.memory, inputs.selection, inputs.position_BT
     assert window is not None, "asked of layers with a cache"
     (rows, count), streams = position_BT.shape, spec.streams

@@ -47,12 +47,12 @@ class CompressorSpec:
 
     @property
     def raw(self) -> StreamSpec:
-        """What each position adds, values and then gates: kept for every entry that may still have to be pooled."""
+        """Stream of what each position adds, values and then gates, kept while an entry may have to be pooled of it."""
         return StreamSpec(1, 2 * self.windows * self.head_dim, self.windows * self.ratio - 1, dtype="float32")
 
     @property
     def entries(self) -> StreamSpec:
-        """The entries."""
+        """Stream of the entries."""
         return StreamSpec(1, self.head_dim, stride=self.ratio)
 
     def touched(self, count: int) -> int:
@@ -93,17 +93,17 @@ class Compressor(nn.Module):
         gate_BTX = both_BT2X[..., 1, :] + place_TX[position_BT % s.ratio]
         raw_BT1X = jnp.concatenate([both_BT2X[..., 0, :], gate_BTX], axis=-1)[:, :, None]
         rows, count = position_BT.shape
-        behind = (s.windows - 1) * s.ratio
+        earlier = (s.windows - 1) * s.ratio  # positions of the window before, which an entry may pool too
         if (window := inputs.cache_window) is None:
             whole = count // s.ratio * s.ratio
-            raw_BPX = jnp.pad(raw_BT1X[:, :whole, 0], ((0, 0), (behind, 0), (0, 0)))
+            raw_BPX = jnp.pad(raw_BT1X[:, :whole, 0], ((0, 0), (earlier, 0), (0, 0)))
             return self._pooled(raw_BPX, jnp.zeros(rows, jnp.int32), norm_C), None
         raw, entries = f"{prefix}raw", f"{prefix}entry"
         pages_PGZX = write(cache[raw], s.raw, window, raw_BT1X)
         touched, first_B = s.touched(count), window.first_B // s.ratio
 
         def pool() -> Array:
-            place_P = jnp.arange(-behind, touched * s.ratio, dtype=jnp.int32)
+            place_P = jnp.arange(-earlier, touched * s.ratio, dtype=jnp.int32)
             raw_BPX = read(pages_PGZX, s.raw, window, first_B[:, None] * s.ratio + place_P)[:, :, 0]
             return self._pooled(raw_BPX, first_B, norm_C)
 
@@ -143,12 +143,12 @@ def _softmax_sum(gate_BNZC: Array, value_BNZC: Array, is_there_BNZ1: Array) -> A
 
 
 def entries_seen(position_XT: Array, first: Array | int, count: int, ratio: int) -> Array:
-    """Which of the entries ``first`` onwards a query sees, [X, T, count]: those of windows that end at or before it."""
+    """Returns which entries from ``first`` on a query sees, [X, T, count]: those whose windows end by then."""
     number_Z = first + jnp.arange(count, dtype=jnp.int32)
     return number_Z < ((position_XT + 1) // ratio)[..., None]
 
 
 def blocks_of_entries(window: Window, count: int, stream: StreamSpec) -> Array:
-    """Number of the block behind the last entry that any row sees."""
+    """Returns the number of the block after the last entry that any row sees."""
     size = entry_block(stream, window.block)
     return ((jnp.max(window.first_B) + count) // stream.stride + size - 1) // size

@@ -40,7 +40,7 @@ class EntryIndexSpec:
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
-        """What it caches."""
+        """Returns what it caches, by name."""
         return {f"{PREFIX}raw": self.compressor.raw, f"{PREFIX}entry": self.compressor.entries}
 
 
@@ -82,7 +82,7 @@ class EntryIndexer(nn.Module):
 
 
 def select_entries_self(queries: Queries, k_BNC: Array, spec: EntryIndexSpec, dtype: jnp.dtype) -> Array | None:
-    """What each token of whole sequences keeps of their entries, [B, T, N]; None where it is all."""
+    """Selects the entries that each token of whole sequences keeps, [B, T, N]; None where it is all."""
     count, ratio = k_BNC.shape[1], spec.compressor.ratio
     return select_self(queries, k_BNC, lambda position_T: entries_seen(position_T, 0, count, ratio), spec.top_k, dtype)
 
@@ -90,7 +90,7 @@ def select_entries_self(queries: Queries, k_BNC: Array, spec: EntryIndexSpec, dt
 def select_entries(
     queries: Queries, position_BT: Array, pages_PGZC: Array, spec: EntryIndexSpec, window: Window, policy: Policy
 ) -> Array | None:
-    """What each query keeps of the cached entries, [B, T, N]; None where the cache cannot hold more than that.
+    """Selects the cached entries that each query keeps, [B, T, N]; None where the cache cannot hold more than that.
 
     Args:
       queries: [B, T, ...].

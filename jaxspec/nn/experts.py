@@ -42,7 +42,7 @@ class Blocks:
 def lay_out(expert_MA: Array, experts: int, block: int, live: Array | None = None) -> Blocks:
     """Sorts the M x A routed rows by expert into blocks of ``block`` rows; within an expert they keep their order.
 
-    Rows [M] or choices [M, A] that are not live get no slot; ``slot_MA`` is then one behind the last.
+    Rows [M] or choices [M, A] that are not live get no slot; ``slot_MA`` is then one past the last.
     """
     rows, top_k = expert_MA.shape
     if live is not None:
@@ -77,19 +77,19 @@ def _running_sum(x_E: Array) -> Array:
 
 
 def block_rows(routed: int, experts: int) -> int:
-    """Rows per block for R routed rows: a power of two up to 32, about twice what an expert gets on average."""
+    """Returns rows per block for R routed rows: a power of two up to 32, about twice what an expert gets on average."""
     return next((block for block in (2, 4, 8, 16) if block >= fewest_rows() and block * experts >= 1.5 * routed), 32)
 
 
 def gather(x_MD: Array, weight_MA: Array, blocks: Blocks) -> tuple[Array, Array]:
-    """Input row and combine weight of every slot, zeros for padding."""
+    """Gathers the input row and combine weight of every slot, zeros for padding."""
     top_k = weight_MA.shape[1]
     x_SD = jnp.pad(x_MD, ((0, 1), (0, 0)))[blocks.routed_S // top_k]
     return x_SD, jnp.pad(weight_MA.reshape(-1), (0, 1))[blocks.routed_S]
 
 
 def combine(out_SD: Array, blocks: Blocks, live: Array | None = None) -> Array:
-    """Sum of each row's A weighted expert outputs, in order of preference (a fixed order, hence row-invariant).
+    """Sums each row's A weighted expert outputs, in order of preference (a fixed order, hence row-invariant).
 
     The weights are already in: a product that meets its sum here would be fused into one rounding in some programs
     and not in others.

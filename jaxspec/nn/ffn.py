@@ -82,7 +82,7 @@ def run_gated(
       down_bias_D: bias of the second.
       activation: of the hidden units.
       dtype: compute dtype of the products; the weights' own by default.
-      scale: [..., 1], multiplies the result; applied to the hidden units, so that no product meets the sum behind it.
+      scale: [..., 1], multiplies the result; applied to the hidden units, so no product meets a later sum.
     """
     both = dense(x, gate_up_D2F, gate_up_bias_2F, dtype=dtype)
     hidden = activation(both[..., 0, :], both[..., 1, :])

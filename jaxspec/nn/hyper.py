@@ -28,7 +28,7 @@ class HyperSpec:
 
     Attributes:
       streams: N, residual streams.
-      rounds: normalisations of the mixing matrix's columns.
+      rounds: normalizations of the mixing matrix's columns.
       eps: keeps mixing weights and their sums positive.
     """
 
@@ -50,7 +50,7 @@ class HyperConnection(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTND: Array) -> tuple[Array, Array, Array]:
-        """What the sub-layer reads [B, T, D], its writing weights [B, T, N] and the mixing matrix [B, T, N, N]."""
+        """Returns the sub-layer's input [B, T, D], its writing weights [B, T, N] and the mixing matrix [B, T, N, N]."""
         s, n = self.spec, self.spec.streams
         size = n * (2 + n)
         fn_XS = declare(self, self.policy, MIX_FN, (size, n * self.model_dim))
@@ -63,15 +63,15 @@ class HyperConnection(nn.Module):
         read_BTN = sigmoid(mixed[..., :n]) + np.float32(s.eps)
         write_BTN = 2 * sigmoid(mixed[..., n : 2 * n])
         comb_BTNN = softmax(mixed[..., 2 * n :].reshape(*mixed.shape[:2], n, n)) + np.float32(s.eps)
-        return _weighted(read_BTN, x_BTND), write_BTN, balanced(comb_BTNN, s.rounds, s.eps)
+        return _weighted(read_BTN, x_BTND), write_BTN, balance(comb_BTNN, s.rounds, s.eps)
 
 
-def balanced(comb: Array, rounds: int, eps: float) -> Array:
+def balance(comb: Array, rounds: int, eps: float) -> Array:
     """Brings the sums of columns and rows of [..., N, N] by turns to 1, columns first and last (Sinkhorn 1967).
 
     Args:
       comb: positive matrices.
-      rounds: how often columns are normalised.
+      rounds: how often columns are normalized.
       eps: added to the sums.
     """
 
@@ -85,7 +85,7 @@ def balanced(comb: Array, rounds: int, eps: float) -> Array:
 
 
 def _weighted(w_BTN: Array, x_BTND: Array) -> Array:
-    """Weighted sum of streams."""
+    """Sums weighted streams."""
     return added_products((w_BTN[..., i, None], x_BTND[..., i, :]) for i in range(w_BTN.shape[-1]))
 
 

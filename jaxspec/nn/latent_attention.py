@@ -73,7 +73,7 @@ class LatentSpec:
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
-        """What it caches: the vector with the shared rotated key behind it, and the indexer's keys."""
+        """Returns what it caches: the vector with the shared rotated key at its end, and the indexer's keys."""
         latent = {"latent": StreamSpec(1, self.rank + self.rope.dim)}
         return latent | ({STREAM: self.index.stream} if self.index else {})
 
@@ -119,7 +119,7 @@ class LatentAttention(nn.Module):
         return Mixed(out, memory, inputs.selection if shares else None)
 
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array | None]:
-        """Queries, rotated at the end, and the normalised vector that they are products of."""
+        """Queries, rotated at the end, and the normalized vector that they are products of."""
         s, p = self.spec, self.policy
         each, low = (s.heads, s.plain_dim + s.rope.dim), None
         if s.query_rank is None:
@@ -133,7 +133,7 @@ class LatentAttention(nn.Module):
         return jnp.concatenate([q[..., : s.plain_dim], turned], axis=-1), low
 
     def _latent(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
-        """The normalised vector of each position, and its rotated key."""
+        """The normalized vector of each position, and its rotated key."""
         s, p = self.spec, self.policy
         width = s.rank + s.rope.dim
         w_a, bias = declare(self, p, KV_A, (x_BTD.shape[-1], width)), self._bias(KV_A_BIAS, width)
@@ -148,7 +148,7 @@ class LatentAttention(nn.Module):
 def _written_out(
     c_BTR: Array, turned_BT1C: Array, kv_HXR: Weight, spec: LatentSpec, dtype: jnp.dtype
 ) -> tuple[Array, Array]:
-    """Every head's keys and values, for sequences that attend to themselves."""
+    """Computes every head's keys and values, for sequences that attend to themselves."""
     kv_BTHX = dense(c_BTR, widen(kv_HXR, dtype).transpose(2, 0, 1), dtype=dtype)
     turned = jnp.broadcast_to(turned_BT1C, (*kv_BTHX.shape[:3], spec.rope.dim))
     return jnp.concatenate([kv_BTHX[..., : spec.plain_dim], turned], axis=-1), kv_BTHX[..., spec.plain_dim :]
@@ -157,7 +157,7 @@ def _written_out(
 def _over_cache(
     q_BTHC: Array, pages_PGZC: Array, inputs: Inputs, kv_HXR: Weight, spec: LatentSpec, policy: Policy
 ) -> Array:
-    """Attention over the cached vectors themselves (DeepSeek-V2, appendix C); a key begins with the value."""
+    """Computes attention over the cached vectors themselves (DeepSeek-V2, appendix C); a key begins with the value."""
     dtype, cut = policy.compute.dtype, spec.plain_dim
     kv_HXR = widen(kv_HXR, dtype)
     product = partial(per_head_dense, dtype=dtype, apart=policy.compute.splits_rows)

@@ -26,7 +26,7 @@ class Param:
 
     Attributes:
       name: in the module; ``{}`` stands for a number where there are several.
-      axes: logical name of each axis, see ``jaxspec.sharding.rules``.
+      axes: logical name of each axis, see ``jaxspec.sharding.axis_rules``.
       kind: ``matrix`` is read by ``dense`` and ``exact_dense`` alone, so with kernels it stays in its stack of layers;
         ``table`` holds whole numbers; ``weight`` is any other.
       init: initializer, None for that of the kind: ones of norms, zeros of biases, else a normal distribution of

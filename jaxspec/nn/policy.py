@@ -17,7 +17,7 @@ Weight = Array | Quantized
 
 @dataclass(frozen=True)
 class Slots:
-    """What of a placement changes programs; which expert is where is a parameter, ``slots_EX``.
+    """The static part of a placement of experts; which expert is where is a parameter, ``slots_EX``.
 
     Attributes:
       redundant: slots of each layer beyond its experts.
@@ -46,7 +46,7 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class WeightLayout:
     """Which arrays hold the parameters.
 
     Attributes:
@@ -85,7 +85,7 @@ class Compute:
 
     @property
     def whole_kernels(self) -> Literal["triton", "interpret", "xla"]:
-        """What computes operations whose kernels cannot read split operands."""
+        """Returns what computes operations whose kernels cannot read split operands."""
         if self.mesh is None:
             return self.kernels
         several = {axis for axis, size in self.mesh.shape.items() if size > 1}
@@ -102,7 +102,7 @@ class Policy:
     """How parameters are stored, laid out and computed with."""
 
     storage: Storage = Storage()
-    layout: Layout = Layout()
+    layout: WeightLayout = WeightLayout()
     compute: Compute = Compute()
 
     def update(self, **changes: Any) -> "Policy":
@@ -120,7 +120,7 @@ def make_policy(dtype: Any = BFLOAT16, **changes: Any) -> Policy:
 
 
 def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
-    """How a platform wants parameters stored and computed.
+    """Returns how a platform wants parameters stored and computed.
 
     Args:
       dtype: of plain weights and of products.

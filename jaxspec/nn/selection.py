@@ -1,4 +1,4 @@
-"""What each query keeps of what an indexer scores: of whole sequences in chunks, of a cache block by block."""
+"""Selects for each query the best that an indexer scores: of whole sequences in chunks, of a cache by blocks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ Queries = tuple[Array, Array]
 def select_self(
     queries: Queries, k_BNC: Array, seen: Callable[[Array], Array], top_k: int, dtype: jnp.dtype
 ) -> Array | None:
-    """What each token of whole sequences keeps of N keys, [B, T, N]; None where it is all.
+    """Selects what each token of whole sequences keeps of N keys, [B, T, N]; None where it is all.
 
     Args:
       queries: of all tokens.
@@ -61,15 +61,14 @@ def select_cached(
     top_k: int,
     policy: Policy,
 ) -> Array | None:
-    """What each reader keeps of N cached keys, [X, T, N]; None where the cache cannot hold more than that.
+    """Selects what each reader keeps of N cached keys, [X, T, N]; None where the cache cannot hold more than that.
 
-    Scores are computed block by block as far as the context goes, and not at all while it is short enough to be
-    kept whole.
+    Scores are computed block by block up to the end of the context, and not at all while all of it is kept.
 
     Args:
       queries: by reader.
       load: block number to keys [X, Z, C] and whether each query sees them, [X, T, Z].
-      blocks: numbers of the first block that any reader sees and of the one behind the last.
+      blocks: numbers of the first block that any reader sees and of the one after the last.
       room: N.
       few: whether no query sees more than it keeps.
       top_k: keys that each keeps.

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.errors import ConfigError
 from jaxspec.nn.param import declared
-from jaxspec.sharding.rules import RULES, mesh_axes
+from jaxspec.sharding.axis_rules import RULES, mesh_axes
 from pallas_kernels.quantized import Quantized
 
 

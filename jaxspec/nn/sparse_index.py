@@ -93,7 +93,7 @@ class Indexer(nn.Module):
 
 
 def select_among_themselves(queries: Queries, k_BTC: Array, top_k: int, dtype: jnp.dtype) -> Array | None:
-    """What each token of whole sequences keeps of those before it and itself, [B, T, T]; None where it is all."""
+    """Selects what each token of whole sequences keeps of those up to itself, [B, T, T]; None where it is all."""
     place_S = jnp.arange(k_BTC.shape[1], dtype=jnp.int32)
     return select_self(queries, k_BTC, lambda position_T: place_S <= position_T[:, None], top_k, dtype)
 
@@ -101,7 +101,7 @@ def select_among_themselves(queries: Queries, k_BTC: Array, top_k: int, dtype: j
 def select_positions(
     queries: Queries, position_BT: Array, pages_PGZC: Array, spec: IndexSpec, window: Window, policy: Policy
 ) -> Array | None:
-    """What each reader keeps of the cached positions, [X, T', S]; None where the cache cannot hold more than that.
+    """Selects what each reader keeps of the cached positions, [X, T', S]; None where the cache holds no more.
 
     Args:
       queries: [B, T, ...].

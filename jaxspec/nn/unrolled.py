@@ -34,13 +34,13 @@ class Unrolled:
     own: tuple[tuple[Array, Array], ...] = ()
 
     def append(self, k: Array, v: Array) -> "Unrolled":
-        """With the present round's keys and values behind the others."""
+        """Returns the memory with the present round's keys and values added."""
         if self.real is None:
             return replace(self, real=(k, v))
         return replace(self, own=(*self.own, (k, v)))
 
     def keep(self, place_BX: Array, slot_BX: Array) -> "Unrolled":
-        """For a next round of fewer slots.
+        """Returns the memory for a next round of fewer slots.
 
         Args:
           place_BX: their places among the present round's slots.
@@ -51,7 +51,7 @@ class Unrolled:
 
 
 def attend_unrolled(q_BXHC: Array, memory: Unrolled, *, scale: float, span: int | None = None) -> Array:
-    """Attention of one round, whose own keys and values are in the memory already (Li 2025, 2503.01840, section 3.2).
+    """Computes attention of one round, whose keys and values are in the memory (Li 2025, 2503.01840, section 3.2).
 
     Args:
       q_BXHC: queries of the present round's slots.

@@ -20,9 +20,9 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.mtp import Mtp
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer, features_of, forward
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.inputs import Inputs

@@ -20,7 +20,7 @@ from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.checkpoint.heads.formats import ExportFormat, Verifier
 from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
-from jaxspec.models.heads import Head
+from jaxspec.models.trained_head import Head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.unrolled import Unrolled

@@ -25,7 +25,7 @@ from jaxspec.nn.policy import Policy
 from jaxspec.nn.shardings import named_shardings
 from jaxspec.perf.expert_placement import Placement
 from jaxspec.shapes import Params
-from jaxspec.sharding.rules import REPLICABLE
+from jaxspec.sharding.axis_rules import REPLICABLE
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where the published tensors of a table go: which leaf of the parameters, and which entry of its leading axes."""
+"""Resolves a table's published tensors to leaves of the parameters, and to entries of their leading axes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -54,14 +54,14 @@ def abstract_params(net: Any) -> Params:
     distinct = tuple(dict.fromkeys(layers))
     small = net.clone(policy=policy.update(formats=(), experts="stacked"))
     small = small.clone(arch=replace(net.arch, layers=distinct)) if once else small
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path, leaf in flatten(jax.eval_shape(small.initial, jax.random.key(0))["params"]).items():
         for whole in _layers(path, layers, distinct) if once else (path,):
-            found |= dict(_experts(whole, leaf)) if policy.layout.experts == "switched" else {whole: leaf}
-    for path, leaf in found.items():
+            leaves |= dict(_experts(whole, leaf)) if policy.layout.experts == "switched" else {whole: leaf}
+    for path, leaf in leaves.items():
         form = policy.storage.format_of(kind_of(path.split("/")))
-        found[path] = leaf if form is None else abstract_quantized(leaf.shape, form)
-    return unflatten(found)
+        leaves[path] = leaf if form is None else abstract_quantized(leaf.shape, form)
+    return unflatten(leaves)
 
 
 def _layers(path: str, layers: tuple[LayerSpec, ...], distinct: tuple[LayerSpec, ...]) -> list[str]:
@@ -86,7 +86,7 @@ def _experts(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
 
 
 def flatten(params: Any) -> dict[str, Any]:
-    """Leaves by path, parts joined with a slash; a quantised weight is one leaf."""
+    """Leaves by path, parts joined with a slash; a quantized weight is one leaf."""
     leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Quantized))[0]
     return {"/".join(part.key for part in path): leaf for path, leaf in leaves}
 
@@ -109,7 +109,7 @@ def resolve_rules(
     arch: ArchSpec | None = None,
     slots_by_layer: Mapping[str, ExpertSlots] = NO_SLOTS,
 ) -> dict[str, TargetLeaf]:
-    """What fills each leaf; rules whose parameter is not there are left out.
+    """Returns what fills each leaf; rules whose parameter is not there are left out.
 
     Args:
       rules: of a table.
@@ -118,12 +118,12 @@ def resolve_rules(
       slots_by_layer: which slots an expert's weights fill, by the path of its layer; one of its own number elsewhere.
     """
     cut = _cut(leaves, arch)
-    found: dict[str, TargetLeaf] = {}
+    leaves_by_path: dict[str, TargetLeaf] = {}
     for rule in rules:
         for path, index in _place(rule.leaf, leaves, cut, slots_by_layer):
-            leaf = found.setdefault(path, TargetLeaf(leaves[path].shape, len(index), {}))
+            leaf = leaves_by_path.setdefault(path, TargetLeaf(leaves[path].shape, len(index), {}))
             leaf.rules[index] = rule
-    return found
+    return leaves_by_path
 
 
 def tables(
@@ -131,12 +131,12 @@ def tables(
 ) -> dict[str, np.ndarray]:
     """The parameters that say which slots an expert has; arguments as of ``resolve_rules``."""
     cut = _cut(leaves, arch)
-    found: dict[str, np.ndarray] = {}
+    leaves_by_path: dict[str, np.ndarray] = {}
     for folder, own in slots_by_layer.items():
         path, index = _stacked(f"{folder}/{TABLE}", cut)
-        whole = found.setdefault(path, np.empty(leaves[path].shape, np.int32))
+        whole = leaves_by_path.setdefault(path, np.empty(leaves[path].shape, np.int32))
         whole[index] = own.table(whole.shape[-1])
-    return found
+    return leaves_by_path
 
 
 def _cut(leaves: Mapping[str, Any], arch: ArchSpec | None) -> tuple[Segment, ...]:
@@ -144,7 +144,7 @@ def _cut(leaves: Mapping[str, Any], arch: ArchSpec | None) -> tuple[Segment, ...
 
 
 def _stacked(path: str, cut: tuple[Segment, ...]) -> tuple[str, tuple[int, ...]]:
-    """Where a layer's parameter lies if layers are stacked: the stack's parameter, and the place in it."""
+    """Returns where a layer's parameter lies if layers are stacked: the stack's parameter, and the place in it."""
     layer, _, rest = path.partition("/")
     if not (layer.startswith("layers_") and cut):
         return path, ()

@@ -67,7 +67,7 @@ class LatentRow:
         )
 
     def _kinds(self, read: Reader, layer: int) -> tuple[str, str]:
-        """How a layer and the one behind it come to their selections: ``none``, ``full`` or ``shared``.
+        """Reads how a layer and the next one come to their selections: ``none``, ``full`` or ``shared``.
 
         Layers of multi-token prediction have indexers of their own.
         """
@@ -94,7 +94,7 @@ class LatentRow:
 
 
 def _sharpened(read: Reader) -> float:
-    """What the scores are multiplied by in an extended context (DeepSeek-V3's use of YaRN)."""
+    """Returns the factor of the scores in an extended context (DeepSeek-V3's use of YaRN)."""
     scaling = scaling_of(read)
     all_dim = scaling.get("mscale_all_dim")
     if scaled(read, scaling) is None or not all_dim:

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.trained_head import Head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.protocol import CaptureSpec

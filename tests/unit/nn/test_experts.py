@@ -134,12 +134,12 @@ def test_layout_counts_live_rows_alone():
 @pytest.mark.parametrize("top_k", [1, 2, 4, 6, 8])
 def test_routing_equals_numpy(kind: str, top_k: int):
     logits_ME = np.random.default_rng(2).integers(-4, 4, (50, 8)).astype(np.float32)  # ties happen
-    for renormalise in (True, False):
-        found = jax.jit(route, static_argnums=(1, 2))(logits_ME, top_k, RouterSpec(kind, renormalise))
+    for renormalize in (True, False):
+        found = jax.jit(route, static_argnums=(1, 2))(logits_ME, top_k, RouterSpec(kind, renormalize))
         order = np.argsort(-logits_ME, axis=1, kind="stable")[:, :top_k]
         prob = np.exp(logits_ME.astype(np.float64))
         chosen = np.take_along_axis(prob / prob.sum(axis=1, keepdims=True), order, axis=1)
-        if renormalise or kind == "topk_softmax":
+        if renormalize or kind == "topk_softmax":
             chosen /= chosen.sum(axis=1, keepdims=True)
         np.testing.assert_array_equal(found.expert_MA, order)
         np.testing.assert_allclose(found.weight_MA, chosen, rtol=1e-5)

@@ -10,9 +10,9 @@ from jaxspec.errors import ConfigError
 from jaxspec.nn.shardings import named_shardings
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
+from jaxspec.sharding.axis_rules import REPLICABLE
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.placement import allocate, mesh_of, row_axes, settle, shapes_on, state_rules, state_shardings
-from jaxspec.sharding.rules import REPLICABLE
 
 MESH = {"data": 2, "expert": 2, "tensor": 2}
 

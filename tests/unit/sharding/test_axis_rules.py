@@ -18,8 +18,8 @@ from jaxspec.nn.param import declared
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.shardings import named_shardings
 from jaxspec.protocol import CaptureSpec
+from jaxspec.sharding.axis_rules import RULES, mesh_axes
 from jaxspec.sharding.mesh import make_mesh
-from jaxspec.sharding.rules import RULES, mesh_axes
 from pallas_kernels.quantized import Format, Quantized, abstract_quantized
 
 GOLDEN = Path(__file__).parents[2] / "golden"
