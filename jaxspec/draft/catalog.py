@@ -14,9 +14,9 @@ from jaxspec.draft.small_lm import SmallLm
 from jaxspec.draft.speculation_schedule import DYNAMIC_KEYS, SCHEDULE_KEYS, SpeculationSchedule, parse_schedule
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.protocol import Drafter, NoDrafts, Rule
 from jaxspec.shapes import Params

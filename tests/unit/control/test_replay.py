@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.control.decision import Decision, Outcome, Request
 from jaxspec.control.policy import Adaptive
-from jaxspec.control.sparse import DraftAvailability, Share
+from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.warm_up import EACH, RANDOM
 from jaxspec.topology import PLAIN, AnyTopology, chain
