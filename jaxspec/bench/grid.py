@@ -11,7 +11,7 @@ from jaxspec.bench.record import CLOSED
 from jaxspec.bench.synthetic import Synthetic
 from jaxspec.bench.workload import WORKLOADS
 from jaxspec.draft import catalog
-from jaxspec.draft.speculation_schedule import AUTO, MAX_LENGTH, SCHEDULE_KEYS, TREES
+from jaxspec.draft.speculative_keys import AUTO, MAX_LENGTH, SCHEDULE_KEYS, TREES
 from jaxspec.errors import ConfigError
 from jaxspec.serve.demo_pair import resolve_speculation
 
