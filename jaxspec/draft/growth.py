@@ -34,7 +34,7 @@ class Growth(Protocol):
 
 def growth_of(topology: Topology | DynamicTree, rows: int) -> Growth:
     """The growth of a tree from its anchor on."""
-    return Confident(topology, rows) if isinstance(topology, DynamicTree) else Fixed(topology)
+    return ConfidentGrowth(topology, rows) if isinstance(topology, DynamicTree) else StaticGrowth(topology)
 
 
 def take(x: Array, place_BM: Array) -> Array:
@@ -42,7 +42,7 @@ def take(x: Array, place_BM: Array) -> Array:
     return x[jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], place_BM]
 
 
-class Fixed:
+class StaticGrowth:
     """Siblings are the best tokens behind their parent; nodes are numbered level by level."""
 
     def __init__(self, topology: Topology):
@@ -73,7 +73,7 @@ class Fixed:
         return Proposal(token_BN, jnp.broadcast_to(valid_B[:, None], token_BN.shape), logp_BNV)
 
 
-class Confident:
+class ConfidentGrowth:
     """Expands the most confident nodes of each level, and keeps the most confident of all.
 
     What is known of a candidate: its token, the logarithm of its path's probability, and the number of its parent.

@@ -255,7 +255,10 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     ),
     "exit layer of another method": ({**NGRAM, "exit_layer": 1}, r'"exit_layer" go together'),
     "lookup reversed": ({**NGRAM, "prompt_lookup_min": 5, "prompt_lookup_max": 3}, r"got 5, 3"),
-    "lookup as text": ({**NGRAM, "prompt_lookup_min": "x"}, r"prompt_lookup_min must be an integer from 1 to 16, got 'x'"),
+    "lookup as text": (
+        {**NGRAM, "prompt_lookup_min": "x"},
+        r"prompt_lookup_min must be an integer from 1 to 16, got 'x'",
+    ),
 }
 
 

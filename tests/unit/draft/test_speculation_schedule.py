@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jaxspec.bench.synthetic import Synthetic
-from jaxspec.draft.catalog import parse
+from jaxspec.draft.methods import parse
 from jaxspec.draft.speculation_schedule import SpeculationSchedule, schedule_of
 from jaxspec.draft.speculative_keys import read_keys
 from jaxspec.errors import ConfigError

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxspec.draft.catalog import FROM_TOKENS
+from jaxspec.draft.methods import FROM_TOKENS
 from jaxspec.serve.survival import Survival
 from jaxspec.serve.walks import Walks
 from tests.unit.serve.test_replay import Text, recorded

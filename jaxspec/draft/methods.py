@@ -6,9 +6,9 @@ from typing import Any
 
 from jaxspec.draft.draft_pruning import NO_PRUNING, PruningConfig, pruning_of
 from jaxspec.draft.early_exit import first_layers
-from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.hybrid import Hybrid
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.draft.speculation_schedule import SpeculationSchedule, schedule_of

@@ -9,10 +9,13 @@ from typing_extensions import override
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.last_hidden import last_index, scatter_last
+from jaxspec.draft.medusa_drafter import MedusaDrafter
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
-from jaxspec.draft.vocab_map import expand_to_target_vocab
+from jaxspec.draft.vocab_map import expand_to_target_vocab, target_to_draft
 from jaxspec.models.draft_head import DraftHead, init_head_caches, part_of, run_head
+from jaxspec.models.heads import Head
+from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, embed, head
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
@@ -137,3 +140,21 @@ class HeadDrafter(CachedDrafter):
         window = Window(anchor.length_B, block=self.block)
         last, _, caches = self._slots(token_BT, g_BTD, position_BT, state.caches, window)
         return jnp.concatenate([state.last_BD[:, None], last], axis=1), caches
+
+
+def head_drafter(
+    head: Head, target: tuple[Transformer, Params], topology: AnyTopology, block: int
+) -> HeadDrafter | MedusaDrafter:
+    """Returns the drafter that a head becomes for a target.
+
+    Args:
+      head: what drafts.
+      target: network and parameters that it drafts for.
+      topology: what is drafted.
+      block: positions that attention reads at a time.
+    """
+    net, params = target
+    draft_id_V = None if head.ids_W is None else jnp.asarray(target_to_draft(head.ids_W, net.arch.vocab_size))
+    if isinstance(head.net, Medusa):
+        return MedusaDrafter(head.params, params, draft_id_V, head.net, net, topology)
+    return HeadDrafter(head.params, params, draft_id_V, head.net, net, topology, block)
