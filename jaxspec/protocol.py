@@ -268,6 +268,12 @@ class Commit:
     row: Array | None
 
     @property
+    def hidden(self) -> Features:
+        """Features, for drafters that need hidden states."""
+        assert self.features is not None, "only a drafter that needs tokens alone catches up without features"
+        return self.features
+
+    @property
     def position_BT(self) -> Array:
         """Position of each token."""
         return self.start_B[:, None] + jnp.arange(self.token_BT.shape[1], dtype=jnp.int32)[None]

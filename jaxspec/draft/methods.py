@@ -1,4 +1,4 @@
-"""Speculation settings, in vLLM's words, to a drafter."""
+"""The methods of speculation: a ``speculative_config`` in vLLM's words, checked, and the drafter that it asks for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from jaxspec.protocol import Drafter, NoDrafts, Rule
 from jaxspec.shapes import Params
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, Topology
 
-RULES = {
+RULE_NAMES = {
     "match": "match", "standard": "reject", "reject": "reject", "block": "block",
     "probabilistic": "reject",
 }  # fmt: skip
@@ -35,13 +35,13 @@ class SpeculativeConfig:
 
     Attributes:
       method: one of ``METHODS``, or ``none``.
-      schedule: what is drafted, and when.
+      schedule: chains and trees to draft, and when.
       rule: verification rule, by name, or an object of the laboratory's.
       model: directory or hub id of the draft model or head.
       revision: branch, tag or commit of a hub id.
       lookup_max, lookup_min: suffix lengths of n-gram matches.
       exit_layer: layers of the target that draft, for ``early_exit``.
-      pruning: what drafts need to be verified.
+      pruning: which drafts are left out before they are drawn.
     """
 
     method: str
@@ -129,11 +129,11 @@ def _rule(rule: Any, schedule: SpeculationSchedule) -> str | Rule:
             "speculative_config: synthetic acceptance gives text that is not the model's; only jaxspec bench has it "
             "(--synthetic)"
         )
-    if rule not in RULES:
+    if rule not in RULE_NAMES:
         raise ConfigError(
-            f"speculative_config: rejection_sample_method {rule!r} is not known; known are {sorted(RULES)}"
+            f"speculative_config: rejection_sample_method {rule!r} is not known; known are {sorted(RULE_NAMES)}"
         )
-    return RULES[rule]
+    return RULE_NAMES[rule]
 
 
 def _suffix_lengths(keys: SpeculativeKeys) -> tuple[int, int]:
@@ -153,17 +153,16 @@ def build(
     block: int,
     model: tuple[Transformer | Mtp, Params] | Head | None = None,
 ) -> Drafter:
-    """The drafter of a checked config, ready for a target.
+    """Builds the drafter of a checked config for a target.
 
     Args:
-      config: what is wanted.
+      config: says which.
       target: its network and parameters.
       block: positions that attention reads at a time.
-      model: what drafts: network and parameters of the draft model or of the target's multi-token prediction, or a
-        head.
+      model: network and parameters of the draft model or of the target's multi-token prediction, or a head.
 
     Raises:
-      ConfigError: trees are wanted where attention cannot verify or draft them, or the head is of another kind.
+      ConfigError: trees are asked for where attention cannot verify or draft them, or the head is of another kind.
     """
     net, params = target
     if config.method == "none":
