@@ -15,7 +15,7 @@ from jaxspec.checkpoint.load.model import Model
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.checkpoint.text.conversation import conversations
 from jaxspec.decode.state import Target
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.arguments import (
@@ -62,7 +62,7 @@ class LLM:
         then hold here too.
       revision: branch, tag or commit of a hub id; by default the main branch.
       download_dir: cache of downloads from the hub, that of a draft model or head included; by default the hub's own.
-      speculative_config: vLLM's keys, see ``jaxspec.draft.catalog.parse``; None decodes plainly.
+      speculative_config: vLLM's keys, see ``jaxspec.draft.methods.parse``; None decodes plainly.
       dtype: ``bfloat16`` or ``float32`` weights and products; ``auto`` takes the checkpoint's, or bfloat16.
       max_model_len: longest text in tokens, prompt included; by default the model's, at most 8192.
       max_num_seqs: rows that are decoded together.
@@ -130,7 +130,7 @@ class LLM:
             texts={"dtype": dtype, "kernels": kernels, "expert_transport": expert_transport},
             files={"expert_placement": expert_placement}, calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
-        config, quantization = catalog.parse(speculative_config), "auto" if quantization is None else quantization
+        config, quantization = methods.parse(speculative_config), "auto" if quantization is None else quantization
         self.seed, spec = as_int("seed", seed), parse_sizes(
             config, max_model_len=max_model_len, max_num_seqs=max_num_seqs, steps_per_dispatch=steps_per_dispatch,
             max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
@@ -152,7 +152,7 @@ class LLM:
 
     def _engine(
         self,
-        config: catalog.SpeculativeConfig,
+        config: methods.SpeculativeConfig,
         quantization: str,
         download_dir: str | Path | None,
         on_progress: OnProgress | None,
@@ -161,7 +161,7 @@ class LLM:
         if on_progress is not None and config.model is not None:
             on_progress("loading the drafter", 0, 0)
         draft = load_draft(config, self.model, quantization, download_dir)
-        drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
+        drafter = methods.build(config, (self.model.net, self.model.params), BLOCK, draft)
         control = control_of(config.schedule, prior_of(config, self.model, quantization, self.spec.rows))
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
         target = Target(self.model.params, self.model.net, block)

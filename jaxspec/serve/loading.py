@@ -11,7 +11,7 @@ from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, read_config
 from jaxspec.checkpoint.load.padding import check_vocabulary
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
@@ -73,7 +73,7 @@ def load_target(
 
 
 def load_draft(
-    config: catalog.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
+    config: methods.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
 ) -> tuple[Transformer | Mtp, Params] | Head | None:
     """Loads what drafts, where the method has a model, on the target's mesh.
 
@@ -86,12 +86,12 @@ def load_draft(
     if config.model is None:
         return None
     directory = resolve_model(config.model, config.revision, download_dir, part=demo_part(config.method))
-    if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
+    if config.method in methods.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
         return load_head(directory, target.net.arch, target.net.policy, mesh=mesh)
     if is_head(read_config(directory)):
         raise ConfigError(
             f"speculative_config: {config.model} holds a draft head, not a model; give its kind as method "
-            f"({', '.join(catalog.HEADS)})"
+            f"({', '.join(methods.HEADS)})"
         )
     check_vocabulary(directory, target.directory, target.net.arch.vocab_size)
     model = load_model(directory, target.net.policy, mesh=mesh, allow_replication=True)

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.decode.state import Target
-from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.medusa import Medusa

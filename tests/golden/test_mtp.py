@@ -13,8 +13,8 @@ import pytest
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp
 from jaxspec.decode.state import init_sampling
-from jaxspec.draft import catalog
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft import methods
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.errors import ConfigError
 from jaxspec.models.mtp import Mtp, run_mtp
 from jaxspec.models.transformer import embed, head, teacher_forced
@@ -187,9 +187,9 @@ def test_drafting_a_chain_behind_observed_text(case: Case):
 def test_drafting_a_tree_behind_observed_text(case: Case):
     arch = case.model.net.arch
     if arch.chain_only or replace(arch, layers=arch.mtp).chain_only:
-        config = catalog.parse({"method": "mtp", "speculative_token_tree": [2, 1, 2]})
+        config = methods.parse({"method": "mtp", "speculative_token_tree": [2, 1, 2]})
         with pytest.raises(ConfigError, match="a tree is not possible for the target"):
-            catalog.build(config, (case.model.net, case.model.params), BLOCK, (case.net, case.params))
+            methods.build(config, (case.model.net, case.model.params), BLOCK, (case.net, case.params))
         return
     topology, propose = tree((2, 1, 2)), None
     for length_B, drafter, state, anchor in list(observed(case, topology))[3::3]:

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.decode.state import Target
 from jaxspec.draft.early_exit import first_layers
-from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.hybrid import Hybrid
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm

@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Target, init_state
-from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of
 from jaxspec.models.medusa import Medusa, MedusaSpec, run_medusa
