@@ -138,7 +138,7 @@ def check(
         refused = isinstance(error, ConfigError) and REFUSED in str(error)
         return {"result": "refused" if refused else "failed", "why": f"{type(error).__name__}: {str(error)[:300]}"}
     differing = [n for n, (a, b) in enumerate(zip(text, alone, strict=True)) if a != b]
-    words = {"used": llm.model.net.policy.transport, "accepted": accepted, "differing": differing}
+    words = {"used": llm.model.net.policy.compute.transport, "accepted": accepted, "differing": differing}
     return {"result": "different" if differing else "equal", **words}
 
 

@@ -30,11 +30,12 @@ from jaxspec.train.checkpoints import Checkpoints, replace_directory
 from jaxspec.train.data import Corpus, batches, load_corpus
 from jaxspec.train.draft_losses import recall
 from jaxspec.train.head_loss import head_loss
-from jaxspec.train.head_run import load_target, make_run
+from jaxspec.train.head_run import make_run
 from jaxspec.train.objective import HeadObjective
 from jaxspec.train.optimizer import adamw
 from jaxspec.train.packing import PackedRows
 from jaxspec.train.settings import RunSettings
+from jaxspec.train.target import read_headers
 from jaxspec.train.teacher import run_teacher
 from jaxspec.train.unroll import unroll, weights
 
@@ -94,7 +95,7 @@ def read_by(objective: HeadObjective, teacher: TeacherOutput, every: CaptureSpec
 def train(names: Sequence[str], args: argparse.Namespace, corpus: Corpus) -> dict[str, Params]:
     """Trains all heads on the same batches; the target runs once per batch for all of them."""
     directory = demo_model_dir("target")
-    target = load_target(settings_of(names[0], args), directory)
+    target = read_headers(settings_of(names[0], args), directory).load()
     runs = {name: make_run(settings_of(name, args), target, corpus) for name in names}
     nets = [run.frozen.net for run in runs.values() if isinstance(run.frozen.net, DraftHead)]
     every = CaptureSpec(
@@ -185,7 +186,7 @@ def measure(names: Sequence[str], params: dict[str, Params], args: argparse.Name
     heads: dict[str, Any] = json.loads(file.read_text())["heads"] if file.exists() else {}
     for name in (name for name in names if name not in heads):
         settings = settings_of(name, args)
-        run = make_run(settings, load_target(settings, demo_model_dir("target")), corpus)
+        run = make_run(settings, read_headers(settings, demo_model_dir("target")).load(), corpus)
         assert run.evaluate is not None, "held-out documents are given"
         figures = dict(run.evaluate(params[name])) | routing_recall(run.frozen, params[name], corpus, 512)
         size = sum(x.size for x in jax.tree.leaves(params[name]))

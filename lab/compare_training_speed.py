@@ -30,7 +30,7 @@ from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.heads import Head
 from jaxspec.models.transformer import head
 from jaxspec.models.vocab import choose_ids
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.shapes import Array, Params
@@ -43,7 +43,7 @@ from jaxspec.train.settings import HeadSettings, LossSettings, OptimizerSettings
 from jaxspec.train.teacher import run_teacher
 from jaxspec.train.update import TrainState, make_update
 
-FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"), "stacked")
+FLOAT32 = make_policy("float32")
 ROWS, LENGTH, BATCHES = 4, 512, 2
 HEAD = HeadSettings(kind="eagle3", draft_vocab_size=1024, intermediate_size=256)
 LOSS = LossSettings(kind="kl", rounds=3, decay=1.0, skip_unknown=False)

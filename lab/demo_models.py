@@ -5,19 +5,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import demo_losses as losses
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Hidden, Transformer, teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.shapes import Array, Params
-from jaxspec.train import losses
 
-TRAIN = Policy(jnp.dtype("float32"), jnp.dtype("bfloat16"), "stacked")
-FROZEN = Policy(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"), "stacked")
-DECODE = Policy(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"), "switched")
+TRAIN = make_policy("bfloat16", param=jnp.dtype("float32"))
+FROZEN = make_policy("bfloat16")
+DECODE = make_policy("bfloat16", experts="switched")
 
 TARGET = {
     "architectures": ["Qwen2MoeForCausalLM"],

@@ -22,7 +22,7 @@ from jaxspec.checkpoint.load.model import read_config
 from jaxspec.inspect.model_sizes import parameters
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.heads import Head
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.train.metrics import read_metrics
 
@@ -56,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("jaxspec/demo_model/head"))
     args = parser.parse_args(argv)
     arch, best = arch_of(read_config(demo_model_dir("target"))), args.runs[-1] / "best"
-    exact = Policy(jnp.dtype("float32"), jnp.dtype("float32"))
+    exact = make_policy("float32")
     head = load_head(best, arch, exact)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), head.params)
     save_head(Head(head.net, params, head.ids_W), args.out)
-    plan, _ = plan_head(args.out, arch, exact)
+    plan = plan_head(args.out, arch, exact)
     about = {
         "made_by": "lab/ship_head.py",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

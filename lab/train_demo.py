@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import demo_corpus
+import demo_losses as losses
 import jax
 import numpy as np
 from demo_models import DEMO, FROZEN, TINY, Recipe, draft_figures, forward, init, net_of, target_figures
+from demo_optimizer import build as muon_for
 from demo_record import describe, export, figures, write_provenance
 from demo_text import write_text
 
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.shapes import Array, Params
-from jaxspec.train import loop, losses, optimizer
+from jaxspec.train import loop
 
 
 def prepare_corpus(data: Path, recipe: Recipe, root: Path | None) -> None:
@@ -78,7 +80,7 @@ def train_target(data: Path, directory: Path, steps: int, recipe: Recipe) -> Par
         share = figures.pop("share_YE")
         return figures | {"busiest_expert": float(share.max()), "idlest_expert": float(share.min())}
 
-    muon = optimizer.build(steps, matrix_peak=2e-3, other_peak=3e-3, warmup=recipe.warmup)
+    muon = muon_for(steps, matrix_peak=2e-3, other_peak=3e-3, warmup=recipe.warmup)
     run = run_of(
         directory, steps, recipe, init=lambda: init(net, recipe.target_seed), optimizer=muon, loss_fn=loss_fn,
         batches=on_from(batch_of), evaluate=evaluate,
@@ -127,7 +129,7 @@ def distill_draft(
         names = [(f"held_out_{k}", v) for k, v in corpus.items()] + [(f"held_out_text_{k}", v) for k, v in own.items()]
         return dict(names)
 
-    muon = optimizer.build(steps, matrix_peak=7e-3, other_peak=7e-3, warmup=recipe.warmup)
+    muon = muon_for(steps, matrix_peak=7e-3, other_peak=7e-3, warmup=recipe.warmup)
     run = run_of(
         directory, steps, recipe, init=lambda: init(net, recipe.draft_seed), optimizer=muon, loss_fn=loss_fn,
         batches=on_from(batch_of), frozen=teacher.params, evaluate=evaluate,

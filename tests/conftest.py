@@ -52,9 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Spares a run of the served tests the import of files that have none."""
     only_served = str(config.getoption("markexpr")).startswith("served")
-    return (
-        only_served and collection_path.suffix == ".py" and "mark.served" not in collection_path.read_text()
-    ) or None
+    skipped = only_served and collection_path.suffix == ".py" and "mark.served" not in collection_path.read_text()
+    return skipped or None
 
 
 def pytest_collection_finish() -> None:

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jaxspec.decode.ways import NARROWER, WIDEST
+from jaxspec.decode.compaction import FULL, SMALLER
 
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*)$")
 OPCODE = re.compile(r"(?:^|[\s})\]])([a-z][\w\-]*)\(")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-TURNS = {WIDEST: {"condition": 2, "body": 1}, NARROWER: {"condition": 1, "body": 0}}
-ONCE = re.compile(rf'op_name="[^"]*({WIDEST}|{NARROWER})/while"')
+TURNS = {FULL: {"condition": 2, "body": 1}, SMALLER: {"condition": 1, "body": 0}}
+ONCE = re.compile(rf'op_name="[^"]*({FULL}|{SMALLER})/while"')
 CALLED = re.compile(r"(\w+)=%([\w.\-]+)|branch_computations=\{([^}]*)\}")
 BRANCHES = ("true_computation", "false_computation")
 BITS = re.compile(r"\d+")

@@ -1,7 +1,7 @@
 """The programs of serving at a model's real shapes, with nothing allocated, to be traced or compiled."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,17 +15,17 @@ from jaxspec.checkpoint.load.places import unflatten
 from jaxspec.checkpoint.load.release import release_files
 from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft import catalog
-from jaxspec.draft.null import NoDrafts
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy, policy_for
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, NoDrafts
 
 BLOCK = 128
 STATE = 2  # place of the donated state among the arguments of every program
@@ -40,9 +40,9 @@ class ProgramSettings:
       rows: batch slots.
       capacity: longest text in tokens.
       drafts: K.
-      kernels: see ``Policy.kernels``.
+      kernels: see ``Compute.kernels``.
       mesh: devices that parameters are split over, None for one device.
-      transport: see ``Policy.transport``.
+      transport: see ``Compute.transport``.
       bucket: tokens of a prefill chunk.
       steps: most steps per dispatch.
       quantization: how weights lie in memory, see ``make_plan``.
@@ -122,20 +122,20 @@ def abstract_target(config: Mapping[str, Any], policy: Policy, quantization: str
     arch = arch_of(config)
     table = known_tables()[arch.family]
     plan = _plan(config, Transformer(arch, policy), table.rules(arch), quantization)
-    return Target({"params": unflatten(plan.leaves)}, Transformer(arch, plan.policy), BLOCK)
+    return Target({"params": unflatten(plan.leaves)}, plan.net, BLOCK)
 
 
 def _target(setting: ProgramSettings) -> tuple[Target, tuple[Mtp, Any] | None]:
     policy = policy_for("bfloat16", "gpu", setting.kernels)
-    policy = replace(policy, own_head=False, mesh=setting.mesh, transport=setting.transport)
-    policy = replace(policy, depth="unrolled" if policy.splits_rows else policy.depth)
+    policy = policy.update(own_head=False, mesh=setting.mesh, transport=setting.transport)
+    policy = policy.update(depth="unrolled" if policy.compute.splits_rows else policy.layout.depth)
     target = abstract_target(setting.config, policy, setting.quantization)
     arch = target.net.arch
     if not arch.mtp:
         return target, None
     rules = known_tables()[arch.family].mtp_rules(arch)
     plan = _plan(setting.config, Mtp(arch, policy), rules, setting.quantization)
-    return target, (Mtp(arch, plan.policy), {"params": unflatten(plan.leaves)})
+    return target, (plan.net, {"params": unflatten(plan.leaves)})
 
 
 def _plan(config: Mapping[str, Any], net: Any, rules: Any, quantization: str) -> LoadPlan:

@@ -130,10 +130,10 @@ class Bench:
         state = with_leaves(self.state, **{name: jnp.asarray(x) for name, x in self.start.items()})
         jax.block_until_ready(state.length_B)
         began = time.perf_counter()
-        self.state, report = self.programs.dispatch(state, steps, False, chain(self.cell[1]))
-        packed = np.asarray(report.packed_BX)
+        self.state, report = self.programs.dispatch(state, chain(self.cell[1]), steps)
+        result = report.unpack()
         elapsed = time.perf_counter() - began
-        assert int(packed[0, -1]) == steps, "a row ended while it was measured"
+        assert result.steps == steps, "a row ended while it was measured"
         self.grown = float(np.mean(np.asarray(self.state.length_B) - self.start["length_B"]))
         return elapsed / steps
 
@@ -196,7 +196,7 @@ def calibrate(
     points, held_out = ([measured[cell] for cell in cells] for cells in (grid.cells(), grid.held_out()))
     arch = llm.model.net.arch
     overlap = _overlap(llm, arch, ids, grid)
-    how = {"dtype": str(llm.model.net.policy.param), "quantization": settings.get("quantization") or "auto"}
+    how = {"dtype": str(llm.model.net.policy.storage.param), "quantization": settings.get("quantization") or "auto"}
     cost = model_cost(llm.model.config, name=directory.name, **how)
     full, blind = fit_points(cost, points, overlap, noise / math.sqrt(grid.rounds))
     return Calibration(
@@ -232,7 +232,7 @@ def _benches(engine: Engine, grid: CalibrationGrid, rows: int, ids: Sequence[int
         _, length, context = cell
         state = _filled(engine, rows, context, ids)
         if length not in drafting:
-            args = engine.programs.drafters[chain(length)], state.draft, state.anchor, engine.spec.rule
+            args = engine.programs.drafters[chain(length)], state.draft, state.anchor, engine.spec.rule.name
             drafting[length] = jax.jit(propose_often, static_argnums=3).lower(*args).compile()
         names = ("length_B", "anchor_B", "history_BS", "active_B")
         start = {name: np.asarray(getattr(state, name)) for name in names}
@@ -249,8 +249,8 @@ def _filled(engine: Engine, rows: int, context: int, ids: Sequence[int]) -> Deco
     sampling = with_leaves(neutral, max_length_B=np.asarray([engine.spec.capacity], np.int32), draft_limit_B=length)
     for row in range(rows):
         prompt = stretch[row * 97 : row * 97 + context + 1]
-        state = programs.prefill(state, row, prompt, None)
-        state = programs.admit(state, row, prompt, sampling, None)
+        state = programs.prefill(state, row, prompt)
+        state = programs.admit(state, row, prompt, sampling)
     return state
 
 

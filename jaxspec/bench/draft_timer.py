@@ -24,7 +24,7 @@ def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Cal
         llm.step(1)
     start = jax.tree.map(jnp.copy, (llm.engine.state.draft, llm.engine.state.anchor))
     llm.abort()
-    program = jax.jit(propose_often, static_argnums=3).lower(llm.engine.drafter, *start, llm.spec.rule).compile()
+    program = jax.jit(propose_often, static_argnums=3).lower(llm.engine.drafter, *start, llm.spec.rule.name).compile()
 
     def measure() -> float:
         began = time.perf_counter()

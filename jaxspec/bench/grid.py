@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.bench.record import CLOSED
+from jaxspec.bench.synthetic import Synthetic
 from jaxspec.bench.workload import WORKLOADS
 from jaxspec.draft import catalog
 from jaxspec.draft.speculation_schedule import AUTO, MAX_LENGTH, SCHEDULE_KEYS, TREES
-from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.serve.demo_pair import resolve_speculation
 
@@ -64,7 +64,7 @@ class DrafterChoice:
 
     def speculative_config(self, k: int | str, rule: str, synthetic: Synthetic | None) -> dict[str, Any]:
         """Returns the configuration for one speculation length; trees are for ``auto`` to choose among."""
-        how = rule if synthetic is None else synthetic
+        how = rule if synthetic is None else synthetic.rule
         config = {key: value for key, value in self.config.items() if key != TREES or k == AUTO}
         return {**config, "num_speculative_tokens": k, "rejection_sample_method": how}
 
@@ -137,6 +137,9 @@ class Grid:
         for value, rule, ok in self._checks():
             if not ok:
                 raise ConfigError(f"bench: {rule}, got {value!r}")
+        for k in self.lengths:
+            if self.synthetic is not None and isinstance(k, int) and k:
+                self.synthetic.check(k)
 
     def _checks(self) -> Iterator[tuple[Any, str, bool]]:
         """Yields every value with its rule and whether it keeps it."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxspec.bench.grid import EnginePoint, Grid
     from jaxspec.bench.record import BenchReport, Skipped, SweepCell
     from jaxspec.bench.sweep import Sweep
-    from jaxspec.draft.synthetic import Synthetic
+    from jaxspec.bench.synthetic import Synthetic
 
 NAME = "bench"
 
@@ -206,7 +206,7 @@ def grid_of(args: BenchArgs) -> Grid:
 
 def synthetic_of(values: tuple[float, ...]) -> Synthetic | None:
     """Returns synthetic acceptance by rates, or by a single number above 1 as its mean length."""
-    from jaxspec.draft.synthetic import Synthetic
+    from jaxspec.bench.synthetic import Synthetic
 
     if not values:
         return None

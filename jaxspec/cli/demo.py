@@ -29,7 +29,7 @@ from jaxspec.serve.demo_pair import DEMO, demo_model_dir, resolve_model, resolve
 from jaxspec.serve.engine import OnProgress
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.text import Growing
+from jaxspec.serve.text import IncrementalText
 from jaxspec.whole_file import write_whole
 
 PROMPTS = HELD_OUT
@@ -177,7 +177,7 @@ def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:
         return f"{without_model[config.method]}, {ahead}"
     draft = read_config(Path(config.model))
     if is_head(draft):
-        plan, _ = plan_head(config.model, arch_of(target), Policy())
+        plan = plan_head(config.model, arch_of(target), Policy())
         kind = "draft" if config.method == "hybrid" else config.method
         words = f"{kind} head, {sum(parameters(plan.leaves).values()) / 1e6:.1f} M parameters"
     else:
@@ -227,7 +227,7 @@ def _stream(screen: Screen, llm: LLM, prompt: str, params: SamplingParams) -> tu
     tokens: list[int] = []
     for output in llm.stream(prompt, params):
         completion = output.outputs[0]
-        tokens, growing = completion.token_ids, growing or Growing(llm.text, params, output.prompt_token_ids)
+        tokens, growing = completion.token_ids, growing or IncrementalText(llm.text, params, output.prompt_token_ids)
         now = time.perf_counter()
         if not started:
             started, first = now, len(tokens)

@@ -34,7 +34,7 @@ def first_layers(net: Transformer, params: Params, layers: int) -> tuple[Transfo
         )
     arch = replace(whole, layers=whole.layers[:layers], mtp=())
     own: Any = params["params"]
-    if net.policy.depth == "unrolled":
+    if net.policy.layout.depth == "unrolled":
         behind = {f"layers_{y}" for y in range(layers, len(whole.layers))}
         return Transformer(arch, net.policy), {"params": {k: v for k, v in own.items() if k not in behind}}
     before, after = tuple(segments(whole.layers)), tuple(segments(arch.layers))

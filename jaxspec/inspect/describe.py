@@ -14,7 +14,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 
 PACKAGES = ("jaxspec", "jax", "jaxlib", "flax", "numpy")
 
@@ -54,7 +54,7 @@ def count_parameters(arch: ArchSpec) -> tuple[int, int]:
 
     Embedding and head count in both; multi-token prediction counts in neither.
     """
-    net: Any = Transformer(arch, Policy(depth="stacked"))
+    net: Any = Transformer(arch, make_policy(depth="stacked"))
     leaves = flatten(abstract_params(net))
     total = sum(parameters(leaves).values())
     return total, total - idle_parameters(arch.layers, arch.model_dim)

@@ -19,10 +19,11 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.perf.expert_counts import VERSION, ExpertLoad, Kind, Verifications, counted
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, Rule
 from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.loading import load_draft
 from jaxspec.train.evaluate import AcceptanceEvaluator, EvalSpec
+from jaxspec.verify.rules import rule_of
 
 BLOCK = 128
 STEP = jax.jit(step, static_argnames="plan", donate_argnums=2)
@@ -108,7 +109,7 @@ def measure_load(
     read = [np.moveaxis(expert_YTA, 0, 1) for expert_YTA in routed_experts(model, prompts)]
     target = (model.net, model.params)
     drafter = catalog.build(config, target, BLOCK, load_draft(config, model, "auto"))
-    steps = _Steps(model, drafter, wanted, config.rule)
+    steps = _Steps(model, drafter, wanted, rule_of(config.rule))
     if wanted.tokens:
         steps.run(prompts)
     seen = steps.seen() if wanted.tokens else _alone(read, prompts)
@@ -156,7 +157,7 @@ def _alone(read: Sequence[np.ndarray], prompts: Sequence[Sequence[int]]) -> Veri
 class _Steps:
     """Runs prompts through the serving step and keeps the routes of every verification."""
 
-    def __init__(self, model: Model, drafter: Drafter, wanted: LoadSettings, rule: str):
+    def __init__(self, model: Model, drafter: Drafter, wanted: LoadSettings, rule: Rule):
         self.model, self.drafter, self.wanted = model, drafter, wanted
         self.plan = StepPlan(rule, routes=True)
         self.expert: list[np.ndarray] = []
@@ -176,7 +177,7 @@ class _Steps:
             state = evaluator.started(self.drafter, first)
             while bool(np.asarray(state.active_B).any()):
                 state, out = go(state)
-                self._keep(jax.device_get(out.routes), first)
+                self._keep(jax.device_get(out.telemetry.routes), first)
 
     def _keep(self, routes, first: int) -> None:
         busy_B = routes.live_BT.any(axis=1)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.cache.kv import StreamSpec
+from jaxspec.cache.addressing import StreamSpec
 from jaxspec.checkpoint.load.load_plan import make_plan
 from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.checkpoint.load.release import release_files
@@ -26,7 +26,7 @@ from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.compressed_attention import CompressedSpec
 from jaxspec.nn.latent_attention import LatentSpec
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.nn.policy import Policy, kind_of
+from jaxspec.nn.policy import kind_of, make_policy
 from jaxspec.nn.quantized import abstract_quantized
 from jaxspec.perf.cost import CacheCost, LayerCost, ModelCost
 
@@ -98,12 +98,12 @@ def parameter_sizes(config: Mapping[str, Any], kind: np.dtype, quantization: str
     it would have a hundred thousand names, and what has an axis of experts is then scaled.
     """
     arch, few = arch_of(config), _few_experts(config)
-    small, table, plain = arch_of(few), known_tables()[arch.family], Policy(param=kind, compute=kind, depth="stacked")
+    small, table, plain = arch_of(few), known_tables()[arch.family], make_policy(kind, depth="stacked")
     plan = make_plan(
         Path(), Transformer(small, plain), table.rules(small), block=check_method(few),
         quantization=quantization, files=release_files(few),
     )  # fmt: skip
-    formats = dict(plan.policy.formats)
+    formats = dict(plan.net.policy.storage.formats)
     mtp: Any = Mtp(small, plain)
     prediction = flatten(abstract_params(mtp)) if arch.mtp else {}
     for path, leaf in prediction.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxspec.aot import process
 from jaxspec.aot.programs import shortened
-from jaxspec.checkpoint.load.release import quantization_of
+from jaxspec.checkpoint.load.stored import quantization_of
 from jaxspec.config import shipped
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of

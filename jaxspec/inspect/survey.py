@@ -14,8 +14,8 @@ from jaxspec.checkpoint.files.shards import no_weights
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
 from jaxspec.checkpoint.load.model import read_config, read_generation
-from jaxspec.checkpoint.load.release import quantization_of, release_files
-from jaxspec.checkpoint.load.stored import check_method
+from jaxspec.checkpoint.load.release import release_files
+from jaxspec.checkpoint.load.stored import check_method, quantization_of
 from jaxspec.checkpoint.load.tied import with_own_head
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.text.codec import FORMATS, TOKENIZER_FILES, Text
@@ -26,7 +26,7 @@ from jaxspec.models.catalog import arch_of, ignored_keys
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.defaults import end_ids, sampling_defaults
 
 MIXERS = {
@@ -52,13 +52,13 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
     config, directory = config_at(path)
     arch, block = arch_of(config), check_method(config)
     kind = np.dtype(dtype)
-    policy, table = Policy(param=kind, compute=kind, depth="stacked"), known_tables()[arch.family]
+    policy, table = make_policy(kind, depth="stacked"), known_tables()[arch.family]
     there = directory is not None and any(directory.glob("*.safetensors*"))
-    files = TensorFiles(path) if there else release_files(config)
+    files = TensorFiles.of(path) if there else release_files(config)
     arch = with_own_head(arch, table, files)
     plan = make_plan(
-        path, Transformer(arch, policy), table.rules(arch), beside=table.beside(arch), ignored=table.not_read(arch),
-        block=block, quantization=quantization, files=files,
+        path, Transformer(arch, policy), table.rules(arch), other_prefixes=table.other_prefixes(arch),
+        ignored_suffixes=table.ignored_suffixes(arch), block=block, quantization=quantization, files=files,
     )  # fmt: skip
     prediction = None
     if arch.mtp:
@@ -167,7 +167,7 @@ def _quantization(config: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
 
 def _counts(plan: LoadPlan, there: bool) -> dict[str, int]:
     """Counts tensors, and those of them that are read; a directory without weights has none."""
-    read = {tensor.partition("[")[0] for s in plan.stored.values() for tensor in s.tensors}
+    read = {name.whole for s in plan.stored.values() for name in s.tensors}
     return {"in_files": len(plan.files) if there else 0, "read": len(read) if there else 0}
 
 

@@ -3,7 +3,9 @@
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, compact, init_layer
+from jaxspec.cache.addressing import LayerCache, StreamSpec, init_layer
+from jaxspec.cache.tree_reads import compact
+from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, segments
 from jaxspec.models.transformer import Caches
 from jaxspec.nn.policy import Policy
@@ -15,7 +17,7 @@ Layout = tuple[tuple[dict[str, StreamSpec], int], ...]
 
 def layout(arch: ArchSpec, policy: Policy) -> Layout:
     """What each cache holds, and how many layers share it."""
-    if policy.depth == "unrolled":
+    if policy.layout.depth == "unrolled":
         return tuple((dict(layer.attention.streams), 1) for layer in arch.layers)
     cut = segments(arch.layers)
     return tuple((dict(layer.attention.streams), part.repeats) for part in cut for layer in part.pattern)
@@ -42,16 +44,16 @@ def init_caches(
       block: positions that attention reads at a time.
       pool: page count and page size of a shared pool; None gives every row one page of its own.
     """
-    dtype = jnp.dtype(policy.compute)
+    dtype = jnp.dtype(policy.compute.dtype)
     return tuple(
-        init_layer(streams, rows, room, slack, block, dtype, pool, layers, as_bits=policy.kernels != "triton")
+        init_layer(streams, rows, room, slack, block, dtype, pool, layers, as_bits=policy.compute.kernels != "triton")
         for streams, layers in layout(arch, policy)
     )
 
 
 def compact_caches(caches: Caches, arch: ArchSpec, policy: Policy, window: Window, path_BT: Array) -> Caches:
     """Moves the accepted path of a tree to consecutive positions in every layer."""
-    done, window = [], replace(window, apart=policy.splits_rows)
+    done, window = [], replace(window, rows_sharded=policy.compute.splits_rows)
     for cache, (streams, layers) in zip(caches, layout(arch, policy), strict=True):
         if layers == 1:
             done.append(compact(cache, streams, window, path_BT))

@@ -6,7 +6,8 @@ from typing import Any, Literal, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Packed, Window, asked, init_layer
+from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.window import AnyWindow, Window, take_outputs
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import MIXERS, Block
 from jaxspec.nn.dense import dense
@@ -91,7 +92,7 @@ class JoinLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, e_BTD: Array, g_BTD: Array, position_BT: Array, memory: Memory, window: Window | Packed | None
+        self, e_BTD: Array, g_BTD: Array, position_BT: Array, memory: Memory, window: AnyWindow
     ) -> tuple[Array, Memory]:
         """The stream behind the layer, [B, T, D], of the positions asked for, and its memory."""
         s, p, a = self.spec, self.policy, self.spec.arch
@@ -102,14 +103,14 @@ class JoinLayer(nn.Module):
         if s.join == "product":
             join_XD = matrix(self, p, "join_XD", (e_BTD.shape[-1] + g_BTD.shape[-1], a.model_dim))
             bias_D = weight(self, p, "join_bias_D", (a.model_dim,), ZEROS) if s.join_bias else None
-            u = x = dense(jnp.concatenate([e_BTD, g_BTD], axis=-1), join_XD, bias_D, dtype=p.compute)
+            u = x = dense(jnp.concatenate([e_BTD, g_BTD], axis=-1), join_XD, bias_D, dtype=p.compute.dtype)
         else:
             h_BTD = norm(g_BTD, "feature_norm_D")
             u = jnp.concatenate([norm(e_BTD, "embed_norm_D"), h_BTD], axis=-1)
             x = h_BTD if s.norm_before_residual else g_BTD
         mixer = MIXERS[type(self.layer.attention)](self.layer.attention, a.model_dim, a.norm_eps, p, name="attention")
         out, memory, _ = mixer(u, position_BT, memory, window)
-        x = asked(x, window) + out
+        x = take_outputs(x, window) + out
         assert isinstance(self.layer.ffn, FfnSpec), "the first layer of a head is dense"
         return x + DenseFfn(self.layer.ffn, a.model_dim, p, name="ffn")(norm(x, "ffn_norm_D")), memory
 
@@ -165,7 +166,7 @@ class DraftHead(nn.Module):
             feature_BTX = jnp.concatenate(each, axis=-1)
         if not self._maps:
             return feature_BTX
-        return dense(feature_BTX, self.fc_XD, self.fc_bias_D, dtype=self.policy.compute)
+        return dense(feature_BTX, self.fc_XD, self.fc_bias_D, dtype=self.policy.compute.dtype)
 
     def mask(self) -> Array:
         """What stands for the features of tokens that are not drafted yet, [1, 1, D]."""
@@ -182,7 +183,7 @@ class DraftHead(nn.Module):
         token_BT: Array,
         position_BT: Array,
         memory: tuple[Memory, ...] | None = None,
-        window: Window | Packed | None = None,
+        window: AnyWindow = None,
     ) -> tuple[Array, Array, tuple[Memory, ...]]:
         """Runs T slots; slot i joins the token of position i + 1 with what is known behind position i.
 
@@ -200,7 +201,7 @@ class DraftHead(nn.Module):
         s, count = self.spec, len(self.spec.arch.layers)
         memory = (None,) * count if memory is None else memory
         # What the last layer reads is needed of all positions.
-        inner = replace(window, asked_B=None) if isinstance(window, Window) else window
+        inner = replace(window, output_index_B=None) if isinstance(window, Window) else window
         windows = [*[inner] * (count - 1), window]
         x, kept = self.first(embedded_BTD, g_BTD, position_BT, memory[0], windows[0])
         written = [kept]
@@ -212,11 +213,11 @@ class DraftHead(nn.Module):
 
     def logits(self, last: Array) -> Array:
         """Its own head over what it reads, float32 [..., W]."""
-        return dense(last, self.head_DW, dtype=self.policy.compute)
+        return dense(last, self.head_DW, dtype=self.policy.compute.dtype)
 
     def routes(self, last: Array) -> Array:
         """Logits of each expert being chosen for the drafted token, float32 [..., Y, E]."""
-        return dense(last, self.routing_DYE, dtype=self.policy.compute)
+        return dense(last, self.routing_DYE, dtype=self.policy.compute.dtype)
 
     def everything(self) -> None:
         """Runs all parts once, which declares all parameters."""
@@ -241,7 +242,7 @@ def run_head(
     token_BT: Array,
     position_BT: Array,
     memory: tuple[Any, ...] | None = None,
-    window: Window | Packed | None = None,
+    window: AnyWindow = None,
 ) -> tuple[Array, Array, tuple[Any, ...]]:
     """Runs T slots of a head: what its head reads, what the next draft continues from, and the memory."""
     return cast(Any, net.apply(cast(Any, params), embedded_BTD, g_BTD, token_BT, position_BT, memory, window))
@@ -256,7 +257,7 @@ def init_head_caches(
     spec: HeadSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int
 ) -> tuple[LayerCache, ...]:
     """Allocates the zeroed caches of a head's layers; arguments as of ``init_caches``."""
-    dtype, as_bits = jnp.dtype(policy.compute), policy.kernels != "triton"
+    dtype, as_bits = jnp.dtype(policy.compute.dtype), policy.compute.kernels != "triton"
     return tuple(
         init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
         for layer in spec.arch.layers

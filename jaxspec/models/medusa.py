@@ -46,10 +46,10 @@ class MedusaHead(nn.Module):
         for layer in range(s.layers):
             w = weight(self, p, f"residual_{layer}_DX", (s.dim, s.dim), ZEROS)
             bias = weight(self, p, f"residual_bias_{layer}_X", (s.dim,), ZEROS)
-            last = last + silu(dense(last, w, bias, dtype=p.compute))
+            last = last + silu(dense(last, w, bias, dtype=p.compute.dtype))
         if not s.draft_vocab:
             return last
-        return dense(last, matrix(self, p, "head_DW", (s.dim, s.draft_vocab)), dtype=p.compute)
+        return dense(last, matrix(self, p, "head_DW", (s.dim, s.draft_vocab)), dtype=p.compute.dtype)
 
 
 class Medusa(nn.Module):

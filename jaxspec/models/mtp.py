@@ -5,7 +5,8 @@ from typing import Any, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Window, init_layer
+from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.block import Block, norm_params, normalise
 from jaxspec.nn.dense import dense
@@ -69,7 +70,7 @@ class MtpLayer(nn.Module):
         Returns:
           The feature behind each slot asked for, normalised or as streams like the one that came in, and the cache.
         """
-        a, dtype = self.arch, self.policy.compute
+        a, dtype = self.arch, self.policy.compute.dtype
         e_BTD = normalise(a, embedded_BTD, self.embed_norm)
         h = normalise(a, feature, self.hidden_norm)
         if a.hyper is None:
@@ -161,8 +162,8 @@ def last_of(net: Mtp, params: Params, layer: int, feature: Array) -> Array:
 
 def init_mtp_caches(arch: ArchSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int) -> Caches:
     """Allocates the zeroed caches of the layers; arguments as of ``init_caches``."""
-    dtype = jnp.dtype(policy.compute)
-    as_bits = policy.kernels != "triton"
+    dtype = jnp.dtype(policy.compute.dtype)
+    as_bits = policy.compute.kernels != "triton"
     return tuple(
         init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
         for layer in arch.mtp

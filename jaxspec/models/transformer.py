@@ -5,7 +5,8 @@ from typing import Any, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Packed, Window
+from jaxspec.cache.addressing import LayerCache
+from jaxspec.cache.window import AnyWindow, Segments, Window
 from jaxspec.models.arch import ArchSpec, Segment, segments
 from jaxspec.models.block import Block, norm_params, normalise
 from jaxspec.models.depth import Loop, init_stack, stack_name
@@ -54,7 +55,7 @@ class Transformer(nn.Module):
         a, p = self.arch, self.policy
         width = a.embed_dim or a.model_dim
         self.embed_VD = weight(self, p, "embed_VD", (a.vocab_size, width))
-        if p.own_head or not a.tied:
+        if p.layout.own_head or not a.tied:
             self.head_DV = matrix(self, p, "head_DV", (width, a.vocab_size))
         if a.learned_positions:
             self.position_SD = weight(self, p, "position_SD", (a.learned_positions + POSITION_OFFSET, a.model_dim))
@@ -65,7 +66,7 @@ class Transformer(nn.Module):
             self.norm = norm_params(self, a, p, "norm")
         if a.hyper is not None:
             self.hyper_head = HyperHead(a.hyper, a.model_dim, a.norm_eps, p)
-        if p.depth == "unrolled":
+        if p.layout.depth == "unrolled":
             self.layers = [Block(layer, a, p) for layer in a.layers]
         else:
             self.stacks = [
@@ -84,7 +85,7 @@ class Transformer(nn.Module):
         token_BT: Array,
         position_BT: Array,
         memory: Caches | None = None,
-        window: Window | Packed | None = None,
+        window: AnyWindow = None,
         taps: tuple[int, ...] = (),
         routes: bool = False,
         shared_outputs: tuple[int, ...] = (),
@@ -101,7 +102,7 @@ class Transformer(nn.Module):
           shared_outputs: expert layers of which is kept what their shared experts return, or what their router reads.
         """
         x = self._embed(token_BT, position_BT)
-        walk = self._unrolled if self.policy.depth == "unrolled" else self._stacked
+        walk = self._unrolled if self.policy.layout.depth == "unrolled" else self._stacked
         x, written, kept, routing = walk(x, (token_BT, position_BT), memory, window, taps, shared_outputs, routes)
         kept["tap", len(self.arch.layers)] = x
         last = self.hyper_head(x) if self.arch.hyper else x
@@ -113,7 +114,7 @@ class Transformer(nn.Module):
     def embed(self, token_BT: Array) -> Array:
         """Embeddings of tokens, float32 [B, T, D]."""
         x = lookup(self.embed_VD, token_BT)
-        return dense(x, self.project_in_XD, dtype=self.policy.compute) if self.arch.embed_dim else x
+        return dense(x, self.project_in_XD, dtype=self.policy.compute.dtype) if self.arch.embed_dim else x
 
     def _embed(self, token_BT: Array, position_BT: Array) -> Array:
         a, x = self.arch, self.embed(token_BT)
@@ -162,13 +163,13 @@ class Transformer(nn.Module):
     def logits(self, last: Array) -> Array:
         """Head over [..., D] final hidden states, float32 [..., V]."""
         if self.arch.embed_dim:
-            last = dense(last, self.project_out_DX, dtype=self.policy.compute)
-        head_DV = self.head_DV if self.policy.own_head or not self.arch.tied else self.embed_VD.T
-        return dense(last, head_DV, dtype=self.policy.compute)
+            last = dense(last, self.project_out_DX, dtype=self.policy.compute.dtype)
+        head_DV = self.head_DV if self.policy.layout.own_head or not self.arch.tied else self.embed_VD.T
+        return dense(last, head_DV, dtype=self.policy.compute.dtype)
 
     def logits_of(self, token_BT: Array, position_BT: Array, segment_BT: Array | None = None) -> tuple[Array, Hidden]:
         """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states with expert choices."""
-        packed = None if segment_BT is None else Packed(segment_BT)
+        packed = None if segment_BT is None else Segments(segment_BT)
         hidden = self(token_BT, position_BT, window=packed, routes=True)
         return self.logits(hidden.last_BTD), hidden
 

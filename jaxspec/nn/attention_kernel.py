@@ -1,6 +1,7 @@
 """Attention over a layer's cache by its kernel, in the cases that the kernel covers."""
 
-from jaxspec.cache.kv import StreamSpec, Window
+from jaxspec.cache.addressing import StreamSpec
+from jaxspec.cache.window import Window
 from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Array
 from pallas_kernels.select import choose
@@ -39,7 +40,7 @@ def attend_by_kernel(
     Returns:
       float32 [B, T, H, C'] or None.
     """
-    kernels = policy.whole_kernels
+    kernels = policy.compute.whole_kernels
     if kernels == "xla":
         return None
     k_pages, v_pages = pages_PGZC
@@ -49,8 +50,8 @@ def attend_by_kernel(
     if choice.implementation == "xla":
         return None
     return verify_attention(
-        q_BTHC, k_pages, v_pages, position_BT, scale=scale, dtype=policy.compute, value_width=wide, sinks_H=sinks_H,
-        span=span, ring=stream.reach is not None, start_B=window.start_B, path_BTJ=window.path_BTJ,
+        q_BTHC, k_pages, v_pages, position_BT, scale=scale, dtype=policy.compute.dtype, value_width=wide,
+        sinks_H=sinks_H, span=span, ring=stream.reach is not None, start_B=window.start_B, path_BTJ=window.path_BTJ,
         table_BJ=window.table_BJ if stream.pooled else None, row_B=window.row_B, base=window.base, block=window.block,
         implementation=choice,
     )  # fmt: skip

@@ -7,7 +7,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, asked, entry_block, in_line, in_rows, read_block, write
+from jaxspec.cache.addressing import LayerCache, StreamSpec, entry_block, write
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import Window, pack, take_outputs, unpack
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, per_head_dense
@@ -77,11 +79,11 @@ class CompressedAttention(nn.Module):
         low_BTR, q_BTHC = self._queries(x_BTD, position_BT)
         kv_DC = matrix(self, p, "kv_DC", (self.model_dim, s.head_dim))
         norm_C = weight(self, p, "kv_norm_C", (s.head_dim,), ONES)
-        kv_BT1C = rms_norm(dense(x_BTD, kv_DC, dtype=p.compute), norm_C, self.norm_eps)[:, :, None]
+        kv_BT1C = rms_norm(dense(x_BTD, kv_DC, dtype=p.compute.dtype), norm_C, self.norm_eps)[:, :, None]
         kv_BT1C = rotate(kv_BT1C, position_BT, s.rope)
         sinks_H = weight(self, p, "sinks_H", (s.heads,), dtype=jnp.float32)
         x_BTD, low_BTR, q_BTHC, kv_BT1C, position_BT = (
-            in_rows(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C, position_BT)
+            unpack(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C, position_BT)
         )
         if cache is not None and window is not None:
             cache = cache | {"kv": write(cache["kv"], s.streams["kv"], window, kv_BT1C)}
@@ -95,18 +97,18 @@ class CompressedAttention(nn.Module):
         if cache is None or window is None:
             out = _among_themselves(q_BTHC, kv_BT1C, entry_BNC, kept_BTN, sinks_H, s)
         else:
-            q_BTHC, position_BT = asked(q_BTHC, window), asked(position_BT, window)
-            kept_BTN = None if kept_BTN is None else asked(kept_BTN, window)
-            out = _over_cache(q_BTHC, position_BT, cache, kept_BTN, sinks_H, s, window.reading, p.compute)
-        out, position_BT = in_line(out, window), in_line(position_BT, window)
+            q_BTHC, position_BT = take_outputs(q_BTHC, window), take_outputs(position_BT, window)
+            kept_BTN = None if kept_BTN is None else take_outputs(kept_BTN, window)
+            out = _over_cache(q_BTHC, position_BT, cache, kept_BTN, sinks_H, s, window.after_write, p.compute.dtype)
+        out, position_BT = pack(out, window), pack(position_BT, window)
         return self._project(rotate(out, position_BT, s.rope, back=True)), cache, shared
 
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
         """The normalised vector that queries are products of, and the normalised and rotated queries."""
         s, p = self.spec, self.policy
-        low_BTR = dense(x_BTD, matrix(self, p, "q_a_DR", (self.model_dim, s.query_rank)), dtype=p.compute)
+        low_BTR = dense(x_BTD, matrix(self, p, "q_a_DR", (self.model_dim, s.query_rank)), dtype=p.compute.dtype)
         low_BTR = rms_norm(low_BTR, weight(self, p, "q_norm_R", (s.query_rank,), ONES), self.norm_eps)
-        q_BTHC = dense(low_BTR, matrix(self, p, "q_b_RHC", (s.query_rank, s.heads, s.head_dim)), dtype=p.compute)
+        q_BTHC = dense(low_BTR, matrix(self, p, "q_b_RHC", (s.query_rank, s.heads, s.head_dim)), dtype=p.compute.dtype)
         return low_BTR, rotate(rms_norm(q_BTHC, None, self.norm_eps), position_BT, s.rope)
 
     def _project(self, out_BTHC: Array) -> Array:
@@ -114,12 +116,12 @@ class CompressedAttention(nn.Module):
         s, p = self.spec, self.policy
         rows, count = out_BTHC.shape[:2]
         wide = s.heads // s.groups * s.head_dim
-        out_a_XC = widen(weight(self, p, "out_a_XC", (s.groups * s.group_rank, wide)), p.compute)
+        out_a_XC = widen(weight(self, p, "out_a_XC", (s.groups * s.group_rank, wide)), p.compute.dtype)
         out_b_XD = matrix(self, p, "out_b_XD", (s.groups * s.group_rank, self.model_dim))
         x_BTGC = out_BTHC.reshape(rows, count, s.groups, wide)
         w_GRC = out_a_XC.reshape(s.groups, s.group_rank, wide)
-        low_BTGR = per_head_dense(x_BTGC, w_GRC, contract=2, dtype=p.compute, apart=p.splits_rows)
-        return dense(low_BTGR.reshape(rows, count, -1), out_b_XD, dtype=p.compute)
+        low_BTGR = per_head_dense(x_BTGC, w_GRC, contract=2, dtype=p.compute.dtype, apart=p.compute.splits_rows)
+        return dense(low_BTGR.reshape(rows, count, -1), out_b_XD, dtype=p.compute.dtype)
 
 
 def _among_themselves(

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read, write
+from jaxspec.cache.addressing import LayerCache, StreamSpec, entry_block, read, write
+from jaxspec.cache.window import Window
 from jaxspec.nn.attend import HIDDEN
 from jaxspec.nn.dense import exact_dense
 from jaxspec.nn.norm import rms_norm
@@ -86,7 +87,7 @@ class Compressor(nn.Module):
         kv_gate_D2X = matrix(self, p, "kv_gate_D2X", (self.model_dim, 2, s.windows * s.head_dim))
         place_TX = weight(self, p, "place_TX", (s.ratio, s.windows * s.head_dim), dtype=jnp.float32)
         norm_C = weight(self, p, "norm_C", (s.head_dim,), nn.initializers.ones)
-        both_BT2X = exact_dense(x_BTD, kv_gate_D2X, dtype=p.compute)
+        both_BT2X = exact_dense(x_BTD, kv_gate_D2X, dtype=p.compute.dtype)
         gate_BTX = both_BT2X[..., 1, :] + place_TX[position_BT % s.ratio]
         raw_BT1X = jnp.concatenate([both_BT2X[..., 0, :], gate_BTX], axis=-1)[:, :, None]
         rows, count = position_BT.shape

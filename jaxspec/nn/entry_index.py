@@ -6,7 +6,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read_block
+from jaxspec.cache.addressing import LayerCache, StreamSpec, entry_block
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import Window
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.policy import Policy, matrix
@@ -64,17 +66,17 @@ class EntryIndexer(nn.Module):
           not needed. And the cache with the new keys.
         """
         s, p, dim = self.spec, self.policy, self.spec.compressor.head_dim
-        q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, dim)), dtype=p.compute)
+        q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, dim)), dtype=p.compute.dtype)
         q_BTHC = rotate(q_BTHC, position_BT, s.compressor.rope)
         weight_DH = matrix(self, p, "weight_DH", (self.model_dim, s.heads))
-        weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute) * (s.heads * dim) ** -0.5
+        weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute.dtype) * (s.heads * dim) ** -0.5
         compressor = Compressor(s.compressor, self.model_dim, self.norm_eps, p, name="compressor")
         k_BNC, cache = compressor(x_BTD, position_BT, cache, window, PREFIX)
         # Which entries are best has no derivative.
         queries = lax.stop_gradient((q_BTHC, weight_BTH))
         if cache is None or window is None:
             assert k_BNC is not None, "without a cache there are entries"
-            return select_entries_self(queries, lax.stop_gradient(k_BNC), s, p.compute), None
+            return select_entries_self(queries, lax.stop_gradient(k_BNC), s, p.compute.dtype), None
         return select_entries(queries, position_BT, cache[f"{PREFIX}entry"], s, window, p), cache
 
 

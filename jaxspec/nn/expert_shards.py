@@ -39,11 +39,11 @@ def obstacles_on(mesh: AbstractMesh | None, experts: Mapping[str, Weight]) -> li
 
 def rows_on_each(policy: Policy, rows: int) -> int:
     """How many of M rows reach a device at most, and so how many it computes with."""
-    mesh = policy.mesh
+    mesh = policy.compute.mesh
     if mesh is None or not split(mesh):
         return rows
     data, expert = mesh.shape["data"], mesh.shape["expert"]
-    if policy.transport != "sum" and expert > 1:
+    if policy.compute.transport != "sum" and expert > 1:
         return -(-rows // (data * expert)) * expert
     return rows if rows % data else rows // data
 
@@ -74,10 +74,10 @@ def on_each_device(
       experts: ``gate_up_ED2F`` and so on, with a leading axis of layers if ``layer`` is given.
       layer: place in the stack.
     """
-    assert policy.mesh is not None, "asked of a policy with a mesh"
-    mesh: AbstractMesh = policy.mesh
+    assert policy.compute.mesh is not None, "asked of a policy with a mesh"
+    mesh: AbstractMesh = policy.compute.mesh
     rows = x_MD.shape[0]
-    transport: Literal["sum", "padded", "ragged"] = policy.transport if mesh.shape["expert"] > 1 else "sum"
+    transport: Literal["sum", "padded", "ragged"] = policy.compute.transport if mesh.shape["expert"] > 1 else "sum"
     over = ("data",) if transport == "sum" else ("data", "expert")
     missing = 0
     if transport != "sum":
@@ -101,7 +101,7 @@ def on_each_device(
             choice,
             weight,
             held,
-            policy.compute,
+            policy.compute.dtype,
         )
         return lax.psum(out, sums) if sums else out
 

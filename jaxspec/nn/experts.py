@@ -185,23 +185,23 @@ def by_kernel(
       layer: place in the stack.
       live_M: rows that are computed, None for all; the others give zeros.
     """
-    if policy.kernels == "xla":
+    if policy.compute.kernels == "xla":
         return None
     expert_MA, stack = routing.expert_MA, layer is not None
     name = case_name(rows_on_each(policy, x_MD.shape[0]), expert_MA.shape[1], experts, stack)
-    blocked = obstacles(experts, stack) + obstacles_on(policy.mesh, experts)
-    choice = choose(OP, name, policy.kernels, "cuda", blocked)
+    blocked = obstacles(experts, stack) + obstacles_on(policy.compute.mesh, experts)
+    choice = choose(OP, name, policy.compute.kernels, "cuda", blocked)
     if choice.implementation == "xla":
         return None
     if live_M is not None:
         expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
 
     def compute(x: Array, choices: Array, weights: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
-        how = {"activation": activation, "dtype": policy.compute, "implementation": choice}
+        how = {"activation": activation, "dtype": policy.compute.dtype, "implementation": choice}
         return routed_experts(x, choices, weights, experts, layer=layer, **how)
 
     operands = (x_MD, expert_MA, routing.weight_MA, experts, layer)
-    return on_each_device(compute, policy, *operands) if split(policy.mesh) else compute(*operands)
+    return on_each_device(compute, policy, *operands) if split(policy.compute.mesh) else compute(*operands)
 
 
 def by_xla(
@@ -214,13 +214,13 @@ def by_xla(
     live_M: Array | None = None,
 ) -> Array:
     """Routed experts by ``stacked``: on a mesh each device computes its part, or XLA splits what does not divide."""
-    if not split(policy.mesh) or obstacles_on(policy.mesh, experts):
-        return stacked(x_MD, routing, experts, activation, policy.compute, layer, live_M)
+    if not split(policy.compute.mesh) or obstacles_on(policy.compute.mesh, experts):
+        return stacked(x_MD, routing, experts, activation, policy.compute.dtype, layer, live_M)
     expert_MA = routing.expert_MA if live_M is None else jnp.where(live_M[:, None], routing.expert_MA, -1)
 
     def compute(x: Array, choices: Array, weights: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
         own = replace(routing, expert_MA=choices, weight_MA=weights)
-        return stacked(x, own, experts, activation, policy.compute, layer, choices >= 0)
+        return stacked(x, own, experts, activation, policy.compute.dtype, layer, choices >= 0)
 
     return on_each_device(compute, policy, x_MD, expert_MA, routing.weight_MA, experts, layer)
 

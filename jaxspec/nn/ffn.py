@@ -97,7 +97,7 @@ class DenseFfn(nn.Module):
         if s.gated:
             gate_up = matrix(self, p, "gate_up_D2F", (dim, 2, s.hidden))
             bias = weight(self, p, "gate_up_bias_2F", (2, s.hidden), zeros) if s.bias else None
-            return gated(x, gate_up, down, bias, down_bias, activation=s.activation, dtype=p.compute, scale=scale)
+            return gated(x, gate_up, down, bias, down_bias, activation=s.activation, dtype=p.compute.dtype, scale=scale)
         up_bias = weight(self, p, "up_bias_F", (s.hidden,), zeros) if s.bias else None
-        hidden = dense(x, matrix(self, p, "up_DF", (dim, s.hidden)), up_bias, dtype=p.compute)
-        return dense(ACTIVATIONS[s.activation.kind](hidden), down, down_bias, dtype=p.compute)
+        hidden = dense(x, matrix(self, p, "up_DF", (dim, s.hidden)), up_bias, dtype=p.compute.dtype)
+        return dense(ACTIVATIONS[s.activation.kind](hidden), down, down_bias, dtype=p.compute.dtype)

@@ -49,7 +49,7 @@ class HyperConnection(nn.Module):
         base_X = weight(self, self.policy, "mix_base_X", (size,), nn.initializers.zeros, jnp.float32)
         scale_3 = weight(self, self.policy, "mix_scale_X", (3,), nn.initializers.ones, jnp.float32)
         flat = rms_norm(x_BTND.reshape(*x_BTND.shape[:2], -1), None, self.norm_eps)
-        mixed = exact_dense(flat, fn_XS.T, dtype=self.policy.compute)
+        mixed = exact_dense(flat, fn_XS.T, dtype=self.policy.compute.dtype)
         each = np.repeat(np.arange(3), (n, n, n * n))
         mixed = added_products([(mixed, scale_3[each])]) + base_X
         read_BTN = sigmoid(mixed[..., :n]) + np.float32(s.eps)
@@ -110,6 +110,6 @@ class HyperHead(nn.Module):
         base_N = weight(self, self.policy, "head_base_N", (n,), nn.initializers.zeros, jnp.float32)
         scale = weight(self, self.policy, "head_scale_X", (1,), nn.initializers.ones, jnp.float32)
         flat = rms_norm(x_BTND.reshape(*x_BTND.shape[:2], -1), None, self.norm_eps)
-        mixed = exact_dense(flat, fn_NS.T, dtype=self.policy.compute)
+        mixed = exact_dense(flat, fn_NS.T, dtype=self.policy.compute.dtype)
         mixed = added_products([(mixed, scale)]) + base_N
         return _weighted(sigmoid(mixed) + np.float32(self.spec.eps), x_BTND)

@@ -20,7 +20,7 @@ class Matrix:
     Attributes:
       whole: [D, ...], or [L, D, ...] with a layer.
       layer: int32 place in the stack, None without one.
-      kernels: see ``Policy.kernels``.
+      kernels: see ``Compute.kernels``.
     """
 
     whole: Array | Quantized

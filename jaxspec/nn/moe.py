@@ -86,23 +86,23 @@ class Moe(nn.Module):
         x_MD = x_BTD.reshape(-1, dim)
         live_M = None if live_BT is None else live_BT.reshape(-1)
         routing = self._route(x_MD, token_BT.reshape(-1))
-        if p.experts == "stacked":
+        if p.layout.experts == "stacked":
             lead = (self.layers,) if self.layers else ()
             placed = self._placed(routing, token_BT, position_BT)
             experts = {
                 name: weight(self, p, name, (*lead, *shape), ZEROS if "bias" in name else None)
-                for name, shape in s.shapes(dim, p.slots.redundant if p.slots else 0).items()
+                for name, shape in s.shapes(dim, p.layout.slots.redundant if p.layout.slots else 0).items()
             }
             out_MD = by_kernel(x_MD, placed, experts, s.activation, p, layer, live_M)
             if out_MD is None:
                 out_MD = by_xla(x_MD, placed, experts, s.activation, p, layer, live_M)
         else:
             own = tuple(map(self._one, range(s.experts)))
-            out_MD = switched(x_MD, routing, own, s.activation, p.compute, live_M)
+            out_MD = switched(x_MD, routing, own, s.activation, p.compute.dtype, live_M)
         if s.shared_hidden:
             gate = None
             if s.shared_gate:
-                gate = sigmoid(dense(x_MD, matrix(self, p, "shared_gate_D1", (dim, 1)), dtype=p.compute))
+                gate = sigmoid(dense(x_MD, matrix(self, p, "shared_gate_D1", (dim, 1)), dtype=p.compute.dtype))
             shared_MD = DenseFfn(FfnSpec(s.shared_hidden, s.activation), dim, p, name="shared")(x_MD, gate)
             out_MD = out_MD + shared_MD
         else:
@@ -114,7 +114,7 @@ class Moe(nn.Module):
         router_DE = matrix(self, p, "router_DE", (self.model_dim, s.experts))
         logit_bias = weight(self, p, "router_bias_E", (s.experts,), ZEROS) if r.logit_bias else None
         product = exact_dense if r.exact else dense
-        logits_ME = product(x_MD, router_DE, logit_bias, dtype=p.compute)
+        logits_ME = product(x_MD, router_DE, logit_bias, dtype=p.compute.dtype)
         bias_E = weight(self, p, "choice_bias_E", (s.experts,), ZEROS, jnp.float32) if r.choice_bias else None
         if r.kind != "hash":
             return route(logits_ME, s.top_k, r, bias_E)
@@ -124,9 +124,9 @@ class Moe(nn.Module):
     def _placed(self, routing: Routing, token_BT: Array, position_BT: Array) -> Routing:
         """The choices as slots, where there are such."""
         s, p = self.spec, self.policy
-        if p.slots is None:
+        if p.layout.slots is None:
             return routing
-        slots_EX = weight(self, p, "slots_EX", (s.experts, p.slots.replicas), ZEROS, jnp.int32)
+        slots_EX = weight(self, p, "slots_EX", (s.experts, p.layout.slots.replicas), ZEROS, jnp.int32)
         turn_M = (token_BT + position_BT).reshape(-1)
         return replace(routing, expert_MA=in_slots(routing.expert_MA, turn_M, slots_EX))
 

@@ -18,8 +18,8 @@ def on_own_rows(compute: Callable[[Array], Array], policy: Policy, x_X: Array) -
       policy: knows how a mesh splits rows.
       x_X: rows; those that the mesh does not divide, such as a prompt's, are computed as XLA likes.
     """
-    mesh, rows = policy.mesh, x_X.shape[0]
-    if mesh is None or not policy.splits_rows or rows % mesh.shape.get("data", 1):
+    mesh, rows = policy.compute.mesh, x_X.shape[0]
+    if mesh is None or not policy.compute.splits_rows or rows % mesh.shape.get("data", 1):
         return compute(x_X)
-    spec = P(row_axes(mesh, rows, policy.transport != "sum"))
+    spec = P(row_axes(mesh, rows, policy.compute.transport != "sum"))
     return jax.shard_map(compute, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_X)

@@ -80,7 +80,7 @@ def select_cached(
 
     def add(index: Array, score_XTN: Array) -> Array:
         k_XZC, seen_XTZ = load(index)
-        score_XTZ = jnp.where(seen_XTZ, scores(queries, k_XZC, policy.compute), HIDDEN)
+        score_XTZ = jnp.where(seen_XTZ, scores(queries, k_XZC, policy.compute.dtype), HIDDEN)
         return lax.dynamic_update_slice_in_dim(score_XTN, score_XTZ, index * k_XZC.shape[1], axis=2)
 
     def among_all() -> Array:

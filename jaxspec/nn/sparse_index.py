@@ -6,7 +6,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
+from jaxspec.cache.addressing import LayerCache, StreamSpec, write
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import Window
 from jaxspec.nn.attend import blocks_in_reach, positions_seen, readers
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.norm import layer_norm
@@ -69,18 +71,18 @@ class Indexer(nn.Module):
           keys.
         """
         s, p = self.spec, self.policy
-        q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, s.head_dim)), dtype=p.compute)
+        q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, s.head_dim)), dtype=p.compute.dtype)
         q_BTHC = rotate(q_BTHC, position_BT, s.rope)
-        k_BTC = dense(x_BTD, matrix(self, p, "k_DC", (self.model_dim, s.head_dim)), dtype=p.compute)
+        k_BTC = dense(x_BTD, matrix(self, p, "k_DC", (self.model_dim, s.head_dim)), dtype=p.compute.dtype)
         scale = weight(self, p, "k_norm_C", (s.head_dim,), nn.initializers.ones)
         shift = weight(self, p, "k_norm_bias_C", (s.head_dim,), nn.initializers.zeros)
         k_BT1C = rotate(layer_norm(k_BTC, scale, shift, KEY_NORM_EPS)[:, :, None], position_BT, s.rope)
         weight_DH = matrix(self, p, "weight_DH", (self.model_dim, s.heads))
-        weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute) * (s.heads * s.head_dim) ** -0.5
+        weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute.dtype) * (s.heads * s.head_dim) ** -0.5
         # Which positions are best has no derivative.
         queries = lax.stop_gradient((q_BTHC, weight_BTH))
         if cache is None or window is None:
-            return select_among_themselves(queries, lax.stop_gradient(k_BT1C)[:, :, 0], s.top_k, p.compute), cache
+            return select_among_themselves(queries, lax.stop_gradient(k_BT1C)[:, :, 0], s.top_k, p.compute.dtype), cache
         cache = cache | {STREAM: write(cache[STREAM], s.stream, window, k_BT1C)}
         return select_positions(queries, position_BT, cache[STREAM], s, window, p), cache
 

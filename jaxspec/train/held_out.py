@@ -37,7 +37,7 @@ def _name(length: int, temperature: float) -> str:
 def make_evaluation(
     settings: RunSettings, head: InitialHead, target: Model, corpus: Corpus, mesh: Mesh | None
 ) -> Callable[[Params], dict[str, float]] | None:
-    """Returns what measures a head's parameters, chains of every length at every temperature.
+    """Returns a function that measures a head's parameters, with chains of every length at every temperature.
 
     None without held-out documents.
 
@@ -58,7 +58,7 @@ def make_evaluation(
         raise ConfigError(f"evaluation: {longest} tokens are more than the target's {target.net.arch.max_position}")
     # Decoding has few rows: a CPU wants another layout of the experts for that than for training.
     policy = policy_for(settings.train.target_dtype, jax.default_backend(), "xla")
-    serving = load_model(target.directory, policy) if policy.experts == "switched" and mesh is None else target
+    serving = load_model(target.directory, policy) if policy.layout.experts == "switched" and mesh is None else target
     specs = [EvalSpec(e.new_tokens, t, min(ROWS, len(asked)), seed=settings.seed) for t in e.temperatures]
     serving_target = Target(serving.params, serving.net, BLOCK)
     evaluators = [AcceptanceEvaluator(serving_target, [p.tolist() for p in asked], spec) for spec in specs]

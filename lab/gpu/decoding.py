@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.aot import hlo
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import DecodeState, Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
+from jaxspec.decode.step import StepPlan
 from jaxspec.inspect.model_cost import model_cost
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.moesd import speedup
+from jaxspec.protocol import NoDrafts
 from jaxspec.pytree import replace
 from lab.gpu.acceptance import PUBLISHED, Guesses
 from lab.gpu.ceilings import copy_bytes_per_s
@@ -102,7 +103,7 @@ def decoding(section: Section, name: str, sizes: Sizes | None = None) -> None:
     """
     sizes = sizes or (TINY if section.tiny else REAL)
     config = published_config(name, section.tiny)
-    target = random_target(config, Policy(depth="stacked", kernels=sizes.kernels), block=sizes.block)
+    target = random_target(config, make_policy(depth="stacked", kernels=sizes.kernels), block=sizes.block)
     model = Model(name, target, model_cost(config, name=name), sizes)
     section.add("weights", model=name, bytes=sum(x.nbytes for x in jax.tree.leaves(target)))
     done: set[Cell] = set()
@@ -211,7 +212,7 @@ class Runner:
         state = replace(self.state, length_B=jnp.full(self.rows, self.sizes.context, jnp.int32), anchor_B=anchor_B)
         model = self.model
         self.state, report = program(model.target, model.drafter(k), state, np.int32(steps), np.bool_(False))
-        return report.packed_BX
+        return report.packed_BXW
 
     def text(self, program: Any, k: int) -> np.ndarray:
         """Returns what every row says next, one token per step at least."""

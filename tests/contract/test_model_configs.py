@@ -21,7 +21,7 @@ from jaxspec.inspect.model_sizes import cached_values, memory_bytes, parameters
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.rules import named_shardings
 
@@ -145,7 +145,7 @@ def tensors_of(name: str) -> dict[str, ReleaseTensor]:
 
 
 def leaves_of(name: str, **policy: Any) -> dict[str, Any]:
-    return flatten(abstract_params(Transformer(arch_named(name), Policy(**policy))))
+    return flatten(abstract_params(Transformer(arch_named(name), make_policy(**policy))))
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS | COUNTS))
@@ -204,13 +204,13 @@ def test_caches_grow_as_published(name: str):
 def test_promised_files_are_loaded_quantised(name: str):
     """What the name lists promise is what loading takes, with nothing missing, unknown or misshaped."""
     config, arch = config_of(name), arch_named(name)
-    table, net = known_tables()[arch.family], Transformer(arch, Policy(depth="stacked"))
+    table, net = known_tables()[arch.family], Transformer(arch, make_policy(depth="stacked"))
     plan = make_plan(
-        Path(name), net, table.rules(arch), beside=table.beside(arch), ignored=table.ignored,
+        Path(name), net, table.rules(arch), other_prefixes=table.other_prefixes(arch), ignored_suffixes=table.ignored,
         block=check_method(config), files=release_files(config),
     )  # fmt: skip
     assert not any(plan.problems.values()), plan.problems
-    routed = plan.policy.format_of("ffn/down_EFD")
+    routed = plan.net.policy.storage.format_of("ffn/down_EFD")
     assert routed is not None
     assert routed.kind == QUANTIZED[name]
     in_files = sum(t.size_bytes for t in tensors_of(name).values() if not t.is_mtp)

@@ -25,7 +25,7 @@ from jaxspec.models import families
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.ffn import ACTIVATIONS, FfnSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.shapes import Params
@@ -96,7 +96,7 @@ CONFIG = {
     "eos_token_id": [0, 1],
 }
 FLOAT = jnp.dtype("float32")
-POLICY = Policy(FLOAT, FLOAT, "switched")
+POLICY = make_policy(FLOAT, experts="switched")
 
 
 def forget() -> None:

@@ -18,7 +18,7 @@ from jaxspec.draft.mtp import MtpHeads
 from jaxspec.errors import ConfigError
 from jaxspec.models.mtp import Mtp, run_mtp
 from jaxspec.models.transformer import embed, head, teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, Commit, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array, Params
@@ -82,8 +82,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shutil.copy(directory / ("hub_config.json" if directory in ORACLES else "config.json"), model_dir / "config.json")
     shutil.copy(directory / "model.safetensors", model_dir / "model.safetensors")
     shutil.copy(reference_of(directory), says_dir / "says.safetensors")
-    says = TensorFiles(says_dir)
-    model = load_model(model_dir, Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), experts))
+    says = TensorFiles.of(says_dir)
+    model = load_model(model_dir, make_policy(jnp.float32, experts=experts))
     net, params = load_mtp(model_dir, model.net)
     ids_BT = np.asarray(says["input_ids"]).astype(np.int32)
     position_BT = np.broadcast_to(np.arange(ids_BT.shape[1], dtype=np.int32), ids_BT.shape)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import forward, head
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.demo_pair import demo_model_dir
 
 pytestmark = pytest.mark.served
@@ -22,7 +22,7 @@ LENGTH = 140  # beyond one attention block
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return load_model(demo_model_dir("target"), Policy(BFLOAT16, BFLOAT16, "switched"))
+    return load_model(demo_model_dir("target"), make_policy(BFLOAT16, experts="switched"))
 
 
 def bits(model: Model, token_BS: np.ndarray, width: int) -> np.ndarray:

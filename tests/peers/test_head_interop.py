@@ -21,13 +21,13 @@ from jaxspec.checkpoint.heads.formats import ExportFormat, Verifier
 from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
 from jaxspec.models.heads import Head
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.unrolled import Unrolled
 from jaxspec.protocol import CaptureSpec
 
 PYTHON = os.environ.get("JAXSPEC_PEERS_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="JAXSPEC_PEERS_PYTHON names no interpreter with the peers")
-FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"))
+FLOAT32 = make_policy("float32")
 FORMATS: dict[str, ExportFormat] = {"specforge": "eagle3", "speculators": "speculators", "peagle": "speculators"}
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe"
 V, D, W, LENGTH, ROUNDS = 96, 32, 40, 11, 3

@@ -19,7 +19,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 
 Verdict = Literal["ok", "warning", "error"]
 AS_WRITTEN = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite")
@@ -119,10 +119,10 @@ def check_head(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]
 def _refusal(directory: Path, target: ArchSpec) -> str:
     kind = np.dtype(np.float32)
     try:
-        plan, net = plan_head(directory, target, Policy(kind, kind))
+        plan = plan_head(directory, target, make_policy(kind))
         plan.check()
         assert isinstance(plan.files, HeadFiles)
-        vocabulary(plan.files, net.spec)
+        vocabulary(plan.files, plan.net.spec)
     except (ConfigError, CheckpointError) as error:
         return str(error)
     return ""
@@ -273,7 +273,7 @@ def _embedding(case: Case) -> Finding:
 def _target_embedding(case: Case) -> np.ndarray | None:
     name = next(r.hub[0] for r in known_tables()[case.target.family].top if r.leaf == "embed_VD")
     try:
-        files = TensorFiles(case.directory)
+        files = TensorFiles.of(case.directory)
         return files.get(name)
     except CheckpointError:
         return None

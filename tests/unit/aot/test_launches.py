@@ -4,7 +4,7 @@ import pytest
 
 from jaxspec.aot import hlo, launches
 from jaxspec.aot.hlo import Execution
-from jaxspec.decode.ways import NARROWER, WIDEST
+from jaxspec.decode.compaction import FULL, SMALLER
 
 HLO = """\
 HloModule jit_step, is_scheduled=true
@@ -156,7 +156,7 @@ def test_of_the_ways_to_step_the_widest_is_counted():
     two = [
         f"  %{name} = (s32[]) while(%arg.5), condition=%more_blocks.{n}, body=%blocks.{n}, "
         f'metadata={{op_name="jit(ngram)/while/body/{scope}/while" stack_frame_id=1}}'
-        for n, (name, scope) in enumerate({"while.3": WIDEST, "while.4": NARROWER}.items())
+        for n, (name, scope) in enumerate({"while.3": FULL, "while.4": SMALLER}.items())
     ]
     text = HLO.replace("  %while.3 = (s32[]) while(%arg.5), condition=%more_blocks, body=%blocks", "\n".join(two))
     module = hlo.parse(text, stepped=True)

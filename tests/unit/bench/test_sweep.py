@@ -15,9 +15,9 @@ from jaxspec.bench.measure import Run, Trace
 from jaxspec.bench.record import Skipped, SweepCell, load, save
 from jaxspec.bench.rounds import PLAIN, SPECULATIVE
 from jaxspec.bench.sweep import Sweep, Watcher
+from jaxspec.bench.synthetic import Synthetic
 from jaxspec.bench.tables import csv_text, heading, markdown_text
 from jaxspec.bench.touched_experts import touched_experts
-from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.text_routes import routed_experts
 from jaxspec.perf.moesd import expected_experts

@@ -16,7 +16,7 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
 from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.protocol import CaptureSpec
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -24,7 +24,7 @@ BASE = json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text())
 CONFIG = BASE | {"num_hidden_layers": 8}
 TARGET = arch_of(CONFIG)
 V, D, W = TARGET.vocab_size, TARGET.model_dim, 20
-FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"))
+FLOAT32 = make_policy("float32")
 IDS_W = np.sort(np.random.default_rng(0).permutation(V)[:W]).astype(np.int32)
 LAYERS: dict[str, Any] = {
     "model_type": "llama", "hidden_size": D, "intermediate_size": 48, "num_attention_heads": 4,

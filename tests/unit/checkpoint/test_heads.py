@@ -15,7 +15,7 @@ from jaxspec.checkpoint.heads.layers import arch_of_head, layers_config, layers_
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.protocol import CaptureSpec
 from tests.unit.checkpoint.head_cases import (
@@ -93,7 +93,7 @@ def test_what_is_saved_is_loaded_to_the_bit(tmp_path: Path, of, form):
 
 def test_a_detour_through_the_other_formats_changes_no_bit(tmp_path: Path):
     kind = np.dtype(jnp.bfloat16)
-    made = head(spec({"num_hidden_layers": 2}, norm_output=True, fc_norm=True), Policy(kind, kind))
+    made = head(spec({"num_hidden_layers": 2}, norm_output=True, fc_norm=True), make_policy(kind))
     found = made
     for n, form in enumerate(("eagle3", "native", "speculators", "eagle3", "native")):
         save_head(found, tmp_path / str(n), form, verifier=VERIFIER)

@@ -136,7 +136,7 @@ def test_eagle3_with_latent_attention(tmp_path: Path):
     assert isinstance(spec.arch.layers[0].attention, LatentSpec)
     low = files["layers.0.self_attn.kv_a_proj_with_mqa.weight"].astype(np.float32)
     np.testing.assert_array_equal(leaf(found, "first", "attention", "kv_a_DX"), low.T)
-    assert stored_policy(tmp_path / "head").param == BFLOAT16
+    assert stored_policy(tmp_path / "head").storage.param == BFLOAT16
 
 
 def test_speculators_and_its_parallel_heads(tmp_path: Path):

@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.checkpoint.load.block_scales import block_scales, dequantize, quantize
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.checkpoint.load.places import flatten
-from jaxspec.checkpoint.load.stored import block_scales, dequantize, quantize
 from jaxspec.errors import ConfigError
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.nn.quantized import Format, Quantized
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -18,7 +17,7 @@ LAYOUTS = (("switched", "unrolled"), ("stacked", "unrolled"), ("stacked", "stack
 
 
 def policy(layout=LAYOUTS[0], dtype: str = "bfloat16") -> Policy:
-    return Policy(jnp.dtype(dtype), jnp.dtype(dtype), *layout)
+    return make_policy(dtype, experts=layout[0], depth=layout[1])
 
 
 def wide(leaf: Quantized) -> np.ndarray:

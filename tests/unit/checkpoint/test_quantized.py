@@ -12,14 +12,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.block_scales import block_scales, dequantize, quantize
 from jaxspec.checkpoint.load.model import load_model, plan_model
 from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.checkpoint.load.save import export_tensors
-from jaxspec.checkpoint.load.stored import block_scales, dequantize, quantize
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.nn.quantized import Format, Quantized
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -31,13 +31,13 @@ E4M3, E8M0, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, jnp.dtype(
 
 
 def policy(layout=LAYOUTS[0], dtype: str = "bfloat16") -> Policy:
-    return Policy(jnp.dtype(dtype), jnp.dtype(dtype), *layout)
+    return make_policy(dtype, experts=layout[0], depth=layout[1])
 
 
 def edited(source: Path | str, tmp_path: Path, edit: Callable[[dict], None] = lambda _: None, **config) -> Path:
     """A checkpoint with some of its tensors or config keys changed."""
     source = GOLDEN / source
-    tensors = {key: np.array(value) for key, value in TensorFiles(source).items()}
+    tensors = {key: np.array(value) for key, value in TensorFiles.of(source).items()}
     edit(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     values = json.loads((source / "config.json").read_text()) | config
@@ -133,7 +133,7 @@ def compare(directory: Path, layout, dtype: str) -> None:
     """Every weight that is kept against what widening while loading gives."""
     kept = load_model(directory, policy(layout, dtype))
     plain = load_model(directory, policy(layout, dtype), quantization="none")
-    assert plain.net.policy.formats == ()
+    assert plain.net.policy.storage.formats == ()
     old, new = flatten(plain.params["params"]), flatten(kept.params["params"])
     assert set(old) == set(new)
     assert sum(isinstance(leaf, Quantized) for leaf in new.values()) >= 2
@@ -157,7 +157,7 @@ def test_kept_weights_of_ragged_sizes(name: str, layout, ragged: dict[str, Path]
 
 def test_every_way_to_a_published_number(ragged: dict[str, Path]):
     """Leaves against the tensors themselves, without the loader's own packs."""
-    files, model = TensorFiles(ragged["fp8"]), load_model(ragged["fp8"], policy(dtype="float32"))
+    files, model = TensorFiles.of(ragged["fp8"]), load_model(ragged["fp8"], policy(dtype="float32"))
     layer = model.params["params"]["layers_1"]
     at, ffn = layer["attention"], layer["ffn"]
     heads = at["q_b_RHC"].shape[1]
@@ -179,7 +179,7 @@ def test_every_way_to_a_published_number(ragged: dict[str, Path]):
 
 
 def test_what_stays_quantised():
-    formats = dict(load_model(GOLDEN / "deepseek_v3_fp8", policy()).net.policy.formats)
+    formats = dict(load_model(GOLDEN / "deepseek_v3_fp8", policy()).net.policy.storage.formats)
     assert set(formats) == {
         "attention/q_a_DR", "attention/q_b_RHC", "attention/kv_a_DX", "attention/kv_b_HXR", "attention/out_HCD",
         "ffn/gate_up_D2F", "ffn/down_FD", "ffn/gate_up_D2F_{e}", "ffn/down_FD_{e}",
@@ -187,12 +187,12 @@ def test_what_stays_quantised():
     }  # fmt: skip
     assert formats["attention/q_a_DR"] == Format("fp8", (128, 128))
     assert formats["ffn/gate_up_D2F_{e}"] == Format("fp8", (128, 1, 128))
-    formats = dict(load_model(GOLDEN / "gpt_oss_mxfp4", policy(LAYOUTS[2])).net.policy.formats)
+    formats = dict(load_model(GOLDEN / "gpt_oss_mxfp4", policy(LAYOUTS[2])).net.policy.storage.formats)
     assert formats == {
         "ffn/gate_up_ED2F": Format("fp4", (32, 1, 1), exponent_scales=True, packed_axis=-3),
         "ffn/down_EFD": Format("fp4", (32, 1), exponent_scales=True, packed_axis=-2),
     }
-    formats = dict(load_model(GOLDEN / "deepseek_v4_fp4", policy()).net.policy.formats)
+    formats = dict(load_model(GOLDEN / "deepseek_v4_fp4", policy()).net.policy.storage.formats)
     assert formats["ffn/gate_up_D2F_{e}"] == Format("fp4", (32, 1, 1), exponent_scales=True, packed_axis=-3)
     assert formats["ffn/shared/gate_up_D2F"] == Format("fp8", (128, 1, 128), exponent_scales=True)
     assert formats["attention/out_a_XC"] == Format("fp8", (128, 128), exponent_scales=True)
@@ -207,8 +207,8 @@ def test_kinds_whose_layers_differ_are_widened(ragged: dict[str, Path], tmp_path
 
     model = load_model(edited(ragged["fp8"], tmp_path, edit), policy())
     whole = load_model(ragged["fp8"], policy(), quantization="none")
-    assert "attention/out_HCD" not in dict(model.net.policy.formats)
-    assert "attention/q_a_DR" in dict(model.net.policy.formats)
+    assert "attention/out_HCD" not in dict(model.net.policy.storage.formats)
+    assert "attention/q_a_DR" in dict(model.net.policy.storage.formats)
     for layer in ("layers_0", "layers_1"):
         got, wanted = (m.params["params"][layer]["attention"]["out_HCD"] for m in (model, whole))
         np.testing.assert_array_equal(got, wanted)
@@ -221,7 +221,7 @@ def test_scales_in_other_float_dtypes(ragged: dict[str, Path], tmp_path: Path):
         tensors |= {name: value.astype(BF16) for name, value in tensors.items() if name.endswith("_scale_inv")}
 
     directory = edited(ragged["fp8"], tmp_path, narrow)
-    scales = TensorFiles(directory)
+    scales = TensorFiles.of(directory)
     leaf = load_model(directory, policy()).params["params"]["layers_0"]["attention"]["q_a_DR"]
     wanted = scales["model.layers.0.self_attn.q_a_proj.weight_scale_inv"].astype(np.float32).T
     np.testing.assert_array_equal(leaf.scale, wanted)
@@ -244,7 +244,7 @@ def test_base_checkpoints_of_deepseek_v4(tmp_path: Path):
             tensors[name.removesuffix("scale") + "weight"] = quantize(wide, tensors[name], Format("fp8", (128, 128)))
 
     model = load_model(edited("deepseek_v4_fp4", tmp_path, edit), policy(dtype="float32"))
-    formats = dict(model.net.policy.formats)
+    formats = dict(model.net.policy.storage.formats)
     assert formats["ffn/gate_up_D2F_{e}"] == Format("fp8", (128, 1, 128))
     assert formats["attention/q_a_DR"] == Format("fp8", (128, 128))
     got, wanted = (m.params["params"]["layers_0"]["ffn"]["down_FD_3"] for m in (model, plain))
@@ -352,12 +352,12 @@ def test_block_sizes_of_the_config_count(tmp_path: Path):
 
     settings = {"quant_method": "fp8", "weight_block_size": [64, 32]}
     model = load_model(edited("deepseek_v3_fp8", tmp_path, edit, quantization_config=settings), policy())
-    assert dict(model.net.policy.formats)["attention/q_a_DR"] == Format("fp8", (32, 64))
+    assert dict(model.net.policy.storage.formats)["attention/q_a_DR"] == Format("fp8", (32, 64))
 
 
 def test_copies_of_a_loaded_policy_load_other_models():
     """A draft model is loaded with its target's policy, whose formats are not its own."""
     target = load_model(GOLDEN / "deepseek_v3_fp8", policy())
     draft = load_model(GOLDEN / "qwen3", target.net.policy)
-    assert draft.net.policy.formats == ()
+    assert draft.net.policy.storage.formats == ()
     jax.tree.map(lambda leaf: leaf.block_until_ready(), draft.params)

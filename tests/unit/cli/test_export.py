@@ -16,10 +16,10 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import CaptureSpec
 
-EXACT = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+EXACT = make_policy("float32")
 TARGET = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 40, "hidden_size": 16,
     "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24,

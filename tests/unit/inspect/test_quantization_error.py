@@ -11,7 +11,7 @@ from jaxspec.checkpoint.load.model import load_model
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.inspect.quantization_error import quantization_error
 from jaxspec.models.transformer import teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 IDS = np.random.default_rng(0).integers(0, 64, 20).tolist()
@@ -32,7 +32,7 @@ def test_errors_are_those_of_the_logits(kind: str):
     found = quantization_error(directory, kind, IDS, "float32")
     logits = []
     for quantization in ("none", kind):
-        model = load_model(directory, Policy(f32, f32, "stacked"), quantization=quantization)
+        model = load_model(directory, make_policy(f32), quantization=quantization)
         at = np.arange(len(IDS), dtype=np.int32)[None]
         logits.append(np.asarray(teacher_forced(model.net, model.params, np.asarray([IDS], np.int32), at)[0][0]))
     error = np.abs(logits[1] - logits[0])

@@ -12,14 +12,14 @@ from jax.sharding import Mesh
 
 from jaxspec.nn.experts import by_kernel
 from jaxspec.nn.ffn import Activation
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.router import Routing
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.rules import named_shardings
 from pallas_kernels.weight_cases import abstract_weight, random_weight
 
 FLOAT32 = jnp.dtype("float32")
-POLICY = Policy(FLOAT32, FLOAT32, "stacked", "stacked", "interpret")
+POLICY = make_policy(FLOAT32, depth="stacked", kernels="interpret")
 ROWS, EXPERTS, TOP_K, DIM, HIDDEN, LAYERS = 7, 8, 3, 64, 64, 2
 
 

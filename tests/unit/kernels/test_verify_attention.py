@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import LayerCache, Window, init_layer
+from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.window import Window
 from jaxspec.nn.attention import Attention, AttentionSpec
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.nn.rope import RopeSpec
 from pallas_kernels.blocks import trying
 from pallas_kernels.select import UnsupportedKernel
@@ -172,7 +173,7 @@ def test_a_layer_computes_with_the_kernel_what_it_computes_with_xla(name: str, s
     window = Window(start_B, table_BJ, base=base, path_BTJ=path_BTJ, block=8)
     x_BTD = noise(9, 2, count, 64)
     kind: type[nn.Module] = LatentAttention if isinstance(spec, LatentSpec) else Attention
-    plain = kind(spec, 64, 1e-5, Policy(FLOAT32, FLOAT32))  # pyright: ignore[reportCallIssue]
+    plain = kind(spec, 64, 1e-5, make_policy(FLOAT32))  # pyright: ignore[reportCallIssue]
     params = jax.eval_shape(partial(plain.init, jax.random.key(0)), x_BTD, position_BT, None, None, None)
     params = jax.tree.map(lambda p: noise(10, *p.shape) / np.float32(4), params)
 
@@ -181,8 +182,8 @@ def test_a_layer_computes_with_the_kernel_what_it_computes_with_xla(name: str, s
         out, written, _ = jax.jit(module.apply)(params, x_BTD, position_BT, pages, window, None)
         return out, written
 
-    wanted, old = run(Policy(FLOAT32, FLOAT32))
-    found, new = run(Policy(FLOAT32, FLOAT32, kernels="interpret"))
+    wanted, old = run(make_policy(FLOAT32))
+    found, new = run(make_policy(FLOAT32, kernels="interpret"))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
     jax.tree.map(np.testing.assert_array_equal, new, old)
 

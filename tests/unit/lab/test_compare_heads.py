@@ -14,13 +14,13 @@ from jaxspec.checkpoint.load.model import load_model
 from jaxspec.decode.state import Target
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy, policy_for
+from jaxspec.nn.policy import make_policy, policy_for
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.train.head_nets import net_of
 from tests.unit.serve.tiny_model import write_tiny_model
 
 LAB = Path(__file__).resolve().parents[3] / "lab"
-EXACT = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+EXACT = make_policy("float32")
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from jaxspec.aot.programs import abstract_target
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.quantized import Quantized, widen
 from lab.gpu import random_model
 from lab.gpu.random_model import DEVIATION, published_config, random_array, random_target
 
 
 def test_published_formats_layout_and_scale():
-    config, policy = published_config("gpt-oss-20b", tiny=True), Policy(depth="stacked")
+    config, policy = published_config("gpt-oss-20b", tiny=True), make_policy(depth="stacked")
     made, wanted = random_target(config, policy).params, abstract_target(config, policy).params
     assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
     down = made["params"]["segment_0"]["ffn"]["down_EFD"]

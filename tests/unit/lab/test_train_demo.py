@@ -7,12 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.checkpoint.load.model import load_model
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from scripts.house_report import ROOT
 
 pytest.importorskip("orbax.checkpoint")
@@ -75,7 +74,7 @@ def digests(pair: Path) -> dict[str, str]:
 def test_pair_loads(whole: Path):
     for name, family in (("target", "qwen2_moe"), ("draft", "llama")):
         assert {file.name for file in (whole / name).iterdir()} == FILES
-        model = load_model(whole / name, Policy(experts="stacked"))
+        model = load_model(whole / name, make_policy())
         assert model.net.arch.family == family
         assert model.net.arch.vocab_size == 320
         assert model.generation["eos_token_id"] == 0
@@ -108,7 +107,7 @@ def test_target_text_follows_the_target(whole: Path):
     files = sorted((whole.parent / "runs").glob("draft-*/text_train/*.npy"))
     text = np.concatenate([np.load(file) for file in files]).astype(np.int32)
     assert text.shape == (4, 33)
-    model = load_model(whole / "target", Policy(*[jnp.dtype("float32")] * 2, "stacked"))
+    model = load_model(whole / "target", make_policy("float32"))
     position = np.broadcast_to(np.arange(32, dtype=np.int32), (4, 32))
     logits = np.asarray(model.net.apply(model.params, text[:, :-1], position, method="logits_of")[0])
     chosen = np.take_along_axis(logits, text[:, 1:, None], -1)[..., 0]

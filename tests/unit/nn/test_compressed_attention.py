@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window, entries, init_layer
+from jaxspec.cache.addressing import entries, init_layer
+from jaxspec.cache.window import Window
 from jaxspec.checkpoint.load.places import abstract_params
 from jaxspec.errors import ConfigError
 from jaxspec.models.caches import init_caches
@@ -18,7 +19,7 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.compressed_attention import CompressedAttention, CompressedSpec
 from jaxspec.nn.compressor import Compressor
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import rotate
 
 FLOAT, HALF = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -84,7 +85,7 @@ class Layer:
     dtype: Any
 
     def __post_init__(self) -> None:
-        self.module = CompressedAttention(self.spec, DIM, EPS, Policy(self.dtype, self.dtype))
+        self.module = CompressedAttention(self.spec, DIM, EPS, make_policy(self.dtype))
         x, position = jnp.zeros((1, 1, DIM)), jnp.zeros((1, 1), jnp.int32)
         shapes = jax.eval_shape(lambda: self.module.init(jax.random.key(0), x, position, None, None, None))
         self.params = filled(shapes)
@@ -156,7 +157,7 @@ def test_prompts_in_padded_chunks_and_then_drafts_give_what_the_whole_gives(rati
 def test_entries_are_the_published_ones(ratio: int):
     spec = spec_of(ratio).compressor
     assert spec is not None
-    module, count = Compressor(spec, DIM, EPS, Policy(FLOAT, FLOAT)), 3 * ratio + 1
+    module, count = Compressor(spec, DIM, EPS, make_policy(FLOAT)), 3 * ratio + 1
     x_BTD = np.random.default_rng(3).standard_normal((1, count, DIM)).astype(np.float32)
     position_BT = jnp.arange(count, dtype=jnp.int32)[None]
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), x_BTD, position_BT, None, None))
@@ -185,7 +186,7 @@ def test_entries_are_the_published_ones(ratio: int):
 @pytest.mark.served
 def test_bits_of_a_whole_model_do_not_depend_on_rows_and_positions():
     arch, length, room = arch_of(CONFIG | {"num_hidden_layers": 2, "compress_ratios": [4, 8]}), 45, 64
-    net: Any = Transformer(arch, Policy(HALF, HALF, "switched"))
+    net: Any = Transformer(arch, make_policy(HALF, experts="switched"))
     params = {"params": filled(abstract_params(net), experts=4)}
     token_BS = np.random.default_rng(4).integers(0, 96, (3, length)).astype(np.int32)
 

@@ -11,7 +11,7 @@ from jax import lax
 from jaxspec.nn.expert_slots import in_slots
 from jaxspec.nn.experts import by_xla
 from jaxspec.nn.ffn import SILU
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.perf.expert_placement import EMPTY, slots_by_expert, slots_of
 from jaxspec.pytree import replace
 from jaxspec.sharding.mesh import make_mesh
@@ -57,7 +57,7 @@ def test_uneven_choices_give_what_one_device_gives(transport: Any, monkeypatch: 
     plain, mesh = weights(FLOAT32), make_mesh({"expert": DEVICES})
     held = {name: w[np.maximum(np.array(SLOTS), 0)] for name, w in plain.items()}
     put = jax.device_put(held, named_shardings(held, mesh))
-    policy = Policy(FLOAT32, FLOAT32, "stacked", mesh=mesh.abstract_mesh, transport=transport)
+    policy = make_policy(FLOAT32, mesh=mesh.abstract_mesh, transport=transport)
     turn_M, live_M = jnp.arange(rows, dtype=jnp.int32), np.arange(rows) != 2
 
     def placed(x, routed, experts, live):

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window, init_layer
+from jaxspec.cache.addressing import init_layer
+from jaxspec.cache.window import Window
 from jaxspec.errors import ConfigError
 from jaxspec.models.caches import compact_caches, init_caches
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Caches, Transformer, forward, head
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.nn.quantized import Format
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.nn.sparse_index import IndexSpec
@@ -22,7 +23,7 @@ from jaxspec.topology import Topology
 
 BLOCK, LENGTH, TOP_K = 8, 40, 8
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-EXACT = Policy(FLOAT32, FLOAT32)
+EXACT = make_policy(FLOAT32)
 ROPE = RopeSpec(1e4, 8, interleaved=True)
 PLAIN = LatentSpec(heads=4, plain_dim=16, value_dim=12, rank=24, rope=ROPE, scale=24**-0.5, query_rank=32)
 INDEX = IndexSpec(heads=4, head_dim=16, top_k=TOP_K, rope=ROPE)
@@ -78,7 +79,7 @@ def attention(spec: LatentSpec, policy: Policy = EXACT) -> tuple[LatentAttention
 
 
 def model(name: str, depth: str = "unrolled", dtype: jnp.dtype = BFLOAT16, **changes) -> tuple[Transformer, dict]:
-    net = Transformer(arch_of({**CONFIGS[name], **changes}), Policy(dtype, dtype, "switched", depth))
+    net = Transformer(arch_of({**CONFIGS[name], **changes}), make_policy(dtype, experts="switched", depth=depth))
     return net, filled(net.initial, jax.random.key(0))
 
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window, init_layer, write
-from jaxspec.nn.policy import Policy
+from jaxspec.cache.addressing import init_layer, write
+from jaxspec.cache.window import Window
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.nn.selection import best, scores
 from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec, select_among_themselves, select_positions
@@ -14,7 +15,7 @@ from jaxspec.topology import Topology
 
 BLOCK, ROOM, DIM, RANK, TOP_K = 8, 48, 20, 10, 6
 FLOAT32 = jnp.dtype("float32")
-EXACT = Policy(FLOAT32, FLOAT32)
+EXACT = make_policy(FLOAT32)
 
 
 def indexer(interleaved: bool) -> tuple[Indexer, dict[str, np.ndarray]]:

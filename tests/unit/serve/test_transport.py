@@ -3,12 +3,11 @@
 import json
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import pytest
 
 from jaxspec.config import shipped
 from jaxspec.models.catalog import arch_of
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.perf.hardware import CPU_RATES
 from jaxspec.pytree import replace
 from jaxspec.serve.transport import pass_of, rates_of, transport_for
@@ -16,7 +15,7 @@ from jaxspec.sharding.mesh import make_mesh
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
-POLICY = Policy(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
+POLICY = make_policy("bfloat16")
 
 
 def arch(name: str):

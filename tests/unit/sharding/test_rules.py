@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
 from jaxspec.protocol import CaptureSpec
 from jaxspec.sharding.mesh import make_mesh
@@ -81,7 +81,7 @@ def test_heads_have_their_layers_and_vocabulary_split():
     }
     arch = arch_of(layer | {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24})
     spec = HeadSpec(arch, 16, CaptureSpec((1, 2), (0,)), fc_norm=True, draft_vocab=20, routing=(0, 1), experts=6)
-    net = DraftHead(spec, Policy(jnp.dtype("float32"), jnp.dtype("float32")))
+    net = DraftHead(spec, make_policy("float32"))
     shapes = jax.eval_shape(net.initial, jax.random.key(0))["params"]
     found = specs(shapes, make_mesh({"expert": 2, "tensor": 2}))
     assert found["head_DW"] == P(None, "tensor")

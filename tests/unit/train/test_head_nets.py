@@ -14,7 +14,7 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.train.head_nets import net_of, start_from_target
 from jaxspec.train.settings import HeadSettings, load_head_settings
 
@@ -25,7 +25,7 @@ CONFIG = {
     "rope_theta": 500.0, "mlp_only_layers": [1],
 }  # fmt: skip
 ARCH = arch_of(CONFIG)
-POLICY = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+POLICY = make_policy("float32")
 
 
 def net(**settings: Any) -> Any:

@@ -17,7 +17,7 @@ from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of
 from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec, run_medusa
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, CaptureSpec, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
@@ -35,7 +35,7 @@ CONFIG = {
     "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 run_teacher, fill = jax.jit(eager_run_teacher, static_argnums=(0, 3, 4)), jax.jit(prefill)
-EXACT = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+EXACT = make_policy("float32")
 OWN = {"model_type": "llama", "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
