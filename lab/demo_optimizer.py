@@ -21,7 +21,7 @@ def schedule(peak: float, steps: int, warmup: int, decay_from: float = 0.6) -> o
 
 
 def matrices(params: Params) -> Params:
-    """Which parameters are matrices for Muon, and their input and output axes, from the names' shape suffixes."""
+    """Returns the matrices for Muon with their input and output axes, from the names' shape suffixes."""
 
     def dims(path: tuple, leaf: jax.Array) -> MuonDimensionNumbers | None:
         name = path[-1].key
