@@ -1,4 +1,4 @@
-"""How many plain steps a step with K drafts takes: as a calibration measured, or as the cost model predicts."""
+"""Ratios of steps with K drafts to plain ones: as a calibration measured, or as the cost model predicts."""
 
 import math
 from collections.abc import Mapping, Sequence

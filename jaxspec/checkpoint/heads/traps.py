@@ -112,8 +112,8 @@ def check_head(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]
     except ConfigError as error:
         spec, fault = None, str(error)
     case = Case(config, files, kind, spec, fault, arch, target)
-    found = tuple(replace(look(case), trap=f"T{n}") for n, look in enumerate(LOOKS, start=1))
-    return found, fault or _refusal(directory, arch)
+    findings = tuple(replace(look(case), trap=f"T{n}") for n, look in enumerate(LOOKS, start=1))
+    return findings, fault or _refusal(directory, arch)
 
 
 def _refusal(directory: Path, target: ArchSpec) -> str:
@@ -153,16 +153,16 @@ def _conventions(case: Case) -> Finding:
     title = "which layers are tapped"
     if not case.has_taps:
         return _plain(title)
-    own, (top, nested), depth = case.taps, stated_taps(case.config), len(case.target.layers)
-    found = f"boundaries {_list(top)} at the top, block outputs {_list(nested)} in eagle_config"
+    taps, (top, nested), depth = case.taps, stated_taps(case.config), len(case.target.layers)
+    stated = f"boundaries {_list(top)} at the top, block outputs {_list(nested)} in eagle_config"
     vllm, sglang = f"taps boundaries {list(vllm_taps(case))}", f"taps boundaries {list(sglang_taps(case))}"
     cure = f"write the boundaries b at the top as {TAPS}, and b - 1 in eagle_config"
-    if own is None:
-        return Finding("", title, "error", f"{found}: they contradict each other", vllm, sglang, cure)
-    if list(own) != sorted({b for b in own if 0 <= b <= depth}):
-        found = f"boundaries {list(own)} do not ascend within 0 to {depth}, the target's"
-        return Finding("", title, "error", found, vllm, sglang, f"use the head's own target; {cure}")
-    return Finding("", title, "ok", f"{found}: boundaries {list(own)}", vllm, sglang)
+    if taps is None:
+        return Finding("", title, "error", f"{stated}: they contradict each other", vllm, sglang, cure)
+    if list(taps) != sorted({b for b in taps if 0 <= b <= depth}):
+        stated = f"boundaries {list(taps)} do not ascend within 0 to {depth}, the target's"
+        return Finding("", title, "error", stated, vllm, sglang, f"use the head's own target; {cure}")
+    return Finding("", title, "ok", f"{stated}: boundaries {list(taps)}", vllm, sglang)
 
 
 def _places(case: Case) -> Finding:
@@ -176,28 +176,28 @@ def _places(case: Case) -> Finding:
     if case.kind == "speculators":
         sglang = "cannot read this format at all"
         if top and len(top) != 3:
-            found = f"{len(top)} taps; vLLM builds the product of this format for 3"
-            return Finding("", title, "warning", found, "fails", sglang, EXPORT)
+            stated = f"{len(top)} taps; vLLM builds the product of this format for 3"
+            return Finding("", title, "warning", stated, "fails", sglang, EXPORT)
     if not lacking:
         return Finding("", title, "ok", "at the top and in eagle_config", vllm, sglang)
-    own = case.taps
-    wrong = own is None or own != vllm_taps(case) or (own != sglang_taps(case) and case.kind != "speculators")
+    taps = case.taps
+    wrong = taps is None or taps != vllm_taps(case) or (taps != sglang_taps(case) and case.kind != "speculators")
     guessed = len(lacking) == 2
-    found = f"no ids {' and none '.join(lacking)}" + ("; what it was trained with is a guess" if guessed else "")
+    stated = f"no ids {' and none '.join(lacking)}" + ("; what it was trained with is a guess" if guessed else "")
     verdict: Verdict = "warning" if wrong or guessed else "ok"
-    return Finding("", title, verdict, found, vllm, sglang, EXPORT if verdict == "warning" else "")
+    return Finding("", title, verdict, stated, vllm, sglang, EXPORT if verdict == "warning" else "")
 
 
 def _exceptions(case: Case) -> Finding:
     title = "SGLang's exceptions by model"
-    own, family = case.taps, case.target.family
-    if not case.has_taps or own is None:
+    made_for, family = case.taps, case.target.family
+    if not case.has_taps or made_for is None:
         return _plain(title)
     taps = sglang_taps(case)
-    if stated_taps(case.config)[1] is None or taps == own:
+    if stated_taps(case.config)[1] is None or taps == made_for:
         return Finding("", title, "ok", f"none applies to {family} with these ids")
     cure = f"for {family} choose taps whose first boundary is 2" if family in AS_WRITTEN else EXPORT
-    return Finding("", title, "warning", f"made for boundaries {list(own)}", SAME, f"taps {list(taps)}", cure)
+    return Finding("", title, "warning", f"made for boundaries {list(made_for)}", SAME, f"taps {list(taps)}", cure)
 
 
 def _residual(case: Case) -> Finding:
@@ -239,32 +239,32 @@ def _later_norms(case: Case) -> Finding:
     given = set(case.files.given)
     last = f"layers.{layers_in(case.files) - 1}."
     have = {name: any(n.endswith(f"{last}{name}.weight") for n in given) for name in ("input_layernorm", "hidden_norm")}
-    found = f"{last}{' and '.join(name for name, there in have.items() if there)}"
+    there_are = f"{last}{' and '.join(name for name, there in have.items() if there)}"
     vllm = SAME if have["input_layernorm"] else "leaves input_layernorm at its initial value"
     sglang = SAME if have["hidden_norm"] else "leaves hidden_norm at its initial value"
     if case.kind == "speculators":
         sglang = "cannot read this format"
     wrong = vllm != SAME or (case.kind == "eagle3" and sglang != SAME)
-    return Finding("", title, "warning" if wrong else "ok", found, vllm, sglang, EXPORT if wrong else "")
+    return Finding("", title, "warning" if wrong else "ok", there_are, vllm, sglang, EXPORT if wrong else "")
 
 
 def _embedding(case: Case) -> Finding:
     title = "the embedding"
     if "embed_tokens.weight" not in case.files:
         return Finding("", title, "ok", "the target's")
-    own = case.files["embed_tokens.weight"]
+    embed_VD = case.files["embed_tokens.weight"]
     total, dim = case.target.vocab_size, case.target.model_dim
-    if own.shape[0] != total:
-        found = f"{own.shape[0]} rows, but the target has {total} tokens"
+    if embed_VD.shape[0] != total:
+        words = f"{embed_VD.shape[0]} rows, but the target has {total} tokens"
         cure = "use the head's own target"
-        return Finding("", title, "error", found, "fails or reads wrong rows", "replaces it", cure)
-    if own.shape[1] != dim:
-        return Finding("", title, "ok", f"its own, of width {own.shape[1]}")
+        return Finding("", title, "error", words, "fails or reads wrong rows", "replaces it", cure)
+    if embed_VD.shape[1] != dim:
+        return Finding("", title, "ok", f"its own, of width {embed_VD.shape[1]}")
     theirs = _target_embedding(case)
     if theirs is None:
-        found = "its own; the target's files are not there to compare"
-        return Finding("", title, "warning", found, sglang="replaces it")
-    if np.array_equal(own, theirs.astype(own.dtype)):
+        words = "its own; the target's files are not there to compare"
+        return Finding("", title, "warning", words, sglang="replaces it")
+    if np.array_equal(embed_VD, theirs.astype(embed_VD.dtype)):
         return Finding("", title, "ok", "a copy of the target's")
     cure = "serve it with jaxspec or vLLM, or train with the target's embedding"
     return Finding("", title, "warning", "its own, not the target's", "keeps it", "replaces it by the target's", cure)
@@ -300,8 +300,8 @@ def _bias(case: Case) -> Finding:
         cure = "write bias false, or add the tensor"
         return Finding("", title, "error", "config.json says bias, the files have none", "ignores it", "has one", cure)
     if case.kind == "eagle1" and not there and stated is None:
-        found = "none, and config.json does not say so; SafeAILab takes bias for true"
-        return Finding("", title, "warning", found, cure="write bias false")
+        words = "none, and config.json does not say so; SafeAILab takes bias for true"
+        return Finding("", title, "warning", words, cure="write bias false")
     if there:
         cure = "serve it with jaxspec or SGLang"
         return Finding("", title, "warning", "there", "has no place for it", "adds it", cure)
@@ -310,19 +310,19 @@ def _bias(case: Case) -> Finding:
 
 def _rotation(case: Case) -> Finding:
     title = "rotary positions"
-    own, theirs = _rope(case.layers), getattr(case.target.layers[0].attention, "rope", None)
-    if case.kind == "medusa" or own is None:
+    rope, theirs = _rope(case.layers), getattr(case.target.layers[0].attention, "rope", None)
+    if case.kind == "medusa" or rope is None:
         return Finding("", title, "ok", "none" if case.kind == "medusa" else "not read")
-    words = f"base {own.theta:g}, {own.scaling.kind if own.scaling else 'plain'}"
+    words = f"base {rope.theta:g}, {rope.scaling.kind if rope.scaling else 'plain'}"
     if "rope_theta" not in case.layers and "rope_theta" not in (case.layers.get("rope_parameters") or {}):
-        found, cure = f"not stated, so {words}", "write down the base that it was trained with"
-        return Finding("", title, "warning", found, cure=cure)
-    if own.scaling and own.scaling.kind == "yarn" and not (theirs and theirs.scaling):
-        found = f"{words}, the target plain; ModelOpt trains plainly and adds yarn when it exports"
-        return Finding("", title, "warning", found, cure="if it was trained plainly, take rope_scaling out")
-    if theirs is not None and theirs.scaling and own.scaling is None:
-        found = f"{words}, the target {theirs.scaling.kind}; it has not seen positions beyond its training's"
-        return Finding("", title, "warning", found, cure="measure acceptance on long texts before serving them")
+        finding, cure = f"not stated, so {words}", "write down the base that it was trained with"
+        return Finding("", title, "warning", finding, cure=cure)
+    if rope.scaling and rope.scaling.kind == "yarn" and not (theirs and theirs.scaling):
+        finding = f"{words}, the target plain; ModelOpt trains plainly and adds yarn when it exports"
+        return Finding("", title, "warning", finding, cure="if it was trained plainly, take rope_scaling out")
+    if theirs is not None and theirs.scaling and rope.scaling is None:
+        finding = f"{words}, the target {theirs.scaling.kind}; it has not seen positions beyond its training's"
+        return Finding("", title, "warning", finding, cure="measure acceptance on long texts before serving them")
     return Finding("", title, "ok", words)
 
 

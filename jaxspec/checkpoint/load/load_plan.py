@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint directory's tensors: which parameter each feeds, what stays quantised, what is wrong."""
+"""A plan of loading: which parameter each tensor of a directory feeds, what stays quantized, and what is wrong."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,7 @@ NEVER = ("router_DE", "shared_gate_D1", "table_VA")
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How one network is loaded.
+    """A plan of loading one network.
 
     Attributes:
       directory: the checkpoint.

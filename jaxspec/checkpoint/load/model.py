@@ -47,7 +47,7 @@ class Model:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The published ``config.json``.
+    """Reads the published ``config.json``.
 
     Raises:
       ConfigError: the directory or file is missing, the file is not a JSON object, or it or one of the tokenizer's is
@@ -72,7 +72,7 @@ def no_directory(directory: Path) -> ConfigError:
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """The published ``generation_config.json``, empty if there is none.
+    """Reads the published ``generation_config.json``, empty if there is none.
 
     Raises:
       ConfigError: it is no JSON object.
@@ -84,7 +84,7 @@ def read_generation(directory: Path) -> dict[str, Any]:
 def plan_model(
     directory: str | Path, policy: Policy, quantization: str = "auto", placement: Placement | None = None
 ) -> LoadPlan:
-    """What loading a directory would do and what is wrong with it, from its headers alone.
+    """Plans how a directory is loaded and lists what is wrong with it, from its headers alone.
 
     Args:
       directory: checkpoint in Hugging Face layout.
@@ -148,12 +148,12 @@ def load_model(
 
 
 def policy_on_mesh(policy: Policy, mesh: Mesh | None) -> Policy:
-    """The policy on a mesh, where routed experts lie stacked: an expert in an array of its own cannot be split off."""
+    """Returns the policy on a mesh, where routed experts are stacked: separate arrays cannot be split over devices."""
     return policy if mesh is None else policy.update(mesh=mesh.abstract_mesh, experts="stacked")
 
 
 def shardings_on(mesh: Mesh | None, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
-    """What makes the shardings of parameters from their shapes, None for one device."""
+    """Returns the function from shapes of parameters to their shardings, None for one device."""
     return None if mesh is None else partial(named_shardings, mesh=mesh, allow_replication=allow_replication)
 
 

@@ -54,7 +54,7 @@ Tensors = dict[str, ReleaseTensor]
 
 
 def release_tensors(config: Mapping[str, Any]) -> Tensors:
-    """Every tensor of a release by its published config.
+    """Returns every tensor of a release by its published config.
 
     Raises:
       ConfigError: the config is wrong, or quantised in a way that is not supported.
@@ -93,7 +93,7 @@ def release_files(config: Mapping[str, Any]) -> TensorFiles:
 
 
 def _wide(config: Mapping[str, Any]) -> str:
-    """Name of the dtype of what is not quantised."""
+    """Returns the name of the dtype of what is not quantized."""
     inside = [config, *(value for value in config.values() if isinstance(value, Mapping))]
     names = [c.get(key) for c in inside for key in ("torch_dtype", "dtype")]
     return next((str(name) for name in names if name in DTYPES), "bfloat16")
@@ -101,7 +101,7 @@ def _wide(config: Mapping[str, Any]) -> str:
 
 @cache
 def unquantized_tensors(arch: ArchSpec, wide: str = "bfloat16") -> Tensors:
-    """Every tensor of a release that is not quantised, multi-token prediction last.
+    """Returns every tensor of a release that is not quantized, multi-token prediction last.
 
     Args:
       arch: of the model.
@@ -129,8 +129,8 @@ def _tensors(leaves: Mapping[str, Any], targets: Mapping[str, TargetLeaf], wide:
     """Returns what fills some leaves; entries of one tensor are put together."""
     tensors: Tensors = {}
     for path, target in targets.items():
-        own = np.dtype(leaves[path].dtype)
-        dtype = {np.dtype(np.float32): own, np.dtype(np.int32): np.dtype(np.int64)}.get(own, np.dtype(DTYPES[wide]))
+        in_memory = np.dtype(leaves[path].dtype)
+        dtype = np.dtype({"float32": np.float32, "int32": np.int64}.get(str(in_memory), DTYPES[wide]))
         for rule in target.rules.values():
             for name, shape in zip(rule.names, hub_shapes(target, rule), strict=True):
                 if name.entry is not None:
@@ -141,10 +141,10 @@ def _tensors(leaves: Mapping[str, Any], targets: Mapping[str, TargetLeaf], wide:
 
 
 def _spread(tensors: Tensors, layout: Callable[[str, ReleaseTensor], Tensors | None]) -> Tensors:
-    found: Tensors = {}
+    laid_out: Tensors = {}
     for name, tensor in tensors.items():
-        found |= layout(name, tensor) or {name: tensor}
-    return found
+        laid_out |= layout(name, tensor) or {name: tensor}
+    return laid_out
 
 
 def _names(module: str, name: str) -> bool:

@@ -28,7 +28,7 @@ Named = Iterator[tuple[str, np.ndarray]]
 def export_tensors(
     params: Params, arch: ArchSpec, dtype: np.dtype, block: tuple[int, int] = FP8_BLOCK
 ) -> dict[str, np.ndarray]:
-    """Every parameter under its published name and shape.
+    """Returns every parameter under its published name and shape.
 
     Args:
       params: of a model.

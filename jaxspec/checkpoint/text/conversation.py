@@ -141,7 +141,7 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A called function with its arguments as an object, which most templates expect, not as JSON text."""
+    """Returns a called function with its arguments as an object, as most templates expect, not as JSON text."""
     arguments = function.get("arguments")
     try:
         value = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}
