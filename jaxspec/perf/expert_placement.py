@@ -66,8 +66,8 @@ def load_placement(file: Path) -> Placement:
         wanted = set(range(len(layer.slots) - placement.redundant))
         if placement.devices < 1 or len(layer.slots) % placement.devices or set(layer.slots) - {EMPTY} != wanted:
             raise ConfigError(
-                f"{file}: layer {layer.layer} has {len(layer.slots)} slots for {placement.devices} devices; they must be "
-                f"a multiple and hold each of the experts 0 to {len(wanted) - 1}; {remedy}"
+                f"{file}: layer {layer.layer} has {len(layer.slots)} slots for {placement.devices} devices; they must "
+                f"be a multiple and hold each of the experts 0 to {len(wanted) - 1}; {remedy}"
             )
     return placement
 
