@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import demo_losses as losses
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,6 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Hidden, Transformer, teacher_forced
 from jaxspec.nn.policy import make_policy
 from jaxspec.shapes import Array, Params
-from jaxspec.train import losses
 
 TRAIN = make_policy("bfloat16", param=jnp.dtype("float32"))
 FROZEN = make_policy("bfloat16")

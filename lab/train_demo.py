@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import demo_corpus
+import demo_losses as losses
 import jax
 import numpy as np
 from demo_models import DEMO, FROZEN, TINY, Recipe, draft_figures, forward, init, net_of, target_figures
+from demo_optimizer import build as muon_for
 from demo_record import describe, export, figures, write_provenance
 from demo_text import write_text
 
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.shapes import Array, Params
-from jaxspec.train import loop, losses, optimizer
+from jaxspec.train import loop
 
 
 def prepare_corpus(data: Path, recipe: Recipe, root: Path | None) -> None:
@@ -74,11 +76,11 @@ def train_target(data: Path, directory: Path, steps: int, recipe: Recipe) -> Par
         return rows, np.float32(weight)
 
     def evaluate(params: Params) -> dict[str, float]:
-        found = measure(params, windows)
-        share = found.pop("share_YE")
-        return found | {"busiest_expert": float(share.max()), "idlest_expert": float(share.min())}
+        figures = measure(params, windows)
+        share = figures.pop("share_YE")
+        return figures | {"busiest_expert": float(share.max()), "idlest_expert": float(share.min())}
 
-    muon = optimizer.build(steps, matrix_peak=2e-3, other_peak=3e-3, warmup=recipe.warmup)
+    muon = muon_for(steps, matrix_peak=2e-3, other_peak=3e-3, warmup=recipe.warmup)
     run = run_of(
         directory, steps, recipe, init=lambda: init(net, recipe.target_seed), optimizer=muon, loss_fn=loss_fn,
         batches=on_from(batch_of), evaluate=evaluate,
@@ -127,7 +129,7 @@ def distill_draft(
         names = [(f"held_out_{k}", v) for k, v in corpus.items()] + [(f"held_out_text_{k}", v) for k, v in own.items()]
         return dict(names)
 
-    muon = optimizer.build(steps, matrix_peak=7e-3, other_peak=7e-3, warmup=recipe.warmup)
+    muon = muon_for(steps, matrix_peak=7e-3, other_peak=7e-3, warmup=recipe.warmup)
     run = run_of(
         directory, steps, recipe, init=lambda: init(net, recipe.draft_seed), optimizer=muon, loss_fn=loss_fn,
         batches=on_from(batch_of), frozen=teacher.params, evaluate=evaluate,
@@ -136,7 +138,7 @@ def distill_draft(
 
 
 def target_text(data: Path, model: Path, directory: Path, sequences: int, recipe: Recipe) -> dict[str, np.ndarray]:
-    """What the target writes after pieces of the training stream, and a little after held-out ones."""
+    """Returns what the target writes after pieces of the training stream, and a little after held-out ones."""
     wanted = {"train": sequences, "held_out": 2 * recipe.rows}
     return {
         split: write_text(model, np.load(data / f"{split}.npy"), directory / f"text_{split}", recipe, rows)

@@ -1,10 +1,10 @@
-"""XLA's launch list of a compiled program: what the host starts for one step, and what is inside CUDA graphs."""
+"""XLA's launch list of a compiled program: the launches of one step, and which of them are inside CUDA graphs."""
 
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from jaxspec.aot.hlo import Module, Run
+from jaxspec.aot.hlo import Execution, Module
 
 THUNK = re.compile(r"^(\s*)(\d+): (k\w+)\s+\[[^\]]*\]\s?(.*)$")
 MARKER = re.compile(r"^\s*(?:No thunks\.\s*)?(condition|body|\w*branch\w*):$")
@@ -34,7 +34,7 @@ class Thunk:
 
 
 @dataclass(frozen=True)
-class Launch:
+class ListedLaunch:
     """Something that the GPU is told to do.
 
     Attributes:
@@ -50,7 +50,7 @@ class Launch:
     name: str
     programs: int
     shared_bytes: int
-    run: Run
+    run: Execution
     graph: int | None
 
 
@@ -61,47 +61,47 @@ class Launches:
     Attributes:
       all: in order.
       graphs: how often per step each CUDA graph is started.
-      waits: loops and branches outside of graphs whose predicate the host waits for, and how often per step.
+      waits: loops and branches outside of graphs whose predicate the host waits for.
     """
 
-    all: tuple[Launch, ...]
-    graphs: tuple[Run, ...]
-    waits: tuple[Run, ...]
+    all: tuple[ListedLaunch, ...]
+    graphs: tuple[Execution, ...]
+    waits: tuple[Execution, ...]
 
     def per_step(self) -> int:
-        """Launches of a step in which no branch is taken and no loop of unknown length turns."""
+        """Counts launches of a step in which no branch is taken and no loop of unknown length turns."""
         return sum(x.run.times for x in self.all if _always(x.run))
 
     def in_branches(self) -> int:
-        """Further launches of a step in which every branch is taken."""
+        """Counts further launches of a step in which every branch is taken."""
         return sum(x.run.times for x in self.all if x.run.optional and not x.run.looped)
 
     def per_turn(self) -> int:
-        """Further launches of each turn of the loops whose length depends on the data."""
+        """Counts further launches of each turn of the loops whose length depends on the data."""
         return sum(x.run.times for x in self.all if x.run.looped)
 
     def outside_graphs(self) -> int:
-        """Launches of a step that are in no CUDA graph."""
+        """Counts launches of a step that are in no CUDA graph."""
         return sum(x.run.times for x in self.all if _always(x.run) and x.graph is None)
 
     def graphs_per_step(self) -> int:
-        """CUDA graphs that the host starts in a step, those in loops of unknown length once per turn."""
+        """Counts CUDA graphs that the host starts in a step, once per turn in loops of unknown length."""
         return sum(run.times for run in self.graphs if not run.setup)
 
     def waits_per_step(self) -> int:
-        """How often the host waits for the GPU in a step, once per turn in loops of unknown length."""
+        """Counts the host's waits for the GPU in a step, once per turn in loops of unknown length."""
         return sum(run.times for run in self.waits if not run.setup)
 
     def by_kernel(self) -> Counter[str]:
-        """Launches per step by kernel, numbered copies of a name put together."""
-        found: Counter[str] = Counter()
+        """Counts launches per step by kernel, numbered copies of a name put together."""
+        counts: Counter[str] = Counter()
         for launch in self.all:
             if not launch.run.setup:
-                found[re.sub(r"(_+\d+)+$", "", launch.name)] += launch.run.times
-        return found
+                counts[re.sub(r"(_+\d+)+$", "", launch.name)] += launch.run.times
+        return counts
 
 
-def _always(run: Run) -> bool:
+def _always(run: Execution) -> bool:
     return not (run.optional or run.looped or run.setup)
 
 
@@ -116,7 +116,7 @@ def parse(listing: str, identities: str, module: Module) -> Launches:
     names = {int(number): name for name, number in IDENTITY.findall(identities)}
     walk = _Walk(module, names)
     roots = _tree(listing)
-    walk.visit(roots, Run(setup=module.step_loop is not None), None)
+    walk.visit(roots, Execution(setup=module.step_loop is not None), None)
     return Launches(tuple(walk.launches), tuple(walk.graphs), tuple(walk.waits))
 
 
@@ -129,25 +129,25 @@ def _tree(listing: str) -> list[Thunk]:
 
 
 def _children(lines: list[str], above: int) -> tuple[dict[str, list[Thunk]], list[str]]:
-    """Entries that are indented deeper than ``above``, by the section under which they stand, and the lines behind."""
+    """Returns the entries indented deeper than ``above``, by section, and the lines after them."""
     sections: dict[str, list[Thunk]] = {}
     section = ""
     while lines:
         marker = MARKER.match(lines[0])
         if marker:
-            # A section that stands here already, or beside entries without one, belongs to something further out.
+            # A section seen here already, or next to entries without one, belongs to a thunk further out.
             if marker[1] in sections or "" in sections:
                 break
             section = marker[1]
             sections[section] = []
             lines = lines[1:]
             continue
-        found = THUNK.match(lines[0])
-        assert found is not None, "lines were chosen to match"
-        indent = len(found[1])
+        match = THUNK.match(lines[0])
+        assert match is not None, "lines were chosen to match"
+        indent = len(match[1])
         if indent <= above:
             break
-        thunk = Thunk(found[3], int(found[2]), found[4].strip())
+        thunk = Thunk(match[3], int(match[2]), match[4].strip())
         lines = lines[1:]
         if thunk.kind in CONTROL:
             thunk.inside, lines = _children(lines, indent)
@@ -161,11 +161,11 @@ class _Walk:
 
     module: Module
     names: dict[int, str]
-    launches: list[Launch] = field(default_factory=list)
-    graphs: list[Run] = field(default_factory=list)
-    waits: list[Run] = field(default_factory=list)
+    launches: list[ListedLaunch] = field(default_factory=list)
+    graphs: list[Execution] = field(default_factory=list)
+    waits: list[Execution] = field(default_factory=list)
 
-    def visit(self, thunks: list[Thunk], run: Run, graph: int | None) -> None:
+    def visit(self, thunks: list[Thunk], run: Execution, graph: int | None) -> None:
         for thunk in thunks:
             if thunk.kind not in CONTROL:
                 self.launches.append(_launch(thunk, run, graph))
@@ -177,7 +177,7 @@ class _Walk:
             for section, inside in thunk.inside.items():
                 self.visit(inside, self._run(thunk, run, section, inner), inner)
 
-    def _run(self, thunk: Thunk, run: Run, section: str, graph: int | None) -> Run:
+    def _run(self, thunk: Thunk, run: Execution, section: str, graph: int | None) -> Execution:
         if thunk.kind == "kConditional":
             if graph is None:
                 self.waits.append(run)
@@ -193,8 +193,8 @@ class _Walk:
         return inside
 
 
-def _launch(thunk: Thunk, run: Run, graph: int | None) -> Launch:
-    found = KERNEL.match(thunk.text)
-    if not found:
-        return Launch(thunk.kind, thunk.kind, 0, 0, run, graph)
-    return Launch(thunk.kind, found[1], int(found[2]) * int(found[3]) * int(found[4]), int(found[6]), run, graph)
+def _launch(thunk: Thunk, run: Execution, graph: int | None) -> ListedLaunch:
+    match = KERNEL.match(thunk.text)
+    if not match:
+        return ListedLaunch(thunk.kind, thunk.kind, 0, 0, run, graph)
+    return ListedLaunch(thunk.kind, match[1], int(match[2]) * int(match[3]) * int(match[4]), int(match[6]), run, graph)

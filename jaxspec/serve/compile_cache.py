@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk, so that the second start of a program takes seconds."""
+"""JAX's persistent compile cache: the second start of a program takes seconds."""
 
 import os
 from pathlib import Path
@@ -12,12 +12,12 @@ SHORTEST_TIME_S, JAX_SHORTEST_TIME_S = 0.1, 1.0  # what is worth keeping, and wh
 
 
 def default_directory() -> Path:
-    """``jaxspec/xla`` in the user's cache directory."""
+    """Returns ``jaxspec/xla`` in the user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxspec" / "xla"
 
 
 def use_compile_cache(wanted: Path | None = None) -> Path | None:
-    """Switches JAX's persistent compile cache on; what is compiled from now on is kept.
+    """Enables JAX's persistent compile cache; what is compiled from now on is kept.
 
     Args:
       wanted: its directory. By default the one that the environment or the program has set already, or the user's.

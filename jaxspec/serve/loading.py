@@ -1,4 +1,4 @@
-"""What an engine loads: the model that decides and what drafts for it, in the layout that devices and mesh want."""
+"""Loads what an engine needs, the target and what drafts for it, in the layout that devices and mesh want."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ from jaxspec.nn.policy import Policy, policy_for
 from jaxspec.perf.calibration import load_calibration
 from jaxspec.perf.expert_placement import load_placement
 from jaxspec.perf.step_ratios import StepRatios, step_ratios
-from jaxspec.serve.demo_pair import part_of, resolve_model
+from jaxspec.serve.demo_pair import demo_part, resolve_model
 from jaxspec.serve.transport import transport_for
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
@@ -46,18 +46,9 @@ def load_target(
     rows: int,
     on_load: Callable[[int, int], None] | None,
 ) -> Model:
-    """The model, or the one that another engine has loaded.
+    """Loads the target, or returns the one that another engine has loaded; settings are those of ``LLM``.
 
-    Args:
-      model: directory, or a loaded model.
-      dtype: of weights and products, or ``auto``.
-      kernels: what computes, see ``LLM``.
-      quantization: see ``load_model``.
-      mesh: devices by axis, None for one device.
-      transport: ``expert_transport`` of ``LLM``.
-      placement: ``expert_placement`` of ``LLM``.
-      rows: B.
-      on_load: called with (bytes placed, bytes in all).
+    ``on_load`` is called with (bytes placed, bytes in all).
 
     Raises:
       ConfigError, CheckpointError: the directory, the settings or the mesh are not usable.
@@ -87,9 +78,9 @@ def load_target(
 def load_draft(
     config: catalog.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
 ) -> tuple[Transformer | Mtp, Params] | Head | None:
-    """What drafts, where the method has a model, on the target's mesh.
+    """Loads what drafts, where the method has a model, on the target's mesh.
 
-    Only the target's own layers are quantised like it. What the mesh does not divide of a draft model or head is whole
+    Only the target's own layers are quantized like it. What the mesh does not divide of a draft model or head is whole
     on each device.
     """
     mesh = mesh_of(target.params)
@@ -97,7 +88,7 @@ def load_draft(
         return load_mtp(target.directory, target.net, quantization=quantization, mesh=mesh)
     if config.model is None:
         return None
-    directory = resolve_model(config.model, config.revision, download_dir, part=part_of(config.method))
+    directory = resolve_model(config.model, config.revision, download_dir, part=demo_part(config.method))
     if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
         return load_head(directory, target.net.arch, target.net.policy, mesh=mesh)
     if is_head(read_config(directory)):
@@ -111,26 +102,26 @@ def load_draft(
 
 
 def load_prior(config: catalog.SpeculativeConfig, target: Model, quantization: str) -> StepRatios | None:
-    """Step times that were calibrated beforehand, where ``speculative_config`` names them.
+    """Loads step times that were calibrated beforehand, where ``speculative_config`` names them.
 
     Raises:
       ConfigError: they are of another model, drafter or dtype.
     """
     if config.schedule.calibration is None:
         return None
-    found = load_calibration(Path(config.schedule.calibration))
+    calibration = load_calibration(Path(config.schedule.calibration))
     have = {
         "model": digests(target.config)["config_digest"], "drafter": config.method,
         "dtype": str(target.net.policy.storage.param), "quantization": quantization,
     }  # fmt: skip
-    measured = {**found.settings, "model": found.model.get("config_digest")}
+    measured = {**calibration.settings, "model": calibration.model.get("config_digest")}
     wrong = [f"{name} {measured.get(name)!r}, not {have[name]!r}" for name in have if measured.get(name) != have[name]]
     if wrong:
         raise ConfigError(
             f"speculative_config: {config.schedule.calibration} was measured with {'; '.join(wrong)}; run jaxspec "
             "calibrate with this model and drafter"
         )
-    return step_ratios(found)
+    return step_ratios(calibration)
 
 
 def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:
@@ -143,20 +134,20 @@ def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:
 
 
 def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str, arch: ArchSpec) -> Policy:
-    """The policy for rows that are split over a mesh."""
+    """Returns the policy for rows that are split over a mesh."""
     chosen: Any = transport_for(arch, policy, mesh, rows, jax.devices()[0]) if transport == "auto" else transport
     if chosen == "ragged" and jax.default_backend() == "cpu":
         raise ConfigError('LLM: XLA has no ragged exchange on a CPU; take expert_transport="padded"')
     over = row_axes(mesh, rows, chosen != "sum")
-    # Caches of stacked layers lie one behind the other, and rows cannot be split off there.
+    # Caches of stacked layers lie one after the other, and rows cannot be split off there.
     split = any(mesh.shape[axis] > 1 for axis in over)
     return policy.update(transport=chosen, depth="unrolled" if split else policy.layout.depth)
 
 
-def tell_both(
+def report_to_both(
     on_load: Callable[[int, int], None] | None, on_progress: Callable[[str, int, int], None] | None
 ) -> Callable[[int, int], None]:
-    """Tells both how much of a model is loaded."""
+    """Returns what reports to both how much of a model is loaded."""
 
     def tell(done: int, total: int) -> None:
         if on_load is not None:

@@ -1,4 +1,4 @@
-"""How rows reach the devices that hold their experts where nobody says: the cheapest way by the performance model."""
+"""Chooses how rows reach the devices that hold their experts: the cheapest way by the performance model."""
 
 import math
 from typing import Any
@@ -21,17 +21,10 @@ UNKNOWN_GPU = "h100"
 
 
 def transport_for(arch: ArchSpec, policy: Policy, mesh: Mesh, rows: int, device: Any) -> Transport:
-    """The cheapest transport for a plain step of B rows.
+    """Returns the cheapest transport for a plain step of ``rows`` rows.
 
     XLA has no ragged exchange on a CPU. With kernels it is ``sum`` always: those of attention know nothing of rows on
     other devices, and without them the host waits for every block of the cache in every layer.
-
-    Args:
-      arch: of the model.
-      policy: says what computes.
-      mesh: of devices.
-      rows: B.
-      device: one of them.
     """
     if not arch.is_moe:
         return "sum"
@@ -42,7 +35,7 @@ def transport_for(arch: ArchSpec, policy: Policy, mesh: Mesh, rows: int, device:
 
 
 def rates_of(device: Any) -> cost.Rates:
-    """Rates of a device's record in ``configs/hardware``; an H100's for GPUs without one, ``CPU_RATES`` elsewhere."""
+    """Returns a device's rates of ``configs/hardware``; an H100's for unknown GPUs, ``CPU_RATES`` elsewhere."""
     if device.platform not in ("gpu", "cuda"):
         return CPU_RATES
     known, kind = known_hardware(shipped("hardware")), device.device_kind.lower().replace(" ", "-")
@@ -51,7 +44,7 @@ def rates_of(device: Any) -> cost.Rates:
 
 
 def pass_of(arch: ArchSpec, policy: Policy, rows: int) -> Pass:
-    """A plain step of B rows of ``CONTEXT`` tokens; weights as if they were not quantised."""
+    """Describes a plain step of B rows of ``CONTEXT`` tokens; weights as if they were not quantized."""
     plain = policy.update(formats=(), experts="stacked", depth="stacked", mesh=None)
     net: Any = Transformer(arch, plain)
     leaves = flatten(abstract_params(net))

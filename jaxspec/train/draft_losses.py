@@ -1,4 +1,4 @@
-"""Losses of draft heads: how far a prediction of a drafted token lies from the target's, position by position."""
+"""Losses of draft heads: the distance of a predicted token's distribution from the target's, position by position."""
 
 from collections.abc import Callable
 
@@ -16,10 +16,10 @@ class TargetPrediction:
     """The target's prediction, seen in the draft vocabulary.
 
     Attributes:
-      logp_BXW: log of the target's distribution over the draft vocabulary, renormalised to it.
+      logp_BXW: log of the target's distribution over the draft vocabulary, renormalized to it.
       logp_whole_BXW: the same, but as shares of the whole vocabulary.
       knows_BX: whether the target's most likely token is in the draft vocabulary.
-      best_BX: place of its most likely token in the draft vocabulary.
+      best_BX: index of its most likely token in the draft vocabulary.
     """
 
     logp_BXW: Array
@@ -29,7 +29,7 @@ class TargetPrediction:
 
 
 def target_prediction(logits_BTV: Array, ids_W: Array | None) -> TargetPrediction:
-    """What the target's logits ask of a head that knows the tokens ``ids_W`` (None: all)."""
+    """Restricts the target's prediction to the tokens ``ids_W`` that a head knows (None: all)."""
     whole = jax.nn.log_softmax(logits_BTV, axis=-1)
     if ids_W is None:
         return TargetPrediction(
@@ -53,7 +53,7 @@ def _reverse_kl(p: TargetPrediction, logq: Array) -> Array:
 
 
 def acceptance(p: TargetPrediction, logq: Array) -> Array:
-    """Probability that a draft drawn from q is accepted, the sum of min(p, q) (Leviathan 2023), [B, X]."""
+    """Computes the probability that a draft drawn from q is accepted, the sum of min(p, q) (Leviathan 2023), [B, X]."""
     return jnp.sum(jnp.minimum(jnp.exp(p.logp_whole_BXW), jnp.exp(logq)), axis=-1)
 
 
@@ -80,16 +80,16 @@ DRAFT_LOSSES: dict[str, Callable[[TargetPrediction, Array], Array]] = {
 
 
 def smooth_l1(predicted: Array, target: Array) -> Array:
-    """Mean over the last axis of the Huber loss with threshold 1: EAGLE-1's regression of the next feature."""
+    """Computes the Huber loss with threshold 1, mean over the last axis: EAGLE-1's regression of the next feature."""
     far = jnp.abs(predicted - target)
     return jnp.mean(jnp.where(far < 1, 0.5 * far * far, far - 0.5), axis=-1)
 
 
 def routing_loss(logits_BXYE: Array, chosen_BXYA: Array) -> Array:
-    """Cross-entropy of each expert being among the chosen ones, mean over layers and experts, [B, X].
+    """Computes the cross-entropy of each expert being chosen, mean over layers and experts, [B, X].
 
-    The few chosen weigh as much as all others together: weight (E - A) / A for them, so that the mean of an
-    indifferent prediction is the same for any E and A.
+    The few chosen weigh as much as all others together, (E - A) / A each: the mean of an indifferent prediction is the
+    same for any E and A.
     """
     experts, chosen = logits_BXYE.shape[-1], chosen_BXYA.shape[-1]
     label = jnp.sum(jax.nn.one_hot(chosen_BXYA, experts, dtype=jnp.float32), axis=-2)
@@ -99,7 +99,7 @@ def routing_loss(logits_BXYE: Array, chosen_BXYA: Array) -> Array:
 
 
 def recall(logits_BXYE: Array, chosen_BXYA: Array, k: int) -> Array:
-    """Share of the chosen experts among the k that were predicted most likely, mean over layers, [B, X]."""
+    """Computes the share of the chosen experts among the k predicted most likely, mean over layers, [B, X]."""
     _, guess = jax.lax.top_k(logits_BXYE, k)
     hit = jnp.any(chosen_BXYA[..., :, None] == guess[..., None, :], axis=-1)
     return jnp.mean(hit.astype(jnp.float32), axis=(-1, -2))

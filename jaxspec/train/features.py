@@ -1,4 +1,4 @@
-"""What the target computes for every row of the data, kept in files, so that training need not run it again."""
+"""A cache of what the target computes for every row of the data, so training need not run it again."""
 
 import fcntl
 import json
@@ -28,6 +28,7 @@ from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.metrics import Notify
 from jaxspec.train.packing import PackedRows, Row
 from jaxspec.train.teacher import run_teacher
+from jaxspec.whole_file import write_whole
 
 ABOUT = "features.json"
 SHARD_BYTES = 1 << 28
@@ -39,14 +40,14 @@ RUN_TEACHER = jax.jit(run_teacher, static_argnums=(0, 3, 4))
 
 @dataclass(frozen=True)
 class Teacher:
-    """What fills a cache.
+    """The target as it fills a cache.
 
     Attributes:
       net: the target's network.
       params: its parameters.
       reads: what the head reads.
-      routing: expert layers whose choices are wanted.
-      dtype: of kept features.
+      routing: expert layers whose choices are cached.
+      dtype: of cached features.
       rows: B, packed rows at a time.
       mesh: devices that the parameters are split over.
     """
@@ -60,7 +61,7 @@ class Teacher:
     mesh: Mesh | None = None
 
     def __call__(self, rows: PackedRows, numbers: range) -> dict[str, Array]:
-        """Features of some rows, [B, T, ...] each; behind the last of fewer than B rows it stands again."""
+        """Computes the features of some rows, [B, T, ...] each; fewer than B rows are padded with the last one."""
         asked = [rows[min(n, numbers[-1])] for n in range(numbers[0], numbers[0] + self.rows)]
         arrays: dict[str, Any] = {name: np.stack([row[name] for row in asked]) for name in asked[0]}
         batch = Batch(**arrays)
@@ -71,23 +72,22 @@ class Teacher:
         features |= {f"tap_{b}": x for b, x in zip(self.reads.taps, output.features.taps, strict=True)}
         shared = zip(self.reads.shared_outputs, output.features.shared_outputs, strict=True)
         features |= {f"common_{y}": x for y, x in shared}
-        experts = {f"expert_{y}": x for y, x in zip(self.routing, output.expert_YBTA, strict=True)}
-        return {name: x.astype(jnp.dtype(self.dtype)) for name, x in features.items()} | {
-            name: x.astype(jnp.uint16) for name, x in experts.items()
-        }
+        arrays = {name: x.astype(jnp.dtype(self.dtype)) for name, x in features.items()}
+        experts = zip(self.routing, output.expert_YBTA, strict=True)
+        return arrays | {f"expert_{y}": x.astype(jnp.uint16) for y, x in experts}
 
 
 class FeatureRows:
     """Packed rows with what the target computed for them, read from files when they are asked for.
 
-    Files hold some rows each and are whole or not there, so that a killed pass over the data goes on where it was.
+    Each file holds some rows and is whole or absent: an interrupted pass over the data goes on where it was.
 
     Args:
       rows: what is trained on.
       teacher: computes what is missing.
       directory: of the files; made where it is missing.
       identity: what the features depend on besides the teacher's settings; nested JSON.
-      notify: receives the size before anything is written, and how far writing is.
+      notify: receives the size before anything is written, and the progress of writing.
       shard_bytes: about the size of a file.
 
     Raises:
@@ -117,7 +117,8 @@ class FeatureRows:
             missing = self._missing()
             self._estimate(missing, notify)
             if not begun:
-                _begin(directory, identity, self._per_shard)
+                about = json.dumps({"of": identity, "rows_per_file": self._per_shard}, indent=2)
+                write_whole(directory / ABOUT, about + "\n")
             if missing:
                 self._write(teacher, missing, notify)
 
@@ -125,16 +126,12 @@ class FeatureRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        """The arrays of a row, [T, ...] each.
-
-        Raises:
-          JaxspecError: its file cannot be read any more.
-        """
+        """Returns the arrays of a row, [T, ...] each; raises JaxspecError if its file cannot be read any more."""
         shard, place = divmod(index, self._per_shard)
         file = self._file(shard)
         try:
-            with safe_open(file, "np") as found:
-                arrays = {name: found.get_slice(name)[place] for name in self._shapes}
+            with safe_open(file, "np") as stored:
+                arrays = {name: stored.get_slice(name)[place] for name in self._shapes}
         except (OSError, SafetensorError) as error:
             raise JaxspecError(f"{file}: cannot be read ({error}); run the same command again to write it") from error
         # No head reads the stream before the final norm, so none is cached.
@@ -154,24 +151,25 @@ class FeatureRows:
         return range(shard * self._per_shard, min((shard + 1) * self._per_shard, len(self.rows)))
 
     def _missing(self) -> list[int]:
-        """The files that are not there; those that are must be whole."""
+        """Returns the files that are absent; raises ConfigError if one of the others is damaged."""
         shards = range(-(-len(self.rows) // self._per_shard))
         missing = [shard for shard in shards if not self._file(shard).exists()]
         for shard in sorted({*shards} - {*missing}):
-            wanted = {name: ([len(self._numbers(shard)), *shape], kind) for name, (shape, kind) in self._shapes.items()}
+            count = len(self._numbers(shard))
+            expected = {name: ([count, *shape], kind) for name, (shape, kind) in self._shapes.items()}
             try:
                 with safe_open(self._file(shard), "np") as file:
-                    slices = {name: file.get_slice(name) for name in wanted}
-                    found = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
+                    slices = {name: file.get_slice(name) for name in expected}
+                    stored = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
                 why = "it has other arrays"
             except (OSError, SafetensorError) as error:
-                found, why = {}, error
-            if found != wanted:
+                stored, why = {}, error
+            if stored != expected:
                 raise ConfigError(f"{self._file(shard)}: damaged ({why}); remove it and run the same command again")
         return missing
 
     def _estimate(self, missing: list[int], notify: Notify) -> None:
-        """Tells the size, and refuses what does not fit."""
+        """Reports the size, and refuses what does not fit on the disk."""
         needed = sum(len(self._numbers(shard)) for shard in missing) * self._row_bytes
         free = shutil.disk_usage(self.directory).free
         size = (
@@ -193,17 +191,17 @@ class FeatureRows:
                 f"{self.directory}: one process writes the feature cache; run jaxspec train --features-only on one "
                 "host before training on several"
             )
-        total, done, told = sum(len(self._numbers(shard)) for shard in missing), 0, time.monotonic()
+        total, done, notified = sum(len(self._numbers(shard)) for shard in missing), 0, time.monotonic()
         for shard in missing:
             numbers = self._numbers(shard)
             parts: list[dict[str, np.ndarray]] = []
             for first in range(0, len(numbers), teacher.rows):
                 some = numbers[first : first + teacher.rows]
-                found = jax.device_get(teacher(self.rows, some))
-                parts.append({name: x[: len(some)] for name, x in found.items()})
+                arrays = jax.device_get(teacher(self.rows, some))
+                parts.append({name: x[: len(some)] for name, x in arrays.items()})
                 done += len(some)
-                if time.monotonic() - told >= NOTIFY_EVERY_S:
-                    told = time.monotonic()
+                if time.monotonic() - notified >= NOTIFY_EVERY_S:
+                    notified = time.monotonic()
                     notify({"features": f"{done}/{total} rows"})
             _save({name: np.concatenate([part[name] for part in parts]) for name in self._shapes}, self._file(shard))
 
@@ -217,22 +215,14 @@ def _save(arrays: dict[str, np.ndarray], file: Path) -> None:
     part.replace(file)
 
 
-def _begin(directory: Path, identity: Mapping[str, Any], per_file: int) -> None:
-    """Writes what a fresh directory is of."""
-    file = directory / ABOUT
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps({"of": identity, "rows_per_file": per_file}, indent=2) + "\n", encoding="utf-8")
-    part.replace(file)
-
-
 def _rows_per_file(directory: Path, identity: Mapping[str, Any]) -> int | None:
-    """The rows of each file of a directory that was begun for the same, None for a fresh one."""
+    """Reads the rows of each file of a directory that was begun for the same, None for a fresh one."""
     file = directory / ABOUT
     if not file.exists():
         return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        was, rows = found["of"], int(found["rows_per_file"])
+        about = json.loads(file.read_text(encoding="utf-8"))
+        was, rows = about["of"], int(about["rows_per_file"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: not readable ({error!r}); choose another features.cache") from None
     if changed := differences(was, json.loads(json.dumps(identity))):
@@ -245,7 +235,7 @@ def _rows_per_file(directory: Path, identity: Mapping[str, Any]) -> int | None:
 
 @contextmanager
 def _locked(directory: Path, notify: Notify) -> Iterator[None]:
-    """Waits until no other process writes there; what it wrote is found then."""
+    """Waits until no other process writes there; what it wrote is read then."""
     with (directory / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -270,8 +260,6 @@ def _written(directory: Path) -> Iterator[None]:
 
 
 def _size(count: int) -> str:
-    """Bytes in words."""
-    size, unit = float(count), 0
-    while size >= 1000 and unit < len(UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {UNITS[unit]}"
+    """Formats a number of bytes."""
+    unit = min((len(str(count)) - 1) // 3, len(UNITS) - 1)
+    return f"{count / 1000**unit:.3g} {UNITS[unit]}"

@@ -1,4 +1,4 @@
-"""The training loss of each kind of head over one batch, and what it says of acceptance."""
+"""The training loss of each kind of head over one batch, and its metrics."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Packed
+from jaxspec.cache.window import Segments
 from jaxspec.models.draft_head import DraftHead, part_of
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
@@ -23,7 +23,7 @@ Metrics = dict[str, Array]
 def head_loss(
     objective: HeadObjective, params: Params, teacher: TeacherOutput, batch: Batch, key: Array
 ) -> tuple[Array, Metrics]:
-    """Loss of a head's parameters over one batch, and metrics.
+    """Computes the loss of a head's parameters over one batch, and metrics.
 
     Args:
       objective: what does not change.
@@ -34,7 +34,7 @@ def head_loss(
 
     Returns:
       A scalar, and per round j the share of drafts that equal the target's best token (``accuracy_j``), how many
-      tokens a verification would commit if every draft were made behind real ones (``simulated_length``, bonus token
+      tokens a verification would commit if every draft were made after real ones (``simulated_length``, bonus token
       included), and the parts of the loss.
     """
     net = objective.net
@@ -63,13 +63,13 @@ def _eagle(objective: HeadObjective, net: DraftHead, params: Params, teacher: Te
         missed = _regress(objective, rounds, teacher, batch)
         loss, metrics = loss + o.feature * missed, metrics | {"feature_loss": missed}
     if net.spec.routing:
-        missed, found = _routing(objective, net, params, rounds, teacher, batch)
-        loss, metrics = loss + o.routing * missed, metrics | {"routing_loss": missed} | found
+        missed, recalls = _routing(objective, net, params, rounds, teacher, batch)
+        loss, metrics = loss + o.routing * missed, metrics | {"routing_loss": missed} | recalls
     return loss, metrics
 
 
 def _noisy(features: Any, width: float, key_B: Array) -> Any:
-    """Features with uniform noise, every row's drawn by its own key."""
+    """Adds uniform noise to features, every row's drawn by its own key."""
     leaves, structure = jax.tree.flatten(features)
 
     def draw(key: Array, rows: list[Array]) -> list[Array]:
@@ -83,10 +83,10 @@ def _noisy(features: Any, width: float, key_B: Array) -> Any:
 
 
 def _model(objective: HeadObjective, net: Transformer, params: Params, teacher: TeacherOutput, batch: Batch):
-    """A draft model reads the same tokens as the target; its prediction after a token is the target's to match."""
+    """Loss of a draft model, which reads the same tokens as the target and predicts the same ones."""
 
     def run(params: Params) -> Array:
-        hidden: Any = net.apply(cast(Any, params), batch.token_BT, batch.position_BT, None, Packed(batch.segment_BT))
+        hidden: Any = net.apply(cast(Any, params), batch.token_BT, batch.position_BT, None, Segments(batch.segment_BT))
         return hidden.last_BTD
 
     last_BTD = (jax.checkpoint(run) if objective.remat else run)(params)
@@ -129,7 +129,7 @@ def _score(
 
 
 def _placed(last_BXD: Array, weight_BT: Array, by: int, slot_BX: Array | None) -> tuple[Array, Array]:
-    """A round's vectors and weights at the positions, ``by`` after its slots, at which the target predicts the same."""
+    """Moves a round's vectors and weights ``by`` positions, to where the target predicts the same token."""
     if slot_BX is None:
         return jnp.pad(last_BXD[:, :-by], [(0, 0), (by, 0), (0, 0)]), jnp.pad(weight_BT[:, :-by], [(0, 0), (by, 0)])
     weight_BX = jnp.take_along_axis(weight_BT, slot_BX, axis=1)
@@ -153,7 +153,7 @@ def _simulated_length(hit_SBT: Array, weight_SBT: Sequence[Array]) -> Array:
 
 
 def _regress(objective: HeadObjective, rounds: list[Round], teacher: TeacherOutput, batch: Batch) -> Array:
-    """EAGLE-1's regression: what a slot returns is the target's last hidden state at the next position."""
+    """EAGLE-1's regression of a slot's output to the target's last hidden state at the next position."""
     first = jnp.maximum(jnp.sum(weights(batch, 0)), 1.0)
     total = jnp.float32(0)
     for j, r in enumerate(rounds):
@@ -165,10 +165,10 @@ def _regress(objective: HeadObjective, rounds: list[Round], teacher: TeacherOutp
 def _routing(
     objective: HeadObjective, net: DraftHead, params: Params, rounds: list[Round], teacher: TeacherOutput, batch: Batch
 ):
-    """Loss of the predicted experts of each drafted token, and how many of them were predicted."""
+    """Loss of the predicted experts of each drafted token, and their recall."""
     chosen = jnp.stack(teacher.expert_YBTA, axis=2)
     first = jnp.maximum(jnp.sum(weights(batch, 0)), 1.0)
-    total, found = jnp.float32(0), {}
+    total, recalls = jnp.float32(0), {}
     for j, r in enumerate(rounds):
         logits = part_of(net, params, "routes", r.last_BXD)
         here, weight = (
@@ -177,12 +177,12 @@ def _routing(
         )
         total += objective.loss.decay**j * jnp.sum(routing_loss(logits, here) * weight) / first
         hit = recall(logits, here, here.shape[-1])
-        found[f"routing_recall_{j}"] = jnp.sum(hit * weight) / jnp.maximum(jnp.sum(weight), 1.0)
-    return total, found
+        recalls[f"routing_recall_{j}"] = jnp.sum(hit * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+    return total, recalls
 
 
 def _at(x_BT: Array, slot_BX: Array | None, by: int) -> Array:
-    """Entries that stand ``by`` positions after each slot."""
+    """Entries ``by`` positions after each slot."""
     x_BT = shift_left(x_BT, by)
     if slot_BX is None:
         return x_BT

@@ -1,10 +1,9 @@
 """A head for one target as a training run: what is trained, on which loss, how it is measured and saved."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.heads.directory import save_head
-from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.checkpoint.heads.layers import layers_config
+from jaxspec.checkpoint.load.model import Model
 from jaxspec.checkpoint.load.save import save_model
 from jaxspec.checkpoint.text.codec import TOKENIZER_FILES
 from jaxspec.errors import ConfigError
@@ -27,7 +27,7 @@ from jaxspec.train.advice import epochs
 from jaxspec.train.batch import Batch
 from jaxspec.train.data import Corpus, batches
 from jaxspec.train.head_loss import head_loss
-from jaxspec.train.head_start import InitialHead, head_policy, init_params, make_initial_head, target_policy
+from jaxspec.train.head_start import InitialHead, head_policy, init_params, make_initial_head
 from jaxspec.train.held_out import best_metric, make_evaluation
 from jaxspec.train.loop import TrainRun
 from jaxspec.train.objective import HeadObjective, Net
@@ -35,15 +35,6 @@ from jaxspec.train.optimizer import adamw, schedule_of
 from jaxspec.train.packing import RowSource
 from jaxspec.train.settings import LossSettings, RunSettings
 from jaxspec.train.teacher import run_teacher
-
-
-def load_target(settings: RunSettings, directory: Path, mesh: Mesh | None = None) -> Model:
-    """Loads the frozen target in the layout that training reads.
-
-    Raises:
-      ConfigError, CheckpointError: it is not usable.
-    """
-    return load_model(directory, target_policy(settings.train), mesh=mesh)
 
 
 def make_run(
@@ -158,8 +149,8 @@ def save(head: InitialHead, target: Model, params: Params, directory: Path) -> N
         return
     dtype = np.dtype(net.policy.storage.param)
     ends = {key: target.config[key] for key in ("bos_token_id", "eos_token_id") if key in target.config}
-    config: Mapping[str, Any] = {**(head.config or {}), **ends, "torch_dtype": str(dtype)}
-    save_model(directory, jax.device_get(params), net.arch, config, dtype)
+    config = head.config or {"architectures": ["LlamaForCausalLM"], **layers_config(net.arch)}
+    save_model(directory, jax.device_get(params), net.arch, {**config, **ends, "torch_dtype": str(dtype)}, dtype)
     for name in (*TOKENIZER_FILES, "special_tokens_map.json"):
         if (target.directory / name).exists():
             shutil.copyfile(target.directory / name, directory / name)

@@ -1,4 +1,4 @@
-"""What a run begins with: a head's network, its draft vocabulary and its parameters."""
+"""A head before its first update: network, draft vocabulary and parameters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import choose_ids
 from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.shapes import Array, Params
-from jaxspec.train.head_nets import draft_vocab, layers_config, net_of, start_from_target
+from jaxspec.train.head_nets import draft_vocab, net_of, start_from_target
 from jaxspec.train.objective import Net
 from jaxspec.train.settings import HeadSettings, TrainSettings
 
@@ -30,7 +30,7 @@ class InitialHead:
       net: its network.
       ids_W: the target's id of each token that it can draft, None where it knows all.
       init: a key to parameters.
-      config: a draft model's, None for a head.
+      config: published with a draft model that is trained further.
     """
 
     net: Net
@@ -39,24 +39,18 @@ class InitialHead:
     config: Mapping[str, Any] | None = None
 
 
-def target_policy(settings: TrainSettings) -> Policy:
-    """Returns how the frozen target is kept and computed with."""
-    kind = jnp.dtype(settings.target_dtype)
-    return make_policy(kind)
-
-
 def head_policy(settings: TrainSettings) -> Policy:
-    """Returns how the trained head is kept and computed with."""
+    """Returns how the trained head is stored and computed with."""
     return make_policy(settings.compute_dtype, param=jnp.dtype(settings.param_dtype))
 
 
 def make_initial_head(settings: HeadSettings, target: Model, policy: Policy, count_V: np.ndarray) -> InitialHead:
-    """A new head of the size that is wanted, or one that is trained further.
+    """Makes a new head, or loads one that is trained further.
 
     Args:
-      settings: what is wanted.
+      settings: of the head.
       target: that it drafts for.
-      policy: how parameters are kept and computed with.
+      policy: how parameters are stored and computed with.
       count_V: how often each token occurs, which chooses a new head's draft vocabulary.
 
     Raises:
@@ -76,13 +70,11 @@ def make_initial_head(settings: HeadSettings, target: Model, policy: Policy, cou
             return params
         return start_from_target(params, target.params, ids_W)
 
-    return InitialHead(
-        net, ids_W, init, layers_config(settings, arch, target.config) if settings.kind == "draft_model" else None
-    )
+    return InitialHead(net, ids_W, init)
 
 
 def init_params(net: Net, key: Array) -> Params:
-    """Random parameters."""
+    """Initializes parameters at random."""
     if not isinstance(net, Transformer):
         return net.initial(key)
     token = jnp.zeros((1, 8), jnp.int32)
@@ -95,11 +87,11 @@ def _further(settings: HeadSettings, target: Model, policy: Policy) -> InitialHe
         raise ConfigError(f"head: start = {directory} says everything about the head; leave out {', '.join(extra)}")
     if not is_head(read_config(directory)):
         model = load_model(directory, policy)
-        found, net, params, ids_W, config = "draft_model", model.net, model.params, None, model.config
+        kind, net, params, ids_W, config = "draft_model", model.net, model.params, None, model.config
     else:
         head = load_head(directory, target.net.arch, policy)
-        found, net, params, ids_W, config = head.kind, head.net, head.params, head.ids_W, None
-    if found != settings.kind:
-        raise ConfigError(f'head: start = {directory} holds kind "{found}", not "{settings.kind}"; set head.kind to it')
-    # The loop donates what it updates, so that every start needs arrays of its own.
+        kind, net, params, ids_W, config = head.kind, head.net, head.params, head.ids_W, None
+    if kind != settings.kind:
+        raise ConfigError(f'head: start = {directory} holds kind "{kind}", not "{settings.kind}"; set head.kind to it')
+    # The loop donates what it updates: every run needs arrays of its own.
     return InitialHead(net, ids_W, lambda key: jax.tree.map(jnp.array, params), config)

@@ -37,7 +37,7 @@ def _name(length: int, temperature: float) -> str:
 def make_evaluation(
     settings: RunSettings, head: InitialHead, target: Model, corpus: Corpus, mesh: Mesh | None
 ) -> Callable[[Params], dict[str, float]] | None:
-    """Returns what measures a head's parameters, chains of every length at every temperature.
+    """Returns a function that measures a head's parameters, with chains of every length at every temperature.
 
     None without held-out documents.
 

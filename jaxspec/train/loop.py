@@ -125,7 +125,7 @@ def _open_log(run: TrainRun, step: int) -> Iterator[MetricsLog | None]:
 
 
 class _Loop:
-    """A run between two stops."""
+    """A run from the checkpoint that it goes on from to its end."""
 
     def __init__(
         self, run: TrainRun, store: Checkpoints, log: MetricsLog | None, watch: Watcher, about: Mapping[str, Any]
@@ -230,7 +230,7 @@ class _Loop:
 
 
 class _Pace:
-    """Speed of the updates since the last entry, and time to go at this process's pace.
+    """Speed of the updates since the last entry, and time left at this process's pace.
 
     Args:
       steps: updates in all.
@@ -260,7 +260,7 @@ class _Pace:
 
 
 def _initial_state(run: TrainRun) -> TrainState:
-    """The state before the first update, on its devices."""
+    """Makes the state before the first update, on its devices."""
     params: Any = run.init()
     if run.mesh is None:
         return TrainState(params, run.optimizer.init(params), jnp.int32(0))
@@ -276,7 +276,7 @@ def _initial_state(run: TrainRun) -> TrainState:
 
 
 def _place(batch: AnyBatch, mesh: Mesh | None) -> AnyBatch:
-    """A batch on its devices: rows are split over ``data``, every process giving its own."""
+    """Puts a batch on its devices: rows are split over ``data``, every process giving its own."""
     if mesh is None:
         return batch
     rows = NamedSharding(mesh, PartitionSpec(None, "data"))

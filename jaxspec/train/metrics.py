@@ -1,4 +1,4 @@
-"""What a run logs: metrics.jsonl, which fits the checkpoint to the line, and TensorBoard or Weights & Biases."""
+"""The log of a run: metrics.jsonl, in step with the checkpoint, and TensorBoard or Weights & Biases."""
 
 import os
 import uuid
@@ -11,6 +11,7 @@ import msgspec
 
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.train.settings import LoggingSettings
+from jaxspec.whole_file import write_whole
 
 FILE = "metrics.jsonl"
 Entry = dict[str, int | float]
@@ -23,15 +24,15 @@ WEIGHT = SUMS[0]
 
 
 def without_times(entry: Entry) -> Entry:
-    """What a run that was killed and went on logs like one that was left alone."""
+    """Returns the figures that an interrupted and resumed run logs like one that was left alone."""
     return {name: value for name, value in entry.items() if name not in TIMES}
 
 
 class Interval:
-    """Means of what updates find, over the updates since the last entry of the log.
+    """Means of the metrics over the updates since the last entry of the log.
 
     Args:
-      total: sums that an earlier process of the run had come to, as ``total`` gives them.
+      total: sums of an earlier process of the run, as ``total`` gives them.
     """
 
     def __init__(self, total: Mapping[str, float] | None = None):
@@ -44,7 +45,7 @@ class Interval:
             self.total[name] = self.total.get(name, 0.0) + (value if name in SUMS else weight * value)
 
     def take(self) -> Entry:
-        """The figures of the interval; the next begins."""
+        """Returns the figures of the interval; the next begins."""
         weight = max(self.total.pop("", 0.0), 1e-20)
         entry: Entry = {name: value if name in SUMS else value / weight for name, value in self.total.items()}
         self.total = {}
@@ -52,7 +53,7 @@ class Interval:
 
 
 def read_metrics(run: Path) -> list[Entry]:
-    """The complete entries of a run, in their order.
+    """Reads the complete entries of a run, in their order.
 
     Raises:
       ConfigError: there is no such run, or a line is no entry.
@@ -68,7 +69,7 @@ def read_metrics(run: Path) -> list[Entry]:
 
 
 class MetricsLog:
-    """Writes entries; what stands behind the step of a checkpoint is cut off when a run goes on from there.
+    """Writes entries; those after the checkpoint that a run goes on from are cut off first.
 
     Args:
       run: directory of the run.
@@ -91,22 +92,16 @@ class MetricsLog:
         self._path = run / FILE
         self._board = _tensorboard(run, step) if logging.tensorboard else None
         self._wandb = None if logging.wandb is None else _wandb(run, logging.wandb, settings or {})
-        kept = [entry for entry in read_metrics(run) if entry["step"] <= step] if self._path.exists() else []
+        entries = [entry for entry in read_metrics(run) if entry["step"] <= step] if self._path.exists() else []
         try:
-            # Entries behind the checkpoint are written again; a name of its own keeps the file whole until then.
-            part = self._path.with_name(f"{FILE}.part")
-            part.write_bytes(b"".join(_line(entry) for entry in kept))
-            part.replace(self._path)
+            # Entries after the checkpoint are written again.
+            write_whole(self._path, b"".join(_line(entry) for entry in entries))
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise JaxspecError(f"{self._path}: cannot be written ({error.strerror})") from error
 
     def write(self, entry: Entry) -> None:
-        """Appends one entry, which has a ``step``.
-
-        Raises:
-          JaxspecError: the disk is full or the file cannot be written.
-        """
+        """Appends one entry, which has a ``step``; raises JaxspecError if the disk is full."""
         try:
             self._file.write(_line(entry))
             if self._board is not None:
@@ -121,11 +116,7 @@ class MetricsLog:
             self._wandb.log({k: v for k, v in entry.items() if k != "step"}, step=int(entry["step"]))
 
     def sync(self) -> None:
-        """Hands everything to the disk, which a checkpoint relies on.
-
-        Raises:
-          JaxspecError: the disk is full or the file cannot be written.
-        """
+        """Hands everything to the disk, which a checkpoint relies on; raises JaxspecError if it is full."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:

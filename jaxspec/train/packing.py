@@ -1,4 +1,4 @@
-"""Documents to rows of T tokens, several documents in one where they fit, none of them split."""
+"""Packs documents into rows of T tokens, several in one where they fit, none of them split."""
 
 from collections.abc import Sequence
 from typing import NotRequired, Protocol, TypedDict
@@ -22,13 +22,8 @@ class Row(TypedDict):
 class RowSource(Protocol):
     """Rows by number: ``PackedRows``, or ``FeatureRows`` with what the target computed for them."""
 
-    def __len__(self) -> int:
-        """Returns how many there are."""
-        ...
-
-    def __getitem__(self, index: int) -> Row:
-        """Returns the arrays of a row, [T] each."""
-        ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Row: ...
 
 
 class PackedRows:
@@ -49,21 +44,21 @@ class PackedRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        """The arrays of a row, [T] each."""
+        """Returns the arrays of a row, [T] each."""
         token_T, segment_T, position_T = (np.zeros(self.length, np.int32) for _ in range(3))
         loss_T, first = np.zeros(self.length, bool), 0
         for segment, number in enumerate(self.rows[index], 1):
             document = self.documents[number]
             count = len(document.token_T)
-            place = slice(first, first + count)
-            token_T[place], loss_T[place] = document.token_T, document.loss_T
-            segment_T[place], position_T[place] = segment, np.arange(count, dtype=np.int32)
+            part = slice(first, first + count)
+            token_T[part], loss_T[part] = document.token_T, document.loss_T
+            segment_T[part], position_T[part] = segment, np.arange(count, dtype=np.int32)
             first += count
         return {"token_BT": token_T, "segment_BT": segment_T, "position_BT": position_T, "loss_BT": loss_T}
 
 
 def pack(lengths: Sequence[int], length: int, window: int) -> list[list[int]]:
-    """Puts each document into the first of the ``window`` youngest rows that has room, else into a new one.
+    """Puts each document into the first of the ``window`` newest rows that has room, else into a new one.
 
     Args:
       lengths: of the documents, each at most ``length``.
@@ -78,11 +73,11 @@ def pack(lengths: Sequence[int], length: int, window: int) -> list[list[int]]:
     for number, needed in enumerate(lengths):
         assert needed <= length, "no document is longer than a row"
         first = max(len(rows) - window, 0)
-        place = next((row for row in range(first, len(rows)) if room[row] >= needed), None)
-        if place is None:
-            place = len(rows)
+        target = next((row for row in range(first, len(rows)) if room[row] >= needed), None)
+        if target is None:
+            target = len(rows)
             rows.append([])
             room.append(length)
-        rows[place].append(number)
-        room[place] -= needed
+        rows[target].append(number)
+        room[target] -= needed
     return rows

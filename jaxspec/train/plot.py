@@ -61,24 +61,24 @@ def plot_runs(runs: Sequence[Path], file: Path) -> None:
 
 
 def series(entries: Sequence[Entry], wanted: Wanted) -> dict[str, tuple[list[float], list[float]]]:
-    """Updates and values of every figure that is wanted."""
-    found: dict[str, tuple[list[float], list[float]]] = {}
+    """Returns the updates and values of every figure that is wanted."""
+    by_name: dict[str, tuple[list[float], list[float]]] = {}
     for entry in entries:
         for name, value in entry.items():
             if wanted(name):
-                steps, values = found.setdefault(name, ([], []))
+                steps, values = by_name.setdefault(name, ([], []))
                 steps.append(entry["step"])
                 values.append(value)
-    return found
+    return by_name
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Mean over neighbors, as many before as after: it does not lag, and is wider away from both ends."""
+    """Returns the mean over neighbors, as many before as after: it does not lag, and is wider away from both ends."""
     widest = len(values) // NEIGHBORS
     means = []
-    for place in range(len(values)):
-        reach = min(widest, place, len(values) - 1 - place)
-        means.append(sum(values[place - reach : place + reach + 1]) / (2 * reach + 1))
+    for i in range(len(values)):
+        reach = min(widest, i, len(values) - 1 - i)
+        means.append(sum(values[i - reach : i + reach + 1]) / (2 * reach + 1))
     return means
 
 
@@ -86,29 +86,27 @@ def _draw(axes: Any, entries: dict[str, list[Entry]], wanted: Wanted, *, smooth:
     names = sorted({name for logged in entries.values() for name in series(logged, wanted)})
     for run, logged in enumerate(entries.values()):
         for name, (steps, values) in series(logged, wanted).items():
-            look = {"color": f"C{names.index(name) % 10}", "linestyle": DASHES[run % len(DASHES)]}
+            style = {"color": f"C{names.index(name) % 10}", "linestyle": DASHES[run % len(DASHES)]}
             shown = smoothed(values) if smooth else values
-            axes.plot(steps, shown, marker=None if smooth else "o", markersize=3, label=name, **look)
+            axes.plot(steps, shown, marker=None if smooth else "o", markersize=3, label=name, **style)
             if smooth:
-                axes.plot(steps, values, alpha=0.2, linewidth=0.8, color=look["color"])
+                axes.plot(steps, values, alpha=0.2, linewidth=0.8, color=style["color"])
 
 
 def _legend(axes: Any, runs: Sequence[str]) -> None:
-    """Below the panel: a color for each figure, and for several runs a line style for each."""
+    """Draws it below the panel: a color for each figure, and for several runs a line style for each."""
     from matplotlib.lines import Line2D
 
     lines = {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     keys = [(Line2D([], [], color=line.get_color()), words_of(name)) for name, line in lines.items()]
     if len(runs) > 1:
-        keys += [
-            (Line2D([], [], color="0.3", linestyle=DASHES[place % len(DASHES)]), run) for place, run in enumerate(runs)
-        ]
+        keys += [(Line2D([], [], color="0.3", linestyle=DASHES[i % len(DASHES)]), run) for i, run in enumerate(runs)]
     handles, labels = zip(*keys, strict=True)
     axes.legend(handles, labels, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3, frameon=False)
 
 
 def words_of(name: str) -> str:
-    """A logged figure in words: ``accuracy_0`` is draft 1."""
+    """Returns a logged figure in words: ``accuracy_0`` is draft 1."""
     if name.startswith("accuracy_"):
         return f"draft {int(name.removeprefix('accuracy_')) + 1}"
     return name.removesuffix("/acceptance_length")

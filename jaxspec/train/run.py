@@ -7,10 +7,8 @@ import msgspec
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files.fingerprint import fingerprint
-from jaxspec.checkpoint.load.model import read_config
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
-from jaxspec.models.catalog import arch_of
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
 from jaxspec.sharding.mesh import make_mesh
@@ -19,12 +17,13 @@ from jaxspec.train.advice import facts_of, warnings_of
 from jaxspec.train.data import Corpus, load_corpus
 from jaxspec.train.features import FeatureRows, Teacher
 from jaxspec.train.fit import fit
-from jaxspec.train.head_run import batches_from, head_facts, load_target, make_objective, make_run
+from jaxspec.train.head_run import batches_from, head_facts, make_objective, make_run
 from jaxspec.train.memory import GB
 from jaxspec.train.metrics import Notify, Watcher
 from jaxspec.train.objective import HeadObjective
 from jaxspec.train.provenance import provenance_of
 from jaxspec.train.settings import RunSettings, identity
+from jaxspec.train.target import TargetHeaders, read_headers
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,12 @@ def train(
       JaxspecError: the disk is full, a loss is not finite, or another process was lost; what went before is kept.
     """
     with hosts.explain_lost_process():
-        corpus, mesh = _prepare(settings, target, notify)
+        headers, corpus, mesh = _prepare(settings, target, notify)
         for warning in warnings_of(settings, corpus):
             notify({"warning": warning})
-        plan = fit(settings, target, mesh, notify, evaluated=bool(corpus.held_out))
+        plan = fit(settings, headers, mesh, notify, evaluated=bool(corpus.held_out))
         notify({"loading": f"the target, {plan.needed['target'] / GB:.1f} GB"})
-        model, digest = load_target(settings, target, mesh), corpus.digest()
+        model, digest = headers.load(mesh), corpus.digest()
         run = make_run(settings, model, corpus, mesh, remat=plan.remat, parts=plan.parts)
         notify(head_facts(run.frozen, corpus))
         run = replace(
@@ -82,7 +81,7 @@ def train(
 
 
 def write_features(settings: RunSettings, target: Path, notify: Notify = lambda facts: None) -> None:
-    """Writes the part of a run's feature cache that is missing, and trains nothing; arguments as of ``train``.
+    """Writes the missing part of a run's feature cache, and trains nothing; arguments as of ``train``.
 
     Raises:
       ConfigError, CheckpointError: settings, data or target are not usable, or the cache is of something else.
@@ -90,23 +89,23 @@ def write_features(settings: RunSettings, target: Path, notify: Notify = lambda 
     """
     if settings.features.cache is None:
         raise ConfigError("features: cache names no directory to write to; give --set features.cache=DIR")
-    corpus, mesh = _prepare(settings, target, notify)
-    plan = fit(settings, target, mesh, notify, evaluated=False, trained=False)
-    _, objective = make_objective(settings, load_target(settings, target, mesh), corpus, mesh)
+    headers, corpus, mesh = _prepare(settings, target, notify)
+    plan = fit(settings, headers, mesh, notify, evaluated=False, trained=False)
+    _, objective = make_objective(settings, headers.load(mesh), corpus, mesh)
     _cached(settings, target, corpus, mesh, objective, plan.rows, notify)
 
 
-def _prepare(settings: RunSettings, target: Path, notify: Notify) -> tuple[Corpus, Mesh | None]:
-    """The data, and the devices."""
-    arch = arch_of(read_config(target))
-    corpus = load_corpus(
-        settings.data, Text.load(target), arch.vocab_size, alone=arch.one_text_only, target=fingerprint(target)
-    )
+def _prepare(settings: RunSettings, target: Path, notify: Notify) -> tuple[TargetHeaders, Corpus, Mesh | None]:
+    """Reads the target's headers and the data, and makes the mesh."""
+    sizes = msgspec.structs.asdict(settings.mesh)
+    mesh = make_mesh(sizes) if max(sizes.values()) > 1 or hosts.is_multiprocess() else None
+    headers = read_headers(settings, target, mesh)
+    arch, digest = headers.arch, fingerprint(target)
+    corpus = load_corpus(settings.data, Text.load(target), arch.vocab_size, alone=arch.one_text_only, target=digest)
     notify(corpus.counts | facts_of(settings, corpus))
     asked = {name: value for name, value in msgspec.to_builtins(settings).items() if name != "out"}
-    hosts.check_same({"settings": asked, "data": corpus.digest(), "target": fingerprint(target)})
-    sizes = msgspec.structs.asdict(settings.mesh)
-    return corpus, make_mesh(sizes) if max(sizes.values()) > 1 or hosts.is_multiprocess() else None
+    hosts.check_same({"settings": asked, "data": corpus.digest(), "target": digest})
+    return headers, corpus, mesh
 
 
 def _cached(
@@ -118,7 +117,7 @@ def _cached(
     rows: int,
     notify: Notify,
 ) -> FeatureRows:
-    """The corpus's rows with their features, which are computed, ``rows`` at a time, where they are missing."""
+    """Returns the corpus's rows with their features; missing ones are computed, ``rows`` at a time."""
     o, dtype = objective, settings.features.dtype
     teacher = Teacher(o.target, o.target_params, o.reads, o.routing, dtype, rows, mesh)
     identity = {"target": fingerprint(target), "target_dtype": settings.train.target_dtype, "data": corpus.digest()}

@@ -5,7 +5,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Packed
+from jaxspec.cache.window import Segments
 from jaxspec.models.transformer import Transformer, features_of
 from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
@@ -22,14 +22,14 @@ def run_teacher(
       params: its parameters.
       batch: packed texts.
       reads: what the head reads.
-      routing: expert layers whose choices are wanted.
+      routing: expert layers whose choices the head is trained on.
     """
     if batch.cached is not None:
         features = jax.tree.map(lambda x: x.astype(jnp.float32), batch.cached.features)
         experts = tuple(x.astype(jnp.int32) for x in batch.cached.expert_YBTA)
         return jax.lax.stop_gradient(TeacherOutput(features, experts))
     hidden: Any = net.apply(
-        cast(Any, params), batch.token_BT, batch.position_BT, None, Packed(batch.segment_BT),
+        cast(Any, params), batch.token_BT, batch.position_BT, None, Segments(batch.segment_BT),
         taps=reads.taps, shared_outputs=reads.shared_outputs, routes=bool(routing),
     )  # fmt: skip
     chosen = (hidden.routing[net.arch.expert_layers.index(y)].expert_MA for y in routing)

@@ -1,4 +1,4 @@
-"""One compiled update: loss and gradients of its rows, some at a time, then one change of the parameters."""
+"""The compiled update: loss and gradients of its rows, some at a time, then one change of the parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ Update = Callable[["TrainState", Any, AnyBatch], tuple["TrainState", dict[str, A
 
 @pytree
 class TrainState:
-    """What an update changes.
+    """The state that an update changes.
 
     Attributes:
       params: float32 parameters.
@@ -38,7 +38,7 @@ def make_update(
     shardings: TrainState | None = None,
     parts: int = 1,
 ) -> Update:
-    """One compiled update: loss and gradient of every pass, then one change of the parameters.
+    """Compiles an update: loss and gradient of every pass, then one change of the parameters.
 
     The state is donated. Metrics are means over the passes, with ``loss`` and ``grad_norm`` (before it is limited).
 
@@ -67,8 +67,8 @@ def make_update(
         def add(total: Any, part: tuple[Array, AnyBatch]) -> tuple[Any, None]:
             number, rows = part
             own = key if passes == 1 else jax.random.fold_in(key, number)
-            (weight, counts), found = one(params, frozen, rows, own)
-            weighted = jax.tree.map(lambda x: weight * x, found)
+            (weight, counts), results = one(params, frozen, rows, own)
+            weighted = jax.tree.map(lambda x: weight * x, results)
             return jax.tree.map(jnp.add, total, ((weight, counts), weighted)), None
 
         shapes = jax.eval_shape(one, params, frozen, jax.tree.map(lambda x: x[0], batch), key)
@@ -93,7 +93,7 @@ def make_update(
 
 
 def _split(x_AB: Array, parts: int) -> Array:
-    """Passes [A, B, ...] as [A * parts, B / parts, ...]; every part has rows of all devices."""
+    """Reshapes passes [A, B, ...] to [A * parts, B / parts, ...]; every part has rows of all devices."""
     passes, rows = x_AB.shape[:2]
     apart = x_AB.reshape(passes, rows // parts, parts, *x_AB.shape[2:])
     return apart.swapaxes(1, 2).reshape(passes * parts, rows // parts, *x_AB.shape[2:])

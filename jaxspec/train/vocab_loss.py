@@ -1,4 +1,4 @@
-"""The loss over the vocabulary, a few positions at a time: logits of all positions are never there together."""
+"""The loss over the vocabulary, a few positions at a time: logits of all positions never exist together."""
 
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ class VocabTask:
 
     Attributes:
       objective: networks, the target's parameters, draft vocabulary and kind of loss.
-      teacher_BTD: the target's last hidden states, each at the position of the token that it predicts.
+      teacher_BTD: the target's last hidden states.
       share_SBT: weight of each position in the loss, by round.
       positions: how many of a row are computed at a time.
     """
@@ -37,18 +37,15 @@ class VocabTask:
 
 
 def vocab_loss(params: Params, task: VocabTask, last_SBTD: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Weighted loss of all rounds, and where a draft is the target's best token.
+    """Computes the weighted loss of all rounds, and where a draft is the target's best token, bool [S, B, T].
 
-    Gradients are computed together with the loss, in the same walk over the positions, so that the vocabulary product
-    is not computed twice.
+    Gradients are computed together with the loss, in the same walk over the positions, so the vocabulary product is not
+    computed twice.
 
     Args:
       params: of the trained network.
       task: what the loss compares with.
       last_SBTD: what the vocabulary product reads, by round.
-
-    Returns:
-      A scalar, and bool [S, B, T].
     """
     inner: Any = params["params"]
     trained = {name: leaf for name, leaf in inner.items() if _reads(task.objective.net, name)}
@@ -57,12 +54,12 @@ def vocab_loss(params: Params, task: VocabTask, last_SBTD: tuple[Array, ...]) ->
 
 
 def default_positions(rows: int, length: int, vocab_size: int, draft_vocab: int, rounds: int) -> int:
-    """How many positions of a row are computed at a time where nothing else is asked."""
+    """Returns how many positions of a row are computed at a time by default."""
     return max(1, min(length, LOGIT_BYTES // (rows * position_bytes(vocab_size, draft_vocab, rounds))))
 
 
 def position_bytes(vocab_size: int, draft_vocab: int, rounds: int) -> int:
-    """Memory that one position needs: the target's logits and distribution, and those of all rounds with gradients."""
+    """Returns the bytes of one position: the target's logits and distribution, and all rounds' with gradients."""
     return 4 * (3 * vocab_size + 4 * rounds * (draft_vocab or vocab_size))
 
 
@@ -93,7 +90,7 @@ _loss.defvjp(_forward, _backward)
 
 
 def _walk(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array, ...], *, graded: bool):
-    """Loss and hits, and where asked the gradients of the loss by ``trained`` and ``last_SBTD``."""
+    """Loss and hits, and where ``graded`` the gradients of the loss by ``trained`` and ``last_SBTD``."""
     o, length, step = task.objective, task.teacher_BTD.shape[1], task.positions
     count = -(-length // step)
     teacher_BTD, lasts = jax.tree.map(partial(_pad, axis=1, size=count * step), (task.teacher_BTD, last_SBTD))

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.aot import hlo
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import DecodeState, Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
+from jaxspec.decode.step import StepPlan
 from jaxspec.inspect.model_cost import model_cost
 from jaxspec.nn.policy import make_policy
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.moesd import speedup
+from jaxspec.protocol import NoDrafts
 from jaxspec.pytree import replace
 from lab.gpu.acceptance import PUBLISHED, Guesses
 from lab.gpu.ceilings import copy_bytes_per_s
@@ -80,7 +81,7 @@ class Model:
         return Guesses(k, self.cost.vocab_size) if k else NoDrafts()
 
     def empty(self, rows: int) -> DecodeState:
-        """Rows with room for a few dispatches behind the context."""
+        """Returns rows with room for a few dispatches after the context."""
         return init_state(self.target, NoDrafts(), rows, self.sizes.context + 4 * self.sizes.steps, slack=SLACK)
 
     def read_bytes(self, rows: int, positions: int) -> float:
@@ -163,7 +164,7 @@ def _add_cell(
 
 
 def launches_per_step(text: str) -> int:
-    """Instructions of an optimised dispatch that start something on the device in every step.
+    """Instructions of an optimized dispatch that start something on the device in every step.
 
     Branches that need not be taken and loops whose length depends on the data are left out.
     """
@@ -211,10 +212,10 @@ class Runner:
         state = replace(self.state, length_B=jnp.full(self.rows, self.sizes.context, jnp.int32), anchor_B=anchor_B)
         model = self.model
         self.state, report = program(model.target, model.drafter(k), state, np.int32(steps), np.bool_(False))
-        return report.packed_BX
+        return report.packed_BXW
 
     def text(self, program: Any, k: int) -> np.ndarray:
-        """What every row says next, one token per step at least."""
+        """Returns what every row says next, one token per step at least."""
         self.run(program, k, self.sizes.steps)
         first = self.sizes.context + 1
         return np.asarray(self.state.history_BS)[:, first : first + self.sizes.steps]

@@ -44,7 +44,7 @@ def published_config(name: str, tiny: bool) -> dict[str, Any]:
 
 
 def random_target(config: Mapping[str, Any], policy: Policy, *, block: int = 128, seed: int = 0) -> Target:
-    """A target without meaning: every parameter random, quantised ones as the release is published.
+    """A target without meaning: every parameter random, quantized ones as the release is published.
 
     Args:
       config: published config.

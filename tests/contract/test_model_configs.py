@@ -17,7 +17,7 @@ from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.describe import count_parameters
-from jaxspec.inspect.sizes import cached_values, memory_bytes, parameters
+from jaxspec.inspect.model_sizes import cached_values, memory_bytes, parameters
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.serve.openai import CHAT, COMPLETIONS, response_body
-from jaxspec.serve.openai_logprobs import chat_logprobs, completion_logprobs
+from jaxspec.serve.openai import CHAT, COMPLETIONS, chat_logprobs, completion_logprobs, response_body
 from jaxspec.serve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from jaxspec.serve.text import token_offsets
 from tests.unit.serve.layouts import ALL, KNOWN

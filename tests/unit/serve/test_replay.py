@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 
 from jaxspec.perf.step_ratios import StepRatios
-from jaxspec.serve.adaptive import Adaptive
-from jaxspec.serve.control import Decision, Outcome
-from jaxspec.serve.found import ALL, FoundDrafts
+from jaxspec.control.decision import Decision, Outcome, Request
+from jaxspec.control.policy import Adaptive
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.survival import RequestSurvival
 from jaxspec.serve.warm_up import EACH, RANDOM
 from jaxspec.topology import PLAIN, AnyTopology, chain
 
@@ -65,9 +63,7 @@ class Replay:
         self.few_ms, self.many_ms = STEP_MS[drafter]
         self.often_none, self.rows, self.more = drafter == "ngram", rows, 1.0
         self.catch_up_ms, self.behind = CATCH_UP_MS[drafter] if catches_up else (0.0, 0.0), dict[int, int]()
-        self.from_tokens = drafter != "shared_expert"
         self.rng, self.pace, self.last = np.random.default_rng(seed), 0.0, PLAIN
-        self.requests = RequestSurvival(rows, len(ARMS) - 1, 64.0)
 
     def reads(self, case: str) -> None:
         """From now on its texts are of this case."""
@@ -89,7 +85,7 @@ class Replay:
 
     def control(self) -> Adaptive:
         """That knows what warming up would tell."""
-        return Adaptive(ARMS, prior=self.prior(), overhead_s=DISPATCH_MS / 1e3, from_tokens=self.from_tokens)
+        return Adaptive(ARMS, prior=self.prior(), overhead_s=DISPATCH_MS / 1e3)
 
     def run(self, texts: Sequence[Text], control: Adaptive | None, arm: AnyTopology | None) -> tuple[int, float]:
         """Runs texts side by side, with one arm or as the control wants; what they took is recorded in any case.
@@ -100,8 +96,6 @@ class Replay:
         """
         places = [0] * len(texts)
         tokens, spent_ms, reads = 0, 0.0, True
-        for row, text in enumerate(texts):
-            self.requests.enter(row, None if arm is None else arm.max_depth, text.kind)
         self.behind.clear()
         while any(place < len(text) for place, text in zip(places, texts, strict=True)):
             active = [row for row, text in enumerate(texts) if places[row] < len(text)]
@@ -109,28 +103,24 @@ class Replay:
             if control is None or arm is not None:
                 decision = Decision(arm or PLAIN)
             else:
-                decision = control.choose(len(active), 0, self.requests, 1 if reads else None)
-            if control is not None:
-                control.ahead(decision, len(active), self.requests)
+                decision = control.choose(
+                    len(active), 0, [Request(texts[row].kind) for row in active], 1 if reads else None
+                )
             counted, before = len(active) == self.rows and not reads, sum(places)
-            outcome, by_row, ms = self.dispatch(texts, places, active, decision, most, reads)
+            outcome, ms = self.dispatch(texts, places, active, decision, most, reads)
             if counted:
                 tokens, spent_ms = tokens + sum(places) - before, spent_ms + ms
             reads = False
-            self.requests.add(decision.length, by_row)
             if control is not None:
                 control.record(decision, outcome)
-            for row in active:
-                if places[row] >= len(texts[row]):
-                    self.requests.leave(row)
         return tokens, spent_ms
 
     def dispatch(
         self, texts: Sequence[Text], places: list[int], active: list[int], decision: Decision, most: int, reads: bool
-    ) -> tuple[Outcome, dict[int, list[int]], float]:
-        """Some steps: what the engine would say of them, what each row accepted, and their time without noise."""
+    ) -> tuple[Outcome, float]:
+        """Some steps: what the engine would say of them, and their time without noise."""
         length, steps, skipped, alone, found, ran = decision.length, 0, 0, 0, [], 0
-        by_row: dict[int, list[int]] = {row: [] for row in active}
+        accepted: dict[tuple[int, int], list[int]] = {(length, texts[row].kind): [] for row in active}
         ms = DISPATCH_MS + (PROMPT_MS if reads else SWITCH_MS * (decision.arm != self.last))
         self.last = decision.arm
         behind = [count for row, count in self.behind.items() if row in active and length]
@@ -139,7 +129,7 @@ class Replay:
             self.behind.clear()
         while steps < most and (left := [row for row in active if places[row] < len(texts[row])]):
             have = {row for row in left if texts[row][places[row]] >= 0 or not self.often_none}
-            verifies = not length or len(have) >= decision.least or not self.often_none
+            verifies = not length or len(have) >= decision.min_rows or not self.often_none
             ms += self.step_ms(length, len(left)) if verifies else SKIPPED * self.step_ms(0, len(left))
             ran += len(left)
             steps, skipped, found = steps + 1, skipped + (not verifies), [*found, len(have)]
@@ -147,7 +137,7 @@ class Replay:
                 hits = min(max(texts[row][places[row]], 0), length) if verifies else 0
                 cut = places[row] + hits + 1 > len(texts[row])
                 if verifies and row in have and not cut:
-                    by_row[row].append(hits)
+                    accepted[length, texts[row].kind].append(hits)
                 else:
                     alone += 1
                 places[row] = min(places[row] + hits + 1, len(texts[row]))
@@ -156,13 +146,12 @@ class Replay:
         self.pace = KEPT * self.pace + DRIFT * self.rng.standard_normal()
         noise = np.exp(self.pace + NOISE[self.rows] * self.rng.standard_normal())
         noise *= 1.5 if self.rng.random() < STALLS else 1.0
-        accepted = {length: [count for counts in by_row.values() for count in counts]}
         told = tuple(found) if self.often_none and length else ()
         outcome = Outcome(
-            len(active), steps, ms * noise / 1e3, accepted, skipped=skipped, skipped_tokens=alone, found=told,
-            active=ran / steps, lost_s=lost_ms * noise / 1e3, read=reads,
+            len(active), steps, ms * noise / 1e3, accepted, skipped=skipped, skipped_tokens=alone, rows_with_drafts=told,
+            active=ran / steps, catch_up_s=lost_ms * noise / 1e3, after_prompt=reads,
         )  # fmt: skip
-        return outcome, by_row, ms + lost_ms
+        return outcome, ms + lost_ms
 
 
 def speeds(

@@ -22,7 +22,7 @@ from jaxspec.train.batch import Batch
 from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_nets import net_of
 from jaxspec.train.head_start import init_params
-from jaxspec.train.memory import MemoryPlan, Work, held_bytes, plan_memory
+from jaxspec.train.memory import MemoryPlan, UpdateWork, held_bytes, plan_memory
 from jaxspec.train.objective import HeadObjective
 from jaxspec.train.optimizer import adamw
 from jaxspec.train.settings import HeadSettings, LossSettings, OptimizerSettings, TrainSettings, load_run_settings
@@ -45,17 +45,17 @@ def demo() -> dict[str, Any]:
     return json.loads((Path(memory.__file__).parents[1] / "demo_model" / "target" / "config.json").read_text())
 
 
-def work_of(config: dict[str, Any], head: HeadSettings = EAGLE3, length: int = 2048, rounds: int = 7) -> Work:
+def work_of(config: dict[str, Any], head: HeadSettings = EAGLE3, length: int = 2048, rounds: int = 7) -> UpdateWork:
     arch = arch_of(config)
     net = net_of(head, arch, config, make_policy(HALF, param=jnp.dtype("float32")))
     assert isinstance(net, DraftHead)
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
     frozen = held_bytes(abstract_params(Transformer(arch, make_policy(HALF))), None)
     sizes = 2 + 2 * net.spec.parts, frozen, held_bytes(params, None)
-    return Work(arch, net, LossSettings(rounds=rounds), length, net.spec.draft_vocab, *sizes)
+    return UpdateWork(arch, net, LossSettings(rounds=rounds), length, net.spec.draft_vocab, *sizes)
 
 
-def allotted(work: Work, rows: int, parts: int = 1) -> int:
+def allotted(work: UpdateWork, rows: int, parts: int = 1) -> int:
     """What XLA allots for one update, nothing of which is run."""
     frozen = Transformer(work.arch, make_policy(HALF))
     net: Any = work.net

@@ -22,13 +22,14 @@ from jaxspec.nn.policy import make_policy
 from jaxspec.train import evaluate
 from jaxspec.train.batch import Batch
 from jaxspec.train.data import load_corpus
-from jaxspec.train.head_run import load_target, make_run
+from jaxspec.train.head_run import make_run
 from jaxspec.train.held_out import best_metric
 from jaxspec.train.loop import TrainRun
 from jaxspec.train.metrics import read_metrics
 from jaxspec.train.plot import plot_runs
 from jaxspec.train.run import train
 from jaxspec.train.settings import RunSettings, identity, load_run_settings
+from jaxspec.train.target import read_headers
 from tests.unit.serve.tiny_model import write_tiny_model
 
 EXACT = make_policy("float32")
@@ -127,7 +128,7 @@ def settings_of(place: Path, *changes: str) -> RunSettings:
 
 def built(settings: RunSettings) -> TrainRun:
     corpus = load_corpus(settings.data, None, 99)
-    return make_run(settings, load_target(settings, Path(settings.target)), corpus)
+    return make_run(settings, read_headers(settings, Path(settings.target)).load(), corpus)
 
 
 def numbered(found: TrainRun) -> Any:
