@@ -89,9 +89,7 @@ class Control(Protocol):
         """Returns the arms."""
         ...
 
-    def choose(
-        self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None
-    ) -> Decision:
+    def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
         """Decides about the next dispatch.
 
         Args:
@@ -118,9 +116,7 @@ class Fixed:
         """Returns the one arm."""
         return (self.arm,)
 
-    def choose(
-        self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None
-    ) -> Decision:
+    def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
         """Returns that arm."""
         return Decision(self.arm)
 
@@ -145,9 +141,7 @@ class ByBatchSize:
         """Returns the arms, each once."""
         return tuple(dict.fromkeys([self.otherwise, *(arm for _, _, arm in self.ranges)]))
 
-    def choose(
-        self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None
-    ) -> Decision:
+    def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
         """Returns the arm of the range that the batch is in."""
         size = rows + waiting
         return Decision(next((arm for low, high, arm in self.ranges if low <= size <= high), self.otherwise))

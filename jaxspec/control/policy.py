@@ -52,9 +52,7 @@ class Adaptive:
         self._held: dict[tuple[int, frozenset[Request]], int] = {}
         self._kept, self._kept_for, self._until = Decision(self.arms[0]), (-1, ()), 0.0
 
-    def choose(
-        self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None
-    ) -> Decision:
+    def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
         """Decides about the next dispatch; one that will be short tries nothing, for it would tell little."""
         batch = rows, tuple(requests)
         if batch == self._kept_for and self.trials.steps < self._until:

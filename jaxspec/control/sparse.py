@@ -61,7 +61,9 @@ class DraftAvailability:
         if size not in self._counts:
             return Share()
         steps, shares = self._counts[size]
-        means = [share / count if count else at / BINS for at, (count, share) in enumerate(zip(steps, shares, strict=True))]
+        means = [
+            share / count if count else at / BINS for at, (count, share) in enumerate(zip(steps, shares, strict=True))
+        ]
         first = next((at for at in range(1, BINS + 1) if means[at] * drafts > added), 1)
         verified = sum(steps[first:])
         rows = sum(shares[first:]) / verified if verified else 1.0
