@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint.text.token_bytes import LETTER_OF
 from jaxspec.errors import ConfigError
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -227,15 +228,5 @@ def _joined(node: ast.expr) -> str | None:
         return ""
 
 
-def _alphabet() -> dict[int, str]:
-    """GPT-2's printable letter of each byte."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, BYTES)]
-    hidden = [byte for byte in range(BYTES) if byte not in shown]
-    return {byte: chr(byte) for byte in shown} | {byte: chr(BYTES + i) for i, byte in enumerate(hidden)}
-
-
-_ALPHABET = _alphabet()
-
-
 def _letters(token: bytes) -> str:
-    return token.decode("latin-1").translate(_ALPHABET)
+    return token.decode("latin-1").translate(LETTER_OF)

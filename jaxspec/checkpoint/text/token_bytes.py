@@ -12,14 +12,15 @@ PER_TOKEN = {"Replace", "Metaspace", "WordPiece", "Strip"}
 BY_PLACE = {"Metaspace", "WordPiece"}  # decoders that treat the first token differently
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for, as GPT-2 numbers them."""
+def _letters() -> dict[int, str]:
+    """Returns GPT-2's printable character for each byte, which byte-level vocabularies are written in."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in shown]
-    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
 
 
-BYTE_OF = _byte_alphabet()
+LETTER_OF = _letters()
+BYTE_OF = {letter: byte for byte, letter in LETTER_OF.items()}
 
 
 class TokenBytes:
