@@ -55,14 +55,6 @@ class FitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_out_error: float | None
 
 
-class OverlapRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A ``MeasuredOverlap`` on file."""
-
-    rows: tuple[int, ...]
-    positions: tuple[int, ...]
-    share: tuple[tuple[tuple[float, ...], ...], ...]
-
-
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The result of ``jaxspec calibrate``.
 
@@ -88,16 +80,10 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, str | int | float]
     noise_floor: float
     points: tuple[MeasuredCell, ...]
-    overlap: OverlapRecord | None
+    overlap: MeasuredOverlap | None
     fit: FitRecord
     token_count_fit: FitRecord
     held_out: tuple[MeasuredCell, ...] = ()
-
-    @property
-    def measured_overlap(self) -> MeasuredOverlap | None:
-        """Overlap as the model of step time wants it."""
-        o = self.overlap
-        return None if o is None else MeasuredOverlap(o.rows, o.positions, o.share)
 
 
 def fit_points(
@@ -163,7 +149,7 @@ class Predictor:
     def formula_s(self, rows: int, positions: int, context: int) -> float:
         """Predicts one pass of the target by the fitted formula alone."""
         model = token_count_model(self.model) if self.token_count else self.model
-        overlap = None if self.token_count else self.calibration.measured_overlap
+        overlap = None if self.token_count else self.calibration.overlap
         return step_time(model, self.rates, rows=rows, positions=positions, context=context, overlap=overlap).total_s
 
     def verify_s(self, rows: int, length: int, context: int) -> float:

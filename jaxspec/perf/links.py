@@ -4,11 +4,8 @@ from dataclasses import dataclass
 
 from jaxspec.perf.cost import Mesh, ModelCost, Rates
 
-SENT_BYTES, SUM_BYTES, CHOICE_BYTES = (
-    2,
-    4,
-    8,
-)  # of a number sent, of one that is summed; of an expert's id and its weight
+SENT_BYTES, SUM_BYTES = 2, 4  # of a number that is sent, and of one that is summed
+CHOICE_BYTES = 8  # of an expert's id and its weight
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class CalibratedMachine:
 
     @cached_property
     def _formula(self) -> AssumedMachine:
-        overlap = self.predictor.calibration.measured_overlap or AssumedOverlap()
+        overlap = self.predictor.calibration.overlap or AssumedOverlap()
         return AssumedMachine(self.predictor.model, self.predictor.rates, overlap=overlap)
 
     def verify_s(self, rows: int, positions: int, context: int) -> float:

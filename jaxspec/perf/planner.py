@@ -15,17 +15,8 @@ from jaxspec.perf.transport_cost import Transport, pass_of, transport_times
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 TREES: tuple[Branching, ...] = (
-    (2,),
-    (3,),
-    (2, 1),
-    (2, 2),
-    (3, 2),
-    (2, 1, 1),
-    (2, 2, 1),
-    (3, 2, 1),
-    (2, 1, 1, 1),
-    (2, 2, 1, 1),
-)
+    (2,), (3,), (2, 1), (2, 2), (3, 2), (2, 1, 1), (2, 2, 1), (3, 2, 1), (2, 1, 1, 1), (2, 2, 1, 1),
+)  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PAYS = 1.02  # as of the controller: less is not worth the trouble
 

@@ -12,7 +12,6 @@ from jaxspec.perf.calibration import (
     VERSION,
     Calibration,
     MeasuredCell,
-    OverlapRecord,
     Predictor,
     fit_points,
     load_calibration,
@@ -49,7 +48,7 @@ def calibration() -> Calibration:
     return Calibration(
         version=VERSION, model={"name": "routed", "config_digest": "0"}, machine={"cpu": "none", "cores": 1},
         versions={"jax": "0"}, date="2026-11-21 12:00", settings={"drafter": "ngram", "rounds": 9}, noise_floor=0.01,
-        points=tuple(points), overlap=OverlapRecord(OVERLAP.rows, OVERLAP.positions, OVERLAP.share),
+        points=tuple(points), overlap=OVERLAP,
         fit=record_of(full), token_count_fit=record_of(blind),
     )  # fmt: skip
 
