@@ -46,7 +46,7 @@ def resolve_model(
     directory = hub.fetch(revision, SMALL)
     if not weights:
         return directory
-    # From here on the commit, so that all files are of one, whatever is pushed meanwhile.
+    # By commit from here on: all files are of one, whatever is pushed meanwhile.
     for patterns in (choices := _weights(directory)):
         hub.fetch(directory.name, (CONFIG, *patterns), outside=False)
         if patterns is not choices[-1] and any(any(directory.glob(pattern)) for pattern in patterns):

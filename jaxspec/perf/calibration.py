@@ -63,7 +63,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       model: name, family, digest of the config and of the files' sizes.
       machine, versions: what it ran on.
       date: day and time, UTC.
-      settings: dtype, quantisation, drafter, steps per dispatch, rounds.
+      settings: dtype, quantization, drafter, steps per dispatch, rounds.
       noise_floor: median relative spread of the same cell between rounds.
       points: the raw table, which predictions at its cells return.
       overlap: of routed experts, None for a dense model.

@@ -17,7 +17,7 @@ from jaxspec.perf.moesd import (
 from jaxspec.perf.overlap import AssumedOverlap
 from jaxspec.perf.planner import PAYS, Option, Question, option
 
-FIXED = 0.7  # acceptance per draft where a rule names none, so that batch sizes and contexts can be compared
+FIXED = 0.7  # acceptance per draft where a rule names none: batch sizes and contexts are compared at one value
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class AcceptanceModel:
     """Probabilities that drafts are accepted.
 
     Attributes:
-      conditional: of the best draft at each depth behind accepted ones; the last value counts for all deeper ones.
+      conditional: of the best draft at each depth after accepted ones; the last value counts for all deeper ones.
       sibling: that the second draft of a node is accepted if the first was not; each further one half as likely. An
         assumption: no such figure is published for these models.
     """

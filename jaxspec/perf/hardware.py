@@ -28,7 +28,7 @@ class Assumed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       link: share of the links' bandwidth.
       launch_us: from one program to the next on the device.
       launches_per_layer: programs per layer.
-      step_us: of a step besides.
+      step_us: of a step, whatever it does.
       link_us, network_us: from sending to receiving, within a node and beyond it.
       usable_memory: share of the memory that weights, caches and buffers may take.
       source: where the ranges come from.
@@ -154,7 +154,7 @@ def load_hardware(wanted: str, directory: Path) -> tuple[Hardware, int]:
     file = Path(name) if name.endswith(".toml") else known.get(name.lower())
     if file is None or not file.is_file() or count < 1:
         raise ConfigError(
-            f"hardware {wanted!r} is not known; known are {', '.join(known)}, with a count behind an x (h200x8), or a "
+            f"hardware {wanted!r} is not known; known are {', '.join(known)}, with a count after an x (h200x8), or a "
             ".toml file like them"
         )
     return parse_hardware(file.read_text(encoding="utf-8"), name), count

@@ -25,7 +25,7 @@ def _check_share(name: str, value: float) -> None:
 def expected_experts(*, num_experts: int, top_k: int, tokens: float) -> float:
     """Computes N(t): distinct experts that ``tokens`` tokens touch in a layer if routing is uniform and independent.
 
-    Real routing is correlated between neighbours, so this is an upper bound in practice. A dense layer is the case
+    Real routing is correlated between neighbors, so this is an upper bound in practice. A dense layer is the case
     of one expert.
     """
     return num_experts * (1 - (1 - _check(num_experts, top_k)) ** tokens)

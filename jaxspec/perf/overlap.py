@@ -91,7 +91,7 @@ def measure_overlap(
       experts: ids [texts, tokens, A] of each expert layer, tokens in the order of the text.
       num_experts: E of each layer.
       rows: rows per step; each takes another text where there are enough.
-      positions: neighbouring tokens per row.
+      positions: neighboring tokens per row.
       seed: of the places that are sampled.
 
     Raises:

@@ -91,9 +91,9 @@ def fit(
 
 @dataclass(frozen=True)
 class Problem:
-    """The amounts of work behind each sample, and the search for the rates that explain the times.
+    """A search for the rates that explain the times of some amounts of work.
 
-    Unknowns are scaled so that 1 means that a rate alone explains the median step.
+    Unknowns are scaled: at 1 a rate alone explains the median step.
     """
 
     model: ModelCost
@@ -111,13 +111,13 @@ class Problem:
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """Rate behind an unknown of 1."""
+        """Rate of an unknown of 1."""
         typical = float(np.median([s.time_s for s in self.samples]))
         return typical / np.maximum(np.median(self._amounts, axis=0), 1e-30)
 
     @cached_property
     def _works(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Counts and bytes and products [samples, works], and the two unknowns behind each work [works, 2]."""
+        """Counts and bytes and products [samples, works], and the two unknowns of each work [works, 2]."""
         lists = [
             works(self.model, rows=s.rows, positions=s.positions, context=s.context, overlap=self.overlap)
             for s in self.samples
@@ -173,7 +173,7 @@ class Problem:
         width = len(self.names)
 
         # A little weight on the size of unknowns decides between those that the samples cannot tell apart.
-        def penalised(x: np.ndarray) -> np.ndarray:
+        def penalized(x: np.ndarray) -> np.ndarray:
             return np.concatenate([self.residuals(x)[chosen], RIDGE * x])
 
         def derivatives(x: np.ndarray) -> np.ndarray:
@@ -183,7 +183,7 @@ class Problem:
         jacobian: Any = derivatives
         runs = [
             least_squares(
-                penalised, first, jac=jacobian, bounds=(0, np.inf), loss="soft_l1",
+                penalized, first, jac=jacobian, bounds=(0, np.inf), loss="soft_l1",
                 f_scale=max(self.noise, 0.005), x_scale=0.1, max_nfev=300,
             )
             for first in ([np.full(width, x) for x in STARTS] if start is None else [np.maximum(start, 1e-6)])

@@ -1,7 +1,7 @@
 """Costs of the ways to bring rows to the devices that hold their experts, and the choice of the cheapest.
 
-The names are those of ``jaxspec/nn/expert_transport.py``: ``sum`` has all rows everywhere, so that every device also
-computes attention for all of them, and adds the experts' outputs up once per layer; ``padded`` and ``ragged`` give each
+The names are those of ``jaxspec/nn/expert_transport.py``: ``sum`` has all rows everywhere: every device also
+computes attention for all of them and adds up the experts' outputs once per layer; ``padded`` and ``ragged`` give each
 device rows of its own and exchange them twice per layer, with room for every row or only those that go.
 """
 
@@ -21,7 +21,7 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of a model over a batch, as far as transports differ in it.
+    """The part of one pass of a model over a batch that depends on the transport.
 
     Attributes:
       rows: B, of the whole batch.

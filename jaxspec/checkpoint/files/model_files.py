@@ -13,7 +13,7 @@ from jaxspec.errors import CheckpointError, ConfigError
 MOST_JSON_BYTES = 100_000_000  # as the safetensors library has it for headers
 LFS_POINTER = b"version https://git-lfs"
 LFS_BYTES = 1024
-# What transformers reads beside the weights, and opens without a look at what it opens.
+# What transformers reads next to the weights, and opens without checking what it is.
 TEXT_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",

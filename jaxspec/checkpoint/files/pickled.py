@@ -56,7 +56,7 @@ class _View:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its numbers lie behind one another, the last axis fastest."""
+        """Whether its numbers are contiguous, the last axis fastest."""
         step = 1
         for size, stride in zip(self.shape[::-1], self.stride[::-1], strict=True):
             if size != 1 and stride != step:

@@ -123,7 +123,7 @@ def vocabulary(files: HeadFiles, spec: HeadSpec | MedusaSpec) -> np.ndarray | No
 def holds_ids(d2t_W: np.ndarray, t2d_V: np.ndarray | None) -> bool:
     """Whether ``d2t`` holds the target's ids themselves.
 
-    Offsets repeat wherever two neighbours are both in the vocabulary, ids never do.
+    Offsets repeat wherever two neighbors are both in the vocabulary, ids never do.
     """
     if t2d_V is not None:
         return bool(d2t_W.any()) and np.array_equal(np.flatnonzero(t2d_V), d2t_W)

@@ -111,7 +111,7 @@ def _unable_eagle3(spec: HeadSpec) -> list[str]:
     first = spec.arch.layers[0].attention
     why = []
     if isinstance(first, AttentionSpec) and first.qk_norm != "none":
-        why.append("its queries and keys are normalised (Qwen3), which LlamaForCausalLMEagle3 leaves out")
+        why.append("its queries and keys are normalized (Qwen3), which LlamaForCausalLMEagle3 leaves out")
     if isinstance(first, AttentionSpec) and (first.qkv_bias or first.out_bias) and spec.mask_token is None:
         why.append("its attention has biases, which SGLang leaves out")
     return why

@@ -32,7 +32,7 @@ class Model:
     """A loaded model.
 
     Attributes:
-      net: the network, hashable; its policy knows what stayed quantised.
+      net: the network, hashable; its policy knows what stayed quantized.
       params: its parameters.
       config: the published config.
       generation: the published generation defaults, empty if there are none.
@@ -93,7 +93,7 @@ def plan_model(
       placement: of the experts; None leaves them in their order.
 
     Raises:
-      ConfigError: the config is missing, corrupt, of an unknown family or quantised in a way that is not supported.
+      ConfigError: the config is missing, corrupt, of an unknown family or quantized in a way that is not supported.
       CheckpointError: the files are unreadable.
     """
     directory = Path(directory)
@@ -123,9 +123,9 @@ def load_model(
 
     Args:
       directory: checkpoint.
-      policy: layout and dtypes of the parameters; formats of what stays quantised are filled in.
-      quantization: ``auto`` keeps published quantised weights as they are, ``none`` widens them to the policy's dtype;
-        ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain checkpoint.
+      policy: layout and dtypes of the parameters; formats of what stays quantized are filled in.
+      quantization: ``auto`` keeps published quantized weights as they are, ``none`` widens them to the policy's dtype;
+        ``fp8`` and ``int8`` quantize the matrices of attention and feed-forward layers of a plain checkpoint.
       mesh: devices that the parameters are split over, None for the default device.
       allow_replication: what is whole on each device where the mesh does not divide it, see ``named_shardings``; heads
         and vocabulary by default, but neither experts nor hidden units.
@@ -133,7 +133,7 @@ def load_model(
       show: called with (bytes placed, bytes in all).
 
     Raises:
-      ConfigError: the config is missing, corrupt or of an unknown family, the quantisation is not possible, the mesh
+      ConfigError: the config is missing, corrupt or of an unknown family, the quantization is not possible, the mesh
         does not divide the model, or the placement is of another model or mesh.
       CheckpointError: the tensors are unreadable or do not match.
     """

@@ -18,7 +18,7 @@ class Pack:
       join: published arrays to a parameter of the given shape; where it can, a view of them.
       split: parameter to published arrays.
       axes: for each axis of a parameter made of matrices, the matrix axis that it comes from, None for that which
-        counts matrices. None for packs of whatever else, whose parameters are never kept quantised.
+        counts matrices. None for packs of whatever else, whose parameters are never kept quantized.
       inner: the matrix axis that a product sums over.
       finer: size of the blocks that fit both layouts, from that of published blocks and the size of the last of the
         axes that a matrix axis is cut into.
@@ -36,7 +36,7 @@ class Pack:
         """Cuts published arrays down to what a slice of a parameter needs.
 
         ``join(arrays, shape)[index]`` is ``join(cut, small)[left]`` of what this returns. Where a slice of the
-        parameter is one of the arrays it is made there, as a view, so that the rest of a mapped file is not read.
+        parameter is one of the arrays it is made there, as a view, and the rest of a mapped file is not read.
 
         Args:
           arrays: published ones.

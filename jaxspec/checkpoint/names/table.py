@@ -47,14 +47,14 @@ class Table:
       layer: of a layer.
       expert: one routed expert.
       experts_stacked: whether published tensors hold all experts of a layer along their first axis.
-      mtp: of a layer of multi-token prediction, besides ``layer`` and ``expert``.
-      mtp_prefix: published prefix of such a layer, ``{y}`` for its number behind the last main one, ``{n}`` for its
+      mtp: of a layer of multi-token prediction, in addition to ``layer`` and ``expert``.
+      mtp_prefix: published prefix of such a layer, ``{y}`` for its number after the last main one, ``{n}`` for its
         own; None for the prefix of all layers.
-      mtp_copies: what such a layer brings besides, copies of the model's embedding and head that nothing reads.
+      mtp_copies: copies of the model's embedding and head in such a layer, which nothing reads.
       prefix: published prefix of a layer.
       ignored: endings of published names that carry no parameter.
       others: beginnings of the published names of other models in the same files, such as an image encoder.
-      scales: how the scales of quantised weights are published: ``X.weight_scale_inv`` or ``X.scale`` with
+      scales: how the scales of quantized weights are published: ``X.weight_scale_inv`` or ``X.scale`` with
         ``X.weight``, or ``X_scales`` with ``X_blocks``.
     """
 

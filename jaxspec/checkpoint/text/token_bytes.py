@@ -29,7 +29,7 @@ class TokenBytes:
     Attributes:
       layout: how pieces become text: ``bytes``, joined and decoded as UTF-8 (byte-level BPE, tiktoken); ``pieces``,
         joined one by one, with runs of byte tokens decoded together (SentencePiece, Unigram, WordPiece, words);
-        ``unknown`` where the tokenizer's decoder has another rule, so that only it can tell.
+        ``unknown`` where the tokenizer's decoder has another rule, and only it can tell.
       byte_fallback: whether ``<0xNN>`` tokens are bytes.
       strip: a character and how many of it are dropped at the start of a whole text.
     """

@@ -99,7 +99,7 @@ def test_the_formula_interpolates(calibration: Calibration):
     assert predict.draft_s(6, 0, 100) == 0
 
 
-def test_a_cell_off_the_formula_draws_its_neighbourhood_only(calibration: Calibration):
+def test_a_cell_off_the_formula_draws_its_neighborhood_only(calibration: Calibration):
     predict = Predictor(calibration, routed_model())
     near = predict.verify_s(4, 4, 100) / predict.formula_s(4, 5, 100)
     far = predict.verify_s(64, 0, 4000) / predict.formula_s(64, 1, 4000)
