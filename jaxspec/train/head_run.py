@@ -59,7 +59,8 @@ def make_run(
     Raises:
       ConfigError, CheckpointError: the settings are not usable for this target.
     """
-    t, schedule = settings.train, schedule_of(settings.optimizer, settings.train.steps)
+    t = settings.train
+    schedule: Callable[[int], Any] = schedule_of(settings.optimizer, t.steps)
     head, objective = make_objective(settings, target, corpus, mesh, remat=remat)
     evaluate = make_evaluation(settings, head, target, corpus, mesh)
 

@@ -36,7 +36,7 @@ from jaxspec.serve.control import Outcome
 from jaxspec.serve.engine import Engine, EngineSpec
 from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
 from jaxspec.serve.rows import new_samples
-from jaxspec.serve.text import Growing
+from jaxspec.serve.text import IncrementalText
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology, chain
 
@@ -310,7 +310,7 @@ def generate(engine: Engine, requests: list[Request], steps: int | None = None) 
     depth, outputs = engine.depth, []
     for number, (prompt, params) in enumerate(requests):
         samples = new_samples(
-            str(number), None, prompt, params, lambda p: Growing(None, p),
+            str(number), None, prompt, params, lambda p: IncrementalText(None, p),
             engine_seed=0, number=number, capacity=engine.spec.capacity, draft_length=depth,
         )  # fmt: skip
         engine.add(samples)

@@ -24,7 +24,7 @@ from jaxspec.serve import engine as engine_module
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.parameters import RequestOutputKind
 from jaxspec.serve.request import RequestOutput, SamplingParams
-from jaxspec.serve.text import Growing
+from jaxspec.serve.text import IncrementalText
 from tests.oracle.conftest import CAPACITY, CONFIG, SharedPrograms
 
 ROUNDS = {"head": 70, "paged": 70, "mesh": 60}
@@ -224,15 +224,15 @@ def test_no_memory_for_a_new_state_either(llms: dict[str, LLM], monkeypatch: pyt
 
 
 def test_a_request_that_fails_by_itself(llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch):
-    llm, add = llms["paged"], Growing.add
+    llm, add = llms["paged"], IncrementalText.add
     wanted = text(llm)
 
-    def failing(self: Growing, token: int, *args: Any, **more: Any) -> Any:
+    def failing(self: IncrementalText, token: int, *args: Any, **more: Any) -> Any:
         if token == wanted[1][5]:
             raise ValueError("no such bytes")
         return add(self, token, *args, **more)
 
-    monkeypatch.setattr(Growing, "add", failing)
+    monkeypatch.setattr(IncrementalText, "add", failing)
     outputs = llm.generate(PROMPTS, GREEDY)
     streamed = list(llm.stream(PROMPTS[1], GREEDY))[-1]
     monkeypatch.undo()
