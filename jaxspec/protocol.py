@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Self
 
 import jax.numpy as jnp
+from typing_extensions import override
 
-from jaxspec.pytree import pytree, static
-from jaxspec.shapes import Array
-from jaxspec.topology import DynamicTree, Topology
+from jaxspec.errors import ConfigError
+from jaxspec.pytree import pytree, replace, static
+from jaxspec.shapes import Array, Params
+from jaxspec.topology import PLAIN, AnyTopology, Topology
 
 DraftState = Any
-D = TypeVar("D", bound="Drafter")
 
 
 @pytree
@@ -156,7 +159,6 @@ class Proposal:
         where the drafter predicts none. Nothing is accepted or refused because of them.
       confidence_BN: largest probability of what each draft of a chain is drawn from, where drafts have prices; 0 where
         nothing was drafted.
-      sparse: whether often no row has a draft at all; such a step may verify, and its drafter observe, one position.
     """
 
     token_BN: Array
@@ -165,9 +167,8 @@ class Proposal:
     tree: Tree | None = None
     expert_BKYA: Array | None = None
     confidence_BN: Array | None = None
-    sparse: bool = static(default=False)
 
-    def tree_of(self, topology: Topology | DynamicTree) -> Tree:
+    def tree_of(self, topology: AnyTopology) -> Tree:
         """How the nodes hang together, from itself or from the topology that it was drafted for."""
         if self.tree is not None:
             return self.tree
@@ -188,6 +189,27 @@ class Verdict:
     path_BT: Array
     token_BT: Array
     count_B: Array
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A verification rule: says which drafts are accepted, so that the text or its distribution stays the target's.
+
+    Attributes:
+      name: as drafters know it.
+      decide: from proposal, scores, live drafts [B, N], settings, anchors' positions and tree to the verdict.
+      exact: whether every token that it commits is the best of its node's scores, noise included.
+    """
+
+    name: str
+    decide: Callable[[Proposal, Array, Array, Sampling, Array, Tree], Verdict]
+    exact: bool = False
+
+    def __call__(
+        self, proposal: Proposal, score_BTV: Array, live_BN: Array, sampling: Sampling, length_B: Array, tree: Tree
+    ) -> Verdict:
+        """Decides what is committed."""
+        return self.decide(proposal, score_BTV, live_BN, sampling, length_B, tree)
 
 
 @dataclass(frozen=True)
@@ -246,29 +268,31 @@ class Commit:
     path_BT: Array | None
     row: Array | None
 
-
-class Drafter(Protocol):
-    """A source of drafts; implementers are final pytrees, so weights are leaves and everything else is static."""
-
     @property
-    def topology(self) -> Topology | DynamicTree:
-        """The static shape of what is proposed."""
-        ...
+    def position_BT(self) -> Array:
+        """Position of each token."""
+        return self.start_B[:, None] + jnp.arange(self.token_BT.shape[1], dtype=jnp.int32)[None]
+
+
+class Drafter(ABC):
+    """A source of drafts. Subclasses are final pytrees: weights are leaves, everything else is static.
+
+    Attributes:
+      topology: static shape of what is proposed.
+      needs: what it must observe before it can propose: nothing, the committed tokens, or the target's hidden states.
+      reads: what it captures of the target besides its last hidden states.
+      sparse: whether often no row has a draft; a step may then verify, and the drafter observe, the anchors alone.
+    """
+
+    topology: AnyTopology
+    needs: Literal["none", "tokens", "hidden"] = "none"
+    reads: CaptureSpec = NO_CAPTURE
+    sparse: bool = False
 
     @property
     def slack(self) -> int:
         """Positions beyond the capacity that the drafter's caches must hold while writing ahead."""
-        ...
-
-    @property
-    def needs(self) -> Literal["none", "tokens", "hidden"]:
-        """What of the text it must have observed to draft well."""
-        ...
-
-    @property
-    def reads(self) -> CaptureSpec:
-        """What it reads of the target besides its last hidden states."""
-        ...
+        return 0
 
     def init_state(self, rows: int, capacity: int, slack: int) -> DraftState:
         """Allocates the state of empty rows.
@@ -278,12 +302,57 @@ class Drafter(Protocol):
           capacity: longest text in tokens.
           slack: most positions that one forward or one chunk of a prompt writes beyond the committed ones.
         """
-        ...
+        return ()
 
+    @abstractmethod
     def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         """Drafts every node; never commits."""
-        ...
 
     def observe(self, state: DraftState, commit: Commit) -> DraftState:
         """Takes over committed tokens; prompt prefill is the first observation."""
-        ...
+        return state
+
+    def with_topology(self, topology: AnyTopology) -> Self:
+        """Returns the drafter of another topology, with the same weights and the same state."""
+        return replace(self, topology=topology)
+
+    def plain(self) -> Drafter:
+        """Returns what takes this drafter's place, with its state, in steps of plain decoding."""
+        return NoDrafts()
+
+    def update_params(self, params: Params) -> Self:
+        """Returns the drafter with other parameters of the same structure, cast to the dtypes that it has.
+
+        Raises:
+          ConfigError: it has no parameters of its own, or structure or shapes differ.
+        """
+        raise ConfigError(f"update_draft: {type(self).__name__} has no parameters; only draft models and heads do")
+
+    def replay_room(self, capacity: int) -> int:
+        """Returns how many of a row's latest positions it can be shown after plain decoding."""
+        return capacity
+
+    def replay_sizes(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the sizes of the chunks in which it is shown them, ascending."""
+        return buckets
+
+    def replay_features(self, state: DraftState, row: Array, position_X: Array) -> Features | None:
+        """Returns what plain decoding kept of positions of a row, [1, X, ...], for a drafter that needs it."""
+        return None
+
+
+@pytree
+class NoDrafts(Drafter):
+    """Plain decoding as the same step: a topology of one node and an empty state."""
+
+    topology = PLAIN
+
+    @override
+    def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
+        return no_proposal(anchor), state
+
+
+def no_proposal(anchor: Anchor) -> Proposal:
+    """Returns the proposal of a topology without drafts."""
+    shape = (anchor.token_B.shape[0], 0)
+    return Proposal(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), None)

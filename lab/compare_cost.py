@@ -15,17 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.compare import PROPOSALS, propose_often
+from jaxspec.bench.drafting import PROPOSALS, propose_often
 from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, read_config
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.heads import head_drafter
-from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.nn.policy import Policy, policy_for
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, NoDrafts
 from jaxspec.pytree import replace
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.topology import chain
@@ -66,7 +66,7 @@ def plain(target: Target) -> Callable[[], float]:
         anchor_B=jnp.ones(1, jnp.int32),
     )  # fmt: skip
     args = (target, drafter, state, jnp.int32(STEPS), jnp.asarray(False))
-    program = jax.jit(partial(dispatch, plan=StepPlan(rule="match", steps=STEPS))).lower(*args).compile()
+    program = jax.jit(partial(dispatch, plan=StepPlan(steps=STEPS))).lower(*args).compile()
 
     def measure() -> float:
         began = time.perf_counter()

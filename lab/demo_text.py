@@ -9,18 +9,20 @@ import numpy as np
 from demo_models import DECODE, Recipe
 
 from jaxspec.checkpoint.load.model import load_model
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, prefill
+from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import Target, init_sampling, init_state
-from jaxspec.decode.step import StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
+from jaxspec.decode.step import StepPlan
+from jaxspec.protocol import NoDrafts
 from jaxspec.pytree import replace
+from jaxspec.topology import PLAIN
 
 STEPS = 32
 TEMPERATURE = 0.7
 
-_prefill = jax.jit(prefill, donate_argnums=2)
-_admit = jax.jit(admit, donate_argnums=0)
-_advance = jax.jit(partial(dispatch, plan=StepPlan(steps=STEPS)), donate_argnums=2)
+PREFILL, ADMIT = jax.jit(prefill, donate_argnums=2), jax.jit(admit, donate_argnums=0)
+DISPATCH = {("dispatch", PLAIN): jax.jit(partial(dispatch, plan=StepPlan(steps=STEPS)), donate_argnums=2)}
 
 
 def continue_prompts(target: Target, prompt_BT: np.ndarray, length: int, seed: int) -> np.ndarray:
@@ -35,24 +37,19 @@ def continue_prompts(target: Target, prompt_BT: np.ndarray, length: int, seed: i
     Returns:
       int32 [B, length].
     """
-    rows, given = prompt_BT.shape
-    drafter = NoDrafts()
+    (rows, given), drafter = prompt_BT.shape, NoDrafts()
+    runner = Runner(target, {PLAIN: drafter}, (given,), {("prefill", given): PREFILL, "admit": ADMIT, **DISPATCH})
     state = init_state(target, drafter, rows, length, slack=given)
-    width = state.history_BS.shape[1]
-    neutral = init_sampling(1, 8)
     for row, prompt_T in enumerate(prompt_BT):
         sampling = replace(
-            neutral,
+            init_sampling(1, 8),
             temperature_B=jnp.full(1, TEMPERATURE * (row % 2), jnp.float32),
             max_length_B=jnp.full(1, length, jnp.int32),
             key_BX=jnp.array([[seed, row]], jnp.uint32),
         )
-        chunk = (jnp.asarray(prompt_T), jnp.int32(0), jnp.int32(given - 1))
-        state = _prefill(target, drafter, state, jnp.int32(row), *chunk)
-        padded = jnp.asarray(np.pad(prompt_T, (0, width - given)))
-        state = _admit(state, jnp.int32(row), padded, jnp.int32(given), sampling, None)
+        state = runner.admit(runner.prefill(state, row, prompt_T), row, prompt_T, sampling)
     while bool(np.asarray(state.active_B).any()):
-        state, _ = _advance(target, drafter, state, jnp.int32(STEPS), jnp.array(False))
+        state, _ = runner.dispatch(state, PLAIN, STEPS)
     return np.asarray(state.history_BS[:, :length])
 
 

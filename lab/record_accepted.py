@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxspec.bench.workload import Source
+from jaxspec.bench.workload import PromptSource
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
@@ -55,7 +55,7 @@ def main() -> None:
             demo_model_dir("target"), speculative_config={**config, "num_speculative_tokens": LONGEST},
             max_model_len=640, max_num_seqs=1, max_logprobs=0, prefill_buckets=(32, 256),
         )  # fmt: skip
-        source = Source(llm.text, llm.model.net.arch.vocab_size)
+        source = PromptSource(llm.text, llm.model.net.arch.vocab_size)
         for workload in ("code", "shuffled"):
             for temperature in TEMPERATURES:
                 lines.append(f"# {name} {workload} {temperature:g}")

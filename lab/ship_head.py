@@ -19,7 +19,7 @@ from demo_record import curve
 
 from jaxspec.checkpoint.heads.directory import load_head, plan_head, save_head
 from jaxspec.checkpoint.load.model import read_config
-from jaxspec.inspect.sizes import parameters
+from jaxspec.inspect.model_sizes import parameters
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.heads import Head
 from jaxspec.nn.policy import make_policy
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     head = load_head(best, arch, exact)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), head.params)
     save_head(Head(head.net, params, head.ids_W), args.out)
-    plan, _ = plan_head(args.out, arch, exact)
+    plan = plan_head(args.out, arch, exact)
     about = {
         "made_by": "lab/ship_head.py",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

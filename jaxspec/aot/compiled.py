@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.aot import hlo, launches, process
-from jaxspec.aot.programs import STATE, Program, Setting, programs, shortened
+from jaxspec.aot.programs import STATE, Program, ProgramSettings, programs, shortened
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
@@ -67,7 +67,7 @@ def look(
       mesh: devices by axis; all along ``expert`` by default, or along ``tensor`` where the model has no experts.
       wanted: names of programs, all by default.
       layers: how many are compiled, 0 for all; weights, caches and state are those of all in any case.
-      **setting: see ``Setting``.
+      **setting: see ``ProgramSettings``.
     """
     if devices > 8 and devices % 8:
         raise ConfigError(f"devices: up to 8, or whole machines of 8, got {devices}")
@@ -77,12 +77,14 @@ def look(
     arch = arch_of(short)
     chosen = make_mesh(mesh or {"expert" if arch.is_moe else "tensor": devices}, targets)
     over = chosen.abstract_mesh if devices > 1 else None
-    made = programs(Setting(short, mesh=over, **setting), tuple(wanted))
+    made = programs(ProgramSettings(short, mesh=over, **setting), tuple(wanted))
     found = {name: report(name, program, chosen, arch) for name, program in made.items()}
-    for name, program in programs(Setting(config, mesh=over, **setting), tuple(wanted)).items() if layers else ():
+    for name, program in (
+        programs(ProgramSettings(config, mesh=over, **setting), tuple(wanted)).items() if layers else ()
+    ):
         found[name]["bytes"] |= _lying(program, _shardings(program, chosen))
     sizes = {axis: int(size) for axis, size in chosen.shape.items()}
-    settings = {k: v for k, v in vars(Setting(config, **setting)).items() if k not in ("config", "mesh")}
+    settings = {k: v for k, v in vars(ProgramSettings(config, **setting)).items() if k not in ("config", "mesh")}
     return {"gpu": targets[0].device_kind, "devices": devices, "mesh": sizes, **settings, "programs": found}
 
 

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jaxspec.decode.ways import NARROWER, WIDEST
+from jaxspec.decode.compaction import FULL, SMALLER
 
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*)$")
 OPCODE = re.compile(r"(?:^|[\s})\]])([a-z][\w\-]*)\(")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-TURNS = {WIDEST: {"condition": 2, "body": 1}, NARROWER: {"condition": 1, "body": 0}}
-ONCE = re.compile(rf'op_name="[^"]*({WIDEST}|{NARROWER})/while"')
+TURNS = {FULL: {"condition": 2, "body": 1}, SMALLER: {"condition": 1, "body": 0}}
+ONCE = re.compile(rf'op_name="[^"]*({FULL}|{SMALLER})/while"')
 CALLED = re.compile(r"(\w+)=%([\w.\-]+)|branch_computations=\{([^}]*)\}")
 BRANCHES = ("true_computation", "false_computation")
 BITS = re.compile(r"\d+")
@@ -76,7 +76,7 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class Execution:
     """How often something runs in one step.
 
     Attributes:
@@ -115,13 +115,13 @@ class Module:
         return loops[0] if len(loops) == 1 else None
 
     @cached_property
-    def runs(self) -> dict[str, Run]:
+    def runs(self) -> dict[str, Execution]:
         """How often each computation runs that is not the inside of a fusion or of a reduction."""
-        found: dict[str, Run] = {}
-        self._visit(self.entry, Run(setup=self.step_loop is not None), found)
+        found: dict[str, Execution] = {}
+        self._visit(self.entry, Execution(setup=self.step_loop is not None), found)
         return found
 
-    def _visit(self, name: str, run: Run, found: dict[str, Run]) -> None:
+    def _visit(self, name: str, run: Execution, found: dict[str, Execution]) -> None:
         found[name] = run
         for instruction in self.computations.get(name, []):
             if instruction.opcode not in ("while", "conditional", "call", "async-start"):
@@ -129,21 +129,21 @@ class Module:
             for attribute, callee in instruction.called:
                 self._visit(callee, self.inside(instruction, run, attribute), found)
 
-    def inside(self, instruction: Instruction, run: Run, attribute: str) -> Run:
+    def inside(self, instruction: Instruction, run: Execution, attribute: str) -> Execution:
         """How often what an instruction calls runs, if the instruction itself runs so often."""
         if instruction.opcode == "conditional":
             return replace(run, optional=True)
         if instruction.opcode != "while":
             return run
         if instruction.name == self.step_loop:
-            return Run()
+            return Execution()
         if instruction.trips is None:
             turns = instruction.turns
             return replace(run, looped=True) if turns is None else replace(run, times=run.times * turns[attribute])
         # XLA counts the turns of such a loop itself and never runs its condition.
         return replace(run, times=0 if attribute == "condition" else run.times * instruction.trips)
 
-    def executed(self) -> Iterator[tuple[Instruction, Run]]:
+    def executed(self) -> Iterator[tuple[Instruction, Execution]]:
         """Every instruction that runs by itself, and how often."""
         for name, run in self.runs.items():
             for instruction in self.computations.get(name, []):
@@ -196,7 +196,7 @@ NARROW = ("f8", "s8", "u8", "u16", "s4", "u4", "f4")
 IN_PLACE = ("dynamic-update-slice", "scatter")
 
 
-def copies(module: Module, least_bytes: int) -> Iterable[tuple[Instruction, Run]]:
+def copies(module: Module, least_bytes: int) -> Iterable[tuple[Instruction, Execution]]:
     """Instructions whose big result only repeats what is in memory already: copied, cut out, gathered or widened.
 
     Args:

@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 
-from jaxspec.aot.programs import Setting, programs
+from jaxspec.aot.programs import ProgramSettings, programs
 from pallas_kernels.select import recording
 
 
-def kernel_choices(setting: Setting, wanted: tuple[str, ...] = ()) -> dict[str, list[dict[str, Any]]]:
+def kernel_choices(setting: ProgramSettings, wanted: tuple[str, ...] = ()) -> dict[str, list[dict[str, Any]]]:
     """Choices by program, each once, as they are made while it is traced; nothing is compiled.
 
     Args:

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from jaxspec.aot.hlo import Module, Run
+from jaxspec.aot.hlo import Execution, Module
 
 THUNK = re.compile(r"^(\s*)(\d+): (k\w+)\s+\[[^\]]*\]\s?(.*)$")
 MARKER = re.compile(r"^\s*(?:No thunks\.\s*)?(condition|body|\w*branch\w*):$")
@@ -34,7 +34,7 @@ class Thunk:
 
 
 @dataclass(frozen=True)
-class Launch:
+class ListedLaunch:
     """Something that the GPU is told to do.
 
     Attributes:
@@ -50,7 +50,7 @@ class Launch:
     name: str
     programs: int
     shared_bytes: int
-    run: Run
+    run: Execution
     graph: int | None
 
 
@@ -64,9 +64,9 @@ class Launches:
       waits: loops and branches outside of graphs whose predicate the host waits for, and how often per step.
     """
 
-    all: tuple[Launch, ...]
-    graphs: tuple[Run, ...]
-    waits: tuple[Run, ...]
+    all: tuple[ListedLaunch, ...]
+    graphs: tuple[Execution, ...]
+    waits: tuple[Execution, ...]
 
     def per_step(self) -> int:
         """Launches of a step in which no branch is taken and no loop of unknown length turns."""
@@ -101,7 +101,7 @@ class Launches:
         return found
 
 
-def _always(run: Run) -> bool:
+def _always(run: Execution) -> bool:
     return not (run.optional or run.looped or run.setup)
 
 
@@ -116,7 +116,7 @@ def parse(listing: str, identities: str, module: Module) -> Launches:
     names = {int(number): name for name, number in IDENTITY.findall(identities)}
     walk = _Walk(module, names)
     roots = _tree(listing)
-    walk.visit(roots, Run(setup=module.step_loop is not None), None)
+    walk.visit(roots, Execution(setup=module.step_loop is not None), None)
     return Launches(tuple(walk.launches), tuple(walk.graphs), tuple(walk.waits))
 
 
@@ -161,11 +161,11 @@ class _Walk:
 
     module: Module
     names: dict[int, str]
-    launches: list[Launch] = field(default_factory=list)
-    graphs: list[Run] = field(default_factory=list)
-    waits: list[Run] = field(default_factory=list)
+    launches: list[ListedLaunch] = field(default_factory=list)
+    graphs: list[Execution] = field(default_factory=list)
+    waits: list[Execution] = field(default_factory=list)
 
-    def visit(self, thunks: list[Thunk], run: Run, graph: int | None) -> None:
+    def visit(self, thunks: list[Thunk], run: Execution, graph: int | None) -> None:
         for thunk in thunks:
             if thunk.kind not in CONTROL:
                 self.launches.append(_launch(thunk, run, graph))
@@ -177,7 +177,7 @@ class _Walk:
             for section, inside in thunk.inside.items():
                 self.visit(inside, self._run(thunk, run, section, inner), inner)
 
-    def _run(self, thunk: Thunk, run: Run, section: str, graph: int | None) -> Run:
+    def _run(self, thunk: Thunk, run: Execution, section: str, graph: int | None) -> Execution:
         if thunk.kind == "kConditional":
             if graph is None:
                 self.waits.append(run)
@@ -193,8 +193,8 @@ class _Walk:
         return inside
 
 
-def _launch(thunk: Thunk, run: Run, graph: int | None) -> Launch:
+def _launch(thunk: Thunk, run: Execution, graph: int | None) -> ListedLaunch:
     found = KERNEL.match(thunk.text)
     if not found:
-        return Launch(thunk.kind, thunk.kind, 0, 0, run, graph)
-    return Launch(thunk.kind, found[1], int(found[2]) * int(found[3]) * int(found[4]), int(found[6]), run, graph)
+        return ListedLaunch(thunk.kind, thunk.kind, 0, 0, run, graph)
+    return ListedLaunch(thunk.kind, found[1], int(found[2]) * int(found[3]) * int(found[4]), int(found[6]), run, graph)

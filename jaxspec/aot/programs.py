@@ -15,24 +15,24 @@ from jaxspec.checkpoint.load.places import unflatten
 from jaxspec.checkpoint.load.release import release_files
 from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft import catalog
-from jaxspec.draft.null import NoDrafts
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy, policy_for
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, NoDrafts
 
 BLOCK = 128
 STATE = 2  # place of the donated state among the arguments of every program
 
 
 @dataclass(frozen=True)
-class Setting:
+class ProgramSettings:
     """For what the programs of a model are made.
 
     Attributes:
@@ -75,7 +75,7 @@ class Program:
     positions: int
 
 
-def programs(setting: Setting, wanted: tuple[str, ...] = ()) -> dict[str, Program]:
+def programs(setting: ProgramSettings, wanted: tuple[str, ...] = ()) -> dict[str, Program]:
     """Programs by name: ``plain``, one per drafter that the config allows (``ngram``, ``mtp``), and ``prefill``.
 
     Args:
@@ -122,10 +122,10 @@ def abstract_target(config: Mapping[str, Any], policy: Policy, quantization: str
     arch = arch_of(config)
     table = known_tables()[arch.family]
     plan = _plan(config, Transformer(arch, policy), table.rules(arch), quantization)
-    return Target({"params": unflatten(plan.leaves)}, Transformer(arch, plan.policy), BLOCK)
+    return Target({"params": unflatten(plan.leaves)}, plan.net, BLOCK)
 
 
-def _target(setting: Setting) -> tuple[Target, tuple[Mtp, Any] | None]:
+def _target(setting: ProgramSettings) -> tuple[Target, tuple[Mtp, Any] | None]:
     policy = policy_for("bfloat16", "gpu", setting.kernels)
     policy = policy.update(own_head=False, mesh=setting.mesh, transport=setting.transport)
     policy = policy.update(depth="unrolled" if policy.compute.splits_rows else policy.layout.depth)
@@ -135,7 +135,7 @@ def _target(setting: Setting) -> tuple[Target, tuple[Mtp, Any] | None]:
         return target, None
     rules = known_tables()[arch.family].mtp_rules(arch)
     plan = _plan(setting.config, Mtp(arch, policy), rules, setting.quantization)
-    return target, (Mtp(arch, plan.policy), {"params": unflatten(plan.leaves)})
+    return target, (plan.net, {"params": unflatten(plan.leaves)})
 
 
 def _plan(config: Mapping[str, Any], net: Any, rules: Any, quantization: str) -> LoadPlan:
@@ -143,7 +143,7 @@ def _plan(config: Mapping[str, Any], net: Any, rules: Any, quantization: str) ->
     return make_plan(Path("config.json"), net, rules, block=block, quantization=quantization, files=files)
 
 
-def _step(setting: Setting, target: Target, drafter: Drafter) -> Program:
+def _step(setting: ProgramSettings, target: Target, drafter: Drafter) -> Program:
     plan = StepPlan(steps=setting.steps)
     state = _state(setting, target, drafter)
     number, flag = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
@@ -151,12 +151,12 @@ def _step(setting: Setting, target: Target, drafter: Drafter) -> Program:
     return Program(partial(dispatch, plan=plan), arguments, drafter.topology.nodes)
 
 
-def _prefill(setting: Setting, target: Target, drafter: Drafter) -> Program:
+def _prefill(setting: ProgramSettings, target: Target, drafter: Drafter) -> Program:
     whole = jax.ShapeDtypeStruct((), jnp.int32)
     chunk = jax.ShapeDtypeStruct((setting.bucket + 1,), jnp.int32)
     return Program(prefill, (target, drafter, _state(setting, target, drafter), whole, chunk, whole, whole), 0)
 
 
-def _state(setting: Setting, target: Target, drafter: Drafter) -> Any:
+def _state(setting: ProgramSettings, target: Target, drafter: Drafter) -> Any:
     slack = max(drafter.topology.nodes, drafter.slack, setting.bucket)
     return jax.eval_shape(lambda: init_state(target, drafter, setting.rows, setting.capacity, slack=slack))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.compare import PROPOSALS, propose_often
+from jaxspec.bench.drafting import PROPOSALS, propose_often
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
@@ -39,7 +39,7 @@ Cell = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Grid:
+class CalibrationGrid:
     """Which cells are measured, and how.
 
     Attributes:
@@ -130,10 +130,10 @@ class Bench:
         state = with_leaves(self.state, **{name: jnp.asarray(x) for name, x in self.start.items()})
         jax.block_until_ready(state.length_B)
         began = time.perf_counter()
-        self.state, report = self.programs.dispatch(state, steps, False, chain(self.cell[1]))
-        packed = np.asarray(report.packed_BX)
+        self.state, report = self.programs.dispatch(state, chain(self.cell[1]), steps)
+        result = report.unpack()
         elapsed = time.perf_counter() - began
-        assert int(packed[0, -1]) == steps, "a row ended while it was measured"
+        assert result.steps == steps, "a row ended while it was measured"
         self.grown = float(np.mean(np.asarray(self.state.length_B) - self.start["length_B"]))
         return elapsed / steps
 
@@ -152,7 +152,7 @@ def calibrate(
     texts: Sequence[str],
     *,
     speculative: Mapping[str, Any],
-    grid: Grid,
+    grid: CalibrationGrid,
     load: Callable[..., LLM] = LLM,
     show: Show | None = None,
     **settings: Any,
@@ -224,7 +224,7 @@ def cost_of(calibration: Calibration, directory: Path) -> ModelCost:
     return model_cost(read_config(directory), name=directory.name, **how)
 
 
-def _benches(engine: Engine, grid: Grid, rows: int, ids: Sequence[int]) -> list[Bench]:
+def _benches(engine: Engine, grid: CalibrationGrid, rows: int, ids: Sequence[int]) -> list[Bench]:
     """Every cell of an engine; cells of one length share programs, and each has rows of its own."""
     drafting: dict[int, Any] = {0: None}
     found = []
@@ -232,7 +232,7 @@ def _benches(engine: Engine, grid: Grid, rows: int, ids: Sequence[int]) -> list[
         _, length, context = cell
         state = _filled(engine, rows, context, ids)
         if length not in drafting:
-            args = engine.programs.drafters[chain(length)], state.draft, state.anchor, engine.spec.rule
+            args = engine.programs.drafters[chain(length)], state.draft, state.anchor, engine.spec.rule.name
             drafting[length] = jax.jit(propose_often, static_argnums=3).lower(*args).compile()
         names = ("length_B", "anchor_B", "history_BS", "active_B")
         start = {name: np.asarray(getattr(state, name)) for name in names}
@@ -249,12 +249,14 @@ def _filled(engine: Engine, rows: int, context: int, ids: Sequence[int]) -> Deco
     sampling = with_leaves(neutral, max_length_B=np.asarray([engine.spec.capacity], np.int32), draft_limit_B=length)
     for row in range(rows):
         prompt = whole[row * 97 : row * 97 + context + 1]
-        state = programs.prefill(state, row, prompt, None)
-        state = programs.admit(state, row, prompt, sampling, None)
+        state = programs.prefill(state, row, prompt)
+        state = programs.admit(state, row, prompt, sampling)
     return state
 
 
-def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[dict[Cell, MeasuredCell], float]:
+def _measure(
+    benches: Sequence[Bench], grid: CalibrationGrid, show: Show | None
+) -> tuple[dict[Cell, MeasuredCell], float]:
     """Medians over rounds in which all cells are measured in turn, and the median of their relative spreads."""
     steps: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
     drafts: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
@@ -277,7 +279,7 @@ def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[d
     return points, max(statistics.median(p.spread for p in points.values()), 1e-4)
 
 
-def _overlap(llm: LLM, arch: ArchSpec, ids: Sequence[int], grid: Grid) -> MeasuredOverlap | None:
+def _overlap(llm: LLM, arch: ArchSpec, ids: Sequence[int], grid: CalibrationGrid) -> MeasuredOverlap | None:
     """Shares of the independent count, on the routes of real text."""
     routed = [layer.ffn for layer in arch.layers if isinstance(layer.ffn, MoeSpec)]
     if not routed or len({spec.top_k for spec in routed}) != 1:

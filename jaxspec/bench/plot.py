@@ -6,9 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jaxspec.bench.record import Cell, Report
+from jaxspec.bench.record import BenchReport, SweepCell
 from jaxspec.bench.tables import heading
-from jaxspec.errors import ConfigError
 from jaxspec.whole_file import write_whole
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -20,17 +19,10 @@ def missing() -> str | None:
     return None if find_spec("matplotlib") else "pictures need matplotlib: pip install 'jaxspec[plots]'"
 
 
-def draw(report: Report, folder: Path) -> list[Path]:
-    """Writes PNG files, one for each workload, temperature, lengths and arrival.
-
-    Raises:
-      ConfigError: matplotlib is not installed.
-    """
-    why = missing()
-    if why:
-        raise ConfigError(f"bench: {why}, or --no-plots")
+def draw(report: BenchReport, folder: Path) -> list[Path]:
+    """Writes PNG files, one for each workload, temperature, lengths and arrival."""
     files = []
-    groups: dict[tuple[Any, ...], list[Cell]] = {}
+    groups: dict[tuple[Any, ...], list[SweepCell]] = {}
     for cell in report.cells:
         if cell.speculative is not None:
             group = (cell.workload, cell.input_tokens, cell.output_tokens, cell.temperature, cell.arrival)
@@ -44,7 +36,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
     return files
 
 
-def _picture(title: str, cells: Sequence[Cell], file: Path) -> None:
+def _picture(title: str, cells: Sequence[SweepCell], file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -83,7 +75,7 @@ def _picture(title: str, cells: Sequence[Cell], file: Path) -> None:
     write_whole(file, picture.getvalue())
 
 
-def looks_of(cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
+def looks_of(cells: Sequence[SweepCell]) -> dict[str, dict[str, Any]]:
     """Of every line in every panel: a drafter has a color, a speculation length a marker and a dash."""
     drafters, lengths = (list(dict.fromkeys(values)) for values in ((c.drafter for c in cells), (c.k for c in cells)))
     return {
@@ -97,7 +89,7 @@ def looks_of(cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
 
 
 def _against_rows(
-    axes: Any, cells: Sequence[Cell], value: Callable[[Any], tuple[float, float, float]], looks: dict[str, Any]
+    axes: Any, cells: Sequence[SweepCell], value: Callable[[Any], tuple[float, float, float]], looks: dict[str, Any]
 ) -> None:
     lines: dict[str, list[tuple[int, tuple[float, float, float]]]] = {}
     for cell in cells:
@@ -115,10 +107,10 @@ def _against_rows(
     axes.set_xlabel("rows (texts decoded together)")
 
 
-def _spread(cell: Cell) -> tuple[float, float, float]:
+def _spread(cell: SweepCell) -> tuple[float, float, float]:
     ratios = cell.speedup
     return (ratios.median, ratios.least, ratios.most) if ratios is not None else (1.0, 1.0, 1.0)
 
 
-def _name(cell: Cell) -> str:
+def _name(cell: SweepCell) -> str:
     return f"{cell.drafter} K={cell.k}"

@@ -112,7 +112,7 @@ def settings(name: str, place: int, temperature: float) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptSource:
     """Where the token ids of prompts come from.
 
     Attributes:

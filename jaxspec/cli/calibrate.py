@@ -63,7 +63,7 @@ class CalibrateArgs:
 
 def run(args: CalibrateArgs) -> int:
     """Measures, fits, writes and shows."""
-    from jaxspec.bench.calibrate import Grid, calibrate, cost_of
+    from jaxspec.bench.calibrate import CalibrationGrid, calibrate, cost_of
     from jaxspec.cli.engine_flags import load_llm
     from jaxspec.cli.screen import Screen
     from jaxspec.perf.calibration import save_calibration
@@ -71,7 +71,7 @@ def run(args: CalibrateArgs) -> int:
     from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
     from jaxspec.serve.llm import LLM
 
-    grid = Grid(
+    grid = CalibrationGrid(
         args.rows, args.lengths, args.contexts, args.rounds, args.steps, args.held_out_rows, args.held_out_lengths
     )
     try:

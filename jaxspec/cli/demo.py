@@ -21,7 +21,7 @@ from jaxspec.cli.screen import Screen
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.describe import describe_machine, describe_model, describe_versions
-from jaxspec.inspect.sizes import parameters
+from jaxspec.inspect.model_sizes import parameters
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.compile_cache import use_compile_cache
@@ -80,7 +80,7 @@ class DemoArgs:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """What ``DemoArgs`` come down to.
 
     Attributes:
@@ -104,7 +104,7 @@ class Plan:
     dtype: str
 
 
-def plan_of(args: DemoArgs) -> Plan:
+def plan_of(args: DemoArgs) -> DemoPlan:
     """Checks the arguments and fills in what they leave open.
 
     Raises:
@@ -119,7 +119,7 @@ def plan_of(args: DemoArgs) -> Plan:
     if args.max_tokens < least:
         raise ConfigError(f"demo: --max-tokens must be at least {least} to be measured, got {args.max_tokens}")
     excerpts = load_excerpts(PROMPTS)
-    return Plan(
+    return DemoPlan(
         model=model,
         config=read_config(model),
         speculative=speculative,
@@ -177,7 +177,7 @@ def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:
         return f"{own[config.method]}, {ahead}"
     found = read_config(Path(config.model))
     if is_head(found):
-        plan, _ = plan_head(config.model, arch_of(target), Policy())
+        plan = plan_head(config.model, arch_of(target), Policy())
         kind = "draft" if config.method == "hybrid" else config.method
         words = f"{kind} head, {sum(parameters(plan.leaves).values()) / 1e6:.1f} M parameters"
     else:
@@ -185,7 +185,7 @@ def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:
     return f"{own['ngram']}, else {words}, {ahead}" if config.method == "hybrid" else f"{words}, {ahead}"
 
 
-def build(plan: Plan, rows: int, on_progress: OnProgress | None = None) -> LLM:
+def build(plan: DemoPlan, rows: int, on_progress: OnProgress | None = None) -> LLM:
     """The engine of one measurement; one prefill size and no log-probabilities, to compile little."""
     room = -(-(plan.max_tokens + PROMPT_ROOM) // 512) * 512
     return LLM(
@@ -278,7 +278,7 @@ def table_of(results: list[Comparison]) -> Table:
     return table
 
 
-def report_of(plan: Plan, results: list[Comparison], startup_s: float) -> dict[str, Any]:
+def report_of(plan: DemoPlan, results: list[Comparison], startup_s: float) -> dict[str, Any]:
     """Everything measured; the first measurement's figures stand at the top level."""
     return {
         **asdict(results[0]),
@@ -295,7 +295,7 @@ def report_of(plan: Plan, results: list[Comparison], startup_s: float) -> dict[s
     }
 
 
-def introduce(screen: Screen, plan: Plan) -> None:
+def introduce(screen: Screen, plan: DemoPlan) -> None:
     """The heading."""
     machine, files = describe_machine(), sorted({e.file for e in plan.measured})
     screen.line("jaxspec: the same text, in fewer passes of the model", "bold")
@@ -306,7 +306,7 @@ def introduce(screen: Screen, plan: Plan) -> None:
     screen.line(f"machine  {device}{machine['cpu']}, {machine['cores']} cores")
 
 
-def conclude(screen: Screen, plan: Plan, results: list[Comparison]) -> None:
+def conclude(screen: Screen, plan: DemoPlan, results: list[Comparison]) -> None:
     """The table and what it stands for."""
     screen.console.print(table_of(results))
     screen.line()
@@ -347,7 +347,7 @@ def run(args: DemoArgs) -> int:
     return 0 if identical else 1
 
 
-def measure(screen: Screen, plan: Plan, llm: LLM) -> list[Comparison]:
+def measure(screen: Screen, plan: DemoPlan, llm: LLM) -> list[Comparison]:
     """Compares at every batch size; the first one's engine is there already."""
     results = []
     screen.line()

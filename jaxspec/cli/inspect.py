@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 
 from jaxspec.cli.engine_flags import mesh_sizes
-from jaxspec.cli.inspect_balance import BalanceFlags, Setting, inspect_balance
+from jaxspec.cli.inspect_balance import BalanceFlags, BalanceSetting, inspect_balance
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def run(args: InspectArgs) -> int:
         target = args.target and resolve_model(args.target, weights=False)
         return inspect_head(args.path, target, as_json=args.json, color=args.color)
     if args.balance.balance:
-        setting = Setting(args.path, args.devices, args.rows, args.dtype, args.quantization)
+        setting = BalanceSetting(args.path, args.devices, args.rows, args.dtype, args.quantization)
         return inspect_balance(args.balance, setting, as_json=args.json, color=args.color)
     if args.compiled or args.kernels:
         return _programs(args)
@@ -140,9 +140,9 @@ def _programs(args: InspectArgs) -> int:
     setting: dict[str, Any] = {"rows": args.rows, "capacity": args.capacity, "drafts": args.topology}
     if args.kernels:
         from jaxspec.aot.kernel_choices import kernel_choices
-        from jaxspec.aot.programs import Setting
+        from jaxspec.aot.programs import ProgramSettings
 
-        found["kernels"] = kernel_choices(Setting(config, **setting), args.programs)
+        found["kernels"] = kernel_choices(ProgramSettings(config, **setting), args.programs)
     if args.compiled:
         found["compiled"] = process.run(
             "jaxspec.aot.compiled:look", config=config, gpu=args.gpu, devices=next(iter(args.devices), 1),

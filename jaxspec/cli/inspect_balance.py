@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from jaxspec.checkpoint.load.model import Model
     from jaxspec.cli.screen import Screen
-    from jaxspec.inspect.expert_load import Measured
+    from jaxspec.inspect.measured_load import MeasuredLoad
     from jaxspec.perf.expert_counts import ExpertLoad
 
 DEVICES = (2, 4, 8)
@@ -52,7 +52,7 @@ class BalanceFlags:
 
 
 @dataclass(frozen=True)
-class Setting:
+class BalanceSetting:
     """What of the other flags matters.
 
     Attributes:
@@ -69,7 +69,7 @@ class Setting:
     quantization: str
 
 
-def inspect_balance(flags: BalanceFlags, setting: Setting, *, as_json: bool, color: bool) -> int:
+def inspect_balance(flags: BalanceFlags, setting: BalanceSetting, *, as_json: bool, color: bool) -> int:
     """Measures or reads the load, prints the report, and writes what is asked for.
 
     Raises:
@@ -114,10 +114,10 @@ def _recorded(file: Path, directory: Path) -> "ExpertLoad":
     return found
 
 
-def _measure(flags: BalanceFlags, setting: Setting) -> "Measured":
+def _measure(flags: BalanceFlags, setting: BalanceSetting) -> "MeasuredLoad":
     from jaxspec.cli.engine_flags import speculation
     from jaxspec.draft import catalog
-    from jaxspec.inspect.expert_load import Wanted, measure_load
+    from jaxspec.inspect.measured_load import LoadSettings, measure_load
     from jaxspec.serve.loading import load_target
 
     config = catalog.parse(speculation(flags.speculative_config))
@@ -126,7 +126,7 @@ def _measure(flags: BalanceFlags, setting: Setting) -> "Measured":
         transport="auto", placement=None, rows=setting.rows, on_load=None,
     )  # fmt: skip
     prompts, source = _texts_of(model, flags.prompts, flags.texts, flags.tokens)
-    return measure_load(model, prompts, Wanted(flags.tokens, setting.rows, source), config)
+    return measure_load(model, prompts, LoadSettings(flags.tokens, setting.rows, source), config)
 
 
 def _texts_of(model: "Model", file: Path | None, most: int, tokens: int) -> tuple[list[list[int]], str]:
@@ -141,7 +141,7 @@ def _texts_of(model: "Model", file: Path | None, most: int, tokens: int) -> tupl
     Raises:
       ConfigError: there is no such file or nothing in it, or the model has no tokenizer for it.
     """
-    from jaxspec.bench.workload import Source
+    from jaxspec.bench.workload import PromptSource
     from jaxspec.checkpoint.text.codec import Text
 
     arch, text = model.net.arch, Text.load(model.directory)
@@ -151,7 +151,7 @@ def _texts_of(model: "Model", file: Path | None, most: int, tokens: int) -> tupl
     if text is None and (file is None or file.suffix != ".jsonl"):
         raise ConfigError(f"{model.directory}: no tokenizer; give --prompts a .jsonl with prompt_token_ids")
     if text is None or file is None or file.suffix == ".jsonl":
-        texts = Source(text, arch.vocab_size, file).pool("code" if file is None else "file")
+        texts = PromptSource(text, arch.vocab_size, file).pool("code" if file is None else "file")
     else:
         try:
             ids = text.encode(file.read_text(encoding="utf-8"))

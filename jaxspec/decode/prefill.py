@@ -1,12 +1,11 @@
-"""Prompts into the cache chunk by chunk, and rows into and out of the batch."""
+"""Reads prompts into the caches chunk by chunk, and admits and retires rows."""
 
 from dataclasses import fields
 
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.models.transformer import Hidden, features_of, forward
 from jaxspec.protocol import Commit, Drafter, Sampling
 from jaxspec.pytree import replace
@@ -30,10 +29,10 @@ def prefill(
       drafter: observes the chunk.
       state: donated.
       row: int32 scalar.
-      token_X: chunk and the token behind it, then padding up to one more than its bucket; what padding writes lands
-        behind the prompt and is overwritten later.
+      token_X: chunk and the token after it, then padding up to one more than its bucket; what padding writes lands
+        after the prompt and is overwritten later.
       start: position of the first token.
-      count: length of the chunk, which leaves at least one token behind it.
+      count: length of the chunk, which at least one token follows.
       table_J: page ids of the row, None without a page pool.
     """
     return read_chunk(target, drafter, state, row, token_X, start, count, table_J)[0]
@@ -49,7 +48,7 @@ def read_chunk(
     count: Array,
     table_J: Array | None,
 ) -> tuple[DecodeState, Hidden]:
-    """What ``prefill`` does, and the hidden states of the chunk's positions."""
+    """Does what ``prefill`` does, and returns the hidden states of the chunk's positions."""
     start_B, token_BT, next_BT = start[None], token_X[None, :-1], token_X[None, 1:]
     position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     table = None if table_J is None else table_J[None]
@@ -61,7 +60,7 @@ def read_chunk(
 
 
 def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, count: Array, *, size: int) -> DecodeState:
-    """Shows a drafter what a row committed without it: tokens, and what was kept of features.
+    """Shows a drafter what a row committed without it: tokens, and features where it kept some.
 
     Args:
       drafter: observes.
@@ -73,7 +72,7 @@ def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, cou
     """
     place_X = start + jnp.arange(size + 1, dtype=jnp.int32)
     token_X = jnp.take(state.history_BS[row], place_X, mode="clip")
-    features = drafter.replay_features(state.draft, row, place_X[:-1]) if isinstance(drafter, LazyObserver) else None
+    features = drafter.replay_features(state.draft, row, place_X[:-1])
     commit = Commit(token_X[None, :-1], token_X[None, 1:], features, count[None], start[None], path_BT=None, row=row)
     return replace(state, draft=drafter.observe(state.draft, commit))
 
@@ -81,26 +80,28 @@ def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, cou
 def admit(
     state: DecodeState,
     row: Array,
-    prompt_S: Array,
+    text_S: Array,
     length: Array,
     sampling: Sampling,
     table_J: Array | None,
     bias_V: Array | None = None,
 ) -> DecodeState:
-    """Starts a request in a row whose cache holds all of its prompt but the last token.
+    """Starts a request in a row whose cache holds all of its text but the last token.
 
     Args:
       state: donated.
       row: int32 scalar.
-      prompt_S: prompt, padded to the history's width.
-      length: prompt length in tokens, at least 1.
+      text_S: prompt, and what was generated before a failure, padded to the history's width.
+      length: tokens of it, at least 1.
       sampling: settings, arrays of one row.
       table_J: page ids of the row, None without a page pool.
       bias_V: of its logits where its settings say that it is biased.
     """
-    where = jnp.arange(prompt_S.shape[0], dtype=jnp.int32) < length
-    vocab = state.count_BV.shape[1]
-    prompt_V = jnp.zeros(vocab, bool).at[jnp.where(where, prompt_S, vocab)].set(True, mode="drop")
+    place_S, vocab = jnp.arange(text_S.shape[0], dtype=jnp.int32), state.count_BV.shape[1]
+    is_prompt_S = place_S < jnp.minimum(length, sampling.prompt_length_B[0])
+    prompt_V = jnp.zeros(vocab, bool).at[jnp.where(is_prompt_S, text_S, vocab)].set(True, mode="drop")
+    generated_S = jnp.where(~is_prompt_S & (place_S < length), text_S, vocab)
+    count_V = jnp.zeros(vocab, jnp.int32).at[generated_S].add(1, mode="drop")
     merged = {
         f.name: getattr(state.sampling, f.name).at[row].set(getattr(sampling, f.name)[0])
         for f in fields(Sampling)  # pyright: ignore[reportArgumentType]
@@ -109,9 +110,9 @@ def admit(
         state,
         table_BJ=state.table_BJ if table_J is None or state.table_BJ is None else state.table_BJ.at[row].set(table_J),
         length_B=state.length_B.at[row].set(length - 1),
-        anchor_B=state.anchor_B.at[row].set(prompt_S[length - 1]),
-        history_BS=state.history_BS.at[row].set(prompt_S),
-        count_BV=state.count_BV.at[row].set(0),
+        anchor_B=state.anchor_B.at[row].set(text_S[length - 1]),
+        history_BS=state.history_BS.at[row].set(text_S),
+        count_BV=state.count_BV.at[row].set(count_V),
         prompt_BV=state.prompt_BV.at[row].set(prompt_V),
         bias_BV=state.bias_BV if bias_V is None else state.bias_BV.at[row].set(bias_V),
         sampling=Sampling(**merged),

@@ -4,14 +4,16 @@ from dataclasses import fields
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxspec.cache.kv import UNROLLED_ROWS
+from jaxspec.cache.addressing import UNROLLED_ROWS
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer
 from jaxspec.protocol import Anchor, DraftCosts, Drafter, DraftState, Sampling
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
+from jaxspec.verify.logits import Context
 
 BAD_WORDS = 64, 16  # sequences per row, and tokens of the longest
 
@@ -71,13 +73,17 @@ class DecodeState:
             sampling = replace(sampling, draft_limit_B=jnp.where(self.active_B, sampling.draft_limit_B, 0))
         return Anchor(self.anchor_B, self.length_B, self.history_BS, sampling, self.draft_costs, self.bias_BV)
 
+    def context(self, token_BT: Array) -> Context:
+        """Returns the text so far for nodes with these tokens, the anchor first."""
+        return Context(self.count_BV, self.prompt_BV, token_BT, self.length_B, self.history_BS, self.bias_BV)
+
 
 def init_sampling(rows: int, stop_ids: int) -> Sampling:
-    """Neutral settings: greedy, nothing switched on."""
-    special = {"top_p_B": 1.0, "repetition_B": 1.0, "logprobs_B": -1}
-    whole = {"top_k_B", "min_length_B", "max_length_B", "draft_limit_B", "logprobs_B", "prompt_length_B"}
+    """Returns neutral settings: greedy, nothing switched on, everything is prompt."""
+    special = {"top_p_B": 1.0, "repetition_B": 1.0, "logprobs_B": -1, "prompt_length_B": np.iinfo(np.int32).max}
+    integers = {"top_k_B", "min_length_B", "max_length_B", "draft_limit_B", "logprobs_B", "prompt_length_B"}
     values = {  # one array each: a donated buffer must not appear twice
-        f.name: jnp.full(rows, special.get(f.name, 0), jnp.int32 if f.name in whole else jnp.float32)
+        f.name: jnp.full(rows, special.get(f.name, 0), jnp.int32 if f.name in integers else jnp.float32)
         for f in fields(Sampling)  # pyright: ignore[reportArgumentType]
     }
     values |= {"key_BX": jnp.zeros((rows, 2), jnp.uint32), "stop_BX": jnp.full((rows, stop_ids), -1, jnp.int32)}

@@ -1,76 +1,22 @@
 """Drafting token by token with a network that continues from its own output, along a chain or level by level."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.draft.draft_selection import DraftSelection, empty_selection, select_next
 from jaxspec.draft.growth import growth_of, take
+from jaxspec.draft.network_drafter import CachedDrafter, NetworkDrafter
 from jaxspec.keys import Purpose, gumbel, within_step
-from jaxspec.protocol import Anchor, Proposal
+from jaxspec.protocol import Anchor, Proposal, no_proposal
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
-from jaxspec.topology import DynamicTree, Topology
 
 NEEDS_DRAFT_PROBS = ("reject", "block")
 BANNED_DRAFT = -1e4
-
-
-class Scorer(Protocol):
-    """What turns hidden states into predictions of drafts."""
-
-    @property
-    def topology(self) -> Topology | DynamicTree:
-        """What is drafted; a static tree's nodes are numbered level by level."""
-        ...
-
-    def logits(self, last_BTD: Array) -> Array:
-        """Logits over the target's vocabulary, float32 [B, T, V]."""
-        ...
-
-    def experts(self, last_BTD: Array) -> Array | None:
-        """Experts that the target is predicted to choose for what is drafted, int32 [B, T, Y, A], if it can say."""
-        ...
-
-
-class Cell(Scorer, Protocol):
-    """A drafter as its one forward; it has a cache of its own."""
-
-    @property
-    def block(self) -> int:
-        """Positions that attention reads at a time."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the target."""
-        ...
-
-    @property
-    def stages(self) -> int:
-        """How many of the first cells are programs of their own; the others share one."""
-        ...
-
-    def run(
-        self, state: Any, token_BT: Array, feature: Any, position_BT: Array, window: Window, stage: int
-    ) -> tuple[Array, Any, Any]:
-        """Reads T tokens.
-
-        Args:
-          state: its caches, written ahead.
-          token_BT: the tokens.
-          feature: what it continues from, per token [B, T, ...]; None where the cache says everything.
-          position_BT: where they are written along the text.
-          window: where the caches are written and what is seen.
-          stage: number of the cell, at most ``stages``.
-
-        Returns:
-          What the head reads [B, T, D], the feature that children continue from, and the state.
-        """
-        ...
 
 
 @pytree
@@ -88,7 +34,7 @@ class Root:
     valid_B: Array
 
 
-def draft(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None = None) -> tuple[Proposal, Any]:
+def draft(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root | None = None) -> tuple[Proposal, Any]:
     """Drafts every node; commits nothing.
 
     Args:
@@ -101,23 +47,22 @@ def draft(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None =
         never run: what is accepted must be observed.
     """
     if root is not None and not cell.topology.drafts:
-        nothing = jnp.zeros((anchor.token_B.shape[0], 0), jnp.int32)
-        return Proposal(nothing, nothing.astype(bool), None), state
+        return no_proposal(anchor), state
     walk = _chain if cell.topology.is_chain else _tree
     return walk(cell, state, anchor, rule, root)
 
 
-def scores(cell: Scorer, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: str) -> tuple[Array, Array]:
+def scores(drafter: NetworkDrafter, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: str) -> tuple[Array, Array]:
     """Scores at each row's temperature (log-probabilities where the rule needs them), and with ranking noise.
 
     Args:
-      cell: knows the head.
+      drafter: knows the head.
       last_BTD: what the head reads.
       anchor: knows how rows sample.
       depth_T: depth of what is drawn.
       rule: of verification.
     """
-    logits = _biased(cell.logits(last_BTD), anchor)
+    logits = _biased(drafter.logits(last_BTD), anchor)
     if rule == "greedy":
         return logits, logits
     warm_B = (anchor.sampling.temperature_B > 0)[:, None, None]
@@ -147,7 +92,7 @@ def _biased(logits_BTV: Array, anchor: Anchor) -> Array:
     return jnp.where(anchor.sampling.biased_B[:, None, None], logits_BTV + bias_BV[:, None], logits_BTV)
 
 
-def _chain(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):
+def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root | None):
     rows, drafts, wants_logp = anchor.token_B.shape[0], cell.topology.drafts, rule in NEEDS_DRAFT_PROBS
     known = 0 if root is None else 1
 
@@ -223,7 +168,7 @@ def _proposal(
     )
 
 
-def _tree(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):
+def _tree(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root | None):
     top, known, written = cell.topology, 0 if root is None else 1, 0
     rows = anchor.token_B.shape[0]
     growth, valid_B = growth_of(top, rows), jnp.ones(rows, bool) if root is None else root.valid_B

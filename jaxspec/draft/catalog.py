@@ -10,17 +10,15 @@ from jaxspec.draft.heads import head_drafter
 from jaxspec.draft.hybrid import Hybrid
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
-from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.draft.speculation_schedule import DYNAMIC_KEYS, SCHEDULE_KEYS, SpeculationSchedule, parse_schedule
-from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, NoDrafts, Rule
 from jaxspec.shapes import Params
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, Topology
 
@@ -37,23 +35,21 @@ class SpeculativeConfig:
     Attributes:
       method: one of ``METHODS``, or ``none``.
       schedule: what is drafted, and when.
-      rule: verification rule.
+      rule: verification rule, by name, or an object of the laboratory's.
       model: directory or hub id of the draft model or head.
       revision: branch, tag or commit of a hub id.
       lookup_max, lookup_min: suffix lengths of n-gram matches.
       exit_layer: layers of the target that draft, for ``early_exit``.
-      survival: rates of synthetic acceptance, empty for none.
       pruning: what drafts need to be verified.
     """
 
     method: str
     schedule: SpeculationSchedule
-    rule: str = "match"
+    rule: str | Rule = "match"
     model: str | None = None
     lookup_max: int = 4
     lookup_min: int = 2
     exit_layer: int = 0
-    survival: tuple[float, ...] = ()
     pruning: PruningConfig = NO_PRUNING
     revision: str | None = None
 
@@ -103,11 +99,9 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
     method = ALIASES.get(method, method) if isinstance(method, str) else method
     if method not in METHODS:
         raise ConfigError(f"speculative_config: method {method!r} is not known; known are {list(METHODS)}")
-    rule, decreed = _rule(config)
     schedule = parse_schedule(config)
+    rule = _rule(config, schedule)
     topology = schedule.topology
-    if rule == "block" and not schedule.all_chains:
-        raise ConfigError("speculative_config: block verification is for chains; ask for num_speculative_tokens alone")
     longest, shortest = _lookup(config)
     if method in ("ngram", "hybrid") and any(isinstance(t, DynamicTree) for t in (topology, *schedule.trees)):
         raise ConfigError(
@@ -122,11 +116,10 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
         raise ConfigError(
             f'speculative_config: method "{method}" needs "model", the directory of the {kind} or a hub id'
         )
-    survival = _survival(decreed, schedule)
     exits = _exit(config, method)
-    pruning = parse_pruning(config, method, schedule.all_chains, decreed is not None)
+    pruning = parse_pruning(config, method, schedule.all_chains, isinstance(rule, Rule))
     return SpeculativeConfig(
-        method, schedule, rule, config.get("model"), longest, shortest, exits, survival, pruning, config.get("revision")
+        method, schedule, rule, config.get("model"), longest, shortest, exits, pruning, config.get("revision")
     )
 
 
@@ -140,32 +133,24 @@ def _exit(config: Mapping[str, Any], method: str) -> int:
     return layers or 0
 
 
-def _rule(config: Mapping[str, Any]) -> tuple[str, Synthetic | None]:
-    """The verification rule, and what is accepted instead of what it finds."""
+def _rule(config: Mapping[str, Any], schedule: SpeculationSchedule) -> str | Rule:
+    """Returns the verification rule."""
     rule = config.get("rejection_sample_method", "match")
-    if isinstance(rule, Synthetic):
-        return "match", rule
+    if (rule == "block" or isinstance(rule, Rule)) and not schedule.all_chains:
+        kind = "block verification" if rule == "block" else "synthetic acceptance"
+        raise ConfigError(f"speculative_config: {kind} is for chains; ask for num_speculative_tokens alone")
+    if isinstance(rule, Rule):
+        return rule
     if rule == "synthetic":
         raise ConfigError(
             "speculative_config: synthetic acceptance gives text that is not the model's; only jaxspec bench has it "
-            "(--synthetic-rates, --synthetic-length)"
+            "(--synthetic)"
         )
     if rule not in RULES:
         raise ConfigError(
             f"speculative_config: rejection_sample_method {rule!r} is not known; known are {sorted(RULES)}"
         )
-    return RULES[rule], None
-
-
-def _survival(decreed: Synthetic | None, schedule: SpeculationSchedule) -> tuple[float, ...]:
-    """Rates of synthetic acceptance, empty without it."""
-    if decreed is None:
-        return ()
-    if not schedule.all_chains:
-        raise ConfigError(
-            "speculative_config: synthetic acceptance is for chains; ask for num_speculative_tokens alone"
-        )
-    return decreed.survival(schedule.topology.max_depth)
+    return RULES[rule]
 
 
 def _lookup(config: Mapping[str, Any]) -> tuple[int, int]:
@@ -216,8 +201,7 @@ def build(
         drafter = _model_drafter(config, target, model, block)
     if config.method != "hybrid":
         return drafter
-    lookup = _lookup_drafter(config)
-    return Hybrid(lookup, drafter, lookup.topology)
+    return Hybrid(_lookup_drafter(config), drafter)
 
 
 def _lookup_drafter(config: SpeculativeConfig) -> Ngram:

@@ -1,13 +1,15 @@
 """Drafting with a head that continues from the target's features and then from its own output."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from typing_extensions import override
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.last_hidden import last_index, scatter_last
+from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab
 from jaxspec.models.draft_head import DraftHead, init_head_caches, part_of, run_head
@@ -15,7 +17,7 @@ from jaxspec.models.transformer import Transformer, embed, head
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
-from jaxspec.topology import DynamicTree, Topology
+from jaxspec.topology import AnyTopology
 
 
 @pytree
@@ -34,7 +36,7 @@ class HeadState:
 
 
 @pytree
-class HeadDrafter:
+class HeadDrafter(CachedDrafter):
     """Drafts with a head of the EAGLE family, token by token or, with a mask token, all in one pass.
 
     Observing runs the head over the committed positions with what the target computed there, which predicts the
@@ -56,44 +58,29 @@ class HeadDrafter:
     draft_id_V: Array | None
     net: DraftHead = static()
     target: Transformer = static()
-    topology: Topology | DynamicTree = static()
+    topology: AnyTopology = static()
     block: int = static(default=128)
-
-    @property
-    def needs(self) -> Literal["none", "tokens", "hidden"]:
-        """What of the text it must have observed to draft well."""
-        return "hidden"
+    needs = "hidden"
 
     @property
     def reads(self) -> CaptureSpec:
-        """What it reads of the target besides its last hidden states."""
+        """What the head captures of the target."""
         return self.net.spec.reads
 
     @property
-    def slack(self) -> int:
-        """Positions written beyond the committed ones."""
-        return self.topology.write_ahead
-
-    @property
+    @override
     def vocab_size(self) -> int:
-        """V."""
         return self.target.arch.vocab_size
 
-    @property
-    def stages(self) -> int:
-        """All cells are alike."""
-        return 0
-
+    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> HeadState:
-        """Allocates the state of empty rows."""
-        slack = max(slack, self.slack)
-        room = -(-(capacity + slack) // self.block) * self.block
+        room, slack = self.cache_size(capacity, slack)
         spec = self.net.spec
         caches = init_head_caches(spec, self.net.policy, rows, room, slack=slack, block=self.block)
         return HeadState(caches, *(jnp.zeros((rows, spec.arch.model_dim)) for _ in range(2)))
 
+    @override
     def propose(self, state: HeadState, anchor: Anchor, rule: str) -> tuple[Proposal, HeadState]:
-        """Drafts every node; commits nothing."""
         root = Root(state.last_BD[:, None], state.next_BD[:, None], anchor.length_B >= 1)
         if self.net.spec.mask_token is None:
             proposal, caches = draft(self, state.caches, anchor, rule, root)
@@ -101,34 +88,31 @@ class HeadDrafter:
         lasts, caches = self._at_once(state, anchor)
         return draft_from(self, lasts, anchor, rule, root.valid_B), replace(state, caches=caches)
 
+    @override
     def observe(self, state: HeadState, commit: Commit) -> HeadState:
-        """Takes over committed tokens with what the target computed at their positions."""
         assert commit.features is not None, "what reads features is never caught up by tokens alone"
-        count = commit.next_BT.shape[1]
-        position_BT = commit.start_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        row_B = None if commit.row is None else commit.row[None]
-        window = Window(commit.start_B, row_B=row_B, asked_B=last_index(commit), block=self.block)
+        window = self.window_of(commit, last_index(commit))
         g_BTD = part_of(self.net, self.params, "join", self.net.spec.feature(commit.features))
-        last, following, caches = self._slots(commit.next_BT, g_BTD, position_BT, state.caches, window)
+        last, following, caches = self._slots(commit.next_BT, g_BTD, commit.position_BT, state.caches, window)
         kept = (
             scatter_last(old, new[:, 0], commit) for old, new in ((state.last_BD, last), (state.next_BD, following))
         )
         return HeadState(caches, *kept)
 
+    @override
     def run(
         self, state: Any, token_BT: Array, feature: Array, position_BT: Array, window: Window, stage: int
     ) -> tuple[Array, Array, Any]:
-        """Reads T drafted tokens, each behind what the slot before it returned."""
         return self._slots(token_BT, feature, position_BT, state, window)
 
+    @override
     def logits(self, last_BTD: Array) -> Array:
-        """Logits over the target's vocabulary, float32 [B, T, V]; tokens that the head does not know have -inf."""
         if not self.net.spec.draft_vocab:
             return head(self.target, self.base, last_BTD)
         return expand_to_target_vocab(part_of(self.net, self.params, "logits", last_BTD), self.draft_id_V)
 
+    @override
     def experts(self, last_BTD: Array) -> Array | None:
-        """Experts that the target is predicted to choose for what is drafted, int32 [B, T, Y, A], if it can say."""
         spec = self.net.spec
         if not spec.routing:
             return None

@@ -1,22 +1,20 @@
-"""Plain decoding that takes turns with a head: what the target computes is kept, and the head observes it later."""
+"""A head that takes turns with plain decoding, and observes what that committed many positions at a time."""
 
-from typing import Literal, cast
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import override
 
-from jaxspec.draft.null import NoDrafts
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.mtp import feature_shape
-from jaxspec.protocol import Anchor, CaptureSpec, Commit, Drafter, DraftState, Features, Proposal
+from jaxspec.protocol import Anchor, CaptureSpec, Commit, Drafter, DraftState, Features, Proposal, no_proposal
 from jaxspec.pytree import pytree, replace, static
-from jaxspec.shapes import Array
-from jaxspec.topology import DynamicTree, Topology
+from jaxspec.shapes import Array, Params
+from jaxspec.topology import PLAIN, AnyTopology
 
-RING_SIZE = (
-    128  # of the latest positions of each row: older ones would add a hundredth to what is accepted, and take time
-)
-CHUNK_SIZE = 64  # of them, that the head is shown at once
+RING_SIZE = 128  # positions kept per row: older ones would add one per cent to what is accepted, and take time
+CHUNK_SIZES = (8, 64)  # positions that the head is shown at once
 
 
 @pytree
@@ -25,85 +23,104 @@ class LazyState:
 
     Attributes:
       draft: the head's own.
-      kept: features of position p at place p modulo R, float32 [B, R, ...].
+      ring: features of position p at place p modulo R, float32 [B, R, ...].
     """
 
     draft: DraftState
-    kept: Features
+    ring: Features
 
 
 @pytree
-class LazyObserver:
-    """A drafter that reads features, and observes what plain decoding committed many positions at a time.
+class LazyObserver(Drafter):
+    """A drafter that needs hidden states, and skips observing in steps of plain decoding.
 
     To observe each plain step would read the head's weights each time, a tenth of a step and more for small targets;
-    64 positions at once read them once. Until then the head's caches have a hole, so ``catch_up`` comes before it
-    drafts again. What does not fit into what is kept is never shown: plain decoding costs the head nothing, however
-    long, and the hole that is left, with whatever a request before left in it, costs the demo's head few drafts.
+    64 positions at once read them once. Only the last R positions are kept for that. Older ones stay stale in the
+    head's cache, possibly from an earlier request; on the demo's head this costs few drafts
+    (``tests/oracle/test_demo_head.py``).
 
     Attributes:
-      drafter: drafts, whatever its own topology says.
-      topology: what is drafted; one without drafts is plain decoding, which only keeps features.
+      drafter: drafts.
       arch: of the target.
       ring_size: R, positions per row that are kept.
+      is_plain: whether this is the plain decoding that the drafter takes turns with, which only keeps features.
     """
 
     drafter: Drafter
-    topology: Topology | DynamicTree = static()
     arch: ArchSpec = static()
     ring_size: int = static(default=RING_SIZE)
+    is_plain: bool = static(default=False)
+    needs = "hidden"
 
     @property
-    def needs(self) -> Literal["none", "tokens", "hidden"]:
-        """What of the text it must have observed to draft well."""
-        return "hidden"
+    def topology(self) -> AnyTopology:
+        """What is drafted."""
+        return PLAIN if self.is_plain else self.drafter.topology
 
     @property
     def reads(self) -> CaptureSpec:
-        """What it reads of the target besides its last hidden states."""
+        """What the drafter captures of the target."""
         return self.drafter.reads
 
     @property
+    @override
     def slack(self) -> int:
-        """Positions written beyond the committed ones; a chunk of kept ones is padded."""
-        return max(self._inner.slack, min(CHUNK_SIZE, self.ring_size))
+        return max(self.drafter.slack, self.replay_sizes(())[-1])  # a chunk of kept positions is padded
 
-    @property
-    def _inner(self) -> Drafter:
-        return replace(self.drafter, topology=self.topology)
+    @override
+    def with_topology(self, topology: AnyTopology) -> Self:
+        return replace(self, drafter=self.drafter.with_topology(topology), is_plain=False)
 
+    @override
+    def plain(self) -> Drafter:
+        return replace(self, is_plain=True)
+
+    @override
+    def update_params(self, params: Params) -> Self:
+        return replace(self, drafter=self.drafter.update_params(params))
+
+    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> LazyState:
-        """Allocates the state of empty rows."""
-        one, streams = (self.arch.model_dim,), feature_shape(self.arch)
-        last, stream, *more = (
-            jnp.zeros((rows, self.ring_size, *shape))
-            for shape in (one, streams, *[one] * (len(self.reads.taps) + len(self.reads.shared_outputs)))
-        )
-        taps = len(self.reads.taps)
-        kept = Features(last, stream, tuple(more[:taps]), tuple(more[taps:]))
-        return LazyState(self._inner.init_state(rows, capacity, max(slack, self.slack)), kept)
+        one, reads = (self.arch.model_dim,), self.reads
 
+        def ring(*shape: int) -> Array:
+            return jnp.zeros((rows, self.ring_size, *shape))
+
+        kept = Features(
+            ring(*one), ring(*feature_shape(self.arch)), tuple(ring(*one) for _ in reads.taps),
+            tuple(ring(*one) for _ in reads.shared_outputs),
+        )  # fmt: skip
+        return LazyState(self.drafter.init_state(rows, capacity, max(slack, self.slack)), kept)
+
+    @override
     def propose(self, state: LazyState, anchor: Anchor, rule: str) -> tuple[Proposal, LazyState]:
-        """Drafts every node; commits nothing."""
-        if not self.topology.drafts:
-            return NoDrafts().propose((), anchor, rule)[0], state
-        proposal, draft = self._inner.propose(state.draft, anchor, rule)
+        if self.is_plain:
+            return no_proposal(anchor), state
+        proposal, draft = self.drafter.propose(state.draft, anchor, rule)
         return proposal, replace(state, draft=draft)
 
+    @override
     def observe(self, state: LazyState, commit: Commit) -> LazyState:
-        """Takes over committed tokens; plain decoding only keeps the features of its one position per row."""
-        if self.topology.drafts or commit.row is not None:
-            return replace(state, draft=self._inner.observe(state.draft, commit))
+        if commit.row is not None or not self.is_plain:
+            return replace(state, draft=self.drafter.observe(state.draft, commit))
         place_B = commit.start_B % self.ring_size
         rows_B = jnp.arange(place_B.shape[0], dtype=jnp.int32)
-        kept = jax.tree.map(
-            lambda all_BR, new_BT: all_BR.at[rows_B, place_B].set(new_BT[:, 0].astype(all_BR.dtype)),
-            state.kept,
-            commit.features,
-        )
-        return replace(state, kept=kept)
 
+        def keep(ring_BR: Array, new_BT: Array) -> Array:
+            return ring_BR.at[rows_B, place_B].set(new_BT[:, 0].astype(ring_BR.dtype))
+
+        return replace(state, ring=jax.tree.map(keep, state.ring, commit.features))
+
+    @override
+    def replay_room(self, capacity: int) -> int:
+        return self.ring_size
+
+    @override
+    def replay_sizes(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(min(size, self.ring_size) for size in CHUNK_SIZES)
+
+    @override
     def replay_features(self, state: LazyState, row: Array, position_X: Array) -> Features:
-        """What was kept of some positions of a row, one batch row of X positions."""
         place_X = position_X % self.ring_size
-        return cast(Features, jax.tree.map(lambda all_BR: jnp.take(all_BR[row], place_X, axis=0)[None], state.kept))
+        ring: Any = jax.tree.map(lambda ring_BR: jnp.take(ring_BR[row], place_X, axis=0)[None], state.ring)
+        return ring

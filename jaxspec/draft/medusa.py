@@ -1,22 +1,22 @@
 """Drafting with Medusa heads: every depth from the one hidden state behind the last committed position."""
 
-from typing import Literal
-
 import jax.numpy as jnp
+from typing_extensions import override
 
 from jaxspec.draft.last_hidden import gather_last, scatter_last
+from jaxspec.draft.network_drafter import NetworkDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab
 from jaxspec.models.medusa import Medusa, run_medusa
 from jaxspec.models.transformer import Transformer, head
-from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, Proposal
+from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
-from jaxspec.topology import DynamicTree, Topology
+from jaxspec.topology import AnyTopology
 
 
 @pytree
-class MedusaDrafter:
+class MedusaDrafter(NetworkDrafter):
     """Drafts as many tokens as it has heads (Cai 2024, 2401.10774); chains, and trees of the heads' best tokens.
 
     Attributes:
@@ -33,45 +33,26 @@ class MedusaDrafter:
     draft_id_V: Array | None
     net: Medusa = static()
     target: Transformer = static()
-    topology: Topology | DynamicTree = static()
+    topology: AnyTopology = static()
+    needs = "hidden"
 
-    @property
-    def needs(self) -> Literal["none", "tokens", "hidden"]:
-        """What of the text it must have observed to draft well."""
-        return "hidden"
-
-    @property
-    def reads(self) -> CaptureSpec:
-        """What it reads of the target besides its last hidden states."""
-        return NO_CAPTURE
-
-    @property
-    def slack(self) -> int:
-        """Positions written beyond the committed ones."""
-        return 0
-
+    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> Array:
-        """Allocates the hidden state of empty rows, [B, D]."""
         return jnp.zeros((rows, self.net.spec.dim))
 
+    @override
     def propose(self, state: Array, anchor: Anchor, rule: str) -> tuple[Proposal, Array]:
-        """Drafts every node; commits nothing."""
-        found_MBX = run_medusa(self.net, self.params, state)[: self.topology.max_depth]
-        return draft_from(self, found_MBX.swapaxes(0, 1), anchor, rule, anchor.length_B >= 1), state
+        last_KBD = run_medusa(self.net, self.params, state)[: self.topology.max_depth]
+        return draft_from(self, last_KBD.swapaxes(0, 1), anchor, rule, anchor.length_B >= 1), state
 
+    @override
     def observe(self, state: Array, commit: Commit) -> Array:
-        """Takes over committed tokens with the target's hidden states."""
         assert commit.features is not None, "what reads features is never caught up by tokens alone"
         return scatter_last(state, gather_last(commit.features.last_BTD, commit), commit)
 
+    @override
     def logits(self, last_BTD: Array) -> Array:
-        """Logits over the target's vocabulary, float32 [B, T, V]; tokens that the heads do not know have -inf."""
         spec = self.net.spec
-        return (
-            expand_to_target_vocab(last_BTD, self.draft_id_V)
-            if spec.draft_vocab
-            else head(self.target, self.base, last_BTD)
-        )
-
-    def experts(self, last_BTD: Array) -> None:
-        """It predicts none."""
+        if spec.draft_vocab:
+            return expand_to_target_vocab(last_BTD, self.draft_id_V)
+        return head(self.target, self.base, last_BTD)

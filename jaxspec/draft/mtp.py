@@ -1,19 +1,21 @@
 """The target's own layers of multi-token prediction as drafter: they continue from its hidden states."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
+from typing_extensions import override
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, scatter_last
+from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.models.mtp import Caches, Mtp, feature_shape, init_mtp_caches, last_of, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head
-from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, Proposal
+from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
-from jaxspec.topology import DynamicTree, Topology
+from jaxspec.topology import AnyTopology
 
 
 @pytree
@@ -40,7 +42,7 @@ class Step:
 
 
 @pytree
-class MtpHeads:
+class MtpHeads(CachedDrafter):
     """Drafts with the layers that were trained together with the target (DeepSeek-V3 2024, section 2.2).
 
     At position j the first layer joins the target's hidden state there with the embedding of token j + 1 and predicts
@@ -62,27 +64,13 @@ class MtpHeads:
     base: Params
     net: Mtp = static()
     target: Transformer = static()
-    topology: Topology | DynamicTree = static()
+    topology: AnyTopology = static()
     block: int = static(default=128)
+    needs = "hidden"
 
     @property
-    def needs(self) -> Literal["none", "tokens", "hidden"]:
-        """What of the text it must have observed to draft well."""
-        return "hidden"
-
-    @property
-    def reads(self) -> CaptureSpec:
-        """What it reads of the target besides its last hidden states."""
-        return NO_CAPTURE
-
-    @property
-    def slack(self) -> int:
-        """Positions written beyond the committed ones."""
-        return self.topology.write_ahead
-
-    @property
+    @override
     def vocab_size(self) -> int:
-        """V."""
         return self.net.arch.vocab_size
 
     @property
@@ -94,25 +82,24 @@ class MtpHeads:
     def _layers(self) -> int:
         return len(self.net.arch.mtp)
 
+    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> MtpState:
-        """Allocates the state of empty rows."""
-        slack = max(slack, self.slack)
-        room = -(-(capacity + slack) // self.block) * self.block
+        room, slack = self.cache_size(capacity, slack)
         arch = self.net.arch
         caches = init_mtp_caches(arch, self.net.policy, rows, room, slack=slack, block=self.block)
         return MtpState(caches, tuple(jnp.zeros((rows, *feature_shape(arch))) for _ in arch.mtp))
 
+    @override
     def propose(self, state: MtpState, anchor: Anchor, rule: str) -> tuple[Proposal, MtpState]:
-        """Drafts every node; commits nothing."""
         features = tuple(x[:, None] for x in state.features)
         root = Root(last_of(self.net, self.params, 0, features[0]), features, anchor.length_B >= self._layers)
         proposal, caches = draft(self, state.caches, anchor, rule, root)
         return proposal, replace(state, caches=caches)
 
+    @override
     def run(
         self, state: Caches, token_BT: Array, feature: tuple[Array, ...], position_BT: Array, window: Window, stage: int
     ) -> tuple[Array, tuple[Array, ...], Caches]:
-        """Reads T drafted tokens: with the layers for which the features before them are known."""
         step = Step(token_BT, embed(self.target, self.base, token_BT), position_BT, window)
         caches, found = list(state), list(feature)
         first = stage + 1 if stage < self.stages else self._layers - 1
@@ -122,12 +109,10 @@ class MtpHeads:
             lasts[layer], found[layer], caches[layer] = self._layer(layer, step, before, caches[layer])
         return lasts[first], tuple(found), tuple(caches)
 
+    @override
     def observe(self, state: MtpState, commit: Commit) -> MtpState:
-        """Takes over committed tokens with the target's hidden states."""
-        count = commit.next_BT.shape[1]
-        position_BT = commit.start_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        window = Window(commit.start_B, row_B=None if commit.row is None else commit.row[None], block=self.block)
-        step = Step(commit.next_BT, embed(self.target, self.base, commit.next_BT), position_BT, window)
+        embedded_BTD = embed(self.target, self.base, commit.next_BT)
+        step = Step(commit.next_BT, embedded_BTD, commit.position_BT, self.window_of(commit))
         assert commit.features is not None, "what reads features is never caught up by tokens alone"
         plain = self.target.arch.hyper is None
         x, caches, kept = commit.features.last_BTD if plain else commit.features.stream, [], []
@@ -139,34 +124,33 @@ class MtpHeads:
             x = jnp.concatenate([committed_rows(old, commit)[:, None], x[:, :-1]], axis=1)
         return MtpState(tuple(caches), tuple(kept))
 
+    @override
     def logits(self, last_BTD: Array) -> Array:
-        """Logits over the vocabulary, float32 [B, T, V]."""
         return head(self.target, self.base, last_BTD)
 
-    def experts(self, last_BTD: Array) -> None:
-        """It predicts none."""
-
     def _observe_layer(
-        self, layer: int, step: Step, feature: Array, cache: Any, asked_B: Array | None
+        self, layer: int, step: Step, feature: Array, cache: Any, output_index_B: Array | None
     ) -> tuple[Array, Any]:
         """Runs a layer over committed positions, leaving out those before position 0 of its slots."""
         if layer == 0:
-            _, out, cache = self._layer(0, step, feature, cache, asked_B)
+            _, out, cache = self._layer(0, step, feature, cache, output_index_B)
             return out, cache
         left_B = jnp.maximum(layer - step.window.start_B, 0)
         token_BT, embedded_BTD, position_BT = (
             _shift(x, left_B) for x in (step.token_BT, step.embedded_BTD, step.position_BT)
         )
         shifted = Step(token_BT, embedded_BTD, position_BT, step.window)
-        asked_B = None if asked_B is None else jnp.maximum(asked_B - left_B, 0)
-        _, out, cache = self._layer(layer, shifted, _shift(feature, left_B), cache, asked_B)
-        return out if asked_B is not None else _shift(out, -left_B), cache
+        output_index_B = None if output_index_B is None else jnp.maximum(output_index_B - left_B, 0)
+        _, out, cache = self._layer(layer, shifted, _shift(feature, left_B), cache, output_index_B)
+        return out if output_index_B is not None else _shift(out, -left_B), cache
 
     def _layer(
-        self, layer: int, step: Step, feature: Array, cache: Any, asked_B: Array | None = None
+        self, layer: int, step: Step, feature: Array, cache: Any, output_index_B: Array | None = None
     ) -> tuple[Array, Array, Any]:
         """Runs a layer in its own slots."""
-        window = replace(step.window, start_B=jnp.maximum(step.window.start_B - layer, 0), asked_B=asked_B)
+        window = replace(
+            step.window, start_B=jnp.maximum(step.window.start_B - layer, 0), output_index_B=output_index_B
+        )
         position_BT = jnp.maximum(step.position_BT - layer, 0)
         return run_mtp(
             self.net, self.params, layer, step.embedded_BTD, feature, step.token_BT, position_BT, cache, window

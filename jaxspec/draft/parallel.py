@@ -2,35 +2,35 @@
 
 import jax.numpy as jnp
 
-from jaxspec.draft.autoregress import NEEDS_DRAFT_PROBS, Scorer, scores
+from jaxspec.draft.autoregress import NEEDS_DRAFT_PROBS, scores
 from jaxspec.draft.draft_selection import empty_selection, select_next
 from jaxspec.draft.growth import growth_of
-from jaxspec.protocol import Anchor, Proposal
+from jaxspec.draft.network_drafter import NetworkDrafter
+from jaxspec.protocol import Anchor, Proposal, no_proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
 
-def draft_from(scorer: Scorer, last_BKD: Array, anchor: Anchor, rule: str, valid_B: Array) -> Proposal:
+def draft_from(drafter: NetworkDrafter, last_BKD: Array, anchor: Anchor, rule: str, valid_B: Array) -> Proposal:
     """Drafts every node of the scorer's topology: a node's children are tokens of the next depth.
 
     Args:
-      scorer: knows the topology and the vocabulary product.
+      drafter: knows the topology and the vocabulary product.
       last_BKD: what that product reads for depths 1 to K.
       anchor: knows how rows sample.
       rule: of verification.
       valid_B: rows that have observed enough.
     """
-    top = scorer.topology
+    top = drafter.topology
     rows, wants_logp = anchor.token_B.shape[0], rule in NEEDS_DRAFT_PROBS
     if not top.drafts:
-        nothing = jnp.zeros((rows, 0), jnp.int32)
-        return Proposal(nothing, nothing.astype(bool), None)
+        return no_proposal(anchor)
     depth_K = jnp.arange(1, top.max_depth + 1, dtype=jnp.int32)
-    logp_BKV, score_BKV = scores(scorer, last_BKD, anchor, depth_K, rule)
+    logp_BKV, score_BKV = scores(drafter, last_BKD, anchor, depth_K, rule)
     if top.is_chain:
         token_BN = jnp.argmax(score_BKV, axis=-1).astype(jnp.int32)
         valid_BN = jnp.broadcast_to(valid_B[:, None], token_BN.shape)
-        proposal = Proposal(token_BN, valid_BN, logp_BKV if wants_logp else None, expert_BKYA=scorer.experts(last_BKD))
+        proposal = Proposal(token_BN, valid_BN, logp_BKV if wants_logp else None, expert_BKYA=drafter.experts(last_BKD))
         return proposal if anchor.draft_costs is None else _cut(proposal, anchor, logp_BKV)
     growth = growth_of(top, rows)
     for k in range(top.max_depth):

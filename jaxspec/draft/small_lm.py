@@ -1,21 +1,21 @@
 """A small language model as drafter: dense or MoE, its own cache, chains and trees."""
 
-from typing import Literal
-
 import jax.numpy as jnp
+from typing_extensions import override
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import draft
+from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer, forward, head
-from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, Proposal
+from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import DynamicTree, Topology
 
 
 @pytree
-class SmallLm:
+class SmallLm(CachedDrafter):
     """Drafts with a model that shares the target's tokenizer (Leviathan 2023).
 
     Vocabularies may differ by rows that no token has, which makers add so that devices divide them: such tokens are
@@ -34,65 +34,40 @@ class SmallLm:
     topology: Topology | DynamicTree = static()
     block: int = static(default=128)
     target_vocab: int = static(default=0)
+    needs = "tokens"
 
     @property
-    def needs(self) -> Literal["none", "tokens", "hidden"]:
-        """What of the text it must have observed to draft well."""
-        return "tokens"
-
-    @property
-    def reads(self) -> CaptureSpec:
-        """What it reads of the target besides its last hidden states."""
-        return NO_CAPTURE
-
-    @property
-    def slack(self) -> int:
-        """Positions written beyond the committed ones."""
-        return self.topology.write_ahead
-
-    @property
+    @override
     def vocab_size(self) -> int:
-        """V of the target."""
         return self.target_vocab or self.net.arch.vocab_size
 
-    @property
-    def stages(self) -> int:
-        """All cells are alike."""
-        return 0
-
+    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> Caches:
-        """Allocates the state of empty rows."""
-        slack = max(slack, self.slack)
-        room = -(-(capacity + slack) // self.block) * self.block
+        room, slack = self.cache_size(capacity, slack)
         return init_caches(self.net.arch, self.net.policy, rows, room, slack=slack, block=self.block)
 
+    @override
     def propose(self, state: Caches, anchor: Anchor, rule: str) -> tuple[Proposal, Caches]:
-        """Drafts every node; commits nothing."""
         return draft(self, state, anchor, rule)
 
+    @override
     def observe(self, state: Caches, commit: Commit) -> Caches:
-        """Takes over committed tokens."""
         if commit.row is None and self.topology.is_chain:
             return state  # the accepted prefix already stands where it belongs
-        position = commit.start_B[:, None] + jnp.arange(commit.token_BT.shape[1], dtype=jnp.int32)[None]
-        window = Window(commit.start_B, row_B=None if commit.row is None else commit.row[None], block=self.block)
-        return self.run(state, commit.token_BT, None, position, window, 0)[2]
+        return self.run(state, commit.token_BT, None, commit.position_BT, self.window_of(commit), 0)[2]
 
+    @override
     def run(
         self, state: Caches, token_BT: Array, feature: None, position_BT: Array, window: Window, stage: int
     ) -> tuple[Array, None, Caches]:
-        """Reads T tokens; the cache says everything."""
         if self.net.arch.vocab_size < self.vocab_size:
             token_BT = jnp.minimum(token_BT, self.net.arch.vocab_size - 1)
         hidden, state = forward(self.net, self.params, token_BT, position_BT, state, window)
         return hidden.last_BTD, None, state
 
+    @override
     def logits(self, last_BTD: Array) -> Array:
-        """Logits over the target's vocabulary, float32 [B, T, V]."""
         logits, lacking = head(self.net, self.params, last_BTD), self.vocab_size - self.net.arch.vocab_size
         if lacking > 0:
             return jnp.pad(logits, ((0, 0), (0, 0), (0, lacking)), constant_values=-jnp.inf)
         return logits[..., : self.vocab_size] if lacking else logits
-
-    def experts(self, last_BTD: Array) -> None:
-        """It predicts none."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.inspect.expert_load import Measured, Predicted
+from jaxspec.inspect.measured_load import MeasuredLoad, Predicted
 from jaxspec.perf.expert_counts import KINDS, ExpertLoad, Verifications, counted, drawn
 from jaxspec.perf.expert_placement import (
     VERSION,
@@ -22,7 +22,7 @@ HOTTEST = 3
 Place = Callable[[np.ndarray, int], Slots]
 
 
-def balance(load: ExpertLoad, measured: Measured | None, devices: Sequence[int], redundant: int, rows: int) -> Any:
+def balance(load: ExpertLoad, measured: MeasuredLoad | None, devices: Sequence[int], redundant: int, rows: int) -> Any:
     """A report, ready for JSON.
 
     Args:
@@ -87,7 +87,7 @@ def _placements(redundant: int) -> dict[str, Place]:
     return found
 
 
-def _devices(load: ExpertLoad, measured: Measured | None, n: int, redundant: int, rows: int) -> dict[str, Any]:
+def _devices(load: ExpertLoad, measured: MeasuredLoad | None, n: int, redundant: int, rows: int) -> dict[str, Any]:
     """All placements on so many devices."""
     count_YE, found = load.of(*load.decoding), {}
     for name, place in _placements(redundant).items():

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxspec.checkpoint.load.places import abstract_params, flatten
-from jaxspec.inspect.sizes import idle_parameters, parameters
+from jaxspec.inspect.model_sizes import idle_parameters, parameters
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.cache.kv import StreamSpec
+from jaxspec.cache.addressing import StreamSpec
 from jaxspec.checkpoint.load.load_plan import make_plan
 from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.checkpoint.load.release import release_files
 from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
-from jaxspec.inspect.sizes import by_part, cached_bytes, part_of, ring_bytes
+from jaxspec.inspect.model_sizes import by_part, cached_bytes, part_of, ring_bytes
 from jaxspec.models.arch import ArchSpec, LayerSpec, segments
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.depth import stack_name
@@ -101,7 +101,7 @@ def parameter_sizes(config: Mapping[str, Any], kind: np.dtype, quantization: str
         Path(), Transformer(small, plain), table.rules(small), block=check_method(few),
         quantization=quantization, files=release_files(few),
     )  # fmt: skip
-    formats = dict(plan.policy.storage.formats)
+    formats = dict(plan.net.policy.storage.formats)
     mtp: Any = Mtp(small, plain)
     behind = flatten(abstract_params(mtp)) if arch.mtp else {}
     for path, leaf in behind.items():

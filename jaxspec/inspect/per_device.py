@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxspec.aot import process
 from jaxspec.aot.programs import shortened
-from jaxspec.checkpoint.load.release import quantization_of
+from jaxspec.checkpoint.load.stored import quantization_of
 from jaxspec.config import shipped
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
@@ -29,7 +29,7 @@ def per_device(
       quantization: of a model whose config says nothing of it; others lie as published.
       layers: how many are compiled, 0 for all; what lies on a device is that of all in any case.
       wanted: programs; plain decoding, the model's best own drafter and prefill by default.
-      **setting: see ``jaxspec.aot.programs.Setting``.
+      **setting: see ``jaxspec.aot.programs.ProgramSettings``.
 
     Returns:
       Bytes of one device: ``weights`` of target and drafter, ``caches``, other ``state``, the most ``temp`` of a

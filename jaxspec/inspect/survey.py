@@ -14,13 +14,13 @@ from jaxspec.checkpoint.files.shards import no_weights
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
 from jaxspec.checkpoint.load.model import read_config, read_generation
-from jaxspec.checkpoint.load.release import quantization_of, release_files
-from jaxspec.checkpoint.load.stored import check_method
+from jaxspec.checkpoint.load.release import release_files
+from jaxspec.checkpoint.load.stored import check_method, quantization_of
 from jaxspec.checkpoint.load.tied import with_own_head
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.text.codec import FORMATS, TOKENIZER_FILES, Text
 from jaxspec.errors import ConfigError
-from jaxspec.inspect import sizes
+from jaxspec.inspect import model_sizes
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.catalog import arch_of, ignored_keys
 from jaxspec.models.mtp import Mtp
@@ -54,18 +54,18 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
     kind = np.dtype(dtype)
     policy, table = make_policy(kind, depth="stacked"), known_tables()[arch.family]
     there = directory is not None and any(directory.glob("*.safetensors*"))
-    files = TensorFiles(path) if there else release_files(config)
+    files = TensorFiles.of(path) if there else release_files(config)
     arch = with_own_head(arch, table, files)
     plan = make_plan(
-        path, Transformer(arch, policy), table.rules(arch), beside=table.beside(arch), ignored=table.not_read(arch),
-        block=block, quantization=quantization, files=files,
+        path, Transformer(arch, policy), table.rules(arch), other_prefixes=table.other_prefixes(arch),
+        ignored_suffixes=table.ignored_suffixes(arch), block=block, quantization=quantization, files=files,
     )  # fmt: skip
     behind = None
     if arch.mtp:
         rules = table.mtp_rules(arch)
         behind = make_plan(path, Mtp(arch, policy), rules, block=block, quantization=quantization, files=files)
-    total = sizes.parameters(plan.leaves)
-    active = sum(total.values()) - sizes.idle_parameters(arch.layers, arch.model_dim)
+    total = model_sizes.parameters(plan.leaves)
+    active = sum(total.values()) - model_sizes.idle_parameters(arch.layers, arch.model_dim)
     return {
         "path": str(path),
         "family": arch.family,
@@ -75,8 +75,8 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
         "parameters": {"total": sum(total.values()), "active": active, "by_part": total},
         "bytes": _bytes(plan, behind, there),
         "cache": {
-            "bytes_per_token": sizes.cached_bytes(arch, kind),
-            "bytes_per_row": sizes.ring_bytes(arch, kind),
+            "bytes_per_token": model_sizes.cached_bytes(arch, kind),
+            "bytes_per_row": model_sizes.ring_bytes(arch, kind),
         },
         "quantization": _quantization(config, plan),
         "tensors": {**_counts(plan, there or directory is None), **_problems(plan)},
@@ -144,8 +144,8 @@ def _bytes(plan: LoadPlan, behind: LoadPlan | None, on_disk: bool) -> dict[str, 
     plans = [plan, *([behind] if behind else [])]
     in_files, in_memory = ({}, {})
     for one in plans:
-        in_files |= sizes.file_bytes(one)
-        in_memory |= sizes.memory_bytes(one.leaves)
+        in_files |= model_sizes.file_bytes(one)
+        in_memory |= model_sizes.memory_bytes(one.leaves)
     whole = sum(tensor.end - tensor.begin for tensor in plan.files.tensors.values())
     read = sum(in_files.values())
     return {
@@ -167,7 +167,7 @@ def _quantization(config: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
 
 def _counts(plan: LoadPlan, there: bool) -> dict[str, int]:
     """How many tensors there are, and how many of them are read; of a directory without weights none are there."""
-    read = {tensor.partition("[")[0] for s in plan.stored.values() for tensor in s.tensors}
+    read = {name.whole for s in plan.stored.values() for name in s.tensors}
     return {"in_files": len(plan.files) if there else 0, "read": len(read) if there else 0}
 
 
@@ -183,7 +183,7 @@ def _prediction(arch: ArchSpec, behind: LoadPlan | None, on_disk: bool) -> dict[
     return {
         "layers": len(arch.mtp),
         "present": there if on_disk else None,
-        "parameters": sum(sizes.parameters(behind.leaves).values()) if behind else 0,
+        "parameters": sum(model_sizes.parameters(behind.leaves).values()) if behind else 0,
         "missing": collapse(missing),
     }
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from jaxspec.cache.kv import StreamSpec
+from jaxspec.cache.addressing import StreamSpec
 from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.hyper import HyperSpec
 from jaxspec.nn.moe import MoeSpec
@@ -118,3 +118,13 @@ def segments(layers: tuple[LayerSpec, ...]) -> Iterator[Segment]:
                 found = Segment(first, pattern, repeats)
         yield found
         first = found.stop
+
+
+def experts_of(arch: ArchSpec) -> int:
+    """Returns E, the most routed experts that a layer of the model has."""
+    return max((layer.ffn.experts for layer in arch.layers if isinstance(layer.ffn, MoeSpec)), default=0)
+
+
+def chosen_of(arch: ArchSpec) -> int:
+    """Returns A, the most experts that a layer of the model chooses for a token."""
+    return max((layer.ffn.top_k for layer in arch.layers if isinstance(layer.ffn, MoeSpec)), default=0)

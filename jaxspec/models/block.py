@@ -5,7 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Packed, Window, asked
+from jaxspec.cache.window import AnyWindow, Window, take_outputs
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.nn.attention import Attention, AttentionSpec, Memory
 from jaxspec.nn.compressed_attention import CompressedAttention, CompressedSpec
@@ -62,7 +62,7 @@ class Block(nn.Module):
         token_BT: Array,
         position_BT: Array,
         cache: Memory | None,
-        window: Window | Packed | None,
+        window: AnyWindow,
         shared: Array | None = None,
         layer: Array | None = None,
     ) -> tuple[Array, Memory | None, Array | None, Routing | None]:
@@ -84,7 +84,7 @@ class Block(nn.Module):
         arch, p = self.arch, self.policy
         routing, mixer = None, MIXERS[type(self.spec.attention)]
         if isinstance(window, Window) and p.compute.splits_rows:
-            window = replace(window, apart=True)
+            window = replace(window, rows_sharded=True)
 
         def attend(u: Array) -> Array:
             nonlocal cache, shared
@@ -96,17 +96,17 @@ class Block(nn.Module):
             nonlocal routing
             if isinstance(self.spec.ffn, MoeSpec):
                 moe = Moe(self.spec.ffn, arch.model_dim, p, self.layers, name="ffn")
-                out, routing = moe(u, token_BT, position_BT, layer, None if window is None else window.counting)
+                out, routing = moe(u, token_BT, position_BT, layer, None if window is None else window.valid)
                 return out
             return DenseFfn(self.spec.ffn, arch.model_dim, p, name="ffn")(u)
 
         x = self._around("attention", attend, x, window)
-        token_BT, position_BT = asked(token_BT, window), asked(position_BT, window)
-        window = window.reading if isinstance(window, Window) else window
+        token_BT, position_BT = take_outputs(token_BT, window), take_outputs(position_BT, window)
+        window = window.after_write if isinstance(window, Window) else window
         x = self._around("ffn", feed, x, window)
         return x, cache, shared, routing
 
-    def _around(self, name: str, sublayer: Any, x: Array, window: Window | Packed | None) -> Array:
+    def _around(self, name: str, sublayer: Any, x: Array, window: AnyWindow) -> Array:
         """Adds the output of a sub-layer, which has only the positions asked for."""
         arch, p = self.arch, self.policy
         norm = norm_params(self, arch, p, f"{name}_norm")
@@ -114,10 +114,10 @@ class Block(nn.Module):
             connection = HyperConnection(arch.hyper, arch.model_dim, arch.norm_eps, p, name=f"{name}_hyper")
             u, write, comb = connection(x)
             out = sublayer(normalise(arch, u, norm))
-            return merge(asked(x, window), out, asked(write, window), asked(comb, window))
+            return merge(take_outputs(x, window), out, take_outputs(write, window), take_outputs(comb, window))
         if arch.norm_last:
-            return normalise(arch, asked(x, window) + sublayer(x), norm)
-        return asked(x, window) + sublayer(normalise(arch, x, norm))
+            return normalise(arch, take_outputs(x, window) + sublayer(x), norm)
+        return take_outputs(x, window) + sublayer(normalise(arch, x, norm))
 
 
 def init_block(key: Array, spec: LayerSpec, arch: ArchSpec, policy: Policy) -> Any:

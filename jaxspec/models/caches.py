@@ -3,7 +3,9 @@
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, compact, init_layer
+from jaxspec.cache.addressing import LayerCache, StreamSpec, init_layer
+from jaxspec.cache.tree_reads import compact
+from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, segments
 from jaxspec.models.transformer import Caches
 from jaxspec.nn.policy import Policy
@@ -51,7 +53,7 @@ def init_caches(
 
 def compact_caches(caches: Caches, arch: ArchSpec, policy: Policy, window: Window, path_BT: Array) -> Caches:
     """Moves the accepted path of a tree to consecutive positions in every layer."""
-    done, window = [], replace(window, apart=policy.compute.splits_rows)
+    done, window = [], replace(window, rows_sharded=policy.compute.splits_rows)
     for cache, (streams, layers) in zip(caches, layout(arch, policy), strict=True):
         if layers == 1:
             done.append(compact(cache, streams, window, path_BT))

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, Window
+from jaxspec.cache.addressing import LayerCache
+from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, Segment
 from jaxspec.models.block import Block, init_block
 from jaxspec.nn.matrix import Matrix
@@ -97,7 +98,7 @@ class Loop:
             window = self.window
             if isinstance(window, Window) and caches[place] is not None:
                 pages = jax.tree.leaves(caches[place])[0].shape[0] // self.segment.repeats
-                window = replace(window, base=y * jnp.int32(pages), at_once=self.policy.compute.kernels == "triton")
+                window = replace(window, base=y * jnp.int32(pages), use_scatter=self.policy.compute.kernels == "triton")
             own = _layer(self.stacks[place], y, self.policy)
             out: Any = block.apply({"params": own}, x, *self.tokens, caches[place], window, shared, y)
             x, cache, shared, routing = out

@@ -6,7 +6,8 @@ from typing import Any, Literal, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Packed, Window, asked, init_layer
+from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.window import AnyWindow, Window, take_outputs
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import MIXERS, Block
 from jaxspec.nn.dense import dense
@@ -91,7 +92,7 @@ class JoinLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, e_BTD: Array, g_BTD: Array, position_BT: Array, memory: Memory, window: Window | Packed | None
+        self, e_BTD: Array, g_BTD: Array, position_BT: Array, memory: Memory, window: AnyWindow
     ) -> tuple[Array, Memory]:
         """The stream behind the layer, [B, T, D], of the positions asked for, and its memory."""
         s, p, a = self.spec, self.policy, self.spec.arch
@@ -109,7 +110,7 @@ class JoinLayer(nn.Module):
             x = h_BTD if s.norm_before_residual else g_BTD
         mixer = MIXERS[type(self.layer.attention)](self.layer.attention, a.model_dim, a.norm_eps, p, name="attention")
         out, memory, _ = mixer(u, position_BT, memory, window)
-        x = asked(x, window) + out
+        x = take_outputs(x, window) + out
         assert isinstance(self.layer.ffn, FfnSpec), "the first layer of a head is dense"
         return x + DenseFfn(self.layer.ffn, a.model_dim, p, name="ffn")(norm(x, "ffn_norm_D")), memory
 
@@ -182,7 +183,7 @@ class DraftHead(nn.Module):
         token_BT: Array,
         position_BT: Array,
         memory: tuple[Memory, ...] | None = None,
-        window: Window | Packed | None = None,
+        window: AnyWindow = None,
     ) -> tuple[Array, Array, tuple[Memory, ...]]:
         """Runs T slots; slot i joins the token of position i + 1 with what is known behind position i.
 
@@ -200,7 +201,7 @@ class DraftHead(nn.Module):
         s, count = self.spec, len(self.spec.arch.layers)
         memory = (None,) * count if memory is None else memory
         # What the last layer reads is needed of all positions.
-        inner = replace(window, asked_B=None) if isinstance(window, Window) else window
+        inner = replace(window, output_index_B=None) if isinstance(window, Window) else window
         windows = [*[inner] * (count - 1), window]
         x, kept = self.first(embedded_BTD, g_BTD, position_BT, memory[0], windows[0])
         written = [kept]
@@ -241,7 +242,7 @@ def run_head(
     token_BT: Array,
     position_BT: Array,
     memory: tuple[Any, ...] | None = None,
-    window: Window | Packed | None = None,
+    window: AnyWindow = None,
 ) -> tuple[Array, Array, tuple[Any, ...]]:
     """Runs T slots of a head: what its head reads, what the next draft continues from, and the memory."""
     return cast(Any, net.apply(cast(Any, params), embedded_BTD, g_BTD, token_BT, position_BT, memory, window))

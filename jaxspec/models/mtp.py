@@ -5,7 +5,8 @@ from typing import Any, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Window, init_layer
+from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.block import Block, norm_params, normalise
 from jaxspec.nn.dense import dense

@@ -5,7 +5,8 @@ from typing import Any, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Packed, Window
+from jaxspec.cache.addressing import LayerCache
+from jaxspec.cache.window import AnyWindow, Segments, Window
 from jaxspec.models.arch import ArchSpec, Segment, segments
 from jaxspec.models.block import Block, norm_params, normalise
 from jaxspec.models.depth import Loop, init_stack, stack_name
@@ -84,7 +85,7 @@ class Transformer(nn.Module):
         token_BT: Array,
         position_BT: Array,
         memory: Caches | None = None,
-        window: Window | Packed | None = None,
+        window: AnyWindow = None,
         taps: tuple[int, ...] = (),
         routes: bool = False,
         shared_outputs: tuple[int, ...] = (),
@@ -168,7 +169,7 @@ class Transformer(nn.Module):
 
     def logits_of(self, token_BT: Array, position_BT: Array, segment_BT: Array | None = None) -> tuple[Array, Hidden]:
         """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states with expert choices."""
-        packed = None if segment_BT is None else Packed(segment_BT)
+        packed = None if segment_BT is None else Segments(segment_BT)
         hidden = self(token_BT, position_BT, window=packed, routes=True)
         return self.logits(hidden.last_BTD), hidden
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.steady import exp, row_sum
 from jaxspec.shapes import Array

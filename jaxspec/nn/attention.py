@@ -6,18 +6,9 @@ from typing import Literal
 
 import flax.linen as nn
 
-from jaxspec.cache.kv import (
-    LayerCache,
-    Packed,
-    StreamSpec,
-    Window,
-    asked,
-    in_line,
-    in_rows,
-    read_block,
-    segments_of,
-    write,
-)
+from jaxspec.cache.addressing import LayerCache, StreamSpec, write
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import AnyWindow, Window, pack, segments_of, take_outputs, unpack
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
 from jaxspec.nn.attention_kernel import attend_by_kernel
 from jaxspec.nn.dense import dense
@@ -78,13 +69,13 @@ class Attention(nn.Module):
         x_BTX: Array,
         position_BT: Array,
         cache: Memory | None,
-        window: Window | Packed | None,
+        window: AnyWindow,
         shared: Array | None = None,
     ) -> tuple[Array, Memory | None, Array | None]:
         """Attention output [B, T, D] of the positions asked for, the memory with all, and ``shared`` as it came."""
         s, p = self.spec, self.policy
-        q_BTHC, k_BTGC, v_BTGC = (in_rows(x, window) for x in self._project(x_BTX, position_BT))
-        position_BT = in_rows(position_BT, window)
+        q_BTHC, k_BTGC, v_BTGC = (unpack(x, window) for x in self._project(x_BTX, position_BT))
+        position_BT = unpack(position_BT, window)
         sinks_H = weight(self, p, "sinks_H", (s.heads,)) if s.sinks else None
         scale = s.head_dim**-0.5
         if isinstance(cache, Unrolled):
@@ -99,7 +90,11 @@ class Attention(nn.Module):
             new = {"k": k_BTGC, "v": v_BTGC}
             cache = {name: write(cache[name], streams[name], window, new[name]) for name in new}
             pages = cache["k"], cache["v"]
-            q_BTHC, position_BT, window = asked(q_BTHC, window), asked(position_BT, window), window.reading
+            q_BTHC, position_BT, window = (
+                take_outputs(q_BTHC, window),
+                take_outputs(position_BT, window),
+                window.after_write,
+            )
             out = attend_by_kernel(
                 q_BTHC, pages, position_BT, streams["k"], window, p, scale=scale, span=s.window, sinks_H=sinks_H
             )
@@ -111,7 +106,7 @@ class Attention(nn.Module):
                 )  # fmt: skip
         w_o = matrix(self, p, "out_HCD", (s.heads, s.head_dim, self.model_dim))
         b_o = weight(self, p, "out_bias_D", (self.model_dim,), ZEROS) if s.out_bias else None
-        return dense(in_line(out, window), w_o, b_o, dtype=p.compute.dtype, axes=2), cache, shared
+        return dense(pack(out, window), w_o, b_o, dtype=p.compute.dtype, axes=2), cache, shared
 
     def _project(self, x_BTX: Array, position_BT: Array) -> tuple[Array, Array, Array]:
         s, p = self.spec, self.policy

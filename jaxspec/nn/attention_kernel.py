@@ -1,6 +1,7 @@
 """Attention over a layer's cache by its kernel, in the cases that the kernel covers."""
 
-from jaxspec.cache.kv import StreamSpec, Window
+from jaxspec.cache.addressing import StreamSpec
+from jaxspec.cache.window import Window
 from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Array
 from pallas_kernels.select import choose

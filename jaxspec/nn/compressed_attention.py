@@ -7,7 +7,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, asked, entry_block, in_line, in_rows, read_block, write
+from jaxspec.cache.addressing import LayerCache, StreamSpec, entry_block, write
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import Window, pack, take_outputs, unpack
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, per_head_dense
@@ -81,7 +83,7 @@ class CompressedAttention(nn.Module):
         kv_BT1C = rotate(kv_BT1C, position_BT, s.rope)
         sinks_H = weight(self, p, "sinks_H", (s.heads,), dtype=jnp.float32)
         x_BTD, low_BTR, q_BTHC, kv_BT1C, position_BT = (
-            in_rows(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C, position_BT)
+            unpack(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C, position_BT)
         )
         if cache is not None and window is not None:
             cache = cache | {"kv": write(cache["kv"], s.streams["kv"], window, kv_BT1C)}
@@ -95,10 +97,10 @@ class CompressedAttention(nn.Module):
         if cache is None or window is None:
             out = _among_themselves(q_BTHC, kv_BT1C, entry_BNC, kept_BTN, sinks_H, s)
         else:
-            q_BTHC, position_BT = asked(q_BTHC, window), asked(position_BT, window)
-            kept_BTN = None if kept_BTN is None else asked(kept_BTN, window)
-            out = _over_cache(q_BTHC, position_BT, cache, kept_BTN, sinks_H, s, window.reading, p.compute.dtype)
-        out, position_BT = in_line(out, window), in_line(position_BT, window)
+            q_BTHC, position_BT = take_outputs(q_BTHC, window), take_outputs(position_BT, window)
+            kept_BTN = None if kept_BTN is None else take_outputs(kept_BTN, window)
+            out = _over_cache(q_BTHC, position_BT, cache, kept_BTN, sinks_H, s, window.after_write, p.compute.dtype)
+        out, position_BT = pack(out, window), pack(position_BT, window)
         return self._project(rotate(out, position_BT, s.rope, back=True)), cache, shared
 
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:

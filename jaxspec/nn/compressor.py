@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read, write
+from jaxspec.cache.addressing import LayerCache, StreamSpec, entry_block, read, write
+from jaxspec.cache.window import Window
 from jaxspec.nn.attend import HIDDEN
 from jaxspec.nn.dense import exact_dense
 from jaxspec.nn.norm import rms_norm

@@ -6,7 +6,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read_block
+from jaxspec.cache.addressing import LayerCache, StreamSpec, entry_block
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import Window
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.policy import Policy, matrix

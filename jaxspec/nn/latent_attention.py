@@ -7,18 +7,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import (
-    LayerCache,
-    Packed,
-    StreamSpec,
-    Window,
-    asked,
-    in_line,
-    in_rows,
-    read_block,
-    segments_of,
-    write,
-)
+from jaxspec.cache.addressing import LayerCache, StreamSpec, write
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import AnyWindow, Window, pack, segments_of, take_outputs, unpack
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
 from jaxspec.nn.attention_kernel import attend_by_kernel
 from jaxspec.nn.dense import dense, per_head_dense
@@ -86,23 +77,21 @@ class LatentAttention(nn.Module):
         x_BTD: Array,
         position_BT: Array,
         cache: LayerCache | Unrolled | None,
-        window: Window | Packed | None,
+        window: AnyWindow,
         shared: Array | None = None,
     ) -> tuple[Array, LayerCache | Unrolled | None, Array | None]:
         """Attention output [B, T, D] of the positions asked for, the cache with all, and what later layers borrow."""
         s, p = self.spec, self.policy
         q_BTHC, low_BTR = self._queries(x_BTD, position_BT)
         c_BTR, turned_BT1C = self._latent(x_BTD, position_BT)
-        q_BTHC, c_BTR, turned_BT1C, position_BT = (
-            in_rows(x, window) for x in (q_BTHC, c_BTR, turned_BT1C, position_BT)
-        )
+        q_BTHC, c_BTR, turned_BT1C, position_BT = (unpack(x, window) for x in (q_BTHC, c_BTR, turned_BT1C, position_BT))
         kv_HXR = weight(self, p, "kv_b_HXR", (s.heads, s.plain_dim + s.value_dim, s.rank))
         seen = shared if s.borrows else None
         if s.index is not None:
             assert low_BTR is not None, "an indexer reads the low-rank queries"
             assert not isinstance(cache, Unrolled), "draft heads have no indexers"
             indexer = Indexer(s.index, self.model_dim, low_BTR.shape[-1], p, name="indexer")
-            x_BTD, low_BTR = in_rows(x_BTD, window), in_rows(low_BTR, window)
+            x_BTD, low_BTR = unpack(x_BTD, window), unpack(low_BTR, window)
             seen, cache = indexer(x_BTD, low_BTR, position_BT, cache, window if isinstance(window, Window) else None)
         if isinstance(cache, Unrolled):
             cache = cache.append(*_written_out(c_BTR, turned_BT1C, kv_HXR, s, p.compute.dtype))
@@ -113,12 +102,12 @@ class LatentAttention(nn.Module):
         else:
             new_BT1C = jnp.concatenate([c_BTR[:, :, None], turned_BT1C], axis=-1)
             cache = cache | {"latent": write(cache["latent"], s.streams["latent"], window, new_BT1C)}
-            q_BTHC, position_BT = asked(q_BTHC, window), asked(position_BT, window)
-            seen = None if seen is None else asked(seen, window)
-            out = _over_cache(q_BTHC, position_BT, cache["latent"], kv_HXR, seen, s, window.reading, p)
+            q_BTHC, position_BT = take_outputs(q_BTHC, window), take_outputs(position_BT, window)
+            seen = None if seen is None else take_outputs(seen, window)
+            out = _over_cache(q_BTHC, position_BT, cache["latent"], kv_HXR, seen, s, window.after_write, p)
         w_o = matrix(self, p, "out_HCD", (s.heads, s.value_dim, self.model_dim))
         lends = s.borrows or (s.index is not None and s.index.lends)
-        out = dense(in_line(out, window), w_o, self._bias("out_bias_D", self.model_dim), dtype=p.compute.dtype, axes=2)
+        out = dense(pack(out, window), w_o, self._bias("out_bias_D", self.model_dim), dtype=p.compute.dtype, axes=2)
         return out, cache, seen if lends else None
 
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array | None]:

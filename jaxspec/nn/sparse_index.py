@@ -6,7 +6,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
+from jaxspec.cache.addressing import LayerCache, StreamSpec, write
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import Window
 from jaxspec.nn.attend import blocks_in_reach, positions_seen, readers
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.norm import layer_norm

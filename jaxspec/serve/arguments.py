@@ -14,7 +14,8 @@ from jaxspec.draft.catalog import SpeculativeConfig
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.serve.compile_cache import use_compile_cache
-from jaxspec.serve.engine import EngineSpec
+from jaxspec.serve.engine_spec import EngineSpec
+from jaxspec.verify.rules import rule_of
 
 DEFAULT_CAPACITY = 8192
 
@@ -78,8 +79,8 @@ def parse_sizes(config: SpeculativeConfig, **given: Any) -> EngineSpec:
     if pages and not page:
         raise ConfigError(f"LLM: num_kv_pages={pages} needs kv_page_size, the tokens per page")
     return EngineSpec(
-        rows, DEFAULT_CAPACITY, config.rule, steps, logprobs, parse_buckets(given["prefill_buckets"]), page, pages,
-        config.survival,
+        rows, DEFAULT_CAPACITY, rule_of(config.rule), steps, logprobs, parse_buckets(given["prefill_buckets"]), page,
+        pages,
     )  # fmt: skip
 
 

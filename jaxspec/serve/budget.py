@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from jaxspec.decode.touched import chosen_of, experts_of
 from jaxspec.draft.draft_pruning import PruningConfig
-from jaxspec.models.arch import ArchSpec
+from jaxspec.models.arch import ArchSpec, chosen_of, experts_of
 from jaxspec.protocol import DraftCosts
 from jaxspec.serve.control import Outcome
 from jaxspec.serve.step_times import bucket

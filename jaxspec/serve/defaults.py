@@ -6,7 +6,7 @@ from typing import Any
 from jaxspec.checkpoint.load.model import Model
 from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.rows import STOP_PLACES
+from jaxspec.serve.sample import STOP_PLACES
 
 SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 SAMPLING["max_new_tokens"] = "max_tokens"

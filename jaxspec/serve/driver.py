@@ -11,7 +11,7 @@ from typing import Any
 from jaxspec.serve.engine import Engine
 from jaxspec.serve.parameters import RequestOutputKind
 from jaxspec.serve.request import UNSEEN, CompletionOutput, RequestOutput
-from jaxspec.serve.rows import Sample
+from jaxspec.serve.sample import Sample
 from jaxspec.serve.worker import Job, Worker
 
 

@@ -119,7 +119,7 @@ class Journal:
             raise ConfigError(f"{self.path}: not empty, and not the output of a job; {advice}") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self._sidecar}: not readable ({error}); {advice}") from error
-        if changed := differences(begun, json.loads(json.dumps(identity))):
+        if changed := differences(begun, json.loads(json.dumps(identity)), json.dumps):
             advice = f"give what was given then to go on, {advice}"
             raise ConfigError(f"{self.path}: begun differently: {'; '.join(changed)}; {advice}")
 

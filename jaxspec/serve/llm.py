@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -31,18 +30,17 @@ from jaxspec.serve.arguments import (
     show_value,
 )
 from jaxspec.serve.budget import budget_of
-from jaxspec.serve.control import Control
 from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
 from jaxspec.serve.loading import load_draft, load_prior, load_target, report_to_both
 from jaxspec.serve.metrics import Metric
+from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
 from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
 from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
-from jaxspec.serve.waiting import MakeBar, watching
 from jaxspec.serve.worker import Worker
 from jaxspec.shapes import Params
 
@@ -171,23 +169,6 @@ class LLM:
         budget = budget_of(config.pruning, self.model.net.arch)
         return Engine(target, drafter, self.spec, self.eos, agreed(control), budget, on_progress)
 
-    def beside(self, control: Control) -> LLM:
-        """Returns another ``LLM`` over the same weights and programs, idle, with a KV cache of its own.
-
-        Args:
-          control: chooses among the arms of this one.
-
-        Raises:
-          ConfigError: it may choose others.
-        """
-        known = self.engine.programs.drafters
-        if missing := [arm.name for arm in control.arms if arm not in known]:
-            raise ConfigError(f"beside: arms {missing} are not compiled; there are {[arm.name for arm in known]}")
-        other = copy.copy(self)
-        other.engine, other.prompts = self.driver.call(partial(self.engine.beside, control)), self.prompts.beside()
-        other.driver = Driver(other.engine, self.driver.worker)
-        return other
-
     @property
     def default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's ``generation_config.json`` recommends."""
@@ -231,7 +212,7 @@ class LLM:
         """
         refuse_with_request(lora_request=lora_request, priority=priority)
         requests = self.prompts.requests(prompts, sampling_params)
-        with watching([samples[0].output for samples in requests], use_tqdm) as look:
+        with show_progress([samples[0].output for samples in requests], use_tqdm) as look:
             return self.driver.run(requests, look)
 
     def chat(
@@ -377,7 +358,7 @@ class LLM:
         Raises:
           ConfigError: they do not fit, or the method of speculation has no parameters.
         """
-        self.driver.call(partial(self.engine.programs.renew, params))
+        self.driver.call(partial(self.engine.programs.update_params, params))
 
     def get_metrics(self) -> list[Metric]:
         """Returns engine totals since the start, vLLM's names first."""

@@ -69,6 +69,7 @@ class EngineMetrics:
         arm.probes += decision.probe
         arm.steps += outcome.steps
         arm.time_s += outcome.time_s
+        self.decode_time_s += outcome.time_s + outcome.lost_s
         arm.tokens += outcome.tokens
         arm.predicted_gain = decision.gain
         self.touched = outcome.touched or self.touched

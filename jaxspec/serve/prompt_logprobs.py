@@ -10,7 +10,7 @@ import numpy as np
 from jaxspec.decode.scores import Scores
 from jaxspec.decode.state import DecodeState
 from jaxspec.serve.request import Logprob, RequestOutput
-from jaxspec.serve.rows import Sample
+from jaxspec.serve.sample import Sample
 
 if TYPE_CHECKING:
     from jaxspec.serve.compiled import Programs

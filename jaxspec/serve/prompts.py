@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -17,11 +16,11 @@ from jaxspec.serve.arguments import show_value
 from jaxspec.serve.bans import bad_word_ids, check_ids
 from jaxspec.serve.defaults import sampling_defaults
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.rows import STOP_PLACES, Sample, new_samples
+from jaxspec.serve.sample import STOP_PLACES, Sample, new_samples
 from jaxspec.serve.text import IncrementalText
 
 if TYPE_CHECKING:
-    from jaxspec.serve.engine import EngineSpec
+    from jaxspec.serve.engine_spec import EngineSpec
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 SOURCES, SOURCES_TEXT = ("prompt", "messages", "prompt_token_ids"), '"prompt", "messages" or "prompt_token_ids"'
@@ -51,12 +50,6 @@ class Prompts:
     def __init__(self, model: Model, text: Text | None, spec: EngineSpec, eos: set[int], seed: int, depth: int):
         self.model, self.text, self.spec, self.eos, self.seed, self.depth = model, text, spec, eos, seed, depth
         self._numbers = count()  # atomic, for callers in several threads
-
-    def beside(self) -> Prompts:
-        """Returns the same for another engine over the same model; it counts its requests from here on."""
-        other, number = copy.copy(self), next(self._numbers)
-        self._numbers, other._numbers = count(number), count(number)
-        return other
 
     @property
     def defaults(self) -> SamplingParams:

@@ -6,20 +6,21 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.decode.dispatch import Report, dispatch
 from jaxspec.decode.prefill import admit, prefill
+from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
-from jaxspec.decode.step import TAIL, StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
-from jaxspec.shapes import Array
 from jaxspec.sharding.placement import allocate, mesh_of, settle, state_rules, state_shardings
+from jaxspec.verify.rules import RULES
 
 BUCKET, STEPS = 64, 8
-RULES = state_rules(("data",), own_pages=True)
+ROW_AXES = state_rules(("data",), own_pages=True)
 
 
 def _prefill(mesh: Mesh | None, target: Target, drafter: Drafter, state: DecodeState, *rest: Any) -> DecodeState:
@@ -31,18 +32,17 @@ def _admit(mesh: Mesh | None, state: DecodeState, *rest: Any) -> DecodeState:
 
 
 def _dispatch(
-    mesh: Mesh | None, plan: StepPlan, target: Target, drafter: Drafter, state: DecodeState
-) -> tuple[DecodeState, Array]:
-    state, report = dispatch(target, drafter, state, jnp.int32(plan.steps), jnp.array(False), plan=plan)
-    packed_BX = report.packed_BX
+    mesh: Mesh | None, plan: StepPlan, target: Target, drafter: Drafter, state: DecodeState, *rest: Any
+) -> tuple[DecodeState, Report]:
+    state, report = dispatch(target, drafter, state, *rest, plan=plan)
     if mesh is not None:  # the host of every process reads it
-        packed_BX = jax.lax.with_sharding_constraint(packed_BX, NamedSharding(mesh, PartitionSpec()))
-    return _stay(state, mesh), packed_BX
+        report = jax.lax.with_sharding_constraint(report, NamedSharding(mesh, PartitionSpec()))
+    return _stay(state, mesh), report
 
 
 def _stay(state: DecodeState, mesh: Mesh | None) -> DecodeState:
     """A state where it was allocated; left to the compiler, it would move."""
-    return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, RULES))
+    return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, ROW_AXES))
 
 
 # Of the module, so that trials of all temperatures and updates share them.
@@ -113,52 +113,46 @@ class AcceptanceEvaluator:
 
     def _group(self, drafter: Drafter, first: int) -> list[tuple[int, ...]]:
         """Counts the accepted drafts of each verification of some prompts."""
-        state = self.started(drafter, first)
-        found: list[list[int]] = [[] for _ in self.prompts[first : first + self.spec.rows]]
-        depth, plan, left = drafter.topology.max_depth + 1, StepPlan(self.spec.rule, STEPS), len(found)
+        runner, state = self._runner(drafter), self.started(drafter, first)
+        accepted: list[list[int]] = [[] for _ in self.prompts[first : first + self.spec.rows]]
+        left = len(accepted)
         while left:
-            state, packed_BX = DISPATCH(self.mesh, plan, self.target, drafter, state)
-            packed = np.asarray(packed_BX)
-            for row, counts in enumerate(found):
-                took = packed[row, : int(packed[row, -1]) * (depth + 2)].reshape(-1, depth + 2)[:, depth]
-                took = took[took > 0]
-                ended = bool(packed[row, -TAIL:-1].any())
-                counts += (took[: -1 if ended else None] - 1).tolist()
+            state, report = runner.dispatch(state, drafter.topology, STEPS)
+            result = report.unpack()
+            for row, counts in enumerate(accepted):
+                count_X, ended = result.count_BX[row], bool(result.ended_B[row])
+                # The verification that met the end was cut short.
+                counts += (count_X[count_X > 0][: -1 if ended else None] - 1).tolist()
                 left -= ended
-        return [tuple(counts) for counts in found]
+        return [tuple(counts) for counts in accepted]
+
+    def _runner(self, drafter: Drafter) -> Runner:
+        plan = StepPlan(RULES[self.spec.rule], STEPS)
+        programs: dict[Any, Any] = {
+            ("prefill", BUCKET): partial(PREFILL, self.mesh), "admit": partial(ADMIT, self.mesh),
+            ("dispatch", drafter.topology): partial(DISPATCH, self.mesh, plan),
+        }  # fmt: skip
+        return Runner(self.target, {drafter.topology: drafter}, (BUCKET,), programs)
 
     def started(self, drafter: Drafter, first: int) -> DecodeState:
-        """Rows with as many prompts as there is room for, from number ``first`` on."""
+        """Returns rows with as many prompts as there is room for, from number ``first`` on."""
         t, longest = self.spec, max(len(p) for p in self.prompts)
         slack = max(drafter.topology.nodes, drafter.slack, BUCKET)
         places = max(8, len(t.stop))
         make = partial(init_state, self.target, drafter, t.rows, longest + t.tokens, slack=slack, stop_ids=places)
-        state = allocate(make, self.mesh, RULES)
+        runner, state = self._runner(drafter), allocate(make, self.mesh, ROW_AXES)
         for row, prompt in enumerate(self.prompts[first : first + t.rows]):
-            state = self._start(drafter, state, row, prompt, first + row)
+            sampling = replace(
+                jax.tree.map(np.asarray, init_sampling(1, places)),
+                stop_BX=np.array([[*t.stop, *[-1] * (places - len(t.stop))]], np.int32),
+                temperature_B=np.full(1, t.temperature, np.float32),
+                max_length_B=np.full(1, len(prompt) + t.tokens, np.int32),
+                draft_limit_B=np.full(1, drafter.topology.max_depth, np.int32),
+                key_BX=np.array([[t.seed, first + row]], np.uint32),
+            )
+            state = runner.prefill(state, row, prompt)
+            state = runner.admit(state, row, prompt, sampling)
         return state
-
-    def _start(self, drafter: Drafter, state: DecodeState, row: int, prompt: np.ndarray, number: int) -> DecodeState:
-        """Prefills and admits one prompt."""
-        t, at, places = self.spec, 0, state.sampling.stop_BX.shape[1]
-        while at < len(prompt) - 1:
-            count = min(BUCKET, len(prompt) - 1 - at)
-            chunk = np.zeros(BUCKET + 1, np.int32)
-            chunk[: count + 1] = prompt[at : at + count + 1]
-            numbers = np.int32(row), chunk, np.int32(at), np.int32(count)
-            state = PREFILL(self.mesh, self.target, drafter, state, *numbers)
-            at += count
-        sampling = replace(
-            jax.tree.map(np.asarray, init_sampling(1, places)),
-            stop_BX=np.array([[*t.stop, *[-1] * (places - len(t.stop))]], np.int32),
-            temperature_B=np.full(1, t.temperature, np.float32),
-            max_length_B=np.full(1, len(prompt) + t.tokens, np.int32),
-            draft_limit_B=np.full(1, drafter.topology.max_depth, np.int32),
-            key_BX=np.array([[t.seed, number]], np.uint32),
-        )
-        history = np.zeros(state.history_BS.shape[1], np.int32)
-        history[: len(prompt)] = prompt
-        return ADMIT(self.mesh, state, np.int32(row), history, np.int32(len(prompt)), sampling, None)
 
 
 def acceptance_figures(name: str, acceptance: Acceptance) -> dict[str, float]:

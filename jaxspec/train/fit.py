@@ -115,5 +115,5 @@ def _network(settings: RunSettings, target: TargetHeaders) -> Net:
     directory = Path(head.start)
     own = read_config(directory)
     if is_head(own):
-        return plan_head(directory, target.arch, policy)[1]
+        return plan_head(directory, target.arch, policy).net
     return Transformer(arch_of(own), policy)

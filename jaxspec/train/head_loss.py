@@ -6,7 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Packed
+from jaxspec.cache.window import Segments
 from jaxspec.models.draft_head import DraftHead, part_of
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
@@ -86,7 +86,7 @@ def _model(objective: HeadObjective, net: Transformer, params: Params, teacher: 
     """Loss of a draft model, which reads the same tokens as the target and predicts the same ones."""
 
     def run(params: Params) -> Array:
-        hidden: Any = net.apply(cast(Any, params), batch.token_BT, batch.position_BT, None, Packed(batch.segment_BT))
+        hidden: Any = net.apply(cast(Any, params), batch.token_BT, batch.position_BT, None, Segments(batch.segment_BT))
         return hidden.last_BTD
 
     last_BTD = (jax.checkpoint(run) if objective.remat else run)(params)

@@ -5,7 +5,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Packed
+from jaxspec.cache.window import Segments
 from jaxspec.models.transformer import Transformer, features_of
 from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
@@ -29,7 +29,7 @@ def run_teacher(
         experts = tuple(x.astype(jnp.int32) for x in batch.cached.expert_YBTA)
         return jax.lax.stop_gradient(TeacherOutput(features, experts))
     hidden: Any = net.apply(
-        cast(Any, params), batch.token_BT, batch.position_BT, None, Packed(batch.segment_BT),
+        cast(Any, params), batch.token_BT, batch.position_BT, None, Segments(batch.segment_BT),
         taps=reads.taps, shared_outputs=reads.shared_outputs, routes=bool(routing),
     )  # fmt: skip
     chosen = (hidden.routing[net.arch.expert_layers.index(y)].expert_MA for y in routing)

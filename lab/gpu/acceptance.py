@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from typing_extensions import override
 
-from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, Proposal
+from jaxspec.protocol import Anchor, Drafter, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.topology import Topology, chain
 
@@ -45,7 +46,7 @@ PUBLISHED: dict[str, tuple[Published, ...]] = {
 
 
 @pytree
-class Guesses:
+class Guesses(Drafter):
     """Proposes tokens at no cost that are hardly ever right, so that a step does all its work and commits one token.
 
     Attributes:
@@ -61,26 +62,8 @@ class Guesses:
         """The static shape of what is proposed."""
         return chain(self.length)
 
-    @property
-    def reads(self) -> CaptureSpec:
-        """What it reads of the target besides its last hidden states."""
-        return NO_CAPTURE
-
-    @property
-    def slack(self) -> int:
-        """Positions written beyond the committed ones."""
-        return 0
-
-    def init_state(self, rows: int, capacity: int, slack: int) -> tuple[()]:
-        """Allocates the state of empty rows."""
-        return ()
-
+    @override
     def propose(self, state: tuple[()], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[()]]:
-        """Drafts every node; commits nothing."""
         step_N = 7919 * (1 + jnp.arange(self.length, dtype=jnp.int32))
         token_BN = (anchor.token_B[:, None] + anchor.length_B[:, None] + step_N[None]) % self.vocab_size
         return Proposal(token_BN, jnp.ones(token_BN.shape, bool), None), state
-
-    def observe(self, state: tuple[()], commit: Commit) -> tuple[()]:
-        """Takes over committed tokens."""
-        return state

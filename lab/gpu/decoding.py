@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.aot import hlo
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import DecodeState, Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
+from jaxspec.decode.step import StepPlan
 from jaxspec.inspect.model_cost import model_cost
 from jaxspec.nn.policy import make_policy
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.moesd import speedup
+from jaxspec.protocol import NoDrafts
 from jaxspec.pytree import replace
 from lab.gpu.acceptance import PUBLISHED, Guesses
 from lab.gpu.ceilings import copy_bytes_per_s
@@ -211,7 +212,7 @@ class Runner:
         state = replace(self.state, length_B=jnp.full(self.rows, self.sizes.context, jnp.int32), anchor_B=anchor_B)
         model = self.model
         self.state, report = program(model.target, model.drafter(k), state, np.int32(steps), np.bool_(False))
-        return report.packed_BX
+        return report.packed_BXW
 
     def text(self, program: Any, k: int) -> np.ndarray:
         """What every row says next, one token per step at least."""

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.checkpoint.load.places import abstract_params
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.ngram import Ngram
-from jaxspec.draft.null import NoDrafts
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, NoDrafts
 from jaxspec.topology import chain
 
 POLICY = make_policy(depth="stacked")

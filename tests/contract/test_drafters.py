@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft import catalog
 from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.errors import ConfigError
@@ -28,7 +29,8 @@ from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, DraftCosts, Drafter, Features, Proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
-from jaxspec.topology import DynamicTree, Topology, chain
+from jaxspec.topology import DynamicTree, Topology
+from jaxspec.verify.rules import RULES
 
 ROWS, CAPACITY, VOCAB, BLOCK = 3, 60, 64, 16
 CONFIG = {
@@ -304,7 +306,9 @@ def test_one_trace_per_program(method: str):
     def lower(rows: int, rule: str) -> None:
         drafter = drafter_of(method, shape)  # built anew each time
         state = init_state(target, drafter, rows, CAPACITY, slack=32)
-        jax.eval_shape(partial(jitted, plan=StepPlan(rule, 2)), target, drafter, state, jnp.int32(1), jnp.array(False))
+        jax.eval_shape(
+            partial(jitted, plan=StepPlan(RULES[rule], 2)), target, drafter, state, jnp.int32(1), jnp.array(False)
+        )
 
     for rows, rule, expected in (
         (3, "match", 1),
@@ -372,8 +376,8 @@ def test_what_was_kept_is_observed_later(method: str):
     whole = Commit(jnp.asarray(text[:, :-1]), jnp.asarray(text[:, 1:]), features, every, start, None, None)
     wanted = jax.jit(drafter.observe)(drafter.init_state(ROWS, CAPACITY, 32), whole)
 
-    deferred = LazyObserver(drafter, drafter.topology, net.arch, ring_size=count + 2)
-    plain = jax.jit(replace(deferred, topology=chain(0)).observe)
+    deferred = LazyObserver(drafter, net.arch, ring_size=count + 2)
+    plain = jax.jit(deferred.plain().observe)
     state = deferred.init_state(ROWS, CAPACITY, 32)
     first = count // 2  # what was kept before is overwritten where the ring has come round
     for at in [*range(first), *range(count)]:

@@ -17,7 +17,7 @@ from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.describe import count_parameters
-from jaxspec.inspect.sizes import cached_values, memory_bytes, parameters
+from jaxspec.inspect.model_sizes import cached_values, memory_bytes, parameters
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
@@ -206,11 +206,11 @@ def test_promised_files_are_loaded_quantised(name: str):
     config, arch = config_of(name), arch_named(name)
     table, net = known_tables()[arch.family], Transformer(arch, make_policy(depth="stacked"))
     plan = make_plan(
-        Path(name), net, table.rules(arch), beside=table.beside(arch), ignored=table.ignored,
+        Path(name), net, table.rules(arch), other_prefixes=table.other_prefixes(arch), ignored_suffixes=table.ignored,
         block=check_method(config), files=release_files(config),
     )  # fmt: skip
     assert not any(plan.problems.values()), plan.problems
-    routed = plan.policy.storage.format_of("ffn/down_EFD")
+    routed = plan.net.policy.storage.format_of("ffn/down_EFD")
     assert routed is not None
     assert routed.kind == QUANTIZED[name]
     in_files = sum(t.size_bytes for t in tensors_of(name).values() if not t.is_mtp)

@@ -16,18 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
-from jaxspec.decode.step import StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
+from jaxspec.decode.step import StepPlan
 from jaxspec.models.caches import init_caches
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import make_policy
+from jaxspec.protocol import NoDrafts
 from jaxspec.pytree import replace
+from jaxspec.verify.rules import RULES
 
 BLOCK = 8  # smaller than every prompt, so that attention crosses blocks
 CLOSE = {"rtol": 0, "atol": 1e-4}
@@ -100,7 +102,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     reference = "io.safetensors" if oracle else "reference.safetensors"
     shutil.copy(directory / reference, says_dir / "says.safetensors")
     policy = make_policy(jnp.float32, experts=experts, depth=depth, kernels=kernels)
-    says = {name: np.asarray(value) for name, value in TensorFiles(says_dir).items()}
+    says = {name: np.asarray(value) for name, value in TensorFiles.of(says_dir).items()}
     if oracle:  # the continuation there is that of the first row's first 24 tokens, of some models only its first token
         prompt = says["input_ids"][:1, :24]
         new = says["gen_ids"][None] if "gen_ids" in says else says["logits"][:1, 23:24].argmax(-1)
@@ -192,7 +194,7 @@ def test_greedy_continuation(case: Case):
 
     for row in range(rows):
         state = start(target, state, np.int32(row), case.prompt_BT[row])
-    run = jax.jit(partial(dispatch, plan=StepPlan("greedy", steps=new)))
+    run = jax.jit(partial(dispatch, plan=StepPlan(RULES["greedy"], steps=new)))
     state, report = run(target, drafter, state, jnp.int32(new), jnp.asarray(False))
     np.testing.assert_array_equal(state.history_BS[:, length : length + new], case.continuation_BT)
-    assert report.packed_BX[:, -2:].tolist() == [[1, new]] * rows, "the length limit ends the rows"
+    assert (report.unpack().steps, report.unpack().full_B.all()) == (new, True), "the length limit ends the rows"

@@ -82,7 +82,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shutil.copy(directory / ("hub_config.json" if directory in ORACLES else "config.json"), model_dir / "config.json")
     shutil.copy(directory / "model.safetensors", model_dir / "model.safetensors")
     shutil.copy(reference_of(directory), says_dir / "says.safetensors")
-    says = TensorFiles(says_dir)
+    says = TensorFiles.of(says_dir)
     model = load_model(model_dir, make_policy(jnp.float32, experts=experts))
     net, params = load_mtp(model_dir, model.net)
     ids_BT = np.asarray(says["input_ids"]).astype(np.int32)

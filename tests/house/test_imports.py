@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml hold, and they notice a broken rule."""
+"""The import contracts of pyproject.toml, which scripts/test checks, notice a broken rule."""
 
 import shutil
 import subprocess
@@ -34,11 +34,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_contracts_hold():
-    result = lint_imports(ROOT)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
+@pytest.mark.slow
 def test_contracts_notice_violations(tree: Path):
     for path, statement in VIOLATIONS.values():
         (tree / path).write_text(f"{statement}\n")

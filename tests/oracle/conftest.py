@@ -15,30 +15,34 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.checkpoint.load.save import save_model
+from jaxspec.decode.compaction import Sizes
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
+from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.decode.step import StepPlan, dispatch, skips
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.draft_pruning import PruningConfig
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
-from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
-from jaxspec.protocol import NO_CAPTURE, Anchor, CaptureSpec, Commit, DraftCosts, Drafter, Proposal
+from jaxspec.protocol import Anchor, DraftCosts, Drafter, NoDrafts, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.budget import CONFIDENCE_STEPS, VerifyBudget
-from jaxspec.serve.compiled import Programs, shown_at_once
+from jaxspec.serve.compiled import Programs
 from jaxspec.serve.control import Outcome
-from jaxspec.serve.engine import Engine, EngineSpec
+from jaxspec.serve.engine import Engine
+from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
-from jaxspec.serve.rows import new_samples
+from jaxspec.serve.sample import new_samples
 from jaxspec.serve.text import IncrementalText
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology, chain
+from jaxspec.verify.rules import RULES
 
 VOCAB, EOS, CAPACITY, PLACES = 64, 0, 96, 3
 LETTERS = [chr(ord("!") + i) for i in range(VOCAB)]
@@ -102,7 +106,7 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytree
-class Scripted:
+class Scripted(Drafter):
     """Proposes what a table says: per request the target's true text, and where to be wrong or silent.
 
     Attributes:
@@ -119,21 +123,6 @@ class Scripted:
     silent_RS: Array
     twins: Array
     topology: Topology = static()
-
-    @property
-    def needs(self) -> str:
-        return "none"
-
-    @property
-    def reads(self) -> CaptureSpec:
-        return NO_CAPTURE
-
-    @property
-    def slack(self) -> int:
-        return 0
-
-    def init_state(self, rows: int, capacity: int, slack: int) -> tuple[()]:
-        return ()
 
     def propose(self, state: tuple[()], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[()]]:
         same = jnp.all(anchor.sampling.key_BX[:, None] == self.key_RX[None], axis=-1)
@@ -153,9 +142,6 @@ class Scripted:
             valid.append(~(right & silent))
         return Proposal(jnp.stack(tokens, 1).astype(jnp.int32), jnp.stack(valid, 1), None), state
 
-    def observe(self, state: tuple[()], commit: Commit) -> tuple[()]:
-        return state
-
 
 @cache
 def _jitted(plan: StepPlan) -> Callable:
@@ -174,7 +160,7 @@ def _priceless(program: Callable) -> Callable:
         (place,) = (i for i, arg in enumerate(args) if isinstance(arg, DecodeState))
         prices = args[place].draft_costs
         return replace(
-            program(*args[:place], replace(args[place], draft_costs=None), *args[place + 1 :]), prices=prices
+            program(*args[:place], replace(args[place], draft_costs=None), *args[place + 1 :]), draft_costs=prices
         )
 
     return run
@@ -189,22 +175,20 @@ SHARED = {
 
 def _prefill(target, drafter, *rest):
     # What a drafter observes of a prompt does not depend on its topology: one program serves all of them.
-    plain = NoDrafts() if drafter.needs == "none" else replace(drafter, topology=chain(1))
+    plain = NoDrafts() if drafter.needs == "none" else drafter.with_topology(chain(1))
     return SHARED["prefill"](target, plain, *rest)
 
 
 class SharedPrograms(Programs):
     """The engine's programs, compiled once per shape for all engines of the test run."""
 
-    def __init__(self, target, drafters, state, plan, buckets, turns=False, on_compile=None):
-        self.target, self.drafters, self.buckets, self.plan = target, drafters, buckets, plan
-        self.drafter = drafters[max(drafters, key=lambda arm: arm.nodes)]
-        self._programs = {"admit": SHARED["admit"], "retire": SHARED["retire"]}
-        self._programs |= {f"arm {arm.name}": _jitted(plan) for arm in drafters}
-        self.turns, self._shown = turns and self.drafter.needs != "none", shown_at_once(self.drafter, buckets)
-        self._programs |= {f"catch up {size}": _caught_up(size) for size in self._shown}
-        self._programs |= {f"prefill {size}": _prefill for size in buckets}
-        self.skipping = {arm for arm, one in drafters.items() if skips(target, one, state, plan)}
+    def __init__(self, target, drafters, state, plan, buckets, *, turns=False, on_compile=None):
+        Runner.__init__(self, target, drafters, buckets, {"admit": SHARED["admit"], "retire": SHARED["retire"]})
+        self.programs |= {("dispatch", topology): _jitted(plan) for topology in drafters}
+        self.programs |= {("catch up", size): _caught_up(size) for size in self.drafter.replay_sizes(buckets)}
+        self.programs |= {("prefill", size): _prefill for size in buckets}
+        self.turns = turns and self.drafter.needs != "none"
+        self.skipping = {arm for arm, one in drafters.items() if Sizes.of(target, one, state, routes=False).anchors}
 
 
 @pytest.fixture
@@ -286,6 +270,7 @@ class Lab:
         **spec,
     ) -> Engine:
         model = self.model("target", dtype, layout)
+        spec["rule"] = RULES[spec.get("rule", "match")]
         spec = EngineSpec(**{"rows": PLACES, "capacity": CAPACITY, "logprobs": 0, "buckets": (8, 32), **spec})
         made = engine_module.Programs
         engine_module.Programs = SharedPrograms

@@ -58,7 +58,7 @@ def _note_reads(file: Path) -> None:
     def filled(plan: Any, *rest: Any) -> Any:
         params = fill(plan, *rest)
         if not file.exists():
-            file.write_text(json.dumps({"mapped": sorted(mapped), "taken": plan.files.taken}))
+            file.write_text(json.dumps({"mapped": sorted(mapped), "taken": plan.files.released}))
         return params
 
     TensorFiles.__getitem__, load.fill = noted, filled

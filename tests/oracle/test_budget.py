@@ -14,9 +14,9 @@ def test_prices_that_change_give_the_same_text(lab: Lab, kind: str):
     requests, budget = mixed_requests(kind), Wheel()
     engine = lab.engine(lab.drafter("self", chain(4)), budget=budget)
     first = generate(engine, requests[:1], steps=1)
-    compiled = engine.programs._programs["arm 4"]._cache_size()
+    compiled = engine.programs.programs["dispatch", chain(4)]._cache_size()
     outputs = generate(engine, requests, steps=2)
-    assert engine.programs._programs["arm 4"]._cache_size() == compiled, "prices are data"
+    assert engine.programs.programs["dispatch", chain(4)]._cache_size() == compiled, "prices are data"
     plain = tokens_of(lab.reference(kind, requests))
     assert tokens_of(first) == plain[:1]
     assert tokens_of(outputs) == plain

@@ -10,7 +10,7 @@ from jaxspec.serve import engine as engine_module
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.arms import slack_of
 from jaxspec.serve.control import ByBatchSize, Decision, Outcome
-from jaxspec.serve.warm_up import LINKING, MOST_TIMED, RANDOM, TIMED
+from jaxspec.serve.warm_up import LINKING, MOST_TIMED, RANDOM, TIMED, DispatchTimer
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, chain, tree
 from tests.oracle.conftest import Lab, SharedPrograms, generate, mixed_requests, tokens_of
 
@@ -42,7 +42,7 @@ class Cycle:
 
 
 @pytest.mark.parametrize("kind", ["cold", "mixed"])
-@pytest.mark.parametrize("name", ["ngram", "self", "random", "mtp"])
+@pytest.mark.parametrize("name", ["ngram", "self", pytest.param("random", marks=pytest.mark.slow), "mtp"])
 def test_lengths_that_change_give_the_same_text(lab: Lab, name: str, kind: str):
     requests = mixed_requests(kind)
     control = Cycle()
@@ -62,7 +62,7 @@ def test_lengths_that_change_give_the_same_text(lab: Lab, name: str, kind: str):
             assert missed == [], "the target as its own drafter is always right, unless it was not caught up"
 
 
-@pytest.mark.parametrize("name", ["ngram", "self", "mtp"])
+@pytest.mark.parametrize("name", ["self", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ngram", "mtp"))])
 def test_trees_take_turns_with_chains_and_plain_decoding(lab: Lab, name: str):
     """One state serves all arms, also those that are deeper or wider than the drafter that an engine is given."""
     requests = mixed_requests("mixed")
@@ -159,10 +159,11 @@ def test_arms_that_ran_beforehand_leave_nothing_behind(lab: Lab, pool: dict, mon
 def test_lookup_finds_what_to_verify_while_it_warms_up(lab: Lab):
     """Else nothing would be known of what its verifications take, and none of their code linked."""
     engine = lab.engine(lab.drafter("ngram", chain(3)), control=Adaptive((PLAIN, chain(3))))
-    shares = [engine._warm_up(chain(3), 8)[1] for _ in range(4)]
+    timer = DispatchTimer(engine.scheduler, engine.programs, engine.spec, engine.depth)
+    shares = [timer(chain(3), 8)[1] for _ in range(4)]
     assert engine.programs.skipping == {chain(3)}
     assert min(shares) > 0.3
-    assert engine._warm_up(PLAIN, 8)[1] == 1.0
+    assert timer(PLAIN, 8)[1] == 1.0
 
 
 def test_steps_that_verify_nothing_commit_what_plain_ones_do(lab: Lab):
@@ -206,9 +207,9 @@ def test_a_head_is_shown_what_was_kept_for_it_when_it_drafts(lab: Lab, monkeypat
             shown.append((row, start, count))
             return show(state, row, start, count)
 
-        def running(state, steps, eager, arm, least, shown=shown, ran=ran, dispatch=dispatch):
+        def running(state, arm, steps, shown=shown, ran=ran, dispatch=dispatch, **how):
             ran.append((arm.max_depth, len(shown)))
-            return dispatch(state, steps, eager, arm, least)
+            return dispatch(state, arm, steps, **how)
 
         engine.programs.catch_up, engine.programs.dispatch = showing, running
         assert tokens_of(generate(engine, requests, steps=2)) == tokens_of(lab.reference("cold", requests))

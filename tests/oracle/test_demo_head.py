@@ -44,7 +44,7 @@ def test_a_head_that_missed_most_of_a_text_is_nearly_as_often_right(monkeypatch:
     assert isinstance(whole, LazyObserver)
     per_step: dict[int, float] = {}
     for room in (512, RING_SIZE, 0):
-        engine.drafter = replace(whole, room=room)
+        engine.drafter = replace(whole, ring_size=room)
         tokens = steps = 0
         for temperature in (0.0, 1.0):
             turn += 1  # each text runs in a row in which another one ran before

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.checkpoint.load.padding import check_vocabulary
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError

@@ -11,8 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp
-from jaxspec.decode import step as step_module
-from jaxspec.decode import ways
+from jaxspec.decode import compaction
 from jaxspec.decode.state import Target
 from jaxspec.draft.mtp import MtpHeads
 from jaxspec.draft.ngram import Ngram
@@ -22,7 +21,8 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Drafter
 from jaxspec.serve import engine as engine_module
-from jaxspec.serve.engine import Engine, EngineSpec
+from jaxspec.serve.engine import Engine
+from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.shapes import Array
@@ -179,16 +179,16 @@ def test_right_wrong_and_mixed_drafts(family: Family):
 def test_plain_decoding_and_ngrams(family: Family, monkeypatch: pytest.MonkeyPatch):
     plain = family.plainly(layout="stacked")
     assert [text for [text] in plain[:2]] == family.greedy
-    lines, line_lengths = [], ways.line_lengths
+    sizes, packed_sizes = [], compaction.packed_sizes
 
     def noted(*asked: int) -> tuple[int, ...]:
-        lines.append(line_lengths(*asked))
-        return lines[-1]
+        sizes.append(packed_sizes(*asked))
+        return sizes[-1]
 
-    monkeypatch.setattr(ways, "STEP", 1)  # so that also of two rows only the drafts that were found are computed
-    monkeypatch.setattr(step_module, "line_lengths", noted)
+    monkeypatch.setattr(compaction, "STEP", 1)  # so that two rows, too, compute only the drafts that there are
+    monkeypatch.setattr(compaction, "packed_sizes", noted)
     assert family.speculate("ngram", CHAIN, layout="stacked", steps=OWN_STEPS) == plain
-    assert (6,) in lines, "the anchors, and half of the drafts"
+    assert (6,) in sizes, "the anchors, and half of the drafts"
     assert family.speculate("mixed", CHAIN, layout="stacked") == plain
 
 

@@ -101,6 +101,7 @@ def check_reads(place: Path) -> None:
         assert seen["taken"] == {name: sizes[name] for name in seen["mapped"]}
 
 
+@pytest.mark.slow
 def test_processes_with_different_weights_and_settings_say_so(place: Path, tmp_path: Path):
     shutil.copytree(place / "model", tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")

@@ -47,6 +47,7 @@ def logged(run: Path) -> list[dict[str, Any]]:
     return [without_times(json.loads(line)) for line in lines]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_go_on_to_the_bit(place: Path):
     command = ["train", str(place / "run.toml")]
     first, second = together(command, command, dies=(DIES, place / "two" / "checkpoints" / str(SAVED)))

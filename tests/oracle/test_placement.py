@@ -41,7 +41,7 @@ def placed(name: str, devices: int, redundant: int, seed: int = 0) -> Placement:
     ("name", "devices", "redundant", "speculation", "transport"),
     [
         ("qwen3_moe", 3, 4, CHAIN, "padded"),  # of 8 experts, which 3 does not divide
-        ("deepseek_v3", 4, 4, MTP | {"num_speculative_tokens": 1}, "sum"),
+        pytest.param("deepseek_v3", 4, 4, MTP | {"num_speculative_tokens": 1}, "sum", marks=pytest.mark.slow),
     ],
 )
 def test_a_placement_gives_the_text_of_one_device(
@@ -58,7 +58,10 @@ def test_a_placement_gives_the_text_of_one_device(
     assert text(llm) == alone(name)
 
 
-@pytest.mark.parametrize(("name", "depth"), [("gpt_oss_mxfp4", "unrolled"), ("deepseek_v3_fp8", "stacked")])
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [("gpt_oss_mxfp4", "unrolled"), pytest.param("deepseek_v3_fp8", "stacked", marks=pytest.mark.slow)],
+)
 def test_every_layout_of_weights_is_put_into_slots(name: str, depth: Any):
     """Entries of one tensor, and numbers with scales; layers apart and stacked."""
     policy = make_policy(FLOAT32, depth=depth)

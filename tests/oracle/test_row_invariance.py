@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import forward, head

@@ -84,6 +84,7 @@ def test_one_prompt(place: Path):
     assert list((place / "home" / ".cache" / "jaxspec" / "xla").glob("*-cache")), "the next start is quicker"
 
 
+@pytest.mark.slow
 def test_the_demo(place: Path):
     flags = ["--quick", "--prompts", "1", "--max-tokens", "12", "--repetitions", "1"]
     shown = run(place, "jaxspec", "demo", *flags, "--report", "report.json")

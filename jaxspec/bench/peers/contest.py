@@ -244,31 +244,27 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((place for place, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
 
 
-def parse_choices(names: Sequence[str], pythons: Sequence[str], options: Mapping[str, str]) -> list[PeerChoice]:
-    """Peers as the command line names them.
+def parse_peers(texts: Sequence[str]) -> list[PeerChoice]:
+    """Returns the peers that the command line names.
 
     Args:
-      names: keys of ``MODES``.
-      pythons: ``PATH`` for all of them, or ``NAME=PATH``.
-      options: of llama.cpp.
+      texts: ``NAME=PYTHON``, or ``llamacpp=SERVER,MODEL.gguf`` with an optional draft model after another comma.
 
     Raises:
       ConfigError: a name is not known, or something is missing.
     """
-    unknown = sorted(set(names) - set(MODES))
-    if unknown:
-        raise ConfigError(f"bench: peers {unknown} are not known; known are {list(MODES)}")
-    found: dict[str, str] = {}
-    for text in pythons:
-        name, equals, path = text.partition("=")
-        if equals and name not in MODES:
-            raise ConfigError(f"bench: --peer-python {text!r}: {name!r} is not one of {list(MODES)}")
-        found |= {name: path} if equals else dict.fromkeys(MODES, text)
-    if "llamacpp" in names and "server" not in options:
-        raise ConfigError("bench: the peer llamacpp needs --llama-server, the program llama-server, and --gguf")
-    # The runner of llama.cpp needs no more than a standard library.
-    usable = {"llamacpp": sys.executable} | found
-    lacking = [name for name in names if name not in usable]
-    if lacking:
-        raise ConfigError(f"bench: peers {lacking} need --peer-python, a Python that has them installed")
-    return [PeerChoice(name, usable[name], options if name == "llamacpp" else {}) for name in names]
+    peers = []
+    for text in texts:
+        name, _, given = text.partition("=")
+        if name not in MODES:
+            raise ConfigError(f"bench: peer {name!r} is not known; known are {list(MODES)}")
+        if name != "llamacpp":
+            if not given:
+                raise ConfigError(f"bench: --peers {name}=PYTHON needs a Python that has {name} installed")
+            peers.append(PeerChoice(name, given))
+            continue
+        options = dict(zip(("server", "gguf", "draft_gguf"), given.split(","), strict=False))
+        if "gguf" not in options:
+            raise ConfigError("bench: --peers llamacpp=SERVER,MODEL.gguf needs the program llama-server and the model")
+        peers.append(PeerChoice(name, options=options))  # its runner needs no more than a standard library
+    return peers

@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,10 @@ from jaxspec.checkpoint.heads.identify import is_head, spec_of
 from jaxspec.checkpoint.heads.tensor_names import head_rules
 from jaxspec.checkpoint.heads.tensors import HeadFiles
 from jaxspec.checkpoint.load.fill import fill
-from jaxspec.checkpoint.load.load_plan import LoadPlan, mismatches
+from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
 from jaxspec.checkpoint.load.model import policy_on_mesh, read_config, shardings_on
 from jaxspec.checkpoint.load.places import flatten, resolve_rules
-from jaxspec.checkpoint.load.stored import check_method, storage_of
+from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
@@ -38,7 +36,7 @@ WEIGHTS = {"medusa": "medusa_lm_head.safetensors"}
 
 
 def load_head(directory: str | Path, target: ArchSpec | None, policy: Policy, *, mesh: Mesh | None = None) -> Head:
-    """Loads a draft head of any known format; see ``head_config.KNOWN``.
+    """Loads a draft head of any known format; see ``heads.identify.KNOWN``.
 
     Args:
       directory: ``config.json`` with safetensors files or a PyTorch archive.
@@ -51,15 +49,15 @@ def load_head(directory: str | Path, target: ArchSpec | None, policy: Policy, *,
       ConfigError: the config is of no known format, wrong, ambiguous, or not for this target.
       CheckpointError: tensors are missing, not known or misshaped, all named, or the draft vocabulary is damaged.
     """
-    plan, net = plan_head(directory, target, policy_on_mesh(policy, mesh))
+    plan = plan_head(directory, target, policy_on_mesh(policy, mesh))
     plan.check()
     assert isinstance(plan.files, HeadFiles)
-    ids_W = vocabulary(plan.files, net.spec)
-    return Head(net, fill(plan, shardings_on(mesh, True)), ids_W)
+    ids_W = vocabulary(plan.files, plan.net.spec)
+    return Head(plan.net, fill(plan, shardings_on(mesh, True)), ids_W)
 
 
-def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) -> tuple[LoadPlan, DraftHead | Medusa]:
-    """What loading a head would do and what is wrong with its tensors, and its network; reads headers alone.
+def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) -> LoadPlan:
+    """Plans how a head is loaded and lists what is wrong with its tensors; reads headers alone.
 
     Raises:
       ConfigError: see ``load_head``.
@@ -68,21 +66,13 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     directory = Path(directory)
     config, files = read_config(directory), HeadFiles(directory)
     spec = spec_of(config, files, target)
-    net: Any = _net(spec, policy.update(formats=(), slots=None))
-    leaves = _leaves(net)
-    fills = resolve_rules(head_rules(spec), leaves)
-    names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}
-    stored = {name: found for name in names if (found := storage_of(files, name, check_method(config)))}
-    problems = mismatches(files, fills, leaves, stored)
-    used = {tensor for s in stored.values() for tensor in s.tensors}
-    problems["extra"] = sorted(set(files) - used - set(VOCABULARY) - _idle(spec))
-    return LoadPlan(directory, files, leaves, fills, stored, net.policy, problems), net
-
-
-def _idle(spec: HeadSpec | MedusaSpec) -> set[str]:
-    """Tensors that are published with a head and never read: the product of heads whose feature needs none."""
+    # Heads whose feature needs no product are published with one all the same.
     bare = isinstance(spec, HeadSpec) and spec.join == "attention" and spec.feature_dim == spec.arch.model_dim
-    return {"fc.weight"} if bare else set()
+    return make_plan(
+        directory, _net(spec, policy.update(formats=(), slots=None)), head_rules(spec), other_prefixes=(),
+        ignored_suffixes=(*VOCABULARY, *(["fc.weight"] if bare else [])), block=check_method(config),
+        quantization="none", files=files,
+    )  # fmt: skip
 
 
 def stored_policy(directory: str | Path) -> Policy:
@@ -98,12 +88,6 @@ def stored_policy(directory: str | Path) -> Policy:
 
 def _net(spec: HeadSpec | MedusaSpec, policy: Policy) -> DraftHead | Medusa:
     return Medusa(spec, policy) if isinstance(spec, MedusaSpec) else DraftHead(spec, policy)
-
-
-@cache
-def _leaves(net: Any) -> Mapping[str, Any]:
-    """Every parameter by path: shape and dtype."""
-    return flatten(jax.eval_shape(net.initial, jax.random.key(0))["params"])
 
 
 def vocabulary(files: HeadFiles, spec: HeadSpec | MedusaSpec) -> np.ndarray | None:
@@ -186,13 +170,11 @@ def in_dtype(head: Head, dtype: str) -> Head:
 
 def head_tensors(head: Head, form: ExportFormat) -> dict[str, np.ndarray]:
     """Every parameter under its name in a format, and the draft vocabulary."""
-    net: Any = head.net
-    spec, found = head.net.spec, flatten(head.params["params"])
-    filled = resolve_rules(head_rules(spec), _leaves(net))
+    spec, leaves = head.net.spec, flatten(head.params["params"])
     out: dict[str, np.ndarray] = {}
-    for path, leaf in filled.items():
-        for index, rule in leaf.rules.items():
-            parts = PACKS[rule.pack].split(np.asarray(found[path])[index])
+    for path, target in resolve_rules(head_rules(spec), leaves).items():
+        for index, rule in target.rules.items():
+            parts = PACKS[rule.pack].split(np.asarray(leaves[path])[index])
             for name, part in zip(rule.hub, parts, strict=True):
                 out |= dict.fromkeys(names_in(name, spec, form), np.ascontiguousarray(part))
     if head.ids_W is not None:

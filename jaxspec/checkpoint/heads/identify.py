@@ -98,7 +98,7 @@ def _medusa(config: Config, files: HeadFiles, target: ArchSpec) -> MedusaSpec:
     heads = config.get("medusa_num_heads") or 1 + max(int(n.partition(".")[0]) for n in files if n[0].isdigit())
     layers = config.get("medusa_num_layers", 1)
     product = f"0.{layers}.weight"
-    size = files.shape(product)[0] if product in files else target.vocab_size
+    size = files.tensors[product].shape[0] if product in files else target.vocab_size
     return MedusaSpec(heads, layers, target.model_dim, target.vocab_size, size)
 
 

@@ -119,10 +119,10 @@ def check_head(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]
 def _refusal(directory: Path, target: ArchSpec) -> str:
     kind = np.dtype(np.float32)
     try:
-        plan, net = plan_head(directory, target, make_policy(kind))
+        plan = plan_head(directory, target, make_policy(kind))
         plan.check()
         assert isinstance(plan.files, HeadFiles)
-        vocabulary(plan.files, net.spec)
+        vocabulary(plan.files, plan.net.spec)
     except (ConfigError, CheckpointError) as error:
         return str(error)
     return ""
@@ -273,7 +273,7 @@ def _embedding(case: Case) -> Finding:
 def _target_embedding(case: Case) -> np.ndarray | None:
     name = next(r.hub[0] for r in known_tables()[case.target.family].top if r.leaf == "embed_VD")
     try:
-        files = TensorFiles(case.directory)
+        files = TensorFiles.of(case.directory)
         return files.get(name)
     except CheckpointError:
         return None

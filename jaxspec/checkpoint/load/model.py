@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files.model_files import check_text_files, file_in, read_json
 from jaxspec.checkpoint.files.stream import TensorFiles
-from jaxspec.checkpoint.load.fill import Show, fill
+from jaxspec.checkpoint.load.fill import Progress, fill
 from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
 from jaxspec.checkpoint.load.slots import check_placement, slots_for, slots_of_model, slots_of_mtp
 from jaxspec.checkpoint.load.stored import check_method
@@ -99,12 +99,13 @@ def plan_model(
     directory = Path(directory)
     config = read_config(directory)
     arch = arch_of(config)
-    table, files = known_tables()[arch.family], TensorFiles(directory)
+    table, files = known_tables()[arch.family], TensorFiles.of(directory)
     arch = with_own_head(arch, table, files)
     net = Transformer(arch, policy.update(slots=slots_for(placement)))
     return make_plan(
-        directory, net, table.rules(arch), beside=table.beside(arch), ignored=table.not_read(arch),
-        block=check_method(config), quantization=quantization, files=files, slots_by_layer=slots_of_model(placement),
+        directory, net, table.rules(arch), other_prefixes=table.other_prefixes(arch),
+        ignored_suffixes=table.ignored_suffixes(arch), block=check_method(config), quantization=quantization,
+        files=files, slots_by_layer=slots_of_model(placement),
     )  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def load_model(
     mesh: Mesh | None = None,
     allow_replication: bool | str = MAY_BE_WHOLE,
     placement: Placement | None = None,
-    show: Show | None = None,
+    show: Progress | None = None,
 ) -> Model:
     """Loads a Hugging Face directory.
 
@@ -162,7 +163,7 @@ def load_mtp(
     *,
     quantization: str = "auto",
     mesh: Mesh | None = None,
-    show: Show | None = None,
+    show: Progress | None = None,
 ) -> tuple[Mtp, Params]:
     """Loads the layers of multi-token prediction that were published with a model.
 
@@ -197,4 +198,4 @@ def load_mtp(
         )
     plan.check()
     params = fill(plan, shardings_on(mesh), show)
-    return Mtp(arch, plan.policy), params
+    return plan.net, params

@@ -45,19 +45,18 @@ class TargetLeaf:
 
 @cache
 def abstract_params(net: Any) -> Params:
-    """Shapes and dtypes of every parameter of a network or of its multi-token prediction, nothing allocated.
+    """Shapes and dtypes of every parameter of a network, its multi-token prediction or a head, nothing allocated.
 
     Equal layers and equal experts are looked at once, so that depth and experts cost no time.
     """
-    arch, policy = net.arch, net.policy
-    distinct = tuple(dict.fromkeys(arch.layers))
-    once = isinstance(net, Transformer) and policy.layout.depth == "unrolled"
-    small = net.clone(
-        arch=replace(arch, layers=distinct) if once else arch, policy=policy.update(formats=(), experts="stacked")
-    )
+    policy, once = net.policy, isinstance(net, Transformer) and net.policy.layout.depth == "unrolled"
+    layers = net.arch.layers if once else ()
+    distinct = tuple(dict.fromkeys(layers))
+    small = net.clone(policy=policy.update(formats=(), experts="stacked"))
+    small = small.clone(arch=replace(net.arch, layers=distinct)) if once else small
     found: dict[str, Any] = {}
     for path, leaf in flatten(jax.eval_shape(small.initial, jax.random.key(0))["params"]).items():
-        for whole in _layers(path, arch.layers, distinct) if once else (path,):
+        for whole in _layers(path, layers, distinct) if once else (path,):
             found |= dict(_experts(whole, leaf)) if policy.layout.experts == "switched" else {whole: leaf}
     for path, leaf in found.items():
         form = policy.storage.format_of(kind_of(path.split("/")))
@@ -128,7 +127,7 @@ def resolve_rules(
 
 
 def tables(
-    slots_by_layer: Mapping[str, ExpertSlots], leaves: Mapping[str, Any], arch: ArchSpec
+    slots_by_layer: Mapping[str, ExpertSlots], leaves: Mapping[str, Any], arch: ArchSpec | None
 ) -> dict[str, np.ndarray]:
     """The parameters that say which slots an expert has; arguments as of ``resolve_rules``."""
     cut = _cut(leaves, arch)

@@ -13,10 +13,10 @@ import numpy as np
 
 from jaxspec.checkpoint.files.header import Tensor
 from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.block_scales import E4M3
 from jaxspec.checkpoint.load.places import TargetLeaf, abstract_params, flatten, hub_shapes, resolve_rules
-from jaxspec.checkpoint.load.stored import E4M3, E8M0, FP4_BLOCK, check_method
+from jaxspec.checkpoint.load.stored import E8M0, FP4_BLOCK, check_method, quantization_of
 from jaxspec.checkpoint.names.known import known_tables
-from jaxspec.checkpoint.names.table import Rule
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
@@ -82,20 +82,14 @@ def release_tensors(config: Mapping[str, Any]) -> Tensors:
 
 
 def release_files(config: Mapping[str, Any]) -> TensorFiles:
-    """The files of a release as its config promises them: names, dtypes and shapes, nothing to read.
+    """Returns the files of a release as its config promises them: names, dtypes and shapes, nothing to read.
 
     Raises:
-      ConfigError: the config is wrong, or quantised in a way that is not supported.
+      ConfigError: the config is wrong, or quantized in a way that is not supported.
     """
-    files = TensorFiles.__new__(TensorFiles)
-    files.tensors = {n: Tensor(Path(), t.dtype, t.shape, 0, t.size_bytes) for n, t in release_tensors(config).items()}
-    return files
-
-
-def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ``quantization_config`` of a published config, or of the text model in it."""
-    inside = [config, *(value for value in config.values() if isinstance(value, Mapping))]
-    return next((c["quantization_config"] for c in inside if isinstance(c.get("quantization_config"), Mapping)), None)
+    return TensorFiles(
+        {name: Tensor(Path(), t.dtype, t.shape, 0, t.size_bytes) for name, t in release_tensors(config).items()}
+    )
 
 
 def _wide(config: Mapping[str, Any]) -> str:
@@ -114,46 +108,36 @@ def unquantized_tensors(arch: ArchSpec, wide: str = "bfloat16") -> Tensors:
       wide: dtype of everything but what is float32, or a table of ids, in any release.
     """
     table, policy = known_tables()[arch.family], make_policy(depth="stacked")
-    found: Tensors = {}
-    nets: list[Any] = [Transformer(arch, policy), Mtp(arch, policy)]
-    leaves = flatten(abstract_params(nets[0]))
-    _add(found, resolve_rules(table.rules(arch), leaves, arch), leaves, wide)
+    net: Any = Transformer(arch, policy)
+    leaves = flatten(abstract_params(net))
+    tensors = _tensors(leaves, resolve_rules(table.rules(arch), leaves, arch), wide, is_mtp=False)
     if not arch.mtp:
-        return found
-    leaves = flatten(abstract_params(nets[1]))
-    rules = list(table.mtp_rules(arch))
-    _add(found, resolve_rules(rules, leaves, arch), leaves, wide, is_mtp=True)
+        return tensors
+    mtp: Any = Mtp(arch, policy)
+    leaves, rules = flatten(abstract_params(mtp)), list(table.mtp_rules(arch))
+    tensors |= _tensors(leaves, resolve_rules(rules, leaves, arch), wide, is_mtp=True)
     shape, dtype = (arch.vocab_size, arch.model_dim), np.dtype(DTYPES[wide])
     for n in range(len(arch.mtp)):
         norm = next(rule.hub[0] for rule in rules if rule.leaf == f"mtp_{n}/embed_norm_D")
         for name in table.mtp_copies:
-            found[norm.removesuffix("enorm.weight") + name] = ReleaseTensor(shape, dtype, f"mtp_{n}/copy", True)
-    return found
+            copy = norm.removesuffix("enorm.weight") + name
+            tensors[copy] = ReleaseTensor(shape, dtype, f"mtp_{n}/copy", is_mtp=True)
+    return tensors
 
 
-def _add(
-    found: Tensors, leaves: Mapping[str, TargetLeaf], abstract: Mapping[str, Any], wide: str, is_mtp: bool = False
-):
-    """Adds what fills some leaves; entries of one tensor are put together."""
-    for path, leaf in leaves.items():
-        kept = np.dtype(abstract[path].dtype)
-        dtype = {np.dtype(np.float32): kept, np.dtype(np.int32): np.dtype(np.int64)}.get(kept, np.dtype(DTYPES[wide]))
-        made = {pack: _parts(pack, leaf.part, dtype, path, is_mtp) for pack in {r.pack for r in leaf.rules.values()}}
-        for rule in leaf.rules.values():
-            for name, part in zip(rule.hub, made[rule.pack], strict=True):
-                whole, _, entry = name.partition("[")
-                if entry:
-                    count = int(entry.rstrip("]")) + 1
-                    part = replace(
-                        part, shape=(max(count, found[whole].shape[0] if whole in found else 0), *part.shape)
-                    )
-                found[whole] = part
-
-
-def _parts(pack: str, part: tuple[int, ...], dtype: np.dtype, path: str, is_mtp: bool) -> list[ReleaseTensor]:
-    """The tensors of one rule."""
-    shapes = hub_shapes(TargetLeaf(part, 0, {}), Rule("", (), pack))
-    return [ReleaseTensor(shape, dtype, path, is_mtp) for shape in shapes]
+def _tensors(leaves: Mapping[str, Any], targets: Mapping[str, TargetLeaf], wide: str, *, is_mtp: bool) -> Tensors:
+    """Returns what fills some leaves; entries of one tensor are put together."""
+    tensors: Tensors = {}
+    for path, target in targets.items():
+        own = np.dtype(leaves[path].dtype)
+        dtype = {np.dtype(np.float32): own, np.dtype(np.int32): np.dtype(np.int64)}.get(own, np.dtype(DTYPES[wide]))
+        for rule in target.rules.values():
+            for name, shape in zip(rule.names, hub_shapes(target, rule), strict=True):
+                if name.entry is not None:
+                    before = tensors[name.whole].shape[0] if name.whole in tensors else 0
+                    shape = (max(name.entry + 1, before), *shape)
+                tensors[name.whole] = ReleaseTensor(shape, dtype, path, is_mtp)
+    return tensors
 
 
 def _spread(tensors: Tensors, layout: Callable[[str, ReleaseTensor], Tensors | None]) -> Tensors:

@@ -43,24 +43,23 @@ def export_tensors(
     fixed = _fixed_dtypes(arch, dtype)
     out: dict[str, np.ndarray] = {}
     entries: dict[str, dict[int, np.ndarray]] = {}
-    for path, filled in resolve_rules(table.rules(arch), leaves, arch).items():
+    for path, target in resolve_rules(table.rules(arch), leaves, arch).items():
         leaf = _on_host(leaves[path])
-        kind = kind_of(path.split("/"))
-        for index, rule in filled.rules.items():
+        own_dtype = fixed.get(kind_of(path.split("/")), dtype)
+        for index, rule in target.rules.items():
             if isinstance(leaf, Quantized):
-                named = _quantised(table, rule, leaf, index, block)
+                parts = _quantized(table, rule, leaf, index, block)
             else:
-                parts = PACKS[rule.pack].split(leaf[index])
-                named = zip(rule.hub, (part.astype(fixed.get(kind, dtype)) for part in parts), strict=True)
-            for name, part in named:
-                whole, _, entry = name.partition("[")
-                if entry:
-                    entries.setdefault(whole, {})[int(entry.rstrip("]"))] = part
+                split = PACKS[rule.pack].split(leaf[index])
+                parts = zip(rule.hub, (part.astype(own_dtype) for part in split), strict=True)
+            for name, part in parts:
+                if rule.entry is None:
+                    out[name] = np.ascontiguousarray(part)
                 else:
-                    out[whole] = np.ascontiguousarray(part)
-    for name, parts in entries.items():
-        out[name] = np.ascontiguousarray(np.stack([parts[e] for e in sorted(parts)]))
-    return out
+                    entries.setdefault(name, {})[rule.entry] = part
+    return out | {
+        name: np.ascontiguousarray(np.stack([parts[e] for e in sorted(parts)])) for name, parts in entries.items()
+    }
 
 
 def _on_host(leaf: Any) -> Any:
@@ -70,22 +69,20 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _fixed_dtypes(arch: ArchSpec, dtype: np.dtype) -> dict[str, np.dtype]:
-    """Kinds of parameters whose dtype is not a matter of choice."""
+    """Returns the dtypes of the kinds of parameters that do not have the network's own."""
     net: Any = Transformer(arch, make_policy(dtype, depth="stacked"))
-    found = {kind_of(path.split("/")): leaf.dtype for path, leaf in flatten(abstract_params(net)).items()}
-    wide = {kind: np.dtype(np.int64) if np.issubdtype(d, np.integer) else d for kind, d in found.items()}
-    return {kind: d for kind, d in wide.items() if d != dtype}
+    dtypes = {kind_of(path.split("/")): leaf.dtype for path, leaf in flatten(abstract_params(net)).items()}
+    return {kind: np.dtype(np.int64) if np.issubdtype(d, np.integer) else d for kind, d in dtypes.items() if d != dtype}
 
 
-def _quantised(table: Table, rule: Rule, leaf: Any, index: tuple[int, ...], block: tuple[int, int]) -> Named:
-    """Numbers and scales as published."""
+def _quantized(table: Table, rule: Rule, leaf: Any, index: tuple[int, ...], block: tuple[int, int]) -> Named:
+    """Yields numbers and scales as published."""
     pack, form = PACKS[rule.pack], leaf.format
     if form.kind == "int8":
         raise ConfigError(
             "export: no published layout has int8 weights with a scale per output; load with quantization none or fp8"
         )
-    turned = table.scales == "blocks"
-    published = matrix_form(form, block, turned=turned)
+    published = matrix_form(form, block, transposed=table.scales == "blocks")
     down, across = scale_steps(rule.pack, form, published)
     data, scale = (pack.split(array[index]) for array in (leaf.data, leaf.scale))
     for name, numbers, factors in zip(rule.hub, data, scale, strict=True):
@@ -93,15 +90,13 @@ def _quantised(table: Table, rule: Rule, leaf: Any, index: tuple[int, ...], bloc
 
 
 def _as_published(table: Table, name: str, data: np.ndarray, scale: np.ndarray, form: Format) -> Named:
-    whole, bracket, entry = name.partition("[")
-    entry = bracket + entry
     if table.scales == "blocks":
-        yield f"{whole}_blocks{entry}", np.ascontiguousarray(data.T).reshape(data.shape[1], -1, FP4_BLOCK // 2)
-        yield f"{whole}_scales{entry}", scale.T
+        yield f"{name}_blocks", np.ascontiguousarray(data.T).reshape(data.shape[1], -1, FP4_BLOCK // 2)
+        yield f"{name}_scales", scale.T
         return
-    scale_name = f"{whole.removesuffix('.weight')}.scale" if table.scales == "scale" else f"{whole}_scale_inv"
+    scale_name = f"{name.removesuffix('.weight')}.scale" if table.scales == "scale" else f"{name}_scale_inv"
     yield name, np.ascontiguousarray(data).view(np.int8) if form.kind == "fp4" else data
-    yield scale_name + entry, np.ascontiguousarray(scale).view(E8M0) if form.exponent_scales else scale
+    yield scale_name, np.ascontiguousarray(scale).view(E8M0) if form.exponent_scales else scale
 
 
 def save_model(directory: Path, params: Params, arch: ArchSpec, config: Mapping[str, Any], dtype: np.dtype) -> None:

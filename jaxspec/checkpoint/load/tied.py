@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
 from jaxspec.checkpoint.names.table import Table
 from jaxspec.models.arch import ArchSpec
 
@@ -36,7 +36,7 @@ def _equal(files: TensorFiles, one: str, other: str) -> bool:
         block = slice(start, start + BLOCK_BYTES)
         same = np.array_equal(own[block], others[block])
         for name in (one, other):
-            files.release(name, 0)
+            files.release(TensorName(name), 0)
         if not same:
             return False
     return True

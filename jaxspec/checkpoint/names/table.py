@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
+from jaxspec.checkpoint.files.stream import TensorName
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
 
@@ -20,13 +22,20 @@ class Rule:
 
     Attributes:
       leaf: path of the parameter, ``{y}`` for the layer and ``{e}`` for the expert.
-      hub: published names, in the order that ``pack`` takes them; ``name[{e}]`` is an entry of a tensor's first axis.
+      hub: published names, in the order that ``pack`` takes them.
       pack: name of the bijection.
+      entry: which entry of their first axis is read, None for all of it.
     """
 
     leaf: str
     hub: tuple[str, ...]
     pack: str = "copy"
+    entry: int | None = None
+
+    @cached_property
+    def names(self) -> tuple[TensorName, ...]:
+        """What is read, in the order of ``hub``."""
+        return tuple(TensorName(name, self.entry) for name in self.hub)
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class Table:
       top: parameters outside the layers.
       layer: of a layer.
       expert: one routed expert.
+      experts_stacked: whether published tensors hold all experts of a layer along their first axis.
       mtp: of a layer of multi-token prediction, besides ``layer`` and ``expert``.
       mtp_prefix: published prefix of such a layer, ``{y}`` for its number behind the last main one, ``{n}`` for its
         own; None for the prefix of all layers.
@@ -51,6 +61,7 @@ class Table:
     top: tuple[Rule, ...]
     layer: tuple[Rule, ...]
     expert: tuple[Rule, ...] = ()
+    experts_stacked: bool = False
     mtp: tuple[Rule, ...] = ()
     mtp_prefix: str | None = None
     mtp_copies: tuple[str, ...] = ()
@@ -71,11 +82,11 @@ class Table:
         """Published names of a parameter outside the layers."""
         return next(rule.hub for rule in self.top if rule.leaf == leaf)
 
-    def not_read(self, arch: ArchSpec) -> tuple[str, ...]:
+    def ignored_suffixes(self, arch: ArchSpec) -> tuple[str, ...]:
         """Endings of the published names that nothing reads: a tied head is the embedding once more."""
         return (*self.ignored, *(self.hub_names("head_DV") if arch.tied else ()))
 
-    def beside(self, arch: ArchSpec) -> tuple[str, ...]:
+    def other_prefixes(self, arch: ArchSpec) -> tuple[str, ...]:
         """Beginnings of the published names of what the model itself does without, such as multi-token prediction."""
         if self.mtp_prefix is not None:
             return (*self.others, self.mtp_prefix.partition("{")[0])
@@ -97,7 +108,8 @@ class Table:
             for e in range(ffn.experts):
                 for rule in self.expert:
                     hub = tuple(prefix + _fill(name, e=e) for name in rule.hub)
-                    yield Rule(path + _fill(rule.leaf, e=e), hub, rule.pack)
+                    entry = e if self.experts_stacked else None
+                    yield Rule(path + _fill(rule.leaf, e=e), hub, rule.pack, entry)
 
 
 def _fill(text: str, **numbers: int) -> str:

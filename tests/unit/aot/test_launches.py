@@ -3,8 +3,8 @@
 import pytest
 
 from jaxspec.aot import hlo, launches
-from jaxspec.aot.hlo import Run
-from jaxspec.decode.ways import NARROWER, WIDEST
+from jaxspec.aot.hlo import Execution
+from jaxspec.decode.compaction import FULL, SMALLER
 
 HLO = """\
 HloModule jit_step, is_scheduled=true
@@ -118,18 +118,19 @@ def module() -> hlo.Module:
 
 def test_computations_run_as_often_as_their_loops_turn(module: hlo.Module):
     assert module.step_loop == "while.1"
-    once = Run()
+    once = Execution()
     assert module.runs == {
-        "main.1": Run(setup=True), "step": once, "more_steps": once, "layer": Run(47), "more_layers": Run(0),
-        "blocks": Run(looped=True), "more_blocks": Run(looped=True), "sampled": Run(optional=True),
+        "main.1": Execution(setup=True), "step": once, "more_steps": once, "layer": Execution(47),
+        "more_layers": Execution(0),
+        "blocks": Execution(looped=True), "more_blocks": Execution(looped=True), "sampled": Execution(optional=True),
     }  # fmt: skip
 
 
 def test_what_only_repeats_memory_is_a_copy(module: hlo.Module):
     found = {instruction.name: (instruction.size_bytes, run) for instruction, run in hlo.copies(module, 1 << 20)}
     assert found == {
-        "cut": (2048 * 5120 * 2, Run(47)), "widen": (2048 * 1024 * 2, Run()),
-        "copy.9": (4 * 4 * 150000 * 4, Run(optional=True)),
+        "cut": (2048 * 5120 * 2, Execution(47)), "widen": (2048 * 1024 * 2, Execution()),
+        "copy.9": (4 * 4 * 150000 * 4, Execution(optional=True)),
     }  # fmt: skip
 
 
@@ -142,25 +143,27 @@ def test_launches_are_counted_per_step(module: hlo.Module):
     assert found.waits_per_step() == 2, "for the loop over steps, and per turn of the open loop"
     assert found.by_kernel()["experts"] == 47
     experts = next(launch for launch in found.all if launch.name == "experts_2")
-    assert (experts.programs, experts.shared_bytes, experts.run) == (24, 4096, Run(47))
+    assert (experts.programs, experts.shared_bytes, experts.run) == (24, 4096, Execution(47))
 
 
 def test_a_program_without_steps_is_one_step():
     text = HLO.replace("ENTRY %main.1", "%main.1").replace("%step (arg.5", "ENTRY %step (arg.5")
     runs = hlo.parse(text, stepped=False).runs
-    assert (runs["step"], runs["layer"], runs["blocks"]) == (Run(), Run(47), Run(looped=True))
+    assert (runs["step"], runs["layer"], runs["blocks"]) == (Execution(), Execution(47), Execution(looped=True))
 
 
 def test_of_the_ways_to_step_the_widest_is_counted():
     two = [
         f"  %{name} = (s32[]) while(%arg.5), condition=%more_blocks.{n}, body=%blocks.{n}, "
         f'metadata={{op_name="jit(ngram)/while/body/{scope}/while" stack_frame_id=1}}'
-        for n, (name, scope) in enumerate({"while.3": WIDEST, "while.4": NARROWER}.items())
+        for n, (name, scope) in enumerate({"while.3": FULL, "while.4": SMALLER}.items())
     ]
     text = HLO.replace("  %while.3 = (s32[]) while(%arg.5), condition=%more_blocks, body=%blocks", "\n".join(two))
     module = hlo.parse(text, stepped=True)
     runs = [module.runs[name] for name in ("blocks.0", "more_blocks.0", "blocks.1", "more_blocks.1")]
-    assert runs == [Run(1), Run(2), Run(0), Run(1)], "a loop that turns once is asked twice, the other one once"
+    assert runs == [Execution(1), Execution(2), Execution(0), Execution(1)], (
+        "a loop that turns once is asked twice, the other one once"
+    )
     listing = LISTING[: LISTING.index("    012:")].replace(
         "condition:\n        009: kCustomKernel [source | sink] compare_1 grid: [1, 1, 1] threads: [1, 1, 1]  "
         "shared_memory: 0 bytes\n      body:",

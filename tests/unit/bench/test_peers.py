@@ -16,7 +16,7 @@ from jaxspec.bench.peers.contest import (
     PeerChoice,
     PeerError,
     open_contenders,
-    parse_choices,
+    parse_peers,
     peer_figures,
 )
 from jaxspec.errors import ConfigError
@@ -284,22 +284,19 @@ def test_modes_answer_our_drafters():
 
 
 @pytest.mark.parametrize(
-    ("names", "pythons", "options", "why"),
-    [
-        (["sglang"], ["p"], {}, "not known"),
-        (["vllm"], [], {}, "need --peer-python"),
-        (["vllm"], ["other=p"], {}, "not one of"),
-        (["llamacpp"], [], {}, "--llama-server"),
-    ],
+    ("text", "why"),
+    [("sglang=p", "not known"), ("vllm", "vllm=PYTHON"), ("llamacpp=server", r"llamacpp=SERVER,MODEL\.gguf")],
     ids=str,
 )
-def test_bad_choices_are_refused(names: list[str], pythons: list[str], options: dict[str, str], why: str):
+def test_bad_peers_are_refused(text: str, why: str):
     with pytest.raises(ConfigError, match=why):
-        parse_choices(names, pythons, options)
+        parse_peers([text])
 
 
-def test_choices_are_parsed():
-    found: list[Any] = parse_choices(["transformers", "vllm", "llamacpp"], ["a", "vllm=b"], {"server": "s"})
-    assert [(c.name, c.python, dict(c.options)) for c in found] == [
-        ("transformers", "a", {}), ("vllm", "b", {}), ("llamacpp", "a", {"server": "s"})
+def test_peers_are_parsed():
+    peers: list[Any] = parse_peers(["transformers=a", "vllm=b", "llamacpp=s,m.gguf", "llamacpp=s,m.gguf,d.gguf"])
+    assert [(c.name, c.python, dict(c.options)) for c in peers] == [
+        ("transformers", "a", {}), ("vllm", "b", {}),
+        ("llamacpp", sys.executable, {"server": "s", "gguf": "m.gguf"}),
+        ("llamacpp", sys.executable, {"server": "s", "gguf": "m.gguf", "draft_gguf": "d.gguf"}),
     ]  # fmt: skip

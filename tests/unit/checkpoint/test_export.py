@@ -47,7 +47,7 @@ def test_round_trip(config: Path, layout, tmp_path: Path):
     model = load_model(source, make_policy(BF16, experts=layout[0], depth=layout[1]))
     out = tmp_path / "out"
     save_model(out, model.params, model.net.arch, model.config, np.dtype(BF16))
-    old, new, behind = TensorFiles(source), TensorFiles(out), f"model.layers.{len(model.net.arch.layers)}."
+    old, new, behind = TensorFiles.of(source), TensorFiles.of(out), f"model.layers.{len(model.net.arch.layers)}."
     assert [name for name in set(old) ^ set(new) if not name.startswith((behind, "mtp."))] == []
     assert {n: (t.dtype, t.shape) for n, t in new.tensors.items()} == {
         n: (old.tensors[n].dtype, old.tensors[n].shape) for n in new
@@ -84,7 +84,7 @@ def test_a_widened_model_is_published_as_plain(tmp_path: Path):
     model = load_model(source, make_policy(BF16), quantization="none")
     save_model(tmp_path / "out", model.params, model.net.arch, model.config, np.dtype(BF16))
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "model.layers.0.mlp.experts.down_proj" in TensorFiles(tmp_path / "out")
+    assert "model.layers.0.mlp.experts.down_proj" in TensorFiles.of(tmp_path / "out")
     assert equal(load_model(tmp_path / "out", make_policy(BF16)).params, model.params)
 
 
@@ -96,6 +96,6 @@ def test_fresh_parameters_export_under_the_published_names(layout):
     params = {"params": jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)}
     out = export_tensors(params, arch, np.dtype(np.float16))
     assert {name: value.shape for name, value in out.items()} == {
-        name: tensor.shape for name, tensor in TensorFiles(config.parent).tensors.items()
+        name: tensor.shape for name, tensor in TensorFiles.of(config.parent).tensors.items()
     }
     assert {value.dtype for value in out.values()} == {np.dtype(np.float16)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
 from jaxspec.checkpoint.load.model import load_model, load_mtp, plan_model
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import known_families
@@ -149,7 +149,7 @@ def test_corrupt_header(directory: Path, header: bytes):
 
 def shard(directory: Path) -> dict[str, str]:
     """Splits the weights into three shards with an index."""
-    tensors = {name: np.asarray(value) for name, value in TensorFiles(directory).items()}
+    tensors = {name: np.asarray(value) for name, value in TensorFiles.of(directory).items()}
     files = [f"model-{n + 1:05}-of-00003.safetensors" for n in range(3)]
     places = {name: files[n % 3] for n, name in enumerate(tensors)}
     for file in files:
@@ -184,7 +184,7 @@ def test_corrupt_index(directory: Path, text: str):
 
 
 def test_every_wrong_tensor_is_named_at_once(directory: Path):
-    tensors = {name: np.asarray(value) for name, value in TensorFiles(directory).items()}
+    tensors = {name: np.asarray(value) for name, value in TensorFiles.of(directory).items()}
     missing = ["model.layers.0.mlp.experts.3.up_proj.weight", "model.norm.weight"]
     for name in missing:
         del tensors[name]
@@ -214,7 +214,7 @@ def test_headers_alone_say_what_is_wrong(directory: Path):
     plan = plan_model(directory, make_policy(BF16, experts="switched"))
     assert not any(plan.problems.values())
     assert sum(leaf.size for leaf in plan.leaves.values()) == sum(
-        value.size for value in TensorFiles(directory).values()
+        value.size for value in TensorFiles.of(directory).values()
     )
 
 
@@ -248,11 +248,11 @@ def test_a_mesh_splits_the_same_parameters(directory: Path, depth):
 
 
 def test_devices_read_only_their_own_experts(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    read: list[str] = []
+    read: list[TensorName] = []
     whole = TensorFiles.read
     monkeypatch.setattr(TensorFiles, "read", lambda files, name: (read.append(name), whole(files, name))[1])
     load_model(directory, make_policy(BF16), mesh=make_mesh({"expert": 4}))
-    counts = {name: read.count(name) for name in read if ".experts." in name}
+    counts = {name: read.count(name) for name in read if ".experts." in name.whole}
     assert counts
     assert set(counts.values()) == {1}
 
@@ -261,7 +261,7 @@ def test_devices_read_only_their_own_experts(directory: Path, monkeypatch: pytes
 def test_layers_of_multi_token_prediction_are_not_the_models_own(quantization: str):
     source = golden("glm4_moe")
     model = load(source)
-    extra = [name for name in TensorFiles(source) if name.startswith(f"model.layers.{len(model.net.arch.layers)}.")]
+    extra = [name for name in TensorFiles.of(source) if name.startswith(f"model.layers.{len(model.net.arch.layers)}.")]
     assert extra
     mtp, params = load_mtp(source, model.net, quantization=quantization)
     assert ("attention/qkv_DGQC" in dict(mtp.policy.storage.formats)) == (quantization == "fp8")
@@ -271,7 +271,7 @@ def test_layers_of_multi_token_prediction_are_not_the_models_own(quantization: s
 
 def test_missing_layers_of_multi_token_prediction(directory: Path):
     source = golden("glm4_moe")
-    tensors = {name: np.asarray(value) for name, value in TensorFiles(source).items()}
+    tensors = {name: np.asarray(value) for name, value in TensorFiles.of(source).items()}
     (directory / "config.json").write_text((source / "config.json").read_text())
     kept = {name: value for name, value in tensors.items() if "enorm" not in name}
     save_file(kept, directory / "model.safetensors")

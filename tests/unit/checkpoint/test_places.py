@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.checkpoint.files.stream import TensorName
 from jaxspec.checkpoint.load.places import abstract_params, flatten, part_shapes, resolve_rules
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.packs import PACKS
@@ -46,7 +47,7 @@ def test_name_table_is_a_bijection_onto_the_parameters(arch: ArchSpec, layout):
     table, policy = known_tables()[arch.family], make_policy(BF16, experts=layout[0], depth=layout[1])
     sides = [(Transformer(arch, policy), table.rules(arch))]
     sides += [(Mtp(arch, policy), table.mtp_rules(arch))] if arch.mtp else []
-    names: list[str] = []
+    names: list[TensorName] = []
     for net, rules in sides:
         leaves = flatten(abstract_params(net))
         found = resolve_rules(rules, leaves, arch)
@@ -54,7 +55,7 @@ def test_name_table_is_a_bijection_onto_the_parameters(arch: ArchSpec, layout):
         for path, leaf in found.items():
             assert leaf.shape == leaves[path].shape
             assert sorted(leaf.rules) == list(np.ndindex(leaf.shape[: leaf.lead]))
-            names += [name for rule in leaf.rules.values() for name in rule.hub]
+            names += [name for rule in leaf.rules.values() for name in rule.names]
     assert len(names) == len(set(names)), "a published tensor feeds two parameters"
 
 

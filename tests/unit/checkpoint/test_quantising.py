@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxspec.checkpoint.load.block_scales import block_scales, dequantize, quantize
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.checkpoint.load.places import flatten
-from jaxspec.checkpoint.load.stored import block_scales, dequantize, quantize
 from jaxspec.errors import ConfigError
 from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.nn.quantized import Format, Quantized

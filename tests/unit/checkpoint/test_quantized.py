@@ -12,10 +12,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.load.block_scales import block_scales, dequantize, quantize
 from jaxspec.checkpoint.load.model import load_model, plan_model
 from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.checkpoint.load.save import export_tensors
-from jaxspec.checkpoint.load.stored import block_scales, dequantize, quantize
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
@@ -37,7 +37,7 @@ def policy(layout=LAYOUTS[0], dtype: str = "bfloat16") -> Policy:
 def edited(source: Path | str, tmp_path: Path, edit: Callable[[dict], None] = lambda _: None, **config) -> Path:
     """A checkpoint with some of its tensors or config keys changed."""
     source = GOLDEN / source
-    tensors = {key: np.array(value) for key, value in TensorFiles(source).items()}
+    tensors = {key: np.array(value) for key, value in TensorFiles.of(source).items()}
     edit(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     values = json.loads((source / "config.json").read_text()) | config
@@ -157,7 +157,7 @@ def test_kept_weights_of_ragged_sizes(name: str, layout, ragged: dict[str, Path]
 
 def test_every_way_to_a_published_number(ragged: dict[str, Path]):
     """Leaves against the tensors themselves, without the loader's own packs."""
-    files, model = TensorFiles(ragged["fp8"]), load_model(ragged["fp8"], policy(dtype="float32"))
+    files, model = TensorFiles.of(ragged["fp8"]), load_model(ragged["fp8"], policy(dtype="float32"))
     layer = model.params["params"]["layers_1"]
     at, ffn = layer["attention"], layer["ffn"]
     heads = at["q_b_RHC"].shape[1]
@@ -221,7 +221,7 @@ def test_scales_in_other_float_dtypes(ragged: dict[str, Path], tmp_path: Path):
         tensors |= {name: value.astype(BF16) for name, value in tensors.items() if name.endswith("_scale_inv")}
 
     directory = edited(ragged["fp8"], tmp_path, narrow)
-    scales = TensorFiles(directory)
+    scales = TensorFiles.of(directory)
     leaf = load_model(directory, policy()).params["params"]["layers_0"]["attention"]["q_a_DR"]
     wanted = scales["model.layers.0.self_attn.q_a_proj.weight_scale_inv"].astype(np.float32).T
     np.testing.assert_array_equal(leaf.scale, wanted)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.bench.calibrate import Grid
+from jaxspec.bench.calibrate import CalibrationGrid
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError
@@ -111,10 +111,10 @@ def test_auto_starts_from_it(measured: Calibration, directory: Path):
 
 
 def test_the_default_grid_has_about_21_cells():
-    cells = Grid().cells()
+    cells = CalibrationGrid().cells()
     assert len(cells) == len(set(cells)) == 22
     assert {c for _, _, c in cells} == {128, 1024}
-    assert Grid(rows=(1,), lengths=(0, 2), contexts=(64,)).cells() == [(1, 0, 64), (1, 2, 64)]
+    assert CalibrationGrid(rows=(1,), lengths=(0, 2), contexts=(64,)).cells() == [(1, 0, 64), (1, 2, 64)]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_the_default_grid_has_about_21_cells():
 )
 def test_bad_grids(change: dict, words: str):
     with pytest.raises(ConfigError, match=words):
-        Grid(**change)
+        CalibrationGrid(**change)
 
 
 def test_mistakes(directory: Path, capsys: pytest.CaptureFixture):

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxspec.cli.demo import _stream
 from jaxspec.serve.request import RequestOutput, SamplingParams
-from jaxspec.serve.rows import new_samples
+from jaxspec.serve.sample import new_samples
 from jaxspec.serve.text import IncrementalText
 from tests.unit.serve.layouts import KNOWN
 

@@ -11,7 +11,7 @@ import pytest
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.main import main
 from jaxspec.inspect.balance import balance, placement_for
-from jaxspec.inspect.expert_load import Measured, compared
+from jaxspec.inspect.measured_load import MeasuredLoad, compared
 from jaxspec.inspect.routes import routed_experts
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.nn.policy import policy_for
@@ -102,7 +102,7 @@ def test_predictions_are_compared_at_the_same_drafts():
     none = ((0,) * 8,) * 3
     kinds: Any = {"prompt": none, "committed": counts, "rejected": none}
     load = ExpertLoad(1, {}, "", (1, 2, 3), {"prompt": 0, "committed": int(live_VT.sum()), "rejected": 0}, kinds)
-    found = balance(load, Measured(load, seen, right, 1.0), (2, 4), 0, 4)
+    found = balance(load, MeasuredLoad(load, seen, right, 1.0), (2, 4), 0, 4)
     for entry in found["predicted"]["devices"]:
         assert entry["contiguous_predicted"] == entry["contiguous"]
         assert entry["balanced_by_prediction"] == entry["balanced"] <= entry["contiguous"]

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
-from jaxspec.cli.plan import PlanArgs, question_of
+from jaxspec.cli.plan_question import PlanArgs, question_of
 from jaxspec.inspect import plan_plot
 from jaxspec.perf.calibration import VERSION, Calibration, FitRecord, MeasuredCell, OverlapRecord, save_calibration
 from jaxspec.perf.planner import plan as make_plan

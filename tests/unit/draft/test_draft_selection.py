@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decode.confidence import outcomes
 from jaxspec.decode.state import init_sampling
+from jaxspec.decode.telemetry import outcomes
 from jaxspec.draft.catalog import parse
 from jaxspec.draft.draft_pruning import PruningConfig
 from jaxspec.draft.draft_selection import DraftSelection, empty_selection, select_next

@@ -16,22 +16,23 @@ from jaxspec.checkpoint.load.places import flatten, resolve_rules
 from jaxspec.checkpoint.load.save import save_model
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.packs import PACKS
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
-from jaxspec.decode.step import TAIL, StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.mtp import MtpHeads
-from jaxspec.draft.null import NoDrafts
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head, teacher_forced
 from jaxspec.nn.policy import make_policy
-from jaxspec.protocol import Anchor, Commit, Drafter, Features
+from jaxspec.protocol import Anchor, Commit, Drafter, Features, NoDrafts
 from jaxspec.pytree import replace
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import chain, tree
+from jaxspec.verify.rules import RULES
 
 VOCAB, DIM, BLOCK, CHUNK = 48, 16, 8, 4
 POLICY = make_policy("float32")
@@ -102,10 +103,9 @@ def generated(
         )  # fmt: skip
         history = np.pad(np.asarray(prompt, np.int32), (0, state.history_BS.shape[1] - len(prompt)))
         state = ADMIT(state, np.int32(row), history, np.int32(len(prompt)), sampling, None)
-    plan = StepPlan(rule, steps=new)
+    plan = StepPlan(RULES[rule], steps=new)
     state, report = DISPATCH(target, drafter, state, jnp.int32(new), jnp.array(False), plan=plan)
-    depth = drafter.topology.max_depth + 1
-    counts = np.asarray(report.packed_BX)[:, :-TAIL].reshape(rows, new, depth + 2)[:, :, depth]
+    counts = report.unpack().count_BX
     history = np.asarray(state.history_BS)
     return np.stack([history[row, len(p) : len(p) + new] for row, p in enumerate(prompts)]), counts
 

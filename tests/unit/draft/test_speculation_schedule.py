@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from jaxspec.bench.synthetic import Synthetic
 from jaxspec.draft.catalog import parse
 from jaxspec.draft.speculation_schedule import SpeculationSchedule, parse_schedule
-from jaxspec.draft.synthetic import Synthetic
 from jaxspec.errors import ConfigError
 from jaxspec.serve.adaptive import Adaptive, control_of
 from jaxspec.serve.control import ByBatchSize, Decision, Fixed, Outcome
@@ -154,7 +154,7 @@ def test_what_long_drafts_accept_tells_of_short_ones_where_drafts_read_tokens_al
             auto(2, [2]) | {"method": "mtp", "verify_budget": "auto"},
             "verify_budget cuts chains, not trees; ask for num_speculative_tokens alone",
         ),
-        (auto(2, [2]) | {"rejection_sample_method": Synthetic(length=2.0)}, "synthetic acceptance is for chains"),
+        (auto(2, [2]) | {"rejection_sample_method": Synthetic(length=2.0).rule}, "synthetic acceptance is for chains"),
         (grow(3, 4, 10), "ngram.* grows no tree by confidence; leave speculative_num_steps"),
     ],
 )

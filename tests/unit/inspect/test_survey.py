@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.inspect.sizes import part_of
+from jaxspec.inspect.model_sizes import part_of
 from jaxspec.inspect.survey import collapse
 
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import LayerCache, Window, init_layer
+from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.window import Window
 from jaxspec.nn.attention import Attention, AttentionSpec
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
 from jaxspec.nn.policy import Policy, make_policy

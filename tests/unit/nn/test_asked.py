@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import LayerCache, Window, init_layer
+from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import Block, init_block
 from jaxspec.models.catalog import arch_of
@@ -37,10 +38,16 @@ def stream(seed: int, arch: ArchSpec, count: int) -> Array:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def run(
-    layer: LayerSpec, arch: ArchSpec, params: dict, x: Array, start_B: Array, memory: LayerCache, asked_B: Array | None
+    layer: LayerSpec,
+    arch: ArchSpec,
+    params: dict,
+    x: Array,
+    start_B: Array,
+    memory: LayerCache,
+    output_index_B: Array | None,
 ) -> tuple[Array, LayerCache]:
     position_BT = start_B[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    window = Window(start_B, asked_B=asked_B, block=BLOCK)
+    window = Window(start_B, output_index_B=output_index_B, block=BLOCK)
     x, memory, _, _ = Block(layer, arch, POLICY).apply(
         {"params": params}, x, position_BT % arch.vocab_size, position_BT, memory, window
     )
@@ -73,14 +80,16 @@ def test_the_others_cost_keys_and_values_alone():
     params = init_block(jax.random.key(0), layer, arch, POLICY)
     memory = init_layer(dict(layer.attention.streams), ROWS, 64, 64, BLOCK, jnp.dtype("float32"))
 
-    def products(asked_B: Array | None) -> float:
-        args = layer, arch, params, stream(1, arch, 64), jnp.zeros(ROWS, jnp.int32), memory, asked_B
+    def products(output_index_B: Array | None) -> float:
+        args = layer, arch, params, stream(1, arch, 64), jnp.zeros(ROWS, jnp.int32), memory, output_index_B
         return run.lower(*args).compile().cost_analysis()["flops"]
 
     assert products(jnp.asarray(ASKED_B)) < 0.5 * products(None)
 
 
 def test_a_tree_is_refused():
-    window = Window(jnp.zeros(1, jnp.int32), path_BTJ=jnp.zeros((1, 2, 2), jnp.int32), asked_B=jnp.zeros(1, jnp.int32))
+    window = Window(
+        jnp.zeros(1, jnp.int32), path_BTJ=jnp.zeros((1, 2, 2), jnp.int32), output_index_B=jnp.zeros(1, jnp.int32)
+    )
     with pytest.raises(AssertionError, match="every node"):
-        _ = window.reading
+        _ = window.after_write

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window, entries, init_layer
+from jaxspec.cache.addressing import entries, init_layer
+from jaxspec.cache.window import Window
 from jaxspec.checkpoint.load.places import abstract_params
 from jaxspec.errors import ConfigError
 from jaxspec.models.caches import init_caches

@@ -153,7 +153,7 @@ def changed(compute, whole: np.ndarray, counts=ROWS) -> list[int]:
 
 
 @pytest.mark.served
-@pytest.mark.parametrize(("dim", "out"), [(24, 40), (64, 64), (256, 640), (704, 96)])
+@pytest.mark.parametrize(("dim", "out"), [(24, 40), (704, 96)])
 @pytest.mark.parametrize(("dtype", "most"), [(BFLOAT16, 40), (FLOAT32, 8)], ids=["bfloat16", "float32"])
 def test_dense_is_row_invariant(dtype: jnp.dtype, most: int, dim: int, out: int):
     rng = np.random.default_rng(3)
@@ -164,7 +164,7 @@ def test_dense_is_row_invariant(dtype: jnp.dtype, most: int, dim: int, out: int)
 
 
 @pytest.mark.served
-@pytest.mark.parametrize("dim", [48, 512, 1024, 1536])
+@pytest.mark.parametrize("dim", [48, 1536])
 def test_normalisation_is_row_invariant(dim: int):
     x_MD = np.random.default_rng(6).normal(size=(max(ROWS), dim)).astype(np.float32)
     compute = jax.jit(partial(rms_norm, weight_D=jnp.ones(dim), eps=1e-6))
@@ -172,7 +172,7 @@ def test_normalisation_is_row_invariant(dim: int):
 
 
 @pytest.mark.served
-@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4), (128, 8)])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (128, 8)])
 def test_routing_is_row_invariant(experts: int, top_k: int):
     logits_ME = np.random.default_rng(7).normal(size=(max(ROWS), experts)).astype(np.float32)
     compute = jax.jit(lambda x: route(x, top_k, RouterSpec()).weight_MA)
@@ -196,9 +196,11 @@ def test_switched_experts_are_row_invariant(dim: int, hidden: int, dtype: jnp.dt
 
 
 @pytest.mark.served
-@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (8, 1, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "dtype", "sinks"),
+    [(4, 2, 16, BFLOAT16, True), (8, 1, 64, BFLOAT16, False), (8, 1, 64, FLOAT32, True)],
+    ids=["bfloat16-sinks", "bfloat16-wide", "float32-wide-sinks"],
+)
 def test_attention_is_row_invariant(heads: int, kv_heads: int, width: int, dtype: jnp.dtype, sinks: bool):
     rng = np.random.default_rng(5)
     batch, most, room = 5, max(ROWS), 128

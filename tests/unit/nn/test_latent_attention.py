@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window, init_layer
+from jaxspec.cache.addressing import init_layer
+from jaxspec.cache.window import Window
 from jaxspec.errors import ConfigError
 from jaxspec.models.caches import compact_caches, init_caches
 from jaxspec.models.catalog import arch_of

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window, init_layer, write
+from jaxspec.cache.addressing import init_layer, write
+from jaxspec.cache.window import Window
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.nn.selection import best, scores

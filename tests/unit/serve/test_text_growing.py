@@ -14,7 +14,7 @@ from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import RequestError
 from jaxspec.serve.detokenizer import ByteText, DecodedText, PieceText, common_prefix, detokenizer
 from jaxspec.serve.request import Logprob, SamplingParams
-from jaxspec.serve.rows import Sample, new_samples
+from jaxspec.serve.sample import Sample, new_samples
 from jaxspec.serve.text import IncrementalText
 from tests.unit.serve.layouts import ALL, KNOWN
 

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import TAIL, StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
-from jaxspec.protocol import DraftCosts
+from jaxspec.protocol import DraftCosts, NoDrafts
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
+from jaxspec.verify.rules import RULES
 
 
 @dataclass(frozen=True)
@@ -76,13 +77,14 @@ def markov_texts(
         key_BX=jnp.stack([jnp.zeros(rows, jnp.uint32), jnp.arange(rows, dtype=jnp.uint32)], axis=1),
     )
     state = replace(state, sampling=sampling, active_B=jnp.ones(rows, bool))
-    plan = StepPlan(rule=rule, steps=new)
+    plan = StepPlan(RULES[rule], steps=new)
     run = jax.jit(partial(dispatch, plan=plan))
     state, report = run(target, drafter, state, jnp.int32(new), jnp.asarray(False))
     assert not np.any(state.active_B)
     depth = drafter.topology.max_depth
-    taken, drafted = (np.asarray(report.packed_BX)[:, depth + n : -TAIL : depth + 3] for n in (1, 2))
-    lengths = np.bincount(drafted[taken > 0], minlength=depth + 1) / np.sum(taken > 0)
+    result = report.unpack()
+    ran = result.count_BX > 0
+    lengths = np.bincount(result.verified_BX[ran], minlength=depth + 1) / np.sum(ran)
     return np.asarray(state.history_BS[:, 1 : new + 1]), lengths
 
 

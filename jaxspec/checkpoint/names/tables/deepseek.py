@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, Rule, Table
-from jaxspec.checkpoint.names.tables.glm4_moe import DEEPSEEK_COPIES, DEEPSEEK_EXPERT, DEEPSEEK_FFN, DEEPSEEK_MTP
+from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, Rule, Table, gated_rules, router_rules
 
 A, HUB = "attention/", "self_attn."
 LATENT = (
@@ -26,12 +25,22 @@ INDEXER = (
     Rule(f"{A}indexer/k_norm_bias_C", (f"{HUB}indexer.k_norm.bias",)),
     Rule(f"{A}indexer/weight_DH", (f"{HUB}indexer.weights_proj.weight",), "transpose"),
 )
+FFN = (
+    *gated_rules("ffn/", "mlp."),
+    *router_rules("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+    *gated_rules("ffn/shared/", "mlp.shared_experts."),
+)
 DEEPSEEK = Table(
     top=EMBEDDING,
-    layer=(*NORMS, *LATENT, *INDEXER, *DEEPSEEK_FFN),
-    expert=DEEPSEEK_EXPERT,
-    mtp=DEEPSEEK_MTP,
-    mtp_copies=DEEPSEEK_COPIES,
+    layer=(*NORMS, *LATENT, *INDEXER, *FFN),
+    expert=gated_rules("ffn/", "mlp.experts.{e}."),
+    mtp=(
+        Rule("embed_norm_D", ("enorm.weight",)),
+        Rule("hidden_norm_D", ("hnorm.weight",)),
+        Rule("join_XD", ("eh_proj.weight",), "transpose"),
+        Rule("norm_D", ("shared_head.norm.weight",)),
+    ),
+    mtp_copies=("embed_tokens.weight", "shared_head.head.weight"),
 )
 KIMI = "language_model."
 KIMI_INSIDE = replace(

@@ -14,11 +14,12 @@ TABLES = {
             Rule("ffn/router_bias_E", ("mlp.router.bias",)),
         ),
         expert=(
-            Rule("ffn/gate_up_D2F_{e}", (EXPERTS + "gate_up_proj[{e}]",), "by_turns"),
-            Rule("ffn/gate_up_bias_2F_{e}", (EXPERTS + "gate_up_proj_bias[{e}]",), "bias_by_turns"),
-            Rule("ffn/down_FD_{e}", (EXPERTS + "down_proj[{e}]",)),
-            Rule("ffn/down_bias_D_{e}", (EXPERTS + "down_proj_bias[{e}]",)),
+            Rule("ffn/gate_up_D2F_{e}", (EXPERTS + "gate_up_proj",), "by_turns"),
+            Rule("ffn/gate_up_bias_2F_{e}", (EXPERTS + "gate_up_proj_bias",), "bias_by_turns"),
+            Rule("ffn/down_FD_{e}", (EXPERTS + "down_proj",)),
+            Rule("ffn/down_bias_D_{e}", (EXPERTS + "down_proj_bias",)),
         ),
+        experts_stacked=True,
         scales="blocks",
     )
 }

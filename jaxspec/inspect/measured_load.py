@@ -19,17 +19,18 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.perf.expert_counts import VERSION, ExpertLoad, Kind, Verifications, counted
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import Drafter, Rule
 from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.loading import load_draft
 from jaxspec.train.evaluate import AcceptanceEvaluator, EvalSpec
+from jaxspec.verify.rules import rule_of
 
 BLOCK = 128
 STEP = jax.jit(step, static_argnames="plan", donate_argnums=2)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadSettings:
     """What is measured on.
 
     Attributes:
@@ -58,7 +59,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLoad:
     """A measurement.
 
     Attributes:
@@ -90,8 +91,8 @@ def expert_layers(arch: ArchSpec) -> dict[int, MoeSpec]:
 
 
 def measure_load(
-    model: Model, prompts: Sequence[Sequence[int]], wanted: Wanted, config: catalog.SpeculativeConfig
-) -> Measured:
+    model: Model, prompts: Sequence[Sequence[int]], wanted: LoadSettings, config: catalog.SpeculativeConfig
+) -> MeasuredLoad:
     """Counts what prompts choose, by teacher forcing, and what verifications choose, by the step that serves.
 
     Args:
@@ -108,7 +109,7 @@ def measure_load(
     read = [np.moveaxis(found, 0, 1) for found in routed_experts(model, prompts)]
     target = (model.net, model.params)
     drafter = catalog.build(config, target, BLOCK, load_draft(config, model, "auto"))
-    steps = _Steps(model, drafter, wanted, config.rule)
+    steps = _Steps(model, drafter, wanted, rule_of(config.rule))
     if wanted.tokens:
         steps.run(prompts)
     seen = steps.seen() if wanted.tokens else _alone(read, prompts)
@@ -128,7 +129,7 @@ def measure_load(
     if steps.said and isinstance(net, DraftHead):
         layers = tuple(list(routed).index(y) for y in net.spec.routing)
         predicted = compared(seen, np.concatenate(steps.said), layers, [sizes[y] for y in layers])
-    return Measured(load, seen, predicted, length)
+    return MeasuredLoad(load, seen, predicted, length)
 
 
 def model_name(model: Model) -> dict[str, str]:
@@ -156,7 +157,7 @@ def _alone(read: Sequence[np.ndarray], prompts: Sequence[Sequence[int]]) -> Veri
 class _Steps:
     """Runs prompts through the serving step and keeps the routes of every verification."""
 
-    def __init__(self, model: Model, drafter: Drafter, wanted: Wanted, rule: str):
+    def __init__(self, model: Model, drafter: Drafter, wanted: LoadSettings, rule: Rule):
         self.model, self.drafter, self.wanted = model, drafter, wanted
         self.plan = StepPlan(rule, routes=True)
         self.expert: list[np.ndarray] = []
@@ -176,7 +177,7 @@ class _Steps:
             state = evaluator.started(self.drafter, first)
             while bool(np.asarray(state.active_B).any()):
                 state, out = go(state)
-                self._keep(jax.device_get(out.routes), first)
+                self._keep(jax.device_get(out.telemetry.routes), first)
 
     def _keep(self, routes, first: int) -> None:
         busy_B = routes.live_BT.any(axis=1)

@@ -8,18 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import (
-    UNROLLED_ROWS,
-    LayerCache,
-    StreamSpec,
-    Window,
-    compact,
-    entries,
-    init_layer,
-    read,
-    read_block,
-    write,
-)
+from jaxspec.cache.addressing import UNROLLED_ROWS, LayerCache, StreamSpec, entries, init_layer, read, write
+from jaxspec.cache.tree_reads import compact, read_block
+from jaxspec.cache.window import Window
 from jaxspec.nn.attend import attend
 from jaxspec.nn.attention import AttentionSpec, source_of
 from jaxspec.topology import Topology, chain, tree
@@ -300,6 +291,6 @@ def test_rows_written_at_once_are_those_written_one_by_one(stream: StreamSpec):
     empty = init_layer({"k": stream}, rows, CAPACITY, count, BLOCK, jnp.dtype(jnp.bfloat16))["k"]
     new_BTGC = jnp.asarray(np.random.default_rng(0).normal(size=(rows, count, KV_HEADS, WIDTH)), jnp.float32)
     window = Window(jnp.asarray([0, 6, 13], jnp.int32), block=BLOCK)
-    apart, together = (write(empty, stream, w, new_BTGC) for w in (window, replace(window, at_once=True)))
+    apart, together = (write(empty, stream, w, new_BTGC) for w in (window, replace(window, use_scatter=True)))
     assert np.any(np.asarray(apart))
     assert np.array_equal(apart, together)

@@ -1,4 +1,4 @@
-"""A bar on the terminal while a caller waits for many requests."""
+"""A progress bar on the terminal while a caller waits for many requests."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ PATIENCE_S = 1.0  # before a bar appears
 
 
 @contextmanager
-def watching(outputs: Sequence[RequestOutput], wanted: bool | MakeBar | None) -> Iterator[Callable[[], None] | None]:
-    """What is to be called while these requests run, None for nothing.
+def show_progress(
+    outputs: Sequence[RequestOutput], wanted: bool | MakeBar | None
+) -> Iterator[Callable[[], None] | None]:
+    """Yields a function to call while requests run, None where no bar is wanted.
 
     Args:
-      outputs: of the requests.
+      outputs: their outputs.
       wanted: True for a bar on a terminal where there are several; a function like ``tqdm.tqdm`` makes another bar.
 
     Raises:
@@ -38,21 +40,21 @@ def watching(outputs: Sequence[RequestOutput], wanted: bool | MakeBar | None) ->
     bar = _Bar(len(outputs)) if wanted is True else wanted(total=len(outputs), desc=TITLE)
     shown = 0
 
-    def look() -> None:
+    def update() -> None:
         nonlocal shown
         done = sum(output.finished for output in outputs)
         bar.update(done - shown)
         shown = done
 
     try:
-        yield look
-        look()
+        yield update
+        update()
     finally:
         bar.close()
 
 
 class _Bar:
-    """Ours, with the methods of tqdm's; it draws when it is told of news, for a thread's lock might stay held."""
+    """Has the methods of tqdm's bar; it draws in the caller's thread, for a drawing thread's lock might stay held."""
 
     def __init__(self, total: int):
         self._bar = Progress(

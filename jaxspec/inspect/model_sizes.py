@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.cache.kv import entries
+from jaxspec.cache.addressing import entries
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.load_plan import LoadPlan
 from jaxspec.models.arch import ArchSpec, LayerSpec
@@ -73,9 +73,9 @@ def memory_bytes(leaves: Mapping[str, Any]) -> dict[str, int]:
 def file_bytes(plan: LoadPlan) -> dict[str, int]:
     """Bytes by part of what a plan reads from the files, scales included."""
     path_of = {
-        name: path for path, leaf in plan.rules_by_leaf.items() for rule in leaf.rules.values() for name in rule.hub
+        name: path for path, leaf in plan.rules_by_leaf.items() for rule in leaf.rules.values() for name in rule.names
     }
-    whole = {t.partition("[")[0]: path_of[s.name] for s in plan.stored.values() for t in s.tensors}
+    whole = {t.whole: path_of[s.name] for s in plan.stored.values() for t in s.tensors}
     return by_part((path, _size(plan.files, name)) for name, path in whole.items())
 
 

@@ -1,4 +1,4 @@
-"""Which sample runs in which batch row, and what the host knows about it."""
+"""A sample: one of a request's n texts on its way through the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxspec.serve.text import IncrementalText
 
 STOP_PLACES = 16
-LEAST_TEMPERATURE = 0.01  # as in vLLM: below it the scores overflow
+MIN_TEMPERATURE = 0.01  # as in vLLM
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Sample:
       observed: positions that the drafter has observed.
       failures: steps that failed while it ran, since its text last grew, and how long it was.
       bad_words: token sequences that it may not generate.
-      reads_only: whether it ends once its prompt is read, of which log-probabilities are wanted.
+      reads_only: whether it ends once its prompt is read, whose log-probabilities alone are wanted.
     """
 
     output: RequestOutput
@@ -74,41 +74,37 @@ class Sample:
         return np.asarray(self.output.prompt_token_ids, np.int32)
 
     def tried(self, length: int) -> int:
-        """Drafts of a verification of so many that it may accept."""
+        """Returns how many of a verification's drafts it may accept."""
         limit = self.params.draft_limit
         return length if limit is None else min(limit, length)
 
     def sampling(self, stop_ids: list[int], stop_places: int, draft_length: int) -> Sampling:
-        """Its settings as arrays of one row."""
+        """Returns its settings as arrays of one row."""
         p, prompt_length = self.params, len(self.output.prompt_token_ids)
         stops = stop_ids + [-1] * (stop_places - len(stop_ids))
 
-        def real(x: float) -> Any:
-            return np.asarray([x], np.float32)
-
-        def whole(x: int) -> Any:
-            return np.asarray([x], np.int32)
-
-        def words(x: Any, dtype: type) -> Any:
+        def one(x: Any, dtype: type = np.int32) -> Any:
             return np.asarray([x], dtype)
 
+        # Colder than this the scores would overflow.
+        temperature = max(p.temperature, MIN_TEMPERATURE) if p.temperature else 0.0
         return Sampling(
-            temperature_B=real(max(p.temperature, LEAST_TEMPERATURE) if p.temperature else 0.0),
-            top_p_B=real(p.top_p),
-            min_p_B=real(p.min_p),
-            top_k_B=whole(max(p.top_k, 0)),
-            repetition_B=real(p.repetition_penalty),
-            presence_B=real(p.presence_penalty),
-            frequency_B=real(p.frequency_penalty),
-            key_BX=words(self.key, np.uint32),
-            stop_BX=words(stops, np.int32),
-            min_length_B=whole(prompt_length + p.min_tokens if p.min_tokens else 0),
-            max_length_B=whole(self.max_length),
-            draft_limit_B=whole(self.tried(draft_length)),
-            logprobs_B=whole(-1 if p.logprobs is None else p.logprobs),
-            prompt_length_B=whole(prompt_length),
-            biased_B=words(self.biased, bool),
-            bad_words_BWL=words(table_of(self.bad_words), np.int32),
+            temperature_B=one(temperature, np.float32),
+            top_p_B=one(p.top_p, np.float32),
+            min_p_B=one(p.min_p, np.float32),
+            top_k_B=one(max(p.top_k, 0)),
+            repetition_B=one(p.repetition_penalty, np.float32),
+            presence_B=one(p.presence_penalty, np.float32),
+            frequency_B=one(p.frequency_penalty, np.float32),
+            key_BX=one(self.key, np.uint32),
+            stop_BX=one(stops),
+            min_length_B=one(prompt_length + p.min_tokens if p.min_tokens else 0),
+            max_length_B=one(self.max_length),
+            draft_limit_B=one(self.tried(draft_length)),
+            logprobs_B=one(-1 if p.logprobs is None else p.logprobs),
+            prompt_length_B=one(prompt_length),
+            biased_B=one(self.biased, bool),
+            bad_words_BWL=one(table_of(self.bad_words)),
         )
 
     @property
@@ -118,7 +114,7 @@ class Sample:
         return bool(p.logit_bias) or p.allowed_token_ids is not None or any(len(ids) == 1 for ids in self.bad_words)
 
     def bias(self, vocab: int) -> np.ndarray | None:
-        """What is added to its logits, None for nothing."""
+        """Returns what is added to its logits, None for nothing."""
         return bias_of(self.params, self.bad_words, vocab) if self.biased else None
 
     def take(self, tokens: np.ndarray, drafted: int, logprobs: list[dict[int, Logprob]] | None, eos: set[int]) -> bool:
@@ -129,14 +125,14 @@ class Sample:
             for entry in filter(None, self.output.prompt_logprobs or ()):
                 self.growing.name(entry)
         used = 0
-        for place, token in enumerate(tokens.tolist()):
+        for index, token in enumerate(tokens.tolist()):
             used += 1
             c.token_ids.append(token)
-            c.drafted.append(place < len(tokens) - 1)
+            c.drafted.append(index < len(tokens) - 1)
             if logprobs is not None and c.logprobs is not None:
-                c.logprobs.append(logprobs[place])
-                c.cumulative_logprob = (c.cumulative_logprob or 0.0) + logprobs[place][token].logprob
-                self.growing.name(logprobs[place])
+                c.logprobs.append(logprobs[index])
+                c.cumulative_logprob = (c.cumulative_logprob or 0.0) + logprobs[index][token].logprob
+                self.growing.name(logprobs[index])
             is_eos = not self.params.ignore_eos and token in eos
             ends, stop = is_eos or token in (self.params.stop_token_ids or []), None
             if not ends or self.params.include_stop_str_in_output:
@@ -181,7 +177,7 @@ class Sample:
 
 
 def new_metrics(draft_length: int) -> SpeculationMetrics:
-    """Zeroed counts with a place per draft position."""
+    """Returns zero counts for each draft position."""
     return SpeculationMetrics(num_accepted_tokens_per_pos=[0] * draft_length)
 
 
@@ -197,7 +193,7 @@ def new_samples(
     capacity: int,
     draft_length: int,
 ) -> list[Sample]:
-    """One request as n samples that share one output."""
+    """Makes one request's n samples, which share one output."""
     outputs = [CompletionOutput(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
     output = RequestOutput(
         request_id, prompt, ids, outputs, metrics=new_metrics(draft_length), kind=params.output_kind,
