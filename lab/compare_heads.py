@@ -33,7 +33,7 @@ from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_run import make_run
 from jaxspec.train.objective import HeadObjective
 from jaxspec.train.optimizer import adamw
-from jaxspec.train.packing import PackedRows
+from jaxspec.train.packed_rows import PackedRows
 from jaxspec.train.settings import RunSettings
 from jaxspec.train.target import read_headers
 from jaxspec.train.teacher import run_teacher

@@ -73,8 +73,8 @@ class LLM:
       prefill_buckets: prompt chunk sizes in tokens, ascending.
       kv_page_size: tokens per page of a pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: size of that pool; by default enough for all rows at full length.
-      quantization: ``auto`` keeps weights that were published quantised as they are, ``none`` widens them to
-        ``dtype``; ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain
+      quantization: ``auto`` keeps weights that were published quantized as they are, ``none`` widens them to
+        ``dtype``; ``fp8`` and ``int8`` quantize the matrices of attention and feed-forward layers of a plain
         checkpoint. None is ``auto``.
       kernels: ``auto`` computes experts, attention and small products with Pallas kernels on a GPU and with XLA on a
         CPU; ``triton``, ``interpret`` (the kernels as plain JAX, slow) and ``xla`` ask for one of them.

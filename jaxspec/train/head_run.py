@@ -27,13 +27,13 @@ from jaxspec.sharding.placement import settle
 from jaxspec.train.advice import epochs
 from jaxspec.train.batch import Batch
 from jaxspec.train.data import Corpus, batches
+from jaxspec.train.evaluate import best_metric, make_evaluation
 from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_start import InitialHead, head_policy, init_params, make_initial_head
-from jaxspec.train.held_out import best_metric, make_evaluation
 from jaxspec.train.loop import TrainRun
 from jaxspec.train.objective import HeadObjective, Net
 from jaxspec.train.optimizer import adamw, schedule_of
-from jaxspec.train.packing import RowSource
+from jaxspec.train.packed_rows import RowSource
 from jaxspec.train.settings import LossSettings, RunSettings
 from jaxspec.train.teacher import run_teacher
 
