@@ -34,7 +34,7 @@ from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
-from jaxspec.serve.loading import load_draft, load_prior, load_target, report_to_both
+from jaxspec.serve.loading import MeshRequest, load_draft, load_prior, load_target, report_to_both
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
@@ -140,8 +140,8 @@ class LLM:
         enable_compile_cache(compile_cache)
         self.model = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
-            kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            placement=expert_placement, rows=spec.rows, on_load=report_to_both(on_load, on_progress),
+            kernels=kernels, quantization=quantization, rows=spec.rows,
+            mesh=MeshRequest(mesh, expert_transport, expert_placement), on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
         self.spec = spec = fit_to_model(spec, max_model_len, self.model.net.arch)
         self.capacity, self.max_logprobs, self.text = spec.capacity, spec.logprobs, Text.load(self.model.directory)
