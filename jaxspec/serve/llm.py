@@ -24,12 +24,12 @@ from jaxspec.serve.arguments import (
     as_int,
     check_kinds,
     check_model,
-    enable_compile_cache,
     fit_to_model,
     parse_sizes,
     show_value,
 )
 from jaxspec.serve.budget import budget_of
+from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
@@ -137,7 +137,7 @@ class LLM:
             max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
             num_kv_pages=num_kv_pages,
         )  # fmt: skip
-        enable_compile_cache(compile_cache)
+        use_compile_cache(compile_cache)
         self.model = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
             kernels=kernels, quantization=quantization, rows=spec.rows,
