@@ -23,12 +23,12 @@ def configs(k: int, trees: list[list[int]], draft: Path | None) -> dict[str, dic
     methods: dict[str, dict[str, Any]] = {"n-gram": {"method": "ngram"}}
     if draft:
         methods["draft"] = {"method": "draft_model", "model": str(draft)}
-    found: dict[str, dict[str, Any] | None] = {}
+    by_name: dict[str, dict[str, Any] | None] = {}
     for name, method in methods.items():
-        found[f"{name} chain {k}"] = {**method, "num_speculative_tokens": k}
+        by_name[f"{name} chain {k}"] = {**method, "num_speculative_tokens": k}
         for levels in trees:
-            found[f"{name} tree {'x'.join(map(str, levels))}"] = {**method, "speculative_token_tree": levels}
-    return found
+            by_name[f"{name} tree {'x'.join(map(str, levels))}"] = {**method, "speculative_token_tree": levels}
+    return by_name
 
 
 def first_difference(ours: RequestOutput, plain: RequestOutput) -> int | None:
@@ -97,8 +97,8 @@ def main() -> int:
     args = arguments()
     trees = [[int(n) for n in levels.split(",")] for levels in args.tree or ["2,2"]]
     corpus = demo_corpus.collect()
-    found = demo_corpus.held_out_prompts(corpus, args.model, args.prompts, args.prompt_tokens, args.seed)
-    prompts = [list(prompt.token_ids) for prompt in found]
+    by_prompt = demo_corpus.held_out_prompts(corpus, args.model, args.prompts, args.prompt_tokens, args.seed)
+    prompts = [list(prompt.token_ids) for prompt in by_prompt]
     params = [
         SamplingParams(temperature=args.temperature * (n % 2), seed=args.seed + n, max_tokens=args.max_tokens)
         for n in range(len(prompts))

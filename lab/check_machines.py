@@ -111,7 +111,7 @@ def main() -> int:
             ip(f"-n {NAMES[1]} link set cable up")
             again = both(PORT + 1, command, hosts)
             last = ended(again)
-        found = {
+        figures = {
             "records_at_the_cut": kept,
             "seconds_until_both_ended": round(silent_s, 1),
             "exit_codes": [process.returncode for process in processes],
@@ -121,9 +121,9 @@ def main() -> int:
             "records": len(records(out)),
             "same_texts_as_one_process": records(out) == records(alone),
         }
-    print(json.dumps(found, indent=2))
-    well = 0 < kept < REQUESTS and silent_s < 3 * LOST_S and all(found["exit_codes"])
-    return 0 if well and not any(found["exit_codes_again"]) and found["same_texts_as_one_process"] else 1
+    print(json.dumps(figures, indent=2))
+    well = 0 < kept < REQUESTS and silent_s < 3 * LOST_S and all(figures["exit_codes"])
+    return 0 if well and not any(figures["exit_codes_again"]) and figures["same_texts_as_one_process"] else 1
 
 
 if __name__ == "__main__":

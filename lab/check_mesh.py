@@ -91,7 +91,7 @@ def text_of(llm: Any) -> tuple[list[list[int]], int]:
 
 
 def cases(args: argparse.Namespace, archs: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """What is asked for and possible, family by family."""
+    """Yields what is asked for and possible, family by family."""
     for family in args.families or archs:
         arch = archs[family]
         has = {"tree": arch.chain_only is None, "mtp": bool(arch.mtp) and _predicts(family)}
@@ -133,11 +133,11 @@ def check(
             model, **SETTINGS, mesh=MESHES[case["mesh"]], expert_transport=case["transport"],
             speculative_config=DRAFTS[case["drafts"]], expert_placement=placement,
         )  # fmt: skip
-        found, accepted = text_of(llm)
+        text, accepted = text_of(llm)
     except Exception as error:
         refused = isinstance(error, ConfigError) and REFUSED in str(error)
         return {"result": "refused" if refused else "failed", "why": f"{type(error).__name__}: {str(error)[:300]}"}
-    differing = [n for n, (a, b) in enumerate(zip(found, alone, strict=True)) if a != b]
+    differing = [n for n, (a, b) in enumerate(zip(text, alone, strict=True)) if a != b]
     words = {"used": llm.model.net.policy.compute.transport, "accepted": accepted, "differing": differing}
     return {"result": "different" if differing else "equal", **words}
 
@@ -177,13 +177,13 @@ def main() -> int:
                     texts[case["family"], case["load"]] = _alone(model)
                 slots = Path(name) / "placement.json"
                 redundant = with_slots(model, archs[case["family"]], MESHES[case["mesh"]].get("expert", 1), slots)
-                found = case | check(case, model, texts[case["family"], case["load"]], slots if redundant else None)
-                found["redundant"] = redundant
-                found["time_s"] = round(time.monotonic() - started, 1)
-                out.write(json.dumps(found) + "\n")
+                result = case | check(case, model, texts[case["family"], case["load"]], slots if redundant else None)
+                result["redundant"] = redundant
+                result["time_s"] = round(time.monotonic() - started, 1)
+                out.write(json.dumps(result) + "\n")
                 out.flush()
-                print(json.dumps(found), flush=True)
-                done[_key(case)] = found["result"]
+                print(json.dumps(result), flush=True)
+                done[_key(case)] = result["result"]
                 gc.collect()
             results[done.get(_key(case), "not run")] += 1
     print(json.dumps(results))

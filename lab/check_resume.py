@@ -59,8 +59,8 @@ def leaves(out: Path) -> dict[str, np.ndarray]:
     items = ocp.args.Composite(state=ocp.args.StandardRestore())
     state: Any = manager.restore(manager.latest_step(), args=items)
     manager.close()
-    found, _ = jax.tree_util.tree_flatten_with_path(state["state"])
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in found}
+    named, _ = jax.tree_util.tree_flatten_with_path(state["state"])
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in named}
 
 
 def differences(whole: Path, killed: Path) -> Iterator[str]:
@@ -113,10 +113,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"killed {done} times, at update {updates(killed)} of {steps}", flush=True)
     if run_until(args, killed, steps + 1, 0):
         parser.error(f"the last continuation failed, see {killed}.log")
-    found = list(differences(whole, killed))
-    figures = {"kills": done, "updates": steps, "differences": found, "time_s": round(time.monotonic() - began)}
+    differing = list(differences(whole, killed))
+    figures = {"kills": done, "updates": steps, "differences": differing, "time_s": round(time.monotonic() - began)}
     print(json.dumps(figures, indent=2))
-    return 1 if found else 0
+    return 1 if differing else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What drafting with each compared head costs: the time of five drafts over that of a plain step, one row, bfloat16.
 
-``taskset -c 1 python lab/compare_cost.py DIR`` behind ``lab/compare_heads.py --out DIR``; it writes
+``taskset -c 1 python lab/compare_cost.py DIR`` after ``lab/compare_heads.py --out DIR``; it writes
 ``DIR/costs.json``, which ``compare_heads.py --table`` shows. Heads and the plain step are timed in turns.
 """
 
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.drafting import PROPOSALS, propose_often
+from jaxspec.bench.draft_timer import PROPOSALS, propose_often
 from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, read_config
@@ -43,7 +43,7 @@ def drafter_of(directory: Path, target: Model, policy: Policy) -> Drafter:
 
 
 def drafting(target: Target, drafter: Drafter) -> Callable[[], float]:
-    """Times one proposal behind ``SEEN`` positions, in seconds."""
+    """Times one proposal after ``SEEN`` positions, in seconds."""
     state = init_state(target, drafter, 1, CAPACITY, slack=drafter.topology.nodes)
     anchor = replace(state.anchor, length_B=jnp.full(1, SEEN, jnp.int32))
     program = jax.jit(propose_often, static_argnums=3).lower(drafter, state.draft, anchor, "match").compile()
@@ -57,7 +57,7 @@ def drafting(target: Target, drafter: Drafter) -> Callable[[], float]:
 
 
 def plain(target: Target) -> Callable[[], float]:
-    """Times one step of plain decoding behind ``SEEN`` positions, in seconds."""
+    """Times one step of plain decoding after ``SEEN`` positions, in seconds."""
     drafter = NoDrafts()
     state = init_state(target, drafter, 1, CAPACITY, slack=1)
     sampling = replace(state.sampling, max_length_B=jnp.full(1, CAPACITY, jnp.int32))
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     policy = policy_for("bfloat16", jax.default_backend())
     model = load_model(demo_model_dir("target"), policy)
     target = Target(model.params, model.net, BLOCK)
-    timers, found = {"plain": plain(target)}, {}
+    timers, costs = {"plain": plain(target)}, {}
     for name in json.loads(seeds[0].read_text())["heads"]:
         place = seeds[0].with_suffix("") / name.replace(" ", "-").replace(",", "")
         timers[name] = drafting(target, drafter_of(place, model, policy))
@@ -99,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ratios = times[:, 1:] / times[:, :1]
     for name, column in zip(list(timers)[1:], ratios.T, strict=True):
         low, middle, high = np.percentile(column, [25, 50, 75])
-        found[name] = {"draft_cost": float(middle), "quartiles": [float(low), float(high)]}
-    about = {"length": LENGTH, "rounds": args.rounds, "plain_step_s": float(np.median(times[:, 0])), "heads": found}
+        costs[name] = {"draft_cost": float(middle), "quartiles": [float(low), float(high)]}
+    about = {"length": LENGTH, "rounds": args.rounds, "plain_step_s": float(np.median(times[:, 0])), "heads": costs}
     (args.out / "costs.json").write_text(json.dumps(about, indent=2) + "\n")
     print(json.dumps(about, indent=2))
 

@@ -93,7 +93,7 @@ def read_by(objective: HeadObjective, teacher: TeacherOutput, every: CaptureSpec
 
 
 def train(names: Sequence[str], args: argparse.Namespace, corpus: Corpus) -> dict[str, Params]:
-    """All heads' parameters behind the same batches; the target runs once per batch for all of them."""
+    """Trains all heads on the same batches; the target runs once per batch for all of them."""
     directory = demo_model_dir("target")
     target = read_headers(settings_of(names[0], args), directory).load()
     runs = {name: make_run(settings_of(name, args), target, corpus) for name in names}
@@ -167,15 +167,15 @@ def routing_recall(objective: HeadObjective, params: Params, corpus: Corpus, len
         teacher = run_teacher(objective.target, objective.target_params, batch, reads, routing)
         chosen = jnp.stack(teacher.expert_YBTA, axis=2)
         rounds = unroll(net, params, (objective.target, objective.target_params), teacher.features, batch, 4)
-        found = {}
+        figures = {}
         for distance in (1, 4):
             j, weight = distance - 1, weights(batch, distance - 1)
             wanted = shift_left(chosen, 2 + j)
             guess = recall(part_of(net, params, "routes", rounds[j].last_BXD), wanted, wanted.shape[-1])
             same = jnp.any(wanted[..., :, None] == chosen[..., None, :], axis=-1).mean(axis=(-1, -2))
             for name, hit in (("routing_recall", guess), ("previous_recall", same)):
-                found[f"{name}_{distance}"] = jnp.sum(hit * weight) / jnp.sum(weight)
-        return found
+                figures[f"{name}_{distance}"] = jnp.sum(hit * weight) / jnp.sum(weight)
+        return figures
 
     return {name: float(value) for name, value in run(objective, params).items()}
 
@@ -183,19 +183,19 @@ def routing_recall(objective: HeadObjective, params: Params, corpus: Corpus, len
 def measure(names: Sequence[str], params: dict[str, Params], args: argparse.Namespace, corpus: Corpus) -> None:
     """Writes every head's held-out acceptance and size."""
     file = args.out / f"seed{args.seed}.json"
-    found: dict[str, Any] = json.loads(file.read_text())["heads"] if file.exists() else {}
-    for name in (name for name in names if name not in found):
+    heads: dict[str, Any] = json.loads(file.read_text())["heads"] if file.exists() else {}
+    for name in (name for name in names if name not in heads):
         settings = settings_of(name, args)
         run = make_run(settings, read_headers(settings, demo_model_dir("target")).load(), corpus)
         assert run.evaluate is not None, "held-out documents are given"
         assert run.save is not None, "heads are saved"
         figures = dict(run.evaluate(params[name])) | routing_recall(run.frozen, params[name], corpus, 512)
         size = sum(x.size for x in jax.tree.leaves(params[name]))
-        found[name] = {"parameters": int(size), **figures}
-        print(name, json.dumps(found[name]), flush=True)
+        heads[name] = {"parameters": int(size), **figures}
+        print(name, json.dumps(heads[name]), flush=True)
         place = args.out / f"seed{args.seed}" / name.replace(" ", "-").replace(",", "")
         replace_directory(place, partial(run.save, params[name]))
-        record = {"steps": args.steps, "tokens_per_step": 4 * 512, "seed": args.seed, "heads": found}
+        record = {"steps": args.steps, "tokens_per_step": 4 * 512, "seed": args.seed, "heads": heads}
         file.write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -37,23 +37,23 @@ def table(directory: Path) -> str:
     lines += [_line(*["---"] * (7 + bool(costs)))]
     names = [name for name in seeds[0]["heads"] if all(name in seed["heads"] for seed in seeds)]
     for name in names:
-        found: list[dict[str, Any]] = [seed["heads"][name] for seed in seeds]
-        cells = [_of(found, f"k{k}/t{t}/acceptance_length") for k, t in columns]
-        rates = [f"{np.mean([f[f'k5/t0/accepted_at_{i}'] for f in found]):.2f}" for i in range(1, 6)]
+        heads: list[dict[str, Any]] = [seed["heads"][name] for seed in seeds]
+        cells = [_of(heads, f"k{k}/t{t}/acceptance_length") for k, t in columns]
+        rates = [f"{np.mean([f[f'k5/t0/accepted_at_{i}'] for f in heads]):.2f}" for i in range(1, 6)]
         cost = [f"{costs[name]['draft_cost']:.2f}" if name in costs else "?"] * bool(costs)
-        lines.append(_line(name, f"{found[0]['parameters'] / 1e6:.2f} M", *cells, *cost, " ".join(rates)))
+        lines.append(_line(name, f"{heads[0]['parameters'] / 1e6:.2f} M", *cells, *cost, " ".join(rates)))
     lines += ["", _line("head", *(f"{what}, {d} ahead" for what in ("recall", "previous token") for d in (1, 4)))]
     lines.append(_line(*["---"] * 5))
     for name in names:
-        found = [seed["heads"][name] for seed in seeds]
-        if "routing_recall_1" in found[0]:
+        heads = [seed["heads"][name] for seed in seeds]
+        if "routing_recall_1" in heads[0]:
             keys = [f"{what}_recall_{d}" for what in ("routing", "previous") for d in (1, 4)]
-            lines.append(_line(name, *(_of(found, key) for key in keys)))
+            lines.append(_line(name, *(_of(heads, key) for key in keys)))
     return "\n".join(lines)
 
 
-def _of(found: list[dict[str, Any]], key: str) -> str:
-    mean, half = interval([f[key] for f in found])
+def _of(heads: list[dict[str, Any]], key: str) -> str:
+    mean, half = interval([f[key] for f in heads])
     return f"{mean:.2f} ± {half:.2f}"
 
 

@@ -27,7 +27,7 @@ from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import JaxspecError
 from jaxspec.models.draft_head import DraftHead
-from jaxspec.models.heads import Head
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import head
 from jaxspec.models.vocab import choose_ids
 from jaxspec.nn.policy import make_policy
@@ -70,7 +70,7 @@ def batch_of(token_BT: np.ndarray) -> Batch:
 
 
 def teacher_output_of(target: Model, net: DraftHead, token_BT: np.ndarray) -> TeacherOutput:
-    """What the target computes for a batch."""
+    """Returns what the target computes for a batch."""
     return jax.jit(run_teacher, static_argnums=(0, 3))(target.net, target.params, batch_of(token_BT), net.spec.reads)
 
 
@@ -116,13 +116,13 @@ def serve(directory: Path) -> None:
     print(json.dumps({"parameters": sum(x.size for x in jax.tree.leaves(head.params))}), flush=True)
     done = 0
     for line in sys.stdin:
-        found, wall, cpu = [], time.perf_counter(), time.process_time()
+        losses, wall, cpu = [], time.perf_counter(), time.process_time()
         for _ in range(int(line)):
             state, metrics = update(state, objective, teacher_outputs[done % BATCHES])
-            found.append(float(metrics["loss"]))
+            losses.append(float(metrics["loss"]))
             done += 1
         spent = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
-        print(json.dumps(spent | {"loss": found}), flush=True)
+        print(json.dumps(spent | {"loss": losses}), flush=True)
 
 
 class Side:
@@ -136,7 +136,7 @@ class Side:
 
     @cached_property
     def parameters(self) -> int:
-        """How many it trains, which it says when it is ready."""
+        """Parameters that it trains, which it says when it is ready."""
         return self.answer()["parameters"]
 
     def answer(self) -> dict[str, Any]:
@@ -168,9 +168,9 @@ def compare(sides: Sequence[Side], rounds: int, updates: int) -> dict[str, Any]:
     rates: dict[str, dict[str, list[float]]] = {side.name: {"cpu_s": [], "wall_s": []} for side in sides}
     for number in range(rounds):
         for side in sides if number % 2 == 0 else reversed(sides):
-            found = side.train(updates)
+            timing = side.train(updates)
             for clock, rate in rates[side.name].items():
-                rate.append(updates * ROWS * LENGTH / found[clock])
+                rate.append(updates * ROWS * LENGTH / timing[clock])
             record = {clock: round(rate[-1], 1) for clock, rate in rates[side.name].items()}
             print(json.dumps({"round": number, "side": side.name, "tokens_per": record}), flush=True)
     ours, result = sides[0].name, dict[str, Any]()
@@ -185,8 +185,8 @@ def compare(sides: Sequence[Side], rounds: int, updates: int) -> dict[str, Any]:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and extremes."""
-    found = {"median": statistics.median(values), "least": min(values), "most": max(values)}
-    return {name: round(value, 3) for name, value in found.items()}
+    figures = {"median": statistics.median(values), "least": min(values), "most": max(values)}
+    return {name: round(value, 3) for name, value in figures.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -347,12 +347,12 @@ def held_out_prompts(corpus: Corpus, tokenizer_dir: Path, count: int, prompt_tok
     prompts: list[Prompt] = []
     for index, file in enumerate(corpus.held_out):
         wanted = (index + 1) * count // len(corpus.held_out) - index * count // len(corpus.held_out)
-        found = _cut_prompts(tokenizer, file, wanted, prompt_tokens, rng)
-        if len(found) < wanted:
+        cut = _cut_prompts(tokenizer, file, wanted, prompt_tokens, rng)
+        if len(cut) < wanted:
             raise ValueError(
-                f"{file.name} gives {len(found)} of {wanted} prompts of {prompt_tokens} tokens; ask for less"
+                f"{file.name} gives {len(cut)} of {wanted} prompts of {prompt_tokens} tokens; ask for less"
             )
-        prompts += found
+        prompts += cut
     return [prompts[index] for index in rng.permutation(len(prompts))]
 
 

@@ -57,7 +57,7 @@ def curve(entries: list[dict[str, float]]) -> dict[str, list[dict[str, float]]]:
 
 
 def describe(run: Path, config: dict[str, Any], steps: int, batch: int, length: int) -> dict[str, Any]:
-    """What is known of one training run."""
+    """Returns what is known of one training run."""
     entries = read_metrics(run)
     return {
         "config": config,
@@ -86,12 +86,12 @@ def figures(out: Path, data: Path, text: np.ndarray, recipe: Recipe) -> tuple[di
     target, draft = (load_model(out / name, FROZEN) for name in ("target", "draft"))
     windows = cut(np.load(data / "held_out.npy"), recipe.length)
     ratio = json.loads((data / "corpus.json").read_text())["held_out"]["bytes_per_token"]
-    found = target_figures(target.net, recipe.target_batch)(target.params, windows)
-    usage = {"least": found["share_YE"].min(1).tolist(), "most": found["share_YE"].max(1).tolist()}
+    about_target = target_figures(target.net, recipe.target_batch)(target.params, windows)
+    usage = {"least": about_target["share_YE"].min(1).tolist(), "most": about_target["share_YE"].max(1).tolist()}
     of_target = {
         "parameters": count(target.params),
-        "held_out_nats_per_token": found["held_out_loss"],
-        "held_out_bits_per_byte": bits_per_byte(found["held_out_loss"], ratio),
+        "held_out_nats_per_token": about_target["held_out_loss"],
+        "held_out_bits_per_byte": bits_per_byte(about_target["held_out_loss"], ratio),
         "expert_share_by_layer": usage,
     }
     measure = draft_figures(draft.net, target.net, recipe.target_batch)

@@ -73,7 +73,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def function_of(name: str) -> Callable[[Any], None]:
-    """What measures a section; imported late, so that only the working process needs JAX."""
+    """Returns what measures a section; imported late, so that only the working process needs JAX."""
     from lab.gpu.attention import attention
     from lab.gpu.ceilings import ceilings
     from lab.gpu.correctness import correctness
@@ -96,7 +96,7 @@ def clean_up() -> None:
 
 
 def supervise(args: argparse.Namespace, report: dict[str, Any], began: float) -> None:
-    """Runs sections in a process, and those behind a crash or a hang in a fresh one."""
+    """Runs sections in a process, and those after a crash or a hang in a fresh one."""
     from lab.gpu.report import empty_record
 
     part, remaining = args.out.with_suffix(".part"), names(args)
@@ -137,11 +137,11 @@ def follow(process: subprocess.Popen[bytes], report: dict[str, Any], part: Path,
     while True:
         ended = process.poll() is not None
         if part.exists():
-            found = json.loads(part.read_text(encoding="utf-8"))
-            report["machine"] = found["machine"]
-            report["sections"] |= found["sections"]
+            partial = json.loads(part.read_text(encoding="utf-8"))
+            report["machine"] = partial["machine"]
+            report["sections"] |= partial["sections"]
             write(out, report)
-            end = max(found["until"], time.time() - 1) if found["until"] < end else end
+            end = max(partial["until"], time.time() - 1) if partial["until"] < end else end
         if ended:
             return reason or (f"the process ended with code {process.returncode}" if process.returncode else None)
         if time.time() > end:
@@ -158,7 +158,7 @@ def write(file: Path, content: dict[str, Any]) -> None:
 
 
 def commit() -> str:
-    """Of this tree."""
+    """Returns the commit of this tree."""
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

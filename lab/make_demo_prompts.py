@@ -18,7 +18,7 @@ LEAST, MOST = 64, 160
 
 
 def natural_cuts(file: SourceFile) -> Iterator[int]:
-    """Line counts after which code follows: behind signature and docstring, and halfway down long bodies."""
+    """Yields line counts after which code follows: after signature and docstring, and halfway down long bodies."""
     for node in ast.walk(ast.parse(file.text)):
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or len(node.body) < 2:
             continue
@@ -51,14 +51,14 @@ def make_prompts(tokenizer: Tokenizer, files: tuple[SourceFile, ...], count: int
     rng = np.random.default_rng(seed)
     by_file: list[list[dict]] = []
     for file in files:
-        found: list[dict] = []
+        prompts: list[dict] = []
         ends = sorted(set(natural_cuts(file)))
         for end in (ends[i] for i in rng.permutation(len(ends))):
             prompt = cut(tokenizer, file, end, int(rng.integers(LEAST + 32, MOST + 1)))
-            if prompt is not None and not any(overlap(prompt, other) for other in found):
-                found.append(prompt)
-        by_file.append(found)
-    rounds = [found[i] for i in range(count) for found in by_file if i < len(found)][:count]
+            if prompt is not None and not any(overlap(prompt, other) for other in prompts):
+                prompts.append(prompt)
+        by_file.append(prompts)
+    rounds = [prompts[i] for i in range(count) for prompts in by_file if i < len(prompts)][:count]
     return [rounds[i] for i in rng.permutation(len(rounds))]
 
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, required=True, help="directory for token streams and prompts")
     parser.add_argument("--train", type=int, default=832, help="prompts to train on")
     parser.add_argument("--held-out", type=int, default=64, help="prompts cut out of modules held out from training")
-    parser.add_argument("--new-tokens", type=int, default=384, help="tokens that the target writes behind each")
+    parser.add_argument("--new-tokens", type=int, default=384, help="tokens that the target writes after each")
     parser.add_argument("--root", type=Path, help="a standard library other than the running Python's")
     args = parser.parse_args(argv)
     if not (args.work / "corpus.json").exists():

@@ -14,7 +14,7 @@ TEMPERATURES = (0.0, 1.0)
 
 
 def drafters() -> dict[str, dict[str, str]]:
-    """What is recorded, by name."""
+    """Returns what is recorded, by name."""
     draft, head = str(demo_model_dir("draft")), str(demo_model_dir("head"))
     return {
         "ngram": {"method": "ngram"},
@@ -26,7 +26,7 @@ def drafters() -> dict[str, dict[str, str]]:
 def accepted(llm: LLM, prompt: list[int], temperature: float, seed: int) -> Iterator[int]:
     """Accepted drafts of one step at each place of a text, -1 where nothing was drafted.
 
-    A text's noise depends on the seed and the place alone, so that a step behind any part of it is the step that
+    A text's noise depends on the seed and the place alone, so that a step after any part of it is the step that
     generating all of it would have made there.
     """
     whole = SamplingParams(temperature=temperature, seed=seed, max_tokens=TOKENS, ignore_eos=True)
@@ -36,15 +36,17 @@ def accepted(llm: LLM, prompt: list[int], temperature: float, seed: int) -> Iter
         output = llm.submit([*prompt, *text[:place]], one)
         while not output.outputs[0].token_ids:
             llm.step(1)
-        found = output.outputs[0].token_ids
+        token_ids = output.outputs[0].token_ids
         llm.abort()
-        if found[: TOKENS - place] != text[place : place + len(found)]:
-            raise SystemExit(f"place {place}: a step gave {found}, the text is {text[place : place + len(found)]}")
-        yield len(found) - 1 if output.metrics.num_draft_tokens else -1
+        if token_ids[: TOKENS - place] != text[place : place + len(token_ids)]:
+            raise SystemExit(
+                f"place {place}: a step gave {token_ids}, the text is {text[place : place + len(token_ids)]}"
+            )
+        yield len(token_ids) - 1 if output.metrics.num_draft_tokens else -1
 
 
 def main() -> None:
-    """Writes lines of a digit per place, a dot where nothing was drafted, behind a heading for each case."""
+    """Writes lines of a digit per place, a dot where nothing was drafted, after a heading for each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="text file to write")
     parser.add_argument("--prompts", type=int, default=PROMPTS)

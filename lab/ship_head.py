@@ -21,7 +21,7 @@ from jaxspec.checkpoint.heads.directory import load_head, plan_head, save_head
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.inspect.model_sizes import parameters
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.heads import Head
+from jaxspec.models.trained_head import Head
 from jaxspec.nn.policy import make_policy
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.train.run_log import read_metrics
@@ -30,7 +30,7 @@ FILE = "provenance.json"
 
 
 def record(run: Path) -> dict[str, Any]:
-    """What is known of one run; paths of this machine are left out."""
+    """Returns what is known of one run; paths of this machine are left out."""
     known = json.loads((run / "run.json").read_text())
     settings = {k: v for k, v in known["settings"].items() if k not in ("out", "features")}
     data = {k: v for k, v in settings["data"].items() if k not in ("train", "held_out")}

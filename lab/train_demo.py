@@ -76,9 +76,9 @@ def train_target(data: Path, directory: Path, steps: int, recipe: Recipe) -> Par
         return rows, np.float32(weight)
 
     def evaluate(params: Params) -> dict[str, float]:
-        found = measure(params, windows)
-        share = found.pop("share_YE")
-        return found | {"busiest_expert": float(share.max()), "idlest_expert": float(share.min())}
+        figures = measure(params, windows)
+        share = figures.pop("share_YE")
+        return figures | {"busiest_expert": float(share.max()), "idlest_expert": float(share.min())}
 
     muon = muon_for(steps, matrix_peak=2e-3, other_peak=3e-3, warmup=recipe.warmup)
     run = run_of(
@@ -138,7 +138,7 @@ def distill_draft(
 
 
 def target_text(data: Path, model: Path, directory: Path, sequences: int, recipe: Recipe) -> dict[str, np.ndarray]:
-    """What the target writes after pieces of the training stream, and a little after held-out ones."""
+    """Returns what the target writes after pieces of the training stream, and a little after held-out ones."""
     wanted = {"train": sequences, "held_out": 2 * recipe.rows}
     return {
         split: write_text(model, np.load(data / f"{split}.npy"), directory / f"text_{split}", recipe, rows)

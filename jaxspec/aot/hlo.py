@@ -1,4 +1,4 @@
-"""The text of an optimised HLO module, as computations that run so many times per step."""
+"""An optimized HLO module parsed from its text, with how often each computation runs per step."""
 
 import math
 import re
@@ -48,29 +48,29 @@ class Instruction:
 
     @property
     def trips(self) -> int | None:
-        """How often a loop runs, where XLA knows it."""
-        found = TRIPS.search(self.rest)
-        return int(found[1]) if found else None
+        """Trips of a loop, where XLA knows them."""
+        match = TRIPS.search(self.rest)
+        return int(match[1]) if match else None
 
     @property
     def turns(self) -> dict[str, int] | None:
-        """How often condition and body of a loop run that is one way to step; the step goes the widest one."""
-        found = ONCE.search(self.rest)
-        return TURNS[found[1]] if found else None
+        """Runs of condition and body of a loop that holds one size of the step; the largest size is taken to run."""
+        match = ONCE.search(self.rest)
+        return TURNS[match[1]] if match else None
 
     @cached_property
     def called(self) -> list[tuple[str, str]]:
         """Computations that it calls, by the attribute that names them."""
-        found: list[tuple[str, str]] = []
+        names: list[tuple[str, str]] = []
         for attribute, one, many in CALLED.findall(self.rest):
             if one and attribute not in ("to_apply",):
-                found.append((attribute, one))
-            found += [("branch", name.strip().lstrip("%")) for name in many.split(",") if name.strip()]
-        return found
+                names.append((attribute, one))
+            names += [("branch", name.strip().lstrip("%")) for name in many.split(",") if name.strip()]
+        return names
 
 
 def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of an array by the name that HLO gives its dtype, such as ``f8e4m3fn``."""
+    """Returns the bytes of an array by the name that HLO gives its dtype, such as ``f8e4m3fn``."""
     bits = BITS.search(dtype)
     return math.prod(shape) * (max(int(bits[0]) // 8, 1) if bits else 1)
 
@@ -116,21 +116,21 @@ class Module:
 
     @cached_property
     def runs(self) -> dict[str, Execution]:
-        """How often each computation runs that is not the inside of a fusion or of a reduction."""
-        found: dict[str, Execution] = {}
-        self._visit(self.entry, Execution(setup=self.step_loop is not None), found)
-        return found
+        """Executions of each computation but those inside fusions and reductions."""
+        runs: dict[str, Execution] = {}
+        self._visit(self.entry, Execution(setup=self.step_loop is not None), runs)
+        return runs
 
-    def _visit(self, name: str, run: Execution, found: dict[str, Execution]) -> None:
-        found[name] = run
+    def _visit(self, name: str, run: Execution, runs: dict[str, Execution]) -> None:
+        runs[name] = run
         for instruction in self.computations.get(name, []):
             if instruction.opcode not in ("while", "conditional", "call", "async-start"):
                 continue
             for attribute, callee in instruction.called:
-                self._visit(callee, self.inside(instruction, run, attribute), found)
+                self._visit(callee, self.inside(instruction, run, attribute), runs)
 
     def inside(self, instruction: Instruction, run: Execution, attribute: str) -> Execution:
-        """How often what an instruction calls runs, if the instruction itself runs so often."""
+        """Returns how often the computations that an instruction calls run."""
         if instruction.opcode == "conditional":
             return replace(run, optional=True)
         if instruction.opcode != "while":
@@ -144,13 +144,13 @@ class Module:
         return replace(run, times=0 if attribute == "condition" else run.times * instruction.trips)
 
     def executed(self) -> Iterator[tuple[Instruction, Execution]]:
-        """Every instruction that runs by itself, and how often."""
+        """Yields every instruction that runs by itself, and how often."""
         for name, run in self.runs.items():
             for instruction in self.computations.get(name, []):
                 yield instruction, run
 
     def find(self, name: str) -> Instruction | None:
-        """An instruction by its name."""
+        """Returns an instruction by its name."""
         return self._by_name.get(name)
 
     @cached_property
@@ -167,19 +167,19 @@ def parse(text: str, *, stepped: bool) -> Module:
         if header:
             current = computations.setdefault(header[2], [])
             entry = header[2] if header[1] else entry
-        elif current is not None and (found := INSTRUCTION.match(line)):
-            current.append(_instruction(found[1], found[2]))
+        elif current is not None and (match := INSTRUCTION.match(line)):
+            current.append(_instruction(match[1], match[2]))
     return Module(computations, entry, stepped)
 
 
 def _instruction(name: str, text: str) -> Instruction:
     """Splits shape, opcode and the rest; the shape of a tuple is in parentheses itself."""
     depth = 0
-    for place, letter in enumerate(text):
+    for i, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
         if depth == 0 and letter == " ":
-            opcode, _, rest = text[place + 1 :].partition("(")
-            return Instruction(name, opcode, text[:place], rest)
+            opcode, _, rest = text[i + 1 :].partition("(")
+            return Instruction(name, opcode, text[:i], rest)
     return Instruction(name, "", text, "")
 
 
@@ -197,10 +197,10 @@ IN_PLACE = ("dynamic-update-slice", "scatter")
 
 
 def copies(module: Module, least_bytes: int) -> Iterable[tuple[Instruction, Execution]]:
-    """Instructions whose big result only repeats what is in memory already: copied, cut out, gathered or widened.
+    """Yields instructions whose big result repeats what is in memory: copied, cut out, gathered or widened.
 
     Args:
-      module: optimised.
+      module: optimized.
       least_bytes: of a result that counts.
     """
     for instruction, run in module.executed():

@@ -8,13 +8,13 @@ from typing import Any
 
 import pallas_kernels
 from jaxspec.aot import hlo, launches, process
-from jaxspec.aot.compiled import compile_for
+from jaxspec.aot.program_report import compile_for
 from jaxspec.sharding.targets import target_devices
 from pallas_kernels.case import Case
 
 
 def operations() -> list[str]:
-    """Names of all operations: the folders of ``pallas_kernels``."""
+    """Returns the names of all operations: the folders of ``pallas_kernels``."""
     return sorted(module.name for module in iter_modules(pallas_kernels.__path__) if module.ispkg)
 
 
@@ -47,11 +47,11 @@ def _compiled(case: Case, devices: list[Any]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
     listing = process.dump_file(name, "thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt")
     module = hlo.parse(compiled.as_text(), stepped=False)
-    found = launches.parse(listing, process.dump_file(name, "thunk_metadata.txt"), module)
+    listed = launches.parse(listing, process.dump_file(name, "thunk_metadata.txt"), module)
     return {
         "error": None,
-        "launches": dict(found.by_kernel()),
-        "shared_bytes": max((launch.shared_bytes for launch in found.all), default=0),
+        "launches": dict(listed.by_kernel()),
+        "shared_bytes": max((launch.shared_bytes for launch in listed.all), default=0),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "compile_s": round(time.monotonic() - began, 2),
     }

@@ -8,19 +8,19 @@ from jaxspec.aot.programs import ProgramSettings, programs
 from pallas_kernels.select import recording
 
 
-def kernel_choices(setting: ProgramSettings, wanted: tuple[str, ...] = ()) -> dict[str, list[dict[str, Any]]]:
-    """Choices by program, each once, as they are made while it is traced; nothing is compiled.
+def kernel_choices(setting: ProgramSettings, names: tuple[str, ...] = ()) -> dict[str, list[dict[str, Any]]]:
+    """Traces programs and returns the choices made in each, each once; nothing is compiled.
 
     Args:
       setting: model and shapes.
-      wanted: names of programs, all by default.
+      names: of the programs, all by default.
 
     Returns:
       Entries ``op``, ``case``, ``implementation`` and ``reason``.
     """
-    found = {}
-    for name, program in programs(setting, wanted).items():
+    choices_by_program = {}
+    for name, program in programs(setting, names).items():
         with recording() as choices:
             jax.eval_shape(program.call, *program.arguments)
-        found[name] = [vars(choice) for choice in dict.fromkeys(choices)]
-    return found
+        choices_by_program[name] = [vars(choice) for choice in dict.fromkeys(choices)]
+    return choices_by_program

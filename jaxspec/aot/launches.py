@@ -1,4 +1,4 @@
-"""XLA's launch list of a compiled program: what the host starts for one step, and what is inside CUDA graphs."""
+"""XLA's launch list of a compiled program: the launches of one step, and which of them are inside CUDA graphs."""
 
 import re
 from collections import Counter
@@ -61,7 +61,7 @@ class Launches:
     Attributes:
       all: in order.
       graphs: how often per step each CUDA graph is started.
-      waits: loops and branches outside of graphs whose predicate the host waits for, and how often per step.
+      waits: loops and branches outside of graphs whose predicate the host waits for.
     """
 
     all: tuple[ListedLaunch, ...]
@@ -69,36 +69,36 @@ class Launches:
     waits: tuple[Execution, ...]
 
     def per_step(self) -> int:
-        """Launches of a step in which no branch is taken and no loop of unknown length turns."""
+        """Counts launches of a step in which no branch is taken and no loop of unknown length turns."""
         return sum(x.run.times for x in self.all if _always(x.run))
 
     def in_branches(self) -> int:
-        """Further launches of a step in which every branch is taken."""
+        """Counts further launches of a step in which every branch is taken."""
         return sum(x.run.times for x in self.all if x.run.optional and not x.run.looped)
 
     def per_turn(self) -> int:
-        """Further launches of each turn of the loops whose length depends on the data."""
+        """Counts further launches of each turn of the loops whose length depends on the data."""
         return sum(x.run.times for x in self.all if x.run.looped)
 
     def outside_graphs(self) -> int:
-        """Launches of a step that are in no CUDA graph."""
+        """Counts launches of a step that are in no CUDA graph."""
         return sum(x.run.times for x in self.all if _always(x.run) and x.graph is None)
 
     def graphs_per_step(self) -> int:
-        """CUDA graphs that the host starts in a step, those in loops of unknown length once per turn."""
+        """Counts CUDA graphs that the host starts in a step, once per turn in loops of unknown length."""
         return sum(run.times for run in self.graphs if not run.setup)
 
     def waits_per_step(self) -> int:
-        """How often the host waits for the GPU in a step, once per turn in loops of unknown length."""
+        """Counts the host's waits for the GPU in a step, once per turn in loops of unknown length."""
         return sum(run.times for run in self.waits if not run.setup)
 
     def by_kernel(self) -> Counter[str]:
-        """Launches per step by kernel, numbered copies of a name put together."""
-        found: Counter[str] = Counter()
+        """Counts launches per step by kernel, numbered copies of a name put together."""
+        counts: Counter[str] = Counter()
         for launch in self.all:
             if not launch.run.setup:
-                found[re.sub(r"(_+\d+)+$", "", launch.name)] += launch.run.times
-        return found
+                counts[re.sub(r"(_+\d+)+$", "", launch.name)] += launch.run.times
+        return counts
 
 
 def _always(run: Execution) -> bool:
@@ -129,25 +129,25 @@ def _tree(listing: str) -> list[Thunk]:
 
 
 def _children(lines: list[str], above: int) -> tuple[dict[str, list[Thunk]], list[str]]:
-    """Entries that are indented deeper than ``above``, by the section under which they stand, and the lines behind."""
+    """Returns the entries indented deeper than ``above``, by section, and the lines after them."""
     sections: dict[str, list[Thunk]] = {}
     section = ""
     while lines:
         marker = MARKER.match(lines[0])
         if marker:
-            # A section that stands here already, or beside entries without one, belongs to something further out.
+            # A section seen here already, or next to entries without one, belongs to a thunk further out.
             if marker[1] in sections or "" in sections:
                 break
             section = marker[1]
             sections[section] = []
             lines = lines[1:]
             continue
-        found = THUNK.match(lines[0])
-        assert found is not None, "lines were chosen to match"
-        indent = len(found[1])
+        match = THUNK.match(lines[0])
+        assert match is not None, "lines were chosen to match"
+        indent = len(match[1])
         if indent <= above:
             break
-        thunk = Thunk(found[3], int(found[2]), found[4].strip())
+        thunk = Thunk(match[3], int(match[2]), match[4].strip())
         lines = lines[1:]
         if thunk.kind in CONTROL:
             thunk.inside, lines = _children(lines, indent)
@@ -194,7 +194,7 @@ class _Walk:
 
 
 def _launch(thunk: Thunk, run: Execution, graph: int | None) -> ListedLaunch:
-    found = KERNEL.match(thunk.text)
-    if not found:
+    match = KERNEL.match(thunk.text)
+    if not match:
         return ListedLaunch(thunk.kind, thunk.kind, 0, 0, run, graph)
-    return ListedLaunch(thunk.kind, found[1], int(found[2]) * int(found[3]) * int(found[4]), int(found[6]), run, graph)
+    return ListedLaunch(thunk.kind, match[1], int(match[2]) * int(match[3]) * int(match[4]), int(match[6]), run, graph)

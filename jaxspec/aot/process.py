@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from jaxspec.errors import ConfigError
 
-PLACE = Path(sys.prefix) / "aot"
+DIRECTORY = Path(sys.prefix) / "aot"
 """Where ``scripts/test`` installs JAX's CUDA plugin: apart from everything else, because on a machine without a GPU
 every program that sees it complains."""
 
@@ -30,23 +30,23 @@ ERROR = re.compile(r"^[\w.]*(?:Error|Exception|UnsupportedKernel): ", re.MULTILI
 
 
 def packages() -> list[str]:
-    """What has to be installed to compile for a GPU: jaxspec's extra ``aot`` for this Python."""
-    found = []
+    """Returns the packages that compile for a GPU: jaxspec's extra ``aot`` for this Python."""
+    pins = []
     for requirement in map(Requirement, requires("jaxspec") or []):
         marker = requirement.marker
         if marker and marker.evaluate({"extra": "aot"}) and not marker.evaluate({"extra": ""}):
-            found.append(f"{requirement.name}{requirement.specifier}")
-    return found
+            pins.append(f"{requirement.name}{requirement.specifier}")
+    return pins
 
 
 def missing() -> str | None:
-    """What has to be done before anything can be compiled for a GPU, None if everything is there."""
-    if _installed(sys.path) or _installed([str(PLACE)]):
+    """Says what to install before anything can be compiled for a GPU, None if everything is there."""
+    if _installed(sys.path) or _installed([str(DIRECTORY)]):
         return None
     wanted = " ".join(f"'{package}'" for package in packages())
     return (
         "compiling for a GPU needs JAX's CUDA plugin, which is not installed; get it with: "
-        f"{sys.executable} -m pip install --no-deps --target {PLACE} {wanted}"
+        f"{sys.executable} -m pip install --no-deps --target {DIRECTORY} {wanted}"
     )
 
 
@@ -70,25 +70,26 @@ def run(entry: str, *, gate: bool = False, timeout_s: float = 1800, **arguments:
     if why is not None:
         raise ConfigError(why)
     with tempfile.TemporaryDirectory(prefix="jaxspec-aot-") as name:
-        place = Path(name)
-        request = {"entry": entry, "arguments": arguments, "reply": str(place / "reply.json")}
-        with (place / LOG).open("wb") as log:
+        directory = Path(name)
+        request = {"entry": entry, "arguments": arguments, "reply": str(directory / "reply.json")}
+        with (directory / LOG).open("wb") as log:
             try:
                 done = subprocess.run(
                     [sys.executable, "-m", "jaxspec.aot.process"], input=json.dumps(request).encode(),
-                    stdout=log, stderr=log, env=_environment(os.environ, place, gate), timeout=timeout_s, check=False,
+                    stdout=log, stderr=log, env=_environment(os.environ, directory, gate), timeout=timeout_s,
+                    check=False,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
                 raise ConfigError(f"{entry}: compiling took longer than {timeout_s:.0f} s") from None
         if done.returncode:
-            raise ConfigError(f"{entry}: {_last_words((place / LOG).read_text(errors='replace'))}")
-        return json.loads((place / "reply.json").read_text())
+            raise ConfigError(f"{entry}: {_last_words((directory / LOG).read_text(errors='replace'))}")
+        return json.loads((directory / "reply.json").read_text())
 
 
-def _environment(inherited: Mapping[str, str], place: Path, gate: bool) -> dict[str, str]:
-    """What JAX and XLA read when they are imported."""
-    path = [] if _installed(sys.path) else [str(PLACE)]
-    flags = [*FLAGS, f"--xla_dump_to={place / 'dump'}", *([SPILLING_FAILS] if gate else [])]
+def _environment(inherited: Mapping[str, str], directory: Path, gate: bool) -> dict[str, str]:
+    """Returns what JAX and XLA read when they are imported."""
+    path = [] if _installed(sys.path) else [str(DIRECTORY)]
+    flags = [*FLAGS, f"--xla_dump_to={directory / 'dump'}", *([SPILLING_FAILS] if gate else [])]
     return {
         **inherited,
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [inherited.get("PYTHONPATH")])]),
@@ -97,12 +98,12 @@ def _environment(inherited: Mapping[str, str], place: Path, gate: bool) -> dict[
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes from a cache leaves no dump
         "TF_CPP_MIN_LOG_LEVEL": "0",  # spills are logged as information
         "XLA_FLAGS": " ".join(flags),
-        DUMP: str(place),
+        DUMP: str(directory),
     }
 
 
 def dump_file(program: str, *endings: str) -> str:
-    """Text of a file that XLA left about a program compiled in this process.
+    """Reads a file that XLA left about a program compiled in this process.
 
     Args:
       program: name of the jitted function.
@@ -111,29 +112,29 @@ def dump_file(program: str, *endings: str) -> str:
     Raises:
       ConfigError: XLA left none of them.
     """
-    place = Path(os.environ[DUMP]) / "dump"
+    dumps = Path(os.environ[DUMP]) / "dump"
     for ending in endings:
-        found = sorted(place.glob(f"module_*.jit_{program}.*{ending}"))
-        if found:
-            return found[-1].read_text()
+        files = sorted(dumps.glob(f"module_*.jit_{program}.*{ending}"))
+        if files:
+            return files[-1].read_text()
     raise ConfigError(f"XLA left no {' or '.join(endings)} of {program}")
 
 
 def spills() -> dict[str, int]:
-    """Bytes of registers that each spilling kernel compiled in this process stores to memory."""
+    """Returns the bytes of registers that each spilling kernel compiled in this process stores to memory."""
     text = (Path(os.environ[DUMP]) / LOG).read_text(errors="replace")
     return {name: int(size) for name, size in SPILL.findall(text)}
 
 
 def target_text(gpu: str) -> str:
-    """Description of a GPU for XLA.
+    """Reads the description of a GPU for XLA.
 
     Raises:
       ConfigError: there is none of that name.
     """
     package = Path(__file__).resolve().parent.parent
-    places = [place / "configs" / "hardware" / "targets" for place in (package, package.parent)]
-    folder = next((place for place in places if place.is_dir()), places[0])
+    folders = [root / "configs" / "hardware" / "targets" for root in (package, package.parent)]
+    folder = next((one for one in folders if one.is_dir()), folders[0])
     known = sorted(file.stem for file in folder.glob("*.txtpb"))
     if gpu not in known:
         raise ConfigError(f"gpu {gpu!r} is not described; {folder} has {', '.join(known)}")
@@ -141,9 +142,9 @@ def target_text(gpu: str) -> str:
 
 
 def _last_words(log: str) -> str:
-    """The error that ended the process, without its traceback."""
-    found = list(ERROR.finditer(log))
-    return log[found[-1].start() :].strip() if found else "\n".join(log.strip().splitlines()[-5:])
+    """Returns the error that ended the process, without its traceback."""
+    errors = list(ERROR.finditer(log))
+    return log[errors[-1].start() :].strip() if errors else "\n".join(log.strip().splitlines()[-5:])
 
 
 def main() -> None:

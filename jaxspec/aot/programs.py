@@ -1,4 +1,4 @@
-"""The programs of serving at a model's real shapes, nothing allocated: what is compiled to be looked at."""
+"""The programs of serving at a model's real shapes, with nothing allocated, to be traced or compiled."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ STATE = 2  # place of the donated state among the arguments of every program
 
 @dataclass(frozen=True)
 class ProgramSettings:
-    """For what the programs of a model are made.
+    """What the programs of a model are made for.
 
     Attributes:
       config: published config.
@@ -75,50 +75,50 @@ class Program:
     positions: int
 
 
-def programs(setting: ProgramSettings, wanted: tuple[str, ...] = ()) -> dict[str, Program]:
-    """Programs by name: ``plain``, one per drafter that the config allows (``ngram``, ``mtp``), and ``prefill``.
+def programs(setting: ProgramSettings, names: tuple[str, ...] = ()) -> dict[str, Program]:
+    """Returns programs by name: ``plain``, one per possible drafter (``ngram``, ``mtp``), and ``prefill``.
 
     Args:
       setting: shapes.
-      wanted: names; all by default.
+      names: of the programs; all by default.
 
     Raises:
-      ConfigError: the config is not supported, or lacks what is wanted.
+      ConfigError: the config is not supported, or has no such program.
     """
-    target, behind = _target(setting)
+    target, prediction = _target(setting)
     drafters: dict[str, Drafter] = {"plain": NoDrafts()}
     for method in ("ngram", "mtp"):
         asked = catalog.parse({"method": method, "num_speculative_tokens": setting.drafts})
-        if method != "mtp" or behind is not None:
-            drafters[method] = catalog.build(asked, (target.net, target.params), BLOCK, behind)
+        if method != "mtp" or prediction is not None:
+            drafters[method] = catalog.build(asked, (target.net, target.params), BLOCK, prediction)
     known = (*drafters, "prefill")
-    unknown = sorted(set(wanted) - set(known))
+    unknown = sorted(set(names) - set(known))
     if unknown:
         raise ConfigError(f"programs {', '.join(unknown)} are not known for this model; known are {', '.join(known)}")
     made = {name: _step(setting, target, drafter) for name, drafter in drafters.items()}
-    made["prefill"] = _prefill(setting, target, drafters["mtp" if behind else "ngram"])
-    return {name: made[name] for name in wanted or known}
+    made["prefill"] = _prefill(setting, target, drafters["mtp" if prediction else "ngram"])
+    return {name: made[name] for name in names or known}
 
 
 def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """The config of a model of the same width with fewer layers, at most one of them dense where the first ones are.
+    """Returns the config of a model of the same width with fewer layers, at most one leading dense layer.
 
     Raises:
       ConfigError: it has not so many.
     """
-    whole = config["num_hidden_layers"]
-    if not 0 < layers <= whole:
-        raise ConfigError(f"layers: from 1 to {whole}, got {layers}")
-    behind = whole + int(config.get("num_nextn_predict_layers") or 0)
-    lists = {name: x for name, x in config.items() if isinstance(x, list) and len(x) in (whole, behind)}
-    found = dict(config) | {name: x[:layers] + x[whole:] for name, x in lists.items()} | {"num_hidden_layers": layers}
+    depth = config["num_hidden_layers"]
+    if not 0 < layers <= depth:
+        raise ConfigError(f"layers: from 1 to {depth}, got {layers}")
+    with_prediction = depth + int(config.get("num_nextn_predict_layers") or 0)
+    lists = {name: x for name, x in config.items() if isinstance(x, list) and len(x) in (depth, with_prediction)}
+    short = dict(config) | {name: x[:layers] + x[depth:] for name, x in lists.items()} | {"num_hidden_layers": layers}
     if "first_k_dense_replace" in config:
-        found["first_k_dense_replace"] = min(config["first_k_dense_replace"], 1)
-    return found
+        short["first_k_dense_replace"] = min(config["first_k_dense_replace"], 1)
+    return short
 
 
 def abstract_target(config: Mapping[str, Any], policy: Policy, quantization: str = "auto") -> Target:
-    """A model by its config alone, by default quantised as it is published; its parameters are shapes and dtypes."""
+    """Builds a model from its config alone; its parameters are shapes and dtypes."""
     arch = arch_of(config)
     table = known_tables()[arch.family]
     plan = _plan(config, Transformer(arch, policy), table.rules(arch), quantization)
@@ -152,9 +152,9 @@ def _step(setting: ProgramSettings, target: Target, drafter: Drafter) -> Program
 
 
 def _prefill(setting: ProgramSettings, target: Target, drafter: Drafter) -> Program:
-    whole = jax.ShapeDtypeStruct((), jnp.int32)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
     chunk = jax.ShapeDtypeStruct((setting.bucket + 1,), jnp.int32)
-    return Program(prefill, (target, drafter, _state(setting, target, drafter), whole, chunk, whole, whole), 0)
+    return Program(prefill, (target, drafter, _state(setting, target, drafter), number, chunk, number, number), 0)
 
 
 def _state(setting: ProgramSettings, target: Target, drafter: Drafter) -> Any:

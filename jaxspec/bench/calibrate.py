@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.drafting import PROPOSALS, propose_often
+from jaxspec.bench.draft_timer import PROPOSALS, propose_often
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
@@ -21,7 +21,7 @@ from jaxspec.draft.speculation_schedule import SCHEDULE_KEYS
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.describe import describe_machine, describe_versions
 from jaxspec.inspect.model_cost import model_cost, routed_order
-from jaxspec.inspect.routes import routed_experts
+from jaxspec.inspect.text_routes import routed_experts
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.perf.calibration import VERSION, Calibration, MeasuredCell, OverlapRecord, fit_points, record_of
@@ -40,16 +40,16 @@ Cell = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class CalibrationGrid:
-    """Which cells are measured, and how.
+    """The cells that are measured, and how.
 
     Attributes:
       rows, lengths: every pair of these is measured at the first context.
-      contexts: cached positions per row; behind the first one only the fewest and the most rows are measured, and
+      contexts: cached positions per row; after the first one only the fewest and the most rows are measured, and
         those of a number of rows in the middle, each with the least and a middle length.
-      rounds: of all cells in turn, behind one that only warms up.
+      rounds: of all cells in turn, after one that only warms up.
       steps: per timed dispatch.
-      held_out_rows, held_out_lengths: beside the others; cells with one of these are measured in the same rounds and
-        kept out of the fit, to see how well it predicts them.
+      held_out_rows, held_out_lengths: further ones, measured in the same rounds and left out of the fit, to see how
+        well it predicts them.
     """
 
     rows: tuple[int, ...] = (1, 2, 4, 8)
@@ -62,12 +62,12 @@ class CalibrationGrid:
 
     @property
     def all_rows(self) -> tuple[int, ...]:
-        """Those that are measured, held out or not."""
+        """Rows that are measured, held out or not."""
         return tuple(sorted({*self.rows, *self.held_out_rows}))
 
     @property
     def all_lengths(self) -> tuple[int, ...]:
-        """Those that are measured, held out or not."""
+        """Lengths that are measured, held out or not."""
         return tuple(sorted({*self.lengths, *self.held_out_lengths}))
 
     def __post_init__(self) -> None:
@@ -89,14 +89,14 @@ class CalibrationGrid:
             )
 
     def cells(self) -> list[Cell]:
-        """Rows, K and context of each."""
+        """Returns rows, K and context of each cell to fit."""
         near = [(b, k, self.contexts[0]) for b in self.rows for k in self.lengths]
         some = sorted({self.rows[0], self.rows[len(self.rows) // 2], self.rows[-1]})
         middle = self.lengths[len(self.lengths) // 2]
         return near + [(b, k, c) for c in self.contexts[1:] for b in some for k in (0, middle)]
 
     def held_out(self) -> list[Cell]:
-        """Those that nothing is fitted to, at the first context."""
+        """Returns the cells that nothing is fitted to, at the first context."""
         return [
             (b, k, self.contexts[0])
             for b in self.all_rows
@@ -126,7 +126,7 @@ class Bench:
     grown: float = 0.0
 
     def step_s(self, steps: int) -> float:
-        """Seconds of a step, over one dispatch that the host waits for."""
+        """Times a step, over one dispatch that the host waits for, in seconds."""
         state = with_leaves(self.state, **{name: jnp.asarray(x) for name, x in self.start.items()})
         jax.block_until_ready(state.length_B)
         began = time.perf_counter()
@@ -138,7 +138,7 @@ class Bench:
         return elapsed / steps
 
     def draft_s(self) -> float:
-        """Seconds of one proposal."""
+        """Times one proposal, in seconds."""
         if self.propose is None:
             return 0.0
         began = time.perf_counter()
@@ -219,15 +219,15 @@ def calibrate(
 
 
 def cost_of(calibration: Calibration, directory: Path) -> ModelCost:
-    """What the calibrated model costs, as it was measured."""
+    """Returns the cost of the calibrated model, as it was measured."""
     how = {name: str(calibration.settings[name]) for name in ("dtype", "quantization")}
     return model_cost(read_config(directory), name=directory.name, **how)
 
 
 def _benches(engine: Engine, grid: CalibrationGrid, rows: int, ids: Sequence[int]) -> list[Bench]:
-    """Every cell of an engine; cells of one length share programs, and each has rows of its own."""
+    """Prepares every cell of an engine; cells of one length share programs, and each has rows of its own."""
     drafting: dict[int, Any] = {0: None}
-    found = []
+    benches = []
     for cell in (cell for cell in grid.cells() + grid.held_out() if cell[0] == rows):
         _, length, context = cell
         state = _filled(engine, rows, context, ids)
@@ -236,19 +236,19 @@ def _benches(engine: Engine, grid: CalibrationGrid, rows: int, ids: Sequence[int
             drafting[length] = jax.jit(propose_often, static_argnums=3).lower(*args).compile()
         names = ("length_B", "anchor_B", "history_BS", "active_B")
         start = {name: np.asarray(getattr(state, name)) for name in names}
-        found.append(Bench(cell, engine.programs, state, start, drafting[length]))
-    return found
+        benches.append(Bench(cell, engine.programs, state, start, drafting[length]))
+    return benches
 
 
 def _filled(engine: Engine, rows: int, context: int, ids: Sequence[int]) -> DecodeState:
-    """Rows that hold different stretches of the text, greedy and without an end."""
+    """Fills rows with different stretches of the text, greedy and without an end."""
     state, programs = jax.tree.map(jnp.copy, engine.state), engine.programs
-    whole = np.resize(np.asarray(ids, np.int32), context + 1 + rows * 97)
+    stretch = np.resize(np.asarray(ids, np.int32), context + 1 + rows * 97)
     neutral = init_sampling(1, STOP_PLACES)
     length = np.asarray([engine.depth], np.int32)
     sampling = with_leaves(neutral, max_length_B=np.asarray([engine.spec.capacity], np.int32), draft_limit_B=length)
     for row in range(rows):
-        prompt = whole[row * 97 : row * 97 + context + 1]
+        prompt = stretch[row * 97 : row * 97 + context + 1]
         state = programs.prefill(state, row, prompt)
         state = programs.admit(state, row, prompt, sampling)
     return state
@@ -257,7 +257,7 @@ def _filled(engine: Engine, rows: int, context: int, ids: Sequence[int]) -> Deco
 def _measure(
     benches: Sequence[Bench], grid: CalibrationGrid, show: Show | None
 ) -> tuple[dict[Cell, MeasuredCell], float]:
-    """Medians over rounds in which all cells are measured in turn, and the median of their relative spreads."""
+    """Returns medians over rounds that measure all cells in turn, and the median of their relative spreads."""
     steps: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
     drafts: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
     for turn in range(grid.rounds + 1):
@@ -280,14 +280,14 @@ def _measure(
 
 
 def _overlap(llm: LLM, arch: ArchSpec, ids: Sequence[int], grid: CalibrationGrid) -> MeasuredOverlap | None:
-    """Shares of the independent count, on the routes of real text."""
+    """Measures shares of the independent count, on the routes of real text."""
     routed = [layer.ffn for layer in arch.layers if isinstance(layer.ffn, MoeSpec)]
     if not routed or len({spec.top_k for spec in routed}) != 1:
         return None
     size = min(OVERLAP_TEXT, llm.capacity)
     count = max(grid.all_rows[-1], 4)
-    whole = np.resize(np.asarray(ids, np.int32), count * size).reshape(count, size)
-    texts = np.stack(routed_experts(llm.model, whole.tolist()), axis=1)
+    stretches = np.resize(np.asarray(ids, np.int32), count * size).reshape(count, size)
+    texts = np.stack(routed_experts(llm.model, stretches.tolist()), axis=1)
     order = routed_order(arch)
     positions = sorted({length + 1 for length in grid.lengths})
     return measure_overlap([texts[i] for i in order], [routed[i].experts for i in order], grid.rows, positions)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from jaxspec.bench.drafting import draft_timer
+from jaxspec.bench.draft_timer import draft_timer
 from jaxspec.bench.measure import Run, run_requests
 from jaxspec.bench.rounds import PLAIN, SPECULATIVE, run_rounds
 from jaxspec.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What a sweep covers: drafters, speculation lengths, rows, sampling, workloads, arrivals; and the engines for it."""
+"""The grid of a sweep: drafters, speculation lengths, rows, sampling, workloads, arrivals; and its engines."""
 
 import json
 import math
@@ -19,7 +19,7 @@ NONE = "none"
 LEAST_REQUESTS = 4
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, AUTO)
 ROWS = (1, 2, 5, 8, 16, 25, 32, 50, 64, 100, 128, 200)
-# What two cores finish in some tens of minutes with the demo pair.
+# Two cores finish these in some tens of minutes with the demo pair.
 CPU_LENGTHS = (0, 2, 4, AUTO)
 CPU_ROWS = (1, 2, 5, 8)
 
@@ -96,7 +96,7 @@ class Scenario:
 
     @property
     def arrival(self) -> str:
-        """How requests arrive, as cells name it."""
+        """The arrival of requests, as cells name it."""
         return CLOSED if math.isinf(self.rate) else f"poisson {self.rate:g}/s"
 
 

@@ -111,7 +111,7 @@ class Run:
 
 
 def poisson_arrivals(count: int, rate_per_s: float, seed: int) -> list[float]:
-    """Seconds from the start at which requests of a Poisson process come; the first comes at once.
+    """Draws when requests of a Poisson process come, in seconds from the start; the first comes at once.
 
     Raises:
       ConfigError: the rate is not a positive number.

@@ -122,7 +122,7 @@ class AcceptanceFigures(Struct, frozen=True):
 
 
 class Experts(Struct, frozen=True):
-    """Distinct experts per layer and step, means over layers and steps; see ``bench.touched``.
+    """Distinct experts per layer and step, means over layers and steps; see ``bench.touched_experts``.
 
     Attributes:
       plain, speculative: counted, with one position per row and with all verified ones.
@@ -209,7 +209,7 @@ class SweepCell(Struct, frozen=True):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What identifies it in another file."""
+        """The cell's identity, to find it in another file."""
         return (
             self.drafter, self.k, self.concurrency, self.temperature, self.workload, self.input_tokens,
             self.output_tokens, self.arrival,

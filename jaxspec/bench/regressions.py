@@ -88,12 +88,12 @@ def _changes(old: SweepCell, new: SweepCell, tolerance: float) -> Iterable[Chang
 
 
 def _measured(cell: SweepCell) -> dict[str, Spread]:
-    found: Mapping[str, Spread | None] = {
+    figures: Mapping[str, Spread | None] = {
         "plain tokens/s": cell.plain.decode_tokens_per_s or cell.plain.tokens_per_s,
         "tokens/s": cell.speculative and (cell.speculative.decode_tokens_per_s or cell.speculative.tokens_per_s),
         SPEEDUP: cell.speedup,
     }
-    return {name: spread for name, spread in found.items() if spread is not None}
+    return {name: spread for name, spread in figures.items() if spread is not None}
 
 
 def _warnings(before: BenchReport, after: BenchReport) -> Iterable[str]:

@@ -6,7 +6,7 @@ from functools import partial, reduce
 from operator import add
 from typing import Any, TypeVar
 
-from jaxspec.serve.control import Fixed
+from jaxspec.control.decision import Fixed
 from jaxspec.serve.llm import LLM
 from jaxspec.topology import AnyTopology
 
@@ -46,11 +46,11 @@ def run_in_turns(subjects: Mapping[Name, Callable[[], Result]], turn: int) -> di
     balanced Latin square of Williams (1949).
     """
     names = list(subjects)
-    return {names[place]: subjects[names[place]]() for place in _order(len(names), turn)}
+    return {names[i]: subjects[names[i]]() for i in _order(len(names), turn)}
 
 
 def _order(count: int, turn: int) -> list[int]:
-    order = [(turn + (place // 2 if place % 2 == 0 else -(place + 1) // 2)) % count for place in range(count)]
+    order = [(turn + (i // 2 if i % 2 == 0 else -(i + 1) // 2)) % count for i in range(count)]
     if count % 2 and turn // count % 2:
         order.reverse()
     return order

@@ -14,7 +14,7 @@ from jaxspec.bench.measure import Run, poisson_arrivals, run_requests
 from jaxspec.bench.peers.contest import Contender, peer_figures
 from jaxspec.bench.record import CLOSED, AcceptanceFigures, Experts, PeerFigures, Skipped, Spread, SweepCell, figures
 from jaxspec.bench.rounds import PLAIN, SPECULATIVE, Subject, held_at, run_rounds, total
-from jaxspec.bench.touched import touched_experts
+from jaxspec.bench.touched_experts import touched_experts
 from jaxspec.bench.workload import WORKLOADS, PromptSource, settings
 from jaxspec.checkpoint.load.model import Model, read_config
 from jaxspec.checkpoint.text.codec import Text
@@ -172,7 +172,7 @@ class Sweep:
 
     def _suits_peers(self, scenario: Scenario, count: int) -> bool:
         """Whether other engines can run it: greedily, in a closed loop, without penalties."""
-        params = [settings(scenario.workload, place, scenario.temperature) for place in range(count)]
+        params = [settings(scenario.workload, i, scenario.temperature) for i in range(count)]
         return scenario.arrival == CLOSED and all(one == {"temperature": 0.0} for one in params)
 
     def params(self, scenario: Scenario, count: int, mode: str) -> list[SamplingParams]:
@@ -211,15 +211,15 @@ class Sweep:
         if not engine.drafter:
             return SweepCell(**point, plain=measured[PLAIN], same_text=_same(runs[PLAIN]))
         pairs = list(zip(runs[SPECULATIVE], runs[PLAIN], strict=True))
-        whole = [spec.tokens_per_s / plain.tokens_per_s for spec, plain in pairs]
+        total_ratios = [spec.tokens_per_s / plain.tokens_per_s for spec, plain in pairs]
         lossless = self.grid.rule == "match" and self.grid.synthetic is None
         last = runs[SPECULATIVE][-1]
         return SweepCell(
             **point,
             plain=measured[PLAIN],
             speculative=measured[SPECULATIVE],
-            speedup=Spread.of(_decode_ratios(pairs) or whole),
-            total_speedup=Spread.of(whole),
+            speedup=Spread.of(_decode_ratios(pairs) or total_ratios),
+            total_speedup=Spread.of(total_ratios),
             acceptance=AcceptanceFigures.of(last.speculation, last.tokens),
             lengths=last.lengths if isinstance(engine.k, str) else None,
             decision_s=Spread.of([run.decision_s for run in runs[SPECULATIVE]]) if isinstance(engine.k, str) else None,

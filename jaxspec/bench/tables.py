@@ -32,30 +32,30 @@ def csv_text(report: BenchReport) -> str:
 
 
 def _rows(cell: SweepCell, synthetic: bool) -> Iterable[dict[str, Any]]:
-    place = {
+    point = {
         "synthetic": synthetic, "drafter": cell.drafter, "k": cell.k, "concurrency": cell.concurrency,
         "temperature": cell.temperature, "workload": cell.workload, "input_tokens": cell.input_tokens,
         "output_tokens": cell.output_tokens, "arrival": cell.arrival, "rounds": cell.rounds or None,
     }  # fmt: skip
-    yield {**place, "engine": "jaxspec", "mode": "plain", **_figures(cell.plain)}
+    yield {**point, "engine": "jaxspec", "mode": "plain", **_figures(cell.plain)}
     if cell.speculative is not None:
-        found = {**place, "engine": "jaxspec", "mode": "speculative", **_figures(cell.speculative)}
-        found |= _spread("speedup", cell.speedup) | _spread("total_speedup", cell.total_speedup)
+        row = {**point, "engine": "jaxspec", "mode": "speculative", **_figures(cell.speculative)}
+        row |= _spread("speedup", cell.speedup) | _spread("total_speedup", cell.total_speedup)
         if cell.acceptance is not None:
             a = cell.acceptance
-            found |= {"acceptance_rate": a.rate, "acceptance_length": a.length, "mean_drafted": a.mean_drafted}
-            found |= {"tokens_per_step": a.tokens_per_step}
-            found |= {f"acceptance_at_{place}": rate for place, rate in enumerate(a.per_pos, 1)}
+            row |= {"acceptance_rate": a.rate, "acceptance_length": a.length, "mean_drafted": a.mean_drafted}
+            row |= {"tokens_per_step": a.tokens_per_step}
+            row |= {f"acceptance_at_{i}": rate for i, rate in enumerate(a.per_pos, 1)}
         if cell.experts is not None:
-            found |= {"experts_per_step": cell.experts.speculative, "experts_per_plain_step": cell.experts.plain}
-        found |= {"lengths": "" if cell.lengths is None else lengths_text(cell.lengths)}
-        found |= _spread("decision_s", cell.decision_s) if cell.decision_s is not None else {}
-        yield found | {"same_text": cell.same_text}
+            row |= {"experts_per_step": cell.experts.speculative, "experts_per_plain_step": cell.experts.plain}
+        row |= {"lengths": "" if cell.lengths is None else lengths_text(cell.lengths)}
+        row |= _spread("decision_s", cell.decision_s) if cell.decision_s is not None else {}
+        yield row | {"same_text": cell.same_text}
     for peer in cell.peers:
-        found = {**place, "engine": peer.peer, "mode": peer.mode, "version": peer.version}
-        found |= _spread("tokens_per_s", peer.tokens_per_s) | _spread("decode_tokens_per_s", peer.decode_tokens_per_s)
-        found |= _spread("ours_over_peer", peer.ours)
-        yield found | {"tokens_per_step": peer.tokens_per_step, "same_texts": peer.same_texts}
+        row = {**point, "engine": peer.peer, "mode": peer.mode, "version": peer.version}
+        row |= _spread("tokens_per_s", peer.tokens_per_s) | _spread("decode_tokens_per_s", peer.decode_tokens_per_s)
+        row |= _spread("ours_over_peer", peer.ours)
+        yield row | {"tokens_per_step": peer.tokens_per_step, "same_texts": peer.same_texts}
 
 
 def lengths_text(lengths: Mapping[str, int]) -> str:
@@ -69,21 +69,21 @@ def arm_text(name: str) -> str:
     return f"K={name}" if name.isdigit() else f"tree {name}"
 
 
-def _figures(found: Figures) -> dict[str, Any]:
+def _figures(figures: Figures) -> dict[str, Any]:
     waits: Mapping[str, Waits | None] = {
-        "ttft_s": found.ttft_s, "itl_s": found.itl_s, "tpot_s": found.tpot_s, "latency_s": found.latency_s
+        "ttft_s": figures.ttft_s, "itl_s": figures.itl_s, "tpot_s": figures.tpot_s, "latency_s": figures.latency_s
     }  # fmt: skip
-    row: dict[str, Any] = _spread("tokens_per_s", found.tokens_per_s)
-    row |= _spread("decode_tokens_per_s", found.decode_tokens_per_s)
+    row: dict[str, Any] = _spread("tokens_per_s", figures.tokens_per_s)
+    row |= _spread("decode_tokens_per_s", figures.decode_tokens_per_s)
     for name, wait in waits.items():
         for part in ("mean", "p50", "p95", "p99"):
             row[f"{name}_{part}"] = getattr(wait, part) if wait is not None else None
-    return row | {"usd_per_million_tokens": found.usd_per_million_tokens}
+    return row | {"usd_per_million_tokens": figures.usd_per_million_tokens}
 
 
-def _spread(name: str, found: Spread | None) -> dict[str, Any]:
+def _spread(name: str, spread: Spread | None) -> dict[str, Any]:
     parts = ("median", "least", "most", "low", "high")
-    return {name if part == "median" else f"{name}_{part}": getattr(found, part, None) for part in parts}
+    return {name if part == "median" else f"{name}_{part}": getattr(spread, part, None) for part in parts}
 
 
 def markdown_text(report: BenchReport) -> str:
@@ -113,9 +113,9 @@ def markdown_text(report: BenchReport) -> str:
 
 def _header(report: BenchReport) -> list[str]:
     speed = "speed-up (synthetic)" if report.synthetic is not None else "speed-up"
-    found = ["cell", "plain tokens/s", "tokens/s", speed, "whole runs", "accepted", "length", "per position"]
-    found += ["drafted", "experts", "TTFT", "ITL", "latency", "same text"]
-    return [*found, "$/M tokens"] if _priced(report) else found
+    names = ["cell", "plain tokens/s", "tokens/s", speed, "whole runs", "accepted", "length", "per position"]
+    names += ["drafted", "experts", "TTFT", "ITL", "latency", "same text"]
+    return [*names, "$/M tokens"] if _priced(report) else names
 
 
 def _priced(report: BenchReport) -> bool:
@@ -124,7 +124,7 @@ def _priced(report: BenchReport) -> bool:
 
 def _line(cell: SweepCell, report: BenchReport) -> list[str]:
     main, a = cell.speculative or cell.plain, cell.acceptance
-    found = [
+    cells = [
         cell.name + (f" ({lengths_text(cell.lengths)})" if cell.lengths else ""),
         _rate(cell.plain),
         _rate(main) if cell.speculative else "",
@@ -139,8 +139,8 @@ def _line(cell: SweepCell, report: BenchReport) -> list[str]:
         {True: "yes", False: "NO", None: ""}[cell.same_text],
     ]
     if _priced(report):
-        found.append("" if main.usd_per_million_tokens is None else f"{main.usd_per_million_tokens:.3f}")
-    return found
+        cells.append("" if main.usd_per_million_tokens is None else f"{main.usd_per_million_tokens:.3f}")
+    return cells
 
 
 def _peer_line(cell: SweepCell, peer: PeerFigures) -> list[str]:
@@ -155,18 +155,18 @@ def _peer_line(cell: SweepCell, peer: PeerFigures) -> list[str]:
     ]
 
 
-def _rate(found: Figures) -> str:
+def _rate(figures: Figures) -> str:
     """Returns the decode rate, or that of whole runs where not all rows ever decoded."""
-    rate = found.decode_tokens_per_s
-    return f"{found.tokens_per_s.median:.0f} (whole)" if rate is None else f"{rate.median:.0f}"
+    rate = figures.decode_tokens_per_s
+    return f"{figures.tokens_per_s.median:.0f} (whole)" if rate is None else f"{rate.median:.0f}"
 
 
-def _ratio(found: Spread | None) -> str:
-    return "" if found is None else f"{found.median:.2f}x ({found.least:.2f} to {found.most:.2f})"
+def _ratio(ratio: Spread | None) -> str:
+    return "" if ratio is None else f"{ratio.median:.2f}x ({ratio.least:.2f} to {ratio.most:.2f})"
 
 
-def _wait(found: Waits | None) -> str:
-    return "" if found is None else " / ".join(f"{1e3 * value:.1f}" for value in (found.p50, found.p95, found.p99))
+def _wait(waits: Waits | None) -> str:
+    return "" if waits is None else " / ".join(f"{1e3 * value:.1f}" for value in (waits.p50, waits.p95, waits.p99))
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -215,8 +215,8 @@ def synthetic_of(values: tuple[float, ...]) -> Synthetic | None:
 
 def default_drafters(args: BenchArgs) -> tuple[str, ...]:
     """Returns the drafters where none are named; those that come with the demo target know that target only."""
-    own = (f"draft_model={demo_model_dir('draft')}", f"shared_expert={demo_model_dir('head')}")
-    return (*own, "ngram") if resolve_model(args.model) == demo_model_dir("target") else ("ngram",)
+    ours = (f"draft_model={demo_model_dir('draft')}", f"shared_expert={demo_model_dir('head')}")
+    return (*ours, "ngram") if resolve_model(args.model) == demo_model_dir("target") else ("ngram",)
 
 
 class SweepProgress:
@@ -304,14 +304,14 @@ def command_of(args: BenchArgs) -> list[str]:
 
 def write_tables(report: BenchReport, folder: Path) -> None:
     """Writes tables, and pictures where they can be drawn, and says where they are."""
-    from jaxspec.bench import plot, tables
+    from jaxspec.bench import pictures, tables
 
     write_whole(folder / "bench.csv", tables.csv_text(report))
     write_whole(folder / "bench.md", tables.markdown_text(report))
-    pictures = []
-    if why := plot.missing():
+    drawn = []
+    if why := pictures.missing():
         sys.stderr.write(f"jaxspec: no pictures: {why}\n")
     else:
-        pictures = plot.draw(report, folder)
-    names = ["bench.json", "bench.csv", "bench.md", *(file.name for file in pictures)]
+        drawn = pictures.draw(report, folder)
+    names = ["bench.json", "bench.csv", "bench.md", *(file.name for file in drawn)]
     sys.stdout.write(f"{len(report.cells)} cells; {folder}: {', '.join(names)}\n")

@@ -115,9 +115,9 @@ def plan_of(args: DemoArgs) -> DemoPlan:
             raise ConfigError(f"demo: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     model = resolve_model(args.model)
     speculative = dict(resolve_speculation(speculative_of(args)) or {})
-    least = 2 * (catalog.parse(speculative).topology.max_depth + 1)
-    if args.max_tokens < least:
-        raise ConfigError(f"demo: --max-tokens must be at least {least} to be measured, got {args.max_tokens}")
+    fewest = 2 * (catalog.parse(speculative).topology.max_depth + 1)
+    if args.max_tokens < fewest:
+        raise ConfigError(f"demo: --max-tokens must be at least {fewest} to be measured, got {args.max_tokens}")
     excerpts = load_excerpts(PROMPTS)
     return DemoPlan(
         model=model,
@@ -133,7 +133,7 @@ def plan_of(args: DemoArgs) -> DemoPlan:
 
 
 def speculative_of(args: DemoArgs) -> dict[str, Any]:
-    """The ``speculative_config`` that the arguments ask for.
+    """Returns the ``speculative_config`` that the arguments ask for.
 
     Raises:
       ConfigError: they contradict each other, or the JSON is none.
@@ -156,7 +156,7 @@ def speculative_of(args: DemoArgs) -> dict[str, Any]:
 
 
 def model_line(model: dict[str, Any]) -> str:
-    """``describe_model`` in words."""
+    """Puts ``describe_model`` into words."""
     text = f"{model['family']}, {model['parameters'] / 1e6:.1f} M parameters"
     if "experts" in model:
         text += f", {model['active_parameters'] / 1e6:.1f} M of them active per token"
@@ -165,28 +165,28 @@ def model_line(model: dict[str, Any]) -> str:
 
 
 def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:
-    """The drafter in words, for a target's published config."""
+    """Puts the drafter into words, for a target's published config."""
     config = catalog.parse(speculative)
     ahead = f"{config.topology.max_depth} tokens ahead"
-    own = {
+    without_model = {
         "ngram": "n-gram lookup in the text so far",
         "mtp": "the target's layers of multi-token prediction",
         "early_exit": f"the target's first {config.exit_layer} layers",
     }
     if config.model is None:
-        return f"{own[config.method]}, {ahead}"
-    found = read_config(Path(config.model))
-    if is_head(found):
+        return f"{without_model[config.method]}, {ahead}"
+    draft = read_config(Path(config.model))
+    if is_head(draft):
         plan = plan_head(config.model, arch_of(target), Policy())
         kind = "draft" if config.method == "hybrid" else config.method
         words = f"{kind} head, {sum(parameters(plan.leaves).values()) / 1e6:.1f} M parameters"
     else:
-        words = model_line(describe_model(found))
-    return f"{own['ngram']}, else {words}, {ahead}" if config.method == "hybrid" else f"{words}, {ahead}"
+        words = model_line(describe_model(draft))
+    return f"{without_model['ngram']}, else {words}, {ahead}" if config.method == "hybrid" else f"{words}, {ahead}"
 
 
 def build(plan: DemoPlan, rows: int, on_progress: OnProgress | None = None) -> LLM:
-    """The engine of one measurement; one prefill size and no log-probabilities, to compile little."""
+    """Builds the engine of one measurement: one prefill size and no log-probabilities, to compile little."""
     room = -(-(plan.max_tokens + PROMPT_ROOM) // 512) * 512
     return LLM(
         plan.model,
@@ -222,7 +222,7 @@ def watch(screen: Screen, llm: LLM, excerpt: Excerpt, max_tokens: int) -> bool:
 
 
 def _stream(screen: Screen, llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, list[int]]:
-    """Prints a growing text; returns tokens per second behind the first step, and the ids."""
+    """Prints a growing text; returns tokens per second after the first step, and the ids."""
     growing, seen, started, first = None, 0, 0.0, 0
     tokens: list[int] = []
     for output in llm.stream(prompt, params):
@@ -255,7 +255,7 @@ def _prompt_range(r: Comparison) -> str:
 
 
 def table_of(results: list[Comparison]) -> Table:
-    """One column per batch size."""
+    """Returns a table with one column per batch size."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
     table.add_column("")
     for r in results:
@@ -279,7 +279,7 @@ def table_of(results: list[Comparison]) -> Table:
 
 
 def report_of(plan: DemoPlan, results: list[Comparison], startup_s: float) -> dict[str, Any]:
-    """Everything measured; the first measurement's figures stand at the top level."""
+    """Returns everything measured; the first measurement's figures stand at the top level."""
     return {
         **asdict(results[0]),
         "batches": [asdict(r) for r in results],
@@ -296,7 +296,7 @@ def report_of(plan: DemoPlan, results: list[Comparison], startup_s: float) -> di
 
 
 def introduce(screen: Screen, plan: DemoPlan) -> None:
-    """The heading."""
+    """Prints the heading."""
     machine, files = describe_machine(), sorted({e.file for e in plan.measured})
     screen.line("jaxspec: the same text, in fewer passes of the model", "bold")
     screen.line(f"model    {model_line(describe_model(plan.config))}")
@@ -307,7 +307,7 @@ def introduce(screen: Screen, plan: DemoPlan) -> None:
 
 
 def conclude(screen: Screen, plan: DemoPlan, results: list[Comparison]) -> None:
-    """The table and what it stands for."""
+    """Prints the table and what it stands for."""
     screen.console.print(table_of(results))
     screen.line()
     done = "; ".join(f"{_rows(r.batch)}: {r.prompts} prompts {r.repetitions} times" for r in results)

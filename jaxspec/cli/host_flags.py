@@ -41,17 +41,17 @@ class HostFlags:
         Raises:
           ConfigError: there are, but nothing says where.
         """
-        found = self.distributed or self.coordinator_address is not None
-        if not found and (self.num_processes is not None or self.process_id is not None):
+        several = self.distributed or self.coordinator_address is not None
+        if not several and (self.num_processes is not None or self.process_id is not None):
             raise ConfigError(
                 "hosts: --num-processes and --process-id say nothing alone; give --coordinator-address HOST:PORT, or "
                 "--distributed where a cluster says it"
             )
-        return found
+        return several
 
     @contextmanager
     def together(self) -> Iterator[bool]:
-        """Joins the others where that is asked for, and yields whether this process is to write and talk.
+        """Joins the other processes if asked to, and yields whether this one writes and talks.
 
         Raises:
           ConfigError: the others are not there, or nothing says where they are.

@@ -91,13 +91,13 @@ def inspect_balance(flags: BalanceFlags, setting: BalanceSetting, *, as_json: bo
     load = measured.load if measured is not None else _recorded(flags.load or Path(), setting.path)
     if flags.record is not None:
         save_load(load, flags.record)
-    found = balance(load, measured, devices, flags.redundant, setting.rows)
+    report = balance(load, measured, devices, flags.redundant, setting.rows)
     if flags.output is not None:
         save_placement(placement_for(load, devices[0], flags.redundant), flags.output)
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        show(found, setting.rows, Screen(color))
+        show(report, setting.rows, Screen(color))
     return 0
 
 
@@ -106,12 +106,12 @@ def _recorded(file: Path, directory: Path) -> "ExpertLoad":
     from jaxspec.checkpoint.load.model import read_config
     from jaxspec.perf.expert_counts import read_load
 
-    found = read_load(file)
-    if found.model.get("config_digest") != digests(read_config(directory))["config_digest"]:
+    load = read_load(file)
+    if load.model.get("config_digest") != digests(read_config(directory))["config_digest"]:
         raise ConfigError(
-            f"{file}: counts of another model ({found.model.get('name')}) than {directory}; measure this one"
+            f"{file}: counts of another model ({load.model.get('name')}) than {directory}; measure this one"
         )
-    return found
+    return load
 
 
 def _measure(flags: BalanceFlags, setting: BalanceSetting) -> "MeasuredLoad":
@@ -163,15 +163,15 @@ def _texts_of(model: "Model", file: Path | None, most: int, tokens: int) -> tupl
     return [ids[-size:] for ids in texts[:most]], f"{len(texts[:most])} texts of {words}"
 
 
-def show(found: dict[str, Any], rows: int, screen: "Screen") -> None:
+def show(report: dict[str, Any], rows: int, screen: "Screen") -> None:
     """Prints a report for people."""
-    counts = ", ".join(f"{n:,} positions of {WORDS[kind]}" for kind, n in found["positions"].items() if n)
-    screen.line(f"{found['model'].get('name', '')}   {found['source']}", "bold")
-    length = found.get("acceptance_length")
+    counts = ", ".join(f"{n:,} positions of {WORDS[kind]}" for kind, n in report["positions"].items() if n)
+    screen.line(f"{report['model'].get('name', '')}   {report['source']}", "bold")
+    length = report.get("acceptance_length")
     screen.line(counts + (f"; acceptance length {length:.2f}" if length else ""))
     screen.line("imbalance: load of the heaviest device over the mean one, 1 is even")
-    kinds = [kind for kind, n in found["positions"].items() if n]
-    placements = [(entry["devices"], name, p) for entry in found["devices"] for name, p in entry["placements"].items()]
+    kinds = [kind for kind, n in report["positions"].items() if n]
+    placements = [(entry["devices"], name, p) for entry in report["devices"] for name, p in entry["placements"].items()]
     table = _table("devices", "placement", "slots", "all layers", "worst layer", *(WORDS[k] for k in kinds), words=2)
     for n, name, p in placements:
         values = [p["mean"], p["worst"], *(p["kinds"][kind] for kind in kinds)]
@@ -183,13 +183,13 @@ def show(found: dict[str, Any], rows: int, screen: "Screen") -> None:
         for n, name, p in placements:
             table.add_row(str(n), name, *(f"{value:.2f}" for value in p["batches"].values()))
         screen.console.print(table)
-    _show_layers(found, screen)
-    if "predicted" in found:
-        _show_predicted(found["predicted"], screen)
+    _show_layers(report, screen)
+    if "predicted" in report:
+        _show_predicted(report["predicted"], screen)
 
 
 def _table(*columns: str, words: int) -> "Table":
-    """A table whose columns behind the first few are numbers."""
+    """Returns a table whose columns after the first few are numbers."""
     from rich import box
     from rich.table import Table
 
@@ -199,13 +199,15 @@ def _table(*columns: str, words: int) -> "Table":
     return table
 
 
-def _show_layers(found: dict[str, Any], screen: "Screen") -> None:
-    names = list(found["devices"][0]["placements"])
-    table = _table("layer", "hottest experts", "never", *(f"{d['devices']} devices" for d in found["devices"]), words=3)
-    for place, layer in enumerate(found["layers"]):
+def _show_layers(report: dict[str, Any], screen: "Screen") -> None:
+    names = list(report["devices"][0]["placements"])
+    table = _table(
+        "layer", "hottest experts", "never", *(f"{d['devices']} devices" for d in report["devices"]), words=3
+    )
+    for place, layer in enumerate(report["layers"]):
         hottest = "  ".join(f"{e}: {share:.0%}" for e, share in layer["hottest"])
         each = [
-            " ".join(f"{p['by_layer'][place]:.2f}" for p in d["placements"].values()) for d in found["devices"]
+            " ".join(f"{p['by_layer'][place]:.2f}" for p in d["placements"].values()) for d in report["devices"]
         ]  # fmt: skip
         table.add_row(str(layer["layer"]), hottest, _some(layer["dead"]), *each)
     screen.line(f"by layer: {', '.join(names)}")
@@ -217,13 +219,13 @@ def _some(numbers: list[int], most: int = 4) -> str:
     return words + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
 
 
-def _show_predicted(found: dict[str, Any], screen: "Screen") -> None:
+def _show_predicted(predicted: dict[str, Any], screen: "Screen") -> None:
     screen.line(
-        f"drafts in layers {', '.join(map(str, found['layers']))}, by the head's predictions and by what the target "
-        "chose for the same drafts"
+        f"drafts in layers {', '.join(map(str, predicted['layers']))}, by the head's predictions and by what the "
+        "target chose for the same drafts"
     )
     table = _table("devices", "placement", "predicted", "measured", words=2)
-    for entry in found["devices"]:
+    for entry in predicted["devices"]:
         n = str(entry["devices"])
         for name in ("contiguous", "balanced_by_prediction"):
             said, came = entry[f"{name}_predicted"], entry[name]

@@ -20,7 +20,7 @@ AXIS = re.compile(r"(data|expert|tensor)=(\d+)")
 
 @dataclass(frozen=True)
 class PlanArgs:
-    """Says whether speculation will pay, by arithmetic.
+    """Flags of ``jaxspec plan``.
 
     Attributes:
       model: A config.json, a model directory, demo, or a shipped config such as qwen3-30b-a3b. No weights are read.

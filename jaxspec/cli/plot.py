@@ -10,7 +10,7 @@ import tyro
 
 @dataclass(frozen=True)
 class PlotArgs:
-    """What is drawn.
+    """Flags of ``jaxspec plot``.
 
     Attributes:
       runs: Directories of runs of jaxspec train.

@@ -29,11 +29,11 @@ class Screen:
         )
 
     def line(self, text: str = "", style: str = "") -> None:
-        """One line."""
+        """Prints one line."""
         self.console.print(Styled(text, style), soft_wrap=True)
 
     def piece(self, text: str, style: str = "") -> None:
-        """Text without a line end, on the screen at once."""
+        """Prints text without a line end, at once."""
         self.console.print(Styled(text, style), end="", soft_wrap=True)
         self.console.file.flush()
 

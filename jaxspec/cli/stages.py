@@ -98,12 +98,12 @@ def _say(text: str) -> None:
 
 
 def in_words(stage: str, done: int, total: int) -> str:
-    """A stage and how far it is: ``compiling 3 of 9 programs``."""
+    """Puts a stage and how far it is into words: ``compiling 3 of 9 programs``."""
     return f"{stage} {amounts(stage, done, total)}".strip()
 
 
 def amounts(stage: str, done: int, total: int) -> str:
-    """How much of how much, empty where nobody knows."""
+    """Returns how much of how much is done, empty where that is unknown."""
     if not total or stage not in (COMPILING, *IN_BYTES):
         return ""
     if stage == COMPILING:

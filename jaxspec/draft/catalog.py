@@ -14,9 +14,9 @@ from jaxspec.draft.small_lm import SmallLm
 from jaxspec.draft.speculation_schedule import DYNAMIC_KEYS, SCHEDULE_KEYS, SpeculationSchedule, parse_schedule
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.protocol import Drafter, NoDrafts, Rule
 from jaxspec.shapes import Params
@@ -58,11 +58,6 @@ class SpeculativeConfig:
         """The longest chain, or the tree."""
         return self.schedule.topology
 
-    @property
-    def from_tokens(self) -> bool:
-        """Whether drafts depend on the tokens before them alone: not on hidden states, true or drafted."""
-        return self.method in FROM_TOKENS
-
 
 KEYS = {
     "method", "model", "revision", "rejection_sample_method", "prompt_lookup_max", "prompt_lookup_min", "exit_layer",
@@ -70,7 +65,6 @@ KEYS = {
 }  # fmt: skip
 HEADS = ("eagle", "eagle3", "peagle", "medusa", "shared_expert")
 WITH_MODEL = ("draft_model", "hybrid", *HEADS)
-FROM_TOKENS = ("ngram", "draft_model", "early_exit")
 METHODS = ("ngram", "mtp", "early_exit", *WITH_MODEL)
 ALIASES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "eagle2": "eagle", "p_eagle": "peagle"}
 

@@ -14,6 +14,7 @@ from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab
 from jaxspec.models.draft_head import DraftHead, init_head_caches, part_of, run_head
 from jaxspec.models.transformer import Transformer, embed, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
@@ -124,7 +125,7 @@ class HeadDrafter(CachedDrafter):
             embedded = part_of(self.net, self.params, "embed", token_BT)
         else:
             embedded = embed(self.target, self.base, token_BT)
-        return run_head(self.net, self.params, embedded, g_BTD, token_BT, position_BT, caches, window)
+        return run_head(self.net, self.params, embedded, g_BTD, Inputs(token_BT, position_BT, window, caches))
 
     def _at_once(self, state: HeadState, anchor: Anchor) -> tuple[Array, Any]:
         """What the vocabulary product reads for every depth [B, K, D], and the caches."""

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxspec.draft.eagle import HeadDrafter
 from jaxspec.draft.medusa import MedusaDrafter
 from jaxspec.draft.vocab_map import target_to_draft
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.shapes import Params
 from jaxspec.topology import DynamicTree, Topology

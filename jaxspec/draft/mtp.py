@@ -12,6 +12,7 @@ from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, s
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.models.mtp import Caches, Mtp, feature_shape, init_mtp_caches, last_of, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
@@ -152,9 +153,8 @@ class MtpHeads(CachedDrafter):
             step.window, start_B=jnp.maximum(step.window.start_B - layer, 0), output_index_B=output_index_B
         )
         position_BT = jnp.maximum(step.position_BT - layer, 0)
-        return run_mtp(
-            self.net, self.params, layer, step.embedded_BTD, feature, step.token_BT, position_BT, cache, window
-        )  # pyright: ignore[reportReturnType]
+        inputs = Inputs(step.token_BT, position_BT, window, cache)
+        return run_mtp(self.net, self.params, layer, step.embedded_BTD, feature, inputs)
 
 
 def _shift(x: Array, left_B: Array) -> Array:

@@ -1,1 +1,1 @@
-"""What a model holds, costs and chooses, found out without timing anything."""
+"""What a model holds, costs and chooses, without timing anything."""

@@ -1,4 +1,4 @@
-"""What placements make of a measured load: by layer, over all, and in batches of texts that they were not made for."""
+"""Compares placements on a measured load: by layer, over all, and in batches of texts they were not made for."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ Place = Callable[[np.ndarray, int], Slots]
 
 
 def balance(load: ExpertLoad, measured: MeasuredLoad | None, devices: Sequence[int], redundant: int, rows: int) -> Any:
-    """A report, ready for JSON.
+    """Returns a report, ready for JSON.
 
     Args:
       load: measured now or earlier.
@@ -33,7 +33,7 @@ def balance(load: ExpertLoad, measured: MeasuredLoad | None, devices: Sequence[i
       rows: verifications per drawn batch.
     """
     count_YE = load.of(*load.decoding)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "model": load.model,
         "source": load.source,
         "positions": load.positions,
@@ -41,14 +41,14 @@ def balance(load: ExpertLoad, measured: MeasuredLoad | None, devices: Sequence[i
         "devices": [_devices(load, measured, n, redundant, rows) for n in devices],
     }
     if measured is not None:
-        found["acceptance_length"] = measured.acceptance_length
+        report["acceptance_length"] = measured.acceptance_length
         if measured.predicted is not None:
-            found["predicted"] = _predicted(load, measured.predicted, devices)
-    return found
+            report["predicted"] = _predicted(load, measured.predicted, devices)
+    return report
 
 
 def placement_for(load: ExpertLoad, devices: int, redundant: int) -> Placement:
-    """The balanced placement of every expert layer, for what decoding chose."""
+    """Returns the balanced placement of every expert layer, for what decoding chose."""
     count_YE = load.of(*load.decoding)
     slots = redundant + _missing(len(count_YE[0]) + redundant, devices)
     layers = tuple(
@@ -59,7 +59,7 @@ def placement_for(load: ExpertLoad, devices: int, redundant: int) -> Placement:
 
 
 def _missing(slots: int, devices: int) -> int:
-    """Slots to the next multiple of the devices."""
+    """Returns the slots to the next multiple of the devices."""
     return -slots % devices
 
 
@@ -73,27 +73,27 @@ def _layer(y: int, count_E: np.ndarray) -> dict[str, Any]:
 
 
 def _placements(redundant: int) -> dict[str, Place]:
-    """How slots come from the load and the number of devices, by name."""
+    """Returns by name how slots come from the load and the number of devices."""
 
     def spare(load_E: np.ndarray, devices: int, wanted: int) -> int:
         return wanted + _missing(len(load_E) + wanted, devices)
 
-    found: dict[str, Place] = {
+    placements: dict[str, Place] = {
         "contiguous": lambda load_E, n: contiguous(len(load_E), n, spare(load_E, n, 0)),
         "balanced": lambda load_E, n: balanced(load_E.tolist(), n, spare(load_E, n, 0)),
     }
     if redundant:
-        found["redundant"] = lambda load_E, n: balanced(load_E.tolist(), n, spare(load_E, n, redundant))
-    return found
+        placements["redundant"] = lambda load_E, n: balanced(load_E.tolist(), n, spare(load_E, n, redundant))
+    return placements
 
 
 def _devices(load: ExpertLoad, measured: MeasuredLoad | None, n: int, redundant: int, rows: int) -> dict[str, Any]:
-    """All placements on so many devices."""
-    count_YE, found = load.of(*load.decoding), {}
-    for name, place in _placements(redundant).items():
-        slots = [place(count_E, n) for count_E in count_YE]
+    """Compares all placements on so many devices."""
+    count_YE, placements = load.of(*load.decoding), {}
+    for name, slots_for in _placements(redundant).items():
+        slots = [slots_for(count_E, n) for count_E in count_YE]
         each = [_imbalance(c, s, n) for c, s in zip(count_YE, slots, strict=True)]
-        found[name] = {
+        placements[name] = {
             "slots": len(slots[0]), "mean": float(np.mean(each)), "worst": max(each), "by_layer": each,
             "kinds": {
                 kind: float(np.mean([_imbalance(c, s, n) for c, s in zip(load.of(kind), slots, strict=True)]))
@@ -101,8 +101,8 @@ def _devices(load: ExpertLoad, measured: MeasuredLoad | None, n: int, redundant:
             },
         }  # fmt: skip
         if measured is not None:
-            found[name]["batches"] = _batches(measured.seen, count_YE, place, n, rows)
-    return {"devices": n, "placements": found}
+            placements[name]["batches"] = _batches(measured.seen, count_YE, slots_for, n, rows)
+    return {"devices": n, "placements": placements}
 
 
 def _imbalance(count_E: np.ndarray, slots: Slots, devices: int) -> float:
@@ -110,26 +110,26 @@ def _imbalance(count_E: np.ndarray, slots: Slots, devices: int) -> float:
 
 
 def _batches(
-    seen: Verifications, count_YE: Sequence[np.ndarray], place: Place, n: int, rows: int
+    seen: Verifications, count_YE: Sequence[np.ndarray], slots_for: Place, n: int, rows: int
 ) -> dict[str, float] | None:
-    """Imbalance in batches of one half of the texts, placed by the other; None for a single text."""
+    """Returns the imbalance in batches of one half of the texts, placed by the other; None for a single text."""
     halves = [seen.text_V % 2 == half for half in (0, 1)]
     if not all(half.any() for half in halves):
         return None
-    sizes, found = [len(count_E) for count_E in count_YE], []
+    sizes, figures = [len(count_E) for count_E in count_YE], []
     for own, other in (halves, halves[::-1]):
         made_by = seen.of(own)
         counts = counted(made_by.expert_VTYA[made_by.live_VT], sizes)
-        slots = {y: place(np.array(count_E), n) for y, count_E in enumerate(counts)}
-        whole, plain = (drawn(some, slots, n, rows) for some in (seen.of(other), seen.of(other).plain))
-        found.append((plain.rows, whole.rows, whole.experts, whole.read))
-    return dict(zip(("plain_rows", "rows", "experts", "read"), np.mean(found, axis=0).tolist(), strict=True))
+        slots = {y: slots_for(np.array(count_E), n) for y, count_E in enumerate(counts)}
+        with_drafts, plain = (drawn(some, slots, n, rows) for some in (seen.of(other), seen.of(other).plain))
+        figures.append((plain.rows, with_drafts.rows, with_drafts.experts, with_drafts.read))
+    return dict(zip(("plain_rows", "rows", "experts", "read"), np.mean(figures, axis=0).tolist(), strict=True))
 
 
 def _predicted(load: ExpertLoad, predicted: Predicted, devices: Sequence[int]) -> dict[str, Any]:
-    """Imbalance of drafts by a head's predictions, beside that of what the target chose for the same drafts."""
-    said, came = (list(map(np.array, x)) for x in (predicted.said, predicted.found))
-    found: dict[str, Any] = {"layers": [load.layers[y] for y in predicted.layers], "devices": []}
+    """Returns the imbalance of drafts placed by a head's predictions, and by what the target then chose."""
+    said, came = (list(map(np.array, x)) for x in (predicted.by_head, predicted.by_target))
+    report: dict[str, Any] = {"layers": [load.layers[y] for y in predicted.layers], "devices": []}
     for n in devices:
         places = _placements(0)
         by_said, by_came = ([places["balanced"](c, n) for c in counts] for counts in (said, came))
@@ -138,9 +138,9 @@ def _predicted(load: ExpertLoad, predicted: Predicted, devices: Sequence[int]) -
         def mean(counts: list[np.ndarray], slots: list[Slots], n: int = n) -> float:
             return float(np.mean([_imbalance(c, s, n) for c, s in zip(counts, slots, strict=True)]))
 
-        found["devices"].append({
+        report["devices"].append({
             "devices": n, "contiguous_predicted": mean(said, plain), "contiguous": mean(came, plain),
             "balanced_by_prediction_predicted": mean(said, by_said), "balanced_by_prediction": mean(came, by_said),
             "balanced": mean(came, by_came),
         })  # fmt: skip
-    return found
+    return report

@@ -1,4 +1,4 @@
-"""What a measurement ran on: processor, accelerator, versions and model."""
+"""Describes what a measurement ran on: processor, accelerator, versions and model."""
 
 import os
 import platform
@@ -33,24 +33,24 @@ def _cores() -> int:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor name, usable cores, and the device that JAX computes on."""
+    """Returns the processor's name, usable cores, and the device that JAX computes on."""
     device = jax.devices()[0]
     return {"cpu": _cpu_name(), "cores": _cores(), "backend": device.platform, "device": device.device_kind}
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide speed."""
-    found = {"python": platform.python_version()}
+    """Returns versions of Python and of the packages that decide speed."""
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:  # a checkout that was not installed
             continue
-    return found
+    return versions
 
 
 def count_parameters(arch: ArchSpec) -> tuple[int, int]:
-    """Parameters in all, and those that one token uses: all but the experts that its router leaves out.
+    """Counts all parameters, and those that one token uses: all but the experts that its router leaves out.
 
     Embedding and head count in both; multi-token prediction counts in neither.
     """
@@ -61,14 +61,14 @@ def count_parameters(arch: ArchSpec) -> tuple[int, int]:
 
 
 def describe_model(config: dict[str, Any]) -> dict[str, Any]:
-    """Family and sizes of a published config."""
+    """Returns family and sizes of a published config."""
     arch = arch_of(config)
     total, active = count_parameters(arch)
-    found: dict[str, Any] = {
+    model: dict[str, Any] = {
         "family": arch.family,
         "layers": len(arch.layers),
         "parameters": total,
         "active_parameters": active,
     }
     moe = [layer.ffn for layer in arch.layers if isinstance(layer.ffn, MoeSpec)]
-    return found | ({"experts": moe[0].experts, "experts_per_token": moe[0].top_k} if moe else {})
+    return model | ({"experts": moe[0].experts, "experts_per_token": moe[0].top_k} if moe else {})

@@ -14,7 +14,7 @@ from jaxspec.decode.state import Target
 from jaxspec.decode.step import StepPlan, step
 from jaxspec.draft import catalog
 from jaxspec.errors import ConfigError
-from jaxspec.inspect.routes import routed_experts
+from jaxspec.inspect.text_routes import routed_experts
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.nn.moe import MoeSpec
@@ -31,7 +31,7 @@ STEP = jax.jit(step, static_argnames="plan", donate_argnums=2)
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """What is measured on.
+    """How much is measured.
 
     Attributes:
       tokens: generated per prompt, greedily; 0 counts the prompts alone.
@@ -46,16 +46,16 @@ class LoadSettings:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a head said of the drafts, and what the target then chose for the same ones.
+    """The experts that a head predicted for drafts, and those that the target then chose.
 
     Attributes:
-      layers: places of the predicted ones among the expert layers.
-      said, found: choices of each expert, by predicted layer.
+      layers: indices of the predicted ones among the expert layers.
+      by_head, by_target: choices of each expert, by predicted layer.
     """
 
     layers: tuple[int, ...]
-    said: tuple[tuple[int, ...], ...]
-    found: tuple[tuple[int, ...], ...]
+    by_head: tuple[tuple[int, ...], ...]
+    by_target: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class MeasuredLoad:
 
     Attributes:
       load: its record.
-      seen: what batches are drawn from; positions of prompts where nothing was generated.
+      seen: verifications, from which batches are drawn; positions of prompts where nothing was generated.
       predicted: None without a head that predicts routing.
       acceptance_length: tokens per verification, 0 where nothing was generated.
     """
@@ -76,18 +76,18 @@ class MeasuredLoad:
 
 
 def expert_layers(arch: ArchSpec) -> dict[int, MoeSpec]:
-    """The layers with routed experts, by number.
+    """Returns the layers with routed experts, by number.
 
     Raises:
       ConfigError: there are none, or they choose different numbers of experts.
     """
-    found = {y: layer.ffn for y, layer in enumerate(arch.layers) if isinstance(layer.ffn, MoeSpec)}
-    if len({spec.top_k for spec in found.values()}) != 1:
+    layers = {y: layer.ffn for y, layer in enumerate(arch.layers) if isinstance(layer.ffn, MoeSpec)}
+    if len({spec.top_k for spec in layers.values()}) != 1:
         raise ConfigError(
             f"balance: layers with the same number of chosen experts are needed, {arch.family} has "
-            f"{sorted({spec.top_k for spec in found.values()}) or 'no routed experts'}"
+            f"{sorted({spec.top_k for spec in layers.values()}) or 'no routed experts'}"
         )
-    return found
+    return layers
 
 
 def measure_load(
@@ -106,7 +106,7 @@ def measure_load(
     """
     routed = expert_layers(model.net.arch)
     sizes = [spec.experts for spec in routed.values()]
-    read = [np.moveaxis(found, 0, 1) for found in routed_experts(model, prompts)]
+    read = [np.moveaxis(expert_YTA, 0, 1) for expert_YTA in routed_experts(model, prompts)]
     target = (model.net, model.params)
     drafter = catalog.build(config, target, BLOCK, load_draft(config, model, "auto"))
     steps = _Steps(model, drafter, wanted, rule_of(config.rule))
@@ -133,7 +133,7 @@ def measure_load(
 
 
 def model_name(model: Model) -> dict[str, str]:
-    """What a record says of a model."""
+    """Returns what a record says of a model."""
     return {"name": model.directory.name, **digests(model.config, model.directory)}
 
 
@@ -145,7 +145,7 @@ def _words(config: catalog.SpeculativeConfig) -> str:
 
 
 def _alone(read: Sequence[np.ndarray], prompts: Sequence[Sequence[int]]) -> Verifications:
-    """Every position of the prompts as a verification of its own."""
+    """Returns every position of the prompts as a verification of its own."""
     turn = [np.asarray(ids) + np.arange(len(ids)) for ids in prompts]
     text = [np.full(len(ids), number) for number, ids in enumerate(prompts)]
     expert_V1YA = np.concatenate(read)[:, None].astype(np.uint16)
@@ -190,17 +190,17 @@ class _Steps:
             self.said.append(routes.predicted_BKYA[busy_B])
 
     def seen(self) -> Verifications:
-        """All of them."""
+        """Returns all of them."""
         return Verifications(*(np.concatenate(x) for x in (self.expert, self.live, self.turn, self.text)))
 
 
 def compared(seen: Verifications, said_VKYA: np.ndarray, layers: tuple[int, ...], experts: Sequence[int]) -> Predicted:
-    """Choices that were predicted for the drafts which were verified, beside those that came.
+    """Compares the experts predicted for verified drafts with those that the target chose.
 
     Args:
       seen: verifications; their first position is the anchor, for which nothing is predicted.
       said_VKYA: predictions, for some of the layers.
-      layers: places of these layers in ``seen``.
+      layers: indices of these layers in ``seen``.
       experts: E of each of them.
     """
     live_VK, came_VKYA = seen.live_VT[:, 1:], seen.expert_VTYA[:, 1:][:, :, list(layers)]

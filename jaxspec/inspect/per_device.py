@@ -1,4 +1,4 @@
-"""What each device of a mesh holds to run a model's compiled programs, beside its memory, and what devices exchange."""
+"""What each device of a mesh holds to run a model's compiled programs, and what devices exchange."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,30 +42,30 @@ def per_device(
     card, count = load_hardware(hardware, shipped("hardware"))
     arch = arch_of(shortened(config, layers) if layers else config)
     drafter = "mtp" if arch.mtp else "ngram"
-    found = process.run(
-        "jaxspec.aot.compiled:look", config=config, gpu=hardware.partition("x")[0], devices=count, mesh=mesh,
-        drafts=drafts, quantization="auto" if quantization_of(config) else quantization,
+    compiled = process.run(
+        "jaxspec.aot.program_report:report_programs", config=config, gpu=hardware.partition("x")[0], devices=count,
+        mesh=mesh, drafts=drafts, quantization="auto" if quantization_of(config) else quantization,
         wanted=wanted or ("plain", drafter, "prefill"), layers=layers, timeout_s=7200, **setting,
     )  # fmt: skip
-    programs = {name: _program(name, entry, arch, drafts) for name, entry in found["programs"].items()}
-    sizes = [entry["bytes"] for entry in found["programs"].values()]
+    programs = {name: _program(name, entry, arch, drafts) for name, entry in compiled["programs"].items()}
+    sizes = [entry["bytes"] for entry in compiled["programs"].values()]
     # Plain decoding has no drafter's weights and state, and a prefill's are those of the drafter's step.
     most = {name: max(size[name] for size in sizes) for name in ("weights", "caches", "state", "temp")}
     total, room = most["weights"] + most["state"] + most["temp"], int(card.memory_bytes * card.assumed.usable_memory)
     return {
         "hardware": card.name, "devices": count, "compiled_layers": len(arch.layers),
-        **{name: found[name] for name in ("mesh", "transport", "rows", "capacity", "drafts")},
+        **{name: compiled[name] for name in ("mesh", "transport", "rows", "capacity", "drafts")},
         **most, "state": most["state"] - most["caches"], "total": total, "memory": int(card.memory_bytes),
         "room": room, "fits": total <= room, "programs": programs,
     }  # fmt: skip
 
 
 def _program(name: str, entry: Mapping[str, Any], arch: ArchSpec, drafts: int) -> dict[str, Any]:
-    """What one program sends; the layer that predicts runs once per draft, the last time to observe."""
+    """Returns what one program sends; the predicting layer runs once per draft, the last time to observe."""
     runs = sum(isinstance(layer.ffn, MoeSpec) for layer in arch.layers)
     if name == "mtp":
         runs += drafts * sum(isinstance(layer.ffn, MoeSpec) for layer in arch.mtp)
-    count = {kind: found["per_step"] for kind, found in entry["collectives"].items()}
+    count = {kind: exchange["per_step"] for kind, exchange in entry["collectives"].items()}
     return {
         "positions": entry["positions"],
         "expert_layers": runs,

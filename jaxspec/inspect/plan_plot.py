@@ -44,8 +44,8 @@ def plot_plan(question: "Question", plans: Sequence["BatchPlan"], file: Path, *,
         axes.grid(alpha=0.3)
         lines |= {label: line for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     names = sorted(lines, key=lambda name: name in (BEST, RANGE))
-    place: Any = "outside lower center"
-    figure.legend([lines[name] for name in names], names, loc=place, ncols=len(names), frameon=False)
+    location: Any = "outside lower center"
+    figure.legend([lines[name] for name in names], names, loc=location, ncols=len(names), frameon=False)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format=file.suffix[1:])
     write_whole(file, picture.getvalue())
@@ -69,14 +69,14 @@ def _line(axes: Any, rows: Sequence[int], values: Sequence[float], length: int) 
 
 
 def _speed(axes: Any, plans: Sequence["BatchPlan"]) -> None:
-    """The best option with its error band, and chains of its drafter."""
+    """Draws the best option with its error band, and chains of its drafter."""
     rows = [p.rows for p in plans]
     low, high = [p.best.low for p in plans], [p.best.high for p in plans]
     axes.fill_between(rows, low, high, color="k", alpha=0.1, lw=0, label=RANGE)
     _line(axes, rows, [1.0] * len(rows), 0)
-    for place, length in enumerate(o.length for o in plans[0].chains):
+    for i, length in enumerate(o.length for o in plans[0].chains):
         if length in COLORS:
-            _line(axes, rows, [p.chains[place].speedup for p in plans], length)
+            _line(axes, rows, [p.chains[i].speedup for p in plans], length)
     axes.plot(rows, [p.best.speedup for p in plans], "k--", lw=2, label=BEST)
     kinds = {o.kind for p in plans for o in p.chains}
     chains = f", chains of {kinds.pop()}" if len(kinds) == 1 else ""
@@ -84,7 +84,7 @@ def _speed(axes: Any, plans: Sequence["BatchPlan"]) -> None:
 
 
 def _efficiency(axes: Any, question: "Question", plans: Sequence["BatchPlan"]) -> None:
-    """T(B, 1) / T(B, K + 1), without drafting."""
+    """Draws T(B, 1) / T(B, K + 1), without drafting."""
     machine, rows = question.machines[0], [p.rows for p in plans]
     _line(axes, rows, [1.0] * len(rows), 0)
     for length in (k for k in question.lengths if k in COLORS):
@@ -94,7 +94,7 @@ def _efficiency(axes: Any, question: "Question", plans: Sequence["BatchPlan"]) -
 
 
 def _experts(axes: Any, question: "Question", plans: Sequence["BatchPlan"]) -> None:
-    """Distinct experts of a layer; a dense layer is one."""
+    """Draws distinct experts of a layer; a dense layer is one."""
     rows, routed = [p.rows for p in plans], question.model.routed
     for length in (0, *(k for k in question.lengths if k in COLORS)):
         _line(axes, rows, [question.machines[0].touched(b, length + 1) if routed else 1 for b in rows], length)

@@ -12,7 +12,7 @@ from jaxspec.serve.demo_pair import DEMO, resolve_model
 
 
 def model_config(wanted: str) -> tuple[str, dict[str, Any]]:
-    """Name and config of a shipped name (``qwen3-30b-a3b``), a ``config.json``, a directory, hub id, or ``demo``.
+    """Returns name and config of a shipped name (``qwen3-30b-a3b``), a file, a directory, a hub id, or ``demo``.
 
     Raises:
       ConfigError: there is no such thing, or it is not a JSON object.

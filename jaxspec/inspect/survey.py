@@ -1,4 +1,4 @@
-"""What a model directory or a bare config holds and promises, found out without reading a weight."""
+"""Surveys what a model directory or a bare config holds and promises, without reading a weight."""
 
 import re
 from collections import Counter
@@ -42,12 +42,12 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
 
     Args:
       path: model directory in Hugging Face layout, or a ``config.json`` alone, whose files are taken as promised.
-      dtype: of weights that are not quantised, and of products.
+      dtype: of weights that are not quantized, and of products.
       quantization: how weights would lie in memory, see ``make_plan``.
 
     Raises:
       ConfigError: there is no such config, or it is wrong or not supported.
-      CheckpointError: the files are unreadable or quantised in a way that is not supported.
+      CheckpointError: the files are unreadable or quantized in a way that is not supported.
     """
     config, directory = config_at(path)
     arch, block = arch_of(config), check_method(config)
@@ -60,10 +60,10 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
         path, Transformer(arch, policy), table.rules(arch), other_prefixes=table.other_prefixes(arch),
         ignored_suffixes=table.ignored_suffixes(arch), block=block, quantization=quantization, files=files,
     )  # fmt: skip
-    behind = None
+    prediction = None
     if arch.mtp:
         rules = table.mtp_rules(arch)
-        behind = make_plan(path, Mtp(arch, policy), rules, block=block, quantization=quantization, files=files)
+        prediction = make_plan(path, Mtp(arch, policy), rules, block=block, quantization=quantization, files=files)
     total = model_sizes.parameters(plan.leaves)
     active = sum(total.values()) - model_sizes.idle_parameters(arch.layers, arch.model_dim)
     return {
@@ -73,22 +73,22 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
         "context_tokens": arch.max_position,
         "ignored_keys": list(ignored_keys(config)),
         "parameters": {"total": sum(total.values()), "active": active, "by_part": total},
-        "bytes": _bytes(plan, behind, there),
+        "bytes": _bytes(plan, prediction, there),
         "cache": {
             "bytes_per_token": model_sizes.cached_bytes(arch, kind),
             "bytes_per_row": model_sizes.ring_bytes(arch, kind),
         },
         "quantization": _quantization(config, plan),
         "tensors": {**_counts(plan, there or directory is None), **_problems(plan)},
-        "multi_token_prediction": _prediction(arch, behind, there),
-        "drafters": drafters(arch, behind),
+        "multi_token_prediction": _prediction(arch, prediction, there),
+        "drafters": drafters(arch, prediction),
         "text": _text(config, directory),
         "refused": {} if directory is None else _refused(directory, there),
     }
 
 
 def config_at(path: Path) -> tuple[dict[str, Any], Path | None]:
-    """The config of a model directory or of a bare ``config.json``, and the directory where it is one with files.
+    """Reads the config of a model directory or of a bare ``config.json``, and returns the directory if it is one.
 
     Raises:
       ConfigError: there is no such config, or it is not a JSON object.
@@ -97,8 +97,8 @@ def config_at(path: Path) -> tuple[dict[str, Any], Path | None]:
 
 
 def _refused(directory: Path, has_weights: bool) -> dict[str, str]:
-    """What of a directory ``LLM`` would refuse besides its tensors, and why."""
-    found = {} if has_weights else {"weights": no_weights(directory)}
+    """Returns what of a directory, besides its tensors, ``LLM`` would refuse, and why."""
+    refused = {} if has_weights else {"weights": no_weights(directory)}
     looks = {
         "tokenizer": lambda: Text.load(directory),
         "generation_config": lambda: sampling_defaults(read_generation(directory)),
@@ -107,12 +107,12 @@ def _refused(directory: Path, has_weights: bool) -> dict[str, str]:
         try:
             look()
         except ConfigError as error:
-            found[what] = str(error)
-    return found
+            refused[what] = str(error)
+    return refused
 
 
 def layer_kinds(layers: Iterable[LayerSpec]) -> dict[str, int]:
-    """How many layers there are of each kind."""
+    """Counts layers of each kind."""
     return dict(Counter(f"{_mixer(layer.attention)}; {_feed_forward(layer.ffn)}" for layer in layers))
 
 
@@ -125,7 +125,7 @@ def _mixer(spec: Any) -> str:
         words.append(f"entries of {compressor.entries.stride}")
     if getattr(spec, "index", None) is not None:
         words.append("own index")
-    if getattr(spec, "borrows", False):
+    if getattr(spec, "reuses_selection", False):
         words.append("index of an earlier layer")
     if getattr(spec, "sinks", False):
         words.append("sinks")
@@ -140,33 +140,33 @@ def _feed_forward(spec: Any) -> str:
     return f"{spec.top_k} of {spec.experts} experts of {spec.hidden}{shared}{by}"
 
 
-def _bytes(plan: LoadPlan, behind: LoadPlan | None, on_disk: bool) -> dict[str, Any]:
-    plans = [plan, *([behind] if behind else [])]
+def _bytes(plan: LoadPlan, prediction: LoadPlan | None, on_disk: bool) -> dict[str, Any]:
+    plans = [plan, *([prediction] if prediction else [])]
     in_files, in_memory = ({}, {})
     for one in plans:
         in_files |= model_sizes.file_bytes(one)
         in_memory |= model_sizes.memory_bytes(one.leaves)
-    whole = sum(tensor.end - tensor.begin for tensor in plan.files.tensors.values())
+    stored = sum(tensor.end - tensor.begin for tensor in plan.files.tensors.values())
     read = sum(in_files.values())
     return {
-        "on_disk" if on_disk else "promised": {"total": whole, "not_read": whole - read, "by_part": in_files},
+        "on_disk" if on_disk else "promised": {"total": stored, "not_read": stored - read, "by_part": in_files},
         "in_memory": {"total": sum(in_memory.values()), "by_part": in_memory},
     }
 
 
 def _quantization(config: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
     published = quantization_of(config)
-    found = Counter(s.form.kind if s.form else "plain" for s in plan.stored.values())
-    kept = {kind: form.kind for kind, form in plan.kinds().items() if form is not None}
+    kinds = Counter(s.form.kind if s.form else "plain" for s in plan.stored.values())
+    in_memory = {kind: form.kind for kind, form in plan.kinds().items() if form is not None}
     return {
         "config": None if published is None else published.get("quant_method"),
-        "tensors": dict(found),
-        "kept_in_memory": kept,
+        "tensors": dict(kinds),
+        "kept_in_memory": in_memory,
     }
 
 
 def _counts(plan: LoadPlan, there: bool) -> dict[str, int]:
-    """How many tensors there are, and how many of them are read; of a directory without weights none are there."""
+    """Counts tensors, and those of them that are read; a directory without weights has none."""
     read = {name.whole for s in plan.stored.values() for name in s.tensors}
     return {"in_files": len(plan.files) if there else 0, "read": len(read) if there else 0}
 
@@ -177,51 +177,51 @@ def _problems(plan: LoadPlan) -> dict[str, list[str]]:
     return {kind: collapse(names) for kind, names in wrong.items()} | {"misshaped": p["shape"], "mistyped": p["dtype"]}
 
 
-def _prediction(arch: ArchSpec, behind: LoadPlan | None, on_disk: bool) -> dict[str, Any]:
-    missing = [] if behind is None else behind.problems["missing"]
-    there = behind is not None and not missing
+def _prediction(arch: ArchSpec, prediction: LoadPlan | None, on_disk: bool) -> dict[str, Any]:
+    missing = [] if prediction is None else prediction.problems["missing"]
+    there = prediction is not None and not missing
     return {
         "layers": len(arch.mtp),
         "present": there if on_disk else None,
-        "parameters": sum(model_sizes.parameters(behind.leaves).values()) if behind else 0,
+        "parameters": sum(model_sizes.parameters(prediction.leaves).values()) if prediction else 0,
         "missing": collapse(missing),
     }
 
 
-def drafters(arch: ArchSpec, behind: LoadPlan | None = None) -> dict[str, str]:
-    """What can draft for a model, by method of ``speculative_config``, and in which shapes.
+def drafters(arch: ArchSpec, prediction: LoadPlan | None = None) -> dict[str, str]:
+    """Returns what can draft for a model, by method of ``speculative_config``, and in which shapes.
 
     Args:
       arch: of the model.
-      behind: plan of its multi-token prediction, None where the config has none.
+      prediction: plan of its multi-token prediction, None where the config has none.
     """
-    own = arch.chain_only
-    shapes = f"chains only: {own}" if own else "chains and trees"
-    found = {"ngram": shapes, "draft_model": f"{shapes}; needs a model of {arch.vocab_size} tokens"}
-    if behind is None:
-        return found | {"mtp": "no: the config has no layers of multi-token prediction"}
-    if behind.problems["missing"]:
-        return found | {"mtp": f"no: {len(behind.problems['missing'])} of its tensors are missing"}
-    why = own or replace(arch, layers=arch.mtp).chain_only
-    return found | {"mtp": f"chains only: {why}" if why else "chains and trees"}
+    chains_only = arch.chain_only
+    shapes = f"chains only: {chains_only}" if chains_only else "chains and trees"
+    methods = {"ngram": shapes, "draft_model": f"{shapes}; needs a model of {arch.vocab_size} tokens"}
+    if prediction is None:
+        return methods | {"mtp": "no: the config has no layers of multi-token prediction"}
+    if prediction.problems["missing"]:
+        return methods | {"mtp": f"no: {len(prediction.problems['missing'])} of its tensors are missing"}
+    why = chains_only or replace(arch, layers=arch.mtp).chain_only
+    return methods | {"mtp": f"chains only: {why}" if why else "chains and trees"}
 
 
 def _text(config: Mapping[str, Any], directory: Path | None) -> dict[str, Any]:
-    """Tokenizer, chat template and end-of-text ids; without a directory only what the config says."""
+    """Returns tokenizer, chat template and end-of-text ids; without a directory only what the config says."""
     generation = read_generation(directory) if directory else {}
-    found: dict[str, Any] = {"eos_token_ids": sorted(end_ids(config, generation))}
+    about: dict[str, Any] = {"eos_token_ids": sorted(end_ids(config, generation))}
     if directory is None:
-        return found
+        return about
     settings = directory / "tokenizer_config.json"
     settings = read_json(settings) if settings.exists() else {}
     template = (directory / "chat_template.jinja").exists() or bool(settings.get("chat_template"))
     template = template or config.get("model_type") in FORMATS
     tokenizer = next((name for name in TOKENIZER_FILES if (directory / name).exists()), None)
-    return found | {"tokenizer": tokenizer, "chat_template": template}
+    return about | {"tokenizer": tokenizer, "chat_template": template}
 
 
 def collapse(names: Iterable[str]) -> list[str]:
-    """Names that differ in numbers alone as one pattern each: ``layers.{0..3}.up.weight``.
+    """Returns names that differ in numbers alone as one pattern each: ``layers.{0..3}.up.weight``.
 
     A number counts where it is a whole part between dots.
     """
@@ -229,16 +229,16 @@ def collapse(names: Iterable[str]) -> list[str]:
     for name in names:
         numbers = tuple(int(number) for number in NUMBER.findall(name))
         groups.setdefault(tuple(NUMBER.split(name)), set()).add(numbers)
-    found = [
+    patterns = [
         "".join(f"{word}{place}" for word, place in zip(words, (*ranges, ""), strict=True))
         for words, numbers in groups.items()
         for ranges in _ranges(numbers)
     ]
-    return sorted(found)
+    return sorted(patterns)
 
 
 def _ranges(numbers: set[tuple[int, ...]]) -> list[tuple[str, ...]]:
-    """Tuples of numbers as tuples of ranges, the last places put together first."""
+    """Returns tuples of numbers as tuples of ranges, the last places put together first."""
     if numbers == {()}:
         return [()]
     tails: dict[int, set[tuple[int, ...]]] = {}
@@ -251,7 +251,7 @@ def _ranges(numbers: set[tuple[int, ...]]) -> list[tuple[str, ...]]:
 
 
 def _range(numbers: list[int]) -> str:
-    """``3``, ``{3..60}`` or ``{0,2..5}``."""
+    """Returns ``3``, ``{3..60}`` or ``{0,2..5}``."""
     runs: list[list[int]] = []
     for n in sorted(numbers):
         if runs and n == runs[-1][-1] + 1:

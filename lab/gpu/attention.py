@@ -37,7 +37,7 @@ class Shape:
 
     @property
     def entry_bytes(self) -> int:
-        """Of one cached position, in bfloat16."""
+        """Bytes of one cached position, in bfloat16."""
         return 2 * self.kv_heads * self.width * (1 if self.value_width else 2)
 
 

@@ -179,8 +179,8 @@ def _texts(llm: LLM, prompts: list[str], tokens: int, speculative: bool | None) 
 def references(section: Section, kernel: Any) -> None:
     """Every case of every operation, found by discovery: the kernel equals the reference within its tolerance."""
     wanted = "tiny" if section.tiny else "real"
-    found = sorted(module.name for module in iter_modules(pallas_kernels.__path__) if module.ispkg)
-    for op in found[: 1 if section.tiny else None]:
+    operations = sorted(module.name for module in iter_modules(pallas_kernels.__path__) if module.ispkg)
+    for op in operations[: 1 if section.tiny else None]:
         cases: list[Case] = [c for c in import_module(f"pallas_kernels.{op}.cases").CASES if c.size == wanted]
         for case in cases[: 1 if section.tiny else None]:
             name = f"{op} {case.name}"

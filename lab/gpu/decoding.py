@@ -81,7 +81,7 @@ class Model:
         return Guesses(k, self.cost.vocab_size) if k else NoDrafts()
 
     def empty(self, rows: int) -> DecodeState:
-        """Rows with room for a few dispatches behind the context."""
+        """Returns rows with room for a few dispatches after the context."""
         return init_state(self.target, NoDrafts(), rows, self.sizes.context + 4 * self.sizes.steps, slack=SLACK)
 
     def read_bytes(self, rows: int, positions: int) -> float:
@@ -164,7 +164,7 @@ def _add_cell(
 
 
 def launches_per_step(text: str) -> int:
-    """Instructions of an optimised dispatch that start something on the device in every step.
+    """Instructions of an optimized dispatch that start something on the device in every step.
 
     Branches that need not be taken and loops whose length depends on the data are left out.
     """
@@ -215,7 +215,7 @@ class Runner:
         return report.packed_BXW
 
     def text(self, program: Any, k: int) -> np.ndarray:
-        """What every row says next, one token per step at least."""
+        """Returns what every row says next, one token per step at least."""
         self.run(program, k, self.sizes.steps)
         first = self.sizes.context + 1
         return np.asarray(self.state.history_BS)[:, first : first + self.sizes.steps]

@@ -40,7 +40,7 @@ class Inputs:
 
     Attributes:
       shape: with as many layers as there are calls; every call reads another layer.
-      stack: the kernel's weights, all layers behind one another.
+      stack: the kernel's weights, all layers one after another.
       layers: the same per layer, where they are plain; for peers that take no stack.
     """
 
@@ -64,7 +64,7 @@ class Inputs:
         """Bytes of the union of experts that a call touches, on average."""
         each = sum(leaf.nbytes for leaf in jax.tree.leaves(self.stack)) / (self.shape.layers * self.shape.experts)
         ids = [np.unique(np.asarray(choice)) for _, choice, _ in rows]
-        return float(np.mean([(found < self.shape.experts).sum() for found in ids])) * each
+        return float(np.mean([(chosen < self.shape.experts).sum() for chosen in ids])) * each
 
 
 def experts(section: Section) -> None:
@@ -87,14 +87,14 @@ def experts(section: Section) -> None:
 
 
 def missing_peers() -> dict[str, str]:
-    """Why peers cannot be measured here."""
-    found = {}
+    """Returns why peers cannot be measured here."""
+    missing = {}
     for name, module in (("tokamax", "tokamax"), ("torch and triton", "lab.gpu.torch_experts")):
         try:
             import_module(module)
         except Exception as error:
-            found[name] = f"not importable: {type(error).__name__}: {error}"
-    return found
+            missing[name] = f"not importable: {type(error).__name__}: {error}"
+    return missing
 
 
 def random_inputs(shape: Shape) -> Inputs:

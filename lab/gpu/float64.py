@@ -14,7 +14,7 @@ def wide(w: Any, place: tuple[int, ...] = ()) -> np.ndarray:
     """One entry of the leading axes of a weight as float64.
 
     Args:
-      w: an array, or quantised.
+      w: an array, or quantized.
       place: index of the leading axes.
     """
     if not isinstance(w, Quantized):

@@ -15,9 +15,9 @@ from jaxspec.aot.programs import abstract_target
 from jaxspec.checkpoint.load.places import flatten, unflatten
 from jaxspec.decode.state import Target
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.quantized import Quantized
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import Quantized
 
 DEVIATION = 0.02
 WIDTH = DEVIATION * math.sqrt(3)
@@ -44,7 +44,7 @@ def published_config(name: str, tiny: bool) -> dict[str, Any]:
 
 
 def random_target(config: Mapping[str, Any], policy: Policy, *, block: int = 128, seed: int = 0) -> Target:
-    """A target without meaning: every parameter random, quantised ones as the release is published.
+    """A target without meaning: every parameter random, quantized ones as the release is published.
 
     Args:
       config: published config.

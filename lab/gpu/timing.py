@@ -49,7 +49,7 @@ def interleaved(subjects: Sequence[Subject], *, rounds: int = ROUNDS, round_s: f
     """Times subjects in turns, so that a drifting clock meets all of them alike.
 
     Each round starts as many programs of a subject as fill ``round_s`` and waits once: what the host does for a
-    program hides behind the programs before it.
+    program overlaps with the programs before it.
 
     Args:
       subjects: programs that are compiled.
@@ -62,7 +62,7 @@ def interleaved(subjects: Sequence[Subject], *, rounds: int = ROUNDS, round_s: f
         for subject in subjects if number % 2 == 0 else reversed(subjects):
             count = counts[subject.name]
             times[subject.name].append(_run(subject, count) / (count * subject.calls))
-    return {name: Timing(statistics.median(found), min(found), max(found)) for name, found in times.items()}
+    return {name: Timing(statistics.median(taken), min(taken), max(taken)) for name, taken in times.items()}
 
 
 def _warm(subject: Subject, round_s: float) -> int:
@@ -82,7 +82,7 @@ def _run(subject: Subject, count: int) -> float:
 
 
 def chained(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], Any]:
-    """One compiled program that calls a function once per set of arguments, one call behind the other.
+    """Compiles one program that calls a function once per set of arguments, one call after another.
 
     The sets should be larger together than the card's last cache, or later programs would read from it. The
     arguments differ, so XLA shares nothing between calls, and there is no loop whose turns it could take apart.

@@ -49,22 +49,22 @@ class Tuned:
 
 def groups(op: str, cases: list[Case], kernel: Any) -> list[Group]:
     """Cases by what their tile sizes depend on, found by tracing them; cases that look nothing up are left out."""
-    found: dict[Key, Group] = {}
+    by_key: dict[Key, Group] = {}
     for case in cases:
         jax.clear_caches()
         with blocks.listening(op) as asked:
             jax.eval_shape(case.call(kernel), *case.abstract())
         for key, default in asked[:1]:
-            found.setdefault(key, Group(key, [], default)).cases.append(case)
-    return list(found.values())
+            by_key.setdefault(key, Group(key, [], default)).cases.append(case)
+    return list(by_key.values())
 
 
-def neighbours(tiles: Any) -> Iterator[Any]:
+def neighbors(tiles: Any) -> Iterator[Any]:
     """Records that differ in one whole number, which is halved or doubled."""
     for f in fields(tiles):
         value = getattr(tiles, f.name)
         if is_dataclass(value):
-            yield from (replace(tiles, **{f.name: inner}) for inner in neighbours(value))
+            yield from (replace(tiles, **{f.name: inner}) for inner in neighbors(value))
         elif isinstance(value, int):
             yield from (replace(tiles, **{f.name: n}) for n in (value // 2, value * 2) if n >= 1)
 
@@ -96,7 +96,7 @@ def tune(op: str, group: Group, kernel: Any, *, tries: int, rounds: int = 5, rou
     best_us, improved = default_us, True
     while improved and len(tried) <= tries:
         improved = False
-        for candidate in [c for c in neighbours(best) if c not in tried][: tries + 1 - len(tried)]:
+        for candidate in [c for c in neighbors(best) if c not in tried][: tries + 1 - len(tried)]:
             tried.add(candidate)
             try:
                 candidate_us = time_us(candidate)
@@ -117,7 +117,7 @@ def _launches(op: str, case: Case, kernel: Any, tiles: Any, arguments: list[tupl
 
 
 def entry(group: Group, tuned: Tuned, *, card: str, date: str, command: str) -> Measured:
-    """What is written of a group."""
+    """Returns what is written of a group."""
     return Measured(
         card, group.key.shape, group.key.form, date, command, round(tuned.time_us, 2), round(tuned.default_time_us, 2),
         differences(group.default, tuned.tiles),
@@ -126,12 +126,12 @@ def entry(group: Group, tuned: Tuned, *, card: str, date: str, command: str) -> 
 
 def differences(default: Any, tiles: Any) -> dict[str, Any]:
     """Fields of a record that are not the default's, nested ones as tables."""
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for f in fields(default):
         old, new = getattr(default, f.name), getattr(tiles, f.name)
         if old != new:
-            found[f.name] = differences(old, new) if is_dataclass(old) else new
-    return found
+            changed[f.name] = differences(old, new) if is_dataclass(old) else new
+    return changed
 
 
 def merged(old: tuple[Measured, ...], new: list[Measured]) -> list[Measured]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.aot import process
-from jaxspec.aot.compiled import compile_for
+from jaxspec.aot.program_report import compile_for
 from jaxspec.sharding.targets import target_devices
 from pallas_kernels.backend import BlockSpec, Launch, ds, launch, whole
 

@@ -1,4 +1,4 @@
-"""Brings peers into a sweep: which of their ways of decoding answers which of ours, their processes, their figures."""
+"""Other engines in a sweep: which of their methods answers which of ours, their processes, their figures."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from jaxspec.errors import ConfigError, JaxspecError
 
 RUNNERS = Path(__file__).parent / "runners"
 LOAD_S, RUN_S = 600.0, 1800.0
-# Its way of decoding for each of our methods.
+# Of each peer, its method that answers one of ours.
 MODES: Mapping[str, Mapping[str, str]] = {
     "transformers": {NONE: "plain", "ngram": "lookup", "draft_model": "assistant"},
     "vllm": {NONE: "plain", "ngram": "ngram", "draft_model": "draft_model"},
@@ -49,16 +49,16 @@ class PeerRun(msgspec.Struct, frozen=True):
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole run."""
+        """Rate of the whole run."""
         return self.tokens / self.time_s
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """While every row decoded, None if that never was."""
+        """Rate while every row decoded, None if that never was."""
         return self.decode_tokens / self.decode_time_s if self.decode_tokens else None
 
     def __add__(self, other: "PeerRun") -> "PeerRun":
-        """Both, one after the other."""
+        """Returns both, one after the other."""
         return PeerRun(
             self.token_ids + other.token_ids,
             self.time_s + other.time_s,
@@ -85,7 +85,7 @@ class PeerChoice:
     runner: Path | None = None
 
     def mode(self, engine: EnginePoint) -> str | None:
-        """How it decodes beside one of our engines, None where it has nothing like it."""
+        """Returns how it decodes to answer one of our engines, None where it has nothing like it."""
         if isinstance(engine.k, str):
             return None
         method = NONE if engine.drafter is None else str(engine.drafter.config.get("method", "draft_model"))
@@ -113,8 +113,8 @@ class Contender:
         finally:
             os.close(log)
         try:
-            wanted = {"op": "load", **setup, "mode": mode, "options": dict(choice.options)}
-            self.version = str(self._ask(wanted, LOAD_S)["version"])
+            request = {"op": "load", **setup, "mode": mode, "options": dict(choice.options)}
+            self.version = str(self._ask(request, LOAD_S)["version"])
         except BaseException:
             self.stop()
             raise
@@ -130,14 +130,14 @@ class Contender:
         Raises:
           PeerError: it did not answer, or answered with an error.
         """
-        wanted = {"op": "run", "prompts": [list(ids) for ids in prompts], "max_tokens": max_tokens}
+        request = {"op": "run", "prompts": [list(ids) for ids in prompts], "max_tokens": max_tokens}
         try:
-            found = msgspec.convert(self._ask(wanted, RUN_S), PeerRun)
+            peer_run = msgspec.convert(self._ask(request, RUN_S), PeerRun)
         except msgspec.ValidationError as error:
             raise PeerError(f"{self.name}: not an answer to a run ({error})") from error
-        if [len(ids) for ids in found.token_ids] != [max_tokens] * len(prompts):
+        if [len(ids) for ids in peer_run.token_ids] != [max_tokens] * len(prompts):
             raise PeerError(f"{self.name}: {max_tokens} tokens for each of {len(prompts)} prompts were asked for")
-        return found
+        return peer_run
 
     def stop(self) -> None:
         """Ends the process, which ends what it started."""
@@ -183,7 +183,7 @@ class Contender:
         return line
 
     def _complaint(self) -> str:
-        """The last line that it wrote on standard error."""
+        """Returns the last line that it wrote on standard error."""
         lines = self._log.read_text(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"; it last said: {last[:200]}" if last else ""
@@ -192,8 +192,8 @@ class Contender:
 def open_contenders(
     choices: Sequence[PeerChoice], engine: EnginePoint, *, model: Path, dtype: str, capacity: int
 ) -> tuple[list[Contender], list[Skipped]]:
-    """Starts what can take part beside an engine; the rest is told with the reason."""
-    found, missing = [], []
+    """Starts what can take part next to an engine; the rest is returned with the reason."""
+    started, missing = [], []
     draft = str(engine.drafter.config["model"]) if engine.drafter and "model" in engine.drafter.config else None
     setup = {
         "model": str(model), "draft": draft, "k": engine.k, "dtype": dtype, "rows": engine.rows, "capacity": capacity,
@@ -204,14 +204,14 @@ def open_contenders(
             missing.append(Skipped(f"{choice.name} beside {engine.name}", "it has nothing like it here"))
             continue
         try:
-            found.append(Contender(choice, mode, setup))
+            started.append(Contender(choice, mode, setup))
         except PeerError as error:
             missing.append(Skipped(f"{choice.name} {mode} beside {engine.name}", " ".join(str(error).split())))
-    return found, missing
+    return started, missing
 
 
 def peer_figures(contender: Contender, runs: Sequence[PeerRun], ours: Sequence[Run], plain: Run) -> PeerFigures:
-    """Figures of a peer's rounds.
+    """Computes the figures of a peer's rounds.
 
     Args:
       contender: that ran.
@@ -241,7 +241,7 @@ def peer_figures(contender: Contender, runs: Sequence[PeerRun], ours: Sequence[R
 
 
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    return next((place for place, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
 
 
 def parse_peers(texts: Sequence[str]) -> list[PeerChoice]:

@@ -23,7 +23,7 @@ def test_what_is_needed_fits_the_pinned_jax():
 
 
 def test_a_missing_plugin_comes_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(process, "PLACE", tmp_path)
+    monkeypatch.setattr(process, "DIRECTORY", tmp_path)
     monkeypatch.setattr(process, "PLUGINS", ("no_such_plugin",))
     why = process.missing()
     assert why is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxspec.bench import plot
+from jaxspec.bench import pictures
 from jaxspec.bench.grid import DrafterChoice, EnginePoint, Grid, default_grid
 from jaxspec.bench.measure import Run, Trace
 from jaxspec.bench.record import Skipped, SweepCell, load, save
@@ -17,9 +17,9 @@ from jaxspec.bench.rounds import PLAIN, SPECULATIVE
 from jaxspec.bench.sweep import Sweep, Watcher
 from jaxspec.bench.synthetic import Synthetic
 from jaxspec.bench.tables import csv_text, heading, markdown_text
-from jaxspec.bench.touched import touched_experts
+from jaxspec.bench.touched_experts import touched_experts
 from jaxspec.errors import ConfigError
-from jaxspec.inspect.routes import routed_experts
+from jaxspec.inspect.text_routes import routed_experts
 from jaxspec.perf.moesd import expected_experts
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SpeculationMetrics
@@ -160,7 +160,7 @@ def test_synthetic_acceptance_is_marked_everywhere(model: Path, tmp_path: Path):
     assert "SYNTHETIC ACCEPTANCE" in markdown_text(report)
     assert "no model's" in markdown_text(report)
     assert {row["synthetic"] for row in csv.DictReader(io.StringIO(csv_text(report)))} == {"True"}
-    files = plot.draw(report, tmp_path)
+    files = pictures.draw(report, tmp_path)
     assert files[0].read_bytes().startswith(b"\x89PNG")
     save(report, tmp_path / "bench.json")
     assert load(tmp_path / "bench.json").synthetic == {"mean_length": 3.0}

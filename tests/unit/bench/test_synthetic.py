@@ -82,4 +82,4 @@ def test_rule_keeps_the_rates():
     for row in range(50):
         n = accepted[row]
         assert token[row, :n].tolist() == drafted[row, :n].tolist()
-        assert token[row, n] == best[row, n], "behind the drafts comes the target's own token"
+        assert token[row, n] == best[row, n], "after the drafts comes the target's own token"

@@ -42,7 +42,7 @@ BOUNDS = {
     "mixtral-8x7b": (25.5, 131, 188),
     "olmoe-1b-7b": (2.35, 1423, 2039),
 }
-# The same at one row and three drafts where neighbours overlap: shares .8 and .69 of the independent count.
+# The same at one row and three drafts where neighbors overlap: shares .8 and .69 of the independent count.
 OVERLAPPING = {
     "qwen3-30b-a3b": (2.14, 1.90),
     "gpt-oss-120b": (1.79, 1.63),
@@ -127,7 +127,7 @@ def test_prediction_is_a_model_of_its_own():
     assert cost("qwen3-30b-a3b").prediction is None
 
 
-def test_quantising_a_plain_model_halves_its_experts():
+def test_quantizing_a_plain_model_halves_its_experts():
     plain, eight = (model_cost(model_config("olmoe-1b-7b")[1], quantization=how).layers[0] for how in ("auto", "fp8"))
     assert eight.expert_bytes == pytest.approx(plain.expert_bytes / 2, rel=1e-3)
     assert eight.expert_flops == plain.expert_flops

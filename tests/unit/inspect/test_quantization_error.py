@@ -1,4 +1,4 @@
-"""The logit error of quantised weights: none where nothing changes, little with 8 bits, and said in full."""
+"""The logit error of quantized weights: none where nothing changes, little with 8 bits, and said in full."""
 
 import json
 from pathlib import Path
