@@ -15,7 +15,7 @@ from rich.console import Console
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.errors import ConfigError, JaxspecError, RequestError
-from jaxspec.serve import waiting
+from jaxspec.serve import progress_bar
 from jaxspec.serve.arguments import as_int, parse_buckets, parse_capacity
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.progress_bar import show_progress
@@ -235,13 +235,13 @@ def test_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch):
             assert look is None
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr(waiting, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
-    monkeypatch.setattr(waiting, "PATIENCE_S", 1000.0)
+    monkeypatch.setattr(progress_bar, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
+    monkeypatch.setattr(progress_bar, "PATIENCE_S", 1000.0)
     with show_progress(outputs(3), True) as look:
         assert look is not None
         look()
     assert not screen.getvalue(), "quick calls show nothing"
-    monkeypatch.setattr(waiting, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress_bar, "PATIENCE_S", 0.0)
     running = outputs(3)
     odd: Any = "yes"
     with show_progress(running, True) as look:
