@@ -40,9 +40,8 @@ def modules() -> dict[str, ast.Module]:
 
 @cache
 def lines() -> list[tuple[str, str]]:
-    """Returns every line of code, tests and pages, with where it stands."""
+    """Returns every line of code and pages, with where it stands."""
     files = [ROOT / path for path in modules()] + [page for page in PAGES if page.name not in UNEDITED]
-    files += [file for file in sorted((ROOT / "tests").rglob("*.py")) if file.parent.name != "house"]
     return [
         (f"{file.relative_to(ROOT).as_posix()}:{number}", line)
         for file in files
