@@ -121,9 +121,10 @@ def methods_without_a_docstring() -> list[str]:
 
     promised = set().union(*map(documented, protocols))
     return [
-        f"{where} {node.name}.{method.name}"
-        for where, node in nodes(ast.ClassDef)
-        if not node.name.startswith("_")
+        f"{path}:{method.lineno} {node.name}.{method.name}"
+        for path, module in modules().items()
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         for method in node.body
         if isinstance(method, Function) and not method.name.startswith("_")
         if method.name not in documented(node) | promised
