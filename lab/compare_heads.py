@@ -188,6 +188,7 @@ def measure(names: Sequence[str], params: dict[str, Params], args: argparse.Name
         settings = settings_of(name, args)
         run = make_run(settings, read_headers(settings, demo_model_dir("target")).load(), corpus)
         assert run.evaluate is not None, "held-out documents are given"
+        assert run.save is not None
         figures = dict(run.evaluate(params[name])) | routing_recall(run.frozen, params[name], corpus, 512)
         size = sum(x.size for x in jax.tree.leaves(params[name]))
         heads[name] = {"parameters": int(size), **figures}

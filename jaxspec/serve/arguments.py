@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.load.model import Model
-from jaxspec.draft.catalog import SpeculativeConfig
+from jaxspec.draft.methods import SpeculativeConfig
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.serve.compile_cache import use_compile_cache

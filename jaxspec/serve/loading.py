@@ -7,23 +7,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, read_config
 from jaxspec.checkpoint.load.padding import check_vocabulary
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.heads import Head
 from jaxspec.models.mtp import Mtp
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.expert_transport import TRANSPORTS
 from jaxspec.nn.policy import Policy, policy_for
-from jaxspec.perf.calibration import load_calibration
 from jaxspec.perf.expert_placement import load_placement
-from jaxspec.perf.step_ratios import StepRatios, step_ratios
 from jaxspec.serve.demo_pair import demo_part, resolve_model
 from jaxspec.serve.transport import transport_for
 from jaxspec.shapes import Params
@@ -76,7 +73,7 @@ def load_target(
 
 
 def load_draft(
-    config: catalog.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
+    config: methods.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
 ) -> tuple[Transformer | Mtp, Params] | Head | None:
     """Loads what drafts, where the method has a model, on the target's mesh.
 
@@ -89,39 +86,16 @@ def load_draft(
     if config.model is None:
         return None
     directory = resolve_model(config.model, config.revision, download_dir, part=demo_part(config.method))
-    if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
+    if config.method in methods.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
         return load_head(directory, target.net.arch, target.net.policy, mesh=mesh)
     if is_head(read_config(directory)):
         raise ConfigError(
             f"speculative_config: {config.model} holds a draft head, not a model; give its kind as method "
-            f"({', '.join(catalog.HEADS)})"
+            f"({', '.join(methods.HEADS)})"
         )
     check_vocabulary(directory, target.directory, target.net.arch.vocab_size)
     model = load_model(directory, target.net.policy, mesh=mesh, allow_replication=True)
     return model.net, model.params
-
-
-def load_prior(config: catalog.SpeculativeConfig, target: Model, quantization: str) -> StepRatios | None:
-    """Loads step times that were calibrated beforehand, where ``speculative_config`` names them.
-
-    Raises:
-      ConfigError: they are of another model, drafter or dtype.
-    """
-    if config.schedule.calibration is None:
-        return None
-    calibration = load_calibration(Path(config.schedule.calibration))
-    have = {
-        "model": digests(target.config)["config_digest"], "drafter": config.method,
-        "dtype": str(target.net.policy.storage.param), "quantization": quantization,
-    }  # fmt: skip
-    measured = {**calibration.settings, "model": calibration.model.get("config_digest")}
-    wrong = [f"{name} {measured.get(name)!r}, not {have[name]!r}" for name in have if measured.get(name) != have[name]]
-    if wrong:
-        raise ConfigError(
-            f"speculative_config: {config.schedule.calibration} was measured with {'; '.join(wrong)}; run jaxspec "
-            "calibrate with this model and drafter"
-        )
-    return step_ratios(calibration)
 
 
 def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:

@@ -13,11 +13,12 @@ import pytest
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp
 from jaxspec.decode.state import init_sampling
-from jaxspec.draft import catalog
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft import methods
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.errors import ConfigError
 from jaxspec.models.mtp import Mtp, run_mtp
 from jaxspec.models.transformer import embed, head, teacher_forced
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, Commit, Features
 from jaxspec.pytree import replace
@@ -71,7 +72,7 @@ class Case:
 @partial(jax.jit, static_argnums=(0, 1))
 def _run(net, target, params, base, token_BT: Array, feature: Array) -> tuple[Array, Array]:
     position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-    last, feature, _ = run_mtp(net, params, 0, embed(target, base, token_BT), feature, token_BT, position_BT)
+    last, feature, _ = run_mtp(net, params, 0, embed(target, base, token_BT), feature, Inputs(token_BT, position_BT))
     return head(target, base, last), feature
 
 
@@ -186,9 +187,9 @@ def test_drafting_a_chain_behind_observed_text(case: Case):
 def test_drafting_a_tree_behind_observed_text(case: Case):
     arch = case.model.net.arch
     if arch.chain_only or replace(arch, layers=arch.mtp).chain_only:
-        config = catalog.parse({"method": "mtp", "speculative_token_tree": [2, 1, 2]})
+        config = methods.parse({"method": "mtp", "speculative_token_tree": [2, 1, 2]})
         with pytest.raises(ConfigError, match="a tree is not possible for the target"):
-            catalog.build(config, (case.model.net, case.model.params), BLOCK, (case.net, case.params))
+            methods.build(config, (case.model.net, case.model.params), BLOCK, (case.net, case.params))
         return
     topology, propose = tree((2, 1, 2)), None
     for length_B, drafter, state, anchor in list(observed(case, topology))[3::3]:

@@ -11,15 +11,15 @@ import pytest
 from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.decode.state import Target
 from jaxspec.draft.early_exit import first_layers
-from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.hybrid import Hybrid
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.trained_head import Head
 from jaxspec.protocol import CaptureSpec, Drafter
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
