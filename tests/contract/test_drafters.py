@@ -143,7 +143,7 @@ def propose(drafter: Drafter, state: Any, anchor: Anchor, rule: str) -> tuple[Pr
 
 
 def observed(drafter: Drafter, lengths: tuple[int, ...]):
-    """The drafter's state and the anchor behind prompts of the given lengths."""
+    """The drafter's state and the anchor after prompts of the given lengths."""
     net, params = model()
     state = init_state(
         Target(params, net, BLOCK),
@@ -241,7 +241,7 @@ def test_chains_with_prices_say_how_sure_they_are(method: str):
 
 
 def observed_shapes(drafter: Drafter):
-    """Like what is observed behind a prompt."""
+    """Like what is observed after a prompt."""
     net, params = model()
     state = init_state(Target(params, net, BLOCK), drafter, ROWS, CAPACITY, slack=32)
     return state.draft, state.anchor
@@ -284,7 +284,7 @@ def check_equal(a: Proposal, b: Proposal) -> None:
 
 
 @each_drafter
-def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
+def test_a_row_drafts_alike_whatever_its_neighbors(method: str, shape: dict):
     drafter = drafter_of(method, shape)
     here, _ = propose(drafter, *observed(drafter, (4, 9, 20)), "match")
     there, _ = propose(drafter, *observed(drafter, (30, 9, 2)), "match")
@@ -292,7 +292,9 @@ def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
     np.testing.assert_array_equal(np.asarray(here.valid_BN)[1], np.asarray(there.valid_BN)[1])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=slow_unless(m in ("none", "ngram", "draft_model", "eagle3"))) for m in METHODS]
+)
 def test_one_trace_per_program(method: str):
     """Equal kind, rows, topology and rule share one program; other rows or another rule take another."""
     net, params = model()
@@ -365,7 +367,9 @@ def test_trees_are_refused_where_attention_cannot_branch(method: str, whose: str
         build(tree)
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3", "shared_expert"])
+@pytest.mark.parametrize(
+    "method", ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("mtp", "shared_expert"))]
+)
 def test_what_was_kept_is_observed_later(method: str):
     """A head shown many positions at once, from what plain decoding kept of them, knows what it would have known."""
     net, params = model()

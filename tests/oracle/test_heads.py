@@ -1,4 +1,4 @@
-"""Heads, random ones and one that has learnt its target: the text stays, training and serving count alike."""
+"""Heads, random ones and one that has learned its target: the text stays, training and serving count alike."""
 
 from pathlib import Path
 

@@ -59,7 +59,7 @@ def test_two_processes_train_as_one_and_go_on_to_the_bit(place: Path):
     assert "another process was lost" in said
     assert "start the same command on all of them again" in said
     before = logged(place / "two")
-    assert [entry["step"] for entry in before] == list(range(1, DIES + 1)), "updates behind the checkpoint"
+    assert [entry["step"] for entry in before] == list(range(1, DIES + 1)), "updates after the checkpoint"
     again = together(command, command)
     ends = [process.communicate(timeout=300)[1] for process in again]
     assert [process.returncode for process in again] == [0, 0], ends
