@@ -24,7 +24,7 @@ from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
