@@ -90,7 +90,7 @@ class Engine:
         self.spec, self.eos, self.drafter = spec, eos, drafter
         make = partial(
             init_state, target, drafter, spec.rows, spec.capacity,
-            slack=self._slack, stop_ids=STOP_PLACES, pages=spec.pages, page=spec.page,
+            slack=self._slack, stop_ids=STOP_PLACES, pool=(spec.pages, spec.page) if spec.pages else None,
             draft_costs=budget and DraftCosts(**budget.prices(0, spec.rows)),
         )  # fmt: skip
         self._allocate = partial(_allocate, make, target, spec)
