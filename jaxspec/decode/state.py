@@ -116,10 +116,7 @@ def init_state(
     """
     arch = target.net.arch
     room = -(-(capacity + slack) // target.block) * target.block
-    layers = init_caches(
-        arch, target.net.policy, rows, room,
-        slack=slack, block=target.block, pool=pool,
-    )  # fmt: skip
+    layers = init_caches(arch, target.net.policy, rows, room, slack=slack, block=target.block, pool=pool)
     return DecodeState(
         layers=layers,
         table_BJ=None if pool is None else jnp.zeros((rows, -(-room // pool[1])), jnp.int32),

@@ -66,10 +66,10 @@ class Engine:
 
         Args:
           target: verifies.
-          drafter: drafts whatever an arm asks for, not only its own topology.
+          drafter: drafts any topology of the control's, not only its own.
           spec: what the engine is fixed to.
           eos: ids that end a text.
-          control: chooses the arm of each dispatch; by default the drafter's own topology, always.
+          control: chooses the topology of each dispatch; by default the drafter's own, always.
           budget: sets the prices of drafts; None verifies them all.
           on_progress: called with ("compiling", programs done, programs in all), and before arms are timed.
 
@@ -81,10 +81,10 @@ class Engine:
         if turns and drafter.topology.drafts and drafter.needs == "hidden":
             drafter = LazyObserver(drafter, target.net.arch, max(RING_SIZE, 2 * spec.steps))
         drafters = {PLAIN: drafter.plain()}  # which all share their weights and one state
-        drafters |= {arm: drafter.with_topology(arm) for arm in self.control.arms if arm.drafts}
-        self.depth = max(arm.max_depth for arm in drafters)
+        drafters |= {k: drafter.with_topology(k) for k in self.control.arms if k.drafts}
+        self.depth = max(k.max_depth for k in drafters)
         # Positions beyond a text that one forward, or a chunk of a prompt, may write.
-        self._slack = max(*spec.buckets, *(arm.nodes for arm in drafters), *(d.slack for d in drafters.values()))
+        self._slack = max(*spec.buckets, *(k.nodes for k in drafters), *(d.slack for d in drafters.values()))
         if spec.page and not spec.pages:
             spec = changed(spec, pages=1 + spec.rows * -(-(spec.capacity + self._slack) // spec.page))
         self.spec, self.eos, self.drafter = spec, eos, drafter
