@@ -100,12 +100,15 @@ class Engine:
             target, drafters, state, plan, spec.buckets, turns=turns, on_compile=on_compile
         )  # fmt: skip
         self.reset(state)
+        self._warm_up(on_progress or (lambda stage, done, total: None))
+
+    def _warm_up(self, tell: OnProgress) -> None:
+        """Times the arms of a control that measures."""
         adaptive = adaptive_of(self.control)
         if adaptive is not None:
-            tell = on_progress or (lambda stage, done, total: None)
             tell(TIMING, 0, 0)
-            timer = DispatchTimer(self.scheduler, self.programs, spec, self.depth)
-            adaptive.times.warm_up(*warm_up(adaptive.arms, timer, timer.rows, spec.steps))
+            timer = DispatchTimer(self.scheduler, self.programs, self.spec, self.depth)
+            adaptive.times.warm_up(*warm_up(adaptive.arms, timer, timer.rows, self.spec.steps))
             tell(TIMING, 1, 1)
 
     def reset(self, state: DecodeState | None = None) -> None:
