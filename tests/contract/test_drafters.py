@@ -142,7 +142,7 @@ def propose(drafter: Drafter, state: Any, anchor: Anchor, rule: str) -> tuple[Pr
 
 
 def observed(drafter: Drafter, lengths: tuple[int, ...]):
-    """The drafter's state and the anchor behind prompts of the given lengths."""
+    """The drafter's state and the anchor after prompts of the given lengths."""
     net, params = model()
     state = init_state(
         Target(params, net, BLOCK),
@@ -240,7 +240,7 @@ def test_chains_with_prices_say_how_sure_they_are(method: str):
 
 
 def observed_shapes(drafter: Drafter):
-    """Like what is observed behind a prompt."""
+    """Shapes of what is observed of a prompt."""
     net, params = model()
     state = init_state(Target(params, net, BLOCK), drafter, ROWS, CAPACITY, slack=32)
     return state.draft, state.anchor
@@ -283,7 +283,7 @@ def check_equal(a: Proposal, b: Proposal) -> None:
 
 
 @each_drafter
-def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
+def test_a_row_drafts_alike_whatever_its_neighbors(method: str, shape: dict):
     drafter = drafter_of(method, shape)
     here, _ = propose(drafter, *observed(drafter, (4, 9, 20)), "match")
     there, _ = propose(drafter, *observed(drafter, (30, 9, 2)), "match")
