@@ -14,9 +14,10 @@ from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab, target_to_draft
 from jaxspec.models.draft_head import DraftHead, init_head_caches, part_of, run_head
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer, embed, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
@@ -125,7 +126,7 @@ class HeadDrafter(CachedDrafter):
             embedded = part_of(self.net, self.params, "embed", token_BT)
         else:
             embedded = embed(self.target, self.base, token_BT)
-        return run_head(self.net, self.params, embedded, g_BTD, token_BT, position_BT, caches, window)
+        return run_head(self.net, self.params, embedded, g_BTD, Inputs(token_BT, position_BT, window, caches))
 
     def _at_once(self, state: HeadState, anchor: Anchor) -> tuple[Array, Any]:
         """Runs all depths in one pass; returns what the vocabulary product reads [B, K, D], and the caches."""

@@ -15,9 +15,9 @@ from jaxspec.draft.speculation_schedule import SpeculationSchedule, schedule_of
 from jaxspec.draft.speculative_keys import DYNAMIC_KEYS, SpeculativeKeys, read_keys
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.protocol import Drafter, NoDrafts, Rule
 from jaxspec.shapes import Params
@@ -59,15 +59,9 @@ class SpeculativeConfig:
         """The longest chain, or the tree."""
         return self.schedule.topology
 
-    @property
-    def from_tokens(self) -> bool:
-        """Whether drafts depend on the tokens before them alone: not on hidden states, true or drafted."""
-        return self.method in FROM_TOKENS
-
 
 HEADS = ("eagle", "eagle3", "peagle", "medusa", "shared_expert")
 WITH_MODEL = ("draft_model", "hybrid", *HEADS)
-FROM_TOKENS = ("ngram", "draft_model", "early_exit")
 METHODS = ("ngram", "mtp", "early_exit", *WITH_MODEL)
 ALIASES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "eagle2": "eagle", "p_eagle": "peagle"}
 

@@ -12,6 +12,7 @@ from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, s
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.models.mtp import Caches, Mtp, feature_shape, init_mtp_caches, last_of, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
@@ -151,10 +152,8 @@ class MtpHeads(CachedDrafter):
         """Runs a layer in its own slots."""
         start_B = jnp.maximum(inputs.window.start_B - layer, 0)
         window = replace(inputs.window, start_B=start_B, output_index_B=output_index_B)
-        position_BT = jnp.maximum(inputs.position_BT - layer, 0)
-        return run_mtp(
-            self.net, self.params, layer, inputs.embedded_BTD, feature, inputs.token_BT, position_BT, cache, window
-        )  # pyright: ignore[reportReturnType]
+        own = Inputs(inputs.token_BT, jnp.maximum(inputs.position_BT - layer, 0), window, cache)
+        return run_mtp(self.net, self.params, layer, inputs.embedded_BTD, feature, own)
 
 
 def _shift(x: Array, left_B: Array) -> Array:

@@ -22,12 +22,12 @@ from typing import Any, BinaryIO
 from jaxspec.checkpoint.files.fingerprint import fingerprint
 from jaxspec.draft import methods
 from jaxspec.errors import CapacityError, ConfigError, JaxspecError, RequestError
-from jaxspec.serve.agreed import Follower, open_journal
 from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
 from jaxspec.serve.job_lines import Line, error_record, finished_record, read_line
 from jaxspec.serve.journal import STDOUT, Journal, files_of
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
+from jaxspec.serve.shared_journal import Follower, open_journal
 from jaxspec.sharding import hosts
 
 STDIN = "-"

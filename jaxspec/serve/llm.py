@@ -18,8 +18,6 @@ from jaxspec.decode.state import Target
 from jaxspec.draft import methods
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
-from jaxspec.serve.adaptive import control_of
-from jaxspec.serve.agreed import agreed
 from jaxspec.serve.arguments import (
     as_int,
     check_kinds,
@@ -29,16 +27,17 @@ from jaxspec.serve.arguments import (
     parse_sizes,
     show_value,
 )
-from jaxspec.serve.budget import budget_of
+from jaxspec.serve.controls import budget_of, control_of, prior_of
 from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
-from jaxspec.serve.loading import load_draft, load_prior, load_target, report_to_both
+from jaxspec.serve.loading import load_draft, load_target, report_to_both
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
+from jaxspec.serve.rank0 import decide_by_rank0
 from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
 from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
 from jaxspec.serve.worker import Worker
@@ -163,11 +162,11 @@ class LLM:
             on_progress("loading the drafter", 0, 0)
         draft = load_draft(config, self.model, quantization, download_dir)
         drafter = methods.build(config, (self.model.net, self.model.params), BLOCK, draft)
-        control = control_of(config.schedule, load_prior(config, self.model, quantization), config.from_tokens)
+        control = control_of(config.schedule, prior_of(config, self.model, quantization, self.spec.rows))
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
         target = Target(self.model.params, self.model.net, block)
         budget = budget_of(config.pruning, self.model.net.arch)
-        return Engine(target, drafter, self.spec, self.eos, agreed(control), budget, on_progress)
+        return Engine(target, drafter, self.spec, self.eos, decide_by_rank0(control), budget, on_progress)
 
     @property
     def default_sampling_params(self) -> SamplingParams:

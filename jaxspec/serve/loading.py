@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, read_config
@@ -16,14 +15,12 @@ from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.heads import Head
 from jaxspec.models.mtp import Mtp
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.expert_transport import TRANSPORTS
 from jaxspec.nn.policy import Policy, policy_for
-from jaxspec.perf.calibration import load_calibration
 from jaxspec.perf.expert_placement import load_placement
-from jaxspec.perf.step_ratios import StepRatios, step_ratios
 from jaxspec.serve.demo_pair import demo_part, resolve_model
 from jaxspec.serve.transport import transport_for
 from jaxspec.shapes import Params
@@ -99,29 +96,6 @@ def load_draft(
     check_vocabulary(directory, target.directory, target.net.arch.vocab_size)
     model = load_model(directory, target.net.policy, mesh=mesh, allow_replication=True)
     return model.net, model.params
-
-
-def load_prior(config: methods.SpeculativeConfig, target: Model, quantization: str) -> StepRatios | None:
-    """Loads step times that were calibrated beforehand, where ``speculative_config`` names them.
-
-    Raises:
-      ConfigError: they are of another model, drafter or dtype.
-    """
-    if config.schedule.calibration is None:
-        return None
-    calibration = load_calibration(Path(config.schedule.calibration))
-    have = {
-        "model": digests(target.config)["config_digest"], "drafter": config.method,
-        "dtype": str(target.net.policy.storage.param), "quantization": quantization,
-    }  # fmt: skip
-    measured = {**calibration.settings, "model": calibration.model.get("config_digest")}
-    wrong = [f"{name} {measured.get(name)!r}, not {have[name]!r}" for name in have if measured.get(name) != have[name]]
-    if wrong:
-        raise ConfigError(
-            f"speculative_config: {config.schedule.calibration} was measured with {'; '.join(wrong)}; run jaxspec "
-            "calibrate with this model and drafter"
-        )
-    return step_ratios(calibration)
 
 
 def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:

@@ -17,7 +17,7 @@ from jaxspec.checkpoint.load.save import save_model
 from jaxspec.checkpoint.text.codec import TOKENIZER_FILES
 from jaxspec.errors import ConfigError
 from jaxspec.models.draft_head import DraftHead
-from jaxspec.models.heads import Head
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import coverage
 from jaxspec.shapes import Array, Params

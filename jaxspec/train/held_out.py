@@ -10,8 +10,8 @@ from jaxspec.decode.state import Target
 from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import policy_for
 from jaxspec.protocol import Drafter

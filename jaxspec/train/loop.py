@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.checkpoint.heads.verifier import PROVENANCE
 from jaxspec.errors import JaxspecError
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
-from jaxspec.sharding.rules import named_shardings
 from jaxspec.train.checkpoints import Checkpoints, replace_directory
 from jaxspec.train.metrics import FILE_ONLY, Entry, Interval, MetricsLog, Watcher
 from jaxspec.train.settings import LoggingSettings

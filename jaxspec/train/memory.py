@@ -15,8 +15,8 @@ from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.nn.unrolled import BLOCK
-from jaxspec.sharding.rules import named_shardings
 from jaxspec.train.objective import Net
 from jaxspec.train.settings import LossSettings, TrainSettings
 from jaxspec.train.vocab_loss import default_positions, position_bytes

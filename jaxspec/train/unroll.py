@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxspec.models.draft_head import DraftHead, part_of, run_head
 from jaxspec.models.transformer import Transformer, embed
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.unrolled import Unrolled
 from jaxspec.protocol import Features
 from jaxspec.pytree import pytree
@@ -120,7 +121,7 @@ def _round(net: DraftHead, base: Transformer, remat: bool) -> Callable[..., Any]
 
     def run(params: Params, frozen: Params, g_BXD: Array, token_BX: Array, position_BX: Array, memory: Any) -> Any:
         embedded = embedding(net, params, (base, frozen), token_BX)
-        return run_head(net, params, embedded, g_BXD, token_BX, position_BX, memory)
+        return run_head(net, params, embedded, g_BXD, Inputs(token_BX, position_BX, memory=memory))
 
     return jax.checkpoint(run) if remat else run
 

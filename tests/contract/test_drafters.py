@@ -20,11 +20,12 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.mtp import Mtp
-from jaxspec.models.transformer import Transformer, features_of
+from jaxspec.models.trained_head import Head
+from jaxspec.models.transformer import Transformer, features_of, forward
 from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, DraftCosts, Drafter, Features, Proposal
 from jaxspec.pytree import replace
@@ -127,7 +128,7 @@ def drafter_of(method: str, shape: dict) -> Drafter:
 @partial(jax.jit, static_argnums=(0, 3))
 def features_for(net: Transformer, params: Params, token_BT: np.ndarray, reads: CaptureSpec) -> Features:
     position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-    return features_of(net.apply(params, token_BT, position_BT, taps=reads.taps, shared_outputs=reads.shared_outputs))
+    return features_of(forward(net, params, Inputs(token_BT, position_BT, reads=reads)))
 
 
 # Drafters are arguments, not closures, so that all tests of a drafter share its programs.

@@ -18,6 +18,7 @@ from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.errors import ConfigError
 from jaxspec.models.mtp import Mtp, run_mtp
 from jaxspec.models.transformer import embed, head, teacher_forced
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, Commit, Features
 from jaxspec.pytree import replace
@@ -71,7 +72,7 @@ class Case:
 @partial(jax.jit, static_argnums=(0, 1))
 def _run(net, target, params, base, token_BT: Array, feature: Array) -> tuple[Array, Array]:
     position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-    last, feature, _ = run_mtp(net, params, 0, embed(target, base, token_BT), feature, token_BT, position_BT)
+    last, feature, _ = run_mtp(net, params, 0, embed(target, base, token_BT), feature, Inputs(token_BT, position_BT))
     return head(target, base, last), feature
 
 

@@ -18,8 +18,8 @@ from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.trained_head import Head
 from jaxspec.protocol import CaptureSpec, Drafter
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams

@@ -96,10 +96,8 @@ def train_target(directory: Path, text_S: np.ndarray, steps: int) -> None:
     def batches(first: int) -> Iterator[np.ndarray]:
         return (windows(text_S, ROWS, LENGTH + 1, seed)[None] for seed in count(first))
 
-    token = jnp.zeros((1, 8), jnp.int32)
-
     def init() -> Any:
-        return net.init(jax.random.key(0), token, token, method="logits_of")
+        return net.initial(jax.random.key(0))
 
     muon = demo_optimizer.build(steps, matrix_peak=4e-3, other_peak=4e-3, warmup=20)
     run = loop.TrainRun(

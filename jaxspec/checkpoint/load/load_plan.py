@@ -23,8 +23,8 @@ from jaxspec.checkpoint.load.stored import FP8_BLOCK, PLAIN, SUPPORTED, Stored, 
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import Rule
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.nn.policy import kind_of
-from jaxspec.nn.quantized import Format, abstract_quantized
+from jaxspec.nn.param import kind_of
+from pallas_kernels.quantized import Format, abstract_quantized
 
 QUANTIZATIONS = ("auto", "none", "fp8", "int8")
 WORDS = {"missing": "missing", "extra": "not known", "shape": "of the wrong shape", "dtype": "of the wrong dtype"}

@@ -22,9 +22,10 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.perf.expert_placement import Placement
 from jaxspec.shapes import Params
-from jaxspec.sharding.rules import MAY_BE_WHOLE, named_shardings
+from jaxspec.sharding.axis_rules import REPLICABLE
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def load_model(
     *,
     quantization: str = "auto",
     mesh: Mesh | None = None,
-    allow_replication: bool | str = MAY_BE_WHOLE,
+    allow_replication: bool | tuple[str, ...] = REPLICABLE,
     placement: Placement | None = None,
     show: Progress | None = None,
 ) -> Model:
@@ -152,7 +153,7 @@ def policy_on_mesh(policy: Policy, mesh: Mesh | None) -> Policy:
     return policy if mesh is None else policy.update(mesh=mesh.abstract_mesh, experts="stacked")
 
 
-def shardings_on(mesh: Mesh | None, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
+def shardings_on(mesh: Mesh | None, allow_replication: bool | tuple[str, ...] = REPLICABLE) -> Any:
     """What makes the shardings of parameters from their shapes, None for one device."""
     return None if mesh is None else partial(named_shardings, mesh=mesh, allow_replication=allow_replication)
 

@@ -17,10 +17,11 @@ from jaxspec.checkpoint.names.table import Rule, Table
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import kind_of, make_policy
-from jaxspec.nn.quantized import Format, Quantized
+from jaxspec.nn.param import kind_of
+from jaxspec.nn.policy import make_policy
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
+from pallas_kernels.quantized import Format, Quantized
 
 Named = Iterator[tuple[str, np.ndarray]]
 

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 
 from jaxspec.bench.synthetic import Synthetic
+from jaxspec.control.decision import ByBatchSize, Fixed
+from jaxspec.control.policy import Adaptive
 from jaxspec.draft.methods import parse
 from jaxspec.draft.speculation_schedule import SpeculationSchedule, schedule_of
 from jaxspec.draft.speculative_keys import read_keys
 from jaxspec.errors import ConfigError
-from jaxspec.serve.adaptive import Adaptive, control_of
-from jaxspec.serve.control import ByBatchSize, Decision, Fixed, Outcome
+from jaxspec.serve.controls import control_of
 from jaxspec.topology import PLAIN, DynamicTree, chain, tree
 
 TABLE, TREES = "num_speculative_tokens_per_batch_size", "speculative_token_trees"
@@ -78,29 +79,6 @@ def test_lengths(config: dict[str, Any], lengths: SpeculationSchedule, control):
     assert schedule_of(read_keys(config)) == lengths
     assert control_of(lengths) == control
     assert parse({"method": "mtp", **config}).schedule == lengths
-
-
-@pytest.mark.parametrize(
-    ("drafter", "from_tokens"),
-    [
-        ({"method": "ngram"}, True),
-        ({"method": "draft_model", "model": "somewhere"}, True),
-        ({"method": "early_exit", "exit_layer": 1}, True),
-        ({"method": "mtp"}, False),
-        ({"method": "eagle3", "model": "somewhere"}, False),
-        ({"method": "hybrid", "model": "somewhere"}, False),
-    ],
-)
-def test_what_long_drafts_accept_tells_of_short_ones_where_drafts_read_tokens_alone(
-    drafter: dict[str, Any], from_tokens: bool
-):
-    config = parse({**drafter, "num_speculative_tokens": "auto"})
-    control = control_of(config.schedule, from_tokens=config.from_tokens)
-    assert isinstance(control, Adaptive)
-    control.record(Decision(chain(3)), Outcome(1, 4, 1.0, {3: [3, 3, 3, 0]}))
-    control.learn()
-    (one, _), (pooled, _) = control._counts[1].by_position()[0], control.survival.by_position()[0]
-    assert (one > pooled) is from_tokens, "short drafts take more steps through the easy stretch"
 
 
 @pytest.mark.parametrize(

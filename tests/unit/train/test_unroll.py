@@ -14,8 +14,8 @@ from jaxspec.decode.state import Target, init_state
 from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec, run_medusa
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, CaptureSpec, Features
