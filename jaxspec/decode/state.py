@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.addressing import UNROLLED_ROWS
+from jaxspec.cache.addressing import UNROLLED_ROWS, CacheSize
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer
 from jaxspec.protocol import Anchor, DraftCosts, Drafter, DraftState, Sampling
@@ -118,12 +118,9 @@ def init_state(
     """
     arch = target.net.arch
     room = -(-(capacity + slack) // target.block) * target.block
-    layers = init_caches(
-        arch, target.net.policy, rows, room,
-        slack=slack, block=target.block, pool=(pages, page) if pages else None,
-    )  # fmt: skip
+    size = CacheSize(rows, room, slack, target.block, pool=(pages, page) if pages else None)
     return DecodeState(
-        layers=layers,
+        layers=init_caches(arch, target.net.policy, size),
         table_BJ=jnp.zeros((rows, -(-room // page)), jnp.int32) if pages else None,
         length_B=jnp.zeros(rows, jnp.int32),
         anchor_B=jnp.zeros(rows, jnp.int32),

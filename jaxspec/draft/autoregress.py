@@ -129,15 +129,17 @@ def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Roo
         """Draws the draft of depth k + 1."""
         logp, score = scores(cell, last_BTD, anchor, jnp.reshape(k + 1, (1,)), rule)
         token_B = jnp.argmax(score[:, 0], axis=-1).astype(jnp.int32)
-        expert = None if chain.expert_BKYA is None else cell.experts(last_BTD)
-        selection = chain.selection
+        expert_BKYA, selection = chain.expert_BKYA, chain.selection
+        expert = None if expert_BKYA is None else cell.experts(last_BTD)
+        if expert_BKYA is not None and expert is not None:
+            expert_BKYA = _put(expert_BKYA, expert, k)
         if selection is not None:
             selection = select_next(selection, anchor, k, logp[:, 0], None if expert is None else expert[:, 0])
         return Chain(
             token_B,
             _put(chain.token_BN, token_B[:, None], k),
             _put(chain.logp_BNV, logp, k) if rule in NEEDS_DRAFT_PROBS else chain.logp_BNV,
-            None if expert is None else _put(chain.expert_BKYA, expert, k),
+            expert_BKYA,
             selection,
         )
 

@@ -13,7 +13,8 @@ from jaxspec.draft.medusa_drafter import MedusaDrafter
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab, target_to_draft
-from jaxspec.models.draft_head import DraftHead, init_head_caches, part_of, run_head
+from jaxspec.models.caches import init_layer_caches
+from jaxspec.models.draft_head import DraftHead, part_of, run_head
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer, embed, head
@@ -78,10 +79,9 @@ class HeadDrafter(CachedDrafter):
 
     @override
     def init_state(self, rows: int, capacity: int, slack: int) -> HeadState:
-        room, slack = self.cache_size(capacity, slack)
-        spec = self.net.spec
-        caches = init_head_caches(spec, self.net.policy, rows, room, slack=slack, block=self.block)
-        zero_BD = jnp.zeros((rows, spec.arch.model_dim))
+        arch = self.net.spec.arch
+        caches = init_layer_caches(arch.layers, self.net.policy, self.cache_size(rows, capacity, slack))
+        zero_BD = jnp.zeros((rows, arch.model_dim))
         return HeadState(caches, zero_BD, zero_BD)
 
     @override

@@ -10,7 +10,8 @@ from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, scatter_last
 from jaxspec.draft.network_drafter import CachedDrafter
-from jaxspec.models.mtp import Caches, Mtp, feature_shape, init_mtp_caches, last_of, run_mtp
+from jaxspec.models.caches import init_layer_caches
+from jaxspec.models.mtp import Caches, Mtp, feature_shape, last_of, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Proposal
@@ -43,8 +44,8 @@ class LayerInputs:
 
     def shifted(self, left_B: Array) -> "LayerInputs":
         """Returns the inputs without the first ones of each row."""
-        arrays = (_shift(x, left_B) for x in (self.token_BT, self.embedded_BTD, self.position_BT))
-        return LayerInputs(*arrays, self.window)
+        token_BT, embedded_BTD = _shift(self.token_BT, left_B), _shift(self.embedded_BTD, left_B)
+        return LayerInputs(token_BT, embedded_BTD, _shift(self.position_BT, left_B), self.window)
 
 
 @pytree
@@ -90,9 +91,8 @@ class MtpHeads(CachedDrafter):
 
     @override
     def init_state(self, rows: int, capacity: int, slack: int) -> MtpState:
-        room, slack = self.cache_size(capacity, slack)
         arch = self.net.arch
-        caches = init_mtp_caches(arch, self.net.policy, rows, room, slack=slack, block=self.block)
+        caches = init_layer_caches(arch.mtp, self.net.policy, self.cache_size(rows, capacity, slack))
         return MtpState(caches, tuple(jnp.zeros((rows, *feature_shape(arch))) for _ in arch.mtp))
 
     @override

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from typing_extensions import override
 
+from jaxspec.cache.addressing import CacheSize
 from jaxspec.cache.window import Window
 from jaxspec.errors import ConfigError
 from jaxspec.protocol import Commit, Drafter
@@ -81,10 +82,10 @@ class CachedDrafter(NetworkDrafter):
     def slack(self) -> int:
         return self.topology.write_ahead
 
-    def cache_size(self, capacity: int, slack: int) -> tuple[int, int]:
-        """Returns the positions of a row's cache, whole blocks, and how many of them are for writing ahead."""
+    def cache_size(self, rows: int, capacity: int, slack: int) -> CacheSize:
+        """Returns the size of its cache; arguments as of ``init_state``."""
         slack = max(slack, self.slack)
-        return -(-(capacity + slack) // self.block) * self.block, slack
+        return CacheSize(rows, -(-(capacity + slack) // self.block) * self.block, slack, self.block)
 
     def window_of(self, commit: Commit, output_index_B: Array | None = None) -> Window:
         """Returns where a commit is written; ``output_index_B`` as of ``Window``."""

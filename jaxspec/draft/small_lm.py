@@ -44,8 +44,7 @@ class SmallLm(CachedDrafter):
 
     @override
     def init_state(self, rows: int, capacity: int, slack: int) -> Caches:
-        room, slack = self.cache_size(capacity, slack)
-        return init_caches(self.net.arch, self.net.policy, rows, room, slack=slack, block=self.block)
+        return init_caches(self.net.arch, self.net.policy, self.cache_size(rows, capacity, slack))
 
     @override
     def propose(self, state: Caches, anchor: Anchor, rule: str) -> tuple[Proposal, Caches]:
