@@ -292,7 +292,9 @@ def test_a_row_drafts_alike_whatever_its_neighbors(method: str, shape: dict):
     np.testing.assert_array_equal(np.asarray(here.valid_BN)[1], np.asarray(there.valid_BN)[1])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=slow_unless(m in ("none", "ngram", "draft_model", "eagle3"))) for m in METHODS]
+)
 def test_one_trace_per_program(method: str):
     """Equal kind, rows, topology and rule share one program; other rows or another rule take another."""
     net, params = model()
@@ -365,7 +367,9 @@ def test_trees_are_refused_where_attention_cannot_branch(method: str, whose: str
         build(tree)
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3", "shared_expert"])
+@pytest.mark.parametrize(
+    "method", ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("mtp", "shared_expert"))]
+)
 def test_what_was_kept_is_observed_later(method: str):
     """A head shown many positions at once, from what plain decoding kept of them, knows what it would have known."""
     net, params = model()

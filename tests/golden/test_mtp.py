@@ -1,4 +1,4 @@
-"""Multi-token prediction gives its reference's logits: teacher forced, and drafting behind observed text."""
+"""Multi-token prediction gives its reference's logits: teacher forced, and drafting after observed text."""
 
 import shutil
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Case:
     """A loaded model, its layers of prediction, and what the reference says.
 
     Attributes:
-      feature: the target's hidden states that prediction starts from, behind every token.
+      feature: the target's hidden states that prediction starts from, after every token.
     """
 
     model: Model
@@ -104,7 +104,7 @@ def test_teacher_forced(case: Case):
 
 
 class Plain:
-    """Prediction without a cache: what is drafted behind each row's first tokens, whole sequences at a time."""
+    """Prediction without a cache: what is drafted after each row's first tokens, whole sequences at a time."""
 
     def __init__(self, case: Case, length_B: np.ndarray):
         rows, count = case.ids_BT.shape
@@ -121,7 +121,7 @@ class Plain:
         return self.logits_BTV[self.rows, self.slot_B]
 
     def take(self, token_B: np.ndarray) -> None:
-        """Goes on behind a draft."""
+        """Goes on after a draft."""
         self.feature[self.rows, self.slot_B + 1] = self.out[self.rows, self.slot_B]
         self.slot_B = self.slot_B + 1
         self.token_BT[self.rows, self.slot_B] = token_B
@@ -134,7 +134,7 @@ def _observe(drafter: MtpHeads, state, commit: Commit):
 
 
 def observed(case: Case, topology: Topology, seed: int = 0):
-    """Yields lengths, drafter, state and anchor behind blocks of which only some places count."""
+    """Yields lengths, drafter, state and anchor after blocks of which only some places count."""
     rows, count = case.ids_BT.shape
     drafter = MtpHeads(case.params, case.model.params, case.net, case.model.net, topology, BLOCK)
     state = drafter.init_state(rows, count, slack=drafter.slack)

@@ -249,7 +249,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
         {"method": "early_exit", "exit_layer": 0, "num_speculative_tokens": 2},
         r"exit_layer must be an integer from 1, got 0",
     ),
-    "exit layer behind the last": (
+    "exit layer past the last": (
         {"method": "early_exit", "exit_layer": 9, "num_speculative_tokens": 2},
         r"exit_layer must be from 1 to \d+, for the target has \d+ layers; got 9",
     ),

@@ -53,7 +53,7 @@ def has_trees(name: str) -> bool:
 
 
 def shifted(head_DV: Array, first: int) -> Array:
-    """A head that takes every token from ``first`` on for the one behind it."""
+    """A head that takes every token from ``first`` on for the one after it."""
     return jnp.concatenate([head_DV[:, :first], jnp.roll(head_DV[:, first:], 1, axis=1)], axis=1)
 
 
