@@ -192,7 +192,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Rule:
+class VerifyRule:
     """A verification rule: says which drafts are accepted, so that the text or its distribution stays the target's.
 
     Attributes:

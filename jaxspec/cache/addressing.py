@@ -175,7 +175,9 @@ def read_stored(pages_PGZC: Array, spec: StreamSpec, window: Window, entry_BT: A
     return pages_PGZC[page_BT, :, slot_BT]
 
 
-def read_stored_block(pages_PGZC: Array, spec: StreamSpec, window: Window, first: Array, shape: tuple[int, int]):
+def read_stored_block(
+    pages_PGZC: Array, spec: StreamSpec, window: Window, first: Array, shape: tuple[int, int]
+) -> Array:
     """Reads the same entries of every row, from ``first`` on, as they are stored: [B, G, Z, C] for ``shape`` (B, Z)."""
     rows, size = shape
     _, heads, page, width = pages_PGZC.shape

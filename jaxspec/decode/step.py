@@ -13,7 +13,7 @@ from jaxspec.decode.compaction import Sizes, Verified, verify
 from jaxspec.decode.state import DecodeState, Target, write_rows
 from jaxspec.decode.telemetry import Telemetry, count, routes_of
 from jaxspec.models.caches import compact_caches
-from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Rule, Tree, Verdict
+from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Tree, Verdict, VerifyRule
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from jaxspec.verify.logits import process
@@ -33,7 +33,7 @@ class StepPlan:
       routes: whether telemetry has expert choices.
     """
 
-    rule: Rule = RULES["match"]
+    rule: VerifyRule = RULES["match"]
     steps: int = 8
     logprobs: int = 0
     routes: bool = False
