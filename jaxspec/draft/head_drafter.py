@@ -49,13 +49,10 @@ class HeadDrafter(CachedDrafter):
     a mask token runs the other drafts' slots at once, every one on the mask (P-EAGLE).
 
     Attributes:
-      params: parameters of the head.
       base: the target's parameters, whose embedding and head are used where it has none of its own.
       draft_id_V: draft id of each token, W for tokens that the head does not know; None where it knows all.
       net: the head.
       target: the target's network.
-      topology: what is drafted; a static tree's nodes are numbered level by level.
-      block: positions that attention reads at a time.
     """
 
     params: Params

@@ -70,12 +70,14 @@ class Hybrid(Drafter):
         match, _ = self.lookup.propose((), anchor, rule)
         if not self.topology.drafts:
             return match, state
+        # A row that may not draft needs no drafts of the other drafter either.
         settled_B = match.valid_BN[:, 0] | (anchor.sampling.draft_limit_B == 0)
         drafted, state = self._unless_all(settled_B, state, anchor, rule)
         token_BN = jnp.where(settled_B[:, None], match.token_BN, drafted.token_BN)
         valid_BN = jnp.where(settled_B[:, None], match.valid_BN, drafted.valid_BN)
         logp_BNV = None
         if drafted.logp_BNV is not None:
+            # A match was not drawn: all of its distribution is on its token.
             point = jax.nn.one_hot(match.token_BN, drafted.logp_BNV.shape[-1], dtype=bool)
             certain = jnp.where(point, 0.0, -jnp.inf)
             logp_BNV = jnp.where(settled_B[:, None, None], certain, drafted.logp_BNV)

@@ -20,12 +20,10 @@ class MedusaDrafter(NetworkDrafter):
     """Drafts as many tokens as it has heads (Cai 2024, 2401.10774); chains, and trees of the heads' best tokens.
 
     Attributes:
-      params: parameters of the heads.
       base: the target's parameters, whose head is used where they have none of their own.
       draft_id_V: draft id of each token, W for tokens that the heads do not know; None where they know all.
       net: the heads.
       target: the target's network.
-      topology: what is drafted, no deeper than there are heads.
     """
 
     params: Params

@@ -59,12 +59,9 @@ class MtpHeads(CachedDrafter):
     output. Positions without a real hidden state are written ahead and overwritten by the next observation.
 
     Attributes:
-      params: parameters of the layers.
       base: the target's parameters, whose embedding and head are used.
       net: the layers.
       target: the target's network.
-      topology: what is drafted; a static tree's nodes are numbered level by level.
-      block: positions that attention reads at a time.
     """
 
     params: Params

@@ -44,7 +44,7 @@ class NetworkDrafter(Drafter):
 
 
 class CachedDrafter(NetworkDrafter):
-    """Drafts token by token from a cache of its own; one forward of it is a cell.
+    """Drafts token by token from a cache of its own; one forward of it is a cell. Trees are numbered level by level.
 
     Attributes:
       block: positions that attention reads at a time.

@@ -77,6 +77,7 @@ class Ngram(Drafter):
                 at = length_B - (back - len(path))
                 known = jnp.take_along_axis(history, jnp.maximum(at, 0)[:, None], axis=1)[:, 0]
                 wanted = jnp.where(at >= 0, known, -1)
+            # Place s matches if the text before s, read backwards, equals the suffix.
             shifted = history if back == 0 else jnp.pad(history, ((0, 0), (back, 0)), constant_values=-1)[:, :-back]
             run &= shifted == wanted[:, None]
             size += run.astype(jnp.int32)

@@ -23,10 +23,7 @@ class SmallLm(CachedDrafter):
     never drafted, and read as another one if the target should ever say one. The text is the target's either way.
 
     Attributes:
-      params: the model's parameters.
       net: its network.
-      topology: what is drafted; a static tree's nodes are numbered level by level.
-      block: positions that attention reads at a time.
       target_vocab: V of the target, 0 where it is the model's own.
     """
 
