@@ -78,8 +78,8 @@ class HeadDrafter(CachedDrafter):
     def init_state(self, rows: int, capacity: int, slack: int) -> HeadState:
         arch = self.net.spec.arch
         caches = init_layer_caches(arch.layers, self.net.policy, self.cache_size(rows, capacity, slack))
-        zero_BD = jnp.zeros((rows, arch.model_dim))
-        return HeadState(caches, zero_BD, zero_BD)
+        # Two arrays: a state is donated, and no buffer may be donated twice.
+        return HeadState(caches, jnp.zeros((rows, arch.model_dim)), jnp.zeros((rows, arch.model_dim)))
 
     @override
     def propose(self, state: HeadState, anchor: Anchor, rule: str) -> tuple[Proposal, HeadState]:
