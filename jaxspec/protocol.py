@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import jax.numpy as jnp
-from typing_extensions import override
 
 from jaxspec.errors import ConfigError
 from jaxspec.pytree import pytree, replace, static
@@ -352,7 +351,6 @@ class NoDrafts(Drafter):
 
     topology = PLAIN
 
-    @override
     def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         return no_proposal(anchor), state
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from typing_extensions import override
 
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
@@ -70,18 +69,15 @@ class HeadDrafter(CachedDrafter):
         return self.net.spec.reads
 
     @property
-    @override
     def vocab_size(self) -> int:
         return self.target.arch.vocab_size
 
-    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> HeadState:
         arch = self.net.spec.arch
         caches = init_layer_caches(arch.layers, self.net.policy, self.cache_size(rows, capacity, slack))
         # Two arrays: a state is donated, and no buffer may be donated twice.
         return HeadState(caches, jnp.zeros((rows, arch.model_dim)), jnp.zeros((rows, arch.model_dim)))
 
-    @override
     def propose(self, state: HeadState, anchor: Anchor, rule: str) -> tuple[Proposal, HeadState]:
         root = Root(state.last_BD[:, None], state.next_BD[:, None], anchor.length_B >= 1)
         if self.net.spec.mask_token is None:
@@ -90,7 +86,6 @@ class HeadDrafter(CachedDrafter):
         lasts, caches = self._at_once(state, anchor)
         return draft_from(self, lasts, anchor, rule, root.valid_B), replace(state, caches=caches)
 
-    @override
     def observe(self, state: HeadState, commit: Commit) -> HeadState:
         window = self.window_of(commit, last_index(commit))
         g_BTD = part_of(self.net, self.params, "join", self.net.spec.feature(commit.hidden))
@@ -98,19 +93,16 @@ class HeadDrafter(CachedDrafter):
         last_BD = scatter_last(state.last_BD, last[:, 0], commit)
         return HeadState(caches, last_BD, scatter_last(state.next_BD, following[:, 0], commit))
 
-    @override
     def run(
         self, state: Any, token_BT: Array, feature: Array, position_BT: Array, window: Window, stage: int
     ) -> tuple[Array, Array, Any]:
         return self._slots(token_BT, feature, position_BT, state, window)
 
-    @override
     def logits(self, last_BTD: Array) -> Array:
         if not self.net.spec.draft_vocab:
             return head(self.target, self.base, last_BTD)
         return expand_to_target_vocab(part_of(self.net, self.params, "logits", last_BTD), self.draft_id_V)
 
-    @override
     def experts(self, last_BTD: Array) -> Array | None:
         spec = self.net.spec
         if not spec.routing:

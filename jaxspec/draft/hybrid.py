@@ -6,7 +6,6 @@ from typing import Literal, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from typing_extensions import override
 
 from jaxspec.draft.ngram import Ngram
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Drafter, DraftState, Proposal
@@ -48,24 +47,19 @@ class Hybrid(Drafter):
         return self.other.reads
 
     @property
-    @override
     def slack(self) -> int:
         return self.other.slack
 
-    @override
     def with_topology(self, topology: AnyTopology) -> Self:
         lookup, other = self.lookup.with_topology(topology), self.other.with_topology(topology)
         return replace(self, lookup=lookup, other=other)
 
-    @override
     def update_params(self, params: Params) -> Self:
         return replace(self, other=self.other.update_params(params))
 
-    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> DraftState:
         return self.other.init_state(rows, capacity, slack)
 
-    @override
     def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         match, _ = self.lookup.propose((), anchor, rule)
         if not self.topology.drafts:
@@ -83,7 +77,6 @@ class Hybrid(Drafter):
             logp_BNV = jnp.where(settled_B[:, None, None], certain, drafted.logp_BNV)
         return Proposal(token_BN, valid_BN, logp_BNV), state
 
-    @override
     def observe(self, state: DraftState, commit: Commit) -> DraftState:
         return self.other.observe(state, commit)
 

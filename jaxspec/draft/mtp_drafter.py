@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from typing_extensions import override
 
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
@@ -73,7 +72,6 @@ class MtpHeads(CachedDrafter):
     needs = "hidden"
 
     @property
-    @override
     def vocab_size(self) -> int:
         return self.net.arch.vocab_size
 
@@ -86,20 +84,17 @@ class MtpHeads(CachedDrafter):
     def _layers(self) -> int:
         return len(self.net.arch.mtp)
 
-    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> MtpState:
         arch = self.net.arch
         caches = init_layer_caches(arch.mtp, self.net.policy, self.cache_size(rows, capacity, slack))
         return MtpState(caches, tuple(jnp.zeros((rows, *feature_shape(arch))) for _ in arch.mtp))
 
-    @override
     def propose(self, state: MtpState, anchor: Anchor, rule: str) -> tuple[Proposal, MtpState]:
         features = tuple(x[:, None] for x in state.features)
         root = Root(last_of(self.net, self.params, 0, features[0]), features, anchor.length_B >= self._layers)
         proposal, caches = draft(self, state.caches, anchor, rule, root)
         return proposal, replace(state, caches=caches)
 
-    @override
     def run(
         self, state: Caches, token_BT: Array, feature: tuple[Array, ...], position_BT: Array, window: Window, stage: int
     ) -> tuple[Array, tuple[Array, ...], Caches]:
@@ -112,7 +107,6 @@ class MtpHeads(CachedDrafter):
             lasts[layer], features[layer], caches[layer] = self._layer(layer, inputs, before, caches[layer])
         return lasts[first], tuple(features), tuple(caches)
 
-    @override
     def observe(self, state: MtpState, commit: Commit) -> MtpState:
         embedded_BTD = embed(self.target, self.base, commit.next_BT)
         inputs = LayerInputs(commit.next_BT, embedded_BTD, commit.position_BT, self.window_of(commit))
@@ -127,7 +121,6 @@ class MtpHeads(CachedDrafter):
             x = jnp.concatenate([committed_rows(old, commit)[:, None], x[:, :-1]], axis=1)
         return MtpState(tuple(caches), tuple(features))
 
-    @override
     def logits(self, last_BTD: Array) -> Array:
         return head(self.target, self.base, last_BTD)
 

@@ -5,7 +5,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from typing_extensions import override
 
 from jaxspec.cache.addressing import CacheSize
 from jaxspec.cache.window import Window
@@ -32,7 +31,6 @@ class NetworkDrafter(Drafter):
         """Predicts the experts that the target will choose for what is drafted, int32 [B, T, Y, A], if it can."""
         return None
 
-    @override
     def update_params(self, params: Params) -> Self:
         own, new = _shapes(self.params), _shapes(params)
         if wrong := sorted(name for name in own.keys() | new.keys() if own.get(name) != new.get(name)):
@@ -78,7 +76,6 @@ class CachedDrafter(NetworkDrafter):
         """
 
     @property
-    @override
     def slack(self) -> int:
         return self.topology.write_ahead
 

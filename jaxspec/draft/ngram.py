@@ -1,7 +1,6 @@
 """Prompt lookup: the continuations of earlier occurrences of the text's last tokens, searched on the device."""
 
 import jax.numpy as jnp
-from typing_extensions import override
 
 from jaxspec.protocol import Anchor, Drafter, DraftState, Proposal
 from jaxspec.pytree import pytree, static
@@ -23,7 +22,6 @@ class Ngram(Drafter):
     shortest: int = static(default=2)
     sparse = True
 
-    @override
     def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         if self.topology.is_chain:
             return self._chain(anchor), state
