@@ -5,7 +5,7 @@ from typing import Any, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.addressing import LayerCache
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.block import Block, norm_params, normalize
 from jaxspec.nn.dense import dense
@@ -134,13 +134,3 @@ def run_mtp(
 def last_of(net: Mtp, params: Params, layer: int, feature: Array) -> Array:
     """Returns what the head reads of a layer's feature, [..., D]."""
     return cast(Array, net.apply(cast(Any, params), layer, feature, method="last"))
-
-
-def init_mtp_caches(arch: ArchSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int) -> Caches:
-    """Allocates the zeroed caches of the layers; arguments as of ``init_caches``."""
-    dtype = jnp.dtype(policy.compute.dtype)
-    as_bits = policy.compute.kernels != "triton"
-    return tuple(
-        init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
-        for layer in arch.mtp
-    )

@@ -195,7 +195,8 @@ def test_drafting_a_tree_behind_observed_text(case: Case):
     for length_B, drafter, state, anchor in list(observed(case, topology))[3::3]:
         propose = propose or jax.jit(partial(drafter.propose, rule="reject"))
         proposal, _ = propose(state, anchor)
-        for path in topology.paths():
+        leaves = [node for node, children in enumerate(topology.children) if not children]
+        for path in topology.path_TJ[leaves, 1:].tolist():
             plain = Plain(case, length_B)
             for node in path:
                 logits_BV = plain.next()
