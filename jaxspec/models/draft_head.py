@@ -6,10 +6,11 @@ from typing import Any, Literal, cast
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.addressing import LayerCache
 from jaxspec.cache.window import Window, take_outputs
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import MIXERS, NORMS, Block
+from jaxspec.models.caches import init_caches
 from jaxspec.nn.dense import dense, lookup
 from jaxspec.nn.ffn import DenseFfn, FfnSpec
 from jaxspec.nn.inputs import Inputs
@@ -230,7 +231,7 @@ class DraftHead(nn.Module):
             self.routes(last)
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
+        """Returns random parameters."""
         return nn.unbox(self.init(key, method="everything"))
 
 
@@ -242,7 +243,7 @@ def run_head(
 
 
 def part_of(net: DraftHead, params: Params, method: Literal["join", "mask", "embed", "logits", "routes"], *x: Array):
-    """One of a head's smaller parts, see its methods."""
+    """Runs one of a head's smaller parts, see its methods."""
     return cast(Array, net.apply(cast(Any, params), *x, method=method))
 
 
@@ -250,8 +251,4 @@ def init_head_caches(
     spec: HeadSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int
 ) -> tuple[LayerCache, ...]:
     """Allocates the zeroed caches of a head's layers; arguments as of ``init_caches``."""
-    dtype, as_bits = jnp.dtype(policy.compute.dtype), policy.compute.kernels != "triton"
-    return tuple(
-        init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
-        for layer in spec.arch.layers
-    )
+    return init_caches(spec.arch, policy.update(depth="unrolled"), rows, room, slack=slack, block=block)

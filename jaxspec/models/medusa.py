@@ -74,7 +74,7 @@ class Medusa(nn.Module):
         return self.medusa[number](last)
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
+        """Returns random parameters."""
         return nn.unbox(self.init(key, jnp.zeros((1, 1, self.spec.dim))))
 
 

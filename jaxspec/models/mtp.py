@@ -1,13 +1,15 @@
 """Multi-token prediction: layers after a model that draft from its hidden states, as published with it."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.addressing import LayerCache
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.block import Block, norm_params, normalize
+from jaxspec.models.caches import init_caches
 from jaxspec.nn.dense import dense
 from jaxspec.nn.hyper import HyperHead
 from jaxspec.nn.inputs import Inputs
@@ -115,7 +117,7 @@ class Mtp(nn.Module):
             self(layer, jnp.zeros((1, 1, a.model_dim)), feature, Inputs(token, token))
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
+        """Returns random parameters."""
         return nn.unbox(self.init(key, method="everything"))
 
 
@@ -138,9 +140,5 @@ def last_of(net: Mtp, params: Params, layer: int, feature: Array) -> Array:
 
 def init_mtp_caches(arch: ArchSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int) -> Caches:
     """Allocates the zeroed caches of the layers; arguments as of ``init_caches``."""
-    dtype = jnp.dtype(policy.compute.dtype)
-    as_bits = policy.compute.kernels != "triton"
-    return tuple(
-        init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
-        for layer in arch.mtp
-    )
+    layers = replace(arch, layers=arch.mtp)
+    return init_caches(layers, policy.update(depth="unrolled"), rows, room, slack=slack, block=block)

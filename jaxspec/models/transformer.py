@@ -134,7 +134,7 @@ class Transformer(nn.Module):
         return done
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
+        """Returns random parameters."""
         token = jnp.zeros((1, 2), jnp.int32)
         return nn.unbox(self.init(key, token, token, method="logits_of"))
 
@@ -175,13 +175,8 @@ def head(net: Transformer, params: Params, last: Array) -> Array:
 def teacher_forced(
     net: Transformer, params: Params, token_BT: Array, position_BT: Array, segment_BT: Array | None = None
 ) -> tuple[Array, Hidden]:
-    """Logits of whole sequences without a cache, float32 [B, T, V], and the hidden states.
+    """Computes logits of whole sequences without a cache, float32 [B, T, V], and the hidden states.
 
-    Args:
-      net: the network.
-      params: its parameters.
-      token_BT: ids.
-      position_BT: place of each in its text.
-      segment_BT: number of the text that each belongs to where rows hold several.
+    ``segment_BT`` numbers the text that each position belongs to where rows hold several.
     """
     return cast(Any, net.apply(cast(Any, params), token_BT, position_BT, segment_BT, method="logits_of"))

@@ -90,16 +90,7 @@ def select_entries_self(queries: Queries, k_BNC: Array, spec: EntryIndexSpec, dt
 def select_entries(
     queries: Queries, position_BT: Array, pages_PGZC: Array, spec: EntryIndexSpec, window: Window, policy: Policy
 ) -> Array | None:
-    """Selects the cached entries that each query keeps, [B, T, N]; None where the cache cannot hold more than that.
-
-    Args:
-      queries: [B, T, ...].
-      position_BT: their absolute positions.
-      pages_PGZC: cached keys, those of this forward written.
-      spec: of the indexer.
-      window: of the forward.
-      policy: see ``select_cached``.
-    """
+    """Selects the cached entries that each query keeps, [B, T, N]; None where the cache cannot hold more than that."""
     rows, count = position_BT.shape
     stream, ratio = spec.compressor.entries, spec.compressor.ratio
     size = entry_block(stream, window.block)

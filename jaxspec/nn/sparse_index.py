@@ -101,16 +101,7 @@ def select_among_themselves(queries: Queries, k_BTC: Array, top_k: int, dtype: j
 def select_positions(
     queries: Queries, position_BT: Array, pages_PGZC: Array, spec: IndexSpec, window: Window, policy: Policy
 ) -> Array | None:
-    """Selects what each reader keeps of the cached positions, [X, T', S]; None where the cache holds no more.
-
-    Args:
-      queries: [B, T, ...].
-      position_BT: their absolute positions.
-      pages_PGZC: cached keys, those of this forward written.
-      spec: of the indexer.
-      window: of the forward.
-      policy: see ``select_cached``.
-    """
+    """Selects what each reader keeps of the cached positions, [X, T', S]; None where the cache holds no more."""
     rows, count = position_BT.shape
     room = pages_PGZC.shape[2] * (1 if window.table_BJ is None else window.table_BJ.shape[1])
     position_XT = readers(window, position_BT)
