@@ -77,15 +77,17 @@ class Transformer(nn.Module):
             self.layers = [Block(layer, a, p) for layer in a.layers]
         else:
             self.stacks = [
-                self._stack(segment, place) for segment in segments(a.layers) for place in range(len(segment.pattern))
+                self._stack(segment, position)
+                for segment in segments(a.layers)
+                for position in range(len(segment.pattern))
             ]
 
-    def _stack(self, segment: Segment, place: int) -> Any:
-        name = stack_name(segment, place)
+    def _stack(self, segment: Segment, position: int) -> Any:
+        name = stack_name(segment, position)
         # Flax would trace the initializer in every forward, to compare shapes that the loader has compared.
         if self.has_variable("params", name):
             return self.get_variable("params", name)
-        return self.param(name, init_stack, segment, place, self.arch, self.policy)
+        return self.param(name, init_stack, segment, position, self.arch, self.policy)
 
     def __call__(self, inputs: Inputs) -> Hidden:
         """Runs T positions of each row."""
