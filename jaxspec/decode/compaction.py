@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.packing import pack_live
+from jaxspec.cache.packed_tokens import pack_live
 from jaxspec.cache.window import Window, pack, unpack
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import Caches, features_of, forward, head

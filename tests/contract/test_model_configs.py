@@ -182,12 +182,12 @@ def test_names_are_as_many_as_published(name: str):
 
 def test_names_of_multi_token_prediction_are_as_many_as_published():
     assert sum(name.startswith("mtp.0.") for name in tensors_of("deepseek-v4-flash")) == 1575
-    behind = {name for name, tensor in tensors_of("deepseek-v3").items() if tensor.is_mtp}
-    assert all(name.startswith("model.layers.61.") for name in behind)
-    assert len(behind) == 1564, "one layer of 1558 tensors, three norms, a projection, copies of embedding and head"
+    mtp = {name for name, tensor in tensors_of("deepseek-v3").items() if tensor.is_mtp}
+    assert all(name.startswith("model.layers.61.") for name in mtp)
+    assert len(mtp) == 1564, "one layer of 1558 tensors, three norms, a projection, copies of embedding and head"
 
 
-def test_a_release_quantised_afterwards_has_its_names():
+def test_a_release_quantized_afterwards_has_its_names():
     """GLM-5.2-FP8: 118629 tensors of 756 GB."""
     config = config_of("glm-5.2") | {"quantization_config": config_of("deepseek-v3")["quantization_config"]}
     tensors = release_tensors(config)
@@ -201,7 +201,7 @@ def test_caches_grow_as_published(name: str):
 
 
 @pytest.mark.parametrize("name", sorted(QUANTIZED))
-def test_promised_files_are_loaded_quantised(name: str):
+def test_promised_files_are_loaded_quantized(name: str):
     """What the name lists promise is what loading takes, with nothing missing, unknown or misshaped."""
     config, arch = config_of(name), arch_named(name)
     table, net = known_tables()[arch.family], Transformer(arch, make_policy(depth="stacked"))

@@ -1,4 +1,4 @@
-"""The promise behind losslessness in bfloat16: a row's logits are bitwise the same however many rows run with it."""
+"""What losslessness in bfloat16 rests on: a row's logits are bitwise the same however many rows run with it."""
 
 from functools import partial
 

@@ -29,7 +29,7 @@ Named = Iterator[tuple[str, np.ndarray]]
 def export_tensors(
     params: Params, arch: ArchSpec, dtype: np.dtype, block: tuple[int, int] = FP8_BLOCK
 ) -> dict[str, np.ndarray]:
-    """Every parameter under its published name and shape.
+    """Returns every parameter under its published name and shape.
 
     Args:
       params: of a model.
@@ -38,7 +38,7 @@ def export_tensors(
       block: numbers per scale of fp8 weights; finer blocks of parameters come from such ones.
 
     Raises:
-      ConfigError: weights are quantised in a way that no published layout has.
+      ConfigError: weights are quantized in a way that no published layout has.
     """
     table, leaves = known_tables()[arch.family], flatten(params["params"])
     fixed = _fixed_dtypes(arch, dtype)
@@ -107,11 +107,11 @@ def save_model(directory: Path, params: Params, arch: ArchSpec, config: Mapping[
       directory: made if it is not there.
       params: of a model.
       arch: of the model.
-      config: published config; whether it speaks of quantisation, and of a tied head, is put right.
+      config: published config; whether it speaks of quantization, and of a tied head, is put right.
       dtype: of plain weights.
 
     Raises:
-      ConfigError: weights are quantised in a way that no published layout has.
+      ConfigError: weights are quantized in a way that no published layout has.
     """
     block, config = check_method(config), dict(config)
     if config.get("tie_word_embeddings") and not arch.tied:

@@ -94,8 +94,8 @@ def test_abstract_parameters_are_those_of_the_network(name: str, layout):
         net = cls(arch, policy)
         found = flatten(abstract_params(net))
         assert found == flatten(jax.eval_shape(net.initial, jax.random.key(0))["params"])
-        quantised = {kind_of(path.split("/")) for path, leaf in found.items() if isinstance(leaf, Quantized)}
-        assert quantised == {kind_of(path.split("/")) for path in found} & set(kinds)
+        quantized = {kind_of(path.split("/")) for path, leaf in found.items() if isinstance(leaf, Quantized)}
+        assert quantized == {kind_of(path.split("/")) for path in found} & set(kinds)
 
 
 def test_kinds_forget_layers_and_experts():

@@ -20,7 +20,7 @@ from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp, run_mtp
