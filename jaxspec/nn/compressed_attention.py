@@ -103,7 +103,7 @@ class CompressedAttention(nn.Module):
             entry_BNC, memory = compressor(x_BTD, inputs)
             inputs = replace(inputs, memory=memory)
         if s.index is not None:
-            indexer = EntryIndexer(s.index, self.model_dim, s.query_rank, self.norm_eps, p, name="indexer")
+            indexer = EntryIndexer(s.index, self.model_dim, self.norm_eps, p, name="indexer")
             kept_BTN, memory = indexer(x_BTD, low_BTR, inputs)
             inputs = replace(inputs, memory=memory)
         if cache is None:

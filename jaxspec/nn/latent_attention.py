@@ -100,7 +100,7 @@ class LatentAttention(nn.Module):
         inputs = replace(inputs.unpack(), selection=inputs.selection if s.reuses_selection else None)
         if s.index is not None:
             assert low_BTR is not None, "an indexer reads the low-rank queries"
-            indexer = Indexer(s.index, self.model_dim, low_BTR.shape[-1], p, name="indexer")
+            indexer = Indexer(s.index, self.model_dim, p, name="indexer")
             selection, memory = indexer(unpack(x_BTD, window), unpack(low_BTR, window), inputs)
             inputs = replace(inputs, selection=selection, memory=memory)
         if (cache := inputs.cache_window) is None:
