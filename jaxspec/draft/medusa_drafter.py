@@ -7,7 +7,8 @@ from jaxspec.draft.last_hidden import gather_last, scatter_last
 from jaxspec.draft.network_drafter import NetworkDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab
-from jaxspec.models.medusa import Medusa, run_medusa
+from jaxspec.models.apply import apply
+from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, head
 from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, static
@@ -42,7 +43,7 @@ class MedusaDrafter(NetworkDrafter):
 
     @override
     def propose(self, state: Array, anchor: Anchor, rule: str) -> tuple[Proposal, Array]:
-        last_KBD = run_medusa(self.net, self.params, state)[: self.topology.max_depth]
+        last_KBD = apply(self.net, self.params, state)[: self.topology.max_depth]
         return draft_from(self, last_KBD.swapaxes(0, 1), anchor, rule, anchor.length_B >= 1), state
 
     @override

@@ -1,12 +1,13 @@
 """The one transformer: it reads an ArchSpec and runs any family, for training, prefill, drafting and verification."""
 
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 
 from jaxspec.cache.addressing import LayerCache
 from jaxspec.cache.window import Segments
+from jaxspec.models.apply import apply
 from jaxspec.models.arch import ArchSpec, Segment, segments
 from jaxspec.models.block import Block, norm_params, normalize
 from jaxspec.models.depth import ForwardState, Loop, init_stack, run_block, stack_name
@@ -156,7 +157,7 @@ class Transformer(nn.Module):
 
 def forward(net: Transformer, params: Params, inputs: Inputs) -> Hidden:
     """Runs T positions of each row; the caches come back with those positions written."""
-    return cast(Hidden, net.apply(cast(Any, params), inputs))
+    return apply(net, params, inputs)
 
 
 def features_of(hidden: Hidden) -> Features:
@@ -166,12 +167,12 @@ def features_of(hidden: Hidden) -> Features:
 
 def embed(net: Transformer, params: Params, token_BT: Array) -> Array:
     """Embeddings of tokens, float32 [B, T, D]."""
-    return cast(Array, net.apply(cast(Any, params), token_BT, method="embed"))
+    return apply(net, params, token_BT, method="embed")
 
 
 def head(net: Transformer, params: Params, last: Array) -> Array:
     """Logits of final hidden states, float32 [..., V]."""
-    return cast(Array, net.apply(cast(Any, params), last, method="logits"))
+    return apply(net, params, last, method="logits")
 
 
 def teacher_forced(
@@ -181,4 +182,4 @@ def teacher_forced(
 
     ``segment_BT`` numbers the text that each position belongs to where rows hold several.
     """
-    return cast(Any, net.apply(cast(Any, params), token_BT, position_BT, segment_BT, method="logits_of"))
+    return apply(net, params, token_BT, position_BT, segment_BT, method="logits_of")
