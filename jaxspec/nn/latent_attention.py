@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -53,7 +52,7 @@ class LatentSpec:
       reuses_selection: whether the selection of an earlier layer's indexer does.
     """
 
-    chain_only: ClassVar[str | None] = None
+    chain_only = None
 
     heads: int
     plain_dim: int

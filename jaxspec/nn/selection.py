@@ -135,5 +135,5 @@ def _per_shard(compute: Callable[[Array], Array], policy: Policy, x_X: Array) ->
     mesh, rows = policy.compute.mesh, x_X.shape[0]
     if mesh is None or not policy.compute.splits_rows or rows % mesh.shape.get("data", 1):
         return compute(x_X)
-    spec = P(row_axes(mesh, rows, policy.compute.transport != "sum"))
+    spec = P(row_axes(mesh, rows, spread=policy.compute.transport != "sum"))
     return jax.shard_map(compute, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_X)
