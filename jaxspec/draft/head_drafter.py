@@ -12,8 +12,9 @@ from jaxspec.draft.medusa_drafter import MedusaDrafter
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab, target_to_draft
+from jaxspec.models.apply import apply
 from jaxspec.models.caches import init_layer_caches
-from jaxspec.models.draft_head import DraftHead, part_of, run_head
+from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer, embed, head
@@ -88,7 +89,7 @@ class HeadDrafter(CachedDrafter):
 
     def observe(self, state: HeadState, commit: Commit) -> HeadState:
         window = self.window_of(commit, last_index(commit))
-        g_BTD = part_of(self.net, self.params, "join", self.net.spec.feature(commit.hidden))
+        g_BTD = apply(self.net, self.params, self.net.spec.feature(commit.hidden), method="join")
         last, following, caches = self._slots(commit.next_BT, g_BTD, commit.position_BT, state.caches, window)
         last_BD = scatter_last(state.last_BD, last[:, 0], commit)
         return HeadState(caches, last_BD, scatter_last(state.next_BD, following[:, 0], commit))
@@ -101,21 +102,21 @@ class HeadDrafter(CachedDrafter):
     def logits(self, last_BTD: Array) -> Array:
         if not self.net.spec.draft_vocab:
             return head(self.target, self.base, last_BTD)
-        return expand_to_target_vocab(part_of(self.net, self.params, "logits", last_BTD), self.draft_id_V)
+        return expand_to_target_vocab(apply(self.net, self.params, last_BTD, method="logits"), self.draft_id_V)
 
     def experts(self, last_BTD: Array) -> Array | None:
         spec = self.net.spec
         if not spec.routing:
             return None
         chosen = {self.target.arch.layers[y].ffn.top_k for y in spec.routing}  # pyright: ignore[reportAttributeAccessIssue]
-        return lax.top_k(part_of(self.net, self.params, "routes", last_BTD), max(chosen))[1].astype(jnp.int32)
+        return lax.top_k(apply(self.net, self.params, last_BTD, method="routes"), max(chosen))[1].astype(jnp.int32)
 
     def _slots(self, token_BT: Array, g_BTD: Array, position_BT: Array, caches: Any, window: Window):
         if self.net.spec.own_embedding:
-            embedded = part_of(self.net, self.params, "embed", token_BT)
+            embedded = apply(self.net, self.params, token_BT, method="embed")
         else:
             embedded = embed(self.target, self.base, token_BT)
-        return run_head(self.net, self.params, embedded, g_BTD, Inputs(token_BT, position_BT, window, caches))
+        return apply(self.net, self.params, embedded, g_BTD, Inputs(token_BT, position_BT, window, caches))
 
     def _at_once(self, state: HeadState, anchor: Anchor) -> tuple[Array, Any]:
         """Runs all depths in one pass; returns what the vocabulary product reads [B, K, D], and the caches."""
@@ -123,7 +124,9 @@ class HeadDrafter(CachedDrafter):
         if further < 1 or mask is None:
             return state.last_BD[:, None], state.caches
         token_BT = jnp.full((rows, further), mask, jnp.int32)
-        g_BTD = jnp.broadcast_to(part_of(self.net, self.params, "mask"), (rows, further, self.net.spec.arch.model_dim))
+        g_BTD = jnp.broadcast_to(
+            apply(self.net, self.params, method="mask"), (rows, further, self.net.spec.arch.model_dim)
+        )
         position_BT = anchor.length_B[:, None] + jnp.arange(further, dtype=jnp.int32)[None]
         window = Window(anchor.length_B, block=self.block)
         last, _, caches = self._slots(token_BT, g_BTD, position_BT, state.caches, window)

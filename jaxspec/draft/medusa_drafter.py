@@ -6,7 +6,8 @@ from jaxspec.draft.last_hidden import gather_last, scatter_last
 from jaxspec.draft.network_drafter import NetworkDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab
-from jaxspec.models.medusa import Medusa, run_medusa
+from jaxspec.models.apply import apply
+from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, head
 from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, static
@@ -37,7 +38,7 @@ class MedusaDrafter(NetworkDrafter):
         return jnp.zeros((rows, self.net.spec.dim))
 
     def propose(self, state: Array, anchor: Anchor, rule: str) -> tuple[Proposal, Array]:
-        last_KBD = run_medusa(self.net, self.params, state)[: self.topology.max_depth]
+        last_KBD = apply(self.net, self.params, state)[: self.topology.max_depth]
         return draft_from(self, last_KBD.swapaxes(0, 1), anchor, rule, anchor.length_B >= 1), state
 
     def observe(self, state: Array, commit: Commit) -> Array:

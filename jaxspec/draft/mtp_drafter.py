@@ -9,8 +9,9 @@ from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, scatter_last
 from jaxspec.draft.network_drafter import CachedDrafter
+from jaxspec.models.apply import apply
 from jaxspec.models.caches import init_layer_caches
-from jaxspec.models.mtp import Caches, Mtp, feature_shape, last_of, run_mtp
+from jaxspec.models.mtp import Caches, Mtp, feature_shape
 from jaxspec.models.transformer import Transformer, embed, head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Proposal
@@ -91,7 +92,9 @@ class MtpHeads(CachedDrafter):
 
     def propose(self, state: MtpState, anchor: Anchor, rule: str) -> tuple[Proposal, MtpState]:
         features = tuple(x[:, None] for x in state.features)
-        root = Root(last_of(self.net, self.params, 0, features[0]), features, anchor.length_B >= self._layers)
+        root = Root(
+            apply(self.net, self.params, 0, features[0], method="last"), features, anchor.length_B >= self._layers
+        )
         proposal, caches = draft(self, state.caches, anchor, rule, root)
         return proposal, replace(state, caches=caches)
 
@@ -143,7 +146,7 @@ class MtpHeads(CachedDrafter):
         start_B = jnp.maximum(inputs.window.start_B - layer, 0)
         window = replace(inputs.window, start_B=start_B, output_index_B=output_index_B)
         own = Inputs(inputs.token_BT, jnp.maximum(inputs.position_BT - layer, 0), window, cache)
-        return run_mtp(self.net, self.params, layer, inputs.embedded_BTD, feature, own)
+        return apply(self.net, self.params, layer, inputs.embedded_BTD, feature, own)
 
 
 def _shift(x: Array, left_B: Array) -> Array:

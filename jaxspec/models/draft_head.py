@@ -1,7 +1,7 @@
 """Draft heads of the EAGLE family: they join the target's features at a token with the next token, and go on."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -230,17 +230,5 @@ class DraftHead(nn.Module):
             self.routes(last)
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
+        """Returns random parameters."""
         return nn.unbox(self.init(key, method="everything"))
-
-
-def run_head(
-    net: DraftHead, params: Params, embedded_BTD: Array, g_BTD: Array, inputs: Inputs
-) -> tuple[Array, Array, tuple[Any, ...]]:
-    """Runs T slots of a head: what its head reads, what the next draft continues from, and the memory."""
-    return cast(Any, net.apply(cast(Any, params), embedded_BTD, g_BTD, inputs))
-
-
-def part_of(net: DraftHead, params: Params, method: Literal["join", "mask", "embed", "logits", "routes"], *x: Array):
-    """One of a head's smaller parts, see its methods."""
-    return cast(Array, net.apply(cast(Any, params), *x, method=method))

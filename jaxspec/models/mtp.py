@@ -1,7 +1,5 @@
 """Multi-token prediction: layers after a model that draft from its hidden states, as published with it."""
 
-from typing import Any, cast
-
 import flax.linen as nn
 import jax.numpy as jnp
 
@@ -115,22 +113,10 @@ class Mtp(nn.Module):
             self(layer, jnp.zeros((1, 1, a.model_dim)), feature, Inputs(token, token))
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
+        """Returns random parameters."""
         return nn.unbox(self.init(key, method="everything"))
 
 
 def feature_shape(arch: ArchSpec) -> tuple[int, ...]:
     """Shape of the feature of one position."""
     return (arch.hyper.streams, arch.model_dim) if arch.hyper else (arch.model_dim,)
-
-
-def run_mtp(
-    net: Mtp, params: Params, layer: int, embedded_BTD: Array, feature: Array, inputs: Inputs
-) -> tuple[Array, Array, LayerCache | None]:
-    """Runs T slots of one layer: what the head reads, the feature after each slot, and the cache."""
-    return cast(Any, net.apply(cast(Any, params), layer, embedded_BTD, feature, inputs))
-
-
-def last_of(net: Mtp, params: Params, layer: int, feature: Array) -> Array:
-    """Returns what the head reads of a layer's feature, [..., D]."""
-    return cast(Array, net.apply(cast(Any, params), layer, feature, method="last"))

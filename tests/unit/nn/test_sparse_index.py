@@ -21,7 +21,7 @@ EXACT = make_policy(FLOAT32)
 
 def indexer(interleaved: bool) -> tuple[Indexer, dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
-    module = Indexer(IndexSpec(3, 12, TOP_K, RopeSpec(1e4, 8, interleaved)), DIM, RANK, EXACT)
+    module = Indexer(IndexSpec(3, 12, TOP_K, RopeSpec(1e4, 8, interleaved)), DIM, EXACT)
     shapes = {
         "q_RHC": (RANK, 3, 12), "k_DC": (DIM, 12), "k_norm_C": (12,), "k_norm_bias_C": (12,), "weight_DH": (DIM, 3)
     }  # fmt: skip
