@@ -86,7 +86,7 @@ class InspectArgs:
 
 
 def run(args: InspectArgs) -> int:
-    """Prints the survey of a model; returns 1 where loading it would be refused."""
+    """Prints the report of a model; returns 1 where loading it would be refused."""
     from jaxspec.serve.demo_pair import resolve_model
 
     if args.logit_error and (args.quantization not in ("fp8", "int8") or args.path.is_file()):
@@ -104,9 +104,9 @@ def run(args: InspectArgs) -> int:
         return inspect_balance(args.balance, setting, as_json=args.json, color=args.color)
     if args.compiled or args.kernels:
         return _programs(args)
-    from jaxspec.inspect.survey import survey
+    from jaxspec.inspect.model_report import report_model
 
-    report = survey(args.path, dtype=args.dtype, quantization=args.quantization)
+    report = report_model(args.path, dtype=args.dtype, quantization=args.quantization)
     if args.logit_error:
         report["logit_error"] = _logit_error(args.path, args.quantization)
     if args.json:
@@ -132,7 +132,7 @@ def _programs(args: InspectArgs) -> int:
     from jaxspec.aot import process
     from jaxspec.cli.inspect_programs import show_compiled, show_kernels
     from jaxspec.cli.screen import Screen
-    from jaxspec.inspect.survey import config_at
+    from jaxspec.inspect.model_report import config_at
 
     if len(args.devices) > 1:
         raise ConfigError(f"inspect: --compiled is for one number of devices, got {args.devices}")
@@ -170,7 +170,7 @@ def _logit_error(directory: Path, quantization: str) -> Any:
 
 
 def show(report: dict[str, Any], screen: "Screen") -> None:
-    """Prints a survey for people."""
+    """Prints the report for people."""
     screen.line(f"{report['family']}   {report['path']}", "bold")
     _rows(screen, "layers", [(str(count), kind) for kind, count in report["layers"].items()])
     _parts(screen, report)

@@ -37,7 +37,7 @@ MIXERS = {
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -> dict[str, Any]:
+def report_model(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -> dict[str, Any]:
     """Sizes, caches, layout, files and possible drafters of a model, ready for JSON.
 
     Args:
