@@ -13,7 +13,7 @@ from dataclasses import InitVar, dataclass, field
 from jaxspec.control.acceptance import Acceptance
 from jaxspec.control.decision import Decision, Outcome, Request, bucket
 from jaxspec.control.explore import UNKNOWN, Gain, Trials, to_replace
-from jaxspec.control.sparse import DraftAvailability, Share
+from jaxspec.control.sparse import DraftAvailability
 from jaxspec.control.spec import ControlSpec
 from jaxspec.control.step_time import StepTimes
 from jaxspec.perf.step_ratios import StepRatios
@@ -52,9 +52,7 @@ class Adaptive:
         self._held: dict[tuple[int, frozenset[Request]], int] = {}
         self._kept, self._kept_for, self._until = Decision(self.arms[0]), (-1, ()), 0.0
 
-    def choose(
-        self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None
-    ) -> Decision:
+    def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
         """Decides about the next dispatch; one that will be short tries nothing, for it would tell little."""
         batch = rows, tuple(requests)
         if batch == self._kept_for and self.trials.steps < self._until:

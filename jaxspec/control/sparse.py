@@ -1,7 +1,7 @@
-"""When to verify with a drafter that often finds nothing: in a step where ``n`` of ``B`` rows have a draft, it pays if
-``n / B * (tokens - 1) > ratio - 1``.
+"""When to verify drafts that n of B rows have: if ``n / B * (tokens - 1) > ratio - 1``.
 
-A verification takes its time for all rows, and brings tokens to those that have a draft.
+For drafters that often find nothing: a verification takes its time for all rows, and brings tokens to those that have
+a draft.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class DraftAvailability:
         if size not in self._counts:
             return Share()
         steps, shares = self._counts[size]
-        means = [share / count if count else at / BINS for at, (count, share) in enumerate(zip(steps, shares, strict=True))]
+        means = [
+            share / count if count else at / BINS for at, (count, share) in enumerate(zip(steps, shares, strict=True))
+        ]
         first = next((at for at in range(1, BINS + 1) if means[at] * drafts > added), 1)
         verified = sum(steps[first:])
         rows = sum(shares[first:]) / verified if verified else 1.0

@@ -1,4 +1,4 @@
-"""How many plain steps a step with K drafts takes: as a calibration measured, or as the cost model predicts."""
+"""Ratios of steps with K drafts to plain ones: as a calibration measured, or as the cost model predicts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class StepRatios:
     Attributes:
       by_rows: for each number of rows the lengths K, 0 among them, and the ratios.
       noise: relative error of a ratio at these rows and lengths.
-      each: independent error of each ratio, as a multiple of ``noise``; besides, all may be off by one common factor.
+      each: independent error of each ratio, as a multiple of ``noise``, next to an error that all share.
     """
 
     by_rows: Mapping[int, tuple[tuple[int, ...], tuple[float, ...]]]
@@ -40,6 +40,32 @@ class StepRatios:
         distance = abs(math.log2(nearest / rows)) + (length not in known[nearest][0])
         ratio = float(np.interp(math.log2(rows), np.log2(list(known)), ratios))
         return ratio, self.noise + ERROR_PER_DOUBLING * distance
+
+    def corrected_by(self, measured: "StepRatios") -> "StepRatios":
+        """Returns predicted ratios with what drafts add scaled to ratios that were measured at some number of rows.
+
+        Ratios that are as sure as the measured ones stay as they are.
+        """
+        if self.noise <= measured.noise:
+            return self
+        scales: dict[int, float] = {}
+        for rows, (lengths, ratios) in measured.by_rows.items():
+            scales |= {
+                k: (ratio - 1.0) / self._added(k, rows)
+                for k, ratio in zip(lengths, ratios, strict=True)
+                if ratio > 1.0 and self._added(k, rows) > 0.0
+            }
+        if not scales:
+            return self
+        by_rows = {
+            b: ((0, *scales), (1.0, *(1.0 + x * self._added(k, b) for k, x in scales.items()))) for b in self.by_rows
+        }
+        return StepRatios({**by_rows, **measured.by_rows}, measured.noise, measured.each)
+
+    def _added(self, length: int, rows: int) -> float:
+        """Returns what drafts add to a plain step, 0 where that is not known."""
+        known = self.at(length, rows)
+        return 0.0 if known is None else known[0] - 1.0
 
 
 def step_ratios(calibration: Calibration) -> StepRatios:
