@@ -251,7 +251,7 @@ class SweepProgress:
 
         return SweepCallbacks(self._open, self._cell, self._skip, stages)
 
-    def report(self, complete: bool) -> BenchReport:
+    def report(self, *, complete: bool) -> BenchReport:
         """Returns the report so far."""
         from jaxspec.bench.record import SCHEMA, BenchReport
 

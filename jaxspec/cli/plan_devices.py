@@ -40,7 +40,9 @@ def run(args: PlanArgs) -> int:
         about = {"model": model, "hardware": hardware.name, "rows_per_device": batch[0]}
         sys.stdout.write(json.dumps({**about, "devices": [_record(scale) for scale in scales]}, indent=2) + "\n")
         return 0
-    show(f"{model} on {hardware.name}, {batch[0]} rows per device, {args.context} tokens each", scales, args.color)
+    show(
+        f"{model} on {hardware.name}, {batch[0]} rows per device, {args.context} tokens each", scales, color=args.color
+    )
     return 0
 
 
@@ -51,7 +53,7 @@ def _record(scale: "Scale") -> dict[str, Any]:
     return record | {"mesh": asdict(scale.mesh), "fits": scale.batch.memory.fits}
 
 
-def show(title: str, scales: tuple["Scale", ...], color: bool) -> None:
+def show(title: str, scales: tuple["Scale", ...], *, color: bool) -> None:
     """Prints the numbers of devices for people."""
     from rich.table import Table
 
