@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.plan_question import PlanArgs, machine_of, question_of
+from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,8 +57,6 @@ def _record(scale: "Scale") -> dict[str, Any]:
 def show(title: str, scales: tuple["Scale", ...], *, color: bool) -> None:
     """Prints the numbers of devices for people."""
     from rich.table import Table
-
-    from jaxspec.cli.screen import Screen
 
     screen = Screen(color)
     screen.line(title, "bold")
