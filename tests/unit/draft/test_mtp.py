@@ -17,7 +17,7 @@ from jaxspec.checkpoint.load.save import save_model
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.decode.dispatch import dispatch
-from jaxspec.decode.prefill import admit, prefill
+from jaxspec.decode.prefill import Chunk, admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.mtp_drafter import MtpHeads
@@ -96,7 +96,7 @@ def generated(
             count = min(CHUNK, len(prompt) - 1 - start)
             # Padding that is not 0 must not matter either.
             chunk = np.resize(prompt[start : start + count + 1], CHUNK + 1).astype(np.int32)
-            state = PREFILL(target, drafter, state, np.int32(row), chunk, np.int32(start), np.int32(count))
+            state = PREFILL(target, drafter, state, Chunk(np.int32(row), chunk, np.int32(start), np.int32(count)))
         sampling = replace(
             init_sampling(1, 1), max_length_B=jnp.full(1, len(prompt) + new, jnp.int32),
             temperature_B=jnp.full(1, temperature), draft_limit_B=jnp.full(1, 99, jnp.int32),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decode.prefill import prefill
+from jaxspec.decode.prefill import Chunk, prefill
 from jaxspec.decode.state import Target, init_state
 from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.models.catalog import arch_of
@@ -103,7 +103,7 @@ def drafts_of(head: Head, token_BT: np.ndarray):
     state = init_state(base, drafter, 1, 40, slack=32)
     chunk = np.zeros(33, np.int32)
     chunk[:LENGTH] = token_BT[0, :LENGTH]
-    state = fill(base, drafter, state, jnp.int32(0), chunk, jnp.int32(0), jnp.int32(LENGTH - 1))
+    state = fill(base, drafter, state, Chunk(jnp.int32(0), chunk, jnp.int32(0), jnp.int32(LENGTH - 1)))
     sampling = replace(state.sampling, temperature_B=jnp.ones(1), draft_limit_B=jnp.full(1, 99, jnp.int32))
     anchor = Anchor(
         jnp.asarray(token_BT[:, LENGTH - 1]), jnp.full(1, LENGTH - 1, jnp.int32), state.history_BS, sampling
