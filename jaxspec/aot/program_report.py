@@ -95,6 +95,7 @@ def _report(name: str, program: Program, mesh: Mesh, arch: ArchSpec) -> dict[str
       ``launches``, ``graphs``, ``kernels``, ``collectives``, ``bytes``, ``copies``, ``spills`` and ``compile_s``; see
       the README. Bytes are those of one device.
     """
+    # The log is of the process: what earlier programs spilled is not this one's.
     began, before, placed = time.monotonic(), set(process.spills()), _shardings(program, mesh)
     compiled = compile_for(
         program.call, program.arguments, list(mesh.devices.flat), name=name, donate=(STATE,), shardings=placed

@@ -14,7 +14,7 @@ from jaxspec.bench.grid import DrafterChoice, EnginePoint, Grid, default_grid
 from jaxspec.bench.measure import Run, Trace
 from jaxspec.bench.record import Skipped, SweepCell, load, save
 from jaxspec.bench.rounds import PLAIN, SPECULATIVE
-from jaxspec.bench.sweep import Sweep, Watcher
+from jaxspec.bench.sweep import Sweep, SweepCallbacks
 from jaxspec.bench.synthetic import Synthetic
 from jaxspec.bench.tables import csv_text, heading, markdown_text
 from jaxspec.bench.touched_experts import touched_experts
@@ -33,7 +33,7 @@ ENGINE = {"prefill_buckets": (16,), "steps_per_dispatch": 2}
 def swept(model: Path, grid: Grid) -> tuple[Sweep, list[SweepCell], list[Skipped]]:
     cells: list[SweepCell] = []
     skipped: list[Skipped] = []
-    sweep = Sweep(model, grid, ENGINE, watcher=Watcher(cell=cells.append, skipped=skipped.append))
+    sweep = Sweep(model, grid, ENGINE, callbacks=SweepCallbacks(cell=cells.append, skipped=skipped.append))
     sweep.run()
     return sweep, cells, skipped
 
