@@ -89,11 +89,6 @@ class _Hub:
     def fetch(self, revision: str | None, patterns: Sequence[str], *, outside: bool = True) -> Path:
         """Returns the snapshot with the files that are wanted, which are downloaded where they are not there yet.
 
-        Args:
-          revision: branch, tag or commit.
-          patterns: of the files.
-          outside: whether files in folders count.
-
         Raises:
           ConfigError: that is not possible.
         """

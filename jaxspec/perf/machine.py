@@ -116,14 +116,7 @@ class CalibratedMachine:
 def assumed_machines(
     model: ModelCost, hardware: Hardware, mesh: Mesh, overlap: Overlap | None = None
 ) -> tuple[Machine, ...]:
-    """Returns the likely machine first, then every combination of low and high assumptions.
-
-    Args:
-      model: what runs.
-      hardware: each device.
-      mesh: of them.
-      overlap: where it is known; by default the published range is assumed.
-    """
+    """Returns the likely machine first, then every combination of low and high assumptions."""
     overlaps = [overlap] * 3 if overlap else [AssumedOverlap(x) for x in PUBLISHED_AT_4]
     machines = [AssumedMachine(model, hardware.rates(), mesh, overlaps[1])]
     for speed, slow, o in product(("low", "high"), ("low", "high"), (overlaps[0], overlaps[2])):

@@ -38,13 +38,7 @@ class Scale:
 
 
 def scaling(questions: Sequence[Question], rows: int, node: int) -> tuple[Scale, ...]:
-    """Predicts weak scaling: every device brings rows.
-
-    Args:
-      questions: the same but for mesh and machines, by number of devices.
-      rows: per device.
-      node: devices of a node.
-    """
+    """Predicts weak scaling: every device brings rows."""
     scales: list[Scale] = []
     first = None
     for question in questions:

@@ -34,10 +34,6 @@ KNOWN = (
 def head_format(config: Config, names: tuple[str, ...]) -> HeadFormat:
     """Returns which of the known formats a head has.
 
-    Args:
-      config: its ``config.json``.
-      names: of its tensors, see ``HeadFiles``.
-
     Raises:
       ConfigError: none of them.
     """

@@ -86,12 +86,6 @@ def plan_model(
 ) -> LoadPlan:
     """Plans how a directory is loaded and lists what is wrong with it, from its headers alone.
 
-    Args:
-      directory: checkpoint in Hugging Face layout.
-      policy: layout and dtypes of the parameters.
-      quantization: see ``make_plan``.
-      placement: of the experts; None leaves them in their order.
-
     Raises:
       ConfigError: the config is missing, corrupt, of an unknown family or quantized in a way that is not supported.
       CheckpointError: the files are unreadable.
@@ -103,9 +97,8 @@ def plan_model(
     arch = with_own_head(arch, table, files)
     net = Transformer(arch, policy.update(slots=slots_for(placement)))
     return make_plan(
-        directory, net, table.rules(arch), other_prefixes=table.other_prefixes(arch),
-        ignored_suffixes=table.ignored_suffixes(arch), block=check_method(config), quantization=quantization,
-        files=files, slots_by_layer=slots_of_model(placement),
+        directory, net, table.rules(arch), unread=table.unread(arch), block=check_method(config),
+        quantization=quantization, files=files, slots_by_layer=slots_of_model(placement),
     )  # fmt: skip
 
 
@@ -143,7 +136,7 @@ def load_model(
     plan = plan_model(directory, policy_on_mesh(policy, mesh), quantization, placement)
     plan.check()
     generation = read_generation(plan.directory)
-    params = fill(plan, shardings_on(mesh, allow_replication), show)
+    params = fill(plan, shardings_on(mesh, allow_replication=allow_replication), show)
     return Model(plan.net, params, config, generation, plan.directory)
 
 
@@ -152,7 +145,7 @@ def policy_on_mesh(policy: Policy, mesh: Mesh | None) -> Policy:
     return policy if mesh is None else policy.update(mesh=mesh.abstract_mesh, experts="stacked")
 
 
-def shardings_on(mesh: Mesh | None, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
+def shardings_on(mesh: Mesh | None, *, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
     """Returns the function from shapes of parameters to their shardings, None for one device."""
     return None if mesh is None else partial(named_shardings, mesh=mesh, allow_replication=allow_replication)
 
@@ -166,13 +159,6 @@ def load_mtp(
     show: Progress | None = None,
 ) -> tuple[Mtp, Params]:
     """Loads the layers of multi-token prediction that were published with a model.
-
-    Args:
-      directory: the model's checkpoint.
-      net: the model's network.
-      quantization: as of ``load_model``, like what follows.
-      mesh: devices that the parameters are split over.
-      show: called with (bytes placed, bytes in all).
 
     Raises:
       ConfigError: the config promises no such layers.

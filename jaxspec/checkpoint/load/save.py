@@ -28,13 +28,9 @@ Named = Iterator[tuple[str, np.ndarray]]
 def export_tensors(
     params: Params, arch: ArchSpec, dtype: np.dtype, block: tuple[int, int] = FP8_BLOCK
 ) -> dict[str, np.ndarray]:
-    """Returns every parameter under its published name and shape.
+    """Returns every parameter under its published name and shape, plain weights in ``dtype``.
 
-    Args:
-      params: of a model.
-      arch: of the model.
-      dtype: of plain weights; those that the network keeps in float32 stay so.
-      block: numbers per scale of fp8 weights; finer blocks of parameters come from such ones.
+    What the network keeps in float32 stays so; ``block`` are the numbers per scale of fp8 weights.
 
     Raises:
       ConfigError: weights are quantized in a way that no published layout has.
@@ -102,12 +98,7 @@ def _as_published(table: Table, name: str, data: np.ndarray, scale: np.ndarray, 
 def save_model(directory: Path, params: Params, arch: ArchSpec, config: Mapping[str, Any], dtype: np.dtype) -> None:
     """Writes ``config.json`` and ``model.safetensors``; the weights appear under their name only when complete.
 
-    Args:
-      directory: made if it is not there.
-      params: of a model.
-      arch: of the model.
-      config: published config; whether it speaks of quantization, and of a tied head, is put right.
-      dtype: of plain weights.
+    The config is corrected: whether weights are quantized, and whether the head is tied.
 
     Raises:
       ConfigError: weights are quantized in a way that no published layout has.

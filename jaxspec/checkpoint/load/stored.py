@@ -96,13 +96,7 @@ def check_method(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def storage_of(files: TensorFiles, name: TensorName, block: tuple[int, int]) -> Stored | None:
-    """Returns how a tensor of a table is stored; None if it is missing.
-
-    Args:
-      files: where to look.
-      name: of the tensor.
-      block: numbers per scale of fp8 weights.
-    """
+    """Returns how a tensor of a table is stored; None if it is missing."""
     tensor, entry = name
     if tensor in files:
         shape, stem = files.shape(name), tensor.removesuffix(".weight")
@@ -190,11 +184,6 @@ def read_numbers(files: TensorFiles, stored: Stored) -> np.ndarray:
 
 def check_numbers(files: TensorFiles, data: np.ndarray, stored: Stored) -> None:
     """Checks that published e4m3 numbers are numbers.
-
-    Args:
-      files: that hold them.
-      data: some of those of a tensor.
-      stored: the tensor.
 
     Raises:
       CheckpointError: one is not.

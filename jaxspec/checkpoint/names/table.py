@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxspec.checkpoint.files.stream import TensorName
 from jaxspec.models.arch import ArchSpec
@@ -36,6 +36,17 @@ class Rule:
     def names(self) -> tuple[TensorName, ...]:
         """What is read, in the order of ``hub``."""
         return tuple(TensorName(name, self.entry) for name in self.hub)
+
+
+class Unread(NamedTuple):
+    """Published names that loading passes over: their beginnings and their endings."""
+
+    prefixes: tuple[str, ...]
+    suffixes: tuple[str, ...]
+
+    def covers(self, name: str) -> bool:
+        """Whether a name is one of them."""
+        return name.startswith(self.prefixes) or name.endswith(self.suffixes)
 
 
 @dataclass(frozen=True)
@@ -82,15 +93,14 @@ class Table:
         """Returns the published names of a parameter outside the layers."""
         return next(rule.hub for rule in self.top if rule.leaf == leaf)
 
-    def ignored_suffixes(self, arch: ArchSpec) -> tuple[str, ...]:
-        """Returns endings of published names that nothing reads: a tied head is the embedding once more."""
-        return (*self.ignored, *(self.hub_names("head_DV") if arch.tied else ()))
-
-    def other_prefixes(self, arch: ArchSpec) -> tuple[str, ...]:
-        """Returns beginnings of published names that the model itself does not read, such as multi-token prediction."""
-        if self.mtp_prefix is not None:
-            return (*self.others, self.mtp_prefix.partition("{")[0])
-        return self.others + tuple(_fill(self.prefix, y=len(arch.layers) + n) for n in range(len(arch.mtp)))
+    def unread(self, arch: ArchSpec) -> Unread:
+        """Returns what the model itself does not read, such as multi-token prediction or a copy of a tied head."""
+        prefixes = (
+            tuple(_fill(self.prefix, y=len(arch.layers) + n) for n in range(len(arch.mtp)))
+            if self.mtp_prefix is None
+            else (self.mtp_prefix.partition("{")[0],)
+        )
+        return Unread(self.others + prefixes, self.ignored + (self.hub_names("head_DV") if arch.tied else ()))
 
     def mtp_rules(self, arch: ArchSpec) -> Iterator[Rule]:
         """Yields every rule of multi-token prediction, under ``mtp_0/``; its decoder layer's under ``mtp_0/block/``."""

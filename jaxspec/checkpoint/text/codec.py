@@ -47,7 +47,7 @@ class Text:
         tokenizer = load_tokenizer(directory)
         return None if tokenizer is None else cls(tokenizer, _model_type(directory))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of a text.
 
         Args:
@@ -110,7 +110,7 @@ class Text:
         if taken := sorted(str(name) for name in SET_ALREADY & set(options)):
             raise RequestError(f"chat_template_kwargs: {taken} are set already; give what is an argument as one")
         prompted, continued = _ending(add_generation_prompt, continue_final_message)
-        source = self._template(chat_template, tools is not None)
+        source = self._template(chat_template, with_tools=tools is not None)
         if source is None:
             if tools:
                 raise RequestError("tools: this model's chat format has none here; leave them out")
@@ -124,9 +124,9 @@ class Text:
                 f"chat_template_kwargs: {unread} are not read by this model's chat template", RuntimeWarning, 2
             )
         variables = {**self._special_tokens(), "documents": None, **options, "tools": tools}
-        return _write(template, talk, variables | {"add_generation_prompt": prompted}, continued)
+        return _write(template, talk, variables | {"add_generation_prompt": prompted}, continued=continued)
 
-    def _template(self, wanted: str | None, with_tools: bool) -> str | None:
+    def _template(self, wanted: str | None, *, with_tools: bool) -> str | None:
         """Returns the Jinja source to use, None for a format without one."""
         published: Any = getattr(self.tokenizer, "chat_template", None)
         named = published if isinstance(published, Mapping) else {}
@@ -152,7 +152,7 @@ class Text:
         tokens = self.tokenizer.special_tokens_map
         return {name: [str(t) for t in v] if isinstance(v, list | tuple) else str(v) for name, v in tokens.items()}
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of ids."""
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -180,12 +180,12 @@ def _ending(add_generation_prompt: Any, continue_final_message: Any) -> tuple[bo
     return not continued if add_generation_prompt is None else add_generation_prompt, continued
 
 
-def _write(template: ChatTemplate, talk: list[Message], variables: dict[str, Any], continued: bool) -> str:
+def _write(template: ChatTemplate, talk: list[Message], variables: dict[str, Any], *, continued: bool) -> str:
     """Writes a conversation, cut at the end of its last message if that is to be continued."""
     final = joined(talk[-1]["content"][-1:] if isinstance(talk[-1]["content"], list) else talk[-1]["content"])
     if continued:
         talk = with_ending(talk, TAG)
-    chat = arranged(talk, template.parts, template.tells_strings)
+    chat = arranged(talk, parts=template.parts, tells_strings=template.tells_strings)
     text = template.render(variables | {"messages": chat})
     if any(isinstance(m["content"], list) and m["content"] and str(m["content"]) in text for m in chat):
         # The template goes through the parts of some roles' contents and prints others' as they are.

@@ -71,12 +71,7 @@ LAYOUTS = (
 
 
 def layout_of(directory: Path, settings: Mapping[str, Any]) -> Layout | None:
-    """Returns the layout of a directory's ranks, None if it has none that is known.
-
-    Args:
-      directory: of the model.
-      settings: its tokenizer_config.json.
-    """
+    """Returns the layout of a directory's ranks, None if it has none that is known."""
     kind = settings.get("tokenizer_class") or own_class(settings).rpartition(".")[2] or None
     for layout in LAYOUTS:
         file = directory / layout.file
@@ -87,11 +82,6 @@ def layout_of(directory: Path, settings: Mapping[str, Any]) -> Layout | None:
 
 def tokenizer_json(directory: Path, layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Computes the tokenizer.json of a directory's ranks.
-
-    Args:
-      directory: of the model.
-      layout: of the ranks.
-      settings: its tokenizer_config.json, whose ``added_tokens_decoder`` names the ids after the ranks.
 
     Raises:
       ConfigError: the ranks or the added tokens are not usable.

@@ -28,9 +28,6 @@ def load_tokenizer(directory: Path) -> Any | None:
     Python files of the directory are never run, whatever its configuration says. A tokenizer that cannot be read
     without them is left out with one warning: the model then takes token ids.
 
-    Args:
-      directory: of the model.
-
     Returns:
       The tokenizer, None if there is none that can be read so.
 
