@@ -10,7 +10,7 @@ from jaxspec.checkpoint.files.model_files import TEXT_FILES
 from jaxspec.checkpoint.files.shards import INDEX, SINGLE, weight_map
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.heads.tensors import ARCHIVES
-from jaxspec.checkpoint.hub_progress import told
+from jaxspec.checkpoint.hub_progress import log_progress
 from jaxspec.checkpoint.load.model import no_directory, read_config
 from jaxspec.errors import ConfigError
 
@@ -95,7 +95,7 @@ class _Hub:
         from huggingface_hub import snapshot_download
 
         try:
-            with told(self.name, self.cache):
+            with log_progress(self.name, self.cache):
                 snapshot = snapshot_download(
                     self.name, revision=revision, cache_dir=self.cache, allow_patterns=list(patterns),
                     ignore_patterns=None if outside else ["*/*"],

@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint.files.model_files import read_json
 from jaxspec.checkpoint.text import deepseek_v4_chat
 from jaxspec.checkpoint.text.chat_template import ChatTemplate
 from jaxspec.checkpoint.text.conversation import Message, arranged, joined, messages_of, tools_of, with_ending
 from jaxspec.checkpoint.text.token_bytes import TokenBytes
-from jaxspec.checkpoint.text.tokenizer import TOKENIZER_FILES, load_tokenizer, read_object
+from jaxspec.checkpoint.text.tokenizer import TOKENIZER_FILES, load_tokenizer
 from jaxspec.errors import ConfigError, RequestError
 
 __all__ = ["CHAT_KEYS", "FORMATS", "TOKENIZER_FILES", "Text"]
@@ -200,6 +201,6 @@ def _write(template: ChatTemplate, talk: list[Message], variables: dict[str, Any
 
 def _model_type(directory: Path) -> str:
     try:
-        return str(read_object(directory / "config.json").get("model_type", ""))
+        return str(read_json(directory / "config.json").get("model_type", ""))
     except ConfigError:
         return ""
