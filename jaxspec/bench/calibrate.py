@@ -17,7 +17,7 @@ from jaxspec.bench.draft_timer import PROPOSALS, propose_often
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
-from jaxspec.draft.speculation_schedule import SCHEDULE_KEYS
+from jaxspec.draft.speculative_keys import SCHEDULE_KEYS
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.describe import describe_machine, describe_versions
 from jaxspec.inspect.model_cost import model_cost, routed_order

@@ -6,7 +6,7 @@ from functools import partial, reduce
 from operator import add
 from typing import Any, TypeVar
 
-from jaxspec.serve.control import Fixed
+from jaxspec.control.decision import Fixed
 from jaxspec.serve.llm import LLM
 from jaxspec.topology import AnyTopology
 

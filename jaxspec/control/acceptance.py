@@ -1,8 +1,8 @@
-"""How often drafts are accepted: ``rate_j = level_j * tree_j * kind_j``; a step commits ``1 + sum_j prod_(i <= j) rate_i``.
+"""How often drafts are accepted: ``tokens = 1 + sum_j prod_(i <= j) rate_i``, ``rate_j = level_j * tree_j * kind_j``.
 
 ``rate_j`` is the share of verifications that accept draft j among those that accepted all before it, so no
 independence between positions is assumed. All chains share the ``level``; a tree's depths and requests that are
-sampled alike (``SamplingParams.kind``) differ from it by factors ``(w + hits) / (w + expected hits)``. Older counts fade.
+sampled alike (``SamplingParams.kind``) differ from it by factors ``(w + hits) / (w + expected hits)``. Old counts fade.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Acceptance:
                 hits = tried - numbers[at]
                 expected = tried * math.prod(factor[at] for factor in factors)
                 for factor in factors:
-                    factor.add(at, hits, levels[at][0] * expected)
+                    factor.add(at, hits, levels[at][0] * expected / factor[at])
                 self._level.add(at, hits, expected)
                 tried = hits
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from typing_extensions import override
+
 from jaxspec.topology import AnyTopology
 
 
@@ -106,26 +108,27 @@ class Control(Protocol):
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(Control):
     """Always drafts the same."""
 
     arm: AnyTopology
 
     @property
+    @override
     def arms(self) -> tuple[AnyTopology, ...]:
-        """Returns the one arm."""
         return (self.arm,)
 
+    @override
     def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
-        """Returns that arm."""
         return Decision(self.arm)
 
+    @override
     def record(self, decision: Decision, outcome: Outcome) -> None:
-        """Learns nothing."""
+        pass
 
 
 @dataclass(frozen=True)
-class ByBatchSize:
+class ByBatchSize(Control):
     """Drafts by the number of requests, as vLLM's ``num_speculative_tokens_per_batch_size`` asks for.
 
     Attributes:
@@ -137,17 +140,18 @@ class ByBatchSize:
     otherwise: AnyTopology
 
     @property
+    @override
     def arms(self) -> tuple[AnyTopology, ...]:
-        """Returns the arms, each once."""
         return tuple(dict.fromkeys([self.otherwise, *(arm for _, _, arm in self.ranges)]))
 
+    @override
     def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
-        """Returns the arm of the range that the batch is in."""
         size = rows + waiting
         return Decision(next((arm for low, high, arm in self.ranges if low <= size <= high), self.otherwise))
 
+    @override
     def record(self, decision: Decision, outcome: Outcome) -> None:
-        """Learns nothing."""
+        pass
 
 
 def bucket(rows: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import InitVar, dataclass, field
 from jaxspec.control.acceptance import Acceptance
 from jaxspec.control.decision import Decision, Outcome, Request, bucket
 from jaxspec.control.explore import UNKNOWN, Gain, Trials, to_replace
-from jaxspec.control.sparse import DraftAvailability, Share
+from jaxspec.control.sparse import DraftAvailability
 from jaxspec.control.spec import ControlSpec
 from jaxspec.control.step_time import StepTimes
 from jaxspec.perf.step_ratios import StepRatios

@@ -1,7 +1,7 @@
-"""When to verify with a drafter that often finds nothing: in a step where ``n`` of ``B`` rows have a draft, it pays if
-``n / B * (tokens - 1) > ratio - 1``.
+"""When to verify drafts that n of B rows have: if ``n / B * (tokens - 1) > ratio - 1``.
 
-A verification takes its time for all rows, and brings tokens to those that have a draft.
+For drafters that often find nothing: a verification takes its time for all rows, and brings tokens to those that have
+a draft.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ class ControlSpec:
     """How cautious the control is, and how long it remembers."""
 
     margin: float = 0.02
-    sureness: float = 1.0
+    sureness: float = 1.28
     decide_every: int = 96
     verifications: float = 800.0
     prior_hits: float = 16.0

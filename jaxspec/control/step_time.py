@@ -88,6 +88,11 @@ class StepTimes:
         self._laws: dict[float, np.ndarray] = {}
         self._seen: dict[tuple[int, int], float] = {}
 
+    def warm_up(self, measured: StepRatios, overhead_s: float) -> None:
+        """Takes in what was measured before any request ran; a prior that was measured, too, stays as it is."""
+        self.overhead_s = overhead_s
+        self.prior = measured if self.prior is None else self.prior.corrected_by(measured)
+
     def seen(self, arm: int, rows: int | None = None) -> float:
         """Returns how many full dispatches of an arm ran with about so many rows, or with any."""
         if rows is None:

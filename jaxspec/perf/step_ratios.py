@@ -41,6 +41,32 @@ class StepRatios:
         ratio = float(np.interp(math.log2(rows), np.log2(list(known)), ratios))
         return ratio, self.noise + ERROR_PER_DOUBLING * distance
 
+    def corrected_by(self, measured: "StepRatios") -> "StepRatios":
+        """Returns predicted ratios with what drafts add scaled to ratios that were measured at some number of rows.
+
+        Ratios that are as sure as the measured ones stay as they are.
+        """
+        if self.noise <= measured.noise:
+            return self
+        scales: dict[int, float] = {}
+        for rows, (lengths, ratios) in measured.by_rows.items():
+            scales |= {
+                k: (ratio - 1.0) / self._added(k, rows)
+                for k, ratio in zip(lengths, ratios, strict=True)
+                if ratio > 1.0 and self._added(k, rows) > 0.0
+            }
+        if not scales:
+            return self
+        by_rows = {
+            b: ((0, *scales), (1.0, *(1.0 + x * self._added(k, b) for k, x in scales.items()))) for b in self.by_rows
+        }
+        return StepRatios({**by_rows, **measured.by_rows}, measured.noise, measured.each)
+
+    def _added(self, length: int, rows: int) -> float:
+        """Returns what drafts add to a plain step, 0 where that is not known."""
+        known = self.at(length, rows)
+        return 0.0 if known is None else known[0] - 1.0
+
 
 def step_ratios(calibration: Calibration) -> StepRatios:
     """Returns each measured cell over the plain one of the nearest context, averaged over contexts.

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.control.decision import Outcome
 from jaxspec.decode.dispatch import DispatchResult
-from jaxspec.serve.control import Outcome
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.request import Logprob, RequestOutput
 from jaxspec.serve.sample import Sample
@@ -22,15 +22,13 @@ class Collected:
     Attributes:
       moved: requests that it moved forward.
       ended: rows whose sample ended.
-      accepted: accepted drafts of each verification, by how many were tried.
-      by_row: the same by row.
+      accepted: accepted drafts of each verification, by how many were tried and the kind of request.
       skipped_tokens: tokens of steps without drafts.
     """
 
     moved: dict[int, RequestOutput] = field(default_factory=dict)
     ended: list[tuple[int, Sample]] = field(default_factory=list)
-    accepted: dict[int, list[int]] = field(default_factory=dict)
-    by_row: dict[int, list[int]] = field(default_factory=dict)
+    accepted: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     skipped_tokens: int = 0
 
 
@@ -61,9 +59,9 @@ def collect(
             sample.fail(_broken(sample))
         # Where a sparse drafter proposed nothing, nothing was tried.
         had = result.verified_BX[row] > 0
-        taken.by_row[row] = [n for n, some in zip(counts, had, strict=False) if some] if sparse else counts
-        taken.skipped_tokens += len(counts) - len(taken.by_row[row])
-        taken.accepted.setdefault(tried, []).extend(taken.by_row[row])
+        verified = [n for n, some in zip(counts, had, strict=False) if some] if sparse else counts
+        taken.skipped_tokens += len(counts) - len(verified)
+        taken.accepted.setdefault((tried, sample.params.kind), []).extend(verified)
         if sample.completion.finish_reason is not None:
             taken.ended.append((row, sample))
     return taken
@@ -135,9 +133,9 @@ def outcome_of(result: DispatchResult, taken: Collected, rows: int, **measured: 
         rows=rows, steps=result.steps, accepted=taken.accepted, skipped_tokens=taken.skipped_tokens,
         touched=() if touched_K is None else tuple(np.asarray(touched_K) / steps),
         drafted=float(result.verified_BX.sum() / steps),
-        deepest=float(result.verified_BX.max(axis=0).sum() / steps),
+        depth=float(result.verified_BX.max(axis=0).sum() / steps),
         skipped=int((~result.verified_X).sum()),
-        found=tuple((result.drafts_BX > 0).sum(axis=0).tolist()) if result.report.sparse else (),
+        rows_with_drafts=tuple((result.drafts_BX > 0).sum(axis=0).tolist()) if result.report.sparse else (),
         active=float((result.count_BX > 0).sum() / steps),
         **measured,
     )  # fmt: skip

@@ -11,32 +11,29 @@ import jax
 import numpy as np
 
 from jaxspec.cache.pages import PageAllocator
+from jaxspec.control.decision import Control, Decision, Fixed, Outcome, Request
+from jaxspec.control.draft_cost import VerifyBudget
 from jaxspec.decode.dispatch import DispatchResult
 from jaxspec.decode.state import DecodeState, Target, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
-from jaxspec.protocol import Drafter
+from jaxspec.protocol import DraftCosts, Drafter
 from jaxspec.pytree import replace
-from jaxspec.serve.adaptive import Adaptive
-from jaxspec.serve.agreed import decider
 from jaxspec.serve.arms import arms_of, slack_of
-from jaxspec.serve.budget import VerifyBudget
 from jaxspec.serve.collect import Collected, collect, outcome_of
 from jaxspec.serve.compiled import Programs
-from jaxspec.serve.control import Control, Decision, Fixed, Outcome
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.metrics import EngineMetrics
+from jaxspec.serve.rank0 import adaptive_of
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.sample import STOP_PLACES, Sample
 from jaxspec.serve.scheduler import Scheduler
-from jaxspec.serve.survival import RequestSurvival
 from jaxspec.serve.warm_up import DispatchTimer, warm_up
 from jaxspec.sharding import hosts
 from jaxspec.sharding.placement import allocate, mesh_of, row_axes, state_rules
 from jaxspec.topology import PLAIN
 
 TIMING = "timing speculation lengths"
-REMEMBERED = 64.0  # verifications of one request
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -92,7 +89,7 @@ class Engine:
         make = partial(
             init_state, target, drafter, spec.rows, spec.capacity,
             slack=self._slack, stop_ids=STOP_PLACES, pages=spec.pages, page=spec.page,
-            draft_costs=budget and budget.prices(0, spec.rows),
+            draft_costs=budget and DraftCosts(**budget.prices(0, spec.rows)),
         )  # fmt: skip
         self._allocate = partial(_allocate, make, target, spec)
         state, plan = self._allocate(), StepPlan(spec.rule, spec.steps, spec.logprobs)
@@ -101,13 +98,12 @@ class Engine:
             target, drafters, state, plan, spec.buckets, turns=turns, on_compile=on_compile
         )  # fmt: skip
         self.reset(state)
-        adaptive = decider(self.control)
-        if isinstance(adaptive, Adaptive):
+        adaptive = adaptive_of(self.control)
+        if adaptive is not None:
             tell = on_progress or (lambda stage, done, total: None)
             tell(TIMING, 0, 0)
             timer = DispatchTimer(self.scheduler, self.programs, spec, self.depth)
-            prior, overhead_s = warm_up(adaptive.arms, timer, timer.rows, spec.steps)
-            adaptive.times.prior, adaptive.times.overhead_s = adaptive.times.prior or prior, overhead_s
+            adaptive.times.warm_up(*warm_up(adaptive.arms, timer, timer.rows, spec.steps))
             tell(TIMING, 1, 1)
 
     def reset(self, state: DecodeState | None = None) -> None:
@@ -119,8 +115,6 @@ class Engine:
         )  # fmt: skip
         if state is not None:
             self.scheduler.state = state
-        self._survival = RequestSurvival(self.spec.rows, self.depth, REMEMBERED)
-        self._known: list[Sample | None] = [None] * self.spec.rows
 
     @property
     def busy(self) -> bool:
@@ -193,13 +187,12 @@ class Engine:
         decision = self._choose(rows, steps)
         deciding_s = watch.lap()
         self._prepare(decision, rows)
-        lost_s = watch.lap()
+        catch_up_s = watch.lap()
         result = self._dispatch(decision, steps)
         time_s = watch.lap()
         taken = self._hand_out(result)
-        outcome = outcome_of(result, taken, rows, time_s=time_s, lost_s=lost_s, read=read)
+        outcome = outcome_of(result, taken, rows, time_s=time_s, catch_up_s=catch_up_s, after_prompt=read)
         watch.lap()
-        self._survival.add(decision.length, taken.by_row)
         self.control.record(decision, outcome)
         self.metrics.deciding_time_s += deciding_s + watch.lap()
         self.metrics.dispatched(decision, outcome)
@@ -207,33 +200,27 @@ class Engine:
 
     def _choose(self, rows: int, steps: int | None) -> Decision:
         """Decides about the next dispatch; rows that want no drafts take part in it, too, and gain nothing."""
-        for row, (before, sample) in enumerate(zip(self._known, self.rows, strict=True)):
-            if before is not sample and before is not None:
-                self._survival.leave(row)
-            if before is not sample and sample is not None:
-                self._survival.enter(row, sample.params.draft_limit, sample.params.kind)
-        self._known = list(self.rows)
-        if not self._survival.wanted:
+        requests = [Request(sample.params.kind, sample.params.draft_limit) for _, sample in self.scheduler.running]
+        if all(request.limit == 0 for request in requests):
             return Decision(PLAIN)
-        return self.control.choose(rows, len(self.waiting), self._survival, steps)
+        return self.control.choose(rows, len(self.waiting), requests, steps)
 
     def _prepare(self, decision: Decision, rows: int) -> None:
         """Brings the drafter up to date, and the prices of its drafts."""
         if not decision.length:
             return
         self.scheduler.catch_up()
-        if self.budget is not None and self.budget.pruning.by_cost:
+        if self.budget is not None and self.budget.by_cost:
             places = jax.tree.map(lambda x: x.sharding, self.state.draft_costs)
             # Process 0's, for clocks differ.
-            prices = hosts.broadcast_arrays(self.budget.prices(decision.length, rows))
+            prices = hosts.broadcast_arrays(DraftCosts(**self.budget.prices(decision.length, rows)))
             self.scheduler.state = replace(self.state, draft_costs=jax.device_put(prices, places))
 
     def _dispatch(self, decision: Decision, steps: int | None) -> DispatchResult:
-        """Runs one dispatch; the control thinks meanwhile."""
+        """Runs one dispatch."""
         self.scheduler.state, report = self.programs.dispatch(
-            self.state, decision.arm, steps or self.spec.steps, eager=bool(self.waiting), min_rows=decision.least
+            self.state, decision.arm, steps or self.spec.steps, eager=bool(self.waiting), min_rows=decision.min_rows
         )
-        self.control.ahead(decision, len(self.scheduler.running), self._survival)
         return report.unpack()
 
     def _hand_out(self, result: DispatchResult) -> Collected:

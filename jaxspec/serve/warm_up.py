@@ -21,8 +21,7 @@ from jaxspec.topology import PLAIN, AnyTopology
 ROWS = 8
 PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
 
-LINKING, TIMED, MOST_TIMED = 4, 5, 16  # rounds: before any is timed; timed at least, and at most
-ENOUGH_S = 4.0  # after which no round is timed beyond the fewest
+LINKING, TIMED = 3, 4  # rounds: before any is timed; timed
 RANDOM = 0.1  # relative error of a ratio: text that begins with random tokens touches other experts than users' does
 EACH = 0.35  # least share of that error that each ratio has by itself: it is the median of some rounds
 OF_MEDIAN = 1.4826 * 1.2533  # standard error of a normal median by the median absolute deviation, times sqrt(n)
@@ -67,7 +66,7 @@ class DispatchTimer:
 
 
 def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tuple[StepRatios, float]:
-    """Runs all arms in turns and times the last rounds, as many as a few seconds allow.
+    """Runs all arms in turns and times the last rounds.
 
     XLA:CPU links code when it first runs, each expert's by itself, and GPUs record their graphs: three dispatches of
     an arm can take ten times as long as later ones.
@@ -85,17 +84,14 @@ def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tup
     """
     ratios: dict[int, list[float]] = {arm.max_depth: [] for arm in arms if arm.is_chain}
     over_R: list[float] = []
-    turn, spent_s = -LINKING, 0.0
-    while turn < TIMED or (turn < MOST_TIMED and spent_s < ENOUGH_S):
+    for turn in range(LINKING + TIMED):
         took, (short_s, _) = {arm: run(arm, steps) for arm in arms}, run(PLAIN, 1)
-        if turn >= 0:
+        if turn >= LINKING:
             plain_s, _ = took[PLAIN]
             for arm, (step_s, share) in took.items():
                 if arm.is_chain and share:
                     ratios[arm.max_depth].append(1 + (step_s / plain_s - 1) / share)
             over_R.append((short_s - plain_s) * steps / max(steps - 1, 1))
-            spent_s += sum(step_s for step_s, _ in took.values()) * steps + short_s
-        turn += 1
     known = {length: float(np.median(samples)) for length, samples in ratios.items() if samples}
     each = max(EACH, _scatter([samples for length, samples in ratios.items() if length and samples]) / RANDOM)
     return StepRatios({rows: (tuple(known), tuple(known.values()))}, RANDOM, each), max(0.0, float(np.median(over_R)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +16,25 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.checkpoint.load.save import save_model
+from jaxspec.control.decision import Outcome
+from jaxspec.control.draft_cost import CONFIDENCE_STEPS, VerifyBudget
 from jaxspec.decode.compaction import Sizes
 from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.draft_pruning import PruningConfig
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
-from jaxspec.protocol import Anchor, DraftCosts, Drafter, NoDrafts, Proposal
+from jaxspec.protocol import Anchor, Drafter, NoDrafts, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
-from jaxspec.serve.budget import CONFIDENCE_STEPS, VerifyBudget
 from jaxspec.serve.compiled import Programs
-from jaxspec.serve.control import Outcome
 from jaxspec.serve.engine import Engine
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
@@ -75,8 +75,7 @@ def write_model(directory: Path, config: dict, seed: int) -> Path:
     arch = arch_of(config)
     policy = make_policy("float32")
     net = Transformer(arch, policy)
-    token = jnp.zeros((1, 2), jnp.int32)
-    params = jax.jit(partial(net.init, method="logits_of"))(jax.random.key(seed), token, token)
+    params = jax.jit(net.initial)(jax.random.key(seed))
     params = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
     save_model(directory, params, arch, config, np.dtype("float32"))
     return directory
@@ -200,20 +199,17 @@ class Wheel(VerifyBudget):
     """Goes through prices, whatever happens: nothing is cut, by confidence, by time, everything."""
 
     def __init__(self):
-        super().__init__(PruningConfig(by_cost=True), CONFIG["num_experts"], CONFIG["num_experts_per_tok"])
+        super().__init__(CONFIG["num_experts"], CONFIG["num_experts_per_tok"])
         self.calls, self.outcome_HMC = 0, np.zeros((2, 2, CONFIDENCE_STEPS))
 
-    def prices(self, length: int, rows: int) -> DraftCosts:
+    def prices(self, length: int, rows: int) -> dict[str, Any]:
         self.calls += 1
         some = {"tok_per_s": 1.0, "token_s": 0.1, "expert_s": 0.1, "depth_s": 0.1}
         changes = ({}, {"min_confidence": 0.3}, some, {"min_confidence": 0.999})[self.calls % 4]
         accept_MC = np.tile(np.linspace(0, 1, CONFIDENCE_STEPS, dtype=np.float32), (2, 1))
         values = {name: np.float32(value) for name, value in changes.items()}
-        return replace(
-            super().prices(length, rows),
-            **{"min_confidence": np.float32(0), "max_drafts": np.float32(length), **values},
-            accept_MC=accept_MC,
-        )
+        always = {"min_confidence": np.float32(0), "max_drafts": np.float32(length), "accept_MC": accept_MC}
+        return super().prices(length, rows) | always | values
 
     def record(self, length: int, outcome: Outcome, outcome_HMC: np.ndarray) -> None:
         self.outcome_HMC += outcome_HMC

@@ -3,10 +3,10 @@
 import pytest
 
 from jaxspec.bench.workload import HELD_OUT, choose, load_excerpts
+from jaxspec.control.decision import Fixed
 from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
 from jaxspec.pytree import replace
 from jaxspec.serve import engine as engine_module
-from jaxspec.serve.control import Fixed
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams

@@ -27,8 +27,8 @@ from jaxspec.checkpoint.names.table import Unread
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.trained_head import Head
 from jaxspec.models.vocab import from_d2t, to_d2t, to_t2d
 from jaxspec.nn.policy import Policy, make_policy
 

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from jaxspec.nn.quantized import Format
+from pallas_kernels.quantized import Format
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 ROWS = 128  # computed at a time, to keep temporary arrays small

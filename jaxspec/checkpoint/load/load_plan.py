@@ -21,10 +21,10 @@ from jaxspec.checkpoint.load.places import (
 from jaxspec.checkpoint.load.slots import ExpertSlots
 from jaxspec.checkpoint.load.stored import FP8_BLOCK, PLAIN, SUPPORTED, Stored, other_scheme, storage_faults, storage_of
 from jaxspec.checkpoint.names.packs import PACKS
-from jaxspec.checkpoint.names.table import Rule, Unread
+from jaxspec.checkpoint.names.table import NameRule, Unread
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.nn.policy import kind_of
-from jaxspec.nn.quantized import Format, abstract_quantized
+from jaxspec.nn.param import kind_of
+from pallas_kernels.quantized import Format, abstract_quantized
 
 QUANTIZATIONS = ("auto", "none", "fp8", "int8")
 WORDS = {"missing": "missing", "extra": "not known", "shape": "of the wrong shape", "dtype": "of the wrong dtype"}
@@ -75,7 +75,7 @@ class LoadPlan:
 def make_plan(
     directory: Path,
     net: Any,
-    rules: Iterable[Rule],
+    rules: Iterable[NameRule],
     *,
     unread: Unread | None = None,
     block: tuple[int, int] = FP8_BLOCK,
@@ -206,7 +206,7 @@ def _formats(rules_by_leaf: Mapping[str, TargetLeaf], stored: Mapping[TensorName
     return {kind: form for kind, (form, *others) in forms.items() if form is not None and not others}
 
 
-def _format(rule: Rule, part: tuple[int, ...], stored: Mapping[TensorName, Stored]) -> Format | None:
+def _format(rule: NameRule, part: tuple[int, ...], stored: Mapping[TensorName, Stored]) -> Format | None:
     """Returns the format of the part of a parameter that a rule fills, None if it cannot be kept quantized."""
     form, *others = {stored[name].form if name in stored else None for name in rule.names}
     pack = PACKS[rule.pack]

@@ -22,9 +22,10 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.perf.expert_placement import Placement
 from jaxspec.shapes import Params
-from jaxspec.sharding.rules import MAY_BE_WHOLE, named_shardings
+from jaxspec.sharding.axis_rules import REPLICABLE
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def load_model(
     *,
     quantization: str = "auto",
     mesh: Mesh | None = None,
-    allow_replication: bool | str = MAY_BE_WHOLE,
+    allow_replication: bool | tuple[str, ...] = REPLICABLE,
     placement: Placement | None = None,
     show: Progress | None = None,
 ) -> Model:
@@ -145,7 +146,7 @@ def policy_on_mesh(policy: Policy, mesh: Mesh | None) -> Policy:
     return policy if mesh is None else policy.update(mesh=mesh.abstract_mesh, experts="stacked")
 
 
-def shardings_on(mesh: Mesh | None, *, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
+def shardings_on(mesh: Mesh | None, *, allow_replication: bool | tuple[str, ...] = REPLICABLE) -> Any:
     """Returns the function from shapes of parameters to their shardings, None for one device."""
     return None if mesh is None else partial(named_shardings, mesh=mesh, allow_replication=allow_replication)
 

@@ -13,14 +13,15 @@ from jaxspec.checkpoint.load.places import abstract_params, flatten, resolve_rul
 from jaxspec.checkpoint.load.stored import E8M0, FP4_BLOCK, FP8_BLOCK, check_method, matrix_form
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.packs import PACKS
-from jaxspec.checkpoint.names.table import Rule, Table
+from jaxspec.checkpoint.names.table import NameRule, Table
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import kind_of, make_policy
-from jaxspec.nn.quantized import Format, Quantized
+from jaxspec.nn.param import kind_of
+from jaxspec.nn.policy import make_policy
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
+from pallas_kernels.quantized import Format, Quantized
 
 Named = Iterator[tuple[str, np.ndarray]]
 
@@ -71,7 +72,7 @@ def _fixed_dtypes(arch: ArchSpec, dtype: np.dtype) -> dict[str, np.dtype]:
     return {kind: np.dtype(np.int64) if np.issubdtype(d, np.integer) else d for kind, d in dtypes.items() if d != dtype}
 
 
-def _quantized(table: Table, rule: Rule, leaf: Any, index: tuple[int, ...], block: tuple[int, int]) -> Named:
+def _quantized(table: Table, rule: NameRule, leaf: Any, index: tuple[int, ...], block: tuple[int, int]) -> Named:
     """Yields numbers and scales as published."""
     pack, form = PACKS[rule.pack], leaf.format
     if form.kind == "int8":

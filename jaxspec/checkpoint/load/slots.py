@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
-from jaxspec.nn.expert_slots import Slots
 from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.policy import Slots
 from jaxspec.perf.expert_placement import Placement, contiguous, slots_by_expert
 
 TABLE = "slots_EX"

@@ -11,7 +11,7 @@ from jaxspec.checkpoint.files.finite import all_finite, fault
 from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
 from jaxspec.checkpoint.load.block_scales import E4M3, block_scales, dequantize, quantize
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.nn.quantized import Format
+from pallas_kernels.quantized import Format
 
 Shape = tuple[int, ...]
 FP8_BLOCK = (128, 128)

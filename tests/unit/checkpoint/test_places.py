@@ -17,8 +17,9 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import kind_of, make_policy
-from jaxspec.nn.quantized import Format, Quantized
+from jaxspec.nn.param import kind_of
+from jaxspec.nn.policy import make_policy
+from pallas_kernels.quantized import Format, Quantized
 
 GOLDENS = sorted(file.parent for file in (Path(__file__).parents[2] / "golden").glob("*/config.json"))
 BF16 = jnp.dtype("bfloat16")

@@ -20,7 +20,7 @@ from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy, make_policy
-from jaxspec.nn.quantized import Format, Quantized
+from pallas_kernels.quantized import Format, Quantized
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 QUANTISED = ("deepseek_v3_fp8", "deepseek_v4_fp4", "gpt_oss_mxfp4")

@@ -10,7 +10,7 @@ from jaxspec.checkpoint.load.model import load_model
 from jaxspec.checkpoint.load.places import flatten
 from jaxspec.errors import ConfigError
 from jaxspec.nn.policy import Policy, make_policy
-from jaxspec.nn.quantized import Format, Quantized
+from pallas_kernels.quantized import Format, Quantized
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 LAYOUTS = (("switched", "unrolled"), ("stacked", "unrolled"), ("stacked", "stacked"))

@@ -10,10 +10,10 @@ import pytest
 from jaxspec.bench.calibrate import CalibrationGrid
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
+from jaxspec.control.policy import Adaptive
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.model_cost import model_cost
 from jaxspec.perf.calibration import Calibration, Predictor, load_calibration
-from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.llm import LLM
 from jaxspec.topology import chain
 from tests.unit.serve.tiny_model import write_tiny_model
@@ -95,7 +95,6 @@ def test_auto_starts_from_it(measured: Calibration, directory: Path):
     control = llm.engine.control
     assert isinstance(control, Adaptive)
     assert control.arms == (chain(0), chain(1))
-    assert control.from_tokens
     ratios = [p.step_s for p in measured.points if p.length]
     plain = [p.step_s for p in measured.points if not p.length]
     expected = np.exp(np.mean(np.log(ratios)) - np.mean(np.log(plain)))
