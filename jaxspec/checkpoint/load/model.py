@@ -83,16 +83,21 @@ def read_generation(directory: Path) -> dict[str, Any]:
 
 
 def plan_model(
-    directory: str | Path, policy: Policy, quantization: str = "auto", placement: Placement | None = None
+    directory: str | Path,
+    policy: Policy,
+    quantization: str = "auto",
+    placement: Placement | None = None,
+    *,
+    config: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
-    """Plans how a directory is loaded and lists what is wrong with it, from its headers alone.
+    """Plans how a directory is loaded and lists what is wrong with it, from its headers and its config alone.
 
     Raises:
       ConfigError: the config is missing, corrupt, of an unknown family or quantized in a way that is not supported.
       CheckpointError: the files are unreadable.
     """
     directory = Path(directory)
-    config = read_config(directory)
+    config = read_config(directory) if config is None else config
     arch = arch_of(config)
     table, files = known_tables()[arch.family], TensorFiles.of(directory)
     arch = with_own_head(arch, table, files)
@@ -134,7 +139,7 @@ def load_model(
     config = read_config(Path(directory))
     if placement is not None:
         check_placement(placement, config, arch_of(config), mesh)
-    plan = plan_model(directory, policy_on_mesh(policy, mesh), quantization, placement)
+    plan = plan_model(directory, policy_on_mesh(policy, mesh), quantization, placement, config=config)
     plan.check()
     generation = read_generation(plan.directory)
     params = fill(plan, shardings_on(mesh, allow_replication=allow_replication), show)
