@@ -215,6 +215,7 @@ def _format(rule: NameRule, part: tuple[int, ...], stored: Mapping[TensorName, S
     blocks = pack.blocks(part, (form.blocks[0], form.blocks[1]))
     if blocks is None or form.kind != "fp4":
         return None if blocks is None else replace(form, blocks=blocks)
+    # Two fp4 numbers share a byte along the innermost of the parameter's axes that the matrix axis is cut into.
     packed = len(pack.axes) - 1 - pack.axes[::-1].index(2 + form.packed_axis)
     return replace(form, blocks=blocks, packed_axis=packed - len(part))
 

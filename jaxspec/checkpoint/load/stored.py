@@ -100,6 +100,7 @@ def storage_of(files: TensorFiles, name: TensorName, block: tuple[int, int]) -> 
     tensor, entry = name
     if tensor in files:
         shape, stem = files.shape(name), tensor.removesuffix(".weight")
+        # DeepSeek-V3 publishes X.weight_scale_inv, DeepSeek-V4 X.scale; gpt-oss X_blocks with X_scales, see below.
         factor = next((s for s in (f"{tensor}_scale_inv", f"{stem}.scale") if stem != tensor and s in files), None)
         if factor is None or len(shape) != 2:
             return Stored(name, shape, name)
