@@ -71,8 +71,8 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     bare = isinstance(spec, HeadSpec) and spec.join == "attention" and spec.feature_dim == spec.arch.model_dim
     return make_plan(
         directory, _net(spec, policy.update(formats=(), slots=None)), head_rules(spec),
-        unread=Unread((), (*VOCABULARY, *(["fc.weight"] if bare else []))), block=check_method(config),
-        quantization="none", files=files,
+        unread=Unread(names=frozenset((*VOCABULARY, *(["fc.weight"] if bare else [])))),
+        block=check_method(config), quantization="none", files=files,
     )  # fmt: skip
 
 

@@ -39,14 +39,15 @@ class NameRule:
 
 
 class Unread(NamedTuple):
-    """Published names that loading passes over: their beginnings and their endings."""
+    """Published names that loading passes over: by their beginnings, their endings, or whole."""
 
-    prefixes: tuple[str, ...]
-    suffixes: tuple[str, ...]
+    prefixes: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
 
     def covers(self, name: str) -> bool:
         """Whether a name is one of them."""
-        return name.startswith(self.prefixes) or name.endswith(self.suffixes)
+        return name in self.names or name.startswith(self.prefixes) or name.endswith(self.suffixes)
 
 
 @dataclass(frozen=True)
