@@ -44,7 +44,7 @@ class ExpertLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def decoding(self) -> tuple[Kind, ...]:
-        """What a verification computes; the prompts where nothing was generated."""
+        """The kinds that a verification computes; the prompts if nothing was generated."""
         return ("committed", "rejected") if self.positions["committed"] else ("prompt",)
 
 

@@ -33,7 +33,7 @@ class Scale:
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """Devices of the mesh."""
         return self.mesh.devices
 
 

@@ -61,7 +61,7 @@ class Stored:
 
     @property
     def tensors(self) -> tuple[TensorName, ...]:
-        """What it takes from the files."""
+        """The tensors that it takes from the files."""
         return (self.data, self.scale) if self.scale else (self.data,)
 
 

@@ -34,7 +34,7 @@ class NameRule:
 
     @cached_property
     def names(self) -> tuple[TensorName, ...]:
-        """What is read, in the order of ``hub``."""
+        """The tensors, or their entries, in the order of ``hub``."""
         return tuple(TensorName(name, self.entry) for name in self.hub)
 
 

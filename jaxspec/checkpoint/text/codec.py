@@ -161,7 +161,7 @@ class Text:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """What each id adds to a text."""
+        """The bytes and characters that each id adds to a text."""
         return TokenBytes(self.tokenizer)
 
 
