@@ -46,4 +46,5 @@ def read_headers(settings: RunSettings, directory: Path, mesh: Mesh | None = Non
       CheckpointError: the files are unreadable.
     """
     policy = policy_on_mesh(make_policy(settings.train.target_dtype), mesh)
-    return TargetHeaders(read_config(directory), plan_model(directory, policy))
+    config = read_config(directory)
+    return TargetHeaders(config, plan_model(directory, policy, config=config))
