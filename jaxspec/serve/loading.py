@@ -61,8 +61,6 @@ def load_target(
 ) -> Model:
     """Loads the target, or returns the one that another engine has loaded; settings are those of ``LLM``.
 
-    ``on_load`` is called with (bytes placed, bytes in all).
-
     Raises:
       ConfigError, CheckpointError: the directory, the settings or the mesh are not usable.
     """
