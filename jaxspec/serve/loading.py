@@ -138,10 +138,10 @@ def report_to_both(
 ) -> Callable[[int, int], None]:
     """Returns what reports to both how much of a model is loaded."""
 
-    def tell(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         if on_load is not None:
             on_load(done, total)
         if on_progress is not None:
             on_progress("loading", done, total)
 
-    return tell
+    return report
