@@ -56,7 +56,7 @@ def make_run(
       ConfigError, CheckpointError: the settings are not usable for this target.
     """
     t = settings.train
-    schedule: Callable[[int], Any] = schedule_of(settings.optimizer, t.steps)
+    schedule: Any = schedule_of(settings.optimizer, t.steps)
     head, objective = make_objective(settings, target, corpus, mesh, remat=remat)
     evaluate = make_evaluation(settings, head, target, corpus, mesh)
 
