@@ -52,13 +52,11 @@ class ByteText(Detokenizer):
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Appends ids."""
         self.settled += self._utf8.decode(b"".join(map(self._bytes, ids)))
         pending = self._utf8.getstate()[0]
         self.open, self.incomplete = pending.decode(errors="replace"), bool(pending)
 
     def starts(self, ids: Sequence[int]) -> list[int]:
-        """Returns where the text of each of these ids will begin."""
         data, firsts = bytearray(self._utf8.getstate()[0]), []
         for i in ids:
             firsts.append(len(data))
@@ -81,7 +79,6 @@ class PieceText(Detokenizer):
         self._drop, self._left = vocabulary.strip
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Appends ids."""
         parts = []
         for i in ids:
             piece = self._vocabulary.piece(i, skip_special_tokens=self._skip)
@@ -106,7 +103,6 @@ class PieceText(Detokenizer):
         return text, 0 if text else left
 
     def starts(self, ids: Sequence[int]) -> list[int]:
-        """Returns where the text of each of these ids will begin."""
         places, text, run, in_run = [0] * len(ids), "", bytearray(self._run), []
         begun = self._begun
 
@@ -155,7 +151,6 @@ class DecodedText(Detokenizer):
         return self.open
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Appends ids."""
         whole = self.settled + self.open
         for i in ids:
             self._ids.append(i)
@@ -165,7 +160,6 @@ class DecodedText(Detokenizer):
         self.settled, self.open = whole[:end], whole[end:]
 
     def starts(self, ids: Sequence[int]) -> list[int]:
-        """Returns where the text of each of these ids will begin."""
         whole = self._decode([*self._ids, *ids])
         return [common_prefix(self._decode([*self._ids, *ids[:n]]), whole) for n in range(len(ids))]
 

@@ -61,8 +61,6 @@ def load_target(
 ) -> Model:
     """Loads the target, or returns the one that another engine has loaded; settings are those of ``LLM``.
 
-    ``on_load`` is called with (bytes placed, bytes in all).
-
     Raises:
       ConfigError, CheckpointError: the directory, the settings or the mesh are not usable.
     """
@@ -140,10 +138,10 @@ def report_to_both(
 ) -> Callable[[int, int], None]:
     """Returns what reports to both how much of a model is loaded."""
 
-    def tell(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         if on_load is not None:
             on_load(done, total)
         if on_progress is not None:
             on_progress("loading", done, total)
 
-    return tell
+    return report

@@ -25,19 +25,11 @@ Metrics = dict[str, Array]
 def head_loss(
     objective: HeadObjective, params: Params, teacher: TeacherOutput, batch: Batch, key: Array
 ) -> tuple[Array, Metrics]:
-    """Computes the loss of a head's parameters over one batch, and metrics.
+    """Computes the loss of a head's parameters over one batch, a scalar, and metrics.
 
-    Args:
-      objective: what does not change.
-      params: what is trained.
-      teacher: what the target computed.
-      batch: packed texts.
-      key: of noise and of the choice of slots.
-
-    Returns:
-      A scalar, and per round j the share of drafts that equal the target's best token (``accuracy_j``), how many
-      tokens a verification would commit if every draft were made after real ones (``simulated_length``, bonus token
-      included), and the parts of the loss.
+    Metrics are the parts of the loss, and per round j the share of drafts that equal the target's best token
+    (``accuracy_j``); ``simulated_length`` is how many tokens a verification would commit, bonus token included, if
+    every draft were made after real ones. ``key`` is of noise and of the choice of slots.
     """
     net = objective.net
     if isinstance(net, DraftHead):

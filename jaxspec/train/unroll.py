@@ -45,16 +45,8 @@ def unroll(
     """Training-time test (Li 2025, 2503.01840, section 3.2): every slot drafts ``rounds`` tokens ahead.
 
     Each round reads the text's own tokens and what the round before returned, and sees the real slots and what the
-    same slot drafted, as drafting does.
-
-    Args:
-      net: the head.
-      params: its parameters.
-      target: whose embedding is used where the head has none of its own.
-      features: of the target over the batch.
-      batch: texts.
-      rounds: S, tokens drafted from every slot.
-      remat: whether each round is computed again for its gradient instead of kept.
+    same slot drafted, as drafting does. ``target`` embeds where the head has no embedding of its own; ``remat``
+    computes each round again for its gradient.
     """
     g_BTD = apply(net, params, net.spec.feature(features), method="join")
     memory, done = _memory(net, batch), []

@@ -40,13 +40,8 @@ class VocabTask:
 def vocab_loss(params: Params, task: VocabTask, last_SBTD: tuple[Array, ...]) -> tuple[Array, Array]:
     """Computes the weighted loss of all rounds, and where a draft is the target's best token, bool [S, B, T].
 
-    Gradients are computed together with the loss, in the same walk over the positions, so the vocabulary product is not
-    computed twice.
-
-    Args:
-      params: of the trained network.
-      task: what the loss compares with.
-      last_SBTD: what the vocabulary product reads, by round.
+    ``last_SBTD`` is what the vocabulary product reads, by round. Gradients are computed together with the loss, in the
+    same walk over the positions, so the vocabulary product is not computed twice.
     """
     inner: Any = params["params"]
     trained = {name: leaf for name, leaf in inner.items() if _reads(task.objective.net, name)}
