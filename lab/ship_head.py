@@ -24,7 +24,7 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.trained_head import Head
 from jaxspec.nn.policy import make_policy
 from jaxspec.serve.demo_pair import demo_model_dir
-from jaxspec.train.metrics import read_metrics
+from jaxspec.train.run_log import read_metrics
 
 FILE = "provenance.json"
 

@@ -122,9 +122,8 @@ def _measure(flags: BalanceFlags, setting: BalanceSetting) -> "MeasuredLoad":
 
     config = methods.parse(speculation(flags.speculative_config))
     model = load_target(
-        setting.path, dtype=setting.dtype, kernels="auto", quantization=setting.quantization, mesh=None,
-        transport="auto", placement=None, rows=setting.rows, on_load=None,
-    )  # fmt: skip
+        setting.path, dtype=setting.dtype, kernels="auto", quantization=setting.quantization, rows=setting.rows
+    )
     prompts, source = _texts_of(model, flags.prompts, flags.texts, flags.tokens)
     return measure_load(model, prompts, LoadSettings(flags.tokens, setting.rows, source), config)
 

@@ -22,17 +22,17 @@ from jaxspec.serve.arguments import (
     as_int,
     check_kinds,
     check_model,
-    enable_compile_cache,
     fit_to_model,
     parse_sizes,
     show_value,
 )
+from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.controls import budget_of, control_of, prior_of
 from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
-from jaxspec.serve.loading import load_draft, load_target, report_to_both
+from jaxspec.serve.loading import MeshRequest, load_draft, load_target, report_to_both
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
@@ -72,8 +72,8 @@ class LLM:
       prefill_buckets: prompt chunk sizes in tokens, ascending.
       kv_page_size: tokens per page of a pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: size of that pool; by default enough for all rows at full length.
-      quantization: ``auto`` keeps weights that were published quantised as they are, ``none`` widens them to
-        ``dtype``; ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain
+      quantization: ``auto`` keeps weights that were published quantized as they are, ``none`` widens them to
+        ``dtype``; ``fp8`` and ``int8`` quantize the matrices of attention and feed-forward layers of a plain
         checkpoint. None is ``auto``.
       kernels: ``auto`` computes experts, attention and small products with Pallas kernels on a GPU and with XLA on a
         CPU; ``triton``, ``interpret`` (the kernels as plain JAX, slow) and ``xla`` ask for one of them.
@@ -136,11 +136,11 @@ class LLM:
             max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
             num_kv_pages=num_kv_pages,
         )  # fmt: skip
-        enable_compile_cache(compile_cache)
+        use_compile_cache(compile_cache)
         self.model = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
-            kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            placement=expert_placement, rows=spec.rows, on_load=report_to_both(on_load, on_progress),
+            kernels=kernels, quantization=quantization, rows=spec.rows,
+            mesh=MeshRequest(mesh, expert_transport, expert_placement), on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
         self.spec = spec = fit_to_model(spec, max_model_len, self.model.net.arch)
         self.capacity, self.max_logprobs, self.text = spec.capacity, spec.logprobs, Text.load(self.model.directory)

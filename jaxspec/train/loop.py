@@ -21,7 +21,7 @@ from jaxspec.nn.shardings import named_shardings
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
 from jaxspec.train.checkpoints import Checkpoints, replace_directory
-from jaxspec.train.metrics import FILE_ONLY, Entry, Interval, MetricsLog, Watcher
+from jaxspec.train.run_log import FILE_ONLY, Entry, Interval, MetricsLog, Watcher
 from jaxspec.train.settings import LoggingSettings
 from jaxspec.train.update import AnyBatch, LossFn, TrainState, make_update
 

@@ -258,7 +258,7 @@ def _available(file: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the control group of this process may still take; None without a limit."""
+    """Bytes that the control group of this process may still take; None without a limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),

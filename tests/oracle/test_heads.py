@@ -28,7 +28,7 @@ from jaxspec.train.batch import Batch
 from jaxspec.train.evaluate import AcceptanceEvaluator, EvalSpec
 from jaxspec.train.head_loss import head_loss
 from jaxspec.train.objective import HeadObjective
-from jaxspec.train.packing import PackedRows
+from jaxspec.train.packed_rows import PackedRows
 from jaxspec.train.settings import LossSettings
 from jaxspec.train.sources import Document
 from jaxspec.train.teacher import run_teacher

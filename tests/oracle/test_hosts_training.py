@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.train.metrics import without_times
 from jaxspec.train.run import train
+from jaxspec.train.run_log import without_times
 from jaxspec.train.settings import load_run_settings
 from tests.oracle.one_of_several import LOST_S, together
 from tests.unit.serve.tiny_model import write_tiny_model

@@ -1,13 +1,13 @@
 """What is known of a request before it begins: how it is sampled, and what others that are sampled so accepted."""
 
 import pytest
-
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import Fixed
-from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.survival import KIND_MEMORY, PUT_OFF, SHARED, RequestSurvival, Survival
-from jaxspec.topology import chain
 from tests.unit.serve.test_control import ARMS, STEPS, Machine, mean
+
+from jaxspec.serve.request import SamplingParams
+from jaxspec.topology import chain
 
 EVERYONE = Survival(2)
 EVERYONE.add(2, [0] * 200 + [1] * 80 + [2] * 120)  # 120 of 200 go on, and one more counts as one half

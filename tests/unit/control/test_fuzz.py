@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import Decision, Outcome
 from jaxspec.serve.survival import RequestSurvival
+
+from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.topology import PLAIN, chain, tree
 
 ARMS = (*(chain(length) for length in range(5)), tree((2, 2, 1)))

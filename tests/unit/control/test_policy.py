@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.adaptive import Adaptive
 from jaxspec.serve.control import ByBatchSize, Decision, Fixed, Outcome
 from jaxspec.serve.probes import NO_GAIN, AdaptiveSpec
 from jaxspec.serve.survival import SHARED, RequestSurvival, Survival
+
+from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.topology import PLAIN, AnyTopology, chain, tree
 
 LENGTHS = (0, 1, 2, 3, 4, 5)

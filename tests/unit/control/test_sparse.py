@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from jaxspec.serve.adaptive import Adaptive, Kept
 from jaxspec.serve.control import Decision, Outcome
 from jaxspec.serve.found import ALL, FoundDrafts, Verified
 from jaxspec.serve.probes import AdaptiveSpec
 from jaxspec.serve.step_times import bucket
 from jaxspec.serve.survival import RequestSurvival
+
 from jaxspec.topology import PLAIN, AnyTopology, chain
 
 ARMS = tuple(chain(length) for length in range(6))

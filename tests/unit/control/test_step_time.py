@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.adaptive import UNSEEN, Adaptive
 from jaxspec.serve.control import Decision, Outcome
 from jaxspec.serve.probes import AdaptiveSpec
 from jaxspec.serve.step_times import FIRST, KEPT_ROWS
+from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine, in_use, play, running
+
+from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.warm_up import EACH, RANDOM
 from jaxspec.topology import PLAIN, AnyTopology, chain
-from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine, in_use, play, running
 
 
 class Starting(Machine):

@@ -96,7 +96,7 @@ def batch_of(token_BT: np.ndarray, segment_BT: np.ndarray | None = None) -> Batc
 
 
 def drafts_of(head: Head, token_BT: np.ndarray):
-    """Drafted tokens and their log-probabilities behind the first ``LENGTH`` tokens of one text."""
+    """Drafted tokens and their log-probabilities after the first ``LENGTH`` tokens of one text."""
     net, params = target()
     drafter = head_drafter(head, (net, params), chain(DRAFTS), 16)
     base = Target(params, net, 16)
