@@ -14,8 +14,8 @@ from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab, target_to_draft
 from jaxspec.models.draft_head import DraftHead, init_head_caches, part_of, run_head
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer, embed, head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Proposal
