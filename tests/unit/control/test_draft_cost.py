@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxspec.control.draft_cost import CONFIDENCE_STEPS, UNLIMITED, DraftCostSpec, StepCostFit, VerifyBudget
 from jaxspec.control.decision import Outcome
+from jaxspec.control.draft_cost import CONFIDENCE_STEPS, UNLIMITED, DraftCostSpec, StepCostFit, VerifyBudget
 
 BASE_S, TOKEN_S, EXPERT_S, DEPTH_S, STEPS, DRAFTS = 0.02, 2e-4, 1e-4, 1e-3, 8, 4
 NOTHING = np.zeros((2, 2, CONFIDENCE_STEPS))
@@ -72,7 +72,9 @@ def test_nothing_has_a_price_until_it_is_known():
             assert (float(prices["min_confidence"]), int(prices["max_drafts"])) == (0, UNLIMITED)
         else:
             assert float(prices["tok_per_s"]) == 0
-            assert (float(prices["min_confidence"]), int(prices["max_drafts"])) == pytest.approx(wanted[dispatch // 4 % 4])
+            assert (float(prices["min_confidence"]), int(prices["max_drafts"])) == pytest.approx(
+                wanted[dispatch // 4 % 4]
+            )
         play(budget, 1)
     assert float(budget.prices(DRAFTS, 64)["tok_per_s"]) == 0, "nobody knows how fast so many rows commit"
 
