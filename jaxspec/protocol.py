@@ -1,4 +1,4 @@
-"""What drafters, verification and the step say to each other."""
+"""The records and the base class through which drafters, verification and the step talk to each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DraftState = Any
 
 @pytree
 class Sampling:
-    """How each row samples; one entry per row, neutral values switch a feature off.
+    """Sampling settings, one entry per row; neutral values switch a feature off.
 
     Attributes:
       temperature_B: 0 is greedy.
@@ -29,15 +29,15 @@ class Sampling:
       repetition_B: multiplicative penalty, 1 is off.
       presence_B, frequency_B: additive penalties, 0 is off.
       key_BX: threefry key words, uint32 [B, 2].
-      stop_BX: ids that end the row, -1 for unused places.
+      stop_BX: ids that end the row, -1 for unused entries.
       min_length_B: total length below which no stop id may be sampled.
       max_length_B: total length, prompt included, at which the row ends.
       draft_limit_B: deepest draft that may be accepted, 0 for plain decoding.
-      logprobs_B: wanted log-probabilities per token, -1 for none.
-      prompt_length_B: tokens of the prompt; bad words are looked for in what comes after them.
-      biased_B: whether the row's ``bias_BV`` of the state counts.
+      logprobs_B: log-probabilities per token to return, -1 for none.
+      prompt_length_B: tokens of the prompt; bad words are only looked for after them.
+      biased_B: whether the state's ``bias_BV`` applies to the row.
       bad_words_BWL: token sequences that may not be generated, each from its last token backwards; -1 for unused
-        places.
+        entries.
     """
 
     temperature_B: Array
@@ -60,18 +60,18 @@ class Sampling:
 
 @pytree
 class DraftCosts:
-    """What one more draft of a chain costs, and what its tokens are worth; float32 scalars but where axes are named.
+    """Costs of one more draft of a chain, and the worth of its tokens; float32 scalars unless axes are named.
 
     Attributes:
-      tok_per_s: tokens per second that the batch commits now; 0 makes time worth nothing, so that it cuts none.
-      rows: rows that decode.
+      tok_per_s: tokens per second that the batch commits now; 0 makes time worth nothing, so no draft is pruned for it.
+      rows: active rows.
       token_s: seconds that a verified draft adds to a step.
-      expert_s: seconds that a routed expert adds which no other token of the step touches, all layers together.
+      expert_s: seconds added by a routed expert that no other token of the step touches, all layers together.
       depth_s: seconds that drafting one position deeper adds, all rows together.
-      min_confidence: product of a drafter's confidences below which nothing is verified.
-      max_drafts: drafts of a row that are verified at most.
-      accept_MC: share of tried drafts that were accepted, by C equal steps of confidence; of greedy rows (M = 0) and of
-        rows that sample (M = 1).
+      min_confidence: product of a drafter's confidences below which no draft is verified.
+      max_drafts: most drafts of a row that are verified.
+      accept_MC: share of tried drafts that were accepted, by C equal steps of confidence, for greedy rows (M = 0) and
+        sampled rows (M = 1).
       experts, top_k: E and A of the target's routed layers, 0 without any.
     """
 
@@ -89,15 +89,15 @@ class DraftCosts:
 
 @pytree
 class Anchor:
-    """Where drafting starts.
+    """The last committed token of each row, from which drafting starts.
 
     Attributes:
       token_B: last committed token, not yet in any cache.
       length_B: committed positions, and so the anchor's position.
       history_BS: committed tokens, the anchor included at ``length``.
       sampling: how rows sample.
-      draft_costs: of drafts, which are then cut where they do not pay; None keeps them all.
-      bias_BV: added to the logits of rows that are biased, None for nowhere.
+      draft_costs: by which drafts that do not pay are pruned; None keeps them all.
+      bias_BV: added to the logits of biased rows; None if no row is.
     """
 
     token_B: Array
@@ -110,12 +110,12 @@ class Anchor:
 
 @pytree
 class Tree:
-    """How the nodes of one verification hang together, by row; B is 1 where all rows have the same.
+    """The tree of nodes of one verification, by row; B is 1 where all rows have the same.
 
     Attributes:
       parent_BT: int32, parent of each node; -1 for the anchor.
       depth_BT: int32, distance from the anchor.
-      path_BTJ: int32 [B, T, K + 1], the nodes from the anchor to each node by depth, and 0 behind its end.
+      path_BTJ: int32 [B, T, K + 1], the nodes from the anchor to each node by depth, then zeros.
       is_chain: whether no node of any row has a sibling.
     """
 
@@ -135,30 +135,30 @@ class Tree:
         return self.path_BTJ.shape[2] - 1
 
     def path_to(self, node_B: Array) -> tuple[Array, Array]:
-        """The path from the anchor to one node of each row, [B, K + 1], and its depth."""
+        """Returns the path from the anchor to one node of each row, [B, K + 1], and its depth."""
         rows_B = jnp.arange(node_B.shape[0], dtype=jnp.int32) if self.parent_BT.shape[0] > 1 else 0
         return self.path_BTJ[rows_B, node_B], self.depth_BT[rows_B, node_B]
 
     @staticmethod
     def of(topology: Topology) -> Tree:
-        """The same tree for all rows."""
-        made = (jnp.asarray(x, jnp.int32)[None] for x in (topology.parents, topology.depth, topology.path_TJ))
-        return Tree(*made, is_chain=topology.is_chain)
+        """Returns the tree of a topology, the same for all rows."""
+        arrays = (jnp.asarray(x, jnp.int32)[None] for x in (topology.parents, topology.depth, topology.path_TJ))
+        return Tree(*arrays, is_chain=topology.is_chain)
 
 
 @pytree
 class Proposal:
-    """Drafted tokens of the nodes behind the anchor.
+    """Drafted tokens of the nodes after the anchor.
 
     Attributes:
-      token_BN: one token id of the vocabulary per draft node, also where it is not valid.
+      token_BN: a token id per draft node, also where it is not valid.
       valid_BN: whether the node is a real proposal; others are never accepted.
       logp_BNV: log of the distribution that each node was drawn from, None for point masses.
-      tree: how each row's nodes hang together, None where the topology says it.
+      tree: of each row's nodes, None where the topology says it.
       expert_BKYA: experts that the target is predicted to choose for the drafts of a chain, in some layers; None
-        where the drafter predicts none. Nothing is accepted or refused because of them.
-      confidence_BN: largest probability of what each draft of a chain is drawn from, where drafts have prices; 0 where
-        nothing was drafted.
+        without a prediction. No draft is accepted or refused because of them.
+      confidence_BN: largest probability of the distribution that each draft of a chain is drawn from, where drafts have
+        costs; 0 where none was drafted.
     """
 
     token_BN: Array
@@ -169,7 +169,7 @@ class Proposal:
     confidence_BN: Array | None = None
 
     def tree_of(self, topology: AnyTopology) -> Tree:
-        """How the nodes hang together, from itself or from the topology that it was drafted for."""
+        """Returns the tree of the nodes, its own or that of the topology that it was drafted for."""
         if self.tree is not None:
             return self.tree
         assert isinstance(topology, Topology), "a drafter says what tree it has grown"
@@ -178,7 +178,7 @@ class Proposal:
 
 @pytree
 class Verdict:
-    """What verification decided.
+    """The outcome of verification.
 
     Attributes:
       path_BT: node at each depth of the accepted path, the anchor first; node 0 beyond it.
@@ -214,13 +214,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """What a drafter reads of the target besides its last hidden states.
+    """The hidden states of the target that a drafter reads besides the last ones.
 
     Attributes:
-      taps: layer boundaries b whose residual stream it reads; b is the input of layer b, the number of layers the
+      taps: layer boundaries b whose residual stream it reads: b is the input of layer b, the number of layers the
         last output (``hidden_states[b]`` of transformers).
-      shared_outputs: expert layers of which it reads what their shared experts return, or what their router reads where
-        there are none.
+      shared_outputs: expert layers whose shared experts' output it reads, or without shared experts the router's input.
     """
 
     taps: tuple[int, ...] = ()
@@ -232,12 +231,12 @@ NO_CAPTURE = CaptureSpec()
 
 @pytree
 class Features:
-    """What the target computed at some positions.
+    """Hidden states of the target at some positions.
 
     Attributes:
-      last_BTD: stream behind the final norm, float32.
+      last_BTD: stream after the final norm, float32.
       stream: the stream before it [B, T, D], or with hyper-connections the streams [B, T, N, D].
-      taps, shared_outputs: what ``CaptureSpec`` asked for, one [B, T, D] each.
+      taps, shared_outputs: as of ``CaptureSpec``, one [B, T, D] each.
     """
 
     last_BTD: Array
@@ -248,15 +247,15 @@ class Features:
 
 @pytree
 class Commit:
-    """What became part of the text.
+    """Tokens that became part of the text.
 
     Attributes:
-      token_BT: the anchor first, then every committed token but the last: the tokens whose positions are now final.
-      next_BT: the token behind each of them, so the last one that counts is the next anchor.
-      features: of the target at their positions; None where plain decoding left none behind.
-      count_B: how many of them count.
+      token_BT: the anchor, then every committed token but the last: the tokens whose positions are now final.
+      next_BT: the token after each of them; the last valid one is the next anchor.
+      features: of the target at their positions; None where plain decoding kept none.
+      count_B: how many of them are valid.
       start_B: position of the first.
-      path_BT: nodes that they stood at, for drafters that wrote ahead along the topology; None in prefill.
+      path_BT: their nodes, for drafters that wrote ahead along the topology; None in prefill.
       row: the row that is prefilled, None when all rows step.
     """
 
@@ -267,6 +266,12 @@ class Commit:
     start_B: Array
     path_BT: Array | None
     row: Array | None
+
+    @property
+    def hidden(self) -> Features:
+        """Features, for drafters that need hidden states."""
+        assert self.features is not None, "only a drafter that needs tokens alone catches up without features"
+        return self.features
 
     @property
     def position_BT(self) -> Array:

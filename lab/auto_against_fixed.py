@@ -22,7 +22,7 @@ from jaxspec.bench.measure import Run
 from jaxspec.bench.record import Spread
 from jaxspec.bench.rounds import PLAIN, SPECULATIVE, Subject, held_at, run_in_turns, total
 from jaxspec.bench.sweep import Sweep
-from jaxspec.draft.speculation_schedule import AUTO
+from jaxspec.draft.speculative_keys import AUTO
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.llm import LLM

@@ -20,7 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxspec.errors import ConfigError
-from jaxspec.train.metrics import read_metrics, without_times
+from jaxspec.train.run_log import read_metrics, without_times
 from jaxspec.train.settings import load_run_settings
 
 POLL_S = 0.02

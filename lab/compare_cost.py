@@ -22,7 +22,7 @@ from jaxspec.checkpoint.load.model import Model, load_model, read_config
 from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.nn.policy import Policy, policy_for
 from jaxspec.protocol import Drafter, NoDrafts

@@ -33,7 +33,7 @@ from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_run import make_run
 from jaxspec.train.objective import HeadObjective
 from jaxspec.train.optimizer import adamw
-from jaxspec.train.packing import PackedRows
+from jaxspec.train.packed_rows import PackedRows
 from jaxspec.train.settings import RunSettings
 from jaxspec.train.target import read_headers
 from jaxspec.train.teacher import run_teacher
@@ -188,6 +188,7 @@ def measure(names: Sequence[str], params: dict[str, Params], args: argparse.Name
         settings = settings_of(name, args)
         run = make_run(settings, read_headers(settings, demo_model_dir("target")).load(), corpus)
         assert run.evaluate is not None, "held-out documents are given"
+        assert run.save is not None, "heads are saved"
         figures = dict(run.evaluate(params[name])) | routing_recall(run.frozen, params[name], corpus, 512)
         size = sum(x.size for x in jax.tree.leaves(params[name]))
         heads[name] = {"parameters": int(size), **figures}

@@ -27,7 +27,7 @@ from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import JaxspecError
 from jaxspec.models.draft_head import DraftHead
-from jaxspec.models.heads import Head
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import head
 from jaxspec.models.vocab import choose_ids
 from jaxspec.nn.policy import make_policy

@@ -139,8 +139,7 @@ def forward(net: Transformer, params: Params, token_BT: Array) -> tuple[Array, H
 
 def init(net: Transformer, seed: int) -> Params:
     """Random float32 parameters, residual outputs scaled down by depth."""
-    token = jnp.zeros((1, 8), jnp.int32)
-    params = net.init(jax.random.key(seed), token, positions(token), method="logits_of")
+    params = net.initial(jax.random.key(seed))
     scale = (2 * len(net.arch.layers)) ** -0.5
 
     def shrink(path: tuple, leaf: Array) -> Array:

@@ -4,6 +4,7 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
+from jaxspec.nn.param import declared
 from jaxspec.shapes import Params
 
 
@@ -21,17 +22,15 @@ def schedule(peak: float, steps: int, warmup: int, decay_from: float = 0.6) -> o
 
 
 def matrices(params: Params) -> Params:
-    """Which parameters are matrices for Muon, and their input and output axes, from the names' shape suffixes."""
+    """Returns the input and output axes of the parameters that are matrices for Muon, as they are declared."""
 
     def dims(path: tuple, leaf: jax.Array) -> MuonDimensionNumbers | None:
-        name = path[-1].key
-        axes = name.rsplit("_", 1)[-1] if not name.rsplit("_", 1)[-1].isdigit() else name.split("_")[-2]
-        if name.startswith(("embed", "head", "router", "shared_gate")) or "bias" in name or leaf.ndim < 2:
+        param = declared(path)
+        if param.kind not in ("matrix", "weight") or param.part not in ("", "routed experts") or leaf.ndim < 2:
             return None
-        batch = 1 if axes.startswith("E") else 0
-        if name.startswith("out_"):
-            return MuonDimensionNumbers((0, 1), 2)
-        return MuonDimensionNumbers(batch, tuple(range(batch + 1, leaf.ndim)))
+        first = int(param.axes[0] == "expert")
+        last = first + param.inputs
+        return MuonDimensionNumbers(tuple(range(first, last)), tuple(range(last, leaf.ndim)))
 
     return jax.tree_util.tree_map_with_path(dims, params)
 

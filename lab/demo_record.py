@@ -25,7 +25,7 @@ from jaxspec.checkpoint.load.model import load_model
 from jaxspec.checkpoint.load.save import save_model
 from jaxspec.models.catalog import arch_of
 from jaxspec.shapes import Params
-from jaxspec.train.metrics import read_metrics
+from jaxspec.train.run_log import read_metrics
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 GENERATION = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "do_sample": False}

@@ -21,10 +21,10 @@ from jaxspec.checkpoint.heads.directory import load_head, plan_head, save_head
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.inspect.model_sizes import parameters
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.heads import Head
+from jaxspec.models.trained_head import Head
 from jaxspec.nn.policy import make_policy
 from jaxspec.serve.demo_pair import demo_model_dir
-from jaxspec.train.metrics import read_metrics
+from jaxspec.train.run_log import read_metrics
 
 FILE = "provenance.json"
 

@@ -18,10 +18,10 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.pytree import replace
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.placement import row_axes, state_rules, state_shardings
-from jaxspec.sharding.rules import named_shardings
 from jaxspec.sharding.targets import target_context, target_devices
 
 COLLECTIVE = re.compile(r"^(ragged-all-to-all|all-to-all|all-reduce|all-gather|reduce-scatter|collective-permute)")

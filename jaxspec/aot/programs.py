@@ -19,7 +19,7 @@ from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
@@ -88,9 +88,9 @@ def programs(setting: ProgramSettings, names: tuple[str, ...] = ()) -> dict[str,
     target, prediction = _target(setting)
     drafters: dict[str, Drafter] = {"plain": NoDrafts()}
     for method in ("ngram", "mtp"):
-        asked = catalog.parse({"method": method, "num_speculative_tokens": setting.drafts})
+        asked = methods.parse({"method": method, "num_speculative_tokens": setting.drafts})
         if method != "mtp" or prediction is not None:
-            drafters[method] = catalog.build(asked, (target.net, target.params), BLOCK, prediction)
+            drafters[method] = methods.build(asked, (target.net, target.params), BLOCK, prediction)
     known = (*drafters, "prefill")
     unknown = sorted(set(names) - set(known))
     if unknown:

@@ -17,14 +17,14 @@ from jaxspec.bench.draft_timer import PROPOSALS, propose_often
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
-from jaxspec.draft.speculation_schedule import SCHEDULE_KEYS
+from jaxspec.draft.speculative_keys import SCHEDULE_KEYS
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.describe import describe_machine, describe_versions
 from jaxspec.inspect.model_cost import model_cost, routed_order
 from jaxspec.inspect.text_routes import routed_experts
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.perf.calibration import VERSION, Calibration, MeasuredCell, OverlapRecord, fit_points, record_of
+from jaxspec.perf.calibration import VERSION, Calibration, MeasuredCell, fit_points, record_of
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.overlap import MeasuredOverlap, measure_overlap
 from jaxspec.pytree import replace as with_leaves
@@ -212,7 +212,7 @@ def calibrate(
         noise_floor=noise,
         points=tuple(points),
         held_out=tuple(held_out),
-        overlap=None if overlap is None else OverlapRecord(overlap.rows, overlap.positions, overlap.share),
+        overlap=overlap,
         fit=record_of(full),
         token_count_fit=record_of(blind),
     )  # fmt: skip

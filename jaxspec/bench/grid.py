@@ -10,8 +10,8 @@ from typing import Any
 from jaxspec.bench.record import CLOSED
 from jaxspec.bench.synthetic import Synthetic
 from jaxspec.bench.workload import WORKLOADS
-from jaxspec.draft import catalog
-from jaxspec.draft.speculation_schedule import AUTO, MAX_LENGTH, SCHEDULE_KEYS, TREES
+from jaxspec.draft import methods
+from jaxspec.draft.speculative_keys import AUTO, MAX_LENGTH, SCHEDULE_KEYS, TREES
 from jaxspec.errors import ConfigError
 from jaxspec.serve.demo_pair import resolve_speculation
 
@@ -59,7 +59,7 @@ class DrafterChoice:
             if key in config and key != TREES:
                 raise ConfigError(f"bench: leave {key} out of --drafters; the sweep sets it (--k, --rule)")
         choice = cls(name, resolve_speculation(config) or {})
-        catalog.parse(choice.speculative_config(AUTO if TREES in config else 1, "match", None))
+        methods.parse(choice.speculative_config(AUTO if TREES in config else 1, "match", None))
         return choice
 
     def speculative_config(self, k: int | str, rule: str, synthetic: Synthetic | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jaxspec.cache.packing import PackedTokens
+from jaxspec.cache.packed_tokens import PackedTokens
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
 

@@ -46,7 +46,7 @@ def resolve_model(
     directory = hub.fetch(revision, SMALL)
     if not weights:
         return directory
-    # From here on the commit, so that all files are of one, whatever is pushed meanwhile.
+    # By commit from here on: all files are of one, whatever is pushed meanwhile.
     for patterns in (choices := _weights(directory)):
         hub.fetch(directory.name, (CONFIG, *patterns), outside=False)
         if patterns is not choices[-1] and any(any(directory.glob(pattern)) for pattern in patterns):
@@ -55,7 +55,7 @@ def resolve_model(
 
 
 def _weights(directory: Path) -> list[Sequence[str]]:
-    """Names of weight files in the order in which they are looked for; the first that are there count."""
+    """Returns names of weight files in the order in which they are looked for; the first that exist count."""
     if os.path.lexists(directory / INDEX):
         return [[glob.escape(name) for name in sorted(set(weight_map(directory / INDEX).values()))]]
     archives = [ARCHIVES] if os.path.lexists(directory / CONFIG) and is_head(read_config(directory)) else []
@@ -110,7 +110,7 @@ class _Hub:
         return Path(snapshot)
 
     def _why(self, error: Exception, revision: str | None) -> str:
-        """What went wrong, and what to do."""
+        """Says what went wrong, and what to do."""
         from huggingface_hub import errors
 
         if isinstance(error, errors.GatedRepoError):
@@ -153,6 +153,6 @@ def _refused(status: int) -> str:
 
 
 def _words(error: BaseException) -> str:
-    """An error in one short line."""
+    """Shortens an error to one line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}".removesuffix(": ")

@@ -1,4 +1,4 @@
-"""Says how far a download from the hub is where no terminal shows the bars of the hub's client."""
+"""Progress of downloads from the hub, for logs where no terminal shows the bars of the hub's client."""
 
 import sys
 import threading
@@ -52,7 +52,7 @@ def _watch(name: str, blobs: Path, tell: Callable[[str], object], every_s: float
 
 
 def _size_bytes(blobs: Path) -> int:
-    """Bytes of what is there, unfinished files included."""
+    """Computes the bytes that are there, unfinished files included."""
     total = 0
     for file in blobs.glob("*"):
         try:

@@ -177,7 +177,7 @@ def grid_of(args: BenchArgs) -> Grid:
     import jax
 
     from jaxspec.bench.grid import DrafterChoice, Grid, default_grid
-    from jaxspec.draft.speculation_schedule import AUTO
+    from jaxspec.draft.speculative_keys import AUTO
 
     lengths, rows = default_grid(jax.default_backend())
     if wrong := [k for k in args.k if k != AUTO and not k.isdecimal()]:

@@ -18,7 +18,7 @@ from jaxspec.checkpoint.heads.directory import plan_head
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.cli.screen import Screen
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.describe import describe_machine, describe_model, describe_versions
 from jaxspec.inspect.model_sizes import parameters
@@ -115,7 +115,7 @@ def plan_of(args: DemoArgs) -> DemoPlan:
             raise ConfigError(f"demo: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     model = resolve_model(args.model)
     speculative = dict(resolve_speculation(speculative_of(args)) or {})
-    fewest = 2 * (catalog.parse(speculative).topology.max_depth + 1)
+    fewest = 2 * (methods.parse(speculative).topology.max_depth + 1)
     if args.max_tokens < fewest:
         raise ConfigError(f"demo: --max-tokens must be at least {fewest} to be measured, got {args.max_tokens}")
     excerpts = load_excerpts(PROMPTS)
@@ -166,7 +166,7 @@ def model_line(model: dict[str, Any]) -> str:
 
 def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:
     """Puts the drafter into words, for a target's published config."""
-    config = catalog.parse(speculative)
+    config = methods.parse(speculative)
     ahead = f"{config.topology.max_depth} tokens ahead"
     without_model = {
         "ngram": "n-gram lookup in the text so far",

@@ -116,15 +116,14 @@ def _recorded(file: Path, directory: Path) -> "ExpertLoad":
 
 def _measure(flags: BalanceFlags, setting: BalanceSetting) -> "MeasuredLoad":
     from jaxspec.cli.engine_flags import speculation
-    from jaxspec.draft import catalog
+    from jaxspec.draft import methods
     from jaxspec.inspect.measured_load import LoadSettings, measure_load
     from jaxspec.serve.loading import load_target
 
-    config = catalog.parse(speculation(flags.speculative_config))
+    config = methods.parse(speculation(flags.speculative_config))
     model = load_target(
-        setting.path, dtype=setting.dtype, kernels="auto", quantization=setting.quantization, mesh=None,
-        transport="auto", placement=None, rows=setting.rows, on_load=None,
-    )  # fmt: skip
+        setting.path, dtype=setting.dtype, kernels="auto", quantization=setting.quantization, rows=setting.rows
+    )
     prompts, source = _texts_of(model, flags.prompts, flags.texts, flags.tokens)
     return measure_load(model, prompts, LoadSettings(flags.tokens, setting.rows, source), config)
 

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.packing import pack_live
+from jaxspec.cache.packed_tokens import pack_live
 from jaxspec.cache.window import Window, pack, unpack
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import Caches, features_of, forward, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import CaptureSpec, Drafter, Features
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
@@ -116,16 +117,18 @@ def verify(
         part = replace(window, live_BT=live_BT[:, :width], path_BTJ=window.path_BTJ if width > 1 else None)
         part = part if packed is None else replace(part, packing=pack_live(live_BT, packed))
         token_BX, position_BX = (pack(x[:, :width], part) for x in (token_BT, position_BT))
-        hidden, layers = forward(
-            target.net, target.params, token_BX, position_BX, layers, part, reads, sizes.routes
-        )  # fmt: skip
+        inputs = Inputs(token_BX, position_BX, part, layers, reads=reads, routes=sizes.routes)
+        hidden = forward(target.net, target.params, inputs)
         logits = head(target.net, target.params, hidden.last_BTD)
         missing = token_BT.shape[1] - width
 
         def pad(x: Array) -> Array:
             return jnp.pad(unpack(x, part), ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
 
-        return layers, (*jax.tree.map(pad, (logits, features_of(hidden))), hidden.routing if sizes.routes else ())
+        return hidden.caches, (
+            *jax.tree.map(pad, (logits, features_of(hidden))),
+            hidden.routing if sizes.routes else (),
+        )
 
     widths: list[tuple[int, int | None]] = [(token_BT.shape[1], size) for size in (*sizes.packed, None)]
     if sizes.anchors:

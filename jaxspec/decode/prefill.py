@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxspec.cache.window import Window
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import Hidden, features_of, forward
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Commit, Drafter, Sampling
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
@@ -54,9 +55,10 @@ def read_chunk(
     table = None if table_J is None else table_J[None]
     live_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None] < count
     window = Window(start_B, table, row[None], live_BT=live_BT, block=target.block)
-    hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window, drafter.reads)
+    inputs = Inputs(token_BT, position_BT, window, state.layers, reads=drafter.reads)
+    hidden = forward(target.net, target.params, inputs)
     commit = Commit(token_BT, next_BT, features_of(hidden), count[None], start_B, path_BT=None, row=row)
-    return replace(state, layers=layers, draft=drafter.observe(state.draft, commit)), hidden
+    return replace(state, layers=hidden.caches, draft=drafter.observe(state.draft, commit)), hidden
 
 
 def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, count: Array, *, size: int) -> DecodeState:

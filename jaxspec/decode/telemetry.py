@@ -35,7 +35,7 @@ class Routes:
       expert_BTYA: of the anchor and the drafts, in every expert layer.
       live_BT: positions that were computed.
       kept_BT: those of them that became text; the anchor is one always.
-      turn_BT: token id plus position, see ``jaxspec.nn.expert_slots``.
+      turn_BT: token id plus position, see ``jaxspec.nn.moe.slots_for``.
       predicted_BKYA: what the drafter predicted for the drafts, None where it predicts none.
     """
 

@@ -34,17 +34,17 @@ class Hybrid(Drafter):
 
     @property
     def topology(self) -> Topology:
-        """What both draft."""
+        """The topology of both."""
         return self.lookup.topology
 
     @property
     def needs(self) -> Literal["none", "tokens", "hidden"]:
-        """What the other drafter must have observed."""
+        """As of the other drafter."""
         return self.other.needs
 
     @property
     def reads(self) -> CaptureSpec:
-        """What the other drafter captures of the target."""
+        """As of the other drafter."""
         return self.other.reads
 
     @property

@@ -19,11 +19,11 @@ CHUNK_SIZES = (8, 64)  # positions that the head is shown at once
 
 @pytree
 class LazyState:
-    """State of a head, and what it has not observed yet.
+    """State of a head, and the features that it has not observed yet.
 
     Attributes:
       draft: the head's own.
-      ring: features of position p at place p modulo R, float32 [B, R, ...].
+      ring: features of position p at index p modulo R, float32 [B, R, ...].
     """
 
     draft: DraftState
@@ -54,12 +54,12 @@ class LazyObserver(Drafter):
 
     @property
     def topology(self) -> AnyTopology:
-        """What is drafted."""
+        """The drafter's, or that of plain decoding."""
         return PLAIN if self.is_plain else self.drafter.topology
 
     @property
     def reads(self) -> CaptureSpec:
-        """What the drafter captures of the target."""
+        """The hidden states of the target that the drafter reads."""
         return self.drafter.reads
 
     @property
@@ -103,11 +103,11 @@ class LazyObserver(Drafter):
     def observe(self, state: LazyState, commit: Commit) -> LazyState:
         if commit.row is not None or not self.is_plain:
             return replace(state, draft=self.drafter.observe(state.draft, commit))
-        place_B = commit.start_B % self.ring_size
-        rows_B = jnp.arange(place_B.shape[0], dtype=jnp.int32)
+        index_B = commit.start_B % self.ring_size
+        rows_B = jnp.arange(index_B.shape[0], dtype=jnp.int32)
 
         def keep(ring_BR: Array, new_BT: Array) -> Array:
-            return ring_BR.at[rows_B, place_B].set(new_BT[:, 0].astype(ring_BR.dtype))
+            return ring_BR.at[rows_B, index_B].set(new_BT[:, 0].astype(ring_BR.dtype))
 
         return replace(state, ring=jax.tree.map(keep, state.ring, commit.features))
 
@@ -121,6 +121,6 @@ class LazyObserver(Drafter):
 
     @override
     def replay_features(self, state: LazyState, row: Array, position_X: Array) -> Features:
-        place_X = position_X % self.ring_size
-        ring: Any = jax.tree.map(lambda ring_BR: jnp.take(ring_BR[row], place_X, axis=0)[None], state.ring)
+        index_X = position_X % self.ring_size
+        ring: Any = jax.tree.map(lambda ring_BR: jnp.take(ring_BR[row], index_X, axis=0)[None], state.ring)
         return ring

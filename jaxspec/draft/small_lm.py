@@ -8,6 +8,7 @@ from jaxspec.draft.autoregress import draft
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer, forward, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
@@ -62,8 +63,8 @@ class SmallLm(CachedDrafter):
     ) -> tuple[Array, None, Caches]:
         if self.net.arch.vocab_size < self.vocab_size:
             token_BT = jnp.minimum(token_BT, self.net.arch.vocab_size - 1)
-        hidden, state = forward(self.net, self.params, token_BT, position_BT, state, window)
-        return hidden.last_BTD, None, state
+        hidden = forward(self.net, self.params, Inputs(token_BT, position_BT, window, state))
+        return hidden.last_BTD, None, hidden.caches
 
     @override
     def logits(self, last_BTD: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Logits over a draft vocabulary, spread to the target's."""
+"""Maps between a draft vocabulary and the target's."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from jaxspec.shapes import Array
 
 
 def target_to_draft(ids_W: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Place of each of the target's tokens in a draft vocabulary, int32 [V]; W for tokens that it lacks.
+    """Returns the draft id of each of the target's tokens, int32 [V]; W for tokens that the draft vocabulary lacks.
 
     Args:
       ids_W: the target's id of each draft token.
@@ -19,7 +19,7 @@ def target_to_draft(ids_W: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def expand_to_target_vocab(logits: Array, draft_id_V: Array | None) -> Array:
-    """Logits [..., W] as [..., V], -inf for tokens that the draft vocabulary lacks; None leaves them as they are."""
+    """Expands logits [..., W] to [..., V], -inf for tokens that the draft vocabulary lacks; None changes nothing."""
     if draft_id_V is None:
         return logits
     lacking = jnp.full((*logits.shape[:-1], 1), -jnp.inf, logits.dtype)

@@ -12,7 +12,7 @@ from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import Model
 from jaxspec.decode.state import Target
 from jaxspec.decode.step import StepPlan, step
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.text_routes import routed_experts
 from jaxspec.models.arch import ArchSpec
@@ -91,7 +91,7 @@ def expert_layers(arch: ArchSpec) -> dict[int, MoeSpec]:
 
 
 def measure_load(
-    model: Model, prompts: Sequence[Sequence[int]], wanted: LoadSettings, config: catalog.SpeculativeConfig
+    model: Model, prompts: Sequence[Sequence[int]], wanted: LoadSettings, config: methods.SpeculativeConfig
 ) -> MeasuredLoad:
     """Counts what prompts choose, by teacher forcing, and what verifications choose, by the step that serves.
 
@@ -108,7 +108,7 @@ def measure_load(
     sizes = [spec.experts for spec in routed.values()]
     read = [np.moveaxis(expert_YTA, 0, 1) for expert_YTA in routed_experts(model, prompts)]
     target = (model.net, model.params)
-    drafter = catalog.build(config, target, BLOCK, load_draft(config, model, "auto"))
+    drafter = methods.build(config, target, BLOCK, load_draft(config, model, "auto"))
     steps = _Steps(model, drafter, wanted, rule_of(config.rule))
     if wanted.tokens:
         steps.run(prompts)
@@ -137,7 +137,7 @@ def model_name(model: Model) -> dict[str, str]:
     return {"name": model.directory.name, **digests(model.config, model.directory)}
 
 
-def _words(config: catalog.SpeculativeConfig) -> str:
+def _words(config: methods.SpeculativeConfig) -> str:
     if config.method == "none":
         return "none"
     named = f" {Path(config.model).name}" if config.model else ""

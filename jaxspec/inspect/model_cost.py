@@ -26,11 +26,12 @@ from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.compressed_attention import CompressedSpec
 from jaxspec.nn.latent_attention import LatentSpec
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.nn.policy import kind_of, make_policy
-from jaxspec.nn.quantized import abstract_quantized
+from jaxspec.nn.param import declared, kind_of
+from jaxspec.nn.policy import make_policy
 from jaxspec.perf.cost import CacheCost, LayerCost, ModelCost
+from pallas_kernels.quantized import abstract_quantized
 
-TABLE = "table_VA"  # read by token id, a row per position
+EXPERTS = {"expert", "routed_to"}  # axes as long as there are experts
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def parameter_sizes(config: Mapping[str, Any], kind: np.dtype, quantization: str
     factor = _experts(arch) / _experts(small)
 
     def size(path: str, leaf: Any) -> Size:
-        times = factor if "E" in path.rpartition("_")[2] else 1.0
+        times = factor if EXPERTS & {*declared(path).axes} else 1.0
         stored = sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(leaf))
         return Size(times * stored, times * math.prod(leaf.shape))
 
@@ -170,7 +171,7 @@ def _prediction_layers(arch: ArchSpec, sizes: Sizes, kind: np.dtype) -> list[Lay
 
 def _layer(spec: LayerSpec, sizes: Sizes, repeats: int, count: int, caches: list[CacheCost]) -> LayerCost:
     routed = [size for path, size in sizes.items() if _is_routed(path)]
-    dense = [size for path, size in sizes.items() if not _is_routed(path) and not path.endswith(TABLE)]
+    dense = [size for path, size in sizes.items() if not _is_routed(path) and declared(path).kind != "table"]
     ffn = spec.ffn
     experts, top_k = (ffn.experts, ffn.top_k) if isinstance(ffn, MoeSpec) else (0, 0)
     each = experts * repeats or 1
@@ -197,7 +198,7 @@ def _caches(spec: Any, kind: np.dtype, lent: int | None) -> list[CacheCost]:
     Args:
       spec: of the attention.
       kind: compute dtype.
-      lent: positions that a layer keeps which borrows the selection of another.
+      lent: positions that a layer keeps that reuses the selection of another.
     """
 
     def cache(stream: StreamSpec, flops: float, keeps: int | None = None) -> CacheCost:
@@ -208,7 +209,7 @@ def _caches(spec: Any, kind: np.dtype, lent: int | None) -> list[CacheCost]:
     if isinstance(spec, AttentionSpec):
         return [cache(streams[name], 2.0 * spec.heads * spec.head_dim) for name in ("k", "v")]
     if isinstance(spec, LatentSpec):
-        keeps = spec.index.top_k if spec.index else lent if spec.borrows else None
+        keeps = spec.index.top_k if spec.index else lent if spec.reuses_selection else None
         caches = [cache(streams["latent"], 2.0 * spec.heads * (2 * spec.rank + spec.rope.dim), keeps)]
         if spec.index:
             caches.append(cache(spec.index.stream, 2.0 * spec.index.heads * spec.index.head_dim))

@@ -1,7 +1,6 @@
 """Sizes of a model: parameters and bytes by part, those that a token uses, and what it leaves in the caches."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,41 +11,32 @@ from jaxspec.cache.addressing import entries
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.load_plan import LoadPlan
 from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.nn.moe import ROUTED, MoeSpec, own_name
+from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.param import declared
 
 PREDICTION = "multi-token prediction"
 PARTS: tuple[str, ...] = (
     "embedding", "attention", "dense feed-forward", "routed experts", "shared experts", "router", "hyper-connections",
     "norms", "head", PREDICTION,
 )  # fmt: skip
-OWN = tuple(own_name(name) for name in ROUTED)
-NORM = re.compile(r"(^|_)norm_")
 
 
 def part_of(path: str) -> str:
     """Returns which of ``PARTS`` a parameter belongs to."""
-    *folders, name = path.split("/")
+    folders, param = path.split("/")[:-1], declared(path)
     if path.startswith("mtp_"):
         return PREDICTION
-    if NORM.search(name):
+    if param.kind == "norm":
         return "norms"
     if any("hyper" in folder for folder in folders):
         return "hyper-connections"
     if "attention" in folders:
         return "attention"
-    if "ffn" in folders:
-        return _feed_forward_part(folders, name)
-    return "head" if name in ("head_DV", "project_out_DX") else "embedding"
-
-
-def _feed_forward_part(folders: list[str], name: str) -> str:
-    if "shared" in folders or name.startswith("shared_gate"):
+    if param.part or "ffn" not in folders:
+        return param.part or "embedding"
+    if "shared" in folders:
         return "shared experts"
-    if name.startswith(("router", "choice_bias", "table", "slots")):
-        return "router"
-    base, _, number = name.rpartition("_")
-    routed = name in ROUTED or (number.isdigit() and base in OWN)
-    return "routed experts" if routed else "dense feed-forward"
+    return "dense feed-forward"
 
 
 def by_part(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -59,7 +49,8 @@ def by_part(amounts: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 def parameters(leaves: Mapping[str, Any]) -> dict[str, int]:
     """Counts parameters by part, a quantized weight as what it stands for; tables of token ids count nothing."""
-    return by_part((path, math.prod(leaf.shape)) for path, leaf in leaves.items() if not path.endswith("table_VA"))
+    counted = {path: leaf for path, leaf in leaves.items() if declared(path).kind != "table"}
+    return by_part((path, math.prod(leaf.shape)) for path, leaf in counted.items())
 
 
 def memory_bytes(leaves: Mapping[str, Any]) -> dict[str, int]:

@@ -125,7 +125,7 @@ def _mixer(spec: Any) -> str:
         words.append(f"entries of {compressor.entries.stride}")
     if getattr(spec, "index", None) is not None:
         words.append("own index")
-    if getattr(spec, "borrows", False):
+    if getattr(spec, "reuses_selection", False):
         words.append("index of an earlier layer")
     if getattr(spec, "sinks", False):
         words.append("sinks")

@@ -16,7 +16,7 @@ Layout = tuple[tuple[dict[str, StreamSpec], int], ...]
 
 
 def layout(arch: ArchSpec, policy: Policy) -> Layout:
-    """What each cache holds, and how many layers share it."""
+    """Returns what each cache holds, and how many layers share it."""
     if policy.layout.depth == "unrolled":
         return tuple((dict(layer.attention.streams), 1) for layer in arch.layers)
     cut = segments(arch.layers)

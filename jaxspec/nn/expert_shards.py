@@ -10,11 +10,12 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.nn.expert_transport import TRANSPORTS
+from jaxspec.nn.param import declared
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.quantized import Quantized, Weight
 from jaxspec.shapes import Array
+from jaxspec.sharding.axis_rules import mesh_axes
 from jaxspec.sharding.mesh import AXES
-from jaxspec.sharding.rules import logical_axes, mesh_axes
+from pallas_kernels.quantized import Quantized, Weight
 
 Compute = Callable[[Array, Array, Array, dict[str, Weight], Array | None], Array]
 
@@ -25,20 +26,20 @@ def split(mesh: AbstractMesh | None) -> bool:
 
 
 def obstacles_on(mesh: AbstractMesh | None, experts: Mapping[str, Weight]) -> list[str]:
-    """Why devices cannot each compute their part; empty if they can."""
+    """Returns why devices cannot each compute their part; empty if they can."""
     if mesh is None or not split(mesh):
         return []
-    found = []
+    reasons = []
     for name, w in experts.items():
         for leaf in (w.data, w.scale) if isinstance(w, Quantized) else (w,):
             for axis, size in zip(_spec(mesh, name, leaf), leaf.shape, strict=True):
                 if axis is not None and size % mesh.shape[axis]:
-                    found.append(f"{name}: {size} over {mesh.shape[axis]} devices of the axis {axis}")
-    return found
+                    reasons.append(f"{name}: {size} over {mesh.shape[axis]} devices of the axis {axis}")
+    return reasons
 
 
 def rows_on_each(policy: Policy, rows: int) -> int:
-    """How many of M rows reach a device at most, and so how many it computes with."""
+    """Returns the most of M rows that reach a device, and so the number that it computes with."""
     mesh = policy.compute.mesh
     if mesh is None or not split(mesh):
         return rows
@@ -112,4 +113,4 @@ def on_each_device(
 
 
 def _spec(mesh: AbstractMesh, name: str, leaf: Array) -> tuple[str | None, ...]:
-    return mesh_axes(logical_axes((name,), leaf), mesh)
+    return mesh_axes(declared((name,)).axes_of(leaf.ndim), mesh)

@@ -1,4 +1,4 @@
-"""How rows reach the devices that hold their experts, and how the experts' outputs come back.
+"""Takes rows to the devices that hold their experts, and brings the experts' outputs back.
 
 Every transport runs on each device of the axis ``expert`` and takes what computes the device's own experts. None drops
 a row, however uneven the choices are: room is made for the worst case, so that there is no overflow to send again.

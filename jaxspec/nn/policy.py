@@ -1,24 +1,31 @@
 """How parameters are stored, laid out and computed with: a frozen record in three parts."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxspec.errors import ConfigError
-from jaxspec.nn.expert_slots import Slots
-from jaxspec.nn.matrix import Matrix
-from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import Format, Quantized
 
 BFLOAT16 = jnp.dtype("bfloat16")
 KERNELS = ("auto", "triton", "interpret", "xla")
-CONTAINERS = ("layers_", "segment_", "mtp_", "block")
 Weight = Array | Quantized
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The static part of a placement of experts; which expert is where is a parameter, ``slots_EX``.
+
+    Attributes:
+      redundant: slots of each layer beyond its experts.
+      replicas: most slots that an expert has.
+    """
+
+    redundant: int = 0
+    replicas: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +46,7 @@ class Storage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class WeightLayout:
     """Which arrays hold the parameters.
 
     Attributes:
@@ -78,7 +85,7 @@ class Compute:
 
     @property
     def whole_kernels(self) -> Literal["triton", "interpret", "xla"]:
-        """What computes operations whose kernels cannot read split operands."""
+        """Returns what computes operations whose kernels cannot read split operands."""
         if self.mesh is None:
             return self.kernels
         several = {axis for axis, size in self.mesh.shape.items() if size > 1}
@@ -95,7 +102,7 @@ class Policy:
     """How parameters are stored, laid out and computed with."""
 
     storage: Storage = Storage()
-    layout: Layout = Layout()
+    layout: WeightLayout = WeightLayout()
     compute: Compute = Compute()
 
     def update(self, **changes: Any) -> "Policy":
@@ -113,7 +120,7 @@ def make_policy(dtype: Any = BFLOAT16, **changes: Any) -> Policy:
 
 
 def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
-    """How a platform wants parameters stored and computed.
+    """Returns how a platform wants parameters stored and computed.
 
     Args:
       dtype: of plain weights and of products.
@@ -132,58 +139,3 @@ def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
     # A tied head by itself is 4 times faster on CPU, and on a GPU its products have a kernel.
     own_head = platform == "cpu" or chosen != "xla"
     return make_policy(kind, experts=experts, depth=depth, kernels=chosen, own_head=own_head)
-
-
-def kind_of(path: Sequence[str]) -> str:
-    """A parameter's path without the numbers of its layer and expert: the same for all of an architecture.
-
-    ``layers_3/ffn/down_FD_5`` is of the kind ``ffn/down_FD_{e}``.
-    """
-    *folders, name = (part for part in path if not part.startswith(CONTAINERS))
-    base, _, number = name.rpartition("_")
-    return "/".join([*folders, f"{base}_{{e}}" if number.isdigit() else name])
-
-
-def weight(
-    module: nn.Module, policy: Policy, name: str, shape: tuple[int, ...], init: Any = None, dtype: Any = None
-) -> Any:
-    """Declares one parameter of a module, quantised where the policy says so.
-
-    Args:
-      module: declares it.
-      policy: knows its format and dtype.
-      name: ends in the letters of its axes.
-      shape: of the weight itself, whatever its format.
-      init: initialiser, a normal distribution of deviation 0.02 by default.
-      dtype: where it is not the policy's.
-    """
-    if module.has_variable("params", name):
-        found = module.get_variable("params", name)
-        if isinstance(found, Matrix):
-            return found.own()
-    wanted = policy.storage.format_of(kind_of((*module.path, name)))
-    if wanted is not None:
-        return module.param(name, lambda _: jax.tree.map(_zeros, abstract_quantized(shape, wanted)))
-    return module.param(name, init or nn.initializers.normal(0.02), shape, dtype or policy.storage.param)
-
-
-def matrix(module: nn.Module, policy: Policy, name: str, shape: tuple[int, ...]) -> Any:
-    """Declares one parameter that ``dense`` and ``exact_dense`` alone read: with kernels it stays in its stack.
-
-    Args:
-      module: declares it.
-      policy: knows its format and dtype, and what computes.
-      name: ends in the letters of its axes.
-      shape: of the weight itself.
-    """
-    if policy.compute.whole_kernels == "xla":
-        return weight(module, policy, name, shape)
-    if module.has_variable("params", name):
-        found = module.get_variable("params", name)
-        if isinstance(found, Matrix):
-            return found
-    return Matrix(weight(module, policy, name, shape), None, policy.compute.whole_kernels)
-
-
-def _zeros(x: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(x.shape, x.dtype)

@@ -1,4 +1,4 @@
-"""What each query keeps of what an indexer scores: of whole sequences in chunks, of a cache block by block."""
+"""Selects for each query the best that an indexer scores: of whole sequences in chunks, of a cache by blocks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,13 +6,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from jaxspec.nn.attend import HIDDEN
+from jaxspec.nn.attend import MASKED
 from jaxspec.nn.dense import batched_dense
-from jaxspec.nn.own_rows import on_own_rows
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.steady import row_sum
 from jaxspec.shapes import Array
+from jaxspec.sharding.placement import row_axes
 
 SELF_QUERIES = 64
 Queries = tuple[Array, Array]
@@ -22,7 +23,7 @@ Queries = tuple[Array, Array]
 def select_self(
     queries: Queries, k_BNC: Array, seen: Callable[[Array], Array], top_k: int, dtype: jnp.dtype
 ) -> Array | None:
-    """What each token of whole sequences keeps of N keys, [B, T, N]; None where it is all.
+    """Selects what each token of whole sequences keeps of N keys, [B, T, N]; None where it is all.
 
     Args:
       queries: of all tokens.
@@ -44,7 +45,7 @@ def select_self(
         q_BTHC, weight_BTH, position_T = chunk
         seen_TN = seen(position_T)
         score_BTN = scores((q_BTHC, weight_BTH), k_BNC, dtype)
-        return best(jnp.where(seen_TN, score_BTN, HIDDEN), top_k) & seen_TN
+        return best(jnp.where(seen_TN, score_BTN, MASKED), top_k) & seen_TN
 
     position_XT = jnp.arange(chunks * SELF_QUERIES, dtype=jnp.int32).reshape(chunks, SELF_QUERIES)
     kept_XBTN = lax.map(one, (*map(cut, queries), position_XT))
@@ -60,15 +61,14 @@ def select_cached(
     top_k: int,
     policy: Policy,
 ) -> Array | None:
-    """What each reader keeps of N cached keys, [X, T, N]; None where the cache cannot hold more than that.
+    """Selects what each reader keeps of N cached keys, [X, T, N]; None where the cache cannot hold more than that.
 
-    Scores are computed block by block as far as the context goes, and not at all while it is short enough to be
-    kept whole.
+    Scores are computed block by block up to the end of the context, and not at all while all of it is kept.
 
     Args:
       queries: by reader.
       load: block number to keys [X, Z, C] and whether each query sees them, [X, T, Z].
-      blocks: numbers of the first block that any reader sees and of the one behind the last.
+      blocks: numbers of the first block that any reader sees and of the one after the last.
       room: N.
       few: whether no query sees more than it keeps.
       top_k: keys that each keeps.
@@ -80,12 +80,12 @@ def select_cached(
 
     def add(index: Array, score_XTN: Array) -> Array:
         k_XZC, seen_XTZ = load(index)
-        score_XTZ = jnp.where(seen_XTZ, scores(queries, k_XZC, policy.compute.dtype), HIDDEN)
+        score_XTZ = jnp.where(seen_XTZ, scores(queries, k_XZC, policy.compute.dtype), MASKED)
         return lax.dynamic_update_slice_in_dim(score_XTN, score_XTZ, index * k_XZC.shape[1], axis=2)
 
     def among_all() -> Array:
-        score_XTN = lax.fori_loop(*blocks, add, jnp.full(shape, HIDDEN))
-        return on_own_rows(partial(best, top_k=top_k), policy, score_XTN)
+        score_XTN = lax.fori_loop(*blocks, add, jnp.full(shape, MASKED))
+        return _per_shard(partial(best, top_k=top_k), policy, score_XTN)
 
     return lax.cond(few, lambda: jnp.ones(shape, bool), among_all)
 
@@ -105,3 +105,18 @@ def best(score_XTN: Array, top_k: int) -> Array:
     _, place_XTK = lax.top_k(score_XTN, top_k)
     nowhere = jnp.zeros(score_XTN.shape, bool)
     return jnp.put_along_axis(nowhere, place_XTK, True, axis=-1, inplace=False)
+
+
+def _per_shard(compute: Callable[[Array], Array], policy: Policy, x_X: Array) -> Array:
+    """Applies a row-wise function shard by shard, where XLA would all-gather the rows.
+
+    Args:
+      compute: keeps the first axis.
+      policy: knows how a mesh splits rows.
+      x_X: rows, or the nodes of each row; those that the mesh does not divide, such as a prompt's, are left to XLA.
+    """
+    mesh, rows = policy.compute.mesh, x_X.shape[0]
+    if mesh is None or not policy.compute.splits_rows or rows % mesh.shape.get("data", 1):
+        return compute(x_X)
+    spec = P(row_axes(mesh, rows, policy.compute.transport != "sum"))
+    return jax.shard_map(compute, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_X)

@@ -1,4 +1,4 @@
-"""What a device of a mesh must hold: weights, caches, drafter and buffers, and how many rows fit."""
+"""Memory of one device of a mesh: weights, caches, drafter and buffers, and how many rows fit."""
 
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ def memory(
     mesh: Mesh | None = None,
     draft: DraftCost | None = None,
 ) -> Memory:
-    """Memory of the device that holds most.
+    """Computes the memory of the device that holds most.
 
     Args:
       model: the target.
@@ -56,41 +56,41 @@ def memory(
     """
     mesh = Mesh() if mesh is None else mesh
     local = -(-rows // (mesh.data * mesh.expert))
-    found: dict[str, float] = {}
+    by_part: dict[str, float] = {}
     for part, size in model.memory_bytes.items():
         ways = 1 if part in WHOLE else mesh.tensor
         if part == "multi-token prediction" and model.prediction is not None:
             routed = sum(x.count * x.experts * x.expert_bytes for x in model.prediction.layers)
-            found[part] = (routed / mesh.expert + size - routed) / ways
+            by_part[part] = (routed / mesh.expert + size - routed) / ways
         else:
-            found[part] = size / ways / (mesh.expert if part in ("routed experts", "router") else 1)
-    kept = local * (model.token_bytes * context / max(min(mesh.tensor, model.kv_heads or 1), 1) + model.row_bytes)
-    found["caches"] = kept
+            by_part[part] = size / ways / (mesh.expert if part in ("routed experts", "router") else 1)
+    caches = local * (model.token_bytes * context / max(min(mesh.tensor, model.kv_heads or 1), 1) + model.row_bytes)
+    by_part["caches"] = caches
     if draft is not None and draft.model is not None:
         per_row = (
             draft.model.token_bytes * context + draft.model.row_bytes if draft.kind != "mtp" else _own(model, context)
         )
-        found["drafter"] = draft.memory_bytes(length) + local * per_row
-    found["buffers"] = _buffers(model, local, context, length + 1) / mesh.tensor
-    return Memory(found, room_bytes)
+        by_part["drafter"] = draft.memory_bytes(length) + local * per_row
+    by_part["buffers"] = _buffers(model, local, context, length + 1) / mesh.tensor
+    return Memory(by_part, room_bytes)
 
 
 def _own(model: ModelCost, context: int) -> float:
-    """Caches of multi-token prediction, like those of as many of the model's own layers."""
+    """Computes caches of multi-token prediction, like those of as many of the model's own layers."""
     assert model.prediction is not None
     layers = sum(x.count for x in model.layers)
     return sum(x.count for x in model.prediction.layers) / layers * model.token_bytes * context
 
 
 def _buffers(model: ModelCost, rows: int, context: int, positions: int) -> float:
-    """Float32 logits and scores of the verified positions, token counts, texts, and the streams of a forward."""
+    """Computes float32 logits and scores of verified positions, token counts, texts, and the streams of a forward."""
     widest = max(rows * positions, CHUNK)
     vocabulary = rows * model.vocab_size * (2 * 4 * positions + 5)
     return vocabulary + rows * context * 4 + widest * model.model_dim * 4 * 8
 
 
 def most_rows(model: ModelCost, *, room_bytes: float, context: int, mesh: Mesh | None = None, most: int = 65536) -> int:
-    """Rows of a batch whose plain decoding fits, 0 where not even the weights do."""
+    """Returns the rows of a batch whose plain decoding fits, 0 if not even the weights do."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""What drafting costs and how much of it is accepted, by kind of drafter and shape of what is drafted."""
+"""Cost and acceptance of drafting, by kind of drafter and shape of the draft."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ Branching = tuple[int, ...]
 
 @dataclass(frozen=True)
 class DraftCost:
-    """A drafter as what its passes read and compute.
+    """A drafter as the cost of its passes.
 
     Attributes:
       kind: of ``KINDS``.
@@ -47,10 +47,10 @@ class DraftCost:
 
 @dataclass(frozen=True)
 class AcceptanceModel:
-    """How likely drafts are accepted.
+    """Probabilities that drafts are accepted.
 
     Attributes:
-      conditional: of the best draft at each depth behind accepted ones; the last value counts for all deeper ones.
+      conditional: of the best draft at each depth after accepted ones; the last value counts for all deeper ones.
       sibling: that the second draft of a node is accepted if the first was not; each further one half as likely. An
         assumption: no such figure is published for these models.
     """
@@ -98,7 +98,7 @@ ASSUMED: Mapping[str, tuple[AcceptanceModel, AcceptanceModel, AcceptanceModel, s
 
 
 def acceptance_of_positions(survives: Sequence[float]) -> AcceptanceModel:
-    """From the share of passes in which each position is accepted, as engines report it per position.
+    """Makes a model from the share of passes in which each position is accepted, as engines report it.
 
     Raises:
       ConfigError: the shares are not from 0 to 1 and falling.
@@ -111,7 +111,7 @@ def acceptance_of_positions(survives: Sequence[float]) -> AcceptanceModel:
 
 
 def head_for(target: ModelCost, kind: str) -> DraftCost:
-    """A head that somebody would have to train or download, by the usual sizes.
+    """Returns a head of the usual sizes, which somebody would have to train or download.
 
     ``eagle``: EAGLE-3's one layer (Li 2025, 2503.01840): 3 D to D, attention over 2 D inputs with a quarter of the
     query width in keys and values, a feed-forward of 4 D, 32,000 tokens. ``medusa``: per draft one residual layer of D
@@ -125,9 +125,9 @@ def head_for(target: ModelCost, kind: str) -> DraftCost:
     else:
         raise ConfigError(f"drafter {kind!r} has no usual size; known are eagle and medusa")
     layer = LayerCost(1, 2 * values, 2 * values, cache)
-    whole = {"layers": 2 * values, "head": 2.0 * d * vocab}
+    memory = {"layers": 2 * values, "head": 2.0 * d * vocab}
     model = ModelCost(
-        f"{kind} head", d, vocab, target.max_context, (layer,), whole["head"], 2.0 * d * vocab, whole,
+        f"{kind} head", d, vocab, target.max_context, (layer,), memory["head"], 2.0 * d * vocab, memory,
         token_bytes=sum(c.entry_bytes for c in cache), heads=target.heads, chain_only=target.chain_only,
     )  # fmt: skip
     return DraftCost(kind, model)
@@ -143,7 +143,7 @@ def draft_time(
     mesh: Mesh | None = None,
     overlap: Overlap | None = None,
 ) -> float:
-    """Seconds of drafting one step and of taking over what was committed, in the same dispatch as verification.
+    """Computes seconds of drafting one step and of observing what was committed, in the same dispatch as verification.
 
     A draft model runs K + 1 passes; layers of prediction and EAGLE heads K - 1, and one more over all committed
     positions, for they continue from the target's states; Medusa's heads run once. Of that one more the last layer
@@ -181,7 +181,7 @@ def draft_time(
 
 
 def _observing(model: ModelCost, positions: int) -> Iterator[tuple[ModelCost, int, int]]:
-    """Passes over what was committed, the last layer by itself."""
+    """Yields passes over what was committed, the last layer by itself."""
     *inner, last = model.layers
     inner += [replace(last, count=last.count - 1)] if last.count > 1 else []
     if inner:
@@ -193,8 +193,8 @@ def _pass(
     model: ModelCost, rates: Rates, rows: int, width: int, context: int, mesh: Mesh, overlap: Overlap | None,
     head: int | None = None,
 ) -> float:  # fmt: skip
-    """A pass of the drafter; where its layers have experts they lie like the target's."""
-    own = Mesh(mesh.data, mesh.expert) if model.routed else Mesh(mesh.data * mesh.expert)
+    """Computes seconds of a pass of the drafter; its experts, if any, are split like the target's."""
+    own_mesh = Mesh(mesh.data, mesh.expert) if model.routed else Mesh(mesh.data * mesh.expert)
     return step_time(
-        model, rates, rows=rows, positions=width, context=context, mesh=own, overlap=overlap, head_positions=head
+        model, rates, rows=rows, positions=width, context=context, mesh=own_mesh, overlap=overlap, head_positions=head
     ).total_s

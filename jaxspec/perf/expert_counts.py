@@ -1,4 +1,4 @@
-"""How often each expert was chosen: the record of a measurement, and batches drawn from the routes behind it."""
+"""Counts of chosen experts: the record of a measurement, and batches drawn from its routes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxspec.errors import ConfigError
 from jaxspec.perf.expert_placement import Slots, imbalance, slots_of
+from jaxspec.perf.record_file import load_record
 from jaxspec.whole_file import write_whole
 
 VERSION = 1
@@ -18,7 +19,7 @@ KINDS: tuple[Kind, ...] = ("prompt", "committed", "rejected")
 
 
 class ExpertLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``jaxspec inspect --balance --record`` writes.
+    """The record that ``jaxspec inspect --balance --record`` writes.
 
     Attributes:
       version: of this layout.
@@ -38,7 +39,7 @@ class ExpertLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     counts: dict[Kind, tuple[tuple[int, ...], ...]]
 
     def of(self, *kinds: Kind) -> list[np.ndarray]:
-        """Choices [E] of each layer, of some kinds together."""
+        """Returns choices [E] of each layer, of some kinds together."""
         return [np.sum([self.counts[kind][y] for kind in kinds], axis=0) for y in range(len(self.layers))]
 
     @property
@@ -58,22 +59,15 @@ def read_load(file: Path) -> ExpertLoad:
     Raises:
       ConfigError: the file is missing, of another version, or says anything else.
     """
-    again = "run jaxspec inspect --balance --record to make one"
-    try:
-        data = file.read_bytes()
-        version = msgspec.json.decode(data, type=dict).get("version")
-        if version != VERSION:
-            raise ConfigError(f"{file}: expert load of version {version!r}, this program reads {VERSION}; {again}")
-        found = msgspec.json.decode(data, type=ExpertLoad)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{file}: not a record of expert load ({error}); {again}") from None
-    if set(found.counts) != set(KINDS) or any(len(c) != len(found.layers) for c in found.counts.values()):
-        raise ConfigError(f"{file}: it needs counts of {', '.join(KINDS)} for {len(found.layers)} layers; {again}")
-    return found
+    remedy = "run jaxspec inspect --balance --record to make one"
+    load = load_record(file, ExpertLoad, "record of expert load", VERSION, remedy)
+    if set(load.counts) != set(KINDS) or any(len(c) != len(load.layers) for c in load.counts.values()):
+        raise ConfigError(f"{file}: it needs counts of {', '.join(KINDS)} for {len(load.layers)} layers; {remedy}")
+    return load
 
 
 def counted(expert_XYA: np.ndarray, experts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Choices of each expert of each layer among some positions."""
+    """Counts choices of each expert of each layer among some positions."""
     return tuple(
         tuple(np.bincount(expert_XYA[:, y].ravel(), minlength=size).tolist()) for y, size in enumerate(experts)
     )
@@ -96,7 +90,7 @@ class Verifications:
     text_V: np.ndarray
 
     def of(self, mask_V: np.ndarray) -> "Verifications":
-        """Some of them."""
+        """Returns some of them."""
         return Verifications(*(x[mask_V] for x in (self.expert_VTYA, self.live_VT, self.turn_VT, self.text_V)))
 
     @property
@@ -122,7 +116,7 @@ class Drawn:
 
 
 def drawn(seen: Verifications, slots: Mapping[int, Slots], devices: int, rows: int, draws: int = 200) -> Drawn:
-    """How unevenly batches of real verifications load the devices; the draws are the same for all placements.
+    """Measures how unevenly batches of real verifications load the devices, with the same draws for all placements.
 
     Args:
       seen: to draw from, without putting back within a batch.
@@ -133,12 +127,12 @@ def drawn(seen: Verifications, slots: Mapping[int, Slots], devices: int, rows: i
     """
     rng, size = np.random.default_rng(0), min(rows, len(seen.text_V))
     picked = [rng.choice(len(seen.text_V), size, replace=False) for _ in range(draws)]
-    found: list[tuple[float, float, float]] = []
+    loads: list[tuple[float, float, float]] = []
     for y, of in slots.items():
         slot_VTA = slots_of(seen.expert_VTYA[:, :, y], seen.turn_VT[..., None], of)
         for batch in picked:
             chosen = slot_VTA[batch][seen.live_VT[batch]].ravel()
             count_NC = np.bincount(chosen, minlength=len(of)).reshape(devices, -1)
             load_N, read_N = count_NC.sum(1), (count_NC > 0).sum(1)
-            found.append((float(imbalance(load_N)), float(imbalance(read_N)), float(read_N.max())))
-    return Drawn(*np.mean(found, axis=0).tolist())
+            loads.append((float(imbalance(load_N)), float(imbalance(read_N)), float(read_N.max())))
+    return Drawn(*np.mean(loads, axis=0).tolist())

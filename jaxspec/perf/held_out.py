@@ -1,4 +1,4 @@
-"""How well a calibration predicts cells that it was not fitted to, and whether speculation pays there."""
+"""Accuracy of a calibration on cells that it was not fitted to: their times, and whether speculation pays there."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Time = Callable[[int, int, int], float]
 
 @dataclass(frozen=True)
 class Judged:
-    """One way of predicting, held against what was measured.
+    """The errors of one way of predicting.
 
     Attributes:
       verify_error: mean absolute relative error of a pass of the target, drafting left out.
@@ -76,8 +76,8 @@ def judge(calibration: Calibration, model: ModelCost) -> HeldOut:
         errors = [abs(verify_s(p.rows, p.length, p.context) / p.verify_s - 1) for p in calibration.held_out]
         ratios = np.asarray([_ratio(p, verify_s, full.draft_s) for p in drafted])
         measured = np.asarray([p.step_s / plain[p.rows].step_s for p in drafted])
-        told = np.asarray([[_tau(p, a) for a in ACCEPTANCES] for p in drafted]) / ratios[:, None]
-        right = (told > 1) == (gains > 1)
+        predicted = np.asarray([[_tau(p, a) for a in ACCEPTANCES] for p in drafted]) / ratios[:, None]
+        right = (predicted > 1) == (gains > 1)
         return Judged(
             float(np.mean(errors)),
             max(errors),

@@ -1,4 +1,4 @@
-"""Seconds of one pass: its bytes and products at a machine's rates, its collectives, and what every step costs."""
+"""Time of one pass: its bytes and products at a machine's rates, its collectives, and fixed costs."""
 
 import math
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class StepTime:
 
 
 def smooth_max(x: float, y: float, sharpness: float = SHARPNESS) -> float:
-    """(x^p + y^p)^(1/p): the larger one far from the ridge, up to 2^(1/p) of it where both are equal."""
+    """Computes (x^p + y^p)^(1/p): the larger one far from the ridge, up to 2^(1/p) of it if both are equal."""
     top = max(x, y)
     return top * ((x / top) ** sharpness + (y / top) ** sharpness) ** (1 / sharpness) if top > 0 else 0.0
 
@@ -46,12 +46,12 @@ def step_time(
     overlap: Overlap | None = None,
     head_positions: int | None = None,
 ) -> StepTime:
-    """Time of one pass over ``positions`` positions of each row, the slowest device's; arguments as for ``works``."""
+    """Computes one pass over ``positions`` positions of each row on the slowest device; arguments as for ``works``."""
     mesh = Mesh() if mesh is None else mesh
     local = math.ceil(rows / (mesh.data * mesh.expert))
     layers = sum(x.count for x in model.layers)
     fixed = rates.fixed_s + layers * rates.layer_s + local * (rates.row_s + positions * rates.position_s)
-    found = {"fixed": fixed, "links": link_time(model, rates, local * positions, mesh)}
+    by_cause = {"fixed": fixed, "links": link_time(model, rates, local * positions, mesh)}
     for work in works(
         model,
         rows=rows,
@@ -63,5 +63,5 @@ def step_time(
     ):
         byte_s, flop_s = (getattr(rates, name) for name in RATE_OF[work.cause])
         time_s = work.count * smooth_max(work.size_bytes * byte_s, work.flops * flop_s, rates.sharpness)
-        found[work.cause] = found.get(work.cause, 0.0) + time_s
-    return StepTime(found)
+        by_cause[work.cause] = by_cause.get(work.cause, 0.0) + time_s
+    return StepTime(by_cause)

@@ -1,4 +1,4 @@
-"""Whether speculation pays: for each batch size the best drafter and shape, what it is worth, and how sure that is."""
+"""Planning of speculation: for each batch size the best drafter and shape, its speed-up, and the error bar."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,8 @@ from jaxspec.perf.transport_cost import Transport, pass_of, transport_times
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 TREES: tuple[Branching, ...] = (
-    (2,),
-    (3,),
-    (2, 1),
-    (2, 2),
-    (3, 2),
-    (2, 1, 1),
-    (2, 2, 1),
-    (3, 2, 1),
-    (2, 1, 1, 1),
-    (2, 2, 1, 1),
-)
+    (2,), (3,), (2, 1), (2, 2), (3, 2), (2, 1, 1), (2, 2, 1), (3, 2, 1), (2, 1, 1, 1), (2, 2, 1, 1),
+)  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PAYS = 1.02  # as of the controller: less is not worth the trouble
 
@@ -73,7 +64,7 @@ class Option:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What is best at one batch size.
+    """The best option at one batch size.
 
     Attributes:
       rows: of the batch.
@@ -102,7 +93,7 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned.
+    """A question to the planner.
 
     Attributes:
       model: the target.
@@ -137,27 +128,27 @@ class Question:
             )
 
     def acceptances(self, kind: str) -> tuple[AcceptanceModel, ...]:
-        """Low, likely and high of a drafter; all the same where it was given."""
+        """Returns low, likely and high acceptance of a drafter; all the same if it was given."""
         return self.acceptance[kind] if kind in self.acceptance else ASSUMED[kind][:3]
 
 
 def nodes(branching: Branching) -> int:
-    """Positions of one verification, the anchor included."""
-    found, level = 1, 1
+    """Counts positions of one verification, the anchor included."""
+    count, level = 1, 1
     for width in branching:
         level *= width
-        found += level
-    return found
+        count += level
+    return count
 
 
 def possible_drafters(model: ModelCost) -> tuple[DraftCost, ...]:
-    """What can draft for a model without anything else: lookup, its own prediction, and heads of the usual sizes."""
-    own = (DraftCost("mtp", model.prediction),) if model.prediction else ()
-    return (DraftCost("ngram"), *own, head_for(model, "eagle"), head_for(model, "medusa"))
+    """Returns what can draft for any model: lookup, its own prediction, and heads of the usual sizes."""
+    mtp = (DraftCost("mtp", model.prediction),) if model.prediction else ()
+    return (DraftCost("ngram"), *mtp, head_for(model, "eagle"), head_for(model, "medusa"))
 
 
 def option(question: Question, draft: DraftCost, rows: int, branching: Branching, *, bars: bool = True) -> Option:
-    """One way to speculate.
+    """Predicts one way to speculate.
 
     Args:
       question: what is planned.
@@ -197,15 +188,15 @@ def option(question: Question, draft: DraftCost, rows: int, branching: Branching
 
 
 def plan_batch(question: Question, rows: int) -> BatchPlan:
-    """The best option at one batch size."""
+    """Finds the best option at one batch size."""
     if rows < 1:
         raise ConfigError(f"plan: a batch has at least one row, got {rows}")
     shapes = [(1,) * k for k in question.lengths]
-    found = []
+    options = []
     for draft in question.drafters:
         trees = () if _chain_only(question.model, draft) else question.trees
-        found += [(option(question, draft, rows, shape, bars=False), draft) for shape in (*shapes, *trees)]
-    rough, draft = max(found, key=lambda pair: pair[0].speedup)
+        options += [(option(question, draft, rows, shape, bars=False), draft) for shape in (*shapes, *trees)]
+    rough, draft = max(options, key=lambda pair: pair[0].speedup)
     best = option(question, draft, rows, rough.branching)
     chains = tuple(option(question, draft, rows, (1,) * k) for k in question.lengths)
     levels = [(o.break_even, o.length) for o in chains if o.break_even is not None]
@@ -241,17 +232,17 @@ def _chain_only(model: ModelCost, draft: DraftCost) -> bool:
 
 
 def plan(question: Question, batches: Sequence[int] = BATCHES) -> tuple[BatchPlan, ...]:
-    """The best option at each batch size."""
+    """Finds the best option at each batch size."""
     return tuple(plan_batch(question, rows) for rows in batches)
 
 
 def fitting_rows(question: Question) -> int | None:
-    """Rows whose plain decoding fits at the question's context; None where the room is not known."""
+    """Returns the rows whose plain decoding fits at the question's context; None if the room is not known."""
     if math.isinf(question.room_bytes):
         return None
     return most_rows(question.model, room_bytes=question.room_bytes, context=question.context, mesh=question.mesh)
 
 
 def price_per_million(price_per_hour: float, tok_per_s: float) -> float:
-    """Cost of a million tokens at so many per second on machines of that price."""
+    """Computes the cost of a million tokens at so many per second on machines of that price."""
     return price_per_hour / 3600 / tok_per_s * 1e6

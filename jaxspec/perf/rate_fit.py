@@ -47,7 +47,7 @@ class Fit:
 
 
 def token_count_model(model: ModelCost) -> ModelCost:
-    """The model as those see it who count tokens alone: routed experts compute, but which are read does not matter."""
+    """Returns the model of those who count tokens alone: routed experts compute, but which are read does not matter."""
 
     def blind(layer: LayerCost) -> LayerCost:
         computed = layer.dense_flops + layer.top_k * layer.expert_flops
@@ -91,9 +91,9 @@ def fit(
 
 @dataclass(frozen=True)
 class Problem:
-    """The amounts of work behind each sample, and the search for the rates that explain the times.
+    """A search for the rates that explain the times of some amounts of work.
 
-    Unknowns are scaled so that 1 means that a rate alone explains the median step.
+    Unknowns are scaled: at 1 a rate alone explains the median step.
     """
 
     model: ModelCost
@@ -111,19 +111,19 @@ class Problem:
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """Rate behind an unknown of 1."""
+        """Rate of an unknown of 1."""
         typical = float(np.median([s.time_s for s in self.samples]))
         return typical / np.maximum(np.median(self._amounts, axis=0), 1e-30)
 
     @cached_property
     def _works(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Counts and bytes and products [samples, works], and the two unknowns behind each work [works, 2]."""
+        """Counts and bytes and products [samples, works], and the two unknowns of each work [works, 2]."""
         lists = [
             works(self.model, rows=s.rows, positions=s.positions, context=s.context, overlap=self.overlap)
             for s in self.samples
         ]
         count, size, flops = (
-            np.asarray([[getattr(w, name) for w in found] for found in lists], float)
+            np.asarray([[getattr(w, name) for w in parts] for parts in lists], float)
             for name in ("count", "size_bytes", "flops")
         )
         which = np.asarray([[self.names.index(name) for name in RATE_OF[w.cause]] for w in lists[0]])
@@ -133,14 +133,13 @@ class Problem:
     def _amounts(self) -> np.ndarray:
         """Units of each rate in each sample, [samples, rates]."""
         count, size, flops, which = self._works
-        found = np.zeros((len(self.samples), len(self.names)))
-        for place, amounts in enumerate((size, flops)):
-            for work, unknown in enumerate(which[:, place]):
-                found[:, unknown] += count[:, work] * amounts[:, work]
-        found[:, 0] = 1
-        found[:, 1] = [s.rows for s in self.samples]
-        found[:, 2] = [s.rows * s.positions for s in self.samples]
-        return found
+        units = np.zeros((len(self.samples), len(self.names)))
+        for unknown_of, amounts in zip(which.T, (size, flops), strict=True):
+            np.add.at(units.T, unknown_of, (count * amounts).T)
+        units[:, 0] = 1
+        units[:, 1] = [s.rows for s in self.samples]
+        units[:, 2] = [s.rows * s.positions for s in self.samples]
+        return units
 
     def times(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Predicted seconds of every sample, and their derivatives by the unknowns [samples, rates]."""
@@ -152,8 +151,8 @@ class Problem:
         slope = count * (both / smooth) ** (SHARPNESS - 1)
         derivative = np.zeros((len(self.samples), len(rate)))
         derivative[:, :3] = self._amounts[:, :3]
-        for place, amounts in enumerate((size, flops)):
-            np.add.at(derivative.T, which[:, place], (slope[place] * amounts).T)
+        for unknown_of, part, amounts in zip(which.T, slope, (size, flops), strict=True):
+            np.add.at(derivative.T, unknown_of, (part * amounts).T)
         return self._amounts[:, :3] @ rate[:3] + np.sum(count * smooth, axis=1), derivative * self.scale
 
     @cached_property
@@ -161,7 +160,7 @@ class Problem:
         return np.asarray([s.time_s for s in self.samples])
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
-        """Relative errors of every sample."""
+        """Computes relative errors of every sample."""
         return self.times(x)[0] / self._measured - 1
 
     def solve(self, chosen: np.ndarray, start: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -174,7 +173,7 @@ class Problem:
         width = len(self.names)
 
         # A little weight on the size of unknowns decides between those that the samples cannot tell apart.
-        def penalised(x: np.ndarray) -> np.ndarray:
+        def penalized(x: np.ndarray) -> np.ndarray:
             return np.concatenate([self.residuals(x)[chosen], RIDGE * x])
 
         def derivatives(x: np.ndarray) -> np.ndarray:
@@ -184,7 +183,7 @@ class Problem:
         jacobian: Any = derivatives
         runs = [
             least_squares(
-                penalised, first, jac=jacobian, bounds=(0, np.inf), loss="soft_l1",
+                penalized, first, jac=jacobian, bounds=(0, np.inf), loss="soft_l1",
                 f_scale=max(self.noise, 0.005), x_scale=0.1, max_nfev=300,
             )
             for first in ([np.full(width, x) for x in STARTS] if start is None else [np.maximum(start, 1e-6)])
@@ -196,5 +195,5 @@ class Problem:
 
     def rates(self, x: np.ndarray) -> Rates:
         """Unknowns as rates."""
-        found: dict[str, Any] = {name: float(v) for name, v in zip(self.names, x * self.scale, strict=True)}
-        return Rates(**found)
+        values: dict[str, Any] = {name: float(v) for name, v in zip(self.names, x * self.scale, strict=True)}
+        return Rates(**values)

@@ -1,4 +1,4 @@
-"""How many plain steps a step with K drafts takes: as a calibration measured, or as the cost model predicts."""
+"""Ratios of steps with K drafts to plain ones: as a calibration measured, or as the cost model predicts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class StepRatios:
     Attributes:
       by_rows: for each number of rows the lengths K, 0 among them, and the ratios.
       noise: relative error of a ratio at these rows and lengths.
-      each: independent error of each ratio, as a multiple of ``noise``; besides, all may be off by one common factor.
+      each: independent error of each ratio, as a multiple of ``noise``, next to an error that all share.
     """
 
     by_rows: Mapping[int, tuple[tuple[int, ...], tuple[float, ...]]]

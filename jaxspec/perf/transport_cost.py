@@ -1,7 +1,7 @@
-"""What each way of bringing rows to the devices that hold their experts costs in a pass, and which is the cheapest.
+"""Costs of the ways to bring rows to the devices that hold their experts, and the choice of the cheapest.
 
-The names are those of ``jaxspec/nn/expert_transport.py``: ``sum`` has all rows everywhere, so that every device also
-computes attention for all of them, and adds the experts' outputs up once per layer; ``padded`` and ``ragged`` give each
+The names are those of ``jaxspec/nn/expert_transport.py``: ``sum`` has all rows everywhere: every device also
+computes attention for all of them and adds up the experts' outputs once per layer; ``padded`` and ``ragged`` give each
 device rows of its own and exchange them twice per layer, with room for every row or only those that go.
 """
 
@@ -21,7 +21,7 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass of a model over a batch, as far as transports differ in it.
+    """The part of one pass of a model over a batch that depends on the transport.
 
     Attributes:
       rows: B, of the whole batch.
@@ -44,7 +44,7 @@ class Pass:
 
 
 def pass_of(model: ModelCost, rows: int, positions: int, context: int) -> Pass:
-    """The pass of a model whose costs are known."""
+    """Returns the pass of a model whose costs are known."""
     layers, routed = model.layers, model.routed
     read = sum(x.count * c.entry_bytes * c.entries(positions, context) for x in layers for c in x.caches)
     flops = model.head_flops + sum(
@@ -57,7 +57,7 @@ def pass_of(model: ModelCost, rows: int, positions: int, context: int) -> Pass:
 
 
 def transport_times(one: Pass, mesh: Mesh, rates: Rates) -> dict[Transport, float]:
-    """Seconds by transport of what transports differ in; exchanges only where each device can have rows of its own."""
+    """Computes the seconds that depend on transport; exchanges only if each device can have rows of its own."""
     even = mesh.expert > 1 and one.rows % (mesh.data * mesh.expert) == 0
     possible = TRANSPORTS if even else ("sum",)
     return {transport: _time(transport, one, mesh, rates) for transport in possible}
@@ -66,7 +66,7 @@ def transport_times(one: Pass, mesh: Mesh, rates: Rates) -> dict[Transport, floa
 def choose(
     one: Pass, mesh: Mesh, rates: Rates, supported: Collection[Transport] = TRANSPORTS
 ) -> tuple[Transport, Mapping[Transport, float]]:
-    """The cheapest transport that the backend has, and the seconds of each.
+    """Chooses the cheapest transport that the backend has; also returns the seconds of each.
 
     Args:
       one: the pass that matters most.
@@ -95,7 +95,7 @@ def _time(transport: Transport, one: Pass, mesh: Mesh, rates: Rates) -> float:
 
 
 def _layer(transport: Transport, one: Pass, local: int, mesh: Mesh, rates: Rates) -> float:
-    """Seconds of one layer's collectives; a device sends to ``near`` others of its node and to ``far`` ones beyond."""
+    """Computes one layer's collectives; a device sends to ``near`` others of its node and to ``far`` ones beyond."""
     if mesh.expert == 1:
         return 0.0
     near = min(mesh.expert, max(rates.node // mesh.tensor, 1)) - 1

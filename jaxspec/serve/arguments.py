@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.load.model import Model
-from jaxspec.draft.catalog import SpeculativeConfig
+from jaxspec.draft.methods import SpeculativeConfig
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.arch import ArchSpec
-from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.verify.rules import rule_of
 
@@ -96,22 +95,6 @@ def fit_to_model(spec: EngineSpec, max_model_len: Any, arch: ArchSpec) -> Engine
     """Limits the sizes to what the model was made for; errors are those of ``parse_capacity``."""
     capacity = parse_capacity(max_model_len, arch.max_position)
     return replace(spec, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size))
-
-
-def enable_compile_cache(compile_cache: Any) -> None:
-    """Enables the cache of compiled programs in a directory, or for True in the one that JAX or the user has.
-
-    False and None leave JAX's settings alone.
-
-    Raises:
-      ConfigError: it is something else, or the directory cannot be made.
-    """
-    if isinstance(compile_cache, str | Path) and str(compile_cache):
-        use_compile_cache(Path(compile_cache))
-    elif compile_cache is True:
-        use_compile_cache()
-    elif compile_cache not in (False, None):
-        raise ConfigError(f"LLM: compile_cache must be True, False or a directory, got {show_value(compile_cache)}")
 
 
 def show_value(value: Any) -> str:

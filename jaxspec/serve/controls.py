@@ -11,7 +11,7 @@ from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.control.decision import ByBatchSize, Control, Fixed
 from jaxspec.control.draft_cost import VerifyBudget
 from jaxspec.control.policy import Adaptive
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.draft.draft_pruning import PruningConfig
 from jaxspec.draft.speculation_schedule import SpeculationSchedule
 from jaxspec.errors import ConfigError
@@ -44,7 +44,7 @@ def budget_of(pruning: PruningConfig, arch: ArchSpec) -> VerifyBudget | None:
     )
 
 
-def prior_of(config: catalog.SpeculativeConfig, target: Model, quantization: str, rows: int) -> StepRatios | None:
+def prior_of(config: methods.SpeculativeConfig, target: Model, quantization: str, rows: int) -> StepRatios | None:
     """Returns what is known of step times beforehand: by a calibration, else by the cost model.
 
     Args:

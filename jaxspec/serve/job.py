@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxspec.checkpoint.files.fingerprint import fingerprint
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import CapacityError, ConfigError, JaxspecError, RequestError
 from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
 from jaxspec.serve.job_lines import Line, error_record, finished_record, read_line
@@ -341,7 +341,7 @@ def _survey(file: BinaryIO) -> tuple[int, str]:
 def _identity(model: str | Path, engine: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the text of a job depends on, besides its input."""
     chosen = {**(LLM.__init__.__kwdefaults__ or {}), **engine}
-    speculation = catalog.parse(chosen["speculative_config"])
+    speculation = methods.parse(chosen["speculative_config"])
     rule: Any = speculation.rule
     if rule != "match":
         rule = {"config": chosen["speculative_config"], "draft": _draft(speculation, engine)}
@@ -349,7 +349,7 @@ def _identity(model: str | Path, engine: Mapping[str, Any], sampling: Mapping[st
     return {"model": fingerprint(model), "engine": settings, "rule": rule, "sampling": dict(sampling)}
 
 
-def _draft(speculation: catalog.SpeculativeConfig, engine: Mapping[str, Any]) -> str:
+def _draft(speculation: methods.SpeculativeConfig, engine: Mapping[str, Any]) -> str:
     """Returns the fingerprint of what drafts."""
     name = speculation.model
     return fingerprint(name and resolve_model(name, speculation.revision, engine.get("download_dir")))
@@ -357,7 +357,7 @@ def _draft(speculation: catalog.SpeculativeConfig, engine: Mapping[str, Any]) ->
 
 def _program_identity(engine: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a job's programs and their order depend on; several processes must have the same."""
-    speculation = catalog.parse(engine.get("speculative_config"))
+    speculation = methods.parse(engine.get("speculative_config"))
     others = {name: value for name, value in engine.items() if name != "speculative_config"}
     stated = {**(engine.get("speculative_config") or {}), "model": _draft(speculation, engine)}
     return {"settings": others, "speculative_config": stated}

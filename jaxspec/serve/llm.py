@@ -15,24 +15,24 @@ from jaxspec.checkpoint.load.model import Model
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.checkpoint.text.conversation import conversations
 from jaxspec.decode.state import Target
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.arguments import (
     as_int,
     check_kinds,
     check_model,
-    enable_compile_cache,
     fit_to_model,
     parse_sizes,
     show_value,
 )
+from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.controls import budget_of, control_of, prior_of
 from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
-from jaxspec.serve.loading import load_draft, load_target, report_to_both
+from jaxspec.serve.loading import MeshRequest, load_draft, load_target, report_to_both
 from jaxspec.serve.metrics import Metric
 from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
@@ -62,7 +62,7 @@ class LLM:
         then hold here too.
       revision: branch, tag or commit of a hub id; by default the main branch.
       download_dir: cache of downloads from the hub, that of a draft model or head included; by default the hub's own.
-      speculative_config: vLLM's keys, see ``jaxspec.draft.catalog.parse``; None decodes plainly.
+      speculative_config: vLLM's keys, see ``jaxspec.draft.methods.parse``; None decodes plainly.
       dtype: ``bfloat16`` or ``float32`` weights and products; ``auto`` takes the checkpoint's, or bfloat16.
       max_model_len: longest text in tokens, prompt included; by default the model's, at most 8192.
       max_num_seqs: rows that are decoded together.
@@ -72,8 +72,8 @@ class LLM:
       prefill_buckets: prompt chunk sizes in tokens, ascending.
       kv_page_size: tokens per page of a pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: size of that pool; by default enough for all rows at full length.
-      quantization: ``auto`` keeps weights that were published quantised as they are, ``none`` widens them to
-        ``dtype``; ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain
+      quantization: ``auto`` keeps weights that were published quantized as they are, ``none`` widens them to
+        ``dtype``; ``fp8`` and ``int8`` quantize the matrices of attention and feed-forward layers of a plain
         checkpoint. None is ``auto``.
       kernels: ``auto`` computes experts, attention and small products with Pallas kernels on a GPU and with XLA on a
         CPU; ``triton``, ``interpret`` (the kernels as plain JAX, slow) and ``xla`` ask for one of them.
@@ -130,17 +130,17 @@ class LLM:
             texts={"dtype": dtype, "kernels": kernels, "expert_transport": expert_transport},
             files={"expert_placement": expert_placement}, calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
-        config, quantization = catalog.parse(speculative_config), "auto" if quantization is None else quantization
+        config, quantization = methods.parse(speculative_config), "auto" if quantization is None else quantization
         self.seed, spec = as_int("seed", seed), parse_sizes(
             config, max_model_len=max_model_len, max_num_seqs=max_num_seqs, steps_per_dispatch=steps_per_dispatch,
             max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
             num_kv_pages=num_kv_pages,
         )  # fmt: skip
-        enable_compile_cache(compile_cache)
+        use_compile_cache(compile_cache)
         self.model = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
-            kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            placement=expert_placement, rows=spec.rows, on_load=report_to_both(on_load, on_progress),
+            kernels=kernels, quantization=quantization, rows=spec.rows,
+            mesh=MeshRequest(mesh, expert_transport, expert_placement), on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
         self.spec = spec = fit_to_model(spec, max_model_len, self.model.net.arch)
         self.capacity, self.max_logprobs, self.text = spec.capacity, spec.logprobs, Text.load(self.model.directory)
@@ -152,7 +152,7 @@ class LLM:
 
     def _engine(
         self,
-        config: catalog.SpeculativeConfig,
+        config: methods.SpeculativeConfig,
         quantization: str,
         download_dir: str | Path | None,
         on_progress: OnProgress | None,
@@ -161,7 +161,7 @@ class LLM:
         if on_progress is not None and config.model is not None:
             on_progress("loading the drafter", 0, 0)
         draft = load_draft(config, self.model, quantization, download_dir)
-        drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
+        drafter = methods.build(config, (self.model.net, self.model.params), BLOCK, draft)
         control = control_of(config.schedule, prior_of(config, self.model, quantization, self.spec.rows))
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
         target = Target(self.model.params, self.model.net, block)

@@ -1,6 +1,7 @@
 """Loads what an engine needs, the target and what drafts for it, in the layout that devices and mesh want."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, read_config
 from jaxspec.checkpoint.load.padding import check_vocabulary
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.heads import Head
 from jaxspec.models.mtp import Mtp
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.expert_transport import TRANSPORTS
 from jaxspec.nn.policy import Policy, policy_for
@@ -31,17 +32,32 @@ from jaxspec.sharding.placement import mesh_of, row_axes
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 
 
+@dataclass(frozen=True)
+class MeshRequest:
+    """The devices that are asked for, and how routed experts use them.
+
+    Attributes:
+      axes: sizes by axis, None for one device.
+      transport, placement: ``expert_transport`` and ``expert_placement`` of ``LLM``.
+    """
+
+    axes: Mapping[str, int] | None = None
+    transport: str = "auto"
+    placement: str | Path | None = None
+
+
+ONE_DEVICE = MeshRequest()
+
+
 def load_target(
     model: str | Path | Model,
     *,
     dtype: str,
     kernels: str,
     quantization: str,
-    mesh: Mapping[str, int] | None,
-    transport: str,
-    placement: str | Path | None,
     rows: int,
-    on_load: Callable[[int, int], None] | None,
+    mesh: MeshRequest = ONE_DEVICE,
+    on_load: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Loads the target, or returns the one that another engine has loaded; settings are those of ``LLM``.
 
@@ -50,30 +66,31 @@ def load_target(
     Raises:
       ConfigError, CheckpointError: the directory, the settings or the mesh are not usable.
     """
+    transport = mesh.transport
     if transport not in ("auto", *TRANSPORTS):
         raise ConfigError(f"LLM: expert_transport {transport!r} is not known; known are {['auto', *TRANSPORTS]}")
     if isinstance(model, Model):
-        if mesh is not None or transport != "auto" or placement is not None:
+        if mesh != ONE_DEVICE:
             raise ConfigError(
                 "LLM: a model that is loaded already brings its mesh; leave mesh, expert_transport and "
                 "expert_placement out"
             )
         return model
-    if mesh is None and transport != "auto":
+    if mesh.axes is None and transport != "auto":
         raise ConfigError(
             f"LLM: expert_transport {transport!r} is for several devices; give mesh, too, or leave it out"
         )
     policy, devices = _policy(dtype, kernels, model), None
-    if mesh is not None:
-        devices = make_mesh(mesh)
+    if mesh.axes is not None:
+        devices = make_mesh(mesh.axes)
         policy = _spread(policy, devices, rows, transport, arch_of(read_config(Path(model))))
-    placed = None if placement is None else load_placement(Path(placement))
-    hosts.check_same({"expert_placement": placed})
-    return load_model(model, policy, quantization=quantization, mesh=devices, placement=placed, show=on_load)
+    placement = None if mesh.placement is None else load_placement(Path(mesh.placement))
+    hosts.check_same({"expert_placement": placement})
+    return load_model(model, policy, quantization=quantization, mesh=devices, placement=placement, show=on_load)
 
 
 def load_draft(
-    config: catalog.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
+    config: methods.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
 ) -> tuple[Transformer | Mtp, Params] | Head | None:
     """Loads what drafts, where the method has a model, on the target's mesh.
 
@@ -86,12 +103,12 @@ def load_draft(
     if config.model is None:
         return None
     directory = resolve_model(config.model, config.revision, download_dir, part=demo_part(config.method))
-    if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
+    if config.method in methods.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
         return load_head(directory, target.net.arch, target.net.policy, mesh=mesh)
     if is_head(read_config(directory)):
         raise ConfigError(
             f"speculative_config: {config.model} holds a draft head, not a model; give its kind as method "
-            f"({', '.join(catalog.HEADS)})"
+            f"({', '.join(methods.HEADS)})"
         )
     check_vocabulary(directory, target.directory, target.net.arch.vocab_size)
     model = load_model(directory, target.net.policy, mesh=mesh, allow_replication=True)

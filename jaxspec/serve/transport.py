@@ -10,7 +10,8 @@ from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.config import shipped
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.moe import ROUTED, MoeSpec
+from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.param import declared
 from jaxspec.nn.policy import Policy
 from jaxspec.perf import cost
 from jaxspec.perf.hardware import CPU_RATES, known_hardware, load_hardware
@@ -49,7 +50,7 @@ def pass_of(arch: ArchSpec, policy: Policy, rows: int) -> Pass:
     net: Any = Transformer(arch, plain)
     leaves = flatten(abstract_params(net))
     dense = sum(
-        math.prod(x.shape) for path, x in leaves.items() if path.rpartition("/")[2] not in (*ROUTED, "embed_VD")
+        math.prod(x.shape) for path, x in leaves.items() if declared(path).part not in ("routed experts", "embedding")
     )
     moe = [layer.ffn for layer in arch.layers if isinstance(layer.ffn, MoeSpec)]
     streams = [s for layer in arch.layers for s in layer.attention.streams.values()]

@@ -13,7 +13,7 @@ import numpy as np
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
 from jaxspec.train.batch import Batch
-from jaxspec.train.packing import PackedRows, RowSource
+from jaxspec.train.packed_rows import PackedRows, RowSource
 from jaxspec.train.settings import DataSettings
 from jaxspec.train.sources import Document, DocumentReader
 

@@ -25,8 +25,8 @@ from jaxspec.models.transformer import Transformer
 from jaxspec.protocol import CaptureSpec, Features
 from jaxspec.shapes import Array, Params
 from jaxspec.train.batch import Batch, TeacherOutput
-from jaxspec.train.metrics import Notify
-from jaxspec.train.packing import PackedRows, Row
+from jaxspec.train.packed_rows import PackedRows, Row
+from jaxspec.train.run_log import Notify
 from jaxspec.train.teacher import run_teacher
 from jaxspec.whole_file import write_whole
 

@@ -21,8 +21,8 @@ from jaxspec.sharding import hosts
 from jaxspec.train.head_nets import net_of
 from jaxspec.train.head_start import head_policy, init_params
 from jaxspec.train.memory import GB, HOST_POSITIONS, MemoryPlan, UpdateWork, free_bytes, held_bytes, plan_memory
-from jaxspec.train.metrics import Notify
 from jaxspec.train.objective import Net
+from jaxspec.train.run_log import Notify
 from jaxspec.train.settings import RunSettings, TrainSettings
 from jaxspec.train.target import TargetHeaders
 from jaxspec.whole_file import write_whole

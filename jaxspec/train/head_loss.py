@@ -1,7 +1,7 @@
 """The training loss of each kind of head over one batch, and its metrics."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxspec.cache.window import Segments
 from jaxspec.models.draft_head import DraftHead, part_of
 from jaxspec.models.medusa import Medusa
-from jaxspec.models.transformer import Transformer
+from jaxspec.models.transformer import Transformer, forward
+from jaxspec.nn.inputs import Inputs
 from jaxspec.shapes import Array, Params
 from jaxspec.train.batch import Batch, TeacherOutput, shift_left
 from jaxspec.train.draft_losses import recall, routing_loss, smooth_l1
@@ -86,8 +87,7 @@ def _model(objective: HeadObjective, net: Transformer, params: Params, teacher: 
     """Loss of a draft model, which reads the same tokens as the target and predicts the same ones."""
 
     def run(params: Params) -> Array:
-        hidden: Any = net.apply(cast(Any, params), batch.token_BT, batch.position_BT, None, Segments(batch.segment_BT))
-        return hidden.last_BTD
+        return forward(net, params, Inputs(batch.token_BT, batch.position_BT, Segments(batch.segment_BT))).last_BTD
 
     last_BTD = (jax.checkpoint(run) if objective.remat else run)(params)
     return _score(objective, params, [shift_left(last_BTD, 1)], None, teacher, batch)

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxspec.checkpoint.load.save import save_model
 from jaxspec.checkpoint.text.codec import TOKENIZER_FILES
 from jaxspec.errors import ConfigError
 from jaxspec.models.draft_head import DraftHead
-from jaxspec.models.heads import Head
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import coverage
 from jaxspec.shapes import Array, Params
@@ -26,13 +27,13 @@ from jaxspec.sharding.placement import settle
 from jaxspec.train.advice import epochs
 from jaxspec.train.batch import Batch
 from jaxspec.train.data import Corpus, batches
+from jaxspec.train.evaluate import best_metric, make_evaluation
 from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_start import InitialHead, head_policy, init_params, make_initial_head
-from jaxspec.train.held_out import best_metric, make_evaluation
 from jaxspec.train.loop import TrainRun
 from jaxspec.train.objective import HeadObjective, Net
 from jaxspec.train.optimizer import adamw, schedule_of
-from jaxspec.train.packing import RowSource
+from jaxspec.train.packed_rows import RowSource
 from jaxspec.train.settings import LossSettings, RunSettings
 from jaxspec.train.teacher import run_teacher
 
@@ -59,7 +60,8 @@ def make_run(
     Raises:
       ConfigError, CheckpointError: the settings are not usable for this target.
     """
-    t, schedule = settings.train, schedule_of(settings.optimizer, settings.train.steps)
+    t = settings.train
+    schedule: Callable[[int], Any] = schedule_of(settings.optimizer, t.steps)
     head, objective = make_objective(settings, target, corpus, mesh, remat=remat)
     evaluate = make_evaluation(settings, head, target, corpus, mesh)
 

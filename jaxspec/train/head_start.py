@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,10 +75,7 @@ def make_initial_head(settings: HeadSettings, target: Model, policy: Policy, cou
 
 def init_params(net: Net, key: Array) -> Params:
     """Initializes parameters at random."""
-    if not isinstance(net, Transformer):
-        return net.initial(key)
-    token = jnp.zeros((1, 8), jnp.int32)
-    return cast(Params, net.init(key, token, token, method="logits_of"))
+    return net.initial(key)
 
 
 def _further(settings: HeadSettings, target: Model, policy: Policy) -> InitialHead:

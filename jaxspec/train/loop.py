@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.checkpoint.heads.verifier import PROVENANCE
 from jaxspec.errors import JaxspecError
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
-from jaxspec.sharding.rules import named_shardings
 from jaxspec.train.checkpoints import Checkpoints, replace_directory
-from jaxspec.train.metrics import FILE_ONLY, Entry, Interval, MetricsLog, Watcher
+from jaxspec.train.run_log import FILE_ONLY, Entry, Interval, MetricsLog, Watcher
 from jaxspec.train.settings import LoggingSettings
 from jaxspec.train.update import AnyBatch, LossFn, TrainState, make_update
 

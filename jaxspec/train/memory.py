@@ -15,8 +15,8 @@ from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.nn.unrolled import BLOCK
-from jaxspec.sharding.rules import named_shardings
 from jaxspec.train.objective import Net
 from jaxspec.train.settings import LossSettings, TrainSettings
 from jaxspec.train.vocab_loss import default_positions, position_bytes
@@ -258,7 +258,7 @@ def _available(file: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the control group of this process may still take; None without a limit."""
+    """Bytes that the control group of this process may still take; None without a limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),

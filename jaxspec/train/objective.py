@@ -35,7 +35,7 @@ class HeadObjective:
 
     @property
     def reads(self) -> CaptureSpec:
-        """What the head reads of the target."""
+        """The streams of the target that the head reads."""
         return self.net.spec.reads if isinstance(self.net, DraftHead) else NO_CAPTURE
 
     @property

@@ -19,9 +19,9 @@ from jaxspec.train.features import FeatureRows, Teacher
 from jaxspec.train.fit import fit
 from jaxspec.train.head_run import batches_from, head_facts, make_objective, make_run
 from jaxspec.train.memory import GB
-from jaxspec.train.metrics import Notify, Watcher
 from jaxspec.train.objective import HeadObjective
 from jaxspec.train.provenance import provenance_of
+from jaxspec.train.run_log import Notify, Watcher
 from jaxspec.train.settings import RunSettings, identity
 from jaxspec.train.target import TargetHeaders, read_headers
 

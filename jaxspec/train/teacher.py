@@ -1,12 +1,11 @@
 """The frozen target as teacher: runs it over a batch, or takes what it computed earlier."""
 
-from typing import Any, cast
-
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.window import Segments
-from jaxspec.models.transformer import Transformer, features_of
+from jaxspec.models.transformer import Transformer, features_of, forward
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
 from jaxspec.train.batch import Batch, TeacherOutput
@@ -28,10 +27,9 @@ def run_teacher(
         features = jax.tree.map(lambda x: x.astype(jnp.float32), batch.cached.features)
         experts = tuple(x.astype(jnp.int32) for x in batch.cached.expert_YBTA)
         return jax.lax.stop_gradient(TeacherOutput(features, experts))
-    hidden: Any = net.apply(
-        cast(Any, params), batch.token_BT, batch.position_BT, None, Segments(batch.segment_BT),
-        taps=reads.taps, shared_outputs=reads.shared_outputs, routes=bool(routing),
-    )  # fmt: skip
+    packed = Segments(batch.segment_BT)
+    inputs = Inputs(batch.token_BT, batch.position_BT, packed, reads=reads, routes=bool(routing))
+    hidden = forward(net, params, inputs)
     chosen = (hidden.routing[net.arch.expert_layers.index(y)].expert_MA for y in routing)
     experts = tuple(x.reshape(*batch.token_BT.shape, -1) for x in chosen)
     return jax.lax.stop_gradient(TeacherOutput(features_of(hidden), experts))

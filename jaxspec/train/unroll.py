@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxspec.models.draft_head import DraftHead, part_of, run_head
 from jaxspec.models.transformer import Transformer, embed
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.unrolled import Unrolled
 from jaxspec.protocol import Features
 from jaxspec.pytree import pytree
@@ -91,7 +92,7 @@ def unroll_masked(
     for d, (count, one) in enumerate(zip(counts, jax.random.split(key, max(len(counts), 1)), strict=False), start=1):
         weight_BX = jnp.take_along_axis(weights(batch, d), slot_BX, axis=1)
         drawn_BX = jax.vmap(lambda own, width=slot_BX.shape[1]: jax.random.uniform(own, (width,)))(batch.keys(one))
-        rank_BX = drawn_BX + weight_BX
+        rank_BX = drawn_BX + weight_BX  # draws are below 1: trained slots come first, at random among themselves
         kept_BX = jnp.sort(jax.lax.top_k(rank_BX, count)[1], axis=1).astype(jnp.int32)
         slot_BX = jnp.take_along_axis(slot_BX, kept_BX, axis=1)
         memory = tuple(m.keep(kept_BX, slot_BX) for m in memory)
@@ -120,7 +121,7 @@ def _round(net: DraftHead, base: Transformer, remat: bool) -> Callable[..., Any]
 
     def run(params: Params, frozen: Params, g_BXD: Array, token_BX: Array, position_BX: Array, memory: Any) -> Any:
         embedded = embedding(net, params, (base, frozen), token_BX)
-        return run_head(net, params, embedded, g_BXD, token_BX, position_BX, memory)
+        return run_head(net, params, embedded, g_BXD, Inputs(token_BX, position_BX, memory=memory))
 
     return jax.checkpoint(run) if remat else run
 

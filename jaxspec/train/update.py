@@ -9,7 +9,7 @@ import optax
 
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array, Params
-from jaxspec.train.metrics import SUMS, WEIGHT
+from jaxspec.train.run_log import SUMS, WEIGHT
 
 AnyBatch = Any  # a pytree with passes and rows as first axes
 LossFn = Callable[[Params, Any, AnyBatch, Array], tuple[Array, dict[str, Array]]]

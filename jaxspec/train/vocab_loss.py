@@ -72,6 +72,8 @@ def _reads(net: Net, name: str) -> bool:
     return name in PRODUCTS
 
 
+# The loss is one number, so its gradients are those of this walk times the cotangent: computed on the way forward, they
+# need neither logits that are kept nor a second vocabulary product. Hits have no gradient.
 @jax.custom_vjp
 def _loss(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array, ...]) -> tuple[Array, Array]:
     return _walk(trained, task, rest, last_SBTD, graded=False)[0]
@@ -105,10 +107,10 @@ def _walk(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array
             here = trained, some(last_BTD, axis=1)
             if graded:
                 (loss, hit_BX), (own, x) = jax.value_and_grad(one, argnums=(0, 1), has_aux=True)(*here)
-                whole, parts = grads
-                whole = jax.tree.map(lambda a, b: a + b.astype(a.dtype), whole, own)
-                parts = (*parts[:j], lax.dynamic_update_slice_in_dim(parts[j], x, at, axis=1), *parts[j + 1 :])
-                grads = whole, parts
+                of_params, of_lasts = grads
+                of_params = jax.tree.map(lambda a, b: a + b.astype(a.dtype), of_params, own)
+                x = lax.dynamic_update_slice_in_dim(of_lasts[j], x, at, axis=1)
+                grads = of_params, (*of_lasts[:j], x, *of_lasts[j + 1 :])
             else:
                 loss, hit_BX = one(*here)
             total += loss
@@ -119,8 +121,8 @@ def _walk(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array
     start = jnp.float32(0), jnp.zeros(share_SBT.shape, bool), zeros
     (total, hit_SBT, grads), _ = lax.scan(visit, start, jnp.arange(count, dtype=jnp.int32) * step)
     if graded:
-        whole, parts = grads
-        grads = jax.tree.map(lambda x, like: x.astype(like.dtype), whole, trained), tuple(x[:, :length] for x in parts)
+        of_params = jax.tree.map(lambda x, like: x.astype(like.dtype), grads[0], trained)
+        grads = of_params, tuple(x[:, :length] for x in grads[1])
     return (total, hit_SBT[..., :length]), grads
 
 

@@ -15,9 +15,9 @@ from jaxspec.aot.programs import abstract_target
 from jaxspec.checkpoint.load.places import flatten, unflatten
 from jaxspec.decode.state import Target
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.quantized import Quantized
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import Quantized
 
 DEVIATION = 0.02
 WIDTH = DEVIATION * math.sqrt(3)

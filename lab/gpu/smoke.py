@@ -14,6 +14,7 @@ import numpy as np
 from jaxspec import LLM, SamplingParams
 from jaxspec.aot.kernel_cases import cases_of, operations
 from jaxspec.serve.demo_pair import demo_model_dir
+from pallas_kernels.backend import Implementation
 from pallas_kernels.case import Case
 from pallas_kernels.select import SlowKernelWarning
 
@@ -43,9 +44,13 @@ def main() -> None:
         _attempt(f"demo {name}", partial(_demo, config, rows, tokens))
 
 
-def _kernel(case: Case, how: str) -> dict[str, Any]:
+def _kernel(case: Case, how: Implementation) -> dict[str, Any]:
     args = case.random(jax.random.key(0))
-    ours, reference = (np.asarray(jax.jit(case.call(by))(*args), np.float64) for by in (how, "xla"))
+
+    def call(by: Implementation) -> np.ndarray:
+        return np.asarray(jax.jit(case.call(by))(*args), np.float64)
+
+    ours, reference = call(how), call("xla")
     error = float(np.abs(ours - reference).max() / np.abs(reference).max())
     return {"ok": error <= case.tolerance, "error": error}
 

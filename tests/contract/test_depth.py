@@ -51,7 +51,7 @@ def test_the_biggest_steps_lower_in_a_minute(name: str, drafter: str):
     assert time_s < MOST_S
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", [pytest.param("plain", marks=pytest.mark.slow), "chain of 4"])
 def test_programs_do_not_grow_with_depth(drafter: str):
     shallow, _ = lowered(config_of("deepseek-v3", num_hidden_layers=8), DRAFTERS[drafter])
     deep, _ = lowered(config_of("deepseek-v3"), DRAFTERS[drafter])

@@ -14,17 +14,18 @@ import pytest
 from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.mtp import Mtp
-from jaxspec.models.transformer import Transformer, features_of
+from jaxspec.models.trained_head import Head
+from jaxspec.models.transformer import Transformer, features_of, forward
 from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, DraftCosts, Drafter, Features, Proposal
 from jaxspec.pytree import replace
@@ -49,7 +50,7 @@ CONFIG = {
 }
 DYNAMIC = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}
 SHAPES = [{"num_speculative_tokens": 1}, {"num_speculative_tokens": 4}, {"speculative_token_tree": [2, 2]}, DYNAMIC]
-METHODS = ["none", *catalog.METHODS]
+METHODS = ["none", *methods.METHODS]
 # Drafters that share their walk with one that takes every shape take a chain: each shape costs seconds of compilation.
 LIMITED = {"none": SHAPES[:1], "ngram": SHAPES[:3], "peagle": SHAPES[1::2], "medusa": SHAPES[1:3]}
 LIMITED |= dict.fromkeys(("eagle", "shared_expert", "early_exit", "hybrid"), SHAPES[1:2])
@@ -108,26 +109,26 @@ def head_of(method: str) -> Head:
 
 
 def config_of(method: str, shape: dict) -> dict | None:
-    extra = {"early_exit": {"exit_layer": 1}} | {m: {"model": "draft"} for m in catalog.WITH_MODEL}
+    extra = {"early_exit": {"exit_layer": 1}} | {m: {"model": "draft"} for m in methods.WITH_MODEL}
     return None if method == "none" else {"method": method, **extra.get(method, {}), **shape}
 
 
 def drafting(method: str) -> tuple[Transformer | Mtp, Params] | Head | None:
     """What drafts, where a method has a model."""
-    if method in catalog.HEADS or method == "hybrid":
+    if method in methods.HEADS or method == "hybrid":
         return head_of("eagle3" if method == "hybrid" else method)
     own = {"draft_model": model, "mtp": prediction}
     return own[method]() if method in own else None
 
 
 def drafter_of(method: str, shape: dict) -> Drafter:
-    return catalog.build(catalog.parse(config_of(method, shape)), model(), BLOCK, drafting(method))
+    return methods.build(methods.parse(config_of(method, shape)), model(), BLOCK, drafting(method))
 
 
 @partial(jax.jit, static_argnums=(0, 3))
 def features_for(net: Transformer, params: Params, token_BT: np.ndarray, reads: CaptureSpec) -> Features:
     position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-    return features_of(net.apply(params, token_BT, position_BT, taps=reads.taps, shared_outputs=reads.shared_outputs))
+    return features_of(forward(net, params, Inputs(token_BT, position_BT, reads=reads)))
 
 
 # Drafters are arguments, not closures, so that all tests of a drafter share its programs.
@@ -142,7 +143,7 @@ def propose(drafter: Drafter, state: Any, anchor: Anchor, rule: str) -> tuple[Pr
 
 
 def observed(drafter: Drafter, lengths: tuple[int, ...]):
-    """The drafter's state and the anchor behind prompts of the given lengths."""
+    """The drafter's state and the anchor after prompts of the given lengths."""
     net, params = model()
     state = init_state(
         Target(params, net, BLOCK),
@@ -182,7 +183,7 @@ def committed(state, length_B: np.ndarray) -> Iterator[np.ndarray]:
 def test_the_catalog_builds_what_it_names():
     built = {type(drafter_of(m, SHAPES[0])).__name__ for m in METHODS}
     assert built == {"NoDrafts", "Ngram", "SmallLm", "MtpHeads", "HeadDrafter", "MedusaDrafter", "Hybrid"}
-    assert all(head_of(kind).kind == kind for kind in catalog.HEADS)
+    assert all(head_of(kind).kind == kind for kind in methods.HEADS)
 
 
 @each_drafter
@@ -225,7 +226,7 @@ def test_states_are_arrays_of_the_same_shapes_throughout(method: str, shape: dic
     assert jax.tree.map(lambda x: (x.shape, x.dtype), seen) == shapes
 
 
-@pytest.mark.parametrize("method", [m for m in catalog.METHODS if m not in ("ngram", "hybrid")])
+@pytest.mark.parametrize("method", [m for m in methods.METHODS if m not in ("ngram", "hybrid")])
 def test_chains_with_prices_say_how_sure_they_are(method: str):
     drafter = drafter_of(method, SHAPES[1])
     state, anchor = jax.eval_shape(lambda: observed_shapes(drafter))
@@ -240,7 +241,7 @@ def test_chains_with_prices_say_how_sure_they_are(method: str):
 
 
 def observed_shapes(drafter: Drafter):
-    """Like what is observed behind a prompt."""
+    """Like what is observed after a prompt."""
     net, params = model()
     state = init_state(Target(params, net, BLOCK), drafter, ROWS, CAPACITY, slack=32)
     return state.draft, state.anchor
@@ -283,7 +284,7 @@ def check_equal(a: Proposal, b: Proposal) -> None:
 
 
 @each_drafter
-def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
+def test_a_row_drafts_alike_whatever_its_neighbors(method: str, shape: dict):
     drafter = drafter_of(method, shape)
     here, _ = propose(drafter, *observed(drafter, (4, 9, 20)), "match")
     there, _ = propose(drafter, *observed(drafter, (30, 9, 2)), "match")
@@ -291,7 +292,9 @@ def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
     np.testing.assert_array_equal(np.asarray(here.valid_BN)[1], np.asarray(there.valid_BN)[1])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=slow_unless(m in ("none", "ngram", "draft_model", "eagle3"))) for m in METHODS]
+)
 def test_one_trace_per_program(method: str):
     """Equal kind, rows, topology and rule share one program; other rows or another rule take another."""
     net, params = model()
@@ -348,15 +351,15 @@ def odd_drafting(method: str) -> Any:
     return own
 
 
-@pytest.mark.parametrize("method", catalog.METHODS)
+@pytest.mark.parametrize("method", methods.METHODS)
 @pytest.mark.parametrize("whose", ["target", "draft"])
 def test_trees_are_refused_where_attention_cannot_branch(method: str, whose: str):
     net, params = model()
     odd = Transformer(unbranching(net.arch), net.policy)
     target = (odd if whose == "target" else net, params)
-    build = partial(catalog.build, target=target, block=BLOCK, model=odd_drafting(method))
-    build(catalog.parse(config_of(method, {"num_speculative_tokens": 2})))
-    tree = catalog.parse(config_of(method, {"speculative_token_tree": [2, 2]}))
+    build = partial(methods.build, target=target, block=BLOCK, model=odd_drafting(method))
+    build(methods.parse(config_of(method, {"num_speculative_tokens": 2})))
+    tree = methods.parse(config_of(method, {"speculative_token_tree": [2, 2]}))
     if whose == "draft" and method in ("ngram", "medusa", "early_exit"):
         assert build(tree).topology == tree.topology
         return
@@ -364,7 +367,9 @@ def test_trees_are_refused_where_attention_cannot_branch(method: str, whose: str
         build(tree)
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3", "shared_expert"])
+@pytest.mark.parametrize(
+    "method", ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("mtp", "shared_expert"))]
+)
 def test_what_was_kept_is_observed_later(method: str):
     """A head shown many positions at once, from what plain decoding kept of them, knows what it would have known."""
     net, params = model()

@@ -22,8 +22,8 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.sharding.mesh import make_mesh
-from jaxspec.sharding.rules import named_shardings
 
 CONFIGS = {path.stem: path for path in sorted(Path("configs/models").glob("*.json"))}
 # Billions of parameters, in all and active per token, embedding and head in both, multi-token prediction in neither.
@@ -113,13 +113,13 @@ CACHED = {
 MESHES = {"one": {}, "experts": {"expert": 8}, "tensors": {"tensor": 8}, "both": {"expert": 4, "tensor": 2}}
 # Where eight devices do not divide a model, and why.
 REFUSED = {
-    ("glm-4.7-flash", "tensors"): "kv_b_HXR: H = 20 over tensor = 8",
-    ("opt-125m", "tensors"): "qkv_DGQC: G = 12 over tensor = 8",
-    ("qwen1.5-moe-a2.7b", "experts"): "down_EFD: E = 60 over expert = 8",
-    ("qwen2-57b-a14b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
-    ("qwen2.5-7b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
-    ("qwen3-235b-a22b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
-    ("qwen3-30b-a3b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
+    ("glm-4.7-flash", "tensors"): "kv_b_HXR: heads = 20 over tensor = 8",
+    ("opt-125m", "tensors"): "qkv_DGQC: kv_heads = 12 over tensor = 8",
+    ("qwen1.5-moe-a2.7b", "experts"): "down_EFD: expert = 60 over expert = 8",
+    ("qwen2-57b-a14b", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
+    ("qwen2.5-7b", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
+    ("qwen3-235b-a22b", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
+    ("qwen3-30b-a3b", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
 }
 SMALL = ("gpt-oss-20b", "llama-3.2-1b", "olmoe-1b-7b", "opt-125m", "opt-350m", "qwen1.5-moe-a2.7b")
 QUANTIZED = {
@@ -182,12 +182,12 @@ def test_names_are_as_many_as_published(name: str):
 
 def test_names_of_multi_token_prediction_are_as_many_as_published():
     assert sum(name.startswith("mtp.0.") for name in tensors_of("deepseek-v4-flash")) == 1575
-    behind = {name for name, tensor in tensors_of("deepseek-v3").items() if tensor.is_mtp}
-    assert all(name.startswith("model.layers.61.") for name in behind)
-    assert len(behind) == 1564, "one layer of 1558 tensors, three norms, a projection, copies of embedding and head"
+    mtp = {name for name, tensor in tensors_of("deepseek-v3").items() if tensor.is_mtp}
+    assert all(name.startswith("model.layers.61.") for name in mtp)
+    assert len(mtp) == 1564, "one layer of 1558 tensors, three norms, a projection, copies of embedding and head"
 
 
-def test_a_release_quantised_afterwards_has_its_names():
+def test_a_release_quantized_afterwards_has_its_names():
     """GLM-5.2-FP8: 118629 tensors of 756 GB."""
     config = config_of("glm-5.2") | {"quantization_config": config_of("deepseek-v3")["quantization_config"]}
     tensors = release_tensors(config)
@@ -201,7 +201,7 @@ def test_caches_grow_as_published(name: str):
 
 
 @pytest.mark.parametrize("name", sorted(QUANTIZED))
-def test_promised_files_are_loaded_quantised(name: str):
+def test_promised_files_are_loaded_quantized(name: str):
     """What the name lists promise is what loading takes, with nothing missing, unknown or misshaped."""
     config, arch = config_of(name), arch_named(name)
     table, net = known_tables()[arch.family], Transformer(arch, make_policy(depth="stacked"))

@@ -30,7 +30,7 @@ from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.shapes import Params
 
-ROW = '''"""Made up: sinks, windows by turns, queries normalised over all heads, half-rotated; a gated shared expert."""
+ROW = '''"""Made up: sinks, windows by turns, queries normalized over all heads, half-rotated; a gated shared expert."""
 
 from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.gqa import GqaRow

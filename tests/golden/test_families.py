@@ -25,9 +25,10 @@ from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.models.caches import init_caches
 from jaxspec.models.catalog import arch_of, known_families
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import make_policy
-from jaxspec.protocol import NoDrafts
+from jaxspec.protocol import CaptureSpec, NoDrafts
 from jaxspec.pytree import replace
 from jaxspec.verify.rules import RULES
 
@@ -129,7 +130,7 @@ def test_prefill(case: Case):
     @jax.jit
     def forward(params, token_BT):
         position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-        hidden = net.apply(params, token_BT, position_BT, taps=taps, routes=True)
+        hidden = net.apply(params, Inputs(token_BT, position_BT, reads=CaptureSpec(taps), routes=True))
         logits_BTV, _ = net.apply(params, token_BT, position_BT, method="logits_of")
         return logits_BTV, hidden.taps, hidden.routing
 
@@ -168,8 +169,8 @@ def decode(case: Case, count: int) -> None:
     def forward(params, layers, token_BT, start):
         start_B = jnp.full(rows, start, jnp.int32)
         position_BT = start_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        hidden = net.apply(params, token_BT, position_BT, layers, Window(start_B, block=BLOCK))
-        return hidden.layers, net.apply(params, hidden.last_BTD, method="logits")
+        hidden = net.apply(params, Inputs(token_BT, position_BT, Window(start_B, block=BLOCK), layers))
+        return hidden.caches, net.apply(params, hidden.last_BTD, method="logits")
 
     found = []
     for start in range(0, length, count):

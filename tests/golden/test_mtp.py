@@ -1,4 +1,4 @@
-"""Multi-token prediction gives its reference's logits: teacher forced, and drafting behind observed text."""
+"""Multi-token prediction gives its reference's logits: teacher forced, and drafting after observed text."""
 
 import shutil
 from dataclasses import dataclass
@@ -13,11 +13,12 @@ import pytest
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp
 from jaxspec.decode.state import init_sampling
-from jaxspec.draft import catalog
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft import methods
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.errors import ConfigError
 from jaxspec.models.mtp import Mtp, run_mtp
 from jaxspec.models.transformer import embed, head, teacher_forced
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, Commit, Features
 from jaxspec.pytree import replace
@@ -50,7 +51,7 @@ class Case:
     """A loaded model, its layers of prediction, and what the reference says.
 
     Attributes:
-      feature: the target's hidden states that prediction starts from, behind every token.
+      feature: the target's hidden states that prediction starts from, after every token.
     """
 
     model: Model
@@ -71,7 +72,7 @@ class Case:
 @partial(jax.jit, static_argnums=(0, 1))
 def _run(net, target, params, base, token_BT: Array, feature: Array) -> tuple[Array, Array]:
     position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-    last, feature, _ = run_mtp(net, params, 0, embed(target, base, token_BT), feature, token_BT, position_BT)
+    last, feature, _ = run_mtp(net, params, 0, embed(target, base, token_BT), feature, Inputs(token_BT, position_BT))
     return head(target, base, last), feature
 
 
@@ -103,7 +104,7 @@ def test_teacher_forced(case: Case):
 
 
 class Plain:
-    """Prediction without a cache: what is drafted behind each row's first tokens, whole sequences at a time."""
+    """Prediction without a cache: what is drafted after each row's first tokens, whole sequences at a time."""
 
     def __init__(self, case: Case, length_B: np.ndarray):
         rows, count = case.ids_BT.shape
@@ -120,7 +121,7 @@ class Plain:
         return self.logits_BTV[self.rows, self.slot_B]
 
     def take(self, token_B: np.ndarray) -> None:
-        """Goes on behind a draft."""
+        """Goes on after a draft."""
         self.feature[self.rows, self.slot_B + 1] = self.out[self.rows, self.slot_B]
         self.slot_B = self.slot_B + 1
         self.token_BT[self.rows, self.slot_B] = token_B
@@ -133,7 +134,7 @@ def _observe(drafter: MtpHeads, state, commit: Commit):
 
 
 def observed(case: Case, topology: Topology, seed: int = 0):
-    """Yields lengths, drafter, state and anchor behind blocks of which only some places count."""
+    """Yields lengths, drafter, state and anchor after blocks of which only some places count."""
     rows, count = case.ids_BT.shape
     drafter = MtpHeads(case.params, case.model.params, case.net, case.model.net, topology, BLOCK)
     state = drafter.init_state(rows, count, slack=drafter.slack)
@@ -186,9 +187,9 @@ def test_drafting_a_chain_behind_observed_text(case: Case):
 def test_drafting_a_tree_behind_observed_text(case: Case):
     arch = case.model.net.arch
     if arch.chain_only or replace(arch, layers=arch.mtp).chain_only:
-        config = catalog.parse({"method": "mtp", "speculative_token_tree": [2, 1, 2]})
+        config = methods.parse({"method": "mtp", "speculative_token_tree": [2, 1, 2]})
         with pytest.raises(ConfigError, match="a tree is not possible for the target"):
-            catalog.build(config, (case.model.net, case.model.params), BLOCK, (case.net, case.params))
+            methods.build(config, (case.model.net, case.model.params), BLOCK, (case.net, case.params))
         return
     topology, propose = tree((2, 1, 2)), None
     for length_B, drafter, state, anchor in list(observed(case, topology))[3::3]:

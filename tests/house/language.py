@@ -40,9 +40,8 @@ def modules() -> dict[str, ast.Module]:
 
 @cache
 def lines() -> list[tuple[str, str]]:
-    """Returns every line of code, tests and pages, with where it stands."""
+    """Returns every line of code and pages, with where it stands."""
     files = [ROOT / path for path in modules()] + [page for page in PAGES if page.name not in UNEDITED]
-    files += [file for file in sorted((ROOT / "tests").rglob("*.py")) if file.parent.name != "house"]
     return [
         (f"{file.relative_to(ROOT).as_posix()}:{number}", line)
         for file in files
@@ -122,9 +121,10 @@ def methods_without_a_docstring() -> list[str]:
 
     promised = set().union(*map(documented, protocols))
     return [
-        f"{where} {node.name}.{method.name}"
-        for where, node in nodes(ast.ClassDef)
-        if not node.name.startswith("_")
+        f"{path}:{method.lineno} {node.name}.{method.name}"
+        for path, module in modules().items()
+        for node in module.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         for method in node.body
         if isinstance(method, Function) and not method.name.startswith("_")
         if method.name not in documented(node) | promised

@@ -158,3 +158,17 @@ def test_paths_in_the_text_exist():
         if not (ROOT / path.rstrip(".")).exists() and not any(word in path for word in MADE_UP)
     ]
     assert gone == []
+
+
+def test_the_way_of_a_token_names_functions_that_are_there():
+    stations = re.findall(
+        r"((?:`\w+\(\)`)) in ((?:`[\w/]+\.py`(?: or )?)+)", (ROOT / "docs" / "architecture.md").read_text()
+    )
+    assert len(stations) > 15
+    missing = [
+        f"{function} in {file}"
+        for function, files in stations
+        for file in re.findall(r"`([^`]+)`", files)
+        if f"def {function.strip('`()')}(" not in (ROOT / file).read_text()
+    ]
+    assert missing == []

@@ -24,7 +24,7 @@ from jaxspec.decode.prefill import admit, catch_up, prefill, retire
 from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
@@ -75,8 +75,7 @@ def write_model(directory: Path, config: dict, seed: int) -> Path:
     arch = arch_of(config)
     policy = make_policy("float32")
     net = Transformer(arch, policy)
-    token = jnp.zeros((1, 2), jnp.int32)
-    params = jax.jit(partial(net.init, method="logits_of"))(jax.random.key(seed), token, token)
+    params = jax.jit(net.initial)(jax.random.key(seed))
     params = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
     save_model(directory, params, arch, config, np.dtype("float32"))
     return directory

@@ -89,7 +89,7 @@ def test_trees_take_turns_with_chains_and_plain_decoding(lab: Lab, name: str):
 
 
 def test_what_a_drafter_is_shown_is_waited_for_before_a_dispatch_is_timed(lab: Lab, monkeypatch: pytest.MonkeyPatch):
-    """XLA runs it meanwhile; the dispatch behind it would seem to take that much longer."""
+    """XLA runs it meanwhile; the dispatch after it would seem to take that much longer."""
     events: list[str] = []
 
     def noted(owner, name: str, event: str) -> None:
@@ -102,9 +102,9 @@ def test_what_a_drafter_is_shown_is_waited_for_before_a_dispatch_is_timed(lab: L
     engine = lab.engine(lab.drafter("self", chain(3)), control=Cycle())
     events.clear()
     generate(engine, mixed_requests("cold"), steps=2)
-    behind = [after for event, after in pairwise(events) if event == "shown"]
-    assert "waited" in behind
-    assert set(behind) == {"shown", "waited"}
+    followed = [after for event, after in pairwise(events) if event == "shown"]
+    assert "waited" in followed
+    assert set(followed) == {"shown", "waited"}
 
 
 def test_outcomes_add_up(lab: Lab):

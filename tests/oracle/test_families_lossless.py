@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp
 from jaxspec.decode import compaction
 from jaxspec.decode.state import Target
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
@@ -53,7 +53,7 @@ def has_trees(name: str) -> bool:
 
 
 def shifted(head_DV: Array, first: int) -> Array:
-    """A head that takes every token from ``first`` on for the one behind it."""
+    """A head that takes every token from ``first`` on for the one after it."""
     return jnp.concatenate([head_DV[:, :first], jnp.roll(head_DV[:, first:], 1, axis=1)], axis=1)
 
 

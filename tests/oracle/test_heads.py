@@ -1,4 +1,4 @@
-"""Heads, random ones and one that has learnt its target: the text stays, training and serving count alike."""
+"""Heads, random ones and one that has learned its target: the text stays, training and serving count alike."""
 
 from pathlib import Path
 
@@ -11,15 +11,15 @@ import pytest
 from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.decode.state import Target
 from jaxspec.draft.early_exit import first_layers
-from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.hybrid import Hybrid
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.trained_head import Head
 from jaxspec.protocol import CaptureSpec, Drafter
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
@@ -28,7 +28,7 @@ from jaxspec.train.batch import Batch
 from jaxspec.train.evaluate import AcceptanceEvaluator, EvalSpec
 from jaxspec.train.head_loss import head_loss
 from jaxspec.train.objective import HeadObjective
-from jaxspec.train.packing import PackedRows
+from jaxspec.train.packed_rows import PackedRows
 from jaxspec.train.settings import LossSettings
 from jaxspec.train.sources import Document
 from jaxspec.train.teacher import run_teacher

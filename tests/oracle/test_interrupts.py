@@ -19,7 +19,7 @@ import pytest
 from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
+from jaxspec.models.trained_head import Head
 from jaxspec.nn.policy import make_policy
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.driver import Driver

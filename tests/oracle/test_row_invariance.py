@@ -1,4 +1,4 @@
-"""The promise behind losslessness in bfloat16: a row's logits are bitwise the same however many rows run with it."""
+"""What losslessness in bfloat16 rests on: a row's logits are bitwise the same however many rows run with it."""
 
 from functools import partial
 
@@ -11,6 +11,7 @@ from jaxspec.cache.window import Window
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import forward, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.serve.demo_pair import demo_model_dir
 
@@ -33,8 +34,8 @@ def bits(model: Model, token_BS: np.ndarray, width: int) -> np.ndarray:
     @partial(jax.jit, donate_argnums=0)
     def run(layers, token_BT, start_B):
         position_BT = start_B[:, None] + jnp.arange(width, dtype=jnp.int32)
-        hidden, layers = forward(net, model.params, token_BT, position_BT, layers, Window(start_B))
-        return layers, head(net, model.params, hidden.last_BTD)[0]
+        hidden = forward(net, model.params, Inputs(token_BT, position_BT, Window(start_B), layers))
+        return hidden.caches, head(net, model.params, hidden.last_BTD)[0]
 
     found = []
     for start in range(0, token_BS.shape[1] - width + 1, width):

@@ -20,7 +20,8 @@ from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.checkpoint.heads.formats import ExportFormat, Verifier
 from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
-from jaxspec.models.heads import Head
+from jaxspec.models.trained_head import Head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.unrolled import Unrolled
 from jaxspec.protocol import CaptureSpec
@@ -93,7 +94,7 @@ def _ours(head: Head, feature: np.ndarray, token: np.ndarray) -> np.ndarray:
             shifted = jnp.full_like(shifted, net.spec.mask_token)
             state = jnp.broadcast_to(part_of(net, params, "mask"), state.shape)
         embedded = part_of(net, params, "embed", shifted)
-        last, state, memory = run_head(net, params, embedded, state, shifted, position + shift, memory)
+        last, state, memory = run_head(net, params, embedded, state, Inputs(shifted, position + shift, memory=memory))
         found.append(part_of(net, params, "logits", last))
     return np.asarray(jnp.stack(found))
 

@@ -96,10 +96,8 @@ def train_target(directory: Path, text_S: np.ndarray, steps: int) -> None:
     def batches(first: int) -> Iterator[np.ndarray]:
         return (windows(text_S, ROWS, LENGTH + 1, seed)[None] for seed in count(first))
 
-    token = jnp.zeros((1, 8), jnp.int32)
-
     def init() -> Any:
-        return net.init(jax.random.key(0), token, token, method="logits_of")
+        return net.initial(jax.random.key(0))
 
     muon = demo_optimizer.build(steps, matrix_peak=4e-3, other_peak=4e-3, warmup=20)
     run = loop.TrainRun(
@@ -142,7 +140,7 @@ def in_vllm(work: Path, form: str, requests: list[dict[str, Any]]) -> tuple[dict
 
 
 def ends_of(drafted: list[bool], first: int) -> list[int]:
-    """Tokens committed behind each verification, from which of them were accepted drafts; every one ends with another.
+    """Tokens committed after each verification, from which of them were accepted drafts; every one ends with another.
 
     Args:
       drafted: of each token whether it was an accepted draft.
@@ -173,7 +171,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", ["eagle3", "speculators"])
 def test_vllm_commits_the_same_tokens_in_the_same_steps(work: Path, form: str):
     prompts, llm = windows(source_text(), PROMPTS, 48, seed=2).tolist(), loaded(work, form)
-    # vLLM samples the first token behind a prompt without drafts and drafts from it on; here the prompt's own last
+    # vLLM samples the first token after a prompt without drafts and drafts from it on; here the prompt's own last
     # token is drafted from. So the first token goes to the prompt here.
     first = [out.outputs[0].token_ids for out in greedy(llm, prompts, [1] * PROMPTS)]
     begun = [prompt + one for prompt, one in zip(prompts, first, strict=True)]

@@ -263,7 +263,7 @@ def parse_peers(texts: Sequence[str]) -> list[PeerChoice]:
                 raise ConfigError(f"bench: --peers {name}=PYTHON needs a Python that has {name} installed")
             peers.append(PeerChoice(name, given))
             continue
-        options = dict(zip(("server", "gguf", "draft_gguf"), given.split(","), strict=False))
+        options: dict[str, str] = dict(zip(("server", "gguf", "draft_gguf"), given.split(","), strict=False))
         if "gguf" not in options:
             raise ConfigError("bench: --peers llamacpp=SERVER,MODEL.gguf needs the program llama-server and the model")
         peers.append(PeerChoice(name, options=options))  # its runner needs no more than a standard library

@@ -26,8 +26,8 @@ from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.trained_head import Head
 from jaxspec.models.vocab import from_d2t, to_d2t, to_t2d
 from jaxspec.nn.policy import Policy, make_policy
 
@@ -76,7 +76,7 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
 
 
 def stored_policy(directory: str | Path) -> Policy:
-    """The policy that keeps a head's numbers as they are: its files' dtype, or float32 where they have several.
+    """Returns the policy that keeps a head's numbers as they are: its files' dtype, or float32 if they have several.
 
     Raises:
       CheckpointError: files are unreadable.
@@ -91,7 +91,7 @@ def _net(spec: HeadSpec | MedusaSpec, policy: Policy) -> DraftHead | Medusa:
 
 
 def vocabulary(files: HeadFiles, spec: HeadSpec | MedusaSpec) -> np.ndarray | None:
-    """The target's ids of the draft vocabulary, None where it is the whole one.
+    """Returns the target's ids of the draft vocabulary, None if it is the whole one.
 
     Raises:
       CheckpointError: there are none though they are needed, they are ids where offsets are due, or they are wrong.
@@ -123,7 +123,7 @@ def vocabulary(files: HeadFiles, spec: HeadSpec | MedusaSpec) -> np.ndarray | No
 def holds_ids(d2t_W: np.ndarray, t2d_V: np.ndarray | None) -> bool:
     """Whether ``d2t`` holds the target's ids themselves.
 
-    Offsets repeat wherever two neighbours are both in the vocabulary, ids never do.
+    Offsets repeat wherever two neighbors are both in the vocabulary, ids never do.
     """
     if t2d_V is not None:
         return bool(d2t_W.any()) and np.array_equal(np.flatnonzero(t2d_V), d2t_W)
@@ -163,13 +163,13 @@ def save_head(
 
 
 def in_dtype(head: Head, dtype: str) -> Head:
-    """A head with all of its numbers in one dtype."""
+    """Converts all numbers of a head to one dtype."""
     params: Any = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), head.params)
     return replace(head, params=params)
 
 
 def head_tensors(head: Head, form: ExportFormat) -> dict[str, np.ndarray]:
-    """Every parameter under its name in a format, and the draft vocabulary."""
+    """Returns every parameter under its name in a format, and the draft vocabulary."""
     spec, leaves = head.net.spec, flatten(head.params["params"])
     out: dict[str, np.ndarray] = {}
     for path, target in resolve_rules(head_rules(spec), leaves).items():
@@ -184,7 +184,7 @@ def head_tensors(head: Head, form: ExportFormat) -> dict[str, np.ndarray]:
 
 
 def _dtype_of(head: Head) -> str:
-    """The commonest dtype of its numbers."""
+    """Returns the commonest dtype of its numbers."""
     names = [str(leaf.dtype) for leaf in flatten(head.params["params"]).values()]
     return max(set(names), key=names.count)
 

@@ -1,4 +1,4 @@
-"""What each format of draft heads writes: its ``config.json``, its tensor names, and which heads it cannot express."""
+"""Export formats of draft heads: their ``config.json``, their tensor names, and which heads they cannot express."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,7 +33,7 @@ class Verifier:
 def config_for(
     spec: HeadSpec | MedusaSpec, form: ExportFormat, dtype: str, reduced: bool, verifier: Verifier | None
 ) -> dict[str, Any]:
-    """The ``config.json`` of a head in a format.
+    """Builds the ``config.json`` of a head in a format.
 
     Args:
       spec: of the head.
@@ -67,7 +67,7 @@ def config_for(
 
 
 def unable(spec: HeadSpec | MedusaSpec, form: ExportFormat, reduced: bool) -> list[str]:
-    """Why a format cannot express a head; empty where it can."""
+    """Lists why a format cannot express a head; empty if it can."""
     if form == "native":
         return []
     if isinstance(spec, MedusaSpec):
@@ -79,7 +79,7 @@ def unable(spec: HeadSpec | MedusaSpec, form: ExportFormat, reduced: bool) -> li
 
 
 def _other_form(spec: HeadSpec | MedusaSpec, form: ExportFormat, reduced: bool) -> str:
-    """What can be done instead."""
+    """Says what can be done instead."""
     able = [other for other in FORMATS if other not in (form, "native") and not unable(spec, other, reduced)]
     others = f"These formats can: {', '.join(able)}" if able else "No other engine's format can"
     return f"{others}; jaxspec serves it as it is, and native writes it in jaxspec's own format"
@@ -104,14 +104,14 @@ def _unable_everywhere(spec: HeadSpec) -> list[str]:
             getattr(layer.attention, "window", None) for layer in spec.arch.layers
         ),
     }
-    return [words for words, found in asked.items() if found]
+    return [words for words, applies in asked.items() if applies]
 
 
 def _unable_eagle3(spec: HeadSpec) -> list[str]:
     first = spec.arch.layers[0].attention
     why = []
     if isinstance(first, AttentionSpec) and first.qk_norm != "none":
-        why.append("its queries and keys are normalised (Qwen3), which LlamaForCausalLMEagle3 leaves out")
+        why.append("its queries and keys are normalized (Qwen3), which LlamaForCausalLMEagle3 leaves out")
     if isinstance(first, AttentionSpec) and (first.qkv_bias or first.out_bias) and spec.mask_token is None:
         why.append("its attention has biases, which SGLang leaves out")
     return why
@@ -127,11 +127,11 @@ def _unable_speculators(spec: HeadSpec) -> list[str]:
         "it uses the target's vocabulary product": not spec.draft_vocab,
         "fc_norm is lost by vLLM's reader of peagle": spec.fc_norm and spec.mask_token is not None,
     }
-    return [words for words, found in asked.items() if found]
+    return [words for words, applies in asked.items() if applies]
 
 
 def names_in(name: str, spec: HeadSpec | MedusaSpec, form: ExportFormat) -> tuple[str, ...]:
-    """What a tensor is called in a format; two names where engines want different ones."""
+    """Returns a tensor's name in a format; two names where engines expect different ones."""
     if form != "eagle3" or isinstance(spec, MedusaSpec) or spec.mask_token is not None:
         return (name,)
     if len(spec.arch.layers) == 1:
@@ -191,7 +191,7 @@ def _eagle3(spec: HeadSpec, dtype: str) -> dict[str, Any]:
 
 
 def _taps(spec: HeadSpec) -> dict[str, Any]:
-    """Both conventions: boundaries for vLLM at the top, numbers of the blocks before them for SGLang inside."""
+    """Writes both conventions: boundaries for vLLM at the top, numbers of the blocks before them for SGLang inside."""
     if not spec.reads.taps:
         return {"eagle_config": {"use_aux_hidden_state": False, "norm_before_fc": spec.norm_before_fc}}
     return {

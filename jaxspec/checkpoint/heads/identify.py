@@ -1,4 +1,4 @@
-"""Which head a directory holds: its ``config.json`` and the names of its tensors, whoever wrote them."""
+"""Identification of draft heads of any known format, by their ``config.json`` and the names of their tensors."""
 
 import re
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ KNOWN = (
 
 
 def head_format(config: Config, names: tuple[str, ...]) -> HeadFormat:
-    """Which of the known formats a head has.
+    """Returns which of the known formats a head has.
 
     Args:
       config: its ``config.json``.
@@ -68,7 +68,7 @@ def is_head(config: Config) -> bool:
 
 
 def spec_of(config: Config, files: HeadFiles, target: ArchSpec | None) -> HeadSpec | MedusaSpec:
-    """What head it is.
+    """Builds the spec of a head.
 
     Args:
       config: its ``config.json``.
@@ -163,25 +163,25 @@ def _eagle3(config: Config, names: tuple[str, ...], target: ArchSpec, *, stated:
 
 
 def _draft_vocab(config: Config, names: tuple[str, ...], arch: ArchSpec) -> int:
-    """W, 0 where the head has no vocabulary product of its own."""
+    """Returns W, 0 if the head has no vocabulary product of its own."""
     size = config.get("draft_vocab_size") or config.get("truncated_vocab_size") or arch.vocab_size
     return size if "lm_head.weight" in names or size != arch.vocab_size else 0
 
 
 def _mask_token(config: Config, names: tuple[str, ...]) -> int | None:
-    """The token that P-EAGLE's drafts stand on, None for heads that draft one after the other."""
+    """Returns the token that P-EAGLE's drafts stand on, None for heads that draft one token after another."""
     titles = " ".join(map(str, config.get("architectures") or ())).lower()
     named = config.get("speculators_model_type") == "peagle" or "peagle" in titles
     if not named and "mask_hidden" not in names:
         return None
-    found = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
-    if not isinstance(found, int):
+    token = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
+    if not isinstance(token, int):
         raise ConfigError(f"head: it drafts in parallel, but config.json names no mask token; write {MASK_KEYS[0]}")
-    return found
+    return token
 
 
 def stated_taps(config: Config) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """The tap ids as written: at the top (boundaries), and in ``eagle_config`` (numbers of blocks); None for none."""
+    """Returns the tap ids as written, None for none: at the top (boundaries), in ``eagle_config`` (block numbers)."""
     eagle = config.get("eagle_config")
     places = config.get(TAPS), eagle.get(TAPS) if isinstance(eagle, Mapping) else None
     for ids in places:
@@ -192,13 +192,13 @@ def stated_taps(config: Config) -> tuple[tuple[int, ...] | None, tuple[int, ...]
 
 
 def default_taps(target: ArchSpec) -> tuple[int, ...]:
-    """The boundaries that EAGLE-3 reads where nothing is said: (2, L // 2, L - 3)."""
+    """Returns the boundaries that EAGLE-3 reads by default: (2, L // 2, L - 3)."""
     count = len(target.layers)
     return 2, count // 2, count - 3
 
 
 def taps_of(config: Config, target: ArchSpec) -> tuple[int, ...]:
-    """The layer boundaries that a head reads.
+    """Returns the layer boundaries that a head reads.
 
     At the top of a config they are boundaries, in ``eagle_config`` one less: the number of the block in front of
     them. There the number of layers itself can only be a boundary, as for nvidia's heads of gpt-oss.
@@ -221,7 +221,7 @@ def taps_of(config: Config, target: ArchSpec) -> tuple[int, ...]:
 
 
 def check_target(spec: HeadSpec | MedusaSpec, target: ArchSpec) -> None:
-    """Lets only heads pass that can draft for a target.
+    """Checks that a head can draft for a target.
 
     Raises:
       ConfigError: names everything that does not fit.
@@ -233,7 +233,7 @@ def check_target(spec: HeadSpec | MedusaSpec, target: ArchSpec) -> None:
 
 def _medusa_faults(spec: MedusaSpec, target: ArchSpec) -> list[str]:
     sizes = {"hidden size": (spec.dim, target.model_dim), "vocabulary": (spec.vocab_size, target.vocab_size)}
-    return [f"{what} {head}, the target's is {own}" for what, (head, own) in sizes.items() if head != own]
+    return [f"{what} {head}, the target's is {size}" for what, (head, size) in sizes.items() if head != size]
 
 
 def _faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
@@ -241,7 +241,7 @@ def _faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
 
 
 def _size_faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
-    """What does not fit among widths and vocabularies."""
+    """Lists what does not fit among widths and vocabularies."""
     a, wrong = spec.arch, []
     if spec.target_dim != target.model_dim:
         wrong.append(f"it reads vectors of {spec.target_dim}, the target's hidden size is {target.model_dim}")
@@ -262,7 +262,7 @@ def _size_faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
 
 
 def _place_faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
-    """What does not fit among the layers that it reads."""
+    """Lists what does not fit among the layers that it reads."""
     count, taps, wrong = len(target.layers), spec.reads.taps, []
     if any(not 0 <= b <= count for b in taps):
         wrong.append(f"it reads the layer boundaries {list(taps)}, the target's go from 0 to {count}")

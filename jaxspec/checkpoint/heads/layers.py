@@ -65,7 +65,7 @@ def rope_for_head(config: Mapping[str, Any], head_dim: int, theta: float | None 
 
 
 def layers_of(config: Mapping[str, Any], names: tuple[str, ...] = ()) -> ArchSpec:
-    """The layers that a config describes.
+    """Returns the layers that a config describes.
 
     Args:
       config: of a head, or the ``transformer_layer_config`` inside it; the feed-forward layers are dense whatever
@@ -87,7 +87,7 @@ def layers_of(config: Mapping[str, Any], names: tuple[str, ...] = ()) -> ArchSpe
 
 
 def layers_config(arch: ArchSpec) -> dict[str, Any]:
-    """The config that describes some layers, every number stated.
+    """Returns the config that describes some layers, every number stated.
 
     Raises:
       ConfigError: no such config describes them.
@@ -119,7 +119,7 @@ def layers_config(arch: ArchSpec) -> dict[str, Any]:
 
 
 def alike(arch: ArchSpec) -> ArchSpec:
-    """The layers without what a head does not depend on: the name of the family and a tied vocabulary product."""
+    """Drops what a head does not depend on: the name of the family and a tied vocabulary product."""
     return replace(arch, family="", tied=False, mtp=())
 
 
@@ -171,7 +171,7 @@ def _latent(spec: LatentSpec) -> dict[str, Any]:
 
 
 def _rotation(rope: RopeSpec) -> dict[str, Any]:
-    """Rotation in both dialects, which say the same."""
+    """Writes the rotation in both dialects."""
     s = rope.scaling
     theta = {"rope_theta": rope.theta}
     if s is None:

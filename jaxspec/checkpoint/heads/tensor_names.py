@@ -27,7 +27,7 @@ TOP = (
 
 
 def head_rules(spec: HeadSpec | MedusaSpec) -> Iterator[Rule]:
-    """Every rule of a head with its numbers filled in; rules whose parameter it lacks do not apply."""
+    """Yields every rule of a head with its numbers filled in; rules whose parameter it lacks do not apply."""
     if isinstance(spec, MedusaSpec):
         yield from _medusa_rules(spec)
         return

@@ -3,10 +3,10 @@
 import ml_dtypes
 import numpy as np
 
-from jaxspec.nn.quantized import Format
+from pallas_kernels.quantized import Format
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-ROWS = 128  # computed at a time, so that temporary arrays stay small
+ROWS = 128  # computed at a time, to keep temporary arrays small
 
 # E2M1: one sign bit, two exponent bits, one mantissa bit (OCP Microscaling Formats 1.0, 5.3.3).
 FP4_VALUES = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)

@@ -19,8 +19,8 @@ from jaxspec.checkpoint.load.stored import check_numbers, read_numbers, read_sca
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import Rule
 from jaxspec.errors import CheckpointError
-from jaxspec.nn.quantized import Quantized
 from jaxspec.shapes import Params
+from pallas_kernels.quantized import Quantized
 
 ALIGNMENT = 64  # from here on JAX takes a numpy array on CPU as its own instead of copying it
 TILE = 128

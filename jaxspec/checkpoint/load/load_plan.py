@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint directory's tensors: which parameter each feeds, what stays quantised, what is wrong."""
+"""A plan of loading: which parameter each tensor of a directory feeds, what stays quantized, and what is wrong."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -23,8 +23,8 @@ from jaxspec.checkpoint.load.stored import FP8_BLOCK, PLAIN, SUPPORTED, Stored, 
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import Rule
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.nn.policy import kind_of
-from jaxspec.nn.quantized import Format, abstract_quantized
+from jaxspec.nn.param import kind_of
+from pallas_kernels.quantized import Format, abstract_quantized
 
 QUANTIZATIONS = ("auto", "none", "fp8", "int8")
 WORDS = {"missing": "missing", "extra": "not known", "shape": "of the wrong shape", "dtype": "of the wrong dtype"}
@@ -35,7 +35,7 @@ NEVER = ("router_DE", "shared_gate_D1", "table_VA")
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How one network is loaded.
+    """A plan of loading one network.
 
     Attributes:
       directory: the checkpoint.
@@ -226,6 +226,6 @@ def _format(rule: Rule, part: tuple[int, ...], stored: Mapping[TensorName, Store
 def scale_steps(pack: str, leaf: Format, published: Format) -> tuple[int, int]:
     """Returns how many blocks of a parameter lie in a published one, along each axis of the matrix."""
     axes = PACKS[pack].axes
-    assert axes is not None, "only matrices are quantised"
+    assert axes is not None, "only matrices are quantized"
     last = [len(axes) - 1 - axes[::-1].index(axis) for axis in (0, 1)]
     return published.blocks[0] // leaf.blocks[last[0]], published.blocks[1] // leaf.blocks[last[1]]

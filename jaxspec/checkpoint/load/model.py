@@ -22,9 +22,10 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.perf.expert_placement import Placement
 from jaxspec.shapes import Params
-from jaxspec.sharding.rules import MAY_BE_WHOLE, named_shardings
+from jaxspec.sharding.axis_rules import REPLICABLE
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Model:
     """A loaded model.
 
     Attributes:
-      net: the network, hashable; its policy knows what stayed quantised.
+      net: the network, hashable; its policy knows what stayed quantized.
       params: its parameters.
       config: the published config.
       generation: the published generation defaults, empty if there are none.
@@ -47,7 +48,7 @@ class Model:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The published ``config.json``.
+    """Reads the published ``config.json``.
 
     Raises:
       ConfigError: the directory or file is missing, the file is not a JSON object, or it or one of the tokenizer's is
@@ -72,7 +73,7 @@ def no_directory(directory: Path) -> ConfigError:
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """The published ``generation_config.json``, empty if there is none.
+    """Reads the published ``generation_config.json``, empty if there is none.
 
     Raises:
       ConfigError: it is no JSON object.
@@ -84,7 +85,7 @@ def read_generation(directory: Path) -> dict[str, Any]:
 def plan_model(
     directory: str | Path, policy: Policy, quantization: str = "auto", placement: Placement | None = None
 ) -> LoadPlan:
-    """What loading a directory would do and what is wrong with it, from its headers alone.
+    """Plans how a directory is loaded and lists what is wrong with it, from its headers alone.
 
     Args:
       directory: checkpoint in Hugging Face layout.
@@ -93,7 +94,7 @@ def plan_model(
       placement: of the experts; None leaves them in their order.
 
     Raises:
-      ConfigError: the config is missing, corrupt, of an unknown family or quantised in a way that is not supported.
+      ConfigError: the config is missing, corrupt, of an unknown family or quantized in a way that is not supported.
       CheckpointError: the files are unreadable.
     """
     directory = Path(directory)
@@ -115,7 +116,7 @@ def load_model(
     *,
     quantization: str = "auto",
     mesh: Mesh | None = None,
-    allow_replication: bool | str = MAY_BE_WHOLE,
+    allow_replication: bool | tuple[str, ...] = REPLICABLE,
     placement: Placement | None = None,
     show: Progress | None = None,
 ) -> Model:
@@ -123,9 +124,9 @@ def load_model(
 
     Args:
       directory: checkpoint.
-      policy: layout and dtypes of the parameters; formats of what stays quantised are filled in.
-      quantization: ``auto`` keeps published quantised weights as they are, ``none`` widens them to the policy's dtype;
-        ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain checkpoint.
+      policy: layout and dtypes of the parameters; formats of what stays quantized are filled in.
+      quantization: ``auto`` keeps published quantized weights as they are, ``none`` widens them to the policy's dtype;
+        ``fp8`` and ``int8`` quantize the matrices of attention and feed-forward layers of a plain checkpoint.
       mesh: devices that the parameters are split over, None for the default device.
       allow_replication: what is whole on each device where the mesh does not divide it, see ``named_shardings``; heads
         and vocabulary by default, but neither experts nor hidden units.
@@ -133,7 +134,7 @@ def load_model(
       show: called with (bytes placed, bytes in all).
 
     Raises:
-      ConfigError: the config is missing, corrupt or of an unknown family, the quantisation is not possible, the mesh
+      ConfigError: the config is missing, corrupt or of an unknown family, the quantization is not possible, the mesh
         does not divide the model, or the placement is of another model or mesh.
       CheckpointError: the tensors are unreadable or do not match.
     """
@@ -148,12 +149,12 @@ def load_model(
 
 
 def policy_on_mesh(policy: Policy, mesh: Mesh | None) -> Policy:
-    """The policy on a mesh, where routed experts lie stacked: an expert in an array of its own cannot be split off."""
+    """Returns the policy on a mesh, where routed experts are stacked: separate arrays cannot be split over devices."""
     return policy if mesh is None else policy.update(mesh=mesh.abstract_mesh, experts="stacked")
 
 
-def shardings_on(mesh: Mesh | None, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
-    """What makes the shardings of parameters from their shapes, None for one device."""
+def shardings_on(mesh: Mesh | None, allow_replication: bool | tuple[str, ...] = REPLICABLE) -> Any:
+    """Returns the function from shapes of parameters to their shardings, None for one device."""
     return None if mesh is None else partial(named_shardings, mesh=mesh, allow_replication=allow_replication)
 
 

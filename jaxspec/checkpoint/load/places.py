@@ -1,4 +1,4 @@
-"""Where the published tensors of a table go: which leaf of the parameters, and which entry of its leading axes."""
+"""Resolves a table's published tensors to leaves of the parameters, and to entries of their leading axes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from jaxspec.checkpoint.names.table import Rule
 from jaxspec.models.arch import ArchSpec, LayerSpec, Segment, segments
 from jaxspec.models.depth import stack_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.moe import ROUTED, own_name
-from jaxspec.nn.policy import kind_of
-from jaxspec.nn.quantized import Quantized, abstract_quantized
+from jaxspec.nn.moe import ONE_EXPERT
+from jaxspec.nn.param import declared, kind_of
 from jaxspec.shapes import Params
+from pallas_kernels.quantized import Quantized, abstract_quantized
 
-STACKED = {own_name(name): name for name in ROUTED}
+STACKED = {one: name for name, one in ONE_EXPERT.items()}
 NO_SLOTS: Mapping[str, ExpertSlots] = {}
 
 
@@ -54,14 +54,14 @@ def abstract_params(net: Any) -> Params:
     distinct = tuple(dict.fromkeys(layers))
     small = net.clone(policy=policy.update(formats=(), experts="stacked"))
     small = small.clone(arch=replace(net.arch, layers=distinct)) if once else small
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path, leaf in flatten(jax.eval_shape(small.initial, jax.random.key(0))["params"]).items():
         for whole in _layers(path, layers, distinct) if once else (path,):
-            found |= dict(_experts(whole, leaf)) if policy.layout.experts == "switched" else {whole: leaf}
-    for path, leaf in found.items():
+            leaves |= dict(_experts(whole, leaf)) if policy.layout.experts == "switched" else {whole: leaf}
+    for path, leaf in leaves.items():
         form = policy.storage.format_of(kind_of(path.split("/")))
-        found[path] = leaf if form is None else abstract_quantized(leaf.shape, form)
-    return unflatten(found)
+        leaves[path] = leaf if form is None else abstract_quantized(leaf.shape, form)
+    return unflatten(leaves)
 
 
 def _layers(path: str, layers: tuple[LayerSpec, ...], distinct: tuple[LayerSpec, ...]) -> list[str]:
@@ -76,17 +76,17 @@ def _layers(path: str, layers: tuple[LayerSpec, ...], distinct: tuple[LayerSpec,
 def _experts(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
     """One parameter of all experts as one of each."""
     folder, _, name = path.rpartition("/")
-    if name not in ROUTED:
+    if name not in ONE_EXPERT:
         yield path, leaf
         return
-    axis = 1 if path.startswith("segment_") else 0
+    axis = declared((name,)).axes_of(len(leaf.shape)).index("expert")
     shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
     for e in range(leaf.shape[axis]):
-        yield f"{folder}/{own_name(name)}_{e}", jax.ShapeDtypeStruct(shape, leaf.dtype)
+        yield f"{folder}/{ONE_EXPERT[name]}_{e}", jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def flatten(params: Any) -> dict[str, Any]:
-    """Leaves by path, parts joined with a slash; a quantised weight is one leaf."""
+    """Leaves by path, parts joined with a slash; a quantized weight is one leaf."""
     leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Quantized))[0]
     return {"/".join(part.key for part in path): leaf for path, leaf in leaves}
 
@@ -109,7 +109,7 @@ def resolve_rules(
     arch: ArchSpec | None = None,
     slots_by_layer: Mapping[str, ExpertSlots] = NO_SLOTS,
 ) -> dict[str, TargetLeaf]:
-    """What fills each leaf; rules whose parameter is not there are left out.
+    """Returns what fills each leaf; rules whose parameter is not there are left out.
 
     Args:
       rules: of a table.
@@ -118,12 +118,12 @@ def resolve_rules(
       slots_by_layer: which slots an expert's weights fill, by the path of its layer; one of its own number elsewhere.
     """
     cut = _cut(leaves, arch)
-    found: dict[str, TargetLeaf] = {}
+    leaves_by_path: dict[str, TargetLeaf] = {}
     for rule in rules:
         for path, index in _place(rule.leaf, leaves, cut, slots_by_layer):
-            leaf = found.setdefault(path, TargetLeaf(leaves[path].shape, len(index), {}))
+            leaf = leaves_by_path.setdefault(path, TargetLeaf(leaves[path].shape, len(index), {}))
             leaf.rules[index] = rule
-    return found
+    return leaves_by_path
 
 
 def tables(
@@ -131,12 +131,12 @@ def tables(
 ) -> dict[str, np.ndarray]:
     """The parameters that say which slots an expert has; arguments as of ``resolve_rules``."""
     cut = _cut(leaves, arch)
-    found: dict[str, np.ndarray] = {}
+    leaves_by_path: dict[str, np.ndarray] = {}
     for folder, own in slots_by_layer.items():
         path, index = _stacked(f"{folder}/{TABLE}", cut)
-        whole = found.setdefault(path, np.empty(leaves[path].shape, np.int32))
+        whole = leaves_by_path.setdefault(path, np.empty(leaves[path].shape, np.int32))
         whole[index] = own.table(whole.shape[-1])
-    return found
+    return leaves_by_path
 
 
 def _cut(leaves: Mapping[str, Any], arch: ArchSpec | None) -> tuple[Segment, ...]:
@@ -144,7 +144,7 @@ def _cut(leaves: Mapping[str, Any], arch: ArchSpec | None) -> tuple[Segment, ...
 
 
 def _stacked(path: str, cut: tuple[Segment, ...]) -> tuple[str, tuple[int, ...]]:
-    """Where a layer's parameter lies if layers are stacked: the stack's parameter, and the place in it."""
+    """Returns where a layer's parameter lies if layers are stacked: the stack's parameter, and the place in it."""
     layer, _, rest = path.partition("/")
     if not (layer.startswith("layers_") and cut):
         return path, ()

@@ -17,10 +17,11 @@ from jaxspec.checkpoint.names.table import Rule, Table
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import kind_of, make_policy
-from jaxspec.nn.quantized import Format, Quantized
+from jaxspec.nn.param import kind_of
+from jaxspec.nn.policy import make_policy
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
+from pallas_kernels.quantized import Format, Quantized
 
 Named = Iterator[tuple[str, np.ndarray]]
 
@@ -28,7 +29,7 @@ Named = Iterator[tuple[str, np.ndarray]]
 def export_tensors(
     params: Params, arch: ArchSpec, dtype: np.dtype, block: tuple[int, int] = FP8_BLOCK
 ) -> dict[str, np.ndarray]:
-    """Every parameter under its published name and shape.
+    """Returns every parameter under its published name and shape.
 
     Args:
       params: of a model.
@@ -37,7 +38,7 @@ def export_tensors(
       block: numbers per scale of fp8 weights; finer blocks of parameters come from such ones.
 
     Raises:
-      ConfigError: weights are quantised in a way that no published layout has.
+      ConfigError: weights are quantized in a way that no published layout has.
     """
     table, leaves = known_tables()[arch.family], flatten(params["params"])
     fixed = _fixed_dtypes(arch, dtype)
@@ -106,11 +107,11 @@ def save_model(directory: Path, params: Params, arch: ArchSpec, config: Mapping[
       directory: made if it is not there.
       params: of a model.
       arch: of the model.
-      config: published config; whether it speaks of quantisation, and of a tied head, is put right.
+      config: published config; whether it speaks of quantization, and of a tied head, is put right.
       dtype: of plain weights.
 
     Raises:
-      ConfigError: weights are quantised in a way that no published layout has.
+      ConfigError: weights are quantized in a way that no published layout has.
     """
     block, config = check_method(config), dict(config)
     if config.get("tie_word_embeddings") and not arch.tied:

@@ -1,4 +1,4 @@
-"""How a published matrix is stored: plainly, or as small numbers with a scale per block; and how it is read."""
+"""Storage of a published matrix: plain, or as small numbers with a scale per block; and its reading."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from jaxspec.checkpoint.files.finite import all_finite, fault
 from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
 from jaxspec.checkpoint.load.block_scales import E4M3, block_scales, dequantize, quantize
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.nn.quantized import Format
+from pallas_kernels.quantized import Format
 
 Shape = tuple[int, ...]
 FP8_BLOCK = (128, 128)
@@ -103,10 +103,10 @@ def storage_of(files: TensorFiles, name: TensorName, block: tuple[int, int]) -> 
       name: of the tensor.
       block: numbers per scale of fp8 weights.
     """
-    whole, entry = name
-    if whole in files:
-        shape, stem = files.shape(name), whole.removesuffix(".weight")
-        factor = next((s for s in (f"{whole}_scale_inv", f"{stem}.scale") if stem != whole and s in files), None)
+    tensor, entry = name
+    if tensor in files:
+        shape, stem = files.shape(name), tensor.removesuffix(".weight")
+        factor = next((s for s in (f"{tensor}_scale_inv", f"{stem}.scale") if stem != tensor and s in files), None)
         if factor is None or len(shape) != 2:
             return Stored(name, shape, name)
         scale = TensorName(factor, entry)
@@ -115,7 +115,7 @@ def storage_of(files: TensorFiles, name: TensorName, block: tuple[int, int]) -> 
             packed = matrix_form(Format("fp4", (), exponents), block)
             return Stored(name, (shape[0], 2 * shape[1]), name, scale, packed)
         return Stored(name, shape, name, scale, Format("fp8", block, exponents))
-    blocks, scales = TensorName(f"{whole}_blocks", entry), TensorName(f"{whole}_scales", entry)
+    blocks, scales = TensorName(f"{tensor}_blocks", entry), TensorName(f"{tensor}_scales", entry)
     if blocks.whole not in files:
         return None
     out, groups, _ = (*files.shape(blocks), 0, 0)[:3]

@@ -10,8 +10,8 @@ from jaxspec.checkpoint.names.table import Table
 
 @cache
 def known_tables() -> dict[str, Table]:
-    """Every name table by ``model_type``."""
-    found: dict[str, Table] = {}
+    """Returns every name table by ``model_type``."""
+    known: dict[str, Table] = {}
     for module in pkgutil.iter_modules(tables.__path__):
-        found |= getattr(importlib.import_module(f"{tables.__name__}.{module.name}"), "TABLES", {})
-    return found
+        known |= getattr(importlib.import_module(f"{tables.__name__}.{module.name}"), "TABLES", {})
+    return known

@@ -47,14 +47,14 @@ class Table:
       layer: of a layer.
       expert: one routed expert.
       experts_stacked: whether published tensors hold all experts of a layer along their first axis.
-      mtp: of a layer of multi-token prediction, besides ``layer`` and ``expert``.
-      mtp_prefix: published prefix of such a layer, ``{y}`` for its number behind the last main one, ``{n}`` for its
+      mtp: of a layer of multi-token prediction, in addition to ``layer`` and ``expert``.
+      mtp_prefix: published prefix of such a layer, ``{y}`` for its number after the last main one, ``{n}`` for its
         own; None for the prefix of all layers.
-      mtp_copies: what such a layer brings besides, copies of the model's embedding and head that nothing reads.
+      mtp_copies: copies of the model's embedding and head in such a layer, which nothing reads.
       prefix: published prefix of a layer.
       ignored: endings of published names that carry no parameter.
       others: beginnings of the published names of other models in the same files, such as an image encoder.
-      scales: how the scales of quantised weights are published: ``X.weight_scale_inv`` or ``X.scale`` with
+      scales: how the scales of quantized weights are published: ``X.weight_scale_inv`` or ``X.scale`` with
         ``X.weight``, or ``X_scales`` with ``X_blocks``.
     """
 
@@ -71,7 +71,7 @@ class Table:
     scales: Literal["weight_scale_inv", "scale", "blocks"] = "weight_scale_inv"
 
     def rules(self, arch: ArchSpec) -> Iterator[Rule]:
-        """Every rule of the model itself with layer and expert numbers filled in."""
+        """Yields every rule of the model itself with layer and expert numbers filled in."""
         embedding = self.hub_names("embed_VD")
         for rule in self.top:
             yield replace(rule, hub=embedding) if rule.leaf == "head_DV" and arch.tied else rule
@@ -79,21 +79,21 @@ class Table:
             yield from self._layer(f"layers_{y}/", self.prefix.replace("{y}", str(y)), layer.ffn)
 
     def hub_names(self, leaf: str) -> tuple[str, ...]:
-        """Published names of a parameter outside the layers."""
+        """Returns the published names of a parameter outside the layers."""
         return next(rule.hub for rule in self.top if rule.leaf == leaf)
 
     def ignored_suffixes(self, arch: ArchSpec) -> tuple[str, ...]:
-        """Endings of the published names that nothing reads: a tied head is the embedding once more."""
+        """Returns endings of published names that nothing reads: a tied head is the embedding once more."""
         return (*self.ignored, *(self.hub_names("head_DV") if arch.tied else ()))
 
     def other_prefixes(self, arch: ArchSpec) -> tuple[str, ...]:
-        """Beginnings of the published names of what the model itself does without, such as multi-token prediction."""
+        """Returns beginnings of published names that the model itself does not read, such as multi-token prediction."""
         if self.mtp_prefix is not None:
             return (*self.others, self.mtp_prefix.partition("{")[0])
         return self.others + tuple(_fill(self.prefix, y=len(arch.layers) + n) for n in range(len(arch.mtp)))
 
     def mtp_rules(self, arch: ArchSpec) -> Iterator[Rule]:
-        """Every rule of multi-token prediction, under ``mtp_0/``; those of its decoder layer under ``mtp_0/block/``."""
+        """Yields every rule of multi-token prediction, under ``mtp_0/``; its decoder layer's under ``mtp_0/block/``."""
         for n, layer in enumerate(arch.mtp):
             numbers = {"y": len(arch.layers) + n, "n": n}
             prefix = _fill(self.mtp_prefix or self.prefix, **numbers)
@@ -130,7 +130,7 @@ NORMS = (
 
 
 def attention_rules(hub: str = "self_attn.", out: str = "o_proj") -> tuple[Rule, ...]:
-    """Llama-style attention with every optional part."""
+    """Returns the rules of Llama-style attention with every optional part."""
     a = "attention/"
     return (
         Rule(f"{a}qkv_DGQC", tuple(f"{hub}{n}_proj.weight" for n in "qkv"), "qkv"),
@@ -148,7 +148,7 @@ def attention_rules(hub: str = "self_attn.", out: str = "o_proj") -> tuple[Rule,
 def gated_rules(
     leaf: str, hub: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Rule, ...]:
-    """The rules of one gated feed-forward layer under a parameter path and a published prefix."""
+    """Returns the rules of one gated feed-forward layer under a parameter path and a published prefix."""
     end = "_{e}" if "{e}" in hub else ""
     return (
         Rule(f"{leaf}gate_up_D2F{end}", (f"{hub}{gate}.weight", f"{hub}{up}.weight"), "gate_up"),
@@ -157,6 +157,6 @@ def gated_rules(
 
 
 def router_rules(hub: str, choice_bias: str | None = None) -> tuple[Rule, ...]:
-    """A router and the bias of its choices."""
+    """Returns the rules of a router and the bias of its choices."""
     bias = (Rule("ffn/choice_bias_E", (choice_bias,)),) if choice_bias else ()
     return (Rule("ffn/router_DE", (hub,), "transpose"), *bias)

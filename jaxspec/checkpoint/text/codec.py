@@ -127,7 +127,7 @@ class Text:
         return _write(template, talk, variables | {"add_generation_prompt": prompted}, continued)
 
     def _template(self, wanted: str | None, with_tools: bool) -> str | None:
-        """The Jinja source to use, None for a format without one."""
+        """Returns the Jinja source to use, None for a format without one."""
         published: Any = getattr(self.tokenizer, "chat_template", None)
         named = published if isinstance(published, Mapping) else {}
         if wanted is not None:
@@ -181,7 +181,7 @@ def _ending(add_generation_prompt: Any, continue_final_message: Any) -> tuple[bo
 
 
 def _write(template: ChatTemplate, talk: list[Message], variables: dict[str, Any], continued: bool) -> str:
-    """The text of a conversation, cut at the end of its last message if that is to be continued."""
+    """Writes a conversation, cut at the end of its last message if that is to be continued."""
     final = joined(talk[-1]["content"][-1:] if isinstance(talk[-1]["content"], list) else talk[-1]["content"])
     if continued:
         talk = with_ending(talk, TAG)
@@ -192,10 +192,10 @@ def _write(template: ChatTemplate, talk: list[Message], variables: dict[str, Any
         text = template.render(variables | {"messages": arranged(talk, parts=False, tells_strings=True)})
     if not continued:
         return text
-    place = text.rfind(TAG.strip())
-    if place < 0 or final.strip() not in text:
+    end = text.rfind(TAG.strip())
+    if end < 0 or final.strip() not in text:
         raise RequestError("continue_final_message: the chat template does not write the last message as it is")
-    return text[:place] if text.startswith(TAG, place) else text[:place].rstrip()
+    return text[:end] if text.startswith(TAG, end) else text[:end].rstrip()
 
 
 def _model_type(directory: Path) -> str:

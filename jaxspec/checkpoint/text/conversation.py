@@ -66,7 +66,7 @@ def arranged(messages: Sequence[Message], parts: bool, tells_strings: bool) -> l
 
 
 def with_ending(messages: Sequence[Message], ending: str) -> list[Message]:
-    """Returns messages of which the last text ends so.
+    """Appends an ending to the last message's text.
 
     Raises:
       RequestError: the last message has no text.
@@ -106,7 +106,7 @@ def _message(message: Any) -> Message:
         there["tool_calls"] = _calls(calls)
     if "content" not in there and not calls:
         raise RequestError(
-            f'messages: each needs "role" and "content", which may be null beside tool_calls only, got {message!r:.200}'
+            f'messages: each needs "role" and "content", which may be null with tool_calls only, got {message!r:.200}'
         )
     reasoning = next((there[name] for name in REASONING if name in there), None)
     if reasoning is not None:
@@ -141,7 +141,7 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A called function with its arguments as an object, which most templates expect, not as JSON text."""
+    """Returns a called function with its arguments as an object, as most templates expect, not as JSON text."""
     arguments = function.get("arguments")
     try:
         value = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}

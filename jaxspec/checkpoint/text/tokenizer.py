@@ -80,7 +80,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def _load(directory: Path, settings: Mapping[str, Any]) -> Any | None:
-    """The tokenizer as transformers reads it, None where only code that comes with the model could."""
+    """Loads the tokenizer as transformers reads it, None if only code that comes with the model could."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if _class_is_known(settings):
@@ -100,7 +100,7 @@ def _class_is_known(settings: Mapping[str, Any]) -> bool:
 
 
 def _from_ranks(directory: Path, layout: tiktoken.Layout, settings: Mapping[str, Any]) -> Any:
-    """The tokenizer of ranks, by way of the tokenizer.json that says the same."""
+    """Loads the tokenizer of ranks from a tokenizer.json that says the same."""
     from transformers import PreTrainedTokenizerFast
 
     with tempfile.TemporaryDirectory() as name:
@@ -110,9 +110,9 @@ def _from_ranks(directory: Path, layout: tiktoken.Layout, settings: Mapping[str,
         (folder / CONFIG).write_text(json.dumps(rest), encoding="utf-8")
         for file in (*(directory / name for name in TEMPLATE_FILES), *(directory / TEMPLATE_FOLDER).glob("*.jinja")):
             if file.is_file():
-                place = folder / file.relative_to(directory)
-                place.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, place)
+                copy = folder / file.relative_to(directory)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     tokenizer.name_or_path = str(directory)
     return tokenizer

@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.bench.synthetic import Synthetic
 from jaxspec.decode.state import init_sampling
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.protocol import Proposal, Tree
 from jaxspec.pytree import replace
@@ -51,12 +51,12 @@ def test_too_few_drafts_are_refused():
 def test_only_an_object_switches_it_on():
     decreed = Synthetic(length=2.5)
     assert decreed.survival(3) == (1.0, 0.5, 0.0)
-    assert catalog.parse({**NGRAM, "rejection_sample_method": decreed.rule}).rule == decreed.rule
+    assert methods.parse({**NGRAM, "rejection_sample_method": decreed.rule}).rule == decreed.rule
     with pytest.raises(ConfigError, match="not the model's; only jaxspec bench"):
-        catalog.parse({**NGRAM, "rejection_sample_method": "synthetic"})
+        methods.parse({**NGRAM, "rejection_sample_method": "synthetic"})
     tree = {"method": "ngram", "speculative_token_tree": [2, 1], "rejection_sample_method": Synthetic(length=2.0).rule}
     with pytest.raises(ConfigError, match="for chains"):
-        catalog.parse(tree)
+        methods.parse(tree)
 
 
 def test_rule_keeps_the_rates():

@@ -12,7 +12,9 @@ from jaxspec.cache.addressing import UNROLLED_ROWS, LayerCache, StreamSpec, entr
 from jaxspec.cache.tree_reads import compact, read_block
 from jaxspec.cache.window import Window
 from jaxspec.nn.attend import attend
-from jaxspec.nn.attention import AttentionSpec, source_of
+from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.cached_attention import source_of
+from jaxspec.nn.inputs import Inputs
 from jaxspec.topology import Topology, chain, tree
 
 CAPACITY, HEADS, KV_HEADS, WIDTH, BLOCK = 32, 4, 2, 4, 4
@@ -142,7 +144,8 @@ def dense_attention(q_BTHC, k_BGSC, v_BGSC, start_B, topology: Topology, nodes: 
 
 def attention(q_BTHC, cache: LayerCache, window: Window, position_BT, spec: AttentionSpec) -> jax.Array:
     whole = replace(spec, window=None)  # the caches of these tests hold every position
-    source = source_of(cache, whole.streams, window, position_BT, spec.window)
+    inputs = Inputs(position_BT, position_BT, window, cache)
+    source = source_of((cache["k"], cache["v"]), whole.streams["k"], inputs, WIDTH, spec.window)
     return attend(
         q_BTHC, [source], kv_heads=KV_HEADS, value_width=WIDTH, scale=WIDTH**-0.5, dtype=FLOAT32,
         tree=window.path_BTJ is not None,

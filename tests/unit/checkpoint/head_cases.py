@@ -14,8 +14,9 @@ from safetensors.numpy import save_file
 from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.trained_head import Head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.protocol import CaptureSpec
 
@@ -81,7 +82,8 @@ def logits(of: Head) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=0)
 def _forward(net: DraftHead, params: Any, embedded: jax.Array, feature: jax.Array, position: jax.Array) -> jax.Array:
-    last, _, _ = run_head(net, params, embedded, part_of(net, params, "join", feature), position, position)
+    joined = part_of(net, params, "join", feature)
+    last, _, _ = run_head(net, params, embedded, joined, Inputs(position, position))
     return part_of(net, params, "logits", last)
 
 

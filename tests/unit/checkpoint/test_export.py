@@ -1,4 +1,4 @@
-"""What was loaded is written back bit for bit, quantised weights included."""
+"""What was loaded is written back bit for bit, quantized weights included."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_round_trip(config: Path, layout, tmp_path: Path):
     assert equal(again.params, model.params)
 
 
-def test_weights_quantised_here_are_published_like_others(tmp_path: Path):
+def test_weights_quantized_here_are_published_like_others(tmp_path: Path):
     source = checkpoint(golden("qwen3_moe"), tmp_path)
     model = load_model(source, make_policy(BF16), quantization="fp8")
     out = tmp_path / "out"

@@ -165,7 +165,7 @@ REFUSED = [
     (NATIVE["both-features"], "speculators", "last hidden state besides"),
     (NATIVE["embedding-tap"], "eagle3", "boundary 0"),
     (NATIVE["window"], "eagle3", "see a window"),
-    (SPECULATORS["qwen3"], "eagle3", "queries and keys are normalised"),
+    (SPECULATORS["qwen3"], "eagle3", "queries and keys are normalized"),
     (SPECULATORS["biases"], "eagle3", "biases, which SGLang leaves out"),
     (EAGLE3["latent"], "speculators", "latent"),
     (EAGLE3["last"], "speculators", "no taps"),

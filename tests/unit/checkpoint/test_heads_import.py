@@ -16,8 +16,8 @@ from jaxspec.checkpoint.heads.directory import load_head, stored_policy
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import MedusaSpec
+from jaxspec.models.trained_head import Head
 from jaxspec.nn.latent_attention import LatentSpec
 from jaxspec.protocol import CaptureSpec
 from tests.unit.checkpoint.head_cases import (

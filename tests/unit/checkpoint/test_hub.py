@@ -17,7 +17,7 @@ from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.checkpoint.hub_progress import told
 from jaxspec.checkpoint.load.model import load_model, read_config
 from jaxspec.cli.main import main
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.shipped import model_config
 from jaxspec.nn.policy import Policy
@@ -248,7 +248,7 @@ def test_an_engine_takes_ids(hub: Hub):
 
 def test_a_draft_model_is_downloaded_too(hub: Hub, tmp_path: Path):
     target = load_model(resolve_model(NAME), Policy())
-    config = catalog.parse({"model": NAME, "revision": "v1", "num_speculative_tokens": 2})
+    config = methods.parse({"model": NAME, "revision": "v1", "num_speculative_tokens": 2})
     draft = load_draft(config, target, "auto", tmp_path / "drafts")
     assert isinstance(draft, tuple)
     assert draft[0] == target.net
@@ -257,6 +257,6 @@ def test_a_draft_model_is_downloaded_too(hub: Hub, tmp_path: Path):
 
 def test_a_draft_may_have_a_revision():
     config = {"model": NAME, "revision": "v1", "num_speculative_tokens": 2}
-    assert catalog.parse(config).revision == "v1"
+    assert methods.parse(config).revision == "v1"
     with pytest.raises(ConfigError, match='method "ngram" takes no "revision"'):
-        catalog.parse({"method": "ngram", "revision": "v1", "num_speculative_tokens": 2})
+        methods.parse({"method": "ngram", "revision": "v1", "num_speculative_tokens": 2})

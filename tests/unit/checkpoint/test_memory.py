@@ -46,7 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, rng, places = tmp_path_factory.mktemp("shards"), np.random.default_rng(0), {}
 
     def tensor(*shape: int) -> np.ndarray:
-        bits = rng.integers(0, 1 << 14, shape, np.uint16)  # positive and below 2, so that they may be quantised
+        bits = rng.integers(0, 1 << 14, shape, np.uint16)  # positive and below 2, so that they may be quantized
         return bits.view(ml_dtypes.bfloat16)
 
     def shard(tensors: dict[str, np.ndarray]) -> None:

@@ -17,8 +17,9 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import kind_of, make_policy
-from jaxspec.nn.quantized import Format, Quantized
+from jaxspec.nn.param import kind_of
+from jaxspec.nn.policy import make_policy
+from pallas_kernels.quantized import Format, Quantized
 
 GOLDENS = sorted(file.parent for file in (Path(__file__).parents[2] / "golden").glob("*/config.json"))
 BF16 = jnp.dtype("bfloat16")
@@ -93,8 +94,8 @@ def test_abstract_parameters_are_those_of_the_network(name: str, layout):
         net = cls(arch, policy)
         found = flatten(abstract_params(net))
         assert found == flatten(jax.eval_shape(net.initial, jax.random.key(0))["params"])
-        quantised = {kind_of(path.split("/")) for path, leaf in found.items() if isinstance(leaf, Quantized)}
-        assert quantised == {kind_of(path.split("/")) for path in found} & set(kinds)
+        quantized = {kind_of(path.split("/")) for path, leaf in found.items() if isinstance(leaf, Quantized)}
+        assert quantized == {kind_of(path.split("/")) for path in found} & set(kinds)
 
 
 def test_kinds_forget_layers_and_experts():

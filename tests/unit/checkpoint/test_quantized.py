@@ -1,4 +1,4 @@
-"""Quantised checkpoints: found by their scales, kept or widened exactly, refused where they are not understood."""
+"""Quantized checkpoints: found by their scales, kept or widened exactly, refused where they are not understood."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy, make_policy
-from jaxspec.nn.quantized import Format, Quantized
+from pallas_kernels.quantized import Format, Quantized
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 QUANTISED = ("deepseek_v3_fp8", "deepseek_v4_fp4", "gpt_oss_mxfp4")
@@ -178,7 +178,7 @@ def test_every_way_to_a_published_number(ragged: dict[str, Path]):
         np.testing.assert_array_equal(got, wanted, err_msg=name)
 
 
-def test_what_stays_quantised():
+def test_what_stays_quantized():
     formats = dict(load_model(GOLDEN / "deepseek_v3_fp8", policy()).net.policy.storage.formats)
     assert set(formats) == {
         "attention/q_a_DR", "attention/q_b_RHC", "attention/kv_a_DX", "attention/kv_b_HXR", "attention/out_HCD",
@@ -314,7 +314,7 @@ def test_everything_wrong_is_listed_at_once(tmp_path: Path):
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors", None])
 @pytest.mark.parametrize("inside", [False, True])
-def test_other_ways_of_quantisation_are_named(method: str | None, inside: bool, tmp_path: Path):
+def test_other_ways_of_quantization_are_named(method: str | None, inside: bool, tmp_path: Path):
     settings: dict = {"quantization_config": {"quant_method": method, "bits": 4}}
     directory = edited("qwen3", tmp_path, **({"text_config": settings} if inside else settings))
     with pytest.raises(ConfigError, match=f"{method!r}.*supported are fp8"):
@@ -330,7 +330,7 @@ def test_other_ways_of_quantisation_are_named(method: str | None, inside: bool, 
         ("weight_scale", "per tensor or channel"),
     ],
 )
-def test_other_ways_of_quantisation_are_seen_by_their_tensors(ending: str, words: str, tmp_path: Path):
+def test_other_ways_of_quantization_are_seen_by_their_tensors(ending: str, words: str, tmp_path: Path):
     extra = {f"model.layers.0.mlp.down_proj.{ending}": np.ones((2, 2), np.int32)}
     with pytest.raises(CheckpointError, match=f"{words}.*supported are fp8"):
         load_model(edited("qwen3", tmp_path, lambda tensors: tensors.update(extra)), policy())

@@ -55,7 +55,7 @@ def test_held_out_cells_are_measured_and_not_fitted(measured: Calibration):
 
 def test_real_routes_are_counted(measured: Calibration, directory: Path):
     config = json.loads((directory / "config.json").read_text())
-    overlap = measured.measured_overlap
+    overlap = measured.overlap
     assert overlap is not None
     assert (overlap.rows, overlap.positions, len(overlap.share)) == ((2,), (1, 2), 1)
     assert np.all(np.asarray(overlap.share) <= 1.0 + 1e-9), "routers of real text repeat experts"

@@ -14,8 +14,8 @@ from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.cli.main import main
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.trained_head import Head
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import CaptureSpec
 

@@ -11,7 +11,8 @@ from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
 from jaxspec.cli.plan_question import PlanArgs, question_of
 from jaxspec.inspect import plan_plot
-from jaxspec.perf.calibration import VERSION, Calibration, FitRecord, MeasuredCell, OverlapRecord, save_calibration
+from jaxspec.perf.calibration import VERSION, Calibration, FitRecord, MeasuredCell, save_calibration
+from jaxspec.perf.overlap import MeasuredOverlap
 from jaxspec.perf.planner import plan as make_plan
 from scripts.house_report import ROOT
 
@@ -189,7 +190,7 @@ def calibrated(tmp_path: Path) -> Path:
         Calibration(
             version=VERSION, model={"name": "olmoe", **digests(config)}, machine={"cpu": "mine", "device": "cpu"},
             versions={}, date="2026-11-21", settings={"drafter": "ngram"}, noise_floor=0.01, points=points,
-            overlap=OverlapRecord((1,), (1, 4), (((1.0, 0.5),),)), fit=fit, token_count_fit=fit,
+            overlap=MeasuredOverlap((1,), (1, 4), (((1.0, 0.5),),)), fit=fit, token_count_fit=fit,
         ),
         file,
     )  # fmt: skip

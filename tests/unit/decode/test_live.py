@@ -33,10 +33,10 @@ def stepped(drafter: Drafter, **changes: Any) -> tuple[jax.Array, Window, StepOu
     state = replace(state, **{name: jnp.asarray(value) for name, value in changes.items()})
     seen, forward = [], compaction.forward
 
-    def watched(net, params, token, position, layers, window, *rest):
-        if not isinstance(window.live_BT, jax.core.Tracer):  # asked for shapes alone
-            seen.append((token, window))
-        return forward(net, params, token, position, layers, window, *rest)
+    def watched(net, params, inputs):
+        if not isinstance(inputs.window.live_BT, jax.core.Tracer):  # asked for shapes alone
+            seen.append((inputs.token_BT, inputs.window))
+        return forward(net, params, inputs)
 
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():  # only what is computed has values
         patch.setattr(compaction, "forward", watched)

@@ -11,9 +11,9 @@ import pytest
 
 from jaxspec.decode.state import init_sampling
 from jaxspec.decode.telemetry import outcomes
-from jaxspec.draft.catalog import parse
 from jaxspec.draft.draft_pruning import PruningConfig
 from jaxspec.draft.draft_selection import DraftSelection, empty_selection, select_next
+from jaxspec.draft.methods import parse
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError

@@ -20,11 +20,12 @@ from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head, teacher_forced
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, Commit, Drafter, Features, NoDrafts
 from jaxspec.pytree import replace
@@ -184,7 +185,7 @@ class Several:
 def _slots(layer: int, layers: int, token_BT: Array, feature: Array) -> Array:
     net, params, mtp, weights = random_pair(layers)
     position_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
-    return run_mtp(mtp, weights, layer, embed(net, params, token_BT), feature, token_BT, position_BT)[1]
+    return run_mtp(mtp, weights, layer, embed(net, params, token_BT), feature, Inputs(token_BT, position_BT))[1]
 
 
 @pytest.mark.parametrize("topology", [chain(5), tree((2, 1, 1, 2))], ids=["chain", "tree"])

@@ -7,8 +7,9 @@ import pytest
 from jaxspec.bench.synthetic import Synthetic
 from jaxspec.control.decision import ByBatchSize, Fixed
 from jaxspec.control.policy import Adaptive
-from jaxspec.draft.catalog import parse
-from jaxspec.draft.speculation_schedule import SpeculationSchedule, parse_schedule
+from jaxspec.draft.methods import parse
+from jaxspec.draft.speculation_schedule import SpeculationSchedule, schedule_of
+from jaxspec.draft.speculative_keys import read_keys
 from jaxspec.errors import ConfigError
 from jaxspec.serve.controls import control_of
 from jaxspec.topology import PLAIN, DynamicTree, chain, tree
@@ -75,7 +76,7 @@ def auto(longest: int, *trees) -> dict[str, Any]:
     ],
 )
 def test_lengths(config: dict[str, Any], lengths: SpeculationSchedule, control):
-    assert parse_schedule(config) == lengths
+    assert schedule_of(read_keys(config)) == lengths
     assert control_of(lengths) == control
     assert parse({"method": "mtp", **config}).schedule == lengths
 
@@ -105,9 +106,9 @@ def test_lengths(config: dict[str, Any], lengths: SpeculationSchedule, control):
         ({TABLE: [[1, 4, 2], [4, 8, 1]]}, "overlap"),
         ({TABLE: [[1, 4, 0]]}, "never drafts"),
         ({TABLE: 3}, "lists"),
-        (grow(3, 4, None), "given together, .*; got 3, 4, None"),
-        (grow(3, 4.0, 10), "given together, integers"),
-        (grow(0, 4, 10), "given together, integers"),
+        (grow(3, 4, None), "given together; got 3, 4, None"),
+        (grow(3, 4.0, 10), "speculative_eagle_topk must be an integer from 1, got 4.0"),
+        (grow(0, 4, 10), "speculative_num_steps must be an integer from 1 to 16, got 0"),
         (grow(17, 4, 40), "speculative_num_steps must be an integer from 1 to 16, got 17"),
         (grow(3, 4, 66), "66 nodes, but top 4 at 3 depths give 4 to 37"),
         (grow(3, 4, 3), "3 nodes, but"),
@@ -116,8 +117,8 @@ def test_lengths(config: dict[str, Any], lengths: SpeculationSchedule, control):
         (grow(3, 4, 10) | {"speculative_token_tree": [2, 2]}, "or speculative_token_tree, not both"),
         ({"num_speculative_tokens": 3, TREES: [[2]]}, f'{TREES} are for num_speculative_tokens "auto", .* got 3; give'),
         ({TREES: [[2]]}, "got None; give speculative_token_tree"),
-        (auto(2, 2), "each of .* lists branching factors, got 2"),
-        (auto(2, [2, 2.5]), r"lists branching factors, got \[2, 2\.5\]"),
+        (auto(2, 2), "speculative_token_tree must be a list of branching factors, got 2"),
+        (auto(2, [2, 2.5]), r"a list of branching factors, got \[2, 2\.5\]"),
         (auto(2, [2, 0]), "must be at least 1"),
         (auto(2, [99]), "more than 65 nodes"),
         (auto(2), r"lists trees, each as .* \[\[2, 2, 1\]\], .*; got \[\]"),

@@ -13,6 +13,7 @@ import pytest
 from jaxspec.cache.addressing import LayerCache, init_layer
 from jaxspec.cache.window import Window
 from jaxspec.nn.attention import Attention, AttentionSpec
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
 from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.nn.rope import RopeSpec
@@ -174,12 +175,12 @@ def test_a_layer_computes_with_the_kernel_what_it_computes_with_xla(name: str, s
     x_BTD = noise(9, 2, count, 64)
     kind: type[nn.Module] = LatentAttention if isinstance(spec, LatentSpec) else Attention
     plain = kind(spec, 64, 1e-5, make_policy(FLOAT32))  # pyright: ignore[reportCallIssue]
-    params = jax.eval_shape(partial(plain.init, jax.random.key(0)), x_BTD, position_BT, None, None, None)
+    params = jax.eval_shape(partial(plain.init, jax.random.key(0)), x_BTD, Inputs(position_BT, position_BT))
     params = jax.tree.map(lambda p: noise(10, *p.shape) / np.float32(4), params)
 
     def run(policy: Policy) -> tuple[jax.Array, LayerCache]:
         module = kind(spec, 64, 1e-5, policy)  # pyright: ignore[reportCallIssue]
-        out, written, _ = jax.jit(module.apply)(params, x_BTD, position_BT, pages, window, None)
+        out, written, _ = jax.jit(module.apply)(params, x_BTD, Inputs(position_BT, position_BT, window, pages))
         return out, written
 
     wanted, old = run(make_policy(FLOAT32))

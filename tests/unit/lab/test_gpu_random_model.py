@@ -7,9 +7,9 @@ import pytest
 
 from jaxspec.aot.programs import abstract_target
 from jaxspec.nn.policy import make_policy
-from jaxspec.nn.quantized import Quantized, widen
 from lab.gpu import random_model
 from lab.gpu.random_model import DEVIATION, published_config, random_array, random_target
+from pallas_kernels.quantized import Quantized, widen
 
 
 def test_published_formats_layout_and_scale():

@@ -111,6 +111,6 @@ def test_target_text_follows_the_target(whole: Path):
     position = np.broadcast_to(np.arange(32, dtype=np.int32), (4, 32))
     logits = np.asarray(model.net.apply(model.params, text[:, :-1], position, method="logits_of")[0])
     chosen = np.take_along_axis(logits, text[:, 1:, None], -1)[..., 0]
-    behind = logits.max(-1) - chosen
-    assert behind[0::2, 7:].max() < 0.05, "even rows are greedy, up to the rounding of bfloat16"
-    assert behind[1::2, 7:].max() > 0.05, "odd rows are sampled"
+    gap = logits.max(-1) - chosen
+    assert gap[0::2, 7:].max() < 0.05, "even rows are greedy, up to the rounding of bfloat16"
+    assert gap[1::2, 7:].max() > 0.05, "odd rows are sampled"

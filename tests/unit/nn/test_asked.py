@@ -3,6 +3,7 @@
 import json
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import Block, init_block
 from jaxspec.models.catalog import arch_of
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
@@ -48,17 +50,16 @@ def run(
 ) -> tuple[Array, LayerCache]:
     position_BT = start_B[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     window = Window(start_B, output_index_B=output_index_B, block=BLOCK)
-    x, memory, _, _ = Block(layer, arch, POLICY).apply(
-        {"params": params}, x, position_BT % arch.vocab_size, position_BT, memory, window
-    )
-    return x, memory
+    inputs = Inputs(position_BT % arch.vocab_size, position_BT, window, memory)
+    out: Any = Block(layer, arch, POLICY).apply({"params": params}, x, inputs)
+    return out.x, out.memory
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_that_of_all_positions_and_so_are_the_caches(family: str):
     arch, layers = layers_of(family)
     for number, layer in enumerate(layers):
-        if getattr(layer.attention, "borrows", False):
+        if getattr(layer.attention, "reuses_selection", False):
             continue  # it needs an earlier layer's selection
         params = jax.tree.map(lambda x: 3 * x, init_block(jax.random.key(number), layer, arch, POLICY))
         memory = init_layer(

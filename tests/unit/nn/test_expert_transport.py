@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.nn import expert_transport
 from jaxspec.nn.expert_shards import on_each_device, rows_on_each
-from jaxspec.nn.experts import by_xla
+from jaxspec.nn.experts import run_experts
 from jaxspec.nn.ffn import SILU
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.router import Routing
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.placement import settle
-from jaxspec.sharding.rules import named_shardings
 
 FLOAT32 = jnp.dtype("float32")
 EXPERTS, TOP_K, DIM, HIDDEN = 8, 3, 16, 8
@@ -92,7 +92,7 @@ def test_every_row_gets_what_its_experts_say(sizes: dict[str, int], transport: A
     policy = make_policy(FLOAT32, mesh=mesh.abstract_mesh, transport=transport)
     experts, x_MD, live_M = weights(FLOAT32), numbers((rows, DIM), 9), np.arange(rows) != 2
     placed = jax.device_put(experts, named_shardings(experts, mesh))
-    run = jax.jit(lambda x, routed, experts, live: by_xla(x, routed, experts, SILU, policy, None, live))
+    run = jax.jit(lambda x, routed, experts, live: run_experts(x, routed, experts, SILU, policy, None, live))
     plain = {name: np.asarray(w, np.float64) for name, w in experts.items()}
     for kind in KINDS:
         routed = routing(kind, rows)

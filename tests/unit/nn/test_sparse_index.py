@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.cache.addressing import init_layer, write
 from jaxspec.cache.window import Window
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.nn.selection import best, scores
@@ -91,7 +92,9 @@ def test_selections_equal_a_plain_transcription(interleaved: bool, cached: bool)
     if cached:
         cache = init_layer({STREAM: module.spec.stream}, 2, ROOM, 30, BLOCK, FLOAT32)
         window = Window(jnp.zeros(2, jnp.int32), block=BLOCK)
-    kept_BTS, _ = jax.jit(module.apply)({"params": params}, x_BTD, low_BTR, position_BT, cache, window)
+    kept_BTS, _ = jax.jit(module.apply)(
+        {"params": params}, x_BTD, low_BTR, Inputs(position_BT, position_BT, window, cache)
+    )
     for row in range(2):
         score_TS = transcribed(params, x_BTD[row], low_BTR[row], interleaved)
         cut = np.sort(score_TS, axis=-1)[TOP_K:, -TOP_K - 1 : -TOP_K + 1]

@@ -12,7 +12,6 @@ from jaxspec.perf.calibration import (
     VERSION,
     Calibration,
     MeasuredCell,
-    OverlapRecord,
     Predictor,
     fit_points,
     load_calibration,
@@ -49,7 +48,7 @@ def calibration() -> Calibration:
     return Calibration(
         version=VERSION, model={"name": "routed", "config_digest": "0"}, machine={"cpu": "none", "cores": 1},
         versions={"jax": "0"}, date="2026-11-21 12:00", settings={"drafter": "ngram", "rounds": 9}, noise_floor=0.01,
-        points=tuple(points), overlap=OverlapRecord(OVERLAP.rows, OVERLAP.positions, OVERLAP.share),
+        points=tuple(points), overlap=OVERLAP,
         fit=record_of(full), token_count_fit=record_of(blind),
     )  # fmt: skip
 
@@ -100,7 +99,7 @@ def test_the_formula_interpolates(calibration: Calibration):
     assert predict.draft_s(6, 0, 100) == 0
 
 
-def test_a_cell_off_the_formula_draws_its_neighbourhood_only(calibration: Calibration):
+def test_a_cell_off_the_formula_draws_its_neighborhood_only(calibration: Calibration):
     predict = Predictor(calibration, routed_model())
     near = predict.verify_s(4, 4, 100) / predict.formula_s(4, 5, 100)
     far = predict.verify_s(64, 0, 4000) / predict.formula_s(64, 1, 4000)

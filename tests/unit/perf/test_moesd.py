@@ -16,7 +16,6 @@ from jaxspec.perf.moesd import (
     survival_length,
     target_efficiency,
     tokens_per_expert,
-    worth_one_more,
 )
 
 # top_k, experts: tokens that saturate 95 % and 90 %; experts touched by 1, 2, 4, 8, 16, 32 tokens
@@ -122,14 +121,6 @@ def test_break_even():
     assert break_even_acceptance(cost=1.5, length=1) == pytest.approx(0.5)
     assert break_even_acceptance(cost=0.9, length=3) == 0
     assert break_even_acceptance(cost=4.01, length=3) is None
-
-
-def test_one_more_draft_pays_by_the_marginal_rule():
-    """Against the speed-ups themselves: 2.53 / 1.5 and (2.53 + .24) / (1.5 + extra)."""
-    tokens, cost = 2.53, 1.5
-    for extra in (0.05, 0.13, 0.15, 0.4):
-        better = (tokens + 0.24) / (cost + extra) > tokens / cost
-        assert worth_one_more(survival=0.24, acceptance_length=tokens, cost=cost, extra_cost=extra) is better
 
 
 @pytest.mark.parametrize("bad", [{"num_experts": 4, "top_k": 5}, {"num_experts": 4, "top_k": 0}])

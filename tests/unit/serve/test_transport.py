@@ -9,7 +9,6 @@ from jaxspec.config import shipped
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import make_policy
 from jaxspec.perf.hardware import CPU_RATES
-from jaxspec.pytree import replace
 from jaxspec.serve.transport import pass_of, rates_of, transport_for
 from jaxspec.sharding.mesh import make_mesh
 
@@ -34,7 +33,7 @@ def arch(name: str):
     ],
 )
 def test_the_cheapest_that_there_is(sizes, rows: int, device, kernels: str, wanted: str):
-    policy = replace(POLICY, kernels=kernels)
+    policy = POLICY.update(kernels=kernels)
     assert transport_for(arch("qwen3-30b-a3b"), policy, make_mesh(sizes), rows, device) == wanted
 
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.train.loop import TrainRun, train
-from jaxspec.train.metrics import without_times
 from jaxspec.train.optimizer import adamw, schedule_of
+from jaxspec.train.run_log import without_times
 from jaxspec.train.settings import OptimizerSettings
 
 STEPS, ROWS, WIDTH = 12, 4, 8

@@ -21,8 +21,8 @@ from jaxspec.train import features, run
 from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.data import batches
 from jaxspec.train.features import FeatureRows, Teacher
-from jaxspec.train.metrics import read_metrics
-from jaxspec.train.packing import PackedRows
+from jaxspec.train.packed_rows import PackedRows
+from jaxspec.train.run_log import read_metrics
 from jaxspec.train.settings import load_run_settings
 from jaxspec.train.sources import Document
 from jaxspec.train.teacher import run_teacher

@@ -17,8 +17,8 @@ from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.train import checkpoints, loop
 from jaxspec.train.loop import train
-from jaxspec.train.metrics import MetricsLog, read_metrics
 from jaxspec.train.optimizer import adamw, schedule_of
+from jaxspec.train.run_log import MetricsLog, read_metrics
 from jaxspec.train.settings import LoggingSettings, OptimizerSettings
 from jaxspec.train.update import TrainState, make_update
 from tests.unit.train.small_run import OPTIMIZER, STEPS, batches, init, logged, small_run

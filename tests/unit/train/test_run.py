@@ -22,12 +22,12 @@ from jaxspec.nn.policy import make_policy
 from jaxspec.train import evaluate
 from jaxspec.train.batch import Batch
 from jaxspec.train.data import load_corpus
+from jaxspec.train.evaluate import best_metric
 from jaxspec.train.head_run import make_run
-from jaxspec.train.held_out import best_metric
 from jaxspec.train.loop import TrainRun
-from jaxspec.train.metrics import read_metrics
-from jaxspec.train.plot import plot_runs
 from jaxspec.train.run import train
+from jaxspec.train.run_log import read_metrics
+from jaxspec.train.run_plot import plot_runs
 from jaxspec.train.settings import RunSettings, identity, load_run_settings
 from jaxspec.train.target import read_headers
 from tests.unit.serve.tiny_model import write_tiny_model

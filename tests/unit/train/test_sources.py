@@ -79,11 +79,11 @@ def test_plain_text_is_trained_on_as_a_whole(tmp_path: Path, text: Text):
 
 
 def test_ids_need_no_tokenizer(tmp_path: Path):
-    whole, behind = read(
+    whole, after = read(
         tmp_path, None, {"token_ids": [5, 6, 7], "prompt_length": 2}, {"prompt_token_ids": [5, 6], "token_ids": [7]}
     )
-    assert whole.token_T.tolist() == behind.token_T.tolist() == [5, 6, 7]
-    assert whole.loss_T.tolist() == behind.loss_T.tolist() == [False, False, True]
+    assert whole.token_T.tolist() == after.token_T.tolist() == [5, 6, 7]
+    assert whole.loss_T.tolist() == after.loss_T.tolist() == [False, False, True]
 
 
 def test_what_generate_wrote_is_trained_on(tmp_path: Path, text: Text):

@@ -11,11 +11,11 @@ import pytest
 
 from jaxspec.decode.prefill import prefill
 from jaxspec.decode.state import Target, init_state
-from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec, run_medusa
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, CaptureSpec, Features
@@ -96,7 +96,7 @@ def batch_of(token_BT: np.ndarray, segment_BT: np.ndarray | None = None) -> Batc
 
 
 def drafts_of(head: Head, token_BT: np.ndarray):
-    """Drafted tokens and their log-probabilities behind the first ``LENGTH`` tokens of one text."""
+    """Drafted tokens and their log-probabilities after the first ``LENGTH`` tokens of one text."""
     net, params = target()
     drafter = head_drafter(head, (net, params), chain(DRAFTS), 16)
     base = Target(params, net, 16)

@@ -39,22 +39,11 @@ class MarkovNet:
     def policy(self):
         return make_policy("float32")
 
-    def apply(
-        self,
-        params,
-        token,
-        position=None,
-        memory=None,
-        window=None,
-        taps=(),
-        routes=False,
-        shared_outputs=(),
-        *,
-        method=None,
-    ):
+    def apply(self, params, inputs, *, method=None):
         if method == "logits":
-            return token
-        return SimpleNamespace(last_BTD=params[token], stream=params[token], layers=memory, taps=(), shared_outputs=())
+            return inputs
+        last = params[inputs.token_BT]
+        return SimpleNamespace(last_BTD=last, stream=last, caches=inputs.memory, taps=(), shared_outputs=())
 
 
 def markov_texts(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 
-class Runner(Protocol):
+class Peer(Protocol):
     """A loaded peer; ``version`` is its own."""
 
     version: str
@@ -70,11 +70,11 @@ def answer(clock: Clock, token_ids: Sequence[Sequence[int]], passes: int | None)
     }
 
 
-def serve(load: Callable[[dict[str, Any]], Runner]) -> None:
+def serve(load: Callable[[dict[str, Any]], Peer]) -> None:
     """Answers requests until standard input ends; what libraries print goes to standard error."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    runner: Runner | None = None
+    runner: Peer | None = None
     try:
         for line in sys.stdin:
             try:

@@ -1,5 +1,9 @@
-"""Letters of parameter names become mesh axes; what cannot be split is refused or replicated."""
+"""Declared axes of parameters become mesh axes; what cannot be split is refused or replicated."""
 
+import json
+from pathlib import Path
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +13,16 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.param import declared
 from jaxspec.nn.policy import make_policy
-from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.protocol import CaptureSpec
+from jaxspec.sharding.axis_rules import RULES, mesh_axes
 from jaxspec.sharding.mesh import make_mesh
-from jaxspec.sharding.rules import logical_axes, mesh_axes, named_shardings
+from pallas_kernels.quantized import Format, Quantized, abstract_quantized
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 FP8 = Format("fp8", (128, 128))
 
 
@@ -27,33 +35,53 @@ def specs(tree, mesh, **keywords):
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "axes"),
+    ("name", "rank", "axes"),
     [
-        ("embed_VD", (32, 8), "VD"),
-        ("gate_up_D2F", (8, 2, 16), "D2F"),
-        ("gate_up_D2F_17", (8, 2, 16), "D2F"),
-        ("gate_up_ED2F", (4, 8, 2, 16), "ED2F"),
-        ("down_EFD", (3, 4, 16, 8), "YEFD"),
-        ("shared_gate_D1", (8, 1), "D1"),
-        ("norm_D", (5, 8), "YD"),
+        ("embed_VD", 2, ("vocab", "embed")),
+        ("gate_up_D2F", 3, ("embed", "gate_up", "mlp")),
+        ("gate_up_D2F_17", 3, ("embed", "gate_up", "mlp")),
+        ("gate_up_ED2F", 4, ("expert", "embed", "gate_up", "mlp")),
+        ("down_EFD", 4, ("layers", "expert", "mlp", "embed")),
+        ("shared_gate_D1", 2, ("embed", "gate")),
+        ("norm_D", 2, ("layers", "embed")),
     ],
 )
-def test_letters_are_axes(name: str, sizes: tuple[int, ...], axes: str):
-    assert logical_axes(("layers_0", "ffn", name), shape(*sizes)) == tuple(axes)
+def test_axes_are_those_declared(name: str, rank: int, axes: tuple[str, ...]):
+    assert declared(("layers_0", "ffn", name)).axes_of(rank) == axes
 
 
-def test_names_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match="parameter out_HCD has 1 dimensions, but its name ends in 3 letters"):
-        logical_axes(("attention", "out_HCD"), shape(8))
+def test_arrays_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="parameter out_HCD has 1 dimensions; declared are"):
+        declared("attention/out_HCD").axes_of(1)
+    with pytest.raises(ConfigError, match="no module has declared a parameter small_EFD"):
+        declared("small_EFD")
+
+
+@pytest.mark.parametrize("depth", ["unrolled", "stacked"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v4", "glm_moe_dsa", "opt", "gpt_oss"])
+def test_flax_finds_the_same_axes_and_shardings(family: str, depth: str):
+    """The boxes that ``init`` makes say what the declarations say, to Flax's own functions too."""
+    config = json.loads((GOLDEN / family / "config.json").read_text())
+    net = Transformer(arch_of(config), make_policy(depth=depth))
+    token = jnp.zeros((1, 2), jnp.int32)
+    boxed = jax.eval_shape(lambda key: net.init(key, token, token, method="logits_of"), jax.random.key(0))["params"]
+    specs_by_path = jax.tree_util.tree_leaves_with_path(nn.get_partition_spec(boxed))
+    shapes = jax.tree_util.tree_leaves_with_path(nn.unbox(boxed))
+    for (path, spec), (_, leaf) in zip(specs_by_path, shapes, strict=True):
+        assert tuple(spec) == declared(path).axes_of(len(leaf.shape)), path
+    mesh = make_mesh({"expert": 2, "tensor": 2})
+    theirs = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, tuple(RULES.items()))
+    ours = named_shardings(nn.unbox(boxed), mesh)
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs))
 
 
 def test_each_mesh_axis_splits_one_dimension():
     mesh = make_mesh({"expert": 4, "tensor": 2})
-    assert mesh_axes(("Y", "E", "F", "D"), mesh) == (None, "expert", "tensor", None)
-    everything = {"F": "tensor", "E": "tensor"}
-    assert mesh_axes(("E", "F", "D"), mesh, everything) == (None, "tensor", None)
-    assert mesh_axes(("E", "F", "D"), mesh, dict(reversed(everything.items()))) == ("tensor", None, None)
-    assert mesh_axes(("E", "F"), make_mesh({"tensor": 8})) == (None, "tensor"), "an axis of one device splits nothing"
+    assert mesh_axes(("layers", "expert", "mlp", "embed"), mesh) == (None, "expert", "tensor", None)
+    axes, everything = ("expert", "mlp", "embed"), {"mlp": "tensor", "expert": "tensor"}
+    assert mesh_axes(axes, mesh, everything) == (None, "tensor", None)
+    assert mesh_axes(axes, mesh, dict(reversed(everything.items()))) == ("tensor", None, None)
+    assert mesh_axes(axes[:2], make_mesh({"tensor": 8})) == (None, "tensor"), "an axis of one device splits nothing"
 
 
 def test_trees_keep_their_structure():
@@ -96,8 +124,8 @@ def test_what_does_not_divide_is_refused_with_all_names():
     mesh = make_mesh({"expert": 4, "tensor": 2})
     with pytest.raises(ConfigError, match="2 dimensions") as error:
         named_shardings(params, mesh)
-    assert "ffn/down_EFD: E = 6 over expert = 4" in str(error.value)
-    assert "ffn/gate_up_bias_E2F: E = 6 over expert = 4" in str(error.value)
+    assert "ffn/down_EFD: expert = 6 over expert = 4" in str(error.value)
+    assert "ffn/gate_up_bias_E2F: expert = 6 over expert = 4" in str(error.value)
     made = specs(params, mesh, allow_replication=True)
     assert made == {"ffn": {"down_EFD": P(None, "tensor", None), "gate_up_bias_E2F": P(None, None, "tensor")}}
 
@@ -111,16 +139,16 @@ def test_long_refusals_are_cut_short():
 def test_scales_follow_their_numbers_where_they_divide():
     mesh = make_mesh({"expert": 2, "tensor": 4})
     params = {
-        "down_EFD": abstract_quantized((4, 1024, 256), FP8),  # 8 blocks over 4
-        "small_EFD": abstract_quantized((4, 256, 256), FP8),  # 2 blocks over 4
-        "tight_EFD": abstract_quantized((4, 1024, 64), Format("fp4", (1, 32), True, -1)),
+        "wide": {"down_EFD": abstract_quantized((4, 1024, 256), FP8)},  # 8 blocks over 4
+        "small": {"down_EFD": abstract_quantized((4, 256, 256), FP8)},  # 2 blocks over 4
+        "tight": {"down_EFD": abstract_quantized((4, 1024, 64), Format("fp4", (1, 32), True, -1))},
     }
     made = named_shardings(params, mesh)
-    assert isinstance(made["down_EFD"], Quantized)
     split = P("expert", "tensor", None)
-    assert (made["down_EFD"].data.spec, made["down_EFD"].scale.spec) == (split, split)
-    assert (made["small_EFD"].data.spec, made["small_EFD"].scale.spec) == (split, P("expert", None, None))
-    assert (made["tight_EFD"].data.spec, made["tight_EFD"].scale.spec) == (split, split)
+    for name, scale in (("wide", split), ("small", P("expert", None, None)), ("tight", split)):
+        leaf = made[name]["down_EFD"]
+        assert isinstance(leaf, Quantized)
+        assert (leaf.data.spec, leaf.scale.spec) == (split, scale)
     assert jax.tree.structure(made) == jax.tree.structure(params)
 
 

@@ -25,7 +25,7 @@ class Head:
 
     @property
     def kind(self) -> str:
-        """Which method of speculation it is, in the words of ``speculative_config``."""
+        """Method of speculation, in the words of ``speculative_config``."""
         if isinstance(self.net, Medusa):
             return "medusa"
         spec = self.net.spec

@@ -1,4 +1,4 @@
-"""The target's own layers of multi-token prediction as drafter: they continue from its hidden states."""
+"""The target's own layers of multi-token prediction as a drafter: they continue from its hidden states."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, s
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.models.mtp import Caches, Mtp, feature_shape, init_mtp_caches, last_of, run_mtp
 from jaxspec.models.transformer import Transformer, embed, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
@@ -20,7 +21,7 @@ from jaxspec.topology import AnyTopology
 
 @pytree
 class MtpState:
-    """What the layers know of B rows.
+    """State of the layers for B rows.
 
     Attributes:
       caches: one per layer.
@@ -32,13 +33,18 @@ class MtpState:
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerInputs:
     """Inputs that all layers share, at consecutive positions of each row."""
 
     token_BT: Array
     embedded_BTD: Array
     position_BT: Array
     window: Window
+
+    def shifted(self, left_B: Array) -> "LayerInputs":
+        """Returns the inputs without the first ones of each row."""
+        arrays = (_shift(x, left_B) for x in (self.token_BT, self.embedded_BTD, self.position_BT))
+        return LayerInputs(*arrays, self.window)
 
 
 @pytree
@@ -75,7 +81,7 @@ class MtpHeads(CachedDrafter):
 
     @property
     def stages(self) -> int:
-        """Cells before only the last layer is left to run."""
+        """The first n - 1 cells run several layers, the others only the last."""
         return self._layers - 1
 
     @property
@@ -100,65 +106,59 @@ class MtpHeads(CachedDrafter):
     def run(
         self, state: Caches, token_BT: Array, feature: tuple[Array, ...], position_BT: Array, window: Window, stage: int
     ) -> tuple[Array, tuple[Array, ...], Caches]:
-        step = Step(token_BT, embed(self.target, self.base, token_BT), position_BT, window)
-        caches, found = list(state), list(feature)
+        inputs = LayerInputs(token_BT, embed(self.target, self.base, token_BT), position_BT, window)
+        caches, features = list(state), list(feature)
         first = stage + 1 if stage < self.stages else self._layers - 1
         lasts = {}
         for layer in range(first, self._layers):
             before = feature[layer - 1 if stage < self.stages else layer]
-            lasts[layer], found[layer], caches[layer] = self._layer(layer, step, before, caches[layer])
-        return lasts[first], tuple(found), tuple(caches)
+            lasts[layer], features[layer], caches[layer] = self._layer(layer, inputs, before, caches[layer])
+        return lasts[first], tuple(features), tuple(caches)
 
     @override
     def observe(self, state: MtpState, commit: Commit) -> MtpState:
         embedded_BTD = embed(self.target, self.base, commit.next_BT)
-        step = Step(commit.next_BT, embedded_BTD, commit.position_BT, self.window_of(commit))
-        assert commit.features is not None, "what reads features is never caught up by tokens alone"
-        plain = self.target.arch.hyper is None
-        x, caches, kept = commit.features.last_BTD if plain else commit.features.stream, [], []
+        inputs = LayerInputs(commit.next_BT, embedded_BTD, commit.position_BT, self.window_of(commit))
+        x = commit.hidden.last_BTD if self.target.arch.hyper is None else commit.hidden.stream
+        caches, features = [], []
         for layer, (cache, old) in enumerate(zip(state.caches, state.features, strict=True)):
             final_B = last_index(commit) if layer == self._layers - 1 else None
-            x, cache = self._observe_layer(layer, step, x, cache, final_B)
+            x, cache = self._observe_layer(layer, inputs, x, cache, final_B)
             caches.append(cache)
-            kept.append(scatter_last(old, gather_last(x, commit) if final_B is None else x[:, 0], commit))
+            features.append(scatter_last(old, gather_last(x, commit) if final_B is None else x[:, 0], commit))
+            # The next layer joins what this one returned one position earlier.
             x = jnp.concatenate([committed_rows(old, commit)[:, None], x[:, :-1]], axis=1)
-        return MtpState(tuple(caches), tuple(kept))
+        return MtpState(tuple(caches), tuple(features))
 
     @override
     def logits(self, last_BTD: Array) -> Array:
         return head(self.target, self.base, last_BTD)
 
     def _observe_layer(
-        self, layer: int, step: Step, feature: Array, cache: Any, output_index_B: Array | None
+        self, layer: int, inputs: LayerInputs, feature: Array, cache: Any, output_index_B: Array | None
     ) -> tuple[Array, Any]:
-        """Runs a layer over committed positions, leaving out those before position 0 of its slots."""
+        """Runs a layer over committed positions but those before position 0 of its slots."""
         if layer == 0:
-            _, out, cache = self._layer(0, step, feature, cache, output_index_B)
+            _, out, cache = self._layer(0, inputs, feature, cache, output_index_B)
             return out, cache
-        left_B = jnp.maximum(layer - step.window.start_B, 0)
-        token_BT, embedded_BTD, position_BT = (
-            _shift(x, left_B) for x in (step.token_BT, step.embedded_BTD, step.position_BT)
-        )
-        shifted = Step(token_BT, embedded_BTD, position_BT, step.window)
+        left_B = jnp.maximum(layer - inputs.window.start_B, 0)
         output_index_B = None if output_index_B is None else jnp.maximum(output_index_B - left_B, 0)
-        _, out, cache = self._layer(layer, shifted, _shift(feature, left_B), cache, output_index_B)
+        _, out, cache = self._layer(layer, inputs.shifted(left_B), _shift(feature, left_B), cache, output_index_B)
         return out if output_index_B is not None else _shift(out, -left_B), cache
 
     def _layer(
-        self, layer: int, step: Step, feature: Array, cache: Any, output_index_B: Array | None = None
+        self, layer: int, inputs: LayerInputs, feature: Array, cache: Any, output_index_B: Array | None = None
     ) -> tuple[Array, Array, Any]:
         """Runs a layer in its own slots."""
-        window = replace(
-            step.window, start_B=jnp.maximum(step.window.start_B - layer, 0), output_index_B=output_index_B
-        )
-        position_BT = jnp.maximum(step.position_BT - layer, 0)
-        return run_mtp(
-            self.net, self.params, layer, step.embedded_BTD, feature, step.token_BT, position_BT, cache, window
-        )  # pyright: ignore[reportReturnType]
+        start_B = jnp.maximum(inputs.window.start_B - layer, 0)
+        window = replace(inputs.window, start_B=start_B, output_index_B=output_index_B)
+        position_BT = jnp.maximum(inputs.position_BT - layer, 0)
+        inputs_of_layer = Inputs(inputs.token_BT, position_BT, window, cache)
+        return run_mtp(self.net, self.params, layer, inputs.embedded_BTD, feature, inputs_of_layer)
 
 
 def _shift(x: Array, left_B: Array) -> Array:
-    """Moves the entries [B, T, ...] of each row to the left; what comes from outside repeats an end."""
-    place_BT = jnp.arange(x.shape[1], dtype=jnp.int32)[None] + left_B[:, None]
-    place_BT = jnp.clip(place_BT, 0, x.shape[1] - 1)
-    return jnp.take_along_axis(x, place_BT.reshape(*place_BT.shape, *[1] * (x.ndim - 2)), axis=1)
+    """Moves the entries [B, T, ...] of each row to the left; an end is repeated."""
+    index_BT = jnp.arange(x.shape[1], dtype=jnp.int32)[None] + left_B[:, None]
+    index_BT = jnp.clip(index_BT, 0, x.shape[1] - 1)
+    return jnp.take_along_axis(x, index_BT.reshape(*index_BT.shape, *[1] * (x.ndim - 2)), axis=1)

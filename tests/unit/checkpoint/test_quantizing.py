@@ -1,4 +1,4 @@
-"""Quantising a plain checkpoint while it loads: the nearest numbers, only where it pays, refused where it is late."""
+"""Quantizing a plain checkpoint while it loads: the nearest numbers, only where it pays, refused where it is late."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from jaxspec.checkpoint.load.model import load_model
 from jaxspec.checkpoint.load.places import flatten
 from jaxspec.errors import ConfigError
 from jaxspec.nn.policy import Policy, make_policy
-from jaxspec.nn.quantized import Format, Quantized
+from pallas_kernels.quantized import Format, Quantized
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 LAYOUTS = (("switched", "unrolled"), ("stacked", "unrolled"), ("stacked", "stacked"))
@@ -30,7 +30,7 @@ def wide(leaf: Quantized) -> np.ndarray:
 
 @pytest.mark.parametrize("shape", [(192, 192), (576, 512), (136, 192), (7, 5)], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8 by rows", "int8 by columns"])
-def test_own_quantisation_is_the_nearest(kind: str, shape: tuple[int, int]):
+def test_own_quantization_is_the_nearest(kind: str, shape: tuple[int, int]):
     rng = np.random.default_rng(0)
     x = (rng.normal(size=shape) * rng.lognormal(0, 2, (shape[0], 1))).astype(np.float32)
     x[: min(128, shape[0] - 1), : min(128, shape[1] - 1)] = 0  # a block or a part of one without a largest number
@@ -52,7 +52,7 @@ def test_own_quantisation_is_the_nearest(kind: str, shape: tuple[int, int]):
 @pytest.mark.parametrize("layout", LAYOUTS[::2], ids="-".join)
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "qwen3"])
-def test_quantising_while_loading(name: str, kind: str, layout):
+def test_quantizing_while_loading(name: str, kind: str, layout):
     plain = load_model(GOLDEN / name, policy(layout, "float32"))
     model = load_model(GOLDEN / name, policy(layout, "float32"), quantization=kind)
     old, new = flatten(plain.params["params"]), flatten(model.params["params"])
@@ -82,7 +82,7 @@ def test_int8_scales_belong_to_outputs():
     assert k == layer["attention"]["out_HCD"].format.blocks[1]
 
 
-def test_quantising_what_is_quantised():
+def test_quantizing_what_is_quantized():
     same = load_model(GOLDEN / "deepseek_v3_fp8", policy(), quantization="fp8")
     assert same.net == load_model(GOLDEN / "deepseek_v3_fp8", policy()).net
     for name, kind, published in (
@@ -95,6 +95,6 @@ def test_quantising_what_is_quantised():
 
 
 @pytest.mark.parametrize("kind", ["int4", "", "FP8", None])
-def test_unknown_quantisation(kind):
+def test_unknown_quantization(kind):
     with pytest.raises(ConfigError, match="known are auto, none, fp8, int8"):
         load_model(GOLDEN / "qwen3", policy(), quantization=kind)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from jaxspec.cli.main import main
-from jaxspec.train import plot
-from jaxspec.train.plot import series, smoothed, words_of
+from jaxspec.train import run_plot
+from jaxspec.train.run_plot import series, smoothed, words_of
 
 
 def test_figures_of_a_plot():
@@ -29,7 +29,7 @@ def test_a_figure_has_a_color_and_a_run_a_line_style():
     matplotlib = pytest.importorskip("matplotlib.figure")
     entries = {run: [{"step": step, "accuracy_0": 0.5, "accuracy_1": 0.4} for step in range(3)] for run in ("a", "b")}
     axes = matplotlib.Figure().subplots()
-    plot._draw(axes, entries, lambda name: name != "step", smooth=False)
+    run_plot._draw(axes, entries, lambda name: name != "step", smooth=False)
     looks = [(line.get_label(), line.get_color(), line.get_linestyle()) for line in axes.get_lines()]
     assert looks == [
         ("accuracy_0", "C0", "-"), ("accuracy_1", "C1", "-"), ("accuracy_0", "C0", "--"), ("accuracy_1", "C1", "--"),

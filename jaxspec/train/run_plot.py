@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ConfigError
-from jaxspec.train.metrics import Entry, read_metrics
+from jaxspec.train.run_log import Entry, read_metrics
 from jaxspec.whole_file import write_whole
 
 KINDS = (".png", ".svg", ".pdf")

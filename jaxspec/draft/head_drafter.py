@@ -9,11 +9,15 @@ from typing_extensions import override
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.last_hidden import last_index, scatter_last
+from jaxspec.draft.medusa_drafter import MedusaDrafter
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
-from jaxspec.draft.vocab_map import expand_to_target_vocab
+from jaxspec.draft.vocab_map import expand_to_target_vocab, target_to_draft
 from jaxspec.models.draft_head import DraftHead, init_head_caches, part_of, run_head
+from jaxspec.models.medusa import Medusa
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer, embed, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
@@ -22,11 +26,11 @@ from jaxspec.topology import AnyTopology
 
 @pytree
 class HeadState:
-    """What a head knows of B rows.
+    """State of a head for B rows.
 
     Attributes:
       caches: one per layer.
-      last_BD: what its vocabulary product reads behind the last committed slot.
+      last_BD: what its vocabulary product reads after the last committed slot.
       next_BD: what the next draft continues from.
     """
 
@@ -40,13 +44,13 @@ class HeadDrafter(CachedDrafter):
     """Drafts with a head of the EAGLE family, token by token or, with a mask token, all in one pass.
 
     Observing runs the head over the committed positions with what the target computed there, which predicts the
-    first draft. The others follow from the head's own output; their slots are overwritten by the next observation.
-    A head with a mask token runs the other drafts' slots at once, every one on the mask (P-EAGLE).
+    first draft. The others follow from the head's own output; the next observation overwrites their slots. A head with
+    a mask token runs the other drafts' slots at once, every one on the mask (P-EAGLE).
 
     Attributes:
       params: parameters of the head.
       base: the target's parameters, whose embedding and head are used where it has none of its own.
-      draft_id_V: place of each token in the head's vocabulary, W where it has none; None where it knows all tokens.
+      draft_id_V: draft id of each token, W for tokens that the head does not know; None where it knows all.
       net: the head.
       target: the target's network.
       topology: what is drafted; a static tree's nodes are numbered level by level.
@@ -64,7 +68,7 @@ class HeadDrafter(CachedDrafter):
 
     @property
     def reads(self) -> CaptureSpec:
-        """What the head captures of the target."""
+        """The hidden states of the target that the head reads."""
         return self.net.spec.reads
 
     @property
@@ -77,7 +81,8 @@ class HeadDrafter(CachedDrafter):
         room, slack = self.cache_size(capacity, slack)
         spec = self.net.spec
         caches = init_head_caches(spec, self.net.policy, rows, room, slack=slack, block=self.block)
-        return HeadState(caches, *(jnp.zeros((rows, spec.arch.model_dim)) for _ in range(2)))
+        zero_BD = jnp.zeros((rows, spec.arch.model_dim))
+        return HeadState(caches, zero_BD, zero_BD)
 
     @override
     def propose(self, state: HeadState, anchor: Anchor, rule: str) -> tuple[Proposal, HeadState]:
@@ -90,14 +95,11 @@ class HeadDrafter(CachedDrafter):
 
     @override
     def observe(self, state: HeadState, commit: Commit) -> HeadState:
-        assert commit.features is not None, "what reads features is never caught up by tokens alone"
         window = self.window_of(commit, last_index(commit))
-        g_BTD = part_of(self.net, self.params, "join", self.net.spec.feature(commit.features))
+        g_BTD = part_of(self.net, self.params, "join", self.net.spec.feature(commit.hidden))
         last, following, caches = self._slots(commit.next_BT, g_BTD, commit.position_BT, state.caches, window)
-        kept = (
-            scatter_last(old, new[:, 0], commit) for old, new in ((state.last_BD, last), (state.next_BD, following))
-        )
-        return HeadState(caches, *kept)
+        last_BD = scatter_last(state.last_BD, last[:, 0], commit)
+        return HeadState(caches, last_BD, scatter_last(state.next_BD, following[:, 0], commit))
 
     @override
     def run(
@@ -124,10 +126,10 @@ class HeadDrafter(CachedDrafter):
             embedded = part_of(self.net, self.params, "embed", token_BT)
         else:
             embedded = embed(self.target, self.base, token_BT)
-        return run_head(self.net, self.params, embedded, g_BTD, token_BT, position_BT, caches, window)
+        return run_head(self.net, self.params, embedded, g_BTD, Inputs(token_BT, position_BT, window, caches))
 
     def _at_once(self, state: HeadState, anchor: Anchor) -> tuple[Array, Any]:
-        """What the vocabulary product reads for every depth [B, K, D], and the caches."""
+        """Runs all depths in one pass; returns what the vocabulary product reads [B, K, D], and the caches."""
         rows, further, mask = anchor.token_B.shape[0], self.topology.max_depth - 1, self.net.spec.mask_token
         if further < 1 or mask is None:
             return state.last_BD[:, None], state.caches
@@ -137,3 +139,21 @@ class HeadDrafter(CachedDrafter):
         window = Window(anchor.length_B, block=self.block)
         last, _, caches = self._slots(token_BT, g_BTD, position_BT, state.caches, window)
         return jnp.concatenate([state.last_BD[:, None], last], axis=1), caches
+
+
+def head_drafter(
+    head: Head, target: tuple[Transformer, Params], topology: AnyTopology, block: int
+) -> HeadDrafter | MedusaDrafter:
+    """Returns the drafter that a head becomes for a target.
+
+    Args:
+      head: what drafts.
+      target: network and parameters that it drafts for.
+      topology: what is drafted.
+      block: positions that attention reads at a time.
+    """
+    net, params = target
+    draft_id_V = None if head.ids_W is None else jnp.asarray(target_to_draft(head.ids_W, net.arch.vocab_size))
+    if isinstance(head.net, Medusa):
+        return MedusaDrafter(head.params, params, draft_id_V, head.net, net, topology)
+    return HeadDrafter(head.params, params, draft_id_V, head.net, net, topology, block)

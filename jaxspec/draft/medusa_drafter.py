@@ -1,4 +1,4 @@
-"""Drafting with Medusa heads: every depth from the one hidden state behind the last committed position."""
+"""Drafting with Medusa heads: every depth from the one hidden state of the last committed position."""
 
 import jax.numpy as jnp
 from typing_extensions import override
@@ -22,7 +22,7 @@ class MedusaDrafter(NetworkDrafter):
     Attributes:
       params: parameters of the heads.
       base: the target's parameters, whose head is used where they have none of their own.
-      draft_id_V: place of each token in the heads' vocabulary, W where it has none; None where they know all tokens.
+      draft_id_V: draft id of each token, W for tokens that the heads do not know; None where they know all.
       net: the heads.
       target: the target's network.
       topology: what is drafted, no deeper than there are heads.
@@ -47,8 +47,7 @@ class MedusaDrafter(NetworkDrafter):
 
     @override
     def observe(self, state: Array, commit: Commit) -> Array:
-        assert commit.features is not None, "what reads features is never caught up by tokens alone"
-        return scatter_last(state, gather_last(commit.features.last_BTD, commit), commit)
+        return scatter_last(state, gather_last(commit.hidden.last_BTD, commit), commit)
 
     @override
     def logits(self, last_BTD: Array) -> Array:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.packing import pack_live
+from jaxspec.cache.packed_tokens import pack_live
 from jaxspec.cache.window import Segments, Window, pack, unpack
 
 LIVE_BT = np.array([[1, 1, 0], [0, 0, 0], [1, 0, 0], [1, 1, 1]], bool)

@@ -1,28 +1,29 @@
-"""Speculation settings, in vLLM's words, to a drafter."""
+"""The methods of speculation: a ``speculative_config`` in vLLM's words, checked, and the drafter that it asks for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxspec.draft.draft_pruning import NO_PRUNING, PRUNING_KEYS, PruningConfig, parse_pruning
+from jaxspec.draft.draft_pruning import NO_PRUNING, PruningConfig, pruning_of
 from jaxspec.draft.early_exit import first_layers
-from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.hybrid import Hybrid
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
-from jaxspec.draft.speculation_schedule import DYNAMIC_KEYS, SCHEDULE_KEYS, SpeculationSchedule, parse_schedule
+from jaxspec.draft.speculation_schedule import SpeculationSchedule, schedule_of
+from jaxspec.draft.speculative_keys import DYNAMIC_KEYS, SpeculativeKeys, read_keys
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.protocol import Drafter, NoDrafts, Rule
 from jaxspec.shapes import Params
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, Topology
 
-RULES = {
+RULE_NAMES = {
     "match": "match", "standard": "reject", "reject": "reject", "block": "block",
     "probabilistic": "reject",
 }  # fmt: skip
@@ -34,13 +35,13 @@ class SpeculativeConfig:
 
     Attributes:
       method: one of ``METHODS``, or ``none``.
-      schedule: what is drafted, and when.
+      schedule: chains and trees to draft, and when.
       rule: verification rule, by name, or an object of the laboratory's.
       model: directory or hub id of the draft model or head.
       revision: branch, tag or commit of a hub id.
       lookup_max, lookup_min: suffix lengths of n-gram matches.
       exit_layer: layers of the target that draft, for ``early_exit``.
-      pruning: what drafts need to be verified.
+      pruning: which drafts are left out before they are drawn.
     """
 
     method: str
@@ -59,10 +60,6 @@ class SpeculativeConfig:
         return self.schedule.topology
 
 
-KEYS = {
-    "method", "model", "revision", "rejection_sample_method", "prompt_lookup_max", "prompt_lookup_min", "exit_layer",
-    *SCHEDULE_KEYS, *PRUNING_KEYS,
-}  # fmt: skip
 HEADS = ("eagle", "eagle3", "peagle", "medusa", "shared_expert")
 WITH_MODEL = ("draft_model", "hybrid", *HEADS)
 METHODS = ("ngram", "mtp", "early_exit", *WITH_MODEL)
@@ -70,66 +67,52 @@ ALIASES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "eagle2": "eagle", "p_e
 
 
 def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
-    """Checks a ``speculative_config``.
+    """Checks a ``speculative_config``; None is plain decoding.
 
     Args:
-      config: vLLM's keys. Those of ``parse_schedule`` say what is drafted; ``rejection_sample_method`` is ``match``
-        (default: the same text as without speculation), ``standard`` or ``block`` (the same distribution, higher
-        acceptance when sampling). ``early_exit`` takes ``exit_layer``, the first layers of the target that draft;
-        ``hybrid`` takes ``model`` and looks the text's suffix up first. Those of ``parse_pruning`` say which drafts are
-        left out.
+      config: see ``SpeculativeKeys``.
 
     Raises:
       ConfigError: keys or values are unknown or contradict each other.
     """
     if config is None:
         return SpeculativeConfig("none", SpeculationSchedule(PLAIN))
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"speculative_config: a mapping is needed, got {type(config).__name__}")
-    unknown = sorted(set(config) - KEYS)
-    if unknown:
-        raise ConfigError(f"speculative_config: unknown keys {unknown}; known are {sorted(KEYS)}")
-    method = config.get("method") or ("draft_model" if config.get("model") else None)
+    keys = read_keys(config)
+    method = keys.method or ("draft_model" if keys.model else None)
     method = ALIASES.get(method, method) if isinstance(method, str) else method
     if method not in METHODS:
         raise ConfigError(f"speculative_config: method {method!r} is not known; known are {list(METHODS)}")
-    schedule = parse_schedule(config)
-    rule = _rule(config, schedule)
-    topology = schedule.topology
-    longest, shortest = _lookup(config)
-    if method in ("ngram", "hybrid") and any(isinstance(t, DynamicTree) for t in (topology, *schedule.trees)):
+    schedule = schedule_of(keys)
+    rule = _rule(keys.rejection_sample_method, schedule)
+    if method in ("ngram", "hybrid") and any(isinstance(t, DynamicTree) for t in (schedule.topology, *schedule.trees)):
         raise ConfigError(
             f'speculative_config: method "{method}" grows no tree by confidence; leave {", ".join(DYNAMIC_KEYS)} out '
             "and give branching factors (speculative_token_tree) or num_speculative_tokens"
         )
+    _check_model(keys, method)
+    longest, shortest = _suffix_lengths(keys)
+    pruning = pruning_of(keys, method, all_chains=schedule.all_chains, synthetic=isinstance(rule, Rule))
+    return SpeculativeConfig(
+        method, schedule, rule, keys.model, longest, shortest, keys.exit_layer or 0, pruning, keys.revision
+    )
+
+
+def _check_model(keys: SpeculativeKeys, method: str) -> None:
+    """Checks that there is what the method drafts with, and nothing else."""
     for key in ("model", "revision"):
-        if method not in WITH_MODEL and config.get(key):
+        if method not in WITH_MODEL and getattr(keys, key):
             raise ConfigError(f'speculative_config: method "{method}" takes no "{key}"; leave one of them out')
-    if method in WITH_MODEL and not config.get("model"):
+    if method in WITH_MODEL and not keys.model:
         kind = "draft model" if method == "draft_model" else "head" if method in HEADS else "draft model or head"
         raise ConfigError(
             f'speculative_config: method "{method}" needs "model", the directory of the {kind} or a hub id'
         )
-    exits = _exit(config, method)
-    pruning = parse_pruning(config, method, schedule.all_chains, isinstance(rule, Rule))
-    return SpeculativeConfig(
-        method, schedule, rule, config.get("model"), longest, shortest, exits, pruning, config.get("revision")
-    )
-
-
-def _exit(config: Mapping[str, Any], method: str) -> int:
-    """How many layers of the target draft, 0 where it has another drafter."""
-    layers = config.get("exit_layer")
-    if (method == "early_exit") != (layers is not None):
+    if (method == "early_exit") != (keys.exit_layer is not None):
         raise ConfigError('speculative_config: method "early_exit" and "exit_layer" go together; give both or neither')
-    if layers is not None and (not isinstance(layers, int) or isinstance(layers, bool) or layers < 1):
-        raise ConfigError(f"speculative_config: exit_layer must be an integer from 1, got {layers!r}")
-    return layers or 0
 
 
-def _rule(config: Mapping[str, Any], schedule: SpeculationSchedule) -> str | Rule:
+def _rule(rule: Any, schedule: SpeculationSchedule) -> str | Rule:
     """Returns the verification rule."""
-    rule = config.get("rejection_sample_method", "match")
     if (rule == "block" or isinstance(rule, Rule)) and not schedule.all_chains:
         kind = "block verification" if rule == "block" else "synthetic acceptance"
         raise ConfigError(f"speculative_config: {kind} is for chains; ask for num_speculative_tokens alone")
@@ -140,23 +123,20 @@ def _rule(config: Mapping[str, Any], schedule: SpeculationSchedule) -> str | Rul
             "speculative_config: synthetic acceptance gives text that is not the model's; only jaxspec bench has it "
             "(--synthetic)"
         )
-    if rule not in RULES:
+    if rule not in RULE_NAMES:
         raise ConfigError(
-            f"speculative_config: rejection_sample_method {rule!r} is not known; known are {sorted(RULES)}"
+            f"speculative_config: rejection_sample_method {rule!r} is not known; known are {sorted(RULE_NAMES)}"
         )
-    return RULES[rule]
+    return RULE_NAMES[rule]
 
 
-def _lookup(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Longest and shortest suffix that an n-gram drafter looks for."""
-    given = {name: config[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in config}
-    if not all(isinstance(n, int) for n in given.values()):
-        raise ConfigError(f"speculative_config: suffix lengths are integers from 1 to 16, got {given}")
-    longest = given.get("prompt_lookup_max", max(4, given.get("prompt_lookup_min", 0)))
-    shortest = given.get("prompt_lookup_min", min(2, longest))
-    if not 1 <= shortest <= longest <= 16:
+def _suffix_lengths(keys: SpeculativeKeys) -> tuple[int, int]:
+    """Returns the longest and the shortest suffix that prompt lookup looks for."""
+    longest = keys.prompt_lookup_max or max(4, keys.prompt_lookup_min or 0)
+    shortest = keys.prompt_lookup_min or min(2, longest)
+    if shortest > longest:
         raise ConfigError(
-            f"speculative_config: 1 <= prompt_lookup_min <= prompt_lookup_max <= 16, got {shortest}, {longest}"
+            f"speculative_config: prompt_lookup_min must be at most prompt_lookup_max, got {shortest}, {longest}"
         )
     return longest, shortest
 
@@ -167,17 +147,16 @@ def build(
     block: int,
     model: tuple[Transformer | Mtp, Params] | Head | None = None,
 ) -> Drafter:
-    """The drafter of a checked config, ready for a target.
+    """Builds the drafter of a checked config for a target.
 
     Args:
-      config: what is wanted.
+      config: says which.
       target: its network and parameters.
       block: positions that attention reads at a time.
-      model: what drafts: network and parameters of the draft model or of the target's multi-token prediction, or a
-        head.
+      model: network and parameters of the draft model or of the target's multi-token prediction, or a head.
 
     Raises:
-      ConfigError: trees are wanted where attention cannot verify or draft them, or the head is of another kind.
+      ConfigError: trees are asked for where attention cannot verify or draft them, or the head is of another kind.
     """
     net, params = target
     if config.method == "none":
