@@ -4,7 +4,7 @@ import json
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,43 +16,42 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 def shipped(folder: str) -> Path:
-    """A folder of ``configs/``, which stands beside the package in a checkout and inside it in a wheel.
+    """Returns a folder of ``configs/``, which lies next to the package in a checkout and inside it in a wheel.
 
     Raises:
       ConfigError: this installation came without it.
     """
     package = Path(__file__).resolve().parent
-    places = [place / "configs" / folder for place in (package, package.parent)]
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
-        raise ConfigError(f"configs/{folder} is missing in this installation; give the path of a file of your own")
-    return found
+    for parent in (package, package.parent):
+        if (parent / "configs" / folder).is_dir():
+            return parent / "configs" / folder
+    raise ConfigError(f"configs/{folder} is missing in this installation; give the path of a file of your own")
 
 
-def find_config(wanted: str, folder: str) -> Path:
-    """The file of a shipped name (``eagle3``) or of a path that ends in ``.toml``.
+def find_config(name: str, folder: str) -> Path:
+    """Returns the file of a shipped name (``eagle3``) or of a path that ends in ``.toml``.
 
     Raises:
       ConfigError: there is none; the shipped names are listed.
     """
     known = {file.stem: file for file in sorted(shipped(folder).glob("*.toml"), key=lambda file: file.stem)}
-    file = Path(wanted) if wanted.endswith(".toml") else known.get(wanted)
+    file = Path(name) if name.endswith(".toml") else known.get(name)
     if file is None or not file.is_file():
         raise ConfigError(
-            f"{wanted}: no such file, and not one of the names that ship in configs/{folder}: {', '.join(known)}"
+            f"{name}: no such file, and not one of the names that ship in configs/{folder}: {', '.join(known)}"
         )
     return file
 
 
 def read_toml(file: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """The values of a file, with some of them changed.
+    """Reads the values of a file and changes some of them.
 
     Args:
       file: TOML.
-      changes: ``table.key=value`` each, the value as TOML writes it; what is no TOML is taken as text.
+      changes: ``table.key=value`` each, the value in TOML; anything else is taken as text.
 
     Raises:
-      ConfigError: the file cannot be read, or a change has no ``=`` or goes into something that is no table.
+      ConfigError: the file cannot be read, or a change has no ``=`` or sets a key of a value that is no table.
     """
     try:
         values = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -84,7 +83,7 @@ def _set(values: dict[str, Any], change: str) -> None:
 
 
 def _quoted(text: str) -> str:
-    """A list as it was meant, its bare words in quotes."""
+    """Returns a list as it was probably meant, its bare words in quotes."""
     if not (text.startswith("[") and text.endswith("]")):
         return '["some text"]' if text.startswith("[") else '{key = "some text"}'
     words = (word.strip().strip("\"'") for word in text[1:-1].split(","))
@@ -92,16 +91,11 @@ def _quoted(text: str) -> str:
 
 
 def to_record(values: Mapping[str, Any], kind: type[Record], name: str) -> Record:
-    """Checks values against a record.
-
-    Args:
-      values: as TOML gives them.
-      kind: frozen ``msgspec.Struct``, whose fields may be such records too.
-      name: of the file, for messages.
+    """Converts values to a record.
 
     Raises:
-      ConfigError: keys are not known (all are named, with the known ones beside them), missing, of another type, or
-        the record refuses their values.
+      ConfigError: keys are unknown (all are named, with the known ones), missing or of another type, or the record
+        refuses their values.
     """
     unknown = list(_unknown(values, kind, ""))
     if unknown:
@@ -131,11 +125,11 @@ def _is_record(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 
 
-def differences(was: Any, now: Any) -> list[str]:
-    """What differs between two nested mappings, in words; names are joined with dots."""
+def differences(was: Any, now: Any, show: Callable[[Any], str] = repr) -> list[str]:
+    """Says what differs between two nested mappings; names are joined with dots, values written by ``show``."""
     first, second = _flat(was), _flat(now)
     return [
-        f"{name} was {first.get(name)!r} and is {second.get(name)!r}"
+        f"{name} was {show(first.get(name))} and is {show(second.get(name))}"
         for name in sorted(first | second)
         if first.get(name) != second.get(name)
     ]

@@ -9,7 +9,7 @@ from jaxspec.shapes import Array
 
 
 class Purpose(IntEnum):
-    """What a random draw is for; distinct purposes at one position are independent."""
+    """Purpose of a random draw; draws for distinct purposes at one position are independent."""
 
     TARGET = 0
     DRAFT = 1
@@ -26,17 +26,17 @@ def _keys(key_BX: Array, position_BT: Array, purpose: Purpose) -> Array:
 
 
 def within_step(anchor_B: Array, rank_BT: Array) -> Array:
-    """Positions that key draws by step: the anchor's position and a rank (a node or a depth) inside the step, [B, T].
+    """Returns positions that key draws by step: from the anchor's position and a rank (node or depth) in it, [B, T].
 
-    Rejection rules need it: block verification looks behind the last draft that it accepts, so drafts and coins that
+    Rejection rules need it: block verification looks beyond the last draft that it accepts, so drafts and coins that
     it saw there must not come back when the next step drafts for the same positions.
     """
-    # Ranks get keys far above any context length, so that they never meet another position's key.
+    # Ranks are keyed far above any context length, where they never meet another position's key.
     return anchor_B[:, None] + rank_BT * (1 << 24)
 
 
 def gumbel(key_BX: Array, position_BT: Array, purpose: Purpose, width: int) -> Array:
-    """Standard Gumbel noise of the token at each position, float32 [B, T, width].
+    """Draws standard Gumbel noise for the token at each position, float32 [B, T, width].
 
     The argmax of log-probabilities plus this noise is a sample of them (Gumbel-max); the same position gets the
     same noise in drafting and in verification, which makes a good draft agree with the target even when sampling.
@@ -50,7 +50,7 @@ def gumbel(key_BX: Array, position_BT: Array, purpose: Purpose, width: int) -> A
 
 
 def uniform(key_BX: Array, position_BT: Array, purpose: Purpose) -> Array:
-    """Uniform numbers in [0, 1), float32 [B, T]."""
+    """Draws uniform numbers in [0, 1), float32 [B, T]."""
     words = _keys(key_BX, position_BT, purpose)
 
     def draw(word: Array) -> Array:

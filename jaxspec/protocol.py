@@ -1,23 +1,25 @@
-"""What drafters, verification and the step say to each other."""
+"""The records and the base class through which drafters, verification and the step talk to each other."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Self
 
 import jax.numpy as jnp
 
-from jaxspec.pytree import pytree, static
-from jaxspec.shapes import Array
-from jaxspec.topology import DynamicTree, Topology
+from jaxspec.errors import ConfigError
+from jaxspec.pytree import pytree, replace, static
+from jaxspec.shapes import Array, Params
+from jaxspec.topology import PLAIN, AnyTopology, Topology
 
 DraftState = Any
-D = TypeVar("D", bound="Drafter")
 
 
 @pytree
 class Sampling:
-    """How each row samples; one entry per row, neutral values switch a feature off.
+    """Sampling settings, one entry per row; neutral values switch a feature off.
 
     Attributes:
       temperature_B: 0 is greedy.
@@ -26,15 +28,15 @@ class Sampling:
       repetition_B: multiplicative penalty, 1 is off.
       presence_B, frequency_B: additive penalties, 0 is off.
       key_BX: threefry key words, uint32 [B, 2].
-      stop_BX: ids that end the row, -1 for unused places.
+      stop_BX: ids that end the row, -1 for unused entries.
       min_length_B: total length below which no stop id may be sampled.
       max_length_B: total length, prompt included, at which the row ends.
       draft_limit_B: deepest draft that may be accepted, 0 for plain decoding.
-      logprobs_B: wanted log-probabilities per token, -1 for none.
-      prompt_length_B: tokens of the prompt; bad words are looked for in what comes after them.
-      biased_B: whether the row's ``bias_BV`` of the state counts.
+      logprobs_B: log-probabilities per token to return, -1 for none.
+      prompt_length_B: tokens of the prompt; bad words are only looked for after them.
+      biased_B: whether the state's ``bias_BV`` applies to the row.
       bad_words_BWL: token sequences that may not be generated, each from its last token backwards; -1 for unused
-        places.
+        entries.
     """
 
     temperature_B: Array
@@ -56,29 +58,29 @@ class Sampling:
 
 
 @pytree
-class Prices:
-    """What one more draft of a chain costs, and what its tokens are worth; float32 scalars but where axes are named.
+class DraftCosts:
+    """Costs of one more draft of a chain, and the worth of its tokens; float32 scalars unless axes are named.
 
     Attributes:
-      rate: tokens per second that the batch commits now; 0 makes time worth nothing, so that it cuts none.
-      rows: rows that decode.
+      tok_per_s: tokens per second that the batch commits now; 0 makes time worth nothing, so no draft is pruned for it.
+      rows: active rows.
       token_s: seconds that a verified draft adds to a step.
-      expert_s: seconds that a routed expert adds which no other token of the step touches, all layers together.
+      expert_s: seconds added by a routed expert that no other token of the step touches, all layers together.
       depth_s: seconds that drafting one position deeper adds, all rows together.
-      least: product of a drafter's confidences below which nothing is verified.
-      deepest: drafts of a row that are verified at most.
-      accept_MC: share of tried drafts that were accepted, by C equal steps of confidence; of greedy rows (M = 0) and of
-        rows that sample (M = 1).
+      min_confidence: product of a drafter's confidences below which no draft is verified.
+      max_drafts: most drafts of a row that are verified.
+      accept_MC: share of tried drafts that were accepted, by C equal steps of confidence, for greedy rows (M = 0) and
+        sampled rows (M = 1).
       experts, top_k: E and A of the target's routed layers, 0 without any.
     """
 
-    rate: Array
+    tok_per_s: Array
     rows: Array
     token_s: Array
     expert_s: Array
     depth_s: Array
-    least: Array
-    deepest: Array
+    min_confidence: Array
+    max_drafts: Array
     accept_MC: Array
     experts: int = static(default=0)
     top_k: int = static(default=0)
@@ -86,33 +88,33 @@ class Prices:
 
 @pytree
 class Anchor:
-    """Where drafting starts.
+    """The last committed token of each row, from which drafting starts.
 
     Attributes:
       token_B: last committed token, not yet in any cache.
       length_B: committed positions, and so the anchor's position.
       history_BS: committed tokens, the anchor included at ``length``.
       sampling: how rows sample.
-      prices: of drafts, which are then cut where they do not pay; None keeps them all.
-      bias_BV: added to the logits of rows that are biased, None for nowhere.
+      draft_costs: by which drafts that do not pay are pruned; None keeps them all.
+      bias_BV: added to the logits of biased rows; None if no row is.
     """
 
     token_B: Array
     length_B: Array
     history_BS: Array
     sampling: Sampling
-    prices: Prices | None = None
+    draft_costs: DraftCosts | None = None
     bias_BV: Array | None = None
 
 
 @pytree
 class Tree:
-    """How the nodes of one verification hang together, by row; B is 1 where all rows have the same.
+    """The tree of nodes of one verification, by row; B is 1 where all rows have the same.
 
     Attributes:
       parent_BT: int32, parent of each node; -1 for the anchor.
       depth_BT: int32, distance from the anchor.
-      path_BTJ: int32 [B, T, K + 1], the nodes from the anchor to each node by depth, and 0 behind its end.
+      path_BTJ: int32 [B, T, K + 1], the nodes from the anchor to each node by depth, then zeros.
       is_chain: whether no node of any row has a sibling.
     """
 
@@ -132,31 +134,30 @@ class Tree:
         return self.path_BTJ.shape[2] - 1
 
     def path_to(self, node_B: Array) -> tuple[Array, Array]:
-        """The path from the anchor to one node of each row, [B, K + 1], and its depth."""
+        """Returns the path from the anchor to one node of each row, [B, K + 1], and its depth."""
         rows_B = jnp.arange(node_B.shape[0], dtype=jnp.int32) if self.parent_BT.shape[0] > 1 else 0
         return self.path_BTJ[rows_B, node_B], self.depth_BT[rows_B, node_B]
 
     @staticmethod
     def of(topology: Topology) -> Tree:
-        """The same tree for all rows."""
-        made = (jnp.asarray(x, jnp.int32)[None] for x in (topology.parents, topology.depth, topology.path_TJ))
-        return Tree(*made, is_chain=topology.is_chain)
+        """Returns the tree of a topology, the same for all rows."""
+        arrays = (jnp.asarray(x, jnp.int32)[None] for x in (topology.parents, topology.depth, topology.path_TJ))
+        return Tree(*arrays, is_chain=topology.is_chain)
 
 
 @pytree
 class Proposal:
-    """Drafted tokens of the nodes behind the anchor.
+    """Drafted tokens of the nodes after the anchor.
 
     Attributes:
-      token_BN: one token id of the vocabulary per draft node, also where it is not valid.
+      token_BN: a token id per draft node, also where it is not valid.
       valid_BN: whether the node is a real proposal; others are never accepted.
       logp_BNV: log of the distribution that each node was drawn from, None for point masses.
-      tree: how each row's nodes hang together, None where the topology says it.
+      tree: of each row's nodes, None where the topology says it.
       expert_BKYA: experts that the target is predicted to choose for the drafts of a chain, in some layers; None
-        where the drafter predicts none. Nothing is accepted or refused because of them.
-      confidence_BN: largest probability of what each draft of a chain is drawn from, where drafts have prices; 0 where
-        nothing was drafted.
-      sparse: whether often no row has a draft at all; such a step may verify, and its drafter observe, one position.
+        without a prediction. No draft is accepted or refused because of them.
+      confidence_BN: largest probability of the distribution that each draft of a chain is drawn from, where drafts have
+        costs; 0 where none was drafted.
     """
 
     token_BN: Array
@@ -165,10 +166,9 @@ class Proposal:
     tree: Tree | None = None
     expert_BKYA: Array | None = None
     confidence_BN: Array | None = None
-    sparse: bool = static(default=False)
 
-    def tree_of(self, topology: Topology | DynamicTree) -> Tree:
-        """How the nodes hang together, from itself or from the topology that it was drafted for."""
+    def tree_of(self, topology: AnyTopology) -> Tree:
+        """Returns the tree of the nodes, its own or that of the topology that it was drafted for."""
         if self.tree is not None:
             return self.tree
         assert isinstance(topology, Topology), "a drafter says what tree it has grown"
@@ -177,7 +177,7 @@ class Proposal:
 
 @pytree
 class Verdict:
-    """What verification decided.
+    """The outcome of verification.
 
     Attributes:
       path_BT: node at each depth of the accepted path, the anchor first; node 0 beyond it.
@@ -191,50 +191,70 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Reads:
-    """What a drafter reads of the target besides its last hidden states.
+class VerifyRule:
+    """A verification rule: says which drafts are accepted, so that the text or its distribution stays the target's.
 
     Attributes:
-      taps: layer boundaries b whose residual stream it reads; b is the input of layer b, the number of layers the
+      name: as drafters know it.
+      decide: from proposal, scores, live drafts [B, N], settings, anchors' positions and tree to the verdict.
+      exact: whether every token that it commits is the best of its node's scores, noise included.
+    """
+
+    name: str
+    decide: Callable[[Proposal, Array, Array, Sampling, Array, Tree], Verdict]
+    exact: bool = False
+
+    def __call__(
+        self, proposal: Proposal, score_BTV: Array, live_BN: Array, sampling: Sampling, length_B: Array, tree: Tree
+    ) -> Verdict:
+        """Decides what is committed."""
+        return self.decide(proposal, score_BTV, live_BN, sampling, length_B, tree)
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """The hidden states of the target that a drafter reads besides the last ones.
+
+    Attributes:
+      taps: layer boundaries b whose residual stream it reads: b is the input of layer b, the number of layers the
         last output (``hidden_states[b]`` of transformers).
-      commons: expert layers of which it reads what their shared experts return, or what their router reads where
-        there are none.
+      shared_outputs: expert layers whose shared experts' output it reads, or without shared experts the router's input.
     """
 
     taps: tuple[int, ...] = ()
-    commons: tuple[int, ...] = ()
+    shared_outputs: tuple[int, ...] = ()
 
 
-NOTHING = Reads()
+NO_CAPTURE = CaptureSpec()
 
 
 @pytree
 class Features:
-    """What the target computed at some positions.
+    """Hidden states of the target at some positions.
 
     Attributes:
-      last_BTD: stream behind the final norm, float32.
+      last_BTD: stream after the final norm, float32.
       stream: the stream before it [B, T, D], or with hyper-connections the streams [B, T, N, D].
-      taps, commons: what ``Reads`` asked for, one [B, T, D] each.
+      taps, shared_outputs: as of ``CaptureSpec``, one [B, T, D] each.
     """
 
     last_BTD: Array
     stream: Array
     taps: tuple[Array, ...] = ()
-    commons: tuple[Array, ...] = ()
+    shared_outputs: tuple[Array, ...] = ()
 
 
 @pytree
 class Commit:
-    """What became part of the text.
+    """Tokens that became part of the text.
 
     Attributes:
-      token_BT: the anchor first, then every committed token but the last: the tokens whose positions are now final.
-      next_BT: the token behind each of them, so the last one that counts is the next anchor.
-      features: of the target at their positions; None where plain decoding left none behind.
-      count_B: how many of them count.
+      token_BT: the anchor, then every committed token but the last: the tokens whose positions are now final.
+      next_BT: the token after each of them; the last valid one is the next anchor.
+      features: of the target at their positions; None where plain decoding kept none.
+      count_B: how many of them are valid.
       start_B: position of the first.
-      path_BT: nodes that they stood at, for drafters that wrote ahead along the topology; None in prefill.
+      path_BT: their nodes, for drafters that wrote ahead along the topology; None in prefill.
       row: the row that is prefilled, None when all rows step.
     """
 
@@ -246,29 +266,37 @@ class Commit:
     path_BT: Array | None
     row: Array | None
 
-
-class Drafter(Protocol):
-    """A source of drafts; implementers are final pytrees, so weights are leaves and everything else is static."""
+    @property
+    def hidden(self) -> Features:
+        """Features, for drafters that need hidden states."""
+        assert self.features is not None, "only a drafter that needs tokens alone catches up without features"
+        return self.features
 
     @property
-    def topology(self) -> Topology | DynamicTree:
-        """The static shape of what is proposed."""
-        ...
+    def position_BT(self) -> Array:
+        """Position of each token."""
+        return self.start_B[:, None] + jnp.arange(self.token_BT.shape[1], dtype=jnp.int32)[None]
+
+
+class Drafter(ABC):
+    """A source of drafts. Subclasses are final pytrees: weights are leaves, everything else is static.
+
+    Attributes:
+      topology: static shape of what is proposed.
+      needs: what it must observe before it can propose: nothing, the committed tokens, or the target's hidden states.
+      reads: what it captures of the target besides its last hidden states.
+      sparse: whether often no row has a draft; a step may then verify, and the drafter observe, the anchors alone.
+    """
+
+    topology: AnyTopology
+    needs: Literal["none", "tokens", "hidden"] = "none"
+    reads: CaptureSpec = NO_CAPTURE
+    sparse: bool = False
 
     @property
     def slack(self) -> int:
         """Positions beyond the capacity that the drafter's caches must hold while writing ahead."""
-        ...
-
-    @property
-    def follows(self) -> Literal["nothing", "tokens", "features"]:
-        """What of the text it must have observed to draft well."""
-        ...
-
-    @property
-    def reads(self) -> Reads:
-        """What it reads of the target besides its last hidden states."""
-        ...
+        return 0
 
     def init_state(self, rows: int, capacity: int, slack: int) -> DraftState:
         """Allocates the state of empty rows.
@@ -278,12 +306,56 @@ class Drafter(Protocol):
           capacity: longest text in tokens.
           slack: most positions that one forward or one chunk of a prompt writes beyond the committed ones.
         """
-        ...
+        return ()
 
+    @abstractmethod
     def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         """Drafts every node; never commits."""
-        ...
 
     def observe(self, state: DraftState, commit: Commit) -> DraftState:
         """Takes over committed tokens; prompt prefill is the first observation."""
-        ...
+        return state
+
+    def with_topology(self, topology: AnyTopology) -> Self:
+        """Returns the drafter of another topology, with the same weights and the same state."""
+        return replace(self, topology=topology)
+
+    def plain(self) -> Drafter:
+        """Returns what takes this drafter's place, with its state, in steps of plain decoding."""
+        return NoDrafts()
+
+    def update_params(self, params: Params) -> Self:
+        """Returns the drafter with other parameters of the same structure, cast to the dtypes that it has.
+
+        Raises:
+          ConfigError: it has no parameters of its own, or structure or shapes differ.
+        """
+        raise ConfigError(f"update_draft: {type(self).__name__} has no parameters; only draft models and heads do")
+
+    def replay_room(self, capacity: int) -> int:
+        """Returns how many of a row's latest positions it can be shown after plain decoding."""
+        return capacity
+
+    def replay_sizes(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the sizes of the chunks in which it is shown them, ascending."""
+        return buckets
+
+    def replay_features(self, state: DraftState, row: Array, position_X: Array) -> Features | None:
+        """Returns what plain decoding kept of positions of a row, [1, X, ...], for a drafter that needs it."""
+        return None
+
+
+@pytree
+class NoDrafts(Drafter):
+    """Plain decoding as the same step: a topology of one node and an empty state."""
+
+    topology = PLAIN
+
+    def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
+        return no_proposal(anchor), state
+
+
+def no_proposal(anchor: Anchor) -> Proposal:
+    """Returns the proposal of a topology without drafts."""
+    shape = (anchor.token_B.shape[0], 0)
+    return Proposal(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), None)

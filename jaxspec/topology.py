@@ -1,4 +1,4 @@
-"""What is drafted, the anchor at the root: a static chain or tree of nodes, or a tree that every row grows itself."""
+"""Topologies of drafts, the anchor at the root: a static chain or tree, or a tree that every row grows itself."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Topology:
 
     @cached_property
     def name(self) -> str:
-        """What tables and metrics call it: a chain's length, or how many children nodes have, by level."""
+        """Name in tables and metrics: a chain's length, or the number of children by level."""
         if self.is_chain:
             return str(self.drafts)
         levels: list[list[int]] = [[] for _ in range(self.max_depth + 1)]
@@ -70,7 +70,7 @@ class Topology:
         return max(self.depth)
 
     @property
-    def ahead(self) -> int:
+    def write_ahead(self) -> int:
         """Most positions that a drafter writes ahead for it."""
         return self.nodes
 
@@ -82,40 +82,28 @@ class Topology:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children of each node in order of preference."""
-        found: list[list[int]] = [[] for _ in self.parents]
+        children: list[list[int]] = [[] for _ in self.parents]
         for node, parent in enumerate(self.parents[1:], start=1):
-            found[parent].append(node)
-        return tuple(tuple(c) for c in found)
+            children[parent].append(node)
+        return tuple(map(tuple, children))
 
     @cached_property
     def path_TJ(self) -> np.ndarray:
-        """int32 [T, K + 1]: the nodes from the anchor to each node by depth, and 0 behind its end."""
+        """int32 [T, K + 1]: the nodes from the anchor to each node by depth, then zeros."""
         path_TJ = np.zeros((self.nodes, self.max_depth + 1), np.int32)
         for node, parent in enumerate(self.parents[1:], start=1):
             path_TJ[node] = path_TJ[parent]
             path_TJ[node, self.depth[node]] = node
         return path_TJ
 
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Root-to-leaf paths, the anchor left out."""
-        leaves = [n for n in range(self.nodes) if not self.children[n]]
-        out = []
-        for leaf in leaves:
-            path, node = [], leaf
-            while node > 0:
-                path.append(node)
-                node = self.parents[node]
-            out.append(tuple(reversed(path)))
-        return tuple(out)
-
 
 @dataclass(frozen=True)
 class DynamicTree:
     """A tree that every row grows while it drafts (EAGLE-2, Li 2024, 2406.16858, section 4).
 
-    At each depth the ``top_k`` most confident nodes are expanded into their ``top_k`` best tokens; of all tokens found
-    on the way the ``nodes - 1`` most confident are verified. A node's confidence is the product of the draft's
-    probabilities on its path, so no node is kept without its parent.
+    At each depth the ``top_k`` most confident nodes are expanded into their ``top_k`` best tokens; the ``nodes - 1``
+    most confident of all are verified. A node's confidence is the product of the draft's probabilities on its path, so
+    no node is verified without its parent.
 
     Attributes:
       top_k: nodes expanded per depth, and children of each.
@@ -147,7 +135,7 @@ class DynamicTree:
 
     @property
     def name(self) -> str:
-        """What tables and metrics call it."""
+        """Name in tables and metrics."""
         return f"top {self.top_k}, {self.steps} deep, {self.nodes} nodes"
 
     @property
@@ -161,8 +149,8 @@ class DynamicTree:
         return False
 
     @property
-    def ahead(self) -> int:
-        """Most positions that a drafter writes ahead: the anchor and every expanded level, or what is accepted."""
+    def write_ahead(self) -> int:
+        """Most positions that a drafter writes ahead: the anchor and every expanded level, or the accepted path."""
         return max(1 + (self.steps - 1) * self.top_k, self.steps + 1)
 
 
@@ -170,7 +158,7 @@ AnyTopology = Topology | DynamicTree
 
 
 def chain(length: int) -> Topology:
-    """K drafts, each the child of the one before; ``chain(0)`` is plain decoding."""
+    """Returns a chain of K drafts, each the child of the one before; ``chain(0)`` is plain decoding."""
     if length < 0:
         raise ConfigError(f"chain: the speculation length must be at least 0, got {length}")
     return Topology(tuple(range(-1, length)))
@@ -180,7 +168,7 @@ PLAIN = chain(0)
 
 
 def tree(branching: tuple[int, ...]) -> Topology:
-    """A full tree: every node of depth d has ``branching[d]`` children, numbered breadth first."""
+    """Returns a full tree: every node of depth d has ``branching[d]`` children, numbered breadth first."""
     if not branching or min(branching) < 1:
         raise ConfigError(f"tree: branching factors must be at least 1, got {branching}")
     parents, level = [-1], [0]

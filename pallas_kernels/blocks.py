@@ -76,8 +76,8 @@ def look_up(op: str, default: T, *, shape: str, form: str) -> T:
         return trial[1]
     known = measured(op)
     here = card() if known else ""
-    found = next((m for m in known if (m.card, m.shape, m.form) == (here, shape, form)), None)
-    return default if found is None else changed(default, found.tiles, f"{op}: tiles of {shape} {form}")
+    entry = next((m for m in known if (m.card, m.shape, m.form) == (here, shape, form)), None)
+    return default if entry is None else changed(default, entry.tiles, f"{op}: tiles of {shape} {form}")
 
 
 _trial: ContextVar[tuple[str, Any] | None] = ContextVar("trial", default=None)
@@ -113,7 +113,7 @@ def card() -> str:
 
 
 def folder() -> Path:
-    """Where the files lie: inside jaxspec in an installed wheel, beside the packages in a checkout."""
+    """Returns the directory of the files: inside jaxspec in an installed wheel, next to the packages in a checkout."""
     root = Path(__file__).resolve().parent.parent
     inside = root / "jaxspec" / "configs" / "kernels"
     return inside if inside.is_dir() else root / "configs" / "kernels"
@@ -154,12 +154,12 @@ def parse(text: str, name: str) -> tuple[Measured, ...]:
         wrong += sorted(n for n in wanted.keys() & entry.keys() if not isinstance(entry[n], wanted[n]))
         if wrong:
             raise BadTiles(f"{name}: entry {number}: {', '.join(wrong)} missing, unknown or of the wrong type")
-    found = tuple(Measured(**entry) for entry in entries)
-    keys = [(m.card, m.shape, m.form) for m in found]
+    read = tuple(Measured(**entry) for entry in entries)
+    keys = [(m.card, m.shape, m.form) for m in read]
     twice = sorted({" ".join(key) for key in keys if keys.count(key) > 1})
     if twice:
         raise BadTiles(f"{name}: more than one entry for {', '.join(twice)}; keep the faster one")
-    return found
+    return read
 
 
 def changed(default: T, values: Mapping[str, Any], where: str) -> T:

@@ -94,28 +94,28 @@ def layout(w: Weight, *, lead: int) -> Layout:
 
 
 def obstacles(w: Weight, name: str, *, lead: int) -> list[str]:
-    """Why products with a weight cannot be computed by the kernel; empty if they can."""
+    """Returns why products with a weight cannot be computed by the kernel; empty if they can."""
     if not isinstance(w, Quantized):
         known = w.dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn)
         return [] if known else [f"{name}: dtype {w.dtype} has no product in the kernel"]
     facts, form, axes = layout(w, lead=lead), w.format, len(w.shape) - lead
-    found = []
+    reasons = []
     least = 32 if form.kind == "fp4" else 16
     if facts.scaled_inside and (facts.blocks[0] < least or facts.blocks[0] & (facts.blocks[0] - 1)):
-        found.append(
+        reasons.append(
             f"{name}: {facts.blocks[0]} numbers per scale along the product's sum, not a power of two >= {least}"
         )
     if form.kind == "fp4" and form.packed_axis != -axes:
-        found.append(f"{name}: packed along axis {form.packed_axis}, not along that of the product's sum, {-axes}")
+        reasons.append(f"{name}: packed along axis {form.packed_axis}, not along that of the product's sum, {-axes}")
     if form.kind == "fp4" and facts.columns % LANES:
-        found.append(f"{name}: {facts.columns} columns, not a multiple of {LANES}")
+        reasons.append(f"{name}: {facts.columns} columns, not a multiple of {LANES}")
     if any(block != 1 for block in form.blocks[: len(form.blocks) - axes]):
-        found.append(f"{name}: scales shared by groups")
-    return found
+        reasons.append(f"{name}: scales shared by groups")
+    return reasons
 
 
 def references(w: Weight) -> list[jax.Array]:
-    """What a kernel is given of a weight: its numbers, and its scales if it has them; bytes of fp4 in words of four.
+    """Returns what a kernel reads of a weight: numbers, and scales if it has them; bytes of fp4 in words of four.
 
     The words are a view, not a copy.
     """
@@ -168,7 +168,7 @@ def products(
     whatever is computed beside it. A scale multiplies the float32 sum of the numbers that share it.
 
     Args:
-      x_tile: takes a plane, the first column of it and how many; returns the rows there, zero behind the last column.
+      x_tile: takes a plane, the first column of it and how many; returns the rows there, zero after the last column.
       refs: as from ``references``.
       facts: of the weight.
       lead: layer and group.
@@ -200,8 +200,8 @@ def products(
             w = load(ref) if inside is None else load(ref, mask=inside, other=_zero(refs[0].dtype))
             lanes = []
             for lane, halves in enumerate(_decoded(w, facts, xs[0].dtype)):
-                found = functools.reduce(operator.add, (_dot(x, half) for x, half in zip(xs, halves, strict=True)))
-                lanes.append(sums[place][lane] + (found * factors[place][lane] if factors else found))
+                part = functools.reduce(operator.add, (_dot(x, half) for x, half in zip(xs, halves, strict=True)))
+                lanes.append(sums[place][lane] + (part * factors[place][lane] if factors else part))
             new.append(lanes)
         return new
 
@@ -231,14 +231,14 @@ def _scales(ref, facts: Layout, lead, part, first_column, word, fits, tile: Prod
     assert facts.format is not None
     index = (*lead, *(j // between for j in part))
     if wide % tile.columns == 0:
-        found = [ref[(*index, first_column // wide)]] * facts.lanes
+        scales = [ref[(*index, first_column // wide)]] * facts.lanes
     elif _in_words(facts.format):
         four = _masked(ref.at[(*index, word)], fits)
-        found = [((four >> np.uint32(8 * lane)) & np.uint32(255))[None] for lane in range(facts.lanes)]
+        scales = [((four >> np.uint32(8 * lane)) & np.uint32(255))[None] for lane in range(facts.lanes)]
     else:
         columns = [word * facts.lanes + lane for lane in range(facts.lanes)]
-        found = [_masked(ref.at[(*index, column // wide)], fits)[None] for column in columns]
-    return [_power_of_two(f) if facts.format.exponent_scales else f for f in found]
+        scales = [_masked(ref.at[(*index, column // wide)], fits)[None] for column in columns]
+    return [_power_of_two(f) if facts.format.exponent_scales else f for f in scales]
 
 
 def _power_of_two(byte: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Weights that stay quantised in memory: blocks of small numbers with a scale each, widened where they are used."""
+"""Weights that stay quantized in memory: blocks of small numbers with a scale each, widened where they are used."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +15,13 @@ E4M3_BIAS, E2M1_BIAS, E4M3_LEAST = 7, 1, np.float32(2.0**-9)
 
 @dataclass(frozen=True)
 class Format:
-    """How one kind of weight is quantised.
+    """How one kind of weight is quantized.
 
     Attributes:
       kind: ``fp8`` (e4m3), ``int8``, or ``fp4`` (e2m1, two numbers per byte along ``packed_axis``).
       blocks: numbers per scale along each of the last axes; the last block of an axis may be shorter.
       exponent_scales: whether scales are powers of two, stored as the bytes of e8m0, instead of float32.
-      packed_axis: axis of ``fp4`` along which the low and the high half of a byte are neighbours, counted from the end.
+      packed_axis: axis of ``fp4`` along which the low and the high half of a byte are neighbors, counted from the end.
     """
 
     kind: Literal["fp8", "int8", "fp4"]
@@ -31,12 +31,12 @@ class Format:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What the numbers are stored as."""
+        """Dtype of the stored numbers."""
         return jnp.dtype({"fp8": jnp.float8_e4m3fn, "int8": jnp.int8, "fp4": jnp.uint8}[self.kind])
 
     @property
     def scale_dtype(self) -> jnp.dtype:
-        """What the scales are stored as."""
+        """Dtype of the stored scales."""
         return jnp.dtype(jnp.uint8 if self.exponent_scales else jnp.float32)
 
     def data_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class Format:
 @partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=["format"])
 @dataclass(frozen=True)
 class Quantized:
-    """A quantised weight; leading axes (layers, experts) may be sliced off like those of an array.
+    """A quantized weight; leading axes (layers, experts) may be sliced off like those of an array.
 
     Attributes:
       data: the numbers.
@@ -90,7 +90,7 @@ Weight: TypeAlias = Array | Quantized
 
 
 def form(w: Weight) -> str:
-    """How a weight is stored, in one word: a dtype, or ``fp8``, ``int8``, ``mxfp4`` and the like."""
+    """Names how a weight is stored, in one word: a dtype, or ``fp8``, ``int8``, ``mxfp4`` and the like."""
     if not isinstance(w, Quantized):
         return jnp.dtype(w.dtype).name
     return ("mx" if w.format.exponent_scales else "") + w.format.kind
@@ -102,7 +102,7 @@ def widen(w: Weight, dtype: Any = jnp.float32) -> Array:
 
 
 def abstract_quantized(shape: tuple[int, ...], form: Format) -> Quantized:
-    """Shapes and dtypes of a quantised weight, nothing allocated."""
+    """Shapes and dtypes of a quantized weight, nothing allocated."""
     data: Any = jax.ShapeDtypeStruct(form.data_shape(shape), form.dtype)
     scale: Any = jax.ShapeDtypeStruct(form.scale_shape(shape), form.scale_dtype)
     return Quantized(data, scale, form)

@@ -16,7 +16,7 @@ IN_ONE_PROGRAM = 8192
 @partial(jax.tree_util.register_dataclass, data_fields=["group_N", "first_N", "count_N"], meta_fields=[])
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of rows; those of one group are neighbours, so that its weights are read once and then found in cache.
+    """Blocks of rows; those of one group are neighbors, so that its weights are read once and then found in cache.
 
     Attributes:
       group_N: group of each block.
@@ -62,7 +62,7 @@ def sort(group_R: jax.Array, groups: int, height: int, implementation: Implement
       implementation: one program of the kernel where that is quick, plain JAX for many rows.
 
     Returns:
-      The row at each place of the sorted order (undefined behind the last), and the blocks.
+      The row at each place of the sorted order (undefined after the last), and the blocks.
     """
     rows = group_R.shape[0]
     if rows > IN_ONE_PROGRAM:

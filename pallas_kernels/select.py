@@ -79,10 +79,10 @@ _record: ContextVar[list[Choice] | None] = ContextVar("record", default=None)
 @contextmanager
 def recording() -> Iterator[list[Choice]]:
     """Collects every choice that is made inside, instead of warning of any."""
-    found: list[Choice] = []
-    token = _record.set(found)
+    choices: list[Choice] = []
+    token = _record.set(choices)
     try:
-        yield found
+        yield choices
     finally:
         _record.reset(token)
 

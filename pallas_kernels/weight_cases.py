@@ -12,7 +12,7 @@ Sizes = tuple[int, ...]
 
 
 def format_of(form: str, shape: Sizes, block: int = 128) -> Format | None:
-    """How a weight [..., K, N] or [..., K, 2, N] is stored; ``shape`` is that of its last axes.
+    """Storage of a weight [..., K, N] or [..., K, 2, N] is stored; ``shape`` is that of its last axes.
 
     Args:
       form: ``fp8`` has a float32 scale per square block, ``mxfp8`` a power of two; ``int8`` one per column; ``mxfp4``

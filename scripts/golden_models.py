@@ -35,14 +35,14 @@ class Golden:
     Attributes:
       architecture: its class in transformers.
       config: the published config on top of ``COMMON``; a value of ``...`` takes a common key out.
-      quantised: layout of the stored weights, if they are not all bfloat16.
-      mtp: whether a layer of multi-token prediction is stored behind the model.
+      quantized: layout of the stored weights, if they are not all bfloat16.
+      mtp: whether a layer of multi-token prediction is stored after the model.
       nested: key of the published config under which the text model's lies, and prefix of its tensors.
     """
 
     architecture: str
     config: dict[str, Any] = field(default_factory=dict)
-    quantised: Literal["", "fp8", "mxfp4", "deepseek_v4"] = ""
+    quantized: Literal["", "fp8", "mxfp4", "deepseek_v4"] = ""
     mtp: bool = False
     nested: tuple[str, str] = ("", "")
 
@@ -58,7 +58,7 @@ class Golden:
         return {"model_type": self.config["model_type"], self.nested[0]: self.text() | {"model_type": "deepseek_v3"}}
 
     def settings(self) -> dict[str, Any]:
-        """What the config class of transformers takes."""
+        """Returns what the config class of transformers takes."""
         outside = ("architectures", "torch_dtype", "model_type", "quantization_config", "expert_dtype")
         # A copy: transformers writes into what it is given.
         return deepcopy({key: value for key, value in self.text().items() if key not in outside})
@@ -255,7 +255,7 @@ GOLDENS = {
                 ],
             },
         },
-        quantised="mxfp4",
+        quantized="mxfp4",
     ),
     "minimax_m2": Golden(
         "MiniMaxM2ForCausalLM",
@@ -308,7 +308,7 @@ GOLDENS = {
             "num_experts_per_tok": 2,
             "quantization_config": FP8,
         },
-        quantised="fp8",
+        quantized="fp8",
     ),
     "kimi_k2": Golden("DeepseekV3ForCausalLM", {**KIMI, "model_type": "kimi_k2"}),
     "kimi_k25": Golden(
@@ -375,10 +375,10 @@ GOLDENS = {
             "expert_dtype": "fp4",
             "quantization_config": {**FP8, "scale_fmt": "ue8m0"},
         },
-        quantised="deepseek_v4",
+        quantized="deepseek_v4",
     ),
 }
-# The same shape as OPT-350m: norms behind the sums, an embedding narrower than the model.
+# The same shape as OPT-350m: norms after the sums, an embedding narrower than the model.
 GOLDENS["opt_350m"] = Golden(
     "OPTForCausalLM", {**GOLDENS["opt"].config, "word_embed_proj_dim": 16, "do_layer_norm_before": False}
 )

@@ -55,12 +55,12 @@ def build(golden: Golden, layers: int) -> torch.nn.Module:
 def published_tensors(model: torch.nn.Module, golden: Golden) -> Tensors:
     """Every weight under its published name, rounded to the numbers that its published dtype has."""
     if golden.config["model_type"] == "deepseek_v4":
-        found = dict(deepseek_v4_tensors(model))
+        tensors = dict(deepseek_v4_tensors(model))
     else:
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
-            found = load_file(Path(directory) / "model.safetensors")
-    return {name: x if is_exact(name, x) else x.bfloat16().float() for name, x in found.items()}
+            tensors = load_file(Path(directory) / "model.safetensors")
+    return {name: x if is_exact(name, x) else x.bfloat16().float() for name, x in tensors.items()}
 
 
 def is_exact(name: str, x: torch.Tensor) -> bool:
@@ -114,11 +114,11 @@ def deepseek_v4_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
 
 
 def mtp_names(golden: Golden) -> tuple[str, str]:
-    """Prefix of the layer behind the model as transformers would read it, and as it is published."""
-    behind = golden.text()["num_hidden_layers"]
+    """Returns the prefix of the layer after the model as transformers would read it, and as it is published."""
+    depth = golden.text()["num_hidden_layers"]
     if golden.config["model_type"] == "deepseek_v4":
-        return f"layers.{behind}.", "mtp.0."
-    return f"model.layers.{behind}.", f"model.layers.{behind}."
+        return f"layers.{depth}.", "mtp.0."
+    return f"model.layers.{depth}.", f"model.layers.{depth}."
 
 
 def add_mtp(golden: Golden, tensors: Tensors) -> Tensors:
@@ -171,23 +171,23 @@ def fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return nibble[..., ::2] | (nibble[..., 1::2] << 4), (power + 127).to(torch.uint8), exact.flatten(-2)
 
 
-def quantise(golden: Golden, tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """What is stored, and the same weights exactly dequantised in float32."""
+def quantize(golden: Golden, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """Returns what is stored, and the same weights exactly dequantized in float32."""
     stored, exact = {}, dict(tensors)
     for name, x in tensors.items():
         stem = name.removesuffix(".weight")
         parts, layer = {name: x if is_exact(name, x) else x.bfloat16()}, "layers." in name
-        if golden.quantised == "fp8" and layer and x.ndim == 2 and not name.endswith("mlp.gate.weight"):
+        if golden.quantized == "fp8" and layer and x.ndim == 2 and not name.endswith("mlp.gate.weight"):
             stored_x, scale, exact[name] = fp8(x, power_of_two=False)
             parts = {name: stored_x, f"{name}_scale_inv": scale}
-        elif golden.quantised == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
+        elif golden.quantized == "mxfp4" and name.endswith(("gate_up_proj", "down_proj")):
             nibbles, power, values = fp4(x.transpose(1, 2).contiguous())
             parts = {f"{name}_blocks": nibbles.unflatten(-1, (-1, 16)), f"{name}_scales": power}
             exact[name] = values.transpose(1, 2).contiguous()
-        elif golden.quantised == "deepseek_v4" and ".experts." in name:
+        elif golden.quantized == "deepseek_v4" and ".experts." in name:
             nibbles, power, exact[name] = fp4(x)
             parts = {name: nibbles.view(torch.int8), f"{stem}.scale": power.view(torch.float8_e8m0fnu)}
-        elif golden.quantised == "deepseek_v4" and stem.endswith(
+        elif golden.quantized == "deepseek_v4" and stem.endswith(
             ("wq_a", "wq_b", "attn.wkv", "wo_a", "wo_b", "shared_experts.w1", "shared_experts.w2", "shared_experts.w3")
         ):
             stored_x, scale, exact[name] = fp8(x, power_of_two=True)
@@ -277,7 +277,7 @@ def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def mtp_reference(
     golden: Golden, tensors: Tensors, model: torch.nn.Module, core: torch.nn.Module, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Logits of multi-token prediction [B, T-1, V]: slot i joins token i + 1 with the hidden state behind token i.
+    """Logits of multi-token prediction [B, T-1, V]: slot i joins token i + 1 with the hidden state after token i.
 
     DeepSeek-V3 (2024), section 2.2; for DeepSeek-V4 its released inference code. The decoder layer is transformers'.
 
@@ -285,7 +285,7 @@ def mtp_reference(
       golden: which model.
       tensors: its weights by published name.
       model: the model.
-      core: the same without its head and with nothing but the layer behind it.
+      core: the same without its head and with nothing but the layer after it.
       ids: the text.
     """
     config, prefix = golden.text(), mtp_names(golden)[1]
@@ -319,9 +319,9 @@ def mtp_reference(
 
 def layer_behind(golden: Golden, tensors: Tensors) -> torch.nn.Module:
     """A model without a head that has nothing but the layer of multi-token prediction."""
-    (read, prefix), behind = mtp_names(golden), golden.text()["num_hidden_layers"]
-    core = loaded(golden, {n.replace(prefix, read): x for n, x in tensors.items()}, behind + 1).model
-    core.layers = torch.nn.ModuleList([core.layers[behind]])
+    (read, prefix), depth = mtp_names(golden), golden.text()["num_hidden_layers"]
+    core = loaded(golden, {n.replace(prefix, read): x for n, x in tensors.items()}, depth + 1).model
+    core.layers = torch.nn.ModuleList([core.layers[depth]])
     return core
 
 
@@ -343,7 +343,7 @@ def make(name: str, golden: Golden) -> None:
     torch.manual_seed(len(name))
     layers = golden.text()["num_hidden_layers"]
     tensors = published_tensors(build(golden, layers + golden.mtp), golden)
-    stored, exact = quantise(golden, add_mtp(golden, tensors) if golden.mtp else tensors)
+    stored, exact = quantize(golden, add_mtp(golden, tensors) if golden.mtp else tensors)
     model, core = loaded(golden, exact, layers), layer_behind(golden, exact) if golden.mtp else None
     for seed in range(400):
         generator = torch.Generator().manual_seed(seed)
@@ -352,17 +352,17 @@ def make(name: str, golden: Golden) -> None:
         if margin <= 1e-3:
             continue
         with watched_choices() as gaps, torch.no_grad():
-            found = reference(model, ids)
+            outputs = reference(model, ids)
             logits_of(model, text)
             if core is not None:
-                found["mtp_logits"] = mtp_reference(golden, exact, model, core, ids)
+                outputs["mtp_logits"] = mtp_reference(golden, exact, model, core, ids)
         if min(gaps) >= SMALLEST_GAP:
             break
     else:
         raise SystemExit(f"{name}: every input comes close to a tie")
     prompt = torch.tensor(PROMPT, dtype=torch.int32)
-    found |= {"input_ids": ids.int(), "greedy_ids": new.int().contiguous(), "prompt_length": prompt}
-    save_file(found, directory / "reference.safetensors")
+    outputs |= {"input_ids": ids.int(), "greedy_ids": new.int().contiguous(), "prompt_length": prompt}
+    save_file(outputs, directory / "reference.safetensors")
     stored = {golden.nested[1] + tensor: x for tensor, x in stored.items()}
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(golden.published(), indent=2) + "\n")

@@ -47,7 +47,7 @@ setup() {
 
 setup_aot() {
     local wanted started=$SECONDS
-    wanted=$("$venv/bin/python" -c 'from jaxspec.bench.aot import packages; print("\n".join(packages()))') || exit 1
+    wanted=$("$venv/bin/python" -c 'from jaxspec.aot.process import packages; print("\n".join(packages()))') || exit 1
     [ "$(cat "$venv/aot/installed" 2>/dev/null)" = "$wanted" ] && return
     rm -rf "$venv/aot"
     printf 'Installing what compiles for GPUs into %s (220 MB) ... ' "$venv/aot" >&2

@@ -49,6 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
                 entry.unlink()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spares a run of the served tests the import of files that have none."""
+    only_served = str(config.getoption("markexpr")).startswith("served")
+    skipped = only_served and collection_path.suffix == ".py" and "mark.served" not in collection_path.read_text()
+    return skipped or None
+
+
 def pytest_collection_finish() -> None:
     """Spares the garbage collector what is imported by now, and most of its rounds: tracing makes little garbage."""
     gc.collect()

@@ -13,18 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.bench.compare import PROPOSALS, propose_often
-from jaxspec.bench.describe import describe_machine, describe_versions
-from jaxspec.bench.model_cost import model_cost, routed_order
-from jaxspec.bench.touched import routed_experts
+from jaxspec.bench.draft_timer import PROPOSALS, propose_often
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.decode.state import DecodeState, init_sampling
-from jaxspec.draft.lengths import LENGTH_KEYS
+from jaxspec.draft.speculative_keys import SCHEDULE_KEYS
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import describe_machine, describe_versions
+from jaxspec.inspect.model_cost import model_cost, routed_order
+from jaxspec.inspect.text_routes import routed_experts
 from jaxspec.models.arch import ArchSpec
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.perf.calibration import VERSION, Calibration, OverlapRecord, Point, fit_points, record_of
+from jaxspec.perf.calibration import VERSION, Calibration, MeasuredCell, fit_points, record_of
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.overlap import MeasuredOverlap, measure_overlap
 from jaxspec.pytree import replace as with_leaves
@@ -39,17 +39,17 @@ Cell = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Which cells are measured, and how.
+class CalibrationGrid:
+    """The cells that are measured, and how.
 
     Attributes:
       rows, lengths: every pair of these is measured at the first context.
-      contexts: cached positions per row; behind the first one only the fewest and the most rows are measured, and
+      contexts: cached positions per row; after the first one only the fewest and the most rows are measured, and
         those of a number of rows in the middle, each with the least and a middle length.
-      rounds: of all cells in turn, behind one that only warms up.
+      rounds: of all cells in turn, after one that only warms up.
       steps: per timed dispatch.
-      held_out_rows, held_out_lengths: beside the others; cells with one of these are measured in the same rounds and
-        kept out of the fit, to see how well it predicts them.
+      held_out_rows, held_out_lengths: further ones, measured in the same rounds and left out of the fit, to see how
+        well it predicts them.
     """
 
     rows: tuple[int, ...] = (1, 2, 4, 8)
@@ -62,12 +62,12 @@ class Grid:
 
     @property
     def all_rows(self) -> tuple[int, ...]:
-        """Those that are measured, held out or not."""
+        """Rows that are measured, held out or not."""
         return tuple(sorted({*self.rows, *self.held_out_rows}))
 
     @property
     def all_lengths(self) -> tuple[int, ...]:
-        """Those that are measured, held out or not."""
+        """Lengths that are measured, held out or not."""
         return tuple(sorted({*self.lengths, *self.held_out_lengths}))
 
     def __post_init__(self) -> None:
@@ -89,14 +89,14 @@ class Grid:
             )
 
     def cells(self) -> list[Cell]:
-        """Rows, K and context of each."""
+        """Returns rows, K and context of each cell to fit."""
         near = [(b, k, self.contexts[0]) for b in self.rows for k in self.lengths]
         some = sorted({self.rows[0], self.rows[len(self.rows) // 2], self.rows[-1]})
         middle = self.lengths[len(self.lengths) // 2]
         return near + [(b, k, c) for c in self.contexts[1:] for b in some for k in (0, middle)]
 
     def held_out(self) -> list[Cell]:
-        """Those that nothing is fitted to, at the first context."""
+        """Returns the cells that nothing is fitted to, at the first context."""
         return [
             (b, k, self.contexts[0])
             for b in self.all_rows
@@ -126,19 +126,19 @@ class Bench:
     grown: float = 0.0
 
     def step_s(self, steps: int) -> float:
-        """Seconds of a step, over one dispatch that the host waits for."""
+        """Times a step, over one dispatch that the host waits for, in seconds."""
         state = with_leaves(self.state, **{name: jnp.asarray(x) for name, x in self.start.items()})
         jax.block_until_ready(state.length_B)
         began = time.perf_counter()
-        self.state, report = self.programs.dispatch(state, steps, False, chain(self.cell[1]))
-        packed = np.asarray(report.packed_BX)
+        self.state, report = self.programs.dispatch(state, chain(self.cell[1]), steps)
+        result = report.unpack()
         elapsed = time.perf_counter() - began
-        assert int(packed[0, -1]) == steps, "a row ended while it was measured"
+        assert result.steps == steps, "a row ended while it was measured"
         self.grown = float(np.mean(np.asarray(self.state.length_B) - self.start["length_B"]))
         return elapsed / steps
 
     def draft_s(self) -> float:
-        """Seconds of one proposal."""
+        """Times one proposal, in seconds."""
         if self.propose is None:
             return 0.0
         began = time.perf_counter()
@@ -152,7 +152,7 @@ def calibrate(
     texts: Sequence[str],
     *,
     speculative: Mapping[str, Any],
-    grid: Grid,
+    grid: CalibrationGrid,
     load: Callable[..., LLM] = LLM,
     show: Show | None = None,
     **settings: Any,
@@ -172,7 +172,7 @@ def calibrate(
       ConfigError: the model has no tokenizer, or the grid does not fit it.
     """
     room = grid.contexts[-1] + grid.steps * (grid.all_lengths[-1] + 1) + 2
-    given = sorted(set(LENGTH_KEYS) & set(speculative))
+    given = sorted(set(SCHEDULE_KEYS) & set(speculative))
     if given:
         raise ConfigError(f"calibrate: the grid gives the lengths; leave {', '.join(given)} out")
     # A table by batch size makes an engine compile every length that it names.
@@ -196,7 +196,7 @@ def calibrate(
     points, held_out = ([measured[cell] for cell in cells] for cells in (grid.cells(), grid.held_out()))
     arch = llm.model.net.arch
     overlap = _overlap(llm, arch, ids, grid)
-    how = {"dtype": str(llm.model.net.policy.param), "quantization": settings.get("quantization") or "auto"}
+    how = {"dtype": str(llm.model.net.policy.storage.param), "quantization": settings.get("quantization") or "auto"}
     cost = model_cost(llm.model.config, name=directory.name, **how)
     full, blind = fit_points(cost, points, overlap, noise / math.sqrt(grid.rounds))
     return Calibration(
@@ -212,50 +212,52 @@ def calibrate(
         noise_floor=noise,
         points=tuple(points),
         held_out=tuple(held_out),
-        overlap=None if overlap is None else OverlapRecord(overlap.rows, overlap.positions, overlap.share),
+        overlap=overlap,
         fit=record_of(full),
         token_count_fit=record_of(blind),
     )  # fmt: skip
 
 
 def cost_of(calibration: Calibration, directory: Path) -> ModelCost:
-    """What the calibrated model costs, as it was measured."""
+    """Returns the cost of the calibrated model, as it was measured."""
     how = {name: str(calibration.settings[name]) for name in ("dtype", "quantization")}
     return model_cost(read_config(directory), name=directory.name, **how)
 
 
-def _benches(engine: Engine, grid: Grid, rows: int, ids: Sequence[int]) -> list[Bench]:
-    """Every cell of an engine; cells of one length share programs, and each has rows of its own."""
+def _benches(engine: Engine, grid: CalibrationGrid, rows: int, ids: Sequence[int]) -> list[Bench]:
+    """Prepares every cell of an engine; cells of one length share programs, and each has rows of its own."""
     drafting: dict[int, Any] = {0: None}
-    found = []
+    benches = []
     for cell in (cell for cell in grid.cells() + grid.held_out() if cell[0] == rows):
         _, length, context = cell
         state = _filled(engine, rows, context, ids)
         if length not in drafting:
-            args = engine.programs.drafters[chain(length)], state.draft, state.anchor, engine.spec.rule
+            args = engine.programs.drafters[chain(length)], state.draft, state.anchor, engine.spec.rule.name
             drafting[length] = jax.jit(propose_often, static_argnums=3).lower(*args).compile()
         names = ("length_B", "anchor_B", "history_BS", "active_B")
         start = {name: np.asarray(getattr(state, name)) for name in names}
-        found.append(Bench(cell, engine.programs, state, start, drafting[length]))
-    return found
+        benches.append(Bench(cell, engine.programs, state, start, drafting[length]))
+    return benches
 
 
 def _filled(engine: Engine, rows: int, context: int, ids: Sequence[int]) -> DecodeState:
-    """Rows that hold different stretches of the text, greedy and without an end."""
+    """Fills rows with different stretches of the text, greedy and without an end."""
     state, programs = jax.tree.map(jnp.copy, engine.state), engine.programs
-    whole = np.resize(np.asarray(ids, np.int32), context + 1 + rows * 97)
+    stretch = np.resize(np.asarray(ids, np.int32), context + 1 + rows * 97)
     neutral = init_sampling(1, STOP_PLACES)
     length = np.asarray([engine.depth], np.int32)
     sampling = with_leaves(neutral, max_length_B=np.asarray([engine.spec.capacity], np.int32), draft_limit_B=length)
     for row in range(rows):
-        prompt = whole[row * 97 : row * 97 + context + 1]
-        state = programs.prefill(state, row, prompt, None)
-        state = programs.admit(state, row, prompt, sampling, None)
+        prompt = stretch[row * 97 : row * 97 + context + 1]
+        state = programs.prefill(state, row, prompt)
+        state = programs.admit(state, row, prompt, sampling)
     return state
 
 
-def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[dict[Cell, Point], float]:
-    """Medians over rounds in which all cells are measured in turn, and the median of their relative spreads."""
+def _measure(
+    benches: Sequence[Bench], grid: CalibrationGrid, show: Show | None
+) -> tuple[dict[Cell, MeasuredCell], float]:
+    """Returns medians over rounds that measure all cells in turn, and the median of their relative spreads."""
     steps: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
     drafts: dict[Cell, list[float]] = {bench.cell: [] for bench in benches}
     for turn in range(grid.rounds + 1):
@@ -272,20 +274,21 @@ def _measure(benches: Sequence[Bench], grid: Grid, show: Show | None) -> tuple[d
         taken, step_s = sorted(steps[bench.cell]), statistics.median(steps[bench.cell])
         quarter = len(taken) // 4
         spread = (taken[-1 - quarter] - taken[quarter]) / step_s
+        # Drafting is timed apart from its step; a noisy step must still leave time for verifying.
         draft_s = min(statistics.median(drafts[bench.cell]), 0.9 * step_s)
-        points[bench.cell] = Point(rows, length, context + round(bench.grown / 2), step_s, spread, draft_s)
+        points[bench.cell] = MeasuredCell(rows, length, context + round(bench.grown / 2), step_s, spread, draft_s)
     return points, max(statistics.median(p.spread for p in points.values()), 1e-4)
 
 
-def _overlap(llm: LLM, arch: ArchSpec, ids: Sequence[int], grid: Grid) -> MeasuredOverlap | None:
-    """Shares of the independent count, on the routes of real text."""
+def _overlap(llm: LLM, arch: ArchSpec, ids: Sequence[int], grid: CalibrationGrid) -> MeasuredOverlap | None:
+    """Measures shares of the independent count, on the routes of real text."""
     routed = [layer.ffn for layer in arch.layers if isinstance(layer.ffn, MoeSpec)]
     if not routed or len({spec.top_k for spec in routed}) != 1:
         return None
     size = min(OVERLAP_TEXT, llm.capacity)
     count = max(grid.all_rows[-1], 4)
-    whole = np.resize(np.asarray(ids, np.int32), count * size).reshape(count, size)
-    texts = np.stack(routed_experts(llm.model, whole.tolist()), axis=1)
+    stretches = np.resize(np.asarray(ids, np.int32), count * size).reshape(count, size)
+    texts = np.stack(routed_experts(llm.model, stretches.tolist()), axis=1)
     order = routed_order(arch)
     positions = sorted({length + 1 for length in grid.lengths})
     return measure_overlap([texts[i] for i in order], [routed[i].experts for i in order], grid.rows, positions)

@@ -1,25 +1,16 @@
-"""Measures plain against speculative decoding in interleaved runs of one engine."""
+"""Compares plain with speculative decoding on one engine: what ``jaxspec demo`` measures."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import count
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-
-from jaxspec.bench.measure import Run, running
-from jaxspec.bench.turns import in_turns
+from jaxspec.bench.draft_timer import draft_timer
+from jaxspec.bench.measure import Run, run_requests
+from jaxspec.bench.rounds import PLAIN, SPECULATIVE, run_rounds
 from jaxspec.errors import ConfigError
-from jaxspec.protocol import Anchor, Drafter, DraftState
-from jaxspec.pytree import replace as with_leaves
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams, SpeculationMetrics
-from jaxspec.shapes import Array
-
-PROPOSALS = 16  # drafted per timed call, so that starting the program does not count
 
 
 @dataclass(frozen=True)
@@ -64,38 +55,6 @@ class Comparison:
     identical: bool
 
 
-def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Callable[[], float]:
-    """A function that times one proposal of all rows, on the state behind the prompts."""
-    for prompt in prompts:
-        llm.submit(prompt, params)
-    for _ in range(2):
-        llm.step(1)
-    held = jax.tree.map(jnp.copy, (llm.engine.state.draft, llm.engine.state.anchor))
-    llm.abort()
-    program = jax.jit(propose_often, static_argnums=3).lower(llm.engine.drafter, *held, llm.spec.rule).compile()
-
-    def measure() -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(program(llm.engine.drafter, *held))
-        return (time.perf_counter() - began) / PROPOSALS
-
-    measure()
-    return measure
-
-
-def propose_often(drafter: Drafter, draft: DraftState, anchor: Anchor, rule: str) -> Array:
-    """``PROPOSALS`` proposals one after the other, to be compiled and timed."""
-
-    def one(_: Array, carry: tuple[DraftState, Array]):
-        draft, token_B = carry
-        # Each proposal starts from the one before, or XLA would draft once and reuse it.
-        moved = with_leaves(anchor, token_B=token_B, length_B=anchor.length_B - (token_B & 1))
-        proposal, draft = drafter.propose(draft, moved, rule)
-        return draft, jnp.sum(proposal.token_BN, axis=1, dtype=jnp.int32) % 2
-
-    return lax.fori_loop(0, PROPOSALS, one, (draft, anchor.token_B))[1]
-
-
 def compare(
     llm: LLM,
     prompts: Sequence[str],
@@ -104,16 +63,14 @@ def compare(
     repetitions: int,
     show: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Measures greedy decoding, one prompt after the other, or all of them in an engine of several rows.
-
-    Each repetition runs the same prompts plainly and speculatively, one right after the other, in turns.
+    """Measures greedy decoding of one prompt after another, or of all of them in an engine of several rows.
 
     Args:
       llm: with a drafter.
       prompts: texts, at least as many as the engine has rows.
       max_tokens: generated per prompt, end-of-text ids ignored.
-      repetitions: measured rounds, behind one that only warms up.
-      show: called with (runs done, runs in all).
+      repetitions: measured rounds, after one that only warms up.
+      show: called with (parts done, parts in all).
 
     Raises:
       ConfigError: the numbers leave nothing to measure.
@@ -125,67 +82,67 @@ def compare(
             f"got {len(prompts)} prompts, {depth} drafts, {repetitions} repetitions, {max_tokens} tokens"
         )
     plain = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, speculative=False)
-    modes = {False: plain, True: replace(plain, speculative=None)}
-    groups = [[prompt] for prompt in prompts] if batch == 1 else [list(prompts)]
-    total = 2 * len(groups) * (repetitions + 1)
-    draft_time = draft_timer(llm, prompts[:batch], modes[True])
-    rounds: list[list[dict[bool, Run]]] = []
-    draft_times: list[float] = []
-    for repetition in range(repetitions + 1):
-        rounds.append([])
-        for number, group in enumerate(groups):
-            subjects = {mode: partial(running, llm, group, params) for mode, params in modes.items()}
-            rounds[-1].append(in_turns(subjects, repetition + number + 1))
-            if show:
-                show(2 * (repetition * len(groups) + number + 1), total)
-        draft_times.append(draft_time())
-    return _summarize(batch, len(prompts), max_tokens, rounds, statistics.median(draft_times[1:]))
+    drafted = replace(plain, speculative=None)
+    size = 1 if batch == 1 else len(prompts)
+    parts = [slice(first, first + size) for first in range(0, len(prompts), size)]
+    done = count(1)
+
+    def tick() -> None:
+        if show:
+            show(next(done), len(parts) * (repetitions + 1))
+
+    subjects = {
+        PLAIN: lambda part: run_requests(llm, prompts[part], plain),
+        SPECULATIVE: lambda part: run_requests(llm, prompts[part], drafted),
+    }
+    time_drafting = draft_timer(llm, prompts[:batch], drafted)
+    rounds, draft_times = [], []
+    for runs in run_rounds(subjects, parts, repetitions, tick):
+        rounds.append(runs)
+        draft_times.append(time_drafting())
+    return _summarize(batch, len(prompts), max_tokens, rounds, statistics.median(draft_times))
 
 
 def _summarize(
-    batch: int, prompts: int, max_tokens: int, rounds: list[list[dict[bool, Run]]], draft_time_s: float
+    batch: int, prompts: int, max_tokens: int, rounds: list[list[dict[str, Run]]], draft_time_s: float
 ) -> Comparison:
-    warm = rounds[1:]
-    rates = [{mode: _rate([pair[mode] for pair in pairs]) for mode in (False, True)} for pairs in warm]
-    speedups = [rate[True] / rate[False] for rate in rates]
-    per_group = [
-        statistics.median(_rate([pairs[g][True]]) / _rate([pairs[g][False]]) for pairs in warm)
-        for g in range(len(warm[0]))
+    """Computes the figures from the runs of every round and part."""
+
+    def over_rounds(figure: Callable[[list[Run]], float], mode: str) -> list[float]:
+        return [figure([part[mode] for part in runs]) for runs in rounds]
+
+    rates = {mode: over_rounds(_rate, mode) for mode in (PLAIN, SPECULATIVE)}
+    times = {mode: over_rounds(lambda runs: sum(run.time_s for run in runs), mode) for mode in rates}
+    step_s = {mode: batch * statistics.median(over_rounds(_row_step_time, mode)) for mode in rates}
+    speedups = [s / p for s, p in zip(rates[SPECULATIVE], rates[PLAIN], strict=True)]
+    per_part = [
+        statistics.median(_rate([part[SPECULATIVE]]) / _rate([part[PLAIN]]) for part in same_prompts)
+        for same_prompts in zip(*rounds, strict=True)
     ]
-    whole = [sum(p[False].time_s for p in pairs) / sum(p[True].time_s for p in pairs) for pairs in warm]
-    step_s = {
-        mode: batch * statistics.median(_row_step_time([p[mode] for p in pairs]) for pairs in warm)
-        for mode in (False, True)
-    }
     speculation = SpeculationMetrics()
-    for pair in warm[0]:
-        speculation.merge(pair[True].speculation)
+    for part in rounds[0]:
+        speculation.merge(part[SPECULATIVE].speculation)
     steps = max(speculation.num_steps, 1)
-    same = all(
-        run.token_ids == rounds[0][g][False].token_ids
-        for pairs in rounds
-        for g, p in enumerate(pairs)
-        for run in p.values()
-    )
+    texts = [[part[mode].token_ids for part in runs] for runs in rounds for mode in (PLAIN, SPECULATIVE)]
     return Comparison(
         batch=batch,
         prompts=prompts,
         max_tokens=max_tokens,
-        repetitions=len(warm),
-        plain_tok_per_s=statistics.median(rate[False] for rate in rates),
-        spec_tok_per_s=statistics.median(rate[True] for rate in rates),
+        repetitions=len(rounds),
+        plain_tok_per_s=statistics.median(rates[PLAIN]),
+        spec_tok_per_s=statistics.median(rates[SPECULATIVE]),
         speedup=statistics.median(speedups),
         speedup_range=(min(speedups), max(speedups)),
-        prompt_speedup_range=(min(per_group), max(per_group)),
-        total_speedup=statistics.median(whole),
+        prompt_speedup_range=(min(per_part), max(per_part)),
+        total_speedup=statistics.median(p / s for s, p in zip(times[SPECULATIVE], times[PLAIN], strict=True)),
         acceptance_length=1 + speculation.num_accepted_tokens / steps,
         acceptance_per_pos=[count / steps for count in speculation.num_accepted_tokens_per_pos],
-        plain_step_time_s=step_s[False],
-        spec_step_time_s=step_s[True],
+        plain_step_time_s=step_s[PLAIN],
+        spec_step_time_s=step_s[SPECULATIVE],
         draft_time_s=draft_time_s,
-        draft_cost=draft_time_s / step_s[False],
-        verify_ratio=(step_s[True] - draft_time_s) / step_s[False],
-        identical=same,
+        draft_cost=draft_time_s / step_s[PLAIN],
+        verify_ratio=(step_s[SPECULATIVE] - draft_time_s) / step_s[PLAIN],
+        identical=all(text == texts[0] for text in texts),
     )
 
 

@@ -132,11 +132,11 @@ class JaxspecLM(TEMPLATE):
         return texts
 
     def _room(self, params: SamplingParams) -> int:
-        """Tokens of context that leave room for what is generated, at least one."""
+        """Returns the tokens of context that leave room for what is generated, at least one."""
         return max(self.llm.capacity - (params.max_tokens or 1), 1)
 
     def _sampling(self, settings: dict[str, Any]) -> SamplingParams:
-        """A task's generation settings."""
+        """Returns a task's generation settings."""
         rest = dict(settings)
         given = [rest.pop(name) for name in MAX_TOKENS if name in rest]
         until = rest.pop("until", None) or []

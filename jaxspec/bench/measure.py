@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.bench.turns import Going
 from jaxspec.errors import ConfigError
 from jaxspec.serve.llm import LLM, Prompt
 from jaxspec.serve.request import RequestOutput, SamplingParams, SpeculationMetrics
@@ -21,7 +20,7 @@ class Trace:
     Attributes:
       issued_s: when it was sent, from the start of the run.
       first_s, last_s: when its first and its last tokens came.
-      gaps_s: times between arrivals behind the first. Tokens of one dispatch arrive together and count as one arrival,
+      gaps_s: times between arrivals after the first. Tokens of one dispatch arrive together and count as one arrival,
         as tokens of one chunk do in ``vllm bench serve``; so they depend on ``steps_per_dispatch``.
       tokens: how many came.
     """
@@ -44,11 +43,11 @@ class Trace:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per token behind the first arrival of them all, None for texts of one token."""
+        """Time per token after the first arrival, None for texts of one token."""
         return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else None
 
     def arrive(self, count: int, now_s: float) -> None:
-        """Notes that tokens came."""
+        """Records tokens that came."""
         if self.tokens:
             self.gaps_s.append(now_s - self.last_s)
         else:
@@ -87,21 +86,21 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of the whole run."""
+        """Rate of the whole run."""
         return self.tokens / self.time_s
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """While every row decoded, None if that never was."""
+        """Rate while every row decoded, None if that never was."""
         return self.decode_tokens / self.decode_time_s if self.decode_tokens else None
 
     @property
     def decision_s(self) -> float:
-        """What one decision took, in seconds."""
+        """Seconds that one decision took."""
         return self.deciding_s / max(self.decisions, 1)
 
     def __add__(self, other: "Run") -> "Run":
-        """Both, one after the other."""
+        """Returns both, one after the other."""
         speculation = SpeculationMetrics()
         speculation.merge(self.speculation)
         speculation.merge(other.speculation)
@@ -112,7 +111,7 @@ class Run:
 
 
 def poisson_arrivals(count: int, rate_per_s: float, seed: int) -> list[float]:
-    """Seconds from the start at which requests of a Poisson process come; the first comes at once.
+    """Draws when requests of a Poisson process come, in seconds from the start; the first comes at once.
 
     Raises:
       ConfigError: the rate is not a positive number.
@@ -123,13 +122,13 @@ def poisson_arrivals(count: int, rate_per_s: float, seed: int) -> list[float]:
     return [0.0, *np.cumsum(gaps).tolist()]
 
 
-def running(
+def run_requests(
     llm: LLM,
     prompts: Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams],
     arrivals_s: Sequence[float] | None = None,
-) -> Going[Run]:
-    """Generates for all prompts and times it; it may pause behind each dispatch, while its clock stands still.
+) -> Run:
+    """Generates for all prompts and times it.
 
     Args:
       llm: idle.
@@ -141,14 +140,14 @@ def running(
     """
     every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     due = deque(zip([0.0] * len(prompts) if arrivals_s is None else arrivals_s, prompts, every, strict=True))
-    watch = _Watch(llm.spec.rows if arrivals_s is None else None)
+    observer = _Observer(llm.spec.rows if arrivals_s is None else None)
     engine, began = llm.engine, time.perf_counter()
     now, steps, decided = 0.0, _steps(llm), _decided(llm)
     try:
         while due or engine.busy:
             while due and due[0][0] <= now:
-                at, prompt, wanted = due.popleft()
-                watch.follow(llm.submit(prompt, wanted), at)
+                at, prompt, one = due.popleft()
+                observer.follow(llm.submit(prompt, one), at)
             if not engine.busy:
                 time.sleep(due[0][0] - now)
                 now = time.perf_counter() - began
@@ -158,71 +157,65 @@ def running(
             # A dispatch that reads prompts is kept short and out of the decoding figures.
             moved = llm.step(1 if reads else None)
             before, now = now, time.perf_counter() - began
-            watch.look(moved, now, now - before if full else None)
-            paused = time.perf_counter()
-            yield watch.tokens
-            began += time.perf_counter() - paused
+            observer.look(moved, now, now - before if full else None)
     finally:
-        llm.abort()  # nothing but where the run was given up
+        llm.abort()  # does nothing unless the run failed
     lengths = {k: n - steps.get(k, 0) for k, n in _steps(llm).items() if n > steps.get(k, 0)}
     count, time_s = (after - before for after, before in zip(_decided(llm), decided, strict=True))
-    return replace(watch.run(now, lengths), decisions=count, deciding_s=time_s)
+    return replace(observer.run(now, lengths), decisions=count, deciding_s=time_s)
 
 
 def _steps(llm: LLM) -> dict[str, int]:
-    """Steps since the engine started, by arm."""
+    """Returns the steps since the engine started, by topology."""
     arms = llm.engine.metrics.arms
     return {arm.name: arms[arm].steps for arm in sorted(arms, key=lambda arm: (arm.nodes, arm.name))}
 
 
 def _decided(llm: LLM) -> Sequence[Any]:
-    """Dispatches since the engine started, and the time that deciding about them took in seconds."""
+    """Returns the dispatches since the engine started, and the seconds that deciding about them took."""
     return llm.engine.metrics.dispatches, llm.engine.metrics.deciding_time_s
 
 
-class _Watch:
-    """Follows the outputs of a run; ``rows`` is how many requests of a closed loop are out, None without one.
-
-    Attributes:
-      tokens: that came so far.
-    """
+class _Observer:
+    """Follows the outputs of a run; ``rows`` is how many requests of a closed loop are out, None without one."""
 
     def __init__(self, rows: int | None):
-        self._rows, self.tokens = rows, 0
+        self._rows, self._tokens = rows, 0
         self._outputs: list[RequestOutput] = []
         self._traces: list[Trace] = []
-        self._places: dict[int, int] = {}
+        self._indices: dict[int, int] = {}
         self._steps: list[int] = []
         self._ends: list[float] = []
         self._decoded = [0, 0.0, 0]
 
     def follow(self, output: RequestOutput, issued_s: float) -> None:
-        self._places[id(output)] = len(self._outputs)
+        self._indices[id(output)] = len(self._outputs)
         self._outputs.append(output)
         self._traces.append(Trace(issued_s))
         self._steps.append(0)
 
     def look(self, moved: Sequence[RequestOutput], now_s: float, decoding_s: float | None) -> None:
-        """Notes what a dispatch brought, and counts it as decoding if every row was busy with that."""
+        """Records what a dispatch brought, as decoding if every row was busy with that."""
         tokens = steps = 0
         for output in moved:
-            place = self._places[id(output)]
-            trace, count = self._traces[place], len(output.outputs[0].token_ids)
+            index = self._indices[id(output)]
+            trace, count = self._traces[index], len(output.outputs[0].token_ids)
             if count > trace.tokens:
                 tokens += count - trace.tokens
                 trace.arrive(count - trace.tokens, now_s)
-            steps += output.metrics.num_steps - self._steps[place]
-            self._steps[place] = output.metrics.num_steps
+            steps += output.metrics.num_steps - self._steps[index]
+            self._steps[index] = output.metrics.num_steps
             if output.finished:
                 self._ends.append(now_s)
-        self.tokens += tokens
+        self._tokens += tokens
         if decoding_s is not None:
             self._decoded = [self._decoded[0] + tokens, self._decoded[1] + decoding_s, self._decoded[2] + steps]
 
     def run(self, time_s: float, lengths: dict[str, int]) -> Run:
-        """What there was to see, when all is done."""
+        """Returns what was seen, once all is done."""
         if self._rows is not None:
-            # The engine had them queued, so that it never waited for us; they count as sent when one before them ended.
+            # All were queued at once, so that the engine never waited for us; a request counts as sent when the
+            # one whose row it took ended.
             for trace, end in zip(self._traces[self._rows :], self._ends, strict=False):
                 trace.issued_s = end
         speculation = SpeculationMetrics()
@@ -232,7 +225,7 @@ class _Watch:
         return Run(
             token_ids=[list(c.token_ids) for c in completions],
             drafted=[list(c.drafted) for c in completions],
-            tokens=self.tokens,
+            tokens=self._tokens,
             time_s=time_s,
             decode_tokens=int(self._decoded[0]),
             decode_time_s=self._decoded[1],

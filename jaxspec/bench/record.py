@@ -1,7 +1,6 @@
 """The file that a benchmark leaves: its schema, and reading and writing it."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ PERCENTILES = (50, 95, 99)
 CLOSED = "closed"
 
 
-class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of the file; times are in seconds, rates per second."""
+class Struct(msgspec.Struct, frozen=True):
+    """A part of the file; times are in seconds, rates per second. Fields of older files that are gone are ignored."""
 
 
 class Spread(Struct, frozen=True):
@@ -38,17 +37,12 @@ class Spread(Struct, frozen=True):
     low: float | None = None
     high: float | None = None
 
-    @property
-    def width(self) -> float:
-        """Of the interval; infinite where there is none."""
-        return math.inf if self.low is None or self.high is None else self.high - self.low
-
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Of one value per round."""
-        inner, found = int(binom.ppf(0.025, len(values), 0.5)), sorted(map(float, values))
-        sure = (found[inner - 1], found[-inner]) if inner else (None, None)
-        return cls(float(np.median(values)), found[0], found[-1], *sure)
+        """Computes it from one value per round."""
+        inner, ordered = int(binom.ppf(0.025, len(values), 0.5)), sorted(map(float, values))
+        interval = (ordered[inner - 1], ordered[-inner]) if inner else (None, None)
+        return cls(float(np.median(values)), ordered[0], ordered[-1], *interval)
 
 
 class Waits(Struct, frozen=True):
@@ -61,7 +55,7 @@ class Waits(Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Waits | None":
-        """Of one value per request or gap, None if there is none."""
+        """Computes it from one value per request or gap; None if there is none."""
         if not values:
             return None
         return cls(float(np.mean(values)), *(float(np.percentile(values, p)) for p in PERCENTILES))
@@ -74,8 +68,8 @@ class Figures(Struct, frozen=True):
       tokens_per_s: of whole runs, prompts read and rows running empty included.
       decode_tokens_per_s: while every row decodes and no prompt is read, None if that never was.
       ttft_s: from when a request is sent to its first token.
-      itl_s: between arrivals of one request behind the first; tokens of one dispatch arrive together.
-      tpot_s: of each request, time per token behind the first arrival.
+      itl_s: between arrivals of one request after the first; tokens of one dispatch arrive together.
+      tpot_s: of each request, time per token after the first arrival.
       latency_s: from when a request is sent to its last token.
       requests, tokens: of one round.
       usd_per_million_tokens: at the price per hour that was given, by the median of ``tokens_per_s``.
@@ -92,12 +86,12 @@ class Figures(Struct, frozen=True):
     usd_per_million_tokens: float | None = None
 
 
-class Acceptance(Struct, frozen=True):
+class AcceptanceFigures(Struct, frozen=True):
     """What became of the drafts of one round, by vLLM's definitions.
 
     Attributes:
       num_drafts: verifications of a row that had drafts.
-      num_draft_tokens, num_accepted_tokens: the target's own token behind them is not counted.
+      num_draft_tokens, num_accepted_tokens: the target's own token after them is not counted.
       num_steps: verifications of a row, those without drafts included.
       rate: accepted over drafted tokens.
       length: 1 + accepted / num_drafts.
@@ -117,8 +111,8 @@ class Acceptance(Struct, frozen=True):
     tokens_per_step: float
 
     @classmethod
-    def of(cls, m: SpeculationMetrics, tokens: int) -> "Acceptance":
-        """Of all requests of a round together, which generated ``tokens``."""
+    def of(cls, m: SpeculationMetrics, tokens: int) -> "AcceptanceFigures":
+        """Computes it for all requests of a round together, which generated ``tokens``."""
         steps = max(m.num_steps, 1)
         return cls(
             m.num_drafts, m.num_draft_tokens, m.num_accepted_tokens, m.num_steps,
@@ -128,7 +122,7 @@ class Acceptance(Struct, frozen=True):
 
 
 class Experts(Struct, frozen=True):
-    """Distinct experts per layer and step, means over layers and steps; see ``bench.touched``.
+    """Distinct experts per layer and step, means over layers and steps; see ``bench.touched_experts``.
 
     Attributes:
       plain, speculative: counted, with one position per row and with all verified ones.
@@ -171,60 +165,8 @@ class PeerFigures(Struct, frozen=True):
     first_differences: list[int | None]
 
 
-class Regret(Struct, frozen=True):
-    """What is chosen while running, against every fixed length and tree in the same rounds on the same programs.
-
-    Attributes:
-      fixed: speed-up over plain decoding of each fixed length above 0 and tree, median over the rounds that it ran in.
-      best: the one of them, plain decoding (0) among them, whose rate has the greatest median; it was found in the
-        same rounds, so luck favours it.
-      over_best: paired ratios of the chosen ones' rate over that one's.
-      over_foreseen: the same over the one that was best in all other rounds, as one would have fixed it before; None
-        for a single round.
-      plain_again: paired ratios of plain decoding over itself, run twice in every round: all of it is luck.
-    """
-
-    fixed: dict[str, float]
-    best: str
-    over_best: Spread
-    over_foreseen: Spread | None = None
-    plain_again: Spread | None = None
-
-    @classmethod
-    def of(cls, auto: Sequence[float], fixed: Mapping[str, Sequence[float]], again: Sequence[float] = ()) -> "Regret":
-        """Of rates by round.
-
-        Args:
-          auto: of what is chosen.
-          fixed: by length or tree, 0 among them, fewer of those that had enough.
-          again: of plain decoding's second run, where it had one.
-        """
-        by_round = {k: np.divide(rates, fixed["0"][: len(rates)]) for k, rates in fixed.items()}
-        stayed = {k: gains for k, gains in by_round.items() if len(gains) == len(auto)}
-        best, over = _best(stayed), []
-        for turn in range(len(auto) if len(auto) > 1 else 0):
-            foreseen = _best({k: np.delete(gains, turn) for k, gains in stayed.items()})
-            over.append(auto[turn] / fixed[foreseen][turn])
-        gains = {k: float(np.median(found)) for k, found in by_round.items() if k != "0"}
-        beside = Spread.of(np.divide(auto, fixed[best]).tolist())
-        itself = np.divide(again, fixed["0"][: len(again)]).tolist()
-        return cls(gains, best, beside, Spread.of(over) if over else None, Spread.of(itself) if itself else None)
-
-    @staticmethod
-    def clearly_slower(fixed: Mapping[str, Sequence[float]]) -> list[str]:
-        """Those above 0 that were slower than the best one in every round, or are by a 95 % interval."""
-        best = fixed[_best({k: np.divide(rates, fixed["0"]) for k, rates in fixed.items()})]
-        over = {k: Spread.of(np.divide(rates, best).tolist()) for k, rates in fixed.items() if k != "0"}
-        return [k for k, ratio in over.items() if (ratio.most if ratio.high is None else ratio.high) < 1.0]
-
-
-def _best(gains: Mapping[str, np.ndarray]) -> str:
-    """Which has the greatest median."""
-    return max(gains, key=lambda k: float(np.median(gains[k])))
-
-
-class Cell(Struct, frozen=True):
-    """One point of the sweep: first what it is, then what was found.
+class SweepCell(Struct, frozen=True):
+    """One point of the sweep: first what it is, then what was measured.
 
     Attributes:
       drafter: its name, ``none`` for an engine without one.
@@ -239,11 +181,10 @@ class Cell(Struct, frozen=True):
       speedup: paired ratios of one round each, while every row decodes (whole runs if that never was).
       total_speedup: the same of whole runs. Plain runs of an engine with a draft model read prompts with it, too.
       lengths: steps by chain length or tree that they took, where the engine chooses (``k`` is ``auto``).
-      decision_s: what a choice took on the host in seconds, by round, mean over the round's dispatches; likewise.
-      regret: how far that choice was behind the best fixed length, where those ran, too.
+      decision_s: seconds that a choice took on the host, mean over a round's dispatches; likewise.
       same_text: whether all runs of a prompt gave the same tokens; None where the rule does not promise that, or
         acceptance is synthetic.
-      rounds: that were measured; 0 where an older file does not tell.
+      rounds: that were measured; 0 in older files.
     """
 
     drafter: str
@@ -258,18 +199,17 @@ class Cell(Struct, frozen=True):
     speculative: Figures | None = None
     speedup: Spread | None = None
     total_speedup: Spread | None = None
-    acceptance: Acceptance | None = None
+    acceptance: AcceptanceFigures | None = None
     experts: Experts | None = None
     lengths: dict[str, int] | None = None
     decision_s: Spread | None = None
-    regret: Regret | None = None
     same_text: bool | None = None
     peers: list[PeerFigures] = []
     rounds: int = 0
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What it is, to find it again in another file."""
+        """The cell's identity, to find it in another file."""
         return (
             self.drafter, self.k, self.concurrency, self.temperature, self.workload, self.input_tokens,
             self.output_tokens, self.arrival,
@@ -277,7 +217,7 @@ class Cell(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """The cell in words."""
         size = f"{self.input_tokens or 'natural'}+{self.output_tokens}"
         how = "" if self.arrival == CLOSED else f", {self.arrival}"
         drafts = "plain" if self.k == 0 else f"{self.drafter} K={self.k}"
@@ -285,25 +225,25 @@ class Cell(Struct, frozen=True):
 
 
 class Skipped(Struct, frozen=True):
-    """What was asked for and could not be measured."""
+    """A cell or engine that could not be measured, and why."""
 
     what: str
     reason: str
 
 
-class Report(Struct, frozen=True):
+class BenchReport(Struct, frozen=True):
     """A whole benchmark.
 
     Attributes:
       schema: name and version of this layout.
       complete: whether the sweep came to its end; a file that a stopped sweep left is not.
       synthetic: settings of synthetic acceptance, None for the real thing. The texts of such a sweep are no model's,
-        and its speeds hold at the acceptance that was decreed.
+        and its speeds hold at that acceptance only.
       command: arguments of the command line.
       date: of the start, ISO 8601 in UTC.
       seed: of prompts, arrivals and sampling.
       machine, versions, model, settings: what it ran on, with and how.
-      cells, skipped: what was found and what was not.
+      cells, skipped: what was measured and what was not.
     """
 
     schema: str
@@ -316,7 +256,7 @@ class Report(Struct, frozen=True):
     versions: dict[str, str]
     model: dict[str, Any]
     settings: dict[str, Any]
-    cells: list[Cell]
+    cells: list[SweepCell]
     skipped: list[Skipped]
 
 
@@ -326,7 +266,7 @@ def figures(
     decode: Sequence[float | None],
     price_per_hour: float | None,
 ) -> Figures:
-    """Figures of the measured rounds of one way of decoding, each with the traces of its requests."""
+    """Computes the figures of one way of decoding from its measured rounds, each with the traces of its requests."""
     every = [trace for round_ in traces for trace in round_]
     rate = Spread.of(tokens_per_s)
     decoding = [rate for rate in decode if rate is not None]
@@ -344,16 +284,16 @@ def figures(
 
 
 def usd_per_million(price_per_hour: float, tokens_per_s: float) -> float:
-    """What a million tokens cost on a machine of this price at this rate."""
+    """Returns what a million tokens cost on a machine of this price at this rate."""
     return price_per_hour / 3600 / tokens_per_s * 1e6
 
 
-def save(report: Report, file: Path) -> None:
+def save(report: BenchReport, file: Path) -> None:
     """Writes a report; a reader never sees half of one."""
     write_whole(file, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
-def load(file: Path) -> Report:
+def load(file: Path) -> BenchReport:
     """Reads a report.
 
     Raises:
@@ -362,9 +302,9 @@ def load(file: Path) -> Report:
     try:
         data = file.read_bytes()
         named = msgspec.json.decode(data)
-        found = named.get("schema") if isinstance(named, dict) else None
-        if found != SCHEMA:
-            raise ConfigError(f"{file}: a file of the schema {SCHEMA!r} is needed, this one has {found!r}")
-        return msgspec.json.decode(data, type=Report)
+        schema = named.get("schema") if isinstance(named, dict) else None
+        if schema != SCHEMA:
+            raise ConfigError(f"{file}: a file of the schema {SCHEMA!r} is needed, this one has {schema!r}")
+        return msgspec.json.decode(data, type=BenchReport)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{file}: no report of jaxspec bench ({error})") from error

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from jaxspec.bench.record import Cell, Report, Spread
+from jaxspec.bench.record import BenchReport, Spread, SweepCell
 from jaxspec.errors import ConfigError
 
 SPEEDUP = "speed-up"
@@ -45,7 +45,7 @@ class ReportComparison:
     warnings: list[str]
 
 
-def compare_reports(before: Report, after: Report, tolerance: float = 0.0) -> ReportComparison:
+def compare_reports(before: BenchReport, after: BenchReport, tolerance: float = 0.0) -> ReportComparison:
     """Compares reports cell by cell.
 
     Args:
@@ -76,7 +76,7 @@ def compare_reports(before: Report, after: Report, tolerance: float = 0.0) -> Re
     )
 
 
-def _changes(old: Cell, new: Cell, tolerance: float) -> Iterable[Change]:
+def _changes(old: SweepCell, new: SweepCell, tolerance: float) -> Iterable[Change]:
     after = _measured(new)
     for figure, was in _measured(old).items():
         if figure in after:
@@ -87,16 +87,16 @@ def _changes(old: Cell, new: Cell, tolerance: float) -> Iterable[Change]:
             yield Change(old.name, figure, was.median, now.median, ratio, worse)
 
 
-def _measured(cell: Cell) -> dict[str, Spread]:
-    found: Mapping[str, Spread | None] = {
+def _measured(cell: SweepCell) -> dict[str, Spread]:
+    figures: Mapping[str, Spread | None] = {
         "plain tokens/s": cell.plain.decode_tokens_per_s or cell.plain.tokens_per_s,
         "tokens/s": cell.speculative and (cell.speculative.decode_tokens_per_s or cell.speculative.tokens_per_s),
         SPEEDUP: cell.speedup,
     }
-    return {name: spread for name, spread in found.items() if spread is not None}
+    return {name: spread for name, spread in figures.items() if spread is not None}
 
 
-def _warnings(before: Report, after: Report) -> Iterable[str]:
+def _warnings(before: BenchReport, after: BenchReport) -> Iterable[str]:
     for what in ("machine", "versions", "model", "seed"):
         a, b = getattr(before, what), getattr(after, what)
         if a != b:

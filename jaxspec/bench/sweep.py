@@ -1,9 +1,7 @@
-"""Runs a sweep: one engine after the other over the same weights, plain and speculative decoding in turns on each."""
+"""Runs a sweep: one engine after another over the same weights, plain and speculative decoding in turns on each."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,32 +9,29 @@ from typing import Any
 import jax
 from msgspec import structs
 
-from jaxspec.bench.grid import MORE_ROUNDS, NONE, EnginePoint, Grid, Point
-from jaxspec.bench.measure import Run, poisson_arrivals, running
-from jaxspec.bench.peers.contest import Contender, peer_figures
-from jaxspec.bench.record import CLOSED, Acceptance, Cell, Experts, PeerFigures, Skipped, Spread, figures
-from jaxspec.bench.rounds import AGAIN, FIXED, PLAIN, SPECULATIVE, Rounds, Subject, regret, run_rounds
-from jaxspec.bench.touched import touched_experts
-from jaxspec.bench.turns import Going, at_once
-from jaxspec.bench.workload import WORKLOADS, Source, settings
+from jaxspec.bench.grid import NONE, EnginePoint, Grid, Scenario
+from jaxspec.bench.measure import Run, poisson_arrivals, run_requests
+from jaxspec.bench.peers.sessions import PeerSession, peer_figures
+from jaxspec.bench.record import CLOSED, AcceptanceFigures, Experts, PeerFigures, Skipped, Spread, SweepCell, figures
+from jaxspec.bench.rounds import PLAIN, SPECULATIVE, Subject, held_at, run_rounds, total
+from jaxspec.bench.touched_experts import touched_experts
+from jaxspec.bench.workload import WORKLOADS, PromptSource, settings
 from jaxspec.checkpoint.load.model import Model, read_config
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import JaxspecError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
-from jaxspec.serve.control import Fixed
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.topology import PLAIN as PLAIN_ARM
-from jaxspec.topology import AnyTopology
 
 LEAST_BUCKET, MOST_BUCKET = 32, 1024
-Peers = Callable[[EnginePoint, int], tuple[list[Contender], list[Skipped]]]
+Peers = Callable[[EnginePoint, int], tuple[list[PeerSession], list[Skipped]]]
 
 
 @dataclass(frozen=True)
-class Watcher:
-    """Who is told how far a sweep is.
+class SweepCallbacks:
+    """Callbacks of a sweep.
 
     Attributes:
       opening: called before an engine is built.
@@ -45,7 +40,7 @@ class Watcher:
     """
 
     opening: Callable[[EnginePoint], None] = lambda point: None
-    cell: Callable[[Cell], None] = lambda cell: None
+    cell: Callable[[SweepCell], None] = lambda cell: None
     skipped: Callable[[Skipped], None] = lambda skipped: None
     progress: Callable[[str, int, int], None] | None = None
 
@@ -56,10 +51,10 @@ class Sweep:
 
     Attributes:
       directory: of the model.
-      grid: what is wanted.
+      grid: what it covers.
       engine: keyword arguments of every ``LLM``.
       peers: opens the other engines that take part in a closed greedy point, for (engine, capacity).
-      watcher: is told.
+      callbacks: called back.
       model: target, None until the first engine has loaded it.
       longest: longest prompt in tokens.
       capacity: longest text in tokens.
@@ -69,55 +64,56 @@ class Sweep:
     grid: Grid
     engine: Mapping[str, Any] = field(default_factory=dict)
     peers: Peers | None = None
-    watcher: Watcher = field(default_factory=Watcher)
+    callbacks: SweepCallbacks = field(default_factory=SweepCallbacks)
 
     def __post_init__(self) -> None:
         self.arch: ArchSpec = arch_of(read_config(self.directory))
-        self.source = Source(Text.load(self.directory), self.arch.vocab_size, self.grid.prompts)
+        self.source = PromptSource(Text.load(self.directory), self.arch.vocab_size, self.grid.prompts)
         self.longest, self.capacity = self._lengths()
         self.model: Model | None = None
 
-    def prompts(self, engine: EnginePoint, point: Point) -> list[list[int]]:
-        """Token ids of a run's prompts, the same for every engine with as many rows."""
-        return self.source.prompts(point.workload, self.grid.count(engine.rows), self.grid.seed, point.input_tokens)
+    def prompts(self, engine: EnginePoint, scenario: Scenario) -> list[list[int]]:
+        """Returns the token ids of a run's prompts, the same for every engine with as many rows."""
+        count = self.grid.count(engine.rows)
+        return self.source.prompts(scenario.workload, count, self.grid.seed, scenario.input_tokens)
 
     def _lengths(self) -> tuple[int, int]:
-        """Longest prompt and longest text of the whole sweep, in tokens."""
+        """Returns the longest prompt and the longest text of the whole sweep, in tokens."""
         widest = EnginePoint(max(self.grid.rows), None, 0)
-        longest = [(max(map(len, self.prompts(widest, p))), p.output_tokens) for p in self.grid.points()]
+        longest = [(max(map(len, self.prompts(widest, s))), s.output_tokens) for s in self.grid.scenarios()]
         return max(prompt for prompt, _ in longest), max(prompt + output for prompt, output in longest)
 
     @property
     def chunk(self) -> int:
-        """Prompt tokens that are read at a time unless ``engine`` says so: all of the longest prompt but its last."""
-        wanted = min(max(self.longest - 1, LEAST_BUCKET), MOST_BUCKET)
-        return 1 << (wanted - 1).bit_length()
+        """Prompt tokens that are read at a time by default: all of the longest prompt but its last."""
+        size = min(max(self.longest - 1, LEAST_BUCKET), MOST_BUCKET)
+        return 1 << (size - 1).bit_length()
 
     def run(self) -> None:
-        """Measures every point; what cannot be measured is told as skipped and the rest goes on."""
+        """Measures every point; what cannot be measured is reported as skipped, and the rest goes on."""
         for point in self.grid.engines():
-            self.watcher.opening(point)
+            self.callbacks.opening(point)
             try:
                 self._on_engine(point)
             except (JaxspecError, jax.errors.JaxRuntimeError) as error:
-                self.watcher.skipped(Skipped(point.name, _line(error)))
+                self.callbacks.skipped(Skipped(point.name, _line(error)))
 
     def _on_engine(self, engine: EnginePoint) -> None:
         llm = self.open(engine)
-        contenders: list[Contender] = []
+        sessions: list[PeerSession] = []
         if self.peers is not None:
-            contenders, missing = self.peers(engine, self.capacity)
+            sessions, missing = self.peers(engine, self.capacity)
             for skipped in missing:
-                self.watcher.skipped(skipped)
+                self.callbacks.skipped(skipped)
         try:
-            for point in self.grid.points():
+            for scenario in self.grid.scenarios():
                 try:
-                    self.watcher.cell(self.measure(llm, engine, point, contenders))
+                    self.callbacks.cell(self.measure(llm, engine, scenario, sessions))
                 except JaxspecError as error:
-                    self.watcher.skipped(Skipped(f"{engine.name}, {point.workload}", _line(error)))
+                    self.callbacks.skipped(Skipped(f"{engine.name}, {scenario.workload}", _line(error)))
         finally:
-            for contender in contenders:
-                contender.stop()
+            for session in sessions:
+                session.stop()
 
     def open(self, engine: EnginePoint) -> LLM:
         """Builds an engine; the weights of the target are loaded once."""
@@ -132,60 +128,67 @@ class Sweep:
             max_model_len=self.capacity,
             max_num_seqs=engine.rows,
             max_logprobs=0,
-            on_progress=self.watcher.progress,
+            on_progress=self.callbacks.progress,
             **settings,
         )
         self.model = llm.model
         return llm
 
-    def measure(self, llm: LLM, engine: EnginePoint, point: Point, contenders: Sequence[Contender] = ()) -> Cell:
-        """One cell: rounds in which every way of decoding runs once, in turns, behind those that warm up."""
-        grid, prompts = self.grid, self.prompts(engine, point)
-        arrivals = None if point.arrival == CLOSED else poisson_arrivals(len(prompts), point.rate, grid.seed)
-        greedy = {"temperature": 0.0}
-        simple = all(settings(point.workload, place, point.temperature) == greedy for place in range(len(prompts)))
-        comparable = simple and arrivals is None
-        rivals = {c.name: c for c in contenders} if comparable else {}
-        plain, drafted = (self._params(point, len(prompts), mode) for mode in (PLAIN, SPECULATIVE))
+    def measure(
+        self, llm: LLM, engine: EnginePoint, scenario: Scenario, sessions: Sequence[PeerSession] = ()
+    ) -> SweepCell:
+        """Returns one cell: rounds in which every way of decoding runs once, in turns."""
+        prompts = self.prompts(engine, scenario)
+        subjects = self.subjects(llm, engine, scenario)
+        peers = {session.name: session for session in sessions} if self._suits_peers(scenario, len(prompts)) else {}
+        for name, peer in peers.items():
+            subjects[name] = lambda part, peer=peer: peer.run(prompts[part], scenario.output_tokens)
+        rounds = [total(runs) for runs in run_rounds(subjects, self.parts(engine, scenario), self.grid.rounds)]
+        cell = self._cell(engine, scenario, rounds)
+        figures_of_peers = [_peer_figures(peer, name, rounds) for name, peer in peers.items()]
+        return structs.replace(cell, peers=figures_of_peers, experts=self._experts(llm, engine, prompts, rounds))
 
-        def ours(own: LLM, params: list[SamplingParams], part: slice) -> Going[Run]:
-            return running(own, prompts[part], params[part], arrivals)
+    def subjects(self, llm: LLM, engine: EnginePoint, scenario: Scenario) -> dict[str, Subject]:
+        """Returns our ways of decoding: plainly, and with the engine's drafter if it has one."""
+        prompts = self.prompts(engine, scenario)
+        closed = scenario.arrival == CLOSED
+        arrivals = None if closed else poisson_arrivals(len(prompts), scenario.rate, self.grid.seed)
+        plain, drafted = (self.params(scenario, len(prompts), mode) for mode in (PLAIN, SPECULATIVE))
 
-        def held(arm: AnyTopology, params: list[SamplingParams]) -> Subject:
-            if grid.turn_tokens is None:
-                return lambda part: _held(llm, arm, ours(llm, params, part))
-            return partial(ours, llm.beside(Fixed(arm)), params)
+        def run_plainly(part: slice) -> Run:
+            with held_at(llm, PLAIN_ARM):
+                return run_requests(llm, prompts[part], plain[part], arrivals)
 
-        subjects: dict[str, Subject] = {PLAIN: held(PLAIN_ARM, plain)}
-        if engine.drafter:
-            subjects[SPECULATIVE] = partial(ours, llm, drafted)
-        for name, rival in rivals.items():
-            subjects[name] = lambda part, rival=rival: at_once(partial(rival.run, prompts[part], point.output_tokens))
-        if grid.against_fixed and isinstance(engine.k, str):
-            subjects[AGAIN] = held(PLAIN_ARM, plain)
-            subjects |= {FIXED + arm.name: held(arm, drafted) for arm in llm.engine.control.arms if arm.drafts}
-        size = len(prompts) if arrivals else grid.turn(engine.rows)
-        parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
-        learns = grid.warm_up_rounds - 1 if isinstance(engine.k, str) else 0
-        wanted = Rounds(grid.rounds, learns, grid.precision or 0.0, grid.most_rounds or MORE_ROUNDS * grid.rounds)
-        rounds = run_rounds(subjects, parts, wanted, grid.turn_tokens or math.inf)
-        cell = self._cell(engine, point, rounds)
-        found = [_beside(rival, name, rounds) for name, rival in rivals.items()]
-        return structs.replace(cell, peers=found, experts=self._experts(llm, engine, prompts, rounds))
+        def run_drafted(part: slice) -> Run:
+            return run_requests(llm, prompts[part], drafted[part], arrivals)
 
-    def _params(self, point: Point, count: int, mode: str) -> list[SamplingParams]:
+        return {PLAIN: run_plainly} | ({SPECULATIVE: run_drafted} if engine.drafter else {})
+
+    def parts(self, engine: EnginePoint, scenario: Scenario) -> list[slice]:
+        """Returns the parts of the prompts between which ways of decoding take turns: one by one on a single row."""
+        count = self.grid.count(engine.rows)
+        size = 1 if engine.rows == 1 and scenario.arrival == CLOSED else count
+        return [slice(start, start + size) for start in range(0, count, size)]
+
+    def _suits_peers(self, scenario: Scenario, count: int) -> bool:
+        """Whether other engines can run it: greedily, in a closed loop, without penalties."""
+        params = [settings(scenario.workload, i, scenario.temperature) for i in range(count)]
+        return scenario.arrival == CLOSED and all(one == {"temperature": 0.0} for one in params)
+
+    def params(self, scenario: Scenario, count: int, mode: str) -> list[SamplingParams]:
+        """Returns the settings of each request, the same whichever way decodes it but for ``speculative``."""
         one = SamplingParams(
-            max_tokens=point.output_tokens, ignore_eos=True, speculative=False if mode == PLAIN else None
+            max_tokens=scenario.output_tokens, ignore_eos=True, speculative=False if mode == PLAIN else None
         )
         return [
-            replace(one, seed=self.grid.seed * count + place, **settings(point.workload, place, point.temperature))
-            for place in range(count)
+            replace(one, seed=self.grid.seed * count + i, **settings(scenario.workload, i, scenario.temperature))
+            for i in range(count)
         ]
 
-    def _cell(self, engine: EnginePoint, point: Point, rounds: Sequence[Mapping[str, Any]]) -> Cell:
-        """The figures of our own runs."""
+    def _cell(self, engine: EnginePoint, scenario: Scenario, rounds: Sequence[Mapping[str, Any]]) -> SweepCell:
+        """Computes the figures of our own runs."""
         runs = {mode: [round_[mode] for round_ in rounds] for mode in (PLAIN, SPECULATIVE) if mode in rounds[0]}
-        found = {
+        measured = {
             mode: figures(
                 [run.traces for run in some],
                 [run.tokens_per_s for run in some],
@@ -194,33 +197,32 @@ class Sweep:
             )
             for mode, some in runs.items()
         }
-        one = {
+        point = {
             "drafter": engine.drafter.name if engine.drafter else NONE,
             "k": engine.k,
             "concurrency": engine.rows,
-            "temperature": point.temperature,
-            "workload": point.workload,
-            "input_tokens": point.input_tokens or WORKLOADS[point.workload].input_tokens,
-            "output_tokens": point.output_tokens,
-            "arrival": point.arrival,
+            "temperature": scenario.temperature,
+            "workload": scenario.workload,
+            "input_tokens": scenario.input_tokens or WORKLOADS[scenario.workload].input_tokens,
+            "output_tokens": scenario.output_tokens,
+            "arrival": scenario.arrival,
             "rounds": len(rounds),
         }
         if not engine.drafter:
-            return Cell(**one, plain=found[PLAIN], same_text=_same(runs[PLAIN]))
+            return SweepCell(**point, plain=measured[PLAIN], same_text=_same(runs[PLAIN]))
         pairs = list(zip(runs[SPECULATIVE], runs[PLAIN], strict=True))
-        whole = [spec.tokens_per_s / plain.tokens_per_s for spec, plain in pairs]
+        total_ratios = [spec.tokens_per_s / plain.tokens_per_s for spec, plain in pairs]
         lossless = self.grid.rule == "match" and self.grid.synthetic is None
         last = runs[SPECULATIVE][-1]
-        return Cell(
-            **one,
-            plain=found[PLAIN],
-            speculative=found[SPECULATIVE],
-            speedup=Spread.of(_decode_ratios(pairs) or whole),
-            total_speedup=Spread.of(whole),
-            acceptance=Acceptance.of(last.speculation, last.tokens),
+        return SweepCell(
+            **point,
+            plain=measured[PLAIN],
+            speculative=measured[SPECULATIVE],
+            speedup=Spread.of(_decode_ratios(pairs) or total_ratios),
+            total_speedup=Spread.of(total_ratios),
+            acceptance=AcceptanceFigures.of(last.speculation, last.tokens),
             lengths=last.lengths if isinstance(engine.k, str) else None,
             decision_s=Spread.of([run.decision_s for run in runs[SPECULATIVE]]) if isinstance(engine.k, str) else None,
-            regret=regret(rounds),
             same_text=_same([run for round_ in rounds for run in round_.values() if isinstance(run, Run)])
             if lossless
             else None,
@@ -229,34 +231,24 @@ class Sweep:
     def _experts(
         self, llm: LLM, engine: EnginePoint, prompts: Sequence[Sequence[int]], rounds: Sequence[Mapping[str, Any]]
     ) -> Experts | None:
-        """Experts touched, counted outside the timed runs; not where steps differ in length."""
-        if not self.grid.experts or not engine.drafter or isinstance(engine.k, str):
+        """Counts the experts touched, outside the timed runs; not where steps differ in length."""
+        if not engine.drafter or isinstance(engine.k, str):
             return None
         drafts = llm.engine.depth
         return touched_experts(llm.model, prompts, rounds[-1][SPECULATIVE], rows=engine.rows, drafts=drafts)
 
 
-def _beside(rival: Contender, name: str, rounds: Sequence[Mapping[str, Any]]) -> PeerFigures:
-    """A peer's plain decoding beside ours, its speculation beside ours."""
-    mode = PLAIN if rival.mode == PLAIN else SPECULATIVE
-    return peer_figures(rival, [r[name] for r in rounds], [r[mode] for r in rounds], rounds[0][PLAIN])
-
-
-def _held(llm: LLM, arm: AnyTopology, run: Going[Run]) -> Going[Run]:
-    """A run of an engine that may choose, held at one arm: it learns nothing from it."""
-    engine = llm.engine
-    chooses, engine.control = engine.control, Fixed(arm)
-    try:
-        return (yield from run)
-    finally:
-        engine.control = chooses
+def _peer_figures(peer: PeerSession, name: str, rounds: Sequence[Mapping[str, Any]]) -> PeerFigures:
+    """Compares a peer's plain decoding with ours, its speculation with ours."""
+    mode = PLAIN if peer.mode == PLAIN else SPECULATIVE
+    return peer_figures(peer, [r[name] for r in rounds], [r[mode] for r in rounds], rounds[0][PLAIN])
 
 
 def _decode_ratios(pairs: Sequence[tuple[Run, Run]]) -> list[float]:
-    """Paired ratios of decode rates, empty if some run has none."""
+    """Returns paired ratios of decode rates, empty if some run has none."""
     rates = [(a.decode_tokens_per_s, b.decode_tokens_per_s) for a, b in pairs]
-    found = [a / b for a, b in rates if a is not None and b is not None]
-    return found if len(found) == len(rates) else []
+    ratios = [a / b for a, b in rates if a is not None and b is not None]
+    return ratios if len(ratios) == len(rates) else []
 
 
 def _same(runs: Sequence[Run]) -> bool:
@@ -265,5 +257,5 @@ def _same(runs: Sequence[Run]) -> bool:
 
 
 def _line(error: Exception) -> str:
-    """An error as one short line."""
+    """Returns an error as one short line."""
     return " ".join(str(error).split())[:300]

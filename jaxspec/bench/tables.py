@@ -6,15 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from typing import Any
 
-from jaxspec.bench.record import Cell, Figures, PeerFigures, Report, Spread, Waits
+from jaxspec.bench.record import BenchReport, Figures, PeerFigures, Spread, SweepCell, Waits
 
 TITLE = "jaxspec bench"
 SYNTHETIC = "SYNTHETIC ACCEPTANCE"
-SURE = "Ratios are medians with 95 % intervals of the median, with least and greatest below six rounds."
 
 
-def heading(report: Report) -> str:
-    """One line that says what it is; synthetic acceptance is named first."""
+def heading(report: BenchReport) -> str:
+    """Returns one line that says what it is; synthetic acceptance is named first."""
     name = f"{TITLE}: {report.model.get('family', 'model')} on {report.machine.get('device', '?')}"
     if report.synthetic is None:
         return name
@@ -22,9 +21,9 @@ def heading(report: Report) -> str:
     return f"{SYNTHETIC} ({how}) - {name}"
 
 
-def csv_text(report: Report) -> str:
-    """One line per cell and way of decoding, peers included."""
-    rows = [row for cell in report.cells for row in _rows(cell, report.synthetic is not None)]
+def csv_text(report: BenchReport) -> str:
+    """Returns one line per cell and way of decoding, peers included."""
+    rows = [row for cell in report.cells for row in _rows(cell, synthetic=report.synthetic is not None)]
     out = StringIO()
     writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
@@ -32,70 +31,63 @@ def csv_text(report: Report) -> str:
     return out.getvalue()
 
 
-def _rows(cell: Cell, synthetic: bool) -> Iterable[dict[str, Any]]:
-    place = {
+def _rows(cell: SweepCell, *, synthetic: bool) -> Iterable[dict[str, Any]]:
+    point = {
         "synthetic": synthetic, "drafter": cell.drafter, "k": cell.k, "concurrency": cell.concurrency,
         "temperature": cell.temperature, "workload": cell.workload, "input_tokens": cell.input_tokens,
         "output_tokens": cell.output_tokens, "arrival": cell.arrival, "rounds": cell.rounds or None,
     }  # fmt: skip
-    yield {**place, "engine": "jaxspec", "mode": "plain", **_figures(cell.plain)}
+    yield {**point, "engine": "jaxspec", "mode": "plain", **_figures(cell.plain)}
     if cell.speculative is not None:
-        found = {**place, "engine": "jaxspec", "mode": "speculative", **_figures(cell.speculative)}
-        found |= _spread("speedup", cell.speedup) | _spread("total_speedup", cell.total_speedup)
+        row = {**point, "engine": "jaxspec", "mode": "speculative", **_figures(cell.speculative)}
+        row |= _spread("speedup", cell.speedup) | _spread("total_speedup", cell.total_speedup)
         if cell.acceptance is not None:
             a = cell.acceptance
-            found |= {"acceptance_rate": a.rate, "acceptance_length": a.length, "mean_drafted": a.mean_drafted}
-            found |= {"tokens_per_step": a.tokens_per_step}
-            found |= {f"acceptance_at_{place}": rate for place, rate in enumerate(a.per_pos, 1)}
+            row |= {"acceptance_rate": a.rate, "acceptance_length": a.length, "mean_drafted": a.mean_drafted}
+            row |= {"tokens_per_step": a.tokens_per_step}
+            row |= {f"acceptance_at_{i}": rate for i, rate in enumerate(a.per_pos, 1)}
         if cell.experts is not None:
-            found |= {"experts_per_step": cell.experts.speculative, "experts_per_plain_step": cell.experts.plain}
-        found |= {"lengths": "" if cell.lengths is None else lengths_text(cell.lengths)}
-        found |= _spread("decision_s", cell.decision_s) if cell.decision_s is not None else {}
-        if cell.regret is not None:
-            found |= {"best_fixed_k": cell.regret.best} | _spread("over_best_fixed", cell.regret.over_best)
-            if cell.regret.over_foreseen is not None:
-                found |= _spread("over_foreseen_fixed", cell.regret.over_foreseen)
-            if cell.regret.plain_again is not None:
-                found |= _spread("plain_over_itself", cell.regret.plain_again)
-            found |= {f"speedup_at_k_{k}": gain for k, gain in cell.regret.fixed.items()}
-        yield found | {"same_text": cell.same_text}
+            row |= {"experts_per_step": cell.experts.speculative, "experts_per_plain_step": cell.experts.plain}
+        row |= {"lengths": "" if cell.lengths is None else lengths_text(cell.lengths)}
+        row |= _spread("decision_s", cell.decision_s) if cell.decision_s is not None else {}
+        yield row | {"same_text": cell.same_text}
     for peer in cell.peers:
-        found = {**place, "engine": peer.peer, "mode": peer.mode, "version": peer.version}
-        found |= _spread("tokens_per_s", peer.tokens_per_s) | _spread("decode_tokens_per_s", peer.decode_tokens_per_s)
-        found |= _spread("ours_over_peer", peer.ours)
-        yield found | {"tokens_per_step": peer.tokens_per_step, "same_texts": peer.same_texts}
+        row = {**point, "engine": peer.peer, "mode": peer.mode, "version": peer.version}
+        row |= _spread("tokens_per_s", peer.tokens_per_s) | _spread("decode_tokens_per_s", peer.decode_tokens_per_s)
+        row |= _spread("ours_over_peer", peer.ours)
+        yield row | {"tokens_per_step": peer.tokens_per_step, "same_texts": peer.same_texts}
 
 
 def lengths_text(lengths: Mapping[str, int]) -> str:
-    """Share of steps by chain length and tree."""
+    """Returns the share of steps by chain length and tree."""
     total = max(sum(lengths.values()), 1)
     return ", ".join(f"{arm_text(arm)} {steps / total:.0%}" for arm, steps in lengths.items())
 
 
 def arm_text(name: str) -> str:
-    """A chain's length or a tree in words."""
+    """Returns a chain's length or a tree in words."""
     return f"K={name}" if name.isdigit() else f"tree {name}"
 
 
-def _figures(found: Figures) -> dict[str, Any]:
+def _figures(figures: Figures) -> dict[str, Any]:
     waits: Mapping[str, Waits | None] = {
-        "ttft_s": found.ttft_s, "itl_s": found.itl_s, "tpot_s": found.tpot_s, "latency_s": found.latency_s
+        "ttft_s": figures.ttft_s, "itl_s": figures.itl_s, "tpot_s": figures.tpot_s, "latency_s": figures.latency_s
     }  # fmt: skip
-    row: dict[str, Any] = _spread("tokens_per_s", found.tokens_per_s)
-    row |= _spread("decode_tokens_per_s", found.decode_tokens_per_s)
+    row: dict[str, Any] = _spread("tokens_per_s", figures.tokens_per_s)
+    row |= _spread("decode_tokens_per_s", figures.decode_tokens_per_s)
     for name, wait in waits.items():
         for part in ("mean", "p50", "p95", "p99"):
             row[f"{name}_{part}"] = getattr(wait, part) if wait is not None else None
-    return row | {"usd_per_million_tokens": found.usd_per_million_tokens}
+    return row | {"usd_per_million_tokens": figures.usd_per_million_tokens}
 
 
-def _spread(name: str, found: Spread | None) -> dict[str, Any]:
+def _spread(name: str, spread: Spread | None) -> dict[str, Any]:
     parts = ("median", "least", "most", "low", "high")
-    return {name if part == "median" else f"{name}_{part}": getattr(found, part, None) for part in parts}
+    return {name if part == "median" else f"{name}_{part}": getattr(spread, part, None) for part in parts}
 
 
-def markdown_text(report: Report) -> str:
-    """What was measured on what, the table, the peers, what is missing."""
+def markdown_text(report: BenchReport) -> str:
+    """Returns what was measured on what, the table, the peers, and what is missing."""
     lines = [f"# {heading(report)}", ""]
     if report.synthetic is not None:
         lines += ["Drafts were accepted by a coin: the texts are no model's, speeds hold at that acceptance only.", ""]
@@ -104,11 +96,9 @@ def markdown_text(report: Report) -> str:
     device = f"{report.machine.get('cpu', '?')}, {report.machine.get('cores', '?')} cores"
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     lines += [f"{report.date}; {device}; {versions}; `{shlex.join(report.command)}`", ""]
-    counts = sorted({cell.rounds for cell in report.cells} - {0}) or [report.settings.get("rounds", "?")]
-    rounds = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    behind = report.settings.get("warm_up_rounds", 1)
+    rounds = report.settings.get("rounds", "?")
     lines += [
-        f"Medians of {rounds} interleaved rounds, behind {behind} to warm up, with least and greatest; times in ms at "
+        f"Medians of {rounds} interleaved rounds, after one that warms up, with least and greatest; times in ms at "
         "P50 / P95 / P99.", "",
         *_table(_header(report), [_line(cell, report) for cell in report.cells]), "",
     ]  # fmt: skip
@@ -116,31 +106,25 @@ def markdown_text(report: Report) -> str:
     if peers:
         header = ["cell", "peer", "decode tokens/s", "jaxspec over it", "tokens/step", "same texts"]
         lines += ["## Peers, in the same rounds", "", *_table(header, [_peer_line(*pair) for pair in peers]), ""]
-    chosen = [cell for cell in report.cells if cell.regret is not None]
-    if chosen:
-        header = ["cell", "rounds", "auto over plain", "auto over the best fixed K", "over that of the other rounds"]
-        header += ["plain over itself", "speed-up by fixed K", "steps of auto", "decision, ms"]
-        lines += ["## auto, and every fixed K in the same rounds", "", SURE, ""]
-        lines += [*_table(header, map(_regret_line, chosen)), ""]
     if report.skipped:
         lines += ["## Not measured", "", *(f"- {s.what}: {s.reason}" for s in report.skipped), ""]
     return "\n".join(lines)
 
 
-def _header(report: Report) -> list[str]:
+def _header(report: BenchReport) -> list[str]:
     speed = "speed-up (synthetic)" if report.synthetic is not None else "speed-up"
-    found = ["cell", "plain tokens/s", "tokens/s", speed, "whole runs", "accepted", "length", "per position"]
-    found += ["drafted", "experts", "TTFT", "ITL", "latency", "same text"]
-    return [*found, "$/M tokens"] if _priced(report) else found
+    names = ["cell", "plain tokens/s", "tokens/s", speed, "whole runs", "accepted", "length", "per position"]
+    names += ["drafted", "experts", "TTFT", "ITL", "latency", "same text"]
+    return [*names, "$/M tokens"] if _priced(report) else names
 
 
-def _priced(report: Report) -> bool:
+def _priced(report: BenchReport) -> bool:
     return any(cell.plain.usd_per_million_tokens is not None for cell in report.cells)
 
 
-def _line(cell: Cell, report: Report) -> list[str]:
+def _line(cell: SweepCell, report: BenchReport) -> list[str]:
     main, a = cell.speculative or cell.plain, cell.acceptance
-    found = [
+    cells = [
         cell.name + (f" ({lengths_text(cell.lengths)})" if cell.lengths else ""),
         _rate(cell.plain),
         _rate(main) if cell.speculative else "",
@@ -155,11 +139,11 @@ def _line(cell: Cell, report: Report) -> list[str]:
         {True: "yes", False: "NO", None: ""}[cell.same_text],
     ]
     if _priced(report):
-        found.append("" if main.usd_per_million_tokens is None else f"{main.usd_per_million_tokens:.3f}")
-    return found
+        cells.append("" if main.usd_per_million_tokens is None else f"{main.usd_per_million_tokens:.3f}")
+    return cells
 
 
-def _peer_line(cell: Cell, peer: PeerFigures) -> list[str]:
+def _peer_line(cell: SweepCell, peer: PeerFigures) -> list[str]:
     rate = peer.decode_tokens_per_s or peer.tokens_per_s
     return [
         cell.name,
@@ -171,34 +155,18 @@ def _peer_line(cell: Cell, peer: PeerFigures) -> list[str]:
     ]
 
 
-def _regret_line(cell: Cell) -> list[str]:
-    assert cell.regret is not None
-    gains = ", ".join(f"{k}: {gain:.2f}" for k, gain in cell.regret.fixed.items())
-    best = f"{_sure_ratio(cell.regret.over_best)}, {arm_text(cell.regret.best)}"
-    foreseen = _sure_ratio(cell.regret.over_foreseen)
-    took = "" if cell.decision_s is None else f"{1e3 * cell.decision_s.median:.3f}"
-    ratios = _sure_ratio(cell.speedup), best, foreseen, _sure_ratio(cell.regret.plain_again)
-    return [cell.name, str(cell.rounds or ""), *ratios, gains, lengths_text(cell.lengths or {}), took]
+def _rate(figures: Figures) -> str:
+    """Returns the decode rate, or that of whole runs where not all rows ever decoded."""
+    rate = figures.decode_tokens_per_s
+    return f"{figures.tokens_per_s.median:.0f} (whole)" if rate is None else f"{rate.median:.0f}"
 
 
-def _rate(found: Figures) -> str:
-    """Decode rate; that of whole runs where not all rows ever decoded."""
-    rate = found.decode_tokens_per_s
-    return f"{found.tokens_per_s.median:.0f} (whole)" if rate is None else f"{rate.median:.0f}"
+def _ratio(ratio: Spread | None) -> str:
+    return "" if ratio is None else f"{ratio.median:.2f}x ({ratio.least:.2f} to {ratio.most:.2f})"
 
 
-def _ratio(found: Spread | None) -> str:
-    return "" if found is None else f"{found.median:.2f}x ({found.least:.2f} to {found.most:.2f})"
-
-
-def _sure_ratio(found: Spread | None) -> str:
-    if found is None or found.low is None or found.high is None:
-        return _ratio(found)
-    return _ratio(Spread(found.median, found.low, found.high))
-
-
-def _wait(found: Waits | None) -> str:
-    return "" if found is None else " / ".join(f"{1e3 * value:.1f}" for value in (found.p50, found.p95, found.p99))
+def _wait(waits: Waits | None) -> str:
+    return "" if waits is None else " / ".join(f"{1e3 * value:.1f}" for value in (waits.p50, waits.p95, waits.p99))
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

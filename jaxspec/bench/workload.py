@@ -1,4 +1,4 @@
-"""Named prompts that measurements run on."""
+"""Named workloads: the prompts that measurements run on."""
 
 import json
 from collections.abc import Mapping
@@ -39,18 +39,18 @@ def load_excerpts(file: Path) -> list[Excerpt]:
     """
     try:
         entries: Any = json.loads(file.read_text(encoding="utf-8"))
-        found = [Excerpt(str(e["file"]), int(e["line"]), str(e["prompt"])) for e in entries]
+        excerpts = [Excerpt(str(e["file"]), int(e["line"]), str(e["prompt"])) for e in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{file}: prompts cannot be read ({error!r}); scripts/make_demo_prompts.py writes them"
+            f"{file}: prompts cannot be read ({error!r}); lab/make_demo_prompts.py writes them"
         ) from error
-    if not found:
-        raise ConfigError(f"{file}: no prompts; scripts/make_demo_prompts.py writes them")
-    return found
+    if not excerpts:
+        raise ConfigError(f"{file}: no prompts; lab/make_demo_prompts.py writes them")
+    return excerpts
 
 
 def choose(excerpts: list[Excerpt], count: int, seed: int | None = None) -> list[Excerpt]:
-    """The first ``count`` excerpts, in an order drawn from ``seed`` if one is given.
+    """Returns the first ``count`` excerpts, in an order drawn from ``seed`` if one is given.
 
     Raises:
       ConfigError: there are not that many.
@@ -62,21 +62,20 @@ def choose(excerpts: list[Excerpt], count: int, seed: int | None = None) -> list
 
 
 def repeat(excerpts: list[Excerpt], count: int) -> list[Excerpt]:
-    """``count`` excerpts; behind the last one it starts again with the first."""
+    """Returns ``count`` excerpts, starting again with the first after the last."""
     return [excerpts[i % len(excerpts)] for i in range(count)]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a named workload is unless lengths are asked for.
+    """A named workload, with its lengths unless others are asked for.
 
     Attributes:
-      about: in words.
+      about: it, in words.
       input_tokens: of each prompt, None for as long as it is.
       output_tokens: generated per prompt.
       sampling: settings of its requests, but for their temperature.
-      turns: other workloads that its requests are of in turns, with their temperatures, None for the one that is asked
-        for.
+      turns: other workloads that its requests come from in turns, with their temperatures; None is the one asked for.
     """
 
     about: str
@@ -102,18 +101,18 @@ WORKLOADS: Mapping[str, Workload] = {
 }  # fmt: skip
 
 
-def settings(name: str, place: int, temperature: float) -> dict[str, Any]:
-    """Sampling settings of a workload's request at a place, where a temperature is asked for."""
+def settings(name: str, index: int, temperature: float) -> dict[str, Any]:
+    """Returns the sampling settings of a workload's request at a place, for the temperature asked for."""
     turns = WORKLOADS[name].turns
     if turns:
-        name, own = turns[place % len(turns)]
-        temperature = temperature if own is None else own
+        name, fixed = turns[index % len(turns)]
+        temperature = temperature if fixed is None else fixed
     return {"temperature": temperature, **WORKLOADS[name].sampling}
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where the token ids of prompts come from.
+class PromptSource:
+    """The token ids of prompts.
 
     Attributes:
       text: the model's tokenizer, None if it has none.
@@ -126,11 +125,11 @@ class Source:
     file: Path | None = None
 
     def prompts(self, name: str, count: int, seed: int, input_tokens: int | None = None) -> list[list[int]]:
-        """Token ids of prompts, the same for the same arguments.
+        """Returns the token ids of prompts, the same for the same arguments.
 
         Args:
           name: key of ``WORKLOADS``.
-          count: how many; behind the last one it starts again with the first.
+          count: how many; after the last one it starts again with the first.
           seed: of their order, and of what is drawn.
           input_tokens: of each prompt; by default the workload's. Shorter prompts get others in front of them, and
             what is too long in front is cut off.
@@ -155,7 +154,7 @@ class Source:
         return [pool[i % len(pool)] if size is None else _ending_at(pool, i % len(pool), size) for i in range(count)]
 
     def pool(self, name: str) -> list[list[int]]:
-        """Every prompt of a workload that has such, in order.
+        """Returns every prompt of a workload that has such, in order.
 
         Raises:
           ConfigError: it cannot be made for this model.
@@ -174,16 +173,16 @@ class Source:
             lines = self.file.read_bytes().splitlines()
         except OSError as error:
             raise ConfigError(f"{self.file}: prompts cannot be read ({error})") from error
-        found = []
+        prompts = []
         for index, data in enumerate(lines):
             if data.strip():
                 line = read_line(data, index, SamplingParams())
                 if line.error:
                     raise ConfigError(f"{self.file}: line {index + 1}: {line.error}")
-                found.append(self._ids(line.prompt, index))
-        if not found:
+                prompts.append(self._ids(line.prompt, index))
+        if not prompts:
             raise ConfigError(f"{self.file}: no prompts; each line is a JSON object with a prompt")
-        return found
+        return prompts
 
     def _ids(self, prompt: Mapping[str, Any], index: int) -> list[int]:
         if "prompt_token_ids" in prompt:
@@ -201,10 +200,10 @@ class Source:
         return list(ids)
 
 
-def _ending_at(pool: list[list[int]], place: int, size: int) -> list[int]:
-    """The last ``size`` tokens of a prompt with the ones before it in front."""
+def _ending_at(pool: list[list[int]], index: int, size: int) -> list[int]:
+    """Returns the last ``size`` tokens of a prompt with the prompts before it in front."""
     ids: list[int] = []
     while len(ids) < size:
-        ids = pool[place] + ids
-        place = (place - 1) % len(pool)
+        ids = pool[index] + ids
+        index = (index - 1) % len(pool)
     return ids[-size:]

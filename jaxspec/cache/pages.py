@@ -1,4 +1,4 @@
-"""Which pages of a shared pool belong to whom; page 0 belongs to nobody and takes the writes of idle rows."""
+"""Allocation of pages of a shared pool; page 0 belongs to nobody and takes the writes of idle rows."""
 
 from jaxspec.errors import CapacityError
 
@@ -14,15 +14,15 @@ class PageAllocator:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """Number of free pages."""
         return len(self._free)
 
     def needed(self, tokens: int) -> int:
-        """Pages for so many tokens."""
+        """Returns how many pages so many tokens need."""
         return -(-tokens // self.page)
 
     def check(self, tokens: int) -> None:
-        """Refuses what could never be allocated.
+        """Refuses tokens that could never be allocated.
 
         Raises:
           CapacityError: so many tokens need more pages than there are in all.
@@ -34,7 +34,7 @@ class PageAllocator:
             )
 
     def allocate(self, tokens: int) -> list[int] | None:
-        """Takes pages for so many tokens; None if they are not free now.
+        """Takes pages for so many tokens; returns None if they are not free now.
 
         Raises:
           CapacityError: the pool could never hold them.

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from jaxspec.checkpoint.files.model_files import TEXT_FILES
 from jaxspec.checkpoint.files.shards import INDEX, SINGLE, weight_map
-from jaxspec.checkpoint.heads.config import is_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.heads.tensors import ARCHIVES
-from jaxspec.checkpoint.hub_progress import told
+from jaxspec.checkpoint.hub_progress import log_progress
 from jaxspec.checkpoint.load.model import no_directory, read_config
 from jaxspec.errors import ConfigError
 
@@ -46,7 +46,7 @@ def resolve_model(
     directory = hub.fetch(revision, SMALL)
     if not weights:
         return directory
-    # From here on the commit, so that all files are of one, whatever is pushed meanwhile.
+    # By commit from here on: all files are of one, whatever is pushed meanwhile.
     for patterns in (choices := _weights(directory)):
         hub.fetch(directory.name, (CONFIG, *patterns), outside=False)
         if patterns is not choices[-1] and any(any(directory.glob(pattern)) for pattern in patterns):
@@ -55,7 +55,7 @@ def resolve_model(
 
 
 def _weights(directory: Path) -> list[Sequence[str]]:
-    """Names of weight files in the order in which they are looked for; the first that are there count."""
+    """Returns names of weight files in the order in which they are looked for; the first that exist count."""
     if os.path.lexists(directory / INDEX):
         return [[glob.escape(name) for name in sorted(set(weight_map(directory / INDEX).values()))]]
     archives = [ARCHIVES] if os.path.lexists(directory / CONFIG) and is_head(read_config(directory)) else []
@@ -89,18 +89,13 @@ class _Hub:
     def fetch(self, revision: str | None, patterns: Sequence[str], *, outside: bool = True) -> Path:
         """Returns the snapshot with the files that are wanted, which are downloaded where they are not there yet.
 
-        Args:
-          revision: branch, tag or commit.
-          patterns: of the files.
-          outside: whether files in folders count.
-
         Raises:
           ConfigError: that is not possible.
         """
         from huggingface_hub import snapshot_download
 
         try:
-            with told(self.name, self.cache):
+            with log_progress(self.name, self.cache):
                 snapshot = snapshot_download(
                     self.name, revision=revision, cache_dir=self.cache, allow_patterns=list(patterns),
                     ignore_patterns=None if outside else ["*/*"],
@@ -110,7 +105,7 @@ class _Hub:
         return Path(snapshot)
 
     def _why(self, error: Exception, revision: str | None) -> str:
-        """What went wrong, and what to do."""
+        """Says what went wrong, and what to do."""
         from huggingface_hub import errors
 
         if isinstance(error, errors.GatedRepoError):
@@ -153,6 +148,6 @@ def _refused(status: int) -> str:
 
 
 def _words(error: BaseException) -> str:
-    """An error in one short line."""
+    """Shortens an error to one line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}".removesuffix(": ")

@@ -46,22 +46,22 @@ CONFIG = (tyro.conf.DisallowNone, tyro.conf.PositionalMetavarFromFieldName)
 
 
 def parser_of(kind: type) -> type:
-    """What tyro parses: the arguments of a command as one dataclass per group."""
+    """Returns what tyro parses: the arguments of a command as one dataclass per group."""
     groups: dict[str, list[tuple[str, Any, Any]]] = {}
     for argument in arguments_of(kind):
         entry = (argument.path[-1], argument.annotation, field(**argument.default))
         groups.setdefault(argument.group, []).append(entry)
-    whole = groups.pop(PLAIN_GROUP, [])
+    entries_and_groups = groups.pop(PLAIN_GROUP, [])
     for title, entries in groups.items():
         group = make_dataclass(_field_name(title), entries, frozen=True)
         group.__doc__ = " "  # or tyro shows the signature
         named = Annotated[group, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title)]
-        whole.append((_field_name(title), named, field(default_factory=group)))
-    return make_dataclass(kind.__name__, whole, frozen=True)
+        entries_and_groups.append((_field_name(title), named, field(default_factory=group)))
+    return make_dataclass(kind.__name__, entries_and_groups, frozen=True)
 
 
 def build(kind: type[T], parsed: Any) -> T:
-    """The dataclass of a command from what ``parser_of`` parsed."""
+    """Builds the dataclass of a command from what ``parser_of`` parsed."""
     values: dict[tuple[str, ...], Any] = {}
     for argument in arguments_of(kind):
         holder = getattr(parsed, _field_name(argument.group)) if argument.group else parsed
@@ -79,7 +79,7 @@ def _nest(kind: type[T], values: dict[tuple[str, ...], Any]) -> T:
 
 
 def arguments_of(kind: type, title: str = PLAIN_GROUP) -> Iterator[Argument]:
-    """Every argument of a command, those of nested dataclasses among them."""
+    """Yields every argument of a command, those of nested dataclasses among them."""
     hints, words = get_type_hints(kind, include_extras=True), help_of(kind)
     title = getattr(kind, "GROUP", title)
     groups = {name: group for group, names in getattr(kind, "GROUPS", {}).items() for name in names}
@@ -100,7 +100,7 @@ def arguments_of(kind: type, title: str = PLAIN_GROUP) -> Iterator[Argument]:
 
 
 def help_of(kind: type) -> dict[str, str]:
-    """Help by field, from the section ``Attributes`` of a docstring; paragraphs are joined."""
+    """Returns the help of each field, from the section ``Attributes`` of a docstring."""
     _, _, section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
     words: dict[str, str] = {}
     names: list[str] = []
@@ -115,7 +115,7 @@ def help_of(kind: type) -> dict[str, str]:
 
 
 def _unsaid(default: Any, about: str) -> bool:
-    """Whether a default is none, or the help says itself what it means."""
+    """Whether a default need not be shown: there is none, or the help says what it means."""
     return default is None or default is False or default in ("", ()) or "by default" in about
 
 
@@ -133,7 +133,7 @@ def _many(hint: Any) -> Any:
 
 
 def _plain(hint: Any) -> Any:
-    """A type without what is annotated."""
+    """Returns a type without its annotations."""
     return _plain(get_args(hint)[0]) if get_origin(hint) is Annotated else hint
 
 

@@ -36,16 +36,16 @@ def run(args: CompareArgs) -> int:
     from jaxspec.bench.tables import SYNTHETIC
 
     before = load(args.before)
-    found = compare_reports(before, load(args.after), args.tolerance)
+    comparison = compare_reports(before, load(args.after), args.tolerance)
     screen = Screen(args.color)
-    for warning in found.warnings:
+    for warning in comparison.warnings:
         sys.stderr.write(f"jaxspec: {warning}\n")
     if before.synthetic is not None:
         screen.line(f"{SYNTHETIC}: {before.synthetic}", "bold")
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
     for name in ("cell", "figure", "before", "after", "ratio", ""):
         table.add_column(name)
-    for c in found.changes:
+    for c in comparison.changes:
         digits = 2 if max(c.before, c.after) < 100 else 0
         ratio = f"{c.ratio.median:.2f}x ({c.ratio.least:.2f} to {c.ratio.most:.2f})"
         verdict = "WORSE" if c.worse else ""
@@ -53,9 +53,9 @@ def run(args: CompareArgs) -> int:
         table.add_row(c.cell, c.figure, f"{c.before:.{digits}f}", f"{c.after:.{digits}f}", ratio, verdict, style=style)
     screen.console.width = max(screen.console.width, 160) if not screen.live else screen.console.width
     screen.console.print(table)
-    for name, cells in (("first", found.only_before), ("second", found.only_after)):
+    for name, cells in (("first", comparison.only_before), ("second", comparison.only_after)):
         if cells:
             screen.line(f"only in the {name} report: {'; '.join(cells)}")
-    worse = sum(change.worse for change in found.changes)
-    screen.line(f"{worse} of {len(found.changes)} figures are worse beyond the noise", "bold" if worse else "")
+    worse = sum(change.worse for change in comparison.changes)
+    screen.line(f"{worse} of {len(comparison.changes)} figures are worse beyond the noise", "bold" if worse else "")
     return 1 if worse and args.check else 0

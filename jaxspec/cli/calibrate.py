@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxspec.cli.screen import Screen
     from jaxspec.perf.calibration import Calibration
     from jaxspec.perf.held_out import HeldOut
 
@@ -20,7 +20,7 @@ PROMPTS = Path(__file__).parents[1] / "demo_model" / "held_out_prompts.json"
 
 @dataclass(frozen=True)
 class CalibrateArgs:
-    """What ``jaxspec calibrate`` is asked for.
+    """Flags of ``jaxspec calibrate``.
 
     Attributes:
       model: Model directory in Hugging Face layout, a hub id, or demo, the packaged model.
@@ -63,15 +63,14 @@ class CalibrateArgs:
 
 def run(args: CalibrateArgs) -> int:
     """Measures, fits, writes and shows."""
-    from jaxspec.bench.calibrate import Grid, calibrate, cost_of
+    from jaxspec.bench.calibrate import CalibrationGrid, calibrate, cost_of
     from jaxspec.cli.engine_flags import load_llm
-    from jaxspec.cli.screen import Screen
     from jaxspec.perf.calibration import save_calibration
     from jaxspec.perf.held_out import judge
     from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
     from jaxspec.serve.llm import LLM
 
-    grid = Grid(
+    grid = CalibrationGrid(
         args.rows, args.lengths, args.contexts, args.rounds, args.steps, args.held_out_rows, args.held_out_lengths
     )
     try:
@@ -92,14 +91,14 @@ def run(args: CalibrateArgs) -> int:
     cells, engines = len(grid.cells()) + len(grid.held_out()), len(grid.all_rows)
     doing = f"compiling {len(grid.all_lengths)} programs for each of {engines} numbers of rows (kept for the next time)"
     with screen.counting(f"{doing}, then measuring {cells} cells in {grid.rounds} rounds") as count:
-        found = calibrate(
+        calibration = calibrate(
             model, texts, speculative=speculative, grid=grid, load=load, show=count,
             dtype=args.dtype, quantization=args.quantization,
         )  # fmt: skip
-    save_calibration(found, args.output)
-    show(found, screen)
-    if any(p.length for p in found.held_out):
-        show_held_out(judge(found, cost_of(found, model)), screen)
+    save_calibration(calibration, args.output)
+    show(calibration, screen)
+    if any(p.length for p in calibration.held_out):
+        show_held_out(judge(calibration, cost_of(calibration, model)), screen)
     sys.stderr.write(f"jaxspec: {args.output} written\n")
     return 0
 
@@ -115,48 +114,49 @@ def _texts(file: Path | None) -> list[str]:
         raise ConfigError(f"--text: {file} cannot be read ({error})") from None
 
 
-def show(found: "Calibration", screen: "Screen") -> None:
+def show(calibration: "Calibration", screen: Screen) -> None:
     """Prints a calibration for people: the raw table, the fits, and how much experts overlap."""
     from rich.table import Table
 
     table = Table("rows", "K", "context", "step", "drafting", "spread", title_justify="left")
-    for p in found.points:
+    for p in calibration.points:
         table.add_row(
             *map(str, (p.rows, p.length, p.context)), f"{p.step_s * 1e3:.2f} ms", f"{p.draft_s * 1e3:.2f} ms",
             f"{p.spread:.1%}",
         )  # fmt: skip
     screen.console.print(table)
     rates = Table("rate", "seconds per unit", "95 % interval", title_justify="left")
-    for name, value in found.fit.rates.items():
-        low, high = found.fit.interval[name]
+    for name, value in calibration.fit.rates.items():
+        low, high = calibration.fit.interval[name]
         rates.add_row(name, f"{value:.3g}", f"{low:.2g} to {high:.2g}")
     screen.console.print(rates)
-    for name, fit in (("with experts", found.fit), ("tokens alone", found.token_count_fit)):
+    for name, fit in (("with experts", calibration.fit), ("tokens alone", calibration.token_count_fit)):
         held = "" if fit.held_out_error is None else f", {fit.held_out_error:.1%} where the cell is held out"
         screen.line(f"error of the formula {name}: {fit.error:.1%}{held}")
-    screen.line(f"noise floor: {found.noise_floor:.1%} between rounds of the same cell")
-    if found.overlap is not None:
-        row = list(zip(found.overlap.positions, _mean(found.overlap.share), strict=True))
+    screen.line(f"noise floor: {calibration.noise_floor:.1%} between rounds of the same cell")
+    if calibration.overlap is not None:
+        row = list(zip(calibration.overlap.positions, _mean(calibration.overlap.share), strict=True))
         words = ", ".join(f"{positions}: {share:.2f}" for positions, share in row)
-        screen.line(f"experts touched by neighbouring positions of a row, share of the independent count: {words}")
+        screen.line(f"experts touched by neighboring positions of a row, share of the independent count: {words}")
 
 
-def show_held_out(found: "HeldOut", screen: "Screen") -> None:
+def show_held_out(held_out: "HeldOut", screen: Screen) -> None:
     """Prints how well cells were predicted that nothing was fitted to."""
     from rich.table import Table
 
-    title = f"{found.cells} cells held out; does speculation pay, at 13 acceptances: {found.questions} questions"
+    title = f"{held_out.cells} cells held out; does speculation pay, at 13 acceptances: {held_out.questions} questions"
     table = Table("predicted by", "error", "worst", "of step ratios", "right", "right beyond noise", title=title)
     for name, by in (
-        ("formula and table", found.predicted), ("formula", found.formula), ("tokens alone", found.token_count)
+        ("formula and table", held_out.predicted), ("formula", held_out.formula), ("tokens alone", held_out.token_count)
     ):  # fmt: skip
         table.add_row(
             name, f"{by.verify_error:.1%}", f"{by.worst:.1%}", f"{by.ratio_error:.1%}",
-            f"{by.right / found.questions:.1%}", f"{by.right_when_clear / max(found.clear, 1):.1%} of {found.clear}",
+            f"{by.right / held_out.questions:.1%}",
+            f"{by.right_when_clear / max(held_out.clear, 1):.1%} of {held_out.clear}",
         )  # fmt: skip
     screen.console.print(table)
 
 
 def _mean(share: Any) -> list[float]:
-    """Over layers, at the fewest rows."""
-    return [sum(layer[0][place] for layer in share) / len(share) for place in range(len(share[0][0]))]
+    """Returns means over layers, at the fewest rows."""
+    return [sum(layer[0][i] for layer in share) / len(share) for i in range(len(share[0][0]))]

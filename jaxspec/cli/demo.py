@@ -13,15 +13,15 @@ from typing import Any, ClassVar, Literal
 from rich.table import Table
 
 from jaxspec.bench.compare import Comparison, compare
-from jaxspec.bench.describe import describe_machine, describe_model, describe_versions
-from jaxspec.bench.sizes import parameters
 from jaxspec.bench.workload import HELD_OUT, Excerpt, choose, load_excerpts, repeat
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import plan_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.cli.screen import Screen
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import describe_machine, describe_model, describe_versions
+from jaxspec.inspect.model_sizes import parameters
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.compile_cache import use_compile_cache
@@ -29,7 +29,7 @@ from jaxspec.serve.demo_pair import DEMO, demo_model_dir, resolve_model, resolve
 from jaxspec.serve.engine import OnProgress
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.text import Growing
+from jaxspec.serve.text import IncrementalText
 from jaxspec.whole_file import write_whole
 
 PROMPTS = HELD_OUT
@@ -80,7 +80,7 @@ class DemoArgs:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     """What ``DemoArgs`` come down to.
 
     Attributes:
@@ -104,7 +104,7 @@ class Plan:
     dtype: str
 
 
-def plan_of(args: DemoArgs) -> Plan:
+def plan_of(args: DemoArgs) -> DemoPlan:
     """Checks the arguments and fills in what they leave open.
 
     Raises:
@@ -115,11 +115,11 @@ def plan_of(args: DemoArgs) -> Plan:
             raise ConfigError(f"demo: --{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     model = resolve_model(args.model)
     speculative = dict(resolve_speculation(speculative_of(args)) or {})
-    least = 2 * (catalog.parse(speculative).topology.max_depth + 1)
-    if args.max_tokens < least:
-        raise ConfigError(f"demo: --max-tokens must be at least {least} to be measured, got {args.max_tokens}")
+    fewest = 2 * (methods.parse(speculative).topology.max_depth + 1)
+    if args.max_tokens < fewest:
+        raise ConfigError(f"demo: --max-tokens must be at least {fewest} to be measured, got {args.max_tokens}")
     excerpts = load_excerpts(PROMPTS)
-    return Plan(
+    return DemoPlan(
         model=model,
         config=read_config(model),
         speculative=speculative,
@@ -133,7 +133,7 @@ def plan_of(args: DemoArgs) -> Plan:
 
 
 def speculative_of(args: DemoArgs) -> dict[str, Any]:
-    """The ``speculative_config`` that the arguments ask for.
+    """Returns the ``speculative_config`` that the arguments ask for.
 
     Raises:
       ConfigError: they contradict each other, or the JSON is none.
@@ -156,7 +156,7 @@ def speculative_of(args: DemoArgs) -> dict[str, Any]:
 
 
 def model_line(model: dict[str, Any]) -> str:
-    """``describe_model`` in words."""
+    """Puts ``describe_model`` into words."""
     text = f"{model['family']}, {model['parameters'] / 1e6:.1f} M parameters"
     if "experts" in model:
         text += f", {model['active_parameters'] / 1e6:.1f} M of them active per token"
@@ -165,28 +165,28 @@ def model_line(model: dict[str, Any]) -> str:
 
 
 def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:
-    """The drafter in words, for a target's published config."""
-    config = catalog.parse(speculative)
+    """Puts the drafter into words, for a target's published config."""
+    config = methods.parse(speculative)
     ahead = f"{config.topology.max_depth} tokens ahead"
-    own = {
+    without_model = {
         "ngram": "n-gram lookup in the text so far",
         "mtp": "the target's layers of multi-token prediction",
         "early_exit": f"the target's first {config.exit_layer} layers",
     }
     if config.model is None:
-        return f"{own[config.method]}, {ahead}"
-    found = read_config(Path(config.model))
-    if is_head(found):
-        plan, _ = plan_head(config.model, arch_of(target), Policy())
+        return f"{without_model[config.method]}, {ahead}"
+    draft = read_config(Path(config.model))
+    if is_head(draft):
+        plan = plan_head(config.model, arch_of(target), Policy())
         kind = "draft" if config.method == "hybrid" else config.method
         words = f"{kind} head, {sum(parameters(plan.leaves).values()) / 1e6:.1f} M parameters"
     else:
-        words = model_line(describe_model(found))
-    return f"{own['ngram']}, else {words}, {ahead}" if config.method == "hybrid" else f"{words}, {ahead}"
+        words = model_line(describe_model(draft))
+    return f"{without_model['ngram']}, else {words}, {ahead}" if config.method == "hybrid" else f"{words}, {ahead}"
 
 
-def build(plan: Plan, rows: int, on_progress: OnProgress | None = None) -> LLM:
-    """The engine of one measurement; one prefill size and no log-probabilities, to compile little."""
+def build(plan: DemoPlan, rows: int, on_progress: OnProgress | None = None) -> LLM:
+    """Builds the engine of one measurement: one prefill size and no log-probabilities, to compile little."""
     room = -(-(plan.max_tokens + PROMPT_ROOM) // 512) * 512
     return LLM(
         plan.model,
@@ -222,12 +222,12 @@ def watch(screen: Screen, llm: LLM, excerpt: Excerpt, max_tokens: int) -> bool:
 
 
 def _stream(screen: Screen, llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, list[int]]:
-    """Prints a growing text; returns tokens per second behind the first step, and the ids."""
+    """Prints a growing text; returns tokens per second after the first step, and the ids."""
     growing, seen, started, first = None, 0, 0.0, 0
     tokens: list[int] = []
     for output in llm.stream(prompt, params):
         completion = output.outputs[0]
-        tokens, growing = completion.token_ids, growing or Growing(llm.text, params, output.prompt_token_ids)
+        tokens, growing = completion.token_ids, growing or IncrementalText(llm.text, params, output.prompt_token_ids)
         now = time.perf_counter()
         if not started:
             started, first = now, len(tokens)
@@ -255,7 +255,7 @@ def _prompt_range(r: Comparison) -> str:
 
 
 def table_of(results: list[Comparison]) -> Table:
-    """One column per batch size."""
+    """Returns a table with one column per batch size."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
     table.add_column("")
     for r in results:
@@ -278,8 +278,8 @@ def table_of(results: list[Comparison]) -> Table:
     return table
 
 
-def report_of(plan: Plan, results: list[Comparison], startup_s: float) -> dict[str, Any]:
-    """Everything measured; the first measurement's figures stand at the top level."""
+def report_of(plan: DemoPlan, results: list[Comparison], startup_s: float) -> dict[str, Any]:
+    """Returns everything measured; the first measurement's figures stand at the top level."""
     return {
         **asdict(results[0]),
         "batches": [asdict(r) for r in results],
@@ -295,8 +295,8 @@ def report_of(plan: Plan, results: list[Comparison], startup_s: float) -> dict[s
     }
 
 
-def introduce(screen: Screen, plan: Plan) -> None:
-    """The heading."""
+def introduce(screen: Screen, plan: DemoPlan) -> None:
+    """Prints the heading."""
     machine, files = describe_machine(), sorted({e.file for e in plan.measured})
     screen.line("jaxspec: the same text, in fewer passes of the model", "bold")
     screen.line(f"model    {model_line(describe_model(plan.config))}")
@@ -306,8 +306,8 @@ def introduce(screen: Screen, plan: Plan) -> None:
     screen.line(f"machine  {device}{machine['cpu']}, {machine['cores']} cores")
 
 
-def conclude(screen: Screen, plan: Plan, results: list[Comparison]) -> None:
-    """The table and what it stands for."""
+def conclude(screen: Screen, plan: DemoPlan, results: list[Comparison]) -> None:
+    """Prints the table and what it stands for."""
     screen.console.print(table_of(results))
     screen.line()
     done = "; ".join(f"{_rows(r.batch)}: {r.prompts} prompts {r.repetitions} times" for r in results)
@@ -347,7 +347,7 @@ def run(args: DemoArgs) -> int:
     return 0 if identical else 1
 
 
-def measure(screen: Screen, plan: Plan, llm: LLM) -> list[Comparison]:
+def measure(screen: Screen, plan: DemoPlan, llm: LLM) -> list[Comparison]:
     """Compares at every batch size; the first one's engine is there already."""
     results = []
     screen.line()

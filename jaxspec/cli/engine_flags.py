@@ -71,7 +71,7 @@ class EngineFlags:
     expert_placement: Path | None = None
 
     def directory(self) -> Path:
-        """The model directory, downloaded where the model is a hub id.
+        """Returns the model directory, downloaded where the model is a hub id.
 
         Raises:
           ConfigError: the demo is meant and did not come with this installation, or the model cannot be downloaded.
@@ -81,7 +81,7 @@ class EngineFlags:
         return resolve_model(self.model, self.revision, self.download_dir)
 
     def keywords(self) -> dict[str, Any]:
-        """Keyword arguments of ``LLM``.
+        """Returns the keyword arguments of ``LLM``.
 
         Raises:
           ConfigError: the speculation settings are not JSON, or the mesh is not axes and sizes.
@@ -96,13 +96,13 @@ class EngineFlags:
         return values
 
     def load(self) -> "LLM":
-        """The engine, compiled with the help of the cache of earlier starts."""
+        """Loads and compiles the engine, with the cache of earlier starts."""
         keywords = self.keywords()  # before a model is downloaded
         return load_llm(self.directory(), **keywords)
 
 
 def speculation(text: str | None) -> Any:
-    """A ``speculative_config`` from its JSON, None where there is none.
+    """Parses a ``speculative_config`` from its JSON, None where there is none.
 
     Raises:
       ConfigError: it is no JSON.
@@ -114,7 +114,7 @@ def speculation(text: str | None) -> Any:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """``expert=4,tensor=2`` as a mapping.
+    """Parses sizes by axis, such as ``expert=4,tensor=2``.
 
     Raises:
       ConfigError: it is of another form.
@@ -132,7 +132,7 @@ def load_llm(model: Path, *, quiet: bool = False, **keywords: Any) -> "LLM":
     """Loads and compiles a model with JAX's compile cache switched on, and shows how far it is."""
     from jaxspec.cli.stages import shown_stages
 
-    with shown_stages(quiet) as on_progress:
+    with shown_stages(quiet=quiet) as on_progress:
         if on_progress is not None:
             on_progress("loading", 0, 0)
         from jaxspec.serve.compile_cache import use_compile_cache

@@ -38,6 +38,6 @@ STATUSES = {
 
 
 def description_of(command: str, about: str) -> str:
-    """What stands above the flags of a command: what it does, examples, exit statuses."""
+    """Returns what stands above the flags of a command: what it does, examples, exit statuses."""
     examples = "\n".join(f"  {line}" for line in EXAMPLES[command])
     return f"{about}\n\nExample:\n{examples}\n\nExit status: {STATUSES.get(command, STATUS)}"

@@ -12,7 +12,7 @@ from jaxspec.serve.demo_pair import resolve_model
 
 @dataclass(frozen=True)
 class ExportArgs:
-    """What ``jaxspec export`` is asked for, such as: jaxspec export runs/mine/best OUT --verifier-name Qwen/Qwen3-8B.
+    """Flags of ``jaxspec export``, such as: jaxspec export runs/mine/best OUT --verifier-name Qwen/Qwen3-8B.
 
     Attributes:
       head: Directory of a draft head, in any known format.

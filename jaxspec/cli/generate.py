@@ -72,7 +72,7 @@ class SamplingFlags:
     speculative: bool = True
 
     def given(self) -> dict[str, Any]:
-        """The settings that were given, by the names of ``SamplingParams``."""
+        """Returns the settings that were given, by the names of ``SamplingParams``."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if "sampling_seed" in values:  # --seed is the engine's, as for LLM
             values["seed"] = values.pop("sampling_seed")
@@ -81,7 +81,7 @@ class SamplingFlags:
 
 @dataclass(frozen=True)
 class GenerateArgs:
-    """What ``jaxspec generate`` is asked for.
+    """Flags of ``jaxspec generate``.
 
     Attributes:
       prompt: Text to continue; the continuation is printed while it grows.
@@ -143,11 +143,13 @@ def _prompt(args: GenerateArgs, prompt: str) -> int:
     sys.stdout.write("\n")
     sys.stdout.flush()
     if output is not None:
-        sys.stderr.write(_spent(output, time.monotonic() - began, args.engine.speculative_config is not None))
+        sys.stderr.write(
+            _spent(output, time.monotonic() - began, speculates=args.engine.speculative_config is not None)
+        )
     return 0
 
 
-def _spent(output: "RequestOutput", time_s: float, speculates: bool) -> str:
+def _spent(output: "RequestOutput", time_s: float, *, speculates: bool) -> str:
     count, m = len(output.outputs[0].token_ids), output.metrics
     words = f"acceptance length {m.mean_acceptance_length:.2f}" if speculates else PLAIN
     return f"jaxspec: {count} tokens in {time_s:.1f} s, {words}\n"
@@ -198,5 +200,5 @@ def _conclude(p: "Progress", target: str) -> int:
 
 
 def _status(p: "Progress") -> int:
-    """The exit code of a job."""
+    """Returns the exit code of a job."""
     return 128 + p.stopped_by if p.stopped_by else 1 if p.failed else 0

@@ -41,17 +41,17 @@ class HostFlags:
         Raises:
           ConfigError: there are, but nothing says where.
         """
-        found = self.distributed or self.coordinator_address is not None
-        if not found and (self.num_processes is not None or self.process_id is not None):
+        several = self.distributed or self.coordinator_address is not None
+        if not several and (self.num_processes is not None or self.process_id is not None):
             raise ConfigError(
                 "hosts: --num-processes and --process-id say nothing alone; give --coordinator-address HOST:PORT, or "
                 "--distributed where a cluster says it"
             )
-        return found
+        return several
 
     @contextmanager
     def together(self) -> Iterator[bool]:
-        """Joins the others where that is asked for, and yields whether this process is to write and talk.
+        """Joins the other processes if asked to, and yields whether this one writes and talks.
 
         Raises:
           ConfigError: the others are not there, or nothing says where they are.
@@ -63,13 +63,13 @@ class HostFlags:
 
         where = self.coordinator_address or "the address that the cluster gives"
         sys.stderr.write(f"jaxspec: waiting up to {self.meeting_timeout} s for all processes at {where}\n")
-        hosts.meet(
+        hosts.initialize(
             self.coordinator_address, self.num_processes, self.process_id,
-            meeting_s=self.meeting_timeout, lost_s=self.lost_timeout,
+            initialization_timeout_s=self.meeting_timeout, heartbeat_timeout_s=self.lost_timeout,
         )  # fmt: skip
         INTERRUPTS.arm()  # JAX takes SIGTERM for itself
         try:
-            yield hosts.first()
+            yield hosts.is_leader()
         except JaxspecError as error:
             sys.stderr.write(f"jaxspec: {error}\n")
             sys.stderr.flush()

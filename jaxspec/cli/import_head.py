@@ -12,7 +12,7 @@ from jaxspec.serve.demo_pair import resolve_model
 
 @dataclass(frozen=True)
 class ImportArgs:
-    """What ``jaxspec import`` is asked for, such as: jaxspec import downloaded/head imported --target models/mine.
+    """Flags of ``jaxspec import``, such as: jaxspec import downloaded/head imported --target models/mine.
 
     Attributes:
       head: Directory of a draft head: EAGLE-1, EAGLE-3, P-EAGLE, speculators or Medusa, safetensors or PyTorch.

@@ -5,27 +5,24 @@ import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from jaxspec.cli.engine_flags import mesh_sizes
-from jaxspec.cli.inspect_balance import BalanceFlags, Setting, inspect_balance
+from jaxspec.cli.inspect_balance import BalanceFlags, BalanceSetting, inspect_balance
+from jaxspec.cli.screen import Screen, amount
 from jaxspec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jaxspec.cli.screen import Screen
 
 ERROR_TEXT = (
     "Speculative decoding drafts several tokens cheaply and checks them in one pass of the big model. "
     "The river froze early that year, and the ferryman counted the days until the ice would carry a cart."
 )
-UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
 class InspectArgs:
-    """What ``jaxspec inspect`` is asked for.
+    """Flags of ``jaxspec inspect``.
 
     Attributes:
       path: Model directory in Hugging Face layout; the id of one on the hub, which is downloaded first; demo, the
@@ -86,7 +83,7 @@ class InspectArgs:
 
 
 def run(args: InspectArgs) -> int:
-    """Prints the survey of a model; returns 1 where loading it would be refused."""
+    """Prints the report of a model; returns 1 where loading it would be refused."""
     from jaxspec.serve.demo_pair import resolve_model
 
     if args.logit_error and (args.quantization not in ("fp8", "int8") or args.path.is_file()):
@@ -100,28 +97,26 @@ def run(args: InspectArgs) -> int:
         target = args.target and resolve_model(args.target, weights=False)
         return inspect_head(args.path, target, as_json=args.json, color=args.color)
     if args.balance.balance:
-        setting = Setting(args.path, args.devices, args.rows, args.dtype, args.quantization)
+        setting = BalanceSetting(args.path, args.devices, args.rows, args.dtype, args.quantization)
         return inspect_balance(args.balance, setting, as_json=args.json, color=args.color)
     if args.compiled or args.kernels:
         return _programs(args)
-    from jaxspec.bench.survey import survey
+    from jaxspec.inspect.model_report import report_model
 
-    found = survey(args.path, dtype=args.dtype, quantization=args.quantization)
+    report = report_model(args.path, dtype=args.dtype, quantization=args.quantization)
     if args.logit_error:
-        found["logit_error"] = _logit_error(args.path, args.quantization)
+        report["logit_error"] = _logit_error(args.path, args.quantization)
     if args.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        from jaxspec.cli.screen import Screen
-
-        show(found, Screen(args.color))
-    tensors = found["tensors"]
+        show(report, Screen(args.color))
+    tensors = report["tensors"]
     wrong = any(tensors[kind] for kind in ("missing", "extra", "misshaped", "mistyped"))
-    return int(wrong or bool(found["refused"]))
+    return int(wrong or bool(report["refused"]))
 
 
 def _is_head(path: Path) -> bool:
-    from jaxspec.checkpoint.heads.config import is_head
+    from jaxspec.checkpoint.heads.identify import is_head
     from jaxspec.checkpoint.load.model import read_config
 
     return path.is_dir() and is_head(read_config(path))
@@ -129,117 +124,113 @@ def _is_head(path: Path) -> bool:
 
 def _programs(args: InspectArgs) -> int:
     """Shows the model's programs; returns 1 where a kernel spills registers."""
-    from jaxspec.bench import aot
-    from jaxspec.bench.survey import config_at
+    from jaxspec.aot import process
     from jaxspec.cli.inspect_programs import show_compiled, show_kernels
-    from jaxspec.cli.screen import Screen
+    from jaxspec.inspect.model_report import config_at
 
     if len(args.devices) > 1:
         raise ConfigError(f"inspect: --compiled is for one number of devices, got {args.devices}")
-    config, screen, found = config_at(args.path)[0], Screen(args.color), {}
+    config, screen, report = config_at(args.path)[0], Screen(args.color), {}
     setting: dict[str, Any] = {"rows": args.rows, "capacity": args.capacity, "drafts": args.topology}
     if args.kernels:
-        from jaxspec.bench.kernel_choices import kernel_choices
-        from jaxspec.bench.programs import Setting
+        from jaxspec.aot.kernel_choices import kernel_choices
+        from jaxspec.aot.programs import ProgramSettings
 
-        found["kernels"] = kernel_choices(Setting(config, **setting), args.programs)
+        report["kernels"] = kernel_choices(ProgramSettings(config, **setting), args.programs)
     if args.compiled:
-        found["compiled"] = aot.run(
-            "jaxspec.bench.compiled:look", config=config, gpu=args.gpu, devices=next(iter(args.devices), 1),
-            mesh=mesh_sizes(args.mesh), transport=args.expert_transport, wanted=args.programs,
-            kernels="xla" if args.xla_only else "triton", **setting,
+        report["compiled"] = process.run(
+            "jaxspec.aot.program_report:report_programs", config=config, gpu=args.gpu,
+            devices=next(iter(args.devices), 1), mesh=mesh_sizes(args.mesh), transport=args.expert_transport,
+            wanted=args.programs, kernels="xla" if args.xla_only else "triton", **setting,
         )  # fmt: skip
     if args.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         if args.kernels:
-            show_kernels(found["kernels"], screen)
+            show_kernels(report["kernels"], screen)
         if args.compiled:
-            show_compiled(found["compiled"], screen, amount)
-    programs = found["compiled"]["programs"].values() if args.compiled else ()
+            show_compiled(report["compiled"], screen)
+    programs = report["compiled"]["programs"].values() if args.compiled else ()
     return 1 if any(program["spills"] for program in programs) else 0
 
 
 def _logit_error(directory: Path, quantization: str) -> Any:
-    from dataclasses import asdict, is_dataclass
-
-    from jaxspec.bench.quantization_error import quantization_error
     from jaxspec.checkpoint.text.codec import Text
+    from jaxspec.inspect.quantization_error import quantization_error
 
     text = Text.load(directory)
     ids = text.encode(ERROR_TEXT) if text else list(range(1, 65))
-    found = quantization_error(directory, quantization, ids)
-    return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
+    return quantization_error(directory, quantization, ids)
 
 
-def show(found: dict[str, Any], screen: "Screen") -> None:
-    """Prints a survey for people."""
-    screen.line(f"{found['family']}   {found['path']}", "bold")
-    _rows(screen, "layers", [(str(count), kind) for kind, count in found["layers"].items()])
-    _parts(screen, found)
-    cache, lines = found["cache"], []
+def show(report: dict[str, Any], screen: Screen) -> None:
+    """Prints the report for people."""
+    screen.line(f"{report['family']}   {report['path']}", "bold")
+    _rows(screen, "layers", [(str(count), kind) for kind, count in report["layers"].items()])
+    _parts(screen, report)
+    cache, lines = report["cache"], []
     for key, words in (("bytes_per_token", "per token"), ("bytes_per_row", "per row, whatever its length")):
         if cache[key]:
             streams = ", ".join(f"{name} {amount(n)}" for name, n in cache[key].items())
             lines.append((amount(sum(cache[key].values())), f"{words}: {streams}"))
     _rows(screen, "caches", lines)
-    _rows(screen, "weights", _weights(found))
-    prediction = found["multi_token_prediction"]
+    _rows(screen, "weights", _weights(report))
+    prediction = report["multi_token_prediction"]
     there = {True: "present", False: "not in the files", None: "promised"}[prediction["present"]]
     words = f"{prediction['layers']} layers, {there}" if prediction["layers"] else "none"
-    _rows(screen, "drafters", [*found["drafters"].items(), ("multi-token prediction", words)])
-    _rows(screen, "text", [(name.replace("_", " "), str(value)) for name, value in found["text"].items()])
-    _rows(screen, "config", _config(found))
-    if "logit_error" in found:
-        _rows(screen, "logit error", [(str(k), str(v)) for k, v in dict(found["logit_error"]).items()])
-    tensors = found["tensors"]
+    _rows(screen, "drafters", [*report["drafters"].items(), ("multi-token prediction", words)])
+    _rows(screen, "text", [(name.replace("_", " "), str(value)) for name, value in report["text"].items()])
+    _rows(screen, "config", _config(report))
+    if "logit_error" in report:
+        _rows(screen, "logit error", [(str(k), str(v)) for k, v in dict(report["logit_error"]).items()])
+    tensors = report["tensors"]
     screen.line(f"tensors  {tensors['in_files']} in the files, {tensors['read']} of them read")
     for kind in ("missing", "extra", "misshaped", "mistyped"):
         for name in tensors[kind]:
             screen.line(f"  {kind}: {name}", "red")
-    for what, why in found["refused"].items():
+    for what, why in report["refused"].items():
         screen.line(f"{what.replace('_', ' ')}: {why}", "red")
 
 
-def _parts(screen: "Screen", found: dict[str, Any]) -> None:
+def _parts(screen: Screen, report: dict[str, Any]) -> None:
     from rich.table import Table
 
-    parameters, sizes = found["parameters"], found["bytes"]
+    parameters, sizes = report["parameters"], report["bytes"]
     disk = "on_disk" if "on_disk" in sizes else "promised"
     table = Table("part", disk.replace("_", " "), "in memory", "parameters", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for part in sizes["in_memory"]["by_part"] | sizes[disk]["by_part"]:
-        count = parameters["by_part"].get(part) or found["multi_token_prediction"]["parameters"]
+        count = parameters["by_part"].get(part) or report["multi_token_prediction"]["parameters"]
         both = (amount(sizes[kind]["by_part"].get(part, 0)) for kind in (disk, "in_memory"))
         table.add_row(part, *both, f"{count:,}")
     if sizes[disk]["not_read"]:
         table.add_row("not read", amount(sizes[disk]["not_read"]), "", "")
-    whole = (amount(sizes[kind]["total"]) for kind in (disk, "in_memory"))
-    table.add_row("all", *whole, "", style="bold")
+    totals = (amount(sizes[kind]["total"]) for kind in (disk, "in_memory"))
+    table.add_row("all", *totals, "", style="bold")
     table.add_row("all but prediction", "", "", f"{parameters['total']:,}")
     table.add_row("used by one token", "", "", f"{parameters['active']:,}")
     screen.console.print(table)
 
 
-def _config(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Longest text, and what the config says in vain."""
-    ignored = found["ignored_keys"]
-    return [("longest text", f"{found['context_tokens']} tokens"), ("ignored keys", ", ".join(ignored) or "none")]
+def _config(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns the longest text, and the keys that are ignored."""
+    ignored = report["ignored_keys"]
+    return [("longest text", f"{report['context_tokens']} tokens"), ("ignored keys", ", ".join(ignored) or "none")]
 
 
-def _weights(found: dict[str, Any]) -> list[tuple[str, str]]:
-    layout = found["quantization"]
+def _weights(report: dict[str, Any]) -> list[tuple[str, str]]:
+    layout = report["quantization"]
     stored = ", ".join(f"{count} {kind}" for kind, count in sorted(layout["tensors"].items()))
-    kept = ", ".join(f"{name} {kind}" for name, kind in sorted(layout["kept_in_memory"].items()))
+    in_memory = ", ".join(f"{name} {kind}" for name, kind in sorted(layout["kept_in_memory"].items()))
     return [
-        ("config says", layout["config"] or "not quantised"),
+        ("config says", layout["config"] or "not quantized"),
         ("stored", stored or "nothing"),
-        ("kept quantised", kept or "nothing"),
+        ("kept quantized", in_memory or "nothing"),
     ]
 
 
-def _rows(screen: "Screen", title: str, rows: list[tuple[str, str]]) -> None:
+def _rows(screen: Screen, title: str, rows: list[tuple[str, str]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -247,11 +238,3 @@ def _rows(screen: "Screen", title: str, rows: list[tuple[str, str]]) -> None:
         table.add_row(f"  {name}", words)
     screen.line(title, "bold")
     screen.console.print(table)
-
-
-def amount(size_bytes: float) -> str:
-    """Bytes in the largest unit that leaves at least 1: ``35.1 kB``."""
-    size, place = float(size_bytes), 0
-    while size >= 1000 and place < len(UNITS) - 1:
-        size, place = size / 1000, place + 1
-    return f"{size:.0f} {UNITS[place]}" if place == 0 else f"{size:.3g} {UNITS[place]}"

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jaxspec.bench.expert_load import Measured
-    from jaxspec.cli.screen import Screen
-    from jaxspec.perf.expert_load import ExpertLoad
+    from jaxspec.checkpoint.load.model import Model
+    from jaxspec.inspect.measured_load import MeasuredLoad
+    from jaxspec.perf.expert_counts import ExpertLoad
 
 DEVICES = (2, 4, 8)
+LONGEST = 512  # tokens of a prompt
 WORDS = {"prompt": "prompts", "committed": "text", "rejected": "rejected drafts"}
 
 
@@ -50,7 +52,7 @@ class BalanceFlags:
 
 
 @dataclass(frozen=True)
-class Setting:
+class BalanceSetting:
     """What of the other flags matters.
 
     Attributes:
@@ -67,15 +69,14 @@ class Setting:
     quantization: str
 
 
-def inspect_balance(flags: BalanceFlags, setting: Setting, *, as_json: bool, color: bool) -> int:
+def inspect_balance(flags: BalanceFlags, setting: BalanceSetting, *, as_json: bool, color: bool) -> int:
     """Measures or reads the load, prints the report, and writes what is asked for.
 
     Raises:
       ConfigError: the flags contradict each other, or model, prompts or drafter are not usable.
     """
-    from jaxspec.bench.balance import balance, placement_for
-    from jaxspec.cli.screen import Screen
-    from jaxspec.perf.expert_load import save_load
+    from jaxspec.inspect.balance import balance, placement_for
+    from jaxspec.perf.expert_counts import save_load
     from jaxspec.perf.expert_placement import save_placement
 
     devices = setting.devices or DEVICES
@@ -89,53 +90,87 @@ def inspect_balance(flags: BalanceFlags, setting: Setting, *, as_json: bool, col
     load = measured.load if measured is not None else _recorded(flags.load or Path(), setting.path)
     if flags.record is not None:
         save_load(load, flags.record)
-    found = balance(load, measured, devices, flags.redundant, setting.rows)
+    report = balance(load, measured, devices, flags.redundant, setting.rows)
     if flags.output is not None:
         save_placement(placement_for(load, devices[0], flags.redundant), flags.output)
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        show(found, setting.rows, Screen(color))
+        show(report, setting.rows, Screen(color))
     return 0
 
 
 def _recorded(file: Path, directory: Path) -> "ExpertLoad":
     from jaxspec.checkpoint.files.fingerprint import digests
     from jaxspec.checkpoint.load.model import read_config
-    from jaxspec.perf.expert_load import read_load
+    from jaxspec.perf.expert_counts import read_load
 
-    found = read_load(file)
-    if found.model.get("config_digest") != digests(read_config(directory))["config_digest"]:
+    load = read_load(file)
+    if load.model.get("config_digest") != digests(read_config(directory))["config_digest"]:
         raise ConfigError(
-            f"{file}: counts of another model ({found.model.get('name')}) than {directory}; measure this one"
+            f"{file}: counts of another model ({load.model.get('name')}) than {directory}; measure this one"
         )
-    return found
+    return load
 
 
-def _measure(flags: BalanceFlags, setting: Setting) -> "Measured":
-    from jaxspec.bench.expert_load import Wanted, measure_load, texts_of
+def _measure(flags: BalanceFlags, setting: BalanceSetting) -> "MeasuredLoad":
     from jaxspec.cli.engine_flags import speculation
-    from jaxspec.draft import catalog
+    from jaxspec.draft import methods
+    from jaxspec.inspect.measured_load import LoadSettings, measure_load
     from jaxspec.serve.loading import load_target
 
-    config = catalog.parse(speculation(flags.speculative_config))
+    config = methods.parse(speculation(flags.speculative_config))
     model = load_target(
-        setting.path, dtype=setting.dtype, kernels="auto", quantization=setting.quantization, mesh=None,
-        transport="auto", placement=None, rows=setting.rows, on_load=None,
-    )  # fmt: skip
-    prompts, source = texts_of(model, flags.prompts, flags.texts, flags.tokens)
-    return measure_load(model, prompts, Wanted(flags.tokens, setting.rows, source), config)
+        setting.path, dtype=setting.dtype, kernels="auto", quantization=setting.quantization, rows=setting.rows
+    )
+    prompts, source = _texts_of(model, flags.prompts, flags.texts, flags.tokens)
+    return measure_load(model, prompts, LoadSettings(flags.tokens, setting.rows, source), config)
 
 
-def show(found: dict[str, Any], rows: int, screen: "Screen") -> None:
+def _texts_of(model: "Model", file: Path | None, most: int, tokens: int) -> tuple[list[list[int]], str]:
+    """Returns the token ids to read, and a description of them.
+
+    Args:
+      model: whose tokenizer and context count.
+      file: JSONL of prompts, or any other file as one text, which is cut; None for the held-out code of the demo.
+      most: texts.
+      tokens: generated after each; what is too long for them in front is cut off.
+
+    Raises:
+      ConfigError: there is no such file or nothing in it, or the model has no tokenizer for it.
+    """
+    from jaxspec.bench.workload import PromptSource
+    from jaxspec.checkpoint.text.codec import Text
+
+    arch, text = model.net.arch, Text.load(model.directory)
+    size = min(LONGEST, arch.max_position - tokens)
+    if size < 1:
+        raise ConfigError(f"balance: {tokens} tokens leave no room for a prompt within {arch.max_position}")
+    if text is None and (file is None or file.suffix != ".jsonl"):
+        raise ConfigError(f"{model.directory}: no tokenizer; give --prompts a .jsonl with prompt_token_ids")
+    if text is None or file is None or file.suffix == ".jsonl":
+        texts = PromptSource(text, arch.vocab_size, file).pool("code" if file is None else "file")
+    else:
+        try:
+            ids = text.encode(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file}: cannot be read as text ({error})") from error
+        texts = [ids[at : at + size] for at in range(0, len(ids), size)]
+    if not texts:
+        raise ConfigError(f"{file}: nothing in it; give a file with text")
+    words = "held-out code of the demo" if file is None else file.name
+    return [ids[-size:] for ids in texts[:most]], f"{len(texts[:most])} texts of {words}"
+
+
+def show(report: dict[str, Any], rows: int, screen: Screen) -> None:
     """Prints a report for people."""
-    counts = ", ".join(f"{n:,} positions of {WORDS[kind]}" for kind, n in found["positions"].items() if n)
-    screen.line(f"{found['model'].get('name', '')}   {found['source']}", "bold")
-    length = found.get("acceptance_length")
+    counts = ", ".join(f"{n:,} positions of {WORDS[kind]}" for kind, n in report["positions"].items() if n)
+    screen.line(f"{report['model'].get('name', '')}   {report['source']}", "bold")
+    length = report.get("acceptance_length")
     screen.line(counts + (f"; acceptance length {length:.2f}" if length else ""))
     screen.line("imbalance: load of the heaviest device over the mean one, 1 is even")
-    kinds = [kind for kind, n in found["positions"].items() if n]
-    placements = [(entry["devices"], name, p) for entry in found["devices"] for name, p in entry["placements"].items()]
+    kinds = [kind for kind, n in report["positions"].items() if n]
+    placements = [(entry["devices"], name, p) for entry in report["devices"] for name, p in entry["placements"].items()]
     table = _table("devices", "placement", "slots", "all layers", "worst layer", *(WORDS[k] for k in kinds), words=2)
     for n, name, p in placements:
         values = [p["mean"], p["worst"], *(p["kinds"][kind] for kind in kinds)]
@@ -147,13 +182,13 @@ def show(found: dict[str, Any], rows: int, screen: "Screen") -> None:
         for n, name, p in placements:
             table.add_row(str(n), name, *(f"{value:.2f}" for value in p["batches"].values()))
         screen.console.print(table)
-    _show_layers(found, screen)
-    if "predicted" in found:
-        _show_predicted(found["predicted"], screen)
+    _show_layers(report, screen)
+    if "predicted" in report:
+        _show_predicted(report["predicted"], screen)
 
 
 def _table(*columns: str, words: int) -> "Table":
-    """A table whose columns behind the first few are numbers."""
+    """Returns a table whose columns after the first few are numbers."""
     from rich import box
     from rich.table import Table
 
@@ -163,13 +198,15 @@ def _table(*columns: str, words: int) -> "Table":
     return table
 
 
-def _show_layers(found: dict[str, Any], screen: "Screen") -> None:
-    names = list(found["devices"][0]["placements"])
-    table = _table("layer", "hottest experts", "never", *(f"{d['devices']} devices" for d in found["devices"]), words=3)
-    for place, layer in enumerate(found["layers"]):
+def _show_layers(report: dict[str, Any], screen: Screen) -> None:
+    names = list(report["devices"][0]["placements"])
+    table = _table(
+        "layer", "hottest experts", "never", *(f"{d['devices']} devices" for d in report["devices"]), words=3
+    )
+    for place, layer in enumerate(report["layers"]):
         hottest = "  ".join(f"{e}: {share:.0%}" for e, share in layer["hottest"])
         each = [
-            " ".join(f"{p['by_layer'][place]:.2f}" for p in d["placements"].values()) for d in found["devices"]
+            " ".join(f"{p['by_layer'][place]:.2f}" for p in d["placements"].values()) for d in report["devices"]
         ]  # fmt: skip
         table.add_row(str(layer["layer"]), hottest, _some(layer["dead"]), *each)
     screen.line(f"by layer: {', '.join(names)}")
@@ -181,13 +218,13 @@ def _some(numbers: list[int], most: int = 4) -> str:
     return words + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
 
 
-def _show_predicted(found: dict[str, Any], screen: "Screen") -> None:
+def _show_predicted(predicted: dict[str, Any], screen: Screen) -> None:
     screen.line(
-        f"drafts in layers {', '.join(map(str, found['layers']))}, by the head's predictions and by what the target "
-        "chose for the same drafts"
+        f"drafts in layers {', '.join(map(str, predicted['layers']))}, by the head's predictions and by what the "
+        "target chose for the same drafts"
     )
     table = _table("devices", "placement", "predicted", "measured", words=2)
-    for entry in found["devices"]:
+    for entry in predicted["devices"]:
         n = str(entry["devices"])
         for name in ("contiguous", "balanced_by_prediction"):
             said, came = entry[f"{name}_predicted"], entry[name]

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -20,23 +21,22 @@ def inspect_head(path: Path, target: Path | None, *, as_json: bool, color: bool)
     """
     if target is None:
         raise ConfigError(f"{path}: it is a draft head; name the model that it drafts for with --target DIR")
-    from jaxspec.checkpoint.heads.traps import look_at
+    from jaxspec.checkpoint.heads.traps import check_head
     from jaxspec.checkpoint.heads.verifier import provenance
 
-    found, refusal = look_at(path, target)
+    traps, refusal = check_head(path, target)
     trained = provenance(path)
-    wrong = bool(refusal) or any(finding.verdict == "error" for finding in found)
+    wrong = bool(refusal) or any(finding.verdict == "error" for finding in traps)
     if as_json:
-        report = {"path": str(path), "target": str(target), "refused": refusal, "traps": [asdict(f) for f in found]}
+        report = {"path": str(path), "target": str(target), "refused": refusal, "traps": [asdict(f) for f in traps]}
         sys.stdout.write(json.dumps(report | ({"training": trained} if trained else {}), indent=2) + "\n")
         return int(wrong)
-    from jaxspec.cli.screen import Screen
 
     screen = Screen(color)
     screen.line(f"draft head {path} for {target}", "bold")
     if trained:
         screen.line(_training(trained))
-    for finding in found:
+    for finding in traps:
         screen.line(f"{finding.trap:>3} {finding.verdict:<7} {finding.title}: {finding.found}", STYLES[finding.verdict])
         if finding.verdict != "ok":
             for who, words in (("vLLM", finding.vllm), ("SGLang", finding.sglang), ("cure", finding.cure)):
@@ -46,7 +46,7 @@ def inspect_head(path: Path, target: Path | None, *, as_json: bool, color: bool)
 
 
 def _training(trained: Mapping[str, Any]) -> str:
-    """What a training here wrote beside the head, in one line."""
+    """Returns in one line what training with jaxspec recorded next to the head."""
     target, data = trained.get("target") or {}, (trained.get("data") or {}).get("train") or []
     words = [
         f"trained for {target.get('name', 'a model without a name')} by jaxspec {trained.get('jaxspec', 'unknown')}"

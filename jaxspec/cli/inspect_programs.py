@@ -1,20 +1,17 @@
 """What ``jaxspec inspect`` shows of a model's programs on a GPU: the kernels chosen, and the compiled programs."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from jaxspec.cli.screen import Screen
+from jaxspec.cli.screen import Screen, amount
 
-Show = Callable[[float], str]
 MOST_COPIES = 12
 
 
-def show_kernels(found: dict[str, list[dict[str, Any]]], screen: "Screen") -> None:
+def show_kernels(by_program: dict[str, list[dict[str, Any]]], screen: Screen) -> None:
     """Prints the choices of each program."""
     from rich.table import Table
 
-    for name, choices in found.items():
+    for name, choices in by_program.items():
         table = Table("operation", "case", "computed by", "why", title=name, title_justify="left")
         for choice in choices:
             taken = choice["implementation"] != "xla"
@@ -25,30 +22,32 @@ def show_kernels(found: dict[str, list[dict[str, Any]]], screen: "Screen") -> No
         screen.console.print(table)
 
 
-def show_compiled(found: dict[str, Any], screen: "Screen", amount: Show) -> None:
+def show_compiled(report: dict[str, Any], screen: Screen) -> None:
     """Prints what compiled programs do, a column each."""
     from rich.table import Table
 
-    mesh = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1)
-    where = f"{found['devices']} x {found['gpu']}" + (f" ({mesh})" if mesh else "")
-    shape = f"{found['rows']} rows of {found['capacity']} tokens, {found['drafts']} drafts, kernels {found['kernels']}"
+    mesh = ", ".join(f"{axis} {size}" for axis, size in report["mesh"].items() if size > 1)
+    where = f"{report['devices']} x {report['gpu']}" + (f" ({mesh})" if mesh else "")
+    shape = (
+        f"{report['rows']} rows of {report['capacity']} tokens, {report['drafts']} drafts, kernels {report['kernels']}"
+    )
     screen.line(f"{where}   {shape}", "bold")
-    programs = found["programs"]
+    programs = report["programs"]
     table = Table("per step", *programs, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
-    rows = [_rows(program, amount) for program in programs.values()]
+    rows = [_rows(program) for program in programs.values()]
     for label in dict.fromkeys(label for row in rows for label in row):
         table.add_row(label, *(row.get(label, "") for row in rows))
     screen.console.print(table)
     for name, program in programs.items():
-        _show_faults(name, program, screen, amount)
+        _show_faults(name, program, screen)
 
 
-def _rows(program: dict[str, Any], amount: Show) -> dict[str, str]:
-    """Words by label."""
+def _rows(program: dict[str, Any]) -> dict[str, str]:
+    """Returns words by label."""
     launches, graphs, sizes = program["launches"], program["graphs"], program["bytes"]
-    found = {
+    rows = {
         "launches": str(launches["per_step"]),
         "launches per position": f"{launches['per_position']:g}" if program["positions"] else "",
         "more in branches": str(launches["in_branches"]),
@@ -58,9 +57,9 @@ def _rows(program: dict[str, Any], amount: Show) -> dict[str, str]:
         "host waits": str(graphs["host_waits"]),
     }
     for kind, entry in program["collectives"].items():
-        found[f"{kind}, all / per MoE layer"] = f"{entry['per_step']} / {entry['per_moe_layer']:g}"
-        found[f"{kind}, bytes"] = amount(entry["bytes_per_step"])
-    found |= {
+        rows[f"{kind}, all / per MoE layer"] = f"{entry['per_step']} / {entry['per_moe_layer']:g}"
+        rows[f"{kind}, bytes"] = amount(entry["bytes_per_step"])
+    rows |= {
         "arguments": amount(sizes["arguments"]),
         "temporary memory": amount(sizes["temp"]),
         "updated in place": amount(sizes["aliased"]),
@@ -68,10 +67,10 @@ def _rows(program: dict[str, Any], amount: Show) -> dict[str, str]:
         "most shared memory of a kernel": amount(max(program["shared_bytes"].values(), default=0)),
         "compile time": f"{program['compile_s']:.0f} s",
     }
-    return found
+    return rows
 
 
-def _show_faults(name: str, program: dict[str, Any], screen: "Screen", amount: Show) -> None:
+def _show_faults(name: str, program: dict[str, Any], screen: Screen) -> None:
     for kernel, size in program["spills"].items():
         screen.line(f"{name}: {kernel} spills {amount(size)} of registers", "red")
     copies = [entry for entry in program["copies"] if not entry["setup"]]

@@ -61,7 +61,7 @@ class Interrupts:
                 signal.signal(number, _raise)
 
     def dismiss(self) -> None:
-        """From here on signals are handled in good order by whoever installs handlers."""
+        """Leaves signals to whoever installs handlers from here on."""
         self._dismissed = True
 
     def say(self, number: int) -> None:

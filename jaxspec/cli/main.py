@@ -57,7 +57,7 @@ def main(args: list[str] | None = None) -> int:
 
 
 def _ended_by(error: BaseException) -> int | None:
-    """The exit status that an exception means, after it was shown as one line; None for a fault of ours."""
+    """Shows an exception as one line and returns its exit status; None for a fault of ours."""
     if isinstance(error, JaxspecError):
         return _fail(str(error), status_of(error))
     if isinstance(error, BrokenPipeError):

@@ -1,27 +1,27 @@
-"""``jaxspec plan --devices``: one model on more and more devices, beside what they send each other."""
+"""``jaxspec plan --devices``: one model on more and more devices, and what they send each other."""
 
 import json
 import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.cli.plan_question import PlanArgs, machine_of, question_of
+from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxspec.cli.plan import PlanArgs
     from jaxspec.perf.scaling import Scale
 
 ROWS = 8
 COLUMNS = ("devices", "mesh", "plain", "best", "gain", "range", "tok/s", "effic.", "rounds", "MB", "far")
 
 
-def run(args: "PlanArgs") -> int:
+def run(args: PlanArgs) -> int:
     """Plans for every number of devices, and prints a table or JSON.
 
     Raises:
       ConfigError: the arguments contradict each other, or ``jaxspec plan`` refuses one of the numbers.
     """
-    from jaxspec.cli.plan import PlanArgs, machine_of, question_of
     from jaxspec.perf.scaling import scaling
 
     if args.hardware is None or args.mesh is not None or args.rules or args.plot is not None:
@@ -38,26 +38,25 @@ def run(args: "PlanArgs") -> int:
     scales = scaling([question for question, _ in asked], batch[0], hardware.node_devices)
     model = asked[0][0].model.name
     if args.json:
-        found = {"model": model, "hardware": hardware.name, "rows_per_device": batch[0]}
-        sys.stdout.write(json.dumps({**found, "devices": [_record(scale) for scale in scales]}, indent=2) + "\n")
+        about = {"model": model, "hardware": hardware.name, "rows_per_device": batch[0]}
+        sys.stdout.write(json.dumps({**about, "devices": [_record(scale) for scale in scales]}, indent=2) + "\n")
         return 0
-    show(f"{model} on {hardware.name}, {batch[0]} rows per device, {args.context} tokens each", scales, args.color)
+    show(
+        f"{model} on {hardware.name}, {batch[0]} rows per device, {args.context} tokens each", scales, color=args.color
+    )
     return 0
 
 
 def _record(scale: "Scale") -> dict[str, Any]:
-    """A number of devices ready for JSON."""
-    found = asdict(scale)
-    found["batch"]["memory"]["total_bytes"] = scale.batch.memory.total_bytes
-    return found | {"mesh": asdict(scale.mesh), "fits": scale.batch.memory.fits}
+    """Returns a number of devices ready for JSON."""
+    record = asdict(scale)
+    record["batch"]["memory"]["total_bytes"] = scale.batch.memory.total_bytes
+    return record | {"mesh": asdict(scale.mesh), "fits": scale.batch.memory.fits}
 
 
-def show(title: str, scales: tuple["Scale", ...], color: bool) -> None:
-    """Prints them for people."""
+def show(title: str, scales: tuple["Scale", ...], *, color: bool) -> None:
+    """Prints the numbers of devices for people."""
     from rich.table import Table
-
-    from jaxspec.cli.plan import shape_words
-    from jaxspec.cli.screen import Screen
 
     screen = Screen(color)
     screen.line(title, "bold")
@@ -80,3 +79,8 @@ def show(title: str, scales: tuple["Scale", ...], color: bool) -> None:
         "plain and verifying, and the far share of it that leaves the node; ! does not fit",
         "dim",
     )
+
+
+def shape_words(branching: tuple[int, ...]) -> str:
+    """Returns ``K=3`` for a chain, ``2x2x1`` for a tree."""
+    return f"K={len(branching)}" if set(branching) == {1} else "x".join(map(str, branching))

@@ -10,7 +10,7 @@ import tyro
 
 @dataclass(frozen=True)
 class PlotArgs:
-    """What is drawn.
+    """Flags of ``jaxspec plot``.
 
     Attributes:
       runs: Directories of runs of jaxspec train.
@@ -24,7 +24,7 @@ class PlotArgs:
 def run(args: PlotArgs) -> int:
     """Draws; returns the exit code."""
     from jaxspec.errors import ConfigError
-    from jaxspec.train.plot import plot_runs
+    from jaxspec.train.run_plot import plot_runs
 
     if not args.runs:
         raise ConfigError("plot: name at least one directory of a run")

@@ -83,7 +83,7 @@ class ShownTraining:
             self._line(f"{step}/{self._steps} updates, {figures_of(entry)}")
 
     def _say(self, step: int, entry: Mapping[str, float]) -> None:
-        """What takes long and is no figure."""
+        """Says what takes long and is no figure."""
         if "compiled_s" in entry:
             self._line(f"the update is compiled, the first one took {_clock(entry['compiled_s'])}")
             now = ""
@@ -109,15 +109,17 @@ class ShownTraining:
 
 
 def figures_of(entry: Mapping[str, float], *, held_out: bool = True) -> str:
-    """What one entry of a training's log says, in words."""
+    """Puts one entry of a training's log into words."""
     words = [f"epoch {entry['epoch']:.3g}"] if "epoch" in entry else []
     words.append(f"loss {entry['loss']:.4g}")
     if "accuracy_0" in entry:
         words.append(f"first draft right {entry['accuracy_0']:.1%}")
     lengths = {name: value for name, value in entry.items() if name.endswith("/acceptance_length")}
     if held_out and lengths:
-        found = ", ".join(f"{name.removesuffix('/acceptance_length')} {value:.2f}" for name, value in lengths.items())
-        words.append(f"acceptance length (tokens per target pass) {found}")
+        words_of_lengths = ", ".join(
+            f"{name.removesuffix('/acceptance_length')} {value:.2f}" for name, value in lengths.items()
+        )
+        words.append(f"acceptance length (tokens per target pass) {words_of_lengths}")
     if "learning_rate" in entry:
         words.append(f"learning rate {entry['learning_rate']:.3g}")
     if "tokens_per_s" in entry:
@@ -130,14 +132,14 @@ def figures_of(entry: Mapping[str, float], *, held_out: bool = True) -> str:
 
 
 def rates(p: "Progress") -> str:
-    """Speed and acceptance, in words."""
+    """Puts speed and acceptance into words."""
     speed = p.tokens / p.time_s if p.time_s else 0.0
     failed = f", {p.failed} failed" if p.failed else ""
     return f"{speed:.0f} tokens/s, acceptance length {p.acceptance_length:.2f}{failed}"
 
 
 def left(p: "Progress") -> str:
-    """Time to go at the pace of this run, in words."""
+    """Puts the time to go, at the pace of this run, into words."""
     fresh = p.done - p.earlier
     if not fresh:
         return "time left unknown"
@@ -145,6 +147,6 @@ def left(p: "Progress") -> str:
 
 
 def _clock(time_s: float) -> str:
-    """Hours, minutes and seconds."""
+    """Returns hours, minutes and seconds."""
     seconds = round(time_s)
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

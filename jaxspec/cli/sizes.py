@@ -3,14 +3,12 @@
 import json
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from jaxspec.cli.engine_flags import mesh_sizes
-
-if TYPE_CHECKING:
-    from jaxspec.cli.screen import Screen
+from jaxspec.cli.screen import Screen, amount
 
 COLUMNS = ("model", "devices", "mesh", "weights", "KV", "state", "temp", "total", "room", "fits")
 SENT = ("model", "devices", "program", "layers", "exchanges", "other collectives")
@@ -18,7 +16,7 @@ SENT = ("model", "devices", "program", "layers", "exchanges", "other collectives
 
 @dataclass(frozen=True)
 class SizesArgs:
-    """What ``jaxspec sizes`` is asked for.
+    """Flags of ``jaxspec sizes``.
 
     Attributes:
       models: Shipped configs such as deepseek-v3, config.json files or model directories. No weights are read.
@@ -58,10 +56,10 @@ class SizesArgs:
 
 def run(args: SizesArgs) -> int:
     """Prints the table, or JSON; returns 1 where something does not fit."""
-    from jaxspec.bench.per_device import per_device
-    from jaxspec.bench.shipped import model_config
+    from jaxspec.inspect.per_device import per_device
+    from jaxspec.inspect.shipped import model_config
 
-    found = []
+    entries = []
     for name, config in map(model_config, args.models):
         for hardware in args.hardware:
             sizes = per_device(
@@ -69,29 +67,25 @@ def run(args: SizesArgs) -> int:
                 capacity=args.context, drafts=args.topology, wanted=args.programs, quantization=args.quantization,
                 layers=args.layers,
             )  # fmt: skip
-            found.append({"model": name, **sizes})
+            entries.append({"model": name, **sizes})
     if args.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps(entries, indent=2) + "\n")
     else:
-        from jaxspec.cli.screen import Screen
-
-        show(found, Screen(args.color))
-    return 0 if all(sizes["fits"] for sizes in found) else 1
+        show(entries, Screen(args.color))
+    return 0 if all(sizes["fits"] for sizes in entries) else 1
 
 
-def show(found: list[dict[str, Any]], screen: "Screen") -> None:
+def show(entries: list[dict[str, Any]], screen: Screen) -> None:
     """Prints a line per model and mesh, then one per program."""
     from rich.table import Table
 
-    from jaxspec.cli.inspect import amount
-
-    first = found[0]
+    first = entries[0]
     shape = f"{first['rows']} rows of {first['capacity']} tokens, {first['drafts']} drafts"
     screen.line(f"{shape}, rows reach experts by {first['transport']}; bytes of one device", "bold")
     sizes, programs = Table(*COLUMNS, box=None, pad_edge=False), Table(*SENT, box=None, pad_edge=False)
     for column in (*sizes.columns[3:], *programs.columns[3:5]):
         column.justify, column.no_wrap = "right", True
-    for one in found:
+    for one in entries:
         axes = " ".join(f"{axis[0]}{n}" for axis, n in one["mesh"].items() if n > 1)
         where = (one["model"], f"{one['devices']} {one['hardware'].split()[1]}")
         parts = (amount(one[name]) for name in ("weights", "caches", "state", "temp", "total", "room"))

@@ -6,5 +6,5 @@ FAILED, USAGE_ERROR, BROKEN_PIPE = 1, 2, 141
 
 
 def status_of(error: JaxspecError) -> int:
-    """1 for what failed on the way, such as a full disk or a lost process; 2 for what could not have been done."""
+    """Returns 1 for what failed on the way, such as a full disk, 2 for what could not have been done."""
     return FAILED if type(error) is JaxspecError else USAGE_ERROR

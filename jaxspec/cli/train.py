@@ -19,7 +19,7 @@ NEEDED = {"optax": "optax", "orbax": "orbax-checkpoint", "grain": "grain"}
 
 @dataclass(frozen=True)
 class TrainArgs:
-    """What ``jaxspec train`` is asked for.
+    """Arguments of ``jaxspec train``.
 
     Attributes:
       config: TOML file, or a name in configs/train.
@@ -53,20 +53,20 @@ def run(args: TrainArgs) -> int:
     with args.hosts.together() as talks:
         use_compile_cache()
         say = sys.stderr.write if talks else _nothing
-        tell = _tell if talks else _nothing
+        notify = _print_facts if talks else _nothing
         if args.features_only:
-            write_features(settings, target, tell)
+            write_features(settings, target, notify)
             say(f"jaxspec: the features are in {settings.features.cache}\n")
             return 0
         say(f"jaxspec: {settings.head.kind} head for {target}, run in {settings.out}\n")
         try:
             with ShownTraining(settings.train.steps) if talks else nullcontext(_nothing) as watch:
-                trained = train(settings, target, watch, tell)
+                trained = train(settings, target, watch, notify)
         except KeyboardInterrupt:
             say("jaxspec: stopped; the same command goes on from the last checkpoint\n")
             raise
-        kept = [name for name in ("best", "last") if (trained.directory / name).exists()]
-        places = " and ".join(str(trained.directory / name) for name in kept)
+        kept = [name for name in ("best", "last") if (trained.run.directory / name).exists()]
+        places = " and ".join(str(trained.run.directory / name) for name in kept)
         say(f"jaxspec: {settings.train.steps} updates done; the head is in {places}\n")
     return 0
 
@@ -75,7 +75,7 @@ def _nothing(said: object) -> None:
     pass
 
 
-def _tell(facts: Mapping[str, object]) -> None:
+def _print_facts(facts: Mapping[str, object]) -> None:
     words = [f"{name}: {value}" if name in LINES else f"{name} {value}" for name, value in facts.items()]
     if words:
         sys.stderr.write(f"jaxspec: {', '.join(words)}\n")

@@ -1,67 +1,59 @@
-"""Prompts into the cache chunk by chunk, and rows into and out of the batch."""
+"""Reads prompts into the caches chunk by chunk, and admits and retires rows."""
 
 from dataclasses import fields
 
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.draft.deferred import Deferred
 from jaxspec.models.transformer import Hidden, features_of, forward
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Commit, Drafter, Sampling
-from jaxspec.pytree import replace
+from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 
 
-def prefill(
-    target: Target,
-    drafter: Drafter,
-    state: DecodeState,
-    row: Array,
-    token_X: Array,
-    start: Array,
-    count: Array,
-    table_J: Array | None = None,
-) -> DecodeState:
-    """Writes one chunk of a row's prompt into the target's and the drafter's caches.
+@pytree
+class Chunk:
+    """One chunk of a row's prompt.
 
-    Args:
-      target: its cache is filled.
-      drafter: observes the chunk.
-      state: donated.
+    Attributes:
       row: int32 scalar.
-      token_X: chunk and the token behind it, then padding up to one more than its bucket; what padding writes lands
-        behind the prompt and is overwritten later.
+      token_X: its tokens and the one after them, then padding up to one more than its bucket; what padding writes
+        lands after the prompt and is overwritten later.
       start: position of the first token.
-      count: length of the chunk, which leaves at least one token behind it.
+      count: its length; at least one token follows.
       table_J: page ids of the row, None without a page pool.
     """
-    return read_chunk(target, drafter, state, row, token_X, start, count, table_J)[0]
+
+    row: Array
+    token_X: Array
+    start: Array
+    count: Array
+    table_J: Array | None = None
 
 
-def read_chunk(
-    target: Target,
-    drafter: Drafter,
-    state: DecodeState,
-    row: Array,
-    token_X: Array,
-    start: Array,
-    count: Array,
-    table_J: Array | None,
-) -> tuple[DecodeState, Hidden]:
-    """What ``prefill`` does, and the hidden states of the chunk's positions."""
-    start_B, token_BT, next_BT = start[None], token_X[None, :-1], token_X[None, 1:]
-    position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
-    table = None if table_J is None else table_J[None]
-    live_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None] < count
-    window = Window(start_B, table, row[None], live_BT=live_BT, block=target.block)
-    hidden, layers = forward(target.net, target.params, token_BT, position_BT, state.layers, window, drafter.reads)
-    commit = Commit(token_BT, next_BT, features_of(hidden), count[None], start_B, path_BT=None, row=row)
-    return replace(state, layers=layers, draft=drafter.observe(state.draft, commit)), hidden
+def prefill(target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) -> DecodeState:
+    """Writes a chunk into the target's and the drafter's caches; the state is donated."""
+    return read_chunk(target, drafter, state, chunk)[0]
+
+
+def read_chunk(target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) -> tuple[DecodeState, Hidden]:
+    """Does what ``prefill`` does, and returns the hidden states of the chunk's positions."""
+    start_B, row_B = chunk.start[None], chunk.row[None]
+    token_BT, next_BT = chunk.token_X[None, :-1], chunk.token_X[None, 1:]
+    index_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
+    table_BJ = None if chunk.table_J is None else chunk.table_J[None]
+    window = Window(start_B, table_BJ, row_B, live_BT=index_BT < chunk.count, block=target.block)
+    inputs = Inputs(token_BT, start_B[:, None] + index_BT, window, state.layers, reads=drafter.reads)
+    hidden = forward(target.net, target.params, inputs)
+    features, count_B = features_of(hidden), chunk.count[None]
+    commit = Commit(token_BT, next_BT, features, count_B, start_B, path_BT=None, row=chunk.row)
+    return replace(state, layers=hidden.caches, draft=drafter.observe(state.draft, commit)), hidden
 
 
 def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, count: Array, *, size: int) -> DecodeState:
-    """Shows a drafter what a row committed without it: tokens, and what was kept of features.
+    """Shows a drafter what a row committed without it: tokens, and features where it kept some.
 
     Args:
       drafter: observes.
@@ -73,7 +65,7 @@ def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, cou
     """
     place_X = start + jnp.arange(size + 1, dtype=jnp.int32)
     token_X = jnp.take(state.history_BS[row], place_X, mode="clip")
-    features = drafter.kept_at(state.draft, row, place_X[:-1]) if isinstance(drafter, Deferred) else None
+    features = drafter.replay_features(state.draft, row, place_X[:-1])
     commit = Commit(token_X[None, :-1], token_X[None, 1:], features, count[None], start[None], path_BT=None, row=row)
     return replace(state, draft=drafter.observe(state.draft, commit))
 
@@ -81,26 +73,28 @@ def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, cou
 def admit(
     state: DecodeState,
     row: Array,
-    prompt_S: Array,
+    text_S: Array,
     length: Array,
     sampling: Sampling,
     table_J: Array | None,
     bias_V: Array | None = None,
 ) -> DecodeState:
-    """Starts a request in a row whose cache holds all of its prompt but the last token.
+    """Starts a request in a row whose cache holds all of its text but the last token.
 
     Args:
       state: donated.
       row: int32 scalar.
-      prompt_S: prompt, padded to the history's width.
-      length: prompt length in tokens, at least 1.
+      text_S: prompt, and what was generated before a failure, padded to the history's width.
+      length: tokens of it, at least 1.
       sampling: settings, arrays of one row.
       table_J: page ids of the row, None without a page pool.
       bias_V: of its logits where its settings say that it is biased.
     """
-    where = jnp.arange(prompt_S.shape[0], dtype=jnp.int32) < length
-    vocab = state.count_BV.shape[1]
-    prompt_V = jnp.zeros(vocab, bool).at[jnp.where(where, prompt_S, vocab)].set(True, mode="drop")
+    place_S, vocab = jnp.arange(text_S.shape[0], dtype=jnp.int32), state.count_BV.shape[1]
+    is_prompt_S = place_S < jnp.minimum(length, sampling.prompt_length_B[0])
+    prompt_V = jnp.zeros(vocab, bool).at[jnp.where(is_prompt_S, text_S, vocab)].set(True, mode="drop")
+    generated_S = jnp.where(~is_prompt_S & (place_S < length), text_S, vocab)
+    count_V = jnp.zeros(vocab, jnp.int32).at[generated_S].add(1, mode="drop")
     merged = {
         f.name: getattr(state.sampling, f.name).at[row].set(getattr(sampling, f.name)[0])
         for f in fields(Sampling)  # pyright: ignore[reportArgumentType]
@@ -109,9 +103,9 @@ def admit(
         state,
         table_BJ=state.table_BJ if table_J is None or state.table_BJ is None else state.table_BJ.at[row].set(table_J),
         length_B=state.length_B.at[row].set(length - 1),
-        anchor_B=state.anchor_B.at[row].set(prompt_S[length - 1]),
-        history_BS=state.history_BS.at[row].set(prompt_S),
-        count_BV=state.count_BV.at[row].set(0),
+        anchor_B=state.anchor_B.at[row].set(text_S[length - 1]),
+        history_BS=state.history_BS.at[row].set(text_S),
+        count_BV=state.count_BV.at[row].set(count_V),
         prompt_BV=state.prompt_BV.at[row].set(prompt_V),
         bias_BV=state.bias_BV if bias_V is None else state.bias_BV.at[row].set(bias_V),
         sampling=Sampling(**merged),

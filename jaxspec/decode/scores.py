@@ -1,22 +1,22 @@
-"""Log-probabilities of the tokens of a text under the target's raw distribution, and the most likely ones beside."""
+"""Log-probabilities of a prompt's own tokens and of the most likely ones, under the target's raw distribution."""
 
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.decode.prefill import read_chunk
-from jaxspec.decode.ranks import ranked
+from jaxspec.decode.prefill import Chunk, read_chunk
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import head
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
+from jaxspec.verify.logprobs import ranked
 
 BLOCK = 64  # positions whose logits exist at a time
 
 
 @pytree
 class Scores:
-    """Of the tokens after each position of a chunk.
+    """Log-probabilities of the tokens after each position of a chunk.
 
     Attributes:
       logprob_TL: log-probability of the text's own next token, then of the most likely ones.
@@ -28,23 +28,19 @@ class Scores:
 
 
 def prefill_scored(
-    target: Target,
-    drafter: Drafter,
-    state: DecodeState,
-    row: Array,
-    token_X: Array,
-    start: Array,
-    count: Array,
-    table_J: Array | None = None,
-    *,
-    most: int,
+    target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk, *, most: int
 ) -> tuple[DecodeState, Scores]:
-    """Prefill of a chunk, which also tells how likely its tokens were; logits exist for few positions at a time.
+    """Prefills a chunk and scores its tokens; logits exist for ``BLOCK`` positions at a time.
 
-    Takes what ``prefill`` takes, and ``most``: how many of the most likely tokens are told per position.
+    Args:
+      target: its caches are filled.
+      drafter: observes the chunk.
+      state: donated.
+      chunk: of a prompt.
+      most: number of most likely tokens per position.
     """
-    state, hidden = read_chunk(target, drafter, state, row, token_X, start, count, table_J)
-    last_TD, next_T = hidden.last_BTD[0], token_X[1:]
+    state, hidden = read_chunk(target, drafter, state, chunk)
+    last_TD, next_T = hidden.last_BTD[0], chunk.token_X[1:]
     size = min(BLOCK, len(next_T))
     blocks = -(-len(next_T) // size)
     padding = blocks * size - len(next_T)

@@ -1,4 +1,4 @@
-"""Takes what is not finite out of caches, so that a request that met it leaves nothing to those that come after it."""
+"""Zeros what is not finite in the caches, so that a broken request leaves nothing to later ones in its row."""
 
 import jax
 import jax.numpy as jnp

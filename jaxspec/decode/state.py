@@ -4,14 +4,16 @@ from dataclasses import fields
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxspec.cache.kv import UNROLLED_ROWS
+from jaxspec.cache.addressing import UNROLLED_ROWS, CacheSize
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer
-from jaxspec.protocol import Anchor, Drafter, DraftState, Prices, Sampling
+from jaxspec.protocol import Anchor, DraftCosts, Drafter, DraftState, Sampling
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
+from jaxspec.verify.logits import Context
 
 BAD_WORDS = 64, 16  # sequences per row, and tokens of the longest
 
@@ -47,7 +49,7 @@ class DecodeState:
       sampling: settings of each row.
       active_B: rows in use.
       draft: the drafter's own state.
-      prices: of drafts, which are then cut where they do not pay; None verifies them all.
+      draft_costs: of drafts, which are then cut where they do not pay; None verifies them all.
     """
 
     layers: Caches
@@ -61,23 +63,27 @@ class DecodeState:
     sampling: Sampling
     active_B: Array
     draft: DraftState
-    prices: Prices | None = None
+    draft_costs: DraftCosts | None = None
 
     @property
     def anchor(self) -> Anchor:
         """Where the next drafts start."""
         sampling = self.sampling
-        if self.prices is not None:  # an idle row's drafts must keep no drafting going
+        if self.draft_costs is not None:  # an idle row's drafts must keep no drafting going
             sampling = replace(sampling, draft_limit_B=jnp.where(self.active_B, sampling.draft_limit_B, 0))
-        return Anchor(self.anchor_B, self.length_B, self.history_BS, sampling, self.prices, self.bias_BV)
+        return Anchor(self.anchor_B, self.length_B, self.history_BS, sampling, self.draft_costs, self.bias_BV)
+
+    def context(self, token_BT: Array) -> Context:
+        """Returns the text so far for nodes with these tokens, the anchor first."""
+        return Context(self.count_BV, self.prompt_BV, token_BT, self.length_B, self.history_BS, self.bias_BV)
 
 
 def init_sampling(rows: int, stop_ids: int) -> Sampling:
-    """Neutral settings: greedy, nothing switched on."""
-    special = {"top_p_B": 1.0, "repetition_B": 1.0, "logprobs_B": -1}
-    whole = {"top_k_B", "min_length_B", "max_length_B", "draft_limit_B", "logprobs_B", "prompt_length_B"}
+    """Returns neutral settings: greedy, nothing switched on, everything is prompt."""
+    special = {"top_p_B": 1.0, "repetition_B": 1.0, "logprobs_B": -1, "prompt_length_B": np.iinfo(np.int32).max}
+    integers = {"top_k_B", "min_length_B", "max_length_B", "draft_limit_B", "logprobs_B", "prompt_length_B"}
     values = {  # one array each: a donated buffer must not appear twice
-        f.name: jnp.full(rows, special.get(f.name, 0), jnp.int32 if f.name in whole else jnp.float32)
+        f.name: jnp.full(rows, special.get(f.name, 0), jnp.int32 if f.name in integers else jnp.float32)
         for f in fields(Sampling)  # pyright: ignore[reportArgumentType]
     }
     values |= {"key_BX": jnp.zeros((rows, 2), jnp.uint32), "stop_BX": jnp.full((rows, stop_ids), -1, jnp.int32)}
@@ -93,9 +99,8 @@ def init_state(
     *,
     slack: int,
     stop_ids: int = 8,
-    pages: int = 0,
-    page: int = 0,
-    prices: Prices | None = None,
+    pool: tuple[int, int] | None = None,
+    draft_costs: DraftCosts | None = None,
 ) -> DecodeState:
     """Allocates empty rows.
 
@@ -106,19 +111,15 @@ def init_state(
       capacity: longest text in tokens, prompt included.
       slack: provisional positions beyond the capacity (the widest verification or prefill chunk).
       stop_ids: most stop ids per row.
-      pages: page count of a shared pool; 0 gives every row one page of its own.
-      page: page size in tokens of the shared pool.
-      prices: of drafts, None where none are cut.
+      pool: page count and page size in tokens of a shared pool; None gives every row one page of its own.
+      draft_costs: of drafts, None where none are cut.
     """
     arch = target.net.arch
     room = -(-(capacity + slack) // target.block) * target.block
-    layers = init_caches(
-        arch, target.net.policy, rows, room,
-        slack=slack, block=target.block, pool=(pages, page) if pages else None,
-    )  # fmt: skip
+    size = CacheSize(rows, room, slack, target.block, pool=pool)
     return DecodeState(
-        layers=layers,
-        table_BJ=jnp.zeros((rows, -(-room // page)), jnp.int32) if pages else None,
+        layers=init_caches(arch, target.net.policy, size),
+        table_BJ=None if pool is None else jnp.zeros((rows, -(-room // pool[1])), jnp.int32),
         length_B=jnp.zeros(rows, jnp.int32),
         anchor_B=jnp.zeros(rows, jnp.int32),
         history_BS=jnp.zeros((rows, room), jnp.int32),
@@ -128,7 +129,7 @@ def init_state(
         sampling=init_sampling(rows, stop_ids),
         active_B=jnp.zeros(rows, bool),
         draft=drafter.init_state(rows, capacity, slack),
-        prices=jax.tree.map(jnp.asarray, prices),
+        draft_costs=jax.tree.map(jnp.asarray, draft_costs),
     )
 
 

@@ -1,81 +1,27 @@
 """Drafting token by token with a network that continues from its own output, along a chain or level by level."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import Window
-from jaxspec.draft.budget import Kept, keep, nothing_kept
+from jaxspec.cache.window import Window
+from jaxspec.draft.draft_selection import DraftSelection, empty_selection, select_next
 from jaxspec.draft.growth import growth_of, take
+from jaxspec.draft.network_drafter import CachedDrafter, NetworkDrafter
 from jaxspec.keys import Purpose, gumbel, within_step
-from jaxspec.protocol import Anchor, Proposal
+from jaxspec.protocol import Anchor, Proposal, no_proposal
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
-from jaxspec.topology import DynamicTree, Topology
 
-LAWFUL = ("reject", "block")
+NEEDS_DRAFT_PROBS = ("reject", "block")
 BANNED_DRAFT = -1e4
-
-
-class Scorer(Protocol):
-    """What turns hidden states into predictions of drafts."""
-
-    @property
-    def topology(self) -> Topology | DynamicTree:
-        """What is drafted; a static tree's nodes are numbered level by level."""
-        ...
-
-    def logits(self, last_BTD: Array) -> Array:
-        """Logits over the target's vocabulary, float32 [B, T, V]."""
-        ...
-
-    def experts(self, last_BTD: Array) -> Array | None:
-        """Experts that the target is predicted to choose for what is drafted, int32 [B, T, Y, A], if it can say."""
-        ...
-
-
-class Cell(Scorer, Protocol):
-    """A drafter as its one forward; it has a cache of its own."""
-
-    @property
-    def block(self) -> int:
-        """Positions that attention reads at a time."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """V of the target."""
-        ...
-
-    @property
-    def stages(self) -> int:
-        """How many of the first cells are programs of their own; the others share one."""
-        ...
-
-    def run(
-        self, state: Any, token_BT: Array, feature: Any, position_BT: Array, window: Window, stage: int
-    ) -> tuple[Array, Any, Any]:
-        """Reads T tokens.
-
-        Args:
-          state: its caches, written ahead.
-          token_BT: the tokens.
-          feature: what it continues from, per token [B, T, ...]; None where the cache says everything.
-          position_BT: where they are written along the text.
-          window: where the caches are written and what is seen.
-          stage: number of the cell, at most ``stages``.
-
-        Returns:
-          What the head reads [B, T, D], the feature that children continue from, and the state.
-        """
-        ...
 
 
 @pytree
 class Root:
-    """What a drafter knows behind the anchor because it has observed it.
+    """What a drafter already knows at the anchor because it has observed it.
 
     Attributes:
       last_BTD: what the head reads, T being 1.
@@ -88,7 +34,38 @@ class Root:
     valid_B: Array
 
 
-def draft(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None = None) -> tuple[Proposal, Any]:
+@pytree
+class Chain:
+    """A chain while it is drafted, with an entry for every cell.
+
+    Attributes:
+      anchor_B: the token that the next cell reads.
+      token_BN: tokens drawn so far.
+      logp_BNV: what they were drawn from; without entries where the rule does not need it.
+      expert_BKYA: experts that the target is predicted to choose, None without a prediction.
+      selection: drafts to verify, None for all.
+    """
+
+    anchor_B: Array
+    token_BN: Array
+    logp_BNV: Array
+    expert_BKYA: Array | None
+    selection: DraftSelection | None
+
+    def proposal(self, drafts: int, root: Root | None) -> Proposal:
+        """Returns the first drafts of the rows that have observed enough."""
+        token_BN, selection = self.token_BN[:, :drafts], self.selection
+        valid_BN = jnp.ones_like(token_BN, bool)
+        valid_BN = valid_BN if root is None else valid_BN & root.valid_B[:, None]
+        logp_BNV = self.logp_BNV[:, :drafts] if self.logp_BNV.shape[1] else None
+        proposal = Proposal(token_BN, valid_BN, logp_BNV, expert_BKYA=self.expert_BKYA)
+        if selection is None:
+            return proposal
+        valid_BN &= selection.valid_BN[:, :drafts]
+        return replace(proposal, valid_BN=valid_BN, confidence_BN=selection.confidence_BN[:, :drafts])
+
+
+def draft(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root | None = None) -> tuple[Proposal, Any]:
     """Drafts every node; commits nothing.
 
     Args:
@@ -97,133 +74,127 @@ def draft(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None =
       anchor: where drafting starts.
       rule: of verification.
       root: None where the first cell reads the anchor. Such a chain takes K + 1 cells, the last of which only fills
-        the cache, so that full acceptance leaves no hole in it; with a root it takes K - 1. The last level of a tree is
-        never run: what is accepted must be observed.
+        the cache: full acceptance then leaves no hole in it. With a root it takes K - 1. The last level of a tree is
+        never run: accepted nodes must be observed.
     """
     if root is not None and not cell.topology.drafts:
-        nothing = jnp.zeros((anchor.token_B.shape[0], 0), jnp.int32)
-        return Proposal(nothing, nothing.astype(bool), None), state
+        return no_proposal(anchor), state
     walk = _chain if cell.topology.is_chain else _tree
     return walk(cell, state, anchor, rule, root)
 
 
-def scores(cell: Scorer, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: str) -> tuple[Array, Array]:
-    """Scores at each row's temperature (log-probabilities where the rule needs them), and with ranking noise.
+def scores(drafter: NetworkDrafter, last_BTD: Array, anchor: Anchor, depth_T: Array, rule: str) -> tuple[Array, Array]:
+    """Scores tokens at each row's temperature, and once more with the noise that ranks them.
 
     Args:
-      cell: knows the head.
+      drafter: has the head.
       last_BTD: what the head reads.
-      anchor: knows how rows sample.
-      depth_T: depth of what is drawn.
-      rule: of verification.
+      anchor: says how rows sample.
+      depth_T: depth of the drafts that are drawn.
+      rule: of verification; where it needs distributions, scores are log-probabilities.
     """
-    logits = _biased(cell.logits(last_BTD), anchor)
+    logits = _biased(drafter.logits(last_BTD), anchor)
     if rule == "greedy":
         return logits, logits
     warm_B = (anchor.sampling.temperature_B > 0)[:, None, None]
     score = logits / jnp.where(warm_B, anchor.sampling.temperature_B[:, None, None], 1.0)
-    # match: the target's own noise, so that drafts agree; reject and block need draws that no other step sees.
-    purpose, place_BT = Purpose.TARGET, anchor.length_B[:, None] + depth_T[None]
+    # match: the target's own noise, which makes drafts agree; reject and block need draws that no other step sees.
+    purpose, key_BT = Purpose.TARGET, anchor.length_B[:, None] + depth_T[None]
     if rule != "match":
         score = jax.nn.log_softmax(score)
-        purpose, place_BT = Purpose.DRAFT, within_step(anchor.length_B, jnp.broadcast_to(depth_T[None], place_BT.shape))
+        purpose, key_BT = Purpose.DRAFT, within_step(anchor.length_B, jnp.broadcast_to(depth_T[None], key_BT.shape))
 
     def noisy(score: Array) -> Array:
-        noise = gumbel(anchor.sampling.key_BX, place_BT, purpose, score.shape[-1])
+        noise = gumbel(anchor.sampling.key_BX, key_BT, purpose, score.shape[-1])
         return jnp.where(warm_B, score + noise, score)
 
     return score, lax.cond(jnp.any(warm_B), noisy, lambda x: x, score)
 
 
 def _biased(logits_BTV: Array, anchor: Anchor) -> Array:
-    """Logits with each row's bias, so that drafts are what may follow.
-
-    What may not is far below all else and not -inf, for a draft may know nothing else. Without a question whether some
-    row is biased, which would cost a GPU more than the sum does.
-    """
+    """Adds each row's bias: a banned token would never be accepted."""
     if anchor.bias_BV is None:
         return logits_BTV
+    # Not -inf: a draft vocabulary may hold banned tokens alone. Not under a condition on whether some row is biased:
+    # that would cost a GPU more than the sum.
     bias_BV = jnp.maximum(anchor.bias_BV, BANNED_DRAFT)
     return jnp.where(anchor.sampling.biased_B[:, None, None], logits_BTV + bias_BV[:, None], logits_BTV)
 
 
-def _chain(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):
-    rows, drafts, laws = anchor.token_B.shape[0], cell.topology.drafts, rule in LAWFUL
-    known = 0 if root is None else 1
+def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root | None) -> tuple[Proposal, Any]:
+    drafts, known = cell.topology.drafts, 0 if root is None else 1
+    size = drafts + 1 - known
 
-    def draw(last_BTD: Array, k: Array, drawn):
+    def draw(chain: Chain, last_BTD: Array, k: Array) -> Chain:
         """Draws the draft of depth k + 1."""
-        _, token_BN, logp_BNV, expert_BKYA, kept = drawn
         logp, score = scores(cell, last_BTD, anchor, jnp.reshape(k + 1, (1,)), rule)
+        # Scores have Gumbel noise in them: the best token is a sample.
         token_B = jnp.argmax(score[:, 0], axis=-1).astype(jnp.int32)
-        token_BN = lax.dynamic_update_slice_in_dim(token_BN, token_B[:, None], k, axis=1)
-        if laws:
-            logp_BNV = lax.dynamic_update_slice_in_dim(logp_BNV, logp, k, axis=1)
-        guess = None if expert_BKYA is None else cell.experts(last_BTD)
-        if expert_BKYA is not None and guess is not None:
-            expert_BKYA = lax.dynamic_update_slice_in_dim(expert_BKYA, guess, k, axis=1)
-        if kept is not None:
-            kept = keep(kept, anchor, k, logp[:, 0], None if guess is None else guess[:, 0])
-        return token_B, token_BN, logp_BNV, expert_BKYA, kept
+        expert_BKYA, selection = chain.expert_BKYA, chain.selection
+        expert = None if expert_BKYA is None else cell.experts(last_BTD)
+        if expert_BKYA is not None and expert is not None:
+            expert_BKYA = _put(expert_BKYA, expert, k)
+        if selection is not None:
+            selection = select_next(selection, anchor, k, logp[:, 0], None if expert is None else expert[:, 0])
+        return Chain(
+            token_B,
+            _put(chain.token_BN, token_B[:, None], k),
+            _put(chain.logp_BNV, logp, k) if rule in NEEDS_DRAFT_PROBS else chain.logp_BNV,
+            expert_BKYA,
+            selection,
+        )
 
     def step(k: Array, carry, stage: int = cell.stages):
-        state, feature, drawn = carry
+        state, feature, chain = carry
         start_B = anchor.length_B + k - known
         window = Window(start_B, block=cell.block)
-        last, feature, state = cell.run(state, drawn[0][:, None], feature, start_B[:, None], window, stage)
-        return state, feature, draw(last, k, drawn)
+        last, feature, state = cell.run(state, chain.anchor_B[:, None], feature, start_B[:, None], window, stage)
+        return state, feature, draw(chain, last, k)
 
-    # Without a root there is one place more than drafts: that of the last cell.
-    room = drafts + 1 - known
-    law_BNV = jnp.zeros((rows, room if laws else 0, cell.vocab_size), jnp.float32)
-    guessed = None if root is None else jax.eval_shape(cell.experts, root.last_BTD)
-    guesses = None if guessed is None else jnp.zeros((rows, room, *guessed.shape[2:]), jnp.int32)
-    kept = None
-    if anchor.prices is not None:
-        may_B = anchor.sampling.draft_limit_B > 0
-        may_B = may_B if root is None else may_B & root.valid_B
-        kept = nothing_kept(anchor.prices, may_B, room, None if guessed is None else guessed.shape[2])
-    drawn = (anchor.token_B, jnp.zeros((rows, room), jnp.int32), law_BNV, guesses, kept)
+    chain = _empty_chain(cell, anchor, rule, root, size)
     if root is not None:
-        drawn = draw(root.last_BTD, jnp.int32(0), drawn)
-    carry = (state, None if root is None else root.feature, drawn)
-    first = min(known + cell.stages, room)
+        chain = draw(chain, root.last_BTD, jnp.int32(0))
+    carry = (state, None if root is None else root.feature, chain)
+    # Cells with programs of their own are unrolled; the others share the body of one loop.
+    first = min(known + cell.stages, size)
     for k in range(known, first):
         carry = step(jnp.int32(k), carry, k - known)
-    state, _, drawn = _further(step, carry, first, room, kept is not None)
-    _, token_BN, logp_BNV, expert_BKYA, kept = drawn
-    return _proposal(root, token_BN[:, :drafts], logp_BNV[:, :drafts] if laws else None, expert_BKYA, kept), state
+    state, _, chain = _run_shared(step, carry, first, size)
+    return chain.proposal(drafts, root), state
 
 
-def _further(step, carry, first: int, room: int, may_stop: bool):
-    """The cells that share a program; where drafts are cut, only as long as some row's draft is verified."""
-    if first == room:
+def _put(x: Array, new: Array, k: Array) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, new, k, axis=1)
+
+
+def _empty_chain(cell: CachedDrafter, anchor: Anchor, rule: str, root: Root | None, size: int) -> Chain:
+    rows = anchor.token_B.shape[0]
+    logp_BNV = jnp.zeros((rows, size if rule in NEEDS_DRAFT_PROBS else 0, cell.vocab_size), jnp.float32)
+    expert = None if root is None else jax.eval_shape(cell.experts, root.last_BTD)
+    selection = None
+    if anchor.draft_costs is not None:
+        may_B = anchor.sampling.draft_limit_B > 0
+        may_B = may_B if root is None else may_B & root.valid_B
+        selection = empty_selection(anchor.draft_costs, may_B, size, None if expert is None else expert.shape[2])
+    expert_BKYA = None if expert is None else jnp.zeros((rows, size, *expert.shape[2:]), jnp.int32)
+    return Chain(anchor.token_B, jnp.zeros((rows, size), jnp.int32), logp_BNV, expert_BKYA, selection)
+
+
+def _run_shared(step, carry, first: int, size: int):
+    """Runs the cells that share a program; with a selection, only as long as it takes some row's next draft."""
+    if first == size:
         return carry
-    if not may_stop:
-        return lax.fori_loop(first, room, step, carry)
+    if carry[2].selection is None:
+        return lax.fori_loop(first, size, step, carry)
 
-    def goes_on(found) -> Array:
-        k, (_, _, (*_, kept)) = found
-        return (k < room) & jnp.any(kept.going_B)
+    def goes_on(at) -> Array:
+        k, (_, _, chain) = at
+        return (k < size) & jnp.any(chain.selection.going_B)
 
-    return lax.while_loop(goes_on, lambda found: (found[0] + 1, step(*found)), (jnp.int32(first), carry))[1]
-
-
-def _proposal(
-    root: Root | None, token_BN: Array, logp_BNV: Array | None, expert_BKYA: Array | None, kept: Kept | None
-) -> Proposal:
-    valid_BN = jnp.ones_like(token_BN, bool)
-    valid_BN = valid_BN if root is None else valid_BN & root.valid_B[:, None]
-    proposal = Proposal(token_BN, valid_BN, logp_BNV, expert_BKYA=expert_BKYA)
-    if kept is None:
-        return proposal
-    drafts = token_BN.shape[1]
-    return replace(
-        proposal, valid_BN=valid_BN & kept.valid_BN[:, :drafts], confidence_BN=kept.confidence_BN[:, :drafts]
-    )
+    return lax.while_loop(goes_on, lambda at: (at[0] + 1, step(*at)), (jnp.int32(first), carry))[1]
 
 
-def _tree(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):
+def _tree(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root | None) -> tuple[Proposal, Any]:
     top, known, written = cell.topology, 0 if root is None else 1, 0
     rows = anchor.token_B.shape[0]
     growth, valid_B = growth_of(top, rows), jnp.ones(rows, bool) if root is None else root.valid_B
@@ -233,14 +204,15 @@ def _tree(cell: Cell, state: Any, anchor: Anchor, rule: str, root: Root | None):
         if root is not None and depth == 0:
             last = root.last_BTD
         else:
+            # Levels lie one after the other in the cache; a node's position along the text is its depth's.
             position_BL = jnp.broadcast_to((anchor.length_B + (depth - known))[:, None], token_BL.shape)
             window = Window(anchor.length_B, path_BTJ=path_BLJ, offset=written, block=cell.block)
             stage = min(depth - known, cell.stages)
             last, feature, state = cell.run(state, token_BL, feature, position_BL, window, stage)
             written += token_BL.shape[1]
         logp, score = scores(cell, last, anchor, jnp.full(token_BL.shape[1], depth + 1, jnp.int32), rule)
-        token_BL, parent_BL = growth.grow(score, logp if rule in LAWFUL else None)
+        token_BL, parent_BL = growth.grow(score, logp if rule in NEEDS_DRAFT_PROBS else None)
         feature = jax.tree.map(lambda x, parent_BL=parent_BL: take(x, parent_BL), feature)
-        place_BL = jnp.broadcast_to(written + jnp.arange(token_BL.shape[1], dtype=jnp.int32), token_BL.shape)
-        path_BLJ = jnp.concatenate([take(path_BLJ, parent_BL), place_BL[..., None]], axis=2)
+        node_BL = jnp.broadcast_to(written + jnp.arange(token_BL.shape[1], dtype=jnp.int32), token_BL.shape)
+        path_BLJ = jnp.concatenate([take(path_BLJ, parent_BL), node_BL[..., None]], axis=2)
     return growth.finish(valid_B), state

@@ -14,9 +14,9 @@ from jaxspec.shapes import Params
 
 
 def first_layers(net: Transformer, params: Params, layers: int) -> tuple[Transformer, Params]:
-    """The network that leaves a model behind some of its layers (Elhoushi 2024, 2404.16710), with the same arrays.
+    """Returns the network that exits a model after some of its layers (Elhoushi 2024, 2404.16710), with its arrays.
 
-    Where layers lie stacked, the first ones of each stack are copied, for a stack's length is part of its program.
+    Stacked layers are copied: the length of a stack is part of its program.
 
     Args:
       net: the model's network.
@@ -24,28 +24,25 @@ def first_layers(net: Transformer, params: Params, layers: int) -> tuple[Transfo
       layers: how many layers it keeps.
 
     Raises:
-      ConfigError: there are not as many layers, or nothing would be left out.
+      ConfigError: there are fewer layers, or none would be left out.
     """
-    whole = net.arch
-    if not 1 <= layers < len(whole.layers):
+    every = net.arch.layers
+    if not 1 <= layers < len(every):
         raise ConfigError(
-            f"speculative_config: exit_layer must be from 1 to {len(whole.layers) - 1}, for the target has "
-            f"{len(whole.layers)} layers; got {layers}"
+            f"speculative_config: exit_layer must be from 1 to {len(every) - 1}, for the target has {len(every)} "
+            f"layers; got {layers}"
         )
-    arch = replace(whole, layers=whole.layers[:layers], mtp=())
+    arch = replace(net.arch, layers=every[:layers], mtp=())
     own: Any = params["params"]
-    if net.policy.depth == "unrolled":
-        behind = {f"layers_{y}" for y in range(layers, len(whole.layers))}
-        return Transformer(arch, net.policy), {"params": {k: v for k, v in own.items() if k not in behind}}
-    before, after = tuple(segments(whole.layers)), tuple(segments(arch.layers))
-    kept = {k: v for k, v in own.items() if not k.startswith("segment_")}
-    places: dict[str, list[tuple[str, int]]] = {}
+    if net.policy.layout.depth == "unrolled":
+        left_out = {f"layers_{y}" for y in range(layers, len(every))}
+        return Transformer(arch, net.policy), {"params": {k: v for k, v in own.items() if k not in left_out}}
+    before, after = tuple(segments(every)), tuple(segments(arch.layers))
+    first = {k: v for k, v in own.items() if not k.startswith("segment_")}
+    sources: dict[str, list[tuple[str, int]]] = {}
     for y in range(layers):
-        places.setdefault(stack_of(y, after)[0], []).append(stack_of(y, before)[:2])
-    for name, sources in places.items():
-        kept[name] = jax.tree.map(lambda *x: jnp.stack(x), *(_layer(own[stack], place) for stack, place in sources))
-    return Transformer(arch, net.policy), {"params": kept}
-
-
-def _layer(stack: Any, place: int) -> Any:
-    return jax.tree.map(lambda x: x[place], stack)
+        sources.setdefault(stack_of(y, after)[0], []).append(stack_of(y, before)[:2])
+    for name, stacked in sources.items():
+        parts = (jax.tree.map(lambda x, i=i: x[i], own[stack]) for stack, i in stacked)
+        first[name] = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    return Transformer(arch, net.policy), {"params": first}

@@ -1,6 +1,6 @@
 """How a drafted tree grows level by level: as its topology says, or where the draft is most confident (EAGLE-2)."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import jax
 import jax.numpy as jnp
@@ -9,41 +9,41 @@ from jax import lax
 
 from jaxspec.protocol import Proposal, Tree
 from jaxspec.shapes import Array
-from jaxspec.topology import DynamicTree, Topology
+from jaxspec.topology import AnyTopology, DynamicTree, Topology
 
 
-class Growth(Protocol):
+class Growth(ABC):
     """A tree while it is drafted."""
 
+    @abstractmethod
     def grow(self, score_BLV: Array, logp_BLV: Array | None) -> tuple[Array, Array]:
         """Adds the children of the L nodes of a level.
 
         Args:
-          score_BLV: ranks the tokens behind each node; L may be 1 for equal ones of the whole level.
-          logp_BLV: distributions that ``score_BLV`` draws from, None where the rule does not ask for them.
+          score_BLV: ranks the tokens after each node; L may be 1 where all nodes of the level have the same.
+          logp_BLV: distributions that ``score_BLV`` draws from, None where the rule does not need them.
 
         Returns:
-          Tokens of the next level's M nodes, and the places of their parents in this level, both [B, M].
+          Tokens of the next level's M nodes, and the indices of their parents in this level, both [B, M].
         """
-        ...
 
+    @abstractmethod
     def finish(self, valid_B: Array) -> Proposal:
-        """All nodes of the rows that have drafted anything."""
-        ...
+        """Returns the nodes to verify, of the valid rows."""
 
 
-def growth_of(topology: Topology | DynamicTree, rows: int) -> Growth:
-    """The growth of a tree from its anchor on."""
-    return Confident(topology, rows) if isinstance(topology, DynamicTree) else Fixed(topology)
+def growth_of(topology: AnyTopology, rows: int) -> Growth:
+    """Returns the growth of a tree that has only its anchor."""
+    return ConfidentGrowth(topology, rows) if isinstance(topology, DynamicTree) else StaticGrowth(topology)
 
 
-def take(x: Array, place_BM: Array) -> Array:
-    """Entries [B, M, ...] of each row."""
-    return x[jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], place_BM]
+def take(x: Array, index_BM: Array) -> Array:
+    """Takes entries [B, M, ...] of each row."""
+    return x[jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], index_BM]
 
 
-class Fixed:
-    """Siblings are the best tokens behind their parent; nodes are numbered level by level."""
+class StaticGrowth(Growth):
+    """Takes the best tokens after a parent as its children; nodes are numbered level by level."""
 
     def __init__(self, topology: Topology):
         self._topology = topology
@@ -52,34 +52,32 @@ class Fixed:
         self._logp_BMV: list[Array] = []
 
     def grow(self, score_BLV: Array, logp_BLV: Array | None) -> tuple[Array, Array]:
-        """Adds the children of a level."""
         children, level = self._topology.children, self._level
         width = max(len(children[node]) for node in level)
-        place_M = [place for place, node in enumerate(level) for _ in children[node]]
+        parent_M = [index for index, node in enumerate(level) for _ in children[node]]
         rank_M = [rank for node in level for rank in range(len(children[node]))]
         self._level = [child for node in level for child in children[node]]
-        rows, own_M = score_BLV.shape[0], np.minimum(place_M, score_BLV.shape[1] - 1)
+        rows, own_M = score_BLV.shape[0], np.minimum(parent_M, score_BLV.shape[1] - 1)
         _, best_BLX = lax.top_k(score_BLV, width)
         token_BM = best_BLX[:, own_M, np.asarray(rank_M)].astype(jnp.int32)
         self._token_BM.append(token_BM)
         if logp_BLV is not None:
             self._logp_BMV.append(logp_BLV[:, own_M])
-        return token_BM, jnp.broadcast_to(jnp.asarray(place_M, jnp.int32), (rows, len(place_M)))
+        return token_BM, jnp.broadcast_to(jnp.asarray(parent_M, jnp.int32), (rows, len(parent_M)))
 
     def finish(self, valid_B: Array) -> Proposal:
-        """All nodes."""
         token_BN = jnp.concatenate(self._token_BM, axis=1)
         logp_BNV = jnp.concatenate(self._logp_BMV, axis=1) if self._logp_BMV else None
         return Proposal(token_BN, jnp.broadcast_to(valid_B[:, None], token_BN.shape), logp_BNV)
 
 
-class Confident:
-    """Expands the most confident nodes of each level, and keeps the most confident of all.
+class ConfidentGrowth(Growth):
+    """Expands the most confident nodes of each level, and verifies the most confident of all.
 
-    What is known of a candidate: its token, the logarithm of its path's probability, and the number of its parent.
-    The anchor is candidate 0, and parents have lower numbers than their children; as of equally confident candidates
-    the lower numbers are kept, no node is kept without its parent. Nodes are point masses, for they are chosen and not
-    drawn: where a rule asks for distributions, the draft's own are ranked and no noise.
+    A candidate is its token, the log-probability of its path, and the number of its parent. The anchor is candidate 0,
+    and parents have lower numbers than their children; among equally confident candidates the lower numbers win, so no
+    node is verified without its parent. Nodes are point masses, for they are chosen and not drawn: where a rule needs
+    distributions, the draft's own are ranked, without noise.
     """
 
     def __init__(self, topology: DynamicTree, rows: int):
@@ -89,7 +87,6 @@ class Confident:
         self._number_BL, self._logp_BL = zero_B1, self._candidates[0][1]
 
     def grow(self, score_BLV: Array, logp_BLV: Array | None) -> tuple[Array, Array]:
-        """Adds the children of a level, of which the best are expanded next."""
         width, score_BLV = self._topology.top_k, score_BLV if logp_BLV is None else logp_BLV
         best_BLX, token_BLX = lax.top_k(score_BLV, width)
         logp_BLX = best_BLX - jax.nn.logsumexp(score_BLV, axis=-1, keepdims=True) + self._logp_BL[..., None]
@@ -98,14 +95,15 @@ class Confident:
         rows, first = self._number_BL.shape[0], sum(logp.shape[1] for _, logp, _ in self._candidates)
         token_BC, logp_BC, parent_BC = (x.reshape(rows, -1) for x in (token_BLX, logp_BLX, parent_BLX))
         self._candidates.append((token_BC.astype(jnp.int32), logp_BC, parent_BC))
-        self._logp_BL, kept_BM = lax.top_k(logp_BC, width)
-        self._number_BL = kept_BM.astype(jnp.int32) + first
-        return take(self._candidates[-1][0], kept_BM), kept_BM.astype(jnp.int32) // width
+        self._logp_BL, best_BM = lax.top_k(logp_BC, width)
+        best_BM = best_BM.astype(jnp.int32)
+        self._number_BL = best_BM + first
+        return take(self._candidates[-1][0], best_BM), best_BM // width
 
     def finish(self, valid_B: Array) -> Proposal:
-        """The most confident nodes, parents before children and siblings in order of confidence."""
         token_BC, logp_BC, parent_BC = (jnp.concatenate(x, axis=1) for x in zip(*self._candidates, strict=True))
         _, chosen_BT = lax.top_k(logp_BC, self._topology.nodes)
+        # By number: parents come before children, and siblings in order of confidence.
         chosen_BT = jnp.sort(chosen_BT.astype(jnp.int32), axis=1)
         above_BT = take(parent_BC, chosen_BT)
         parent_BT = jnp.sum(chosen_BT[:, None] < above_BT[..., None], axis=2, dtype=jnp.int32)
@@ -115,7 +113,7 @@ class Confident:
 
 
 def grown(parent_BT: Array, max_depth: int) -> Tree:
-    """Depths and paths of nodes whose parents are known."""
+    """Returns the tree of nodes whose parents are known."""
     up_BT = jnp.broadcast_to(jnp.arange(parent_BT.shape[1], dtype=jnp.int32), parent_BT.shape)
     ups = [up_BT]
     for _ in range(max_depth):

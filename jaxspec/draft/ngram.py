@@ -1,17 +1,15 @@
 """Prompt lookup: the continuations of earlier occurrences of the text's last tokens, searched on the device."""
 
-from typing import Literal
-
 import jax.numpy as jnp
 
-from jaxspec.protocol import NOTHING, Anchor, Commit, Proposal, Reads
+from jaxspec.protocol import Anchor, Drafter, DraftState, Proposal
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology
 
 
 @pytree
-class Ngram:
+class Ngram(Drafter):
     """Proposes what followed the longest, most recent match of the text's suffix (Saxena 2023).
 
     Attributes:
@@ -22,28 +20,9 @@ class Ngram:
     topology: Topology = static()
     longest: int = static(default=4)
     shortest: int = static(default=2)
+    sparse = True
 
-    @property
-    def follows(self) -> Literal["nothing", "tokens", "features"]:
-        """What of the text it must have observed to draft well."""
-        return "nothing"
-
-    @property
-    def reads(self) -> Reads:
-        """What it reads of the target besides its last hidden states."""
-        return NOTHING
-
-    @property
-    def slack(self) -> int:
-        """Positions written beyond the committed ones."""
-        return 0
-
-    def init_state(self, rows: int, capacity: int, slack: int) -> tuple[()]:
-        """Allocates the state of empty rows."""
-        return ()
-
-    def propose(self, state: tuple[()], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[()]]:
-        """Drafts every node; commits nothing."""
+    def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         if self.topology.is_chain:
             return self._chain(anchor), state
         tokens: dict[int, Array] = {}
@@ -51,22 +30,17 @@ class Ngram:
         for node, children in enumerate(self.topology.children):
             if not children:
                 continue
-            path = self._path(node)
-            score_BS = self._matches(anchor, [tokens[n] for n in path])
+            score_BS = self._matches(anchor, [tokens[n] for n in self._path(node)])
             for child in children:
-                best_B = jnp.argmax(score_BS, axis=1)
-                found_B = jnp.take_along_axis(score_BS, best_B[:, None], axis=1)[:, 0] >= 0
+                best_B, matched_B = _best(score_BS)
                 tokens[child] = self._follower(anchor, best_B[:, None] + 1)[:, 0]
-                valid[child] = found_B & valid[node]
-                follows = jnp.roll(anchor.history_BS, -1, axis=1) == tokens[child][:, None]
-                score_BS = jnp.where(follows, -1, score_BS)
+                valid[child] = matched_B & valid[node]
+                # Siblings must differ: places that continue with the same token are out.
+                same = jnp.roll(anchor.history_BS, -1, axis=1) == tokens[child][:, None]
+                score_BS = jnp.where(same, -1, score_BS)
         order = range(1, self.topology.nodes)
-        token_BN, valid_BN = (jnp.stack([found[n] for n in order], 1) for found in (tokens, valid))
-        return Proposal(token_BN, valid_BN, None, sparse=True), state
-
-    def observe(self, state: tuple[()], commit: Commit) -> tuple[()]:
-        """Takes over committed tokens."""
-        return state
+        token_BN, valid_BN = (jnp.stack([by_node[n] for n in order], 1) for by_node in (tokens, valid))
+        return Proposal(token_BN, valid_BN, None), state
 
     def _path(self, node: int) -> list[int]:
         path: list[int] = []
@@ -76,22 +50,20 @@ class Ngram:
         return path
 
     def _chain(self, anchor: Anchor) -> Proposal:
-        score_BS = self._matches(anchor, [])
-        best_B = jnp.argmax(score_BS, axis=1)
-        found_B = jnp.take_along_axis(score_BS, best_B[:, None], axis=1)[:, 0] >= 0
+        best_B, matched_B = _best(self._matches(anchor, []))
         place_BN = best_B[:, None] + 1 + jnp.arange(self.topology.drafts, dtype=jnp.int32)[None]
         token_BN = self._follower(anchor, place_BN)
-        return Proposal(token_BN, jnp.broadcast_to(found_B[:, None], token_BN.shape), None, sparse=True)
+        return Proposal(token_BN, jnp.broadcast_to(matched_B[:, None], token_BN.shape), None)
 
     def _follower(self, anchor: Anchor, place_BN: Array) -> Array:
-        """Token at a place of the history; past its end the matched stretch repeats."""
+        """Returns the token at a place of the history; past its end the matched stretch repeats."""
         first = place_BN[:, :1]
         period = jnp.maximum(anchor.length_B[:, None] + 1 - first, 1)
         inside = first + (place_BN - first) % period
         return jnp.take_along_axis(anchor.history_BS, inside, axis=1, mode="clip")
 
     def _matches(self, anchor: Anchor, path: list[Array]) -> Array:
-        """Match score of every place as the last token of an earlier occurrence, -1 where there is none, [B, S]."""
+        """Scores every place as the last token of an earlier occurrence, -1 where there is none, [B, S]."""
         history, length_B = anchor.history_BS, anchor.length_B
         places = jnp.arange(history.shape[1], dtype=jnp.int32)[None]
         run = jnp.ones(history.shape, bool)
@@ -103,8 +75,16 @@ class Ngram:
                 at = length_B - (back - len(path))
                 known = jnp.take_along_axis(history, jnp.maximum(at, 0)[:, None], axis=1)[:, 0]
                 wanted = jnp.where(at >= 0, known, -1)
+            # Place s matches if the text before s, read backwards, equals the suffix.
             shifted = history if back == 0 else jnp.pad(history, ((0, 0), (back, 0)), constant_values=-1)[:, :-back]
             run &= shifted == wanted[:, None]
             size += run.astype(jnp.int32)
         usable = (size >= self.shortest) & (places < length_B[:, None])
+        # The longest match first, then the most recent.
         return jnp.where(usable, size * history.shape[1] + places, -1)
+
+
+def _best(score_BS: Array) -> tuple[Array, Array]:
+    """Returns the place of each row's best score, and whether it is a match."""
+    best_B = jnp.argmax(score_BS, axis=1)
+    return best_B, jnp.take_along_axis(score_BS, best_B[:, None], axis=1)[:, 0] >= 0

@@ -2,48 +2,47 @@
 
 import jax.numpy as jnp
 
-from jaxspec.draft.autoregress import LAWFUL, Scorer, scores
-from jaxspec.draft.budget import keep, nothing_kept
+from jaxspec.draft.autoregress import NEEDS_DRAFT_PROBS, scores
+from jaxspec.draft.draft_selection import empty_selection, select_next
 from jaxspec.draft.growth import growth_of
-from jaxspec.protocol import Anchor, Proposal
+from jaxspec.draft.network_drafter import NetworkDrafter
+from jaxspec.protocol import Anchor, DraftCosts, Proposal, no_proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
 
-def draft_from(scorer: Scorer, last_BKD: Array, anchor: Anchor, rule: str, valid_B: Array) -> Proposal:
-    """Drafts every node of the scorer's topology: a node's children are tokens of the next depth.
+def draft_from(drafter: NetworkDrafter, last_BKD: Array, anchor: Anchor, rule: str, valid_B: Array) -> Proposal:
+    """Drafts every node of the drafter's topology: a node's children are tokens of the next depth.
 
     Args:
-      scorer: knows the topology and the vocabulary product.
+      drafter: has the topology and the vocabulary product.
       last_BKD: what that product reads for depths 1 to K.
-      anchor: knows how rows sample.
+      anchor: says how rows sample.
       rule: of verification.
       valid_B: rows that have observed enough.
     """
-    top = scorer.topology
-    rows, laws = anchor.token_B.shape[0], rule in LAWFUL
+    top = drafter.topology
     if not top.drafts:
-        nothing = jnp.zeros((rows, 0), jnp.int32)
-        return Proposal(nothing, nothing.astype(bool), None)
+        return no_proposal(anchor)
     depth_K = jnp.arange(1, top.max_depth + 1, dtype=jnp.int32)
-    logp_BKV, score_BKV = scores(scorer, last_BKD, anchor, depth_K, rule)
+    score_BKV, noisy_BKV = scores(drafter, last_BKD, anchor, depth_K, rule)
+    logp_BKV = score_BKV if rule in NEEDS_DRAFT_PROBS else None
     if top.is_chain:
-        token_BN = jnp.argmax(score_BKV, axis=-1).astype(jnp.int32)
+        token_BN = jnp.argmax(noisy_BKV, axis=-1).astype(jnp.int32)
         valid_BN = jnp.broadcast_to(valid_B[:, None], token_BN.shape)
-        proposal = Proposal(token_BN, valid_BN, logp_BKV if laws else None, expert_BKYA=scorer.experts(last_BKD))
-        return proposal if anchor.prices is None else _cut(proposal, anchor, logp_BKV)
-    growth = growth_of(top, rows)
+        proposal = Proposal(token_BN, valid_BN, logp_BKV, expert_BKYA=drafter.experts(last_BKD))
+        return proposal if anchor.draft_costs is None else _pruned(proposal, anchor, anchor.draft_costs, score_BKV)
+    growth = growth_of(top, anchor.token_B.shape[0])
     for k in range(top.max_depth):
-        growth.grow(score_BKV[:, k : k + 1], logp_BKV[:, k : k + 1] if laws else None)
+        growth.grow(noisy_BKV[:, k : k + 1], None if logp_BKV is None else logp_BKV[:, k : k + 1])
     return growth.finish(valid_B)
 
 
-def _cut(proposal: Proposal, anchor: Anchor, score_BKV: Array) -> Proposal:
+def _pruned(proposal: Proposal, anchor: Anchor, costs: DraftCosts, score_BKV: Array) -> Proposal:
     """Leaves out drafts that do not pay; what they are drawn from depends on none of them."""
-    assert anchor.prices is not None, "only drafts with prices are cut"
-    may_B = proposal.valid_BN[:, 0] & (anchor.sampling.draft_limit_B > 0)
-    guess = proposal.expert_BKYA
-    kept = nothing_kept(anchor.prices, may_B, score_BKV.shape[1], None if guess is None else guess.shape[2])
+    eligible_B = proposal.valid_BN[:, 0] & (anchor.sampling.draft_limit_B > 0)
+    expert = proposal.expert_BKYA
+    selection = empty_selection(costs, eligible_B, score_BKV.shape[1], None if expert is None else expert.shape[2])
     for k in range(score_BKV.shape[1]):
-        kept = keep(kept, anchor, k, score_BKV[:, k], None if guess is None else guess[:, k])
-    return replace(proposal, valid_BN=kept.valid_BN, confidence_BN=kept.confidence_BN)
+        selection = select_next(selection, anchor, k, score_BKV[:, k], None if expert is None else expert[:, k])
+    return replace(proposal, valid_BN=selection.valid_BN, confidence_BN=selection.confidence_BN)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from jaxspec.cache.kv import StreamSpec
+from jaxspec.cache.addressing import StreamSpec
 from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.hyper import HyperSpec
 from jaxspec.nn.moe import MoeSpec
@@ -15,7 +15,17 @@ class MixerSpec(Protocol):
 
     @property
     def streams(self) -> Mapping[str, StreamSpec]:
-        """What it caches."""
+        """Returns what it caches, by name."""
+        ...
+
+    @property
+    def chain_only(self) -> str | None:
+        """Returns why trees cannot be verified, None if they can."""
+        ...
+
+    @property
+    def one_text_only(self) -> bool:
+        """Whether a row without a cache can hold one text alone: what selects positions knows no others."""
         ...
 
 
@@ -38,14 +48,14 @@ class ArchSpec:
       layers: one spec per layer.
       norm: root mean square, or mean and variance with a bias.
       norm_eps: of every norm whose family does not fix its own.
-      norm_last: whether a layer normalises what it adds to instead of what it reads (OPT-350m).
-      final_norm: whether the last stream is normalised.
+      norm_last: whether a layer normalizes what it adds to instead of what it reads (OPT-350m).
+      final_norm: whether the last stream is normalized.
       tied: whether the head reuses the embedding.
       max_position: longest context in tokens.
       learned_positions: rows of a table of positions, 0 for none; position i is row i + 2 (OPT).
       embed_dim: width of the embedding where projections lead from and to it, 0 where it is D.
       hyper: hyper-connections between layers, None for plain residuals.
-      mtp: layers of multi-token prediction behind the model.
+      mtp: layers of multi-token prediction after the model.
     """
 
     family: str
@@ -64,22 +74,24 @@ class ArchSpec:
     mtp: tuple[LayerSpec, ...] = ()
 
     @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with routed experts."""
+        return tuple(y for y, layer in enumerate(self.layers) if isinstance(layer.ffn, MoeSpec))
+
+    @property
     def is_moe(self) -> bool:
         """Whether any layer has routed experts."""
-        return any(isinstance(layer.ffn, MoeSpec) for layer in self.layers)
+        return bool(self.expert_layers)
 
     @property
     def one_text_only(self) -> bool:
-        """Whether a row without a cache can hold one text alone: what selects positions knows no others."""
-        return any(
-            getattr(layer.attention, "index", None) is not None or hasattr(layer.attention, "compressor")
-            for layer in self.layers
-        )
+        """Whether a row without a cache can hold one text alone."""
+        return any(layer.attention.one_text_only for layer in self.layers)
 
     @property
     def chain_only(self) -> str | None:
-        """Why trees cannot be verified, None if they can."""
-        return next((why for layer in self.layers if (why := getattr(layer.attention, "chain_only", None))), None)
+        """Returns why trees cannot be verified, None if they can."""
+        return next((why for layer in self.layers if (why := layer.attention.chain_only)), None)
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """Number of the first layer behind it."""
+        """Number of the first layer after it."""
         return self.first + len(self.pattern) * self.repeats
 
 
@@ -103,13 +115,23 @@ def segments(layers: tuple[LayerSpec, ...]) -> Iterator[Segment]:
     """Cuts a model's layers into repeating patterns; what does not repeat is a segment of one layer."""
     first = 0
     while first < len(layers):
-        found = Segment(first, layers[first : first + 1], 1)
+        longest = Segment(first, layers[first : first + 1], 1)
         for period in range(1, LONGEST_PATTERN + 1):
             pattern = layers[first : first + period]
             repeats = 1
             while layers[first + repeats * period : first + (repeats + 1) * period] == pattern:
                 repeats += 1
-            if repeats > 1 and repeats * period > found.stop - first:
-                found = Segment(first, pattern, repeats)
-        yield found
-        first = found.stop
+            if repeats > 1 and repeats * period > longest.stop - first:
+                longest = Segment(first, pattern, repeats)
+        yield longest
+        first = longest.stop
+
+
+def experts_of(arch: ArchSpec) -> int:
+    """Returns E, the most routed experts that a layer of the model has."""
+    return max((layer.ffn.experts for layer in arch.layers if isinstance(layer.ffn, MoeSpec)), default=0)
+
+
+def chosen_of(arch: ArchSpec) -> int:
+    """Returns A, the most experts that a layer of the model chooses for a token."""
+    return max((layer.ffn.top_k for layer in arch.layers if isinstance(layer.ffn, MoeSpec)), default=0)

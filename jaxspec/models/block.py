@@ -1,23 +1,32 @@
-"""One decoder layer: normalised attention and feed-forward, each added to the stream or to several streams."""
+"""One decoder layer: normalized attention and feed-forward, each added to the stream or to several streams."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Packed, Window, asked
+from jaxspec.cache.window import AnyWindow, Window, take_outputs
 from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.nn.attention import Attention, AttentionSpec, Memory
+from jaxspec.nn.attention import Attention, AttentionSpec
 from jaxspec.nn.compressed_attention import CompressedAttention, CompressedSpec
 from jaxspec.nn.ffn import DenseFfn
 from jaxspec.nn.hyper import HyperConnection, merge
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
 from jaxspec.nn.moe import Moe, MoeSpec
 from jaxspec.nn.norm import layer_norm, rms_norm
-from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.param import ZEROS, Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
+
+NORMS = {
+    name: Param(f"{name}_D", ("embed",), "norm")
+    for name in ("attention_norm", "ffn_norm", "embed_norm", "hidden_norm", "norm")
+}
+NORM_BIASES = {name: Param(f"{name}_bias_D", ("embed",), "norm", ZEROS) for name in NORMS}
 
 MIXERS: dict[type, Any] = {
     AttentionSpec: Attention,
@@ -26,16 +35,32 @@ MIXERS: dict[type, Any] = {
 }
 
 
+class LayerOutput(NamedTuple):
+    """What a layer returns.
+
+    Attributes:
+      x: the stream after it, at the positions asked for.
+      memory: of the layer, the T positions written.
+      selection: which positions later layers may reuse, see ``Mixed``.
+      routing: expert choices, None in a dense layer.
+    """
+
+    x: Array
+    memory: Any
+    selection: Array | None
+    routing: Routing | None
+
+
 def norm_params(module: nn.Module, arch: ArchSpec, policy: Policy, name: str) -> tuple[Array, Array | None]:
     """Declares the scale of a norm, and its bias where the architecture has one."""
-    scale = weight(module, policy, f"{name}_D", (arch.model_dim,), nn.initializers.ones)
+    scale = declare(module, policy, NORMS[name], (arch.model_dim,))
     if arch.norm == "rms":
         return scale, None
-    return scale, weight(module, policy, f"{name}_bias_D", (arch.model_dim,), nn.initializers.zeros)
+    return scale, declare(module, policy, NORM_BIASES[name], (arch.model_dim,))
 
 
-def normalise(arch: ArchSpec, x: Array, params: tuple[Array, Array | None]) -> Array:
-    """Normalises the last axis in the architecture's way."""
+def normalize(arch: ArchSpec, x: Array, params: tuple[Array, Array | None]) -> Array:
+    """Normalizes the last axis in the architecture's way."""
     scale, bias = params
     return rms_norm(x, scale, arch.norm_eps) if bias is None else layer_norm(x, scale, bias, arch.norm_eps)
 
@@ -56,72 +81,46 @@ class Block(nn.Module):
     layers: int = 0
 
     @nn.compact
-    def __call__(
-        self,
-        x: Array,
-        token_BT: Array,
-        position_BT: Array,
-        cache: Memory | None,
-        window: Window | Packed | None,
-        shared: Array | None = None,
-        layer: Array | None = None,
-    ) -> tuple[Array, Memory | None, Array | None, Routing | None]:
+    def __call__(self, x: Array, inputs: Inputs, layer: Array | None = None) -> LayerOutput:
         """Runs T positions.
 
         Args:
           x: the stream [B, T, D], or the streams [B, T, N, D].
-          token_BT: token ids, for routers that read them.
-          position_BT: absolute positions.
-          cache: of this layer; None attends within the T tokens alone.
-          window: where the cache is written and what is seen.
-          shared: what an earlier layer selected for this one to see too.
-          layer: place in the stack.
-
-        Returns:
-          The stream behind the layer at the positions asked for, its cache, what later layers may share, and the expert
-          choices.
+          inputs: with the memory of this layer.
+          layer: index in the stack.
         """
         arch, p = self.arch, self.policy
-        routing, mixer = None, MIXERS[type(self.spec.attention)]
-        if isinstance(window, Window) and p.splits_rows:
-            window = replace(window, apart=True)
+        if isinstance(inputs.window, Window) and p.compute.splits_rows:
+            inputs = replace(inputs, window=replace(inputs.window, rows_sharded=True))
+        mixer = MIXERS[type(self.spec.attention)]
+        attention = mixer(self.spec.attention, arch.model_dim, arch.norm_eps, p, name="attention")
+        u, join = self._enter("attention", x, inputs.window)
+        mixed = attention(u, inputs)
+        x, inputs = join(mixed.out_BTD), inputs.of_outputs()
+        u, join = self._enter("ffn", x, inputs.window)
+        if isinstance(self.spec.ffn, MoeSpec):
+            out, routing = Moe(self.spec.ffn, arch.model_dim, p, self.layers, name="ffn")(u, inputs, layer)
+        else:
+            out, routing = DenseFfn(self.spec.ffn, arch.model_dim, p, name="ffn")(u), None
+        return LayerOutput(join(out), mixed.memory, mixed.selection, routing)
 
-        def attend(u: Array) -> Array:
-            nonlocal cache, shared
-            attention = mixer(self.spec.attention, arch.model_dim, arch.norm_eps, p, name="attention")
-            out, cache, shared = attention(u, position_BT, cache, window, shared)
-            return out
-
-        def feed(u: Array) -> Array:
-            nonlocal routing
-            if isinstance(self.spec.ffn, MoeSpec):
-                moe = Moe(self.spec.ffn, arch.model_dim, p, self.layers, name="ffn")
-                out, routing = moe(u, token_BT, position_BT, layer, None if window is None else window.counting)
-                return out
-            return DenseFfn(self.spec.ffn, arch.model_dim, p, name="ffn")(u)
-
-        x = self._around("attention", attend, x, window)
-        token_BT, position_BT = asked(token_BT, window), asked(position_BT, window)
-        window = window.reading if isinstance(window, Window) else window
-        x = self._around("ffn", feed, x, window)
-        return x, cache, shared, routing
-
-    def _around(self, name: str, sublayer: Any, x: Array, window: Window | Packed | None) -> Array:
-        """Adds the output of a sub-layer, which has only the positions asked for."""
+    def _enter(self, name: str, x: Array, window: AnyWindow) -> tuple[Array, Callable[[Array], Array]]:
+        """Returns what a sub-layer reads, and how its output, of the positions asked for, joins the stream."""
         arch, p = self.arch, self.policy
-        norm = norm_params(self, arch, p, f"{name}_norm")
+        norm, old = norm_params(self, arch, p, f"{name}_norm"), take_outputs(x, window)
         if arch.hyper is not None:
             connection = HyperConnection(arch.hyper, arch.model_dim, arch.norm_eps, p, name=f"{name}_hyper")
             u, write, comb = connection(x)
-            out = sublayer(normalise(arch, u, norm))
-            return merge(asked(x, window), out, asked(write, window), asked(comb, window))
+            return normalize(arch, u, norm), lambda out: merge(
+                old, out, take_outputs(write, window), take_outputs(comb, window)
+            )
         if arch.norm_last:
-            return normalise(arch, asked(x, window) + sublayer(x), norm)
-        return asked(x, window) + sublayer(normalise(arch, x, norm))
+            return x, lambda out: normalize(arch, old + out, norm)
+        return normalize(arch, x, norm), lambda out: old + out
 
 
 def init_block(key: Array, spec: LayerSpec, arch: ArchSpec, policy: Policy) -> Any:
-    """Random parameters of one layer."""
+    """Returns random parameters of one layer."""
     width = (arch.hyper.streams, arch.model_dim) if arch.hyper else (arch.model_dim,)
     token = jnp.zeros((1, 1), jnp.int32)
-    return Block(spec, arch, policy).init(key, jnp.zeros((1, 1, *width)), token, token, None, None)["params"]
+    return Block(spec, arch, policy).init(key, jnp.zeros((1, 1, *width)), Inputs(token, token))["params"]

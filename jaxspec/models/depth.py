@@ -1,39 +1,106 @@
-"""Equal layers behind one another in stacked parameters, walked by a loop: one layer's program for any depth."""
+"""Runs the layers of a model: one after another, or equal ones from stacked parameters in a loop."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, Window
+from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, Segment
-from jaxspec.models.block import Block, init_block
+from jaxspec.models.block import Block, LayerOutput, init_block
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.moe import ROUTED
+from jaxspec.nn.param import LAYERS
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.quantized import Quantized
-from jaxspec.pytree import replace
+from jaxspec.nn.router import Routing
+from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import Quantized
 
 
-def stack_name(segment: Segment, place: int) -> str:
-    """Name of the parameters of one place of a segment's pattern."""
-    return f"segment_{segment.first + place}"
+@pytree
+class ForwardState:
+    """What a forward has computed up to some layer.
+
+    Attributes:
+      x: the stream.
+      caches: of the layers so far.
+      selection: which positions later layers may reuse.
+      taps: the stream entering each tapped layer, by number.
+      shared_MD: what the shared experts of each asked layer return, by number.
+      routing: choices of the expert layers, if asked for.
+    """
+
+    x: Array
+    caches: tuple[Any, ...] = ()
+    selection: Array | None = None
+    taps: dict[int, Array] = field(default_factory=dict)
+    shared_MD: dict[int, Array] = field(default_factory=dict)
+    routing: tuple[Routing, ...] = ()
+
+    def then(self, later: "ForwardState") -> "ForwardState":
+        """Returns what was computed up to the end of the layers that started from here."""
+        return ForwardState(
+            later.x,
+            self.caches + later.caches,
+            later.selection,
+            self.taps | later.taps,
+            self.shared_MD | later.shared_MD,
+            self.routing + later.routing,
+        )
+
+
+def state_after(
+    index: Mapping[int, int], entered: list[Array], outs: list[LayerOutput], inputs: Inputs
+) -> ForwardState:
+    """Collects the outputs of consecutive layers.
+
+    Args:
+      index: of each layer, by number, in the lists.
+      entered: the stream entering each.
+      outs: what each returned.
+      inputs: say what is captured.
+    """
+    routing: list[Any] = [out.routing for out in outs]
+    return ForwardState(
+        outs[-1].x,
+        tuple(out.memory for out in outs),
+        outs[-1].selection,
+        {layer: entered[index[layer]] for layer in inputs.reads.taps if layer in index},
+        {layer: routing[index[layer]].shared_MD for layer in inputs.reads.shared_outputs if layer in index},
+        tuple(replace(r, shared_MD=None) for r in routing if r is not None) if inputs.routes else (),
+    )
+
+
+def run_block(block: Block, layer: int, before: ForwardState, inputs: Inputs) -> ForwardState:
+    """Runs one layer, whose number is ``layer``."""
+    memory = None if inputs.memory is None else inputs.memory[layer]
+    out = block(before.x, replace(inputs, memory=memory, selection=before.selection))
+    return state_after({layer: 0}, [before.x], [out], inputs)
+
+
+def stack_name(segment: Segment, position: int) -> str:
+    """Returns the name of the parameters of one position of a segment's pattern."""
+    return f"segment_{segment.first + position}"
 
 
 def stack_of(layer: int, segments: tuple[Segment, ...]) -> tuple[str, int, int]:
-    """Name of the stack that holds a layer, the layer's place in it, and the stack's length."""
+    """Returns the name of the stack that holds a layer, the layer's index in it, and the stack's length."""
     segment = next(s for s in segments if layer < s.stop)
-    place = (layer - segment.first) % len(segment.pattern)
-    return stack_name(segment, place), (layer - segment.first) // len(segment.pattern), segment.repeats
+    position = (layer - segment.first) % len(segment.pattern)
+    return stack_name(segment, position), (layer - segment.first) // len(segment.pattern), segment.repeats
 
 
-def init_stack(key: Array, segment: Segment, place: int, arch: ArchSpec, policy: Policy) -> Any:
-    """Random parameters of one place of a segment's pattern, every leaf with a leading axis of repeats."""
+def init_stack(key: Array, segment: Segment, position: int, arch: ArchSpec, policy: Policy) -> Any:
+    """Returns random parameters of one position of a segment's pattern, every leaf with a leading axis of repeats."""
     keys = jax.random.split(key, segment.repeats)
-    return lax.map(lambda k: init_block(k, segment.pattern[place], arch, policy), keys)
+    made = lax.map(lambda k: init_block(k, segment.pattern[position], arch, policy), keys)
+    return nn.meta.add_axis(made, 0, {nn.PARTITION_NAME: LAYERS})
 
 
 @dataclass
@@ -43,80 +110,78 @@ class Loop:
     Attributes:
       segment: pattern and repeats.
       arch, policy: of the model.
-      stacks: parameters of each place of the pattern.
-      tokens: ids and positions.
-      window: of the forward; None without a cache.
-      taps: layers whose input is kept.
-      commons: expert layers of which is kept what their shared experts return, see ``Routing.common_MD``.
-      routes: whether expert choices are kept.
+      stacks: parameters of each position of the pattern.
+      inputs: of the forward, with the caches of this segment: one per position, for all repeats.
     """
 
     segment: Segment
     arch: ArchSpec
     policy: Policy
     stacks: list[Any]
-    tokens: tuple[Array, Array]
-    window: Window | None
-    taps: tuple[int, ...] = ()
-    commons: tuple[int, ...] = ()
-    routes: bool = False
+    inputs: Inputs
     _blocks: list[Block] = field(init=False)
 
     def __post_init__(self) -> None:
         repeats = self.segment.repeats
         self._blocks = [Block(s, self.arch, self.policy, repeats, parent=None) for s in self.segment.pattern]
 
-    def run(self, x: Array, caches: tuple[LayerCache | None, ...], shared: Array | None):
-        """The stream behind the segment, its caches, what is shared, what is kept by layer, and the kept choices."""
-        first = self._repeat(jnp.int32(0), x, caches, shared)
+    def run(self, before: ForwardState) -> ForwardState:
+        """Runs all repeats from the stream and the selection before them."""
         repeats = self.segment.repeats
-        routed = jax.tree.map(lambda r: jnp.broadcast_to(r, (repeats, *r.shape)), first[4])
-        carry = (*first[:3], first[3], routed)
+        caches = (None,) * len(self._blocks) if self.inputs.memory is None else self.inputs.memory
+        # The first repeat gives the loop's carry its structure, which the selection lacks before it.
+        carry = self._repeat(jnp.int32(0), replace(before, caches=caches))
+        routing = jax.tree.map(lambda r: jnp.broadcast_to(r, (repeats, *r.shape)), carry.routing)
+        carry = replace(carry, routing=routing)
         if repeats > 1:
             carry = lax.fori_loop(1, repeats, self._body, carry)
-        x, caches, shared, kept, routed = carry
-        choices = [jax.tree.map(lambda r, y=y: r[y], place) for y in range(repeats) for place in routed]
-        return x, caches, shared, kept, choices
+        each = [jax.tree.map(lambda r, y=y: r[y], routing) for y in range(repeats) for routing in carry.routing]
+        return replace(carry, routing=tuple(each))
 
-    def _body(self, y: Array, carry):
-        x, caches, shared, kept, routed = carry
-        x, caches, shared, found, choices = self._repeat(y, x, caches, shared)
-        kept = {key: jnp.where(self._place(key[1])[0] == y, found[key], old) for key, old in kept.items()}
-        routed = jax.tree.map(lambda all_y, one: lax.dynamic_update_index_in_dim(all_y, one, y, 0), routed, choices)
-        return x, caches, shared, kept, routed
+    def _body(self, y: Array, carry: ForwardState) -> ForwardState:
+        new = self._repeat(y, carry)
 
-    def _place(self, layer: int) -> tuple[int, int]:
-        """In which repeat a layer is run, and at which place of the pattern."""
+        def captured(old: dict[int, Array], own: dict[int, Array]) -> dict[int, Array]:
+            return {layer: jnp.where(self._index(layer)[0] == y, own[layer], x) for layer, x in old.items()}
+
+        routing = jax.tree.map(
+            lambda all_y, one: lax.dynamic_update_index_in_dim(all_y, one, y, 0), carry.routing, new.routing
+        )
+        taps, shared_MD = captured(carry.taps, new.taps), captured(carry.shared_MD, new.shared_MD)
+        return replace(new, taps=taps, shared_MD=shared_MD, routing=routing)
+
+    def _index(self, layer: int) -> tuple[int, int]:
+        """Returns the repeat in which a layer runs, and its position in the pattern."""
         return divmod(layer - self.segment.first, len(self.segment.pattern))
 
-    def _repeat(self, y: Array, x: Array, caches, shared):
-        """One run through the pattern, in its y-th place; kept is what each place has to show, by kind and layer."""
-        written, kept, choices = [], {}, []
-        for place, block in enumerate(self._blocks):
-            kept |= {("tap", b): x for b in self.taps if self._place(b)[1] == place}
-            window = self.window
-            if isinstance(window, Window) and caches[place] is not None:
-                pages = jax.tree.leaves(caches[place])[0].shape[0] // self.segment.repeats
-                window = replace(window, base=y * jnp.int32(pages), at_once=self.policy.kernels == "triton")
-            own = _layer(self.stacks[place], y, self.policy)
-            out: Any = block.apply({"params": own}, x, *self.tokens, caches[place], window, shared, y)
-            x, cache, shared, routing = out
-            written.append(cache)
-            kept |= {("common", b): routing.common_MD for b in self.commons if self._place(b)[1] == place}
-            choices += [replace(routing, common_MD=None)] if self.routes and routing is not None else []
-        return x, tuple(written), shared, kept, tuple(choices)
+    def _repeat(self, y: Array, before: ForwardState) -> ForwardState:
+        """Runs the pattern for the y-th time; captures are those of this repeat, whichever layers were asked for."""
+        x, selection, entered, outs = before.x, before.selection, [], []
+        for stack, block, cache in zip(self.stacks, self._blocks, before.caches, strict=True):
+            window = self.inputs.window
+            if isinstance(window, Window) and cache is not None:
+                pages = jax.tree.leaves(cache)[0].shape[0] // self.segment.repeats
+                use_scatter = self.policy.compute.kernels == "triton"
+                window = replace(window, base=y * jnp.int32(pages), use_scatter=use_scatter)
+            inputs = replace(self.inputs, window=window, memory=cache, selection=selection)
+            out: Any = block.apply({"params": _layer(stack, y, self.policy)}, x, inputs, y)
+            entered.append(x)
+            outs.append(out)
+            x, selection = out.x, out.selection
+        layers = range(self.segment.first, self.segment.stop)
+        return state_after({layer: self._index(layer)[1] for layer in layers}, entered, outs, self.inputs)
 
 
 def _layer(stack: Any, y: Array, policy: Policy) -> Any:
-    """One layer's parameters; routed experts stay whole, for a slice of them would be a copy.
+    """Returns one layer's parameters; routed experts stay stacked, for a slice of them would be a copy.
 
-    Where kernels compute, everything stays whole until somebody wants it by itself.
+    Where kernels compute, every weight stays stacked; ``Matrix.own`` slices one on demand.
     """
 
     def pick(path: tuple[Any, ...], leaf: Any) -> Any:
         if any(getattr(part, "key", None) in ROUTED for part in path):
             return leaf
-        one = Matrix(leaf, y, policy.whole_kernels)
-        return one.own() if policy.whole_kernels == "xla" else one
+        one = Matrix(leaf, y, policy.compute.whole_kernels)
+        return one.own() if policy.compute.whole_kernels == "xla" else one
 
     return jax.tree_util.tree_map_with_path(pick, stack, is_leaf=lambda leaf: isinstance(leaf, Quantized))

@@ -1,26 +1,39 @@
-"""Draft heads of the EAGLE family: they join what the target computed behind a token with the next token, and go on."""
+"""Draft heads of the EAGLE family: they join the target's features at a token with the next token, and go on."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Packed, Window, asked, init_layer
+from jaxspec.cache.addressing import LayerCache
+from jaxspec.cache.window import Window, take_outputs
 from jaxspec.models.arch import ArchSpec, LayerSpec
-from jaxspec.models.block import MIXERS, Block
-from jaxspec.nn.dense import dense
+from jaxspec.models.block import MIXERS, NORMS, Block
+from jaxspec.nn.dense import dense, lookup
 from jaxspec.nn.ffn import DenseFfn, FfnSpec
-from jaxspec.nn.lookup import lookup
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.unrolled import Unrolled
-from jaxspec.protocol import NOTHING, Features, Reads
+from jaxspec.protocol import NO_CAPTURE, CaptureSpec, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array, Params
 
+EMBED = Param("embed_VD", ("vocab", "embed"), "weight", part="embedding")
+JOIN = Param("join_XD", ("joined", "embed"))
+JOIN_BIAS = Param("join_bias_D", ("embed",), "bias")
+FEATURE_NORM = Param("feature_norm_D", ("embed",), "norm")
+INPUT_NORM = Param("input_norm_X", ("features",), "norm")
+PART_NORM = Param("part_norm_XD", ("parts", "embed"), "norm")
+FC = Param("fc_XD", ("features", "embed"))
+FC_BIAS = Param("fc_bias_D", ("embed",), "bias")
+MASK = Param("mask_X", ("features",), "weight")
+HEAD = Param("head_DW", ("embed", "draft_vocab"), part="head")
+ROUTING = Param("routing_DYE", ("embed", "target_layers", "routed_to"))
+
 Memory = LayerCache | Unrolled | None
-ONES, ZEROS = nn.initializers.ones, nn.initializers.zeros
 
 
 @dataclass(frozen=True)
@@ -29,20 +42,20 @@ class HeadSpec:
 
     With the last hidden state and a product in front of an ordinary layer it is EAGLE-1 (Li 2024, 2401.15077), with
     taps and a first layer whose attention reads both parts EAGLE-3 (Li 2025, 2503.01840); with a mask it drafts all
-    tokens in one pass, P-EAGLE (Hui 2026, 2602.01469); with commons it reads the shared experts, and with routing it
-    predicts the target's experts, which are our own.
+    tokens in one pass, P-EAGLE (Hui 2026, 2602.01469); with shared_outputs it reads the shared experts, and with
+    routing it predicts the target's experts, which are our own.
 
     Attributes:
       arch: its network: width, layers and norms; the vocabulary is the target's.
       target_dim: width of each vector that it reads.
-      reads: taps and commons.
+      reads: taps and shared_outputs.
       last: whether it reads the target's last hidden state, before the others.
       join: ``product`` of token and feature in front of the first layer, or ``attention`` that reads both.
       join_bias: whether the product that maps features to the head's width has a bias.
-      norm_before_fc: whether all that it reads is normalised together before that product.
-      fc_norm: whether each vector is normalised by itself instead.
-      norm_before_residual: whether the first layer adds to the normalised feature.
-      norm_output: whether the next draft continues from the normalised output.
+      norm_before_fc: whether all that it reads is normalized together before that product.
+      fc_norm: whether each vector is normalized by itself instead.
+      norm_before_residual: whether the first layer adds to the normalized feature.
+      norm_output: whether the next draft continues from the normalized output.
       draft_vocab: W, tokens that its own head knows; 0 where it uses the target's head.
       own_embedding: whether it has an embedding of its own.
       mask_token: token that stands for those not drafted yet, None where drafts follow one another.
@@ -52,7 +65,7 @@ class HeadSpec:
 
     arch: ArchSpec
     target_dim: int
-    reads: Reads = NOTHING
+    reads: CaptureSpec = NO_CAPTURE
     last: bool = False
     join: Literal["product", "attention"] = "attention"
     join_bias: bool = False
@@ -68,8 +81,8 @@ class HeadSpec:
 
     @property
     def parts(self) -> int:
-        """How many of the target's vectors it reads."""
-        return int(self.last) + len(self.reads.taps) + len(self.reads.commons)
+        """Number of the target's vectors that it reads."""
+        return int(self.last) + len(self.reads.taps) + len(self.reads.shared_outputs)
 
     @property
     def feature_dim(self) -> int:
@@ -77,9 +90,9 @@ class HeadSpec:
         return self.parts * self.target_dim
 
     def feature(self, features: Features) -> Array:
-        """What it reads, [B, T, X]."""
+        """Concatenates what it reads, [B, T, X]."""
         parts = (features.last_BTD,) if self.last else ()
-        return jnp.concatenate([*parts, *features.taps, *features.commons], axis=-1)
+        return jnp.concatenate([*parts, *features.taps, *features.shared_outputs], axis=-1)
 
 
 class JoinLayer(nn.Module):
@@ -90,28 +103,26 @@ class JoinLayer(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self, e_BTD: Array, g_BTD: Array, position_BT: Array, memory: Memory, window: Window | Packed | None
-    ) -> tuple[Array, Memory]:
-        """The stream behind the layer, [B, T, D], of the positions asked for, and its memory."""
+    def __call__(self, e_BTD: Array, g_BTD: Array, inputs: Inputs) -> tuple[Array, Memory]:
+        """Returns the stream after the layer, [B, T, D], of the positions asked for, and its memory."""
         s, p, a = self.spec, self.policy, self.spec.arch
 
-        def norm(x: Array, name: str) -> Array:
-            return rms_norm(x, weight(self, p, name, (a.model_dim,), ONES), a.norm_eps)
+        def norm(x: Array, param: Param) -> Array:
+            return rms_norm(x, declare(self, p, param, (a.model_dim,)), a.norm_eps)
 
         if s.join == "product":
-            join_XD = matrix(self, p, "join_XD", (e_BTD.shape[-1] + g_BTD.shape[-1], a.model_dim))
-            bias_D = weight(self, p, "join_bias_D", (a.model_dim,), ZEROS) if s.join_bias else None
-            u = x = dense(jnp.concatenate([e_BTD, g_BTD], axis=-1), join_XD, bias_D, dtype=p.compute)
+            join_XD = declare(self, p, JOIN, (e_BTD.shape[-1] + g_BTD.shape[-1], a.model_dim))
+            bias_D = declare(self, p, JOIN_BIAS, (a.model_dim,)) if s.join_bias else None
+            u = x = dense(jnp.concatenate([e_BTD, g_BTD], axis=-1), join_XD, bias_D, dtype=p.compute.dtype)
         else:
-            h_BTD = norm(g_BTD, "feature_norm_D")
-            u = jnp.concatenate([norm(e_BTD, "embed_norm_D"), h_BTD], axis=-1)
+            h_BTD = norm(g_BTD, FEATURE_NORM)
+            u = jnp.concatenate([norm(e_BTD, NORMS["embed_norm"]), h_BTD], axis=-1)
             x = h_BTD if s.norm_before_residual else g_BTD
         mixer = MIXERS[type(self.layer.attention)](self.layer.attention, a.model_dim, a.norm_eps, p, name="attention")
-        out, memory, _ = mixer(u, position_BT, memory, window)
-        x = asked(x, window) + out
+        mixed = mixer(u, inputs)
+        x = take_outputs(x, inputs.window) + mixed.out_BTD
         assert isinstance(self.layer.ffn, FfnSpec), "the first layer of a head is dense"
-        return x + DenseFfn(self.layer.ffn, a.model_dim, p, name="ffn")(norm(x, "ffn_norm_D")), memory
+        return x + DenseFfn(self.layer.ffn, a.model_dim, p, name="ffn")(norm(x, NORMS["ffn_norm"])), mixed.memory
 
 
 class DraftHead(nn.Module):
@@ -130,24 +141,24 @@ class DraftHead(nn.Module):
         s, p, a = self.spec, self.policy, self.spec.arch
         dim, wide = a.model_dim, s.feature_dim
         if s.own_embedding:
-            self.embed_VD = weight(self, p, "embed_VD", (a.vocab_size, dim))
+            self.embed_VD = declare(self, p, EMBED, (a.vocab_size, dim))
         if s.norm_before_fc:
-            self.input_norm_X = weight(self, p, "input_norm_X", (wide,), ONES)
+            self.input_norm_X = declare(self, p, INPUT_NORM, (wide,))
         if s.fc_norm:
-            self.part_norm_XD = weight(self, p, "part_norm_XD", (s.parts, s.target_dim), ONES)
+            self.part_norm_XD = declare(self, p, PART_NORM, (s.parts, s.target_dim))
         if self._maps:
-            self.fc_XD = matrix(self, p, "fc_XD", (wide, dim))
-            self.fc_bias_D = weight(self, p, "fc_bias_D", (dim,), ZEROS) if s.join_bias else None
+            self.fc_XD = declare(self, p, FC, (wide, dim))
+            self.fc_bias_D = declare(self, p, FC_BIAS, (dim,)) if s.join_bias else None
         if s.mask_token is not None:
-            self.mask_X = weight(self, p, "mask_X", (wide,))
+            self.mask_X = declare(self, p, MASK, (wide,))
         self.first = JoinLayer(a.layers[0], s, p)
         self.layers = [Block(layer, a, p) for layer in a.layers[1:]]
         if s.join == "attention":
-            self.norm_D = weight(self, p, "norm_D", (dim,), ONES)
+            self.norm_D = declare(self, p, NORMS["norm"], (dim,))
         if s.draft_vocab:
-            self.head_DW = matrix(self, p, "head_DW", (dim, s.draft_vocab))
+            self.head_DW = declare(self, p, HEAD, (dim, s.draft_vocab))
         if s.routing:
-            self.routing_DYE = matrix(self, p, "routing_DYE", (dim, len(s.routing), s.experts))
+            self.routing_DYE = declare(self, p, ROUTING, (dim, len(s.routing), s.experts))
 
     @property
     def _maps(self) -> bool:
@@ -155,7 +166,7 @@ class DraftHead(nn.Module):
         return self.spec.join == "attention" and self.spec.feature_dim != self.spec.arch.model_dim
 
     def join(self, feature_BTX: Array) -> Array:
-        """What the first draft continues from, [B, T, D]."""
+        """Maps features to what the first draft continues from, [B, T, D]."""
         s = self.spec
         if s.norm_before_fc:
             feature_BTX = rms_norm(feature_BTX, self.input_norm_X, s.arch.norm_eps)
@@ -165,99 +176,59 @@ class DraftHead(nn.Module):
             feature_BTX = jnp.concatenate(each, axis=-1)
         if not self._maps:
             return feature_BTX
-        return dense(feature_BTX, self.fc_XD, self.fc_bias_D, dtype=self.policy.compute)
+        return dense(feature_BTX, self.fc_XD, self.fc_bias_D, dtype=self.policy.compute.dtype)
 
     def mask(self) -> Array:
-        """What stands for the features of tokens that are not drafted yet, [1, 1, D]."""
+        """Returns what stands for the features of tokens that are not drafted yet, [1, 1, D]."""
         return self.join(self.mask_X.astype(jnp.float32)[None, None])
 
     def embed(self, token_BT: Array) -> Array:
         """Its own embeddings, float32 [B, T, D]."""
         return lookup(self.embed_VD, token_BT)
 
-    def __call__(
-        self,
-        embedded_BTD: Array,
-        g_BTD: Array,
-        token_BT: Array,
-        position_BT: Array,
-        memory: tuple[Memory, ...] | None = None,
-        window: Window | Packed | None = None,
-    ) -> tuple[Array, Array, tuple[Memory, ...]]:
-        """Runs T slots; slot i joins the token of position i + 1 with what is known behind position i.
+    def __call__(self, embedded_BTD: Array, g_BTD: Array, inputs: Inputs) -> tuple[Array, Array, tuple[Memory, ...]]:
+        """Runs T slots; slot i joins the token of position i + 1 with what is known after position i.
 
         Args:
           embedded_BTD: embeddings of the tokens.
           g_BTD: from ``join``, or what an earlier slot returned to continue from.
-          token_BT: the tokens.
-          position_BT: i.
-          memory: one per layer; None attends within the T slots alone.
-          window: where caches are written and what is seen.
+          inputs: the tokens, the positions i, and the memory of each layer.
 
         Returns:
           What the head reads and what the next draft continues from, of the positions asked for, and the memory.
         """
-        s, count = self.spec, len(self.spec.arch.layers)
-        memory = (None,) * count if memory is None else memory
+        s, window, memory = self.spec, inputs.window, inputs.memory or (None,) * len(self.spec.arch.layers)
         # What the last layer reads is needed of all positions.
-        inner = replace(window, asked_B=None) if isinstance(window, Window) else window
-        windows = [*[inner] * (count - 1), window]
-        x, kept = self.first(embedded_BTD, g_BTD, position_BT, memory[0], windows[0])
-        written = [kept]
-        for layer, before, window in zip(self.layers, memory[1:], windows[1:], strict=True):
-            x, kept, _, _ = layer(x, token_BT, position_BT, before, window)
-            written.append(kept)
+        inner = replace(window, output_index_B=None) if isinstance(window, Window) else window
+        each = [replace(inputs, window=inner, memory=m) for m in memory]
+        each[-1] = replace(each[-1], window=window)
+        x, first = self.first(embedded_BTD, g_BTD, each[0])
+        written = [first]
+        for layer, inputs_y in zip(self.layers, each[1:], strict=True):
+            out = layer(x, inputs_y)
+            x = out.x
+            written.append(out.memory)
         last = x if s.join == "product" else rms_norm(x, self.norm_D, s.arch.norm_eps)
         return last, last if s.norm_output else x, tuple(written)
 
     def logits(self, last: Array) -> Array:
         """Its own head over what it reads, float32 [..., W]."""
-        return dense(last, self.head_DW, dtype=self.policy.compute)
+        return dense(last, self.head_DW, dtype=self.policy.compute.dtype)
 
     def routes(self, last: Array) -> Array:
         """Logits of each expert being chosen for the drafted token, float32 [..., Y, E]."""
-        return dense(last, self.routing_DYE, dtype=self.policy.compute)
+        return dense(last, self.routing_DYE, dtype=self.policy.compute.dtype)
 
     def everything(self) -> None:
         """Runs all parts once, which declares all parameters."""
         s, token = self.spec, jnp.zeros((1, 1), jnp.int32)
         g = self.join(jnp.zeros((1, 1, s.feature_dim)))
-        last, _, _ = self(jnp.zeros((1, 1, s.arch.model_dim)), g, token, token)
+        last, _, _ = self(jnp.zeros((1, 1, s.arch.model_dim)), g, Inputs(token, token))
         if s.draft_vocab:
             self.logits(last)
         if s.routing:
             self.routes(last)
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
-        return cast(Params, self.init(key, method="everything"))
-
-
-def run_head(
-    net: DraftHead,
-    params: Params,
-    embedded_BTD: Array,
-    g_BTD: Array,
-    token_BT: Array,
-    position_BT: Array,
-    memory: tuple[Any, ...] | None = None,
-    window: Window | Packed | None = None,
-) -> tuple[Array, Array, tuple[Any, ...]]:
-    """Runs T slots of a head: what its head reads, what the next draft continues from, and the memory."""
-    return cast(Any, net.apply(cast(Any, params), embedded_BTD, g_BTD, token_BT, position_BT, memory, window))
-
-
-def part_of(net: DraftHead, params: Params, method: Literal["join", "mask", "embed", "logits", "routes"], *x: Array):
-    """One of a head's smaller parts, see its methods."""
-    return cast(Array, net.apply(cast(Any, params), *x, method=method))
-
-
-def init_head_caches(
-    spec: HeadSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int
-) -> tuple[LayerCache, ...]:
-    """Allocates the zeroed caches of a head's layers; arguments as of ``init_caches``."""
-    dtype, as_bits = jnp.dtype(policy.compute), policy.kernels != "triton"
-    return tuple(
-        init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
-        for layer in spec.arch.layers
-    )
+        """Returns random parameters."""
+        return nn.unbox(self.init(key, method="everything"))

@@ -48,7 +48,7 @@ class MoeRow:
     Attributes:
       experts, top_k, hidden: keys of E, A and F, the first present one counts.
       router: kind of router.
-      renormalise: whether chosen weights are divided by their sum.
+      renormalize: whether chosen weights are divided by their sum.
       scale: multiplies the weights.
       logit_bias, choice_bias: biases of the router, see ``RouterSpec``.
       grouped: whether ``n_group`` and ``topk_group`` limit the choice to some groups of experts.
@@ -68,7 +68,7 @@ class MoeRow:
     top_k: str = "num_experts_per_tok"
     hidden: str = "moe_intermediate_size"
     router: Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"] = "softmax"
-    renormalise: bool | str = True
+    renormalize: bool | str = True
     scale: float | str = 1.0
     logit_bias: bool = False
     choice_bias: bool = False
@@ -103,9 +103,9 @@ class Family:
       mixer: attention row.
       ffn: row of the dense feed-forward layers.
       moe: expert row, None for a dense family.
-      norm: kind of normalisation.
+      norm: kind of normalization.
       norm_eps: key of its epsilon.
-      norm_first: key that is false where layers normalise what they add to; None where they never do.
+      norm_first: key that is false where layers normalize what they add to; None where they never do.
       final_norm: key that is true where the last norm is left out; None where it never is.
       learned_positions: whether positions are learned.
       embed_dim: key of the width of the embedding.
@@ -156,13 +156,13 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
       ConfigError: keys are missing (all listed) or values contradict each other.
     """
     dim, count = read.count("hidden_size"), read.count("num_hidden_layers")
-    behind = read.count(family.mtp, "num_mtp_layers", default=0, least=0) if family.mtp else 0
+    predicting = read.count(family.mtp, "num_mtp_layers", default=0, least=0) if family.mtp else 0
     longest = read.count("max_position_embeddings")
     width = read.count(family.embed_dim, default=dim) if family.embed_dim else dim
     norm_last = family.norm_first is not None and not read.flag(family.norm_first, default=True)
     read.asked |= _keys(family.ffn) | _keys(family.moe)  # also where no layer is of their kind
     last_out = family.final_norm is not None and read.flag(family.final_norm)
-    layers = [_layer(read, family, layer) for layer in range(count + behind)]
+    layers = [_layer(read, family, layer) for layer in range(count + predicting)]
     spec = ArchSpec(
         family=family.model_type,
         vocab_size=read.count("vocab_size"),
@@ -242,7 +242,7 @@ def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
         raise ConfigError(f"config: {experts} experts cannot lie in {groups} equal groups of which {kept} are kept")
     return RouterSpec(
         kind="hash" if hashed else row.router,
-        renormalise=read.flag(row.renormalise),
+        renormalize=read.flag(row.renormalize),
         scale=read.number(row.scale),
         logit_bias=row.logit_bias,
         choice_bias=row.choice_bias and not hashed,

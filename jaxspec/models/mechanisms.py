@@ -213,8 +213,8 @@ def _implied(family: Family) -> Config:
             "mlp_layer_types": ("sparse", "moe"),
             "use_routing_bias": row.choice_bias,
         }
-        if isinstance(row.renormalise, bool):
-            implied["norm_topk_prob"] = row.renormalise
+        if isinstance(row.renormalize, bool):
+            implied["norm_topk_prob"] = row.renormalize
     return implied | dict(family.implied)
 
 

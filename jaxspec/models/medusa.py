@@ -1,17 +1,19 @@
-"""Medusa: heads that read one hidden state of the target and predict the tokens behind the next one side by side."""
+"""Medusa: heads that read one hidden state of the target and predict the tokens after the next one side by side."""
 
 from dataclasses import dataclass
-from typing import Any, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import ZEROS, Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.steady import silu
 from jaxspec.shapes import Array, Params
 
-ZEROS = nn.initializers.zeros
+RESIDUAL = Param("residual_{}_DX", ("embed", "channels"), "weight", ZEROS)
+RESIDUAL_BIAS = Param("residual_bias_{}_X", ("channels",), "bias")
+HEAD = Param("head_DW", ("embed", "draft_vocab"), part="head")
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,16 @@ class MedusaHead(nn.Module):
         """Logits over the draft vocabulary, or with the target's head what that reads, [..., W] or [..., D]."""
         s, p = self.spec, self.policy
         for layer in range(s.layers):
-            w = weight(self, p, f"residual_{layer}_DX", (s.dim, s.dim), ZEROS)
-            bias = weight(self, p, f"residual_bias_{layer}_X", (s.dim,), ZEROS)
-            last = last + silu(dense(last, w, bias, dtype=p.compute))
+            w = declare(self, p, RESIDUAL, (s.dim, s.dim), layer)
+            bias = declare(self, p, RESIDUAL_BIAS, (s.dim,), layer)
+            last = last + silu(dense(last, w, bias, dtype=p.compute.dtype))
         if not s.draft_vocab:
             return last
-        return dense(last, matrix(self, p, "head_DW", (s.dim, s.draft_vocab)), dtype=p.compute)
+        return dense(last, declare(self, p, HEAD, (s.dim, s.draft_vocab)), dtype=p.compute.dtype)
 
 
 class Medusa(nn.Module):
-    """Parameters of all heads; head m predicts the token m + 2 positions behind the hidden state that it reads."""
+    """Parameters of all heads; head m predicts the token m + 2 positions after the hidden state that it reads."""
 
     spec: MedusaSpec
     policy: Policy
@@ -63,23 +65,13 @@ class Medusa(nn.Module):
         self.medusa = [MedusaHead(self.spec, self.policy) for _ in range(self.spec.heads)]
 
     def __call__(self, last: Array) -> Array:
-        """What each head finds, [M, ..., X]."""
+        """Runs all heads, [M, ..., X]."""
         return jnp.stack([head(last) for head in self.medusa])
 
     def one(self, number: int, last: Array) -> Array:
-        """What one head finds."""
+        """Runs one head."""
         return self.medusa[number](last)
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
-        return cast(Params, self.init(key, jnp.zeros((1, 1, self.spec.dim))))
-
-
-def run_medusa(net: Medusa, params: Params, last: Array) -> Array:
-    """What each head finds behind hidden states [..., D], [M, ..., X]."""
-    return cast(Array, net.apply(cast(Any, params), last))
-
-
-def run_medusa_head(net: Medusa, params: Params, number: int, last: Array) -> Array:
-    """What one head finds after hidden states [..., D], [..., X]."""
-    return cast(Array, net.apply(cast(Any, params), number, last, method="one"))
+        """Returns random parameters."""
+        return nn.unbox(self.init(key, jnp.zeros((1, 1, self.spec.dim))))

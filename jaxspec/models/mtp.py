@@ -1,24 +1,27 @@
-"""Multi-token prediction: layers behind a model that draft from its hidden states, as published with it."""
-
-from typing import Any, cast
+"""Multi-token prediction: layers after a model that draft from its hidden states, as published with it."""
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Window, init_layer
+from jaxspec.cache.addressing import LayerCache
 from jaxspec.models.arch import ArchSpec
-from jaxspec.models.block import Block, norm_params, normalise
+from jaxspec.models.block import Block, norm_params, normalize
 from jaxspec.nn.dense import dense
 from jaxspec.nn.hyper import HyperHead
-from jaxspec.nn.policy import Policy, matrix
-from jaxspec.nn.unrolled import Unrolled
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Array, Params
+
+JOIN = Param("join_XD", ("joined", "embed"))
+EMBED_PROJ = Param("embed_proj_DX", ("embed", "channels"))
+HIDDEN_PROJ = Param("hidden_proj_DX", ("embed", "channels"))
 
 Caches = tuple[LayerCache, ...]
 
 
 class MtpLayer(nn.Module):
-    """One layer: joins a token with what is known behind the token before it, and runs a decoder block.
+    """One layer: joins a token with the feature of the token before it, and runs a decoder block.
 
     DeepSeek-V3 (2024), section 2.2, and GLM-4.5 join by one product; DeepSeek-V4 adds a projection of the token to
     a projection of each residual stream. Embedding and head are the model's own.
@@ -39,52 +42,40 @@ class MtpLayer(nn.Module):
         self.hidden_norm = norm_params(self, a, p, "hidden_norm")
         self.norm = norm_params(self, a, p, "norm")
         if a.hyper is None:
-            self.join_XD = matrix(self, p, "join_XD", (2 * a.model_dim, a.model_dim))
+            self.join_XD = declare(self, p, JOIN, (2 * a.model_dim, a.model_dim))
         else:
-            self.embed_proj_DX = matrix(self, p, "embed_proj_DX", (a.model_dim, a.model_dim))
-            self.hidden_proj_DX = matrix(self, p, "hidden_proj_DX", (a.model_dim, a.model_dim))
+            self.embed_proj_DX = declare(self, p, EMBED_PROJ, (a.model_dim, a.model_dim))
+            self.hidden_proj_DX = declare(self, p, HIDDEN_PROJ, (a.model_dim, a.model_dim))
             self.hyper_head = HyperHead(a.hyper, a.model_dim, a.norm_eps, p)
         self.block = Block(a.mtp[self.number], a, p)
 
-    def __call__(
-        self,
-        embedded_BTD: Array,
-        feature: Array,
-        token_BT: Array,
-        position_BT: Array,
-        cache: LayerCache | None = None,
-        window: Window | None = None,
-    ) -> tuple[Array, LayerCache | None]:
+    def __call__(self, embedded_BTD: Array, feature: Array, inputs: Inputs) -> tuple[Array, LayerCache | None]:
         """Runs T slots; slot i joins the token of position i + 1 with the feature of position i.
 
         Args:
           embedded_BTD: embeddings of the tokens.
-          feature: the model's hidden state behind its final norm [B, T, D], or with hyper-connections its streams
-            [B, T, N, D]; behind the first draft, what the slot before returned.
-          token_BT: the tokens.
-          position_BT: i.
-          cache: of this layer; None attends within the T slots alone.
-          window: where the cache is written and what is seen.
+          feature: the model's hidden state after its final norm [B, T, D], or with hyper-connections its streams
+            [B, T, N, D]; after the first draft, what the slot before returned.
+          inputs: the tokens, the positions i, and the cache of this layer.
 
         Returns:
-          The feature behind each slot asked for, normalised or as streams like the one that came in, and the cache.
+          The feature after each slot asked for, normalized or as streams like the one that came in, and the cache.
         """
-        a, dtype = self.arch, self.policy.compute
-        e_BTD = normalise(a, embedded_BTD, self.embed_norm)
-        h = normalise(a, feature, self.hidden_norm)
+        a, dtype = self.arch, self.policy.compute.dtype
+        e_BTD = normalize(a, embedded_BTD, self.embed_norm)
+        h = normalize(a, feature, self.hidden_norm)
         if a.hyper is None:
             x = dense(jnp.concatenate([e_BTD, h], axis=-1), self.join_XD, dtype=dtype)
         else:
             x = dense(e_BTD, self.embed_proj_DX, dtype=dtype)[:, :, None] + dense(h, self.hidden_proj_DX, dtype=dtype)
-        x, memory, _, _ = self.block(x, token_BT, position_BT, cache, window)
-        assert not isinstance(memory, Unrolled), "it came in as a cache"
-        return normalise(a, x, self.norm) if a.hyper is None else x, memory
+        out = self.block(x, inputs)
+        return normalize(a, out.x, self.norm) if a.hyper is None else out.x, out.memory
 
     def last(self, feature: Array) -> Array:
-        """What the head reads, [..., D]; it predicts the token of position i + 2."""
+        """Returns what the head reads, [..., D]; it predicts the token of position i + 2."""
         if self.arch.hyper is None:
             return feature
-        return normalise(self.arch, self.hyper_head(feature), self.norm)
+        return normalize(self.arch, self.hyper_head(feature), self.norm)
 
 
 class Mtp(nn.Module):
@@ -103,22 +94,15 @@ class Mtp(nn.Module):
         self.mtp = [MtpLayer(n, self.arch, self.policy) for n in range(len(self.arch.mtp))]
 
     def __call__(
-        self,
-        layer: int,
-        embedded_BTD: Array,
-        feature: Array,
-        token_BT: Array,
-        position_BT: Array,
-        cache: LayerCache | None = None,
-        window: Window | None = None,
+        self, layer: int, embedded_BTD: Array, feature: Array, inputs: Inputs
     ) -> tuple[Array, Array, LayerCache | None]:
-        """Runs T slots of one layer: what the head reads, the feature behind each slot, and the cache."""
+        """Runs T slots of one layer: what the head reads, the feature after each slot, and the cache."""
         module = self.mtp[layer]
-        feature, cache = module(embedded_BTD, feature, token_BT, position_BT, cache, window)
+        feature, cache = module(embedded_BTD, feature, inputs)
         return module.last(feature), feature, cache
 
     def last(self, layer: int, feature: Array) -> Array:
-        """What the head reads of a layer's feature, [..., D]."""
+        """Returns what the head reads of a layer's feature, [..., D]."""
         return self.mtp[layer].last(feature)
 
     def everything(self) -> None:
@@ -126,44 +110,13 @@ class Mtp(nn.Module):
         a, token = self.arch, jnp.zeros((1, 1), jnp.int32)
         feature = jnp.zeros((1, 1, *feature_shape(a)))
         for layer in range(len(a.mtp)):
-            self(layer, jnp.zeros((1, 1, a.model_dim)), feature, token, token)
+            self(layer, jnp.zeros((1, 1, a.model_dim)), feature, Inputs(token, token))
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
-        return cast(Params, self.init(key, method="everything"))
+        """Returns random parameters."""
+        return nn.unbox(self.init(key, method="everything"))
 
 
 def feature_shape(arch: ArchSpec) -> tuple[int, ...]:
     """Shape of the feature of one position."""
     return (arch.hyper.streams, arch.model_dim) if arch.hyper else (arch.model_dim,)
-
-
-def run_mtp(
-    net: Mtp,
-    params: Params,
-    layer: int,
-    embedded_BTD: Array,
-    feature: Array,
-    token_BT: Array,
-    position_BT: Array,
-    cache: LayerCache | None = None,
-    window: Window | None = None,
-) -> tuple[Array, Array, LayerCache | None]:
-    """Runs T slots of one layer: what the head reads, the feature behind each slot, and the cache."""
-    out: Any = net.apply(cast(Any, params), layer, embedded_BTD, feature, token_BT, position_BT, cache, window)
-    return out
-
-
-def last_of(net: Mtp, params: Params, layer: int, feature: Array) -> Array:
-    """What the head reads of a layer's feature, [..., D]."""
-    return cast(Array, net.apply(cast(Any, params), layer, feature, method="last"))
-
-
-def init_mtp_caches(arch: ArchSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int) -> Caches:
-    """Allocates the zeroed caches of the layers; arguments as of ``init_caches``."""
-    dtype = jnp.dtype(policy.compute)
-    as_bits = policy.kernels != "triton"
-    return tuple(
-        init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
-        for layer in arch.mtp
-    )

@@ -100,7 +100,7 @@ class Reader:
         return value
 
     def kinds(self, key: str, known: tuple[str, ...], count: int) -> list[str] | None:
-        """What a list says about each of the layers, None where the key is missing or null.
+        """Reads what a list says about each of the layers, None where the key is missing or null.
 
         Raises:
           ConfigError: it is no list, it names unknown kinds, or fewer than there are layers.

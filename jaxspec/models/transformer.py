@@ -1,22 +1,31 @@
 """The one transformer: it reads an ArchSpec and runs any family, for training, prefill, drafting and verification."""
 
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import LayerCache, Packed, Window
+from jaxspec.cache.addressing import LayerCache
+from jaxspec.cache.window import Segments
+from jaxspec.models.apply import apply
 from jaxspec.models.arch import ArchSpec, Segment, segments
-from jaxspec.models.block import Block, norm_params, normalise
-from jaxspec.models.depth import Loop, init_stack, stack_name
-from jaxspec.nn.dense import dense
+from jaxspec.models.block import Block, norm_params, normalize
+from jaxspec.models.depth import ForwardState, Loop, init_stack, run_block, stack_name
+from jaxspec.nn.dense import dense, lookup
 from jaxspec.nn.hyper import HyperHead
-from jaxspec.nn.lookup import lookup
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import Routing
-from jaxspec.protocol import NOTHING, Features, Reads
+from jaxspec.protocol import Features
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array, Params
+
+EMBED = Param("embed_VD", ("vocab", "embed"), "weight", part="embedding")
+HEAD = Param("head_DV", ("embed", "vocab"), part="head")
+POSITION = Param("position_SD", ("position", "embed"), "weight", part="embedding")
+PROJECT_IN = Param("project_in_XD", ("embed_in", "embed"), part="embedding")
+PROJECT_OUT = Param("project_out_DX", ("embed", "embed_in"), part="head")
 
 Caches = tuple[LayerCache, ...]
 POSITION_OFFSET = 2
@@ -29,17 +38,17 @@ class Hidden:
     Attributes:
       last_BTD: stream after the final norm, float32.
       stream: the stream before it, or the streams [B, T, N, D].
-      layers: caches with the T provisional positions written, None without a cache.
+      caches: with the T provisional positions written, none without a cache.
       taps: the stream entering each tapped layer, float32.
-      commons: what the shared experts of each asked layer return [B, T, D], see ``Routing.common_MD``.
+      shared_outputs: what the shared experts of each asked layer return [B, T, D], see ``Routing.shared_MD``.
       routing: choices of every expert layer over the M = B * T rows, in layer order; empty unless asked for.
     """
 
     last_BTD: Array
     stream: Array
-    layers: Caches | None
+    caches: Caches
     taps: tuple[Array, ...]
-    commons: tuple[Array, ...]
+    shared_outputs: tuple[Array, ...]
     routing: tuple[Routing, ...]
 
 
@@ -53,67 +62,55 @@ class Transformer(nn.Module):
         """Declares the parameters."""
         a, p = self.arch, self.policy
         width = a.embed_dim or a.model_dim
-        self.embed_VD = weight(self, p, "embed_VD", (a.vocab_size, width))
-        if p.own_head or not a.tied:
-            self.head_DV = matrix(self, p, "head_DV", (width, a.vocab_size))
+        self.embed_VD = declare(self, p, EMBED, (a.vocab_size, width))
+        if p.layout.own_head or not a.tied:
+            self.head_DV = declare(self, p, HEAD, (width, a.vocab_size))
         if a.learned_positions:
-            self.position_SD = weight(self, p, "position_SD", (a.learned_positions + POSITION_OFFSET, a.model_dim))
+            self.position_SD = declare(self, p, POSITION, (a.learned_positions + POSITION_OFFSET, a.model_dim))
         if a.embed_dim:
-            self.project_in_XD = matrix(self, p, "project_in_XD", (width, a.model_dim))
-            self.project_out_DX = matrix(self, p, "project_out_DX", (a.model_dim, width))
+            self.project_in_XD = declare(self, p, PROJECT_IN, (width, a.model_dim))
+            self.project_out_DX = declare(self, p, PROJECT_OUT, (a.model_dim, width))
         if a.final_norm:
             self.norm = norm_params(self, a, p, "norm")
         if a.hyper is not None:
             self.hyper_head = HyperHead(a.hyper, a.model_dim, a.norm_eps, p)
-        if p.depth == "unrolled":
+        if p.layout.depth == "unrolled":
             self.layers = [Block(layer, a, p) for layer in a.layers]
         else:
             self.stacks = [
-                self._stack(segment, place) for segment in segments(a.layers) for place in range(len(segment.pattern))
+                self._stack(segment, position)
+                for segment in segments(a.layers)
+                for position in range(len(segment.pattern))
             ]
 
-    def _stack(self, segment: Segment, place: int) -> Any:
-        name = stack_name(segment, place)
-        # Flax would trace the initialiser in every forward, to compare shapes that the loader has compared.
+    def _stack(self, segment: Segment, position: int) -> Any:
+        name = stack_name(segment, position)
+        # Flax would trace the initializer in every forward, to compare shapes that the loader has compared.
         if self.has_variable("params", name):
             return self.get_variable("params", name)
-        return self.param(name, init_stack, segment, place, self.arch, self.policy)
+        return self.param(name, init_stack, segment, position, self.arch, self.policy)
 
-    def __call__(
-        self,
-        token_BT: Array,
-        position_BT: Array,
-        memory: Caches | None = None,
-        window: Window | Packed | None = None,
-        taps: tuple[int, ...] = (),
-        routes: bool = False,
-        commons: tuple[int, ...] = (),
-    ) -> Hidden:
-        """Runs T positions of each row.
-
-        Args:
-          token_BT: int32 token ids.
-          position_BT: int32 absolute positions (a tree node's is start + depth).
-          memory: caches as ``init_caches`` lays them out; None attends causally within the T tokens alone.
-          window: where the caches are written and what is seen; without caches, the texts that a row holds.
-          taps: layer boundaries b whose stream is kept; b is the input of layer b, len(layers) the last output.
-          routes: whether the expert choices of every layer are kept.
-          commons: expert layers of which is kept what their shared experts return, or what their router reads.
-        """
-        x = self._embed(token_BT, position_BT)
-        walk = self._unrolled if self.policy.depth == "unrolled" else self._stacked
-        x, written, kept, routing = walk(x, (token_BT, position_BT), memory, window, taps, commons, routes)
-        kept["tap", len(self.arch.layers)] = x
-        last = self.hyper_head(x) if self.arch.hyper else x
-        last = normalise(self.arch, last, self.norm) if self.arch.final_norm else last
-        common = tuple(kept["common", y].reshape(*token_BT.shape, -1) for y in commons)
-        streams = tuple(kept["tap", b] for b in taps)
-        return Hidden(last, x, tuple(written) if memory else None, streams, common, tuple(routing))
+    def __call__(self, inputs: Inputs) -> Hidden:
+        """Runs T positions of each row."""
+        a, reads = self.arch, inputs.reads
+        x = self._embed(inputs.token_BT, inputs.position_BT)
+        done = (self._unrolled if self.policy.layout.depth == "unrolled" else self._stacked)(x, inputs)
+        last = self.hyper_head(done.x) if a.hyper else done.x
+        last = normalize(a, last, self.norm) if a.final_norm else last
+        taps = done.taps | {len(a.layers): done.x}
+        return Hidden(
+            last,
+            done.x,
+            () if inputs.memory is None else done.caches,
+            tuple(taps[b] for b in reads.taps),
+            tuple(done.shared_MD[y].reshape(*inputs.token_BT.shape, -1) for y in reads.shared_outputs),
+            done.routing,
+        )
 
     def embed(self, token_BT: Array) -> Array:
         """Embeddings of tokens, float32 [B, T, D]."""
         x = lookup(self.embed_VD, token_BT)
-        return dense(x, self.project_in_XD, dtype=self.policy.compute) if self.arch.embed_dim else x
+        return dense(x, self.project_in_XD, dtype=self.policy.compute.dtype) if self.arch.embed_dim else x
 
     def _embed(self, token_BT: Array, position_BT: Array) -> Array:
         a, x = self.arch, self.embed(token_BT)
@@ -122,99 +119,67 @@ class Transformer(nn.Module):
             x = x + lookup(self.position_SD, place_BT)
         return jnp.repeat(x[:, :, None], a.hyper.streams, axis=2) if a.hyper else x
 
-    def _unrolled(self, x, tokens, memory, window, taps, commons, routes):
-        written, kept, routing, shared = [], {}, [], None
-        for index, block in enumerate(self.layers):
-            kept["tap", index] = x
-            token_BT, position_BT = tokens
-            memory_y = memory[index] if memory else None
-            x, cache, shared, routed = block(x, token_BT, position_BT, memory_y, window, shared)
-            written.append(cache)
-            if routed is not None:
-                kept["common", index] = routed.common_MD
-                routing += [replace(routed, common_MD=None)] if routes else []
-        return x, written, kept, routing
+    def _unrolled(self, x: Array, inputs: Inputs) -> ForwardState:
+        done = ForwardState(x)
+        for layer, block in enumerate(self.layers):
+            done = done.then(run_block(block, layer, done, inputs))
+        return done
 
-    def _stacked(self, x, tokens, memory, window, taps, commons, routes):
+    def _stacked(self, x: Array, inputs: Inputs) -> ForwardState:
         if self.is_initializing():  # the stacks' parameters are there already
-            return x, [], {(kind, b): x for kind in ("tap", "common") for b in (*taps, *commons)}, []
-        written, kept, routing, shared, place = [], {}, [], None, 0
+            return ForwardState(x, taps=dict.fromkeys(inputs.reads.taps, x))
+        done, first = ForwardState(x), 0
         for segment in segments(self.arch.layers):
-            size = len(segment.pattern)
-            stacks = self.stacks[place : place + size]
-            caches = tuple(memory[place : place + size]) if memory else (None,) * size
-            own_taps, own_commons = (
-                tuple(b for b in some if segment.first <= b < segment.stop) for some in (taps, commons)
-            )
-            body = Loop(segment, self.arch, self.policy, stacks, tokens, window, own_taps, own_commons, routes)
-            x, caches, shared, found, routed = body.run(x, caches, shared)
-            kept |= found
-            written += caches
-            routing += routed
-            place += size
-        return x, written, kept, routing
+            places = slice(first, first + len(segment.pattern))
+            memory = None if inputs.memory is None else inputs.memory[places]
+            loop = Loop(segment, self.arch, self.policy, self.stacks[places], replace(inputs, memory=memory))
+            done, first = done.then(loop.run(done)), places.stop
+        return done
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
+        """Returns random parameters."""
         token = jnp.zeros((1, 2), jnp.int32)
-        return cast(Params, self.init(key, token, token, method="logits_of"))
+        return nn.unbox(self.init(key, token, token, method="logits_of"))
 
     def logits(self, last: Array) -> Array:
         """Head over [..., D] final hidden states, float32 [..., V]."""
         if self.arch.embed_dim:
-            last = dense(last, self.project_out_DX, dtype=self.policy.compute)
-        head_DV = self.head_DV if self.policy.own_head or not self.arch.tied else self.embed_VD.T
-        return dense(last, head_DV, dtype=self.policy.compute)
+            last = dense(last, self.project_out_DX, dtype=self.policy.compute.dtype)
+        head_DV = self.head_DV if self.policy.layout.own_head or not self.arch.tied else self.embed_VD.T
+        return dense(last, head_DV, dtype=self.policy.compute.dtype)
 
     def logits_of(self, token_BT: Array, position_BT: Array, segment_BT: Array | None = None) -> tuple[Array, Hidden]:
         """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states with expert choices."""
-        packed = None if segment_BT is None else Packed(segment_BT)
-        hidden = self(token_BT, position_BT, window=packed, routes=True)
+        packed = None if segment_BT is None else Segments(segment_BT)
+        hidden = self(Inputs(token_BT, position_BT, packed, routes=True))
         return self.logits(hidden.last_BTD), hidden
 
 
-def forward(
-    net: Transformer,
-    params: Params,
-    token_BT: Array,
-    position_BT: Array,
-    memory: Caches,
-    window: Window,
-    reads: Reads = NOTHING,
-    routes: bool = False,
-) -> tuple[Hidden, Caches]:
-    """Runs T positions over a cache; returns the hidden states and the caches with those positions written."""
-    hidden: Any = net.apply(
-        cast(Any, params), token_BT, position_BT, memory, window, reads.taps, routes=routes, commons=reads.commons
-    )
-    return hidden, hidden.layers
+def forward(net: Transformer, params: Params, inputs: Inputs) -> Hidden:
+    """Runs T positions of each row; the caches come back with those positions written."""
+    return apply(net, params, inputs)
 
 
 def features_of(hidden: Hidden) -> Features:
-    """What drafters may read of a forward."""
-    return Features(hidden.last_BTD, hidden.stream, hidden.taps, hidden.commons)
+    """Returns what drafters may read of a forward."""
+    return Features(hidden.last_BTD, hidden.stream, hidden.taps, hidden.shared_outputs)
 
 
 def embed(net: Transformer, params: Params, token_BT: Array) -> Array:
     """Embeddings of tokens, float32 [B, T, D]."""
-    return cast(Array, net.apply(cast(Any, params), token_BT, method="embed"))
+    return apply(net, params, token_BT, method="embed")
 
 
 def head(net: Transformer, params: Params, last: Array) -> Array:
     """Logits of final hidden states, float32 [..., V]."""
-    return cast(Array, net.apply(cast(Any, params), last, method="logits"))
+    return apply(net, params, last, method="logits")
 
 
 def teacher_forced(
     net: Transformer, params: Params, token_BT: Array, position_BT: Array, segment_BT: Array | None = None
 ) -> tuple[Array, Hidden]:
-    """Logits of whole sequences without a cache, float32 [B, T, V], and the hidden states.
+    """Computes logits of whole sequences without a cache, float32 [B, T, V], and the hidden states.
 
-    Args:
-      net: the network.
-      params: its parameters.
-      token_BT: ids.
-      position_BT: place of each in its text.
-      segment_BT: number of the text that each belongs to where rows hold several.
+    ``segment_BT`` numbers the text that each position belongs to where rows hold several.
     """
-    return cast(Any, net.apply(cast(Any, params), token_BT, position_BT, segment_BT, method="logits_of"))
+    return apply(net, params, token_BT, position_BT, segment_BT, method="logits_of")

@@ -39,12 +39,12 @@ def quick_gelu(x: Array) -> Array:
 
 
 def relu(x: Array) -> Array:
-    """What is positive."""
+    """Returns x where it is positive, else 0."""
     return jnp.where(x > 0, x, 0)
 
 
 def relu2(x: Array) -> Array:
-    """The square of what is positive (So 2021)."""
+    """Returns the square of x where it is positive, else 0 (So 2021)."""
     positive = relu(x)
     return positive * positive
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.steady import exp, row_sum
 from jaxspec.shapes import Array
 
 SELF_CHUNK = 64
-HIDDEN = -1e30  # finite, so that a block without a visible key leaves the running softmax as it is
+MASKED = -1e30  # finite, so that a block without a visible key leaves the running softmax as it is
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,19 @@ class Source:
 
 
 def readers(window: Window, position_BT: Array) -> Array:
-    """Positions of the queries by reader, [B, T] for a chain and [B * T, 1] for a tree."""
+    """Returns the positions of the queries by reader, [B, T] for a chain and [B * T, 1] for a tree."""
     return position_BT if window.path_BTJ is None else position_BT.reshape(-1, 1)
 
 
 def positions_seen(position_XT: Array, index: Array, block: int, span: int | None = None) -> Array:
-    """Which of the positions ``index * block`` onwards a query sees: those up to its own, at most ``span`` of them."""
+    """Returns which positions from ``index * block`` on a query sees: those up to its own, at most ``span`` of them."""
     slot_Z = index * block + jnp.arange(block, dtype=jnp.int32)
     seen = slot_Z <= position_XT[..., None]
     return seen if span is None else seen & (slot_Z > position_XT[..., None] - span)
 
 
 def blocks_in_reach(window: Window, count: int, span: int | None = None) -> tuple[Array | int, Array]:
-    """Numbers of the first block that any row sees and of the one behind the last."""
+    """Returns the number of the first block that any row sees, and of the one after the last."""
     last = (jnp.max(window.first_B) + count + window.block - 1) // window.block
     if span is None:
         return 0, last
@@ -63,7 +63,7 @@ def attend(
     sinks_H: Array | None = None,
     tree: bool = False,
 ) -> Array:
-    """Attention of T provisional positions per row to what their sources show them.
+    """Computes attention of T provisional positions per row to what their sources show them.
 
     Blocks are read one after the other with a running softmax (Milakov 2018), so the cost follows the context and not
     the capacity, and a row's result does not depend on T or on other rows: blocks are aligned to position 0 and a
@@ -98,7 +98,7 @@ def attend(
         k = whole_tiles(k_XGZC.astype(dtype), 3, dtype)
         score = jnp.einsum("xgqc,xgzc->xgqz", q_XGQC, k, preferred_element_type=jnp.float32)
         seen = jnp.tile(seen_XTZ, (1, -(-padded // each), 1))[:, None, :padded]
-        new_top = jnp.maximum(top, jnp.max(jnp.where(seen, score, HIDDEN), axis=-1))
+        new_top = jnp.maximum(top, jnp.max(jnp.where(seen, score, MASKED), axis=-1))
         prob = jnp.where(seen, exp(score - new_top[..., None]), 0.0)
         keep = exp(top - new_top)
         weight, v = whole_tiles(prob.astype(dtype), 3, dtype), whole_tiles(v_XGZC.astype(dtype), 2, dtype)
@@ -106,18 +106,22 @@ def attend(
         return new_top, total * keep + row_sum(prob)[..., 0], out * keep[..., None] + added
 
     shape = (xs, kv_heads, padded)
-    if sinks_H is None:
-        top, total = jnp.full(shape, HIDDEN), jnp.zeros(shape)
-    else:
-        sink_GQ = jnp.repeat(sinks_H.astype(jnp.float32).reshape(kv_heads, group), each, axis=1)
-        sink_GQ = jnp.pad(sink_GQ, ((0, 0), (0, padded - group * each)))
-        top, total = jnp.broadcast_to(sink_GQ, shape), jnp.ones(shape)
-    carry = (top, total, jnp.zeros((*shape, value_width)))
+    carry = (*_start(shape, group, each, sinks_H), jnp.zeros((*shape, value_width)))
     for source in sources:
         carry = lax.fori_loop(source.first, source.last, lambda i, c, s=source: visit(s, i, c), carry)
     _, total, out = carry
     out = (out / jnp.maximum(total, 1e-30)[..., None])[:, :, : group * each]
     return out.reshape(xs, kv_heads, group, each, value_width).transpose(0, 3, 1, 2, 4).reshape(rows, count, heads, -1)
+
+
+def _start(shape: tuple[int, int, int], group: int, each: int, sinks_H: Array | None) -> tuple[Array, Array]:
+    """Returns the running maximum and sum before any block: of nothing, or of each head's sink."""
+    if sinks_H is None:
+        return jnp.full(shape, MASKED), jnp.zeros(shape)
+    _, kv_heads, padded = shape
+    sink_GQ = jnp.repeat(sinks_H.astype(jnp.float32).reshape(kv_heads, group), each, axis=1)
+    sink_GQ = jnp.pad(sink_GQ, ((0, 0), (0, padded - group * each)))
+    return jnp.broadcast_to(sink_GQ, shape), jnp.ones(shape)
 
 
 def attend_self(
@@ -131,9 +135,9 @@ def attend_self(
     sinks_H: Array | None = None,
     segment_BT: Array | None = None,
 ) -> Array:
-    """Attention of a whole sequence to itself (training and teacher forcing), float32 [B, T, H, C'].
+    """Computes attention of a whole sequence to itself (training and teacher forcing), float32 [B, T, H, C'].
 
-    Causal queries go in chunks that skip the keys behind them: half the work, and heads-major products that XLA:CPU
+    Causal queries go in chunks that skip later keys: half the work, and heads-major products that XLA:CPU
     runs 3 times faster than an einsum over the sequence.
 
     Args:
@@ -165,7 +169,7 @@ def attend_self(
             seen = seen_BTS[:, first : first + size]
         if segment_BT is not None:
             seen = seen & (segment_BT[:, first : first + size, None] == segment_BT[:, None, :end])
-        score = jnp.where(seen[:, None, None], score.reshape(rows, kv, group, size, end), HIDDEN)
+        score = jnp.where(seen[:, None, None], score.reshape(rows, kv, group, size, end), MASKED)
         if sinks_H is not None:
             sink = jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(kv, group, 1, 1), (rows, kv, group, size, 1))
             score = jnp.concatenate([score, sink], axis=-1)

@@ -1,34 +1,28 @@
 """Grouped-query attention: projections, query and key norms, rotation, windows and sinks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import flax.linen as nn
 
-from jaxspec.cache.kv import (
-    LayerCache,
-    Packed,
-    StreamSpec,
-    Window,
-    asked,
-    in_line,
-    in_rows,
-    read_block,
-    segments_of,
-    write,
-)
-from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
-from jaxspec.nn.attention_kernel import attend_by_kernel
+from jaxspec.cache.addressing import StreamSpec, write
+from jaxspec.cache.window import pack, take_outputs, unpack
+from jaxspec.nn.cached_attention import attend_cached, attend_new
 from jaxspec.nn.dense import dense
+from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
-from jaxspec.nn.unrolled import Unrolled, attend_unrolled
 from jaxspec.shapes import Array
 
-ZEROS, ONES = nn.initializers.zeros, nn.initializers.ones
-Memory = LayerCache | Unrolled
+QKV = Param("qkv_DGQC", ("embed", "kv_heads", "group", "head_dim"))
+QKV_BIAS = Param("qkv_bias_GQC", ("kv_heads", "group", "head_dim"), "bias")
+HEAD_NORMS = Param("q_norm_C", ("head_dim",), "norm"), Param("k_norm_C", ("head_dim",), "norm")
+FULL_NORMS = Param("q_norm_HC", ("heads", "head_dim"), "norm"), Param("k_norm_GC", ("kv_heads", "head_dim"), "norm")
+SINKS = Param("sinks_H", ("heads",), "weight")
+OUT = Param("out_HCD", ("heads", "head_dim", "embed"), inputs=2)
+OUT_BIAS = Param("out_bias_D", ("embed",), "bias")
 
 
 @dataclass(frozen=True)
@@ -39,10 +33,13 @@ class AttentionSpec:
       heads, kv_heads, head_dim: H, G and C.
       rope: rotation of queries and keys, None where positions are learned.
       qkv_bias, out_bias: whether the projections have biases.
-      qk_norm: ``head`` normalises each query and key head before rotation, ``full`` the whole projection.
+      qk_norm: ``head`` normalizes each query and key head before rotation, ``full`` the whole projection.
       window: keys that a query sees, itself included; None for all.
       sinks: whether each head has a logit that takes probability and has no value.
     """
+
+    chain_only = None
+    one_text_only = False
 
     heads: int
     kv_heads: int
@@ -56,7 +53,7 @@ class AttentionSpec:
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
-        """What it caches."""
+        """Returns what it caches, by name."""
         one = StreamSpec(self.kv_heads, self.head_dim, None if self.window is None else self.window - 1)
         return {"k": one, "v": one}
 
@@ -73,79 +70,44 @@ class Attention(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self,
-        x_BTX: Array,
-        position_BT: Array,
-        cache: Memory | None,
-        window: Window | Packed | None,
-        shared: Array | None = None,
-    ) -> tuple[Array, Memory | None, Array | None]:
-        """Attention output [B, T, D] of the positions asked for, the memory with all, and ``shared`` as it came."""
-        s, p = self.spec, self.policy
-        q_BTHC, k_BTGC, v_BTGC = (in_rows(x, window) for x in self._project(x_BTX, position_BT))
-        position_BT = in_rows(position_BT, window)
-        sinks_H = weight(self, p, "sinks_H", (s.heads,)) if s.sinks else None
-        scale = s.head_dim**-0.5
-        if isinstance(cache, Unrolled):
-            cache = cache.append(k_BTGC, v_BTGC)
-            out = attend_unrolled(q_BTHC, cache, scale=scale, span=s.window)
-        elif cache is None or not isinstance(window, Window):
-            out = attend_self(
-                q_BTHC, k_BTGC, v_BTGC, scale=scale, span=s.window, sinks_H=sinks_H, segment_BT=segments_of(window)
-            )
+    def __call__(self, x_BTX: Array, inputs: Inputs) -> Mixed:
+        """Projects, rotates and attends."""
+        s, p, window, memory = self.spec, self.policy, inputs.window, inputs.memory
+        q_BTHC, k_BTGC, v_BTGC = (unpack(x, window) for x in self._project(x_BTX, inputs.position_BT))
+        sinks_H = declare(self, p, SINKS, (s.heads,)) if s.sinks else None
+        scale, inputs = s.head_dim**-0.5, inputs.unpack()
+        if (cache := inputs.cache_window) is None:
+            out, memory = attend_new(q_BTHC, k_BTGC, v_BTGC, inputs, scale=scale, span=s.window, sinks_H=sinks_H)
         else:
             streams = s.streams
-            new = {"k": k_BTGC, "v": v_BTGC}
-            cache = {name: write(cache[name], streams[name], window, new[name]) for name in new}
-            pages = cache["k"], cache["v"]
-            q_BTHC, position_BT, window = asked(q_BTHC, window), asked(position_BT, window), window.reading
-            out = attend_by_kernel(
-                q_BTHC, pages, position_BT, streams["k"], window, p, scale=scale, span=s.window, sinks_H=sinks_H
-            )
-            if out is None:
-                out = attend(
-                    q_BTHC, [source_of(cache, streams, window, position_BT, s.window)], kv_heads=s.kv_heads,
-                    value_width=s.head_dim, scale=scale, dtype=p.compute, sinks_H=sinks_H,
-                    tree=window.path_BTJ is not None,
-                )  # fmt: skip
-        w_o = matrix(self, p, "out_HCD", (s.heads, s.head_dim, self.model_dim))
-        b_o = weight(self, p, "out_bias_D", (self.model_dim,), ZEROS) if s.out_bias else None
-        return dense(in_line(out, window), w_o, b_o, dtype=p.compute, axes=2), cache, shared
+            memory = {n: write(memory[n], streams[n], cache, new) for n, new in (("k", k_BTGC), ("v", v_BTGC))}
+            out = attend_cached(
+                take_outputs(q_BTHC, window), (memory["k"], memory["v"]), inputs.of_outputs(), streams["k"], p,
+                scale=scale, span=s.window, sinks_H=sinks_H,
+            )  # fmt: skip
+        w_o = declare(self, p, OUT, (s.heads, s.head_dim, self.model_dim))
+        b_o = declare(self, p, OUT_BIAS, (self.model_dim,)) if s.out_bias else None
+        return Mixed(dense(pack(out, window), w_o, b_o, dtype=p.compute.dtype, axes=2), memory)
 
     def _project(self, x_BTX: Array, position_BT: Array) -> tuple[Array, Array, Array]:
         s, p = self.spec, self.policy
         group = s.heads // s.kv_heads
         shape = (x_BTX.shape[-1], s.kv_heads, group + 2, s.head_dim)
-        qkv_DGQC = matrix(self, p, "qkv_DGQC", shape)
-        bias = weight(self, p, "qkv_bias_GQC", shape[1:], ZEROS) if s.qkv_bias else None
-        qkv = dense(x_BTX, qkv_DGQC, bias, dtype=p.compute)
+        qkv_DGQC = declare(self, p, QKV, shape)
+        bias = declare(self, p, QKV_BIAS, shape[1:]) if s.qkv_bias else None
+        qkv = dense(x_BTX, qkv_DGQC, bias, dtype=p.compute.dtype)
         q = qkv[..., :group, :].reshape(*x_BTX.shape[:2], s.heads, s.head_dim)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if s.qk_norm != "none":
             whole = s.qk_norm == "full"
-            names = ("q_norm_HC", "k_norm_GC") if whole else ("q_norm_C", "k_norm_C")
-            q, k = (self._normed(x, name, whole) for x, name in zip((q, k), names, strict=True))
+            norms = FULL_NORMS if whole else HEAD_NORMS
+            q, k = (self._normed(x, param, whole=whole) for x, param in zip((q, k), norms, strict=True))
         if s.rope is not None:
             q, k = rotate(q, position_BT, s.rope), rotate(k, position_BT, s.rope)
         return q, k, v
 
-    def _normed(self, x_BTHC: Array, name: str, whole: bool) -> Array:
+    def _normed(self, x_BTHC: Array, param: Param, *, whole: bool) -> Array:
         shape = x_BTHC.shape[2:] if whole else x_BTHC.shape[3:]
-        scale = weight(self, self.policy, name, shape, ONES).reshape(-1)
+        scale = declare(self, self.policy, param, shape).reshape(-1)
         flat = x_BTHC.reshape(*x_BTHC.shape[:2], -1) if whole else x_BTHC
         return rms_norm(flat, scale, self.norm_eps).reshape(x_BTHC.shape)
-
-
-def source_of(
-    cache: LayerCache, streams: Mapping[str, StreamSpec], window: Window, position_BT: Array, span: int | None
-) -> Source:
-    """Cached keys and values as something to attend to, of which a query sees up to ``span`` positions."""
-    rows, count = position_BT.shape
-    position_XT = readers(window, position_BT)
-
-    def load(index: Array) -> tuple[Array, Array, Array]:
-        k, v = (read_block(cache[name], streams[name], window, index, rows) for name in ("k", "v"))
-        return k, v, positions_seen(position_XT, index, window.block, span)
-
-    return Source(*blocks_in_reach(window, count, span), load)

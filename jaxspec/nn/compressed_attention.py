@@ -1,24 +1,35 @@
 """DeepSeek-V4's attention: one shared key that is also the value, over a window and over compressed entries."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, asked, entry_block, in_line, in_rows, read_block, write
+from jaxspec.cache.addressing import StreamSpec, entry_block, write
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
 from jaxspec.nn.dense import dense, per_head_dense
 from jaxspec.nn.entry_index import EntryIndexer, EntryIndexSpec
+from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, matrix, weight
-from jaxspec.nn.quantized import widen
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
+from jaxspec.pytree import replace
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import widen
 
-ONES = nn.initializers.ones
+Q_A = Param("q_a_DR", ("embed", "rank"))
+Q_NORM = Param("q_norm_R", ("rank",), "norm")
+Q_B = Param("q_b_RHC", ("rank", "heads", "head_dim"))
+KV = Param("kv_DC", ("embed", "head_dim"))
+KV_NORM = Param("kv_norm_C", ("head_dim",), "norm")
+SINKS = Param("sinks_H", ("heads",), "weight", dtype=jnp.float32)
+OUT_A = Param("out_a_XC", ("group_ranks", "group_channels"), "weight")
+OUT_B = Param("out_b_XD", ("group_ranks", "embed"))
 
 
 @dataclass(frozen=True)
@@ -33,10 +44,10 @@ class CompressedSpec:
       rope: rotation of queries and keys, and back of what attention gives, for the values are rotated too.
       compressor: pools older positions, None where only the window is seen.
       index: limits the entries that a query attends to, None for none.
-      chain_only: why trees cannot be verified.
     """
 
-    chain_only: ClassVar[str] = "compressed attention pools consecutive positions, which the branches of a tree are not"
+    one_text_only = True
+    chain_only = "compressed attention pools consecutive positions, which the branches of a tree are not"
 
     heads: int
     head_dim: int
@@ -50,11 +61,11 @@ class CompressedSpec:
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
-        """What it caches: keys of the window, what each position adds to entries, and the entries."""
-        found = {"kv": StreamSpec(1, self.head_dim, self.window - 1)}
+        """Returns what it caches: keys of the window, what each position adds to entries, and the entries."""
+        streams = {"kv": StreamSpec(1, self.head_dim, self.window - 1)}
         if self.compressor is not None:
-            found |= {"raw": self.compressor.raw, "entry": self.compressor.entries}
-        return found | (self.index.streams if self.index else {})
+            streams |= {"raw": self.compressor.raw, "entry": self.compressor.entries}
+        return streams | (self.index.streams if self.index else {})
 
 
 class CompressedAttention(nn.Module):
@@ -69,44 +80,43 @@ class CompressedAttention(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self, x_BTD: Array, position_BT: Array, cache: LayerCache | None, window: Window | None, shared: Array | None
-    ) -> tuple[Array, LayerCache | None, Array | None]:
-        """Attention output [B, T, D] of the positions asked for, the cache with all, and ``shared`` as it came."""
-        s, p = self.spec, self.policy
-        low_BTR, q_BTHC = self._queries(x_BTD, position_BT)
-        kv_DC = matrix(self, p, "kv_DC", (self.model_dim, s.head_dim))
-        norm_C = weight(self, p, "kv_norm_C", (s.head_dim,), ONES)
-        kv_BT1C = rms_norm(dense(x_BTD, kv_DC, dtype=p.compute), norm_C, self.norm_eps)[:, :, None]
-        kv_BT1C = rotate(kv_BT1C, position_BT, s.rope)
-        sinks_H = weight(self, p, "sinks_H", (s.heads,), dtype=jnp.float32)
-        x_BTD, low_BTR, q_BTHC, kv_BT1C, position_BT = (
-            in_rows(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C, position_BT)
-        )
-        if cache is not None and window is not None:
-            cache = cache | {"kv": write(cache["kv"], s.streams["kv"], window, kv_BT1C)}
-        entry_BNC, kept_BTN = None, None
+    def __call__(self, x_BTD: Array, inputs: Inputs) -> Mixed:
+        """Projects, pools, selects where there is an indexer, and attends."""
+        s, p, window = self.spec, self.policy, inputs.window
+        low_BTR, q_BTHC = self._queries(x_BTD, inputs.position_BT)
+        kv_DC = declare(self, p, KV, (self.model_dim, s.head_dim))
+        norm_C = declare(self, p, KV_NORM, (s.head_dim,))
+        kv_BT1C = rms_norm(dense(x_BTD, kv_DC, dtype=p.compute.dtype), norm_C, self.norm_eps)[:, :, None]
+        kv_BT1C = rotate(kv_BT1C, inputs.position_BT, s.rope)
+        sinks_H = declare(self, p, SINKS, (s.heads,))
+        x_BTD, low_BTR, q_BTHC, kv_BT1C = (unpack(x, window) for x in (x_BTD, low_BTR, q_BTHC, kv_BT1C))
+        inputs, entry_BNC, kept_BTN = inputs.unpack(), None, None
+        if (cache := inputs.cache_window) is not None:
+            inputs = replace(
+                inputs, memory=inputs.memory | {"kv": write(inputs.memory["kv"], s.streams["kv"], cache, kv_BT1C)}
+            )
         if s.compressor is not None:
             compressor = Compressor(s.compressor, self.model_dim, self.norm_eps, p, name="compressor")
-            entry_BNC, cache = compressor(x_BTD, position_BT, cache, window)
+            entry_BNC, memory = compressor(x_BTD, inputs)
+            inputs = replace(inputs, memory=memory)
         if s.index is not None:
-            indexer = EntryIndexer(s.index, self.model_dim, s.query_rank, self.norm_eps, p, name="indexer")
-            kept_BTN, cache = indexer(x_BTD, low_BTR, position_BT, cache, window)
-        if cache is None or window is None:
+            indexer = EntryIndexer(s.index, self.model_dim, self.norm_eps, p, name="indexer")
+            kept_BTN, memory = indexer(x_BTD, low_BTR, inputs)
+            inputs = replace(inputs, memory=memory)
+        if cache is None:
             out = _among_themselves(q_BTHC, kv_BT1C, entry_BNC, kept_BTN, sinks_H, s)
         else:
-            q_BTHC, position_BT = asked(q_BTHC, window), asked(position_BT, window)
-            kept_BTN = None if kept_BTN is None else asked(kept_BTN, window)
-            out = _over_cache(q_BTHC, position_BT, cache, kept_BTN, sinks_H, s, window.reading, p.compute)
-        out, position_BT = in_line(out, window), in_line(position_BT, window)
-        return self._project(rotate(out, position_BT, s.rope, back=True)), cache, shared
+            inputs = replace(inputs, selection=kept_BTN).of_outputs()
+            out = _over_cache(take_outputs(q_BTHC, window), inputs, sinks_H, s, p.compute.dtype)
+        out, position_BT = pack(out, window), pack(inputs.position_BT, window)
+        return Mixed(self._project(rotate(out, position_BT, s.rope, back=True)), inputs.memory)
 
     def _queries(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
-        """The normalised vector that queries are products of, and the normalised and rotated queries."""
+        """The normalized vector that queries are products of, and the normalized and rotated queries."""
         s, p = self.spec, self.policy
-        low_BTR = dense(x_BTD, matrix(self, p, "q_a_DR", (self.model_dim, s.query_rank)), dtype=p.compute)
-        low_BTR = rms_norm(low_BTR, weight(self, p, "q_norm_R", (s.query_rank,), ONES), self.norm_eps)
-        q_BTHC = dense(low_BTR, matrix(self, p, "q_b_RHC", (s.query_rank, s.heads, s.head_dim)), dtype=p.compute)
+        low_BTR = dense(x_BTD, declare(self, p, Q_A, (self.model_dim, s.query_rank)), dtype=p.compute.dtype)
+        low_BTR = rms_norm(low_BTR, declare(self, p, Q_NORM, (s.query_rank,)), self.norm_eps)
+        q_BTHC = dense(low_BTR, declare(self, p, Q_B, (s.query_rank, s.heads, s.head_dim)), dtype=p.compute.dtype)
         return low_BTR, rotate(rms_norm(q_BTHC, None, self.norm_eps), position_BT, s.rope)
 
     def _project(self, out_BTHC: Array) -> Array:
@@ -114,12 +124,12 @@ class CompressedAttention(nn.Module):
         s, p = self.spec, self.policy
         rows, count = out_BTHC.shape[:2]
         wide = s.heads // s.groups * s.head_dim
-        out_a_XC = widen(weight(self, p, "out_a_XC", (s.groups * s.group_rank, wide)), p.compute)
-        out_b_XD = matrix(self, p, "out_b_XD", (s.groups * s.group_rank, self.model_dim))
+        out_a_XC = widen(declare(self, p, OUT_A, (s.groups * s.group_rank, wide)), p.compute.dtype)
+        out_b_XD = declare(self, p, OUT_B, (s.groups * s.group_rank, self.model_dim))
         x_BTGC = out_BTHC.reshape(rows, count, s.groups, wide)
         w_GRC = out_a_XC.reshape(s.groups, s.group_rank, wide)
-        low_BTGR = per_head_dense(x_BTGC, w_GRC, contract=2, dtype=p.compute, apart=p.splits_rows)
-        return dense(low_BTGR.reshape(rows, count, -1), out_b_XD, dtype=p.compute)
+        low_BTGR = per_head_dense(x_BTGC, w_GRC, contract=2, dtype=p.compute.dtype, apart=p.compute.splits_rows)
+        return dense(low_BTGR.reshape(rows, count, -1), out_b_XD, dtype=p.compute.dtype)
 
 
 def _among_themselves(
@@ -130,7 +140,7 @@ def _among_themselves(
     sinks_H: Array,
     spec: CompressedSpec,
 ) -> Array:
-    """Attention of whole sequences to themselves and to their entries."""
+    """Computes attention of whole sequences to themselves and to their entries."""
     scale = spec.head_dim**-0.5
     if spec.compressor is None or entry_BNC is None:
         return attend_self(q_BTHC, kv_BT1C, kv_BT1C, scale=scale, span=spec.window, sinks_H=sinks_H)
@@ -144,17 +154,10 @@ def _among_themselves(
     return attend_self(q_BTHC, both, both, scale=scale, seen_BTS=seen, sinks_H=sinks_H)
 
 
-def _over_cache(
-    q_BTHC: Array,
-    position_BT: Array,
-    cache: LayerCache,
-    kept_BTN: Array | None,
-    sinks_H: Array,
-    spec: CompressedSpec,
-    window: Window,
-    dtype: jnp.dtype,
-) -> Array:
-    """Attention over the cached window and the cached entries, those of this forward written."""
+def _over_cache(q_BTHC: Array, inputs: Inputs, sinks_H: Array, spec: CompressedSpec, dtype: jnp.dtype) -> Array:
+    """Computes attention over the cached window and the cached entries, those of this forward written."""
+    window, cache, kept_BTN, position_BT = inputs.cache_window, inputs.memory, inputs.selection, inputs.position_BT
+    assert window is not None, "asked of layers with a cache"
     (rows, count), streams = position_BT.shape, spec.streams
 
     def near(index: Array) -> tuple[Array, Array, Array]:

@@ -7,14 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read, write
-from jaxspec.nn.attend import HIDDEN
+from jaxspec.cache.addressing import LayerCache, StreamSpec, entry_block, read, write
+from jaxspec.cache.window import Window
+from jaxspec.nn.attend import MASKED
 from jaxspec.nn.dense import exact_dense
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.steady import exp, row_dot, row_sum
 from jaxspec.shapes import Array
+
+KV_GATE = Param("kv_gate_D2X", ("embed", "kv_gate", "channels"))
+PLACE = Param("place_TX", ("window", "channels"), "weight", dtype=jnp.float32)
+NORM = Param("norm_C", ("head_dim",), "norm")
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,12 @@ class CompressorSpec:
 
     @property
     def raw(self) -> StreamSpec:
-        """What each position adds, values and then gates: kept for every entry that may still have to be pooled."""
+        """Stream of what each position adds, values and then gates, kept while an entry may have to be pooled of it."""
         return StreamSpec(1, 2 * self.windows * self.head_dim, self.windows * self.ratio - 1, dtype="float32")
 
     @property
     def entries(self) -> StreamSpec:
-        """The entries."""
+        """Stream of the entries."""
         return StreamSpec(1, self.head_dim, stride=self.ratio)
 
     def touched(self, count: int) -> int:
@@ -67,40 +74,36 @@ class Compressor(nn.Module):
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self, x_BTD: Array, position_BT: Array, cache: LayerCache | None, window: Window | None, prefix: str = ""
-    ) -> tuple[Array | None, LayerCache | None]:
+    def __call__(self, x_BTD: Array, inputs: Inputs, prefix: str = "") -> tuple[Array | None, LayerCache | None]:
         """Pools what T positions complete.
 
         Args:
           x_BTD: input of the attention layer.
-          position_BT: absolute positions; without a cache, 0 onwards.
-          cache: of the layer; None pools the T tokens alone.
-          window: where the cache is written.
+          inputs: of the layer, in rows; without a cache, positions are 0 onwards and it pools the T tokens alone.
           prefix: of the names of this compressor's streams.
 
         Returns:
           Without a cache the complete entries [B, N, C]; with one, the cache with the new entries.
         """
-        s, p = self.spec, self.policy
-        kv_gate_D2X = matrix(self, p, "kv_gate_D2X", (self.model_dim, 2, s.windows * s.head_dim))
-        place_TX = weight(self, p, "place_TX", (s.ratio, s.windows * s.head_dim), dtype=jnp.float32)
-        norm_C = weight(self, p, "norm_C", (s.head_dim,), nn.initializers.ones)
-        both_BT2X = exact_dense(x_BTD, kv_gate_D2X, dtype=p.compute)
+        s, p, position_BT, cache = self.spec, self.policy, inputs.position_BT, inputs.memory
+        kv_gate_D2X = declare(self, p, KV_GATE, (self.model_dim, 2, s.windows * s.head_dim))
+        place_TX = declare(self, p, PLACE, (s.ratio, s.windows * s.head_dim))
+        norm_C = declare(self, p, NORM, (s.head_dim,))
+        both_BT2X = exact_dense(x_BTD, kv_gate_D2X, dtype=p.compute.dtype)
         gate_BTX = both_BT2X[..., 1, :] + place_TX[position_BT % s.ratio]
         raw_BT1X = jnp.concatenate([both_BT2X[..., 0, :], gate_BTX], axis=-1)[:, :, None]
         rows, count = position_BT.shape
-        behind = (s.windows - 1) * s.ratio
-        if cache is None or window is None:
+        earlier = (s.windows - 1) * s.ratio  # positions of the window before, which an entry may pool too
+        if (window := inputs.cache_window) is None:
             whole = count // s.ratio * s.ratio
-            raw_BPX = jnp.pad(raw_BT1X[:, :whole, 0], ((0, 0), (behind, 0), (0, 0)))
+            raw_BPX = jnp.pad(raw_BT1X[:, :whole, 0], ((0, 0), (earlier, 0), (0, 0)))
             return self._pooled(raw_BPX, jnp.zeros(rows, jnp.int32), norm_C), None
         raw, entries = f"{prefix}raw", f"{prefix}entry"
         pages_PGZX = write(cache[raw], s.raw, window, raw_BT1X)
         touched, first_B = s.touched(count), window.first_B // s.ratio
 
         def pool() -> Array:
-            place_P = jnp.arange(-behind, touched * s.ratio, dtype=jnp.int32)
+            place_P = jnp.arange(-earlier, touched * s.ratio, dtype=jnp.int32)
             raw_BPX = read(pages_PGZX, s.raw, window, first_B[:, None] * s.ratio + place_P)[:, :, 0]
             return self._pooled(raw_BPX, first_B, norm_C)
 
@@ -132,7 +135,7 @@ class Compressor(nn.Module):
 
 def _softmax_sum(gate_BNZC: Array, value_BNZC: Array, is_there_BNZ1: Array) -> Array:
     """Values weighted by a softmax over the window, each channel by itself, [B, N, C]."""
-    gate = jnp.where(is_there_BNZ1, gate_BNZC, HIDDEN)
+    gate = jnp.where(is_there_BNZ1, gate_BNZC, MASKED)
     top = lax.stop_gradient(jnp.max(gate, axis=2, keepdims=True))
     part = jnp.where(is_there_BNZ1, exp(gate - top), 0.0)
     part_BNCZ = part.swapaxes(2, 3)
@@ -140,12 +143,12 @@ def _softmax_sum(gate_BNZC: Array, value_BNZC: Array, is_there_BNZ1: Array) -> A
 
 
 def entries_seen(position_XT: Array, first: Array | int, count: int, ratio: int) -> Array:
-    """Which of the entries ``first`` onwards a query sees, [X, T, count]: those of windows that end at or before it."""
+    """Returns which entries from ``first`` on a query sees, [X, T, count]: those whose windows end by then."""
     number_Z = first + jnp.arange(count, dtype=jnp.int32)
     return number_Z < ((position_XT + 1) // ratio)[..., None]
 
 
 def blocks_of_entries(window: Window, count: int, stream: StreamSpec) -> Array:
-    """Number of the block behind the last entry that any row sees."""
+    """Returns the number of the block after the last entry that any row sees."""
     size = entry_block(stream, window.block)
     return ((jnp.max(window.first_B) + count) // stream.stride + size - 1) // size

@@ -1,4 +1,4 @@
-"""Matrix products of a few rows with big weights, in the forms that every backend computes fast and row-invariantly."""
+"""Products of a few rows with big weights, and lookups of their rows, in forms that are fast and row-invariant."""
 
 import math
 from functools import cache, partial
@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from jaxspec.nn.matrix import Matrix
-from jaxspec.nn.quantized import Quantized, widen
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import Quantized, widen
 
 FEW_COLUMNS = 4
 TILE = 32  # bfloat16 numbers in a row of an AMX tile
@@ -20,7 +20,7 @@ TILE = 32  # bfloat16 numbers in a row of an AMX tile
 
 @cache
 def has_tiles() -> bool:
-    """Whether programs run on a CPU that multiplies bfloat16 in AMX tiles; taken to where nothing tells."""
+    """Whether this CPU has AMX bfloat16 tiles; assumed so if /proc/cpuinfo cannot be read."""
     if jax.default_backend() != "cpu":
         return False
     try:
@@ -31,7 +31,7 @@ def has_tiles() -> bool:
 
 
 def fewest_rows() -> int:
-    """Rows from which on bfloat16 products on CPU round each of them alike, whatever their number.
+    """Returns the rows from which bfloat16 products on a CPU round each row alike, whatever their number.
 
     One row takes a path of its own, with AMX two do, too (jax 0.10.2: ``tests/oracle/test_row_invariance.py``).
     """
@@ -39,7 +39,7 @@ def fewest_rows() -> int:
 
 
 def whole_tiles(x: Array, axis: int, dtype: jnp.dtype) -> Array:
-    """Zeros behind the end of an axis that is contracted, up to whole tiles, where a CPU has them.
+    """Pads a contracted axis with zeros to whole tiles, where a CPU has them.
 
     With fewer than a tile's numbers at the end, rounding depends on how many rows there are.
     """
@@ -91,7 +91,7 @@ def dense(
 
     Args:
       x: [..., D] float array.
-      w: [D, ...] weight, plain or quantised; a ``Matrix`` is multiplied by its kernel where that is possible.
+      w: [D, ...] weight, plain or quantized; a ``Matrix`` is multiplied by its kernel where that is possible.
       bias: added to the result, of w's trailing shape.
       dtype: of both factors; w's own dtype by default.
       axes: how many axes are contracted.
@@ -103,9 +103,9 @@ def dense(
     width = math.prod(w.shape[:axes])
     x_MD = x.reshape(-1, width)
     if isinstance(w, Matrix):
-        found = w.product(x_MD, dtype or jnp.bfloat16, axes)
-        if found is not None:
-            out = found.reshape(*lead, *trail)
+        product = w.product(x_MD, dtype or jnp.bfloat16, axes)
+        if product is not None:
+            out = product.reshape(*lead, *trail)
             return out if bias is None else out + bias.astype(jnp.float32)
         w = w.own()
     if isinstance(w, Quantized):
@@ -186,9 +186,9 @@ def exact_dense(x: Array, w_DX: Array | Matrix, bias: Array | None = None, *, dt
       float32 [..., X].
     """
     if isinstance(w_DX, Matrix):
-        found = _exactly(x, w_DX, dtype)
-        if found is not None:
-            return found if bias is None else found + bias.astype(jnp.float32)
+        product = _exactly(x, w_DX, dtype)
+        if product is not None:
+            return product if bias is None else product + bias.astype(jnp.float32)
         w_DX = cast(Array, w_DX.own())
     if dtype == jnp.float32:
         return dense(x, w_DX.astype(jnp.float32), bias, dtype=dtype)
@@ -214,12 +214,27 @@ def _exactly(x: Array, w: Matrix, dtype: jnp.dtype) -> Array | None:
 
 
 def _parts(x: Array) -> list[Array]:
-    """Three bfloat16 arrays that add up to x."""
-    found, rest = [], x.astype(jnp.float32)
+    """Splits x into three bfloat16 arrays that add up to it."""
+    parts, rest = [], x.astype(jnp.float32)
     for _ in range(3):
         # Cut, not rounded: XLA may drop a rounding that is undone at once, and the rest would then be 0.
         bits = lax.bitcast_convert_type(rest, jnp.uint32) & np.uint32(0xFFFF0000)
         head = lax.bitcast_convert_type(bits, jnp.float32)
-        found.append(head.astype(jnp.bfloat16))
+        parts.append(head.astype(jnp.bfloat16))
         rest = rest - head
-    return found
+    return parts
+
+
+def lookup(table_VD: Array, row: Array) -> Array:
+    """Looks up rows of a table by number, float32 [..., D].
+
+    XLA:CPU widens the table of a bfloat16 gather to float32. It must not do so in front of a loop that looks up, the
+    whole table in every dispatch, but in the gather, a row at a time: so the table waits for the numbers, which
+    change in every turn.
+
+    Args:
+      table_VD: weights, of any floating type.
+      row: row numbers, int32 of any shape, below V.
+    """
+    table_VD, row = lax.optimization_barrier((table_VD, row))
+    return table_VD[row].astype(jnp.float32)

@@ -6,12 +6,13 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, entry_block, read_block
+from jaxspec.cache.addressing import LayerCache, StreamSpec, entry_block
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import Window
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
-from jaxspec.nn.dense import dense, exact_dense
-from jaxspec.nn.policy import Policy, matrix
-from jaxspec.nn.rope import rotate
-from jaxspec.nn.selection import Queries, select_cached, select_self
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.policy import Policy
+from jaxspec.nn.selection import Queries, index_queries, select_cached, select_self
 from jaxspec.shapes import Array
 
 PREFIX = "index_"
@@ -33,7 +34,7 @@ class EntryIndexSpec:
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
-        """What it caches."""
+        """Returns what it caches, by name."""
         return {f"{PREFIX}raw": self.compressor.raw, f"{PREFIX}entry": self.compressor.entries}
 
 
@@ -42,44 +43,34 @@ class EntryIndexer(nn.Module):
 
     spec: EntryIndexSpec
     model_dim: int
-    rank: int
     norm_eps: float
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self, x_BTD: Array, low_BTR: Array, position_BT: Array, cache: LayerCache | None, window: Window | None
-    ) -> tuple[Array | None, LayerCache | None]:
-        """Selects entries, which may include such as the query does not see.
+    def __call__(self, x_BTD: Array, low_BTR: Array, inputs: Inputs) -> tuple[Array | None, LayerCache | None]:
+        """Selects entries, which may include some that the query does not see.
 
         Args:
           x_BTD: input of the attention layer.
-          low_BTR: its normalised low-rank queries.
-          position_BT: absolute positions; without a cache, 0 onwards.
-          cache: of the layer; None selects among the entries of the T tokens.
-          window: where the cache is written and what is seen.
+          low_BTR: its normalized low-rank queries.
+          inputs: of the layer, in rows; without a cache, positions are 0 onwards and it selects among their entries.
 
         Returns:
           Whether a query keeps an entry, [B, T, N]; None where there are never more than it keeps, so that scores are
           not needed. And the cache with the new keys.
         """
-        s, p, dim = self.spec, self.policy, self.spec.compressor.head_dim
-        q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, dim)), dtype=p.compute)
-        q_BTHC = rotate(q_BTHC, position_BT, s.compressor.rope)
-        weight_DH = matrix(self, p, "weight_DH", (self.model_dim, s.heads))
-        weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute) * (s.heads * dim) ** -0.5
-        compressor = Compressor(s.compressor, self.model_dim, self.norm_eps, p, name="compressor")
-        k_BNC, cache = compressor(x_BTD, position_BT, cache, window, PREFIX)
-        # Which entries are best has no derivative.
-        queries = lax.stop_gradient((q_BTHC, weight_BTH))
-        if cache is None or window is None:
+        s, p, keys, position_BT = self.spec, self.policy, self.spec.compressor, inputs.position_BT
+        queries = index_queries(self, p, x_BTD, low_BTR, position_BT, s.heads, keys.rope, keys.head_dim)
+        compressor = Compressor(keys, self.model_dim, self.norm_eps, p, name="compressor")
+        k_BNC, cache = compressor(x_BTD, inputs, PREFIX)
+        if (window := inputs.cache_window) is None or cache is None:
             assert k_BNC is not None, "without a cache there are entries"
-            return select_entries_self(queries, lax.stop_gradient(k_BNC), s, p.compute), None
+            return select_entries_self(queries, lax.stop_gradient(k_BNC), s, p.compute.dtype), None
         return select_entries(queries, position_BT, cache[f"{PREFIX}entry"], s, window, p), cache
 
 
 def select_entries_self(queries: Queries, k_BNC: Array, spec: EntryIndexSpec, dtype: jnp.dtype) -> Array | None:
-    """What each token of whole sequences keeps of their entries, [B, T, N]; None where it is all."""
+    """Selects the entries that each token of whole sequences keeps, [B, T, N]; None where it is all."""
     count, ratio = k_BNC.shape[1], spec.compressor.ratio
     return select_self(queries, k_BNC, lambda position_T: entries_seen(position_T, 0, count, ratio), spec.top_k, dtype)
 
@@ -87,16 +78,7 @@ def select_entries_self(queries: Queries, k_BNC: Array, spec: EntryIndexSpec, dt
 def select_entries(
     queries: Queries, position_BT: Array, pages_PGZC: Array, spec: EntryIndexSpec, window: Window, policy: Policy
 ) -> Array | None:
-    """What each query keeps of the cached entries, [B, T, N]; None where the cache cannot hold more than that.
-
-    Args:
-      queries: [B, T, ...].
-      position_BT: their absolute positions.
-      pages_PGZC: cached keys, those of this forward written.
-      spec: of the indexer.
-      window: of the forward.
-      policy: see ``select_cached``.
-    """
+    """Selects the cached entries that each query keeps, [B, T, N]; None where the cache cannot hold more than that."""
     rows, count = position_BT.shape
     stream, ratio = spec.compressor.entries, spec.compressor.ratio
     size = entry_block(stream, window.block)

@@ -10,11 +10,12 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.nn.expert_transport import TRANSPORTS
+from jaxspec.nn.param import declared
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.quantized import Quantized, Weight
 from jaxspec.shapes import Array
+from jaxspec.sharding.axis_rules import mesh_axes
 from jaxspec.sharding.mesh import AXES
-from jaxspec.sharding.rules import logical_axes, mesh_axes
+from pallas_kernels.quantized import Quantized, Weight
 
 Compute = Callable[[Array, Array, Array, dict[str, Weight], Array | None], Array]
 
@@ -25,25 +26,25 @@ def split(mesh: AbstractMesh | None) -> bool:
 
 
 def obstacles_on(mesh: AbstractMesh | None, experts: Mapping[str, Weight]) -> list[str]:
-    """Why devices cannot each compute their part; empty if they can."""
+    """Returns why devices cannot each compute their part; empty if they can."""
     if mesh is None or not split(mesh):
         return []
-    found = []
+    reasons = []
     for name, w in experts.items():
         for leaf in (w.data, w.scale) if isinstance(w, Quantized) else (w,):
             for axis, size in zip(_spec(mesh, name, leaf), leaf.shape, strict=True):
                 if axis is not None and size % mesh.shape[axis]:
-                    found.append(f"{name}: {size} over {mesh.shape[axis]} devices of the axis {axis}")
-    return found
+                    reasons.append(f"{name}: {size} over {mesh.shape[axis]} devices of the axis {axis}")
+    return reasons
 
 
 def rows_on_each(policy: Policy, rows: int) -> int:
-    """How many of M rows reach a device at most, and so how many it computes with."""
-    mesh = policy.mesh
+    """Returns the most of M rows that reach a device, and so the number that it computes with."""
+    mesh = policy.compute.mesh
     if mesh is None or not split(mesh):
         return rows
     data, expert = mesh.shape["data"], mesh.shape["expert"]
-    if policy.transport != "sum" and expert > 1:
+    if policy.compute.transport != "sum" and expert > 1:
         return -(-rows // (data * expert)) * expert
     return rows if rows % data else rows // data
 
@@ -72,12 +73,12 @@ def on_each_device(
       expert_MA: choices among all experts, negative for none.
       weight_MA: combine weights.
       experts: ``gate_up_ED2F`` and so on, with a leading axis of layers if ``layer`` is given.
-      layer: place in the stack.
+      layer: index in the stack.
     """
-    assert policy.mesh is not None, "asked of a policy with a mesh"
-    mesh: AbstractMesh = policy.mesh
+    assert policy.compute.mesh is not None, "asked of a policy with a mesh"
+    mesh: AbstractMesh = policy.compute.mesh
     rows = x_MD.shape[0]
-    transport: Literal["sum", "padded", "ragged"] = policy.transport if mesh.shape["expert"] > 1 else "sum"
+    transport: Literal["sum", "padded", "ragged"] = policy.compute.transport if mesh.shape["expert"] > 1 else "sum"
     over = ("data",) if transport == "sum" else ("data", "expert")
     missing = 0
     if transport != "sum":
@@ -94,14 +95,14 @@ def on_each_device(
         if "down_bias_ED" in experts:  # hidden units are split, but the bias of their sum counts once
             bias: Any = experts["down_bias_ED"]
             experts = experts | {"down_bias_ED": jnp.where(lax.axis_index("tensor") == 0, bias, 0).astype(bias.dtype)}
-        held = experts["down_EFD"].shape[-3]
+        local = experts["down_EFD"].shape[-3]
         out = TRANSPORTS[transport](
             lambda x, choice, weight: compute(x, choice, weight, experts, layer),
             x,
             choice,
             weight,
-            held,
-            policy.compute,
+            local,
+            policy.compute.dtype,
         )
         return lax.psum(out, sums) if sums else out
 
@@ -112,4 +113,4 @@ def on_each_device(
 
 
 def _spec(mesh: AbstractMesh, name: str, leaf: Array) -> tuple[str | None, ...]:
-    return mesh_axes(logical_axes((name,), leaf), mesh)
+    return mesh_axes(declared((name,)).axes_of(leaf.ndim), mesh)

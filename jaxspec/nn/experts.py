@@ -9,14 +9,14 @@ from jax import lax
 
 from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.expert_shards import obstacles_on, on_each_device, rows_on_each, split
-from jaxspec.nn.ffn import Activation, gated
+from jaxspec.nn.ffn import Activation, run_gated
 from jaxspec.nn.policy import Policy, Weight
-from jaxspec.nn.quantized import widen
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import widen
 from pallas_kernels.routed_experts.api import OP, case_name, obstacles, routed_experts
-from pallas_kernels.select import choose
+from pallas_kernels.select import Choice, choose
 
 TRAINING_BLOCK = 128
 COMPARED_ROWS = 256
@@ -42,7 +42,7 @@ class Blocks:
 def lay_out(expert_MA: Array, experts: int, block: int, live: Array | None = None) -> Blocks:
     """Sorts the M x A routed rows by expert into blocks of ``block`` rows; within an expert they keep their order.
 
-    Rows [M] or choices [M, A] that are not live get no slot; ``slot_MA`` is then one behind the last.
+    Rows [M] or choices [M, A] that are not live get no slot; ``slot_MA`` is then one past the last.
     """
     rows, top_k = expert_MA.shape
     if live is not None:
@@ -60,8 +60,8 @@ def lay_out(expert_MA: Array, experts: int, block: int, live: Array | None = Non
         rank_R = jnp.sum((flat_R[:, None] == flat_R[None]) & before_RR, axis=1, dtype=jnp.int32)
     else:
         order_R = jnp.argsort(flat_R, stable=True).astype(jnp.int32)
-        place_R = jnp.zeros(routed, jnp.int32).at[order_R].set(jnp.arange(routed, dtype=jnp.int32))
-        rank_R = place_R - (_running_sum(count_E) - count_E)[jnp.minimum(flat_R, experts - 1)]
+        sorted_R = jnp.zeros(routed, jnp.int32).at[order_R].set(jnp.arange(routed, dtype=jnp.int32))
+        rank_R = sorted_R - (_running_sum(count_E) - count_E)[jnp.minimum(flat_R, experts - 1)]
     slot_R = first_slot_E[jnp.minimum(flat_R, experts - 1)] + rank_R
     if live is not None:
         slot_R = jnp.where(flat_R < experts, slot_R, most * block)
@@ -77,19 +77,19 @@ def _running_sum(x_E: Array) -> Array:
 
 
 def block_rows(routed: int, experts: int) -> int:
-    """Rows per block for R routed rows: a power of two up to 32, about twice what an expert gets on average."""
+    """Returns rows per block for R routed rows: a power of two up to 32, about twice what an expert gets on average."""
     return next((block for block in (2, 4, 8, 16) if block >= fewest_rows() and block * experts >= 1.5 * routed), 32)
 
 
 def gather(x_MD: Array, weight_MA: Array, blocks: Blocks) -> tuple[Array, Array]:
-    """Input row and combine weight of every slot, zeros for padding."""
+    """Gathers the input row and combine weight of every slot, zeros for padding."""
     top_k = weight_MA.shape[1]
     x_SD = jnp.pad(x_MD, ((0, 1), (0, 0)))[blocks.routed_S // top_k]
     return x_SD, jnp.pad(weight_MA.reshape(-1), (0, 1))[blocks.routed_S]
 
 
 def combine(out_SD: Array, blocks: Blocks, live: Array | None = None) -> Array:
-    """Sum of each row's A weighted expert outputs, in order of preference (a fixed order, hence row-invariant).
+    """Sums each row's A weighted expert outputs, in order of preference (a fixed order, hence row-invariant).
 
     The weights are already in: a product that meets its sum here would be fused into one rounding in some programs
     and not in others.
@@ -102,7 +102,7 @@ def combine(out_SD: Array, blocks: Blocks, live: Array | None = None) -> Array:
     return total if live is None or live.ndim == 2 else jnp.where(live[:, None], total, 0.0)
 
 
-def switched(
+def run_switched(
     x_MD: Array,
     routing: Routing,
     experts: tuple[dict[str, Weight], ...],
@@ -110,12 +110,12 @@ def switched(
     dtype: jnp.dtype,
     live_M: Array | None = None,
 ) -> Array:
-    """Routed experts for CPU: a loop over the blocks in use, each choosing its expert's own arrays by a switch."""
+    """Computes routed experts on a CPU: a loop over the blocks in use, each switching to its expert's own arrays."""
     width = x_MD.shape[1]
     block = block_rows(routing.expert_MA.size, len(experts))
     blocks = lay_out(routing.expert_MA, len(experts), block, live_M)
     x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
-    branches = [partial(gated, activation=activation, dtype=dtype, **weights) for weights in experts]
+    branches = [partial(run_gated, activation=activation, dtype=dtype, **weights) for weights in experts]
 
     def compute(n: Array, out_SD: Array) -> Array:
         x = lax.dynamic_slice(x_SD, (n * block, 0), (block, width))
@@ -126,7 +126,7 @@ def switched(
     return combine(lax.fori_loop(0, blocks.count, compute, jnp.zeros(x_SD.shape, jnp.float32)), blocks, live_M)
 
 
-def stacked(
+def run_stacked(
     x_MD: Array,
     routing: Routing,
     experts: dict[str, Weight],
@@ -135,7 +135,7 @@ def stacked(
     layer: Array | None = None,
     live: Array | None = None,
 ) -> Array:
-    """Routed experts as batched products: every block gathers its expert's weights; no row is dropped.
+    """Computes routed experts as batched products: every block gathers its expert's weights; no row is dropped.
 
     Args:
       x_MD: rows.
@@ -152,8 +152,8 @@ def stacked(
     block = TRAINING_BLOCK if routed > 32 * count else block_rows(routed, count)
     blocks = lay_out(routing.expert_MA, count, block, live)
     x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
-    place = blocks.expert_N if layer is None else (layer, blocks.expert_N)
-    own = {name: widen(jax.tree.map(lambda leaf: leaf[place], w), dtype) for name, w in experts.items()}
+    index = blocks.expert_N if layer is None else (layer, blocks.expert_N)
+    own = {name: widen(jax.tree.map(lambda leaf: leaf[index], w), dtype) for name, w in experts.items()}
     gate_up_NDF = own["gate_up_ED2F"].reshape(-1, width, 2 * hidden)
     both: Array = _batched_dot(x_SD.reshape(-1, block, width), gate_up_NDF, jnp.dtype(dtype))
     if "gate_up_bias_E2F" in own:
@@ -165,46 +165,7 @@ def stacked(
     return combine(y_NZD.reshape(-1, width) * weight_S[:, None], blocks, live)
 
 
-def by_kernel(
-    x_MD: Array,
-    routing: Routing,
-    experts: dict[str, Weight],
-    activation: Activation,
-    policy: Policy,
-    layer: Array | None = None,
-    live_M: Array | None = None,
-) -> Array | None:
-    """Routed experts by their kernel, which skips rows that are not live; None where XLA computes them.
-
-    Args:
-      x_MD: rows.
-      routing: their choices.
-      experts: as of ``stacked``.
-      activation: of all experts.
-      policy: what computes, and in which dtype.
-      layer: place in the stack.
-      live_M: rows that are computed, None for all; the others give zeros.
-    """
-    if policy.kernels == "xla":
-        return None
-    expert_MA, stack = routing.expert_MA, layer is not None
-    name = case_name(rows_on_each(policy, x_MD.shape[0]), expert_MA.shape[1], experts, stack)
-    blocked = obstacles(experts, stack) + obstacles_on(policy.mesh, experts)
-    choice = choose(OP, name, policy.kernels, "cuda", blocked)
-    if choice.implementation == "xla":
-        return None
-    if live_M is not None:
-        expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
-
-    def compute(x: Array, choices: Array, weights: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
-        how = {"activation": activation, "dtype": policy.compute, "implementation": choice}
-        return routed_experts(x, choices, weights, experts, layer=layer, **how)
-
-    operands = (x_MD, expert_MA, routing.weight_MA, experts, layer)
-    return on_each_device(compute, policy, *operands) if split(policy.mesh) else compute(*operands)
-
-
-def by_xla(
+def run_experts(
     x_MD: Array,
     routing: Routing,
     experts: dict[str, Weight],
@@ -213,16 +174,44 @@ def by_xla(
     layer: Array | None = None,
     live_M: Array | None = None,
 ) -> Array:
-    """Routed experts by ``stacked``: on a mesh each device computes its part, or XLA splits what does not divide."""
-    if not split(policy.mesh) or obstacles_on(policy.mesh, experts):
-        return stacked(x_MD, routing, experts, activation, policy.compute, layer, live_M)
-    expert_MA = routing.expert_MA if live_M is None else jnp.where(live_M[:, None], routing.expert_MA, -1)
+    """Computes routed experts that lie in one array, by their kernel or by XLA; on a mesh each device its own.
+
+    Args:
+      x_MD: rows.
+      routing: their choices.
+      experts: as of ``run_stacked``.
+      activation: of all experts.
+      policy: what computes, and in which dtype.
+      layer: index in the stack.
+      live_M: rows that are computed, None for all; the others give zeros.
+    """
+    expert_MA, mesh, dtype = routing.expert_MA, policy.compute.mesh, policy.compute.dtype
+    choice = choose_kernel(x_MD.shape[0], expert_MA.shape[1], experts, policy, stacked=layer is not None)
+    if choice.implementation == "xla" and (not split(mesh) or obstacles_on(mesh, experts)):
+        return run_stacked(x_MD, routing, experts, activation, dtype, layer, live_M)
+    if live_M is not None:
+        expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
 
     def compute(x: Array, choices: Array, weights: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
-        own = replace(routing, expert_MA=choices, weight_MA=weights)
-        return stacked(x, own, experts, activation, policy.compute, layer, choices >= 0)
+        if choice.implementation == "xla":
+            own = replace(routing, expert_MA=choices, weight_MA=weights)
+            return run_stacked(x, own, experts, activation, dtype, layer, choices >= 0)
+        return routed_experts(
+            x, choices, weights, experts, layer=layer, activation=activation, dtype=dtype, implementation=choice
+        )
 
-    return on_each_device(compute, policy, x_MD, expert_MA, routing.weight_MA, experts, layer)
+    operands = (x_MD, expert_MA, routing.weight_MA, experts, layer)
+    return on_each_device(compute, policy, *operands) if split(mesh) else compute(*operands)
+
+
+def choose_kernel(rows: int, top_k: int, experts: dict[str, Weight], policy: Policy, *, stacked: bool) -> Choice:
+    """Chooses what computes M rows of routed experts, and says why."""
+    kernels = policy.compute.kernels
+    if kernels == "xla":
+        return Choice(OP, "", "xla", "no kernels are wanted")
+    name = case_name(rows_on_each(policy, rows), top_k, experts, stacked)
+    blocked = obstacles(experts, stacked) + obstacles_on(policy.compute.mesh, experts)
+    return choose(OP, name, kernels, "cuda", blocked)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

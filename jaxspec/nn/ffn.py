@@ -7,9 +7,17 @@ import jax.numpy as jnp
 
 from jaxspec.nn.activations import ACTIVATIONS
 from jaxspec.nn.dense import dense
-from jaxspec.nn.policy import Policy, Weight, matrix, weight
+from jaxspec.nn.param import Param, declare
+from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.steady import exp
 from jaxspec.shapes import Array
+
+GATE_UP = Param("gate_up_D2F", ("embed", "gate_up", "mlp"))
+GATE_UP_BIAS = Param("gate_up_bias_2F", ("gate_up", "mlp"), "bias")
+UP = Param("up_DF", ("embed", "mlp"))
+UP_BIAS = Param("up_bias_F", ("mlp",), "bias")
+DOWN = Param("down_FD", ("mlp", "embed"))
+DOWN_BIAS = Param("down_bias_D", ("embed",), "bias")
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class FfnSpec:
     bias: bool = False
 
 
-def gated(
+def run_gated(
     x: Array,
     gate_up_D2F: Weight,
     down_FD: Weight,
@@ -64,7 +72,7 @@ def gated(
     dtype: jnp.dtype | None = None,
     scale: Array | None = None,
 ) -> Array:
-    """``down(act(gate(x)) * up(x))`` (Shazeer 2020), gate and up in one product.
+    """Computes ``down(act(gate(x)) * up(x))`` (Shazeer 2020), gate and up in one product.
 
     Args:
       x: [..., D].
@@ -74,7 +82,7 @@ def gated(
       down_bias_D: bias of the second.
       activation: of the hidden units.
       dtype: compute dtype of the products; the weights' own by default.
-      scale: [..., 1], multiplies the result; applied to the hidden units, so that no product meets the sum behind it.
+      scale: [..., 1], multiplies the result; applied to the hidden units, so no product meets a later sum.
     """
     both = dense(x, gate_up_D2F, gate_up_bias_2F, dtype=dtype)
     hidden = activation(both[..., 0, :], both[..., 1, :])
@@ -91,13 +99,15 @@ class DenseFfn(nn.Module):
     @nn.compact
     def __call__(self, x: Array, scale: Array | None = None) -> Array:
         """The layer's output, [..., D], times ``scale`` [..., 1]."""
-        s, p, dim, zeros = self.spec, self.policy, self.model_dim, nn.initializers.zeros
-        down = matrix(self, p, "down_FD", (s.hidden, dim))
-        down_bias = weight(self, p, "down_bias_D", (dim,), zeros) if s.bias else None
+        s, p, dim = self.spec, self.policy, self.model_dim
+        down = declare(self, p, DOWN, (s.hidden, dim))
+        down_bias = declare(self, p, DOWN_BIAS, (dim,)) if s.bias else None
         if s.gated:
-            gate_up = matrix(self, p, "gate_up_D2F", (dim, 2, s.hidden))
-            bias = weight(self, p, "gate_up_bias_2F", (2, s.hidden), zeros) if s.bias else None
-            return gated(x, gate_up, down, bias, down_bias, activation=s.activation, dtype=p.compute, scale=scale)
-        up_bias = weight(self, p, "up_bias_F", (s.hidden,), zeros) if s.bias else None
-        hidden = dense(x, matrix(self, p, "up_DF", (dim, s.hidden)), up_bias, dtype=p.compute)
-        return dense(ACTIVATIONS[s.activation.kind](hidden), down, down_bias, dtype=p.compute)
+            gate_up = declare(self, p, GATE_UP, (dim, 2, s.hidden))
+            bias = declare(self, p, GATE_UP_BIAS, (2, s.hidden)) if s.bias else None
+            return run_gated(
+                x, gate_up, down, bias, down_bias, activation=s.activation, dtype=p.compute.dtype, scale=scale
+            )
+        up_bias = declare(self, p, UP_BIAS, (s.hidden,)) if s.bias else None
+        hidden = dense(x, declare(self, p, UP, (dim, s.hidden)), up_bias, dtype=p.compute.dtype)
+        return dense(ACTIVATIONS[s.activation.kind](hidden), down, down_bias, dtype=p.compute.dtype)

@@ -9,9 +9,17 @@ from jax import lax
 
 from jaxspec.nn.dense import exact_dense
 from jaxspec.nn.norm import rms_norm
-from jaxspec.nn.policy import Policy, weight
+from jaxspec.nn.param import ONES, ZEROS, Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.steady import added_products, row_sum, sigmoid, softmax
 from jaxspec.shapes import Array
+
+MIX_FN = Param("mix_fn_XS", ("mixes", "stream_channels"), "weight", dtype=jnp.float32)
+MIX_BASE = Param("mix_base_X", ("mixes",), "weight", ZEROS, jnp.float32)
+MIX_SCALE = Param("mix_scale_X", ("mix_parts",), "weight", ONES, jnp.float32)
+HEAD_FN = Param("head_fn_NS", ("streams", "stream_channels"), "weight", dtype=jnp.float32)
+HEAD_BASE = Param("head_base_N", ("streams",), "weight", ZEROS, jnp.float32)
+HEAD_SCALE = Param("head_scale_X", ("mix_parts",), "weight", ONES, jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,7 @@ class HyperSpec:
 
     Attributes:
       streams: N, residual streams.
-      rounds: normalisations of the mixing matrix's columns.
+      rounds: normalizations of the mixing matrix's columns.
       eps: keeps mixing weights and their sums positive.
     """
 
@@ -42,28 +50,28 @@ class HyperConnection(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTND: Array) -> tuple[Array, Array, Array]:
-        """What the sub-layer reads [B, T, D], its writing weights [B, T, N] and the mixing matrix [B, T, N, N]."""
+        """Returns the sub-layer's input [B, T, D], its writing weights [B, T, N] and the mixing matrix [B, T, N, N]."""
         s, n = self.spec, self.spec.streams
         size = n * (2 + n)
-        fn_XS = weight(self, self.policy, "mix_fn_XS", (size, n * self.model_dim), dtype=jnp.float32)
-        base_X = weight(self, self.policy, "mix_base_X", (size,), nn.initializers.zeros, jnp.float32)
-        scale_3 = weight(self, self.policy, "mix_scale_X", (3,), nn.initializers.ones, jnp.float32)
+        fn_XS = declare(self, self.policy, MIX_FN, (size, n * self.model_dim))
+        base_X = declare(self, self.policy, MIX_BASE, (size,))
+        scale_3 = declare(self, self.policy, MIX_SCALE, (3,))
         flat = rms_norm(x_BTND.reshape(*x_BTND.shape[:2], -1), None, self.norm_eps)
-        mixed = exact_dense(flat, fn_XS.T, dtype=self.policy.compute)
+        mixed = exact_dense(flat, fn_XS.T, dtype=self.policy.compute.dtype)
         each = np.repeat(np.arange(3), (n, n, n * n))
         mixed = added_products([(mixed, scale_3[each])]) + base_X
         read_BTN = sigmoid(mixed[..., :n]) + np.float32(s.eps)
         write_BTN = 2 * sigmoid(mixed[..., n : 2 * n])
         comb_BTNN = softmax(mixed[..., 2 * n :].reshape(*mixed.shape[:2], n, n)) + np.float32(s.eps)
-        return _weighted(read_BTN, x_BTND), write_BTN, balanced(comb_BTNN, s.rounds, s.eps)
+        return _weighted(read_BTN, x_BTND), write_BTN, balance(comb_BTNN, s.rounds, s.eps)
 
 
-def balanced(comb: Array, rounds: int, eps: float) -> Array:
+def balance(comb: Array, rounds: int, eps: float) -> Array:
     """Brings the sums of columns and rows of [..., N, N] by turns to 1, columns first and last (Sinkhorn 1967).
 
     Args:
       comb: positive matrices.
-      rounds: how often columns are normalised.
+      rounds: how often columns are normalized.
       eps: added to the sums.
     """
 
@@ -77,7 +85,7 @@ def balanced(comb: Array, rounds: int, eps: float) -> Array:
 
 
 def _weighted(w_BTN: Array, x_BTND: Array) -> Array:
-    """Weighted sum of streams."""
+    """Sums weighted streams."""
     return added_products((w_BTN[..., i, None], x_BTND[..., i, :]) for i in range(w_BTN.shape[-1]))
 
 
@@ -106,10 +114,10 @@ class HyperHead(nn.Module):
     def __call__(self, x_BTND: Array) -> Array:
         """[B, T, N, D] to [B, T, D]."""
         n = self.spec.streams
-        fn_NS = weight(self, self.policy, "head_fn_NS", (n, n * self.model_dim), dtype=jnp.float32)
-        base_N = weight(self, self.policy, "head_base_N", (n,), nn.initializers.zeros, jnp.float32)
-        scale = weight(self, self.policy, "head_scale_X", (1,), nn.initializers.ones, jnp.float32)
+        fn_NS = declare(self, self.policy, HEAD_FN, (n, n * self.model_dim))
+        base_N = declare(self, self.policy, HEAD_BASE, (n,))
+        scale = declare(self, self.policy, HEAD_SCALE, (1,))
         flat = rms_norm(x_BTND.reshape(*x_BTND.shape[:2], -1), None, self.norm_eps)
-        mixed = exact_dense(flat, fn_NS.T, dtype=self.policy.compute)
+        mixed = exact_dense(flat, fn_NS.T, dtype=self.policy.compute.dtype)
         mixed = added_products([(mixed, scale)]) + base_N
         return _weighted(sigmoid(mixed) + np.float32(self.spec.eps), x_BTND)

@@ -1,4 +1,4 @@
-"""A weight that products alone read: it may stay in its stack of layers, and knows what computes its products."""
+"""A weight used only in matrix products: keeps (stack, index) to avoid slicing out a copy, and picks the kernel."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,20 +7,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.nn.quantized import Quantized
 from jaxspec.shapes import Array
 from pallas_kernels.few_rows_dense.api import MOST_ROWS, OP, case_name, few_rows_dense, flat, obstacles
+from pallas_kernels.quantized import Quantized
 from pallas_kernels.select import choose
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight, or one layer's entry of a stack that is not cut out of it, for that would be a copy.
+    """A weight, or one layer's entry of a stack, which is not sliced out of it because a slice would be a copy.
 
     Attributes:
       whole: [D, ...], or [L, D, ...] with a layer.
-      layer: int32 place in the stack, None without one.
-      kernels: see ``Policy.kernels``.
+      layer: int32 index in the stack, None without one.
+      kernels: see ``Compute.kernels``.
     """
 
     whole: Array | Quantized
@@ -33,7 +33,7 @@ class Matrix:
         return self.whole.shape if self.layer is None else self.whole.shape[1:]
 
     def own(self) -> Array | Quantized:
-        """The weight by itself."""
+        """Returns the weight by itself."""
         layer = self.layer
         if layer is None:
             return self.whole
@@ -51,7 +51,7 @@ class Matrix:
         if self.kernels == "xla" or rows > MOST_ROWS:
             return None
         w = flat(self.whole, int(stacked), axes)
-        blocked = ["scales shared by numbers that are no neighbours"] if w is None else obstacles(w, rows, stacked)
+        blocked = ["scales shared by numbers that are no neighbors"] if w is None else obstacles(w, rows, stacked)
         name = f"{rows} rows, weight of {self.shape}" if w is None else case_name(rows, w)
         choice = choose(OP, name, self.kernels, "cuda", blocked)
         if w is None or choice.implementation == "xla":

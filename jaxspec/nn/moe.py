@@ -7,17 +7,37 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense, exact_dense
-from jaxspec.nn.expert_slots import in_slots
-from jaxspec.nn.experts import by_kernel, by_xla, switched
+from jaxspec.nn.experts import run_experts, run_switched
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
-from jaxspec.nn.policy import Policy, Weight, matrix, weight
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.param import ZEROS, Param, declare
+from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.router import RouterSpec, Routing, route
 from jaxspec.nn.steady import sigmoid
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
-ZEROS = nn.initializers.zeros
-ROUTED = ("gate_up_ED2F", "down_EFD", "gate_up_bias_E2F", "down_bias_ED")
+ROUTER = Param("router_DE", ("embed", "routed_to"), part="router")
+ROUTER_BIAS = Param("router_bias_E", ("routed_to",), "bias", part="router")
+CHOICE_BIAS = Param("choice_bias_E", ("routed_to",), "bias", dtype=jnp.float32, part="router")
+TABLE = Param("table_VA", ("token_id", "choices"), "table", dtype=jnp.int32, part="router")
+SLOTS = Param("slots_EX", ("routed_to", "replicas"), "table", ZEROS, jnp.int32, part="router")
+SHARED_GATE = Param("shared_gate_D1", ("embed", "gate"), part="shared experts")
+# All experts in one array, and by that name those of one expert each.
+ROUTED = {
+    param.name: param
+    for param in (
+        Param("gate_up_ED2F", ("expert", "embed", "gate_up", "mlp"), "weight", part="routed experts"),
+        Param("down_EFD", ("expert", "mlp", "embed"), "weight", part="routed experts"),
+        Param("gate_up_bias_E2F", ("expert", "gate_up", "mlp"), "bias", part="routed experts"),
+        Param("down_bias_ED", ("expert", "embed"), "bias", part="routed experts"),
+    )
+}
+ONE_EXPERT = {
+    "gate_up_ED2F": "gate_up_D2F", "down_EFD": "down_FD", "gate_up_bias_E2F": "gate_up_bias_2F",
+    "down_bias_ED": "down_bias_D",
+}  # fmt: skip
+SWITCHED = {name: replace(p, name=f"{ONE_EXPERT[name]}_{{}}", axes=p.axes[1:]) for name, p in ROUTED.items()}
 
 
 @dataclass(frozen=True)
@@ -65,84 +85,67 @@ class Moe(nn.Module):
     layers: int = 0
 
     @nn.compact
-    def __call__(
-        self,
-        x_BTD: Array,
-        token_BT: Array,
-        position_BT: Array,
-        layer: Array | None = None,
-        live_BT: Array | None = None,
-    ) -> tuple[Array, Routing]:
-        """Routed plus shared output [B, T, D], and the choices.
+    def __call__(self, x_BTD: Array, inputs: Inputs, layer: Array | None = None) -> tuple[Array, Routing]:
+        """Routes, and returns routed plus shared output [B, T, D], and the choices.
 
         Args:
-          x_BTD: the normalised stream.
-          token_BT: for routers that read token ids.
-          position_BT: absolute positions, by which replicas of an expert take turns.
-          layer: place in the stack.
-          live_BT: positions whose results are used, None for all; the others touch no expert.
+          x_BTD: the normalized stream.
+          inputs: token ids for routers that read them, positions, by which replicas of an expert take turns, and which
+            positions count; the others touch no expert.
+          layer: index in the stack.
         """
         s, p, dim = self.spec, self.policy, self.model_dim
-        x_MD = x_BTD.reshape(-1, dim)
+        x_MD, live_BT = x_BTD.reshape(-1, dim), None if inputs.window is None else inputs.window.valid
         live_M = None if live_BT is None else live_BT.reshape(-1)
-        routing = self._route(x_MD, token_BT.reshape(-1))
-        if p.experts == "stacked":
+        routing = self._route(x_MD, inputs.token_BT.reshape(-1))
+        if p.layout.experts == "stacked":
             lead = (self.layers,) if self.layers else ()
-            placed = self._placed(routing, token_BT, position_BT)
+            placed = self._placed(routing, inputs)
             experts = {
-                name: weight(self, p, name, (*lead, *shape), ZEROS if "bias" in name else None)
-                for name, shape in s.shapes(dim, p.slots.redundant if p.slots else 0).items()
+                name: declare(self, p, ROUTED[name], (*lead, *shape))
+                for name, shape in s.shapes(dim, p.layout.slots.redundant if p.layout.slots else 0).items()
             }
-            out_MD = by_kernel(x_MD, placed, experts, s.activation, p, layer, live_M)
-            if out_MD is None:
-                out_MD = by_xla(x_MD, placed, experts, s.activation, p, layer, live_M)
+            out_MD = run_experts(x_MD, placed, experts, s.activation, p, layer, live_M)
         else:
             own = tuple(map(self._one, range(s.experts)))
-            out_MD = switched(x_MD, routing, own, s.activation, p.compute, live_M)
+            out_MD = run_switched(x_MD, routing, own, s.activation, p.compute.dtype, live_M)
         if s.shared_hidden:
             gate = None
             if s.shared_gate:
-                gate = sigmoid(dense(x_MD, matrix(self, p, "shared_gate_D1", (dim, 1)), dtype=p.compute))
+                gate = sigmoid(dense(x_MD, declare(self, p, SHARED_GATE, (dim, 1)), dtype=p.compute.dtype))
             shared_MD = DenseFfn(FfnSpec(s.shared_hidden, s.activation), dim, p, name="shared")(x_MD, gate)
             out_MD = out_MD + shared_MD
         else:
             shared_MD = x_MD
-        return out_MD.reshape(x_BTD.shape), replace(routing, common_MD=shared_MD)
+        return out_MD.reshape(x_BTD.shape), replace(routing, shared_MD=shared_MD)
 
     def _route(self, x_MD: Array, token_M: Array) -> Routing:
         s, p, r = self.spec, self.policy, self.spec.router
-        router_DE = matrix(self, p, "router_DE", (self.model_dim, s.experts))
-        logit_bias = weight(self, p, "router_bias_E", (s.experts,), ZEROS) if r.logit_bias else None
+        router_DE = declare(self, p, ROUTER, (self.model_dim, s.experts))
+        logit_bias = declare(self, p, ROUTER_BIAS, (s.experts,)) if r.logit_bias else None
         product = exact_dense if r.exact else dense
-        logits_ME = product(x_MD, router_DE, logit_bias, dtype=p.compute)
-        bias_E = weight(self, p, "choice_bias_E", (s.experts,), ZEROS, jnp.float32) if r.choice_bias else None
+        logits_ME = product(x_MD, router_DE, logit_bias, dtype=p.compute.dtype)
+        bias_E = declare(self, p, CHOICE_BIAS, (s.experts,)) if r.choice_bias else None
         if r.kind != "hash":
             return route(logits_ME, s.top_k, r, bias_E)
-        table_VA = weight(self, p, "table_VA", (s.vocab_size, s.top_k), _any_experts(s.experts), jnp.int32)
+        table_VA = declare(self, p, replace(TABLE, init=_any_experts(s.experts)), (s.vocab_size, s.top_k))
         return route(logits_ME, s.top_k, r, bias_E, table_VA[token_M])
 
-    def _placed(self, routing: Routing, token_BT: Array, position_BT: Array) -> Routing:
+    def _placed(self, routing: Routing, inputs: Inputs) -> Routing:
         """The choices as slots, where there are such."""
         s, p = self.spec, self.policy
-        if p.slots is None:
+        if p.layout.slots is None:
             return routing
-        slots_EX = weight(self, p, "slots_EX", (s.experts, p.slots.replicas), ZEROS, jnp.int32)
-        turn_M = (token_BT + position_BT).reshape(-1)
-        return replace(routing, expert_MA=in_slots(routing.expert_MA, turn_M, slots_EX))
+        slots_EX = declare(self, p, SLOTS, (s.experts, p.layout.slots.replicas))
+        turn_M = (inputs.token_BT + inputs.position_BT).reshape(-1)
+        return replace(routing, expert_MA=slots_for(routing.expert_MA, turn_M, slots_EX))
 
     def _one(self, e: int) -> dict[str, Weight]:
         """Parameters of expert e, in arrays of their own."""
-        made = {}
-        for name, shape in self.spec.shapes(self.model_dim).items():
-            own = own_name(name)
-            made[own] = weight(self, self.policy, f"{own}_{e}", shape[1:], ZEROS if "bias" in name else None)
-        return made
-
-
-def own_name(name: str) -> str:
-    """Name of one expert's parameter, from that of all experts: ``down_EFD`` to ``down_FD``."""
-    base, _, axes = name.rpartition("_")
-    return f"{base}_{axes.removeprefix('E')}"
+        shapes = self.spec.shapes(self.model_dim)
+        return {
+            ONE_EXPERT[name]: declare(self, self.policy, SWITCHED[name], shape[1:], e) for name, shape in shapes.items()
+        }
 
 
 def _any_experts(experts: int):
@@ -151,3 +154,20 @@ def _any_experts(experts: int):
         return ids.astype(dtype)
 
     return init
+
+
+def slots_for(expert_MA: Array, turn_M: Array, slots_EX: Array) -> Array:
+    """Returns choices among slots, int32 [M, A]: of the r slots of an expert the one with index ``turn % r``.
+
+    Args:
+      expert_MA: choices among experts.
+      turn_M: int32, by which replicas take turns. It must not depend on who else is in the batch, or a row's last bits
+        would: devices add their outputs in an order of their own.
+      slots_EX: slots of each expert, then -1.
+    """
+    slot_MAX = slots_EX[expert_MA]
+    if slots_EX.shape[1] == 1:
+        return slot_MAX[..., 0]
+    replicas_MA = jnp.sum(slot_MAX >= 0, axis=-1, dtype=jnp.int32)
+    index_MA1 = (turn_M[:, None] % replicas_MA)[..., None]
+    return jnp.take_along_axis(slot_MAX, index_MA1, axis=-1)[..., 0]

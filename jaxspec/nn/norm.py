@@ -1,4 +1,4 @@
-"""Normalisation with statistics in float32: root mean square, and mean and variance."""
+"""Normalization with statistics in float32: root mean square, and mean and variance."""
 
 import jax.numpy as jnp
 from jax import lax

@@ -1,62 +1,91 @@
-"""How parameters are stored, laid out and computed with."""
+"""How parameters are stored, laid out and computed with: a frozen record in three parts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxspec.errors import ConfigError
-from jaxspec.nn.expert_slots import Slots
-from jaxspec.nn.matrix import Matrix
-from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
 from jaxspec.shapes import Array
+from pallas_kernels.quantized import Format, Quantized
 
 BFLOAT16 = jnp.dtype("bfloat16")
 KERNELS = ("auto", "triton", "interpret", "xla")
-CONTAINERS = ("layers_", "segment_", "mtp_", "block")
 Weight = Array | Quantized
 
 
 @dataclass(frozen=True)
-class Policy:
-    """How parameters are stored and computed with.
+class Slots:
+    """The static part of a placement of experts; which expert is where is a parameter, ``slots_EX``.
 
     Attributes:
-      param: dtype of the stored weights; a few small ones are float32 always.
-      compute: dtype of both factors of every product; sums and the residual stream are float32 always.
-      experts: layout of the routed experts: ``switched`` (one array per expert, for CPU) or ``stacked``.
-      depth: ``unrolled`` gives every layer arrays of its own; ``stacked`` puts equal layers behind one another and
-        walks them in a loop, so that compile time does not grow with depth.
-      kernels: what computes the operations that have kernels: ``triton`` on a GPU, ``interpret`` the same kernels as
-        plain JAX anywhere, ``xla`` none; a case that a kernel does not cover falls back with a warning.
-      own_head: whether a tied head is kept as an array of its own.
-      mesh: devices that parameters are split over, None for one device. Kernels of routed experts compute each device's
-        part; others compute where every device has all rows and all heads, for what they read is then whole.
-      transport: how rows reach the devices along ``expert`` that hold their experts: ``sum`` (all rows are everywhere,
-        outputs are summed), ``padded`` or ``ragged`` (devices have rows of their own, and exchange them twice per
-        layer); see ``jaxspec.nn.expert_transport`` and ``jaxspec.serve.transport``.
-      slots: how experts lie in slots of a placement, None where they lie in their own order.
-      formats: parameters that stay quantised, as pairs of a path without layer number (``ffn/down_EFD``) and format.
+      redundant: slots of each layer beyond its experts.
+      replicas: most slots that an expert has.
+    """
+
+    redundant: int = 0
+    replicas: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How parameters are stored.
+
+    Attributes:
+      param: dtype of plain weights; a few small ones are float32 always.
+      formats: parameters that stay quantized, as pairs of a path without layer number (``ffn/down_EFD``) and format.
     """
 
     param: jnp.dtype = BFLOAT16
-    compute: jnp.dtype = BFLOAT16
+    formats: tuple[tuple[str, Format], ...] = ()
+
+    def format_of(self, kind: str) -> Format | None:
+        """Returns the format of a kind of parameter, None if it is stored plainly."""
+        return dict(self.formats).get(kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightLayout:
+    """Which arrays hold the parameters.
+
+    Attributes:
+      experts: ``switched`` gives every routed expert arrays of its own, for CPU; ``stacked`` puts all into one.
+      depth: ``unrolled`` gives every layer arrays of its own; ``stacked`` puts equal layers into one and runs them in a
+        loop, so compile time does not grow with depth.
+      own_head: whether a tied head is kept as an array of its own.
+      slots: how experts lie in the slots of a placement, None where they lie in their own order.
+    """
+
     experts: Literal["stacked", "switched"] = "stacked"
     depth: Literal["unrolled", "stacked"] = "unrolled"
-    kernels: Literal["triton", "interpret", "xla"] = "xla"
     own_head: bool = False
+    slots: Slots | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """What computes, in which dtype and on which devices.
+
+    Attributes:
+      dtype: of both factors of every product; sums and the residual stream are float32 always.
+      kernels: what computes the operations that have kernels: ``triton`` on a GPU, ``interpret`` the same kernels as
+        plain JAX anywhere, ``xla`` none; a case that a kernel does not cover falls back with a warning.
+      mesh: devices that parameters are split over, None for one device. Kernels of routed experts compute each device's
+        part; others compute only where every device has all rows and all heads.
+      transport: how rows reach the devices along ``expert`` that hold their experts: ``sum`` (all rows are everywhere,
+        outputs are summed), ``padded`` or ``ragged`` (devices have rows of their own, and exchange them twice per
+        layer); see ``jaxspec.nn.expert_transport`` and ``jaxspec.serve.transport``.
+    """
+
+    dtype: jnp.dtype = BFLOAT16
+    kernels: Literal["triton", "interpret", "xla"] = "xla"
     mesh: AbstractMesh | None = None
     transport: Literal["sum", "padded", "ragged"] = "sum"
-    slots: Slots | None = None
-    formats: tuple[tuple[str, Format], ...] = ()
 
     @property
     def whole_kernels(self) -> Literal["triton", "interpret", "xla"]:
-        """What computes operations whose kernels know nothing of split operands."""
+        """Returns what computes operations whose kernels cannot read split operands."""
         if self.mesh is None:
             return self.kernels
         several = {axis for axis, size in self.mesh.shape.items() if size > 1}
@@ -67,18 +96,36 @@ class Policy:
         """Whether rows may lie on several devices; caches are then written where they lie."""
         return self.mesh is not None and (self.transport != "sum" or self.mesh.shape.get("data", 1) > 1)
 
-    def format_of(self, kind: str) -> Format | None:
-        """Format of a kind of parameter, None if it is stored plainly."""
-        return dict(self.formats).get(kind)
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """How parameters are stored, laid out and computed with."""
+
+    storage: Storage = Storage()
+    layout: WeightLayout = WeightLayout()
+    compute: Compute = Compute()
+
+    def update(self, **changes: Any) -> "Policy":
+        """Returns the policy with other values for fields of its parts, whichever part each belongs to."""
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        for name, value in changes.items():
+            part = next(key for key, old in parts.items() if name in type(old).__dataclass_fields__)
+            parts[part] = replace(parts[part], **{name: value})
+        return Policy(**parts)
+
+
+def make_policy(dtype: Any = BFLOAT16, **changes: Any) -> Policy:
+    """Returns a policy that stores and computes in one dtype, with ``changes`` to fields of its parts."""
+    return Policy().update(param=jnp.dtype(dtype), dtype=jnp.dtype(dtype)).update(**changes)
 
 
 def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
-    """How a platform wants parameters stored and computed.
+    """Returns how a platform wants parameters stored and computed.
 
     Args:
       dtype: of plain weights and of products.
       platform: ``cpu``, or ``gpu`` or ``cuda``.
-      kernels: ``auto`` takes ``triton`` on a GPU and ``xla`` elsewhere; see ``Policy.kernels`` for the others.
+      kernels: ``auto`` takes ``triton`` on a GPU and ``xla`` elsewhere; see ``Compute.kernels`` for the others.
 
     Raises:
       ConfigError: kernels is none of these.
@@ -90,59 +137,5 @@ def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
     own_arrays = platform == "cpu" and chosen == "xla"
     experts, depth = ("switched", "unrolled") if own_arrays else ("stacked", "stacked")
     # A tied head by itself is 4 times faster on CPU, and on a GPU its products have a kernel.
-    return Policy(kind, kind, experts, depth, chosen, own_head=platform == "cpu" or chosen != "xla")
-
-
-def kind_of(path: Sequence[str]) -> str:
-    """A parameter's path without the numbers of its layer and expert: the same for all of an architecture.
-
-    ``layers_3/ffn/down_FD_5`` is of the kind ``ffn/down_FD_{e}``.
-    """
-    *folders, name = (part for part in path if not part.startswith(CONTAINERS))
-    base, _, number = name.rpartition("_")
-    return "/".join([*folders, f"{base}_{{e}}" if number.isdigit() else name])
-
-
-def weight(
-    module: nn.Module, policy: Policy, name: str, shape: tuple[int, ...], init: Any = None, dtype: Any = None
-) -> Any:
-    """Declares one parameter of a module, quantised where the policy says so.
-
-    Args:
-      module: declares it.
-      policy: knows its format and dtype.
-      name: ends in the letters of its axes.
-      shape: of the weight itself, whatever its format.
-      init: initialiser, a normal distribution of deviation 0.02 by default.
-      dtype: where it is not the policy's.
-    """
-    if module.has_variable("params", name):
-        found = module.get_variable("params", name)
-        if isinstance(found, Matrix):
-            return found.own()
-    wanted = policy.format_of(kind_of((*module.path, name)))
-    if wanted is not None:
-        return module.param(name, lambda _: jax.tree.map(_zeros, abstract_quantized(shape, wanted)))
-    return module.param(name, init or nn.initializers.normal(0.02), shape, dtype or policy.param)
-
-
-def matrix(module: nn.Module, policy: Policy, name: str, shape: tuple[int, ...]) -> Any:
-    """Declares one parameter that ``dense`` and ``exact_dense`` alone read: with kernels it stays in its stack.
-
-    Args:
-      module: declares it.
-      policy: knows its format and dtype, and what computes.
-      name: ends in the letters of its axes.
-      shape: of the weight itself.
-    """
-    if policy.whole_kernels == "xla":
-        return weight(module, policy, name, shape)
-    if module.has_variable("params", name):
-        found = module.get_variable("params", name)
-        if isinstance(found, Matrix):
-            return found
-    return Matrix(weight(module, policy, name, shape), None, policy.whole_kernels)
-
-
-def _zeros(x: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(x.shape, x.dtype)
+    own_head = platform == "cpu" or chosen != "xla"
+    return make_policy(kind, experts=experts, depth=depth, kernels=chosen, own_head=own_head)

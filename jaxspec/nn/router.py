@@ -22,7 +22,7 @@ class RouterSpec:
       kind: ``softmax`` takes the top-k of the softmax; ``topk_softmax`` the softmax of the top-k logits; ``sigmoid``
         and ``sqrt_softplus`` score each expert by itself; ``hash`` takes the experts that a table names for the token
         and weighs them by ``sqrt_softplus``.
-      renormalise: whether the chosen weights are divided by their sum (not ``topk_softmax``).
+      renormalize: whether the chosen weights are divided by their sum (not ``topk_softmax``).
       scale: multiplies the weights.
       logit_bias: whether a bias is added to the logits.
       choice_bias: whether a bias is added to the scores for choosing, but not for weighing.
@@ -31,7 +31,7 @@ class RouterSpec:
     """
 
     kind: Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "hash"] = "softmax"
-    renormalise: bool = True
+    renormalize: bool = True
     scale: float = 1.0
     logit_bias: bool = False
     choice_bias: bool = False
@@ -48,14 +48,14 @@ class Routing:
       expert_MA: int32 ids, best first.
       weight_MA: float32 combine weights.
       logits_ME: float32 router logits.
-      common_MD: what the layer's shared experts return, or where it has none what its router reads; known before any
+      shared_MD: what the layer's shared experts return, or where it has none what its router reads; known before any
         row is dispatched.
     """
 
     expert_MA: Array
     weight_MA: Array
     logits_ME: Array
-    common_MD: Array | None = None
+    shared_MD: Array | None = None
 
 
 def route(
@@ -71,16 +71,16 @@ def route(
       chosen_MA: the table's choices, for ``hash``.
     """
     if spec.kind == "topk_softmax":
-        top, expert_MA = best(logits_ME, top_k)
+        top, expert_MA = top_entries(logits_ME, top_k)
         return Routing(expert_MA, softmax(top) * spec.scale, logits_ME)
     score_ME = SCORES[spec.kind](logits_ME)
     if chosen_MA is None:
         wanted_ME = score_ME if bias_E is None else score_ME + bias_E.astype(jnp.float32)
         if spec.groups > 1:
             wanted_ME = _within_best_groups(wanted_ME, spec)
-        _, chosen_MA = best(wanted_ME, top_k)
+        _, chosen_MA = top_entries(wanted_ME, top_k)
     weight_MA = jnp.take_along_axis(score_ME, chosen_MA, axis=-1)
-    if spec.renormalise:
+    if spec.renormalize:
         weight_MA = weight_MA / (row_sum(weight_MA) + np.float32(1e-20))
     return Routing(chosen_MA, weight_MA * spec.scale, logits_ME)
 
@@ -89,8 +89,8 @@ def _within_best_groups(score_ME: Array, spec: RouterSpec) -> Array:
     """Hides the experts outside of the groups whose two best members score highest together."""
     rows, experts = score_ME.shape
     score_MXE = score_ME.reshape(rows, spec.groups, experts // spec.groups)
-    pair_MX2, _ = best(score_MXE, 2)
-    _, kept_MX = best(pair_MX2[..., 0] + pair_MX2[..., 1], spec.kept_groups)
+    pair_MX2, _ = top_entries(score_MXE, 2)
+    _, kept_MX = top_entries(pair_MX2[..., 0] + pair_MX2[..., 1], spec.kept_groups)
     is_kept = jnp.any(jnp.arange(spec.groups)[None, :, None] == kept_MX[:, None], axis=-1)
     return jnp.where(is_kept[..., None], score_MXE, -jnp.inf).reshape(rows, experts)
 
@@ -102,15 +102,15 @@ def _sqrt_softplus(x: Array) -> Array:
 SCORES = {"softmax": softmax, "sigmoid": sigmoid, "sqrt_softplus": _sqrt_softplus, "hash": _sqrt_softplus}
 
 
-def best(score_ME: Array, top_k: int) -> tuple[Array, Array]:
-    """The ``top_k`` largest entries and their places; a few maxima are cheaper than the sort behind ``lax.top_k``."""
+def top_entries(score_ME: Array, top_k: int) -> tuple[Array, Array]:
+    """Returns the ``top_k`` largest entries and their indices; few maxima are cheaper than ``lax.top_k``'s sort."""
     if top_k > ARGMAX_UP_TO:
-        top, place = lax.top_k(score_ME, top_k)
-        return top, place.astype(jnp.int32)
-    found, places, left = [], [], score_ME
+        top, expert = lax.top_k(score_ME, top_k)
+        return top, expert.astype(jnp.int32)
+    scores, experts, left = [], [], score_ME
     for _ in range(top_k):
-        place = jnp.argmax(left, axis=-1, keepdims=True)
-        found.append(jnp.take_along_axis(score_ME, place, axis=-1))
-        places.append(place)
-        left = jnp.where(jnp.arange(left.shape[-1]) == place, -jnp.inf, left)
-    return jnp.concatenate(found, -1), jnp.concatenate(places, -1).astype(jnp.int32)
+        expert = jnp.argmax(left, axis=-1, keepdims=True)
+        scores.append(jnp.take_along_axis(score_ME, expert, axis=-1))
+        experts.append(expert)
+        left = jnp.where(jnp.arange(left.shape[-1]) == expert, -jnp.inf, left)
+    return jnp.concatenate(scores, -1), jnp.concatenate(experts, -1).astype(jnp.int32)

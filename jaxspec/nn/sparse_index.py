@@ -6,14 +6,22 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.kv import LayerCache, StreamSpec, Window, read_block, write
+from jaxspec.cache.addressing import LayerCache, StreamSpec, write
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import Window
 from jaxspec.nn.attend import blocks_in_reach, positions_seen, readers
-from jaxspec.nn.dense import dense, exact_dense
+from jaxspec.nn.dense import dense
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.norm import layer_norm
-from jaxspec.nn.policy import Policy, matrix, weight
+from jaxspec.nn.param import ZEROS, Param, declare
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
-from jaxspec.nn.selection import Queries, select_cached, select_self
+from jaxspec.nn.selection import Queries, index_queries, select_cached, select_self
 from jaxspec.shapes import Array
+
+K = Param("k_DC", ("embed", "head_dim"))
+K_NORM = Param("k_norm_C", ("head_dim",), "norm")
+K_NORM_BIAS = Param("k_norm_bias_C", ("head_dim",), "norm", ZEROS)
 
 KEY_NORM_EPS = 1e-6
 STREAM = "index"
@@ -27,14 +35,14 @@ class IndexSpec:
       heads, head_dim: H and C of the indexer's queries; it has one key head.
       top_k: positions that a query keeps.
       rope: rotation of the first channels of queries and keys.
-      lends: whether later layers use this one's selection.
+      shares_selection: whether later layers use this one's selection.
     """
 
     heads: int
     head_dim: int
     top_k: int
     rope: RopeSpec
-    lends: bool = False
+    shares_selection: bool = False
 
     @property
     def stream(self) -> StreamSpec:
@@ -47,46 +55,37 @@ class Indexer(nn.Module):
 
     spec: IndexSpec
     model_dim: int
-    rank: int
     policy: Policy
 
     @nn.compact
-    def __call__(
-        self, x_BTD: Array, low_BTR: Array, position_BT: Array, cache: LayerCache | None, window: Window | None
-    ) -> tuple[Array | None, LayerCache | None]:
-        """Selects positions, which may include such as the query does not see.
+    def __call__(self, x_BTD: Array, low_BTR: Array, inputs: Inputs) -> tuple[Array | None, LayerCache | None]:
+        """Selects positions, which may include some that the query does not see.
 
         Args:
           x_BTD: input of the attention layer.
-          low_BTR: its normalised low-rank queries.
-          position_BT: absolute positions.
-          cache: of the layer; None selects among the T tokens.
-          window: where the cache is written and what is seen.
+          low_BTR: its normalized low-rank queries.
+          inputs: of the layer, in rows; without a cache it selects among the T tokens.
 
         Returns:
           Whether a query keeps a position: [X, T', S] by reader over a cache of S positions, [B, T, T] without one,
           None where no query can see more than it keeps, so that scores are not needed. And the cache with the new
           keys.
         """
-        s, p = self.spec, self.policy
-        q_BTHC = dense(low_BTR, matrix(self, p, "q_RHC", (self.rank, s.heads, s.head_dim)), dtype=p.compute)
-        q_BTHC = rotate(q_BTHC, position_BT, s.rope)
-        k_BTC = dense(x_BTD, matrix(self, p, "k_DC", (self.model_dim, s.head_dim)), dtype=p.compute)
-        scale = weight(self, p, "k_norm_C", (s.head_dim,), nn.initializers.ones)
-        shift = weight(self, p, "k_norm_bias_C", (s.head_dim,), nn.initializers.zeros)
+        s, p, position_BT = self.spec, self.policy, inputs.position_BT
+        queries = index_queries(self, p, x_BTD, low_BTR, position_BT, s.heads, s.rope, s.head_dim)
+        k_BTC = dense(x_BTD, declare(self, p, K, (self.model_dim, s.head_dim)), dtype=p.compute.dtype)
+        scale = declare(self, p, K_NORM, (s.head_dim,))
+        shift = declare(self, p, K_NORM_BIAS, (s.head_dim,))
         k_BT1C = rotate(layer_norm(k_BTC, scale, shift, KEY_NORM_EPS)[:, :, None], position_BT, s.rope)
-        weight_DH = matrix(self, p, "weight_DH", (self.model_dim, s.heads))
-        weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute) * (s.heads * s.head_dim) ** -0.5
-        # Which positions are best has no derivative.
-        queries = lax.stop_gradient((q_BTHC, weight_BTH))
-        if cache is None or window is None:
-            return select_among_themselves(queries, lax.stop_gradient(k_BT1C)[:, :, 0], s.top_k, p.compute), cache
+        if (window := inputs.cache_window) is None:
+            return select_among_themselves(queries, lax.stop_gradient(k_BT1C)[:, :, 0], s.top_k, p.compute.dtype), None
+        cache = inputs.memory
         cache = cache | {STREAM: write(cache[STREAM], s.stream, window, k_BT1C)}
         return select_positions(queries, position_BT, cache[STREAM], s, window, p), cache
 
 
 def select_among_themselves(queries: Queries, k_BTC: Array, top_k: int, dtype: jnp.dtype) -> Array | None:
-    """What each token of whole sequences keeps of those before it and itself, [B, T, T]; None where it is all."""
+    """Selects what each token of whole sequences keeps of those up to itself, [B, T, T]; None where it is all."""
     place_S = jnp.arange(k_BTC.shape[1], dtype=jnp.int32)
     return select_self(queries, k_BTC, lambda position_T: place_S <= position_T[:, None], top_k, dtype)
 
@@ -94,16 +93,7 @@ def select_among_themselves(queries: Queries, k_BTC: Array, top_k: int, dtype: j
 def select_positions(
     queries: Queries, position_BT: Array, pages_PGZC: Array, spec: IndexSpec, window: Window, policy: Policy
 ) -> Array | None:
-    """What each reader keeps of the cached positions, [X, T', S]; None where the cache cannot hold more than that.
-
-    Args:
-      queries: [B, T, ...].
-      position_BT: their absolute positions.
-      pages_PGZC: cached keys, those of this forward written.
-      spec: of the indexer.
-      window: of the forward.
-      policy: see ``select_cached``.
-    """
+    """Selects what each reader keeps of the cached positions, [X, T', S]; None where the cache holds no more."""
     rows, count = position_BT.shape
     room = pages_PGZC.shape[2] * (1 if window.table_BJ is None else window.table_BJ.shape[1])
     position_XT = readers(window, position_BT)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 
-HIDDEN = -1e30
+MASKED = -1e30
 BLOCK = 512  # queries that are attended for at a time; of longer rows, scores are computed again for the gradient
 
 
@@ -34,13 +34,13 @@ class Unrolled:
     own: tuple[tuple[Array, Array], ...] = ()
 
     def append(self, k: Array, v: Array) -> "Unrolled":
-        """With the present round's keys and values behind the others."""
+        """Returns the memory with the present round's keys and values added."""
         if self.real is None:
             return replace(self, real=(k, v))
         return replace(self, own=(*self.own, (k, v)))
 
     def keep(self, place_BX: Array, slot_BX: Array) -> "Unrolled":
-        """For a next round of fewer slots.
+        """Returns the memory for a next round of fewer slots.
 
         Args:
           place_BX: their places among the present round's slots.
@@ -51,7 +51,7 @@ class Unrolled:
 
 
 def attend_unrolled(q_BXHC: Array, memory: Unrolled, *, scale: float, span: int | None = None) -> Array:
-    """Attention of one round, whose own keys and values are in the memory already (Li 2025, 2503.01840, section 3.2).
+    """Computes attention of one round, whose keys and values are in the memory (Li 2025, 2503.01840, section 3.2).
 
     Args:
       q_BXHC: queries of the present round's slots.
@@ -100,7 +100,7 @@ def _attend_some(
 
     q = heads_major((q_BXHC * scale).reshape(rows, count, kv, group, width))
     dots = jnp.einsum("zqc,ztc->zqt", q.reshape(-1, count * group, width), heads_major(k_BTGC), precision=exact)
-    dots = jnp.where(seen[:, None, :, None], dots.reshape(rows, kv, count, group, slots), HIDDEN)
+    dots = jnp.where(seen[:, None, :, None], dots.reshape(rows, kv, count, group, slots), MASKED)
     score = [dots.reshape(rows * kv, count, group, slots)]
     score += [jnp.sum(q * heads_major(k)[:, :, None], axis=-1, keepdims=True) for k, _ in rounds]
     prob = jax.nn.softmax(jnp.concatenate(score, axis=-1), axis=-1)

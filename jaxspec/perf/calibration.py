@@ -1,4 +1,4 @@
-"""A machine as it was measured with one model: the file of a calibration, and predictions from it."""
+"""A calibration: one machine measured with one model, its file, and predictions from it."""
 
 import math
 from collections.abc import Sequence
@@ -13,16 +13,17 @@ from scipy.optimize import nnls
 
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import ModelCost, Rates
-from jaxspec.perf.fit import Fit, Sample, fit, token_count_model
 from jaxspec.perf.overlap import MeasuredOverlap
-from jaxspec.perf.step_time import step_time
+from jaxspec.perf.pass_time import step_time
+from jaxspec.perf.rate_fit import Fit, MeasuredPass, fit, token_count_model
+from jaxspec.perf.record_file import load_record
 from jaxspec.whole_file import write_whole
 
 VERSION = 1
 REACH = 1.0  # doublings over which a measured point draws predictions to itself
 
 
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MeasuredCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One measured cell.
 
     Attributes:
@@ -54,23 +55,15 @@ class FitRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_out_error: float | None
 
 
-class OverlapRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A ``MeasuredOverlap`` on file."""
-
-    rows: tuple[int, ...]
-    positions: tuple[int, ...]
-    share: tuple[tuple[tuple[float, ...], ...], ...]
-
-
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``jaxspec calibrate`` found out.
+    """The result of ``jaxspec calibrate``.
 
     Attributes:
       version: of this layout.
       model: name, family, digest of the config and of the files' sizes.
       machine, versions: what it ran on.
       date: day and time, UTC.
-      settings: dtype, quantisation, drafter, steps per dispatch, rounds.
+      settings: dtype, quantization, drafter, steps per dispatch, rounds.
       noise_floor: median relative spread of the same cell between rounds.
       points: the raw table, which predictions at its cells return.
       overlap: of routed experts, None for a dense model.
@@ -86,32 +79,26 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     date: str
     settings: dict[str, str | int | float]
     noise_floor: float
-    points: tuple[Point, ...]
-    overlap: OverlapRecord | None
+    points: tuple[MeasuredCell, ...]
+    overlap: MeasuredOverlap | None
     fit: FitRecord
     token_count_fit: FitRecord
-    held_out: tuple[Point, ...] = ()
-
-    @property
-    def measured_overlap(self) -> MeasuredOverlap | None:
-        """Overlap as the model of step time wants it."""
-        o = self.overlap
-        return None if o is None else MeasuredOverlap(o.rows, o.positions, o.share)
+    held_out: tuple[MeasuredCell, ...] = ()
 
 
 def fit_points(
-    model: ModelCost, points: Sequence[Point], overlap: MeasuredOverlap | None, noise: float
+    model: ModelCost, points: Sequence[MeasuredCell], overlap: MeasuredOverlap | None, noise: float
 ) -> tuple[Fit, Fit]:
     """Fits the model of step time, and the one that counts tokens alone, to the same points."""
-    samples = [Sample(p.rows, p.length + 1, p.context, p.verify_s) for p in points]
+    samples = [MeasuredPass(p.rows, p.length + 1, p.context, p.verify_s) for p in points]
     return fit(model, samples, overlap=overlap, noise=noise), fit(token_count_model(model), samples, noise=noise)
 
 
-def record_of(found: Fit) -> FitRecord:
-    """For the file."""
-    rates = {name: getattr(found.rates, name) for name in found.interval}
+def record_of(fitted: Fit) -> FitRecord:
+    """Converts a fit for the file."""
+    rates = {name: getattr(fitted.rates, name) for name in fitted.interval}
     return FitRecord(
-        rates, found.interval, found.error, None if math.isnan(found.held_out_error) else found.held_out_error
+        rates, fitted.interval, fitted.error, None if math.isnan(fitted.held_out_error) else fitted.held_out_error
     )
 
 
@@ -127,30 +114,20 @@ def load_calibration(file: Path) -> Calibration:
     Raises:
       ConfigError: the file is missing, of another version, or says anything else.
     """
-    again = "run jaxspec calibrate to make one"
-    try:
-        data = file.read_bytes()
-        version = msgspec.json.decode(data, type=dict).get("version")
-        if version != VERSION:
-            raise ConfigError(f"{file}: calibration of version {version!r}, this program reads {VERSION}; {again}")
-        found = msgspec.json.decode(data, type=Calibration)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{file}: not a calibration ({error}); {again}") from None
+    remedy = "run jaxspec calibrate to make one"
+    calibration = load_record(file, Calibration, "calibration", VERSION, remedy)
     known = set(Rates.__dataclass_fields__)
-    wrong = [name for f in (found.fit, found.token_count_fit) for name in f.rates if name not in known]
-    bad = [
-        p
-        for p in found.points + found.held_out
-        if min(p.rows, p.step_s, p.verify_s) <= 0 or min(p.length, p.context) < 0
-    ]
-    if wrong or bad or not found.points:
-        raise ConfigError(f"{file}: unknown rates {wrong} or impossible points {bad[:3]}; {again}")
-    return found
+    wrong = [name for f in (calibration.fit, calibration.token_count_fit) for name in f.rates if name not in known]
+    cells = calibration.points + calibration.held_out
+    bad = [p for p in cells if min(p.rows, p.step_s, p.verify_s) <= 0 or min(p.length, p.context) < 0]
+    if wrong or bad or not calibration.points:
+        raise ConfigError(f"{file}: unknown rates {wrong} or impossible points {bad[:3]}; {remedy}")
+    return calibration
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """Times by a calibration: at measured cells the measurement, elsewhere the formula, drawn to cells nearby.
+    """Predictions by a calibration: the measurement at measured cells, elsewhere the formula corrected by cells nearby.
 
     Attributes:
       calibration: of the machine with this model.
@@ -166,22 +143,22 @@ class Predictor:
     def rates(self) -> Rates:
         """Fitted."""
         chosen = self.calibration.token_count_fit if self.token_count else self.calibration.fit
-        found: dict[str, Any] = dict(chosen.rates)
-        return Rates(**found)
+        values: dict[str, Any] = dict(chosen.rates)
+        return Rates(**values)
 
     def formula_s(self, rows: int, positions: int, context: int) -> float:
-        """One pass of the target by the fitted formula alone."""
+        """Predicts one pass of the target by the fitted formula alone."""
         model = token_count_model(self.model) if self.token_count else self.model
-        overlap = None if self.token_count else self.calibration.measured_overlap
+        overlap = None if self.token_count else self.calibration.overlap
         return step_time(model, self.rates, rows=rows, positions=positions, context=context, overlap=overlap).total_s
 
     def verify_s(self, rows: int, length: int, context: int) -> float:
-        """One step with K drafts, without the drafting; K = 0 is a plain step."""
+        """Predicts one step with K drafts, without the drafting; K = 0 is a plain step."""
         formula = self.formula_s(rows, length + 1, context)
         return formula if self.token_count else formula * self._drawn(self._verify_errors, rows, length, context)
 
     def draft_s(self, rows: int, length: int, context: int) -> float:
-        """Drafting K tokens with the drafter that was measured, 0 for K = 0.
+        """Predicts drafting K tokens with the drafter that was measured, 0 for K = 0.
 
         Raises:
           ConfigError: no drafting was measured.
@@ -191,11 +168,6 @@ class Predictor:
         if self._draft_line is None:
             raise ConfigError("calibration: it has no points with drafts; calibrate with K above 0")
         return self._line(rows, length) * self._drawn(self._draft_errors, rows, length, context)
-
-    def speedup(self, rows: int, length: int, context: int, acceptance_length: float) -> float:
-        """Speculative over plain tokens per second."""
-        step_s = self.verify_s(rows, length, context) + self.draft_s(rows, length, context)
-        return acceptance_length * self.verify_s(rows, 0, context) / step_s
 
     def _line(self, rows: int, length: int) -> float:
         assert self._draft_line is not None
@@ -211,18 +183,18 @@ class Predictor:
         return nnls(terms * scale[:, None], np.ones(len(points)))[0]
 
     @cached_property
-    def _verify_errors(self) -> list[tuple[Point, float]]:
+    def _verify_errors(self) -> list[tuple[MeasuredCell, float]]:
         return [
             (p, math.log(p.verify_s / self.formula_s(p.rows, p.length + 1, p.context))) for p in self.calibration.points
         ]
 
     @cached_property
-    def _draft_errors(self) -> list[tuple[Point, float]]:
+    def _draft_errors(self) -> list[tuple[MeasuredCell, float]]:
         drafted = [p for p in self.calibration.points if p.draft_s > 0]
         return [(p, math.log(p.draft_s / self._line(p.rows, p.length))) for p in drafted]
 
-    def _drawn(self, errors: list[tuple[Point, float]], rows: int, length: int, context: int) -> float:
-        """Correction by the measured cells, weighted by the inverse square of their distance (Shepard 1968)."""
+    def _drawn(self, errors: list[tuple[MeasuredCell, float]], rows: int, length: int, context: int) -> float:
+        """Computes the correction by measured cells, weighted by inverse square distance (Shepard 1968)."""
         total, weight = 0.0, 1 / REACH**2
         for point, error in errors:
             apart = (

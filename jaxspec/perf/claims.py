@@ -1,10 +1,10 @@
-"""Rules of thumb about speculation on MoE models, each held against the numbers of one model and machine."""
+"""Rules of thumb about speculation on MoE models, each checked for one model and machine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from jaxspec.perf.cost import Mesh, byte_ratio
-from jaxspec.perf.draft import Acceptance
+from jaxspec.perf.drafting import AcceptanceModel
 from jaxspec.perf.links import link_time
 from jaxspec.perf.machine import AssumedMachine
 from jaxspec.perf.moesd import (
@@ -15,14 +15,14 @@ from jaxspec.perf.moesd import (
     tokens_per_expert,
 )
 from jaxspec.perf.overlap import AssumedOverlap
-from jaxspec.perf.plan import PAYS, Option, Question, option
+from jaxspec.perf.planner import PAYS, Option, Question, option
 
-FIXED = 0.7  # acceptance per draft where a rule names none, so that batch sizes and contexts can be compared
+FIXED = 0.7  # acceptance per draft where a rule names none: batch sizes and contexts are compared at one value
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a rule says and what the model of step time says.
+    """A rule and what the model of step time says about it.
 
     Attributes:
       rule: in the words of the guides.
@@ -36,8 +36,10 @@ class Claim:
 
 
 def claims(question: Question) -> tuple[Claim, ...]:
-    """Every rule, held against a question's model, machine and first drafter."""
-    fixed = replace(question, acceptance={d.kind: (Acceptance((FIXED,)),) * 3 for d in question.drafters}, trees=())
+    """Checks every rule for a question's model, machine and first drafter."""
+    fixed = replace(
+        question, acceptance={d.kind: (AcceptanceModel((FIXED,)),) * 3 for d in question.drafters}, trees=()
+    )
     rules: tuple[Callable[[Question], Claim], ...] = (
         _large_batch, _small_batch, _best_length, _long_context, _temperature, _prefill, _rate, _half, _drop,
         _saturated, _headroom, _static, _rounds, _promise,
@@ -46,9 +48,14 @@ def claims(question: Question) -> tuple[Claim, ...]:
 
 
 def _best(question: Question, rows: int) -> Option:
-    """The best chain of the first drafter."""
-    found = (option(question, question.drafters[0], rows, (1,) * k, bars=False) for k in question.lengths)
-    return max(found, key=lambda o: o.speedup)
+    """Returns the best chain of the first drafter."""
+    options = (option(question, question.drafters[0], rows, (1,) * k, bars=False) for k in question.lengths)
+    return max(options, key=lambda o: o.speedup)
+
+
+def _verdict(confirmed: Iterable[bool]) -> str:
+    cases = list(confirmed)
+    return "holds" if all(cases) else "depends" if any(cases) else "does not hold"
 
 
 def _shown(o: Option) -> str:
@@ -56,42 +63,39 @@ def _shown(o: Option) -> str:
 
 
 def _large_batch(q: Question) -> Claim:
-    found = {rows: _best(q, rows) for rows in (1, 16, 32, 64, 128)}
-    wins = [rows for rows in (16, 32, 64, 128) if found[rows].speedup >= PAYS]
-    numbers = ", ".join(f"{_shown(o)} at {rows}" for rows, o in found.items())
+    best = {rows: _best(q, rows) for rows in (1, 16, 32, 64, 128)}
+    numbers = ", ".join(f"{_shown(o)} at {rows}" for rows, o in best.items())
     return Claim(
         "Above a batch of 16 or 32 speculation stops paying: switch it off.",
-        "holds" if not wins else "does not hold" if len(wins) == 4 else "depends",
+        _verdict(best[rows].speedup < PAYS for rows in (16, 32, 64, 128)),
         f"acceptance does not depend on the batch, only the cost does: {numbers} (acceptance {FIXED})",
     )
 
 
 def _small_batch(q: Question) -> Claim:
-    found = {rows: _best(q, rows) for rows in (1, 2, 4, 8)}
-    wins = [rows for rows, o in found.items() if o.speedup >= PAYS]
-    numbers = ", ".join(f"{_shown(o)} at {rows}" for rows, o in found.items())
+    best = {rows: _best(q, rows) for rows in (1, 2, 4, 8)}
+    numbers = ", ".join(f"{_shown(o)} at {rows}" for rows, o in best.items())
     routed = q.model.routed
     ratio = f"; weights alone cost {byte_ratio(q.model, 1, 3):.2f} plain steps at batch 1, K = 3" if routed else ""
     return Claim(
         "At small batches speculation does not work for MoE models.",
-        "holds" if not wins else "does not hold" if len(wins) == 4 else "depends",
+        _verdict(o.speedup < PAYS for o in best.values()),
         f"{numbers} (acceptance {FIXED}){ratio}",
     )
 
 
 def _best_length(q: Question) -> Claim:
-    found = {(a, rows): _best(_accepting(q, a), rows).length for a in (0.6, 0.7, 0.8) for rows in (1, 8, 64)}
-    inside = sum(4 <= length <= 6 for length in found.values())
+    lengths = {(a, rows): _best(_accepting(q, a), rows).length for a in (0.6, 0.7, 0.8) for rows in (1, 8, 64)}
     numbers = "; ".join(
-        f"acceptance {a}: " + ", ".join(f"{found[a, rows]} at batch {rows}" for rows in (1, 8, 64))
+        f"acceptance {a}: " + ", ".join(f"{lengths[a, rows]} at batch {rows}" for rows in (1, 8, 64))
         for a in (0.6, 0.7, 0.8)
     )
-    verdict = "holds" if inside == len(found) else "does not hold" if inside == 0 else "depends"
+    verdict = _verdict(4 <= length <= 6 for length in lengths.values())
     return Claim("The best number of drafts is 4 to 6.", verdict, f"best K by {numbers}")
 
 
 def _accepting(q: Question, acceptance: float) -> Question:
-    return replace(q, acceptance={d.kind: (Acceptance((acceptance,)),) * 3 for d in q.drafters})
+    return replace(q, acceptance={d.kind: (AcceptanceModel((acceptance,)),) * 3 for d in q.drafters})
 
 
 def _long_context(q: Question) -> Claim:
@@ -119,12 +123,12 @@ def _prefill(q: Question) -> Claim:
     machine, best = q.machines[0], _best(q, 8)
     prompt, answer = min(8192, q.model.max_context - 256), 128
     prefill_s, decode_s = 8 * machine.prefill_s(prompt, 1024), answer * machine.verify_s(8, 1, min(q.context, prompt))
-    share, whole = prefill_s / (prefill_s + decode_s), (prefill_s + decode_s) / (prefill_s + decode_s / best.speedup)
+    share, gain = prefill_s / (prefill_s + decode_s), (prefill_s + decode_s) / (prefill_s + decode_s / best.speedup)
     return Claim(
         "Prefill-heavy work gains nothing.",
-        "holds" if whole < PAYS else "depends",
+        "holds" if gain < PAYS else "depends",
         f"reading {prompt} tokens takes {share:.0%} of a request with {answer} new ones, and speculation does not "
-        f"shorten it: {best.speedup:.2f}x of the decoding is {whole:.2f}x of the whole, batch 8",
+        f"shorten it: {best.speedup:.2f}x of the decoding is {gain:.2f}x of the whole, batch 8",
     )
 
 
@@ -144,12 +148,11 @@ def _rate(q: Question) -> Claim:
 
 
 def _half(q: Question) -> Claim:
-    found = {rows: _best(_accepting(q, 0.5), rows) for rows in (1, 8, 64)}
-    wins = [rows for rows, o in found.items() if o.speedup >= PAYS]
+    best = {rows: _best(_accepting(q, 0.5), rows) for rows in (1, 8, 64)}
     return Claim(
         "An acceptance below .5 makes it slower.",
-        "does not hold" if len(wins) == 3 else "holds" if not wins else "depends",
-        "at .5: " + ", ".join(f"{_shown(o)} at batch {rows}" for rows, o in found.items()),
+        _verdict(o.speedup < PAYS for o in best.values()),
+        "at .5: " + ", ".join(f"{_shown(o)} at batch {rows}" for rows, o in best.items()),
     )
 
 
@@ -204,11 +207,11 @@ def _headroom(q: Question) -> Claim:
 
 
 def _static(q: Question) -> Claim:
-    found = {a: option(_accepting(q, a), q.drafters[0], 128, (1,) * 5, bars=False).speedup for a in (0.45, 0.7)}
+    gains = {a: option(_accepting(q, a), q.drafters[0], 128, (1,) * 5, bars=False).speedup for a in (0.45, 0.7)}
     return Claim(
         "Above a concurrency of 100, drafts of a fixed length cost 30 to 40 % of the throughput.",
-        "holds" if found[0.7] < 0.7 else "does not hold" if found[0.45] >= PAYS else "depends",
-        ", ".join(f"{gain:.2f}x at acceptance {a}" for a, gain in found.items()) + ", five drafts, batch 128",
+        "holds" if gains[0.7] < 0.7 else "does not hold" if gains[0.45] >= PAYS else "depends",
+        ", ".join(f"{gain:.2f}x at acceptance {a}" for a, gain in gains.items()) + ", five drafts, batch 128",
     )
 
 

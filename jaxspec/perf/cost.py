@@ -1,4 +1,4 @@
-"""What one forward pass moves and computes: a model as numbers, the mesh it runs on, bytes and products."""
+"""Bytes and products of one forward pass: a model as numbers and the mesh it runs on."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ SAMPLING_PASSES = 8  # over the float32 logits of a position: process, draw, com
 
 @dataclass(frozen=True)
 class CacheCost:
-    """What attention reads of one cached stream of a layer.
+    """One cached stream of a layer, as attention reads it.
 
     Attributes:
       entry_bytes: of one entry, all heads.
@@ -32,17 +32,17 @@ class CacheCost:
     entry_flops: float = 0.0
 
     def entries(self, positions: int, context: int) -> float:
-        """Entries of a row that a forward of ``positions`` queries behind ``context`` positions reads."""
+        """Computes the entries of a row that a forward of ``positions`` queries after ``context`` positions reads."""
         seen = context + positions
         seen = seen if self.reach is None else min(seen, self.reach + positions)
-        found = seen / self.stride
-        return found if self.keeps is None else min(found, self.keeps * positions)
+        entries = seen / self.stride
+        return entries if self.keeps is None else min(entries, self.keeps * positions)
 
     def flops(self, positions: int, context: int) -> float:
-        """Of a row: every query with every entry that it attends to."""
+        """Computes a row's products: every query with every entry that it attends to."""
         seen = context if self.reach is None else min(context, self.reach)
-        found = max(seen / self.stride, 1.0)
-        return positions * self.entry_flops * (found if self.keeps is None else min(found, self.keeps))
+        entries = max(seen / self.stride, 1.0)
+        return positions * self.entry_flops * (entries if self.keeps is None else min(entries, self.keeps))
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,39 @@ class ModelCost:
     chain_only: str | None = None
     prediction: "ModelCost | None" = None
 
+    @classmethod
+    def from_totals(
+        cls,
+        *,
+        layers: int,
+        dense_bytes: float,
+        weight_bytes: float = 2.0,
+        routed_layers: int = 0,
+        experts: int = 0,
+        top_k: int = 0,
+        expert_bytes: float = 0.0,
+        entry_bytes: float = 0.0,
+    ) -> "ModelCost":
+        """Makes a coarse model from sums over its parameters, for predictions of ratios.
+
+        Args:
+          layers: how many.
+          dense_bytes: of all weights that every pass reads: neither routed experts nor the embedding.
+          weight_bytes: of one number of them.
+          routed_layers: how many of the layers have routed experts.
+          experts: E of each of them.
+          top_k: A of each of them.
+          expert_bytes: of one expert of one layer.
+          entry_bytes: of all caches, per cached position.
+        """
+        each, flops = dense_bytes / layers, 2.0 / weight_bytes
+        cache = (CacheCost(entry_bytes / layers),)
+        kinds = (
+            LayerCost(layers - routed_layers, each, each * flops, cache),
+            LayerCost(routed_layers, each, each * flops, cache, experts, top_k, expert_bytes, expert_bytes * flops),
+        )
+        return cls("", 0, 0, 0, tuple(kind for kind in kinds if kind.count), head_bytes=0.0, head_flops=0.0)
+
     @property
     def routed(self) -> LayerCost | None:
         """The kind of routed layer with the most layers, None for a dense model."""
@@ -107,7 +140,7 @@ class ModelCost:
 
     @property
     def routed_layers(self) -> int:
-        """How many layers have routed experts."""
+        """Number of layers with routed experts."""
         return sum(x.count for x in self.layers if x.experts)
 
     @property
@@ -116,27 +149,27 @@ class ModelCost:
         return sum(x.count * x.dense_bytes for x in self.layers) + self.head_bytes
 
     def weight_bytes(self, rows: int, positions: int, overlap: Overlap | None = None) -> float:
-        """Weights that a pass over ``positions`` positions of each row reads, routed experts by their union."""
+        """Computes weight bytes that a pass over ``positions`` positions of each row reads."""
         overlap = AssumedOverlap(1.0) if overlap is None else overlap
         return self.dense_bytes + sum(
-            times * layer.expert_bytes * overlap.touched(layer.experts, layer.top_k, rows, positions, place)
-            for layer, place, times in routed_places(self, overlap)
+            times * layer.expert_bytes * overlap.touched(layer.experts, layer.top_k, rows, positions, index)
+            for layer, index, times in routed_places(self, overlap)
         )
 
 
 def routed_places(model: ModelCost, overlap: Overlap) -> Iterator[tuple[LayerCost, int, int]]:
-    """Routed layers, the number among them in the order of ``model.layers``, and how many are alike."""
-    place = 0
+    """Yields routed layers, their index among these in the order of ``model.layers``, and how many are alike."""
+    index = 0
     for layer in model.layers:
         count = layer.count if layer.experts else 0
         yield from (
-            ((layer, place + i, 1) for i in range(count)) if overlap.by_layer else [(layer, place, count)] * bool(count)
+            ((layer, index + i, 1) for i in range(count)) if overlap.by_layer else [(layer, index, count)] * bool(count)
         )
-        place += count
+        index += count
 
 
 def byte_ratio(model: ModelCost, rows: int, length: int, overlap: Overlap | None = None) -> float:
-    """Weight bytes of verifying K drafts over those of a plain step, what a kernel at the memory's speed would cost."""
+    """Computes weight bytes of verifying K drafts over those of a plain step: the cost at the memory's speed."""
     return model.weight_bytes(rows, length + 1, overlap) / model.weight_bytes(rows, 1, overlap)
 
 
@@ -176,7 +209,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many devices share each axis; the axes of ``jaxspec/sharding``."""
+    """Devices along each axis of ``jaxspec/sharding``."""
 
     data: int = 1
     expert: int = 1
@@ -192,7 +225,7 @@ class Mesh:
         return self.data * self.expert * self.tensor
 
     def check(self, model: ModelCost) -> None:
-        """Refuses axes that do not divide the model.
+        """Checks that the axes divide the model.
 
         Raises:
           ConfigError: says which, and what divides.
@@ -209,7 +242,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Work:
+class PassWork:
     """Bytes that must move and products that must be computed at the same time, the same ``count`` times over.
 
     Attributes:
@@ -225,7 +258,7 @@ class Work:
 
 
 def busiest_share(touched: float, experts: int, ranks: int) -> float:
-    """Expected touched experts on the rank that has most of them, if they fall on ranks at random.
+    """Computes the expected touched experts on the rank that has most of them, if they fall on ranks at random.
 
     The mean plus sqrt(2 ln ranks) standard deviations of a hypergeometric draw, within what is possible.
     """
@@ -245,8 +278,8 @@ def works(
     mesh: Mesh | None = None,
     overlap: Overlap | None = None,
     head_positions: int | None = None,
-) -> list[Work]:
-    """What one pass over ``positions`` positions of each row moves and computes, on the slowest device.
+) -> list[PassWork]:
+    """Returns what one pass over ``positions`` positions of each row moves and computes, on the slowest device.
 
     Args:
       model: what is read and computed.
@@ -265,20 +298,20 @@ def works(
     overlap = AssumedOverlap(1.0) if overlap is None else overlap
     heads = positions if head_positions is None else head_positions
     local, group, tensor = math.ceil(rows / (mesh.data * mesh.expert)), math.ceil(rows / mesh.data), mesh.tensor
-    found = []
+    parts = []
     for layer in model.layers:
         products = local * positions * layer.dense_flops
-        found.append(Work("dense", layer.count, layer.dense_bytes / tensor, products / tensor))
+        parts.append(PassWork("dense", layer.count, layer.dense_bytes / tensor, products / tensor))
         for c in layer.caches:
             read = local * c.entry_bytes * c.entries(positions, context) / min(c.heads, tensor)
-            found.append(Work("kv", layer.count, read, local * c.flops(positions, context) / tensor))
-    for layer, place, times in routed_places(model, overlap):
-        touched = overlap.touched(layer.experts, layer.top_k, group, positions, place)
+            parts.append(PassWork("kv", layer.count, read, local * c.flops(positions, context) / tensor))
+    for layer, index, times in routed_places(model, overlap):
+        touched = overlap.touched(layer.experts, layer.top_k, group, positions, index)
         busiest = busiest_share(touched, layer.experts, mesh.expert) / tensor
         products = layer.top_k * group * positions * layer.expert_flops * busiest / touched
-        found.append(Work("experts", times, layer.expert_bytes * busiest, products))
+        parts.append(PassWork("experts", times, layer.expert_bytes * busiest, products))
     if heads:
-        found.append(Work("head", 1, model.head_bytes / tensor, local * heads * model.head_flops / tensor))
+        parts.append(PassWork("head", 1, model.head_bytes / tensor, local * heads * model.head_flops / tensor))
         logits = local * heads * 4.0 * model.vocab_size / tensor
-        found.append(Work("sampling", 1, SAMPLING_PASSES * logits, 0.0))
-    return found
+        parts.append(PassWork("sampling", 1, SAMPLING_PASSES * logits, 0.0))
+    return parts

@@ -1,4 +1,4 @@
-"""Which devices hold which experts: slots that share the measured load out evenly, with replicas of what is heavy."""
+"""Placement of experts on devices: slots that share the measured load evenly, with replicas of heavy experts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from jaxspec.errors import ConfigError
+from jaxspec.perf.record_file import load_record
 from jaxspec.whole_file import write_whole
 
 VERSION = 1
@@ -29,7 +30,7 @@ class LayerSlots(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``jaxspec inspect --balance --output`` writes, and ``LLM(expert_placement=...)`` loads.
+    """The record that ``jaxspec inspect --balance --output`` writes and ``LLM(expert_placement=...)`` loads.
 
     Attributes:
       version: of this layout.
@@ -59,36 +60,29 @@ def load_placement(file: Path) -> Placement:
     Raises:
       ConfigError: the file is missing, of another version, or names slots that leave out an expert or do not divide.
     """
-    again = "run jaxspec inspect --balance --output to make one"
-    try:
-        data = file.read_bytes()
-        version = msgspec.json.decode(data, type=dict).get("version")
-        if version != VERSION:
-            raise ConfigError(f"{file}: placement of version {version!r}, this program reads {VERSION}; {again}")
-        found = msgspec.json.decode(data, type=Placement)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{file}: not a placement of experts ({error}); {again}") from None
-    for layer in found.layers:
-        wanted = set(range(len(layer.slots) - found.redundant))
-        if found.devices < 1 or len(layer.slots) % found.devices or set(layer.slots) - {EMPTY} != wanted:
+    remedy = "run jaxspec inspect --balance --output to make one"
+    placement = load_record(file, Placement, "placement", VERSION, remedy)
+    for layer in placement.layers:
+        wanted = set(range(len(layer.slots) - placement.redundant))
+        if placement.devices < 1 or len(layer.slots) % placement.devices or set(layer.slots) - {EMPTY} != wanted:
             raise ConfigError(
-                f"{file}: layer {layer.layer} has {len(layer.slots)} slots for {found.devices} devices; they must be a "
-                f"multiple and hold each of the experts 0 to {len(wanted) - 1}; {again}"
+                f"{file}: layer {layer.layer} has {len(layer.slots)} slots for {placement.devices} devices; they must "
+                f"be a multiple and hold each of the experts 0 to {len(wanted) - 1}; {remedy}"
             )
-    return found
+    return placement
 
 
 def slots_by_expert(slots: Sequence[int], experts: int) -> list[list[int]]:
-    """The slots of each of E experts, ascending."""
-    found: list[list[int]] = [[] for _ in range(experts)]
+    """Returns the slots of each of E experts, ascending."""
+    slots_E: list[list[int]] = [[] for _ in range(experts)]
     for slot, expert in enumerate(slots):
         if expert != EMPTY:
-            found[expert].append(slot)
-    return found
+            slots_E[expert].append(slot)
+    return slots_E
 
 
 def slots_of(expert: np.ndarray, turn: np.ndarray, slots: Sequence[int]) -> np.ndarray:
-    """The slot that computes each choice: of r slots of an expert the one in place ``turn % r``.
+    """Returns the slot that computes each choice: of an expert's r slots number ``turn % r``.
 
     Args:
       expert: choices of any shape.
@@ -102,7 +96,7 @@ def slots_of(expert: np.ndarray, turn: np.ndarray, slots: Sequence[int]) -> np.n
 
 
 def device_load(load_E: np.ndarray, slots: Sequence[int], devices: int) -> np.ndarray:
-    """Expected load of each device, where an expert's slots share its load evenly."""
+    """Computes the expected load of each device, where an expert's slots share its load evenly."""
     slot_S = np.asarray(slots)
     held_S = slot_S != EMPTY
     replicas_E = np.bincount(slot_S[held_S], minlength=len(load_E))
@@ -111,7 +105,7 @@ def device_load(load_E: np.ndarray, slots: Sequence[int], devices: int) -> np.nd
 
 
 def imbalance(load: np.ndarray) -> np.ndarray:
-    """Greatest load over the mean one along the last axis, 1 where all are equal or there is none.
+    """Computes the greatest load over the mean one along the last axis, 1 if all are equal or there is none.
 
     A layer lasts as long as its slowest device, so this is what uneven experts multiply its time by.
     """
@@ -120,7 +114,7 @@ def imbalance(load: np.ndarray) -> np.ndarray:
 
 
 def contiguous(experts: int, devices: int, redundant: int = 0) -> Slots:
-    """Experts in their order, without replicas; slots that are left over are empty.
+    """Places experts in their order, without replicas; slots that are left over are empty.
 
     Raises:
       ConfigError: the slots do not divide.
@@ -131,7 +125,7 @@ def contiguous(experts: int, devices: int, redundant: int = 0) -> Slots:
 
 
 def balanced(load_E: Sequence[float], devices: int, redundant: int = 0) -> Slots:
-    """Slots of one layer whose heaviest device has little load, never more than with the contiguous placement.
+    """Places one layer's experts with little load on the heaviest device, never more than the contiguous placement has.
 
     For every number of replicas that there is room for: the experts that are heaviest per replica get another one, as
     DeepSeek's EPLB does (github.com/deepseek-ai/EPLB; DeepSeek-V3, 2412.19437, section 3.4); the replicas go to
@@ -157,8 +151,8 @@ def balanced(load_E: Sequence[float], devices: int, redundant: int = 0) -> Slots
             if wanted.max() <= 0:
                 break
             replicas_E[int(np.argmax(wanted))] += 1
-        found = _swapped(load / replicas_E, _packed(load / replicas_E, replicas_E, devices, each))
-        slots = tuple(e for row in found for e in sorted(row, key=lambda e: (e == EMPTY, e)))
+        rows = _swapped(load / replicas_E, _packed(load / replicas_E, replicas_E, devices, each))
+        slots = tuple(e for row in rows for e in sorted(row, key=lambda e: (e == EMPTY, e)))
         heaviest = device_load(load, slots, devices).max()
         if heaviest < lightest * (1 - 1e-9):
             best, lightest = slots, heaviest
@@ -175,7 +169,7 @@ def _slots_each(experts: int, devices: int, redundant: int) -> int:
 
 
 def _packed(share_E: np.ndarray, replicas_E: np.ndarray, devices: int, each: int) -> list[list[int]]:
-    """Experts of each device, filled up with empty slots."""
+    """Returns the experts of each device, filled up with empty slots."""
     rows: list[list[int]] = [[] for _ in range(devices)]
     load = np.zeros(devices)
     for expert in np.argsort(-share_E, kind="stable").tolist():

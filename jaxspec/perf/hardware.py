@@ -1,4 +1,4 @@
-"""What a machine moves and computes: records of devices with their sources, and how much of it is achieved."""
+"""Records of devices with their sources, and assumptions on how much of their peaks is achieved."""
 
 import math
 import re
@@ -12,10 +12,15 @@ from jaxspec.perf.cost import SHARPNESS, Rates
 
 COUNTED = re.compile(r"(.+?)(?:x(\d+))?")
 SCENARIOS = ("low", "likely", "high")
+# A laptop's CPU, by orders of magnitude. Of several virtual devices on one CPU, what they send is copied in its memory.
+CPU_RATES = Rates(
+    layer_s=50e-6, byte_s=1 / 10e9, flop_s=1 / 50e9, expert_byte_s=1 / 10e9, expert_flop_s=1 / 50e9,
+    kv_byte_s=1 / 10e9, link_byte_s=1 / 5e9, link_s=20e-6,
+)  # fmt: skip
 
 
 class Assumed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What no data sheet says; each a low, a likely and a high value.
+    """Assumptions that no data sheet states; each a low, a likely and a high value.
 
     Attributes:
       bandwidth, expert_bandwidth: shares of the memory's bandwidth that dense weights and routed experts reach.
@@ -23,7 +28,7 @@ class Assumed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       link: share of the links' bandwidth.
       launch_us: from one program to the next on the device.
       launches_per_layer: programs per layer.
-      step_us: of a step besides.
+      step_us: of a step, whatever it does.
       link_us, network_us: from sending to receiving, within a node and beyond it.
       usable_memory: share of the memory that weights, caches and buffers may take.
       source: where the ranges come from.
@@ -78,13 +83,8 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Capacity."""
         return self.memory_gb * 1e9
 
-    @property
-    def ridge_flops_per_byte(self) -> float:
-        """Products per byte at which bfloat16 compute and memory take equally long."""
-        return self.bf16_tflops * 1e12 / (self.memory_gb_per_s * 1e9)
-
     def rates(self, bandwidth: str = "likely", overhead: str = "likely") -> Rates:
-        """Seconds per unit; routed experts and dense products are bfloat16, into which quantised weights are widened.
+        """Computes seconds per unit of work; products are bfloat16, to which quantized weights are widened.
 
         Args:
           bandwidth: ``low``, ``likely`` or ``high`` shares of what the device could.
@@ -119,16 +119,16 @@ def parse_hardware(text: str, name: str) -> Hardware:
       ConfigError: keys are missing or unknown, numbers are not positive, or a number has no source.
     """
     try:
-        found = msgspec.convert(tomllib.loads(text), Hardware)
+        hardware = msgspec.convert(tomllib.loads(text), Hardware)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"hardware {name}: {error}; configs/hardware/h200.toml is an example") from None
-    numbers = [f for f in found.__struct_fields__ if f not in ("name", "sources", "assumed")]
-    unsourced = sorted(set(numbers) ^ set(found.sources))
+    numbers = [f for f in hardware.__struct_fields__ if f not in ("name", "sources", "assumed")]
+    unsourced = sorted(set(numbers) ^ set(hardware.sources))
     if unsourced:
         raise ConfigError(f"hardware {name}: every number needs a source and nothing else has one, see {unsourced}")
     zero = ("fp8_tflops", "fp4_tflops", "nvlink_gb_per_s", "network_gb_per_s")
-    bad = [f for f in numbers if not (getattr(found, f) > 0 or (f in zero and getattr(found, f) == 0))]
-    a = found.assumed
+    bad = [f for f in numbers if not (getattr(hardware, f) > 0 or (f in zero and getattr(hardware, f) == 0))]
+    a = hardware.assumed
     for field in ("bandwidth", "expert_bandwidth", "compute", "link", "launch_us", "step_us", "link_us", "network_us"):
         low, likely, high = getattr(a, field)
         if not 0 < low <= likely <= high or (
@@ -139,11 +139,11 @@ def parse_hardware(text: str, name: str) -> Hardware:
         bad.append("assumed.usable_memory or launches_per_layer")
     if bad:
         raise ConfigError(f"hardware {name}: numbers must be positive, rise, and shares be at most 1: {bad}")
-    return found
+    return hardware
 
 
 def load_hardware(wanted: str, directory: Path) -> tuple[Hardware, int]:
-    """A record and how many devices, from ``h200``, ``h200x8`` or the path of a record of one's own.
+    """Loads a record and the number of devices, from ``h200``, ``h200x8`` or the path of a record of one's own.
 
     Raises:
       ConfigError: there is no such record (the known ones are listed), or it is wrong.
@@ -154,12 +154,12 @@ def load_hardware(wanted: str, directory: Path) -> tuple[Hardware, int]:
     file = Path(name) if name.endswith(".toml") else known.get(name.lower())
     if file is None or not file.is_file() or count < 1:
         raise ConfigError(
-            f"hardware {wanted!r} is not known; known are {', '.join(known)}, with a count behind an x (h200x8), or a "
+            f"hardware {wanted!r} is not known; known are {', '.join(known)}, with a count after an x (h200x8), or a "
             ".toml file like them"
         )
     return parse_hardware(file.read_text(encoding="utf-8"), name), count
 
 
 def known_hardware(directory: Path) -> dict[str, Path]:
-    """Records by name."""
+    """Returns the files of known records by name."""
     return {file.stem: file for file in sorted(directory.glob("*.toml"), key=lambda file: file.stem)}

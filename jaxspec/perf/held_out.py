@@ -1,4 +1,4 @@
-"""How well a calibration predicts cells that it was not fitted to, and whether speculation pays there."""
+"""Accuracy of a calibration on cells that it was not fitted to: their times, and whether speculation pays there."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxspec.errors import ConfigError
-from jaxspec.perf.calibration import Calibration, Point, Predictor
+from jaxspec.perf.calibration import Calibration, MeasuredCell, Predictor
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.moesd import acceptance_length
 
@@ -17,7 +17,7 @@ Time = Callable[[int, int, int], float]
 
 @dataclass(frozen=True)
 class Judged:
-    """One way of predicting, held against what was measured.
+    """The errors of one way of predicting.
 
     Attributes:
       verify_error: mean absolute relative error of a pass of the target, drafting left out.
@@ -76,8 +76,8 @@ def judge(calibration: Calibration, model: ModelCost) -> HeldOut:
         errors = [abs(verify_s(p.rows, p.length, p.context) / p.verify_s - 1) for p in calibration.held_out]
         ratios = np.asarray([_ratio(p, verify_s, full.draft_s) for p in drafted])
         measured = np.asarray([p.step_s / plain[p.rows].step_s for p in drafted])
-        told = np.asarray([[_tau(p, a) for a in ACCEPTANCES] for p in drafted]) / ratios[:, None]
-        right = (told > 1) == (gains > 1)
+        predicted = np.asarray([[_tau(p, a) for a in ACCEPTANCES] for p in drafted]) / ratios[:, None]
+        right = (predicted > 1) == (gains > 1)
         return Judged(
             float(np.mean(errors)),
             max(errors),
@@ -97,11 +97,11 @@ def judge(calibration: Calibration, model: ModelCost) -> HeldOut:
     )
 
 
-def _tau(point: Point, acceptance: float) -> float:
+def _tau(point: MeasuredCell, acceptance: float) -> float:
     return acceptance_length(acceptance=acceptance, length=point.length)
 
 
-def _ratio(point: Point, verify_s: Time, draft_s: Time) -> float:
+def _ratio(point: MeasuredCell, verify_s: Time, draft_s: Time) -> float:
     """Predicted time of a step over that of a plain one."""
     rows, length, context = point.rows, point.length, point.context
     plain_s = verify_s(rows, 0, context)

@@ -1,4 +1,4 @@
-"""Machines that times are predicted for: from a data sheet and assumptions, or as they were calibrated."""
+"""Machines that predict times: by a data sheet and assumptions, or as calibrated."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,29 +8,29 @@ from typing import Protocol
 
 from jaxspec.perf.calibration import Predictor
 from jaxspec.perf.cost import Mesh, ModelCost, Rates
-from jaxspec.perf.draft import Branching, DraftCost, draft_time
+from jaxspec.perf.drafting import Branching, DraftCost, draft_time
 from jaxspec.perf.hardware import Hardware
 from jaxspec.perf.overlap import PUBLISHED_AT_4, AssumedOverlap, Overlap
-from jaxspec.perf.step_time import step_time
+from jaxspec.perf.pass_time import step_time
 
 
 class Machine(Protocol):
     """Predicts times of one model on one machine, in seconds."""
 
     def verify_s(self, rows: int, positions: int, context: int) -> float:
-        """One pass of the target with ``positions`` per row; 1 is a plain step."""
+        """Predicts one pass of the target with ``positions`` per row; 1 is a plain step."""
         ...
 
     def draft_s(self, draft: DraftCost, rows: int, branching: Branching, context: int) -> float:
-        """Drafting for one step."""
+        """Predicts drafting for one step."""
         ...
 
     def touched(self, rows: int, positions: int) -> float:
-        """Distinct experts of a routed layer, 0 for a dense model."""
+        """Predicts distinct experts of a routed layer, 0 for a dense model."""
         ...
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
-        """Reading one row's prompt in chunks, without logits."""
+        """Predicts reading one row's prompt in chunks, without logits."""
         ...
 
 
@@ -44,7 +44,6 @@ class AssumedMachine:
     overlap: Overlap = field(default_factory=AssumedOverlap)
 
     def verify_s(self, rows: int, positions: int, context: int) -> float:
-        """One pass of the target."""
         return step_time(
             self.model,
             self.rates,
@@ -56,19 +55,16 @@ class AssumedMachine:
         ).total_s
 
     def draft_s(self, draft: DraftCost, rows: int, branching: Branching, context: int) -> float:
-        """Drafting for one step."""
         return draft_time(
             draft, self.rates, rows=rows, branching=branching, context=context, mesh=self.mesh, overlap=self.overlap
         )
 
     def touched(self, rows: int, positions: int) -> float:
-        """Distinct experts of a routed layer, of all devices together."""
         layer = self.model.routed
         group = math.ceil(rows / self.mesh.data)
         return 0.0 if layer is None else self.overlap.touched(layer.experts, layer.top_k, group, positions)
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
-        """Reading one row's prompt in chunks, without logits."""
         firsts = range(0, tokens, chunk)
         return sum(
             step_time(
@@ -88,16 +84,15 @@ class CalibratedMachine:
 
     @cached_property
     def _formula(self) -> AssumedMachine:
-        overlap = self.predictor.calibration.measured_overlap or AssumedOverlap()
+        overlap = self.predictor.calibration.overlap or AssumedOverlap()
         return AssumedMachine(self.predictor.model, self.predictor.rates, overlap=overlap)
 
     def verify_s(self, rows: int, positions: int, context: int) -> float:
-        """One pass of the target."""
-        found = self.predictor.verify_s(rows, positions - 1, context)
-        return found * (1 + self.error) if positions > 1 else found
+        time_s = self.predictor.verify_s(rows, positions - 1, context)
+        return time_s * (1 + self.error) if positions > 1 else time_s
 
     def draft_s(self, draft: DraftCost, rows: int, branching: Branching, context: int) -> float:
-        """Drafting for one step, by the table where this drafter was measured as a chain."""
+        # The table holds for the drafter that was measured, as a chain.
         measured = self.predictor.calibration.settings.get("drafter")
         chain = all(width == 1 for width in branching)
         if draft.kind == measured and chain and any(p.length for p in self.predictor.calibration.points):
@@ -105,34 +100,26 @@ class CalibratedMachine:
         return self._formula.draft_s(draft, rows, branching, context)
 
     def touched(self, rows: int, positions: int) -> float:
-        """Distinct experts of a routed layer."""
         return self._formula.touched(rows, positions)
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
-        """Reading one row's prompt in chunks, without logits; by the formula, for prompts were not measured."""
+        # Prompts are not measured.
         return self._formula.prefill_s(tokens, chunk)
 
 
 def assumed_machines(
     model: ModelCost, hardware: Hardware, mesh: Mesh, overlap: Overlap | None = None
 ) -> tuple[Machine, ...]:
-    """The likely machine first, then every combination of low and high assumptions.
-
-    Args:
-      model: what runs.
-      hardware: each device.
-      mesh: of them.
-      overlap: where it is known; by default the published range is assumed.
-    """
+    """Returns the likely machine first, then every combination of low and high assumptions."""
     overlaps = [overlap] * 3 if overlap else [AssumedOverlap(x) for x in PUBLISHED_AT_4]
-    found = [AssumedMachine(model, hardware.rates(), mesh, overlaps[1])]
+    machines = [AssumedMachine(model, hardware.rates(), mesh, overlaps[1])]
     for speed, slow, o in product(("low", "high"), ("low", "high"), (overlaps[0], overlaps[2])):
-        found.append(AssumedMachine(model, hardware.rates(speed, slow), mesh, o))
-    return tuple(found)
+        machines.append(AssumedMachine(model, hardware.rates(speed, slow), mesh, o))
+    return tuple(machines)
 
 
 def calibrated_machines(predictor: Predictor) -> tuple[Machine, ...]:
-    """The calibrated machine, and the same with twice the formula's held-out error either way."""
+    """Returns the calibrated machine, and the same with twice the formula's held-out error either way."""
     fit = predictor.calibration.fit
     error = 2 * max(fit.held_out_error or fit.error, predictor.calibration.noise_floor)
     return (
@@ -143,7 +130,7 @@ def calibrated_machines(predictor: Predictor) -> tuple[Machine, ...]:
 
 
 def default_mesh(model: ModelCost, devices: int) -> Mesh:
-    """Experts spread over as many devices as divide them; a dense model's matrices likewise."""
+    """Spreads experts over as many devices as divide them; a dense model's matrices likewise."""
     ways = [n for n in range(devices, 0, -1) if devices % n == 0]
     if model.routed is not None:
         best = next(n for n in ways if all(x.experts % n == 0 for x in model.layers if x.experts))

@@ -1,4 +1,4 @@
-"""MoESD's arithmetic (Huang 2025, 2505.19645): experts that tokens touch, and what a speed-up is made of."""
+"""MoESD's arithmetic (Huang 2025, 2505.19645): experts that tokens touch, and the factors of a speed-up."""
 
 import math
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ def _check_share(name: str, value: float) -> None:
 
 
 def expected_experts(*, num_experts: int, top_k: int, tokens: float) -> float:
-    """N(t): distinct experts that ``tokens`` tokens touch in a layer if routing is uniform and independent.
+    """Computes N(t): distinct experts that ``tokens`` tokens touch in a layer if routing is uniform and independent.
 
-    Real routing is correlated between neighbours, so this is an upper bound in practice. A dense layer is the case
+    Real routing is correlated between neighbors, so this is an upper bound in practice. A dense layer is the case
     of one expert.
     """
     return num_experts * (1 - (1 - _check(num_experts, top_k)) ** tokens)
 
 
 def saturation_tokens(*, num_experts: int, top_k: int, share: float = 0.95) -> int:
-    """T_thres: fewest tokens that touch this share of the experts; beyond it, more tokens load hardly more weights."""
+    """Computes T_thres: fewest tokens that touch this share of the experts; more tokens load hardly more weights."""
     ratio = _check(num_experts, top_k)
     if not 0 < share < 1:
         raise ConfigError(f"moesd: share must be between 0 and 1, got {share}")
@@ -40,47 +40,25 @@ def saturation_tokens(*, num_experts: int, top_k: int, share: float = 0.95) -> i
 
 
 def tokens_per_expert(*, num_experts: int, top_k: int, tokens: float) -> float:
-    """T_exp(t): tokens that an activated expert computes on average."""
+    """Computes T_exp(t): tokens that an activated expert computes on average."""
     return top_k * tokens / expected_experts(num_experts=num_experts, top_k=top_k, tokens=tokens)
 
 
 def acceptance_length(*, acceptance: float, length: int) -> float:
-    """Tokens committed per target pass, bonus included, if each draft is accepted independently (Leviathan 2023)."""
+    """Computes tokens committed per target pass, bonus included, if acceptances are independent (Leviathan 2023)."""
     _check_share("acceptance", acceptance)
     return length + 1.0 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
 
 
-def sigma(*, acceptance_length: float, length: int) -> float:
-    """MoESD's sigma: tokens committed over positions verified, K + 1 of them."""
-    if length < 0 or not 0 < acceptance_length <= length + 1:
-        raise ConfigError(f"moesd: {length} drafts commit from 0 to {length + 1} tokens, got {acceptance_length}")
-    return acceptance_length / (length + 1)
-
-
-def acceptance_rate(*, acceptance_length: float, length: int) -> float:
-    """Accepted over proposed drafts, as vLLM reports it; not the probability that one draft is accepted."""
-    if length < 1 or not 1 <= acceptance_length <= length + 1:
-        raise ConfigError(f"moesd: {length} drafts commit from 1 to {length + 1} tokens, got {acceptance_length}")
-    return (acceptance_length - 1) / length
-
-
-def acceptance_of(*, acceptance_length: float, length: int) -> float:
-    """The probability per draft that commits so many tokens: ``acceptance_length`` the other way round."""
-    acceptance_rate(acceptance_length=acceptance_length, length=length)
-    found = break_even_acceptance(cost=acceptance_length, length=length)
-    assert found is not None
-    return found
-
-
 def survival(conditional: Sequence[float]) -> list[float]:
-    """s_j, the chance that drafts 1 to j are all accepted, from the chance of each behind accepted ones."""
+    """Computes s_j, the chance that drafts 1 to j are all accepted, from the chance of each after accepted ones."""
     for value in conditional:
         _check_share("acceptance", value)
     return list(accumulate(conditional, mul))
 
 
 def survival_length(survives: Sequence[float]) -> float:
-    """Tokens committed per target pass, bonus included, by survival per position: 1 + sum of s_j.
+    """Computes tokens committed per target pass, bonus included, by survival per position: 1 + sum of s_j.
 
     Holds whatever the dependence between positions, which the closed form does not. Engines' acceptance rates per
     position are s_j.
@@ -96,14 +74,14 @@ def survival_length(survives: Sequence[float]) -> float:
 
 
 def target_efficiency(*, plain_time_s: float, verify_time_s: float) -> float:
-    """T_T(B, 1) / T_T(B, K + 1): 1 where verifying costs no more than a plain step, 1 / (K + 1) where it scales."""
+    """Computes T_T(B, 1) / T_T(B, K + 1): 1 if verifying costs no more than a plain step, 1 / (K + 1) if it scales."""
     if plain_time_s <= 0 or verify_time_s <= 0:
         raise ConfigError(f"moesd: times must be positive, got {plain_time_s} and {verify_time_s}")
     return plain_time_s / verify_time_s
 
 
 def speedup(*, acceptance_length: float, verify_ratio: float, draft_cost: float = 0.0, overhead: float = 0.0) -> float:
-    """Speculative over plain tokens per second.
+    """Computes speculative over plain tokens per second.
 
     Args:
       acceptance_length: tokens committed per target pass.
@@ -115,7 +93,7 @@ def speedup(*, acceptance_length: float, verify_ratio: float, draft_cost: float 
 
 
 def break_even_acceptance(*, cost: float, length: int) -> float | None:
-    """The acceptance per draft at which K drafts pay for themselves, None where none is enough.
+    """Computes the acceptance per draft at which K drafts pay for themselves, None if none is enough.
 
     Args:
       cost: a speculative step over a plain one, drafting and the rest included.
@@ -128,15 +106,3 @@ def break_even_acceptance(*, cost: float, length: int) -> float | None:
     if cost > length + 1:
         return None
     return cast(float, brentq(lambda a: acceptance_length(acceptance=a, length=length) - cost, 0.0, 1.0))
-
-
-def worth_one_more(*, survival: float, acceptance_length: float, cost: float, extra_cost: float) -> bool:
-    """The marginal rule: whether a further draft raises the speed-up, s / tau > d cost / cost.
-
-    Args:
-      survival: chance that all drafts up to the further one are accepted.
-      acceptance_length: tokens per pass without it.
-      cost: a step without it over a plain step.
-      extra_cost: what it adds to that.
-    """
-    return survival / acceptance_length > extra_cost / cost

@@ -1,4 +1,4 @@
-"""How many experts are really touched: measured overlap as a share of the count under independent routing."""
+"""Overlap of routing: experts really touched, as a share of the count under independent routing."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ PUBLISHED_AT_4 = (1.0, 0.82, 0.69)
 
 @dataclass(frozen=True)
 class AssumedOverlap:
-    """Overlap without a measurement, from one number: the share of N(4) that 4 neighbouring positions touch.
+    """Overlap without a measurement, from one number: the share of N(4) that 4 neighboring positions touch.
 
     The share of 2^n positions is that of 4 to the power n / 2, which fits what is published for one model at 4, 8 and
     16 positions (.72, .63, .55: .72, .61, .52). Rows of a batch are taken as independent of each other: T positions
@@ -34,7 +34,7 @@ class AssumedOverlap:
             raise ConfigError(f"overlap: four positions touch from 0.25 to 1 of the independent count, got {self.at_4}")
 
     def touched(self, num_experts: int, top_k: int, rows: int, positions: int, layer: int = 0) -> float:
-        """Distinct experts of a layer that ``positions`` neighbouring positions of each row touch."""
+        """Computes distinct experts of a layer that ``positions`` neighboring positions of each row touch."""
         sizes = {"num_experts": num_experts, "top_k": top_k}
         share = self.at_4 ** (math.log2(positions) / 2)
         one_row = max(expected_experts(**sizes, tokens=positions) * share, top_k)
@@ -67,7 +67,7 @@ class MeasuredOverlap:
             raise ConfigError("overlap: needs ascending rows and positions from 1, and a positive share for each layer")
 
     def touched(self, num_experts: int, top_k: int, rows: int, positions: int, layer: int = 0) -> float:
-        """Distinct experts of expert layer ``layer`` that are touched; the last layer stands for any behind it."""
+        """Computes distinct touched experts of expert layer ``layer``; the last layer stands for any after it."""
         table = np.asarray(self.share[min(layer, len(self.share) - 1)])
         by_rows = [np.interp(math.log(positions), np.log(self.positions), line) for line in table]
         share = float(np.interp(math.log(rows), np.log(self.rows), by_rows))
@@ -91,7 +91,7 @@ def measure_overlap(
       experts: ids [texts, tokens, A] of each expert layer, tokens in the order of the text.
       num_experts: E of each layer.
       rows: rows per step; each takes another text where there are enough.
-      positions: neighbouring tokens per row.
+      positions: neighboring tokens per row.
       seed: of the places that are sampled.
 
     Raises:
@@ -107,9 +107,9 @@ def measure_overlap(
             generator = np.random.default_rng((seed, r, p))
             places = [_windows(generator, texts, tokens, r, p) for _ in range(max(256 // r, 32))]
             for y, ids in enumerate(experts):
-                found = [np.unique(ids[text[:, None], at]).size for text, at in places]
+                counts = [np.unique(ids[text[:, None], at]).size for text, at in places]
                 most = expected_experts(num_experts=num_experts[y], top_k=ids.shape[2], tokens=r * p)
-                share[y, i, j] = np.mean(found) / most
+                share[y, i, j] = np.mean(counts) / most
     layers = tuple(tuple(tuple(float(x) for x in line) for line in table) for table in share)
     return MeasuredOverlap(rows, positions, layers)
 
@@ -117,7 +117,7 @@ def measure_overlap(
 def _windows(
     generator: np.random.Generator, texts: int, tokens: int, rows: int, positions: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A text for each row, and neighbouring places in it."""
+    """Draws a text for each row, and neighboring positions in it."""
     text = generator.permutation(np.arange(max(texts, rows)) % texts)[:rows]
     first = generator.integers(0, tokens - positions + 1, rows)
     return text, first[:, None] + np.arange(positions)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxspec.perf.cost import Mesh
 from jaxspec.perf.links import collectives
-from jaxspec.perf.plan import BatchPlan, Question, plan_batch
+from jaxspec.perf.planner import BatchPlan, Question, plan_batch
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,13 @@ class Scale:
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """Devices of the mesh."""
         return self.mesh.devices
 
 
 def scaling(questions: Sequence[Question], rows: int, node: int) -> tuple[Scale, ...]:
-    """Weak scaling: every device brings rows.
-
-    Args:
-      questions: the same but for mesh and machines, by number of devices.
-      rows: per device.
-      node: devices of a node.
-    """
-    found: list[Scale] = []
+    """Predicts weak scaling: every device brings rows."""
+    scales: list[Scale] = []
     first = None
     for question in questions:
         mesh = question.mesh
@@ -55,7 +49,7 @@ def scaling(questions: Sequence[Question], rows: int, node: int) -> tuple[Scale,
         near, far = (sum(c.count * getattr(c, part) for c in verify) for part in ("near_bytes", "far_bytes"))
         each = best.best.tok_per_s / mesh.devices
         first = each if first is None and best.memory.fits else first
-        found.append(
+        scales.append(
             Scale(
                 mesh=mesh,
                 batch=best,
@@ -67,4 +61,4 @@ def scaling(questions: Sequence[Question], rows: int, node: int) -> tuple[Scale,
                 efficiency=each / first if first and best.memory.fits else None,
             )
         )
-    return tuple(found)
+    return tuple(scales)

@@ -15,12 +15,10 @@ Words = tuple[tuple[int, ...], ...]
 
 
 def bad_word_ids(words: Sequence[str], text: Text | None) -> Words:
-    """Token sequences of bad words, as vLLM makes them.
+    """Tokenizes bad words as vLLM does.
 
-    Each word as it is, and after a space where that gives as many tokens of which the first is another.
-
-    Raises:
-      RequestError: there is no tokenizer, or they are too many or too long.
+    Each word as it is, and after a space where that gives as many tokens of which the first is another. Raises
+    RequestError if there is no tokenizer, or they are too many or too long.
     """
     if not words:
         return ()
@@ -51,18 +49,14 @@ def _ids(text: Text, word: str) -> tuple[int, ...]:
 
 
 def check_ids(params: SamplingParams, vocab: int) -> None:
-    """Refuses biased and allowed ids that are not in the vocabulary.
-
-    Raises:
-      RequestError: some are not.
-    """
+    """Refuses biased and allowed ids that are not in the vocabulary; raises RequestError."""
     for name in ("logit_bias", "allowed_token_ids"):
         if wrong := [i for i in getattr(params, name) or () if i >= vocab]:
             raise RequestError(f"{name}: token ids are from 0 to {vocab - 1}, got {wrong[:5]}")
 
 
 def bias_of(params: SamplingParams, words: Words, vocab: int) -> np.ndarray:
-    """What is added to the logits, float32 [V]: -inf for tokens that may never be sampled."""
+    """Returns what is added to the logits, float32 [V]: -inf for tokens that may never be sampled."""
     single = [ids[0] for ids in words if len(ids) == 1]
     allowed, bias = params.allowed_token_ids, params.logit_bias or {}
     bias_V = np.full(vocab, 0 if allowed is None else -np.inf, np.float32)
@@ -73,8 +67,8 @@ def bias_of(params: SamplingParams, words: Words, vocab: int) -> np.ndarray:
 
 
 def table_of(words: Words) -> np.ndarray:
-    """Bad words of several tokens, each from its last token backwards, int32 [W, L]; see ``Sampling``."""
+    """Returns bad words of several tokens, each from its last token backwards, int32 [W, L]; see ``Sampling``."""
     table_WL = np.full(BAD_WORDS, -1, np.int32)
-    for place, ids in enumerate(ids for ids in words if len(ids) > 1):
-        table_WL[place, : len(ids)] = ids[::-1]
+    for index, ids in enumerate(ids for ids in words if len(ids) > 1):
+        table_WL[index, : len(ids)] = ids[::-1]
     return table_WL

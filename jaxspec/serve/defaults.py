@@ -1,4 +1,4 @@
-"""What a published model says about generating with it: the ids that end its texts, and how to sample."""
+"""Defaults that a published model states: the ids that end its texts, and how to sample."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,26 +6,16 @@ from typing import Any
 from jaxspec.checkpoint.load.model import Model
 from jaxspec.errors import CapacityError, ConfigError, RequestError
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.rows import STOP_PLACES
+from jaxspec.serve.sample import STOP_PLACES
 
-SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+SAMPLING["max_new_tokens"] = "max_tokens"
 MOST_TOKENS = 2**31 - 1
 
 
 def end_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int]:
-    """Ids that end a text: those of ``generation_config.json``, of ``config.json`` and of its text model, together.
-
-    Raises:
-      ConfigError: a value is neither an id of the vocabulary, a list of ids nor null.
-    """
-    found: set[int] = set()
+    """Returns the ids that end a text: of ``generation_config.json``, ``config.json`` and its text model, together."""
+    end_ids: set[int] = set()
     inside = [value for name, value in config.items() if name == "text_config" and isinstance(value, Mapping)]
     sizes = [part["vocab_size"] for part in (*inside, config) if isinstance(part.get("vocab_size"), int)]
     vocab = sizes[0] if sizes else MOST_TOKENS
@@ -36,16 +26,12 @@ def end_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int
             raise ConfigError(f"config: eos_token_id must be an id, a list of ids or null, got {value!r}")
         if any(i >= vocab for i in ids):
             raise ConfigError(f"config: eos_token_id must be below the vocabulary's size of {vocab}, got {value!r}")
-        found |= set(ids)
-    return found
+        end_ids |= set(ids)
+    return end_ids
 
 
 def end_ids_of(model: Model) -> set[int]:
-    """``end_ids`` of a model.
-
-    Raises:
-      CapacityError: there are more than a row has places for.
-    """
+    """Returns ``end_ids`` of a model; raises CapacityError if there are more than a row can hold."""
     ids = end_ids(model.config, model.generation)
     if len(ids) > STOP_PLACES:
         raise CapacityError(f"config: {len(ids)} end-of-text ids, at most {STOP_PLACES} are supported")
@@ -53,12 +39,9 @@ def end_ids_of(model: Model) -> set[int]:
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> SamplingParams:
-    """The settings that ``generation_config.json`` recommends; ``do_sample: false`` is temperature 0.
+    """Returns the settings that ``generation_config.json`` recommends; ``do_sample: false`` is temperature 0.
 
-    Names that are not there, or null, keep their defaults, as in vLLM. A ``top_k`` of 0 or -1 is off.
-
-    Raises:
-      ConfigError: a value is out of range.
+    Missing or null names keep their defaults, as in vLLM. A ``top_k`` of 0 or -1 is off.
     """
     values = {ours: generation[name] for name, ours in SAMPLING.items() if generation.get(name) is not None}
     if generation.get("do_sample") is False:

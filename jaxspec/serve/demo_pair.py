@@ -1,4 +1,4 @@
-"""The packaged demo models and head: where they lie, and the one name that stands for them everywhere."""
+"""The packaged demo models and head, and ``demo``, the name that stands for them everywhere."""
 
 import os
 from collections.abc import Mapping
@@ -12,11 +12,7 @@ DEMO = "demo"
 
 
 def demo_model_dir(name: str) -> Path:
-    """Directory of the demo's ``target``, its ``draft`` model or its ``head``, a shared-expert one.
-
-    Raises:
-      ConfigError: there is no such model, or this installation came without it.
-    """
+    """Returns the directory of the demo's ``target``, ``draft`` model or shared-expert ``head``; raises ConfigError."""
     if name not in NAMES:
         raise ConfigError(f"demo model {name!r} is not known; known are {list(NAMES)}")
     directory = Path(__file__).resolve().parents[1] / "demo_model" / name
@@ -35,16 +31,16 @@ def resolve_model(
     part: str = "target",
     weights: bool = True,
 ) -> Path:
-    """The directory (or file) that a user means by the name of a model.
+    """Returns the directory (or file) that a user means by the name of a model.
 
-    What is there under that name wins; then ``demo`` is the packaged one; then it is an id on the hub.
+    A path that exists wins; then ``demo`` is the packaged model; then it is an id on the hub.
 
     Args:
       name: directory, a ``config.json``, ``demo``, or an id such as ``Qwen/Qwen3-30B-A3B``.
       revision: of a hub id; so are the others, see ``jaxspec.checkpoint.hub.resolve_model``.
       download_dir: cache of downloads.
       weights: whether they are needed, too.
-      part: what of the demo is meant, one of ``NAMES``.
+      part: of the demo, one of ``NAMES``.
 
     Raises:
       ConfigError: it is none of them, it cannot be downloaded, or this installation came without the demo.
@@ -58,17 +54,13 @@ def resolve_model(
     return hub.resolve_model(name, revision, download_dir, weights=weights)
 
 
-def part_of(method: str | None) -> str:
-    """What of the demo drafts by a method of ``speculative_config``: the draft model, or else the head."""
+def demo_part(method: str | None) -> str:
+    """Returns what of the demo drafts by a method of ``speculative_config``: the draft model, or else the head."""
     return "draft" if method in (None, "draft_model") else "head"
 
 
 def resolve_speculation(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """A ``speculative_config`` whose ``model`` is a directory where it was ``demo``; anything else as it is.
-
-    Raises:
-      ConfigError: the demo is meant, and this installation came without it.
-    """
+    """Returns a ``speculative_config`` whose ``model`` is a directory where it was ``demo``; anything else as it is."""
     if not isinstance(config, Mapping) or str(config.get("model")) != DEMO:
         return config
-    return {**config, "model": str(resolve_model(DEMO, part=part_of(config.get("method"))))}
+    return {**config, "model": str(resolve_model(DEMO, part=demo_part(config.get("method"))))}

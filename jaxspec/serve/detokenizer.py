@@ -1,4 +1,4 @@
-"""Ids to text, token by token: what can no longer change, and what still may."""
+"""Detokenizes ids one by one: text that can no longer change, and text that still may."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def starts(self, ids: Sequence[int]) -> list[int]:
-        """Places in ``settled + open`` at which the text of each of these ids will begin; right after ``begin``."""
+        """Returns where in ``settled + open`` the text of each of these ids will begin; right after ``begin``."""
 
 
 class ByteText(Detokenizer):
@@ -52,13 +52,11 @@ class ByteText(Detokenizer):
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Appends ids."""
         self.settled += self._utf8.decode(b"".join(map(self._bytes, ids)))
         pending = self._utf8.getstate()[0]
         self.open, self.incomplete = pending.decode(errors="replace"), bool(pending)
 
     def starts(self, ids: Sequence[int]) -> list[int]:
-        """Where the text of each of these ids will begin."""
         data, firsts = bytearray(self._utf8.getstate()[0]), []
         for i in ids:
             firsts.append(len(data))
@@ -67,12 +65,12 @@ class ByteText(Detokenizer):
         return [places[first] for first in firsts]
 
     def _bytes(self, token_id: int) -> bytes:
-        piece = self._vocabulary.piece(token_id, self._skip)
+        piece = self._vocabulary.piece(token_id, skip_special_tokens=self._skip)
         return piece if isinstance(piece, bytes) else b""
 
 
 class PieceText(Detokenizer):
-    """Tokens that are texts or single bytes: a run of bytes is open, for one that does not fit spoils it all."""
+    """Tokens that are texts or single bytes: a run of bytes is open, for one that does not fit spoils all of it."""
 
     def __init__(self, vocabulary: TokenBytes, skip: bool):
         super().__init__()
@@ -81,10 +79,9 @@ class PieceText(Detokenizer):
         self._drop, self._left = vocabulary.strip
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Appends ids."""
         parts = []
         for i in ids:
-            piece = self._vocabulary.piece(i, self._skip)
+            piece = self._vocabulary.piece(i, skip_special_tokens=self._skip)
             if isinstance(piece, int):
                 self._run.append(piece)
             elif isinstance(piece, str):
@@ -99,14 +96,13 @@ class PieceText(Detokenizer):
         self.incomplete = _is_incomplete(self._run)
 
     def _stripped(self, text: str) -> tuple[str, int]:
-        """A text without what is dropped at the start of the whole, and how much more may be dropped."""
+        """Drops what is dropped at the start of the whole; returns the rest, and how much more may be dropped."""
         left = self._left
         while left and text.startswith(self._drop):
             text, left = text[len(self._drop) :], left - 1
         return text, 0 if text else left
 
     def starts(self, ids: Sequence[int]) -> list[int]:
-        """Where the text of each of these ids will begin."""
         places, text, run, in_run = [0] * len(ids), "", bytearray(self._run), []
         begun = self._begun
 
@@ -120,7 +116,7 @@ class PieceText(Detokenizer):
             in_run.clear()
 
         for index, i in enumerate(ids):
-            piece = self._vocabulary.piece(i, self._skip)
+            piece = self._vocabulary.piece(i, skip_special_tokens=self._skip)
             if isinstance(piece, str):
                 close()
             in_run.append((index, len(run)))
@@ -132,7 +128,7 @@ class PieceText(Detokenizer):
             begun |= piece is not None
         close()
         dropped = len(text) - len(self._stripped(text)[0])
-        return [max(place - dropped, 0) for place in places]
+        return [max(start - dropped, 0) for start in places]
 
 
 class DecodedText(Detokenizer):
@@ -155,31 +151,29 @@ class DecodedText(Detokenizer):
         return self.open
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Appends ids."""
         whole = self.settled + self.open
         for i in ids:
             self._ids.append(i)
             whole = self._decode(self._ids)
             self._past.append(whole)
-        end = len(whole[: min((shared(past, whole) for past in self._past), default=0)].rstrip("\ufffd"))
+        end = len(whole[: min((common_prefix(past, whole) for past in self._past), default=0)].rstrip("\ufffd"))
         self.settled, self.open = whole[:end], whole[end:]
 
     def starts(self, ids: Sequence[int]) -> list[int]:
-        """Where the text of each of these ids will begin."""
         whole = self._decode([*self._ids, *ids])
-        return [shared(self._decode([*self._ids, *ids[:n]]), whole) for n in range(len(ids))]
+        return [common_prefix(self._decode([*self._ids, *ids[:n]]), whole) for n in range(len(ids))]
 
     def _decode(self, ids: Sequence[int]) -> str:
         try:
-            return self._text.decode(ids, self._skip)
+            return self._text.decode(ids, skip_special_tokens=self._skip)
         except Exception as error:
             raise RequestError(
                 f"text: the tokenizer cannot decode what was generated ({error}); without a tokenizer ids are served"
             ) from error
 
 
-def shared(a: str, b: str) -> int:
-    """How many characters two texts begin with in common."""
+def common_prefix(a: str, b: str) -> int:
+    """Counts the characters that two texts begin with in common."""
     if b.startswith(a):
         return len(a)
     same, most = 0, min(len(a), len(b))
@@ -207,12 +201,12 @@ def _is_incomplete(run: bytearray) -> bool:
 
 
 def _run_text(run: bytearray) -> str:
-    """Text of a run of byte tokens: all of it, or one U+FFFD for each if any does not fit."""
+    """Returns the text of a run of byte tokens: all of it, or one U+FFFD for each if any does not fit."""
     return run.decode() if _is_valid(run) else "\ufffd" * len(run)
 
 
 def _character_of_bytes(data: bytes) -> list[int]:
-    """Which character each byte belongs to when bytes are decoded with U+FFFD for what is not UTF-8; and the end."""
+    """Returns the character that each byte belongs to, with U+FFFD for what is not UTF-8; and the end."""
     utf8, count, places = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
     for byte in data:
         before = utf8.getstate()[0]
@@ -224,7 +218,7 @@ def _character_of_bytes(data: bytes) -> list[int]:
 
 
 def detokenizer(text: Text, skip_special_tokens: bool) -> Detokenizer:
-    """The detokenizer of a tokenizer's layout."""
+    """Returns the detokenizer of a tokenizer's layout."""
     kinds: dict[str, Any] = {"bytes": ByteText, "pieces": PieceText}
     vocabulary = text.token_bytes
     if vocabulary.layout in kinds:

@@ -1,21 +1,22 @@
-"""What callers in any thread ask of one engine, done on its worker: run, stream, submit, step, abort."""
+"""Calls from any thread on one engine, done on its worker: run, stream, submit, step, abort."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from jaxspec.serve.engine import Engine
-from jaxspec.serve.output_kinds import handed_out
-from jaxspec.serve.request import RequestOutput
-from jaxspec.serve.rows import Sample
+from jaxspec.serve.parameters import RequestOutputKind
+from jaxspec.serve.request import UNSEEN, CompletionOutput, RequestOutput
+from jaxspec.serve.sample import Sample
 from jaxspec.serve.worker import Job, Worker
 
 
 class Driver:
-    """Requests of all callers share the engine's batch; a step that one of them asks for moves those of all.
+    """Shares one engine among callers: a step that one of them asks for moves the requests of all.
 
     Where a caller is interrupted, its requests are aborted, and the interrupt goes on to it.
     """
@@ -31,12 +32,7 @@ class Driver:
         return self.worker.call(work)
 
     def run(self, requests: list[list[Sample]], look: Callable[[], None] | None = None) -> list[RequestOutput]:
-        """Runs requests to their ends.
-
-        Args:
-          requests: samples of each.
-          look: called now and then while they run.
-        """
+        """Runs requests to their ends; ``look`` is called now and then while they run."""
         return self._owning([s for samples in requests for s in samples], partial(self._run, requests), look)
 
     def stream(self, samples: list[Sample], steps: int) -> Iterator[RequestOutput]:
@@ -71,7 +67,7 @@ class Driver:
         self.worker.call(partial(self._abort, None if outputs is None else list(outputs)))
 
     def _owning(self, samples: list[Sample], work: Callable[[], Any], look: Callable[[], None] | None = None) -> Any:
-        """Runs work for requests that end with it, should it be interrupted."""
+        """Runs work for requests that are aborted if it is interrupted."""
         abort = Job(partial(self.engine.abort, samples))
         try:
             return self.worker.call(work, look)
@@ -81,7 +77,7 @@ class Driver:
             raise
 
     def _run(self, requests: list[list[Sample]]) -> Iterator[None]:
-        """Lets others have their turn after each step."""
+        """Runs requests, and lets other work have its turn after each step."""
         outputs = [samples[0].output for samples in requests]
         left = deque(outputs)
         try:
@@ -99,10 +95,10 @@ class Driver:
         return outputs
 
     def _step_until(self, output: RequestOutput, steps: int) -> tuple[bool, RequestOutput | None]:
-        """Runs steps for a request that goes on; returns whether it has ended, and what is handed out of it."""
+        """Runs steps for a request that goes on; returns whether it has ended, and what its caller has not seen."""
         if not output.finished:
             self._advance(steps)
-        return output.finished, handed_out(output)
+        return output.finished, unseen_output(output)
 
     def _submit(self, samples: list[Sample]) -> RequestOutput:
         self.engine.add(samples)
@@ -116,13 +112,13 @@ class Driver:
         for key, output in went.items():
             if output.finished:
                 self._submitted.pop(key, None)
-        news = [*self._unseen, *filter(None, map(handed_out, went.values()))]
+        news = [*self._unseen, *filter(None, map(unseen_output, went.values()))]
         self._unseen = []
         moved += {id(output): output for output in news}.values()
         return moved
 
     def _put_back(self, moved: list[RequestOutput]) -> None:
-        """The caller was interrupted before it saw them: they come once more."""
+        """Hands out outputs once more whose caller was interrupted before it saw them."""
         self._unseen = moved + self._unseen
 
     def _advance(self, steps: int | None) -> None:
@@ -137,9 +133,40 @@ class Driver:
 
     def _abort(self, outputs: list[RequestOutput] | None) -> None:
         gone = None if outputs is None else {id(output) for output in outputs}
-        held = [*self.engine.waiting, *filter(None, self.engine.rows)]
-        self.engine.abort([sample for sample in held if gone is None or id(sample.output) in gone])
+        samples = [*self.engine.waiting, *filter(None, self.engine.rows)]
+        self.engine.abort([sample for sample in samples if gone is None or id(sample.output) in gone])
         for key in list(self._submitted) if gone is None else gone:
             self._submitted.pop(key, None)
             self._moved.pop(key, None)
         self._unseen = [output for output in self._unseen if gone is not None and id(output) not in gone]
+
+
+def unseen_output(output: RequestOutput) -> RequestOutput | None:
+    """Returns the output itself, a copy with what was not handed out before, or None where there is nothing new.
+
+    A copy has the samples that have something new; the prompt's log-probabilities come with the first.
+    """
+    if output.kind is RequestOutputKind.CUMULATIVE:
+        return output
+    if output.kind is RequestOutputKind.FINAL_ONLY:
+        return output if output.finished else None
+    first = all(shown == UNSEEN for shown in output.shown)
+    news = [_news(completion, *output.shown[completion.index]) for completion in output.outputs]
+    if not any(news) and not output.finished:
+        return None
+    output.shown = [(len(c.text), len(c.token_ids), c.finish_reason is not None) for c in output.outputs]
+    return replace(
+        output, outputs=[c for c in news if c is not None], kind=RequestOutputKind.CUMULATIVE,
+        prompt_logprobs=output.prompt_logprobs if first else None,
+    )  # fmt: skip
+
+
+def _news(completion: CompletionOutput, characters: int, tokens: int, ended: bool) -> CompletionOutput | None:
+    """Returns what came after so many characters and tokens; None for nothing."""
+    c = completion
+    if len(c.token_ids) == tokens and (c.finish_reason is not None) == ended:
+        return None
+    return replace(
+        c, text=c.text[characters:], token_ids=c.token_ids[tokens:], drafted=c.drafted[tokens:],
+        logprobs=None if c.logprobs is None else c.logprobs[tokens:],
+    )  # fmt: skip

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxspec.checkpoint.files.fingerprint import fingerprint
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import CapacityError, ConfigError, JaxspecError, RequestError
-from jaxspec.serve.agreed import Follower, open_journal
 from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
 from jaxspec.serve.job_lines import Line, error_record, finished_record, read_line
 from jaxspec.serve.journal import STDOUT, Journal, files_of
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
+from jaxspec.serve.shared_journal import Follower, open_journal
 from jaxspec.sharding import hosts
 
 STDIN = "-"
@@ -39,7 +39,7 @@ BOUND = ("dtype", "max_model_len", "seed", "max_logprobs", "prefill_buckets", "k
 
 @dataclass
 class Progress:
-    """How far a job is.
+    """Progress of a job.
 
     Attributes:
       total: requests in the input.
@@ -77,12 +77,10 @@ def run_job(
 ) -> Progress:
     """Runs what is left of a job.
 
-    Requests that bring no seed derive one from the engine's seed and their line, so that a job that was
-    killed and started again writes what it would have written in one go. Lines that cannot run and requests
-    that fail become error records; the others go on.
-
-    Where several processes have met (``jaxspec.sharding.hosts``), all of them call this with the same arguments, and
-    process 0 writes.
+    Requests that bring no seed derive one from the engine's seed and their line: a job that was killed and started
+    again writes what it would have written in one go. Lines that cannot run and requests that fail become error
+    records; the others go on. Where several processes are connected (``jaxspec.sharding.hosts``), all of them call this
+    with the same arguments, and process 0 writes.
 
     Args:
       model: directory or hub id of the target.
@@ -106,10 +104,10 @@ def run_job(
         journal = job.journal
         progress = Progress(job.count, len(journal.done), len(journal.done), journal.failed)
         if progress.done < job.count:
-            with hosts.all_there():
+            with hosts.explain_lost_process():
                 llm = load(model, **engine)
                 defaults = SamplingParams.from_mapping(sampling, llm.default_sampling_params)
-                _Run(llm, journal, progress, watch).work(job.lines(defaults))
+                _JobRun(llm, journal, progress, watch).work(job.lines(defaults))
         return progress
 
 
@@ -127,7 +125,7 @@ class OpenJob:
     _file: BinaryIO
 
     def lines(self, defaults: SamplingParams) -> Iterator[Line]:
-        """The lines that have no record yet; names are unique over all lines."""
+        """Yields the lines that have no record yet; names are unique over all lines."""
         names: set[str | int] = set()
         for index, data in enumerate(self._file):
             if not data.strip():
@@ -159,7 +157,7 @@ def open_job(
     try:
         count, digest = _survey(file)
         identity = {"input": {"requests": count, "sha256": digest}, **_identity(model, engine, sampling)}
-        journal = open_journal(output, identity, _pace(engine), retry_failed)
+        journal = open_journal(output, identity, _program_identity(engine), retry_failed)
         try:
             yield OpenJob(count, journal, file)
         finally:
@@ -168,16 +166,16 @@ def open_job(
         file.close()
 
 
-class _Run:
+class _JobRun:
     """One run of a job over a loaded model.
 
-    A step that fails is not the end: what was in flight runs again, one request at a time, so that the one that makes
-    it fail becomes an error record. When several in a row fail alone, it is not the requests, and the job ends.
+    A step that fails is not the end: requests in flight run again, one at a time, and the one that makes it fail
+    becomes an error record. When several in a row fail alone, it is not the requests, and the job ends.
     """
 
     def __init__(self, llm: LLM, journal: Journal | Follower, progress: Progress, watch: Callable[[Progress], None]):
         self.llm, self.journal, self.progress, self.watch = llm, journal, progress, watch
-        self.flying: dict[str, Line] = {}
+        self.in_flight: dict[str, Line] = {}
         self.alone, self.isolated = deque[Line](), False
         self.failures = 0
         self.began, self.tokens_before = time.monotonic(), llm.engine.metrics.generated_tokens
@@ -188,15 +186,15 @@ class _Run:
         try:
             with _Signals() as signals:
                 taken = 0
-                while not (taken := hosts.most(signals.taken)):
+                while not (taken := hosts.max_over_processes(signals.taken)):
                     self._feed(lines, signals)
-                    if not self.flying:
+                    if not self.in_flight:
                         break
                     self._step()
                     self._report()
                 self.progress.stopped_by = taken if self.progress.done < self.progress.total else 0
         finally:
-            if self.flying:
+            if self.in_flight:
                 self.llm.abort()
 
     def _step(self) -> None:
@@ -204,22 +202,22 @@ class _Run:
             outputs = self.llm.step()
         except Exception as error:
             # Processes must go on alike, and only this one may have failed.
-            if isinstance(error, JaxspecError) or hosts.several():
+            if isinstance(error, JaxspecError) or hosts.is_multiprocess():
                 raise
             self._isolate(error)
             return
         name = self.llm.model.directory.resolve().name
         for output in outputs:
             if output.finished:
-                line = self.flying.pop(output.request_id)
+                line = self.in_flight.pop(output.request_id)
                 record = finished_record(line, output, name, self.llm.text)
                 self._write(line, record)
                 self.failures = 0
 
     def _isolate(self, error: Exception) -> None:
         """Sets what was in flight aside to run one by one; one that fails alone is the culprit."""
-        lines = list(self.flying.values())
-        self.flying.clear()
+        lines = list(self.in_flight.values())
+        self.in_flight.clear()
         self.llm.abort()
         if len(lines) > 1:
             self.alone.extendleft(reversed(lines))
@@ -230,10 +228,10 @@ class _Run:
         self._write(lines[0], error_record(lines[0], f"{type(error).__name__}: {error}", "generation_failed"))
 
     def _feed(self, lines: Iterator[Line], signals: _Signals) -> None:
-        samples = sum(line.params.n for line in self.flying.values())
+        samples = sum(line.params.n for line in self.in_flight.values())
         # Processes must feed alike, and learn of each other's signals between dispatches only.
-        while samples < AHEAD * self.llm.spec.rows and (hosts.several() or not signals.taken):
-            if self.isolated and self.flying:
+        while samples < AHEAD * self.llm.spec.rows and (hosts.is_multiprocess() or not signals.taken):
+            if self.isolated and self.in_flight:
                 return
             self.isolated = bool(self.alone)
             line = self.alone.popleft() if self.alone else next(lines, None)
@@ -254,7 +252,7 @@ class _Run:
         except Exception as error:
             self._write(line, error_record(line, f"{type(error).__name__}: {error}", "request_failed"))
         else:
-            self.flying[str(line.index)] = line
+            self.in_flight[str(line.index)] = line
             return line.params.n
         self._report()
         return 0
@@ -275,7 +273,7 @@ class _Run:
 
 
 class _Signals:
-    """Takes the first SIGINT or SIGTERM as a wish to stop after this dispatch; the second acts as ever."""
+    """Takes the first SIGINT or SIGTERM as a wish to stop after this dispatch; the second acts as usual."""
 
     def __init__(self):
         self.taken = 0
@@ -298,27 +296,23 @@ class _Signals:
 
 
 def _open_input(path: str, output: str) -> BinaryIO:
-    """The input as a file that can be read twice; what comes through a pipe is kept in a temporary file."""
+    """Opens the input as a file that can be read twice; a pipe is copied to a temporary file."""
     with ExitStack() as stack:
         try:
             source = sys.stdin.buffer if path == STDIN else stack.enter_context(open(path, "rb"))
-            regular = _keep_apart(source, output)
+            regular = _check_apart(source, output)
             if not regular or path == STDIN:
-                shutil.copyfileobj(source, kept := stack.enter_context(tempfile.TemporaryFile()))
-                kept.seek(0)
-                source = kept
+                shutil.copyfileobj(source, copied := stack.enter_context(tempfile.TemporaryFile()))
+                copied.seek(0)
+                source = copied
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a file of JSON lines") from error
         stack.pop_all()
         return source  # pyright: ignore[reportReturnType]
 
 
-def _keep_apart(source: BinaryIO, output: str) -> bool:
-    """Refuses an input that is one of the files that the job writes, by whatever name or link.
-
-    Returns:
-      Whether the input is a regular file, which alone can be written over.
-    """
+def _check_apart(source: BinaryIO, output: str) -> bool:
+    """Refuses an input that the job would write, by whatever name or link; returns whether it is a regular file."""
     try:
         status = os.fstat(source.fileno())
     except io.UnsupportedOperation:
@@ -332,7 +326,7 @@ def _keep_apart(source: BinaryIO, output: str) -> bool:
 
 
 def _survey(file: BinaryIO) -> tuple[int, str]:
-    """Number of requests and digest of the input."""
+    """Counts the requests of the input, and computes its digest."""
     digest, count = hashlib.sha256(), 0
     try:
         for data in file:
@@ -345,9 +339,9 @@ def _survey(file: BinaryIO) -> tuple[int, str]:
 
 
 def _identity(model: str | Path, engine: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """What the text of a job depends on, besides its input."""
+    """Returns what the text of a job depends on, besides its input."""
     chosen = {**(LLM.__init__.__kwdefaults__ or {}), **engine}
-    speculation = catalog.parse(chosen["speculative_config"])
+    speculation = methods.parse(chosen["speculative_config"])
     rule: Any = speculation.rule
     if rule != "match":
         rule = {"config": chosen["speculative_config"], "draft": _draft(speculation, engine)}
@@ -355,15 +349,15 @@ def _identity(model: str | Path, engine: Mapping[str, Any], sampling: Mapping[st
     return {"model": fingerprint(model), "engine": settings, "rule": rule, "sampling": dict(sampling)}
 
 
-def _draft(speculation: catalog.SpeculativeConfig, engine: Mapping[str, Any]) -> str:
-    """Tells apart what drafts."""
+def _draft(speculation: methods.SpeculativeConfig, engine: Mapping[str, Any]) -> str:
+    """Returns the fingerprint of what drafts."""
     name = speculation.model
     return fingerprint(name and resolve_model(name, speculation.revision, engine.get("download_dir")))
 
 
-def _pace(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """What the programs of a job and their order depend on; several processes must have the same."""
-    speculation = catalog.parse(engine.get("speculative_config"))
+def _program_identity(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a job's programs and their order depend on; several processes must have the same."""
+    speculation = methods.parse(engine.get("speculative_config"))
     others = {name: value for name, value in engine.items() if name != "speculative_config"}
-    said = {**(engine.get("speculative_config") or {}), "model": _draft(speculation, engine)}
-    return {"settings": others, "speculative_config": said}
+    stated = {**(engine.get("speculative_config") or {}), "model": _draft(speculation, engine)}
+    return {"settings": others, "speculative_config": stated}

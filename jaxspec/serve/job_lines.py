@@ -1,4 +1,4 @@
-"""One line of a batch job to a request, and what became of it to one record of the output."""
+"""Lines of a batch job to requests, and finished requests to records of the output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxspec.checkpoint.text.codec import Text
 from jaxspec.checkpoint.text.conversation import joined, messages_of
 from jaxspec.errors import RequestError
 from jaxspec.serve import openai
-from jaxspec.serve.openai_request import read_body, renamed, template_of
+from jaxspec.serve.openai_request import pop_template, read_body, rename_settings
 from jaxspec.serve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 PROMPTS = ("prompt", "messages", "prompt_token_ids")
@@ -26,12 +26,12 @@ class Line:
     """One line of the input.
 
     Attributes:
-      index: place in the file, from 0.
+      index: in the file, from 0.
       custom_id: the caller's name for it.
       batch: whether it has the form of OpenAI's Batch API.
       url: endpoint that a Batch line asks for.
-      prompt: what to continue, as ``LLM.submit`` takes it.
-      params: how.
+      prompt: text, messages or token ids, as ``LLM.submit`` takes them.
+      params: sampling parameters.
       echo: whether the answer repeats the text that it goes on with.
       error: why it cannot run, None if it can.
     """
@@ -47,7 +47,7 @@ class Line:
 
 
 def read_line(data: bytes, index: int, defaults: SamplingParams) -> Line:
-    """Reads one line; whatever is wrong with it stands in ``error``."""
+    """Reads one line; whatever is wrong with it is in ``error``."""
     line = Line(index)
     try:
         _fill(line, _object(data.strip().removeprefix(b"\xef\xbb\xbf")), defaults)
@@ -85,8 +85,8 @@ def _fill(line: Line, value: dict[str, Any], defaults: SamplingParams) -> None:
             raise RequestError(f"exactly one of {list(PROMPTS)} is needed, got {given or sorted(value)}")
         line.prompt = {given[0]: value[given[0]]}
         if given == ["messages"]:
-            line.prompt |= template_of(value)
-        settings = renamed({key: v for key, v in value.items() if key not in PROMPTS})
+            line.prompt |= pop_template(value)
+        settings = rename_settings({key: v for key, v in value.items() if key not in PROMPTS})
     if "messages" in line.prompt:
         messages_of(line.prompt["messages"])
     line.params = SamplingParams.from_mapping(settings, defaults)
@@ -128,7 +128,7 @@ def finished_record(line: Line, output: RequestOutput, model: str, text: Text | 
 
 
 def _failure(output: RequestOutput) -> str | None:
-    """Why a request has no answer, None if it has one.
+    """Returns why a request has no answer, None if it has one.
 
     Log-probabilities of tokens that cannot be sampled become vLLM's number for them: JSON has no infinity.
     """
@@ -150,8 +150,8 @@ def _batch_body(line: Line, output: RequestOutput, model: str, text: Text | None
     chat, of_prompt = line.url == openai.CHAT, _prompt_logprobs(output)
     echoed = _echoed(line, output, text) if line.echo else ""
     for choice in body["choices"]:
-        place, key = (choice["message"], "content") if chat else (choice, "text")
-        place[key] = echoed + place[key]
+        holder, key = (choice["message"], "content") if chat else (choice, "text")
+        holder[key] = echoed + holder[key]
         if of_prompt is not None and not chat:
             choice["prompt_logprobs"] = of_prompt
     if of_prompt is not None and chat:
@@ -160,7 +160,7 @@ def _batch_body(line: Line, output: RequestOutput, model: str, text: Text | None
 
 
 def _echoed(line: Line, output: RequestOutput, text: Text | None) -> str:
-    """The text that an answer goes on with: the prompt, or the assistant's last message."""
+    """Returns the text that an answer goes on with: the prompt, or the assistant's last message."""
     if "messages" in line.prompt:
         last = messages_of(line.prompt["messages"])[-1]
         return joined(last["content"]) if last["role"] == "assistant" else ""

@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
+from jaxspec.config import differences
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.serve.records import Records
+from jaxspec.whole_file import write_whole
 
 FORMAT = 1
 STDOUT = "-"
@@ -28,7 +30,7 @@ class Journal:
 
     Requests that failed can run again. Their new records are kept in ``<output>.retry`` until the job is closed, which
     puts each in the place of its error by writing the output anew and renaming it: at any moment the output has one
-    record per request, and a job that was killed puts what it had into place when it is opened next.
+    record per request, and a job that was killed does so when it is opened next.
 
     Args:
       path: output file, or ``-``.
@@ -60,12 +62,7 @@ class Journal:
             raise
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes one record, all of it or nothing.
-
-        Raises:
-          JaxspecError: the disk is full or the file cannot be written.
-          BrokenPipeError: the reader of a pipe went away.
-        """
+        """Writes one record, all of it or nothing; raises as ``Records.append`` does."""
         again = "; make room and run the same command again to go on" if self.resumable else ""
         file = self._again if self._again is not None and record["index"] in self._retried else self._main
         file.append(msgspec.json.encode(record) + b"\n", f"after {len(self.done)} complete records{again}")
@@ -73,10 +70,9 @@ class Journal:
         self.failed += record.get("error") is not None
 
     def close(self) -> None:
-        """Hands everything to the disk, new records of retried requests in their place, and gives the lock back.
+        """Hands everything to the disk, new records of retried requests in their place, and releases the lock.
 
-        Raises:
-          JaxspecError: the disk does not take it; the same command does it later.
+        Raises JaxspecError if the disk does not take it; the same command does it later.
         """
         try:
             if self.resumable:
@@ -117,26 +113,18 @@ class Journal:
             raise ConfigError(f"{self.path}: not empty, and not the output of a job; {advice}") from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self._sidecar}: not readable ({error}); {advice}") from error
-        was, now = _flat(begun), _flat(json.loads(json.dumps(identity)))
-        changed = [
-            f"{name} was {json.dumps(was.get(name))} and is {json.dumps(now.get(name))}"
-            for name in sorted(was | now)
-            if was.get(name) != now.get(name)
-        ]
-        if changed:
+        if changed := differences(begun, json.loads(json.dumps(identity)), json.dumps):
             advice = f"give what was given then to go on, {advice}"
             raise ConfigError(f"{self.path}: begun differently: {'; '.join(changed)}; {advice}")
 
     def _begin(self, identity: dict[str, Any]) -> None:
-        """Writes the identity over that of an earlier output by this name, which was removed; nothing else is."""
+        """Writes the identity, also over that of an earlier output of this name that was removed."""
         if self._sidecar.exists() and not _is_identity(self._sidecar):
             raise ConfigError(f"{self._sidecar}: is there and not of a job; remove it or choose another output")
-        part, again = Path(f"{self._sidecar}{PART}"), Path(f"{self.path}{AGAIN}")
+        again = Path(f"{self.path}{AGAIN}")
         try:
-            part.write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")
-            part.replace(self._sidecar)
+            write_whole(self._sidecar, json.dumps(identity, indent=2) + "\n")
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise ConfigError(f"{self._sidecar}: cannot be written ({error.strerror})") from error
         if again.exists():
             stale = Records.open(str(again))
@@ -187,7 +175,7 @@ class Journal:
         again.close()
 
     def _rewritten(self, name: str, again: Records, places: Mapping[int, tuple[int, int]]) -> Records:
-        """The output, locked, written anew with new records in the places of errors; unchanged if that fails."""
+        """Writes the output anew, locked, with new records in the places of errors; unchanged if that fails."""
         path = f"{name}{AGAIN}{PART}"
         advice = f"with the records of {self.path}{AGAIN}; make room and run the same command again"
         part = Records(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666))
@@ -209,8 +197,7 @@ class Journal:
 
 def files_of(path: str) -> list[str]:
     """Returns the names of all files that a journal may write."""
-    again = f"{os.path.realpath(path)}{AGAIN}{PART}"
-    return [path, f"{path}{SIDECAR}", f"{path}{SIDECAR}{PART}", f"{path}{AGAIN}", again]
+    return [path, f"{path}{SIDECAR}", f"{path}{AGAIN}", f"{os.path.realpath(path)}{AGAIN}{PART}"]
 
 
 def _is_identity(sidecar: Path) -> bool:
@@ -222,16 +209,9 @@ def _is_identity(sidecar: Path) -> bool:
 
 
 def _sync_folder(name: str) -> None:
-    """Makes a rename last."""
+    """Makes a rename durable."""
     fd = os.open(os.path.dirname(name), os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested mappings as one, names joined with dots."""
-    if not isinstance(value, Mapping):
-        return {name: value}
-    return {k: v for key, part in value.items() for k, v in _flat(part, f"{name}.{key}" if name else str(key)).items()}

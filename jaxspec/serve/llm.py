@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,25 +15,31 @@ from jaxspec.checkpoint.load.model import Model
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.checkpoint.text.conversation import conversations
 from jaxspec.decode.state import Target
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
-from jaxspec.serve.adaptive import control_of
-from jaxspec.serve.agreed import agreed
-from jaxspec.serve.arguments import check_kinds, check_model, fitted, keep_compiled, shown, spec_of, whole
-from jaxspec.serve.budget import budget_of
-from jaxspec.serve.control import Control
+from jaxspec.serve.arguments import (
+    as_int,
+    check_kinds,
+    check_model,
+    fit_to_model,
+    parse_sizes,
+    show_value,
+)
+from jaxspec.serve.compile_cache import use_compile_cache
+from jaxspec.serve.controls import budget_of, control_of, prior_of
 from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
-from jaxspec.serve.loading import load_draft, load_prior, load_target, tell_both
+from jaxspec.serve.loading import MeshRequest, load_draft, load_target, report_to_both
 from jaxspec.serve.metrics import Metric
+from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
+from jaxspec.serve.rank0 import decide_by_rank0
 from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
 from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
-from jaxspec.serve.waiting import MakeBar, watching
 from jaxspec.serve.worker import Worker
 from jaxspec.shapes import Params
 
@@ -57,7 +62,7 @@ class LLM:
         then hold here too.
       revision: branch, tag or commit of a hub id; by default the main branch.
       download_dir: cache of downloads from the hub, that of a draft model or head included; by default the hub's own.
-      speculative_config: vLLM's keys, see ``jaxspec.draft.catalog.parse``; None decodes plainly.
+      speculative_config: vLLM's keys, see ``jaxspec.draft.methods.parse``; None decodes plainly.
       dtype: ``bfloat16`` or ``float32`` weights and products; ``auto`` takes the checkpoint's, or bfloat16.
       max_model_len: longest text in tokens, prompt included; by default the model's, at most 8192.
       max_num_seqs: rows that are decoded together.
@@ -67,15 +72,15 @@ class LLM:
       prefill_buckets: prompt chunk sizes in tokens, ascending.
       kv_page_size: tokens per page of a pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: size of that pool; by default enough for all rows at full length.
-      quantization: ``auto`` keeps weights that were published quantised as they are, ``none`` widens them to
-        ``dtype``; ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain
+      quantization: ``auto`` keeps weights that were published quantized as they are, ``none`` widens them to
+        ``dtype``; ``fp8`` and ``int8`` quantize the matrices of attention and feed-forward layers of a plain
         checkpoint. None is ``auto``.
       kernels: ``auto`` computes experts, attention and small products with Pallas kernels on a GPU and with XLA on a
         CPU; ``triton``, ``interpret`` (the kernels as plain JAX, slow) and ``xla`` ask for one of them.
       mesh: devices along ``data`` (rows), ``expert`` (routed experts) and ``tensor`` (heads, hidden units, vocabulary);
         axes left out have one. None is one device. Greedy text is that of one device but for ties within the last
         bits of float32 sums, which devices add in another order.
-      expert_transport: how rows reach the devices that hold their experts, see ``Policy.transport``; ``auto`` takes
+      expert_transport: how rows reach the devices that hold their experts, see ``Compute.transport``; ``auto`` takes
         the cheapest by ``jaxspec.serve.transport``.
       expert_placement: file that ``jaxspec inspect --balance --output`` wrote: which devices along ``expert`` hold
         which experts, heavy ones maybe several times. By default equally many, in their order.
@@ -125,19 +130,19 @@ class LLM:
             texts={"dtype": dtype, "kernels": kernels, "expert_transport": expert_transport},
             files={"expert_placement": expert_placement}, calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
-        config, quantization = catalog.parse(speculative_config), "auto" if quantization is None else quantization
-        self.seed, spec = whole("seed", seed), spec_of(
+        config, quantization = methods.parse(speculative_config), "auto" if quantization is None else quantization
+        self.seed, spec = as_int("seed", seed), parse_sizes(
             config, max_model_len=max_model_len, max_num_seqs=max_num_seqs, steps_per_dispatch=steps_per_dispatch,
             max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
             num_kv_pages=num_kv_pages,
         )  # fmt: skip
-        keep_compiled(compile_cache)
+        use_compile_cache(compile_cache)
         self.model = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
-            kernels=kernels, quantization=quantization, mesh=mesh, transport=expert_transport,
-            placement=expert_placement, rows=spec.rows, on_load=tell_both(on_load, on_progress),
+            kernels=kernels, quantization=quantization, rows=spec.rows,
+            mesh=MeshRequest(mesh, expert_transport, expert_placement), on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
-        self.spec = spec = fitted(spec, max_model_len, self.model.net.arch)
+        self.spec = spec = fit_to_model(spec, max_model_len, self.model.net.arch)
         self.capacity, self.max_logprobs, self.text = spec.capacity, spec.logprobs, Text.load(self.model.directory)
         self.eos = end_ids_of(self.model)
         self.engine = self._engine(config, quantization, download_dir, on_progress)
@@ -147,7 +152,7 @@ class LLM:
 
     def _engine(
         self,
-        config: catalog.SpeculativeConfig,
+        config: methods.SpeculativeConfig,
         quantization: str,
         download_dir: str | Path | None,
         on_progress: OnProgress | None,
@@ -156,45 +161,24 @@ class LLM:
         if on_progress is not None and config.model is not None:
             on_progress("loading the drafter", 0, 0)
         draft = load_draft(config, self.model, quantization, download_dir)
-        drafter = catalog.build(config, (self.model.net, self.model.params), BLOCK, draft)
-        control = control_of(config.lengths, load_prior(config, self.model, quantization), config.from_tokens)
+        drafter = methods.build(config, (self.model.net, self.model.params), BLOCK, draft)
+        control = control_of(config.schedule, prior_of(config, self.model, quantization, self.spec.rows))
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
         target = Target(self.model.params, self.model.net, block)
-        budget = budget_of(config.cuts, self.model.net.arch)
-        return Engine(target, drafter, self.spec, self.eos, agreed(control), budget, on_progress)
-
-    def beside(self, control: Control) -> LLM:
-        """Another ``LLM`` over the same weights and programs, idle, with a KV cache of its own: nothing is compiled.
-
-        Args:
-          control: chooses among the arms of this one.
-
-        Raises:
-          ConfigError: it may choose others.
-        """
-        known = self.engine.programs.drafters
-        if missing := [arm.name for arm in control.arms if arm not in known]:
-            raise ConfigError(f"beside: arms {missing} are not compiled; there are {[arm.name for arm in known]}")
-        other = copy.copy(self)
-        other.engine, other.prompts = self.driver.call(partial(self.engine.beside, control)), self.prompts.beside()
-        other.driver = Driver(other.engine, self.driver.worker)
-        return other
+        budget = budget_of(config.pruning, self.model.net.arch)
+        return Engine(target, drafter, self.spec, self.eos, decide_by_rank0(control), budget, on_progress)
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's ``generation_config.json`` recommends."""
+        """The parameters that the model's ``generation_config.json`` recommends."""
         return self.prompts.defaults
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """``default_sampling_params`` under vLLM's name."""
+        """Returns ``default_sampling_params``, under vLLM's name."""
         return self.default_sampling_params
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer of the model directory, of transformers.
-
-        Raises:
-          ConfigError: the directory has none.
-        """
+        """Returns the tokenizer of the model directory, of transformers; raises ConfigError if it has none."""
         if self.text is None:
             raise ConfigError(f"get_tokenizer: {self.model.directory} has no tokenizer; put its files there")
         return self.text.tokenizer
@@ -227,7 +211,7 @@ class LLM:
         """
         refuse_with_request(lora_request=lora_request, priority=priority)
         requests = self.prompts.requests(prompts, sampling_params)
-        with watching([samples[0].output for samples in requests], use_tqdm) as look:
+        with show_progress([samples[0].output for samples in requests], use_tqdm) as look:
             return self.driver.run(requests, look)
 
     def chat(
@@ -260,7 +244,7 @@ class LLM:
           RequestError: a conversation or its settings are not acceptable; nothing has been generated then.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise RequestError(f"messages: a conversation or a list of them is needed, got {shown(messages)}")
+            raise RequestError(f"messages: a conversation or a list of them is needed, got {show_value(messages)}")
         options = {
             "chat_template": chat_template, "add_generation_prompt": add_generation_prompt, "tools": tools,
             "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
@@ -281,7 +265,7 @@ class LLM:
         Raises:
           RequestError: the request is not acceptable; at once, before the first output.
         """
-        steps = whole("steps", steps, 1, "stream", RequestError)
+        steps = as_int("steps", steps, 1, "stream", RequestError)
         return self.driver.stream(self.prompts.request(prompt, sampling_params), steps)
 
     def submit(
@@ -308,13 +292,13 @@ class LLM:
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Runs one dispatch, and returns the submitted requests that moved; ended ones are ``finished``.
 
-        Whatever other calls moved since the last ``step`` counts, so that each end is returned once. Of a request whose
+        Whatever other calls moved since the last ``step`` counts, so each end is returned once. Of a request whose
         ``output_kind`` is not CUMULATIVE it returns what is new, or the end.
 
         Args:
           steps: most verification steps, by default ``steps_per_dispatch``.
         """
-        return self.driver.step(None if steps is None else whole("steps", steps, 1, "step", RequestError))
+        return self.driver.step(None if steps is None else as_int("steps", steps, 1, "step", RequestError))
 
     def abort(self, outputs: RequestOutput | Iterable[RequestOutput] | None = None) -> None:
         """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them.
@@ -325,9 +309,9 @@ class LLM:
         self.driver.abort([outputs] if isinstance(outputs, RequestOutput) else outputs)
 
     def score(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Logprob | None]]:
-        """Log-probability and rank of each token of texts, given the tokens before it.
+        """Computes log-probability and rank of each token of texts, given the tokens before it.
 
-        Nothing is generated. Texts are read in the engine's chunks, so that no length compiles anything, and no logits
+        Nothing is generated. Texts are read in the engine's chunks: no length compiles anything, and no logits
         reach the host; the first call compiles one program per prefill bucket.
 
         Args:
@@ -347,7 +331,7 @@ class LLM:
         return [own_logprobs(output) for output in outputs]
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1.
+        """Computes teacher-forced logits of a text, float32 [T, V]; row t predicts token t + 1.
 
         For looking at a few texts: every power of two of their lengths compiles a program, and all logits come to the
         host. ``score`` and ``SamplingParams(prompt_logprobs=)`` are for many.
@@ -363,7 +347,7 @@ class LLM:
         return self.driver.call(lambda: np.asarray(run()))[0, : len(ids)]
 
     def update_draft(self, params: Params) -> None:
-        """Takes other parameters of the draft model or head, such as a running training's; nothing is compiled.
+        """Replaces the parameters of the draft model or head, by those of a running training say; compiles nothing.
 
         Requests go on in place: their text does not depend on what drafts.
 
@@ -373,8 +357,8 @@ class LLM:
         Raises:
           ConfigError: they do not fit, or the method of speculation has no parameters.
         """
-        self.driver.call(partial(self.engine.programs.renew, params))
+        self.driver.call(partial(self.engine.programs.update_params, params))
 
     def get_metrics(self) -> list[Metric]:
-        """Engine totals since the start, vLLM's names first."""
+        """Returns engine totals since the start, vLLM's names first."""
         return self.driver.call(self.engine.metrics.counters)

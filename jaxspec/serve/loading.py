@@ -1,31 +1,28 @@
-"""What an engine loads: the model that decides and what drafts for it, in the layout that devices and mesh want."""
+"""Loads what an engine needs, the target and what drafts for it, in the layout that devices and mesh want."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.files.fingerprint import digests
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import load_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, read_config
 from jaxspec.checkpoint.load.padding import check_vocabulary
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.heads import Head
 from jaxspec.models.mtp import Mtp
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.expert_transport import TRANSPORTS
 from jaxspec.nn.policy import Policy, policy_for
-from jaxspec.perf.calibration import load_calibration
 from jaxspec.perf.expert_placement import load_placement
-from jaxspec.perf.step_ratios import StepRatios, step_ratios
-from jaxspec.pytree import replace
-from jaxspec.serve.demo_pair import part_of, resolve_model
+from jaxspec.serve.demo_pair import demo_part, resolve_model
 from jaxspec.serve.transport import transport_for
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
@@ -35,62 +32,67 @@ from jaxspec.sharding.placement import mesh_of, row_axes
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 
 
+@dataclass(frozen=True)
+class MeshRequest:
+    """The devices that are asked for, and how routed experts use them.
+
+    Attributes:
+      axes: sizes by axis, None for one device.
+      transport, placement: ``expert_transport`` and ``expert_placement`` of ``LLM``.
+    """
+
+    axes: Mapping[str, int] | None = None
+    transport: str = "auto"
+    placement: str | Path | None = None
+
+
+ONE_DEVICE = MeshRequest()
+
+
 def load_target(
     model: str | Path | Model,
     *,
     dtype: str,
     kernels: str,
     quantization: str,
-    mesh: Mapping[str, int] | None,
-    transport: str,
-    placement: str | Path | None,
     rows: int,
-    on_load: Callable[[int, int], None] | None,
+    mesh: MeshRequest = ONE_DEVICE,
+    on_load: Callable[[int, int], None] | None = None,
 ) -> Model:
-    """The model, or the one that another engine has loaded.
-
-    Args:
-      model: directory, or a loaded model.
-      dtype: of weights and products, or ``auto``.
-      kernels: what computes, see ``LLM``.
-      quantization: see ``load_model``.
-      mesh: devices by axis, None for one device.
-      transport: ``expert_transport`` of ``LLM``.
-      placement: ``expert_placement`` of ``LLM``.
-      rows: B.
-      on_load: called with (bytes placed, bytes in all).
+    """Loads the target, or returns the one that another engine has loaded; settings are those of ``LLM``.
 
     Raises:
       ConfigError, CheckpointError: the directory, the settings or the mesh are not usable.
     """
+    transport = mesh.transport
     if transport not in ("auto", *TRANSPORTS):
         raise ConfigError(f"LLM: expert_transport {transport!r} is not known; known are {['auto', *TRANSPORTS]}")
     if isinstance(model, Model):
-        if mesh is not None or transport != "auto" or placement is not None:
+        if mesh != ONE_DEVICE:
             raise ConfigError(
                 "LLM: a model that is loaded already brings its mesh; leave mesh, expert_transport and "
                 "expert_placement out"
             )
         return model
-    if mesh is None and transport != "auto":
+    if mesh.axes is None and transport != "auto":
         raise ConfigError(
             f"LLM: expert_transport {transport!r} is for several devices; give mesh, too, or leave it out"
         )
     policy, devices = _policy(dtype, kernels, model), None
-    if mesh is not None:
-        devices = make_mesh(mesh)
+    if mesh.axes is not None:
+        devices = make_mesh(mesh.axes)
         policy = _spread(policy, devices, rows, transport, arch_of(read_config(Path(model))))
-    placed = None if placement is None else load_placement(Path(placement))
-    hosts.check_same({"expert_placement": placed})
-    return load_model(model, policy, quantization=quantization, mesh=devices, placement=placed, show=on_load)
+    placement = None if mesh.placement is None else load_placement(Path(mesh.placement))
+    hosts.check_same({"expert_placement": placement})
+    return load_model(model, policy, quantization=quantization, mesh=devices, placement=placement, show=on_load)
 
 
 def load_draft(
-    config: catalog.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
+    config: methods.SpeculativeConfig, target: Model, quantization: str, download_dir: str | Path | None = None
 ) -> tuple[Transformer | Mtp, Params] | Head | None:
-    """What drafts, where the method has a model, on the target's mesh.
+    """Loads what drafts, where the method has a model, on the target's mesh.
 
-    Only the target's own layers are quantised like it. What the mesh does not divide of a draft model or head is whole
+    Only the target's own layers are quantized like it. What the mesh does not divide of a draft model or head is whole
     on each device.
     """
     mesh = mesh_of(target.params)
@@ -98,40 +100,17 @@ def load_draft(
         return load_mtp(target.directory, target.net, quantization=quantization, mesh=mesh)
     if config.model is None:
         return None
-    directory = resolve_model(config.model, config.revision, download_dir, part=part_of(config.method))
-    if config.method in catalog.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
+    directory = resolve_model(config.model, config.revision, download_dir, part=demo_part(config.method))
+    if config.method in methods.HEADS or (config.method == "hybrid" and is_head(read_config(directory))):
         return load_head(directory, target.net.arch, target.net.policy, mesh=mesh)
     if is_head(read_config(directory)):
         raise ConfigError(
             f"speculative_config: {config.model} holds a draft head, not a model; give its kind as method "
-            f"({', '.join(catalog.HEADS)})"
+            f"({', '.join(methods.HEADS)})"
         )
     check_vocabulary(directory, target.directory, target.net.arch.vocab_size)
     model = load_model(directory, target.net.policy, mesh=mesh, allow_replication=True)
     return model.net, model.params
-
-
-def load_prior(config: catalog.SpeculativeConfig, target: Model, quantization: str) -> StepRatios | None:
-    """Step times that were calibrated beforehand, where ``speculative_config`` names them.
-
-    Raises:
-      ConfigError: they are of another model, drafter or dtype.
-    """
-    if config.lengths.calibration is None:
-        return None
-    found = load_calibration(Path(config.lengths.calibration))
-    have = {
-        "model": digests(target.config)["config_digest"], "drafter": config.method,
-        "dtype": str(target.net.policy.param), "quantization": quantization,
-    }  # fmt: skip
-    measured = {**found.settings, "model": found.model.get("config_digest")}
-    wrong = [f"{name} {measured.get(name)!r}, not {have[name]!r}" for name in have if measured.get(name) != have[name]]
-    if wrong:
-        raise ConfigError(
-            f"speculative_config: {config.lengths.calibration} was measured with {'; '.join(wrong)}; run jaxspec "
-            "calibrate with this model and drafter"
-        )
-    return step_ratios(found)
 
 
 def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:
@@ -144,25 +123,25 @@ def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:
 
 
 def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str, arch: ArchSpec) -> Policy:
-    """The policy for rows that are split over a mesh."""
+    """Returns the policy for rows that are split over a mesh."""
     chosen: Any = transport_for(arch, policy, mesh, rows, jax.devices()[0]) if transport == "auto" else transport
     if chosen == "ragged" and jax.default_backend() == "cpu":
         raise ConfigError('LLM: XLA has no ragged exchange on a CPU; take expert_transport="padded"')
-    over = row_axes(mesh, rows, chosen != "sum")
-    # Caches of stacked layers lie one behind the other, and rows cannot be split off there.
+    over = row_axes(mesh, rows, spread=chosen != "sum")
+    # Caches of stacked layers lie one after the other, and rows cannot be split off there.
     split = any(mesh.shape[axis] > 1 for axis in over)
-    return replace(policy, transport=chosen, depth="unrolled" if split else policy.depth)
+    return policy.update(transport=chosen, depth="unrolled" if split else policy.layout.depth)
 
 
-def tell_both(
+def report_to_both(
     on_load: Callable[[int, int], None] | None, on_progress: Callable[[str, int, int], None] | None
 ) -> Callable[[int, int], None]:
-    """Tells both how much of a model is loaded."""
+    """Returns what reports to both how much of a model is loaded."""
 
-    def tell(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         if on_load is not None:
             on_load(done, total)
         if on_progress is not None:
             on_progress("loading", done, total)
 
-    return tell
+    return report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxspec.serve.control import Decision, Outcome
+from jaxspec.control.decision import Decision, Outcome
 from jaxspec.serve.request import CompletionOutput, SpeculationMetrics
 from jaxspec.topology import AnyTopology
 
@@ -69,6 +69,7 @@ class EngineMetrics:
         arm.probes += decision.probe
         arm.steps += outcome.steps
         arm.time_s += outcome.time_s
+        self.decode_time_s += outcome.time_s + outcome.catch_up_s
         arm.tokens += outcome.tokens
         arm.predicted_gain = decision.gain
         self.touched = outcome.touched or self.touched

@@ -1,4 +1,4 @@
-"""OpenAI's request bodies to prompts and settings; what a body asks for is done or refused, never passed over."""
+"""OpenAI's request bodies to prompts and settings; what a body asks for is done or refused, never ignored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SETTLED: dict[str, tuple[tuple[Any, ...], str]] = {
 PASSED_ON = {"logit_bias"}
 
 
-def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+def rename_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings under the names of ``SamplingParams``, nulls left out; OpenAI's newer names win."""
     given = {name: value for name, value in values.items() if value is not None}
     return {n: v for n, v in given.items() if n not in ALIASES} | {
@@ -45,20 +45,12 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_body(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """Takes a request body apart.
-
-    Args:
-      url: endpoint that it is for.
-      body: its JSON object.
-
-    Returns:
-      The prompt as ``LLM.submit`` takes it, the settings that the body names, and whether the answer repeats the text
-      that it goes on with.
+    """Splits a request body into prompt, settings, and whether the answer repeats the text that it goes on with.
 
     Raises:
       RequestError: it asks for something that is not supported.
     """
-    values = {name: value for name, value in renamed(body).items() if name not in NOTES}
+    values = {name: value for name, value in rename_settings(body).items() if name not in NOTES}
     _settle(values)
     echo = values.pop("echo", False)
     if not isinstance(echo, bool):
@@ -70,8 +62,8 @@ def read_body(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return _prompt(values.pop("prompt", None)), values, echo
 
 
-def template_of(values: dict[str, Any]) -> dict[str, Any]:
-    """Takes out of a request what says how its messages are written."""
+def pop_template(values: dict[str, Any]) -> dict[str, Any]:
+    """Removes from a request what says how its messages are written, and returns it."""
     options = {name: values.pop(name) for name in TEMPLATE if name in values}
     if (effort := values.pop("reasoning_effort", None)) is not None:
         options["chat_template_kwargs"] = {**(options.get("chat_template_kwargs") or {}), "reasoning_effort": effort}
@@ -79,11 +71,7 @@ def template_of(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settle(values: dict[str, Any]) -> None:
-    """Takes out what says nothing but what holds anyway.
-
-    Raises:
-      RequestError: it says something else.
-    """
+    """Removes what asks for nothing but what holds anyway; raises RequestError if it asks for something else."""
     for name, (allowed, reason) in SETTLED.items():
         if name not in values:
             continue
@@ -109,7 +97,7 @@ def _chat(values: dict[str, Any]) -> dict[str, Any]:
     for tool in values.get("tools") or []:
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
             raise RequestError(f'body: tools are {{"type": "function", "function": ...}}, got {tool!r:.200}')
-    return {"messages": values.pop("messages", None), **template_of(values)}
+    return {"messages": values.pop("messages", None), **pop_template(values)}
 
 
 def _prompt(value: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What each sampling parameter may be, and why some names of other libraries are none."""
+"""Allowed values of each sampling parameter, and why some names of other libraries are refused."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ LONGEST = 200
 
 
 class RequestOutputKind(Enum):
-    """What ``LLM.stream`` and ``LLM.step`` hand out of a request, as in vLLM."""
+    """The part of a request that ``LLM.stream`` and ``LLM.step`` hand out, as in vLLM."""
 
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
 
 
-def whole(value: Any, least: int, most: float = math.inf) -> int:
-    """A whole number of any library as an ``int``."""
+def as_int(value: Any, least: int, most: float = math.inf) -> int:
+    """Converts a whole number of any library."""
     if isinstance(value, bool | np.bool_):
         raise ValueError
     number = index(value)
@@ -32,8 +32,8 @@ def whole(value: Any, least: int, most: float = math.inf) -> int:
     return number
 
 
-def real(value: Any, least: float, most: float) -> float:
-    """A number of any library as a ``float``."""
+def as_float(value: Any, least: float, most: float) -> float:
+    """Converts a number of any library."""
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__float__"):
         raise ValueError
     number = float(value)
@@ -43,7 +43,7 @@ def real(value: Any, least: float, most: float) -> float:
 
 
 def _above_0(value: Any, most: float) -> float:
-    return real(value, math.nextafter(0, 1), most)
+    return as_float(value, math.nextafter(0, 1), most)
 
 
 def _flag(value: Any) -> bool:
@@ -81,13 +81,13 @@ def _list_of(read: Reader, least: int = 0) -> Reader:
 
 
 def _ids(value: Any) -> list[int]:
-    return _list_of(lambda i: whole(i, 0), least=1)(value)
+    return _list_of(lambda i: as_int(i, 0), least=1)(value)
 
 
 def _bias(value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise ValueError
-    bias = {whole(int(i) if isinstance(i, str) else i, 0): real(v, -100, 100) for i, v in value.items()}
+    bias = {as_int(int(i) if isinstance(i, str) else i, 0): as_float(v, -100, 100) for i, v in value.items()}
     if len(bias) < len(value):
         raise ValueError
     return bias
@@ -98,16 +98,16 @@ def _speculative(value: Any) -> bool | dict[str, int]:
         return bool(value)
     if not isinstance(value, Mapping) or set(value) != {"num_speculative_tokens"}:
         raise ValueError
-    return {name: whole(v, 0) for name, v in value.items()}
+    return {name: as_int(v, 0) for name, v in value.items()}
 
 
 def _seed(value: Any) -> int | None:
-    seed = whole(value, -1)
+    seed = as_int(value, -1)
     return None if seed == -1 else seed
 
 
-def _kept(value: Any) -> int:
-    count = whole(value, -1)
+def _prompt_limit(value: Any) -> int:
+    count = as_int(value, -1)
     if count == 0:
         raise ValueError
     return count
@@ -118,7 +118,7 @@ def _kind(value: Any) -> RequestOutputKind:
         return RequestOutputKind[value.upper()]
     if isinstance(value, Enum):  # vLLM's own has the same names
         return RequestOutputKind[value.name]
-    return RequestOutputKind(whole(value, 0))
+    return RequestOutputKind(as_int(value, 0))
 
 
 def _spaces(value: Any) -> bool:
@@ -129,24 +129,24 @@ def _spaces(value: Any) -> bool:
 
 _BELOW_1E4 = math.nextafter(1e4, 0)
 _FLAG = _flag, "true or false"
-_COUNT = _or_none(lambda v: whole(v, 0)), "None or an integer from 0"
-_PENALTY = (lambda v: real(v, -2, 2)), "a number from -2 to 2"
+_COUNT = _or_none(lambda v: as_int(v, 0)), "None or an integer from 0"
+_PENALTY = (lambda v: as_float(v, -2, 2)), "a number from -2 to 2"
 ALLOWED: dict[str, tuple[Reader, str]] = {
-    "n": (lambda v: whole(v, 1), "an integer of at least 1"),
-    "temperature": (lambda v: real(v, 0, _BELOW_1E4), "a number from 0 to below 10000"),
+    "n": (lambda v: as_int(v, 1), "an integer of at least 1"),
+    "temperature": (lambda v: as_float(v, 0, _BELOW_1E4), "a number from 0 to below 10000"),
     "top_p": (lambda v: _above_0(v, 1), "a number above 0 and at most 1"),
-    "top_k": (lambda v: whole(v, -1, 2**31 - 1), "-1 or 0 for off, or an integer of at least 1"),
-    "min_p": (lambda v: real(v, 0, 1), "a number from 0 to 1"),
+    "top_k": (lambda v: as_int(v, -1, 2**31 - 1), "-1 or 0 for off, or an integer of at least 1"),
+    "min_p": (lambda v: as_float(v, 0, 1), "a number from 0 to 1"),
     "repetition_penalty": (lambda v: _above_0(v, _BELOW_1E4), "a number above 0 and below 10000"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "seed": (_or_none(_seed), "None or -1 for any, or an integer from 0"),
     "stop": (_or_none(_strings), "a string or strings, none of them empty"),
-    "stop_token_ids": (_or_none(_list_of(lambda v: whole(v, -(2**31)))), "a list of token ids"),
+    "stop_token_ids": (_or_none(_list_of(lambda v: as_int(v, -(2**31)))), "a list of token ids"),
     "include_stop_str_in_output": _FLAG,
     "ignore_eos": _FLAG,
-    "max_tokens": (_or_none(lambda v: whole(v, 1)), "None or an integer of at least 1"),
-    "min_tokens": (lambda v: whole(v, 0), "from 0 to max_tokens"),
+    "max_tokens": (_or_none(lambda v: as_int(v, 1)), "None or an integer of at least 1"),
+    "min_tokens": (lambda v: as_int(v, 0), "from 0 to max_tokens"),
     "logprobs": _COUNT,
     "skip_special_tokens": _FLAG,
     "speculative": (_or_none(_speculative), 'a bool, None or {"num_speculative_tokens": K}, K from 0'),
@@ -156,7 +156,7 @@ ALLOWED: dict[str, tuple[Reader, str]] = {
     "prompt_logprobs": _COUNT,
     "detokenize": _FLAG,
     "truncate_prompt_tokens": (
-        _or_none(_kept), "None, -1 for what fits, or an integer of at least 1",
+        _or_none(_prompt_limit), "None, -1 for what fits, or an integer of at least 1",
     ),
     "output_kind": (_kind, "CUMULATIVE, DELTA or FINAL_ONLY of RequestOutputKind"),
     "spaces_between_special_tokens": (_spaces, "true; the tokenizer decides about its spaces"),
@@ -182,7 +182,7 @@ REFUSED = {
     "custom_logit_processor": _HOOK,
     "custom_params": _HOOK,
     "extra_args": "there are no plugins that would read them",
-    "thinking_token_budget": "thoughts are not told from answers; limit both with max_tokens",
+    "thinking_token_budget": "thoughts are not told apart from answers; limit both with max_tokens",
     "repetition_detection": "use repetition_penalty or frequency_penalty",
     "flat_logprobs": "log-probabilities are dictionaries by token id",
     "logprob_token_ids": "ask for logprobs=k, or score the tokens with LLM.score",
@@ -200,8 +200,8 @@ REFUSED = {
 }
 
 
-def shown(value: Any) -> str:
-    """A value in a message, its middle left out where it is long."""
+def show_value(value: Any) -> str:
+    """Formats a value for a message, its middle left out where it is long."""
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
@@ -210,6 +210,6 @@ def shown(value: Any) -> str:
 
 
 def refusal(names: set[str], known: set[str]) -> str:
-    """What is wrong with parameter names that are not known."""
+    """Returns the message about parameter names that are not known."""
     reasons = "".join(f"; {name}: {REFUSED[name]}" for name in sorted(names & set(REFUSED)))
     return f"sampling: unknown {sorted(names)}; known are {sorted(known)}{reasons}"

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, and the most likely ones beside, for the caller."""
+"""Log-probabilities of a prompt's own tokens and of the most likely ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from jaxspec.decode.scores import Scores
 from jaxspec.decode.state import DecodeState
 from jaxspec.serve.request import Logprob, RequestOutput
-from jaxspec.serve.rows import Sample
+from jaxspec.serve.sample import Sample
 
 if TYPE_CHECKING:
     from jaxspec.serve.compiled import Programs
@@ -22,9 +22,9 @@ BROKEN = "the model's logits are not finite in the prompt; look for NaN or infin
 def read_prompt(
     programs: Programs, state: DecodeState, row: int, sample: Sample, table_J: np.ndarray | None, most: int
 ) -> DecodeState:
-    """Reads what there is of a sample's text, and tells log-probabilities of its prompt where they are wanted.
+    """Prefills a sample's text, and reports log-probabilities of its prompt where they are asked for.
 
-    A sample that wants no more has ended then.
+    A sample that is only read has ended then.
 
     Args:
       programs: that read.
@@ -35,7 +35,7 @@ def read_prompt(
       most: likely tokens per position that any request may want.
     """
     wanted = sample.params.prompt_logprobs
-    if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has told them
+    if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has reported them
         return programs.prefill(state, row, sample.tokens, table_J)
     most, drafts = most if wanted else 0, not sample.reads_only
     state, chunks = programs.prefill_scored(state, row, sample.tokens, table_J, most=most, drafts=drafts)
@@ -50,12 +50,9 @@ def read_prompt(
 
 
 def prompt_logprobs(prompt: np.ndarray, chunks: Chunks, most: int) -> list[dict[int, Logprob] | None]:
-    """One entry per token of a prompt, by id; None for the first, which nothing comes before.
+    """Returns one entry per token of a prompt, by id; None for the first, which nothing comes before.
 
-    Args:
-      prompt: token ids.
-      chunks: how many positions count of each chunk, and its scores.
-      most: likely tokens per position.
+    ``chunks`` are how many positions count of each chunk, and its scores.
     """
     entries: list[dict[int, Logprob] | None] = [None]
     for token, values, top in zip(prompt[1:].tolist(), *_joined(chunks, most), strict=True):
@@ -67,7 +64,7 @@ def prompt_logprobs(prompt: np.ndarray, chunks: Chunks, most: int) -> list[dict[
 
 
 def own_logprobs(output: RequestOutput) -> list[Logprob | None]:
-    """Of the entries of a prompt those of its own tokens."""
+    """Returns the entries of a prompt's own tokens."""
     ids, entries = output.prompt_token_ids, output.prompt_logprobs or []
     return [None if entry is None else entry[token] for token, entry in zip(ids, entries, strict=True)]
 
@@ -78,7 +75,7 @@ def is_broken(chunks: Chunks) -> bool:
 
 
 def _joined(chunks: Chunks, most: int) -> tuple[list[list[float]], list[list[int]]]:
-    """What counts of all chunks one after the other."""
+    """Joins what counts of all chunks."""
     values = [np.asarray(scores.logprob_TL)[:count, : most + 1].tolist() for count, scores in chunks]
     tops = [np.asarray(scores.top_TL)[:count, : most + 1].tolist() for count, scores in chunks]
     return [row for rows in values for row in rows], [row for rows in tops for row in rows]

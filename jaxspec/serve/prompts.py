@@ -1,8 +1,7 @@
-"""Prompts and sampling parameters as they come, checked and made into samples."""
+"""Checks prompts and sampling parameters as they come, and makes them into samples."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -13,15 +12,15 @@ import numpy as np
 from jaxspec.checkpoint.load.model import Model
 from jaxspec.checkpoint.text.codec import CHAT_KEYS, Text
 from jaxspec.errors import RequestError
-from jaxspec.serve.arguments import shown
+from jaxspec.serve.arguments import show_value
 from jaxspec.serve.bans import bad_word_ids, check_ids
 from jaxspec.serve.defaults import sampling_defaults
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.rows import STOP_PLACES, Sample, new_samples
-from jaxspec.serve.text import Growing
+from jaxspec.serve.sample import STOP_PLACES, Sample, new_samples
+from jaxspec.serve.text import IncrementalText
 
 if TYPE_CHECKING:
-    from jaxspec.serve.engine import EngineSpec
+    from jaxspec.serve.engine_spec import EngineSpec
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 SOURCES, SOURCES_TEXT = ("prompt", "messages", "prompt_token_ids"), '"prompt", "messages" or "prompt_token_ids"'
@@ -38,11 +37,11 @@ NOT_HERE = {
 
 
 class Prompts:
-    """What one model and engine accept.
+    """Checks what one model and engine accept.
 
     Attributes:
       model, text: the model and its tokenizer, None without one.
-      spec: what the engine is fixed to.
+      spec: sizes of the engine.
       eos: ids that end a text.
       seed: origin of the seeds of requests that bring none.
       depth: most drafts of a verification.
@@ -52,52 +51,31 @@ class Prompts:
         self.model, self.text, self.spec, self.eos, self.seed, self.depth = model, text, spec, eos, seed, depth
         self._numbers = count()  # atomic, for callers in several threads
 
-    def beside(self) -> Prompts:
-        """The same for another engine over the same model; it counts its requests from here on."""
-        other, number = copy.copy(self), next(self._numbers)
-        self._numbers, other._numbers = count(number), count(number)
-        return other
-
     @property
     def defaults(self) -> SamplingParams:
-        """What the model's ``generation_config.json`` recommends."""
+        """The parameters that the model's ``generation_config.json`` recommends."""
         return sampling_defaults(self.model.generation)
 
     def requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[list[Sample]]:
-        """Samples of several requests.
-
-        Args:
-          prompts: texts, lists of token ids or mappings.
-          params: one for all, or one per prompt.
-
-        Raises:
-          RequestError: one of them is not acceptable.
-        """
+        """Makes the samples of several requests; ``params`` are one for all, or one per prompt. Raises RequestError."""
         many = _as_list(prompts)
         return [self.request(p, s) for p, s in zip(many, self._params(params, len(many)), strict=True)]
 
     def request(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, number: int | None = None
     ) -> list[Sample]:
-        """Samples of one request.
+        """Makes the samples of one request; raises RequestError if it is not acceptable.
 
-        Args:
-          prompt: text, token ids or a mapping.
-          params: its settings, None for the model's defaults.
-          request_id: name that the output carries.
-          number: origin of its randomness where it brings no seed; by default how many came before it.
-
-        Raises:
-          RequestError: it is not acceptable.
+        ``number`` is the origin of its randomness where it brings no seed; by default how many came before it.
         """
         if not isinstance(request_id, str | None):
-            raise RequestError(f"request_id: a text is needed, got {shown(request_id)}")
+            raise RequestError(f"request_id: a text is needed, got {show_value(request_id)}")
         params = self._checked(self.defaults if params is None else params)
         words = bad_word_ids(params.bad_words or (), self.text)
         text, ids = self._encode(prompt)
-        ids = ids[-self._kept(params) :]
+        ids = ids[-self._prompt_limit(params) :]
         if len(ids) >= self.spec.capacity:
             raise RequestError(
                 f"prompt: {len(ids)} tokens leave no room within {self.spec.capacity}; "
@@ -119,11 +97,7 @@ class Prompts:
         return samples
 
     def readings(self, texts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Sample]]:
-        """Samples of texts, given as token ids, that are only read, for the log-probabilities of their tokens.
-
-        Raises:
-          RequestError: one of them is not acceptable.
-        """
+        """Makes samples of texts that are only read, for the log-probabilities of their tokens; raises RequestError."""
         return [[self._reading(ids)] for ids in _as_list(texts)]
 
     def _reading(self, token_ids: Any) -> Sample:
@@ -140,13 +114,13 @@ class Prompts:
         sample.reads_only = True
         return sample
 
-    def _growing(self, prompt: list[int], params: SamplingParams) -> Growing:
-        return Growing(self.text if params.detokenize else None, params, prompt)
+    def _growing(self, prompt: list[int], params: SamplingParams) -> IncrementalText:
+        return IncrementalText(self.text if params.detokenize else None, params, prompt)
 
-    def _kept(self, params: SamplingParams) -> int:
-        """How many tokens of a prompt are kept at most, the last ones; 0 for all."""
-        kept = params.truncate_prompt_tokens or 0
-        return kept if kept >= 0 else max(self.spec.capacity - max(params.min_tokens, 1), 1)
+    def _prompt_limit(self, params: SamplingParams) -> int:
+        """Returns how many tokens of a prompt are kept at most, the last ones; 0 for all."""
+        limit = params.truncate_prompt_tokens or 0
+        return limit if limit >= 0 else max(self.spec.capacity - max(params.min_tokens, 1), 1)
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
@@ -178,13 +152,9 @@ class Prompts:
         return self.text
 
     def check_ids(self, ids: Any) -> list[int]:
-        """Token ids as a list.
-
-        Raises:
-          RequestError: they are not ids of the model's vocabulary, or there are none.
-        """
+        """Returns token ids as a list; raises RequestError if they are not ids of the vocabulary, or there are none."""
         if not _is_list(ids) or isinstance(ids, str) or len(ids) == 0:
-            raise RequestError(f"prompt: at least one token is needed, got {shown(ids)}")
+            raise RequestError(f"prompt: at least one token is needed, got {show_value(ids)}")
         vocab = self.model.net.arch.vocab_size
         wrong = [i for i in ids if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab]
         if wrong:
@@ -192,7 +162,7 @@ class Prompts:
         return [int(i) for i in ids]
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
-        """A copy, so that what the caller does to its own later changes nothing."""
+        """Returns a checked copy: what the caller does to its own later changes nothing."""
         if not isinstance(params, SamplingParams):
             raise _no_params(params)
         params, vocab = params.clone(), self.model.net.arch.vocab_size
@@ -222,7 +192,7 @@ def _no_params(given: Any) -> RequestError:
 
 
 def _check_keys(prompt: Mapping[str, Any]) -> None:
-    """Refuses keys of a prompt that nobody would read."""
+    """Refuses keys of a prompt that nothing would read."""
     for name, value in prompt.items():
         if name in KEYS or (name in NOT_HERE and value is None):
             continue
@@ -234,7 +204,7 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
     if chat and any(prompt.get(name) is not None for name in ("prompt", "prompt_token_ids")):
         raise RequestError("prompt: messages do not go with another prompt; give one of them")
     if not isinstance(text := prompt.get("prompt"), str | None) and prompt.get("prompt_token_ids") is not None:
-        raise RequestError(f"prompt: the text of prompt_token_ids is a text or None, got {shown(text)}")
+        raise RequestError(f"prompt: the text of prompt_token_ids is a text or None, got {show_value(text)}")
 
 
 def _is_list(value: Any) -> bool:

@@ -13,22 +13,14 @@ from jaxspec.errors import ConfigError, JaxspecError
 
 
 class Entry(msgspec.Struct):
-    """What is read back of a record."""
+    """The part of a record that is read back."""
 
     index: int
     error: Any = None
 
 
 class Records:
-    """An open file of records.
-
-    Args:
-      path: of the file, for messages.
-      fd: file descriptor, which this owns, at a file or a pipe.
-
-    Attributes:
-      resumable: whether it can be read back: a file, not a pipe.
-    """
+    """An open file of records, or a pipe, which is not ``resumable``; it owns its file descriptor."""
 
     def __init__(self, path: str, fd: int):
         self.path, self.fd = path, fd
@@ -37,22 +29,14 @@ class Records:
 
     @classmethod
     def open(cls, path: str) -> Records:
-        """Opens a file, which is made if there is none.
-
-        Raises:
-          ConfigError: it cannot be written.
-        """
+        """Opens a file, which is made if there is none; raises ConfigError if it cannot be written."""
         try:
             return cls(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666))
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another output") from error
 
     def lines(self) -> Iterator[tuple[Entry, bytes]]:
-        """Yields what the complete lines say; at the end, an incomplete one is cut off.
-
-        Raises:
-          ConfigError: a line is not a record.
-        """
+        """Yields the complete lines, and cuts off an incomplete one; raises ConfigError if one is not a record."""
         decoder, self._size = msgspec.json.Decoder(Entry), 0
         with open(self.fd, "rb", closefd=False) as file:
             file.seek(0)
@@ -72,8 +56,7 @@ class Records:
     def indexes(self) -> tuple[set[int], set[int]]:
         """Returns the indexes that have a record, and those of them whose record is an error.
 
-        Raises:
-          ConfigError: a line is not a record, or repeats an index.
+        Raises ConfigError if a line is not a record, or repeats an index.
         """
         done, failed = set[int](), set[int]()
         for number, (entry, _) in enumerate(self.lines(), 1):
@@ -85,11 +68,7 @@ class Records:
         return done, failed
 
     def append(self, data: bytes, advice: str) -> None:
-        """Writes one line, all of it or nothing.
-
-        Args:
-          data: the line.
-          advice: what the message of an error adds.
+        """Writes one line, all of it or nothing; ``advice`` ends the message of an error.
 
         Raises:
           JaxspecError: the disk is full or the file cannot be written.
@@ -107,11 +86,7 @@ class Records:
         self._size += len(data)
 
     def sync(self) -> None:
-        """Hands everything to the disk.
-
-        Raises:
-          JaxspecError: the disk does not take it.
-        """
+        """Hands everything to the disk; raises JaxspecError if it does not take it."""
         try:
             if self.resumable:
                 os.fsync(self.fd)
@@ -121,7 +96,7 @@ class Records:
             ) from error
 
     def close(self) -> None:
-        """Closes the file, which gives its lock back."""
+        """Closes the file, which releases its lock."""
         os.close(self.fd)
 
     def _cut_back(self) -> None:

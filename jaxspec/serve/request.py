@@ -1,14 +1,15 @@
-"""What goes into the engine and what comes out, in vLLM's words."""
+"""Requests and their outputs, in vLLM's words."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any, Self
 
 from jaxspec.errors import RequestError
-from jaxspec.serve.parameters import ALLOWED, RequestOutputKind, refusal, shown
+from jaxspec.serve.parameters import ALLOWED, RequestOutputKind, refusal, show_value
 
 
 @dataclass
@@ -90,7 +91,7 @@ class SamplingParams:
             try:
                 setattr(self, name, read(value))
             except (ValueError, TypeError, KeyError, OverflowError) as error:
-                raise RequestError(f"sampling: {name} must be {allowed}, got {shown(value)}") from error
+                raise RequestError(f"sampling: {name} must be {allowed}, got {show_value(value)}") from error
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"sampling: min_tokens must be from 0 to max_tokens, got {self.min_tokens}")
         if self.stop_strings and not self.detokenize:
@@ -98,11 +99,11 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> Self:
-        """Parameters whose names may also be given as None, which leaves them at their defaults."""
+        """Builds parameters from names that may also be None, which leaves them at their defaults."""
         return cls(**{name: value for name, value in values.items() if value is not None})
 
     def clone(self) -> Self:
-        """A copy that shares nothing, its values checked again."""
+        """Returns a copy that shares nothing, its values checked again."""
         return replace(self)
 
     @property
@@ -119,7 +120,7 @@ class SamplingParams:
 
     @property
     def kind(self) -> int:
-        """What is known beforehand of how many drafts a request will accept: those of one kind are sampled alike.
+        """Requests of one kind are sampled alike: an estimate of how many drafts they accept is shared among them.
 
         Greedy, a temperature of up to 0.5, of up to 1, or more; each with penalties and without.
         """
@@ -136,7 +137,7 @@ class SamplingParams:
 
 
 def key_words(seed: int | None, engine_seed: int, number: int, sample: int) -> tuple[int, int]:
-    """The two key words of one sample of one request; they depend on nothing else."""
+    """Returns the two key words of one sample of one request; they depend on nothing else."""
     origin = f"seed {seed}" if seed is not None else f"engine {engine_seed} request {number}"
     digest = hashlib.blake2b(f"{origin} sample {sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
@@ -156,7 +157,7 @@ class Logprob:
 
 @dataclass
 class SpeculationMetrics:
-    """What speculation did for one request, by vLLM's definitions.
+    """Counts of speculation for one request, by vLLM's definitions.
 
     Attributes:
       num_drafts: verifications that had drafts.
@@ -204,10 +205,8 @@ class SpeculationMetrics:
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
         self.num_steps += other.num_steps
-        short = len(other.num_accepted_tokens_per_pos) - len(self.num_accepted_tokens_per_pos)
-        self.num_accepted_tokens_per_pos += [0] * short
-        for position, count in enumerate(other.num_accepted_tokens_per_pos):
-            self.num_accepted_tokens_per_pos[position] += count
+        pairs = zip_longest(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0)
+        self.num_accepted_tokens_per_pos = [sum(pair) for pair in pairs]
 
 
 @dataclass
@@ -216,8 +215,8 @@ class CompletionOutput:
 
     Attributes:
       index: which of the n samples.
-      text: generated text, without the prompt and the token that ended it. While it goes on, what can no longer
-        change: it only grows.
+      text: generated text, without the prompt and the token that ended it. While it goes on it only grows: the part
+        that can no longer change.
       token_ids: generated ids, the final stop id included.
       drafted: for each token whether it was an accepted draft.
       cumulative_logprob: sum over the sampled tokens, None unless asked for.
@@ -255,12 +254,12 @@ class RequestOutput:
       prompt_token_ids: ids that were run.
       outputs: one entry per sample.
       finished: whether all samples ended.
-      metrics: what speculation did, all samples together.
+      metrics: of speculation, all samples together.
       time_s: from arrival to first token, and to the end; None until then.
       num_cached_tokens: always None, for prompts share no cache.
       prompt_logprobs: per position of the prompt its own and the most likely ids, of the first None; None unless asked
         for.
-      kind: what of it is handed out.
+      kind: which part of it is handed out.
       shown: characters and tokens of each sample that were handed out as news, and whether its end was.
     """
 

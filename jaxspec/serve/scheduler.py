@@ -1,30 +1,78 @@
-"""Which samples wait, which run in which row, and which pages they hold."""
+"""Which samples wait, which run in which row of the device's state, and which pages they hold."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+import jax
 import numpy as np
 
 from jaxspec.cache.pages import PageAllocator
-from jaxspec.serve.rows import Sample
+from jaxspec.decode.state import DecodeState
+from jaxspec.serve.compiled import Programs
+from jaxspec.serve.engine_spec import EngineSpec
+from jaxspec.serve.metrics import EngineMetrics
+from jaxspec.serve.prompt_logprobs import read_prompt
+from jaxspec.serve.request import RequestOutput
+from jaxspec.serve.sample import STOP_PLACES, Sample
+
+ATTEMPTS = 3  # steps that may fail in a row before a request ends
 
 
 class Scheduler:
-    """First come, first served.
+    """Admits samples to rows, first come, first served, and retires them.
 
     Attributes:
       waiting: samples without a row, the oldest first.
       rows: sample in each row.
       pool: pages that all rows share, None where each row has its own.
       slack: positions beyond a text that may be written.
+      moved: requests that moved and were not returned yet, by identity.
+      allocate: makes an empty state.
     """
 
-    def __init__(self, rows: int, pool: PageAllocator | None, slack: int):
+    def __init__(
+        self,
+        programs: Programs,
+        spec: EngineSpec,
+        eos: set[int],
+        metrics: EngineMetrics,
+        *,
+        allocate: Callable[[], DecodeState],
+        slack: int,
+        draft_length: int,
+    ):
+        """Starts with nothing that waits or runs, and no state yet.
+
+        Args:
+          programs: compiled for such states.
+          spec: of the engine.
+          eos: ids that end a text.
+          metrics: of the engine, which count prompts and requests.
+          allocate: makes an empty state.
+          slack: positions beyond a text that may be written.
+          draft_length: deepest draft of any topology.
+        """
         self.waiting: deque[Sample] = deque()
-        self.rows: list[Sample | None] = [None] * rows
-        self.pool, self.slack = pool, slack
+        self.rows: list[Sample | None] = [None] * spec.rows
+        self.pool, self.slack = PageAllocator(spec.pages, spec.page) if spec.pages else None, slack
+        self.moved: dict[int, RequestOutput] = {}
+        self.allocate, self._state = allocate, None
+        self._programs, self._spec, self._eos, self._metrics = programs, spec, eos, metrics
+        self._draft_length = draft_length
+
+    @property
+    def state(self) -> DecodeState:
+        """State of all rows on the device; a lost one is allocated anew."""
+        if self._state is None:
+            self._state = self.allocate()
+        return self._state
+
+    @state.setter
+    def state(self, state: DecodeState) -> None:
+        self._state = state
 
     @property
     def busy(self) -> bool:
@@ -47,7 +95,18 @@ class Scheduler:
                 self.pool.check(sample.max_length + self.slack)
         self.waiting.extend(samples)
 
-    def place(self) -> Iterator[tuple[int, Sample]]:
+    def admit(self) -> bool:
+        """Gives free rows to samples that wait and reads their prompts to the end; returns whether any was read."""
+        began, waiting = time.monotonic(), len(self.waiting)
+        for row, sample in self._take_rows():
+            self._start(row, sample)
+        if len(self.waiting) == waiting:
+            return False
+        jax.block_until_ready(self.state.length_B)  # or the next dispatch would seem to take its time
+        self._metrics.prefill_time_s += time.monotonic() - began
+        return True
+
+    def _take_rows(self) -> Iterator[tuple[int, Sample]]:
         """Gives free rows and pages to the oldest samples that wait, one at a time."""
         for row, held in enumerate(self.rows):
             if held is not None or not self.waiting:
@@ -61,29 +120,86 @@ class Scheduler:
             self.rows[row] = self.waiting.popleft()
             yield row, sample
 
-    def table(self, sample: Sample, width: int) -> np.ndarray | None:
-        """A sample's page table of so many places, None where rows have pages of their own."""
-        if self.pool is None:
+    def _start(self, row: int, sample: Sample) -> None:
+        """Reads a sample's prompt, and its text where it goes on after a failure, into its row."""
+        table_J, params = self._table(sample), sample.params
+        stop_ids = sorted(({*()} if params.ignore_eos else self._eos) | set(params.stop_token_ids or []))
+        try:
+            sampling = sample.sampling(stop_ids, STOP_PLACES, self._draft_length)
+            bias_V = sample.bias(self.state.bias_BV.shape[1])
+        except Exception as error:  # of this request alone
+            sample.fail(f"this request could not be started ({type(error).__name__}: {error})")
+            self._leave(row, sample)
+            return
+        self._metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
+        self.state = read_prompt(self._programs, self.state, row, sample, table_J, self._spec.logprobs)
+        if sample.reads_only:
+            self._leave(row, sample)
+            return
+        self.state = self._programs.admit(self.state, row, sample.tokens, sampling, table_J, bias_V)
+        sample.observed = sample.length
+
+    def _leave(self, row: int, sample: Sample) -> None:
+        """Ends a sample that never decodes."""
+        self.moved[id(sample.output)] = sample.output
+        self.retire(row, sample)
+
+    def _table(self, sample: Sample) -> np.ndarray | None:
+        """Returns a sample's page table, None where rows have pages of their own."""
+        if self.state.table_BJ is None:
             return None
-        table_J = np.zeros(width, np.int32)
+        table_J = np.zeros(self.state.table_BJ.shape[1], np.int32)
         table_J[: len(sample.pages)] = sample.pages
         return table_J
 
-    def withdraw(self, samples: list[Sample]) -> list[int]:
-        """Takes samples out of the queue; returns the rows of those that run, which are still to be freed."""
+    def catch_up(self) -> None:
+        """Shows the drafter what rows committed in plain steps."""
+        drafter = self._programs.drafter
+        if not self._programs.turns:
+            return
+        room = drafter.replay_room(self._spec.capacity)
+        late = [(row, s) for row, s in self.running if s.params.draft_limit != 0 and s.observed != s.length]
+        for row, sample in late:
+            first = max(sample.observed, sample.length - room)
+            self.state = self._programs.catch_up(self.state, row, first, sample.length - first)
+            sample.observed = sample.length
+        if late:  # or the dispatch would seem to take its time
+            jax.block_until_ready(self.state)
+
+    def retire(self, row: int, sample: Sample) -> None:
+        """Ends a sample's row, and its request if it was the last sample of it."""
+        self._settle(sample)
+        self._free(row)
+        self.state = self._programs.retire(self.state, row)
+
+    def abort(self, samples: Iterable[Sample]) -> None:
+        """Takes samples, which have ended, out of the queue and their rows."""
         gone = {id(sample) for sample in samples}
         self.waiting = deque(sample for sample in self.waiting if id(sample) not in gone)
-        return [row for row, sample in self.running if id(sample) in gone]
+        for row, sample in self.running:
+            if id(sample) in gone:
+                self.retire(row, sample)
 
-    def requeue(self) -> None:
-        """Takes all rows and pages back; what ran and has not ended waits again, before all others."""
+    def recover(self, error: BaseException) -> None:
+        """Drops the state; what ran waits again, before all others, and is read again with its text so far."""
         running = [sample for _, sample in self.running]
+        for sample in running:
+            if sample.stalls() >= ATTEMPTS:
+                sample.fail(f"{ATTEMPTS} steps failed before another token came ({type(error).__name__}: {error})")
+                self.moved[id(sample.output)] = sample.output
+            if sample.completion.finish_reason is not None:
+                self._settle(sample)
+        self._state = None  # first of all its memory
         for row, _ in self.running:
-            self.free(row)
+            self._free(row)
         unended = [sample for sample in running if sample.completion.finish_reason is None]
         self.waiting.extendleft(sorted(unended, key=lambda sample: sample.arrived, reverse=True))
 
-    def free(self, row: int) -> None:
+    def _settle(self, sample: Sample) -> None:
+        if sample.settle() and all(c.error is None for c in sample.output.outputs):
+            self._metrics.requests += 1
+
+    def _free(self, row: int) -> None:
         """Takes a row and its pages back."""
         sample, self.rows[row] = self.rows[row], None
         if self.pool is not None and sample is not None:

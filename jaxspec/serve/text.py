@@ -6,20 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import RequestError
-from jaxspec.serve.detokenizer import Detokenizer, detokenizer, shared
+from jaxspec.serve.detokenizer import Detokenizer, common_prefix, detokenizer
 from jaxspec.serve.request import Logprob, SamplingParams
 
 
-class Growing:
+class IncrementalText:
     """The text of one sample while it grows, cut at the first stop string.
 
     At every prefix the whole text is ``decode(prompt + ids)`` without ``decode(prompt)``. Where the prompt ends within
-    a character, so that what follows changes its text, it is all from the first character that differs.
-
-    Args:
-      text: the tokenizer, None for no text.
-      params: what stops the text and what it leaves out.
-      prompt: ids before it.
+    a character, whose text the next ids change, it is all from the first character that differs.
 
     Raises:
       RequestError: a stop string has a special token in it that the text leaves out.
@@ -34,11 +29,7 @@ class Growing:
         self._before, self._checked, self._shown, self._cut = "", "", "", None
 
     def add(self, token: int, may_stop: bool = True) -> str | None:
-        """Appends one token; returns the stop string that it completes, if any and if it may stop here.
-
-        Raises:
-          RequestError: the tokenizer cannot decode it.
-        """
+        """Appends one token; returns the stop string that it completes, if any and if it may stop here."""
         if self._text is None:
             return None
         if self._tokens is None:
@@ -52,28 +43,28 @@ class Growing:
         return self._find_stop(may_stop) if self._stops else None
 
     def _find_stop(self, may_stop: bool) -> str | None:
-        """The first stop string that ends in text which was not there before; cuts the text at it."""
+        """Finds the first stop string that ends in new text, and cuts the text at it."""
         assert self._tokens is not None
         # Half a character is no U+FFFD yet.
         seen = self._own(self._tokens.settled + ("" if self._tokens.incomplete else self._tokens.open))
-        known = shared(self._checked, seen)
+        known = common_prefix(self._checked, seen)
         if not (self._tokens.incomplete and self._checked.startswith(seen)):
             self._checked = seen
         if not may_stop:
             return None
-        places = ((seen.find(stop, max(known - len(stop) + 1, 0)), stop) for stop in self._stops)
-        place, stop = min((hit for hit in places if hit[0] >= 0), default=(0, None))
+        hits = ((seen.find(stop, max(known - len(stop) + 1, 0)), stop) for stop in self._stops)
+        start, stop = min((hit for hit in hits if hit[0] >= 0), default=(0, None))
         if stop is not None:
-            self._cut = seen[: place + len(stop) if self._params.include_stop_str_in_output else place]
+            self._cut = seen[: start + len(stop) if self._params.include_stop_str_in_output else start]
         return stop
 
     def _own(self, text: str) -> str:
-        """A text since the prompt's settled one, without what the prompt's open text has in common with it."""
-        return text[shared(self._before, text) :]
+        """Cuts off what the prompt's open text has in common with a text since the prompt's settled one."""
+        return text[common_prefix(self._before, text) :]
 
     @property
     def whole(self) -> str:
-        """All text so far, also what the next token may change: what it is if it ends here."""
+        """All text so far, including what the next token may change: what it is if it ends here."""
         if self._cut is not None:
             return self._cut
         return self._own(self._tokens.settled + self._tokens.open) if self._tokens else ""
@@ -92,7 +83,7 @@ class Growing:
         return self._shown if self._cut is None else self._cut
 
     def _held(self, text: str) -> int:
-        """Characters at the end of a text that a stop string may begin with."""
+        """Counts the characters at the end of a text that a stop string may begin with."""
         if self._params.include_stop_str_in_output:
             return 0
         for count in range(min(self._longest - 1, len(text)), 0, -1):
@@ -109,7 +100,7 @@ class Growing:
 
 
 def special_stops(text: Text, params: SamplingParams) -> dict[int, str]:
-    """Stop strings that are special tokens which the text leaves out, by the ids to stop at.
+    """Returns the stop strings that are special tokens which the text leaves out, by the ids to stop at.
 
     Raises:
       RequestError: such a token is only a part of a stop string, which then never shows up.
@@ -129,13 +120,13 @@ def special_stops(text: Text, params: SamplingParams) -> dict[int, str]:
 
 
 def token_offsets(text: Text, skip_special_tokens: bool, prompt: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """Places in the whole generated text at which the text of each id begins.
+    """Returns the positions in the whole generated text at which the text of each id begins.
 
-    Within a character of several tokens that is its place, for a token that the text leaves out the place where it was.
+    Within a character of several tokens that is the character's, for a token that the text leaves out where it was.
     """
     tokens = detokenizer(text, skip_special_tokens)
     before = tokens.begin(prompt)
     starts = tokens.starts(ids)
     tokens.extend(ids)
-    own = shared(before, tokens.settled + tokens.open)
+    own = common_prefix(before, tokens.settled + tokens.open)
     return [max(start - own, 0) for start in starts]

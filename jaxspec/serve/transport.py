@@ -1,4 +1,4 @@
-"""How rows reach the devices that hold their experts where nobody says: the cheapest way by the performance model."""
+"""Chooses how rows reach the devices that hold their experts: the cheapest way by the performance model."""
 
 import math
 from typing import Any
@@ -10,40 +10,33 @@ from jaxspec.checkpoint.load.places import abstract_params, flatten
 from jaxspec.config import shipped
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.moe import ROUTED, MoeSpec
+from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.param import declared
 from jaxspec.nn.policy import Policy
 from jaxspec.perf import cost
-from jaxspec.perf.hardware import known_hardware, load_hardware
-from jaxspec.perf.transport import CPU_RATES, TRANSPORTS, Pass, Transport, choose
-from jaxspec.pytree import replace
+from jaxspec.perf.hardware import CPU_RATES, known_hardware, load_hardware
+from jaxspec.perf.transport_cost import TRANSPORTS, Pass, Transport, choose
 
 CONTEXT = 1024  # of a row, as `jaxspec plan` assumes
 UNKNOWN_GPU = "h100"
 
 
 def transport_for(arch: ArchSpec, policy: Policy, mesh: Mesh, rows: int, device: Any) -> Transport:
-    """The cheapest transport for a plain step of B rows.
+    """Returns the cheapest transport for a plain step of ``rows`` rows.
 
     XLA has no ragged exchange on a CPU. With kernels it is ``sum`` always: those of attention know nothing of rows on
     other devices, and without them the host waits for every block of the cache in every layer.
-
-    Args:
-      arch: of the model.
-      policy: says what computes.
-      mesh: of devices.
-      rows: B.
-      device: one of them.
     """
     if not arch.is_moe:
         return "sum"
     on_gpu = device.platform in ("gpu", "cuda")
-    supported = ("sum",) if policy.kernels != "xla" else TRANSPORTS if on_gpu else ("sum", "padded")
+    supported = ("sum",) if policy.compute.kernels != "xla" else TRANSPORTS if on_gpu else ("sum", "padded")
     sizes = {axis: int(size) for axis, size in mesh.shape.items()}
     return choose(pass_of(arch, policy, rows), cost.Mesh(**sizes), rates_of(device), supported)[0]
 
 
 def rates_of(device: Any) -> cost.Rates:
-    """Rates of a device's record in ``configs/hardware``; an H100's for GPUs without one, ``CPU_RATES`` elsewhere."""
+    """Returns a device's rates of ``configs/hardware``; an H100's for unknown GPUs, ``CPU_RATES`` elsewhere."""
     if device.platform not in ("gpu", "cuda"):
         return CPU_RATES
     known, kind = known_hardware(shipped("hardware")), device.device_kind.lower().replace(" ", "-")
@@ -52,12 +45,12 @@ def rates_of(device: Any) -> cost.Rates:
 
 
 def pass_of(arch: ArchSpec, policy: Policy, rows: int) -> Pass:
-    """A plain step of B rows of ``CONTEXT`` tokens; weights as if they were not quantised."""
-    plain = replace(policy, formats=(), experts="stacked", depth="stacked", mesh=None)
+    """Describes a plain step of B rows of ``CONTEXT`` tokens; weights as if they were not quantized."""
+    plain = policy.update(formats=(), experts="stacked", depth="stacked", mesh=None)
     net: Any = Transformer(arch, plain)
     leaves = flatten(abstract_params(net))
     dense = sum(
-        math.prod(x.shape) for path, x in leaves.items() if path.rpartition("/")[2] not in (*ROUTED, "embed_VD")
+        math.prod(x.shape) for path, x in leaves.items() if declared(path).part not in ("routed experts", "embedding")
     )
     moe = [layer.ffn for layer in arch.layers if isinstance(layer.ffn, MoeSpec)]
     streams = [s for layer in arch.layers for s in layer.attention.streams.values()]
@@ -68,11 +61,11 @@ def pass_of(arch: ArchSpec, policy: Policy, rows: int) -> Pass:
         top_k=max(x.top_k for x in moe),
         routed_layers=len(moe),
         dense_flops=2.0 * dense,
-        dense_bytes=float(dense * policy.param.itemsize),
+        dense_bytes=float(dense * policy.storage.param.itemsize),
         row_bytes=sum(
             s.heads
             * s.width
-            * np.dtype(s.dtype or policy.compute).itemsize
+            * np.dtype(s.dtype or policy.compute.dtype).itemsize
             * min(CONTEXT, s.reach or CONTEXT)
             / s.stride
             for s in streams

@@ -1,32 +1,80 @@
-"""Runs every arm before any is judged, and says how long their steps take beside plain ones."""
+"""Times the steps of every arm on random tokens before any is judged."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 
+from jaxspec.decode.state import init_sampling
 from jaxspec.perf.step_ratios import StepRatios
+from jaxspec.pytree import replace
+from jaxspec.serve.compiled import Programs
+from jaxspec.serve.engine_spec import EngineSpec
+from jaxspec.serve.sample import STOP_PLACES
+from jaxspec.serve.scheduler import Scheduler
+from jaxspec.sharding import hosts
 from jaxspec.topology import PLAIN, AnyTopology
 
-LINKING, TIMED, MOST_TIMED = 4, 5, 16  # rounds
-ENOUGH_S = 4.0  # of timed rounds, more than the fewest
+ROWS = 8
+PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
+
+LINKING, TIMED = 3, 4  # rounds: before any is timed; timed
 RANDOM = 0.1  # relative error of a ratio: text that begins with random tokens touches other experts than users' does
-EACH = 0.35  # of it, what a ratio may be off by itself at least: it is the median of some rounds
+EACH = 0.35  # least share of that error that each ratio has by itself: it is the median of some rounds
 OF_MEDIAN = 1.4826 * 1.2533  # standard error of a normal median by the median absolute deviation, times sqrt(n)
 Run = Callable[[AnyTopology, int], tuple[float, float]]
 
 
+class DispatchTimer:
+    """Times dispatches on random tokens; nothing of them stays."""
+
+    def __init__(self, scheduler: Scheduler, programs: Programs, spec: EngineSpec, draft_length: int):
+        self._scheduler, self._programs, self._spec = scheduler, programs, spec
+        self._draft_length, self._random = draft_length, np.random.default_rng(0)
+        self.rows = min(spec.rows, ROWS)
+
+    def __call__(self, arm: AnyTopology, most: int) -> tuple[float, float]:
+        """Returns the time of a step of an arm in seconds, and the share of its steps that verified drafts."""
+        state, programs, repeats = self._scheduler.state, self._programs, arm in self._programs.skipping
+        sampling = replace(
+            init_sampling(1, STOP_PLACES),
+            max_length_B=np.full(1, self._spec.capacity, np.int32),
+            draft_limit_B=np.full(1, self._draft_length, np.int32),
+            temperature_B=np.ones(1, np.float32),  # text as it may come, which touches experts as text does
+            # Nothing but the prompt's tokens: only what is repeated has a match, and is verified.
+            presence_B=np.full(1, -1e4 if repeats else 0.0, np.float32),
+        )
+        table = None if state.table_BJ is None else np.zeros(state.table_BJ.shape[1], np.int32)
+        for row in range(self.rows):
+            drawn_X = self._random.integers(0, programs.target.net.arch.vocab_size, len(PAIRS)).astype(np.int32)
+            prompt = drawn_X[list(PAIRS)] if repeats else drawn_X
+            state = programs.prefill(state, row, prompt, table)
+            state = programs.admit(state, row, prompt, sampling, table)
+        jax.block_until_ready(state.length_B)
+        began = time.monotonic()
+        state, report = programs.dispatch(state, arm, most)
+        result = report.unpack()
+        # Process 0's time, for all: the number of rounds, and so of programs that exchange, depends on it.
+        step_s = float(hosts.broadcast_arrays(np.float32((time.monotonic() - began) / max(result.steps, 1))))
+        for row in range(self.rows):
+            state = programs.retire(state, row)
+        self._scheduler.state = state
+        return step_s, float(np.mean(result.verified_X))
+
+
 def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tuple[StepRatios, float]:
-    """Runs all arms in turns, in rounds of which the last ones are timed; as many as a few seconds allow.
+    """Runs all arms in turns and times the last rounds.
 
     XLA:CPU links code when it first runs, each expert's by itself, and GPUs record their graphs: three dispatches of
     an arm can take ten times as long as later ones.
 
     Args:
       arms: plain decoding, chains by length, then trees.
-      run: runs a dispatch of an arm with at most so many steps, and returns how long each of them took in seconds, and
-        the share of them that had drafts or could not do without.
+      run: runs a dispatch of an arm with at most so many steps; returns the time of a step in seconds, and the share
+        of its steps that verified drafts.
       rows: that decode meanwhile.
       steps: of a full dispatch.
 
@@ -36,23 +84,20 @@ def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tup
     """
     ratios: dict[int, list[float]] = {arm.max_depth: [] for arm in arms if arm.is_chain}
     over_R: list[float] = []
-    turn, spent_s = -LINKING, 0.0
-    while turn < TIMED or (turn < MOST_TIMED and spent_s < ENOUGH_S):
+    for turn in range(LINKING + TIMED):
         took, (short_s, _) = {arm: run(arm, steps) for arm in arms}, run(PLAIN, 1)
-        if turn >= 0:
+        if turn >= LINKING:
             plain_s, _ = took[PLAIN]
             for arm, (step_s, share) in took.items():
                 if arm.is_chain and share:
                     ratios[arm.max_depth].append(1 + (step_s / plain_s - 1) / share)
             over_R.append((short_s - plain_s) * steps / max(steps - 1, 1))
-            spent_s += sum(step_s for step_s, _ in took.values()) * steps + short_s
-        turn += 1
-    known = {length: float(np.median(found)) for length, found in ratios.items() if found}
-    each = max(EACH, _scatter([found for length, found in ratios.items() if length and found]) / RANDOM)
+    known = {length: float(np.median(samples)) for length, samples in ratios.items() if samples}
+    each = max(EACH, _scatter([samples for length, samples in ratios.items() if length and samples]) / RANDOM)
     return StepRatios({rows: (tuple(known), tuple(known.values()))}, RANDOM, each), max(0.0, float(np.median(over_R)))
 
 
 def _scatter(ratios: Sequence[Sequence[float]]) -> float:
-    """Relative standard error of medians over rounds, root mean square over lengths; a few odd rounds do not count."""
-    off = [np.median(np.abs(np.array(found) / np.median(found) - 1.0)) / len(found) ** 0.5 for found in ratios]
+    """Returns the relative standard error of medians over rounds (by the MAD), root mean square over lengths."""
+    off = [np.median(np.abs(np.array(some) / np.median(some) - 1.0)) / len(some) ** 0.5 for some in ratios]
     return OF_MEDIAN * float(np.sqrt(np.mean(np.square(off)))) if off else 0.0

@@ -1,4 +1,4 @@
-"""One thread that does all work on an engine, so that no interrupt of a caller ever meets a half-done step."""
+"""One thread that does all work on an engine, so no interrupt of a caller ever meets a half-done step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -50,6 +51,27 @@ class Job:
         return False
 
 
+@dataclass
+class _Shared:
+    """All that the thread knows of its worker, which may go away meanwhile.
+
+    Attributes:
+      jobs: to do; None ends the thread.
+      idents: of the thread, while it runs.
+      elected: taken by the one thread that serves, should several be started.
+      ended: filled when the thread has ended.
+      closing: filled when the interpreter ends.
+      process: that the thread lives in.
+    """
+
+    jobs: SimpleQueue[Job | None] = field(default_factory=SimpleQueue)
+    idents: list[int] = field(default_factory=list)
+    elected: list[bool] = field(default_factory=lambda: [True])
+    ended: SimpleQueue[bool] = field(default_factory=SimpleQueue)
+    closing: list[bool] = field(default_factory=list)
+    process: int = field(default_factory=os.getpid)
+
+
 class Worker:
     """Runs what callers post, one piece at a time and in the order of posting.
 
@@ -60,14 +82,9 @@ class Worker:
     """
 
     def __init__(self):
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._idents: list[int] = []  # of the thread, once it runs
-        self._elected = [True]  # taken by the one thread that serves, should several be started
-        self._ended: SimpleQueue[bool] = SimpleQueue()
-        self._closing: list[bool] = []
-        self._process = os.getpid()
-        self.put_now = self._jobs.put  # in one call into C, without a look at the process
-        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._shared = _Shared()
+        self.put_now = self._shared.jobs.put  # in one call into C, without a look at the process
+        weakref.finalize(self, self._shared.jobs.put, None).atexit = False
 
     def post(self, work: Callable[[], Any]) -> Job:
         """Queues work and does not wait; an interrupt cannot keep it from being queued once the queue is called."""
@@ -76,35 +93,27 @@ class Worker:
         return job
 
     def put(self, job: Job) -> None:
-        """Queues a job.
-
-        Raises:
-          JaxspecError: this process is a fork of the one that the worker lives in, or the interpreter ends.
-        """
-        if os.getpid() != self._process:
+        """Queues a job; raises JaxspecError in a fork of the process, or when the interpreter ends."""
+        shared = self._shared
+        if os.getpid() != shared.process:
             raise JaxspecError(
                 "LLM: this process was forked from the one that made the LLM, and JAX does not outlive a fork; make "
                 'the LLM in the child, or start children with multiprocessing.get_context("spawn")'
             )
-        if self._closing:
+        if shared.closing:
             raise JaxspecError("LLM: the interpreter ends; nothing can be generated any more")
-        if self._elected:
-            closing = partial(_close, self._process, self._jobs, self._ended, self._closing)
-            atexit.register(closing)
-            _thread.start_new_thread(
-                _serve, (self._jobs, self._idents, self._elected, self._ended, self._closing, closing)
-            )
-        self._jobs.put(job)
+        if shared.elected:
+            at_exit = partial(_close, shared)
+            atexit.register(at_exit)
+            _thread.start_new_thread(_serve, (shared, at_exit))
+        shared.jobs.put(job)
 
     def call(self, work: Callable[[], Any], look: Callable[[], None] | None = None, every_s: float = 0.1) -> Any:
-        """Runs work on the thread and returns its result, or raises what it raised.
+        """Runs work on the thread and returns its result, or raises what it raised; on the worker's own thread at once.
 
-        Args:
-          work: see ``Job``. On the worker's own thread it runs at once.
-          look: called again and again while the caller waits.
-          every_s: time between its calls in seconds.
+        ``look`` is called every ``every_s`` seconds while the caller waits.
         """
-        if _thread.get_ident() in self._idents:
+        if _thread.get_ident() in self._shared.idents:
             job = Job(work)
             while job.advance():
                 pass
@@ -129,39 +138,32 @@ class Worker:
             del value  # the exception's traceback holds this frame
 
 
-def _serve(
-    jobs: SimpleQueue[Job | None],
-    idents: list[int],
-    elected: list[bool],
-    ended: SimpleQueue[bool],
-    closing: list[bool],
-    at_exit: Callable[[], None],
-) -> None:
+def _serve(shared: _Shared, at_exit: Callable[[], None]) -> None:
     """Runs jobs until None comes; holds nothing while it waits."""
     try:
-        elected.pop()
+        shared.elected.pop()
     except IndexError:
         return
-    idents.append(_thread.get_ident())
-    while (job := jobs.get()) is not None and not closing:
-        while (left := job.advance()) and jobs.empty() and not closing:
+    shared.idents.append(_thread.get_ident())
+    while (job := shared.jobs.get()) is not None and not shared.closing:
+        while (left := job.advance()) and shared.jobs.empty() and not shared.closing:
             pass
         if left:
-            jobs.put(job)
+            shared.jobs.put(job)
         del job
-    idents.clear()
+    shared.idents.clear()
     atexit.unregister(at_exit)
-    ended.put(True)
+    shared.ended.put(True)
 
 
-def _close(process: int, jobs: SimpleQueue[Job | None], ended: SimpleQueue[bool], closing: list[bool]) -> None:
+def _close(shared: _Shared) -> None:
     """Ends the thread before the interpreter takes away what its programs need; a fork has none."""
-    if os.getpid() != process:
+    if os.getpid() != shared.process:
         return
-    closing.append(True)
-    jobs.put(None)
+    shared.closing.append(True)
+    shared.jobs.put(None)
     try:
-        ended.get(timeout=EXIT_S)
+        shared.ended.get(timeout=EXIT_S)
     except Empty:
         return
-    ended.put(True)
+    shared.ended.put(True)

@@ -1,4 +1,4 @@
-"""Several processes as one machine: how they meet, take one's word for all, and notice that they differ."""
+"""Several processes as one machine: connecting, broadcasting from process 0, and noticing that they differ."""
 
 import ctypes
 import hashlib
@@ -21,30 +21,30 @@ from jax.sharding import Mesh
 from jaxspec.errors import ConfigError, JaxspecError
 
 T = TypeVar("T")
-MEETING_S, LOST_S = 120, 30
-WORD = 256
-AGAIN = "what is written stays, start the same command on all of them again to go on"
+INITIALIZATION_TIMEOUT_S, HEARTBEAT_TIMEOUT_S = 120, 30
+MESSAGE_BYTES = 256  # messages are padded to a multiple of it, so that few shapes are broadcast
+RESUME = "what is written stays, start the same command on all of them again to go on"
 _HANDLERS: list[Any] = []  # C keeps only their addresses
 
 
-def meet(
+def initialize(
     coordinator: str | None = None,
     processes: int | None = None,
     number: int | None = None,
     *,
-    meeting_s: int = MEETING_S,
-    lost_s: int = LOST_S,
+    initialization_timeout_s: int = INITIALIZATION_TIMEOUT_S,
+    heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
 ) -> None:
-    """Joins this process to the others; call it before anything else that uses JAX's devices.
+    """Connects this process to the others; call it before anything else that uses JAX's devices.
 
-    Under Slurm, Open MPI and Kubernetes JAX finds out by itself what is left out.
+    Under Slurm, Open MPI and Kubernetes JAX detects the arguments that are left out.
 
     Args:
       coordinator: address and port of process 0, the same for all.
       processes: how many there are.
       number: of this one, from 0.
-      meeting_s: how long to wait for the others.
-      lost_s: how long another process may be silent until this one ends, too.
+      initialization_timeout_s: how long to wait for the others.
+      heartbeat_timeout_s: how long another process may be silent until this one ends, too.
 
     Raises:
       ConfigError: nothing says where the others are, or process 0 does not answer. Process 0 itself is ended by JAX
@@ -52,119 +52,118 @@ def meet(
         long; what to do is then written to standard error.
     """
     if coordinator is not None and number:
-        _reach(coordinator, meeting_s)
-    _explain_abort(lost_s)
+        _wait_for(coordinator, initialization_timeout_s)
+    _explain_abort(heartbeat_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
-            coordinator, processes, number, initialization_timeout=meeting_s, heartbeat_timeout_seconds=lost_s,
-            shutdown_timeout_seconds=lost_s,
+            coordinator, processes, number, initialization_timeout=initialization_timeout_s,
+            heartbeat_timeout_seconds=heartbeat_timeout_s, shutdown_timeout_seconds=heartbeat_timeout_s,
         )  # fmt: skip
     except (RuntimeError, ValueError, TypeError) as error:
-        raise _apart(coordinator or "the address that the cluster gives", str(error).strip().splitlines()[0]) from error
+        reason = str(error).strip().splitlines()[0]
+        raise _not_connected(coordinator or "the address that the cluster gives", reason) from error
 
 
-def _reach(coordinator: str, meeting_s: int) -> None:
-    """Waits until process 0 listens; JAX would end this process without a word that helps."""
+def _wait_for(coordinator: str, timeout_s: int) -> None:
+    """Waits until process 0 listens; JAX would end this process without a helpful message."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f"hosts: the coordinator's address is HOST:PORT, got {coordinator!r}")
-    until = time.monotonic() + meeting_s
+    until = time.monotonic() + timeout_s
     while True:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
         except OSError as error:
             if time.monotonic() > until:
-                raise _apart(coordinator, f"nothing answers for {meeting_s} s: {error}") from error
+                raise _not_connected(coordinator, f"nothing answers for {timeout_s} s: {error}") from error
             time.sleep(0.2)
 
 
-def _explain_abort(lost_s: int) -> None:
+def _explain_abort(heartbeat_timeout_s: int) -> None:
     """Writes what to do when JAX aborts this process.
 
-    It does so in C++ when another process is silent, while Python waits for that one; a handler of C's is the only
-    place for words of ours.
+    JAX aborts from C++ when another process is silent, while Python waits for that one; only a C signal handler can
+    still print something.
     """
-    words = (
+    message = (
         "jaxspec: hosts: JAX ended this process for the reason above; if that is tasks that are unhealthy, or a "
-        f"deadline that was not met, another process was lost, or silent for {lost_s} s: {AGAIN}\n"
+        f"deadline that was not met, another process was lost, or silent for {heartbeat_timeout_s} s: {RESUME}\n"
     ).encode()
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
-    _HANDLERS.append(kind(lambda _: os.write(2, words) and None))
+    _HANDLERS.append(kind(lambda _: os.write(2, message) and None))
     ctypes.CDLL(None).signal(signal.SIGABRT, _HANDLERS[-1])
 
 
-def _apart(where: str, what: str) -> ConfigError:
+def _not_connected(address: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"hosts: the processes did not meet at {where} ({what}); give every process the same --coordinator-address "
+        f"hosts: the processes did not meet at {address} ({reason}); give every process the same --coordinator-address "
         "HOST:PORT and --num-processes, its own --process-id, and start all of them"
     )
 
 
-def several() -> bool:
+def is_multiprocess() -> bool:
     """Whether there are other processes."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
-def first() -> bool:
-    """Whether this is the process that writes."""
+def is_leader() -> bool:
+    """Whether this is process 0, the one that writes files."""
     return jax.process_index() == 0
 
 
-def agreed(value: T) -> T:
-    """Process 0's arrays, on the host, for every process; all must ask for arrays of the same shapes."""
-    return multihost_utils.broadcast_one_to_all(value) if several() else value
+def broadcast_arrays(tree: T) -> T:
+    """Returns process 0's arrays, on the host; all processes must call it with arrays of the same shapes."""
+    return multihost_utils.broadcast_one_to_all(tree) if is_multiprocess() else tree
 
 
-def most(value: int) -> int:
-    """The greatest of all processes' numbers."""
-    return int(np.max(multihost_utils.process_allgather(np.int32(value)))) if several() else value
+def max_over_processes(value: int) -> int:
+    """Returns the greatest of all processes' numbers."""
+    return int(np.max(multihost_utils.process_allgather(np.int32(value)))) if is_multiprocess() else value
 
 
-def told(message: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Process 0's message, for every process; what the others bring counts nothing."""
-    if not several():
+def broadcast_json(message: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns process 0's message in every process; the others' arguments are ignored."""
+    if not is_multiprocess():
         return dict(message or {})
-    data = json.dumps(message).encode() if first() else b""
-    size = int(agreed(np.int32(len(data))))
-    room = np.zeros(-(-size // WORD) * WORD, np.uint8)
-    room[: len(data)] = np.frombuffer(data, np.uint8)
-    return json.loads(bytes(np.asarray(agreed(room))[:size]))
+    data = json.dumps(message).encode() if is_leader() else b""
+    size = int(broadcast_arrays(np.int32(len(data))))
+    padded = np.zeros(-(-size // MESSAGE_BYTES) * MESSAGE_BYTES, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    return json.loads(bytes(np.asarray(broadcast_arrays(padded))[:size]))
 
 
-def led(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """What process 0 found when it did something that one process is to do, for every process.
+def run_on_leader(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """Runs something in process 0 alone, and returns its result in every process.
 
-    Raises:
-      ConfigError: process 0 failed, which itself raises what it met.
+    If it fails, the others raise ConfigError, and process 0 the error itself.
     """
-    if not first():
-        said = told(None)
-        if "error" in said:
-            raise ConfigError(f"hosts: process 0 failed: {said['error']}")
-        return said
+    if not is_leader():
+        message = broadcast_json(None)
+        if "error" in message:
+            raise ConfigError(f"hosts: process 0 failed: {message['error']}")
+        return message
     try:
-        found = work()
+        result = work()
     except JaxspecError as error:
-        told({"error": str(error)})
+        broadcast_json({"error": str(error)})
         raise
-    return told(found)
+    return broadcast_json(result)
 
 
-def whole(tree: T) -> T:
-    """Arrays on the host of every process, however they lie on the devices of all; all must ask."""
-    return multihost_utils.process_allgather(tree, tiled=True) if several() else jax.device_get(tree)
+def gather_to_host(tree: T) -> T:
+    """Copies arrays, however they are sharded, to the host of every process; all must call it."""
+    return multihost_utils.process_allgather(tree, tiled=True) if is_multiprocess() else jax.device_get(tree)
 
 
-def share(mesh: Mesh, axis: str) -> tuple[int, int]:
-    """Which part of what is split over a mesh axis this process's devices hold, and how many parts there are.
+def local_share(mesh: Mesh, axis: str) -> tuple[int, int]:
+    """Returns which part of data split over a mesh axis belongs to this process, and how many parts there are.
 
-    Raises:
-      ConfigError: its devices are not neighbours along the axis.
+    Raises ConfigError if its devices are not neighbors along the axis.
     """
     along, size = mesh.axis_names.index(axis), mesh.shape[axis]
-    own = sorted({place[along] for place, device in np.ndenumerate(mesh.devices) if device in mesh.local_devices})
+    own = sorted({index[along] for index, device in np.ndenumerate(mesh.devices) if device in mesh.local_devices})
     count = len(own)
     if size % count or own[0] % count or own[-1] - own[0] >= count:
         raise ConfigError(
@@ -175,17 +174,13 @@ def share(mesh: Mesh, axis: str) -> tuple[int, int]:
 
 
 def check_shared(directory: Path) -> None:
-    """Makes sure that all processes see what process 0 writes into a directory.
-
-    Raises:
-      ConfigError: some do not; their numbers are given.
-    """
-    if not several():
+    """Checks that all processes see what process 0 writes into a directory; raises ConfigError with their numbers."""
+    if not is_multiprocess():
         return
-    mark = directory / f".seen-{told({'mark': uuid.uuid4().hex})['mark']}"
-    led(lambda: mark.touch() or {})
+    mark = directory / f".seen-{broadcast_json({'mark': uuid.uuid4().hex})['mark']}"
+    run_on_leader(lambda: mark.touch() or {})
     seen = np.asarray(multihost_utils.process_allgather(np.int32(mark.exists())))
-    if first():
+    if is_leader():
         mark.unlink()
     if blind := np.flatnonzero(seen == 0).tolist():
         raise ConfigError(
@@ -195,38 +190,29 @@ def check_shared(directory: Path) -> None:
 
 
 def check_same(parts: Mapping[str, Any]) -> None:
-    """Compares what every process has.
-
-    Args:
-      parts: JSON values by name; what JSON does not know is compared as it is written.
-
-    Raises:
-      ConfigError: processes differ; their numbers and the names are given.
-    """
-    if not several():
+    """Checks that every process has the same JSON values, by name; raises ConfigError with numbers and names."""
+    if not is_multiprocess():
         return
     digests = [hashlib.sha256(json.dumps(parts[name], sort_keys=True, default=str).encode()).digest() for name in parts]
     own = np.stack([np.frombuffer(d, np.uint8) for d in digests])
-    found = np.asarray(multihost_utils.process_allgather(own))
-    wrong = {
-        name: [int(p) for p in np.flatnonzero((found[:, i] != found[0, i]).any(axis=1))] for i, name in enumerate(parts)
+    all_PNX = np.asarray(multihost_utils.process_allgather(own))
+    differing = {
+        name: np.flatnonzero((all_PNX[:, i] != all_PNX[0, i]).any(axis=1)).tolist() for i, name in enumerate(parts)
     }
-    if any(wrong.values()):
-        said = "; ".join(f"{name}: processes {who} have another than process 0" for name, who in wrong.items() if who)
-        raise ConfigError(f"hosts: {said}; give every process the same")
+    if any(differing.values()):
+        words = "; ".join(
+            f"{name}: processes {who} have another than process 0" for name, who in differing.items() if who
+        )
+        raise ConfigError(f"hosts: {words}; give every process the same")
 
 
 @contextmanager
-def all_there() -> Iterator[None]:
-    """Says what to do when another process is gone.
-
-    Raises:
-      JaxspecError: what this process waited for did not come.
-    """
+def explain_lost_process() -> Iterator[None]:
+    """Turns the error of a lost process into a JaxspecError that says what to do."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        said = str(error).partition("\n")[0]
-        if not several() or not (isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in said):
+        reason = str(error).partition("\n")[0]
+        if not is_multiprocess() or not (isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in reason):
             raise
-        raise JaxspecError(f"hosts: another process was lost, or failed ({said}); {AGAIN}") from error
+        raise JaxspecError(f"hosts: another process was lost, or failed ({reason}); {RESUME}") from error

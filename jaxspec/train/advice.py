@@ -1,4 +1,4 @@
-"""What a run's data make of its settings: words that its user wants to read before hours go by."""
+"""Warnings and facts about a run's settings and data, before hours go by."""
 
 from collections.abc import Iterator
 
@@ -9,12 +9,12 @@ FEW_DOCUMENTS, FULL = 4, 0.75
 
 
 def facts_of(settings: RunSettings, corpus: Corpus) -> dict[str, str]:
-    """How long the run is in passes over the data, and how full its rows are."""
+    """Returns how long the run is in passes over the data, and how full its rows are."""
     return {"epochs": f"{epochs(settings, corpus, settings.train.steps):,.3g}", "rows filled": f"{_filled(corpus):.0%}"}
 
 
 def warnings_of(settings: RunSettings, corpus: Corpus) -> Iterator[str]:
-    """One line for each thing that is allowed and seldom meant."""
+    """Yields one line for each thing that is allowed and seldom meant."""
     t, rows = settings.train, len(corpus.rows)
     each = t.rows * t.accumulation
     if rows < each:
@@ -42,7 +42,7 @@ def warnings_of(settings: RunSettings, corpus: Corpus) -> Iterator[str]:
 
 
 def epochs(settings: RunSettings, corpus: Corpus, updates: int) -> float:
-    """Passes over the data that so many updates are."""
+    """Returns how many passes over the data so many updates are."""
     return updates * settings.train.rows * settings.train.accumulation / len(corpus.rows)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: written aside and renamed, so that there always is a whole one to go on from."""
+"""Checkpoints of a run: written aside and renamed, so there always is a whole one to go on from."""
 
 import errno
 import fcntl
@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from jaxspec.config import differences
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.sharding import hosts
+from jaxspec.whole_file import write_whole
 
 State = TypeVar("State")
 KEPT = 2
@@ -26,14 +27,10 @@ FULL = ("No space left on device", "Disk quota exceeded", "RESOURCE_EXHAUSTED", 
 class Checkpoints:
     """The checkpoints of one directory, which one group of processes at a time may write.
 
-    Saving goes on in the background; the newest two are kept, so that a whole one is there at any moment.
-
-    Args:
-      run: directory of the run; made where it is missing.
-      identity: what the result depends on; nested JSON.
+    Saving goes on in the background; the newest two are kept, so there always is a whole one.
 
     Raises:
-      ConfigError: another process writes there, or the directory belongs to a run of other settings.
+      ConfigError: another process writes there, or the directory was begun with another ``identity`` (nested JSON).
       JaxspecError: the directory cannot be written.
     """
 
@@ -46,8 +43,8 @@ class Checkpoints:
             raise JaxspecError(f"{run}: cannot be written ({error.strerror})") from error
         try:
             hosts.check_shared(run)
-            hosts.led(lambda: _take(self._lock, run, identity))
-            with self._told("opened", 0):
+            hosts.run_on_leader(lambda: _take(self._lock, run, identity))
+            with self._explained("opened", 0):
                 self._manager = ocp.CheckpointManager(
                     (run / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=KEPT)
                 )
@@ -57,21 +54,16 @@ class Checkpoints:
 
     @property
     def step(self) -> int:
-        """Of the newest checkpoint, 0 where there is none."""
+        """The update of the newest checkpoint, 0 where there is none."""
         return self._manager.latest_step() or 0
 
     def save(self, step: int, state: Any, about: Mapping[str, Any]) -> None:
-        """Copies a state, and writes it in the background.
-
-        Args:
-          step: updates done.
-          state: arrays.
-          about: JSON that goes with them.
+        """Copies a state and the JSON that goes with it, and writes them in the background.
 
         Raises:
           JaxspecError: the disk is full or the directory cannot be written, now or for the checkpoint before.
         """
-        with self._told("saved", step):
+        with self._explained("saved", step):
             self._manager.wait_until_finished()
             needed, free = _bytes(state), shutil.disk_usage(self.run).free
             if free < needed:
@@ -82,56 +74,40 @@ class Checkpoints:
             )
             self._manager.save(step, args=items)
 
-    def check_room(self, state: Any, params: Any, kept: bool) -> None:
-        """Refuses a disk that cannot hold the checkpoints of a run, before any time goes into it.
-
-        Args:
-          state: what is saved.
-          params: the part of it that ``best/`` and ``last/`` hold.
-          kept: whether these are written.
-
-        Raises:
-          JaxspecError: too little is free.
-        """
+    def check_room(self, state: Any, params: Any, *, heads_kept: bool) -> None:
+        """Refuses a disk that cannot hold the checkpoints of a run, and its two heads if they are kept."""
 
         def look() -> dict[str, Any]:
-            each, heads = _bytes(state), 2 * _bytes(params) if kept else 0
+            each, heads = _bytes(state), 2 * _bytes(params) if heads_kept else 0
             # One more than are kept is there while it is written.
             needed = each * (KEPT + 1 - min(len(self._manager.all_steps()), KEPT)) + heads
             free = shutil.disk_usage(self.run).free
             if free < needed:
                 raise JaxspecError(
                     f"{self.run}: the run needs {needed / 1e6:,.0f} MB for {KEPT + 1} checkpoints of "
-                    f"{each / 1e6:,.0f} MB{' and two heads' if kept else ''}, and {free / 1e6:,.0f} MB are free; make "
-                    "room or choose another --out"
+                    f"{each / 1e6:,.0f} MB{' and two heads' if heads_kept else ''}, and {free / 1e6:,.0f} MB are free; "
+                    "make room or choose another --out"
                 )
             return {}
 
-        hosts.led(look)
+        hosts.run_on_leader(look)
 
     def restore(self, like: State) -> tuple[State, dict[str, Any]]:
-        """The newest state and what goes with it.
-
-        Args:
-          like: a state of the same structure, whose dtypes and places on devices it gets.
+        """Reads the newest state, with the dtypes and shardings of ``like``, and what goes with it.
 
         Raises:
           JaxspecError: it cannot be read, or has another structure.
         """
-        wanted = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), about=ocp.args.JsonRestore())
-        with self._told("read", self.step):
-            found: Any = self._manager.restore(self.step, args=items)
-        return found["state"], found["about"]
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), about=ocp.args.JsonRestore())
+        with self._explained("read", self.step):
+            restored: Any = self._manager.restore(self.step, args=items)
+        return restored["state"], restored["about"]
 
     def close(self) -> None:
-        """Waits for what is being written.
-
-        Raises:
-          JaxspecError: it could not be written.
-        """
+        """Waits for what is being written; raises JaxspecError if it could not be."""
         try:
-            with self._told("saved", self.step):
+            with self._explained("saved", self.step):
                 self._manager.wait_until_finished()
                 self._manager.check_for_errors()
         finally:
@@ -139,10 +115,10 @@ class Checkpoints:
             os.close(self._lock)
 
     @contextmanager
-    def _told(self, done: str, step: int) -> Iterator[None]:
+    def _explained(self, done: str, step: int) -> Iterator[None]:
         """Makes one clear error of whatever the checkpoint library raises."""
         try:
-            with hosts.all_there():
+            with hosts.explain_lost_process():
                 yield
         except JaxspecError:
             raise
@@ -190,15 +166,13 @@ def _lock(file: int, run: Path) -> None:
 
 
 def _bind(run: Path, identity: Mapping[str, Any]) -> None:
-    """Writes what a fresh directory is of, or compares it with what was begun."""
+    """Writes the identity of a fresh directory, or compares it with that of a run that was begun."""
     file, now = run / "run.json", json.loads(json.dumps(identity))
     if not file.exists():
         if (run / "checkpoints").exists():
             raise ConfigError(f"{run}: has checkpoints but no {file.name}; choose another --out")
-        part = file.with_suffix(".part")
         try:
-            part.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
-            part.replace(file)
+            write_whole(file, json.dumps(now, indent=2) + "\n")
         except OSError as error:
             raise JaxspecError(f"{run}: cannot be written ({error.strerror})") from error
         return
@@ -214,14 +188,9 @@ def _bind(run: Path, identity: Mapping[str, Any]) -> None:
 
 
 def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
-    """Writes a directory beside the one of that name, and puts it in its place when it is whole.
+    """Writes a directory aside, and puts it in its place when it is whole; raises JaxspecError if the disk is full.
 
-    Args:
-      directory: what is replaced; where a crash left none, the same call made again writes it.
-      write: fills the directory that it is given.
-
-    Raises:
-      JaxspecError: the disk is full or the directory cannot be written; the one before is still there.
+    After a crash in between, the same call made again writes it.
     """
     part, old = (directory.with_name(f"{directory.name}.{end}") for end in ("part", "old"))
     try:

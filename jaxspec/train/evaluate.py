@@ -1,29 +1,43 @@
 """Acceptance of a head on held-out prompts, measured by the step that serves."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.decode.prefill import admit, prefill
+from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.decode.dispatch import Report, dispatch
+from jaxspec.decode.prefill import Chunk, admit, prefill
+from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
-from jaxspec.decode.step import TAIL, StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
+from jaxspec.draft.head_drafter import head_drafter
+from jaxspec.draft.small_lm import SmallLm
+from jaxspec.errors import ConfigError
+from jaxspec.models.medusa import Medusa
+from jaxspec.models.trained_head import Head
+from jaxspec.models.transformer import Transformer
+from jaxspec.nn.policy import policy_for
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
-from jaxspec.shapes import Array
+from jaxspec.shapes import Params
 from jaxspec.sharding.placement import allocate, mesh_of, settle, state_rules, state_shardings
+from jaxspec.topology import chain
+from jaxspec.train.data import Corpus, prompts
+from jaxspec.train.head_start import InitialHead
+from jaxspec.train.settings import EvaluationSettings, RunSettings
+from jaxspec.verify.rules import RULES
 
-BUCKET, STEPS = 64, 8
-RULES = state_rules(("data",), own_pages=True)
+BUCKET, STEPS, ROWS, BLOCK = 64, 8, 8, 128
+ROW_AXES = state_rules(("data",), own_pages=True)
 
 
-def _prefill(mesh: Mesh | None, target: Target, drafter: Drafter, state: DecodeState, *rest: Any) -> DecodeState:
-    return _stay(prefill(target, drafter, state, *rest), mesh)
+def _prefill(mesh: Mesh | None, target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) -> DecodeState:
+    return _stay(prefill(target, drafter, state, chunk), mesh)
 
 
 def _admit(mesh: Mesh | None, state: DecodeState, *rest: Any) -> DecodeState:
@@ -31,18 +45,17 @@ def _admit(mesh: Mesh | None, state: DecodeState, *rest: Any) -> DecodeState:
 
 
 def _dispatch(
-    mesh: Mesh | None, plan: StepPlan, target: Target, drafter: Drafter, state: DecodeState
-) -> tuple[DecodeState, Array]:
-    state, report = dispatch(target, drafter, state, jnp.int32(plan.steps), jnp.array(False), plan=plan)
-    packed_BX = report.packed_BX
+    mesh: Mesh | None, plan: StepPlan, target: Target, drafter: Drafter, state: DecodeState, *rest: Any
+) -> tuple[DecodeState, Report]:
+    state, report = dispatch(target, drafter, state, *rest, plan=plan)
     if mesh is not None:  # the host of every process reads it
-        packed_BX = jax.lax.with_sharding_constraint(packed_BX, NamedSharding(mesh, PartitionSpec()))
-    return _stay(state, mesh), packed_BX
+        report = jax.lax.with_sharding_constraint(report, NamedSharding(mesh, PartitionSpec()))
+    return _stay(state, mesh), report
 
 
 def _stay(state: DecodeState, mesh: Mesh | None) -> DecodeState:
     """A state where it was allocated; left to the compiler, it would move."""
-    return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, RULES))
+    return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, ROW_AXES))
 
 
 # Of the module, so that trials of all temperatures and updates share them.
@@ -52,17 +65,8 @@ DISPATCH = jax.jit(_dispatch, static_argnums=(0, 1), donate_argnums=4)
 
 
 @dataclass(frozen=True)
-class Trial:
-    """What is generated to measure acceptance.
-
-    Attributes:
-      tokens: generated per prompt.
-      temperature: 0 is greedy.
-      rows: prompts at a time.
-      rule: of verification.
-      seed: of the sampling.
-      stop: token ids that end a text.
-    """
+class EvalSpec:
+    """What is generated to measure acceptance: ``tokens`` a prompt, ``rows`` prompts at a time."""
 
     tokens: int = 96
     temperature: float = 0.0
@@ -73,7 +77,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class MeasuredAcceptance:
     """What verification accepted.
 
     Attributes:
@@ -89,86 +93,126 @@ class Acceptance:
     counts: tuple[tuple[int, ...], ...]
 
 
-class Examiner:
+class AcceptanceEvaluator:
     """Runs prompts through the compiled step; other parameters of a drafter and temperatures recompile nothing."""
 
-    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], trial: Trial):
-        """Keeps what is generated from.
-
-        Args:
-          target: verifies.
-          prompts: token ids.
-          trial: how.
-        """
+    def __init__(self, target: Target, prompts: Sequence[Sequence[int]], spec: EvalSpec):
         self.mesh = mesh_of(target.params)
         self.target, self.prompts = settle(target, self.mesh), [np.asarray(p, np.int32) for p in prompts]
         over = 1 if self.mesh is None else self.mesh.shape["data"]
-        self.trial = replace(trial, rows=-(-trial.rows // over) * over)
+        self.spec = replace(spec, rows=-(-spec.rows // over) * over)
 
-    def measure(self, drafter: Drafter) -> Acceptance:
-        """Acceptance over all prompts."""
+    def measure(self, drafter: Drafter) -> MeasuredAcceptance:
+        """Measures acceptance over all prompts."""
         drafter = settle(drafter, self.mesh)
         counts: list[tuple[int, ...]] = []
-        for first in range(0, len(self.prompts), self.trial.rows):
+        for first in range(0, len(self.prompts), self.spec.rows):
             counts += self._group(drafter, first)
         flat = np.array([n for row in counts for n in row], np.int64)
         depth = np.arange(1, drafter.topology.max_depth + 1)
         if not len(flat):
-            return Acceptance(float("nan"), (float("nan"),) * len(depth), 0, tuple(counts))
+            return MeasuredAcceptance(float("nan"), (float("nan"),) * len(depth), 0, tuple(counts))
         survival = tuple(float(np.mean(flat >= k)) for k in depth)
-        return Acceptance(float(np.mean(flat)) + 1, survival, len(flat), tuple(counts))
+        return MeasuredAcceptance(float(np.mean(flat)) + 1, survival, len(flat), tuple(counts))
 
     def _group(self, drafter: Drafter, first: int) -> list[tuple[int, ...]]:
-        """Accepted drafts of each verification of some prompts."""
-        state = self.started(drafter, first)
-        found: list[list[int]] = [[] for _ in self.prompts[first : first + self.trial.rows]]
-        depth, plan, left = drafter.topology.max_depth + 1, StepPlan(self.trial.rule, STEPS), len(found)
+        """Counts the accepted drafts of each verification of some prompts."""
+        runner, state = self._runner(drafter), self.started(drafter, first)
+        accepted: list[list[int]] = [[] for _ in self.prompts[first : first + self.spec.rows]]
+        left = len(accepted)
         while left:
-            state, packed_BX = DISPATCH(self.mesh, plan, self.target, drafter, state)
-            packed = np.asarray(packed_BX)
-            for row, counts in enumerate(found):
-                took = packed[row, : int(packed[row, -1]) * (depth + 2)].reshape(-1, depth + 2)[:, depth]
-                took = took[took > 0]
-                ended = bool(packed[row, -TAIL:-1].any())
-                counts += (took[: -1 if ended else None] - 1).tolist()
+            state, report = runner.dispatch(state, drafter.topology, STEPS)
+            result = report.unpack()
+            for row, counts in enumerate(accepted):
+                count_X, ended = result.count_BX[row], bool(result.ended_B[row])
+                # The verification that met the end was cut short.
+                counts += (count_X[count_X > 0][: -1 if ended else None] - 1).tolist()
                 left -= ended
-        return [tuple(counts) for counts in found]
+        return [tuple(counts) for counts in accepted]
+
+    def _runner(self, drafter: Drafter) -> Runner:
+        plan = StepPlan(RULES[self.spec.rule], STEPS)
+        programs: dict[Any, Any] = {
+            ("prefill", BUCKET): partial(PREFILL, self.mesh), "admit": partial(ADMIT, self.mesh),
+            ("dispatch", drafter.topology): partial(DISPATCH, self.mesh, plan),
+        }  # fmt: skip
+        return Runner(self.target, {drafter.topology: drafter}, (BUCKET,), programs)
 
     def started(self, drafter: Drafter, first: int) -> DecodeState:
-        """Rows with as many prompts as there is room for, from number ``first`` on."""
-        t, longest = self.trial, max(len(p) for p in self.prompts)
+        """Returns rows with as many prompts as there is room for, from number ``first`` on."""
+        t, longest = self.spec, max(len(p) for p in self.prompts)
         slack = max(drafter.topology.nodes, drafter.slack, BUCKET)
         places = max(8, len(t.stop))
         make = partial(init_state, self.target, drafter, t.rows, longest + t.tokens, slack=slack, stop_ids=places)
-        state = allocate(make, self.mesh, RULES)
+        runner, state = self._runner(drafter), allocate(make, self.mesh, ROW_AXES)
         for row, prompt in enumerate(self.prompts[first : first + t.rows]):
-            state = self._start(drafter, state, row, prompt, first + row)
+            sampling = replace(
+                jax.tree.map(np.asarray, init_sampling(1, places)),
+                stop_BX=np.array([[*t.stop, *[-1] * (places - len(t.stop))]], np.int32),
+                temperature_B=np.full(1, t.temperature, np.float32),
+                max_length_B=np.full(1, len(prompt) + t.tokens, np.int32),
+                draft_limit_B=np.full(1, drafter.topology.max_depth, np.int32),
+                key_BX=np.array([[t.seed, first + row]], np.uint32),
+            )
+            state = runner.prefill(state, row, prompt)
+            state = runner.admit(state, row, prompt, sampling)
         return state
 
-    def _start(self, drafter: Drafter, state: DecodeState, row: int, prompt: np.ndarray, number: int) -> DecodeState:
-        """Prefills and admits one prompt."""
-        t, at, places = self.trial, 0, state.sampling.stop_BX.shape[1]
-        while at < len(prompt) - 1:
-            count = min(BUCKET, len(prompt) - 1 - at)
-            chunk = np.zeros(BUCKET + 1, np.int32)
-            chunk[: count + 1] = prompt[at : at + count + 1]
-            numbers = np.int32(row), chunk, np.int32(at), np.int32(count)
-            state = PREFILL(self.mesh, self.target, drafter, state, *numbers)
-            at += count
-        sampling = replace(
-            jax.tree.map(np.asarray, init_sampling(1, places)),
-            stop_BX=np.array([[*t.stop, *[-1] * (places - len(t.stop))]], np.int32),
-            temperature_B=np.full(1, t.temperature, np.float32),
-            max_length_B=np.full(1, len(prompt) + t.tokens, np.int32),
-            draft_limit_B=np.full(1, drafter.topology.max_depth, np.int32),
-            key_BX=np.array([[t.seed, number]], np.uint32),
+
+def acceptance_figures(name: str, acceptance: MeasuredAcceptance) -> dict[str, float]:
+    """Returns acceptance as metrics: ``NAME/acceptance_length`` and ``NAME/accepted_at_K``."""
+    rates = {f"{name}/accepted_at_{k}": rate for k, rate in enumerate(acceptance.survival, start=1)}
+    return {f"{name}/acceptance_length": acceptance.length} | rates
+
+
+def best_metric(settings: EvaluationSettings) -> str:
+    """Returns the figure that the best head is kept by."""
+    return settings.metric or f"{_name(settings.lengths[0], settings.temperatures[0])}/acceptance_length"
+
+
+def _name(length: int, temperature: float) -> str:
+    return f"k{length}/t{temperature:g}"
+
+
+def make_evaluation(
+    settings: RunSettings, head: InitialHead, target: Model, corpus: Corpus, mesh: Mesh | None
+) -> Callable[[Params], dict[str, float]] | None:
+    """Returns a function that measures a head's parameters, chains of every length at every temperature.
+
+    None without held-out documents. Raises ConfigError if lengths and prompts exceed what head and target can do.
+    """
+    e, net = settings.evaluation, head.net
+    if not corpus.held_out:
+        return None
+    if isinstance(net, Medusa) and max(e.lengths) > net.spec.heads:
+        raise ConfigError(
+            f"evaluation: lengths {list(e.lengths)}, but {net.spec.heads} Medusa heads draft at most as many tokens; "
+            "lower evaluation.lengths or raise head.heads"
         )
-        history = np.zeros(state.history_BS.shape[1], np.int32)
-        history[: len(prompt)] = prompt
-        return ADMIT(self.mesh, state, np.int32(row), history, np.int32(len(prompt)), sampling, None)
+    asked = prompts(corpus.held_out, count=e.prompts, length=e.prompt_tokens)
+    longest = max(len(p) for p in asked) + e.new_tokens
+    if longest > target.net.arch.max_position:
+        raise ConfigError(f"evaluation: {longest} tokens are more than the target's {target.net.arch.max_position}")
+    # Decoding has few rows: a CPU wants another layout of the experts for that than for training.
+    policy = policy_for(settings.train.target_dtype, jax.default_backend(), "xla")
+    serving = load_model(target.directory, policy) if policy.layout.experts == "switched" and mesh is None else target
+    specs = [EvalSpec(e.new_tokens, t, min(ROWS, len(asked)), seed=settings.seed) for t in e.temperatures]
+    serving_target = Target(serving.params, serving.net, BLOCK)
+    evaluators = [AcceptanceEvaluator(serving_target, [p.tolist() for p in asked], spec) for spec in specs]
+
+    def evaluate(params: Params) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for evaluator in evaluators:
+            for length in e.lengths:
+                drafter = _drafter(head, params, serving, length)
+                name = _name(length, evaluator.spec.temperature)
+                figures |= acceptance_figures(name, evaluator.measure(drafter))
+        return figures
+
+    return evaluate
 
 
-def figures(name: str, found: Acceptance) -> dict[str, float]:
-    """Acceptance as metrics: ``NAME/acceptance_length`` and ``NAME/accepted_at_K``."""
-    rates = {f"{name}/accepted_at_{k}": rate for k, rate in enumerate(found.survival, start=1)}
-    return {f"{name}/acceptance_length": found.length} | rates
+def _drafter(head: InitialHead, params: Params, model: Model, length: int) -> Drafter:
+    if isinstance(head.net, Transformer):
+        return SmallLm(params, head.net, chain(length), BLOCK)
+    return head_drafter(Head(head.net, params, head.ids_W), (model.net, model.params), chain(length), BLOCK)

@@ -1,16 +1,16 @@
-"""What the target computes for every row of the data, kept in files, so that training need not run it again."""
+"""A cache of what the target computes for every row of the data, so training need not run it again."""
 
 import fcntl
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,80 +22,56 @@ from safetensors.numpy import save_file
 from jaxspec.config import differences
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import Transformer
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec, Features
 from jaxspec.shapes import Array, Params
-from jaxspec.train.packing import PackedRows
-from jaxspec.train.teacher import Batch, Taught, compute
+from jaxspec.train.batch import Batch, TeacherOutput
+from jaxspec.train.packed_rows import PackedRows, Row
+from jaxspec.train.run_log import Notify
+from jaxspec.train.teacher import run_teacher
+from jaxspec.whole_file import write_whole
 
 ABOUT = "features.json"
 SHARD_BYTES = 1 << 28
-TOLD_EVERY_S = 10.0
+NOTIFY_EVERY_S = 10.0
 NAMES = {"float32": "F32", "bfloat16": "BF16", "uint16": "U16"}
 UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
-COMPUTE = jax.jit(compute, static_argnums=(0, 3, 4))
-Tell = Callable[[Mapping[str, object]], None]
-
-
-class FeatureRow(TypedDict):
-    """One row of a ``Batch`` with what the target computed for it."""
-
-    token_BT: np.ndarray
-    segment_BT: np.ndarray
-    position_BT: np.ndarray
-    loss_BT: np.ndarray
-    taught: Taught
+RUN_TEACHER = jax.jit(run_teacher, static_argnums=(0, 3, 4))
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """What fills a cache.
-
-    Attributes:
-      net: the target's network.
-      params: its parameters.
-      reads: what the head reads.
-      routing: expert layers whose choices are wanted.
-      dtype: of kept features.
-      rows: B, packed rows at a time.
-      mesh: devices that the parameters are split over.
-    """
+    """The target as it fills a cache: what is read of it, the cached dtype, and B rows at a time."""
 
     net: Transformer
     params: Params
-    reads: Reads
+    reads: CaptureSpec
     routing: tuple[int, ...]
     dtype: str
     rows: int
     mesh: Mesh | None = None
 
     def __call__(self, rows: PackedRows, numbers: range) -> dict[str, Array]:
-        """Features of some rows, [B, T, ...] each; behind the last of fewer than B rows it stands again."""
+        """Computes the features of some rows, [B, T, ...] each; fewer than B rows are padded with the last one."""
         asked = [rows[min(n, numbers[-1])] for n in range(numbers[0], numbers[0] + self.rows)]
         arrays: dict[str, Any] = {name: np.stack([row[name] for row in asked]) for name in asked[0]}
         batch = Batch(**arrays)
         if self.mesh is not None:
             batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
-        taught = COMPUTE(self.net, self.params, batch, self.reads, self.routing)
-        found = {"last": taught.last_BTD}
-        found |= {f"tap_{b}": x for b, x in zip(self.reads.taps, taught.taps, strict=True)}
-        found |= {f"common_{y}": x for y, x in zip(self.reads.commons, taught.commons, strict=True)}
-        found = {name: x.astype(jnp.dtype(self.dtype)) for name, x in found.items()}
-        chosen = zip(self.routing, taught.expert_YBTA, strict=True)
-        return found | {f"expert_{y}": x.astype(jnp.uint16) for y, x in chosen}
+        output = RUN_TEACHER(self.net, self.params, batch, self.reads, self.routing)
+        features = {"last": output.features.last_BTD}
+        features |= {f"tap_{b}": x for b, x in zip(self.reads.taps, output.features.taps, strict=True)}
+        shared = zip(self.reads.shared_outputs, output.features.shared_outputs, strict=True)
+        features |= {f"common_{y}": x for y, x in shared}
+        arrays = {name: x.astype(jnp.dtype(self.dtype)) for name, x in features.items()}
+        experts = zip(self.routing, output.expert_YBTA, strict=True)
+        return arrays | {f"expert_{y}": x.astype(jnp.uint16) for y, x in experts}
 
 
 class FeatureRows:
     """Packed rows with what the target computed for them, read from files when they are asked for.
 
-    Files hold some rows each and are whole or not there, so that a killed pass over the data goes on where it was.
-
-    Args:
-      rows: what is trained on.
-      teacher: computes what is missing.
-      directory: of the files; made where it is missing.
-      identity: what the features depend on besides the teacher's settings; nested JSON.
-      tell: receives the size before anything is written, and how far writing is.
-      shard_bytes: about the size of a file.
+    Each file of about ``shard_bytes`` is whole or absent: an interrupted pass over the data goes on where it was.
+    ``identity`` (nested JSON) is what the features depend on besides the teacher's settings.
 
     Raises:
       ConfigError: the directory holds features of something else or a damaged file.
@@ -108,7 +84,7 @@ class FeatureRows:
         teacher: Teacher,
         directory: Path,
         identity: Mapping[str, Any],
-        tell: Tell = lambda facts: None,
+        notify: Notify = lambda facts: None,
         shard_bytes: int = SHARD_BYTES,
     ):
         self.rows, self.directory, self._reads, self._routing = rows, directory, teacher.reads, teacher.routing
@@ -116,41 +92,39 @@ class FeatureRows:
         self._shapes = {name: (x.shape[1:], NAMES[x.dtype.name]) for name, x in shapes.items()}
         self._row_bytes = sum(int(np.prod(x.shape[1:])) * x.dtype.itemsize for x in shapes.values())
         identity = {**identity, "dtype": teacher.dtype, "routing": list(teacher.routing)}
-        identity |= {"taps": list(teacher.reads.taps), "commons": list(teacher.reads.commons)}
+        identity |= {"taps": list(teacher.reads.taps), "commons": list(teacher.reads.shared_outputs)}
         batches = max(shard_bytes // (self._row_bytes * teacher.rows), 1)
-        with _written(directory), _locked(directory, tell):
+        with _written(directory), _locked(directory, notify):
             begun = _rows_per_file(directory, identity)
             self._per_shard = begun or batches * teacher.rows
             missing = self._missing()
-            self._estimate(missing, tell)
+            self._estimate(missing, notify)
             if not begun:
-                _begin(directory, identity, self._per_shard)
+                about = json.dumps({"of": identity, "rows_per_file": self._per_shard}, indent=2)
+                write_whole(directory / ABOUT, about + "\n")
             if missing:
-                self._write(teacher, missing, tell)
+                self._write(teacher, missing, notify)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> FeatureRow:
-        """The arrays of a row, [T, ...] each.
-
-        Raises:
-          JaxspecError: its file cannot be read any more.
-        """
+    def __getitem__(self, index: int) -> Row:
+        """Returns the arrays of a row, [T, ...] each; raises JaxspecError if its file cannot be read any more."""
         shard, place = divmod(index, self._per_shard)
         file = self._file(shard)
         try:
-            with safe_open(file, "np") as found:
-                kept = {name: found.get_slice(name)[place] for name in self._shapes}
+            with safe_open(file, "np") as stored:
+                arrays = {name: stored.get_slice(name)[place] for name in self._shapes}
         except (OSError, SafetensorError) as error:
             raise JaxspecError(f"{file}: cannot be read ({error}); run the same command again to write it") from error
-        taught = Taught(
-            kept["last"],
-            tuple(kept[f"tap_{b}"] for b in self._reads.taps),
-            tuple(kept[f"common_{y}"] for y in self._reads.commons),
-            tuple(kept[f"expert_{y}"] for y in self._routing),
-        )
-        return {**self.rows[index], "taught": taught}
+        # No head reads the stream before the final norm, so none is cached.
+        features = Features(
+            arrays["last"], arrays["last"][..., :0],
+            tuple(arrays[f"tap_{b}"] for b in self._reads.taps),
+            tuple(arrays[f"common_{y}"] for y in self._reads.shared_outputs),
+        )  # fmt: skip
+        experts = tuple(arrays[f"expert_{y}"] for y in self._routing)
+        return {**self.rows[index], "cached": TeacherOutput(features, experts)}
 
     def _file(self, shard: int) -> Path:
         return self.directory / f"features-{shard:06}.safetensors"
@@ -160,31 +134,32 @@ class FeatureRows:
         return range(shard * self._per_shard, min((shard + 1) * self._per_shard, len(self.rows)))
 
     def _missing(self) -> list[int]:
-        """The files that are not there; those that are must be whole."""
+        """Returns the files that are absent; raises ConfigError if one of the others is damaged."""
         shards = range(-(-len(self.rows) // self._per_shard))
         missing = [shard for shard in shards if not self._file(shard).exists()]
         for shard in sorted({*shards} - {*missing}):
-            wanted = {name: ([len(self._numbers(shard)), *shape], kind) for name, (shape, kind) in self._shapes.items()}
+            count = len(self._numbers(shard))
+            expected = {name: ([count, *shape], kind) for name, (shape, kind) in self._shapes.items()}
             try:
                 with safe_open(self._file(shard), "np") as file:
-                    slices = {name: file.get_slice(name) for name in wanted}
-                    found = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
+                    slices = {name: file.get_slice(name) for name in expected}
+                    stored = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
                 why = "it has other arrays"
             except (OSError, SafetensorError) as error:
-                found, why = {}, error
-            if found != wanted:
+                stored, why = {}, error
+            if stored != expected:
                 raise ConfigError(f"{self._file(shard)}: damaged ({why}); remove it and run the same command again")
         return missing
 
-    def _estimate(self, missing: list[int], tell: Tell) -> None:
-        """Tells the size, and refuses what does not fit."""
+    def _estimate(self, missing: list[int], notify: Notify) -> None:
+        """Reports the size, and refuses what does not fit on the disk."""
         needed = sum(len(self._numbers(shard)) for shard in missing) * self._row_bytes
         free = shutil.disk_usage(self.directory).free
         size = (
             f"{len(self)} rows x {self.rows.length} tokens x {self._row_bytes // self.rows.length:,} bytes = "
             f"{_size(len(self) * self._row_bytes)}"
         )
-        tell({"feature cache": f"{size} in {self.directory}, {_size(needed)} to write, {_size(free)} free"})
+        notify({"feature cache": f"{size} in {self.directory}, {_size(needed)} to write, {_size(free)} free"})
         if needed > free:
             raise JaxspecError(
                 f"{self.directory}: the feature cache is {size}, of which {_size(needed)} are to write, and "
@@ -192,25 +167,25 @@ class FeatureRows:
                 "less data, or leave features.cache out to run the target in every update"
             )
 
-    def _write(self, teacher: Teacher, missing: list[int], tell: Tell) -> None:
+    def _write(self, teacher: Teacher, missing: list[int], notify: Notify) -> None:
         """Computes and writes files."""
         if jax.process_count() > 1:
             raise ConfigError(
                 f"{self.directory}: one process writes the feature cache; run jaxspec train --features-only on one "
                 "host before training on several"
             )
-        total, done, told = sum(len(self._numbers(shard)) for shard in missing), 0, time.monotonic()
+        total, done, notified = sum(len(self._numbers(shard)) for shard in missing), 0, time.monotonic()
         for shard in missing:
             numbers = self._numbers(shard)
             parts: list[dict[str, np.ndarray]] = []
             for first in range(0, len(numbers), teacher.rows):
                 some = numbers[first : first + teacher.rows]
-                found = jax.device_get(teacher(self.rows, some))
-                parts.append({name: x[: len(some)] for name, x in found.items()})
+                arrays = jax.device_get(teacher(self.rows, some))
+                parts.append({name: x[: len(some)] for name, x in arrays.items()})
                 done += len(some)
-                if time.monotonic() - told >= TOLD_EVERY_S:
-                    told = time.monotonic()
-                    tell({"features": f"{done}/{total} rows"})
+                if time.monotonic() - notified >= NOTIFY_EVERY_S:
+                    notified = time.monotonic()
+                    notify({"features": f"{done}/{total} rows"})
             _save({name: np.concatenate([part[name] for part in parts]) for name in self._shapes}, self._file(shard))
 
 
@@ -223,22 +198,14 @@ def _save(arrays: dict[str, np.ndarray], file: Path) -> None:
     part.replace(file)
 
 
-def _begin(directory: Path, identity: Mapping[str, Any], per_file: int) -> None:
-    """Writes what a fresh directory is of."""
-    file = directory / ABOUT
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps({"of": identity, "rows_per_file": per_file}, indent=2) + "\n", encoding="utf-8")
-    part.replace(file)
-
-
 def _rows_per_file(directory: Path, identity: Mapping[str, Any]) -> int | None:
-    """The rows of each file of a directory that was begun for the same, None for a fresh one."""
+    """Reads the rows of each file of a directory that was begun for the same, None for a fresh one."""
     file = directory / ABOUT
     if not file.exists():
         return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        was, rows = found["of"], int(found["rows_per_file"])
+        about = json.loads(file.read_text(encoding="utf-8"))
+        was, rows = about["of"], int(about["rows_per_file"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: not readable ({error!r}); choose another features.cache") from None
     if changed := differences(was, json.loads(json.dumps(identity))):
@@ -250,13 +217,13 @@ def _rows_per_file(directory: Path, identity: Mapping[str, Any]) -> int | None:
 
 
 @contextmanager
-def _locked(directory: Path, tell: Tell) -> Iterator[None]:
-    """Waits until no other process writes there; what it wrote is found then."""
+def _locked(directory: Path, notify: Notify) -> Iterator[None]:
+    """Waits until no other process writes there; what it wrote is read then."""
     with (directory / "lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            tell({"feature cache": f"waiting for another process that writes {directory}"})
+            notify({"feature cache": f"waiting for another process that writes {directory}"})
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -276,8 +243,6 @@ def _written(directory: Path) -> Iterator[None]:
 
 
 def _size(count: int) -> str:
-    """Bytes in words."""
-    size, unit = float(count), 0
-    while size >= 1000 and unit < len(UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.3g} {UNITS[unit]}"
+    """Formats a number of bytes."""
+    unit = min((len(str(count)) - 1) // 3, len(UNITS) - 1)
+    return f"{count / 1000**unit:.3g} {UNITS[unit]}"

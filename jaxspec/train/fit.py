@@ -1,50 +1,56 @@
-"""What a run's updates compute and how they fit into memory, from files' headers, before anything is loaded."""
+"""Fits a run's updates into memory, from files' headers, before anything is loaded."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import msgspec
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import plan_head
-from jaxspec.checkpoint.load.model import over, plan_model, read_config
+from jaxspec.checkpoint.heads.identify import is_head
+from jaxspec.checkpoint.load.model import read_config
 from jaxspec.checkpoint.load.places import unflatten
 from jaxspec.errors import JaxspecError
-from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
 from jaxspec.sharding import hosts
-from jaxspec.train.features import Tell
-from jaxspec.train.head_nets import Net, net_of
-from jaxspec.train.head_start import initial
-from jaxspec.train.memory import GB, HOST_POSITIONS, MemoryPlan, Work, free_bytes, held_bytes, plan_memory
+from jaxspec.train.head_nets import net_of
+from jaxspec.train.head_start import head_policy, init_params
+from jaxspec.train.memory import GB, HOST_POSITIONS, MemoryPlan, UpdateWork, free_bytes, held_bytes, plan_memory
+from jaxspec.train.objective import Net
+from jaxspec.train.run_log import Notify
 from jaxspec.train.settings import RunSettings, TrainSettings
+from jaxspec.train.target import TargetHeaders
+from jaxspec.whole_file import write_whole
 
 FILE = "memory.json"
 
 
 def fit(
-    settings: RunSettings, target: Path, mesh: Mesh | None, tell: Tell, *, evaluated: bool, trained: bool = True
+    settings: RunSettings,
+    target: TargetHeaders,
+    mesh: Mesh | None,
+    notify: Notify,
+    *,
+    evaluated: bool,
+    trained: bool = True,
 ) -> MemoryPlan:
-    """Chooses how the updates of a run are computed, and tells it; a run that goes on computes as it began.
+    """Chooses how the updates of a run are computed; a run that goes on computes as it began.
 
     Args:
       settings: of the run.
-      target: model directory.
+      target: its headers.
       mesh: devices that rows and parameters are split over.
-      tell: receives what was chosen.
+      notify: receives what was chosen.
       evaluated: whether acceptance is measured.
       trained: whether a run follows, whose directory keeps what was chosen.
 
     Raises:
-      ConfigError: nothing fits, or target or settings are not usable.
-      CheckpointError: the target's files are unreadable.
+      ConfigError: nothing fits, or the settings are not usable.
     """
     work, t = work_of(settings, target, mesh, evaluated=evaluated), settings.train
     file = Path(settings.out) / FILE
@@ -54,26 +60,26 @@ def fit(
         enough = HOST_POSITIONS if jax.default_backend() == "cpu" and work.devices == 1 else None
         plan = plan_memory(work, _as_begun(t, file), room, enough)
         if trained:
-            _keep(plan, file)
-        return {"rows": plan.rows, "parts": plan.parts, "remat": plan.remat, "needed": plan.needed, "room": plan.room}
+            _record(plan, file)
+        return asdict(plan)
 
-    plan = MemoryPlan(**hosts.led(choose))
-    tell({"memory": plan.words()})
+    plan = MemoryPlan(**hosts.run_on_leader(choose))
+    notify({"memory": plan.words()})
     if plan.room is not None and plan.total > plan.room:
-        tell({"warning": f"an update takes about {plan.total / GB:.1f} GB and {plan.room / GB:.1f} GB are free"})
+        notify({"warning": f"an update takes about {plan.total / GB:.1f} GB and {plan.room / GB:.1f} GB are free"})
     return plan
 
 
-def _keep(plan: MemoryPlan, file: Path) -> None:
+def _record(plan: MemoryPlan, file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"micro_rows": plan.rows, "remat": plan.remat}) + "\n", encoding="utf-8")
+        write_whole(file, json.dumps({"micro_rows": plan.rows, "remat": plan.remat}) + "\n")
     except OSError as error:
         raise JaxspecError(f"{file}: cannot be written ({error.strerror})") from error
 
 
 def _as_begun(settings: TrainSettings, file: Path) -> TrainSettings:
-    """The settings, with what an interrupted run chose, so that it goes on to the bit; what is asked for wins."""
+    """Returns the settings with what an interrupted run chose, so it goes on to the bit; explicit settings win."""
     asked = settings.micro_rows, settings.remat, settings.memory_gb
     if any(value is not None for value in asked) or not any((file.parent / "checkpoints").glob("[0-9]*")):
         return settings
@@ -84,32 +90,29 @@ def _as_begun(settings: TrainSettings, file: Path) -> TrainSettings:
         return settings
 
 
-def work_of(settings: RunSettings, target: Path, mesh: Mesh | None, *, evaluated: bool) -> Work:
-    """What an update computes; arguments and errors as of ``fit``."""
-    config, kind = read_config(target), jnp.dtype(settings.train.target_dtype)
-    arch = arch_of(config)
-    policy = Policy(jnp.dtype(settings.train.param_dtype), jnp.dtype(settings.train.compute_dtype), "stacked")
-    net = network_of(settings, arch, config, policy)
-    frozen = unflatten(plan_model(target, over(Policy(kind, kind, "stacked"), mesh)).leaves)
-    params = jax.eval_shape(lambda: initial(net, jax.random.key(0)))
-    target_bytes = held_bytes(frozen, mesh)
+def work_of(settings: RunSettings, target: TargetHeaders, mesh: Mesh | None, *, evaluated: bool) -> UpdateWork:
+    """Returns what an update computes; arguments and errors as of ``fit``."""
+    arch = target.arch
+    net = _network(settings, target)
+    params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
+    target_bytes = held_bytes(unflatten(target.plan.leaves), mesh)
     # The last hidden state and the stream before its norm, what is asked for, and that once more side by side.
     vectors = 2 + (2 * net.spec.parts if isinstance(net, DraftHead) else 0)
-    twice = evaluated and arch.is_moe and mesh is None and jax.default_backend() == "cpu"
+    loaded_twice = evaluated and arch.is_moe and mesh is None and jax.default_backend() == "cpu"
     width = arch.vocab_size if isinstance(net, Transformer) else net.spec.draft_vocab or arch.vocab_size
-    return Work(
+    return UpdateWork(
         arch, net, settings.loss, settings.data.length, width, vectors, target_bytes, held_bytes(params, mesh),
-        target_bytes if twice else 0, 1 if mesh is None else mesh.shape["data"],
+        target_bytes if loaded_twice else 0, 1 if mesh is None else mesh.shape["data"],
     )  # fmt: skip
 
 
-def network_of(settings: RunSettings, arch: ArchSpec, config: Any, policy: Policy) -> Net:
-    """The network that is trained; of one that is trained further, only the headers are read."""
-    head = settings.head
+def _network(settings: RunSettings, target: TargetHeaders) -> Net:
+    """Returns the network that is trained; of one that is trained further, only the headers are read."""
+    head, policy = settings.head, head_policy(settings.train)
     if head.start is None:
-        return net_of(head, arch, config, policy)
+        return net_of(head, target.arch, target.config, policy)
     directory = Path(head.start)
     own = read_config(directory)
     if is_head(own):
-        return plan_head(directory, arch, policy)[1]
+        return plan_head(directory, target.arch, policy).net
     return Transformer(arch_of(own), policy)

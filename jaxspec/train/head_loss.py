@@ -1,97 +1,69 @@
-"""The training loss of each kind of head over one batch, and what it says of acceptance."""
+"""The training loss of each kind of head over one batch, and its metrics."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxspec.cache.kv import Packed
-from jaxspec.models.draft_head import DraftHead, part_of
+from jaxspec.cache.window import Segments
+from jaxspec.models.apply import apply
+from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
-from jaxspec.models.transformer import Transformer
-from jaxspec.pytree import pytree, static
+from jaxspec.models.transformer import Transformer, forward
+from jaxspec.nn.inputs import Inputs
 from jaxspec.shapes import Array, Params
+from jaxspec.train.batch import Batch, TeacherOutput, shift_left
 from jaxspec.train.draft_losses import recall, routing_loss, smooth_l1
-from jaxspec.train.settings import LossSettings
-from jaxspec.train.teacher import Batch, Lesson, ahead
+from jaxspec.train.objective import HeadObjective
 from jaxspec.train.unroll import Round, unroll, unroll_masked, weights
-from jaxspec.train.vocab_loss import Rounds, default_positions, vocab_loss
+from jaxspec.train.vocab_loss import VocabTask, default_positions, vocab_loss
 
 Metrics = dict[str, Array]
 
 
-@pytree
-class Course:
-    """What does not change while a head is trained; its arrays go to the compiled update as arguments.
+def head_loss(
+    objective: HeadObjective, params: Params, teacher: TeacherOutput, batch: Batch, key: Array
+) -> tuple[Array, Metrics]:
+    """Computes the loss of a head's parameters over one batch, a scalar, and metrics.
 
-    Attributes:
-      base: the target's parameters.
-      ids_W: the target's id of each token of the draft vocabulary, None for all tokens.
-      target: its network.
-      net: what is trained: a head, or a draft model.
-      objective: losses and their weights.
-      positions: of a row whose logits are there at a time, 0 for few enough.
-      remat: whether each round is computed again for its gradient instead of kept.
+    Metrics are the parts of the loss, and per round j the share of drafts that equal the target's best token
+    (``accuracy_j``); ``simulated_length`` is how many tokens a verification would commit, bonus token included, if
+    every draft were made after real ones. ``key`` is of noise and of the choice of slots.
     """
-
-    base: Params
-    ids_W: Array | None
-    target: Transformer = static()
-    net: DraftHead | Medusa | Transformer = static()
-    objective: LossSettings = static(default_factory=LossSettings)
-    positions: int = static(default=0)
-    remat: bool = static(default=False)
-
-
-def head_loss(course: Course, params: Params, lesson: Lesson, batch: Batch, key: Array) -> tuple[Array, Metrics]:
-    """Loss of a head's parameters over one batch, and metrics.
-
-    Args:
-      course: what does not change.
-      params: what is trained.
-      lesson: what the target computed.
-      batch: packed texts.
-      key: of noise and of the choice of slots.
-
-    Returns:
-      A scalar, and per round j the share of drafts that equal the target's best token (``accuracy_j``), how many
-      tokens a verification would commit if every draft were made behind real ones (``simulated_length``, bonus token
-      included), and the parts of the loss.
-    """
-    net = course.net
+    net = objective.net
     if isinstance(net, DraftHead):
-        return _eagle(course, net, params, lesson, batch, key)
+        return _eagle(objective, net, params, teacher, batch, key)
     if isinstance(net, Medusa):
-        return _score(course, params, [lesson.features.last_BTD] * net.spec.heads, None, lesson, batch)
-    return _model(course, net, params, lesson, batch)
+        return _score(objective, params, [teacher.features.last_BTD] * net.spec.heads, None, teacher, batch)
+    return _model(objective, net, params, teacher, batch)
 
 
-def _eagle(course: Course, net: DraftHead, params: Params, lesson: Lesson, batch: Batch, key: Array):
-    o, features = course.objective, lesson.features
+def _eagle(objective: HeadObjective, net: DraftHead, params: Params, teacher: TeacherOutput, batch: Batch, key: Array):
+    o, features = objective.loss, teacher.features
     noise_key, choice_key = jax.random.split(key)
     if o.noise:
         features = _noisy(features, o.noise, batch.keys(noise_key))
-    target = (course.target, course.base)
+    target = (objective.target, objective.target_params)
     if net.spec.mask_token is None:
-        rounds = unroll(net, params, target, features, batch, o.rounds, remat=course.remat)
+        rounds = unroll(net, params, target, features, batch, o.rounds, remat=objective.remat)
         slots = None
     else:
         counts = o.counts(batch.token_BT.shape[1])
-        rounds = unroll_masked(net, params, target, features, batch, counts, choice_key, remat=course.remat)
+        rounds = unroll_masked(net, params, target, features, batch, counts, choice_key, remat=objective.remat)
         slots = [r.slot_BX for r in rounds]
-    loss, metrics = _score(course, params, [r.last_BXD for r in rounds], slots, lesson, batch)
+    loss, metrics = _score(objective, params, [r.last_BXD for r in rounds], slots, teacher, batch)
     if o.feature:
-        missed = _regress(course, rounds, lesson, batch)
+        missed = _regress(objective, rounds, teacher, batch)
         loss, metrics = loss + o.feature * missed, metrics | {"feature_loss": missed}
     if net.spec.routing:
-        missed, found = _routing(course, net, params, rounds, lesson, batch)
-        loss, metrics = loss + o.routing * missed, metrics | {"routing_loss": missed} | found
+        missed, recalls = _routing(objective, net, params, rounds, teacher, batch)
+        loss, metrics = loss + o.routing * missed, metrics | {"routing_loss": missed} | recalls
     return loss, metrics
 
 
 def _noisy(features: Any, width: float, key_B: Array) -> Any:
-    """Features with uniform noise, every row's drawn by its own key."""
+    """Adds uniform noise to features, every row's drawn by its own key."""
     leaves, structure = jax.tree.flatten(features)
 
     def draw(key: Array, rows: list[Array]) -> list[Array]:
@@ -104,22 +76,26 @@ def _noisy(features: Any, width: float, key_B: Array) -> Any:
     return jax.tree.unflatten(structure, jax.vmap(draw)(key_B, leaves))
 
 
-def _model(course: Course, net: Transformer, params: Params, lesson: Lesson, batch: Batch):
-    """A draft model reads the same tokens as the target; its prediction after a token is the target's to match."""
+def _model(objective: HeadObjective, net: Transformer, params: Params, teacher: TeacherOutput, batch: Batch):
+    """Loss of a draft model, which reads the same tokens as the target and predicts the same ones."""
 
     def run(params: Params) -> Array:
-        hidden: Any = net.apply(cast(Any, params), batch.token_BT, batch.position_BT, None, Packed(batch.segment_BT))
-        return hidden.last_BTD
+        return forward(net, params, Inputs(batch.token_BT, batch.position_BT, Segments(batch.segment_BT))).last_BTD
 
-    last_BTD = (jax.checkpoint(run) if course.remat else run)(params)
-    return _score(course, params, [ahead(last_BTD, 1)], None, lesson, batch)
+    last_BTD = (jax.checkpoint(run) if objective.remat else run)(params)
+    return _score(objective, params, [shift_left(last_BTD, 1)], None, teacher, batch)
 
 
 def _score(
-    course: Course, params: Params, lasts: Sequence[Array], slots: Sequence[Array] | None, lesson: Lesson, batch: Batch
+    objective: HeadObjective,
+    params: Params,
+    lasts: Sequence[Array],
+    slots: Sequence[Array] | None,
+    teacher: TeacherOutput,
+    batch: Batch,
 ):
     """Weighted loss of all rounds per trained position of the first, and agreement with the target."""
-    o, (rows, length) = course.objective, batch.token_BT.shape
+    o, (rows, length) = objective.loss, batch.token_BT.shape
     weight_SBT = [weights(batch, j) for j in range(len(lasts))]
     first = jnp.maximum(jnp.sum(weight_SBT[0]), 1.0)
     placed = [
@@ -131,14 +107,11 @@ def _score(
         # Some of a row's trained slots stand for all of them.
         scale_B = jnp.sum(weight_BT, axis=1) / jnp.maximum(jnp.sum(here_BT, axis=1), 1.0)
         shares.append(o.decay**j * scale_B[:, None] * here_BT / first)
-    vocab = course.target.arch.vocab_size
-    width = vocab if course.ids_W is None else len(course.ids_W)
-    some = course.positions or default_positions(rows, length, vocab, width, len(lasts))
-    rounds = Rounds(
-        course.base, course.ids_W, lesson.features.last_BTD, jnp.stack(shares), course.target, course.net, o.kind,
-        o.skip_unknown, some,
-    )  # fmt: skip
-    total, hit_SBT = vocab_loss(params, rounds, tuple(x for x, _ in placed))
+    vocab = objective.target.arch.vocab_size
+    width = vocab if objective.ids_W is None else len(objective.ids_W)
+    positions = objective.positions or default_positions(rows, length, vocab, width, len(lasts))
+    task = VocabTask(objective, teacher.features.last_BTD, jnp.stack(shares), positions)
+    total, hit_SBT = vocab_loss(params, task, tuple(x for x, _ in placed))
     metrics: Metrics = {"trained_tokens": jnp.sum(weight_SBT[0])}
     metrics["tokens"] = jnp.sum((batch.segment_BT > 0).astype(jnp.float32))
     for j, (hit_BT, (_, here_BT)) in enumerate(zip(hit_SBT, placed, strict=True)):
@@ -149,7 +122,7 @@ def _score(
 
 
 def _placed(last_BXD: Array, weight_BT: Array, by: int, slot_BX: Array | None) -> tuple[Array, Array]:
-    """A round's vectors and weights at the positions, ``by`` after its slots, at which the target predicts the same."""
+    """Moves a round's vectors and weights ``by`` positions, to where the target predicts the same token."""
     if slot_BX is None:
         return jnp.pad(last_BXD[:, :-by], [(0, 0), (by, 0), (0, 0)]), jnp.pad(weight_BT[:, :-by], [(0, 0), (by, 0)])
     weight_BX = jnp.take_along_axis(weight_BT, slot_BX, axis=1)
@@ -166,42 +139,44 @@ def _simulated_length(hit_SBT: Array, weight_SBT: Sequence[Array]) -> Array:
     """Tokens that a verification would commit if every draft were made after real ones, the bonus token included."""
     length, through_BT = jnp.float32(1), None
     for j, (hit_BT, weight_BT) in enumerate(zip(hit_SBT, weight_SBT, strict=True)):
-        hit_BT = ahead(hit_BT, 1 + j)
+        hit_BT = shift_left(hit_BT, 1 + j)
         through_BT = hit_BT if through_BT is None else through_BT & hit_BT
         length += jnp.sum(weight_BT, where=through_BT) / jnp.maximum(jnp.sum(weight_BT), 1.0)
     return length
 
 
-def _regress(course: Course, rounds: list[Round], lesson: Lesson, batch: Batch) -> Array:
-    """EAGLE-1's regression: what a slot returns is the target's last hidden state at the next position."""
+def _regress(objective: HeadObjective, rounds: list[Round], teacher: TeacherOutput, batch: Batch) -> Array:
+    """EAGLE-1's regression of a slot's output to the target's last hidden state at the next position."""
     first = jnp.maximum(jnp.sum(weights(batch, 0)), 1.0)
     total = jnp.float32(0)
     for j, r in enumerate(rounds):
-        missed = smooth_l1(r.next_BXD, ahead(lesson.features.last_BTD, 1 + j))
-        total += course.objective.decay**j * jnp.sum(missed * weights(batch, j)) / first
+        missed = smooth_l1(r.next_BXD, shift_left(teacher.features.last_BTD, 1 + j))
+        total += objective.loss.decay**j * jnp.sum(missed * weights(batch, j)) / first
     return total
 
 
-def _routing(course: Course, net: DraftHead, params: Params, rounds: list[Round], lesson: Lesson, batch: Batch):
-    """Loss of the predicted experts of each drafted token, and how many of them were predicted."""
-    chosen = jnp.stack(lesson.expert_YBTA, axis=2)
+def _routing(
+    objective: HeadObjective, net: DraftHead, params: Params, rounds: list[Round], teacher: TeacherOutput, batch: Batch
+):
+    """Loss of the predicted experts of each drafted token, and their recall."""
+    chosen = jnp.stack(teacher.expert_YBTA, axis=2)
     first = jnp.maximum(jnp.sum(weights(batch, 0)), 1.0)
-    total, found = jnp.float32(0), {}
+    total, recalls = jnp.float32(0), {}
     for j, r in enumerate(rounds):
-        logits = part_of(net, params, "routes", r.last_BXD)
+        logits = apply(net, params, r.last_BXD, method="routes")
         here, weight = (
             _at(x, None if net.spec.mask_token is None else r.slot_BX, by)
             for x, by in ((chosen, 2 + j), (weights(batch, j), 0))
         )
-        total += course.objective.decay**j * jnp.sum(routing_loss(logits, here) * weight) / first
+        total += objective.loss.decay**j * jnp.sum(routing_loss(logits, here) * weight) / first
         hit = recall(logits, here, here.shape[-1])
-        found[f"routing_recall_{j}"] = jnp.sum(hit * weight) / jnp.maximum(jnp.sum(weight), 1.0)
-    return total, found
+        recalls[f"routing_recall_{j}"] = jnp.sum(hit * weight) / jnp.maximum(jnp.sum(weight), 1.0)
+    return total, recalls
 
 
 def _at(x_BT: Array, slot_BX: Array | None, by: int) -> Array:
-    """Entries that stand ``by`` positions after each slot."""
-    x_BT = ahead(x_BT, by)
+    """Entries ``by`` positions after each slot."""
+    x_BT = shift_left(x_BT, by)
     if slot_BX is None:
         return x_BT
     return jnp.take_along_axis(x_BT, slot_BX.reshape(*slot_BX.shape, *[1] * (x_BT.ndim - 2)), axis=1)

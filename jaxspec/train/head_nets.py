@@ -1,4 +1,4 @@
-"""The network of a head from its settings: what is not given is the target's."""
+"""The network of a head from its settings; what they leave out is the target's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.heads.layers import layers_of
+from jaxspec.checkpoint.heads.layers import arch_of_head, rope_for_head
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec
@@ -15,24 +15,16 @@ from jaxspec.models.transformer import Transformer
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
+from jaxspec.train.objective import Net
 from jaxspec.train.settings import HeadSettings
-from jaxspec.train.teacher import expert_layers
 
-Net = DraftHead | Medusa | Transformer
 HEAD_DIM = 128
-ROTATION = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], policy: Policy) -> Net:
-    """The network.
-
-    Args:
-      settings: what is wanted.
-      arch: of the target.
-      config: the target's published config, whose rotation the layers take over.
-      policy: how parameters are kept and computed with.
+    """Returns the network of a head; its layers take the rotation of the target's published ``config``.
 
     Raises:
       ConfigError: the settings contradict each other or the target.
@@ -40,11 +32,15 @@ def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], po
     width = draft_vocab(settings, arch)
     if settings.kind == "medusa":
         return Medusa(MedusaSpec(settings.heads, settings.layers, arch.model_dim, arch.vocab_size, width), policy)
-    layers = layers_of(layers_config(settings, arch, config))
+    layers = _layers(settings, arch, config)
     if settings.kind == "draft_model":
         return Transformer(layers, policy)
     _check_width(settings, arch)
-    reads = Reads() if settings.kind == "eagle" else Reads(_taps(settings, arch), _chosen(settings.commons, arch))
+    reads = (
+        CaptureSpec()
+        if settings.kind == "eagle"
+        else CaptureSpec(_taps(settings, arch), _chosen(settings.commons, arch))
+    )
     routing = _chosen(settings.routing, arch)
     spec = HeadSpec(
         arch=layers,
@@ -69,11 +65,7 @@ def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], po
 
 
 def draft_vocab(settings: HeadSettings, arch: ArchSpec) -> int:
-    """W of a head with a vocabulary product of its own, 0 for one that uses the target's.
-
-    Raises:
-      ConfigError: the target's product, which is for all tokens, is wanted for some.
-    """
+    """Returns W of a head with a vocabulary product of its own, 0 for one that uses the target's."""
     if settings.own_head:
         return min(settings.draft_vocab_size or arch.vocab_size, arch.vocab_size)
     if settings.draft_vocab_size is not None and settings.draft_vocab_size < arch.vocab_size:
@@ -81,43 +73,31 @@ def draft_vocab(settings: HeadSettings, arch: ArchSpec) -> int:
     return 0
 
 
-def layers_config(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Decoder layers as a published config."""
+def _layers(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any]) -> ArchSpec:
+    """Llama's decoder layers, with the target's sizes and rotation unless the settings give others."""
     mixer, ffn = arch.layers[0].attention, arch.layers[-1].ffn
     dim = settings.hidden_size or arch.model_dim
     if isinstance(mixer, AttentionSpec):
-        heads, groups, size = mixer.heads, mixer.kv_heads, mixer.head_dim
+        heads, kv_heads, head_dim = mixer.heads, mixer.kv_heads, mixer.head_dim
     else:
-        heads, size = max(dim // HEAD_DIM, 1), min(HEAD_DIM, dim)
-        groups = heads
+        heads = kv_heads = max(dim // HEAD_DIM, 1)
+        head_dim = min(HEAD_DIM, dim)
+    heads = settings.num_attention_heads or heads
+    kv_heads = settings.num_key_value_heads or settings.num_attention_heads or kv_heads
+    head_dim = settings.head_dim or head_dim
+    # As wide as what a token goes through in the target.
     active = ffn.top_k * ffn.hidden + ffn.shared_hidden if isinstance(ffn, MoeSpec) else ffn.hidden
-    if settings.rope_theta is None:
-        rotation = {key: config[key] for key in ROTATION if config.get(key) is not None}
-    else:
-        rotation = {"rope_theta": settings.rope_theta}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": arch.vocab_size,
-        "hidden_size": dim,
-        "intermediate_size": settings.intermediate_size or active,
-        "num_hidden_layers": settings.layers,
-        "num_attention_heads": settings.num_attention_heads or heads,
-        "num_key_value_heads": settings.num_key_value_heads or settings.num_attention_heads or groups,
-        "head_dim": settings.head_dim or size,
-        "hidden_act": "silu",
-        "rms_norm_eps": arch.norm_eps,
-        "max_position_embeddings": arch.max_position,
-        "tie_word_embeddings": False,
-        **rotation,
-    }
+    return arch_of_head(
+        arch, AttentionSpec(heads, kv_heads, head_dim, rope_for_head(config, head_dim, settings.rope_theta)),
+        layers=settings.layers, model_dim=dim, ffn_hidden=settings.intermediate_size or active,
+    )  # fmt: skip
 
 
 def start_from_target(params: Params, target: Params, ids_W: np.ndarray | None) -> Params:
-    """A head's parameters with the target's embedding and vocabulary product where it has its own of equal width."""
-    found: Any = target["params"]
-    embed = found.get("embed_VD")
-    head = found.get("head_DV", None if embed is None else embed.T)
+    """Copies the target's embedding and vocabulary product into a head that has its own of equal width."""
+    leaves: Any = target["params"]
+    embed = leaves.get("embed_VD")
+    head = leaves.get("head_DV", None if embed is None else embed.T)
     given = {"embed_VD": embed, "head_DW": head if head is None or ids_W is None else head[:, ids_W]}
 
     def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
@@ -144,7 +124,7 @@ def _check_width(settings: HeadSettings, arch: ArchSpec) -> None:
 
 
 def _taps(settings: HeadSettings, arch: ArchSpec) -> tuple[int, ...]:
-    """Boundaries, SafeAILab's by default."""
+    """Layer boundaries, SafeAILab's by default."""
     count = len(arch.layers)
     if settings.taps == "default":
         return tuple(sorted({min(2, count), count // 2, max(count - 3, 0)}))
@@ -157,7 +137,7 @@ def _taps(settings: HeadSettings, arch: ArchSpec) -> tuple[int, ...]:
 
 def _chosen(layers: str | tuple[int, ...], arch: ArchSpec) -> tuple[int, ...]:
     """Expert layers, three over the depth by default."""
-    known = expert_layers(arch)
+    known = arch.expert_layers
     if isinstance(layers, str):
         if not known:
             raise ConfigError("head: the target has no layers with routed experts; give commons and routing as []")
@@ -179,9 +159,9 @@ def _mask(settings: HeadSettings, arch: ArchSpec) -> int | None:
 
 
 def _experts(arch: ArchSpec, routing: tuple[int, ...]) -> int:
-    found = {layer.ffn.experts for y in routing if isinstance((layer := arch.layers[y]).ffn, MoeSpec)}
-    if len(found) > 1:
+    counts = {layer.ffn.experts for y in routing if isinstance((layer := arch.layers[y]).ffn, MoeSpec)}
+    if len(counts) > 1:
         raise ConfigError(
-            f"head: layers {list(routing)} have {sorted(found)} experts; predict layers that have equally many"
+            f"head: layers {list(routing)} have {sorted(counts)} experts; predict layers that have equally many"
         )
-    return found.pop() if found else 0
+    return counts.pop() if counts else 0

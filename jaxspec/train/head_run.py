@@ -1,8 +1,8 @@
-"""A head for one target: what is trained, on which loss, how it is measured and saved."""
+"""A head for one target as a training run: what is trained, on which loss, how it is measured and saved."""
 
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,196 +12,138 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.heads.directory import save_head
-from jaxspec.checkpoint.load.export import save_model
-from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.checkpoint.heads.layers import layers_config
+from jaxspec.checkpoint.load.model import Model
+from jaxspec.checkpoint.load.save import save_model
 from jaxspec.checkpoint.text.codec import TOKENIZER_FILES
-from jaxspec.decode.state import Target
-from jaxspec.draft.heads import head_drafter
-from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.draft_head import DraftHead
-from jaxspec.models.heads import Head
-from jaxspec.models.medusa import Medusa
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import coverage
-from jaxspec.nn.policy import Policy, policy_for
-from jaxspec.protocol import NOTHING, Drafter, Reads
 from jaxspec.shapes import Array, Params
+from jaxspec.sharding import hosts
 from jaxspec.sharding.placement import settle
-from jaxspec.topology import chain
-from jaxspec.train.data import Corpus, prompts
-from jaxspec.train.evaluate import Examiner, Trial, figures
-from jaxspec.train.head_loss import Course, head_loss
-from jaxspec.train.head_nets import Net
-from jaxspec.train.head_start import Start, initial, start_of
-from jaxspec.train.settings import RunSettings
-from jaxspec.train.teacher import Batch, teach
-
-BLOCK, TOGETHER = 128, 8
-
-
-@dataclass(frozen=True)
-class HeadRun:
-    """What the training loop needs of a head.
-
-    Attributes:
-      init: a key to initial parameters.
-      loss_fn: (params, frozen, batch, key) to (loss, metrics).
-      frozen: what the loss reads besides, an argument of the compiled update.
-      evaluate: params to held-out acceptance; None without held-out documents.
-      save: writes params as a head's directory.
-      drafter: params and a number of drafts per step to the drafter that serves.
-      reads: what the head reads of the target.
-      routing: expert layers whose choices it is trained on.
-      facts: sizes, in words.
-    """
-
-    init: Callable[[Array], Params]
-    loss_fn: Callable[[Params, Any, Batch, Array], tuple[Array, dict[str, Array]]]
-    frozen: Course
-    evaluate: Callable[[Params], Mapping[str, float]] | None
-    save: Callable[[Params, Path], None]
-    drafter: Callable[[Params, int], Drafter]
-    reads: Reads
-    routing: tuple[int, ...]
-    facts: Mapping[str, str]
+from jaxspec.train.advice import epochs
+from jaxspec.train.batch import Batch
+from jaxspec.train.data import Corpus, batches
+from jaxspec.train.evaluate import best_metric, make_evaluation
+from jaxspec.train.head_loss import head_loss
+from jaxspec.train.head_start import InitialHead, head_policy, init_params, make_initial_head
+from jaxspec.train.loop import TrainRun
+from jaxspec.train.objective import HeadObjective, Net
+from jaxspec.train.optimizer import adamw, schedule_of
+from jaxspec.train.packed_rows import RowSource
+from jaxspec.train.settings import LossSettings, RunSettings
+from jaxspec.train.teacher import run_teacher
 
 
-def build(
+def make_run(
     settings: RunSettings,
-    directory: Path,
+    target: Model,
     corpus: Corpus,
     mesh: Mesh | None = None,
     *,
-    evaluated: bool = True,
     remat: bool = False,
-) -> HeadRun:
-    """Loads the target and makes the head's network.
+    parts: int = 1,
+) -> TrainRun:
+    """Returns the run that trains a head; what binds it to its directory is left to the caller.
 
-    Args:
-      settings: of the run.
-      directory: the target's.
-      corpus: whose tokens choose the draft vocabulary, and whose held-out documents measure acceptance.
-      mesh: devices that the target is split over.
-      evaluated: whether acceptance is measured.
-      remat: whether each round is computed again for its gradient.
+    The corpus's tokens choose the draft vocabulary, its held-out documents measure acceptance; ``remat`` and ``parts``
+    are those of ``MemoryPlan``.
 
     Raises:
-      ConfigError, CheckpointError: the target or the settings are not usable.
+      ConfigError, CheckpointError: the settings are not usable for this target.
     """
-    kind = jnp.dtype(settings.train.target_dtype)
-    model = load_model(directory, Policy(kind, kind, "stacked"), mesh=mesh)
-    arch, head = model.net.arch, settings.head
-    policy = Policy(jnp.dtype(settings.train.param_dtype), jnp.dtype(settings.train.compute_dtype), "stacked")
-    count_V = corpus.token_counts(arch.vocab_size)
-    start = start_of(head, model, policy, count_V)
-    net, ids_W = start.net, start.ids_W
-    _check_loss(settings, net)
-    ids = None if ids_W is None else settle(jnp.asarray(ids_W), mesh)
-    course = Course(model.params, ids, model.net, net, settings.loss, remat=remat)
-    reads = net.spec.reads if isinstance(net, DraftHead) else NOTHING
-    routing = net.spec.routing if isinstance(net, DraftHead) else ()
-    known = {}
-    if ids_W is not None:
-        known["draft vocabulary"] = f"{len(ids_W)} tokens, {coverage(count_V, ids_W):.1%} of the text"
-    count = sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda: initial(net, jax.random.key(0)))))
-    return HeadRun(
-        init=start.init,
-        loss_fn=_loss(reads, routing),
-        frozen=course,
-        evaluate=_evaluation(settings, net, ids_W, model, corpus, mesh) if evaluated else None,
-        save=_saving(start, model),
-        drafter=lambda params, length: _drafter(net, params, ids_W, model, length),
-        reads=reads,
-        routing=routing,
-        facts={"parameters": f"{count:,}"} | known,
+    t = settings.train
+    schedule: Any = schedule_of(settings.optimizer, t.steps)
+    head, objective = make_objective(settings, target, corpus, mesh, remat=remat)
+    evaluate = make_evaluation(settings, head, target, corpus, mesh)
+
+    def progress(done: int) -> dict[str, float]:
+        return {"learning_rate": float(schedule(done - 1)), "epoch": round(epochs(settings, corpus, done), 4)}
+
+    return TrainRun(
+        directory=Path(settings.out),
+        steps=t.steps,
+        init=lambda: head.init(jax.random.key(settings.seed, impl="rbg")),  # a third of the time to compile
+        optimizer=adamw(settings.optimizer, t.steps),
+        loss_fn=loss_fn,
+        batches=batches_from(settings, corpus.rows, mesh),
+        frozen=objective,
+        evaluate=evaluate,
+        best=None if evaluate is None else best_metric(settings.evaluation),
+        save=partial(save, head, target),
+        progress=progress,
+        save_every=t.save_every,
+        log_every=t.log_every,
+        evaluate_every=settings.evaluation.every,
+        seed=settings.seed,
+        logging=settings.logging,
+        mesh=mesh,
+        parts=parts,
     )
 
 
-def _check_loss(settings: RunSettings, net: Net) -> None:
+def make_objective(
+    settings: RunSettings, target: Model, corpus: Corpus, mesh: Mesh | None = None, *, remat: bool = False
+) -> tuple[InitialHead, HeadObjective]:
+    """Returns a head before its first update, and what its loss reads; arguments and errors as of ``make_run``."""
+    count_V = corpus.token_counts(target.net.arch.vocab_size)
+    head = make_initial_head(settings.head, target, head_policy(settings.train), count_V)
+    _check_loss(settings.loss, head.net)
+    ids = None if head.ids_W is None else settle(jnp.asarray(head.ids_W), mesh)
+    return head, HeadObjective(target.params, ids, target.net, head.net, settings.loss, remat=remat)
+
+
+def batches_from(settings: RunSettings, rows: RowSource, mesh: Mesh | None) -> Callable[[int], Iterator[Batch]]:
+    """Returns what makes this process's batches from an update on; they must split evenly over processes."""
+    part, parts = (0, 1) if mesh is None else hosts.local_share(mesh, "data")
+    t = settings.train
+    return lambda first: batches(
+        rows, seed=settings.seed, size=t.rows, accumulation=t.accumulation, first=first, part=part, parts=parts
+    )
+
+
+def loss_fn(params: Params, frozen: HeadObjective, batch: Batch, key: Array) -> tuple[Array, dict[str, Array]]:
+    """Computes the loss of a batch, whose teacher runs first."""
+    teacher = run_teacher(frozen.target, frozen.target_params, batch, frozen.reads, frozen.routing)
+    return head_loss(frozen, params, teacher, batch, key)
+
+
+def head_facts(objective: HeadObjective, corpus: Corpus) -> dict[str, str]:
+    """Returns a head's sizes, in words."""
+    shapes = jax.eval_shape(lambda: init_params(objective.net, jax.random.key(0)))
+    facts = {"parameters": f"{sum(x.size for x in jax.tree.leaves(shapes)):,}"}
+    if (ids_W := objective.ids_W) is not None:
+        share = coverage(corpus.token_counts(objective.target.arch.vocab_size), np.asarray(ids_W))
+        facts["draft vocabulary"] = f"{len(ids_W)} tokens, {share:.1%} of the text"
+    return facts
+
+
+def _check_loss(loss: LossSettings, net: Net) -> None:
     """Refuses losses over what a head does not predict."""
-    o, spec = settings.loss, net.spec if isinstance(net, DraftHead) else None
-    if o.feature and (spec is None or spec.join != "product"):
+    spec = net.spec if isinstance(net, DraftHead) else None
+    if loss.feature and (spec is None or spec.join != "product"):
         raise ConfigError(
-            f'loss: feature = {o.feature} is for heads of kind "eagle", which predict features; set it to 0'
+            f'loss: feature = {loss.feature} is for heads of kind "eagle", which predict features; set it to 0'
         )
-    if o.routing and (spec is None or not spec.routing):
+    if loss.routing and (spec is None or not spec.routing):
         raise ConfigError(
-            f"loss: routing = {o.routing}, but the head predicts no routing; give head.routing or set it to 0"
+            f"loss: routing = {loss.routing}, but the head predicts no routing; give head.routing or set it to 0"
         )
 
 
-def metric_of(settings: RunSettings) -> str:
-    """The figure that the best head is kept by."""
-    e = settings.evaluation
-    return e.metric or f"{_name(e.lengths[0], e.temperatures[0])}/acceptance_length"
-
-
-def _name(length: int, temperature: float) -> str:
-    return f"k{length}/t{temperature:g}"
-
-
-def _loss(reads: Reads, routing: tuple[int, ...]) -> Callable[..., Any]:
-    def loss_fn(params: Params, frozen: Course, batch: Batch, key: Array) -> tuple[Array, dict[str, Array]]:
-        lesson = teach(frozen.target, frozen.base, batch, reads, routing)
-        return head_loss(frozen, params, lesson, batch, key)
-
-    return loss_fn
-
-
-def _drafter(net: Net, params: Params, ids_W: np.ndarray | None, model: Model, length: int) -> Drafter:
-    if isinstance(net, Transformer):
-        return SmallLm(params, net, chain(length), BLOCK)
-    return head_drafter(Head(net, params, ids_W), (model.net, model.params), chain(length), BLOCK)
-
-
-def _evaluation(
-    settings: RunSettings, net: Net, ids_W: np.ndarray | None, model: Model, corpus: Corpus, mesh: Mesh | None
-) -> Callable[[Params], dict[str, float]] | None:
-    """Held-out acceptance by the serving step, chains of every length at every temperature."""
-    e = settings.evaluation
-    if not corpus.held_out:
-        return None
-    if isinstance(net, Medusa) and max(e.lengths) > net.spec.heads:
-        raise ConfigError(
-            f"evaluation: lengths {list(e.lengths)}, but {net.spec.heads} Medusa heads draft at most as many tokens; "
-            "lower evaluation.lengths or raise head.heads"
-        )
-    asked = prompts(corpus.held_out, count=e.prompts, length=e.prompt_tokens)
-    longest = max(len(p) for p in asked) + e.new_tokens
-    if longest > model.net.arch.max_position:
-        raise ConfigError(f"evaluation: {longest} tokens are more than the target's {model.net.arch.max_position}")
-    # Rows of decoding are few: on a CPU that wants another layout of the experts than training does.
-    wanted = policy_for(settings.train.target_dtype, jax.default_backend(), "xla")
-    serving = load_model(model.directory, wanted) if wanted.experts == "switched" and mesh is None else model
-    target = Target(serving.params, serving.net, BLOCK)
-    trials = [Trial(e.new_tokens, t, min(TOGETHER, len(asked)), seed=settings.seed) for t in e.temperatures]
-    examiners = [Examiner(target, [p.tolist() for p in asked], trial) for trial in trials]
-
-    def evaluate(params: Params) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for examiner in examiners:
-            for length in e.lengths:
-                drafter = _drafter(net, params, ids_W, serving, length)
-                found |= figures(_name(length, examiner.trial.temperature), examiner.measure(drafter))
-        return found
-
-    return evaluate
-
-
-def _saving(start: Start, model: Model) -> Callable[[Params, Path], None]:
-    net = start.net
-
-    def save(params: Params, place: Path) -> None:
-        if not isinstance(net, Transformer):
-            save_head(Head(net, jax.device_get(params), start.ids_W), place)
-            return
-        ends = {key: model.config[key] for key in ("bos_token_id", "eos_token_id") if key in model.config}
-        arch, dtype = net.arch, np.dtype(net.policy.param)
-        config = {**(start.config or {}), **ends, "torch_dtype": str(dtype)}
-        save_model(place, jax.device_get(params), arch, config, dtype)
-        for name in (*TOKENIZER_FILES, "special_tokens_map.json"):
-            if (model.directory / name).exists():
-                shutil.copyfile(model.directory / name, place / name)
-
-    return save
+def save(head: InitialHead, target: Model, params: Params, directory: Path) -> None:
+    """Writes parameters as a head's directory, or a draft model's with the target's tokenizer."""
+    net = head.net
+    if not isinstance(net, Transformer):
+        save_head(Head(net, jax.device_get(params), head.ids_W), directory)
+        return
+    dtype = np.dtype(net.policy.storage.param)
+    ends = {key: target.config[key] for key in ("bos_token_id", "eos_token_id") if key in target.config}
+    config = head.config or {"architectures": ["LlamaForCausalLM"], **layers_config(net.arch)}
+    save_model(directory, jax.device_get(params), net.arch, {**config, **ends, "torch_dtype": str(dtype)}, dtype)
+    for name in (*TOKENIZER_FILES, "special_tokens_map.json"):
+        if (target.directory / name).exists():
+            shutil.copyfile(target.directory / name, directory / name)

@@ -1,35 +1,36 @@
-"""What a run begins with: a head's network, its draft vocabulary and its parameters."""
+"""A head before its first update: network, draft vocabulary and parameters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import load_head
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import Model, load_model, read_config
 from jaxspec.errors import ConfigError
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import choose_ids
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.shapes import Array, Params
-from jaxspec.train.head_nets import Net, draft_vocab, layers_config, net_of, start_from_target
-from jaxspec.train.settings import HeadSettings
+from jaxspec.train.head_nets import draft_vocab, net_of, start_from_target
+from jaxspec.train.objective import Net
+from jaxspec.train.settings import HeadSettings, TrainSettings
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialHead:
     """A head before its first update.
 
     Attributes:
       net: its network.
       ids_W: the target's id of each token that it can draft, None where it knows all.
       init: a key to parameters.
-      config: a draft model's, None for a head.
+      config: published with a draft model that is trained further.
     """
 
     net: Net
@@ -38,14 +39,13 @@ class Start:
     config: Mapping[str, Any] | None = None
 
 
-def start_of(settings: HeadSettings, target: Model, policy: Policy, count_V: np.ndarray) -> Start:
-    """A new head of the size that is wanted, or one that is trained further.
+def head_policy(settings: TrainSettings) -> Policy:
+    """Returns how the trained head is stored and computed with."""
+    return make_policy(settings.compute_dtype, param=jnp.dtype(settings.param_dtype))
 
-    Args:
-      settings: what is wanted.
-      target: that it drafts for.
-      policy: how parameters are kept and computed with.
-      count_V: how often each token occurs, which chooses a new head's draft vocabulary.
+
+def make_initial_head(settings: HeadSettings, target: Model, policy: Policy, count_V: np.ndarray) -> InitialHead:
+    """Makes a new head, whose draft vocabulary are the most frequent tokens, or loads one that is trained further.
 
     Raises:
       ConfigError: the settings contradict each other or the target.
@@ -59,35 +59,30 @@ def start_of(settings: HeadSettings, target: Model, policy: Policy, count_V: np.
     ids_W = choose_ids(count_V, size) if small else None
 
     def init(key: Array) -> Params:
-        params = jax.jit(lambda key: initial(net, key))(key)
+        params = jax.jit(lambda key: init_params(net, key))(key)
         if isinstance(net, Transformer) or not settings.from_target:
             return params
         return start_from_target(params, target.params, ids_W)
 
-    return Start(
-        net, ids_W, init, layers_config(settings, arch, target.config) if settings.kind == "draft_model" else None
-    )
+    return InitialHead(net, ids_W, init)
 
 
-def initial(net: Net, key: Array) -> Params:
-    """Random parameters."""
-    if not isinstance(net, Transformer):
-        return net.initial(key)
-    token = jnp.zeros((1, 8), jnp.int32)
-    return cast(Params, net.init(key, token, token, method="logits_of"))
+def init_params(net: Net, key: Array) -> Params:
+    """Initializes parameters at random."""
+    return net.initial(key)
 
 
-def _further(settings: HeadSettings, target: Model, policy: Policy) -> Start:
+def _further(settings: HeadSettings, target: Model, policy: Policy) -> InitialHead:
     directory, default = Path(settings.start or ""), HeadSettings(kind=settings.kind, start=settings.start)
     if extra := [name for name in settings.__struct_fields__ if getattr(settings, name) != getattr(default, name)]:
         raise ConfigError(f"head: start = {directory} says everything about the head; leave out {', '.join(extra)}")
     if not is_head(read_config(directory)):
         model = load_model(directory, policy)
-        found, net, params, ids_W, config = "draft_model", model.net, model.params, None, model.config
+        kind, net, params, ids_W, config = "draft_model", model.net, model.params, None, model.config
     else:
         head = load_head(directory, target.net.arch, policy)
-        found, net, params, ids_W, config = head.kind, head.net, head.params, head.ids_W, None
-    if found != settings.kind:
-        raise ConfigError(f'head: start = {directory} holds kind "{found}", not "{settings.kind}"; set head.kind to it')
-    # The loop donates what it updates, so that every start needs arrays of its own.
-    return Start(net, ids_W, lambda key: jax.tree.map(jnp.array, params), config)
+        kind, net, params, ids_W, config = head.kind, head.net, head.params, head.ids_W, None
+    if kind != settings.kind:
+        raise ConfigError(f'head: start = {directory} holds kind "{kind}", not "{settings.kind}"; set head.kind to it')
+    # The loop donates what it updates: every run needs arrays of its own.
+    return InitialHead(net, ids_W, lambda key: jax.tree.map(jnp.array, params), config)

@@ -17,51 +17,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.checkpoint.heads.verifier import PROVENANCE
 from jaxspec.errors import JaxspecError
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
-from jaxspec.sharding.rules import named_shardings
 from jaxspec.train.checkpoints import Checkpoints, replace_directory
-from jaxspec.train.metrics import Entry, Interval, MetricsLog
-from jaxspec.train.update import Batch, LossFn, TrainState, make_update
+from jaxspec.train.run_log import FILE_ONLY, Entry, Interval, MetricsLog, Watcher
+from jaxspec.train.settings import LoggingSettings
+from jaxspec.train.update import AnyBatch, LossFn, TrainState, make_update
 
 
-@dataclass(frozen=True)
-class LoopSpec:
-    """What a run is made of.
+@dataclass(frozen=True, kw_only=True)
+class TrainRun:
+    """Everything that a training run is made of.
 
     Attributes:
-      steps: updates in all.
       directory: holds everything of the run; a run started again there goes on where it stopped.
-      save_every, log_every, evaluate_every: in updates; the last update always is saved, logged and evaluated.
-      seed: of what the loss draws.
-      best: evaluated figure, the higher the better, that the parameters in ``best/`` are kept by.
-      identity: what the result depends on; nested JSON. A directory of other values is refused.
-      tensorboard: whether TensorBoard files are written.
-      wandb: project of Weights & Biases, None for not at all.
-      mesh: devices that rows and parameters are split over, None for the default one.
-      parts: how many parts the rows of a pass are computed in, for want of memory.
-    """
-
-    steps: int
-    directory: Path
-    save_every: int = 100
-    log_every: int = 10
-    evaluate_every: int = 100
-    seed: int = 0
-    best: str | None = None
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    tensorboard: bool = False
-    wandb: str | None = None
-    mesh: Mesh | None = None
-    parts: int = 1
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is trained, and on what.
-
-    Attributes:
-      params: initial float32 parameters.
+      steps: updates in all.
+      init: makes the initial float32 parameters, in arrays that nothing else holds.
       optimizer: optax transformation.
       loss_fn: (params, frozen, batch, key) to (loss, metrics). Where the metrics have ``trained_tokens``, loss and
         metrics are means over that many positions, and passes of one update count by it.
@@ -69,69 +41,79 @@ class Task:
         and rows as second. It is called once, and gives the same batches for the same updates.
       frozen: what the loss reads besides, such as the target's parameters; an argument of the compiled update.
       evaluate: params to held-out figures.
+      best: evaluated figure, the higher the better, that the parameters in ``best/`` are kept by.
       save: writes params into a directory, None keeps no ``best/`` and ``last/``.
-      learning_rate: by update, to be logged.
-      epoch: passes over the data that so many updates are, to be logged.
+      progress: what follows from the number of updates done and is logged with it, such as the learning rate.
+      save_every, log_every, evaluate_every: in updates; the last update always is saved, logged and evaluated.
+      seed: of what the loss draws.
+      identity: what the result depends on; nested JSON. A directory of other values is refused.
       provenance: what ``best/`` and ``last/`` say of where they come from, besides the step and held-out figures.
+      logging: where figures go besides ``metrics.jsonl``.
+      mesh: devices that rows and parameters are split over, None for the default one.
+      parts: how many parts the rows of a pass are computed in, for want of memory.
     """
 
-    params: Params
+    directory: Path
+    steps: int
+    init: Callable[[], Params]
     optimizer: optax.GradientTransformation
     loss_fn: LossFn
-    batches: Callable[[int], Iterator[Batch]]
+    batches: Callable[[int], Iterator[AnyBatch]]
     frozen: Any = None
     evaluate: Callable[[Params], Mapping[str, float]] | None = None
+    best: str | None = None
     save: Callable[[Params, Path], None] | None = None
-    learning_rate: Callable[[int], Any] | None = None
-    epoch: Callable[[int], float] | None = None
+    progress: Callable[[int], Mapping[str, float]] = lambda done: {}
+    save_every: int = 100
+    log_every: int = 10
+    evaluate_every: int = 100
+    seed: int = 0
+    identity: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] | None = None
+    logging: LoggingSettings = FILE_ONLY
+    mesh: Mesh | None = None
+    parts: int = 1
 
 
-def run(spec: LoopSpec, task: Task, watch: Callable[[Entry], None] = lambda entry: None) -> Params:
+def train(run: TrainRun, watch: Watcher = lambda entry: None) -> Params:
     """Trains from the last checkpoint in the run's directory, or from the beginning, to the last update.
 
     Killed at any moment and started again, it ends with the same bits: parameters, optimizer state, order of the data
     and logged figures, but for times.
 
     Args:
-      spec: run numbers.
-      task: what is trained.
+      run: what is trained, on what, and for how long.
       watch: receives every logged entry, first of all ``{"step": first}``, and what takes long and is not logged:
         ``{"step": n, "compiled_s": seconds}`` and, before acceptance is measured, ``{"step": n, "measuring": 1}``.
-
-    Returns:
-      The parameters after the last update.
 
     Raises:
       ConfigError: the directory is of another run, or in use.
       JaxspecError: the disk is full, or a loss is not finite; what went before is kept.
     """
-    store = Checkpoints(spec.directory, spec.identity)
+    store = Checkpoints(run.directory, run.identity)
     try:
-        state, about = _begin(spec, task), {}
+        state, about = _initial_state(run), {}
         if store.step:
             state, about = store.restore(state)
-        if store.step < spec.steps:
-            store.check_room(state, state.params, task.save is not None)
-        with _log(spec, store.step) as log:
+        if store.step < run.steps:
+            store.check_room(state, state.params, heads_kept=run.save is not None)
+        with _open_log(run, store.step) as log:
             watch({"step": store.step})
-            return _Loop(spec, task, store, log, watch, about).go(state, store.step)
+            return _Loop(run, store, log, watch, about).go(state, store.step)
     finally:
         store.close()
 
 
 @contextmanager
-def _log(spec: LoopSpec, step: int) -> Iterator[MetricsLog | None]:
-    """The log of process 0; the others have none."""
+def _open_log(run: TrainRun, step: int) -> Iterator[MetricsLog | None]:
+    """Opens the log of process 0; the others have none."""
     opened: list[MetricsLog] = []
 
     def begin() -> dict[str, Any]:
-        opened.append(
-            MetricsLog(spec.directory, step, tensorboard=spec.tensorboard, wandb=spec.wandb, settings=spec.identity)
-        )
+        opened.append(MetricsLog(run.directory, step, run.logging, settings=run.identity))
         return {}
 
-    hosts.led(begin)
+    hosts.run_on_leader(begin)
     try:
         yield opened[0] if opened else None
     finally:
@@ -140,48 +122,42 @@ def _log(spec: LoopSpec, step: int) -> Iterator[MetricsLog | None]:
 
 
 class _Loop:
-    """A run between two stops."""
+    """A run from the checkpoint that it goes on from to its end."""
 
     def __init__(
-        self,
-        spec: LoopSpec,
-        task: Task,
-        store: Checkpoints,
-        log: MetricsLog | None,
-        watch: Callable[[Entry], None],
-        about: Mapping[str, Any],
+        self, run: TrainRun, store: Checkpoints, log: MetricsLog | None, watch: Watcher, about: Mapping[str, Any]
     ):
-        self.spec, self.task, self.store, self.log, self.watch = spec, task, store, log, watch
+        self.run, self.store, self.log, self.watch = run, store, log, watch
         self.best: float = about.get("best", -math.inf)
         self.interval, self.held_out = Interval(about.get("interval")), dict(about.get("held_out", {}))
         self.began = time.monotonic() - about.get("time_s", 0.0)
-        self.pace = _Pace(spec.steps, store.step)
+        self.pace = _Pace(run.steps, store.step)
 
     def go(self, state: TrainState, first: int) -> Params:
         """Runs the updates after ``first``."""
-        spec = self.spec
-        places = None if spec.mesh is None else jax.tree.map(lambda x: x.sharding, state)
-        update = make_update(self.task.loss_fn, self.task.optimizer, spec.seed, places, spec.parts)
-        source = self.task.batches(first)
-        for done in range(first + 1, spec.steps + 1):
+        run = self.run
+        shardings = None if run.mesh is None else jax.tree.map(lambda x: x.sharding, state)
+        update = make_update(run.loss_fn, run.optimizer, run.seed, shardings, run.parts)
+        source = run.batches(first)
+        for done in range(first + 1, run.steps + 1):
             batch, began = next(source), time.monotonic()
-            state, metrics = update(state, self.task.frozen, _place(batch, spec.mesh))
+            state, metrics = update(state, run.frozen, _place(batch, run.mesh))
             entry = {name: float(value) for name, value in jax.device_get(metrics).items()}
             if not all(math.isfinite(entry[name]) for name in ("loss", "grad_norm")):
                 raise self._not_finite(done, entry, batch)
             self._count(done, entry, time.monotonic() - began)
-            last = done == spec.steps
-            measured = last or done % spec.evaluate_every == 0
-            found = self._evaluate(done, state.params) if measured else {}
-            if measured or done % spec.log_every == 0:
-                self._write(done, {**self.interval.take(), **found})
-            if last or done % spec.save_every == 0:
+            last = done == run.steps
+            measured = last or done % run.evaluate_every == 0
+            figures = self._evaluate(done, state.params) if measured else {}
+            if measured or done % run.log_every == 0:
+                self._write(done, {**self.interval.take(), **figures})
+            if last or done % run.save_every == 0:
                 self._save(done, state)
-        self._keep("last", state.params, spec.steps)
+        self._keep("last", state.params, run.steps)
         return state.params
 
     def _count(self, done: int, entry: Entry, spent_s: float) -> None:
-        """Takes one update into the figures; the first of a process is mostly compilation."""
+        """Adds one update to the figures; the first of a process is mostly compilation."""
         self.interval.add(entry)
         if self.pace.first:
             self.watch({"step": done, "compiled_s": round(spent_s, 1)})
@@ -189,19 +165,19 @@ class _Loop:
 
     def _evaluate(self, done: int, params: Params) -> dict[str, float]:
         """Measures, and keeps the parameters that are the best so far."""
-        if self.task.evaluate is None:
+        if self.run.evaluate is None:
             return {}
         self.watch({"step": done, "measuring": 1})
-        found = self.held_out = dict(self.task.evaluate(params))
-        if self.spec.best is None:
-            return found
-        if self.spec.best not in found:
-            raise JaxspecError(f"evaluation: no figure {self.spec.best!r}; there are {', '.join(sorted(found))}")
+        figures = self.held_out = dict(self.run.evaluate(params))
+        if self.run.best is None:
+            return figures
+        if self.run.best not in figures:
+            raise JaxspecError(f"evaluation: no figure {self.run.best!r}; there are {', '.join(sorted(figures))}")
         # The checkpoint of this update is saved after it, so that a crash in between evaluates again.
-        if found[self.spec.best] > self.best:
-            self.best = found[self.spec.best]
+        if figures[self.run.best] > self.best:
+            self.best = figures[self.run.best]
             self._keep("best", params, done)
-        return found
+        return figures
 
     def _save(self, done: int, state: TrainState) -> None:
         if self.log is not None:
@@ -211,25 +187,23 @@ class _Loop:
 
     def _keep(self, name: str, params: Params, step: int) -> None:
         """Writes parameters into a directory of the run, and where they come from."""
-        save, about = self.task.save, self.task.provenance
+        save, about = self.run.save, self.run.provenance
         if save is None:
             return
-        found = hosts.whole(params)
+        on_host = hosts.gather_to_host(params)
 
-        def write(place: Path) -> None:
-            save(found, place)
+        def write(directory: Path) -> None:
+            save(on_host, directory)
             if about is not None:
                 words = json.dumps({"step": step, "held_out": self.held_out, **about}, indent=2, ensure_ascii=False)
-                (place / PROVENANCE).write_text(words + "\n", encoding="utf-8")
+                (directory / PROVENANCE).write_text(words + "\n", encoding="utf-8")
 
-        if hosts.first():
-            replace_directory(self.spec.directory / name, write)
+        if hosts.is_leader():
+            replace_directory(self.run.directory / name, write)
 
     def _write(self, done: int, entry: Entry) -> None:
-        rate, epoch = self.task.learning_rate, self.task.epoch
-        known = {} if rate is None else {"learning_rate": float(rate(done - 1))}
-        known |= {} if epoch is None else {"epoch": epoch(done)}
-        entry = {"step": done, "time_s": self._time_s(), **known, **entry, **self.pace.take(done)}
+        progress = self.run.progress(done)
+        entry = {"step": done, "time_s": self._time_s(), **progress, **entry, **self.pace.take(done)}
         if self.log is not None:
             self.log.write(entry)
         self.watch(entry)
@@ -237,9 +211,9 @@ class _Loop:
     def _time_s(self) -> float:
         return round(time.monotonic() - self.began, 1)
 
-    def _not_finite(self, done: int, entry: Entry, batch: Batch) -> JaxspecError:
-        own = f"_{jax.process_index()}" if hosts.several() else ""
-        file = self.spec.directory / f"nan_batch_{done}{own}.npz"
+    def _not_finite(self, done: int, entry: Entry, batch: AnyBatch) -> JaxspecError:
+        own = f"_{jax.process_index()}" if hosts.is_multiprocess() else ""
+        file = self.run.directory / f"nan_batch_{done}{own}.npz"
         leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
         try:
             np.savez(file, **{jax.tree_util.keystr(path).strip(".[]'") or "batch": leaf for path, leaf in leaves})
@@ -253,12 +227,7 @@ class _Loop:
 
 
 class _Pace:
-    """Speed of the updates since the last entry, and time to go at this process's pace.
-
-    Args:
-      steps: updates in all.
-      before: updates of earlier processes.
-    """
+    """Speed of the updates since the last entry, and time left at this process's pace; ``before`` were done earlier."""
 
     def __init__(self, steps: int, before: int):
         self.steps, self.before, self.began, self.first = steps, before, time.monotonic(), True
@@ -272,33 +241,34 @@ class _Pace:
             self.tokens, self.spent_s = self.tokens + tokens, self.spent_s + spent_s
 
     def take(self, done: int) -> Entry:
-        """What is known of the speed; the next interval begins."""
-        found: Entry = {}
+        """Returns what is known of the speed; the next interval begins."""
+        speed: Entry = {}
         if self.tokens and self.spent_s:
-            found["tokens_per_s"] = round(self.tokens / self.spent_s, 1)
+            speed["tokens_per_s"] = round(self.tokens / self.spent_s, 1)
         if done > self.before:
-            found["left_s"] = round((time.monotonic() - self.began) / (done - self.before) * (self.steps - done), 1)
+            speed["left_s"] = round((time.monotonic() - self.began) / (done - self.before) * (self.steps - done), 1)
         self.tokens = self.spent_s = 0.0
-        return found
+        return speed
 
 
-def _begin(spec: LoopSpec, task: Task) -> TrainState:
-    """The state before the first update, on its devices; the caller's parameters stay as they are."""
-    params: Any = jax.tree.map(jnp.copy, task.params)
-    if spec.mesh is None:
-        return TrainState(params, task.optimizer.init(params), jnp.int32(0))
-    whole = NamedSharding(spec.mesh, PartitionSpec())
-    places = named_shardings(params, spec.mesh, allow_replication=True)
-    params = jax.device_put(params, places)
-    held = task.optimizer.init(params)
-    where = optax.tree.map_params(
-        task.optimizer, lambda _, place: place, held, places, transform_non_params=lambda _: whole
+def _initial_state(run: TrainRun) -> TrainState:
+    """Makes the state before the first update, on its devices."""
+    params: Any = run.init()
+    if run.mesh is None:
+        return TrainState(params, run.optimizer.init(params), jnp.int32(0))
+    replicated = NamedSharding(run.mesh, PartitionSpec())
+    shardings = named_shardings(params, run.mesh, allow_replication=True)
+    params = jax.device_put(params, shardings)
+    state = run.optimizer.init(params)
+    # Moments lie where their parameters do; counters are replicated.
+    state_shardings = optax.tree.map_params(
+        run.optimizer, lambda _, sharding: sharding, state, shardings, transform_non_params=lambda _: replicated
     )
-    return TrainState(params, jax.device_put(held, where), jax.device_put(jnp.int32(0), whole))
+    return TrainState(params, jax.device_put(state, state_shardings), jax.device_put(jnp.int32(0), replicated))
 
 
-def _place(batch: Batch, mesh: Mesh | None) -> Batch:
-    """A batch on its devices: rows are split over ``data``, every process giving its own."""
+def _place(batch: AnyBatch, mesh: Mesh | None) -> AnyBatch:
+    """Puts a batch on its devices: rows are split over ``data``, every process giving its own."""
     if mesh is None:
         return batch
     rows = NamedSharding(mesh, PartitionSpec(None, "data"))

@@ -1,4 +1,4 @@
-"""How an update fits into a device's memory: how many rows are computed together, and what is computed twice."""
+"""An update's memory: how many rows are computed together, and whether rounds are recomputed."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.nn.unrolled import BLOCK
-from jaxspec.sharding.rules import named_shardings
-from jaxspec.train.head_nets import Net
+from jaxspec.train.objective import Net
 from jaxspec.train.settings import LossSettings, TrainSettings
 from jaxspec.train.vocab_loss import default_positions, position_bytes
 
@@ -30,7 +30,7 @@ MARGIN = 1.1  # the estimate is 0.93 to 1.6 times what XLA allots, see the tests
 
 
 @dataclass(frozen=True)
-class Work:
+class UpdateWork:
     """What an update computes.
 
     Attributes:
@@ -39,7 +39,7 @@ class Work:
       loss: its loss.
       length: T.
       width: tokens of the draft vocabulary.
-      vectors: of the target's width that are kept of every position for the head to read.
+      vectors: of the target's width that are kept at every position for the head to read.
       target_bytes: the frozen target on one device.
       head_bytes: the trained parameters on one device.
       serving_bytes: a second copy of the target that acceptance is measured with.
@@ -82,7 +82,7 @@ class MemoryPlan:
         return sum(self.needed.values())
 
     def words(self) -> str:
-        """One line of what was chosen and why."""
+        """Returns one line of what was chosen and why."""
         rows = f"{self.rows} row{'s' * (self.rows > 1)} at a time"
         rows += f", {self.parts} times" if self.parts > 1 else ""
         again = ", rounds computed again for their gradients" if self.remat else ""
@@ -90,17 +90,11 @@ class MemoryPlan:
         return f"{rows}{again}; about {self.total / GB:.1f}{free or ' GB'} ({_listed(self.needed)})"
 
 
-def plan_memory(work: Work, settings: TrainSettings, room: int | None, enough: int | None = None) -> MemoryPlan:
-    """Chooses as many rows as fit, and computes rounds twice only where a single row does not fit otherwise.
+def plan_memory(work: UpdateWork, settings: TrainSettings, room: int | None, enough: int | None = None) -> MemoryPlan:
+    """Chooses as many rows as fit, and recomputes rounds only where a single row does not fit otherwise.
 
-    Args:
-      work: what an update computes.
-      settings: rows of a pass, and what the user has chosen.
-      room: bytes that are free on each device, None where that is not known.
-      enough: positions that keep a device busy, so that rows beyond them are not computed together; None for no bound.
-
-    Raises:
-      ConfigError: nothing fits.
+    ``room`` are the free bytes of each device, None if unknown; ``enough`` positions keep a device busy, and rows
+    beyond them are not computed together. Raises ConfigError if nothing fits.
     """
     asked = settings.micro_rows
     counts = [asked] if asked else [n for n in range(settings.rows, 0, -1) if settings.rows % n == 0]
@@ -112,30 +106,31 @@ def plan_memory(work: Work, settings: TrainSettings, room: int | None, enough: i
     fits = next((plan for plan in plans if room is None or plan.total <= room), None)
     if fits is not None:
         return fits
-    least = min(plans, key=lambda plan: plan.total)
+    smallest = min(plans, key=lambda plan: plan.total)
     if asked and settings.remat is not None:  # the user knows better
-        return least
+        return smallest
     raise ConfigError(
-        f"train: {least.rows} row{'s' * (least.rows > 1)} of {work.length} tokens and {work.loss.rounds} rounds at a "
-        f"time take about {least.total / GB:.1f} GB ({_listed(least.needed)}), and {(room or 0) / GB:.1f} GB are free; "
-        f"{_cures(work, settings, least, room or 0)}"
+        f"train: {smallest.rows} row{'s' * (smallest.rows > 1)} of {work.length} tokens and {work.loss.rounds} rounds "
+        f"at a time take about {smallest.total / GB:.1f} GB ({_listed(smallest.needed)}), and {(room or 0) / GB:.1f} "
+        "GB are free; "
+        f"{_cures(work, settings, smallest, room or 0)}"
     )
 
 
-def _plan(work: Work, settings: TrainSettings, rows: int, remat: bool, room: int | None) -> MemoryPlan:
+def _plan(work: UpdateWork, settings: TrainSettings, rows: int, remat: bool, room: int | None) -> MemoryPlan:
     parts = settings.rows // rows
     passes = parts * settings.accumulation
     return MemoryPlan(rows, parts, remat, dict(_needed(work, rows // work.devices, remat, passes)), room)
 
 
-def _cures(work: Work, settings: TrainSettings, least: MemoryPlan, room: int) -> str:
-    if least.total - least.needed["activations"] > room:
+def _cures(work: UpdateWork, settings: TrainSettings, smallest: MemoryPlan, room: int) -> str:
+    if smallest.total - smallest.needed["activations"] > room:
         return (
             "the target and the head alone do not fit: split them over devices (mesh.expert, mesh.tensor), take a "
             "smaller head.draft_vocab_size, or free memory"
         )
     smaller = ["data.length", *(["loss.rounds"] if work.loss.rounds > 1 else []), "head.draft_vocab_size"]
-    fewer = [f"train.rows (now {settings.rows})"] if least.rows > 1 else []
+    fewer = [f"train.rows (now {settings.rows})"] if smallest.rows > 1 else []
     return f"lower {', '.join([*fewer, *smaller])}, or set train.memory_gb if more is free than this"
 
 
@@ -143,19 +138,19 @@ def _listed(needed: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size / GB:.1f}" for name, size in needed.items() if size)
 
 
-def _needed(work: Work, rows: int, remat: bool, passes: int) -> Iterator[tuple[str, int]]:
+def _needed(work: UpdateWork, rows: int, remat: bool, passes: int) -> Iterator[tuple[str, int]]:
     """Bytes of one device by what they are for, on the safe side of what XLA allots."""
     yield "target", work.target_bytes
     yield "target for serving", work.serving_bytes
     # Parameters, two moments, their change, the gradient, and its sum over passes.
     yield "head with optimizer and gradients", work.head_bytes * (5 + (passes > 1))
-    kept = 4 * rows * work.length * work.vectors * work.arch.model_dim
+    read = 4 * rows * work.length * work.vectors * work.arch.model_dim
     layer, rounds = _target_layer(work, rows), _rounds(work, rows, remat)
-    yield "activations", int(MARGIN * (kept + max(layer, rounds)))
+    yield "activations", int(MARGIN * (read + max(layer, rounds)))
 
 
-def _target_layer(work: Work, rows: int) -> int:
-    """What one layer of the target needs while it runs; nothing of it is kept."""
+def _target_layer(work: UpdateWork, rows: int) -> int:
+    """Bytes of one layer of the target while it runs; nothing of it is kept."""
     return max(
         4 * rows * work.length * _layer_floats(layer, work.arch.model_dim, work.length) for layer in work.arch.layers
     )
@@ -177,8 +172,8 @@ def _layer_floats(layer: LayerSpec, dim: int, length: int) -> int:
     return 8 * dim + 3 * inner + wide + scores
 
 
-def _rounds(work: Work, rows: int, remat: bool) -> int:
-    """What the rounds of drafting keep for their gradients, and the most that is computed at a time."""
+def _rounds(work: UpdateWork, rows: int, remat: bool) -> int:
+    """Bytes that the rounds of drafting keep for their gradients, and the most that is computed at a time."""
     o, t, places = work.loss, work.length, rows * work.length
     if isinstance(work.net, Medusa):
         spec = work.net.spec
@@ -193,8 +188,8 @@ def _rounds(work: Work, rows: int, remat: bool) -> int:
     each = inputs + (sum(_cached_floats(layer) for layer in arch.layers) if remat else sum(layers))
     once = sum(layers) if remat else 0
     attention = max(_block_floats(layer, t) for layer in arch.layers)
-    kept = int(4 * places * (slots * each + once))
-    return kept + max(_vocabulary(work, rows, count), 4 * rows * attention)
+    activations = int(4 * places * (slots * each + once))
+    return activations + max(_vocabulary(work, rows, count), 4 * rows * attention)
 
 
 def _kept_floats(layer: LayerSpec, dim: int, length: int, rounds: int) -> int:
@@ -213,14 +208,14 @@ def _cached_floats(layer: LayerSpec) -> int:
 
 
 def _block_floats(layer: LayerSpec, length: int) -> int:
-    """Scores of a row with their gradients, as far as they are there at once."""
+    """Scores of a row with their gradients that exist at once."""
     mixer = layer.attention
     heads = mixer.heads if isinstance(mixer, AttentionSpec) else 16
     return 6 * heads * min(length, BLOCK) * length
 
 
-def _vocabulary(work: Work, rows: int, rounds: int) -> int:
-    """The vocabulary product of some positions, and what it reads with gradients of all."""
+def _vocabulary(work: UpdateWork, rows: int, rounds: int) -> int:
+    """Bytes of the vocabulary product of some positions, and of what it reads with gradients of all."""
     vocab = work.arch.vocab_size
     some = default_positions(rows, work.length, vocab, work.width, rounds) * position_bytes(vocab, work.width, rounds)
     # Backends without products of bfloat16 widen the target's vocabulary product.
@@ -229,7 +224,7 @@ def _vocabulary(work: Work, rows: int, rounds: int) -> int:
 
 
 def held_bytes(tree: Any, mesh: Mesh | None) -> int:
-    """Bytes of arrays, or of shapes and dtypes, on one device."""
+    """Returns the bytes of arrays, or of shapes and dtypes, on one device."""
     if mesh is None:
         return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
     places = named_shardings(tree, mesh, allow_replication=True)
@@ -238,7 +233,7 @@ def held_bytes(tree: Any, mesh: Mesh | None) -> int:
 
 
 def free_bytes() -> int | None:
-    """What a run may take of the memory of a device; None where the machine does not say."""
+    """Returns what a run may take of the memory of a device; None where the machine does not say."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -248,7 +243,7 @@ def free_bytes() -> int | None:
 
 
 def _available(file: Path = Path("/proc/meminfo")) -> int | None:
-    """Memory of the host that can be had without swapping."""
+    """Memory of the host that is available without swapping."""
     try:
         lines = dict(line.split(":", 1) for line in file.read_text().splitlines() if ":" in line)
         return int(lines["MemAvailable"].split()[0]) * 1024
@@ -257,7 +252,7 @@ def _available(file: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _left_in_group(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the control group of this process may still take; None without a limit."""
+    """Bytes that the control group of this process may still take; None without a limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),

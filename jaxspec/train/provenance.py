@@ -1,4 +1,4 @@
-"""Where a trained head comes from: what is written beside its weights, for whoever finds them later."""
+"""Provenance of a trained head, written beside its weights for whoever finds them later."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,16 +12,7 @@ from jaxspec.train.settings import RunSettings, identity
 
 
 def provenance_of(settings: RunSettings, target: Path, corpus_digest: str) -> dict[str, Any]:
-    """Target, data, settings and version; files and directories by name, not by where they lie on this machine.
-
-    Args:
-      settings: of the run.
-      target: model directory.
-      corpus_digest: of what was read from the data files.
-
-    Raises:
-      ConfigError: a data file cannot be read.
-    """
+    """Returns target, data, settings and version; files by name, not by where they lie on this machine."""
     asked, data, name = identity(settings), settings.data, target.resolve().name
     asked["target"] = name
     asked["data"] |= {key: [Path(file).name for file in asked["data"][key]] for key in ("train", "held_out")}

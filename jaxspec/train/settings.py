@@ -1,4 +1,4 @@
-"""What a training run is asked for: the records of ``configs/train`` and ``configs/heads``."""
+"""Settings of a training run: the records of ``configs/train`` and ``configs/heads``."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -22,7 +22,7 @@ def _at_least(table: str, record: Any, **least: float) -> None:
 
 
 class HeadSettings(Record, frozen=True):
-    """What head is trained; sizes that are not given are the target's.
+    """The head that is trained; sizes that are not given are the target's.
 
     Attributes:
       kind: how it drafts, in the words of ``speculative_config``.
@@ -76,14 +76,14 @@ class HeadSettings(Record, frozen=True):
 
 
 class DataSettings(Record, frozen=True):
-    """What is trained on.
+    """The data that is trained on.
 
     Attributes:
       train: JSONL and plain text files, in this order.
       held_out: files for evaluation; none takes ``held_out_fraction`` of the documents instead.
       held_out_fraction: share of the documents, chosen by their content, where ``held_out`` names no files.
       length: T, tokens of a packed row, which also is the longest conversation.
-      too_long: what becomes of a longer conversation: an ``error``, ``cut`` behind T tokens, or ``drop``.
+      too_long: what to do with a longer conversation: ``error``, ``cut`` after T tokens, or ``drop``.
       window: rows that stay open while documents are packed; more waste less.
       template: settings of the chat template, such as ``enable_thinking``.
     """
@@ -105,7 +105,7 @@ class DataSettings(Record, frozen=True):
 
 
 class TrainSettings(Record, frozen=True):
-    """How long, how much at once, and how often to save.
+    """Length of the run, size of an update, and intervals.
 
     Attributes:
       steps: updates in all.
@@ -113,7 +113,7 @@ class TrainSettings(Record, frozen=True):
       accumulation: such gradients of one update.
       micro_rows: rows that are computed together, a divisor of ``rows``; none takes as many as fit into memory. The
         result is the same but for the order of sums.
-      remat: whether each round of drafting is computed again for its gradient instead of kept; none does so where
+      remat: whether each round of drafting is recomputed for its gradient instead of kept; none does so where
         memory is short.
       memory_gb: memory of each device that a run may take, in 10^9 bytes; none is what is free.
       save_every, log_every: in updates.
@@ -179,7 +179,7 @@ class OptimizerSettings(Record, frozen=True):
 
 
 class LossSettings(Record, frozen=True):
-    """What is minimised.
+    """The loss that is minimized.
 
     Attributes:
       kind: between the target's distribution and the head's.
@@ -213,12 +213,12 @@ class LossSettings(Record, frozen=True):
             )
 
     def counts(self, slots: int) -> tuple[int, ...]:
-        """Slots of each round behind the first, of heads that draft in one pass."""
+        """Returns the slots of each round after the first, of heads that draft in one pass."""
         return tuple(max(1, round(slots * max(self.keep**d, self.keep_least))) for d in range(1, self.rounds))
 
 
 class EvaluationSettings(Record, frozen=True):
-    """Held-out acceptance by the serving step.
+    """Held-out acceptance, measured by the serving step.
 
     Attributes:
       every: in updates, besides after the last one.
@@ -246,11 +246,11 @@ class EvaluationSettings(Record, frozen=True):
 
 
 class FeatureSettings(Record, frozen=True):
-    """Whether the target runs once, before training, and what it computed is read from files.
+    """The cache of what the target computes, which then runs once, before training.
 
     Attributes:
       cache: directory of the files, none runs the target in every update.
-      dtype: of the kept features; ``float32`` trains as without files, ``bfloat16`` takes half of the room.
+      dtype: of the cached features; ``float32`` trains as without files, ``bfloat16`` takes half of the room.
     """
 
     cache: str | None = None
@@ -310,18 +310,8 @@ class RunSettings(Record, frozen=True):
                 raise ConfigError(f"train: {words} cannot be split evenly over data = {self.mesh.data} devices")
 
 
-def load_head_settings(wanted: str) -> HeadSettings:
-    """A record of ``configs/heads``, or a file like them.
-
-    Raises:
-      ConfigError: there is no such file, or it is wrong.
-    """
-    file = find_config(wanted, "heads")
-    return to_record(read_toml(file), HeadSettings, str(file))
-
-
 def load_run_settings(wanted: str, changes: Sequence[str] = (), out: str | None = None) -> RunSettings:
-    """Reads a training config.
+    """Loads a training config.
 
     Args:
       wanted: a name in ``configs/train``, or a file.
@@ -346,7 +336,7 @@ def load_run_settings(wanted: str, changes: Sequence[str] = (), out: str | None 
 
 
 def identity(settings: RunSettings) -> dict[str, Any]:
-    """What the result of a run depends on: the settings without those that only say where and how often."""
+    """Returns what the result of a run depends on: the settings but for those that only say where and how often."""
     values = msgspec.to_builtins(settings)
     for key in ("save_every", "log_every", "micro_rows", "remat", "memory_gb"):
         del values["train"][key]

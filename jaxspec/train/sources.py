@@ -1,4 +1,4 @@
-"""Files of conversations, pairs, texts and token ids to documents: token ids, and which of them are trained on."""
+"""Reads files of conversations, pairs, texts and token ids: token ids, and which of them are trained on."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,13 +33,13 @@ class Document:
     Attributes:
       token_T: int32 ids.
       loss_T: which of them are trained on.
-      place: file and line.
+      source: file and line.
       plain: whether it is text without turns, which may be cut anywhere.
     """
 
     token_T: np.ndarray
     loss_T: np.ndarray
-    place: str
+    source: str
     plain: bool = False
 
     @property
@@ -49,7 +49,7 @@ class Document:
 
 
 @dataclass
-class Reader:
+class DocumentReader:
     """Reads files for one model.
 
     Attributes:
@@ -67,11 +67,7 @@ class Reader:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def read(self, file: Path) -> Iterator[Document]:
-        """The documents of a file, in its order.
-
-        Raises:
-          ConfigError: the file cannot be read, or a line is malformed; it names file and line.
-        """
+        """Yields the documents of a file, in its order; raises ConfigError with file and line of what is malformed."""
         if file.suffix not in (".jsonl", ".txt"):
             raise ConfigError(f"data: {file} must end in .jsonl (one record per line) or .txt (plain text)")
         foreign = self.target is not None and _writer(file) not in (None, self.target)
@@ -86,7 +82,7 @@ class Reader:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"data: {file} cannot be read ({error})") from None
 
-    def _made(self, place: str, line: bytes | dict[str, Any], *, foreign: bool = False) -> Iterator[Document]:
+    def _made(self, source: str, line: bytes | dict[str, Any], *, foreign: bool = False) -> Iterator[Document]:
         try:
             record = msgspec.json.decode(line.removeprefix(b"\xef\xbb\xbf")) if isinstance(line, bytes) else line
             if not isinstance(record, dict):
@@ -98,25 +94,25 @@ class Reader:
                     '({"prompt": ..., "response": ...}); move that .job.json away if both share one tokenizer'
                 )
             for ids, spans in self._documents(record):
-                yield self._document(ids, spans, place, plain="text" in record and "token_ids" not in record)
+                yield self._document(ids, spans, source, plain="text" in record and "token_ids" not in record)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"data: {place}: not valid JSON ({error})") from None
+            raise ConfigError(f"data: {source}: not valid JSON ({error})") from None
         except RequestError as error:
-            raise ConfigError(f"data: {place}: {error}") from None
+            raise ConfigError(f"data: {source}: {error}") from None
 
-    def _document(self, ids: Any, spans: Spans, place: str, plain: bool) -> Document:
+    def _document(self, ids: Any, spans: Spans, source: str, plain: bool) -> Document:
         token_T = np.asarray(_ids("token ids", ids), np.int64)
         if len(token_T) and not 0 <= token_T.min() <= token_T.max() < self.vocab_size:
             raise RequestError(
                 f"token ids must be from 0 to {self.vocab_size - 1}, got {token_T.min()} to {token_T.max()}"
             )
         loss_T = np.zeros(len(token_T), bool)
-        for first, behind in spans:
-            loss_T[first:behind] = True
-        return Document(token_T.astype(np.int32), loss_T, place, plain)
+        for first, end in spans:
+            loss_T[first:end] = True
+        return Document(token_T.astype(np.int32), loss_T, source, plain)
 
     def _documents(self, record: Mapping[str, Any]) -> Iterator[tuple[Any, Spans]]:
-        """Ids of each document of a record, and the spans that are trained on."""
+        """Yields the ids of each document of a record, and the spans that are trained on."""
         if record.get("error") is not None:
             self.skipped["failed requests"] += 1
         elif "response" in record and "body" not in record and isinstance(record["response"], Mapping):
@@ -139,7 +135,7 @@ class Reader:
         return self.text
 
     def _token_ids(self, record: Mapping[str, Any]) -> Iterator[tuple[Any, Spans]]:
-        """Token ids as a whole, or those that the target wrote behind a prompt."""
+        """Yields token ids that are trained on in whole, or those that the target wrote after a prompt."""
         if "prompt_length" in record:
             ids, given = _ids("token_ids", record["token_ids"]), record["prompt_length"]
             if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given <= len(ids):
@@ -159,7 +155,7 @@ class Reader:
             yield ids, [(len(prompt), len(ids))]
 
     def _pair(self, prompt: str, response: str) -> tuple[list[int], Spans]:
-        """A prompt with its response, which ends with the tokenizer's end of text."""
+        """Returns a prompt with its response, which ends with the tokenizer's end of text."""
         text = self._needed()
         ids, end = text.encode(prompt + response), text.tokenizer.eos_token_id
         if end is not None and ids[-1:] != [end]:
@@ -167,40 +163,40 @@ class Reader:
         return ids, [(_shared(text.encode(prompt), ids), len(ids))] if response else []
 
     def _conversation(self, messages: list[dict[str, Any]]) -> Iterator[tuple[list[int], Spans]]:
-        """The turns of the assistant, each behind what it saw when it answered.
+        """Yields the turns of the assistant, each after what it saw when it answered.
 
         Where the template repeats earlier turns unchanged, that is one document with several spans; where it rewrites
         them (it leaves out earlier reasoning, say), each answer gets a document of its own.
         """
-        text, found, spans = self._needed(), [], []
-        for place in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
-            if place == 0:
+        text, known, spans = self._needed(), [], []
+        for index in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
+            if index == 0:
                 continue
-            ids = text.encode_chat(messages[: place + 1], self.template, add_generation_prompt=False)
-            first = _shared(text.encode_chat(messages[:place], self.template), ids)
-            span = (first, _behind_end(ids, first, text.tokenizer.eos_token_id))
-            if found and ids[: len(found)] != found:
-                yield found, spans
+            ids = text.encode_chat(messages[: index + 1], self.template, add_generation_prompt=False)
+            first = _shared(text.encode_chat(messages[:index], self.template), ids)
+            span = (first, _answer_end(ids, first, text.tokenizer.eos_token_id))
+            if known and ids[: len(known)] != known:
+                yield known, spans
                 spans = []
-            found, spans = ids, [*spans, span]
-        if found:
-            yield found, spans
+            known, spans = ids, [*spans, span]
+        if known:
+            yield known, spans
         else:
             self.skipped["conversations without an answer"] += 1
 
 
 def _writer(file: Path) -> str | None:
-    """Fingerprint of the model that wrote a file of answers, None where nothing says so."""
+    """Returns the fingerprint of the model that wrote a file of answers, None where nothing says so."""
     try:
-        found = msgspec.json.decode(Path(SIDECAR.format(file)).read_bytes())
+        sidecar = msgspec.json.decode(Path(SIDECAR.format(file)).read_bytes())
     except (OSError, msgspec.DecodeError):
         return None
-    model = found.get("model") if isinstance(found, dict) else None
+    model = sidecar.get("model") if isinstance(sidecar, dict) else None
     return model if isinstance(model, str) else None
 
 
 def _messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """OpenAI's messages, or ShareGPT's under their names."""
+    """Returns OpenAI's messages, or ShareGPT's under their names."""
     key = "messages" if "messages" in record else "conversations"
     role, content = ("role", "content") if key == "messages" else ("from", "value")
     turns = record[key]
@@ -230,11 +226,11 @@ def _ids(key: str, value: Any) -> list[int]:
 
 
 def _shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many ids two lists begin with together; a token across the border of prompt and answer is not shared."""
+    """Counts the ids that two lists begin with together; a token across prompt and answer is not shared."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _behind_end(ids: Sequence[int], first: int, end: int | None) -> int:
-    """Where the answer that starts at ``first`` ends: the model writes nothing behind its end of text."""
-    ends = [place for place in range(first, len(ids)) if ids[place] == end]
+def _answer_end(ids: Sequence[int], first: int, end: int | None) -> int:
+    """Returns where the answer that starts at ``first`` ends: the model writes nothing after its end of text."""
+    ends = [i for i in range(first, len(ids)) if ids[i] == end]
     return ends[-1] + 1 if ends else len(ids)

@@ -1,4 +1,4 @@
-"""Rounds of drafting over whole texts: what a head predicts from real features, and then from its own output."""
+"""Rounds of drafting over whole texts: from real features first, then from the head's own output."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,18 +6,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.models.draft_head import DraftHead, part_of, run_head
+from jaxspec.models.apply import apply
+from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.transformer import Transformer, embed
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.unrolled import Unrolled
 from jaxspec.protocol import Features
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array, Params
-from jaxspec.train.teacher import Batch, ahead
+from jaxspec.train.batch import Batch, shift_left
 
 
 @pytree
 class Round:
-    """What one round of X slots per row found; slot i of round j drafts the token of position i + 2 + j.
+    """One round of X slots per row; slot i of round j drafts the token of position i + 2 + j.
 
     Attributes:
       last_BXD: what the vocabulary product reads.
@@ -43,25 +45,17 @@ def unroll(
     """Training-time test (Li 2025, 2503.01840, section 3.2): every slot drafts ``rounds`` tokens ahead.
 
     Each round reads the text's own tokens and what the round before returned, and sees the real slots and what the
-    same slot drafted, as drafting does.
-
-    Args:
-      net: the head.
-      params: its parameters.
-      target: whose embedding is used where the head has none of its own.
-      features: of the target over the batch.
-      batch: texts.
-      rounds: S, tokens drafted from every slot.
-      remat: whether each round is computed again for its gradient instead of kept.
+    same slot drafted, as drafting does. ``target`` embeds where the head has no embedding of its own; ``remat``
+    computes each round again for its gradient.
     """
-    g_BTD = part_of(net, params, "join", net.spec.feature(features))
-    memory, found = _memory(net, batch), []
+    g_BTD = apply(net, params, net.spec.feature(features), method="join")
+    memory, done = _memory(net, batch), []
     slot_BT, run = _all_slots(batch), _round(net, target[0], remat)
     for j in range(rounds):
-        token_BT = ahead(batch.token_BT, 1 + j)
+        token_BT = shift_left(batch.token_BT, 1 + j)
         last, g_BTD, memory = run(params, target[1], g_BTD, token_BT, batch.position_BT + j, memory)
-        found.append(Round(last, g_BTD, slot_BT))
-    return found
+        done.append(Round(last, g_BTD, slot_BT))
+    return done
 
 
 def unroll_masked(
@@ -78,49 +72,41 @@ def unroll_masked(
     """Rounds of a head that drafts all tokens in one pass, on masks, from fewer and fewer slots.
 
     Conditional drop-token sampling (Hui 2026, 2602.01469, section 3.3): the slots of a round are drawn from those of
-    the round before, texts' trained slots first, so that each has all of its own earlier drafts to see.
-
-    Args:
-      net: the head, which has a mask token.
-      params: its parameters.
-      target: whose embedding is used where the head has none of its own.
-      features: of the target over the batch.
-      batch: texts.
-      counts: slots of each round behind the first, never growing.
-      key: of the choice.
-      remat: whether each round is computed again for its gradient instead of kept.
+    the round before, texts' trained slots first, so each has all of its own earlier drafts to see. The head has a mask
+    token, ``counts`` are the slots of each round after the first, never growing, and ``key`` draws them; the other
+    arguments are those of ``unroll``.
     """
-    g_BTD = part_of(net, params, "join", net.spec.feature(features))
+    g_BTD = apply(net, params, net.spec.feature(features), method="join")
     memory, slot_BX, run = _memory(net, batch), _all_slots(batch), _round(net, target[0], remat)
-    last, following, memory = run(params, target[1], g_BTD, ahead(batch.token_BT, 1), batch.position_BT, memory)
-    found = [Round(last, following, slot_BX)]
+    last, following, memory = run(params, target[1], g_BTD, shift_left(batch.token_BT, 1), batch.position_BT, memory)
+    done = [Round(last, following, slot_BX)]
     assert net.spec.mask_token is not None, "only such heads draft in one pass"
-    mask = part_of(net, params, "mask")
+    mask = apply(net, params, method="mask")
     for d, (count, one) in enumerate(zip(counts, jax.random.split(key, max(len(counts), 1)), strict=False), start=1):
         weight_BX = jnp.take_along_axis(weights(batch, d), slot_BX, axis=1)
         drawn_BX = jax.vmap(lambda own, width=slot_BX.shape[1]: jax.random.uniform(own, (width,)))(batch.keys(one))
-        rank_BX = drawn_BX + weight_BX
-        place_BX = jnp.sort(jax.lax.top_k(rank_BX, count)[1], axis=1).astype(jnp.int32)
-        slot_BX = jnp.take_along_axis(slot_BX, place_BX, axis=1)
-        memory = tuple(m.keep(place_BX, slot_BX) for m in memory)
+        rank_BX = drawn_BX + weight_BX  # draws are below 1: trained slots come first, at random among themselves
+        kept_BX = jnp.sort(jax.lax.top_k(rank_BX, count)[1], axis=1).astype(jnp.int32)
+        slot_BX = jnp.take_along_axis(slot_BX, kept_BX, axis=1)
+        memory = tuple(m.keep(kept_BX, slot_BX) for m in memory)
         token_BX = jnp.full(slot_BX.shape, net.spec.mask_token, jnp.int32)
         position_BX = jnp.take_along_axis(batch.position_BT, slot_BX, axis=1) + d
         g_BXD = jnp.broadcast_to(mask, (*slot_BX.shape, mask.shape[-1]))
         last, following, memory = run(params, target[1], g_BXD, token_BX, position_BX, memory)
-        found.append(Round(last, following, slot_BX))
-    return found
+        done.append(Round(last, following, slot_BX))
+    return done
 
 
 def weights(batch: Batch, j: int) -> Array:
-    """1 for slots whose draft of round j is a token to learn from, of the slot's own text, float32 [B, T]."""
-    wanted = ahead(batch.loss_BT, 2 + j) & (ahead(batch.segment_BT, 2 + j) == batch.segment_BT)
+    """Returns 1 for slots whose draft of round j is a trained token of the slot's own text, float32 [B, T]."""
+    wanted = shift_left(batch.loss_BT, 2 + j) & (shift_left(batch.segment_BT, 2 + j) == batch.segment_BT)
     inside = jnp.arange(batch.token_BT.shape[1]) + 2 + j < batch.token_BT.shape[1]
     return (wanted & inside & (batch.segment_BT > 0)).astype(jnp.float32)
 
 
 def embedding(net: DraftHead, params: Params, target: tuple[Transformer, Params], token_BT: Array) -> Array:
-    """Embeddings of tokens: the head's own, or the target's."""
-    return part_of(net, params, "embed", token_BT) if net.spec.own_embedding else embed(*target, token_BT)
+    """Embeds tokens with the head's own table, or the target's."""
+    return apply(net, params, token_BT, method="embed") if net.spec.own_embedding else embed(*target, token_BT)
 
 
 def _round(net: DraftHead, base: Transformer, remat: bool) -> Callable[..., Any]:
@@ -128,7 +114,7 @@ def _round(net: DraftHead, base: Transformer, remat: bool) -> Callable[..., Any]
 
     def run(params: Params, frozen: Params, g_BXD: Array, token_BX: Array, position_BX: Array, memory: Any) -> Any:
         embedded = embedding(net, params, (base, frozen), token_BX)
-        return run_head(net, params, embedded, g_BXD, token_BX, position_BX, memory)
+        return apply(net, params, embedded, g_BXD, Inputs(token_BX, position_BX, memory=memory))
 
     return jax.checkpoint(run) if remat else run
 

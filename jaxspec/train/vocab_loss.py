@@ -1,4 +1,4 @@
-"""The loss over the vocabulary, a few positions at a time: logits of all positions are never there together."""
+"""The loss over the vocabulary, a few positions at a time: logits of all positions never exist together."""
 
 from functools import partial
 from typing import Any
@@ -7,75 +7,59 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.models.draft_head import DraftHead, part_of
-from jaxspec.models.medusa import Medusa, run_medusa_head
+from jaxspec.models.apply import apply
+from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, head
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
-from jaxspec.train.draft_losses import DRAFT_LOSSES, Wanted, wanted_of
+from jaxspec.train.draft_losses import DRAFT_LOSSES, TargetPrediction, target_prediction
+from jaxspec.train.objective import HeadObjective, Net
 
 PRODUCTS = ("embed_VD", "head_DV", "project_out_DX", "head_DW", "norm")
 LOGIT_BYTES = 1 << 28  # what belongs to the positions that are computed at a time where nothing else is asked
 
 
 @pytree
-class Rounds:
-    """What a loss is computed from besides what is trained; entries stand at the position of the token they predict.
+class VocabTask:
+    """What the loss over the vocabulary compares with; entries stand at the position of the token they predict.
 
     Attributes:
-      base: the target's parameters.
-      ids_W: the target's id of each token of the draft vocabulary, None for all tokens.
-      teacher_BTD: the target's last hidden states, each at the position of the token that it predicts.
+      objective: networks, the target's parameters, draft vocabulary and kind of loss.
+      teacher_BTD: the target's last hidden states.
       share_SBT: weight of each position in the loss, by round.
-      target: the target's network.
-      net: what is trained.
-      kind: of the loss, see ``DRAFT_LOSSES``.
-      skip_unknown: see ``LossSettings``.
       positions: how many of a row are computed at a time.
     """
 
-    base: Params
-    ids_W: Array | None
+    objective: HeadObjective
     teacher_BTD: Array
     share_SBT: Array
-    target: Transformer = static()
-    net: DraftHead | Medusa | Transformer = static()
-    kind: str = static()
-    skip_unknown: bool = static()
     positions: int = static()
 
 
-def vocab_loss(params: Params, rounds: Rounds, last_SBTD: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Weighted loss of all rounds, and where a draft is the target's best token.
+def vocab_loss(params: Params, task: VocabTask, last_SBTD: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Computes the weighted loss of all rounds, and where a draft is the target's best token, bool [S, B, T].
 
-    Gradients are computed together with the loss, in the same walk over the positions, so that the vocabulary product
-    is not computed twice.
-
-    Args:
-      params: of the trained network.
-      rounds: what the loss compares with.
-      last_SBTD: what the vocabulary product reads, by round.
-
-    Returns:
-      A scalar, and bool [S, B, T].
+    ``last_SBTD`` is what the vocabulary product reads, by round. Gradients are computed together with the loss, in the
+    same walk over the positions, so the vocabulary product is not computed twice.
     """
     inner: Any = params["params"]
-    trained = {name: leaf for name, leaf in inner.items() if _reads(rounds.net, name)}
+    trained = {name: leaf for name, leaf in inner.items() if _reads(task.objective.net, name)}
     rest = {name: leaf for name, leaf in inner.items() if name not in trained}
-    return _loss(trained, rounds, lax.stop_gradient(rest), last_SBTD)
+    return _loss(trained, task, lax.stop_gradient(rest), last_SBTD)
 
 
 def default_positions(rows: int, length: int, vocab_size: int, draft_vocab: int, rounds: int) -> int:
-    """How many positions of a row are computed at a time where nothing else is asked."""
+    """Returns how many positions of a row are computed at a time by default."""
     return max(1, min(length, LOGIT_BYTES // (rows * position_bytes(vocab_size, draft_vocab, rounds))))
 
 
 def position_bytes(vocab_size: int, draft_vocab: int, rounds: int) -> int:
-    """Memory that one position needs: the target's logits and distribution, and those of all rounds with gradients."""
+    """Returns the bytes of one position: the target's logits and distribution, and all rounds' with gradients."""
     return 4 * (3 * vocab_size + 4 * rounds * (draft_vocab or vocab_size))
 
 
-def _reads(net: Any, name: str) -> bool:
+def _reads(net: Net, name: str) -> bool:
     """Whether the vocabulary product reads a parameter of the trained network."""
     if isinstance(net, Medusa):
         return True
@@ -84,13 +68,15 @@ def _reads(net: Any, name: str) -> bool:
     return name in PRODUCTS
 
 
+# The loss is one number, so its gradients are those of this walk times the cotangent: computed on the way forward, they
+# need neither logits that are kept nor a second vocabulary product. Hits have no gradient.
 @jax.custom_vjp
-def _loss(trained: Params, rounds: Rounds, rest: Params, last_SBTD: tuple[Array, ...]) -> tuple[Array, Array]:
-    return _walk(trained, rounds, rest, last_SBTD, graded=False)[0]
+def _loss(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array, ...]) -> tuple[Array, Array]:
+    return _walk(trained, task, rest, last_SBTD, graded=False)[0]
 
 
-def _forward(trained: Params, rounds: Rounds, rest: Params, last_SBTD: tuple[Array, ...]) -> tuple[Any, Any]:
-    return _walk(trained, rounds, rest, last_SBTD, graded=True)
+def _forward(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array, ...]) -> tuple[Any, Any]:
+    return _walk(trained, task, rest, last_SBTD, graded=True)
 
 
 def _backward(grads: Any, given: tuple[Array, Any]) -> tuple[Any, None, None, Any]:
@@ -101,29 +87,29 @@ def _backward(grads: Any, given: tuple[Array, Any]) -> tuple[Any, None, None, An
 _loss.defvjp(_forward, _backward)
 
 
-def _walk(trained: Params, rounds: Rounds, rest: Params, last_SBTD: tuple[Array, ...], *, graded: bool):
-    """Loss and hits, and where asked the gradients of the loss by ``trained`` and ``last_SBTD``."""
-    length, step = rounds.teacher_BTD.shape[1], rounds.positions
+def _walk(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array, ...], *, graded: bool):
+    """Loss and hits, and where ``graded`` the gradients of the loss by ``trained`` and ``last_SBTD``."""
+    o, length, step = task.objective, task.teacher_BTD.shape[1], task.positions
     count = -(-length // step)
-    teacher_BTD, lasts = jax.tree.map(partial(_pad, axis=1, size=count * step), (rounds.teacher_BTD, last_SBTD))
-    share_SBT = _pad(rounds.share_SBT, axis=2, size=count * step)
+    teacher_BTD, lasts = jax.tree.map(partial(_pad, axis=1, size=count * step), (task.teacher_BTD, last_SBTD))
+    share_SBT = _pad(task.share_SBT, axis=2, size=count * step)
 
     def visit(carry: Any, at: Array) -> tuple[Any, None]:
         total, hit_SBT, grads = carry
         some = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=step)
-        wanted = wanted_of(head(rounds.target, rounds.base, some(teacher_BTD, axis=1)), rounds.ids_W)
+        p = target_prediction(head(o.target, o.target_params, some(teacher_BTD, axis=1)), o.ids_W)
         for j, last_BTD in enumerate(lasts):
-            one = partial(_one, rounds, rest, j, wanted, some(share_SBT[j], axis=1))
+            one = partial(_one, task, rest, j, p, some(share_SBT[j], axis=1))
             here = trained, some(last_BTD, axis=1)
             if graded:
-                (found, hit_BX), (own, x) = jax.value_and_grad(one, argnums=(0, 1), has_aux=True)(*here)
-                whole, parts = grads
-                whole = jax.tree.map(lambda a, b: a + b.astype(a.dtype), whole, own)
-                parts = (*parts[:j], lax.dynamic_update_slice_in_dim(parts[j], x, at, axis=1), *parts[j + 1 :])
-                grads = whole, parts
+                (loss, hit_BX), (own, x) = jax.value_and_grad(one, argnums=(0, 1), has_aux=True)(*here)
+                of_params, of_lasts = grads
+                of_params = jax.tree.map(lambda a, b: a + b.astype(a.dtype), of_params, own)
+                x = lax.dynamic_update_slice_in_dim(of_lasts[j], x, at, axis=1)
+                grads = of_params, (*of_lasts[:j], x, *of_lasts[j + 1 :])
             else:
-                found, hit_BX = one(*here)
-            total += found
+                loss, hit_BX = one(*here)
+            total += loss
             hit_SBT = lax.dynamic_update_slice(hit_SBT, hit_BX[None], (j, 0, at))
         return (total, hit_SBT, grads), None
 
@@ -131,30 +117,30 @@ def _walk(trained: Params, rounds: Rounds, rest: Params, last_SBTD: tuple[Array,
     start = jnp.float32(0), jnp.zeros(share_SBT.shape, bool), zeros
     (total, hit_SBT, grads), _ = lax.scan(visit, start, jnp.arange(count, dtype=jnp.int32) * step)
     if graded:
-        whole, parts = grads
-        grads = jax.tree.map(lambda x, like: x.astype(like.dtype), whole, trained), tuple(x[:, :length] for x in parts)
+        of_params = jax.tree.map(lambda x, like: x.astype(like.dtype), grads[0], trained)
+        grads = of_params, tuple(x[:, :length] for x in grads[1])
     return (total, hit_SBT[..., :length]), grads
 
 
-def _one(rounds: Rounds, rest: Params, j: int, wanted: Wanted, share_BX: Array, trained: Params, last_BXD: Array):
+def _one(task: VocabTask, rest: Params, j: int, p: TargetPrediction, share_BX: Array, trained: Params, last_BXD: Array):
     """Loss of some positions of one round, and where the draft is the target's best token."""
-    logq = jax.nn.log_softmax(_logits(rounds, {"params": {**rest, **trained}}, j, last_BXD), axis=-1)
-    kept = jnp.where(wanted.knows_BX, share_BX, 0.0) if rounds.skip_unknown else share_BX
-    hit_BX = (jnp.argmax(logq, axis=-1) == wanted.best_BX) & wanted.knows_BX
-    return jnp.sum(DRAFT_LOSSES[rounds.kind](wanted, logq) * kept), hit_BX
+    logq = jax.nn.log_softmax(_logits(task.objective, {"params": {**rest, **trained}}, j, last_BXD), axis=-1)
+    kept = jnp.where(p.knows_BX, share_BX, 0.0) if task.objective.loss.skip_unknown else share_BX
+    hit_BX = (jnp.argmax(logq, axis=-1) == p.best_BX) & p.knows_BX
+    return jnp.sum(DRAFT_LOSSES[task.objective.loss.kind](p, logq) * kept), hit_BX
 
 
-def _logits(rounds: Rounds, params: Params, j: int, last_BXD: Array) -> Array:
+def _logits(objective: HeadObjective, params: Params, j: int, last_BXD: Array) -> Array:
     """The trained network's logits, with the target's product where it has none of its own."""
-    net = rounds.net
+    net = objective.net
     if isinstance(net, Transformer):
         return head(net, params, last_BXD)
     if isinstance(net, Medusa):
-        last_BXD = run_medusa_head(net, params, j, last_BXD)
-        return last_BXD if net.spec.draft_vocab else head(rounds.target, rounds.base, last_BXD)
+        last_BXD = apply(net, params, j, last_BXD, method="one")
+        return last_BXD if net.spec.draft_vocab else head(objective.target, objective.target_params, last_BXD)
     if net.spec.draft_vocab:
-        return part_of(net, params, "logits", last_BXD)
-    return head(rounds.target, rounds.base, last_BXD)
+        return apply(net, params, last_BXD, method="logits")
+    return head(objective.target, objective.target_params, last_BXD)
 
 
 def _pad(x: Array, *, axis: int, size: int) -> Array:

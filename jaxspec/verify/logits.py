@@ -15,7 +15,7 @@ BANNED = -jnp.inf
 
 @pytree
 class Context:
-    """What the text so far means for the next token of every node.
+    """The text so far, for the next token of every node.
 
     Attributes:
       count_BV: how often each token was generated.
@@ -35,10 +35,10 @@ class Context:
 
 
 def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree) -> Array:
-    """Scores whose softmax is the distribution that each node's next token is sampled from.
+    """Computes scores whose softmax is the distribution that each node's next token is sampled from.
 
     In the order of vLLM's sampler: tokens that are not allowed and bad words are banned, the bias is added, stop ids
-    are banned before the shortest length; then come penalties, temperature and truncation. A draft's own path counts
+    are banned before the shortest length; then come penalties, temperature and truncation. A draft's path counts
     as text wherever the text matters. Every feature runs only in steps in which some row uses it, and leaves the other
     rows bitwise as they are.
 
@@ -53,8 +53,8 @@ def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree)
     """
     s = sampling
     x = ban(logits_BTV, s, context, tree)
-    penalised_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
-    x = lax.cond(jnp.any(penalised_B), lambda x: penalise(x, s, context, tree), lambda x: x, x)
+    penalized_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
+    x = lax.cond(jnp.any(penalized_B), lambda x: penalize(x, s, context, tree), lambda x: x, x)
     warm_B = s.temperature_B > 0
     x = jnp.where(warm_B[:, None, None], x / jnp.where(warm_B, s.temperature_B, 1)[:, None, None], x)
     cut_B = warm_B & ((s.top_k_B > 0) | (s.top_p_B < 1) | (s.min_p_B > 0))
@@ -62,7 +62,7 @@ def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree)
 
 
 def ban(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:
-    """Logits with biases, -inf for tokens that are not allowed, end bad words, or stop a text that is too short."""
+    """Adds biases, and -inf to tokens that are not allowed, end bad words, or stop a text that is too short."""
     early_BT = context.length_B[:, None] + tree.depth_BT + 2 <= s.min_length_B[:, None]
     worded_B = jnp.any(s.bad_words_BWL[..., 0] >= 0, axis=1)
 
@@ -75,12 +75,12 @@ def ban(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:
         stops_BV = jax.vmap(lambda ids: jnp.zeros(x.shape[-1], bool).at[ids].set(True, mode="drop"))(ids_BX)
         return jnp.where(early_BT[..., None] & stops_BV[:, None], BANNED, x)
 
-    # One question for all three: on a GPU each costs as much as a kernel.
+    # One condition for all three: on a GPU each costs as much as a kernel.
     return lax.cond(jnp.any(early_BT) | jnp.any(s.biased_B | worded_B), apply, lambda x: x, x_BTV)
 
 
 def _ban_words(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:
-    """Bans the last token of a bad word where the generated text, a draft's own path included, ends with the rest."""
+    """Bans the last token of a bad word where the generated text, a draft's path included, ends with the rest."""
     history_BS, most = context.history_BS, s.bad_words_BWL.shape[2]
     assert history_BS is not None, "there is a text to look at"
     rows, count, vocab = x_BTV.shape
@@ -100,8 +100,8 @@ def _ban_words(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array
     return x_BTV.at[rows_B[:, None, None], nodes_T[None, :, None], ids_BTW].set(BANNED, mode="drop")
 
 
-def penalise(x: Array, s: Sampling, context: Context, tree: Tree) -> Array:
-    """Repetition (Keskar 2019), frequency and presence penalties; a draft's own path counts as generated text."""
+def penalize(x: Array, s: Sampling, context: Context, tree: Tree) -> Array:
+    """Applies repetition (Keskar 2019), frequency and presence penalties; a draft's path counts as generated."""
     count_BTV = context.count_BV[:, None].astype(jnp.float32)
     if tree.nodes > 1:
         draft_N = jnp.arange(1, tree.nodes, dtype=jnp.int32)
@@ -117,7 +117,7 @@ def penalise(x: Array, s: Sampling, context: Context, tree: Tree) -> Array:
 
 
 def truncate(x: Array, s: Sampling) -> Array:
-    """min-p, then top-k, then top-p (Holtzman 2020): everything else is banned; the best token always stays."""
+    """Bans what min-p, then top-k, then top-p (Holtzman 2020) leave out; the best token always stays."""
     vocab = x.shape[-1]
     best = jnp.max(x, axis=-1, keepdims=True)
     floor = jnp.where(s.min_p_B > 0, jnp.log(jnp.maximum(s.min_p_B, np.finfo(np.float32).tiny)), -jnp.inf)
@@ -129,5 +129,5 @@ def truncate(x: Array, s: Sampling) -> Array:
     ranked = jnp.where(ranked < kth, BANNED, ranked)
     prob = softmax(ranked)
     before = jnp.cumsum(prob, axis=-1) - prob
-    kept = jnp.where(before < s.top_p_B[:, None, None], ranked, jnp.inf)
-    return jnp.where(x < jnp.min(kept, axis=-1, keepdims=True), BANNED, x)
+    nucleus = jnp.where(before < s.top_p_B[:, None, None], ranked, jnp.inf)
+    return jnp.where(x < jnp.min(nucleus, axis=-1, keepdims=True), BANNED, x)

@@ -35,7 +35,7 @@ def few_rows_dense(
 
     Args:
       x_MD: rows.
-      w: [D, N], or [L, D, N] if ``layer`` is given; plain, or quantised with scales over its last two axes.
+      w: [D, N], or [L, D, N] if ``layer`` is given; plain, or quantized with scales over its last two axes.
       bias_N: added to the result.
       dtype: of both factors; sums are float32.
       layer: int32, which layer of the stack; the stack is never sliced, for a slice would be a copy.
@@ -54,8 +54,8 @@ def few_rows_dense(
     if bias_N is not None and bias_N.shape != w.shape[-1:]:
         raise UnsupportedKernel(f"{OP}: bias of {w.shape[-1:]} needed, got {bias_N.shape}")
     if not isinstance(implementation, Choice):
-        found = obstacles(w, x_MD.shape[0], layer is not None)
-        implementation = choose(OP, case_name(x_MD.shape[0], w), implementation, "", found)
+        reasons = obstacles(w, x_MD.shape[0], layer is not None)
+        implementation = choose(OP, case_name(x_MD.shape[0], w), implementation, "", reasons)
     dtype = jnp.dtype(dtype)
     if implementation.implementation == "xla":
         return reference.few_rows_dense(x_MD, w, bias_N, dtype=dtype, layer=layer)
@@ -66,13 +66,13 @@ def few_rows_dense(
 
 
 def obstacles(w: Weight, rows: int, stacked: bool) -> list[str]:
-    """Why the kernel cannot compute with this weight, each a sentence; empty if it can."""
-    found = product.obstacles(w, "weight", lead=1 if stacked else 0)
+    """Returns why the kernel cannot compute with this weight, each a sentence; empty if it can."""
+    reasons = product.obstacles(w, "weight", lead=1 if stacked else 0)
     if isinstance(w, Quantized) and w.format.kind == "fp4":
-        found.append("weight: two numbers per byte, which only experts have")
+        reasons.append("weight: two numbers per byte, which only experts have")
     if rows > MOST_ROWS:
-        found.append(f"{rows} rows, more than {MOST_ROWS}: a library's product reads the weight less often")
-    return found
+        reasons.append(f"{rows} rows, more than {MOST_ROWS}: a library's product reads the weight less often")
+    return reasons
 
 
 def flat(w: Weight, lead: int, axes: int) -> Weight | None:
@@ -84,7 +84,7 @@ def flat(w: Weight, lead: int, axes: int) -> Weight | None:
       axes: how many are contracted.
 
     Returns:
-      None where one scale belongs to numbers that would not be neighbours.
+      None where one scale belongs to numbers that would not be neighbors.
     """
     shape = w.shape[lead:]
     sizes = (*w.shape[:lead], math.prod(shape[:axes]), math.prod(shape[axes:]))
@@ -102,7 +102,7 @@ def flat(w: Weight, lead: int, axes: int) -> Weight | None:
 
 
 def _one_block(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int | None:
-    """Neighbours that share a scale once axes are one, None if those that share are no neighbours."""
+    """Neighbors that share a scale once axes are one, None if those that share are no neighbors."""
     block, whole = 1, True
     for axis in reversed(range(len(shape))):
         own = min(sizes[axis], shape[axis])

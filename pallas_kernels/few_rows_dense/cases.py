@@ -35,7 +35,7 @@ class Sizes:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the products' factors."""
+        """Dtype of the products' factors."""
         return jnp.dtype(jnp.float32 if self.form == "float32" else jnp.bfloat16)
 
 
@@ -66,7 +66,7 @@ def _read_bytes(s: Sizes, x_MD: Any, w: Any, bias_N: Any, layer: Any) -> int:
 
 
 def _case(name: str, size: Literal["tiny", "real"], s: Sizes) -> Case:
-    # Both sum the same rounded factors in float32, in another order. A quantised weight is rounded to bfloat16 after
+    # Both sum the same rounded factors in float32, in another order. A quantized weight is rounded to bfloat16 after
     # its scale by the reference and before it by the kernel: half a unit in the last of 8 bits per factor, averaged.
     plain = 1e-5 if s.form == "float32" else 2e-5
     tolerance = plain if s.form in ("float32", "bfloat16") else 4e-3

@@ -118,8 +118,8 @@ def _product(body: _Body, layer_ref, x_ref, *refs: Any):
         later = factor_at(jnp.minimum(number + 1, last - 1) * body.step, inside=True)
         new = []
         for row, total in zip(rows, sums, strict=True):
-            found = _dot(_rows(x_ref, row, deep, body), w)
-            new.append(total + (found if factor is None else found * factor))
+            part = _dot(_rows(x_ref, row, deep, body), w)
+            new.append(total + (part if factor is None else part * factor))
         return new, later
 
     zeros = [jnp.zeros((ROWS, body.columns), jnp.float32) for _ in rows]
@@ -162,12 +162,12 @@ def _factor(
     row = deep // facts.blocks[0] if inside else 0
     wide = facts.blocks[2]
     if wide % columns == 0:
-        found = refs[1][(*lead, row, first_column // wide)]
+        scale = refs[1][(*lead, row, first_column // wide)]
     else:
         column = first_column + jnp.arange(columns, dtype=jnp.int32)
         place = refs[1].at[(*lead, row, column // wide)]
-        found = load(place, mask=column < facts.columns, other=np.zeros((), refs[1].dtype))[None]
-    return exponent(found) if facts.format.exponent_scales else found
+        scale = load(place, mask=column < facts.columns, other=np.zeros((), refs[1].dtype))[None]
+    return exponent(scale) if facts.format.exponent_scales else scale
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:

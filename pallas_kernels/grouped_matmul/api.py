@@ -35,8 +35,8 @@ def grouped_matmul(
 
     Args:
       x_RK: rows, sorted by group.
-      size_E: int32 rows per group; rows behind the last group come out as 0.
-      w_EKN: plain or quantised, with a leading axis of layers if ``layer`` is given.
+      size_E: int32 rows per group; rows after the last group come out as 0.
+      w_EKN: plain or quantized, with a leading axis of layers if ``layer`` is given.
       dtype: of both factors; sums are float32.
       layer: int32, which layer of the stack; the stack is never sliced, for a slice would be a copy.
       implementation: what computes it; a case that the kernel cannot compute goes to the reference with a warning.
@@ -69,7 +69,7 @@ def grouped_matmul(
 
 
 def obstacles(w_EKN: Weight) -> list[str]:
-    """Why the kernel cannot compute with these weights, each a sentence; empty if it can."""
+    """Returns why the kernel cannot compute with these weights, each a sentence; empty if it can."""
     return product_obstacles(w_EKN, "w_EKN", lead=len(w_EKN.shape) - 2)
 
 

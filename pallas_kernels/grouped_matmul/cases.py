@@ -31,7 +31,7 @@ class Shape:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of products: float32 for float32 weights, else bfloat16."""
+        """Dtype of products: float32 for float32 weights, else bfloat16."""
         return jnp.dtype("float32" if self.form == "float32" else "bfloat16")
 
     def abstract(self) -> tuple[Any, ...]:

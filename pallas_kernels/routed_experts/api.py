@@ -79,14 +79,14 @@ def routed_experts(
 
 
 def obstacles(weights: Mapping[str, Weight], stacked: bool) -> list[str]:
-    """Why the kernel cannot compute with these weights, each a sentence; empty if it can."""
+    """Returns why the kernel cannot compute with these weights, each a sentence; empty if it can."""
     lead = 2 if stacked else 1
-    found = [o for name in ("gate_up_ED2F", "down_EFD") for o in product_obstacles(weights[name], name, lead=lead)]
+    reasons = [o for name in ("gate_up_ED2F", "down_EFD") for o in product_obstacles(weights[name], name, lead=lead)]
     hidden = weights["down_EFD"].shape[lead]
     down = weights["down_EFD"]
     if isinstance(down, Quantized) and down.format.kind == "fp4" and hidden % 2:
-        found.append(f"down_EFD: an odd number of hidden units, {hidden}, in pairs")
-    return found
+        reasons.append(f"down_EFD: an odd number of hidden units, {hidden}, in pairs")
+    return reasons
 
 
 def case_name(rows: int, top_k: int, weights: Mapping[str, Weight], stacked: bool) -> str:

@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of products: float32 for float32 weights, else bfloat16."""
+        """Dtype of products: float32 for float32 weights, else bfloat16."""
         return jnp.dtype("float32" if self.form == "float32" else "bfloat16")
 
     def abstract(self) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ def _case(name: str, size: Literal["tiny", "real"], shape: Shape, tolerance: flo
 
 # Float32: sums of about a hundred terms in another order differ by a few roundings of 6e-8.
 FLOAT32 = 3e-6
-# Bfloat16: where sums differ in their last bits, a hidden unit may be rounded to its neighbour, 2 ** -8 away. What is
+# Bfloat16: where sums differ in their last bits, a hidden unit may be rounded to its neighbor, 2 ** -8 away. What is
 # stored with scales is widened without rounding by both, so that it needs no more.
 BFLOAT16 = 4e-3
 

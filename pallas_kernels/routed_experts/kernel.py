@@ -87,9 +87,9 @@ def routed_experts(
 
 
 def _bias(weights: Mapping[str, Weight], name: str) -> jax.Array | None:
-    found = weights.get(name)
-    assert not isinstance(found, Quantized), "biases are plain"
-    return found
+    bias = weights.get(name)
+    assert not isinstance(bias, Quantized), "biases are plain"
+    return bias
 
 
 def _combined(y_MAD: jax.Array, known_MA: jax.Array) -> jax.Array:
@@ -183,5 +183,5 @@ def _biased(y: jax.Array, ref, lead: tuple[Any, ...], unit: jax.Array, body: _Bo
         return y
     place = ref.at[(*lead, unit)]
     exact = body.facts.columns % body.tile.columns == 0
-    found = load(place) if exact else load(place, mask=unit < body.facts.columns, other=0.0)
-    return y + found[None].astype(jnp.float32)
+    bias = load(place) if exact else load(place, mask=unit < body.facts.columns, other=0.0)
+    return y + bias[None].astype(jnp.float32)

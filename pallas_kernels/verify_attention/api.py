@@ -58,7 +58,7 @@ def verify_attention(
       ring: whether a row's one page is addressed by position modulo its size.
       start_B: int32, committed length of each row, for trees.
       path_BTJ: int32, for trees: of the nodes from ``start_B`` on those that each query sees, by depth, itself the last
-        and any behind it. B may be 1, for all rows alike.
+        and any after it. B may be 1, for all rows alike.
       table_BJ: int32, page ids of each row, or None where every row has one page.
       row_B: int32, that page, where it is not the row's own number.
       base: int32 scalar, added to every page id.
@@ -106,7 +106,7 @@ def verify_attention(
 def obstacles(
     k_pages_PGZC: jax.Array, *, value_width: int, block: int, wanted: str, selected: bool = False
 ) -> list[str]:
-    """Why the kernel cannot compute a case, each a sentence; empty if it can.
+    """Returns why the kernel cannot compute a case, each a sentence; empty if it can.
 
     Args:
       k_pages_PGZC: keys, or their shape and dtype.
@@ -116,23 +116,23 @@ def obstacles(
       selected: whether queries attend to chosen positions, as an indexer chooses them.
     """
     (_, _, page, key_width), cached = k_pages_PGZC.shape, jnp.dtype(k_pages_PGZC.dtype).name
-    found, size = [], _power_in(block)
+    reasons, size = [], _power_in(block)
     if selected:
-        found.append("an indexer chooses what is attended to, and the kernel reads whole blocks only")
+        reasons.append("an indexer chooses what is attended to, and the kernel reads whole blocks only")
     if cached not in CACHED:
-        found.append(f"a cache of {cached} is not read, only {', '.join(CACHED)}")
+        reasons.append(f"a cache of {cached} is not read, only {', '.join(CACHED)}")
     if page % size:
-        found.append(f"pages of {page} positions are not whole blocks of {size}")
+        reasons.append(f"pages of {page} positions are not whole blocks of {size}")
     if wanted == "interpret":
-        return found
+        return reasons
     if size < NARROWEST:
-        found.append(f"blocks of {block} positions hold a power of two of {size} only, under {NARROWEST}")
+        reasons.append(f"blocks of {block} positions hold a power of two of {size} only, under {NARROWEST}")
     narrow = min(w for _, w in (*powers_of_two(0, value_width), *powers_of_two(value_width, key_width)))
     if narrow < NARROWEST:
-        found.append(f"keys and values of {key_width} and {value_width} channels leave {narrow}, under {NARROWEST}")
+        reasons.append(f"keys and values of {key_width} and {value_width} channels leave {narrow}, under {NARROWEST}")
     if key_width > WIDEST_KEY:
-        found.append(f"keys of {key_width} channels are too wide for shared memory, the widest are of {WIDEST_KEY}")
-    return found
+        reasons.append(f"keys of {key_width} channels are too wide for shared memory, the widest are of {WIDEST_KEY}")
+    return reasons
 
 
 def case_name(heads: int, k_pages_PGZC: jax.Array, value_width: int) -> str:

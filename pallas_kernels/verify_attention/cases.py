@@ -30,7 +30,7 @@ class Sizes:
       span: most positions that a query sees, None for all.
       sinks: whether heads have sinks.
       page: size of the pages of a shared pool, None where every row has one page.
-      layers: layers behind one another in the pages; the last of them is read.
+      layers: layers one after another in the pages; the last of them is read.
       row: the one page that a prefill reads, None where every row reads its own.
       parents: parent of each node of a tree.
       committed: length of the longest row.
@@ -58,12 +58,12 @@ class Sizes:
 
     @property
     def path_BTJ(self) -> jax.Array | None:
-        """The nodes that each node sees, by depth, and 0 behind its end."""
+        """The nodes that each node sees, by depth, and 0 after its end."""
         return None if self.parents is None else jnp.asarray(np.stack([paths(self.parents)] * self.rows))
 
     @property
     def depth_T(self) -> np.ndarray:
-        """How far behind the committed length each query stands."""
+        """Offset of each query from the committed length."""
         if self.parents is None:
             return np.arange(self.count, dtype=np.int32)
         return depths(self.parents)
@@ -134,7 +134,7 @@ def depths(parents: tuple[int, ...]) -> np.ndarray:
 
 
 def paths(parents: tuple[int, ...]) -> np.ndarray:
-    """Nodes from the first one to each node by depth, int32 [T, J]; behind the end of a path stands 0."""
+    """Nodes from the first one to each node by depth, int32 [T, J]; 0 after the end of a path."""
     depth_T = depths(parents)
     path_TJ = np.zeros((len(parents), depth_T.max() + 1), np.int32)
     for node, parent in enumerate(parents):
@@ -183,19 +183,19 @@ def _real() -> dict[str, Sizes]:
         "mixtral-8x7b": Sizes(32, 8, 128),
         "deepseek-v3-of-8": Sizes(16, 1, 576, 512),
     }
-    found = {}
+    cases = {}
     for name, sizes in published.items():
         sizes = replace(sizes, rows=8)
-        found[f"{name}-plain"] = replace(sizes, count=1)
-        found[f"{name}-chain"] = sizes
-        found[f"{name}-tree"] = replace(sizes, parents=TREE, count=len(TREE))
-    qwen, latent = found["qwen3-30b-a3b-chain"], found["deepseek-v3-of-8-chain"]
-    found["qwen3-30b-a3b-pool"] = replace(qwen, page=256, layers=2)
-    found["qwen3-30b-a3b-bits"] = replace(qwen, cached="uint16")
-    found["qwen3-30b-a3b-prefill"] = replace(qwen, rows=1, row=7, count=256)
-    found["deepseek-v3-of-8-pool"] = replace(latent, page=256, layers=2)
-    found["deepseek-v3-of-8-prefill"] = replace(latent, rows=1, row=7, count=256)
-    return found
+        cases[f"{name}-plain"] = replace(sizes, count=1)
+        cases[f"{name}-chain"] = sizes
+        cases[f"{name}-tree"] = replace(sizes, parents=TREE, count=len(TREE))
+    qwen, latent = cases["qwen3-30b-a3b-chain"], cases["deepseek-v3-of-8-chain"]
+    cases["qwen3-30b-a3b-pool"] = replace(qwen, page=256, layers=2)
+    cases["qwen3-30b-a3b-bits"] = replace(qwen, cached="uint16")
+    cases["qwen3-30b-a3b-prefill"] = replace(qwen, rows=1, row=7, count=256)
+    cases["deepseek-v3-of-8-pool"] = replace(latent, page=256, layers=2)
+    cases["deepseek-v3-of-8-prefill"] = replace(latent, rows=1, row=7, count=256)
+    return cases
 
 
 CASES: tuple[Case, ...] = (

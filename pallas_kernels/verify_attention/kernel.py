@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels.backend import Implementation, Launch, ds, launch, load, program_id, store, when, whole
 from pallas_kernels.steady import exp, total
 
-HIDDEN = -1e30  # finite, so that what shows a query nothing leaves its running softmax as it is
+MASKED = -1e30  # finite, so that what shows a query nothing leaves its running softmax as it is
 TOGETHER = 16  # splits that are put together at a time
 
 
@@ -216,7 +216,7 @@ def _begin(plan: Plan, tile: _Tile, sinks: Any) -> tuple[jax.Array, jax.Array, t
     size = plan.tiles.rows
     outs = tuple(jnp.zeros((size, width), jnp.float32) for _, width in plan.value_parts)
     if sinks is None:
-        return jnp.full(size, HIDDEN, jnp.float32), jnp.zeros(size, jnp.float32), outs
+        return jnp.full(size, MASKED, jnp.float32), jnp.zeros(size, jnp.float32), outs
     return load(sinks.at[tile.head_M]).astype(jnp.float32), jnp.ones(size, jnp.float32), outs
 
 
@@ -304,7 +304,7 @@ def _visit(plan: Plan, q_parts: Any, k_parts: Any, v_parts: Any, seen_MZ: jax.Ar
     (top_M, total_M, out_parts), how = carry, plan.implementation
     k_parts = [k.astype(plan.dtype) for k in k_parts]
     score_MZ = reduce(add, (_dot(q, k.T) for q, k in zip(q_parts, k_parts, strict=True)))
-    new_top_M = jnp.maximum(top_M, jnp.max(jnp.where(seen_MZ, score_MZ, HIDDEN), axis=1))
+    new_top_M = jnp.maximum(top_M, jnp.max(jnp.where(seen_MZ, score_MZ, MASKED), axis=1))
     prob_MZ = jnp.where(seen_MZ, exp(score_MZ - new_top_M[:, None], how), 0.0)
     keep_M = exp(top_M - new_top_M, how)
     weight_MZ = prob_MZ.astype(plan.dtype)
@@ -332,7 +332,7 @@ def _put_together(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
         split_S = chunk * TOGETHER + chunk_S
         is_there_S = (split_S >= first) & (split_S < end)
         place_S = split_S % plan.splits
-        top_S = load(tops.at[place_S, flat], mask=is_there_S, other=HIDDEN)
+        top_S = load(tops.at[place_S, flat], mask=is_there_S, other=MASKED)
         total_S = load(totals.at[place_S, flat], mask=is_there_S, other=0.0)
         new_top = jnp.maximum(top, jnp.max(top_S))
         weight_S = jnp.where(is_there_S, exp(top_S - new_top, how), 0.0)
@@ -344,7 +344,7 @@ def _put_together(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
         return new_top, weight * keep + total(total_S * weight_S, 0, how), tuple(new_outs)
 
     outs = tuple(jnp.zeros(w, jnp.float32) for _, w in plan.value_parts)
-    carry = (jnp.float32(HIDDEN), jnp.float32(0), outs)
+    carry = (jnp.float32(MASKED), jnp.float32(0), outs)
     if "sinks" in ref:
         carry = (ref["sinks"][flat % plan.heads].astype(jnp.float32), jnp.float32(1), outs)
     _, weight, outs = lax.fori_loop(first // TOGETHER, (end + TOGETHER - 1) // TOGETHER, merge, carry)

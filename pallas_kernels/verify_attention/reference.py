@@ -30,7 +30,7 @@ def verify_attention(
         place_BTS = position_BT[..., None] - (position_BT[..., None] - position_S) % page
     at_BTS = place_BTS
     if path_BTJ is not None:
-        assert start_B is not None, "a tree stands behind the committed positions"
+        assert start_B is not None, "a tree stands after the committed positions"
         at_BTS = _at_depths(place_BTS, start_B, path_BTJ)
     page_BTS = jnp.take_along_axis(page_BJ[:, None], at_BTS // page % page_BJ.shape[1], axis=2, mode="clip")
     k_BTSGC = _values(k_pages_PGZC[page_BTS, :, at_BTS % page]).astype(dtype)
@@ -55,7 +55,7 @@ def verify_attention(
 
 
 def _at_depths(place_BTS: jax.Array, start_B: jax.Array, path_BTJ: jax.Array) -> jax.Array:
-    """Where each node of a tree finds its ancestors, at the positions of their depths."""
+    """Returns where each node of a tree finds its ancestors: at the positions of their depths."""
     deepest = path_BTJ.shape[2]
     depth_BTS = place_BTS - start_B[:, None, None]
     path_BTJ = jnp.broadcast_to(path_BTJ, (*place_BTS.shape[:2], deepest))

@@ -5,8 +5,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxspec.bench import aot
-from jaxspec.bench.compiled import compile_for
+from jaxspec.aot import process
+from jaxspec.aot.program_report import compile_for
 from jaxspec.sharding.targets import target_devices
 from pallas_kernels.backend import BlockSpec, Launch, ds, launch, whole
 
@@ -33,5 +33,5 @@ def compile_product(tile: int, step: int, num_warps: int, num_stages: int) -> in
             how=Launch(num_warps, num_stages), implementation="triton",
         )  # fmt: skip
 
-    compiled = compile_for(call, size, target_devices(aot.target_text("h100")), name="bad")
+    compiled = compile_for(call, size, target_devices(process.target_text("h100")), name="bad")
     return compiled.memory_analysis().temp_size_in_bytes

@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxspec.bench import aot
+from jaxspec.aot import process
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    why = aot.missing()
+    why = process.missing()
     for item in items:
         if why is not None and "tests/aot/" in item.path.as_posix():
             item.add_marker(pytest.mark.skip(reason=why))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxspec.bench import aot
-from jaxspec.bench.kernel_cases import operations
+from jaxspec.aot import process
+from jaxspec.aot.kernel_cases import operations
 from jaxspec.errors import ConfigError
 
 pytestmark = pytest.mark.served
@@ -15,7 +15,7 @@ BAD = "tests.aot.bad_kernels:compile_product"
 @pytest.mark.slow
 @pytest.mark.parametrize("op", operations())
 def test_every_case_compiles(op: str):
-    found = aot.run("jaxspec.bench.kernel_cases:compile_cases", gate=True, op=op)
+    found = process.run("jaxspec.aot.kernel_cases:compile_cases", gate=True, op=op)
     assert found
     assert {name: case["error"] for name, case in found.items() if case["error"]} == {}
     assert {
@@ -25,13 +25,13 @@ def test_every_case_compiles(op: str):
 
 def test_a_kernel_that_spills_does_not_compile():
     with pytest.raises(ConfigError, match="register spilling"):
-        aot.run(BAD, gate=True, tile=256, step=64, num_warps=4, num_stages=2)
+        process.run(BAD, gate=True, tile=256, step=64, num_warps=4, num_stages=2)
 
 
 def test_a_kernel_of_too_much_shared_memory_does_not_compile():
     with pytest.raises(ConfigError, match="Shared memory size limit exceeded"):
-        aot.run(BAD, gate=True, tile=256, step=256, num_warps=16, num_stages=4)
+        process.run(BAD, gate=True, tile=256, step=256, num_warps=16, num_stages=4)
 
 
 def test_the_same_kernel_compiles_in_small_tiles():
-    assert aot.run(BAD, gate=True, tile=64, step=64, num_warps=4, num_stages=2) == 0
+    assert process.run(BAD, gate=True, tile=64, step=64, num_warps=4, num_stages=2) == 0

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench import per_device as sizes
-from jaxspec.bench.model_cost import model_cost
-from jaxspec.bench.per_device import per_device
-from jaxspec.bench.programs import shortened
+from jaxspec.aot.programs import shortened
 from jaxspec.cli import main as cli
 from jaxspec.errors import ConfigError
+from jaxspec.inspect import per_device as sizes
+from jaxspec.inspect.model_cost import model_cost
+from jaxspec.inspect.per_device import per_device
 from jaxspec.perf.cost import Mesh
-from jaxspec.perf.memory import memory
+from jaxspec.perf.device_memory import memory
 from scripts.house_report import ROOT
 
 ROWS, CONTEXT = 64, 8192
@@ -65,7 +65,7 @@ def test_the_table_and_its_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         same = {name: asked[name] for name in ("transport", "rows", "capacity", "drafts")}
         return {"mesh": {"data": 1, "expert": asked["devices"]}, **same, "programs": {"plain": entry}}
 
-    monkeypatch.setattr(sizes.aot, "run", look)
+    monkeypatch.setattr(sizes.process, "run", look)
     asked = ["sizes", "deepseek-v3", "--hardware", "h100x8", "h200x8", "--programs", "plain"]
     assert cli.main([*asked, "--json"]) == 1, "one of them does not fit"
     small, large = json.loads(capsys.readouterr().out)

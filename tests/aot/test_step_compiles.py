@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench import aot
+from jaxspec.aot import process
 from jaxspec.errors import ConfigError
 from scripts.house_report import ROOT
 
@@ -21,7 +21,7 @@ LOGITS = "f32[4,4,"
 def compiled(name: str, program: str, **setting: Any) -> dict[str, Any]:
     config = json.loads((ROOT / "configs" / "models" / f"{name}.json").read_text())
     shape = {"rows": ROWS, "capacity": CAPACITY, "wanted": [program]}
-    found = aot.run("jaxspec.bench.compiled:look", config=config, **shape, **setting)
+    found = process.run("jaxspec.aot.program_report:report_programs", config=config, **shape, **setting)
     return found["programs"][program]
 
 
@@ -52,7 +52,7 @@ def test_a_step_reads_its_weights_where_they_lie(name: str):
     assert found["launches"]["per_turn"] == 0, "no loop over the cache outside of kernels"
     assert graphs["launches_outside"] <= 4 + 3, "three around the question whether some row has a draft"
     assert graphs["per_step"] <= layers + 5
-    assert graphs["host_waits"] == 1 + 3, "for the loop over steps; before and behind the drafts, and once for none"
+    assert graphs["host_waits"] == 1 + 3, "for the loop over steps; before and after the drafts, and once for none"
     assert found["collectives"] == {}
     assert {kernel: size for kernel, size in found["spills"].items() if kernel in found["shared_bytes"]} == {}
     assert max(found["shared_bytes"].values()) <= MOST_SHARED_BYTES
@@ -97,9 +97,9 @@ def test_eight_devices_compute_their_own_experts():
 def test_ragged_exchange_goes_there_and_back_once_per_layer():
     """Two layers of Qwen3-30B-A3B over eight H100s, each with a row of its own; one position, and six."""
     config = json.loads((ROOT / "configs" / "models" / "qwen3-30b-a3b.json").read_text()) | {"num_hidden_layers": 2}
-    found = aot.run(
-        "jaxspec.bench.compiled:look", config=config, rows=8, capacity=1024, transport="ragged", devices=8, drafts=5,
-        kernels="xla", wanted=["plain", "ngram"],
+    found = process.run(
+        "jaxspec.aot.program_report:report_programs", config=config, rows=8, capacity=1024, transport="ragged",
+        devices=8, drafts=5, kernels="xla", wanted=["plain", "ngram"],
     )["programs"]  # fmt: skip
     one, six = (found[name]["collectives"] for name in ("plain", "ngram"))
     assert one["ragged-all-to-all"]["per_moe_layer"] == six["ragged-all-to-all"]["per_moe_layer"] == 2
@@ -115,4 +115,4 @@ def test_what_cannot_be_compiled_is_said_in_one_line():
     config = json.loads((ROOT / "configs" / "models" / "qwen3-8b.json").read_text())
     for wrong, words in (({"gpu": "v100"}, "described; .*h100, h200"), ({"wanted": ["mtp"]}, "mtp are not known")):
         with pytest.raises(ConfigError, match=words):
-            aot.run("jaxspec.bench.compiled:look", config=config, **wrong)
+            process.run("jaxspec.aot.program_report:report_programs", config=config, **wrong)

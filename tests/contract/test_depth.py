@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.checkpoint.load.places import abstract_params
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.ngram import Ngram
-from jaxspec.draft.null import NoDrafts
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Drafter
+from jaxspec.nn.policy import make_policy
+from jaxspec.protocol import Drafter, NoDrafts
 from jaxspec.topology import chain
 
-POLICY = Policy(depth="stacked", experts="stacked")
+POLICY = make_policy(depth="stacked")
 MOST_S = 60
 ROWS, CAPACITY = 8, 8192  # longer than any indexer keeps, so that all of them are in the program
 DRAFTERS = {"plain": NoDrafts(), "chain of 4": Ngram(chain(4))}
@@ -51,7 +51,7 @@ def test_the_biggest_steps_lower_in_a_minute(name: str, drafter: str):
     assert time_s < MOST_S
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", [pytest.param("plain", marks=pytest.mark.slow), "chain of 4"])
 def test_programs_do_not_grow_with_depth(drafter: str):
     shallow, _ = lowered(config_of("deepseek-v3", num_hidden_layers=8), DRAFTERS[drafter])
     deep, _ = lowered(config_of("deepseek-v3"), DRAFTERS[drafter])

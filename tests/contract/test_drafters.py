@@ -11,24 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import StepPlan, dispatch
-from jaxspec.draft import catalog
-from jaxspec.draft.deferred import Deferred
+from jaxspec.decode.step import StepPlan
+from jaxspec.draft import methods
+from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.mtp import Mtp
-from jaxspec.models.transformer import Transformer, features_of
+from jaxspec.models.trained_head import Head
+from jaxspec.models.transformer import Transformer, features_of, forward
 from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Anchor, Commit, Drafter, Features, Prices, Proposal, Reads
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.policy import make_policy
+from jaxspec.protocol import Anchor, CaptureSpec, Commit, DraftCosts, Drafter, Features, Proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
-from jaxspec.topology import DynamicTree, Topology, chain
+from jaxspec.topology import DynamicTree, Topology
+from jaxspec.verify.rules import RULES
 
 ROWS, CAPACITY, VOCAB, BLOCK = 3, 60, 64, 16
 CONFIG = {
@@ -47,13 +50,25 @@ CONFIG = {
 }
 DYNAMIC = {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}
 SHAPES = [{"num_speculative_tokens": 1}, {"num_speculative_tokens": 4}, {"speculative_token_tree": [2, 2]}, DYNAMIC]
-METHODS = ["none", *catalog.METHODS]
+METHODS = ["none", *methods.METHODS]
 # Drafters that share their walk with one that takes every shape take a chain: each shape costs seconds of compilation.
 LIMITED = {"none": SHAPES[:1], "ngram": SHAPES[:3], "peagle": SHAPES[1::2], "medusa": SHAPES[1:3]}
 LIMITED |= dict.fromkeys(("eagle", "shared_expert", "early_exit", "hybrid"), SHAPES[1:2])
 CASES = [(m, s) for m in METHODS for s in LIMITED.get(m, SHAPES)]
+
+
+def slow_unless(quick: bool) -> list[pytest.MarkDecorator]:
+    return [] if quick else [pytest.mark.slow]
+
+
+def is_quick(method: str, shape: dict) -> bool:
+    """A chain of one is the chain of four cut short; one walk grows the trees of all drafters."""
+    return (shape is not SHAPES[0] and (shape is not DYNAMIC or method == "eagle3")) or method == "none"
+
+
 each_drafter = pytest.mark.parametrize(
-    ("method", "shape"), CASES, ids=[f"{m}-{next(iter(s.values()))}" for m, s in CASES]
+    ("method", "shape"),
+    [pytest.param(m, s, id=f"{m}-{next(iter(s.values()))}", marks=slow_unless(is_quick(m, s))) for m, s in CASES],
 )
 
 
@@ -63,7 +78,7 @@ def _initial(net: Transformer | Mtp) -> Params:
 
 @cache
 def model() -> tuple[Transformer, Params]:
-    net = Transformer(arch_of(CONFIG), Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked"))
+    net = Transformer(arch_of(CONFIG), make_policy("float32"))
     return net, _initial(net)
 
 
@@ -84,9 +99,9 @@ def head_of(method: str) -> Head:
     layer = arch_of({**CONFIG, "model_type": "llama", "num_hidden_layers": 1, "num_nextn_predict_layers": 0})
     wanted: dict[str, Any] = {
         "eagle": {"last": True, "join": "product", "join_bias": True},
-        "eagle3": {"reads": Reads(taps=(0, 1, 2))},
-        "peagle": {"reads": Reads(taps=(1, 2)), "mask_token": 5},
-        "shared_expert": {"reads": Reads(commons=(1,)), "fc_norm": True, "routing": (1,), "experts": 4},
+        "eagle3": {"reads": CaptureSpec(taps=(0, 1, 2))},
+        "peagle": {"reads": CaptureSpec(taps=(1, 2)), "mask_token": 5},
+        "shared_expert": {"reads": CaptureSpec(shared_outputs=(1,)), "fc_norm": True, "routing": (1,), "experts": 4},
     }
     whole = method == "eagle"
     net = DraftHead(HeadSpec(layer, arch.model_dim, draft_vocab=0 if whole else len(own), **wanted[method]), policy)
@@ -94,26 +109,26 @@ def head_of(method: str) -> Head:
 
 
 def config_of(method: str, shape: dict) -> dict | None:
-    extra = {"early_exit": {"exit_layer": 1}} | {m: {"model": "draft"} for m in catalog.WITH_MODEL}
+    extra = {"early_exit": {"exit_layer": 1}} | {m: {"model": "draft"} for m in methods.WITH_MODEL}
     return None if method == "none" else {"method": method, **extra.get(method, {}), **shape}
 
 
 def drafting(method: str) -> tuple[Transformer | Mtp, Params] | Head | None:
     """What drafts, where a method has a model."""
-    if method in catalog.HEADS or method == "hybrid":
+    if method in methods.HEADS or method == "hybrid":
         return head_of("eagle3" if method == "hybrid" else method)
     own = {"draft_model": model, "mtp": prediction}
     return own[method]() if method in own else None
 
 
 def drafter_of(method: str, shape: dict) -> Drafter:
-    return catalog.build(catalog.parse(config_of(method, shape)), model(), BLOCK, drafting(method))
+    return methods.build(methods.parse(config_of(method, shape)), model(), BLOCK, drafting(method))
 
 
 @partial(jax.jit, static_argnums=(0, 3))
-def features_for(net: Transformer, params: Params, token_BT: np.ndarray, reads: Reads) -> Features:
+def features_for(net: Transformer, params: Params, token_BT: np.ndarray, reads: CaptureSpec) -> Features:
     position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-    return features_of(net.apply(params, token_BT, position_BT, taps=reads.taps, commons=reads.commons))
+    return features_of(forward(net, params, Inputs(token_BT, position_BT, reads=reads)))
 
 
 # Drafters are arguments, not closures, so that all tests of a drafter share its programs.
@@ -128,7 +143,7 @@ def propose(drafter: Drafter, state: Any, anchor: Anchor, rule: str) -> tuple[Pr
 
 
 def observed(drafter: Drafter, lengths: tuple[int, ...]):
-    """The drafter's state and the anchor behind prompts of the given lengths."""
+    """The drafter's state and the anchor after prompts of the given lengths."""
     net, params = model()
     state = init_state(
         Target(params, net, BLOCK),
@@ -168,7 +183,7 @@ def committed(state, length_B: np.ndarray) -> Iterator[np.ndarray]:
 def test_the_catalog_builds_what_it_names():
     built = {type(drafter_of(m, SHAPES[0])).__name__ for m in METHODS}
     assert built == {"NoDrafts", "Ngram", "SmallLm", "MtpHeads", "HeadDrafter", "MedusaDrafter", "Hybrid"}
-    assert all(head_of(kind).kind == kind for kind in catalog.HEADS)
+    assert all(head_of(kind).kind == kind for kind in methods.HEADS)
 
 
 @each_drafter
@@ -205,19 +220,19 @@ def test_states_are_arrays_of_the_same_shapes_throughout(method: str, shape: dic
     count = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
     stream = jax.ShapeDtypeStruct((ROWS, depth, CONFIG["hidden_size"]), jnp.float32)
     reads = drafter.reads
-    features = Features(stream, stream, (stream,) * len(reads.taps), (stream,) * len(reads.commons))
+    features = Features(stream, stream, (stream,) * len(reads.taps), (stream,) * len(reads.shared_outputs))
     commit = Commit(path, path, features, count, count, path, None)
     seen = jax.eval_shape(observe, drafter, after, commit)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), seen) == shapes
 
 
-@pytest.mark.parametrize("method", [m for m in catalog.METHODS if m not in ("ngram", "hybrid")])
+@pytest.mark.parametrize("method", [m for m in methods.METHODS if m not in ("ngram", "hybrid")])
 def test_chains_with_prices_say_how_sure_they_are(method: str):
     drafter = drafter_of(method, SHAPES[1])
     state, anchor = jax.eval_shape(lambda: observed_shapes(drafter))
-    for prices in (None, Prices(*(jnp.float32(0) for _ in range(7)), jnp.ones((2, 4)), experts=4, top_k=2)):
+    for prices in (None, DraftCosts(*(jnp.float32(0) for _ in range(7)), jnp.ones((2, 4)), experts=4, top_k=2)):
         proposal, after = jax.eval_shape(
-            lambda s, a, p: drafter.propose(s, replace(a, prices=p), "reject"), state, anchor, prices
+            lambda s, a, p: drafter.propose(s, replace(a, draft_costs=p), "reject"), state, anchor, prices
         )
         assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
         assert (proposal.confidence_BN is None) == (prices is None)
@@ -226,7 +241,7 @@ def test_chains_with_prices_say_how_sure_they_are(method: str):
 
 
 def observed_shapes(drafter: Drafter):
-    """Like what is observed behind a prompt."""
+    """Shapes of what is observed of a prompt."""
     net, params = model()
     state = init_state(Target(params, net, BLOCK), drafter, ROWS, CAPACITY, slack=32)
     return state.draft, state.anchor
@@ -236,7 +251,13 @@ WITH_RULES = [(m, s, r) for m, s in CASES for r in ("match", *(("greedy", "rejec
 
 
 @pytest.mark.parametrize(
-    ("method", "shape", "rule"), WITH_RULES, ids=[f"{m}-{next(iter(s.values()))}-{r}" for m, s, r in WITH_RULES]
+    ("method", "shape", "rule"),
+    [
+        pytest.param(
+            m, s, r, id=f"{m}-{next(iter(s.values()))}-{r}", marks=slow_unless(is_quick(m, s) and r != "greedy")
+        )
+        for m, s, r in WITH_RULES
+    ],
 )
 def test_proposing_commits_nothing(method: str, shape: dict, rule: str):
     drafter = drafter_of(method, shape)
@@ -262,9 +283,8 @@ def check_equal(a: Proposal, b: Proposal) -> None:
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.served
 @each_drafter
-def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
+def test_a_row_drafts_alike_whatever_its_neighbors(method: str, shape: dict):
     drafter = drafter_of(method, shape)
     here, _ = propose(drafter, *observed(drafter, (4, 9, 20)), "match")
     there, _ = propose(drafter, *observed(drafter, (30, 9, 2)), "match")
@@ -272,7 +292,9 @@ def test_a_row_drafts_alike_whatever_its_neighbours(method: str, shape: dict):
     np.testing.assert_array_equal(np.asarray(here.valid_BN)[1], np.asarray(there.valid_BN)[1])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=slow_unless(m in ("none", "ngram", "draft_model", "eagle3"))) for m in METHODS]
+)
 def test_one_trace_per_program(method: str):
     """Equal kind, rows, topology and rule share one program; other rows or another rule take another."""
     net, params = model()
@@ -287,7 +309,9 @@ def test_one_trace_per_program(method: str):
     def lower(rows: int, rule: str) -> None:
         drafter = drafter_of(method, shape)  # built anew each time
         state = init_state(target, drafter, rows, CAPACITY, slack=32)
-        jax.eval_shape(partial(jitted, plan=StepPlan(rule, 2)), target, drafter, state, jnp.int32(1), jnp.array(False))
+        jax.eval_shape(
+            partial(jitted, plan=StepPlan(RULES[rule], 2)), target, drafter, state, jnp.int32(1), jnp.array(False)
+        )
 
     for rows, rule, expected in (
         (3, "match", 1),
@@ -327,15 +351,15 @@ def odd_drafting(method: str) -> Any:
     return own
 
 
-@pytest.mark.parametrize("method", catalog.METHODS)
+@pytest.mark.parametrize("method", methods.METHODS)
 @pytest.mark.parametrize("whose", ["target", "draft"])
 def test_trees_are_refused_where_attention_cannot_branch(method: str, whose: str):
     net, params = model()
     odd = Transformer(unbranching(net.arch), net.policy)
     target = (odd if whose == "target" else net, params)
-    build = partial(catalog.build, target=target, block=BLOCK, model=odd_drafting(method))
-    build(catalog.parse(config_of(method, {"num_speculative_tokens": 2})))
-    tree = catalog.parse(config_of(method, {"speculative_token_tree": [2, 2]}))
+    build = partial(methods.build, target=target, block=BLOCK, model=odd_drafting(method))
+    build(methods.parse(config_of(method, {"num_speculative_tokens": 2})))
+    tree = methods.parse(config_of(method, {"speculative_token_tree": [2, 2]}))
     if whose == "draft" and method in ("ngram", "medusa", "early_exit"):
         assert build(tree).topology == tree.topology
         return
@@ -343,7 +367,9 @@ def test_trees_are_refused_where_attention_cannot_branch(method: str, whose: str
         build(tree)
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3", "shared_expert"])
+@pytest.mark.parametrize(
+    "method", ["eagle3", *(pytest.param(m, marks=pytest.mark.slow) for m in ("mtp", "shared_expert"))]
+)
 def test_what_was_kept_is_observed_later(method: str):
     """A head shown many positions at once, from what plain decoding kept of them, knows what it would have known."""
     net, params = model()
@@ -355,15 +381,15 @@ def test_what_was_kept_is_observed_later(method: str):
     whole = Commit(jnp.asarray(text[:, :-1]), jnp.asarray(text[:, 1:]), features, every, start, None, None)
     wanted = jax.jit(drafter.observe)(drafter.init_state(ROWS, CAPACITY, 32), whole)
 
-    deferred = Deferred(drafter, drafter.topology, net.arch, room=count + 2)
-    plain = jax.jit(replace(deferred, topology=chain(0)).observe)
+    deferred = LazyObserver(drafter, net.arch, ring_size=count + 2)
+    plain = jax.jit(deferred.plain().observe)
     state = deferred.init_state(ROWS, CAPACITY, 32)
     first = count // 2  # what was kept before is overwritten where the ring has come round
     for at in [*range(first), *range(count)]:
         one = jax.tree.map(lambda x, at=at: x[:, at : at + 1], (whole.token_BT, whole.next_BT, features))
         state = plain(state, Commit(*one, jnp.ones(ROWS, jnp.int32), start + at, start[:, None], None))
     for row in range(ROWS):
-        kept = deferred.kept_at(state, jnp.int32(row), jnp.arange(count, dtype=jnp.int32))
+        kept = deferred.replay_features(state, jnp.int32(row), jnp.arange(count, dtype=jnp.int32))
         part = (x[row : row + 1] for x in (whole.token_BT, whole.next_BT))
         shown = Commit(*part, kept, every[:1], start[:1], None, jnp.int32(row))
         state = jax.jit(deferred.observe)(state, shown)

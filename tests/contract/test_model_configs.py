@@ -10,20 +10,20 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxspec.bench.describe import count_parameters
-from jaxspec.bench.sizes import cached_values, memory_bytes, parameters
+from jaxspec.checkpoint.load.load_plan import make_plan
 from jaxspec.checkpoint.load.places import abstract_params, flatten
-from jaxspec.checkpoint.load.plan import make_plan
-from jaxspec.checkpoint.load.published import Published, promised, published
-from jaxspec.checkpoint.load.quantized import check_method
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.load.release import ReleaseTensor, release_files, release_tensors
+from jaxspec.checkpoint.load.stored import check_method
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import count_parameters
+from jaxspec.inspect.model_sizes import cached_values, memory_bytes, parameters
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.sharding.mesh import make_mesh
-from jaxspec.sharding.rules import named_shardings
 
 CONFIGS = {path.stem: path for path in sorted(Path("configs/models").glob("*.json"))}
 # Billions of parameters, in all and active per token, embedding and head in both, multi-token prediction in neither.
@@ -113,13 +113,13 @@ CACHED = {
 MESHES = {"one": {}, "experts": {"expert": 8}, "tensors": {"tensor": 8}, "both": {"expert": 4, "tensor": 2}}
 # Where eight devices do not divide a model, and why.
 REFUSED = {
-    ("glm-4.7-flash", "tensors"): "kv_b_HXR: H = 20 over tensor = 8",
-    ("opt-125m", "tensors"): "qkv_DGQC: G = 12 over tensor = 8",
-    ("qwen1.5-moe-a2.7b", "experts"): "down_EFD: E = 60 over expert = 8",
-    ("qwen2-57b-a14b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
-    ("qwen2.5-7b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
-    ("qwen3-235b-a22b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
-    ("qwen3-30b-a3b", "tensors"): "qkv_DGQC: G = 4 over tensor = 8",
+    ("glm-4.7-flash", "tensors"): "kv_b_HXR: heads = 20 over tensor = 8",
+    ("opt-125m", "tensors"): "qkv_DGQC: kv_heads = 12 over tensor = 8",
+    ("qwen1.5-moe-a2.7b", "experts"): "down_EFD: expert = 60 over expert = 8",
+    ("qwen2-57b-a14b", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
+    ("qwen2.5-7b", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
+    ("qwen3-235b-a22b", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
+    ("qwen3-30b-a3b", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
 }
 SMALL = ("gpt-oss-20b", "llama-3.2-1b", "olmoe-1b-7b", "opt-125m", "opt-350m", "qwen1.5-moe-a2.7b")
 QUANTIZED = {
@@ -140,12 +140,12 @@ def arch_named(name: str) -> ArchSpec:
 
 
 @cache
-def tensors_of(name: str) -> dict[str, Published]:
-    return published(config_of(name))
+def tensors_of(name: str) -> dict[str, ReleaseTensor]:
+    return release_tensors(config_of(name))
 
 
 def leaves_of(name: str, **policy: Any) -> dict[str, Any]:
-    return flatten(abstract_params(Transformer(arch_named(name), Policy(**policy))))
+    return flatten(abstract_params(Transformer(arch_named(name), make_policy(**policy))))
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS | COUNTS))
@@ -172,7 +172,7 @@ def test_bytes_are_those_of_the_weight_index(name: str):
 def test_bytes_are_the_published_ones(name: str):
     size, with_prediction = GIGABYTES[name]
     tensors = tensors_of(name).values()
-    assert sum(t.size_bytes for t in tensors if with_prediction or not t.behind) / 1e9 == pytest.approx(size, rel=0.01)
+    assert sum(t.size_bytes for t in tensors if with_prediction or not t.is_mtp) / 1e9 == pytest.approx(size, rel=0.01)
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -182,15 +182,15 @@ def test_names_are_as_many_as_published(name: str):
 
 def test_names_of_multi_token_prediction_are_as_many_as_published():
     assert sum(name.startswith("mtp.0.") for name in tensors_of("deepseek-v4-flash")) == 1575
-    behind = {name for name, tensor in tensors_of("deepseek-v3").items() if tensor.behind}
-    assert all(name.startswith("model.layers.61.") for name in behind)
-    assert len(behind) == 1564, "one layer of 1558 tensors, three norms, a projection, copies of embedding and head"
+    mtp = {name for name, tensor in tensors_of("deepseek-v3").items() if tensor.is_mtp}
+    assert all(name.startswith("model.layers.61.") for name in mtp)
+    assert len(mtp) == 1564, "one layer of 1558 tensors, three norms, a projection, copies of embedding and head"
 
 
-def test_a_release_quantised_afterwards_has_its_names():
+def test_a_release_quantized_afterwards_has_its_names():
     """GLM-5.2-FP8: 118629 tensors of 756 GB."""
     config = config_of("glm-5.2") | {"quantization_config": config_of("deepseek-v3")["quantization_config"]}
-    tensors = published(config)
+    tensors = release_tensors(config)
     assert len(tensors) == 118629
     assert sum(t.size_bytes for t in tensors.values()) / 1e9 == pytest.approx(756, rel=0.01)
 
@@ -201,19 +201,19 @@ def test_caches_grow_as_published(name: str):
 
 
 @pytest.mark.parametrize("name", sorted(QUANTIZED))
-def test_promised_files_are_loaded_quantised(name: str):
+def test_promised_files_are_loaded_quantized(name: str):
     """What the name lists promise is what loading takes, with nothing missing, unknown or misshaped."""
     config, arch = config_of(name), arch_named(name)
-    table, net = known_tables()[arch.family], Transformer(arch, Policy(depth="stacked"))
+    table, net = known_tables()[arch.family], Transformer(arch, make_policy(depth="stacked"))
     plan = make_plan(
-        Path(name), net, table.rules(arch), beside=table.beside(arch), ignored=table.ignored,
-        block=check_method(config), files=promised(config),
+        Path(name), net, table.rules(arch), unread=table.unread(arch),
+        block=check_method(config), files=release_files(config),
     )  # fmt: skip
     assert not any(plan.problems.values()), plan.problems
-    routed = plan.policy.format_of("ffn/down_EFD")
+    routed = plan.net.policy.storage.format_of("ffn/down_EFD")
     assert routed is not None
     assert routed.kind == QUANTIZED[name]
-    in_files = sum(t.size_bytes for t in tensors_of(name).values() if not t.behind)
+    in_files = sum(t.size_bytes for t in tensors_of(name).values() if not t.is_mtp)
     assert sum(memory_bytes(plan.leaves).values()) == pytest.approx(in_files, rel=0.02)
     made = named_shardings(plan.leaves, make_mesh({"expert": 8}))
     for leaf, sharding in zip(jax.tree.leaves(plan.leaves), jax.tree.leaves(made), strict=True):

@@ -14,23 +14,23 @@ import pytest
 from safetensors.numpy import load_file
 
 import jaxspec
-from jaxspec.bench.describe import count_parameters
-from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import load_model
-from jaxspec.checkpoint.names import catalog as table_catalog
+from jaxspec.checkpoint.load.save import save_model
+from jaxspec.checkpoint.names import known as table_catalog
 from jaxspec.checkpoint.names import tables
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.describe import count_parameters
 from jaxspec.models import catalog as family_catalog
 from jaxspec.models import families
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.ffn import ACTIVATIONS, FfnSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.shapes import Params
 
-ROW = '''"""Made up: sinks, windows by turns, queries normalised over all heads, half-rotated; a gated shared expert."""
+ROW = '''"""Made up: sinks, windows by turns, queries normalized over all heads, half-rotated; a gated shared expert."""
 
 from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.gqa import GqaRow
@@ -54,22 +54,22 @@ FAMILY = Family(
 '''
 NAMES = '''"""Tensor names of the made-up family."""
 
-from jaxspec.checkpoint.names.table import Rule, Table, attention_rules, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import NameRule, Table, attention_rules, gated_rules, router_rules
 
 TABLES = {
     "made_up": Table(
         top=(
-            Rule("embed_VD", ("words.weight",)),
-            Rule("norm_D", ("last_norm.weight",)),
-            Rule("head_DV", ("answers.weight",), "transpose"),
+            NameRule("embed_VD", ("words.weight",)),
+            NameRule("norm_D", ("last_norm.weight",)),
+            NameRule("head_DV", ("answers.weight",), "transpose"),
         ),
         layer=(
-            Rule("attention_norm_D", ("norm_1.weight",)),
-            Rule("ffn_norm_D", ("norm_2.weight",)),
+            NameRule("attention_norm_D", ("norm_1.weight",)),
+            NameRule("ffn_norm_D", ("norm_2.weight",)),
             *attention_rules("look.", "out"),
             *gated_rules("ffn/", "think.", "g", "u", "d"),
             *router_rules("choose.weight", "choose.bias"),
-            Rule("ffn/shared_gate_D1", ("all.gate.weight",), "transpose"),
+            NameRule("ffn/shared_gate_D1", ("all.gate.weight",), "transpose"),
             *gated_rules("ffn/shared/", "all.", "g", "u", "d"),
         ),
         expert=gated_rules("ffn/", "one.{e}.", "g", "u", "d"),
@@ -96,7 +96,7 @@ CONFIG = {
     "eos_token_id": [0, 1],
 }
 FLOAT = jnp.dtype("float32")
-POLICY = Policy(FLOAT, FLOAT, "switched")
+POLICY = make_policy(FLOAT, experts="switched")
 
 
 def forget() -> None:

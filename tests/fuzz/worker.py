@@ -66,14 +66,12 @@ def look_at(kind: str, directory: Path, llm: Any) -> str:
 
 def load(directory: Path) -> None:
     """Loads everything that an ``LLM`` does, and writes a chat prompt; nothing is compiled."""
-    import numpy as np
-
     from jaxspec.checkpoint.load.model import load_model
     from jaxspec.checkpoint.text.codec import Text
-    from jaxspec.nn.policy import Policy
+    from jaxspec.nn.policy import make_policy
     from jaxspec.serve.defaults import end_ids, sampling_defaults
 
-    model = load_model(directory, Policy(np.dtype("float32"), np.dtype("float32")))
+    model = load_model(directory, make_policy("float32"))
     end_ids(model.config, model.generation)
     sampling_defaults(model.generation)
     text = Text.load(directory)

@@ -16,18 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.addressing import CacheSize
+from jaxspec.cache.window import Window
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.model import Model, load_model
-from jaxspec.decode.prefill import admit, prefill
+from jaxspec.decode.dispatch import dispatch
+from jaxspec.decode.prefill import Chunk, admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
-from jaxspec.decode.step import StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
+from jaxspec.decode.step import StepPlan
 from jaxspec.models.caches import init_caches
 from jaxspec.models.catalog import arch_of, known_families
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
+from jaxspec.protocol import CaptureSpec, NoDrafts
 from jaxspec.pytree import replace
+from jaxspec.verify.rules import RULES
 
 BLOCK = 8  # smaller than every prompt, so that attention crosses blocks
 CLOSE = {"rtol": 0, "atol": 1e-4}
@@ -52,19 +56,27 @@ INTERPRETED = ("stacked", "stacked", "interpret")
 WITH_KERNELS = ("qwen3_moe", "qwen2_moe", "gpt_oss_mxfp4", "deepseek_v3", "mixtral_window", "glm4_moe")
 
 
-def layouts(kinds: tuple[tuple[str, str, str], ...] = KINDS) -> list:
-    """Every known model with these layouts of experts and of layers, and what computes."""
-    found = []
+# One golden for each way of attending, caching and routing; the others are quick where one program is enough.
+MECHANISMS = ("qwen2_moe", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek_v4")
+
+
+def layouts(kinds: tuple[tuple[str, str, str], ...] = KINDS, quick: tuple[tuple[str, str, str], ...] = ()) -> list:
+    """Every known model with these layouts of experts and of layers, and what computes.
+
+    Slow but for the mechanisms, and but for the quick kinds of all models.
+    """
+    cases = []
     for directory in (*GOLDENS, *KNOWN_ORACLES):
         prefix = "oracle-" if directory in ORACLES else ""
         for kind in kinds:
             if kind != INTERPRETED or directory.name in WITH_KERNELS:
                 name = "-".join(kind).removesuffix("-xla")
-                found.append(pytest.param((directory, *kind), id=f"{prefix}{directory.name}-{name}"))
-    return found
+                marks = [] if directory.name in MECHANISMS or kind in (*quick, INTERPRETED) else [pytest.mark.slow]
+                cases.append(pytest.param((directory, *kind), id=f"{prefix}{directory.name}-{name}", marks=marks))
+    return cases
 
 
-every_layout = pytest.mark.parametrize("case", layouts(), indirect=True, scope="module")
+every_layout = pytest.mark.parametrize("case", layouts(quick=KINDS[1:]), indirect=True, scope="module")
 cpu_layout = pytest.mark.parametrize("case", layouts(KINDS[:1]), indirect=True, scope="module")
 
 
@@ -91,8 +103,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shutil.copy(directory / "model.safetensors", model_dir / "model.safetensors")
     reference = "io.safetensors" if oracle else "reference.safetensors"
     shutil.copy(directory / reference, says_dir / "says.safetensors")
-    policy = Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), experts, depth, kernels)
-    says = {name: np.asarray(value) for name, value in TensorFiles(says_dir).items()}
+    policy = make_policy(jnp.float32, experts=experts, depth=depth, kernels=kernels)
+    says = {name: np.asarray(value) for name, value in TensorFiles.of(says_dir).items()}
     if oracle:  # the continuation there is that of the first row's first 24 tokens, of some models only its first token
         prompt = says["input_ids"][:1, :24]
         new = says["gen_ids"][None] if "gen_ids" in says else says["logits"][:1, 23:24].argmax(-1)
@@ -119,7 +131,7 @@ def test_prefill(case: Case):
     @jax.jit
     def forward(params, token_BT):
         position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-        hidden = net.apply(params, token_BT, position_BT, taps=taps, routes=True)
+        hidden = net.apply(params, Inputs(token_BT, position_BT, reads=CaptureSpec(taps), routes=True))
         logits_BTV, _ = net.apply(params, token_BT, position_BT, method="logits_of")
         return logits_BTV, hidden.taps, hidden.routing
 
@@ -152,14 +164,14 @@ def decode(case: Case, count: int) -> None:
     net, ids_BT = case.model.net, case.ids_BT
     rows, length = ids_BT.shape[0], ids_BT.shape[1] // count * count
     room = -(-(ids_BT.shape[1] + count) // BLOCK) * BLOCK
-    layers = init_caches(net.arch, net.policy, rows, room, slack=count, block=BLOCK)
+    layers = init_caches(net.arch, net.policy, CacheSize(rows, room, count, BLOCK))
 
     @partial(jax.jit, donate_argnums=1)
     def forward(params, layers, token_BT, start):
         start_B = jnp.full(rows, start, jnp.int32)
         position_BT = start_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        hidden = net.apply(params, token_BT, position_BT, layers, Window(start_B, block=BLOCK))
-        return hidden.layers, net.apply(params, hidden.last_BTD, method="logits")
+        hidden = net.apply(params, Inputs(token_BT, position_BT, Window(start_B, block=BLOCK), layers))
+        return hidden.caches, net.apply(params, hidden.last_BTD, method="logits")
 
     found = []
     for start in range(0, length, count):
@@ -178,13 +190,13 @@ def test_greedy_continuation(case: Case):
 
     @jax.jit
     def start(target, state, row, prompt_T):
-        state = prefill(target, drafter, state, row, prompt_T, jnp.int32(0), jnp.int32(length - 1))
+        state = prefill(target, drafter, state, Chunk(row, prompt_T, jnp.int32(0), jnp.int32(length - 1)))
         prompt_S = jnp.pad(prompt_T, (0, state.history_BS.shape[1] - length))
         return admit(state, row, prompt_S, jnp.int32(length), sampling, None)
 
     for row in range(rows):
         state = start(target, state, np.int32(row), case.prompt_BT[row])
-    run = jax.jit(partial(dispatch, plan=StepPlan("greedy", steps=new)))
+    run = jax.jit(partial(dispatch, plan=StepPlan(RULES["greedy"], steps=new)))
     state, report = run(target, drafter, state, jnp.int32(new), jnp.asarray(False))
     np.testing.assert_array_equal(state.history_BS[:, length : length + new], case.continuation_BT)
-    assert report.packed_BX[:, -2:].tolist() == [[1, new]] * rows, "the length limit ends the rows"
+    assert (report.unpack().steps, report.unpack().full_B.all()) == (new, True), "the length limit ends the rows"

@@ -1,4 +1,4 @@
-"""Multi-token prediction gives its reference's logits: teacher forced, and drafting behind observed text."""
+"""Multi-token prediction gives its reference's logits: teacher forced, and drafting after observed text."""
 
 import shutil
 from dataclasses import dataclass
@@ -13,12 +13,14 @@ import pytest
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.model import Model, load_model, load_mtp
 from jaxspec.decode.state import init_sampling
-from jaxspec.draft import catalog
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.draft import methods
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.errors import ConfigError
-from jaxspec.models.mtp import Mtp, run_mtp
+from jaxspec.models.apply import apply
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import embed, head, teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Anchor, Commit, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array, Params
@@ -34,9 +36,12 @@ def reference_of(directory: Path) -> Path:
 
 
 def layouts() -> list:
+    """Models with a reference for prediction, in both layouts of experts; one layout of each is quick."""
     known = [d for d in PROMISING if b'"mtp_logits"' in reference_of(d).read_bytes()[:10000]]
     return [
-        pytest.param((d, e), id=f"{'oracle-' * (d in ORACLES)}{d.name}-{e}")
+        pytest.param(
+            (d, e), id=f"{'oracle-' * (d in ORACLES)}{d.name}-{e}", marks=[] if e == "stacked" else [pytest.mark.slow]
+        )
         for d in known
         for e in ("switched", "stacked")
     ]
@@ -47,7 +52,7 @@ class Case:
     """A loaded model, its layers of prediction, and what the reference says.
 
     Attributes:
-      feature: the target's hidden states that prediction starts from, behind every token.
+      feature: the target's hidden states that prediction starts from, after every token.
     """
 
     model: Model
@@ -68,7 +73,7 @@ class Case:
 @partial(jax.jit, static_argnums=(0, 1))
 def _run(net, target, params, base, token_BT: Array, feature: Array) -> tuple[Array, Array]:
     position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-    last, feature, _ = run_mtp(net, params, 0, embed(target, base, token_BT), feature, token_BT, position_BT)
+    last, feature, _ = apply(net, params, 0, embed(target, base, token_BT), feature, Inputs(token_BT, position_BT))
     return head(target, base, last), feature
 
 
@@ -79,8 +84,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shutil.copy(directory / ("hub_config.json" if directory in ORACLES else "config.json"), model_dir / "config.json")
     shutil.copy(directory / "model.safetensors", model_dir / "model.safetensors")
     shutil.copy(reference_of(directory), says_dir / "says.safetensors")
-    says = TensorFiles(says_dir)
-    model = load_model(model_dir, Policy(jnp.dtype(jnp.float32), jnp.dtype(jnp.float32), experts))
+    says = TensorFiles.of(says_dir)
+    model = load_model(model_dir, make_policy(jnp.float32, experts=experts))
     net, params = load_mtp(model_dir, model.net)
     ids_BT = np.asarray(says["input_ids"]).astype(np.int32)
     position_BT = np.broadcast_to(np.arange(ids_BT.shape[1], dtype=np.int32), ids_BT.shape)
@@ -100,7 +105,7 @@ def test_teacher_forced(case: Case):
 
 
 class Plain:
-    """Prediction without a cache: what is drafted behind each row's first tokens, whole sequences at a time."""
+    """Prediction without a cache: what is drafted after each row's first tokens, whole sequences at a time."""
 
     def __init__(self, case: Case, length_B: np.ndarray):
         rows, count = case.ids_BT.shape
@@ -117,7 +122,7 @@ class Plain:
         return self.logits_BTV[self.rows, self.slot_B]
 
     def take(self, token_B: np.ndarray) -> None:
-        """Goes on behind a draft."""
+        """Goes on after a draft."""
         self.feature[self.rows, self.slot_B + 1] = self.out[self.rows, self.slot_B]
         self.slot_B = self.slot_B + 1
         self.token_BT[self.rows, self.slot_B] = token_B
@@ -130,7 +135,7 @@ def _observe(drafter: MtpHeads, state, commit: Commit):
 
 
 def observed(case: Case, topology: Topology, seed: int = 0):
-    """Yields lengths, drafter, state and anchor behind blocks of which only some places count."""
+    """Yields lengths, drafter, state and anchor after blocks of which only some places count."""
     rows, count = case.ids_BT.shape
     drafter = MtpHeads(case.params, case.model.params, case.net, case.model.net, topology, BLOCK)
     state = drafter.init_state(rows, count, slack=drafter.slack)
@@ -183,15 +188,16 @@ def test_drafting_a_chain_behind_observed_text(case: Case):
 def test_drafting_a_tree_behind_observed_text(case: Case):
     arch = case.model.net.arch
     if arch.chain_only or replace(arch, layers=arch.mtp).chain_only:
-        config = catalog.parse({"method": "mtp", "speculative_token_tree": [2, 1, 2]})
+        config = methods.parse({"method": "mtp", "speculative_token_tree": [2, 1, 2]})
         with pytest.raises(ConfigError, match="a tree is not possible for the target"):
-            catalog.build(config, (case.model.net, case.model.params), BLOCK, (case.net, case.params))
+            methods.build(config, (case.model.net, case.model.params), BLOCK, (case.net, case.params))
         return
     topology, propose = tree((2, 1, 2)), None
     for length_B, drafter, state, anchor in list(observed(case, topology))[3::3]:
         propose = propose or jax.jit(partial(drafter.propose, rule="reject"))
         proposal, _ = propose(state, anchor)
-        for path in topology.paths():
+        leaves = [node for node, children in enumerate(topology.children) if not children]
+        for path in topology.path_TJ[leaves, 1:].tolist():
             plain = Plain(case, length_B)
             for node in path:
                 logits_BV = plain.next()

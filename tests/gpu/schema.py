@@ -1,4 +1,4 @@
-"""The JSON of ``scripts/gpu_suite.py``, strictly: names that are not here, or are missing, are errors."""
+"""The JSON of ``lab/gpu_suite.py``, strictly: names that are not here, or are missing, are errors."""
 
 from typing import Any, Literal
 

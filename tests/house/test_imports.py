@@ -1,4 +1,4 @@
-"""The import contracts of pyproject.toml hold, and they notice a broken rule."""
+"""The import contracts of pyproject.toml, which scripts/test checks, notice a broken rule."""
 
 import shutil
 import subprocess
@@ -11,11 +11,11 @@ from scripts.house_report import ROOT
 
 VIOLATIONS = {
     "Rooms import downwards only": ("jaxspec/nn/stray.py", "import jaxspec.decode"),
-    "Only nn and bench import pallas_kernels": ("jaxspec/decode/stray.py", "import pallas_kernels"),
+    "Only nn and aot import pallas_kernels": ("jaxspec/decode/stray.py", "import pallas_kernels"),
     "pallas_kernels imports no jaxspec": ("pallas_kernels/stray.py", "import jaxspec.errors"),
     "perf and topology never import jax": ("jaxspec/perf/stray.py", "import jax"),
     "verify, cache and protocol never import flax": ("jaxspec/verify/stray.py", "import flax.linen"),
-    "The packages import neither scripts nor tests": ("jaxspec/cli/stray.py", "import scripts.house_report"),
+    "The packages import neither lab nor scripts nor tests": ("jaxspec/cli/stray.py", "import scripts.house_report"),
 }
 
 
@@ -34,11 +34,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_contracts_hold():
-    result = lint_imports(ROOT)
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
+@pytest.mark.slow
 def test_contracts_notice_violations(tree: Path):
     for path, statement in VIOLATIONS.values():
         (tree / path).write_text(f"{statement}\n")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,32 +14,35 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.checkpoint.load.save import save_model
+from jaxspec.control.decision import Outcome
+from jaxspec.control.draft_cost import CONFIDENCE_STEPS, VerifyBudget
+from jaxspec.decode.compaction import Sizes
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
+from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.decode.step import StepPlan, dispatch, skips
-from jaxspec.draft.cuts import Cuts
-from jaxspec.draft.mtp import MtpHeads
+from jaxspec.decode.step import StepPlan
+from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.draft.ngram import Ngram
-from jaxspec.draft.null import NoDrafts
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import NOTHING, Anchor, Commit, Drafter, Prices, Proposal, Reads
+from jaxspec.nn.policy import make_policy
+from jaxspec.protocol import Anchor, Drafter, NoDrafts, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
-from jaxspec.serve.budget import CONFIDENCE_STEPS, VerifyBudget
-from jaxspec.serve.compiled import Programs, shown_at_once
-from jaxspec.serve.control import Outcome
-from jaxspec.serve.engine import Engine, EngineSpec
+from jaxspec.serve.compiled import Programs
+from jaxspec.serve.engine import Engine
+from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.request import RequestOutput, SamplingParams, key_words
-from jaxspec.serve.rows import new_samples
-from jaxspec.serve.text import Growing
+from jaxspec.serve.sample import new_samples
+from jaxspec.serve.text import IncrementalText
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology, chain
+from jaxspec.verify.rules import RULES
 
 VOCAB, EOS, CAPACITY, PLACES = 64, 0, 96, 3
 LETTERS = [chr(ord("!") + i) for i in range(VOCAB)]
@@ -69,10 +73,9 @@ Request = tuple[list[int], SamplingParams]
 def write_model(directory: Path, config: dict, seed: int) -> Path:
     """A random model, its weights large enough that its text varies and its distributions have a shape."""
     arch = arch_of(config)
-    policy = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+    policy = make_policy("float32")
     net = Transformer(arch, policy)
-    token = jnp.zeros((1, 2), jnp.int32)
-    params = jax.jit(partial(net.init, method="logits_of"))(jax.random.key(seed), token, token)
+    params = jax.jit(net.initial)(jax.random.key(seed))
     params = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
     save_model(directory, params, arch, config, np.dtype("float32"))
     return directory
@@ -102,7 +105,7 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytree
-class Scripted:
+class Scripted(Drafter):
     """Proposes what a table says: per request the target's true text, and where to be wrong or silent.
 
     Attributes:
@@ -119,21 +122,6 @@ class Scripted:
     silent_RS: Array
     twins: Array
     topology: Topology = static()
-
-    @property
-    def follows(self) -> str:
-        return "nothing"
-
-    @property
-    def reads(self) -> Reads:
-        return NOTHING
-
-    @property
-    def slack(self) -> int:
-        return 0
-
-    def init_state(self, rows: int, capacity: int, slack: int) -> tuple[()]:
-        return ()
 
     def propose(self, state: tuple[()], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[()]]:
         same = jnp.all(anchor.sampling.key_BX[:, None] == self.key_RX[None], axis=-1)
@@ -153,9 +141,6 @@ class Scripted:
             valid.append(~(right & silent))
         return Proposal(jnp.stack(tokens, 1).astype(jnp.int32), jnp.stack(valid, 1), None), state
 
-    def observe(self, state: tuple[()], commit: Commit) -> tuple[()]:
-        return state
-
 
 @cache
 def _jitted(plan: StepPlan) -> Callable:
@@ -172,8 +157,10 @@ def _priceless(program: Callable) -> Callable:
 
     def run(*args):
         (place,) = (i for i, arg in enumerate(args) if isinstance(arg, DecodeState))
-        prices = args[place].prices
-        return replace(program(*args[:place], replace(args[place], prices=None), *args[place + 1 :]), prices=prices)
+        prices = args[place].draft_costs
+        return replace(
+            program(*args[:place], replace(args[place], draft_costs=None), *args[place + 1 :]), draft_costs=prices
+        )
 
     return run
 
@@ -185,24 +172,22 @@ SHARED = {
 }
 
 
-def _prefill(target, drafter, *rest):
+def _prefill(target, drafter, state, chunk):
     # What a drafter observes of a prompt does not depend on its topology: one program serves all of them.
-    plain = NoDrafts() if drafter.follows == "nothing" else replace(drafter, topology=chain(1))
-    return SHARED["prefill"](target, plain, *rest)
+    plain = NoDrafts() if drafter.needs == "none" else drafter.with_topology(chain(1))
+    return SHARED["prefill"](target, plain, state, chunk)
 
 
 class SharedPrograms(Programs):
     """The engine's programs, compiled once per shape for all engines of the test run."""
 
-    def __init__(self, target, drafters, state, plan, buckets, turns=False, on_compile=None):
-        self.target, self.drafters, self.buckets, self.plan = target, drafters, buckets, plan
-        self.drafter = drafters[max(drafters, key=lambda arm: arm.nodes)]
-        self._programs = {"admit": SHARED["admit"], "retire": SHARED["retire"]}
-        self._programs |= {f"arm {arm.name}": _jitted(plan) for arm in drafters}
-        self.turns, self._shown = turns and self.drafter.follows != "nothing", shown_at_once(self.drafter, buckets)
-        self._programs |= {f"catch up {size}": _caught_up(size) for size in self._shown}
-        self._programs |= {f"prefill {size}": _prefill for size in buckets}
-        self.skipping = {arm for arm, one in drafters.items() if skips(target, one, state, plan)}
+    def __init__(self, target, drafters, state, plan, buckets, *, turns=False, on_compile=None):
+        Runner.__init__(self, target, drafters, buckets, {"admit": SHARED["admit"], "retire": SHARED["retire"]})
+        self.programs |= {("dispatch", topology): _jitted(plan) for topology in drafters}
+        self.programs |= {("catch up", size): _caught_up(size) for size in self.drafter.replay_sizes(buckets)}
+        self.programs |= {("prefill", size): _prefill for size in buckets}
+        self.turns = turns and self.drafter.needs != "none"
+        self.skipping = {arm for arm, one in drafters.items() if Sizes.of(target, one, state, routes=False).anchors}
 
 
 @pytest.fixture
@@ -214,20 +199,17 @@ class Wheel(VerifyBudget):
     """Goes through prices, whatever happens: nothing is cut, by confidence, by time, everything."""
 
     def __init__(self):
-        super().__init__(Cuts(priced=True), CONFIG["num_experts"], CONFIG["num_experts_per_tok"])
+        super().__init__(CONFIG["num_experts"], CONFIG["num_experts_per_tok"])
         self.calls, self.outcome_HMC = 0, np.zeros((2, 2, CONFIDENCE_STEPS))
 
-    def prices(self, length: int, rows: int) -> Prices:
+    def prices(self, length: int, rows: int) -> dict[str, Any]:
         self.calls += 1
-        some = {"rate": 1.0, "token_s": 0.1, "expert_s": 0.1, "depth_s": 0.1}
-        changes = ({}, {"least": 0.3}, some, {"least": 0.999})[self.calls % 4]
+        some = {"tok_per_s": 1.0, "token_s": 0.1, "expert_s": 0.1, "depth_s": 0.1}
+        changes = ({}, {"min_confidence": 0.3}, some, {"min_confidence": 0.999})[self.calls % 4]
         accept_MC = np.tile(np.linspace(0, 1, CONFIDENCE_STEPS, dtype=np.float32), (2, 1))
         values = {name: np.float32(value) for name, value in changes.items()}
-        return replace(
-            super().prices(length, rows),
-            **{"least": np.float32(0), "deepest": np.float32(length), **values},
-            accept_MC=accept_MC,
-        )
+        always = {"min_confidence": np.float32(0), "max_drafts": np.float32(length), "accept_MC": accept_MC}
+        return super().prices(length, rows) | always | values
 
     def record(self, length: int, outcome: Outcome, outcome_HMC: np.ndarray) -> None:
         self.outcome_HMC += outcome_HMC
@@ -250,7 +232,7 @@ class Lab:
     def model(self, name: str, dtype: str = "float32", layout: str = "switched") -> Model:
         key = (name, dtype, layout)
         if key not in self.loaded:
-            policy = Policy(jnp.dtype(dtype), jnp.dtype(dtype), layout)
+            policy = make_policy(dtype, experts=layout)
             self.loaded[key] = load_model(getattr(self, f"{name}_dir"), policy)
         return self.loaded[key]
 
@@ -284,6 +266,7 @@ class Lab:
         **spec,
     ) -> Engine:
         model = self.model("target", dtype, layout)
+        spec["rule"] = RULES[spec.get("rule", "match")]
         spec = EngineSpec(**{"rows": PLACES, "capacity": CAPACITY, "logprobs": 0, "buckets": (8, 32), **spec})
         made = engine_module.Programs
         engine_module.Programs = SharedPrograms
@@ -308,7 +291,7 @@ def generate(engine: Engine, requests: list[Request], steps: int | None = None) 
     depth, outputs = engine.depth, []
     for number, (prompt, params) in enumerate(requests):
         samples = new_samples(
-            str(number), None, prompt, params, lambda p: Growing(None, p),
+            str(number), None, prompt, params, lambda p: IncrementalText(None, p),
             engine_seed=0, number=number, capacity=engine.spec.capacity, draft_length=depth,
         )  # fmt: skip
         engine.add(samples)

@@ -58,16 +58,16 @@ def _note_reads(file: Path) -> None:
     def filled(plan: Any, *rest: Any) -> Any:
         params = fill(plan, *rest)
         if not file.exists():
-            file.write_text(json.dumps({"mapped": sorted(mapped), "taken": plan.files.taken}))
+            file.write_text(json.dumps({"mapped": sorted(mapped), "taken": plan.files.released}))
         return params
 
     TensorFiles.__getitem__, load.fill = noted, filled
 
 
 def _die_before(update: int, there: Path) -> None:
-    from jaxspec.train import run
+    from jaxspec.train import head_run
 
-    batches = run.batches
+    batches = head_run.batches
 
     def ending(*rest: Any, first: int, **more: Any) -> Iterator[Any]:
         for step, batch in enumerate(batches(*rest, first=first, **more), first):
@@ -77,7 +77,7 @@ def _die_before(update: int, there: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield batch
 
-    run.batches = ending
+    head_run.batches = ending
 
 
 if __name__ == "__main__":

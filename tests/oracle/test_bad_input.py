@@ -199,7 +199,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     ),
     "no length": (
         {"method": "ngram"},
-        r"must be an integer from 1 to 16, got None; leave speculative_config out",
+        r"must be \"auto\" or an integer from 1 to 16, got None; leave speculative_config out",
     ),
     "length 0": (
         {**NGRAM, "num_speculative_tokens": 0},
@@ -219,7 +219,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     "huge tree": ({"method": "ngram", "speculative_token_tree": [1000] * 5}, r"more than 65 nodes"),
     "tree as text": (
         {"method": "ngram", "speculative_token_tree": "2,2"},
-        r"lists branching factors, got '2,2'",
+        r"must be a list of branching factors, got '2,2'",
     ),
     "block with a tree": (
         {"method": "ngram", "speculative_token_tree": [2], "rejection_sample_method": "block"},
@@ -249,13 +249,16 @@ CONFIGS: dict[str, tuple[Any, str]] = {
         {"method": "early_exit", "exit_layer": 0, "num_speculative_tokens": 2},
         r"exit_layer must be an integer from 1, got 0",
     ),
-    "exit layer behind the last": (
+    "exit layer past the last": (
         {"method": "early_exit", "exit_layer": 9, "num_speculative_tokens": 2},
         r"exit_layer must be from 1 to \d+, for the target has \d+ layers; got 9",
     ),
     "exit layer of another method": ({**NGRAM, "exit_layer": 1}, r'"exit_layer" go together'),
     "lookup reversed": ({**NGRAM, "prompt_lookup_min": 5, "prompt_lookup_max": 3}, r"got 5, 3"),
-    "lookup as text": ({**NGRAM, "prompt_lookup_min": "x"}, r"integers from 1 to 16, got"),
+    "lookup as text": (
+        {**NGRAM, "prompt_lookup_min": "x"},
+        r"prompt_lookup_min must be an integer from 1 to 16, got 'x'",
+    ),
 }
 
 

@@ -57,7 +57,6 @@ def run(model: Path, temperature: float, monkeypatch: pytest.MonkeyPatch, **sett
     return llm, outputs
 
 
-@pytest.mark.served
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sick_token_ends_its_own_requests_only(
@@ -99,7 +98,6 @@ def test_a_head_with_a_nan_says_nothing(
     assert not llm.engine.busy
 
 
-@pytest.mark.served
 def test_an_expert_with_a_nan_ends_a_text_where_it_is_chosen(
     target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

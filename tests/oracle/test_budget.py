@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxspec.draft.cuts import Cuts
-from jaxspec.serve.budget import VerifyBudget
+from jaxspec.control.draft_cost import VerifyBudget
 from jaxspec.topology import chain
 from tests.oracle.conftest import Lab, Wheel, generate, mixed_requests, tokens_of
 
@@ -14,9 +13,9 @@ def test_prices_that_change_give_the_same_text(lab: Lab, kind: str):
     requests, budget = mixed_requests(kind), Wheel()
     engine = lab.engine(lab.drafter("self", chain(4)), budget=budget)
     first = generate(engine, requests[:1], steps=1)
-    compiled = engine.programs._programs["arm 4"]._cache_size()
+    compiled = engine.programs.programs["dispatch", chain(4)]._cache_size()
     outputs = generate(engine, requests, steps=2)
-    assert engine.programs._programs["arm 4"]._cache_size() == compiled, "prices are data"
+    assert engine.programs.programs["dispatch", chain(4)]._cache_size() == compiled, "prices are data"
     plain = tokens_of(lab.reference(kind, requests))
     assert tokens_of(first) == plain[:1]
     assert tokens_of(outputs) == plain
@@ -31,7 +30,7 @@ def test_prices_that_change_give_the_same_text(lab: Lab, kind: str):
 
 
 def test_a_threshold_alone_cuts_some_drafts_and_not_all(lab: Lab):
-    requests, budget = mixed_requests("cold"), VerifyBudget(Cuts(least=0.1), 0, 0)
+    requests, budget = mixed_requests("cold"), VerifyBudget(0, 0, by_cost=False, min_confidence=0.1)
     engine = lab.engine(lab.drafter("self", chain(4)), budget=budget)
     assert tokens_of(generate(engine, requests)) == tokens_of(lab.reference("cold", requests))
     counted = engine.metrics.speculation

@@ -12,8 +12,6 @@ from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.topology import DynamicTree, chain
 from tests.oracle.conftest import CAPACITY, EOS, LETTERS, VOCAB, Lab, SharedPrograms, mixed_requests, tokens_of
 
-pytestmark = pytest.mark.served
-
 SETTINGS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": CAPACITY, "max_num_seqs": 3, "prefill_buckets": (8, 32), "max_logprobs": 3,
 }  # fmt: skip

@@ -3,10 +3,10 @@
 import pytest
 
 from jaxspec.bench.workload import HELD_OUT, choose, load_excerpts
-from jaxspec.draft.deferred import KEPT, Deferred
+from jaxspec.control.decision import Fixed
+from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
 from jaxspec.pytree import replace
 from jaxspec.serve import engine as engine_module
-from jaxspec.serve.control import Fixed
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
@@ -31,7 +31,7 @@ def test_five_drafts_commit_two_and_a_half_tokens_per_pass_of_held_out_code():
 @pytest.mark.slow
 def test_a_head_that_missed_most_of_a_text_is_nearly_as_often_right(monkeypatch: pytest.MonkeyPatch):
     """Texts that were decoded plainly for 264 tokens: it is shown the latest ones, over what other texts left."""
-    monkeypatch.setattr(engine_module, "KEPT", 512)
+    monkeypatch.setattr(engine_module, "RING_SIZE", 512)
     config = {
         "method": "shared_expert",
         "model": str(demo_model_dir("head")),
@@ -41,10 +41,10 @@ def test_a_head_that_missed_most_of_a_text_is_nearly_as_often_right(monkeypatch:
     llm = LLM(demo_model_dir("target"), speculative_config=config, max_model_len=512, max_num_seqs=8)
     engine, prompts = llm.engine, [excerpt.prompt for excerpt in choose(load_excerpts(HELD_OUT), 8)]
     whole, turn = engine.drafter, 0
-    assert isinstance(whole, Deferred)
+    assert isinstance(whole, LazyObserver)
     per_step: dict[int, float] = {}
-    for room in (512, KEPT, 0):
-        engine.drafter = replace(whole, room=room)
+    for room in (512, RING_SIZE, 0):
+        engine.drafter = replace(whole, ring_size=room)
         tokens = steps = 0
         for temperature in (0.0, 1.0):
             turn += 1  # each text runs in a row in which another one ran before
@@ -64,5 +64,5 @@ def test_a_head_that_missed_most_of_a_text_is_nearly_as_often_right(monkeypatch:
             steps += sum(output.metrics.num_steps for output in outputs) - before
             tokens += sum(len(output.outputs[0].token_ids) for output in outputs) - made
         per_step[room] = tokens / steps
-    assert per_step[KEPT] > 0.97 * per_step[512], per_step
+    assert per_step[RING_SIZE] > 0.97 * per_step[512], per_step
     assert per_step[0] < 0.97 * per_step[512], "what is shown counts"

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.window import Window
 from jaxspec.checkpoint.load.padding import check_vocabulary
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 from jaxspec.topology import chain
@@ -73,7 +73,7 @@ def test_speculation_gives_the_same_text(target: Path, tmp_path: Path, size: int
 @pytest.mark.parametrize("size", SIZES)
 def test_drafts_are_of_the_target_vocabulary(size: int):
     arch = arch_of({**CONFIG, "vocab_size": size, "num_hidden_layers": 1})
-    net = Transformer(arch, Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked"))
+    net = Transformer(arch, make_policy("float32"))
     params = net.initial(jax.random.key(0))
     drafter = SmallLm(params, net, chain(2), 16, PADDED)
     assert drafter.vocab_size == PADDED

@@ -8,13 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.decode.step import TAIL
 from jaxspec.errors import CapacityError
 from jaxspec.protocol import Drafter
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
-from jaxspec.topology import chain, tree
+from jaxspec.topology import PLAIN, chain, tree
 from tests.oracle.conftest import (
     CAPACITY,
     VOCAB,
@@ -105,32 +104,31 @@ def test_one_dispatch_reads_one_small_array(llm: LLM, monkeypatch: pytest.Monkey
         read.append(x.size)
         return real_get(x)
 
-    def dispatch(*args):
-        state, report = real_dispatch(*args)
+    def dispatch(*args, **how):
+        state, report = real_dispatch(*args, **how)
         dispatched.append(args)
-        report.logprob_BXL.delete()
-        report.top_BXL.delete()
+        report.logprob_BXTL.delete()
+        report.top_BXTL.delete()
         return state, report
 
     monkeypatch.setattr(engine_module.jax, "device_get", get)
     monkeypatch.setattr(llm.engine.programs, "dispatch", dispatch)
     llm.generate(prompts_of(4, 20, 9), GREEDY)
     assert len(read) == len(dispatched) > 0
-    assert max(read) <= 2 * (8 * (4 + 2) + TAIL)
-
-
-def program_names(llm: LLM) -> list[str]:
-    return list(llm.engine.programs._programs)
+    assert max(read) <= 2 * (8 + 1) * (4 + 3)
 
 
 def cache_shapes(llm: LLM) -> set[tuple[int, ...]]:
     return {pages.shape for pages in jax.tree.leaves((llm.engine.state.layers, llm.engine.state.draft))}
 
 
-@pytest.mark.parametrize("name", ["arm 0", "arm 3", "prefill 32", "prefill 256", "admit", "retire"])
-def test_the_cache_is_neither_copied_nor_doubled(llm: LLM, name: str):
-    assert name in program_names(llm)
-    program = llm.engine.programs._programs[name]
+@pytest.mark.parametrize(
+    "name",
+    [("dispatch", PLAIN), ("dispatch", chain(3)), ("prefill", 32), ("prefill", 256), "admit", "retire"],
+    ids=str,
+)
+def test_the_cache_is_neither_copied_nor_doubled(llm: LLM, name: str | tuple):
+    program = llm.engine.programs.programs[name]
     state_bytes = sum(x.nbytes for x in jax.tree.leaves(llm.engine.state))
     cache_bytes = sum(x.nbytes for x in jax.tree.leaves((llm.engine.state.layers, llm.engine.state.draft)))
     memory = program.memory_analysis()
@@ -141,7 +139,7 @@ def test_the_cache_is_neither_copied_nor_doubled(llm: LLM, name: str):
         assert pages in text
         copies += re.findall(rf"= {re.escape(pages)}\S* copy(?:-start)?\(.*", text)
     assert copies == []
-    if name in ("arm 0", "admit", "retire"):
+    if name in (("dispatch", PLAIN), "admit", "retire"):
         assert memory.temp_size_in_bytes < cache_bytes
 
 
@@ -174,12 +172,12 @@ def test_exhausted_pages_make_requests_wait(lab: Lab):
     held = []
     real = engine.programs.dispatch
 
-    def dispatch(*args):
+    def dispatch(*args, **how):
         held.append(sum(row is not None for row in engine.rows))
         ids = [page for row in engine.rows if row is not None for page in row.pages]
         assert len(ids) == len(set(ids))
         assert 0 not in ids
-        return real(*args)
+        return real(*args, **how)
 
     engine.programs.dispatch = dispatch
     outputs = generate(engine, requests)

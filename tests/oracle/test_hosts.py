@@ -101,6 +101,7 @@ def check_reads(place: Path) -> None:
         assert seen["taken"] == {name: sizes[name] for name in seen["mapped"]}
 
 
+@pytest.mark.slow
 def test_processes_with_different_weights_and_settings_say_so(place: Path, tmp_path: Path):
     shutil.copytree(place / "model", tmp_path / "model")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
@@ -118,9 +119,9 @@ def test_processes_with_different_weights_and_settings_say_so(place: Path, tmp_p
 
 def test_nobody_at_the_address():
     with pytest.raises(ConfigError, match=r"did not meet at localhost:9 .*same --coordinator-address HOST:PORT"):
-        hosts.meet("localhost:9", 2, 1, meeting_s=0)
+        hosts.initialize("localhost:9", 2, 1, initialization_timeout_s=0)
     with pytest.raises(ConfigError, match="the coordinator's address is HOST:PORT, got 'somewhere'"):
-        hosts.meet("somewhere", 2, 1)
+        hosts.initialize("somewhere", 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +132,13 @@ def test_the_share_of_a_process(own: tuple[int, ...], data: tuple[int, int], exp
     mesh: Any = SimpleNamespace(
         axis_names=("data", "expert"), shape={"data": 2, "expert": 2}, devices=devices, local_devices=own
     )
-    assert (hosts.share(mesh, "data"), hosts.share(mesh, "expert")) == (data, expert)
+    assert (hosts.local_share(mesh, "data"), hosts.local_share(mesh, "expert")) == (data, expert)
 
 
 def test_devices_that_are_no_even_share():
     mesh: Any = SimpleNamespace(axis_names=("data",), shape={"data": 4}, devices=np.arange(4), local_devices=(0, 2))
     with pytest.raises(ConfigError, match=r"places \[0, 2\] of 4 along data, which is no even share"):
-        hosts.share(mesh, "data")
+        hosts.local_share(mesh, "data")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxspec.train.metrics import without_times
 from jaxspec.train.run import train
+from jaxspec.train.run_log import without_times
 from jaxspec.train.settings import load_run_settings
 from tests.oracle.one_of_several import LOST_S, together
 from tests.unit.serve.tiny_model import write_tiny_model
@@ -47,6 +47,7 @@ def logged(run: Path) -> list[dict[str, Any]]:
     return [without_times(json.loads(line)) for line in lines]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_go_on_to_the_bit(place: Path):
     command = ["train", str(place / "run.toml")]
     first, second = together(command, command, dies=(DIES, place / "two" / "checkpoints" / str(SAVED)))
@@ -58,7 +59,7 @@ def test_two_processes_train_as_one_and_go_on_to_the_bit(place: Path):
     assert "another process was lost" in said
     assert "start the same command on all of them again" in said
     before = logged(place / "two")
-    assert [entry["step"] for entry in before] == list(range(1, DIES + 1)), "updates behind the checkpoint"
+    assert [entry["step"] for entry in before] == list(range(1, DIES + 1)), "updates after the checkpoint"
     again = together(command, command)
     ends = [process.communicate(timeout=300)[1] for process in again]
     assert [process.returncode for process in again] == [0, 0], ends

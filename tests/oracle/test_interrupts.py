@@ -1,5 +1,6 @@
 """Whatever happens in the middle, an interrupt, a failed program, another thread: the next text is the right one."""
 
+import copy
 import gc
 import random
 import signal
@@ -12,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
-from jaxspec.nn.policy import Policy
+from jaxspec.models.trained_head import Head
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve import engine as engine_module
+from jaxspec.serve.driver import Driver
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.parameters import RequestOutputKind
 from jaxspec.serve.request import RequestOutput, SamplingParams
-from jaxspec.serve.text import Growing
+from jaxspec.serve.text import IncrementalText
 from tests.oracle.conftest import CAPACITY, CONFIG, SharedPrograms
 
 ROUNDS = {"head": 70, "paged": 70, "mesh": 60}
@@ -65,7 +66,7 @@ def is_idle(llm: LLM) -> bool:
 def llms(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLM]:
     layer = {k: v for k, v in CONFIG.items() if "expert" not in k and "moe" not in k and k != "architectures"}
     own = arch_of(layer | {"model_type": "llama", "num_hidden_layers": 1})
-    policy = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+    policy = make_policy("float32")
     net = DraftHead(HeadSpec(own, CONFIG["hidden_size"], last=True, join="product", join_bias=True), policy)
     folder = tmp_path_factory.mktemp("heads") / "head"
     save_head(Head(net, jax.jit(net.initial)(jax.random.key(1)), None), folder)
@@ -167,9 +168,9 @@ def test_a_failed_program_takes_no_request_along(
     assert any(output.outputs[0].token_ids for output in outputs)
     before = getattr(llm.engine.programs, program)
 
-    def fail(*args: Any) -> Any:
+    def fail(*args: Any, **how: Any) -> Any:
         monkeypatch.undo()
-        before(*args)  # which takes the state with it
+        before(*args, **how)  # which takes the state with it
         raise MemoryError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(llm.engine.programs, program, fail)
@@ -188,8 +189,8 @@ def test_the_failing_call_gets_the_failure_and_the_next_its_text(llms: dict[str,
     wanted = text(llm)
     before = llm.engine.programs.dispatch
 
-    def fail(*args: Any) -> Any:
-        before(*args)
+    def fail(*args: Any, **how: Any) -> Any:
+        before(*args, **how)
         raise MemoryError
 
     monkeypatch.setattr(llm.engine.programs, "dispatch", fail)
@@ -208,12 +209,12 @@ def test_no_memory_for_a_new_state_either(llms: dict[str, LLM], monkeypatch: pyt
     llm = llms["head"]
     wanted = text(llm)
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **how: Any) -> Any:
         raise MemoryError
 
     output = llm.submit(PROMPTS[0], GREEDY)
     monkeypatch.setattr(llm.engine.programs, "dispatch", fail)
-    monkeypatch.setattr(llm.engine, "_allocate", fail)
+    monkeypatch.setattr(llm.engine.scheduler, "allocate", fail)
     for _ in range(3):
         with pytest.raises(MemoryError):
             llm.step()
@@ -225,15 +226,15 @@ def test_no_memory_for_a_new_state_either(llms: dict[str, LLM], monkeypatch: pyt
 
 
 def test_a_request_that_fails_by_itself(llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch):
-    llm, add = llms["paged"], Growing.add
+    llm, add = llms["paged"], IncrementalText.add
     wanted = text(llm)
 
-    def failing(self: Growing, token: int, *args: Any, **more: Any) -> Any:
+    def failing(self: IncrementalText, token: int, *args: Any, **more: Any) -> Any:
         if token == wanted[1][5]:
             raise ValueError("no such bytes")
         return add(self, token, *args, **more)
 
-    monkeypatch.setattr(Growing, "add", failing)
+    monkeypatch.setattr(IncrementalText, "add", failing)
     outputs = llm.generate(PROMPTS, GREEDY)
     streamed = list(llm.stream(PROMPTS[1], GREEDY))[-1]
     monkeypatch.undo()
@@ -311,7 +312,10 @@ def test_each_submitted_request_is_returned_once(llms: dict[str, LLM]):
 
 
 def test_an_engine_goes_with_its_llm(llms: dict[str, LLM]):
-    llm = llms["paged"].beside(llms["paged"].engine.control)
+    llm, engine = copy.copy(llms["paged"]), copy.copy(llms["paged"].engine)
+    engine.reset()
+    llm.engine, llm.driver = engine, Driver(engine, llm.driver.worker)
+    del engine
     text(llm)
     list(llm.stream(PROMPTS[0], GREEDY))
     engine = weakref.ref(llm.engine)
@@ -324,7 +328,7 @@ def test_a_request_whose_steps_always_fail_ends(llms: dict[str, LLM], monkeypatc
     llm = llms["paged"]
     wanted = text(llm)
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **how: Any) -> Any:
         raise MemoryError("too much")
 
     outputs = [llm.submit(prompt, GREEDY) for prompt in PROMPTS]

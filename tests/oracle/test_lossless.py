@@ -1,17 +1,17 @@
 """Losslessness: with any drafter, topology, rule, cache and batch the tokens are plain decoding's."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise as neighbors
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.draft.null import NoDrafts
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
-from jaxspec.topology import DynamicTree, Topology, chain, tree
+from jaxspec.topology import AnyTopology, DynamicTree, Topology, chain, tree
 from tests.oracle.conftest import (
     CAPACITY,
     EOS,
@@ -26,18 +26,20 @@ from tests.oracle.conftest import (
     script,
     tokens_of,
 )
-
-pytestmark = pytest.mark.served
+from tests.oracle.covering import Case, every_case, pairwise
 
 CHAINS = [chain(k) for k in (1, 2, 4, 8)]
 TREES = [tree((2,)), tree((2, 2)), tree((3, 1, 1))]
 UNEVEN = Topology((-1, 0, 0, 0, 1, 1, 2, 4, 4, 6))
+GROWN = DynamicTree(top_k=3, steps=3, nodes=8)
 # Every other shape costs seconds of compilation: these run always, the others only with the slow tests.
 QUICK = (chain(4), tree((2, 2)))
 BATCHES = ("cold", "warm", "mixed")
 
 
-def name_of(topology: Topology) -> str:
+def name_of(topology: AnyTopology) -> str:
+    if isinstance(topology, DynamicTree):
+        return "grown"
     return f"chain{topology.drafts}" if topology.is_chain else "tree" + "".join(map(str, topology.parents[1:]))
 
 
@@ -88,7 +90,7 @@ def test_the_reference_batches_vary(lab: Lab):
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("topology", marked(*CHAINS, *TREES, UNEVEN, quick=(*QUICK, chain(1), UNEVEN)))
+@pytest.mark.parametrize("topology", marked(*CHAINS, *TREES, UNEVEN, quick=(*QUICK, UNEVEN)))
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0], ids=["perfect", "mixture", "adversarial"])
 def test_scripted_drafts(lab: Lab, topology: Topology, batch: str, wrong: float):
     requests = mixed_requests(batch)
@@ -102,70 +104,98 @@ def test_scripted_drafts(lab: Lab, topology: Topology, batch: str, wrong: float)
             assert sum(o.metrics.num_accepted_tokens for o in outputs) == 0
 
 
-@pytest.mark.parametrize("kind", ["ngram", "self", "random", "mtp"])
-@pytest.mark.parametrize("topology", marked(*CHAINS, *TREES))
-def test_drafters(lab: Lab, kind: str, topology: Topology):
-    for batch in BATCHES:
-        requests = mixed_requests(batch)
-        plain = lab.reference(batch, requests)
-        outputs = lab.run(lab.drafter(kind, topology), requests)
-        assert tokens_of(outputs) == tokens_of(plain), batch
-        if batch == "cold" and kind == "self":
-            for output in outputs:  # every draft on the first path is accepted
-                count = len(output.outputs[0].token_ids)
-                assert output.metrics.num_steps == -(-count // (topology.max_depth + 1))
-                assert output.metrics.num_accepted_tokens == count - output.metrics.num_steps
-        if batch == "cold" and kind == "random":
-            accepted = sum(o.metrics.num_accepted_tokens for o in outputs)
-            drafted = sum(o.metrics.num_draft_tokens for o in outputs)
-            assert accepted < 0.15 * drafted
+FACTORS: dict[str, list[Any]] = {
+    "drafter": ["ngram", "self", "random", "mtp", "scripted"],
+    "topology": [*QUICK, GROWN, *(t for t in (*CHAINS, *TREES) if t not in QUICK)],
+    "rule": ["match", "greedy"],
+    "cache": ["rows", "pages"],
+    "layout": ["switched", "stacked"],
+}
+PAGES = {"block": 16, "page": 16, "pages": 2 + 2 * 128 // 16}  # too few for all rows at once
 
 
-@pytest.mark.parametrize("kind", ["self", "random", "mtp"])
-@pytest.mark.parametrize("batch", BATCHES)
-def test_dynamic_trees(lab: Lab, kind: str, batch: str):
+def possible(case: Case) -> bool:
+    return case["topology"] != GROWN or case["drafter"] not in ("ngram", "scripted")
+
+
+def named(case: Case) -> str:
+    return "-".join(name_of(v) if name == "topology" else v for name, v in case.items())
+
+
+# Each case compiles a program. Stacked weights run with every family in test_families_lossless.
+QUICK_CASES = pairwise(every_case(FACTORS | {"topology": [*QUICK, GROWN], "layout": ["switched"]}, possible))
+SLOW_CASES = [case for case in every_case(FACTORS, possible) if case not in QUICK_CASES]
+
+
+@pytest.mark.parametrize(
+    "case", [*QUICK_CASES, *(pytest.param(c, marks=pytest.mark.slow) for c in SLOW_CASES)], ids=named
+)
+def test_any_drafter_topology_rule_and_cache(lab: Lab, case: Case):
+    """Every pair of values in the quick cases, every combination in the slow ones."""
+    for batch, steps in zip(BATCHES if case["rule"] == "match" else ["cold"], (None, 1, 3), strict=False):
+        check_case(lab, case, batch, steps)
+
+
+def check_case(lab: Lab, case: Case, batch: str, steps: int | None) -> None:
+    """Runs a batch; its tokens are plain decoding's, and its counts what the drafter must reach."""
+    kind, topology, layout = (case[name] for name in ("drafter", "topology", "layout"))
     requests = mixed_requests(batch)
-    plain = lab.reference(batch, requests)
-    outputs = lab.run(lab.drafter(kind, DynamicTree(top_k=3, steps=3, nodes=8)), requests)
-    assert tokens_of(outputs) == tokens_of(plain)
-    accepted = sum(o.metrics.num_accepted_tokens for o in outputs) / sum(o.metrics.num_steps for o in outputs)
-    if kind == "self":
-        assert accepted > 1.5
-    if batch == "cold" and kind == "random":
-        assert accepted < 0.2
-
-
-@pytest.mark.parametrize("kind", ["ngram", "self", "random", "scripted"])
-@pytest.mark.parametrize("topology", marked(*QUICK, quick=QUICK[1:]))
-def test_greedy_rule(lab: Lab, kind: str, topology: Topology):
-    requests = mixed_requests("cold")
-    plain = lab.reference("cold", requests, rule="greedy")
-    assert tokens_of(plain) == tokens_of(lab.reference("cold", requests))
+    plain = lab.reference(batch, requests, layout=layout)
     scripted = kind == "scripted"
-    drafter = script(requests, plain, topology, wrong=0.3) if scripted else lab.drafter(kind, topology)
-    outputs = lab.run(drafter, requests, rule="greedy")
-    assert tokens_of(outputs) == tokens_of(plain)
+    drafter = script(requests, plain, topology, wrong=0.3) if scripted else lab.drafter(kind, topology, layout=layout)
+    engine = lab.engine(drafter, layout=layout, rule=case["rule"], **(PAGES if case["cache"] == "pages" else {}))
+    outputs = generate(engine, requests, steps)
+    assert tokens_of(outputs) == tokens_of(plain), batch
     if scripted:
         check_script(drafter, requests, outputs)
+    if case["cache"] == "pages":
+        assert engine.pool.free == engine.pool.total
+    accepted, drafted, steps = (
+        sum(getattr(o.metrics, f"num_{name}") for o in outputs) for name in ("accepted_tokens", "draft_tokens", "steps")
+    )
+    if kind == "self" and topology == GROWN:
+        assert accepted > 1.5 * steps
+    elif kind == "self" and batch == "cold":  # every draft on the first path is accepted
+        for output in outputs:
+            count = len(output.outputs[0].token_ids)
+            assert output.metrics.num_steps == -(-count // (topology.max_depth + 1))
+            assert output.metrics.num_accepted_tokens == count - output.metrics.num_steps
+    elif kind == "random" and batch == "cold":
+        assert accepted < (0.2 * steps if topology == GROWN else 0.15 * drafted)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_many_rows(lab: Lab, dtype: str):
+@pytest.mark.parametrize("topology", [pytest.param(chain(4), marks=pytest.mark.slow), tree((2, 2))], ids=name_of)
+def test_many_rows(lab: Lab, topology: Topology):
     """Above 16 rows the caches are written by scatters."""
+    check_many_rows(lab, topology, "float32")
+
+
+@pytest.mark.served
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", QUICK, ids=name_of)
+def test_many_rows_in_bfloat16(lab: Lab, topology: Topology):
+    check_many_rows(lab, topology, "bfloat16")
+
+
+def check_many_rows(lab: Lab, topology: Topology, dtype: str) -> None:
     requests = [r for kind in BATCHES for r in mixed_requests(kind)]
     requests = [(p, SamplingParams(**{**vars(s), "seed": n})) for n, (p, s) in enumerate(requests)][:18]
     few = lab.reference("many", requests, dtype=dtype)
     many = lab.reference("many", requests, dtype=dtype, rows=17)
     assert tokens_of(many) == tokens_of(few)
-    for topology in (chain(4), tree((2, 2))):
-        drafter = script(requests, few, topology, wrong=0.3)
-        outputs = lab.run(drafter, requests, dtype=dtype, rows=17)
-        assert tokens_of(outputs) == tokens_of(few)
-        check_script(drafter, requests, outputs)
+    drafter = script(requests, few, topology, wrong=0.3)
+    outputs = lab.run(drafter, requests, dtype=dtype, rows=17)
+    assert tokens_of(outputs) == tokens_of(few)
+    check_script(drafter, requests, outputs)
 
 
-@pytest.mark.parametrize("kind", ["self", "scripted"])
-@pytest.mark.parametrize("topology", marked(*QUICK, quick=QUICK[:1]))
+SERVED = [("scripted", chain(4)), ("scripted", tree((2, 2))), ("self", chain(4)), ("mtp", tree((2, 2)))]
+
+
+@pytest.mark.served
+@pytest.mark.parametrize(
+    ("kind", "topology"), SERVED, ids=lambda value: value if isinstance(value, str) else name_of(value)
+)
 def test_bfloat16(lab: Lab, kind: str, topology: Topology):
     for batch in ("cold", "mixed"):
         requests = mixed_requests(batch)
@@ -177,43 +207,6 @@ def test_bfloat16(lab: Lab, kind: str, topology: Topology):
         assert tokens_of(outputs) == tokens_of(plain)
         if scripted:
             check_script(drafter, requests, outputs)
-
-
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_stacked_experts(lab: Lab, dtype: str):
-    requests = mixed_requests("mixed")
-    plain = lab.reference("mixed", requests, layout="stacked", dtype=dtype)
-    drafter = lab.drafter("self", chain(4), dtype, "stacked")
-    outputs = lab.run(drafter, requests, layout="stacked", dtype=dtype)
-    assert tokens_of(outputs) == tokens_of(plain)
-
-
-@pytest.mark.parametrize("page", [16, pytest.param(128, marks=pytest.mark.slow)])
-def test_pages_equal_whole_rows(lab: Lab, page: int):
-    """A pool too small for all rows at once, its pages crossed by drafts, gives the text of whole rows."""
-    requests = mixed_requests("mixed")
-    plain = lab.reference("mixed", requests)
-    paged = {"block": page, "page": page, "pages": 2 + 2 * 128 // page}
-    whole = lab.run(NoDrafts(), requests, block=page)
-    assert tokens_of(whole) == tokens_of(plain)
-    assert tokens_of(lab.run(NoDrafts(), requests, **paged)) == tokens_of(whole)
-    for topology in (chain(8), tree((2, 2))):
-        drafter = script(requests, plain, topology, wrong=0.2)
-        engine = lab.engine(drafter, **paged)
-        outputs = generate(engine, requests)
-        assert tokens_of(outputs) == tokens_of(whole)
-        check_script(drafter, requests, outputs)
-        assert engine.pool is not None
-        assert engine.pool.free == engine.pool.total
-
-
-def test_steps_per_dispatch(lab: Lab):
-    requests = mixed_requests("mixed")
-    plain = lab.reference("mixed", requests)
-    drafter = script(requests, plain, chain(4), wrong=0.3)
-    for steps in (1, 3):
-        assert tokens_of(generate(lab.engine(drafter), requests, steps)) == tokens_of(plain)
-    assert tokens_of(lab.run(drafter, requests, steps=1)) == tokens_of(plain)
 
 
 SETTINGS = {"dtype": "float32", "max_model_len": CAPACITY, "max_num_seqs": 3, "prefill_buckets": (8, 32)}
@@ -373,7 +366,7 @@ def test_stream_equals_generate(llms: dict[str, LLM]):
             assert final is not None
             assert final.finished
             assert seen([final]) == seen(llms["plain"].generate([PROMPTS[2]], params)), name
-            assert all(b.startswith(a) for a, b in pairwise(texts))
+            assert all(b.startswith(a) for a, b in neighbors(texts))
 
 
 def test_rows_end_at_the_capacity(llms: dict[str, LLM]):

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.bench import hlo
-from jaxspec.bench.model_cost import model_cost
+from jaxspec.aot import hlo
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.model_cost import model_cost
 from jaxspec.perf.cost import Mesh
 from jaxspec.perf.links import collectives
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
+from jaxspec.topology import chain
 from tests.oracle.test_families_lossless import GOLDENS
 
 ROWS, TOKENS = 4, 10
@@ -66,7 +67,7 @@ def test_two_exchanges_per_layer_whatever_is_verified(whole: LLM):
     count: dict[int, Counter] = {0: Counter(), 5: Counter()}
     size: dict[int, Counter] = {0: Counter(), 5: Counter()}
     for drafts in count:
-        module = hlo.parse(whole.engine.programs._programs[f"arm {drafts}"].as_text(), stepped=True)
+        module = hlo.parse(whole.engine.programs.programs["dispatch", chain(drafts)].as_text(), stepped=True)
         for instruction, run in module.executed():
             if not run.setup and not run.optional and instruction.opcode in COLLECTIVES:
                 count[drafts][instruction.opcode] += run.times

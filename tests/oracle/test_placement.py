@@ -1,7 +1,6 @@
 """Wherever a placement puts experts, the text is that of one device, and routing still speaks of experts."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from jaxspec.checkpoint.load.model import load_model
 from jaxspec.errors import ConfigError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.nn.moe import MoeSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.perf.expert_placement import EMPTY, LayerSlots, Placement, balanced, save_placement
 from jaxspec.serve.llm import LLM
 from jaxspec.sharding.mesh import make_mesh
@@ -42,7 +41,7 @@ def placed(name: str, devices: int, redundant: int, seed: int = 0) -> Placement:
     ("name", "devices", "redundant", "speculation", "transport"),
     [
         ("qwen3_moe", 3, 4, CHAIN, "padded"),  # of 8 experts, which 3 does not divide
-        ("deepseek_v3", 4, 4, MTP | {"num_speculative_tokens": 1}, "sum"),
+        pytest.param("deepseek_v3", 4, 4, MTP | {"num_speculative_tokens": 1}, "sum", marks=pytest.mark.slow),
     ],
 )
 def test_a_placement_gives_the_text_of_one_device(
@@ -59,17 +58,20 @@ def test_a_placement_gives_the_text_of_one_device(
     assert text(llm) == alone(name)
 
 
-@pytest.mark.parametrize(("name", "depth"), [("gpt_oss_mxfp4", "unrolled"), ("deepseek_v3_fp8", "stacked")])
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [("gpt_oss_mxfp4", "unrolled"), pytest.param("deepseek_v3_fp8", "stacked", marks=pytest.mark.slow)],
+)
 def test_every_layout_of_weights_is_put_into_slots(name: str, depth: Any):
     """Entries of one tensor, and numbers with scales; layers apart and stacked."""
-    policy = Policy(FLOAT32, FLOAT32, depth=depth)
+    policy = make_policy(FLOAT32, depth=depth)
     token = np.random.default_rng(2).integers(1, 90, (2, 12)).astype(np.int32)
     position = np.tile(np.arange(12, dtype=np.int32), (2, 1))
     forced = jax.jit(teacher_forced, static_argnums=0)
     whole = load_model(GOLDENS[name], policy)
     wanted, before = forced(whole.net, whole.params, token, position)
     mesh, placement = make_mesh({"expert": 2}), placed(name, 2, 2)
-    found = load_model(GOLDENS[name], replace(policy, transport="padded"), mesh=mesh, placement=placement)
+    found = load_model(GOLDENS[name], policy.update(transport="padded"), mesh=mesh, placement=placement)
     logits, hidden = forced(found.net, found.params, token, position)
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=2e-5 * float(np.abs(wanted).max()))
     for one, other in zip(hidden.routing, before.routing, strict=True):

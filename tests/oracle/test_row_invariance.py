@@ -1,4 +1,4 @@
-"""The promise behind losslessness in bfloat16: a row's logits are bitwise the same however many rows run with it."""
+"""What losslessness in bfloat16 rests on: a row's logits are bitwise the same however many rows run with it."""
 
 from functools import partial
 
@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window
+from jaxspec.cache.addressing import CacheSize
+from jaxspec.cache.window import Window
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import forward, head
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.demo_pair import demo_model_dir
 
 pytestmark = pytest.mark.served
@@ -22,19 +24,19 @@ LENGTH = 140  # beyond one attention block
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return load_model(demo_model_dir("target"), Policy(BFLOAT16, BFLOAT16, "switched"))
+    return load_model(demo_model_dir("target"), make_policy(BFLOAT16, experts="switched"))
 
 
 def bits(model: Model, token_BS: np.ndarray, width: int) -> np.ndarray:
     """Logits of the first row, decoded ``width`` positions at a time, as bits."""
     net, rows = model.net, len(token_BS)
-    layers = init_caches(net.arch, net.policy, rows, 256, slack=width)
+    layers = init_caches(net.arch, net.policy, CacheSize(rows, 256, width))
 
     @partial(jax.jit, donate_argnums=0)
     def run(layers, token_BT, start_B):
         position_BT = start_B[:, None] + jnp.arange(width, dtype=jnp.int32)
-        hidden, layers = forward(net, model.params, token_BT, position_BT, layers, Window(start_B))
-        return layers, head(net, model.params, hidden.last_BTD)[0]
+        hidden = forward(net, model.params, Inputs(token_BT, position_BT, Window(start_B), layers))
+        return hidden.caches, head(net, model.params, hidden.last_BTD)[0]
 
     found = []
     for start in range(0, token_BS.shape[1] - width + 1, width):

@@ -89,7 +89,7 @@ def check(model, head):
 
 
 def ahead(token, by):
-    """Tokens that stand ``by`` places later, 0 behind the end."""
+    """Tokens that stand ``by`` places later, 0 past the end."""
     return torch.cat([token[:, by:], token.new_zeros(1, by)], dim=1)
 
 

@@ -20,17 +20,18 @@ import numpy as np
 import pytest
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.checkpoint.load.export import save_model
+from jaxspec.checkpoint.load.save import save_model
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer, teacher_forced
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.serve.request import RequestOutput, SpeculationMetrics
 from jaxspec.shapes import Array, Params
-from jaxspec.train import loop, losses, optimizer
+from jaxspec.train import loop
+from lab import demo_losses, demo_optimizer
 
 PYTHON = os.environ.get("JAXSPEC_VLLM_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="JAXSPEC_VLLM_PYTHON names no interpreter with vLLM")
-FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"), "stacked")
+FLOAT32 = make_policy("float32")
 V, LENGTH, ROWS, DRAFTS, NEW, PROMPTS = 128, 192, 8, 3, 64, 12
 TARGET_STEPS, HEAD_STEPS, TAPS = 300, 200, (1, 3, 5)
 TARGET: dict[str, Any] = {
@@ -89,18 +90,21 @@ def train_target(directory: Path, text_S: np.ndarray, steps: int) -> None:
 
     def loss_fn(params: Params, frozen: None, token_BT: Array, key: Array) -> tuple[Array, dict[str, Array]]:
         logits, hidden = forward(params, token_BT[:, :-1])
-        ce = losses.cross_entropy(logits, token_BT[:, 1:])
-        return ce + 0.01 * losses.load_balance(hidden.routing), {"ce": ce}
+        ce = demo_losses.cross_entropy(logits, token_BT[:, 1:])
+        return ce + 0.01 * demo_losses.load_balance(hidden.routing), {"ce": ce}
 
     def batches(first: int) -> Iterator[np.ndarray]:
         return (windows(text_S, ROWS, LENGTH + 1, seed)[None] for seed in count(first))
 
-    token = jnp.zeros((1, 8), jnp.int32)
-    params: Any = net.init(jax.random.key(0), token, token, method="logits_of")
-    muon = optimizer.build(steps, matrix_peak=4e-3, other_peak=4e-3, warmup=20)
-    task = loop.Task(params, muon, loss_fn, batches)
-    spec = loop.LoopSpec(steps, directory.with_name("target_run"), save_every=steps)
-    save_model(directory, loop.run(spec, task), net.arch, TARGET, np.dtype("float32"))
+    def init() -> Any:
+        return net.initial(jax.random.key(0))
+
+    muon = demo_optimizer.build(steps, matrix_peak=4e-3, other_peak=4e-3, warmup=20)
+    run = loop.TrainRun(
+        directory=directory.with_name("target_run"), steps=steps, init=init, optimizer=muon, loss_fn=loss_fn,
+        batches=batches, save_every=steps,
+    )  # fmt: skip
+    save_model(directory, loop.train(run), net.arch, TARGET, np.dtype("float32"))
 
 
 def train_head(work: Path, text_S: np.ndarray) -> Path:
@@ -136,7 +140,7 @@ def in_vllm(work: Path, form: str, requests: list[dict[str, Any]]) -> tuple[dict
 
 
 def ends_of(drafted: list[bool], first: int) -> list[int]:
-    """Tokens committed behind each verification, from which of them were accepted drafts; every one ends with another.
+    """Tokens committed after each verification, from which of them were accepted drafts; every one ends with another.
 
     Args:
       drafted: of each token whether it was an accepted draft.
@@ -167,7 +171,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", ["eagle3", "speculators"])
 def test_vllm_commits_the_same_tokens_in_the_same_steps(work: Path, form: str):
     prompts, llm = windows(source_text(), PROMPTS, 48, seed=2).tolist(), loaded(work, form)
-    # vLLM samples the first token behind a prompt without drafts and drafts from it on; here the prompt's own last
+    # vLLM samples the first token after a prompt without drafts and drafts from it on; here the prompt's own last
     # token is drafted from. So the first token goes to the prompt here.
     first = [out.outputs[0].token_ids for out in greedy(llm, prompts, [1] * PROMPTS)]
     begun = [prompt + one for prompt, one in zip(prompts, first, strict=True)]

@@ -45,7 +45,7 @@ def batches(directory: Path, form: str) -> list[list[dict[str, Any]]]:
     for feature, token, wanted in zip(given["feature"], given["token"].long(), given["wanted"], strict=True):
         rows, slots = token.shape[0], token.shape[1] - 1
         loss = torch.ones(rows, slots, dtype=torch.bool)
-        loss[:, -1] = False  # behind the last token comes nothing to learn
+        loss[:, -1] = False  # after the last token comes nothing to learn
         shifted = {
             "hidden_states": feature[:, :-1], "input_ids": token[:, 1:], "verifier_last_hidden_states": wanted[:, 1:],
             "loss_mask": loss, "position_ids": torch.arange(1, slots + 1).repeat(rows, 1),

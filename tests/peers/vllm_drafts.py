@@ -3,7 +3,7 @@
 usage: vllm_drafts.py TARGET HEAD ASKED.json FOUND.json
 
 Asked are ``drafts`` per step and ``requests`` of ``prompt`` and ``max_tokens``. Found are the ``tokens`` of each
-request, how many it had behind each step (``ends``), and the counters of the whole run.
+request, how many it had after each step (``ends``), and the counters of the whole run.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What tells model directories apart without reading all of their weights."""
+"""Fingerprints that tell model directories apart without reading all of their weights."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ PROBE_BYTES = 1 << 16
 
 
 def fingerprint(directory: str | Path | None) -> str:
-    """Tells model directories apart: small files count whole, weight files by size and three probes."""
+    """Computes a fingerprint of a model directory: small files count whole, weight files by size and three probes."""
     digest = hashlib.sha256()
     folder = Path(directory or os.devnull)
     for file in [*(folder / name for name in READ_WHOLE), *sorted(folder.glob("*.safetensors"))]:
@@ -30,18 +30,18 @@ def fingerprint(directory: str | Path | None) -> str:
             with file.open("rb") as data:
                 size = file.stat().st_size
                 digest.update(f"{file.name} {size} ".encode())
-                for place in [None] if file.name in READ_WHOLE else [0, size // 2, max(size - PROBE_BYTES, 0)]:
-                    data.seek(place or 0)
-                    digest.update(data.read(-1 if place is None else PROBE_BYTES))
+                for offset in [None] if file.name in READ_WHOLE else [0, size // 2, max(size - PROBE_BYTES, 0)]:
+                    data.seek(offset or 0)
+                    digest.update(data.read(-1 if offset is None else PROBE_BYTES))
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read ({error.strerror})") from error
     return digest.hexdigest()[:32]
 
 
 def digests(config: Mapping[str, Any], directory: Path | None = None) -> dict[str, str]:
-    """SHA-256 of a config's content, and of the names and sizes of the weight files beside it."""
-    found = {"config_digest": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}
+    """Computes SHA-256 of a config's content, and of the names and sizes of a directory's weight files."""
+    hashes = {"config_digest": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}
     if directory is not None:
         files = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.safetensors"))]
-        found["files_digest"] = hashlib.sha256(json.dumps(files).encode()).hexdigest()
-    return found
+        hashes["files_digest"] = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return hashes

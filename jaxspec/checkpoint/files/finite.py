@@ -1,4 +1,4 @@
-"""Finds numbers that are not finite, at the speed at which memory is read."""
+"""A search for numbers that are not finite, at the speed of reading memory."""
 
 from collections.abc import Iterator
 
@@ -39,8 +39,8 @@ def not_finite(x: np.ndarray) -> tuple[int, tuple[int, ...]]:
     for rows in _blocks(x):
         wrong = ~np.isfinite(x[rows].astype(np.float64))
         if not count and wrong.any():
-            place = np.argwhere(wrong)[0].tolist()
-            first = (place[0] + rows.start, *place[1:])
+            index = np.argwhere(wrong)[0].tolist()
+            first = (index[0] + rows.start, *index[1:])
         count += int(wrong.sum())
     return count, first
 
@@ -63,6 +63,6 @@ def fault(name: str, x: np.ndarray, what: str = "numbers") -> str | None:
 
 
 def _blocks(x: np.ndarray) -> Iterator[slice]:
-    """Rows of at most a block's bytes together."""
+    """Yields slices of rows of at most a block's bytes."""
     step = max(1, BLOCK_BYTES * len(x) // max(x.nbytes, 1))
     return (slice(start, start + step) for start in range(0, len(x), step))

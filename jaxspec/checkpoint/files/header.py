@@ -1,4 +1,4 @@
-"""Where the tensors of one safetensors file lie, by its header, read as strictly as the safetensors library does."""
+"""Headers of safetensors files: where each tensor lies, read as strictly as the safetensors library does."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ MOST_ENTRY = 200
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where one tensor lies: file, dtype, shape and byte range."""
+    """The place of one tensor: file, dtype, shape and byte range."""
 
     file: Path
     dtype: np.dtype

@@ -13,7 +13,7 @@ from jaxspec.errors import CheckpointError, ConfigError
 MOST_JSON_BYTES = 100_000_000  # as the safetensors library has it for headers
 LFS_POINTER = b"version https://git-lfs"
 LFS_BYTES = 1024
-# What transformers reads beside the weights, and opens without a look at what it opens.
+# What transformers reads next to the weights, and opens without checking what it is.
 TEXT_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
@@ -34,11 +34,6 @@ def file_in(directory: Path, name: str, kind: Kind = CheckpointError) -> Path:
     A link may lead to another place of the directory, or from the hub's cache to its blobs
     (``snapshots/REVISION/FILE`` to ``blobs/HASH``), and nowhere else.
 
-    Args:
-      directory: of a model.
-      name: relative to it.
-      kind: of the error.
-
     Raises:
       CheckpointError, ConfigError: it is not there, not a regular file, outside of the directory, or a git-lfs pointer.
     """
@@ -50,7 +45,7 @@ def file_in(directory: Path, name: str, kind: Kind = CheckpointError) -> Path:
     file = directory / name
     real, _ = regular_file(file, kind)
     home = Path(os.path.realpath(directory))
-    if not any(real.is_relative_to(place) for place in (home, *_blobs(home))):
+    if not any(real.is_relative_to(folder) for folder in (home, *_blobs(home))):
         raise kind(
             f"{_short(file)}: a link out of the model directory, to {_short(real)}; copy the file or make a hard link, "
             "or give the directory that it lies in"
@@ -97,10 +92,6 @@ def check_text_files(directory: Path) -> None:
 def read_json(file: Path, kind: Kind = ConfigError) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
-    Args:
-      file: a regular one; names within a model directory go through ``file_in`` first.
-      kind: of the error.
-
     Raises:
       CheckpointError, ConfigError: it cannot be read, is larger than 100 MB, or is no JSON object.
     """
@@ -116,11 +107,6 @@ def read_json(file: Path, kind: Kind = ConfigError) -> dict[str, Any]:
 
 def parse_json(data: bytes, name: str, kind: Kind = ConfigError) -> dict[str, Any]:
     """Returns a JSON object from its bytes.
-
-    Args:
-      data: UTF-8.
-      name: of where it comes from, for messages.
-      kind: of the error.
 
     Raises:
       CheckpointError, ConfigError: it is not UTF-8, not JSON, nested too deeply, no object, or gives a key two values.
@@ -139,7 +125,7 @@ def parse_json(data: bytes, name: str, kind: Kind = ConfigError) -> dict[str, An
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
-    """An object that gives no key two values; readers disagree on which would count."""
+    """Makes an object; refuses a key with two values, for readers disagree on which would count."""
     made = dict(pairs)
     if len(made) < len(pairs):
         # NaN differs from itself, and is written the same.
@@ -150,13 +136,13 @@ def _object(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
 
 
 def _blobs(home: Path) -> tuple[Path, ...]:
-    """Where files of a directory of the hub's cache may lie: with its repository, or shared by all of them."""
-    snapshots = next((place for place in home.parents if place.name == "snapshots"), None)
+    """Returns where files of a directory of the hub's cache may lie: with its repository, or shared by all."""
+    snapshots = next((folder for folder in home.parents if folder.name == "snapshots"), None)
     return () if snapshots is None else (snapshots.parent / "blobs", snapshots.parent.parent / "blobs")
 
 
 def _head(file: Path, size: int) -> bytes:
-    """The first bytes of a small file; git-lfs pointers are small."""
+    """Returns the first bytes of a small file; git-lfs pointers are small."""
     if size > LFS_BYTES:
         return b""
     with file.open("rb") as handle:

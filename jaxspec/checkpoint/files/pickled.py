@@ -56,7 +56,7 @@ class _View:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its numbers lie behind one another, the last axis fastest."""
+        """Whether its numbers are contiguous, the last axis fastest."""
         step = 1
         for size, stride in zip(self.shape[::-1], self.stride[::-1], strict=True):
             if size != 1 and stride != step:
@@ -91,10 +91,10 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in STORAGES:
             return np.dtype(STORAGES[name])
-        found = KNOWN.get((module, name))
-        if found is None:
+        known = KNOWN.get((module, name))
+        if known is None:
             raise CheckpointError(f"it names {module}.{name}, which is no part of plain tensors")
-        return found
+        return known
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, key, _, count = pid
@@ -104,7 +104,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pickled_tensors(file: Path) -> dict[str, Tensor]:
-    """Where the tensors of an archive lie; their bytes are read like those of safetensors files.
+    """Returns where the tensors of an archive lie; their bytes are read like those of safetensors files.
 
     Args:
       file: as ``torch.save`` writes a dictionary of tensors, PyTorch 1.6 or later.
@@ -115,8 +115,8 @@ def pickled_tensors(file: Path) -> dict[str, Tensor]:
     regular_file(file)
     try:
         with zipfile.ZipFile(file) as archive:
-            found = _views(archive)
-            return {name: _placed(file, archive, name, view) for name, view in found.items()}
+            views = _views(archive)
+            return {name: _placed(file, archive, name, view) for name, view in views.items()}
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}; {CURE}") from None
     except BROKEN as error:

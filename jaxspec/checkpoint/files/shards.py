@@ -1,4 +1,4 @@
-"""Which file each tensor of a directory comes from: the index decides, and without one no name may appear twice."""
+"""Shards of a directory: the index says which file holds a tensor, and without one no name may appear twice."""
 
 import os
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def no_weights(directory: Path) -> str:
 
 
 def _entry(directory: Path, name: str) -> Path | None:
-    """A file of the directory, None if nothing of that name is there."""
+    """Returns a file of the directory, None if nothing of that name is there."""
     return file_in(directory, name) if os.path.lexists(directory / name) else None
 
 
@@ -97,7 +97,7 @@ def _is_absent(directory: Path, name: str) -> bool:
 def _merged(
     directory: Path, headers: Mapping[str, Mapping[str, Tensor]], named: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """All tensors, each from the file that the index names; without that only one file may hold it."""
+    """Merges tensors, each from the file that the index names; without an index only one file may hold it."""
     places: dict[str, Tensor] = {}
     for file, header in headers.items():
         for name, tensor in header.items():

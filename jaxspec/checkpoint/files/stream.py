@@ -1,9 +1,12 @@
 """Tensors of a checkpoint directory, one at a time, straight from memory-mapped safetensors files."""
 
+from __future__ import annotations
+
 import mmap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,21 +14,42 @@ from jaxspec.checkpoint.files.header import Tensor
 from jaxspec.checkpoint.files.shards import tensors_of
 
 
+class TensorName(NamedTuple):
+    """A tensor, or one entry of its first axis.
+
+    Attributes:
+      whole: name of the tensor in the files.
+      entry: index along its first axis, None for all of it.
+    """
+
+    whole: str
+    entry: int | None = None
+
+    def __str__(self) -> str:
+        return self.whole if self.entry is None else f"{self.whole}[{self.entry}]"
+
+
 class TensorFiles(Mapping[str, np.ndarray]):
-    """All tensors of a directory by name; reading one maps it without a copy.
+    """Tensors by name; reading one maps it without a copy.
 
     Attributes:
       tensors: where they lie.
-      taken: bytes by name of what was taken of them and let go of again.
-
-    Raises:
-      CheckpointError: see ``tensors_of``.
+      released: bytes by name of what was read and let go of again.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        self.tensors = dict(tensors)
+        self.released: Counter[str] = Counter()
         self._maps: dict[Path, mmap.mmap] = {}
-        self.taken: Counter[str] = Counter()
-        self.tensors: dict[str, Tensor] = tensors_of(directory)
+
+    @classmethod
+    def of(cls, directory: Path) -> TensorFiles:
+        """Opens a directory's tensors.
+
+        Raises:
+          CheckpointError: see ``tensors_of``.
+        """
+        return cls(tensors_of(directory))
 
     def __getitem__(self, name: str) -> np.ndarray:
         tensor = self.tensors[name]
@@ -35,34 +59,36 @@ class TensorFiles(Mapping[str, np.ndarray]):
         raw = np.frombuffer(self._maps[tensor.file], np.uint8, tensor.end - tensor.begin, tensor.begin)
         return raw.view(tensor.dtype).reshape(tensor.shape)
 
-    def release(self, name: str, size: int) -> None:
-        """Lets go of the memory that reading some bytes of a tensor or an entry took, and counts them."""
-        self.taken[name] += size
-        whole, _, entry = name.partition("[")
-        tensor = self.tensors[whole]
+    def read(self, name: TensorName) -> np.ndarray:
+        """Returns a tensor, or an entry of its first axis."""
+        return self[name.whole] if name.entry is None else self[name.whole][name.entry]
+
+    def size(self, name: TensorName) -> int:
+        """Returns the bytes of what ``read`` returns."""
+        return self.read(name).nbytes
+
+    def shape(self, name: TensorName) -> tuple[int, ...]:
+        """Returns the shape of what ``read`` returns."""
+        return self.tensors[name.whole].shape[0 if name.entry is None else 1 :]
+
+    def dtype(self, name: TensorName) -> np.dtype:
+        """Returns the dtype of what ``read`` returns."""
+        return self.tensors[name.whole].dtype
+
+    def release(self, name: TensorName, size: int) -> None:
+        """Frees the memory that reading some bytes of a tensor took, and counts them."""
+        self.released[str(name)] += size
+        tensor = self.tensors[name.whole]
         if tensor.file not in self._maps:
             return
         begin, end = tensor.begin, tensor.end
-        if entry:
+        if name.entry is not None:
             size = (end - begin) // tensor.shape[0]
-            begin += int(entry.rstrip("]")) * size
+            begin += name.entry * size
             end = begin + size
+        # Pages read from a file count as this process's memory until the kernel is told that they may go.
         begin -= begin % mmap.PAGESIZE
         self._maps[tensor.file].madvise(mmap.MADV_DONTNEED, begin, end - begin)
-
-    def read(self, name: str) -> np.ndarray:
-        """A tensor, or with ``name[i]`` the i-th entry of its first axis."""
-        whole, _, entry = name.partition("[")
-        return self[whole][int(entry.rstrip("]"))] if entry else self[whole]
-
-    def size(self, name: str) -> int:
-        """Bytes of what ``read`` gives."""
-        return self.read(name).nbytes
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of what ``read`` gives."""
-        whole, _, entry = name.partition("[")
-        return self.tensors[whole].shape[1:] if entry else self.tensors[whole].shape
 
     def __contains__(self, name: object) -> bool:
         return name in self.tensors

@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +13,31 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from jaxspec.checkpoint.heads.config import is_head, spec_of
-from jaxspec.checkpoint.heads.formats import Format, Verifier, config_for, published_name
-from jaxspec.checkpoint.heads.names import head_rules
+from jaxspec.checkpoint.heads.formats import ExportFormat, Verifier, config_for, names_in
+from jaxspec.checkpoint.heads.identify import is_head, spec_of
+from jaxspec.checkpoint.heads.tensor_names import head_rules
 from jaxspec.checkpoint.heads.tensors import HeadFiles
 from jaxspec.checkpoint.load.fill import fill
-from jaxspec.checkpoint.load.model import over, read_config, shards_for
-from jaxspec.checkpoint.load.places import flatten, places
-from jaxspec.checkpoint.load.plan import Plan, mismatches
-from jaxspec.checkpoint.load.quantized import check_method, find
+from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
+from jaxspec.checkpoint.load.model import policy_on_mesh, read_config, shardings_on
+from jaxspec.checkpoint.load.places import flatten, resolve_rules
+from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.packs import PACKS
+from jaxspec.checkpoint.names.table import Unread
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.trained_head import Head
 from jaxspec.models.vocab import from_d2t, to_d2t, to_t2d
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 
 VOCABULARY = ("d2t", "t2d")
 WEIGHTS = {"medusa": "medusa_lm_head.safetensors"}
 
 
 def load_head(directory: str | Path, target: ArchSpec | None, policy: Policy, *, mesh: Mesh | None = None) -> Head:
-    """Loads a draft head of any known format; see ``head_config.KNOWN``.
+    """Loads a draft head of any known format; see ``heads.identify.KNOWN``.
 
     Args:
       directory: ``config.json`` with safetensors files or a PyTorch archive.
@@ -51,15 +50,15 @@ def load_head(directory: str | Path, target: ArchSpec | None, policy: Policy, *,
       ConfigError: the config is of no known format, wrong, ambiguous, or not for this target.
       CheckpointError: tensors are missing, not known or misshaped, all named, or the draft vocabulary is damaged.
     """
-    plan, net = plan_head(directory, target, over(policy, mesh))
+    plan = plan_head(directory, target, policy_on_mesh(policy, mesh))
     plan.check()
     assert isinstance(plan.files, HeadFiles)
-    ids_W = vocabulary(plan.files, net.spec)
-    return Head(net, fill(plan, shards_for(mesh, True)), ids_W)
+    ids_W = vocabulary(plan.files, plan.net.spec)
+    return Head(plan.net, fill(plan, shardings_on(mesh, allow_replication=True)), ids_W)
 
 
-def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) -> tuple[Plan, DraftHead | Medusa]:
-    """What loading a head would do and what is wrong with its tensors, and its network; reads headers alone.
+def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) -> LoadPlan:
+    """Plans how a head is loaded and lists what is wrong with its tensors; reads headers alone.
 
     Raises:
       ConfigError: see ``load_head``.
@@ -68,46 +67,32 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     directory = Path(directory)
     config, files = read_config(directory), HeadFiles(directory)
     spec = spec_of(config, files, target)
-    net: Any = _net(spec, replace(policy, formats=(), slots=None))
-    leaves = _leaves(net)
-    fills = places(head_rules(spec), leaves)
-    names = {name for leaf in fills.values() for rule in leaf.rules.values() for name in rule.hub}
-    stored = {name: found for name in names if (found := find(files, name, check_method(config)))}
-    problems = mismatches(files, fills, leaves, stored)
-    used = {tensor for s in stored.values() for tensor in s.tensors}
-    problems["extra"] = sorted(set(files) - used - set(VOCABULARY) - _idle(spec))
-    return Plan(directory, files, leaves, fills, stored, net.policy, problems), net
-
-
-def _idle(spec: HeadSpec | MedusaSpec) -> set[str]:
-    """Tensors that are published with a head and never read: the product of heads whose feature needs none."""
+    # Heads whose feature needs no product are published with one all the same.
     bare = isinstance(spec, HeadSpec) and spec.join == "attention" and spec.feature_dim == spec.arch.model_dim
-    return {"fc.weight"} if bare else set()
+    return make_plan(
+        directory, _net(spec, policy.update(formats=(), slots=None)), head_rules(spec),
+        unread=Unread(names=frozenset((*VOCABULARY, *(["fc.weight"] if bare else [])))),
+        block=check_method(config), quantization="none", files=files,
+    )  # fmt: skip
 
 
 def stored_policy(directory: str | Path) -> Policy:
-    """The policy that keeps a head's numbers as they are: its files' dtype, or float32 where they have several.
+    """Returns the policy that keeps a head's numbers as they are: its files' dtype, or float32 if they have several.
 
     Raises:
       CheckpointError: files are unreadable.
     """
     dtypes = {tensor.dtype for name, tensor in HeadFiles(Path(directory)).tensors.items() if name not in VOCABULARY}
     kind = dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
-    return Policy(kind, kind)
+    return make_policy(kind)
 
 
 def _net(spec: HeadSpec | MedusaSpec, policy: Policy) -> DraftHead | Medusa:
     return Medusa(spec, policy) if isinstance(spec, MedusaSpec) else DraftHead(spec, policy)
 
 
-@cache
-def _leaves(net: Any) -> Mapping[str, Any]:
-    """Every parameter by path: shape and dtype."""
-    return flatten(jax.eval_shape(net.initial, jax.random.key(0))["params"])
-
-
 def vocabulary(files: HeadFiles, spec: HeadSpec | MedusaSpec) -> np.ndarray | None:
-    """The target's ids of the draft vocabulary, None where it is the whole one.
+    """Returns the target's ids of the draft vocabulary, None if it is the whole one.
 
     Raises:
       CheckpointError: there are none though they are needed, they are ids where offsets are due, or they are wrong.
@@ -139,14 +124,16 @@ def vocabulary(files: HeadFiles, spec: HeadSpec | MedusaSpec) -> np.ndarray | No
 def holds_ids(d2t_W: np.ndarray, t2d_V: np.ndarray | None) -> bool:
     """Whether ``d2t`` holds the target's ids themselves.
 
-    Offsets repeat wherever two neighbours are both in the vocabulary, ids never do.
+    Offsets repeat wherever two neighbors are both in the vocabulary, ids never do.
     """
     if t2d_V is not None:
         return bool(d2t_W.any()) and np.array_equal(np.flatnonzero(t2d_V), d2t_W)
     return len(d2t_W) > 1 and bool((np.diff(d2t_W) > 0).all())
 
 
-def save_head(head: Head, directory: str | Path, form: Format = "native", *, verifier: Verifier | None = None) -> None:
+def save_head(
+    head: Head, directory: str | Path, form: ExportFormat = "native", *, verifier: Verifier | None = None
+) -> None:
     """Writes a head; the directory appears, or replaces an older head, only when it is complete.
 
     Args:
@@ -160,7 +147,7 @@ def save_head(head: Head, directory: str | Path, form: Format = "native", *, ver
       ConfigError: the format cannot express the head, or the directory holds something else.
     """
     directory = Path(directory)
-    config = config_for(head.net.spec, form, _dtype_of(head), head.ids_W is not None, verifier)
+    config = config_for(head.net.spec, form, _dtype_of(head), reduced=head.ids_W is not None, verifier=verifier)
     if directory.exists() and not _may_replace(directory):
         raise ConfigError(f"{directory}: it is there already and holds no draft head; choose another directory")
     part = directory.with_name(f".{directory.name}.{os.getpid()}.part")
@@ -177,22 +164,20 @@ def save_head(head: Head, directory: str | Path, form: Format = "native", *, ver
 
 
 def in_dtype(head: Head, dtype: str) -> Head:
-    """A head with all of its numbers in one dtype."""
+    """Converts all numbers of a head to one dtype."""
     params: Any = jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), head.params)
     return replace(head, params=params)
 
 
-def head_tensors(head: Head, form: Format) -> dict[str, np.ndarray]:
-    """Every parameter under its name in a format, and the draft vocabulary."""
-    net: Any = head.net
-    spec, found = head.net.spec, flatten(head.params["params"])
-    filled = places(head_rules(spec), _leaves(net))
+def head_tensors(head: Head, form: ExportFormat) -> dict[str, np.ndarray]:
+    """Returns every parameter under its name in a format, and the draft vocabulary."""
+    spec, leaves = head.net.spec, flatten(head.params["params"])
     out: dict[str, np.ndarray] = {}
-    for path, leaf in filled.items():
-        for index, rule in leaf.rules.items():
-            parts = PACKS[rule.pack].split(np.asarray(found[path])[index])
+    for path, target in resolve_rules(head_rules(spec), leaves).items():
+        for index, rule in target.rules.items():
+            parts = PACKS[rule.pack].split(np.asarray(leaves[path])[index])
             for name, part in zip(rule.hub, parts, strict=True):
-                out |= dict.fromkeys(published_name(name, spec, form), np.ascontiguousarray(part))
+                out |= dict.fromkeys(names_in(name, spec, form), np.ascontiguousarray(part))
     if head.ids_W is not None:
         total = spec.vocab_size if isinstance(spec, MedusaSpec) else spec.arch.vocab_size
         out |= {"d2t": to_d2t(head.ids_W), "t2d": to_t2d(head.ids_W, total)}
@@ -200,7 +185,7 @@ def head_tensors(head: Head, form: Format) -> dict[str, np.ndarray]:
 
 
 def _dtype_of(head: Head) -> str:
-    """The commonest dtype of its numbers."""
+    """Returns the commonest dtype of its numbers."""
     names = [str(leaf.dtype) for leaf in flatten(head.params["params"]).values()]
     return max(set(names), key=names.count)
 

@@ -1,17 +1,17 @@
-"""What each format of draft heads writes: its ``config.json``, its tensor names, and which heads it cannot express."""
+"""Export formats of draft heads: their ``config.json``, their tensor names, and which heads they cannot express."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxspec.checkpoint.heads.config import FLAGS, INSIDE, NATIVE, TAPS
+from jaxspec.checkpoint.heads.identify import FLAGS, INSIDE, NATIVE, TAPS
 from jaxspec.checkpoint.heads.layers import layers_config
 from jaxspec.errors import ConfigError
 from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.nn.attention import AttentionSpec
 
-Format = Literal["native", "eagle3", "speculators", "medusa"]
-FORMATS: tuple[Format, ...] = ("native", "eagle3", "speculators", "medusa")
+ExportFormat = Literal["native", "eagle3", "speculators", "medusa"]
+FORMATS: tuple[ExportFormat, ...] = ("native", "eagle3", "speculators", "medusa")
 SPECULATORS_VERSION = "0.9.0"  # of the layout that is written
 
 
@@ -31,26 +31,19 @@ class Verifier:
 
 
 def config_for(
-    spec: HeadSpec | MedusaSpec, form: Format, dtype: str, reduced: bool, verifier: Verifier | None
+    spec: HeadSpec | MedusaSpec, form: ExportFormat, dtype: str, *, reduced: bool, verifier: Verifier | None
 ) -> dict[str, Any]:
-    """The ``config.json`` of a head in a format.
-
-    Args:
-      spec: of the head.
-      form: the format.
-      dtype: of its tensors.
-      reduced: whether it knows only some of the target's tokens.
-      verifier: the target; speculators configs name it.
+    """Builds the ``config.json`` of a head in a format.
 
     Raises:
       ConfigError: the format cannot express the head, or is not known; it says why.
     """
     if form not in FORMATS:
         raise ConfigError(f"head: format {form!r} is not known; known are {', '.join(FORMATS)}")
-    why = unable(spec, form, reduced)
+    why = unable(spec, form, reduced=reduced)
     if why:
         raise ConfigError(
-            f"head: the {form} format cannot express it: {'; '.join(why)}. {_other_form(spec, form, reduced)}"
+            f"head: the {form} format cannot express it: {'; '.join(why)}. {_other_form(spec, form, reduced=reduced)}"
         )
     if isinstance(spec, MedusaSpec):
         return _native_medusa(spec, dtype) if form == "native" else _medusa(spec, dtype)
@@ -66,26 +59,26 @@ def config_for(
     return _speculators(spec, dtype, verifier)
 
 
-def unable(spec: HeadSpec | MedusaSpec, form: Format, reduced: bool) -> list[str]:
-    """Why a format cannot express a head; empty where it can."""
+def unable(spec: HeadSpec | MedusaSpec, form: ExportFormat, *, reduced: bool) -> list[str]:
+    """Lists why a format cannot express a head; empty if it can."""
     if form == "native":
         return []
     if isinstance(spec, MedusaSpec):
-        return _unable_medusa(spec, form, reduced)
+        return _unable_medusa(spec, form, reduced=reduced)
     if form == "medusa":
         return ["it has decoder layers, Medusa heads have none"]
     why = _unable_everywhere(spec)
     return why + (_unable_eagle3(spec) if form == "eagle3" else _unable_speculators(spec))
 
 
-def _other_form(spec: HeadSpec | MedusaSpec, form: Format, reduced: bool) -> str:
-    """What can be done instead."""
-    able = [other for other in FORMATS if other not in (form, "native") and not unable(spec, other, reduced)]
+def _other_form(spec: HeadSpec | MedusaSpec, form: ExportFormat, *, reduced: bool) -> str:
+    """Says what can be done instead."""
+    able = [other for other in FORMATS if other not in (form, "native") and not unable(spec, other, reduced=reduced)]
     others = f"These formats can: {', '.join(able)}" if able else "No other engine's format can"
     return f"{others}; jaxspec serves it as it is, and native writes it in jaxspec's own format"
 
 
-def _unable_medusa(spec: MedusaSpec, form: str, reduced: bool) -> list[str]:
+def _unable_medusa(spec: MedusaSpec, form: str, *, reduced: bool) -> list[str]:
     if form != "medusa":
         return ["it is a Medusa head, which has no decoder layer"]
     why = ["its vocabulary is reduced, and Medusa files have no map of ids"] if reduced else []
@@ -94,7 +87,7 @@ def _unable_medusa(spec: MedusaSpec, form: str, reduced: bool) -> list[str]:
 
 def _unable_everywhere(spec: HeadSpec) -> list[str]:
     asked = {
-        "it reads shared experts (commons), which vLLM and SGLang hand to no head": bool(spec.reads.commons),
+        "it reads shared experts (commons), which vLLM and SGLang hand to no head": bool(spec.reads.shared_outputs),
         "it predicts the target's experts (routing), for which there is no tensor": bool(spec.routing),
         "it joins by a product as EAGLE-1 does, without the norms of EAGLE-3": spec.join == "product",
         "its product in front of the layers has a bias, which vLLM leaves out": spec.join_bias,
@@ -104,14 +97,14 @@ def _unable_everywhere(spec: HeadSpec) -> list[str]:
             getattr(layer.attention, "window", None) for layer in spec.arch.layers
         ),
     }
-    return [words for words, found in asked.items() if found]
+    return [words for words, applies in asked.items() if applies]
 
 
 def _unable_eagle3(spec: HeadSpec) -> list[str]:
     first = spec.arch.layers[0].attention
     why = []
     if isinstance(first, AttentionSpec) and first.qk_norm != "none":
-        why.append("its queries and keys are normalised (Qwen3), which LlamaForCausalLMEagle3 leaves out")
+        why.append("its queries and keys are normalized (Qwen3), which LlamaForCausalLMEagle3 leaves out")
     if isinstance(first, AttentionSpec) and (first.qkv_bias or first.out_bias) and spec.mask_token is None:
         why.append("its attention has biases, which SGLang leaves out")
     return why
@@ -127,11 +120,11 @@ def _unable_speculators(spec: HeadSpec) -> list[str]:
         "it uses the target's vocabulary product": not spec.draft_vocab,
         "fc_norm is lost by vLLM's reader of peagle": spec.fc_norm and spec.mask_token is not None,
     }
-    return [words for words, found in asked.items() if found]
+    return [words for words, applies in asked.items() if applies]
 
 
-def published_name(name: str, spec: HeadSpec | MedusaSpec, form: Format) -> tuple[str, ...]:
-    """What a tensor is called in a format; two names where engines want different ones."""
+def names_in(name: str, spec: HeadSpec | MedusaSpec, form: ExportFormat) -> tuple[str, ...]:
+    """Returns a tensor's name in a format; two names where engines expect different ones."""
     if form != "eagle3" or isinstance(spec, MedusaSpec) or spec.mask_token is not None:
         return (name,)
     if len(spec.arch.layers) == 1:
@@ -146,7 +139,7 @@ def _native(spec: HeadSpec, dtype: str) -> dict[str, Any]:
     return {
         "architectures": [NATIVE],
         "dtype": dtype,
-        "head": {"taps": spec.reads.taps, "commons": spec.reads.commons} | stated,
+        "head": {"taps": spec.reads.taps, "commons": spec.reads.shared_outputs} | stated,
         "transformer_layer_config": layers_config(spec.arch),
     }
 
@@ -191,7 +184,7 @@ def _eagle3(spec: HeadSpec, dtype: str) -> dict[str, Any]:
 
 
 def _taps(spec: HeadSpec) -> dict[str, Any]:
-    """Both conventions: boundaries for vLLM at the top, numbers of the blocks before them for SGLang inside."""
+    """Writes both conventions: boundaries for vLLM at the top, numbers of the blocks before them for SGLang inside."""
     if not spec.reads.taps:
         return {"eagle_config": {"use_aux_hidden_state": False, "norm_before_fc": spec.norm_before_fc}}
     return {

@@ -1,27 +1,71 @@
-"""The decoder layers of a draft head as a Llama-like config, in both directions."""
+"""Decoder layers of a draft head: from numbers, and from and to a Llama-like config."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.arch import ArchSpec
+from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.catalog import known_families
 from jaxspec.models.family import Family, arch_from_config
+from jaxspec.models.mixers.gqa import FULL
 from jaxspec.models.mixers.latent import LatentRow
-from jaxspec.models.rotary import yarn_scale
+from jaxspec.models.read import Reader
+from jaxspec.models.rotary import reach, rope_of, yarn_scale
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.latent_attention import LatentSpec
 from jaxspec.nn.rope import RopeSpec
 
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 DENSE = ("llama", "qwen2", "qwen3")
 LATENT = Family(model_type="deepseek_v3", mixer=LatentRow())
 NOTABLE_DIGITS = 9  # of a published factor that is found back from what it was multiplied into
 
 
+def arch_of_head(
+    target: ArchSpec, attention: AttentionSpec, *, layers: int, model_dim: int, ffn_hidden: int
+) -> ArchSpec:
+    """Builds Llama's dense layers for a head that is about to be trained.
+
+    Args:
+      target: whose vocabulary, epsilon and longest text the head shares.
+      attention: of every layer; ``rope_for_head`` gives its rotation.
+      layers: how many.
+      model_dim: D of the head.
+      ffn_hidden: F.
+
+    Raises:
+      ConfigError: heads cannot share key-value heads evenly.
+    """
+    if attention.heads % attention.kv_heads:
+        raise ConfigError(
+            f"head: {attention.heads} attention heads cannot share {attention.kv_heads} key-value heads evenly; give "
+            "num_attention_heads and num_key_value_heads of which one divides the other"
+        )
+    layer = LayerSpec(attention, FfnSpec(ffn_hidden))
+    longest = max(target.max_position, reach(attention.rope))
+    return ArchSpec("llama", target.vocab_size, model_dim, (layer,) * layers, target.norm_eps, False, longest)
+
+
+def rope_for_head(config: Mapping[str, Any], head_dim: int, theta: float | None = None) -> RopeSpec:
+    """Returns the rotation of a target's published config for heads of another width.
+
+    Args:
+      config: of the target.
+      head_dim: C of the head's layers.
+      theta: base that replaces the target's rotation, with its scaling.
+
+    Raises:
+      ConfigError: an odd number of channels would turn, or theta is out of bounds.
+    """
+    keys = (*ROPE_KEYS, "max_position_embeddings")
+    rotation = {key: config.get(key) for key in keys} if theta is None else {"rope_theta": theta}
+    return rope_of(Reader(rotation, {}), head_dim, layer_kind=FULL)
+
+
 def layers_of(config: Mapping[str, Any], names: tuple[str, ...] = ()) -> ArchSpec:
-    """The layers that a config describes.
+    """Returns the layers that a config describes.
 
     Args:
       config: of a head, or the ``transformer_layer_config`` inside it; the feed-forward layers are dense whatever
@@ -43,7 +87,7 @@ def layers_of(config: Mapping[str, Any], names: tuple[str, ...] = ()) -> ArchSpe
 
 
 def layers_config(arch: ArchSpec) -> dict[str, Any]:
-    """The config that describes some layers, every number stated.
+    """Returns the config that describes some layers, every number stated.
 
     Raises:
       ConfigError: no such config describes them.
@@ -75,7 +119,7 @@ def layers_config(arch: ArchSpec) -> dict[str, Any]:
 
 
 def alike(arch: ArchSpec) -> ArchSpec:
-    """The layers without what a head does not depend on: the name of the family and a tied vocabulary product."""
+    """Drops what a head does not depend on: the name of the family and a tied vocabulary product."""
     return replace(arch, family="", tied=False, mtp=())
 
 
@@ -127,7 +171,7 @@ def _latent(spec: LatentSpec) -> dict[str, Any]:
 
 
 def _rotation(rope: RopeSpec) -> dict[str, Any]:
-    """Rotation in both dialects, which say the same."""
+    """Writes the rotation in both dialects."""
     s = rope.scaling
     theta = {"rope_theta": rope.theta}
     if s is None:

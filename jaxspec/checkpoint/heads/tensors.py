@@ -2,14 +2,15 @@
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from jaxspec.checkpoint.files.header import Tensor
 from jaxspec.checkpoint.files.model_files import file_in
 from jaxspec.checkpoint.files.pickled import pickled_tensors
+from jaxspec.checkpoint.files.shards import tensors_of
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.names.table import ROTATION
 from jaxspec.errors import CheckpointError
@@ -37,28 +38,23 @@ class HeadFiles(TensorFiles):
     """
 
     def __init__(self, directory: Path):
-        self._maps, self.taken = {}, Counter()
-        archive = next((name for name in ARCHIVES if os.path.lexists(directory / name)), None)
-        if any(directory.glob("*.safetensors*")) or archive is None:
-            super().__init__(directory)
-        else:
-            self.tensors = pickled_tensors(file_in(directory, archive))
-        self.given = tuple(sorted(self.tensors))
-        self._rename()
-
-    def _rename(self) -> None:
+        tensors = _tensors_in(directory)
+        self.given = tuple(sorted(tensors))
         named: dict[str, str] = {}
         for given in self.given:
             name = canonical(given)
             if name in named:
                 raise CheckpointError(f"head: {given} and {named[name]} are two tensors for one parameter, {name}")
             named[name] = given
-        self.tensors = {name: self.tensors[given] for name, given in named.items() if not NOT_READ.search(name)}
+        super().__init__({name: tensors[given] for name, given in named.items() if not NOT_READ.search(name)})
+        self._merge_later_norms()
+
+    def _merge_later_norms(self) -> None:
         for name in list(self.tensors):
             later = LATER_NORM.match(name)
-            twin = f"{later[1]}input_layernorm.weight" if later else None
-            if twin is None:
+            if later is None:
                 continue
+            twin = f"{later[1]}input_layernorm.weight"
             if twin in self.tensors and not np.array_equal(self[name], self[twin]):
                 raise CheckpointError(
                     f"head: {name} (read by SGLang) and {twin} (read by vLLM) differ, but are one parameter"
@@ -67,14 +63,21 @@ class HeadFiles(TensorFiles):
             self.tensors.setdefault(twin, tensor)
 
 
+def _tensors_in(directory: Path) -> dict[str, Tensor]:
+    archive = next((name for name in ARCHIVES if os.path.lexists(directory / name)), None)
+    if archive is None or any(directory.glob("*.safetensors*")):
+        return tensors_of(directory)
+    return pickled_tensors(file_in(directory, archive))
+
+
 def canonical(name: str) -> str:
-    """A tensor's name among those that EAGLE-3 and speculators share."""
+    """Returns a tensor's name among those that EAGLE-3 and speculators share."""
     for pattern, new in RENAMED:
         name = re.sub(pattern, new, name)
     return name
 
 
 def layers_in(names: Iterable[str]) -> int:
-    """How many decoder layers tensors of these names make up."""
-    numbers = [int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))]
+    """Counts the decoder layers that tensors of these names make up."""
+    numbers = [int(layer[1]) for name in names if (layer := re.match(r"layers\.(\d+)\.", name))]
     return max(numbers, default=-1) + 1

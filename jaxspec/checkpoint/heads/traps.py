@@ -1,25 +1,26 @@
-"""What vLLM and SGLang would make of a draft head's very files: the ten ways to an acceptance length of 1."""
+"""Ten traps of draft heads: what vLLM and SGLang would read differently in the very same files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxspec.checkpoint.files.stream import TensorFiles
-from jaxspec.checkpoint.heads.config import TAPS, Kind, default_taps, kind_of, spec_of, stated_taps, taps_of
 from jaxspec.checkpoint.heads.directory import plan_head, vocabulary
+from jaxspec.checkpoint.heads.identify import TAPS, HeadFormat, default_taps, head_format, spec_of, stated_taps, taps_of
 from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.checkpoint.heads.tensors import HeadFiles, layers_in
 from jaxspec.checkpoint.load.model import read_config
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 
 Verdict = Literal["ok", "warning", "error"]
 AS_WRITTEN = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite")
@@ -30,16 +31,16 @@ SAME = "the same as jaxspec"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about one trap.
+    """The result of looking for one trap.
 
     Attributes:
       trap: ``T1`` to ``T10``.
       title: what it is about.
-      verdict: ``error`` where the head is wrong or ambiguous for everybody, ``warning`` where an engine would compute
+      verdict: ``error`` if the head is wrong or ambiguous for everybody, ``warning`` if an engine would compute
         something else than it was made for.
       found: in these files.
       vllm, sglang: what those engines do with them.
-      cure: what to do, empty where all is well.
+      cure: what to do, empty if all is well.
     """
 
     trap: str
@@ -51,20 +52,23 @@ class Finding:
     cure: str = ""
 
 
+_ok, _warning, _error = (partial(Finding, "", "", verdict) for verdict in ("ok", "warning", "error"))
+
+
 @dataclass(frozen=True)
-class Case:
+class HeadOfTarget:
     """A head and its target.
 
     Attributes:
       config, files, kind: of the head.
-      spec: what head it is; None where that cannot be told.
+      spec: what head it is; None if that cannot be told.
       fault: why not.
       target, directory: of the model that it drafts for.
     """
 
     config: Mapping[str, Any]
     files: HeadFiles
-    kind: Kind
+    kind: HeadFormat
     spec: HeadSpec | MedusaSpec | None
     fault: str
     target: ArchSpec
@@ -82,7 +86,7 @@ class Case:
 
     @property
     def taps(self) -> tuple[int, ...] | None:
-        """The boundaries that it was made for, None where the config contradicts itself."""
+        """The boundaries that it was made for, None if the config contradicts itself."""
         try:
             return taps_of(self.config, self.target)
         except ConfigError:
@@ -90,240 +94,239 @@ class Case:
 
     @property
     def has_taps(self) -> bool:
-        """Whether it reads residual streams at layer boundaries, as far as other engines are concerned."""
+        """Whether other engines give it residual streams at layer boundaries."""
         return self.kind in ("eagle3", "speculators") and bool(self.eagle.get("use_aux_hidden_state", True))
 
 
-def look_at(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]:
-    """All findings about a head, and why jaxspec refuses it, empty if it does not.
-
-    Args:
-      directory: of the head.
-      target: directory of the model that it drafts for.
+def check_head(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]:
+    """Looks for every trap; also returns why jaxspec refuses the head, empty if it does not.
 
     Raises:
       ConfigError: a config is missing, or the head's format is not known.
       CheckpointError: files are unreadable.
     """
     config, files, arch = read_config(directory), HeadFiles(directory), arch_of(read_config(target))
-    kind = kind_of(config, tuple(files))
+    kind = head_format(config, tuple(files))
     try:
         spec, fault = spec_of(config, files, arch), ""
     except ConfigError as error:
         spec, fault = None, str(error)
-    case = Case(config, files, kind, spec, fault, arch, target)
-    found = tuple(replace(look(case), trap=f"T{n}") for n, look in enumerate(LOOKS, start=1))
-    return found, fault or _refusal(directory, arch)
+    head = HeadOfTarget(config, files, kind, spec, fault, arch, target)
+    findings = tuple(replace(look(head), trap=f"T{n}") for n, look in enumerate(LOOKS, start=1))
+    return findings, fault or _refusal(directory, arch)
 
 
 def _refusal(directory: Path, target: ArchSpec) -> str:
-    kind = np.dtype(np.float32)
     try:
-        plan, net = plan_head(directory, target, Policy(kind, kind))
+        plan = plan_head(directory, target, make_policy(np.float32))
         plan.check()
         assert isinstance(plan.files, HeadFiles)
-        vocabulary(plan.files, net.spec)
+        vocabulary(plan.files, plan.net.spec)
     except (ConfigError, CheckpointError) as error:
         return str(error)
     return ""
 
 
-def vllm_taps(case: Case) -> tuple[int, ...]:
-    """The boundaries that vLLM taps: those at the top of the config, as they are."""
-    return stated_taps(case.config)[0] or default_taps(case.target)
+def vllm_taps(head: HeadOfTarget) -> tuple[int, ...]:
+    """Returns the boundaries that vLLM taps: those at the top of the config, as they are."""
+    return stated_taps(head.config)[0] or default_taps(head.target)
 
 
-def sglang_taps(case: Case) -> tuple[int, ...]:
-    """The boundaries that SGLang taps: those in ``eagle_config`` plus one, with exceptions for some models."""
-    nested = stated_taps(case.config)[1]
+def sglang_taps(head: HeadOfTarget) -> tuple[int, ...]:
+    """Returns the boundaries that SGLang taps: those in ``eagle_config`` plus one, with exceptions for some models."""
+    nested = stated_taps(head.config)[1]
     if nested is None:
-        return default_taps(case.target)
-    family = case.target.family
+        return default_taps(head.target)
+    family = head.target.family
     as_written = (family in AS_WRITTEN and nested[0] != 1) or (
-        family in AS_WRITTEN_TO_THE_TOP and max(nested) == len(case.target.layers)
+        family in AS_WRITTEN_TO_THE_TOP and max(nested) == len(head.target.layers)
     )
     return nested if as_written else tuple(o + 1 for o in nested)
 
 
-def _plain(title: str) -> Finding:
-    return Finding("", title, "ok", "nothing here that engines would read differently")
+Look = Callable[[HeadOfTarget], Finding]
+LOOKS: list[Look] = []
 
 
-def _conventions(case: Case) -> Finding:
-    title = "which layers are tapped"
-    if not case.has_taps:
-        return _plain(title)
-    own, (top, nested), depth = case.taps, stated_taps(case.config), len(case.target.layers)
-    found = f"boundaries {_list(top)} at the top, block outputs {_list(nested)} in eagle_config"
-    vllm, sglang = f"taps boundaries {list(vllm_taps(case))}", f"taps boundaries {list(sglang_taps(case))}"
+def _trap(title: str, *, of_taps: bool = False) -> Callable[[Look], Look]:
+    """Registers a look for one trap; one ``of_taps`` does not concern heads without them."""
+
+    def register(look: Look) -> Look:
+        def titled(head: HeadOfTarget) -> Finding:
+            clear = _ok("nothing here that engines would read differently")
+            return replace(clear if of_taps and not head.has_taps else look(head), title=title)
+
+        LOOKS.append(titled)
+        return look
+
+    return register
+
+
+@_trap("which layers are tapped", of_taps=True)
+def _conventions(head: HeadOfTarget) -> Finding:
+    taps, (top, nested), depth = head.taps, stated_taps(head.config), len(head.target.layers)
+    words = f"boundaries {_list(top)} at the top, block outputs {_list(nested)} in eagle_config"
+    vllm, sglang = f"taps boundaries {list(vllm_taps(head))}", f"taps boundaries {list(sglang_taps(head))}"
     cure = f"write the boundaries b at the top as {TAPS}, and b - 1 in eagle_config"
-    if own is None:
-        return Finding("", title, "error", f"{found}: they contradict each other", vllm, sglang, cure)
-    if list(own) != sorted({b for b in own if 0 <= b <= depth}):
-        found = f"boundaries {list(own)} do not ascend within 0 to {depth}, the target's"
-        return Finding("", title, "error", found, vllm, sglang, f"use the head's own target; {cure}")
-    return Finding("", title, "ok", f"{found}: boundaries {list(own)}", vllm, sglang)
+    if taps is None:
+        return _error(f"{words}: they contradict each other", vllm, sglang, cure)
+    if list(taps) != sorted({b for b in taps if 0 <= b <= depth}):
+        words = f"boundaries {list(taps)} do not ascend within 0 to {depth}, the target's"
+        return _error(words, vllm, sglang, f"use the head's own target; {cure}")
+    return _ok(f"{words}: boundaries {list(taps)}", vllm, sglang)
 
 
-def _places(case: Case) -> Finding:
-    title = "where the tap ids stand"
-    if not case.has_taps:
-        return _plain(title)
-    top, nested = stated_taps(case.config)
-    lacking = [where for where, ids in (("at the top", top), ("in eagle_config", nested)) if ids is None]
-    vllm = f"reads the top{'' if top else f', finds nothing and takes {list(default_taps(case.target))}'}"
-    sglang = f"reads eagle_config{'' if nested else f', finds nothing and takes {list(default_taps(case.target))}'}"
-    if case.kind == "speculators":
+@_trap("where the tap ids stand", of_taps=True)
+def _where(head: HeadOfTarget) -> Finding:
+    top, nested = stated_taps(head.config)
+    guess = f", finds nothing and takes {list(default_taps(head.target))}"
+    vllm, sglang = f"reads the top{'' if top else guess}", f"reads eagle_config{'' if nested else guess}"
+    if head.kind == "speculators":
         sglang = "cannot read this format at all"
         if top and len(top) != 3:
-            found = f"{len(top)} taps; vLLM builds the product of this format for 3"
-            return Finding("", title, "warning", found, "fails", sglang, EXPORT)
+            words = f"{len(top)} taps; vLLM builds the product of this format for 3"
+            return _warning(words, "fails", sglang, EXPORT)
+    lacking = [where for where, ids in (("at the top", top), ("in eagle_config", nested)) if ids is None]
     if not lacking:
-        return Finding("", title, "ok", "at the top and in eagle_config", vllm, sglang)
-    own = case.taps
-    wrong = own is None or own != vllm_taps(case) or (own != sglang_taps(case) and case.kind != "speculators")
-    guessed = len(lacking) == 2
-    found = f"no ids {' and none '.join(lacking)}" + ("; what it was trained with is a guess" if guessed else "")
-    verdict: Verdict = "warning" if wrong or guessed else "ok"
-    return Finding("", title, verdict, found, vllm, sglang, EXPORT if verdict == "warning" else "")
+        return _ok("at the top and in eagle_config", vllm, sglang)
+    words = f"no ids {' and none '.join(lacking)}"
+    if len(lacking) == 2:
+        return _warning(f"{words}; what it was trained with is a guess", vllm, sglang, EXPORT)
+    taps = head.taps
+    if taps is None or taps != vllm_taps(head) or (taps != sglang_taps(head) and head.kind != "speculators"):
+        return _warning(words, vllm, sglang, EXPORT)
+    return _ok(words, vllm, sglang)
 
 
-def _exceptions(case: Case) -> Finding:
-    title = "SGLang's exceptions by model"
-    own, family = case.taps, case.target.family
-    if not case.has_taps or own is None:
-        return _plain(title)
-    taps = sglang_taps(case)
-    if stated_taps(case.config)[1] is None or taps == own:
-        return Finding("", title, "ok", f"none applies to {family} with these ids")
+@_trap("SGLang's exceptions by model", of_taps=True)
+def _exceptions(head: HeadOfTarget) -> Finding:
+    made_for, family = head.taps, head.target.family
+    if made_for is None:
+        return _ok("nothing here that engines would read differently")
+    taps = sglang_taps(head)
+    if stated_taps(head.config)[1] is None or taps == made_for:
+        return _ok(f"none applies to {family} with these ids")
     cure = f"for {family} choose taps whose first boundary is 2" if family in AS_WRITTEN else EXPORT
-    return Finding("", title, "warning", f"made for boundaries {list(own)}", SAME, f"taps {list(taps)}", cure)
+    return _warning(f"made for boundaries {list(made_for)}", sglang=f"taps {list(taps)}", cure=cure)
 
 
-def _residual(case: Case) -> Finding:
-    title = "norm_before_residual"
-    if not case.has_taps:
-        return _plain(title)
-    stated = case.config.get(title)
-    if stated is None and case.kind == "speculators":
-        vllm = f"takes {'false' if case.config.get('speculators_model_type') == 'peagle' else 'true'}"
+@_trap("norm_before_residual", of_taps=True)
+def _residual(head: HeadOfTarget) -> Finding:
+    stated = head.config.get("norm_before_residual")
+    if stated is None and head.kind == "speculators":
+        vllm = f"takes {'false' if head.config.get('speculators_model_type') == 'peagle' else 'true'}"
         cure = "write down what it was trained with; speculators takes false"
-        return Finding("", title, "error", "not stated", vllm, "cannot read this format", cure)
+        return _error("not stated", vllm, "cannot read this format", cure)
     if stated:
         cure = "serve it with jaxspec or vLLM, or train with false"
-        return Finding("", title, "warning", "true", "adds to the normed feature", "ignores it, adds to the bare", cure)
-    return Finding("", title, "ok", "not stated, false everywhere" if stated is None else "false")
+        return _warning("true", "adds to the normed feature", "ignores it, adds to the bare", cure)
+    return _ok("not stated, false everywhere" if stated is None else "false")
 
 
-def _recycled(case: Case) -> Finding:
-    title = "norm_output: which stream the next draft continues from"
-    if not case.has_taps:
-        return _plain(title)
-    stated, raw = case.config.get("norm_output"), case.kind == "eagle3"
-    if raw and stated:
-        return Finding(
-            "", title, "warning", "true; SpecForge trains such heads on the stream before the norm",
-            "continues behind the norm", "continues behind the norm",
-            "if SpecForge trained it, take norm_output out of config.json",
-        )  # fmt: skip
-    if raw and stated is False:
+@_trap("norm_output: which stream the next draft continues from", of_taps=True)
+def _recycled(head: HeadOfTarget) -> Finding:
+    stated = head.config.get("norm_output")
+    if head.kind == "eagle3" and stated:
+        words, after = "true; SpecForge trains such heads on the stream before the norm", "continues after the norm"
+        return _warning(words, after, after, "if SpecForge trained it, take norm_output out of config.json")
+    if head.kind == "eagle3" and stated is False:
         cure = "take norm_output out of config.json: unstated it means the same everywhere"
-        return Finding("", title, "warning", "false; SpecForge then leaves out the last norm", cure=cure)
-    return Finding("", title, "ok", "not stated, false everywhere" if stated is None else str(stated).lower())
+        return _warning("false; SpecForge then leaves out the last norm", cure=cure)
+    return _ok("not stated, false everywhere" if stated is None else str(stated).lower())
 
 
-def _later_norms(case: Case) -> Finding:
-    title = "norms of the layers behind the first"
-    if not case.has_taps or layers_in(case.files) < 2:
-        return Finding("", title, "ok", "there is one layer")
-    given = set(case.files.given)
-    last = f"layers.{layers_in(case.files) - 1}."
-    have = {name: any(n.endswith(f"{last}{name}.weight") for n in given) for name in ("input_layernorm", "hidden_norm")}
-    found = f"{last}{' and '.join(name for name, there in have.items() if there)}"
-    vllm = SAME if have["input_layernorm"] else "leaves input_layernorm at its initial value"
-    sglang = SAME if have["hidden_norm"] else "leaves hidden_norm at its initial value"
-    if case.kind == "speculators":
+@_trap("norms of the layers after the first")
+def _later_norms(head: HeadOfTarget) -> Finding:
+    depth = layers_in(head.files)
+    if not head.has_taps or depth < 2:
+        return _ok("there is one layer")
+    last = f"layers.{depth - 1}."
+    names = [
+        name
+        for name in ("input_layernorm", "hidden_norm")
+        if any(given.endswith(f"{last}{name}.weight") for given in head.files.given)
+    ]
+    vllm, sglang = (
+        SAME if name in names else f"leaves {name} at its initial value" for name in ("input_layernorm", "hidden_norm")
+    )
+    if head.kind == "speculators":
         sglang = "cannot read this format"
-    wrong = vllm != SAME or (case.kind == "eagle3" and sglang != SAME)
-    return Finding("", title, "warning" if wrong else "ok", found, vllm, sglang, EXPORT if wrong else "")
+    words = f"{last}{' and '.join(names)}"
+    if vllm != SAME or (head.kind == "eagle3" and sglang != SAME):
+        return _warning(words, vllm, sglang, EXPORT)
+    return _ok(words, vllm, sglang)
 
 
-def _embedding(case: Case) -> Finding:
-    title = "the embedding"
-    if "embed_tokens.weight" not in case.files:
-        return Finding("", title, "ok", "the target's")
-    own = case.files["embed_tokens.weight"]
-    total, dim = case.target.vocab_size, case.target.model_dim
-    if own.shape[0] != total:
-        found = f"{own.shape[0]} rows, but the target has {total} tokens"
-        cure = "use the head's own target"
-        return Finding("", title, "error", found, "fails or reads wrong rows", "replaces it", cure)
-    if own.shape[1] != dim:
-        return Finding("", title, "ok", f"its own, of width {own.shape[1]}")
-    theirs = _target_embedding(case)
-    if theirs is None:
-        found = "its own; the target's files are not there to compare"
-        return Finding("", title, "warning", found, sglang="replaces it")
-    if np.array_equal(own, theirs.astype(own.dtype)):
-        return Finding("", title, "ok", "a copy of the target's")
+@_trap("the embedding")
+def _embedding(head: HeadOfTarget) -> Finding:
+    if "embed_tokens.weight" not in head.files:
+        return _ok("the target's")
+    embed_VD = head.files["embed_tokens.weight"]
+    total, dim = head.target.vocab_size, head.target.model_dim
+    if embed_VD.shape[0] != total:
+        words = f"{embed_VD.shape[0]} rows, but the target has {total} tokens"
+        return _error(words, "fails or reads wrong rows", "replaces it", "use the head's own target")
+    if embed_VD.shape[1] != dim:
+        return _ok(f"its own, of width {embed_VD.shape[1]}")
+    target_VD = _target_embedding(head)
+    if target_VD is None:
+        return _warning("its own; the target's files are not there to compare", sglang="replaces it")
+    if np.array_equal(embed_VD, target_VD.astype(embed_VD.dtype)):
+        return _ok("a copy of the target's")
     cure = "serve it with jaxspec or vLLM, or train with the target's embedding"
-    return Finding("", title, "warning", "its own, not the target's", "keeps it", "replaces it by the target's", cure)
+    return _warning("its own, not the target's", "keeps it", "replaces it by the target's", cure)
 
 
-def _target_embedding(case: Case) -> np.ndarray | None:
-    name = next(r.hub[0] for r in known_tables()[case.target.family].top if r.leaf == "embed_VD")
+def _target_embedding(head: HeadOfTarget) -> np.ndarray | None:
+    (name,) = known_tables()[head.target.family].hub_names("embed_VD")
     try:
-        files = TensorFiles(case.directory)
-        return files.get(name)
+        return TensorFiles.of(head.directory).get(name)
     except CheckpointError:
         return None
 
 
-def _vocabulary(case: Case) -> Finding:
-    title = "d2t, the draft vocabulary"
-    if case.spec is None:
-        return Finding("", title, "ok", "not looked at, the head does not fit its target")
+@_trap("d2t, the draft vocabulary")
+def _vocabulary(head: HeadOfTarget) -> Finding:
+    if head.spec is None:
+        return _ok("not looked at, the head does not fit its target")
     try:
-        ids_W = vocabulary(case.files, case.spec)
+        ids_W = vocabulary(head.files, head.spec)
     except CheckpointError as error:
         engines = "would take it as it is, and accept nothing"
-        return Finding("", title, "error", str(error), engines, engines, "export the head again, or correct d2t")
-    if ids_W is None:
-        return Finding("", title, "ok", f"all {case.target.vocab_size} tokens")
-    return Finding("", title, "ok", f"{len(ids_W)} of {case.target.vocab_size} tokens, offsets, ascending")
+        return _error(str(error), engines, engines, "export the head again, or correct d2t")
+    total = head.target.vocab_size
+    return _ok(f"all {total} tokens" if ids_W is None else f"{len(ids_W)} of {total} tokens, offsets, ascending")
 
 
-def _bias(case: Case) -> Finding:
-    title = "fc.bias"
-    stated, there = case.config.get("bias"), "fc.bias" in case.files
+@_trap("fc.bias")
+def _bias(head: HeadOfTarget) -> Finding:
+    stated, there = head.config.get("bias"), "fc.bias" in head.files
     if stated and not there:
         cure = "write bias false, or add the tensor"
-        return Finding("", title, "error", "config.json says bias, the files have none", "ignores it", "has one", cure)
-    if case.kind == "eagle1" and not there and stated is None:
-        found = "none, and config.json does not say so; SafeAILab takes bias for true"
-        return Finding("", title, "warning", found, cure="write bias false")
+        return _error("config.json says bias, the files have none", "ignores it", "has one", cure)
+    if head.kind == "eagle1" and not there and stated is None:
+        words = "none, and config.json does not say so; SafeAILab takes bias for true"
+        return _warning(words, cure="write bias false")
     if there:
-        cure = "serve it with jaxspec or SGLang"
-        return Finding("", title, "warning", "there", "has no place for it", "adds it", cure)
-    return Finding("", title, "ok", "none")
+        return _warning("there", "has no place for it", "adds it", "serve it with jaxspec or SGLang")
+    return _ok("none")
 
 
-def _rotation(case: Case) -> Finding:
-    title = "rotary positions"
-    own, theirs = _rope(case.layers), getattr(case.target.layers[0].attention, "rope", None)
-    if case.kind == "medusa" or own is None:
-        return Finding("", title, "ok", "none" if case.kind == "medusa" else "not read")
-    words = f"base {own.theta:g}, {own.scaling.kind if own.scaling else 'plain'}"
-    if "rope_theta" not in case.layers and "rope_theta" not in (case.layers.get("rope_parameters") or {}):
-        found, cure = f"not stated, so {words}", "write down the base that it was trained with"
-        return Finding("", title, "warning", found, cure=cure)
-    if own.scaling and own.scaling.kind == "yarn" and not (theirs and theirs.scaling):
-        found = f"{words}, the target plain; ModelOpt trains plainly and adds yarn when it exports"
-        return Finding("", title, "warning", found, cure="if it was trained plainly, take rope_scaling out")
-    if theirs is not None and theirs.scaling and own.scaling is None:
-        found = f"{words}, the target {theirs.scaling.kind}; it has not seen positions beyond its training's"
-        return Finding("", title, "warning", found, cure="measure acceptance on long texts before serving them")
-    return Finding("", title, "ok", words)
+@_trap("rotary positions")
+def _rotation(head: HeadOfTarget) -> Finding:
+    rope, of_target = _rope(head.layers), getattr(head.target.layers[0].attention, "rope", None)
+    if head.kind == "medusa" or rope is None:
+        return _ok("none" if head.kind == "medusa" else "not read")
+    words = f"base {rope.theta:g}, {rope.scaling.kind if rope.scaling else 'plain'}"
+    if "rope_theta" not in head.layers and "rope_theta" not in (head.layers.get("rope_parameters") or {}):
+        return _warning(f"not stated, so {words}", cure="write down the base that it was trained with")
+    if rope.scaling and rope.scaling.kind == "yarn" and not (of_target and of_target.scaling):
+        words += ", the target plain; ModelOpt trains plainly and adds yarn when it exports"
+        return _warning(words, cure="if it was trained plainly, take rope_scaling out")
+    if of_target is not None and of_target.scaling and rope.scaling is None:
+        words += f", the target {of_target.scaling.kind}; it has not seen positions beyond its training's"
+        return _warning(words, cure="measure acceptance on long texts before serving them")
+    return _ok(words)
 
 
 def _rope(layers: Mapping[str, Any]) -> Any:
@@ -335,8 +338,3 @@ def _rope(layers: Mapping[str, Any]) -> Any:
 
 def _list(ids: tuple[int, ...] | None) -> str:
     return "none" if ids is None else str(list(ids))
-
-
-LOOKS: tuple[Callable[[Case], Finding], ...] = (
-    _conventions, _places, _exceptions, _residual, _recycled, _later_norms, _embedding, _vocabulary, _bias, _rotation,
-)  # fmt: skip

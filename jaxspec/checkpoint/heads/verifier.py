@@ -1,4 +1,4 @@
-"""What other engines are told to load as the model that a head drafts for."""
+"""The target of a head as other engines name it, and what a training wrote about it."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ PROVENANCE = "training.json"
 
 
 def verifier_name(head: Path, target: Path | None, config: Mapping[str, Any] | None) -> str | None:
-    """A model's name that means something on another machine too; None where nothing says one.
+    """Returns a model's name that means something on another machine too; None if nothing states one.
 
     Args:
       head: directory of the head; one that was trained here says what for.
@@ -26,15 +26,15 @@ def verifier_name(head: Path, target: Path | None, config: Mapping[str, Any] | N
 
 
 def trained_for(head: Path) -> Mapping[str, Any]:
-    """Name and fingerprint of the model that a head was trained for here, empty where nothing says it."""
-    found = provenance(head).get("target")
-    return found if isinstance(found, dict) else {}
+    """Returns name and fingerprint of the model that a head was trained for here, empty if nothing states it."""
+    target = provenance(head).get("target")
+    return target if isinstance(target, dict) else {}
 
 
 def provenance(head: Path) -> Mapping[str, Any]:
-    """What a training here wrote beside a head, empty for others."""
+    """Reads what a training here wrote next to a head, empty for other heads."""
     try:
-        found = json.loads((head / PROVENANCE).read_text(encoding="utf-8"))
+        record = json.loads((head / PROVENANCE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}

@@ -1,8 +1,8 @@
-"""Tensors of a plan to parameters on their devices: one tensor at a time into its final layout, dtype and place."""
+"""Tensors of a plan to parameters on their devices: one tensor at a time, into its final layout and dtype."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,134 +12,135 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jaxspec.checkpoint.files.finite import all_finite, fault
-from jaxspec.checkpoint.load.places import Leaf, flatten, part_shapes, unflatten
-from jaxspec.checkpoint.load.plan import Plan, scale_steps
-from jaxspec.checkpoint.load.quantized import check_numbers, factors, numbers, values
+from jaxspec.checkpoint.files.stream import TensorName
+from jaxspec.checkpoint.load.load_plan import LoadPlan, scale_steps
+from jaxspec.checkpoint.load.places import TargetLeaf, flatten, part_shapes, unflatten
+from jaxspec.checkpoint.load.stored import check_numbers, read_numbers, read_scales, read_values
 from jaxspec.checkpoint.names.packs import PACKS
-from jaxspec.checkpoint.names.table import Rule
+from jaxspec.checkpoint.names.table import NameRule
 from jaxspec.errors import CheckpointError
-from jaxspec.nn.quantized import Quantized
 from jaxspec.shapes import Params
+from pallas_kernels.quantized import Quantized
 
 ALIGNMENT = 64  # from here on JAX takes a numpy array on CPU as its own instead of copying it
 TILE = 128
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
-Taken = tuple[np.ndarray, dict[str, int]]
-Show = Callable[[int, int], None]
+Read = tuple[np.ndarray, Mapping[TensorName, int]]  # a part of an array, and the bytes of the tensors that it took
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Source:
-    """One array of parameters and how its parts are read.
+class ArraySource:
+    """One array of the parameters and how its parts are read.
 
     Attributes:
       shape, dtype: of the whole array.
       leaf: the rules of its parts.
-      read: a slice of a rule's part, and the bytes of the tensors that it took.
+      read: reads a slice of a rule's part.
     """
 
     shape: Shape
     dtype: np.dtype
-    leaf: Leaf
-    read: Callable[[Rule, Index], Taken]
+    leaf: TargetLeaf
+    read: Callable[[NameRule, Index], Read]
 
 
-def fill(plan: Plan, shardings: Any = None, show: Show | None = None) -> Params:
-    """Reads every tensor into its final layout, dtype and place.
+def fill(plan: LoadPlan, shardings: Any = None, show: Progress | None = None) -> Params:
+    """Reads every tensor into its final layout, dtype and device.
 
     Args:
       plan: a checked one.
       shardings: of every parameter, as a tree like that of the parameters or as a function that makes it from the
         tree of their shapes; None puts all on the default device.
-      show: called with (bytes placed, bytes in all), of what this process's devices hold.
+      show: called with (bytes loaded, bytes in all), of what this process's devices hold.
 
     Raises:
       CheckpointError: numbers or scales are not finite.
     """
     tree: Any = shardings(unflatten(plan.leaves)) if callable(shardings) else shardings
-    wanted = flatten(tree) if tree is not None else {}
-    parts = {path: _sources(plan, path) for path in plan.fills}
-    places = {(path, name): _place(wanted.get(path), name) for path in parts for name in parts[path]}
-    total = sum(_own_bytes(parts[path][name], place) for (path, name), place in places.items())
-    placed, done = 0, {}
+    sharding_of = flatten(tree) if tree is not None else {}
+    sources = {path: _sources(plan, path) for path in plan.rules_by_leaf}
+    targets = {(path, name): _part(sharding_of.get(path), name) for path in sources for name in sources[path]}
+    total = sum(_local_bytes(sources[path][name], target) for (path, name), target in targets.items())
+    loaded, params = 0, {}
     for path, leaf in plan.leaves.items():
-        if path in plan.given:
-            done[path] = _given(plan.given[path], wanted.get(path))
+        if path in plan.computed:
+            params[path] = _put(plan.computed[path], sharding_of.get(path))
             continue
         arrays = {}
-        for name, source in parts[path].items():
-            arrays[name] = _array(plan, source, places[path, name])
-            placed += _own_bytes(source, places[path, name])
+        for name, source in sources[path].items():
+            arrays[name] = _array(plan, source, targets[path, name])
+            loaded += _local_bytes(source, targets[path, name])
             if show:
-                show(placed, total)
-        done[path] = Quantized(**arrays, format=leaf.format) if isinstance(leaf, Quantized) else arrays["data"]
-    return {"params": unflatten(done)}
+                show(loaded, total)
+        params[path] = Quantized(**arrays, format=leaf.format) if isinstance(leaf, Quantized) else arrays["data"]
+    return {"params": unflatten(params)}
 
 
-def _place(sharding: Any, name: str) -> Sharding | None:
+def _part(sharding: Any, name: str) -> Sharding | None:
     return getattr(sharding, name) if isinstance(sharding, Quantized) else sharding
 
 
-def _own_bytes(source: Source, sharding: Sharding | None) -> int:
-    """Bytes of an array that this process's devices hold, each counted once."""
+def _local_bytes(source: ArraySource, sharding: Sharding | None) -> int:
+    """Returns the bytes of an array that this process's devices hold, each counted once."""
     indexes = [()] if sharding is None else sharding.addressable_devices_indices_map(source.shape).values()
-    sizes = {_bounds(index or (), source.shape) for index in indexes}
-    return source.dtype.itemsize * sum(math.prod(stop - start for start, stop in bounds) for bounds in sizes)
+    slices = {_bounds(index or (), source.shape) for index in indexes}
+    return source.dtype.itemsize * sum(math.prod(stop - start for start, stop in bounds) for bounds in slices)
 
 
 def _bounds(index: Index, shape: Shape) -> tuple[tuple[int, int], ...]:
-    """First and last entry along each axis; axes that an index says nothing of are whole."""
+    """Returns first and last entry along each axis; axes that an index leaves out are whole."""
     spans = (*index, *[slice(None)] * (len(shape) - len(index)))
     return tuple(s.indices(n)[:2] for s, n in zip(spans, shape, strict=True))
 
 
-def _sources(plan: Plan, path: str) -> dict[str, Source]:
-    """What a parameter consists of: its data, and its scales if it stays quantised."""
-    leaf, rules = plan.leaves[path], plan.fills[path]
+def _sources(plan: LoadPlan, path: str) -> dict[str, ArraySource]:
+    """Returns what a parameter consists of: its data, and its scales if it stays quantized."""
+    leaf, rules = plan.leaves[path], plan.rules_by_leaf[path]
     if not isinstance(leaf, Quantized):
         dtype = np.dtype(leaf.dtype)
-        return {"data": Source(leaf.shape, dtype, rules, partial(_plain, plan, rules.part, dtype))}
+        return {"data": ArraySource(leaf.shape, dtype, rules, partial(_plain, plan, rules.part, dtype))}
     data, scale = leaf.format.data_shape(rules.part), leaf.format.scale_shape(rules.part)
     return {
-        "data": Source(leaf.data.shape, np.dtype(leaf.data.dtype), rules, partial(_data, plan, data)),
-        "scale": Source(leaf.scale.shape, np.dtype(leaf.scale.dtype), rules, partial(_scale, plan, scale, leaf)),
+        "data": ArraySource(leaf.data.shape, np.dtype(leaf.data.dtype), rules, partial(_data, plan, data)),
+        "scale": ArraySource(leaf.scale.shape, np.dtype(leaf.scale.dtype), rules, partial(_scale, plan, scale, leaf)),
     }
 
 
-def _plain(plan: Plan, part: Shape, dtype: np.dtype, rule: Rule, index: Index) -> Taken:
-    stored = [plan.stored[name] for name in rule.hub]
+def _plain(plan: LoadPlan, part: Shape, dtype: np.dtype, rule: NameRule, index: Index) -> Read:
+    stored = [plan.stored[name] for name in rule.names]
     pack = PACKS[rule.pack]
-    cut, small, left = pack.cut([values(plan.files, s, dtype) for s in stored], part, index)
-    taken = {s.data: a.nbytes for s, a in zip(stored, cut, strict=True) if s.form is None}
-    # A matrix is widened before it is cut, for the cut may go through its blocks.
-    taken |= {name: plan.files.size(name) for s in stored if s.form for name in s.tensors}
-    return pack.join(cut, small)[left], taken
+    cut, small, rest = pack.cut([read_values(plan.files, s, dtype) for s in stored], part, index)
+    read = {s.data: a.nbytes for s, a in zip(stored, cut, strict=True) if s.form is None}
+    # A quantized matrix is widened before it is cut, for the cut may go through its blocks.
+    read |= {name: plan.files.size(name) for s in stored if s.form for name in s.tensors}
+    return pack.join(cut, small)[rest], read
 
 
-def _data(plan: Plan, part: Shape, rule: Rule, index: Index) -> Taken:
-    stored = [plan.stored[name] for name in rule.hub]
+def _data(plan: LoadPlan, part: Shape, rule: NameRule, index: Index) -> Read:
+    stored = [plan.stored[name] for name in rule.names]
     pack = PACKS[rule.pack]
-    cut, small, left = pack.cut([numbers(plan.files, s) for s in stored], part, index)
-    taken = {}
+    cut, small, rest = pack.cut([read_numbers(plan.files, s) for s in stored], part, index)
+    read = {}
     for s, array in zip(stored, cut, strict=True):
         check_numbers(plan.files, array, s)
-        taken[s.data] = plan.files.size(s.data) if s.fresh else array.nbytes
-    return pack.join(cut, small)[left], taken
+        read[s.data] = plan.files.size(s.data) if s.to_quantize else array.nbytes
+    return pack.join(cut, small)[rest], read
 
 
-def _scale(plan: Plan, part: Shape, leaf: Quantized, rule: Rule, index: Index) -> Taken:
-    stored = [plan.stored[name] for name in rule.hub]
+def _scale(plan: LoadPlan, part: Shape, leaf: Quantized, rule: NameRule, index: Index) -> Read:
+    stored = [plan.stored[name] for name in rule.names]
     parts = []
     for s, (rows, columns) in zip(stored, part_shapes(rule.pack, part), strict=True):
-        assert s.form is not None, "the plan keeps only quantised tensors quantised"
+        assert s.form is not None, "the plan keeps only quantized tensors quantized"
         down, across = scale_steps(rule.pack, leaf.format, s.form)
-        parts.append(np.repeat(np.repeat(factors(plan.files, s), down, 0), across, 1)[:rows, :columns])
+        parts.append(np.repeat(np.repeat(read_scales(plan.files, s), down, 0), across, 1)[:rows, :columns])
     # Scales are few, and read whole.
     return PACKS[rule.pack].join(parts, part)[index], {s.tensors[-1]: plan.files.size(s.tensors[-1]) for s in stored}
 
 
-def _array(plan: Plan, source: Source, sharding: Sharding | None) -> jax.Array:
+def _array(plan: LoadPlan, source: ArraySource, sharding: Sharding | None) -> jax.Array:
     if sharding is None:
         return jax.device_put(_piece(plan, source, (slice(None),) * len(source.shape)))
     pieces: dict[Any, np.ndarray] = {}  # several devices may hold the same one
@@ -153,40 +154,41 @@ def _array(plan: Plan, source: Source, sharding: Sharding | None) -> jax.Array:
     return jax.make_array_from_callback(source.shape, sharding, piece)
 
 
-def _given(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
+def _put(value: np.ndarray, sharding: Sharding | None) -> jax.Array:
     if sharding is None:
         return jax.device_put(value)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
-def _piece(plan: Plan, source: Source, index: Index) -> np.ndarray:
-    """A slice of an array; tensors that it does not touch are not read."""
+def _piece(plan: LoadPlan, source: ArraySource, index: Index) -> np.ndarray:
+    """Reads a slice of an array; tensors that it does not touch are not read."""
     bounds = _bounds(index, source.shape)
     out = _aligned(tuple(stop - start for start, stop in bounds), source.dtype)
     lead = source.leaf.lead
-    for place in itertools.product(*(range(*b) for b in bounds[:lead])):
-        part, taken = source.read(source.leaf.rules[place], index[lead:])
-        here = tuple(p - start for p, (start, _) in zip(place, bounds, strict=False))
+    for entry in itertools.product(*(range(*b) for b in bounds[:lead])):
+        rule = source.leaf.rules[entry]
+        part, read = source.read(rule, index[lead:])
+        here = tuple(e - start for e, (start, _) in zip(entry, bounds, strict=False))
         _copy(out[here], part)
         if not all_finite(out[here]):
-            raise CheckpointError(_damage(plan, source.leaf.rules[place], source.dtype))
-        del part
-        for tensor, size in taken.items():
+            raise CheckpointError(_damage(plan, rule, source.dtype))
+        del part  # a view of the mapped file, whose memory is let go of now
+        for tensor, size in read.items():
             plan.files.release(tensor, size)
     return out
 
 
-def _damage(plan: Plan, rule: Rule, dtype: np.dtype) -> str:
-    """What to say of tensors that make up a parameter with numbers that are not finite."""
-    stored = [plan.stored[name] for name in rule.hub]
+def _damage(plan: LoadPlan, rule: NameRule, dtype: np.dtype) -> str:
+    """Says which of the tensors of a parameter hold numbers that are not finite."""
+    stored = [plan.stored[name] for name in rule.names]
     plain = [s.data for s in stored if s.form is None]
-    text = next((text for name in plain if (text := fault(name, plan.files.read(name)))), None)
-    names = ", ".join(s.name for s in stored)
+    text = next((text for name in plain if (text := fault(str(name), plan.files.read(name)))), None)
+    names = ", ".join(str(s.name) for s in stored)
     return text or f"{names}: holds numbers that are too large for {dtype}; load it as float32"
 
 
 def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """An uninitialised array that JAX can take as its own."""
+    """Allocates an uninitialized array that JAX can take as its own."""
     size = math.prod(shape) * dtype.itemsize
     raw = np.empty(size + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,21 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files.model_files import check_text_files, file_in, read_json
 from jaxspec.checkpoint.files.stream import TensorFiles
-from jaxspec.checkpoint.load.fill import Show, fill
-from jaxspec.checkpoint.load.plan import Plan, make_plan
-from jaxspec.checkpoint.load.quantized import check_method
-from jaxspec.checkpoint.load.slots import check_placement, held_by_model, held_by_mtp, slots_for
+from jaxspec.checkpoint.load.fill import Progress, fill
+from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
+from jaxspec.checkpoint.load.slots import check_placement, slots_for, slots_of_model, slots_of_mtp
+from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.load.tied import with_own_head
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.perf.expert_placement import Placement
 from jaxspec.shapes import Params
-from jaxspec.sharding.rules import MAY_BE_WHOLE, named_shardings
+from jaxspec.sharding.axis_rules import REPLICABLE
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Model:
     """A loaded model.
 
     Attributes:
-      net: the network, hashable; its policy knows what stayed quantised.
+      net: the network, hashable; its policy knows what stayed quantized.
       params: its parameters.
       config: the published config.
       generation: the published generation defaults, empty if there are none.
@@ -47,7 +48,7 @@ class Model:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The published ``config.json``.
+    """Reads the published ``config.json``.
 
     Raises:
       ConfigError: the directory or file is missing, the file is not a JSON object, or it or one of the tokenizer's is
@@ -72,7 +73,7 @@ def no_directory(directory: Path) -> ConfigError:
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """The published ``generation_config.json``, empty if there is none.
+    """Reads the published ``generation_config.json``, empty if there is none.
 
     Raises:
       ConfigError: it is no JSON object.
@@ -82,29 +83,28 @@ def read_generation(directory: Path) -> dict[str, Any]:
 
 
 def plan_model(
-    directory: str | Path, policy: Policy, quantization: str = "auto", placement: Placement | None = None
-) -> Plan:
-    """What loading a directory would do and what is wrong with it, from its headers alone.
-
-    Args:
-      directory: checkpoint in Hugging Face layout.
-      policy: layout and dtypes of the parameters.
-      quantization: see ``make_plan``.
-      placement: of the experts; None leaves them in their order.
+    directory: str | Path,
+    policy: Policy,
+    quantization: str = "auto",
+    placement: Placement | None = None,
+    *,
+    config: Mapping[str, Any] | None = None,
+) -> LoadPlan:
+    """Plans how a directory is loaded and lists what is wrong with it, from its headers and its config alone.
 
     Raises:
-      ConfigError: the config is missing, corrupt, of an unknown family or quantised in a way that is not supported.
+      ConfigError: the config is missing, corrupt, of an unknown family or quantized in a way that is not supported.
       CheckpointError: the files are unreadable.
     """
     directory = Path(directory)
-    config = read_config(directory)
+    config = read_config(directory) if config is None else config
     arch = arch_of(config)
-    table, files = known_tables()[arch.family], TensorFiles(directory)
+    table, files = known_tables()[arch.family], TensorFiles.of(directory)
     arch = with_own_head(arch, table, files)
-    net = Transformer(arch, replace(policy, slots=slots_for(placement)))
+    net = Transformer(arch, policy.update(slots=slots_for(placement)))
     return make_plan(
-        directory, net, table.rules(arch), beside=table.beside(arch), ignored=table.not_read(arch),
-        block=check_method(config), quantization=quantization, files=files, held=held_by_model(placement),
+        directory, net, table.rules(arch), unread=table.unread(arch), block=check_method(config),
+        quantization=quantization, files=files, slots_by_layer=slots_of_model(placement),
     )  # fmt: skip
 
 
@@ -114,17 +114,17 @@ def load_model(
     *,
     quantization: str = "auto",
     mesh: Mesh | None = None,
-    allow_replication: bool | str = MAY_BE_WHOLE,
+    allow_replication: bool | tuple[str, ...] = REPLICABLE,
     placement: Placement | None = None,
-    show: Show | None = None,
+    show: Progress | None = None,
 ) -> Model:
     """Loads a Hugging Face directory.
 
     Args:
       directory: checkpoint.
-      policy: layout and dtypes of the parameters; formats of what stays quantised are filled in.
-      quantization: ``auto`` keeps published quantised weights as they are, ``none`` widens them to the policy's dtype;
-        ``fp8`` and ``int8`` quantise the matrices of attention and feed-forward layers of a plain checkpoint.
+      policy: layout and dtypes of the parameters; formats of what stays quantized are filled in.
+      quantization: ``auto`` keeps published quantized weights as they are, ``none`` widens them to the policy's dtype;
+        ``fp8`` and ``int8`` quantize the matrices of attention and feed-forward layers of a plain checkpoint.
       mesh: devices that the parameters are split over, None for the default device.
       allow_replication: what is whole on each device where the mesh does not divide it, see ``named_shardings``; heads
         and vocabulary by default, but neither experts nor hidden units.
@@ -132,27 +132,27 @@ def load_model(
       show: called with (bytes placed, bytes in all).
 
     Raises:
-      ConfigError: the config is missing, corrupt or of an unknown family, the quantisation is not possible, the mesh
+      ConfigError: the config is missing, corrupt or of an unknown family, the quantization is not possible, the mesh
         does not divide the model, or the placement is of another model or mesh.
       CheckpointError: the tensors are unreadable or do not match.
     """
     config = read_config(Path(directory))
     if placement is not None:
         check_placement(placement, config, arch_of(config), mesh)
-    plan = plan_model(directory, over(policy, mesh), quantization, placement)
+    plan = plan_model(directory, policy_on_mesh(policy, mesh), quantization, placement, config=config)
     plan.check()
     generation = read_generation(plan.directory)
-    params = fill(plan, shards_for(mesh, allow_replication), show)
+    params = fill(plan, shardings_on(mesh, allow_replication=allow_replication), show)
     return Model(plan.net, params, config, generation, plan.directory)
 
 
-def over(policy: Policy, mesh: Mesh | None) -> Policy:
-    """The policy on a mesh, where routed experts lie stacked: an expert in an array of its own cannot be split off."""
-    return policy if mesh is None else replace(policy, mesh=mesh.abstract_mesh, experts="stacked")
+def policy_on_mesh(policy: Policy, mesh: Mesh | None) -> Policy:
+    """Returns the policy on a mesh, where routed experts are stacked: separate arrays cannot be split over devices."""
+    return policy if mesh is None else policy.update(mesh=mesh.abstract_mesh, experts="stacked")
 
 
-def shards_for(mesh: Mesh | None, allow_replication: bool | str = MAY_BE_WHOLE) -> Any:
-    """What makes the shardings of parameters from their shapes, None for one device."""
+def shardings_on(mesh: Mesh | None, *, allow_replication: bool | tuple[str, ...] = REPLICABLE) -> Any:
+    """Returns the function from shapes of parameters to their shardings, None for one device."""
     return None if mesh is None else partial(named_shardings, mesh=mesh, allow_replication=allow_replication)
 
 
@@ -162,16 +162,9 @@ def load_mtp(
     *,
     quantization: str = "auto",
     mesh: Mesh | None = None,
-    show: Show | None = None,
+    show: Progress | None = None,
 ) -> tuple[Mtp, Params]:
     """Loads the layers of multi-token prediction that were published with a model.
-
-    Args:
-      directory: the model's checkpoint.
-      net: the model's network.
-      quantization: as of ``load_model``, like what follows.
-      mesh: devices that the parameters are split over.
-      show: called with (bytes placed, bytes in all).
 
     Raises:
       ConfigError: the config promises no such layers.
@@ -185,8 +178,8 @@ def load_mtp(
         )
     block, rules = check_method(read_config(directory)), known_tables()[arch.family].mtp_rules(arch)
     plan = make_plan(
-        directory, Mtp(arch, over(net.policy, mesh)), rules, block=block, quantization=quantization,
-        held=held_by_mtp(arch, net.policy.slots, mesh),
+        directory, Mtp(arch, policy_on_mesh(net.policy, mesh)), rules, block=block, quantization=quantization,
+        slots_by_layer=slots_of_mtp(arch, net.policy.layout.slots, mesh),
     )  # fmt: skip
     missing = plan.problems["missing"]
     if missing:
@@ -196,5 +189,5 @@ def load_mtp(
             "download the published files, or speculate with another method"
         )
     plan.check()
-    params = fill(plan, shards_for(mesh), show)
-    return Mtp(arch, plan.policy), params
+    params = fill(plan, shardings_on(mesh), show)
+    return plan.net, params

@@ -1,4 +1,4 @@
-"""Whether the vocabularies of a draft model and its target differ by nothing but rows that no token has."""
+"""A check that the vocabularies of a draft model and its target differ by nothing but padding."""
 
 from pathlib import Path
 
@@ -13,35 +13,30 @@ SHOWN = 3  # tokens in a message
 def check_vocabulary(draft: Path, target: Path, size: int) -> None:
     """Refuses a draft model of other tokens; Qwen2.5's sizes of 151936 and 152064 are fine, for they are padding.
 
-    Args:
-      draft: directory of the draft model.
-      target: directory of the target.
-      size: of the target's vocabulary.
-
     Raises:
       ConfigError: the sizes differ and so do the tokenizers, the smaller vocabulary lacks a token, or a directory has
         no tokenizer to tell.
     """
-    own = arch_of(read_config(draft)).vocab_size
-    if own == size:
+    draft_size = arch_of(read_config(draft)).vocab_size
+    if draft_size == size:
         return
-    why = _other_tokens(_ids(draft), _ids(target), min(own, size))
+    why = _other_tokens(_ids(draft), _ids(target), min(draft_size, size))
     if why:
         raise ConfigError(
-            f"speculative_config: the draft has a vocabulary of {own}, the target of {size}; use a draft model trained "
-            f"with the target's tokenizer ({why})"
+            f"speculative_config: the draft has a vocabulary of {draft_size}, the target of {size}; use a draft model "
+            f"trained with the target's tokenizer ({why})"
         )
 
 
 def _ids(directory: Path) -> dict[str, int] | None:
-    """Id of each token, None where nothing says."""
+    """Returns the id of each token, None without a tokenizer."""
     text = Text.load(directory)
     vocabulary = getattr(text.tokenizer, "get_vocab", None) if text else None
     return vocabulary() if vocabulary else None
 
 
 def _other_tokens(draft: dict[str, int] | None, target: dict[str, int] | None, smaller: int) -> str | None:
-    """Why ids do not mean the same, None where they do."""
+    """Says why ids do not mean the same, None if they do."""
     if draft is None or target is None:
         return f"no tokenizer of the {'draft' if draft is None else 'target'} says that the other rows are padding"
     wrong = sorted(token for token in draft.keys() | target.keys() if draft.get(token) != target.get(token))

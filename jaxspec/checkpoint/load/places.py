@@ -1,4 +1,4 @@
-"""Where the published tensors of a table go: which leaf of the parameters, and which entry of its leading axes."""
+"""Resolves a table's published tensors to leaves of the parameters, and to entries of their leading axes."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -8,23 +8,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.load.slots import TABLE, Held
+from jaxspec.checkpoint.load.slots import TABLE, ExpertSlots
 from jaxspec.checkpoint.names.packs import PACKS
-from jaxspec.checkpoint.names.table import Rule
+from jaxspec.checkpoint.names.table import NameRule
 from jaxspec.models.arch import ArchSpec, LayerSpec, Segment, segments
 from jaxspec.models.depth import stack_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.moe import ROUTED, own_name
-from jaxspec.nn.policy import kind_of
-from jaxspec.nn.quantized import Quantized, abstract_quantized
+from jaxspec.nn.moe import ONE_EXPERT
+from jaxspec.nn.param import declared, kind_of
 from jaxspec.shapes import Params
+from pallas_kernels.quantized import Quantized, abstract_quantized
 
-STACKED = {own_name(name): name for name in ROUTED}
-NO_SLOTS: Mapping[str, Held] = {}
+STACKED = {one: name for name, one in ONE_EXPERT.items()}
+NO_SLOTS: Mapping[str, ExpertSlots] = {}
 
 
 @dataclass(frozen=True)
-class Leaf:
+class TargetLeaf:
     """One parameter and the rules that fill it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Leaf:
 
     shape: tuple[int, ...]
     lead: int
-    rules: dict[tuple[int, ...], Rule]
+    rules: dict[tuple[int, ...], NameRule]
 
     @property
     def part(self) -> tuple[int, ...]:
@@ -45,24 +45,23 @@ class Leaf:
 
 @cache
 def abstract_params(net: Any) -> Params:
-    """Shapes and dtypes of every parameter of a network or of its multi-token prediction, nothing allocated.
+    """Shapes and dtypes of every parameter of a network, its multi-token prediction or a head, nothing allocated.
 
     Equal layers and equal experts are looked at once, so that depth and experts cost no time.
     """
-    arch, policy = net.arch, net.policy
-    distinct = tuple(dict.fromkeys(arch.layers))
-    once = isinstance(net, Transformer) and policy.depth == "unrolled"
-    small = net.clone(
-        arch=replace(arch, layers=distinct) if once else arch, policy=replace(policy, formats=(), experts="stacked")
-    )
-    found: dict[str, Any] = {}
+    policy, once = net.policy, isinstance(net, Transformer) and net.policy.layout.depth == "unrolled"
+    layers = net.arch.layers if once else ()
+    distinct = tuple(dict.fromkeys(layers))
+    small = net.clone(policy=policy.update(formats=(), experts="stacked"))
+    small = small.clone(arch=replace(net.arch, layers=distinct)) if once else small
+    leaves: dict[str, Any] = {}
     for path, leaf in flatten(jax.eval_shape(small.initial, jax.random.key(0))["params"]).items():
-        for whole in _layers(path, arch.layers, distinct) if once else (path,):
-            found |= dict(_experts(whole, leaf)) if policy.experts == "switched" else {whole: leaf}
-    for path, leaf in found.items():
-        form = policy.format_of(kind_of(path.split("/")))
-        found[path] = leaf if form is None else abstract_quantized(leaf.shape, form)
-    return unflatten(found)
+        for whole in _layers(path, layers, distinct) if once else (path,):
+            leaves |= dict(_experts(whole, leaf)) if policy.layout.experts == "switched" else {whole: leaf}
+    for path, leaf in leaves.items():
+        form = policy.storage.format_of(kind_of(path.split("/")))
+        leaves[path] = leaf if form is None else abstract_quantized(leaf.shape, form)
+    return unflatten(leaves)
 
 
 def _layers(path: str, layers: tuple[LayerSpec, ...], distinct: tuple[LayerSpec, ...]) -> list[str]:
@@ -77,17 +76,17 @@ def _layers(path: str, layers: tuple[LayerSpec, ...], distinct: tuple[LayerSpec,
 def _experts(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
     """One parameter of all experts as one of each."""
     folder, _, name = path.rpartition("/")
-    if name not in ROUTED:
+    if name not in ONE_EXPERT:
         yield path, leaf
         return
-    axis = 1 if path.startswith("segment_") else 0
+    axis = declared((name,)).axes_of(len(leaf.shape)).index("expert")
     shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
     for e in range(leaf.shape[axis]):
-        yield f"{folder}/{own_name(name)}_{e}", jax.ShapeDtypeStruct(shape, leaf.dtype)
+        yield f"{folder}/{ONE_EXPERT[name]}_{e}", jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def flatten(params: Any) -> dict[str, Any]:
-    """Leaves by path, parts joined with a slash; a quantised weight is one leaf."""
+    """Leaves by path, parts joined with a slash; a quantized weight is one leaf."""
     leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Quantized))[0]
     return {"/".join(part.key for part in path): leaf for path, leaf in leaves}
 
@@ -104,35 +103,40 @@ def unflatten(leaves: Mapping[str, Any]) -> Params:
     return tree
 
 
-def places(
-    rules: Iterable[Rule], leaves: Mapping[str, Any], arch: ArchSpec | None = None, held: Mapping[str, Held] = NO_SLOTS
-) -> dict[str, Leaf]:
-    """What fills each leaf; rules whose parameter is not there are left out.
+def resolve_rules(
+    rules: Iterable[NameRule],
+    leaves: Mapping[str, Any],
+    arch: ArchSpec | None = None,
+    slots_by_layer: Mapping[str, ExpertSlots] = NO_SLOTS,
+) -> dict[str, TargetLeaf]:
+    """Returns what fills each leaf; rules whose parameter is not there are left out.
 
     Args:
       rules: of a table.
       leaves: abstract parameters by path.
       arch: says which layers lie in one stack, None where none do.
-      held: which slots an expert's weights fill, by the path of its layer; one of its own number elsewhere.
+      slots_by_layer: which slots an expert's weights fill, by the path of its layer; one of its own number elsewhere.
     """
     cut = _cut(leaves, arch)
-    found: dict[str, Leaf] = {}
+    leaves_by_path: dict[str, TargetLeaf] = {}
     for rule in rules:
-        for path, index in _place(rule.leaf, leaves, cut, held):
-            leaf = found.setdefault(path, Leaf(leaves[path].shape, len(index), {}))
+        for path, index in _place(rule.leaf, leaves, cut, slots_by_layer):
+            leaf = leaves_by_path.setdefault(path, TargetLeaf(leaves[path].shape, len(index), {}))
             leaf.rules[index] = rule
-    return found
+    return leaves_by_path
 
 
-def tables(held: Mapping[str, Held], leaves: Mapping[str, Any], arch: ArchSpec) -> dict[str, np.ndarray]:
-    """The parameters that say which slots an expert has; arguments as of ``places``."""
+def tables(
+    slots_by_layer: Mapping[str, ExpertSlots], leaves: Mapping[str, Any], arch: ArchSpec | None
+) -> dict[str, np.ndarray]:
+    """The parameters that say which slots an expert has; arguments as of ``resolve_rules``."""
     cut = _cut(leaves, arch)
-    found: dict[str, np.ndarray] = {}
-    for folder, own in held.items():
+    leaves_by_path: dict[str, np.ndarray] = {}
+    for folder, own in slots_by_layer.items():
         path, index = _stacked(f"{folder}/{TABLE}", cut)
-        whole = found.setdefault(path, np.empty(leaves[path].shape, np.int32))
+        whole = leaves_by_path.setdefault(path, np.empty(leaves[path].shape, np.int32))
         whole[index] = own.table(whole.shape[-1])
-    return found
+    return leaves_by_path
 
 
 def _cut(leaves: Mapping[str, Any], arch: ArchSpec | None) -> tuple[Segment, ...]:
@@ -140,7 +144,7 @@ def _cut(leaves: Mapping[str, Any], arch: ArchSpec | None) -> tuple[Segment, ...
 
 
 def _stacked(path: str, cut: tuple[Segment, ...]) -> tuple[str, tuple[int, ...]]:
-    """Where a layer's parameter lies if layers are stacked: the stack's parameter, and the place in it."""
+    """Returns where a layer's parameter lies if layers are stacked: the stack's parameter, and the place in it."""
     layer, _, rest = path.partition("/")
     if not (layer.startswith("layers_") and cut):
         return path, ()
@@ -149,7 +153,7 @@ def _stacked(path: str, cut: tuple[Segment, ...]) -> tuple[str, tuple[int, ...]]
 
 
 def _place(
-    rule: str, leaves: Mapping[str, Any], cut: tuple[Segment, ...], held: Mapping[str, Held]
+    rule: str, leaves: Mapping[str, Any], cut: tuple[Segment, ...], slots_by_layer: Mapping[str, ExpertSlots]
 ) -> list[tuple[str, tuple[int, ...]]]:
     path, index = _stacked(rule, cut)
     if path in leaves:
@@ -158,12 +162,12 @@ def _place(
     base, _, number = name.rpartition("_")
     if base not in STACKED or f"{folder}/{STACKED[base]}" not in leaves:
         return []
-    own = held.get(rule.rpartition("/")[0])
+    own = slots_by_layer.get(rule.rpartition("/")[0])
     filled = (int(number),) if own is None else own.filled_by(int(number))
     return [(f"{folder}/{STACKED[base]}", (*index, slot)) for slot in filled]
 
 
-def published_shapes(leaf: Leaf, rule: Rule) -> list[tuple[int, ...]]:
+def hub_shapes(leaf: TargetLeaf, rule: NameRule) -> list[tuple[int, ...]]:
     """Shapes of what the published tensors of one rule stand for."""
     return part_shapes(rule.pack, leaf.part)
 

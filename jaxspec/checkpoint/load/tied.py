@@ -1,10 +1,10 @@
-"""Whether the files of a tied model hold a head of their own all the same, as fine-tuned copies do."""
+"""A check of tied models' files, which hold a head of their own in some fine-tuned copies."""
 
 from dataclasses import replace
 
 import numpy as np
 
-from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
 from jaxspec.checkpoint.names.table import Table
 from jaxspec.models.arch import ArchSpec
 
@@ -12,16 +12,11 @@ BLOCK_BYTES = 1 << 26
 
 
 def with_own_head(arch: ArchSpec, table: Table, files: TensorFiles) -> ArchSpec:
-    """Returns the architecture that a model's files have, which is untied where their head is not the embedding.
+    """Returns the architecture that a model's files have: untied if their head is not the embedding.
 
     Only where a tied config's files hold both are they read, up to the first difference.
-
-    Args:
-      arch: by the config.
-      table: of its family.
-      files: of the model.
     """
-    (embedding,), (head,) = table.published("embed_VD"), table.published("head_DV")
+    (embedding,), (head,) = table.hub_names("embed_VD"), table.hub_names("head_DV")
     if not arch.tied or head not in files or embedding not in files or _equal(files, embedding, head):
         return arch
     return replace(arch, tied=False)
@@ -31,12 +26,12 @@ def _equal(files: TensorFiles, one: str, other: str) -> bool:
     first, second = files.tensors[one], files.tensors[other]
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    own, others = (files[name].reshape(-1).view(np.uint8) for name in (one, other))
-    for start in range(0, len(own), BLOCK_BYTES):
+    bytes_of_one, others = (files[name].reshape(-1).view(np.uint8) for name in (one, other))
+    for start in range(0, len(bytes_of_one), BLOCK_BYTES):
         block = slice(start, start + BLOCK_BYTES)
-        same = np.array_equal(own[block], others[block])
+        same = np.array_equal(bytes_of_one[block], others[block])
         for name in (one, other):
-            files.release(name, 0)
+            files.release(TensorName(name), 0)
         if not same:
             return False
     return True

@@ -18,7 +18,7 @@ class Pack:
       join: published arrays to a parameter of the given shape; where it can, a view of them.
       split: parameter to published arrays.
       axes: for each axis of a parameter made of matrices, the matrix axis that it comes from, None for that which
-        counts matrices. None for packs of whatever else, whose parameters are never kept quantised.
+        counts matrices. None for packs of whatever else, whose parameters are never kept quantized.
       inner: the matrix axis that a product sums over.
       finer: size of the blocks that fit both layouts, from that of published blocks and the size of the last of the
         axes that a matrix axis is cut into.
@@ -33,10 +33,10 @@ class Pack:
     outer: int = 0
 
     def cut(self, arrays: Arrays, shape: Shape, index: Sequence[slice]) -> tuple[Arrays, Shape, tuple[slice, ...]]:
-        """What a slice of a parameter needs of published arrays.
+        """Cuts published arrays down to what a slice of a parameter needs.
 
         ``join(arrays, shape)[index]`` is ``join(cut, small)[left]`` of what this returns. Where a slice of the
-        parameter is one of the arrays it is made there, as a view, so that the rest of a mapped file is not read.
+        parameter is one of the arrays it is made there, as a view, and the rest of a mapped file is not read.
 
         Args:
           arrays: published ones.
@@ -47,35 +47,35 @@ class Pack:
           The arrays' slices, the shape that they make, and what is still to be cut from it.
         """
         cuts, left, small = [[slice(None)] * a.ndim for a in arrays], list(index), list(shape)
-        for place, (span, size) in enumerate(zip(index, shape, strict=True)):
-            axis, (start, stop, _) = self._end_to_end(place, shape), span.indices(size)
+        for dim, (span, size) in enumerate(zip(index, shape, strict=True)):
+            axis, (start, stop, _) = self._end_to_end(dim, shape), span.indices(size)
             if axis is None or any(a.shape[axis] % size and (start, stop) != (0, size) for a in arrays):
                 continue
             for array, cut in zip(arrays, cuts, strict=True):
                 cut[axis] = slice(array.shape[axis] * start // size, array.shape[axis] * stop // size)
-            left[place], small[place] = slice(None), stop - start
+            left[dim], small[dim] = slice(None), stop - start
         return [a[tuple(cut)] for a, cut in zip(arrays, cuts, strict=True)], tuple(small), tuple(left)
 
-    def _end_to_end(self, place: int, shape: Shape) -> int | None:
-        """The matrix axis that an axis of a parameter divides into neighbouring parts, None where there is none."""
-        if self.axes is None or len(self.axes) != len(shape) or self.axes[place] is None:
+    def _end_to_end(self, position: int, shape: Shape) -> int | None:
+        """Returns the matrix axis that an axis of a parameter divides into neighboring parts, None if there is none."""
+        if self.axes is None or len(self.axes) != len(shape) or self.axes[position] is None:
             return None
-        own = [i for i, axis in enumerate(self.axes) if axis == self.axes[place]]
-        return self.axes[place] if own[self.outer] == place else None
+        parts = [i for i, axis in enumerate(self.axes) if axis == self.axes[position]]
+        return self.axes[position] if parts[self.outer] == position else None
 
     def blocks(self, part: Shape, blocks: tuple[int, int]) -> tuple[int, ...] | None:
-        """Sizes of the blocks of a parameter, from those of its matrices; None if it cannot be kept quantised."""
+        """Returns the block sizes of a parameter from those of its matrices; None if it cannot be kept quantized."""
         if self.axes is None or len(self.axes) != len(part):
             return None
-        found = []
-        for place, axis in enumerate(self.axes):
-            if axis is None or axis in self.axes[place + 1 :]:
-                found.append(1)
-            elif axis in self.axes[:place]:
-                found.append(self.finer(blocks[axis], part[place]))
+        sizes = []
+        for position, axis in enumerate(self.axes):
+            if axis is None or axis in self.axes[position + 1 :]:
+                sizes.append(1)
+            elif axis in self.axes[:position]:
+                sizes.append(self.finer(blocks[axis], part[position]))
             else:
-                found.append(blocks[axis])
-        return tuple(found)
+                sizes.append(blocks[axis])
+        return tuple(sizes)
 
 
 def _join_qkv(arrays: Arrays, shape: Shape) -> np.ndarray:

@@ -51,9 +51,6 @@ class ChatTemplate:
     def render(self, variables: Mapping[str, Any]) -> str:
         """Writes the text of a conversation.
 
-        Args:
-          variables: JSON values by the names that the template knows.
-
         Raises:
           RequestError: the template refuses them, or takes too much time or memory.
         """
@@ -116,7 +113,7 @@ class _Worker:
         return f"took more than {MEMORY_BYTES >> 20} MiB of memory, or its process was ended (status {code})"
 
     def _connection(self) -> tuple[socket.socket, IO[bytes]]:
-        """The socket of the process that runs, or of a new one."""
+        """Returns the socket of the process that runs, or of a new one."""
         if self._socket is not None and self._answers is not None and self._process and self._process.poll() is None:
             return self._socket, self._answers
         self.end()

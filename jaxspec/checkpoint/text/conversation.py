@@ -30,9 +30,6 @@ def messages_of(value: Any) -> list[Message]:
 
     Arguments of tool calls become objects, and reasoning goes by the names that templates read, as in transformers.
 
-    Args:
-      value: what a caller gave.
-
     Raises:
       RequestError: it is not a conversation of texts.
     """
@@ -46,14 +43,8 @@ def joined(content: str | list[Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def arranged(messages: Sequence[Message], parts: bool, tells_strings: bool) -> list[Message]:
-    """Returns messages with the contents that a template expects.
-
-    Args:
-      messages: of ``messages_of``.
-      parts: whether the template goes through parts; texts otherwise.
-      tells_strings: whether it takes strings, too, which are left as they are then.
-    """
+def arranged(messages: Sequence[Message], *, parts: bool, tells_strings: bool) -> list[Message]:
+    """Returns messages with the contents that a template expects."""
     if not parts:
         return [message | {"content": joined(message["content"])} for message in messages]
     if tells_strings:
@@ -66,7 +57,7 @@ def arranged(messages: Sequence[Message], parts: bool, tells_strings: bool) -> l
 
 
 def with_ending(messages: Sequence[Message], ending: str) -> list[Message]:
-    """Returns messages of which the last text ends so.
+    """Appends an ending to the last message's text.
 
     Raises:
       RequestError: the last message has no text.
@@ -106,7 +97,7 @@ def _message(message: Any) -> Message:
         there["tool_calls"] = _calls(calls)
     if "content" not in there and not calls:
         raise RequestError(
-            f'messages: each needs "role" and "content", which may be null beside tool_calls only, got {message!r:.200}'
+            f'messages: each needs "role" and "content", which may be null with tool_calls only, got {message!r:.200}'
         )
     reasoning = next((there[name] for name in REASONING if name in there), None)
     if reasoning is not None:
@@ -141,7 +132,7 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
-    """A called function with its arguments as an object, which most templates expect, not as JSON text."""
+    """Returns a called function with its arguments as an object, as most templates expect, not as JSON text."""
     arguments = function.get("arguments")
     try:
         value = json.loads(arguments) if isinstance(arguments, str) and arguments else arguments or {}

@@ -24,7 +24,7 @@ WARM_UP = "{{ strftime_now('%c %Z') ~ '\\u00e9' }}{{ x | pprint }}{{ lipsum(1) }
 def main() -> None:
     """Answers requests until the parent goes away."""
     number, path = int(sys.argv[1]), json.loads(sys.argv[2])
-    sys.path.extend(place for place in path if place and place not in sys.path)
+    sys.path.extend(folder for folder in path if folder and folder not in sys.path)
     from jinja2 import TemplateError
 
     templates = Templates()
@@ -88,7 +88,7 @@ class Templates:
 
 
 def new_environment() -> Any:
-    """The sandbox with what templates expect from transformers: tags, filters and functions."""
+    """Makes the sandbox with what templates expect from transformers: tags, filters and functions."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension
@@ -144,7 +144,7 @@ def new_environment() -> Any:
 
 
 def describe(environment: Any, source: str) -> dict[str, Any]:
-    """What a template reads: its variables, whether it goes through a content's parts, whether it tells strings."""
+    """Returns a template's variables, whether it goes through a content's parts, and whether it tells strings."""
     from jinja2 import nodes
 
     tree = environment.parse(source)

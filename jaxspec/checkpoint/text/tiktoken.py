@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint.text.token_bytes import LETTER_OF
 from jaxspec.errors import ConfigError
 
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -32,7 +33,7 @@ BYTES, MOST_ADDED = 256, 1 << 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """One way of publishing ranks.
 
     Attributes:
@@ -54,12 +55,12 @@ class Layout:
 
 _RESERVED = tuple(f"<|reserved_special_token_{i}|>" for i in range(251))
 LAYOUTS = (
-    Layout("tiktoken.model", ("TikTokenTokenizer",), KIMI, ("",) * 256),
-    Layout(
+    RankLayout("tiktoken.model", ("TikTokenTokenizer",), KIMI, ("",) * 256),
+    RankLayout(
         "qwen.tiktoken", ("QWenTokenizer", "QWenTokenizerFast"), QWEN,
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))), normalizer="NFC",
     ),
-    Layout(
+    RankLayout(
         "tokenizer.model",
         (None, "PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast"), LLAMA_3,
         ("<|begin_of_text|>", "<|end_of_text|>", *_RESERVED[:4], "<|start_header_id|>", "<|end_header_id|>",
@@ -69,13 +70,8 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def layout_of(directory: Path, settings: Mapping[str, Any]) -> Layout | None:
-    """Returns the layout of a directory's ranks, None if it has none that is known.
-
-    Args:
-      directory: of the model.
-      settings: its tokenizer_config.json.
-    """
+def layout_of(directory: Path, settings: Mapping[str, Any]) -> RankLayout | None:
+    """Returns the layout of a directory's ranks, None if it has none that is known."""
     kind = settings.get("tokenizer_class") or own_class(settings).rpartition(".")[2] or None
     for layout in LAYOUTS:
         file = directory / layout.file
@@ -84,13 +80,8 @@ def layout_of(directory: Path, settings: Mapping[str, Any]) -> Layout | None:
     return None
 
 
-def tokenizer_json(directory: Path, layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_json(directory: Path, layout: RankLayout, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Computes the tokenizer.json of a directory's ranks.
-
-    Args:
-      directory: of the model.
-      layout: of the ranks.
-      settings: its tokenizer_config.json, whose ``added_tokens_decoder`` names the ids after the ranks.
 
     Raises:
       ConfigError: the ranks or the added tokens are not usable.
@@ -157,7 +148,7 @@ def merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
         )
 
 
-def _added_tokens(ranks: Mapping[bytes, int], layout: Layout, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _added_tokens(ranks: Mapping[bytes, int], layout: RankLayout, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     given = settings.get("added_tokens_decoder") or {}
     try:
         named = {int(key): dict(value) for key, value in given.items()}
@@ -166,18 +157,18 @@ def _added_tokens(ranks: Mapping[bytes, int], layout: Layout, settings: Mapping[
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"tokenizer_config.json: added_tokens_decoder is not usable ({error!r})") from error
     first = len(ranks)
-    for place, name in enumerate(() if named and layout.start else layout.special, first):
-        content = name or f"<|reserved_token_{place}|>"
-        named.setdefault(place, {"content": content, "special": bool(name)})
+    for token_id, name in enumerate(() if named and layout.start else layout.special, first):
+        content = name or f"<|reserved_token_{token_id}|>"
+        named.setdefault(token_id, {"content": content, "special": bool(name)})
     if wrong := [i for i, value in named.items() if i < first and ranks.get(value["content"].encode()) != i]:
         raise ConfigError(f"tokenizer_config.json: added tokens {wrong[:5]} are ranks of {layout.file} by other names")
     if beyond := [i for i in named if i >= first + MOST_ADDED]:
         raise ConfigError(f"tokenizer_config.json: added tokens {beyond[:5]} are too far after the {first} ranks")
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     tokens = []
-    for place in (*sorted(i for i in named if i < first), *range(first, max(named, default=0) + 1)):
-        value = named.get(place, {"content": f"<|reserved_token_{place}|>"})
-        tokens.append({"id": place, "content": value["content"]} | {k: bool(value.get(k, v)) for k, v in flags.items()})
+    for i in (*sorted(i for i in named if i < first), *range(first, max(named, default=0) + 1)):
+        value = named.get(i, {"content": f"<|reserved_token_{i}|>"})
+        tokens.append({"id": i, "content": value["content"]} | {k: bool(value.get(k, v)) for k, v in flags.items()})
     names = Counter(token["content"] for token in tokens)
     if repeated := sorted(name for name, count in names.items() if count > 1):
         raise ConfigError(f"tokenizer_config.json: added tokens {repeated[:5]} have several ids")
@@ -193,7 +184,7 @@ def _holds_ranks(file: Path) -> bool:
 
 
 def _published_pattern(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """The pattern in the Python file that tokenizer_config.json names, by parsing it; None where it says none."""
+    """Returns the pattern in the Python file that tokenizer_config.json names, by parsing it; None if there is none."""
     name = own_class(settings).rpartition("--")[2].partition(".")[0]
     try:
         tree = ast.parse((directory / f"{name}.py").read_text(encoding="utf-8"))
@@ -218,7 +209,7 @@ def _name(node: ast.expr) -> str | None:
 
 
 def _joined(node: ast.expr) -> str | None:
-    """A string, or a list of strings joined by one; '' if it is anything else."""
+    """Returns a string, or a list of strings joined by one; '' if it is anything else."""
     try:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "join":
             return ast.literal_eval(node.func.value).join(ast.literal_eval(node.args[0]))
@@ -227,15 +218,5 @@ def _joined(node: ast.expr) -> str | None:
         return ""
 
 
-def _alphabet() -> dict[int, str]:
-    """GPT-2's printable letter of each byte."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, BYTES)]
-    hidden = [byte for byte in range(BYTES) if byte not in shown]
-    return {byte: chr(byte) for byte in shown} | {byte: chr(BYTES + i) for i, byte in enumerate(hidden)}
-
-
-_ALPHABET = _alphabet()
-
-
 def _letters(token: bytes) -> str:
-    return token.decode("latin-1").translate(_ALPHABET)
+    return token.decode("latin-1").translate(LETTER_OF)

@@ -1,4 +1,4 @@
-"""What each token id adds to a text: its characters, and the bytes behind them."""
+"""Characters and bytes that each token id adds to a text."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ PER_TOKEN = {"Replace", "Metaspace", "WordPiece", "Strip"}
 BY_PLACE = {"Metaspace", "WordPiece"}  # decoders that treat the first token differently
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for, as GPT-2 numbers them."""
+def _letters() -> dict[int, str]:
+    """Returns GPT-2's printable character for each byte, which byte-level vocabularies are written in."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [b for b in range(256) if b not in shown]
-    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
 
 
-BYTE_OF = _byte_alphabet()
+LETTER_OF = _letters()
+BYTE_OF = {letter: byte for byte, letter in LETTER_OF.items()}
 
 
 class TokenBytes:
@@ -28,7 +29,7 @@ class TokenBytes:
     Attributes:
       layout: how pieces become text: ``bytes``, joined and decoded as UTF-8 (byte-level BPE, tiktoken); ``pieces``,
         joined one by one, with runs of byte tokens decoded together (SentencePiece, Unigram, WordPiece, words);
-        ``unknown`` where the tokenizer's decoder has another rule, so that only it can tell.
+        ``unknown`` where the tokenizer's decoder has another rule, and only it can tell.
       byte_fallback: whether ``<0xNN>`` tokens are bytes.
       strip: a character and how many of it are dropped at the start of a whole text.
     """
@@ -87,8 +88,8 @@ class TokenBytes:
         names, ids = (getattr(self._tokenizer, f"all_special_{what}", []) for what in ("tokens", "ids"))
         return dict(zip(map(str, names), ids, strict=False))
 
-    def piece(self, token_id: int, skip_special_tokens: bool = False) -> bytes | str | int | None:
-        """What an id adds to a text that has begun; not for the layout ``unknown``.
+    def piece(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes | str | int | None:
+        """Returns what an id adds to a text that has begun; not for the layout ``unknown``.
 
         Returns:
           Bytes in the layout ``bytes``; else a text, or a number for one byte of a run; None where the id is unknown
@@ -112,7 +113,7 @@ class TokenBytes:
         return self._decode([word, token_id])[len(text) :]
 
     def first(self, token_id: int) -> str:
-        """Text of a known token that is no byte, at the start of a text that has not been stripped yet."""
+        """Returns the text of a known token that is no byte, at the start of a text that has not been stripped yet."""
         if self._by_place:
             return self._decode([token_id])
         piece = self.piece(token_id)
@@ -130,7 +131,7 @@ class TokenBytes:
         return frozenset(self.specials.values()) | {i for i in same if i is not None}
 
     def of(self, token_id: int) -> bytes | None:
-        """Bytes that a token stands for after other text, None where the tokenizer does not know the id."""
+        """Returns the bytes that a token stands for after other text, None for an unknown id."""
         if self.layout == "unknown":
             return self._guess(token_id)
         piece = self.piece(token_id)
@@ -139,10 +140,10 @@ class TokenBytes:
         return piece.encode() if isinstance(piece, str) else piece
 
     def _guess(self, token_id: int) -> bytes | None:
-        """Bytes as the tokenizer decodes them, or by its vocabulary's spelling where it needs more tokens."""
+        """Returns bytes as the tokenizer decodes them, or by its vocabulary's spelling if it needs more tokens."""
         try:
             token = self._tokenizer.convert_ids_to_tokens(token_id)
-            whole = self._decode([self._context[0], token_id]) if self._context else ""
+            decoded = self._decode([self._context[0], token_id]) if self._context else ""
         except Exception:  # of whatever kind such a tokenizer raises for ids that it does not know
             return None
         if isinstance(token, bytes) or token is None:
@@ -150,14 +151,14 @@ class TokenBytes:
         if match := BYTE.fullmatch(token):
             return bytes([int(match[1], 16)])
         before = self._context[1] if self._context else ""
-        if len(whole) > len(before) and whole.startswith(before) and "\ufffd" not in whole:
-            return whole[len(before) :].encode()
-        if "\ufffd" in whole and all(c in BYTE_OF for c in token):
+        if len(decoded) > len(before) and decoded.startswith(before) and "\ufffd" not in decoded:
+            return decoded[len(before) :].encode()
+        if "\ufffd" in decoded and all(c in BYTE_OF for c in token):
             return bytes(BYTE_OF[c] for c in token)
         return token.replace("▁", " ").encode()
 
     def text(self, token_id: int) -> str | None:
-        """Text of one token after other text, its spaces included; U+FFFD where it is part of a character."""
+        """Returns the text of one token after other text, with its spaces; U+FFFD if it is part of a character."""
         data = self.of(token_id)
         return None if data is None else data.decode(errors="replace")
 

@@ -6,7 +6,7 @@ from jaxspec.models.mixers.latent import LatentRow
 DEEPSEEK_MOE = MoeRow(
     experts=("n_routed_experts",),
     router="sigmoid",
-    renormalise="norm_topk_prob",
+    renormalize="norm_topk_prob",
     scale="routed_scaling_factor",
     choice_bias=True,
     grouped=True,

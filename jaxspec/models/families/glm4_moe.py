@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: half-rotated heads, maybe normalised; experts and MTP as in DeepSeek-V3."""
+"""GLM-4.5, 4.6 and 4.7: half-rotated heads, maybe normalized; experts and MTP as in DeepSeek-V3."""
 
 from jaxspec.models.families.deepseek_v3 import DEEPSEEK_MOE
 from jaxspec.models.family import Family

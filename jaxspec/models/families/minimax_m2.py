@@ -1,4 +1,4 @@
-"""MiniMax-M2: half-rotated heads, queries and keys normalised over all heads, sigmoid router with a bias."""
+"""MiniMax-M2: half-rotated heads, queries and keys normalized over all heads, sigmoid router with a bias."""
 
 from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.gqa import GqaRow

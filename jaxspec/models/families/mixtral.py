@@ -1,4 +1,4 @@
-"""Mixtral: every layer has experts, two of eight per token, their weights renormalised; no shared expert."""
+"""Mixtral: every layer has experts, two of eight per token, their weights renormalized; no shared expert."""
 
 from jaxspec.models.family import Family, MoeRow
 

@@ -8,7 +8,7 @@ FAMILY = Family(
     mixer=GqaRow(qkv_bias=True, window_switch="use_sliding_window", window_until="max_window_layers", alternating=True),
     moe=MoeRow(
         experts=("num_experts",),
-        renormalise="norm_topk_prob",
+        renormalize="norm_topk_prob",
         shared_hidden="shared_expert_intermediate_size",
         shared_gate=True,
         sparse_step=True,

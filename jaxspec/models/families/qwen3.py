@@ -1,4 +1,4 @@
-"""Qwen3: dense layers with normalised query and key heads."""
+"""Qwen3: dense layers with normalized query and key heads."""
 
 from jaxspec.models.family import Family
 from jaxspec.models.mixers.gqa import GqaRow

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: normalised query and key heads, many small experts, no shared expert."""
+"""Qwen3-MoE: normalized query and key heads, many small experts, no shared expert."""
 
 from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.gqa import GqaRow
@@ -11,6 +11,6 @@ FAMILY = Family(
         qk_norm="head",
         window_switch="use_sliding_window",
     ),
-    moe=MoeRow(experts=("num_experts", "num_local_experts"), renormalise="norm_topk_prob", sparse_step=True),
+    moe=MoeRow(experts=("num_experts", "num_local_experts"), renormalize="norm_topk_prob", sparse_step=True),
     defaults={"sliding_window": 4096},
 )

@@ -58,7 +58,7 @@ class CompressedRow:
 def _kind(read: Reader, layer: int) -> tuple[str, int]:
     """Kind of a layer and positions per entry; layers of multi-token prediction see the window alone.
 
-    The published list goes on behind the last layer, but not with that of these layers.
+    The published list goes on after the last layer, but not with the kinds of these layers.
     """
     count = read.count("num_hidden_layers")
     kinds, rates = read.get("layer_types", default=None), {**RATES, **read.mapping("compress_rates")}

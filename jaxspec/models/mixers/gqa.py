@@ -17,7 +17,7 @@ class GqaRow:
 
     Attributes:
       qkv_bias, out_bias: biases of the projections.
-      qk_norm: normalisation of queries and keys.
+      qk_norm: normalization of queries and keys.
       qk_norm_switch: config key that must be true for it to apply.
       windows: which layers have the window, where ``layer_types`` does not say; in a family of ``none`` only that list
         can give one.

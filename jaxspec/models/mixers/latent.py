@@ -50,7 +50,7 @@ class LatentRow:
             query_rank=read.count("q_lora_rank") if query_rank else None,
             bias=read.flag("attention_bias"),
             index=index,
-            borrows=kinds[0] == "shared",
+            reuses_selection=kinds[0] == "shared",
         )
 
     def _index(self, read: Reader, rope: RopeSpec, kinds: tuple[str, str]) -> IndexSpec:
@@ -63,11 +63,11 @@ class LatentRow:
             head_dim=dim,
             top_k=read.count("index_topk"),
             rope=replace(rope, interleaved=interleaved),
-            lends=kinds[1] == "shared",
+            shares_selection=kinds[1] == "shared",
         )
 
     def _kinds(self, read: Reader, layer: int) -> tuple[str, str]:
-        """How a layer and the one behind it come to their selections: ``none``, ``full`` or ``shared``.
+        """Reads how a layer and the next one come to their selections: ``none``, ``full`` or ``shared``.
 
         Layers of multi-token prediction have indexers of their own.
         """
@@ -94,7 +94,7 @@ class LatentRow:
 
 
 def _sharpened(read: Reader) -> float:
-    """What the scores are multiplied by in an extended context (DeepSeek-V3's use of YaRN)."""
+    """Returns the factor of the scores in an extended context (DeepSeek-V3's use of YaRN)."""
     scaling = scaling_of(read)
     all_dim = scaling.get("mscale_all_dim")
     if scaled(read, scaling) is None or not all_dim:

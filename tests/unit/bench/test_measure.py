@@ -1,20 +1,17 @@
 """A run's clock and counts, arrivals, and the figures that are made of them, against numbers made by hand."""
 
-import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxspec.bench.measure import Run, Trace, poisson_arrivals, running
-from jaxspec.bench.record import Acceptance, Spread, Waits, figures, usd_per_million
-from jaxspec.bench.turns import in_turns
+from jaxspec.bench.measure import Trace, poisson_arrivals, run_requests
+from jaxspec.bench.record import AcceptanceFigures, Spread, Waits, figures, usd_per_million
+from jaxspec.bench.rounds import held_at
 from jaxspec.errors import ConfigError
-from jaxspec.serve.control import Fixed
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams, SpeculationMetrics
-from jaxspec.topology import PLAIN, chain
+from jaxspec.topology import PLAIN
 
 ENGINE = {"max_model_len": 48, "prefill_buckets": (16,), "max_logprobs": 0, "steps_per_dispatch": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
@@ -55,7 +52,7 @@ def test_acceptance_by_vllms_definitions():
     m = SpeculationMetrics(num_accepted_tokens_per_pos=[0, 0, 0])
     for drafted, committed in ((3, 4), (3, 1), (2, 2), (0, 1)):  # accepted 3, 0, 1, and a step without drafts
         m.add(drafted, committed)
-    found = Acceptance.of(m, tokens=8)
+    found = AcceptanceFigures.of(m, tokens=8)
     assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens, found.num_steps) == (3, 8, 4, 4)
     assert found.rate == pytest.approx(4 / 8)
     assert found.length == pytest.approx(1 + 4 / 3)
@@ -88,13 +85,9 @@ def test_poisson_arrivals_are_seeded():
         poisson_arrivals(3, 0.0, seed=1)
 
 
-def run_once(*args) -> Run:
-    return in_turns({"it": partial(running, *args)}, 0)["it"]
-
-
 def test_closed_loop_run(llm: LLM):
     outputs = llm.generate(PROMPTS, GREEDY)
-    run = run_once(llm, PROMPTS, GREEDY)
+    run = run_requests(llm, PROMPTS, GREEDY)
     assert run.token_ids == [o.outputs[0].token_ids for o in outputs]
     assert run.drafted == [o.outputs[0].drafted for o in outputs]
     assert run.tokens == 4 * 9
@@ -111,61 +104,39 @@ def test_closed_loop_run(llm: LLM):
 
 
 def test_plain_run_takes_no_drafts(llm: LLM):
-    plain = run_once(llm, PROMPTS, [SamplingParams(temperature=0.0, max_tokens=9, speculative=False)] * 4)
+    plain = run_requests(llm, PROMPTS, [SamplingParams(temperature=0.0, max_tokens=9, speculative=False)] * 4)
     assert set(plain.lengths) == {"0"}
     assert plain.speculation.num_draft_tokens == 0
 
 
 def test_open_loop_waits_for_its_requests(llm: LLM):
-    run = run_once(llm, PROMPTS, GREEDY, [0.0, 0.0, 0.3, 0.31])
+    run = run_requests(llm, PROMPTS, GREEDY, [0.0, 0.0, 0.3, 0.31])
     assert [trace.issued_s for trace in run.traces] == [0.0, 0.0, 0.3, 0.31]
     assert all(trace.first_s > trace.issued_s for trace in run.traces)
     assert run.time_s > 0.31
     assert [len(ids) for ids in run.token_ids] == [9] * 4
 
 
-def test_a_pause_takes_no_time_and_changes_nothing(llm: LLM):
-    whole, run, counts = run_once(llm, PROMPTS, GREEDY), running(llm, PROMPTS, GREEDY), []
-    while True:
-        try:
-            counts.append(next(run))
-        except StopIteration as end:
-            paused = end.value
-            break
-        time.sleep(0.5)
-    assert counts == sorted(counts)
-    assert counts[-1] == whole.tokens
-    assert (paused.token_ids, paused.decode_tokens) == (whole.token_ids, whole.decode_tokens)
-    assert max(trace.latency_s for trace in paused.traces) <= paused.time_s < 0.5 * (len(counts) - 1)
+def test_a_run_that_fails_leaves_the_engine_idle(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    """What failed does not reach the next cell."""
+    step, calls = llm.step, []
 
+    def fails(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise ConfigError("not today")
+        return step(*args)
 
-def test_a_run_that_is_given_up_leaves_the_engine_idle(llm: LLM):
-    """What failed beside it, such as a peer, does not reach the next cell."""
-
-    def fails():
-        yield 0
-        assert llm.engine.busy
-        raise ConfigError("not today")
-
+    monkeypatch.setattr(llm, "step", fails)
     with pytest.raises(ConfigError, match="not today"):
-        in_turns({"ours": partial(running, llm, PROMPTS, GREEDY), "theirs": fails}, 0, 4)
+        run_requests(llm, PROMPTS, GREEDY)
     assert not llm.engine.busy
-    assert [len(ids) for ids in run_once(llm, PROMPTS, GREEDY).token_ids] == [9] * 4
+    assert [len(ids) for ids in run_requests(llm, PROMPTS, GREEDY).token_ids] == [9] * 4
 
 
-def test_engines_beside_each_other_mix_nothing(llm: LLM):
-    """Three over the same programs, in turns of four tokens: each gives its text, and counts its own steps."""
-    plain = [SamplingParams(temperature=0.0, max_tokens=9, speculative=False)] * 4
-    alone, before = run_once(llm, PROMPTS, GREEDY), llm.engine.metrics.dispatches
-    other, third = llm.beside(Fixed(PLAIN)), llm.beside(Fixed(chain(2)))
-    runs = in_turns(
-        {name: partial(running, own, PROMPTS, params) for name, own, params in
-         (("drafts", llm, GREEDY), ("plain", other, plain), ("again", third, GREEDY))}, 0, 4
-    )  # fmt: skip
-    assert all(run.token_ids == alone.token_ids for run in runs.values())
-    assert runs["drafts"].lengths == alone.lengths
-    assert (set(runs["plain"].lengths), set(runs["again"].lengths)) == ({"0"}, {"2"})
-    assert llm.engine.metrics.dispatches - before == runs["drafts"].decisions
-    assert not llm.engine.busy
-    with pytest.raises(ConfigError, match=r"\['3'\] are not compiled; there are \['0', '2'\]"):
-        llm.beside(Fixed(chain(3)))
+def test_an_engine_is_held_at_one_topology_for_a_while(llm: LLM):
+    control = llm.engine.control
+    with held_at(llm, PLAIN):
+        run = run_requests(llm, PROMPTS, GREEDY)
+    assert set(run.lengths) == {"0"}
+    assert llm.engine.control is control

@@ -9,21 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxspec.bench import plot
+from jaxspec.bench import pictures
 from jaxspec.bench.grid import DrafterChoice, EnginePoint, Grid, default_grid
 from jaxspec.bench.measure import Run, Trace
-from jaxspec.bench.record import Cell, Regret, Skipped, Spread, load, save
-from jaxspec.bench.rounds import CLEAR, PLAIN, SPECULATIVE, Rounds, regret, run_rounds
-from jaxspec.bench.sweep import Sweep, Watcher
+from jaxspec.bench.record import Skipped, SweepCell, load, save
+from jaxspec.bench.rounds import PLAIN, SPECULATIVE
+from jaxspec.bench.sweep import Sweep, SweepCallbacks
+from jaxspec.bench.synthetic import Synthetic
 from jaxspec.bench.tables import csv_text, heading, markdown_text
-from jaxspec.bench.touched import routed_experts, touched_experts
-from jaxspec.bench.turns import at_once
-from jaxspec.draft.synthetic import Synthetic
+from jaxspec.bench.touched_experts import touched_experts
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.text_routes import routed_experts
 from jaxspec.perf.moesd import expected_experts
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SpeculationMetrics
-from jaxspec.topology import chain, tree
 from tests.unit.bench.conftest import made_up_cell, made_up_report
 
 NGRAM = DrafterChoice.parse('{"method": "ngram", "prompt_lookup_min": 1}')
@@ -31,16 +30,16 @@ SMALL = {"input_tokens": (6,), "output_tokens": (8,), "workloads": ("random",), 
 ENGINE = {"prefill_buckets": (16,), "steps_per_dispatch": 2}
 
 
-def swept(model: Path, grid: Grid) -> tuple[Sweep, list[Cell], list[Skipped]]:
-    cells: list[Cell] = []
+def swept(model: Path, grid: Grid) -> tuple[Sweep, list[SweepCell], list[Skipped]]:
+    cells: list[SweepCell] = []
     skipped: list[Skipped] = []
-    sweep = Sweep(model, grid, ENGINE, watcher=Watcher(cell=cells.append, skipped=skipped.append))
+    sweep = Sweep(model, grid, ENGINE, callbacks=SweepCallbacks(cell=cells.append, skipped=skipped.append))
     sweep.run()
     return sweep, cells, skipped
 
 
 @pytest.fixture(scope="module")
-def found(model: Path) -> tuple[Sweep, list[Cell], list[Skipped]]:
+def found(model: Path) -> tuple[Sweep, list[SweepCell], list[Skipped]]:
     rates = (math.inf, 50.0)
     return swept(
         model,
@@ -84,7 +83,7 @@ def test_cells_hold_together(found: tuple):
         assert e.texts == 4
 
 
-@pytest.mark.parametrize(("prompts", "chunk"), [((6, 65), 64), ((66,), 128), ((6,), 32)])
+@pytest.mark.parametrize(("prompts", "chunk"), [((6, 65), 64), pytest.param((66,), 128, marks=pytest.mark.slow)])
 def test_chunks_fit_the_longest_prompt(model: Path, prompts: tuple[int, ...], chunk: int):
     """Padding is computed, too: on a CPU twice the chunk made a prompt 1.5 times as slow to read."""
     grid = Grid((NGRAM,), (2,), (2,), (0.0,), input_tokens=prompts, output_tokens=(20,), workloads=("random",))
@@ -95,9 +94,9 @@ def test_chunks_fit_the_longest_prompt(model: Path, prompts: tuple[int, ...], ch
 def test_requests_of_one_workload_may_differ(model: Path):
     """Each has the settings of its turn, the same whichever way decodes it."""
     grid = Grid((NGRAM,), (2,), (2,), (0.7,), output_tokens=(8,), workloads=("mixed",))
-    sweep, (point,) = Sweep(model, grid), grid.points()
+    sweep, (scenario,) = Sweep(model, grid), grid.scenarios()
     for mode, speculates in ((PLAIN, False), (SPECULATIVE, None)):
-        params = sweep._params(point, 4, mode)
+        params = sweep.params(scenario, 4, mode)
         assert [one.temperature for one in params] == [0.0, 0.7, 0.0, 0.7]
         assert [one.frequency_penalty for one in params] == [0.0, 2.0, 0.0, 2.0]
         assert {one.speculative for one in params} == {speculates}
@@ -124,55 +123,9 @@ def test_experts_by_hand(found: tuple):
     assert counted.speculative_independent == np.mean([expected_experts(**sizes, tokens=t) for t in (6, 3)])
 
 
-def test_auto_beside_every_fixed_length_and_tree(model: Path):
-    choice = DrafterChoice("ngram", {**NGRAM.config, "speculative_token_trees": [[2]]})
-    assert choice.speculative_config(2, "match", None) == NGRAM.speculative_config(2, "match", None)
-    grid = Grid((choice,), ("auto",), (1,), against_fixed=True, experts=False, requests=2, **SMALL)
-    sweep = Sweep(model, grid, ENGINE)
-    engine = EnginePoint(1, choice, "auto")
-    llm = sweep.open(engine)
-    chooses, limits = llm.engine.control, set()
-    record = chooses.record
-    chooses.record = lambda *told: (
-        limits.update(s.params.draft_limit for s in llm.engine.rows if s is not None),
-        record(*told),
-    )
-    cell = sweep.measure(llm, engine, grid.points()[0])
-    assert limits, "it learns"
-    assert 0 not in limits, "but not from plain runs"
-    assert llm.engine.control is chooses, "given back after every run that was held at one length"
-    assert cell.same_text is True, "that of every fixed length, too"
-    assert cell.regret is not None
-    assert sorted(cell.regret.fixed) == ["1", "2", "3", "4", "5", "[2]"]
-    assert cell.regret.plain_again is not None
-    assert all(llm.engine.metrics.arms[arm].steps for arm in (*map(chain, range(1, 6)), tree((2,)))), "each ran"
-    assert cell.decision_s is not None
-    assert 0 < cell.decision_s.median < 0.1
-    table = markdown_text(made_up_report(cell))
-    assert f"| {1e3 * cell.decision_s.median:.3f} |" in table
-    head = csv_text(made_up_report(cell)).splitlines()[0]
-    assert "decision_s" in head
-    assert "plain_over_itself" in head
-    assert "| plain over itself |" in table
-
-
-def test_turns_of_tokens_are_of_engines_beside_each_other(model: Path):
-    grid = Grid((NGRAM,), ("auto",), (2,), against_fixed=True, experts=False, requests=4, turn_tokens=4, **SMALL)
-    sweep, engine = Sweep(model, grid, ENGINE), EnginePoint(2, NGRAM, "auto")
-    llm = sweep.open(engine)
-    chooses = llm.engine.control
-    cell = sweep.measure(llm, engine, grid.points()[0])
-    assert llm.engine.control is chooses
-    assert cell.same_text is True
-    assert cell.regret is not None
-    assert sorted(cell.regret.fixed) == ["1", "2", "3", "4", "5"]
-    assert cell.regret.plain_again is not None
-    assert llm.engine.metrics.generated_tokens == (grid.rounds + 1) * 4 * 8, "what chooses ran here, and nothing else"
-
-
-@pytest.mark.parametrize(("rows", "wanted", "sizes"), [(1, None, [1, 1, 1]), (2, None, [3]), (2, 2, [2, 1])])
-def test_ways_of_decoding_take_turns_within_a_round(model: Path, rows: int, wanted: int | None, sizes: list[int]):
-    grid = Grid((NGRAM,), (2,), (rows,), experts=False, requests=3, turn_requests=wanted, **SMALL)
+@pytest.mark.parametrize(("rows", "sizes"), [pytest.param(1, [1, 1, 1], marks=pytest.mark.slow), (2, [3])])
+def test_ways_of_decoding_take_turns_within_a_round(model: Path, rows: int, sizes: list[int]):
+    grid = Grid((NGRAM,), (2,), (rows,), requests=3, **SMALL)
     sweep, engine, ran = Sweep(model, grid, ENGINE), EnginePoint(rows, NGRAM, 2), []
     llm = sweep.open(engine)
     submit = llm.submit
@@ -182,107 +135,15 @@ def test_ways_of_decoding_take_turns_within_a_round(model: Path, rows: int, want
         return submit(prompt, params)
 
     llm.submit = watched
-    cell = sweep.measure(llm, engine, grid.points()[0])
+    cell = sweep.measure(llm, engine, grid.scenarios()[0])
     rounds = grid.rounds + 1
     turns = [(drafts, len(list(group))) for drafts, group in itertools.groupby(ran, key=lambda one: one[1])]
     if len(sizes) > 1:
         assert len(turns) > 2 * rounds, "they change within a round"
-    assert [prompt for prompt, drafts in ran if drafts] == rounds * sweep.prompts(engine, grid.points()[0])
+    assert [prompt for prompt, drafts in ran if drafts] == rounds * sweep.prompts(engine, grid.scenarios()[0])
     assert sum(count for _, count in turns) == 2 * 3 * rounds
     assert cell.plain.requests == cell.speculative.requests == 3
     assert cell.same_text is True
-
-
-def test_regret_by_hand():
-    """Three rounds: K = 2 is best by the median, plain decoding counts as a fixed length, ratios are paired."""
-    found = Regret.of([9.0, 20.0, 12.0], {"0": [10.0, 10.0, 10.0], "1": [5.0, 40.0, 5.0], "2": [10.0, 20.0, 15.0]})
-    # Without the first or the last round K = 1 is best (a median of 2.25), else K = 2 is.
-    assert found == Regret({"1": 0.5, "2": 1.5}, "2", Spread(0.9, 0.8, 1.0), Spread(1.8, 1.0, 2.4))
-    again = Regret.of([9.0, 20.0], {"0": [10.0, 10.0], "1": [5.0, 40.0]}, [10.0, 9.0])
-    assert again.plain_again == Spread(0.95, 0.9, 1.0)
-    slower = Regret.of([10.0], {"0": [10.0], "1": [8.0]})
-    assert (slower.best, slower.over_best.median, slower.over_foreseen) == ("0", 1.0, None)
-
-
-def test_fixed_lengths_that_lost_every_round_have_no_more_turns():
-    """K = 1 loses each round to plain decoding, K = 2 wins one of the first four; the others always go on."""
-    rates = {"plain": 10.0, "plain again": 9.5, "speculative": 11.0, "fixed 1": 8.0, "fixed 2": 9.0}
-    ran = []
-
-    def subject(name):
-        def run(part):
-            ran.append(name)
-            rate = 12.0 if name == "fixed 2" and ran.count(name) == 3 else rates[name]
-            return at_once(lambda: a_run(rate))
-
-        return run
-
-    rounds = run_rounds({name: subject(name) for name in rates}, [slice(0, 1)], Rounds(7))
-    assert [sum(name in one for one in rounds) for name in rates] == [7, 7, 7, CLEAR, 7]
-    assert len(ran) == 3 * (1 + 7) + 1 + CLEAR + 1 + 7, "and one each to warm up"
-    found = regret(rounds)
-    assert found is not None
-    assert (found.best, found.fixed) == ("0", {"1": 0.8, "2": 0.9})
-    assert (found.over_best.median, found.over_best.low, found.over_best.high) == (1.1, 1.1, 1.1)
-    assert regret(rounds[:CLEAR]) == Regret.of(
-        [11.0] * 4, {"0": [10.0] * 4, "1": [8.0] * 4, "2": [9.0, 12.0, 9.0, 9.0]}, [9.5] * 4
-    )
-    assert found.plain_again == Spread(0.95, 0.95, 0.95, 0.95, 0.95)
-
-
-@pytest.mark.parametrize(
-    ("every", "precision", "count"), [(10, 0.0, 6), (10, 0.5, 6), (10, 0.15, 9), (2, 0.15, 20), (2, 0.25, 6)]
-)
-def test_rounds_go_on_until_intervals_are_narrow(every: int, precision: float, count: int):
-    """Some rounds are 1.2 instead of 1.0 of plain decoding: of nine or more the interval leaves one of them out."""
-    ran = []
-
-    def subject(name):
-        def run(part):
-            ran.append(name)
-            lucky = name == SPECULATIVE and (ran.count(name) - 2) % every == 0
-            return at_once(lambda: a_run(12.0 if lucky else 8.0 if name.startswith("fixed") else 10.0))
-
-        return run
-
-    names = PLAIN, SPECULATIVE, "fixed 1"
-    rounds = run_rounds({name: subject(name) for name in names}, [slice(0, 1)], Rounds(6, 0, precision, 20))
-    assert len(rounds) == count
-    assert {len(one) for one in rounds} == {2, 3}
-
-
-def test_rounds_of_plain_decoding_alone_have_nothing_to_wait_for():
-    rounds = run_rounds({PLAIN: lambda part: at_once(lambda: a_run(1.0))}, [slice(0, 1)], Rounds(2, 0, 0.1, 8))
-    assert len(rounds) == 2
-
-
-@pytest.mark.parametrize("wrong", [{"precision": 0.0}, {"most_rounds": 5}, {"precision": 0.1, "most_rounds": 1}])
-def test_precision_that_makes_no_sense_is_refused(wrong: dict[str, float]):
-    with pytest.raises(ConfigError, match=r"--(precision|most-rounds)"):
-        Grid((NGRAM,), (2,), (2,), **SMALL, **wrong)
-
-
-def test_a_fixed_length_that_loses_by_its_interval_has_no_more_turns():
-    """Slower in eleven rounds of twelve; and in nine of twelve, which luck explains."""
-    ten = [10.0] * 12
-    slower, luckier = [11.0, *[9.0] * 11], [*[11.0] * 3, *[9.0] * 9]
-    assert Regret.clearly_slower({"0": ten, "1": slower, "2": luckier}) == ["1"]
-
-
-def test_what_chooses_learns_in_more_rounds_alone():
-    ran = []
-    subjects = {
-        name: lambda part, name=name: at_once(lambda: ran.append(name) or a_run(1.0)) for name in (PLAIN, SPECULATIVE)
-    }
-    rounds = run_rounds(subjects, [slice(0, 1), slice(1, 2)], Rounds(1, learns=2))
-    assert len(rounds) == 1
-    assert sorted(ran[:4]) == [PLAIN] * 2 + [SPECULATIVE] * 2
-    assert ran[4:8] == [SPECULATIVE] * 4
-    assert sorted(ran[8:]) == [PLAIN] * 2 + [SPECULATIVE] * 2
-
-
-def a_run(tokens_per_s: float) -> Run:
-    return Run([], [], 0, 1.0, round(100 * tokens_per_s), 100.0, 0, SpeculationMetrics(), [], {})
 
 
 def test_synthetic_acceptance_is_marked_everywhere(model: Path, tmp_path: Path):
@@ -299,7 +160,7 @@ def test_synthetic_acceptance_is_marked_everywhere(model: Path, tmp_path: Path):
     assert "SYNTHETIC ACCEPTANCE" in markdown_text(report)
     assert "no model's" in markdown_text(report)
     assert {row["synthetic"] for row in csv.DictReader(io.StringIO(csv_text(report)))} == {"True"}
-    files = plot.draw(report, tmp_path)
+    files = pictures.draw(report, tmp_path)
     assert files[0].read_bytes().startswith(b"\x89PNG")
     save(report, tmp_path / "bench.json")
     assert load(tmp_path / "bench.json").synthetic == {"mean_length": 3.0}
@@ -327,6 +188,13 @@ def test_report_round_trip_and_tables(tmp_path: Path):
     assert "SYNTHETIC" not in text
 
 
+def test_older_files_with_more_fields_are_read(tmp_path: Path):
+    file, report = tmp_path / "bench.json", made_up_report(made_up_cell(2))
+    save(report, file)
+    file.write_text(file.read_text().replace('"drafter":', '"regret": null, "drafter":'))
+    assert load(file) == report
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [("[]", "no report|schema"), ('{"schema": "other/1"}', "schema"), ('{"schema": "jaxspec.bench/1"}', "no report")],
@@ -352,12 +220,9 @@ def test_other_files_are_no_reports(tmp_path: Path, text: str, why: str):
         ({"workloads": ("poems",)}, "--workload"),
         ({"output_tokens": (1,)}, "--output-tokens"),
         ({"rounds": 0}, "--rounds"),
-        ({"warm_up_rounds": 0}, "--warm-up-rounds"),
         ({"requests": 0}, "--requests"),
-        ({"turn_tokens": 0}, "--turn-tokens"),
         ({"price_per_hour": 0.0}, "--price-per-hour"),
         ({"drafters": ()}, "needs a drafter"),
-        ({"against_fixed": True}, "--against-fixed compares auto"),
     ],
     ids=str,
 )

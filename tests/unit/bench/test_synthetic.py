@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.bench.synthetic import Synthetic
 from jaxspec.decode.state import init_sampling
-from jaxspec.draft import catalog
-from jaxspec.draft.synthetic import Synthetic
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.protocol import Proposal, Tree
 from jaxspec.pytree import replace
 from jaxspec.topology import chain
-from jaxspec.verify.rules import synthetic
+from jaxspec.verify.walk import usable
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
@@ -43,20 +43,20 @@ def test_bad_settings_are_refused(settings: dict, why: str):
 
 def test_too_few_drafts_are_refused():
     with pytest.raises(ConfigError, match="at most 3 tokens"):
-        Synthetic(length=3.5).survival(2)
+        Synthetic(length=3.5).check(2)
     with pytest.raises(ConfigError, match="1 rates for 2 drafts"):
-        Synthetic(rates=(0.5,)).survival(2)
+        Synthetic(rates=(0.5,)).check(2)
 
 
 def test_only_an_object_switches_it_on():
-    config = catalog.parse({**NGRAM, "rejection_sample_method": Synthetic(length=2.5)})
-    assert (config.rule, config.survival) == ("match", (1.0, 0.5, 0.0))
-    assert catalog.parse(NGRAM).survival == ()
+    decreed = Synthetic(length=2.5)
+    assert decreed.survival(3) == (1.0, 0.5, 0.0)
+    assert methods.parse({**NGRAM, "rejection_sample_method": decreed.rule}).rule == decreed.rule
     with pytest.raises(ConfigError, match="not the model's; only jaxspec bench"):
-        catalog.parse({**NGRAM, "rejection_sample_method": "synthetic"})
-    tree = {"method": "ngram", "speculative_token_tree": [2, 1], "rejection_sample_method": Synthetic(length=2.0)}
+        methods.parse({**NGRAM, "rejection_sample_method": "synthetic"})
+    tree = {"method": "ngram", "speculative_token_tree": [2, 1], "rejection_sample_method": Synthetic(length=2.0).rule}
     with pytest.raises(ConfigError, match="for chains"):
-        catalog.parse(tree)
+        methods.parse(tree)
 
 
 def test_rule_keeps_the_rates():
@@ -70,8 +70,8 @@ def test_rule_keeps_the_rates():
     limit_B = jnp.asarray([drafts] * (rows - 1) + [1], jnp.int32)
     sampling = replace(sampling, key_BX=keys, draft_limit_B=limit_B)
     proposal = Proposal(token_BN, jnp.ones((rows, drafts), bool).at[0, 1].set(False), None)
-    tree = Tree.of(chain(drafts))
-    run = jax.jit(lambda p, x, s: synthetic(p, x, s, jnp.full(rows, 7, jnp.int32), tree, survival=rates))
+    tree, decide = Tree.of(chain(drafts)), Synthetic(rates).rule
+    run = jax.jit(lambda p, x, s: decide(p, x, usable(p, s, tree), s, jnp.full(rows, 7, jnp.int32), tree))
     verdict = run(proposal, score_BTV, sampling)
     accepted = np.asarray(verdict.count_B) - 1
     for place, rate in enumerate(rates):
@@ -82,4 +82,4 @@ def test_rule_keeps_the_rates():
     for row in range(50):
         n = accepted[row]
         assert token[row, :n].tolist() == drafted[row, :n].tolist()
-        assert token[row, n] == best[row, n], "behind the drafts comes the target's own token"
+        assert token[row, n] == best[row, n], "after the drafts comes the target's own token"

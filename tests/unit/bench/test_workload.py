@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.bench.workload import HELD_OUT, WORKLOADS, Source, load_excerpts, settings
+from jaxspec.bench.workload import HELD_OUT, WORKLOADS, PromptSource, load_excerpts, settings
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
 
@@ -15,12 +15,12 @@ VOCAB = 96
 
 
 @pytest.fixture(scope="module")
-def source(model: Path) -> Source:
-    return Source(Text.load(model), VOCAB)
+def source(model: Path) -> PromptSource:
+    return PromptSource(Text.load(model), VOCAB)
 
 
 @pytest.mark.parametrize("name", ["code", "prefill", "shuffled", "mixed", "random"])
-def test_prompts_are_seeded(source: Source, name: str):
+def test_prompts_are_seeded(source: PromptSource, name: str):
     first = source.prompts(name, 40, seed=3)
     assert first == source.prompts(name, 40, seed=3)
     assert first != source.prompts(name, 40, seed=4)
@@ -29,18 +29,18 @@ def test_prompts_are_seeded(source: Source, name: str):
     assert all(0 <= i < VOCAB for ids in first for i in ids)
 
 
-def test_code_is_the_held_out_prompts(source: Source):
+def test_code_is_the_held_out_prompts(source: PromptSource):
     assert source.text is not None
     texts = [source.text.encode(excerpt.prompt) for excerpt in load_excerpts(HELD_OUT)]
     assert sorted(source.prompts("code", len(texts), seed=0)) == sorted(texts)
 
 
-def test_long_prompts_end_as_short_ones_do(source: Source):
+def test_long_prompts_end_as_short_ones_do(source: PromptSource):
     short, long = (source.prompts("code", 3, seed=1, input_tokens=n) for n in (20, 700))
     assert [ids[-20:] for ids in long] == short
 
 
-def test_shuffled_has_the_tokens_of_code_and_not_their_order(source: Source):
+def test_shuffled_has_the_tokens_of_code_and_not_their_order(source: PromptSource):
     code, shuffled = (source.prompts(name, 32, seed=0, input_tokens=200) for name in ("code", "shuffled"))
     pairs, mixed = (Counter(p for ids in some for p in pairwise(ids)) for some in (code, shuffled))
     assert {i for ids in shuffled for i in ids} <= {i for ids in source.prompts("code", 32, seed=0) for i in ids}
@@ -48,7 +48,7 @@ def test_shuffled_has_the_tokens_of_code_and_not_their_order(source: Source):
     assert WORKLOADS["shuffled"].sampling
 
 
-def test_mixed_has_greedy_code_and_sampled_shuffled_text_in_turns(source: Source):
+def test_mixed_has_greedy_code_and_sampled_shuffled_text_in_turns(source: PromptSource):
     """Of an odd number, too; and one temperature for all where 0 is asked for."""
     code, shuffled = (source.prompts(name, 3, seed=0) for name in ("code", "shuffled"))
     first, second = WORKLOADS["code"].sampling, WORKLOADS["shuffled"].sampling
@@ -60,10 +60,10 @@ def test_mixed_has_greedy_code_and_sampled_shuffled_text_in_turns(source: Source
     assert settings("mixed", 1, 0.0) == settings("shuffled", 5, 0.0) == {"temperature": 0.0, **second}
 
 
-def test_file(source: Source, tmp_path: Path):
+def test_file(source: PromptSource, tmp_path: Path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "the cat"}\n\n{"prompt_token_ids": [1, 2, 3], "temperature": 0.5}\n')
-    named = Source(source.text, VOCAB, file)
+    named = PromptSource(source.text, VOCAB, file)
     assert source.text is not None
     assert sorted(named.prompts("file", 2, seed=0)) == sorted([source.text.encode("the cat"), [1, 2, 3]])
 
@@ -77,15 +77,15 @@ def test_file(source: Source, tmp_path: Path):
     ],
     ids=str,
 )
-def test_bad_files_are_refused(source: Source, tmp_path: Path, line: dict | None, why: str):
+def test_bad_files_are_refused(source: PromptSource, tmp_path: Path, line: dict | None, why: str):
     file = tmp_path / "prompts.jsonl"
     file.write_text("" if line is None else json.dumps(line))
     with pytest.raises(ConfigError, match=why):
-        Source(source.text, VOCAB, file).prompts("file", 2, seed=0)
+        PromptSource(source.text, VOCAB, file).prompts("file", 2, seed=0)
 
 
 def test_without_a_tokenizer():
-    bare = Source(None, 50)
+    bare = PromptSource(None, 50)
     assert max(i for ids in bare.prompts("random", 50, seed=0) for i in ids) == 49
     with pytest.raises(ConfigError, match="use the workload random"):
         bare.prompts("code", 2, seed=0)

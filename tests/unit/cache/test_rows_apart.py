@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import StreamSpec, Window, compact, read, read_block, write
+from jaxspec.cache.addressing import StreamSpec, read, write
+from jaxspec.cache.tree_reads import compact, read_block
+from jaxspec.cache.window import Window
 
 pytestmark = pytest.mark.served
 
@@ -32,7 +34,7 @@ def test_apart_is_as_together(reach: int | None, row: int | None):
     start = jnp.asarray([9, 15, 0, 12][:rows], jnp.int32)
     window = Window(start, row_B=None if row is None else jnp.asarray([row], jnp.int32), block=BLOCK)
     run = jax.jit(everything, static_argnums=1)
-    together, apart = (run(replace(window, apart=apart), spec, pages, new, path) for apart in (False, True))
+    together, apart = (run(replace(window, rows_sharded=apart), spec, pages, new, path) for apart in (False, True))
     for a, b in zip(together, apart, strict=True):
         np.testing.assert_array_equal(a, b)
     assert not np.array_equal(np.asarray(together[0]), np.asarray(pages))

@@ -12,19 +12,21 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.heads.layers import layers_of
+from jaxspec.models.apply import apply
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
-from jaxspec.models.heads import Head
+from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa, MedusaSpec
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Reads
+from jaxspec.models.trained_head import Head
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.policy import Policy, make_policy
+from jaxspec.protocol import CaptureSpec
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 BASE = json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text())
 CONFIG = BASE | {"num_hidden_layers": 8}
 TARGET = arch_of(CONFIG)
 V, D, W = TARGET.vocab_size, TARGET.model_dim, 20
-FLOAT32 = Policy(np.dtype("float32"), np.dtype("float32"))
+FLOAT32 = make_policy("float32")
 IDS_W = np.sort(np.random.default_rng(0).permutation(V)[:W]).astype(np.int32)
 LAYERS: dict[str, Any] = {
     "model_type": "llama", "hidden_size": D, "intermediate_size": 48, "num_attention_heads": 4,
@@ -42,7 +44,7 @@ LATENT: dict[str, Any] = LAYERS | {
 
 def spec(layers: dict[str, Any] | None = None, **changes: Any) -> HeadSpec:
     """An EAGLE-3 head with three taps and a reduced vocabulary, or another."""
-    given = {"reads": Reads(taps=(2, 4, 5)), "draft_vocab": W} | changes
+    given = {"reads": CaptureSpec(taps=(2, 4, 5)), "draft_vocab": W} | changes
     return HeadSpec(layers_of(LAYERS | (layers or {})), D, **given)
 
 
@@ -81,8 +83,9 @@ def logits(of: Head) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=0)
 def _forward(net: DraftHead, params: Any, embedded: jax.Array, feature: jax.Array, position: jax.Array) -> jax.Array:
-    last, _, _ = run_head(net, params, embedded, part_of(net, params, "join", feature), position, position)
-    return part_of(net, params, "logits", last)
+    joined = apply(net, params, feature, method="join")
+    last, _, _ = apply(net, params, embedded, joined, Inputs(position, position))
+    return apply(net, params, last, method="logits")
 
 
 def write_target(directory: Path) -> Path:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
 from jaxspec.checkpoint.names.packs import PACKS
 
 G, R, C, D, F = 4, 2, 3, 5, 8
@@ -60,11 +60,11 @@ def test_the_other_half_is_not_touched(tmp_path: Path):
     file = tmp_path / "model.safetensors"
     size = 1 << 20
     save_file({"gate": np.ones((1024, 256), np.float32), "up": np.ones((1024, 256), np.float32)}, file)
-    files = TensorFiles(tmp_path)
+    files = TensorFiles.of(tmp_path)
     index = (slice(None), slice(None), slice(512, 1024))
     cut, small, left = PACKS["gate_up"].cut([files["gate"], files["up"]], (256, 2, 1024), index)
     assert PACKS["gate_up"].join(cut, small)[left].sum() == size // 4
     assert mapped_bytes(file) <= 1.2 * size, "of twice as much"
     for name in files:
-        files.release(name, size // 2)
-    assert files.taken.total() == size
+        files.release(TensorName(name), size // 2)
+    assert files.released.total() == size

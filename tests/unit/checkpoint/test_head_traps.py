@@ -11,10 +11,10 @@ from safetensors.numpy import load_file
 
 from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.checkpoint.heads.formats import Verifier
-from jaxspec.checkpoint.heads.traps import Finding, look_at
+from jaxspec.checkpoint.heads.traps import Finding, check_head
 from jaxspec.cli.main import main
 from jaxspec.models.medusa import MedusaSpec
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from tests.unit.checkpoint.head_cases import (
     CONFIG,
     EAGLE3,
@@ -45,7 +45,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def findings(directory: Path, target: Path) -> tuple[dict[str, Finding], str]:
-    found, refusal = look_at(directory, target)
+    found, refusal = check_head(directory, target)
     assert [finding.trap for finding in found] == [f"T{n}" for n in range(1, 11)]
     return {finding.trap: finding for finding in found}, refusal
 
@@ -102,7 +102,7 @@ def test_t2_a_lacking_place_is_no_matter_where_the_default_is_right(tmp_path: Pa
 
 
 def test_t2_vllm_takes_three_taps_for_granted_in_speculators_files(tmp_path: Path, target: Path):
-    made = head(spec(reads=Reads(taps=(2, 4))))
+    made = head(spec(reads=CaptureSpec(taps=(2, 4))))
     save_head(made, tmp_path / "head", "speculators", verifier=Verifier(str(target)))
     found, refusal = findings(tmp_path / "head", target)
     assert refusal == ""

@@ -11,11 +11,13 @@ from safetensors.numpy import load_file, save_file
 
 from jaxspec.checkpoint.heads.directory import load_head, save_head, stored_policy
 from jaxspec.checkpoint.heads.formats import Verifier
-from jaxspec.checkpoint.heads.layers import layers_config, layers_of
+from jaxspec.checkpoint.heads.layers import arch_of_head, layers_config, layers_of, rope_for_head
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.medusa import MedusaSpec
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Reads
+from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.policy import make_policy
+from jaxspec.nn.rope import RopeSpec
+from jaxspec.protocol import CaptureSpec
 from tests.unit.checkpoint.head_cases import (
     FLOAT32,
     IDS_W,
@@ -37,23 +39,25 @@ ANYWHERE = {
     "plain": spec(),
     "two-layers": spec({"num_hidden_layers": 2}, own_embedding=True),
     "flags": spec(LINEAR, norm_before_residual=True, norm_before_fc=True, norm_output=True),
-    "fc_norm": spec({"rope_scaling": LATENT["rope_scaling"]}, fc_norm=True, reads=Reads(taps=(1, 8))),
+    "fc_norm": spec({"rope_scaling": LATENT["rope_scaling"]}, fc_norm=True, reads=CaptureSpec(taps=(1, 8))),
     "whole-vocabulary": spec(draft_vocab=V),
     "parallel": spec({"num_hidden_layers": 2}, mask_token=7, own_embedding=True),
 }
 EAGLE3 = {
     "latent": spec(LATENT),
-    "last": spec(reads=Reads(), last=True),
+    "last": spec(reads=CaptureSpec(), last=True),
     "targets-head": spec(draft_vocab=0),
     "narrow": spec({"hidden_size": 16}, own_embedding=True),
 }
 SPECULATORS = {"qwen3": spec({"model_type": "qwen3"}), "biases": spec({"attention_bias": True})}
 NATIVE = {
-    "eagle1": spec(reads=Reads(), last=True, join="product", join_bias=True, draft_vocab=0),
-    "eagle1-own-head": spec(reads=Reads(), last=True, join="product"),
-    "shared-expert": spec(reads=Reads(commons=(1, 4)), routing=(1, 4), experts=TARGET.layers[0].ffn.experts),
-    "both-features": spec(reads=Reads(taps=(3,)), last=True, join_bias=True),
-    "embedding-tap": spec(reads=Reads(taps=(0, 4))),
+    "eagle1": spec(reads=CaptureSpec(), last=True, join="product", join_bias=True, draft_vocab=0),
+    "eagle1-own-head": spec(reads=CaptureSpec(), last=True, join="product"),
+    "shared-expert": spec(
+        reads=CaptureSpec(shared_outputs=(1, 4)), routing=(1, 4), experts=TARGET.layers[0].ffn.experts
+    ),
+    "both-features": spec(reads=CaptureSpec(taps=(3,)), last=True, join_bias=True),
+    "embedding-tap": spec(reads=CaptureSpec(taps=(0, 4))),
     "window": spec({"sliding_window": 16, "layer_types": ["sliding_attention"]}),
     "mixed-windows": spec(
         {"num_hidden_layers": 2, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
@@ -89,7 +93,7 @@ def test_what_is_saved_is_loaded_to_the_bit(tmp_path: Path, of, form):
 
 def test_a_detour_through_the_other_formats_changes_no_bit(tmp_path: Path):
     kind = np.dtype(jnp.bfloat16)
-    made = head(spec({"num_hidden_layers": 2}, norm_output=True, fc_norm=True), Policy(kind, kind))
+    made = head(spec({"num_hidden_layers": 2}, norm_output=True, fc_norm=True), make_policy(kind))
     found = made
     for n, form in enumerate(("eagle3", "native", "speculators", "eagle3", "native")):
         save_head(found, tmp_path / str(n), form, verifier=VERIFIER)
@@ -161,7 +165,7 @@ REFUSED = [
     (NATIVE["both-features"], "speculators", "last hidden state besides"),
     (NATIVE["embedding-tap"], "eagle3", "boundary 0"),
     (NATIVE["window"], "eagle3", "see a window"),
-    (SPECULATORS["qwen3"], "eagle3", "queries and keys are normalised"),
+    (SPECULATORS["qwen3"], "eagle3", "queries and keys are normalized"),
     (SPECULATORS["biases"], "eagle3", "biases, which SGLang leaves out"),
     (EAGLE3["latent"], "speculators", "latent"),
     (EAGLE3["last"], "speculators", "no taps"),
@@ -242,3 +246,14 @@ def test_missing_extra_and_misshaped_tensors_are_all_named(tmp_path: Path):
 
 def test_layers_keep_their_rotation():
     assert layers_config(layers_of(LAYERS))["rope_parameters"] == {"rope_type": "default", "rope_theta": 50000.0}
+
+
+def test_layers_from_numbers_are_those_of_a_config_of_them():
+    yarn = LAYERS | {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
+    for config in (LAYERS, yarn):
+        target = layers_of(config)
+        attention = AttentionSpec(4, 2, 8, rope_for_head(config, 8))
+        assert arch_of_head(target, attention, layers=1, model_dim=D, ffn_hidden=48) == target
+    assert rope_for_head(yarn, 6, 9.0) == RopeSpec(9.0, 6)
+    with pytest.raises(ConfigError, match="4 attention heads cannot share 3"):
+        arch_of_head(layers_of(LAYERS), AttentionSpec(4, 3, 8), layers=1, model_dim=D, ffn_hidden=48)

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint.files.pickled import pickled_tensors
-from jaxspec.checkpoint.heads.config import is_head
 from jaxspec.checkpoint.heads.directory import load_head, stored_policy
+from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import MedusaSpec
+from jaxspec.models.trained_head import Head
 from jaxspec.nn.latent_attention import LatentSpec
-from jaxspec.protocol import Reads
+from jaxspec.protocol import CaptureSpec
 from tests.unit.checkpoint.head_cases import (
     BFLOAT16,
     EAGLE3,
@@ -64,7 +64,7 @@ def test_eagle3_of_safeailab(tmp_path: Path):
     config = {k: v for k, v in EAGLE3_CONFIG.items() if not k.startswith("eagle")}
     files = eagle3_files()
     found, spec = load(write_head(tmp_path / "head", config, files))
-    assert spec.reads == Reads(taps=(2, 4, 5))  # (2, L // 2, L - 3)
+    assert spec.reads == CaptureSpec(taps=(2, 4, 5))  # (2, L // 2, L - 3)
     assert (spec.join, spec.draft_vocab, spec.own_embedding, spec.mask_token) == ("attention", W, False, None)
     assert not any((spec.norm_before_residual, spec.norm_before_fc, spec.fc_norm, spec.norm_output))
     np.testing.assert_array_equal(found.ids_W, IDS_W)
@@ -136,7 +136,7 @@ def test_eagle3_with_latent_attention(tmp_path: Path):
     assert isinstance(spec.arch.layers[0].attention, LatentSpec)
     low = files["layers.0.self_attn.kv_a_proj_with_mqa.weight"].astype(np.float32)
     np.testing.assert_array_equal(leaf(found, "first", "attention", "kv_a_DX"), low.T)
-    assert stored_policy(tmp_path / "head").param == BFLOAT16
+    assert stored_policy(tmp_path / "head").storage.param == BFLOAT16
 
 
 def test_speculators_and_its_parallel_heads(tmp_path: Path):

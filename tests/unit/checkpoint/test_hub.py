@@ -13,13 +13,13 @@ import pytest
 from huggingface_hub import constants
 
 from jaxspec import LLM
-from jaxspec.bench.shipped import model_config
 from jaxspec.checkpoint.hub import resolve_model
-from jaxspec.checkpoint.hub_progress import told
+from jaxspec.checkpoint.hub_progress import log_progress
 from jaxspec.checkpoint.load.model import load_model, read_config
 from jaxspec.cli.main import main
-from jaxspec.draft import catalog
+from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
+from jaxspec.inspect.shipped import model_config
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.loading import load_draft
 from tests.unit.checkpoint.hub_server import NAME, Hub, serving
@@ -228,7 +228,7 @@ def test_a_download_says_how_far_it_is(tmp_path: Path):
     data = random.Random(0).randbytes(2**24)
     (blobs / "first").write_bytes(data)
     lines: queue.Queue[str] = queue.Queue()
-    with told(NAME, tmp_path, lines.put, every_s=0.01):
+    with log_progress(NAME, tmp_path, lines.put, every_s=0.01):
         (blobs / "second.incomplete").write_bytes(data)
         line = lines.get(timeout=10)
     assert re.fullmatch(r"jaxspec: downloading org/tiny, 0\.0[2-4] GB of it are here\n", line)
@@ -236,7 +236,7 @@ def test_a_download_says_how_far_it_is(tmp_path: Path):
 
 def test_nothing_is_said_while_nothing_arrives(tmp_path: Path):
     lines: list[str] = []
-    with told(NAME, tmp_path, lines.append, every_s=0.001):
+    with log_progress(NAME, tmp_path, lines.append, every_s=0.001):
         resolve_model(tmp_path)
     assert lines == []
 
@@ -248,7 +248,7 @@ def test_an_engine_takes_ids(hub: Hub):
 
 def test_a_draft_model_is_downloaded_too(hub: Hub, tmp_path: Path):
     target = load_model(resolve_model(NAME), Policy())
-    config = catalog.parse({"model": NAME, "revision": "v1", "num_speculative_tokens": 2})
+    config = methods.parse({"model": NAME, "revision": "v1", "num_speculative_tokens": 2})
     draft = load_draft(config, target, "auto", tmp_path / "drafts")
     assert isinstance(draft, tuple)
     assert draft[0] == target.net
@@ -257,6 +257,6 @@ def test_a_draft_model_is_downloaded_too(hub: Hub, tmp_path: Path):
 
 def test_a_draft_may_have_a_revision():
     config = {"model": NAME, "revision": "v1", "num_speculative_tokens": 2}
-    assert catalog.parse(config).revision == "v1"
+    assert methods.parse(config).revision == "v1"
     with pytest.raises(ConfigError, match='method "ngram" takes no "revision"'):
-        catalog.parse({"method": "ngram", "revision": "v1", "num_speculative_tokens": 2})
+        methods.parse({"method": "ngram", "revision": "v1", "num_speculative_tokens": 2})

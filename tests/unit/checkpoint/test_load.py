@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
 from jaxspec.checkpoint.load.model import load_model, load_mtp, plan_model
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import known_families
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.sharding.mesh import make_mesh
 
 GOLDENS = sorted(file.parent for file in (Path(__file__).parents[2] / "golden").glob("*/config.json"))
@@ -35,7 +35,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def load(directory: Path, layout: str = "switched"):
-    return load_model(directory, Policy(BF16, BF16, layout))
+    return load_model(directory, make_policy(BF16, experts=layout))
 
 
 def edit_config(directory: Path, **changes) -> None:
@@ -149,7 +149,7 @@ def test_corrupt_header(directory: Path, header: bytes):
 
 def shard(directory: Path) -> dict[str, str]:
     """Splits the weights into three shards with an index."""
-    tensors = {name: np.asarray(value) for name, value in TensorFiles(directory).items()}
+    tensors = {name: np.asarray(value) for name, value in TensorFiles.of(directory).items()}
     files = [f"model-{n + 1:05}-of-00003.safetensors" for n in range(3)]
     places = {name: files[n % 3] for n, name in enumerate(tensors)}
     for file in files:
@@ -184,7 +184,7 @@ def test_corrupt_index(directory: Path, text: str):
 
 
 def test_every_wrong_tensor_is_named_at_once(directory: Path):
-    tensors = {name: np.asarray(value) for name, value in TensorFiles(directory).items()}
+    tensors = {name: np.asarray(value) for name, value in TensorFiles.of(directory).items()}
     missing = ["model.layers.0.mlp.experts.3.up_proj.weight", "model.norm.weight"]
     for name in missing:
         del tensors[name]
@@ -211,17 +211,21 @@ def test_other_files_beside_the_weights_are_left_alone(directory: Path):
 
 def test_headers_alone_say_what_is_wrong(directory: Path):
     """The plan reads no weights, so it can be made for files whose weights would not fit."""
-    plan = plan_model(directory, Policy(BF16, BF16, "switched"))
+    plan = plan_model(directory, make_policy(BF16, experts="switched"))
     assert not any(plan.problems.values())
     assert sum(leaf.size for leaf in plan.leaves.values()) == sum(
-        value.size for value in TensorFiles(directory).values()
+        value.size for value in TensorFiles.of(directory).values()
     )
 
 
 @pytest.mark.parametrize("layout", [("switched", "unrolled"), ("stacked", "unrolled"), ("stacked", "stacked")], ids=str)
 def test_progress_ends_at_all_bytes(directory: Path, layout):
     seen = []
-    model = load_model(directory, Policy(BF16, BF16, *layout), show=lambda done, total: seen.append((done, total)))
+    model = load_model(
+        directory,
+        make_policy(BF16, experts=layout[0], depth=layout[1]),
+        show=lambda done, total: seen.append((done, total)),
+    )
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     assert seen == sorted(seen)
     assert {total for _, total in seen} == {size}
@@ -230,7 +234,7 @@ def test_progress_ends_at_all_bytes(directory: Path, layout):
 
 @pytest.mark.parametrize("depth", ["unrolled", "stacked"])
 def test_a_mesh_splits_the_same_parameters(directory: Path, depth):
-    policy = Policy(BF16, BF16, "stacked", depth)
+    policy = make_policy(BF16, depth=depth)
     mesh = make_mesh({"expert": 4, "tensor": 2})
     whole, split = load_model(directory, policy), load_model(directory, policy, mesh=mesh)
     assert equal(whole.params, split.params)
@@ -244,11 +248,11 @@ def test_a_mesh_splits_the_same_parameters(directory: Path, depth):
 
 
 def test_devices_read_only_their_own_experts(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    read: list[str] = []
+    read: list[TensorName] = []
     whole = TensorFiles.read
     monkeypatch.setattr(TensorFiles, "read", lambda files, name: (read.append(name), whole(files, name))[1])
-    load_model(directory, Policy(BF16, BF16, "stacked"), mesh=make_mesh({"expert": 4}))
-    counts = {name: read.count(name) for name in read if ".experts." in name}
+    load_model(directory, make_policy(BF16), mesh=make_mesh({"expert": 4}))
+    counts = {name: read.count(name) for name in read if ".experts." in name.whole}
     assert counts
     assert set(counts.values()) == {1}
 
@@ -257,17 +261,17 @@ def test_devices_read_only_their_own_experts(directory: Path, monkeypatch: pytes
 def test_layers_of_multi_token_prediction_are_not_the_models_own(quantization: str):
     source = golden("glm4_moe")
     model = load(source)
-    extra = [name for name in TensorFiles(source) if name.startswith(f"model.layers.{len(model.net.arch.layers)}.")]
+    extra = [name for name in TensorFiles.of(source) if name.startswith(f"model.layers.{len(model.net.arch.layers)}.")]
     assert extra
     mtp, params = load_mtp(source, model.net, quantization=quantization)
-    assert ("attention/qkv_DGQC" in dict(mtp.policy.formats)) == (quantization == "fp8")
+    assert ("attention/qkv_DGQC" in dict(mtp.policy.storage.formats)) == (quantization == "fp8")
     fresh = jax.eval_shape(mtp.initial, jax.random.key(0))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), fresh)
 
 
 def test_missing_layers_of_multi_token_prediction(directory: Path):
     source = golden("glm4_moe")
-    tensors = {name: np.asarray(value) for name, value in TensorFiles(source).items()}
+    tensors = {name: np.asarray(value) for name, value in TensorFiles.of(source).items()}
     (directory / "config.json").write_text((source / "config.json").read_text())
     kept = {name: value for name, value in tensors.items() if "enorm" not in name}
     save_file(kept, directory / "model.safetensors")

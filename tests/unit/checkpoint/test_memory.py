@@ -24,15 +24,16 @@ LOAD = """
 import json, sys
 import jax, jax.numpy as jnp
 from jaxspec.checkpoint.load.model import load_model
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 
 def held(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))
     return int(line.split()[1]) * 1024
 
 jnp.zeros(1).block_until_ready()
-before, bf16 = held("VmRSS"), jnp.dtype("bfloat16")
-model = load_model(sys.argv[1], Policy(bf16, bf16, *sys.argv[2:4]), quantization=sys.argv[4])
+before, layout = held("VmRSS"), sys.argv[2:4]
+policy = make_policy(experts=layout[0], depth=layout[1])
+model = load_model(sys.argv[1], policy, quantization=sys.argv[4])
 jax.block_until_ready(model.params)
 size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
 print(json.dumps({"size": size, "peak": held("VmHWM") - before, "mapped": held("RssFile")}))
@@ -45,7 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, rng, places = tmp_path_factory.mktemp("shards"), np.random.default_rng(0), {}
 
     def tensor(*shape: int) -> np.ndarray:
-        bits = rng.integers(0, 1 << 14, shape, np.uint16)  # positive and below 2, so that they may be quantised
+        bits = rng.integers(0, 1 << 14, shape, np.uint16)  # positive and below 2, so that they may be quantized
         return bits.view(ml_dtypes.bfloat16)
 
     def shard(tensors: dict[str, np.ndarray]) -> None:

@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.load.places import abstract_params, flatten, part_shapes, places
-from jaxspec.checkpoint.names.catalog import known_tables
+from jaxspec.checkpoint.files.stream import TensorName
+from jaxspec.checkpoint.load.places import abstract_params, flatten, part_shapes, resolve_rules
+from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy, kind_of
-from jaxspec.nn.quantized import Format, Quantized
+from jaxspec.nn.param import kind_of
+from jaxspec.nn.policy import make_policy
+from pallas_kernels.quantized import Format, Quantized
 
 GOLDENS = sorted(file.parent for file in (Path(__file__).parents[2] / "golden").glob("*/config.json"))
 BF16 = jnp.dtype("bfloat16")
@@ -43,18 +45,18 @@ def test_every_family_has_a_name_table():
 @pytest.mark.parametrize("layout", LAYOUTS, ids="-".join)
 @pytest.mark.parametrize("arch", arches())
 def test_name_table_is_a_bijection_onto_the_parameters(arch: ArchSpec, layout):
-    table, policy = known_tables()[arch.family], Policy(BF16, BF16, *layout)
+    table, policy = known_tables()[arch.family], make_policy(BF16, experts=layout[0], depth=layout[1])
     sides = [(Transformer(arch, policy), table.rules(arch))]
     sides += [(Mtp(arch, policy), table.mtp_rules(arch))] if arch.mtp else []
-    names: list[str] = []
+    names: list[TensorName] = []
     for net, rules in sides:
         leaves = flatten(abstract_params(net))
-        found = places(rules, leaves, arch)
+        found = resolve_rules(rules, leaves, arch)
         assert set(found) == set(leaves)
         for path, leaf in found.items():
             assert leaf.shape == leaves[path].shape
             assert sorted(leaf.rules) == list(np.ndindex(leaf.shape[: leaf.lead]))
-            names += [name for rule in leaf.rules.values() for name in rule.hub]
+            names += [name for rule in leaf.rules.values() for name in rule.names]
     assert len(names) == len(set(names)), "a published tensor feeds two parameters"
 
 
@@ -62,8 +64,8 @@ def packed_parts() -> list[tuple[str, tuple[int, ...]]]:
     found = {("each", (3, 8)), ("slot", (24,))}  # of draft heads, which have no golden
     for source in GOLDENS:
         arch = arch_of(json.loads((source / "config.json").read_text()))
-        leaves = flatten(abstract_params(Transformer(arch, Policy(BF16, BF16, "stacked"))))
-        for leaf in places(known_tables()[arch.family].rules(arch), leaves, arch).values():
+        leaves = flatten(abstract_params(Transformer(arch, make_policy(BF16))))
+        for leaf in resolve_rules(known_tables()[arch.family].rules(arch), leaves, arch).values():
             found |= {(rule.pack, leaf.part) for rule in leaf.rules.values()}
     return sorted(found)
 
@@ -87,13 +89,13 @@ def test_abstract_parameters_are_those_of_the_network(name: str, layout):
     arch = arch_of(json.loads((source / "config.json").read_text()))
     blocks = Format("fp8", (128, 128, 128))
     kinds = ("ffn/gate_up_ED2F", "ffn/gate_up_D2F_{e}", "ffn/shared/gate_up_D2F")
-    policy = Policy(BF16, BF16, *layout, formats=tuple((kind, blocks) for kind in kinds))
+    policy = make_policy(BF16, experts=layout[0], depth=layout[1], formats=tuple((kind, blocks) for kind in kinds))
     for cls in (Transformer, Mtp) if arch.mtp else (Transformer,):
         net = cls(arch, policy)
         found = flatten(abstract_params(net))
         assert found == flatten(jax.eval_shape(net.initial, jax.random.key(0))["params"])
-        quantised = {kind_of(path.split("/")) for path, leaf in found.items() if isinstance(leaf, Quantized)}
-        assert quantised == {kind_of(path.split("/")) for path in found} & set(kinds)
+        quantized = {kind_of(path.split("/")) for path, leaf in found.items() if isinstance(leaf, Quantized)}
+        assert quantized == {kind_of(path.split("/")) for path in found} & set(kinds)
 
 
 def test_kinds_forget_layers_and_experts():

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: found by their scales, kept or widened exactly, refused where they are not understood."""
+"""Quantized checkpoints: found by their scales, kept or widened exactly, refused where they are not understood."""
 
 import json
 from collections.abc import Callable
@@ -12,15 +12,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.files.stream import TensorFiles
-from jaxspec.checkpoint.load.export import published_tensors
+from jaxspec.checkpoint.load.block_scales import block_scales, dequantize, quantize
 from jaxspec.checkpoint.load.model import load_model, plan_model
 from jaxspec.checkpoint.load.places import abstract_params, flatten
-from jaxspec.checkpoint.load.quantized import block_scales, dequantised, quantised
+from jaxspec.checkpoint.load.save import export_tensors
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
-from jaxspec.nn.quantized import Format, Quantized
+from jaxspec.nn.policy import Policy, make_policy
+from pallas_kernels.quantized import Format, Quantized
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 QUANTISED = ("deepseek_v3_fp8", "deepseek_v4_fp4", "gpt_oss_mxfp4")
@@ -31,13 +31,13 @@ E4M3, E8M0, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu, jnp.dtype(
 
 
 def policy(layout=LAYOUTS[0], dtype: str = "bfloat16") -> Policy:
-    return Policy(jnp.dtype(dtype), jnp.dtype(dtype), *layout)
+    return make_policy(dtype, experts=layout[0], depth=layout[1])
 
 
 def edited(source: Path | str, tmp_path: Path, edit: Callable[[dict], None] = lambda _: None, **config) -> Path:
     """A checkpoint with some of its tensors or config keys changed."""
     source = GOLDEN / source
-    tensors = {key: np.array(value) for key, value in TensorFiles(source).items()}
+    tensors = {key: np.array(value) for key, value in TensorFiles.of(source).items()}
     edit(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     values = json.loads((source / "config.json").read_text()) | config
@@ -51,7 +51,7 @@ def grown(name: str, **config) -> tuple[dict, dict[str, np.ndarray]]:
     net, rng = Transformer(arch_of(config), policy(LAYOUTS[2])), np.random.default_rng(0)
     shapes = abstract_params(net)
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.02, leaf.shape).astype(leaf.dtype), shapes)
-    return config, published_tensors({"params": params}, net.arch, np.dtype(BF16))
+    return config, export_tensors({"params": params}, net.arch, np.dtype(BF16))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def ragged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         wide, form = tensors[name].astype(np.float32), Format("fp8", (128, 128))
         wide *= rng.lognormal(size=(len(wide), 1)).astype(np.float32)
         tensors[name + "_scale_inv"] = block_scales(wide, form)
-        tensors[name] = quantised(wide, tensors[name + "_scale_inv"], form)
+        tensors[name] = quantize(wide, tensors[name + "_scale_inv"], form)
     save_file(tensors, found["fp8"] / "model.safetensors")
     (found["fp8"] / "config.json").write_text(json.dumps(config))
     config, tensors = grown("gpt_oss_mxfp4", hidden_size=96, intermediate_size=64)
@@ -103,11 +103,11 @@ def test_fp8_blocks_by_plain_numpy(shape: tuple[int, int], dtype: str):
     for n in range(shape[0]):
         row = np.asarray([scale[n // 128, k // 128] for k in range(shape[1])])
         wanted[n] = (numbers[n].astype(np.float32) * row).astype(dtype)
-    assert dequantised(numbers, scale, form, np.dtype(dtype)).tobytes() == wanted.tobytes()
+    assert dequantize(numbers, scale, form, np.dtype(dtype)).tobytes() == wanted.tobytes()
     exponents = rng.integers(90, 160, scale.shape, dtype=np.uint8)
     factor = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
-    same = dequantised(numbers, factor, form, np.dtype(dtype))
-    power = dequantised(numbers, exponents, Format("fp8", (128, 128), True), np.dtype(dtype))
+    same = dequantize(numbers, factor, form, np.dtype(dtype))
+    power = dequantize(numbers, exponents, Format("fp8", (128, 128), True), np.dtype(dtype))
     assert power.tobytes() == same.tobytes()
 
 
@@ -122,10 +122,10 @@ def test_fp4_by_plain_numpy(turned: bool):
         wanted[:, k] = FP4[half] * np.ldexp(np.float32(1), exponents[:, k // 32].astype(np.int32) - 127)
     if turned:
         form = Format("fp4", (32, 1), exponent_scales=True, packed_axis=-2)
-        got = dequantised(numbers.T, exponents.T, form, np.dtype(np.float32)).T
+        got = dequantize(numbers.T, exponents.T, form, np.dtype(np.float32)).T
     else:
         form = Format("fp4", (1, 32), exponent_scales=True, packed_axis=-1)
-        got = dequantised(numbers, exponents, form, np.dtype(np.float32))
+        got = dequantize(numbers, exponents, form, np.dtype(np.float32))
     np.testing.assert_array_equal(got, wanted)
 
 
@@ -133,7 +133,7 @@ def compare(directory: Path, layout, dtype: str) -> None:
     """Every weight that is kept against what widening while loading gives."""
     kept = load_model(directory, policy(layout, dtype))
     plain = load_model(directory, policy(layout, dtype), quantization="none")
-    assert plain.net.policy.formats == ()
+    assert plain.net.policy.storage.formats == ()
     old, new = flatten(plain.params["params"]), flatten(kept.params["params"])
     assert set(old) == set(new)
     assert sum(isinstance(leaf, Quantized) for leaf in new.values()) >= 2
@@ -157,7 +157,7 @@ def test_kept_weights_of_ragged_sizes(name: str, layout, ragged: dict[str, Path]
 
 def test_every_way_to_a_published_number(ragged: dict[str, Path]):
     """Leaves against the tensors themselves, without the loader's own packs."""
-    files, model = TensorFiles(ragged["fp8"]), load_model(ragged["fp8"], policy(dtype="float32"))
+    files, model = TensorFiles.of(ragged["fp8"]), load_model(ragged["fp8"], policy(dtype="float32"))
     layer = model.params["params"]["layers_1"]
     at, ffn = layer["attention"], layer["ffn"]
     heads = at["q_b_RHC"].shape[1]
@@ -178,8 +178,8 @@ def test_every_way_to_a_published_number(ragged: dict[str, Path]):
         np.testing.assert_array_equal(got, wanted, err_msg=name)
 
 
-def test_what_stays_quantised():
-    formats = dict(load_model(GOLDEN / "deepseek_v3_fp8", policy()).net.policy.formats)
+def test_what_stays_quantized():
+    formats = dict(load_model(GOLDEN / "deepseek_v3_fp8", policy()).net.policy.storage.formats)
     assert set(formats) == {
         "attention/q_a_DR", "attention/q_b_RHC", "attention/kv_a_DX", "attention/kv_b_HXR", "attention/out_HCD",
         "ffn/gate_up_D2F", "ffn/down_FD", "ffn/gate_up_D2F_{e}", "ffn/down_FD_{e}",
@@ -187,12 +187,12 @@ def test_what_stays_quantised():
     }  # fmt: skip
     assert formats["attention/q_a_DR"] == Format("fp8", (128, 128))
     assert formats["ffn/gate_up_D2F_{e}"] == Format("fp8", (128, 1, 128))
-    formats = dict(load_model(GOLDEN / "gpt_oss_mxfp4", policy(LAYOUTS[2])).net.policy.formats)
+    formats = dict(load_model(GOLDEN / "gpt_oss_mxfp4", policy(LAYOUTS[2])).net.policy.storage.formats)
     assert formats == {
         "ffn/gate_up_ED2F": Format("fp4", (32, 1, 1), exponent_scales=True, packed_axis=-3),
         "ffn/down_EFD": Format("fp4", (32, 1), exponent_scales=True, packed_axis=-2),
     }
-    formats = dict(load_model(GOLDEN / "deepseek_v4_fp4", policy()).net.policy.formats)
+    formats = dict(load_model(GOLDEN / "deepseek_v4_fp4", policy()).net.policy.storage.formats)
     assert formats["ffn/gate_up_D2F_{e}"] == Format("fp4", (32, 1, 1), exponent_scales=True, packed_axis=-3)
     assert formats["ffn/shared/gate_up_D2F"] == Format("fp8", (128, 1, 128), exponent_scales=True)
     assert formats["attention/out_a_XC"] == Format("fp8", (128, 128), exponent_scales=True)
@@ -203,12 +203,12 @@ def test_kinds_whose_layers_differ_are_widened(ragged: dict[str, Path], tmp_path
 
     def edit(tensors: dict) -> None:
         scale = tensors.pop(name + "_scale_inv")
-        tensors[name] = dequantised(tensors[name], scale, Format("fp8", (128, 128)), np.dtype(BF16))
+        tensors[name] = dequantize(tensors[name], scale, Format("fp8", (128, 128)), np.dtype(BF16))
 
     model = load_model(edited(ragged["fp8"], tmp_path, edit), policy())
     whole = load_model(ragged["fp8"], policy(), quantization="none")
-    assert "attention/out_HCD" not in dict(model.net.policy.formats)
-    assert "attention/q_a_DR" in dict(model.net.policy.formats)
+    assert "attention/out_HCD" not in dict(model.net.policy.storage.formats)
+    assert "attention/q_a_DR" in dict(model.net.policy.storage.formats)
     for layer in ("layers_0", "layers_1"):
         got, wanted = (m.params["params"][layer]["attention"]["out_HCD"] for m in (model, whole))
         np.testing.assert_array_equal(got, wanted)
@@ -221,7 +221,7 @@ def test_scales_in_other_float_dtypes(ragged: dict[str, Path], tmp_path: Path):
         tensors |= {name: value.astype(BF16) for name, value in tensors.items() if name.endswith("_scale_inv")}
 
     directory = edited(ragged["fp8"], tmp_path, narrow)
-    scales = TensorFiles(directory)
+    scales = TensorFiles.of(directory)
     leaf = load_model(directory, policy()).params["params"]["layers_0"]["attention"]["q_a_DR"]
     wanted = scales["model.layers.0.self_attn.q_a_proj.weight_scale_inv"].astype(np.float32).T
     np.testing.assert_array_equal(leaf.scale, wanted)
@@ -238,13 +238,13 @@ def test_base_checkpoints_of_deepseek_v4(tmp_path: Path):
                 tensors[name] = np.ldexp(np.float32(1), tensors[name].view(np.uint8).astype(np.int32) - 127)
                 continue
             form = Format("fp4", (1, 32), exponent_scales=True, packed_axis=-1)
-            wide = dequantised(data.view(np.uint8), tensors[name].view(np.uint8), form, np.dtype(np.float32))
+            wide = dequantize(data.view(np.uint8), tensors[name].view(np.uint8), form, np.dtype(np.float32))
             scale = 2.0 ** np.ceil(np.log2(block_scales(wide, Format("fp8", (128, 128)))))
             tensors[name] = scale.astype(np.float32)
-            tensors[name.removesuffix("scale") + "weight"] = quantised(wide, tensors[name], Format("fp8", (128, 128)))
+            tensors[name.removesuffix("scale") + "weight"] = quantize(wide, tensors[name], Format("fp8", (128, 128)))
 
     model = load_model(edited("deepseek_v4_fp4", tmp_path, edit), policy(dtype="float32"))
-    formats = dict(model.net.policy.formats)
+    formats = dict(model.net.policy.storage.formats)
     assert formats["ffn/gate_up_D2F_{e}"] == Format("fp8", (128, 1, 128))
     assert formats["attention/q_a_DR"] == Format("fp8", (128, 128))
     got, wanted = (m.params["params"]["layers_0"]["ffn"]["down_FD_3"] for m in (model, plain))
@@ -314,7 +314,7 @@ def test_everything_wrong_is_listed_at_once(tmp_path: Path):
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors", None])
 @pytest.mark.parametrize("inside", [False, True])
-def test_other_ways_of_quantisation_are_named(method: str | None, inside: bool, tmp_path: Path):
+def test_other_ways_of_quantization_are_named(method: str | None, inside: bool, tmp_path: Path):
     settings: dict = {"quantization_config": {"quant_method": method, "bits": 4}}
     directory = edited("qwen3", tmp_path, **({"text_config": settings} if inside else settings))
     with pytest.raises(ConfigError, match=f"{method!r}.*supported are fp8"):
@@ -330,7 +330,7 @@ def test_other_ways_of_quantisation_are_named(method: str | None, inside: bool, 
         ("weight_scale", "per tensor or channel"),
     ],
 )
-def test_other_ways_of_quantisation_are_seen_by_their_tensors(ending: str, words: str, tmp_path: Path):
+def test_other_ways_of_quantization_are_seen_by_their_tensors(ending: str, words: str, tmp_path: Path):
     extra = {f"model.layers.0.mlp.down_proj.{ending}": np.ones((2, 2), np.int32)}
     with pytest.raises(CheckpointError, match=f"{words}.*supported are fp8"):
         load_model(edited("qwen3", tmp_path, lambda tensors: tensors.update(extra)), policy())
@@ -352,12 +352,12 @@ def test_block_sizes_of_the_config_count(tmp_path: Path):
 
     settings = {"quant_method": "fp8", "weight_block_size": [64, 32]}
     model = load_model(edited("deepseek_v3_fp8", tmp_path, edit, quantization_config=settings), policy())
-    assert dict(model.net.policy.formats)["attention/q_a_DR"] == Format("fp8", (32, 64))
+    assert dict(model.net.policy.storage.formats)["attention/q_a_DR"] == Format("fp8", (32, 64))
 
 
 def test_copies_of_a_loaded_policy_load_other_models():
     """A draft model is loaded with its target's policy, whose formats are not its own."""
     target = load_model(GOLDEN / "deepseek_v3_fp8", policy())
     draft = load_model(GOLDEN / "qwen3", target.net.policy)
-    assert draft.net.policy.formats == ()
+    assert draft.net.policy.storage.formats == ()
     jax.tree.map(lambda leaf: leaf.block_until_ready(), draft.params)

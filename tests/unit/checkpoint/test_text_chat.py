@@ -83,7 +83,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         ([{"type": ["text"], "text": "x"}], "only parts"),
         (5, "content is a text or a list of text parts, got 5"),
         ({"type": "text", "text": "hi"}, "content is a text or a list"),
-        (None, "which may be null beside tool_calls only"),
+        (None, "which may be null with tool_calls only"),
     ],
 )
 def test_other_contents_are_refused(content: Any, says: str):

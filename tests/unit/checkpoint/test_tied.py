@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint.load.export import save_model
 from jaxspec.checkpoint.load.model import Model, load_model, plan_model
-from jaxspec.nn.policy import Policy
+from jaxspec.checkpoint.load.save import save_model
+from jaxspec.nn.policy import Policy, make_policy
 from tests.unit.checkpoint.model_edits import EMBEDDING, HEAD, edit_config, edit_tensors
 from tests.unit.serve.tiny_model import write_tiny_model
 
@@ -22,7 +22,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def load(directory: Path, *, own_head: bool) -> Model:
-    return load_model(directory, Policy(own_head=own_head))
+    return load_model(directory, make_policy(own_head=own_head))
 
 
 @pytest.mark.parametrize("own_head", [False, True])
@@ -67,7 +67,7 @@ def test_a_head_of_another_shape_is_refused(directory: Path):
 
 def test_what_is_saved_again_says_untied(directory: Path, tmp_path: Path):
     model = load(directory, own_head=False)
-    kind = np.dtype(model.net.policy.param)
+    kind = np.dtype(model.net.policy.storage.param)
     save_model(tmp_path / "again", model.params, model.net.arch, model.config, kind)
     again = load(tmp_path / "again", own_head=False)
     assert again.config["tie_word_embeddings"] is False

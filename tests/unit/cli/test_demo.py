@@ -5,16 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxspec.checkpoint.heads.directory import save_head
-from jaxspec.checkpoint.load.export import save_model
+from jaxspec.checkpoint.load.save import save_model
 from jaxspec.cli.demo import PROMPTS, DemoArgs, drafter_line, plan_of, speculative_of
 from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
@@ -49,8 +47,7 @@ def model(tmp_path_factory) -> Path:
     """A random MoE with a tokenizer of its own."""
     directory = tmp_path_factory.mktemp("model")
     net = Transformer(arch_of(CONFIG), Policy())
-    token = jnp.zeros((1, 4), jnp.int32)
-    params: Any = net.init(jax.random.key(0), token, token, method="logits_of")
+    params = net.initial(jax.random.key(0))
     save_model(directory, params, net.arch, CONFIG, np.dtype("bfloat16"))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -7,8 +7,8 @@ import numpy as np
 
 from jaxspec.cli.demo import _stream
 from jaxspec.serve.request import RequestOutput, SamplingParams
-from jaxspec.serve.rows import new_samples
-from jaxspec.serve.text import Growing
+from jaxspec.serve.sample import new_samples
+from jaxspec.serve.text import IncrementalText
 from tests.unit.serve.layouts import KNOWN
 
 
@@ -20,7 +20,7 @@ class Model:
 
     def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
         (sample,) = new_samples(
-            "0", prompt, self.prompt, params, lambda p: Growing(self.text, p, self.prompt),
+            "0", prompt, self.prompt, params, lambda p: IncrementalText(self.text, p, self.prompt),
             engine_seed=0, number=0, capacity=10**6, draft_length=2,
         )  # fmt: skip
         for first in range(0, len(self.ids), 3):

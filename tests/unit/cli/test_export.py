@@ -14,12 +14,12 @@ from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.cli.main import main
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
-from jaxspec.models.heads import Head
 from jaxspec.models.medusa import Medusa, MedusaSpec
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Reads
+from jaxspec.models.trained_head import Head
+from jaxspec.nn.policy import make_policy
+from jaxspec.protocol import CaptureSpec
 
-EXACT = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+EXACT = make_policy("float32")
 TARGET = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 40, "hidden_size": 16,
     "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24,
@@ -27,8 +27,8 @@ TARGET = {
 }  # fmt: skip
 LAYERS = arch_of(TARGET | {"num_hidden_layers": 1})
 SPECS: dict[str, Any] = {
-    "eagle3": HeadSpec(LAYERS, 16, Reads(taps=(1, 2, 3)), draft_vocab=20),
-    "shared_expert": HeadSpec(LAYERS, 16, Reads(commons=(0, 2)), fc_norm=True, draft_vocab=20),
+    "eagle3": HeadSpec(LAYERS, 16, CaptureSpec(taps=(1, 2, 3)), draft_vocab=20),
+    "shared_expert": HeadSpec(LAYERS, 16, CaptureSpec(shared_outputs=(0, 2)), fc_norm=True, draft_vocab=20),
     "medusa": MedusaSpec(2, 1, 16, 40, 40),
 }
 

@@ -8,14 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.bench.balance import balance, placement_for
-from jaxspec.bench.expert_load import Measured, compared
-from jaxspec.bench.touched import routed_experts
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.main import main
+from jaxspec.inspect.balance import balance, placement_for
+from jaxspec.inspect.measured_load import MeasuredLoad, compared
+from jaxspec.inspect.text_routes import routed_experts
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.nn.policy import policy_for
-from jaxspec.perf.expert_load import ExpertLoad, Verifications, counted, read_load
+from jaxspec.perf.expert_counts import ExpertLoad, Verifications, counted, read_load
 from jaxspec.perf.expert_placement import load_placement
 from tests.unit.serve.tiny_model import write_tiny_model
 
@@ -96,13 +96,13 @@ def test_predictions_are_compared_at_the_same_drafts():
     live_VT = np.arange(4)[None] <= rng.integers(0, 4, 20)[:, None]
     seen = Verifications(expert_VTYA, live_VT, np.zeros((20, 4), int), np.arange(20))
     right = compared(seen, expert_VTYA[:, 1:, [0, 2]], (0, 2), [8, 8])
-    assert right.said == right.found
-    assert np.sum(right.said) == 2 * 2 * live_VT[:, 1:].sum()
+    assert right.by_head == right.by_target
+    assert np.sum(right.by_head) == 2 * 2 * live_VT[:, 1:].sum()
     counts = counted(expert_VTYA[live_VT], [8, 8, 8])
     none = ((0,) * 8,) * 3
     kinds: Any = {"prompt": none, "committed": counts, "rejected": none}
     load = ExpertLoad(1, {}, "", (1, 2, 3), {"prompt": 0, "committed": int(live_VT.sum()), "rejected": 0}, kinds)
-    found = balance(load, Measured(load, seen, right, 1.0), (2, 4), 0, 4)
+    found = balance(load, MeasuredLoad(load, seen, right, 1.0), (2, 4), 0, 4)
     for entry in found["predicted"]["devices"]:
         assert entry["contiguous_predicted"] == entry["contiguous"]
         assert entry["balanced_by_prediction"] == entry["balanced"] <= entry["contiguous"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench import aot
+from jaxspec.aot import process
 from jaxspec.cli.main import main
 from scripts.house_report import ROOT
 
@@ -41,7 +41,7 @@ def test_every_operation_has_a_choice_and_a_reason(capsys: pytest.CaptureFixture
 
 def test_compiled_programs_are_shown_as_a_table(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     asked = {}
-    monkeypatch.setattr(aot, "run", lambda entry, **arguments: asked.update(arguments) or COMPILED)
+    monkeypatch.setattr(process, "run", lambda entry, **arguments: asked.update(arguments) or COMPILED)
     assert main(["inspect", TINY, "--compiled", "--devices", "8", "--mesh", "expert=4,tensor=2"]) == 0
     assert (asked["mesh"], asked["devices"], asked["kernels"]) == ({"expert": 4, "tensor": 2}, 8, "triton")
     shown = capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_compiled_programs_are_shown_as_a_table(capsys: pytest.CaptureFixture, m
 
 def test_spills_are_a_failure(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     spilling = COMPILED["programs"]["ngram"] | {"spills": {"few_rows_dense": 504}}
-    monkeypatch.setattr(aot, "run", lambda entry, **arguments: COMPILED | {"programs": {"ngram": spilling}})
+    monkeypatch.setattr(process, "run", lambda entry, **arguments: COMPILED | {"programs": {"ngram": spilling}})
     assert main(["inspect", TINY, "--compiled"]) == 1
     assert "few_rows_dense spills 504 B" in capsys.readouterr().out
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from jaxspec.bench import plan_plot
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
-from jaxspec.cli.plan import PlanArgs, question_of
-from jaxspec.perf.calibration import VERSION, Calibration, FitRecord, OverlapRecord, Point, save_calibration
-from jaxspec.perf.plan import plan as make_plan
+from jaxspec.cli.plan_question import PlanArgs, question_of
+from jaxspec.inspect import plan_plot
+from jaxspec.perf.calibration import VERSION, Calibration, FitRecord, MeasuredCell, save_calibration
+from jaxspec.perf.overlap import MeasuredOverlap
+from jaxspec.perf.planner import plan as make_plan
 from scripts.house_report import ROOT
 
 CONFIGS = sorted(file.stem for file in (ROOT / "configs" / "models").glob("*.json"))
@@ -183,13 +184,13 @@ def calibrated(tmp_path: Path) -> Path:
     """A machine on which a step takes 1 ms, and 1 ms more for each position."""
     config = json.loads((ROOT / "configs" / "models" / "olmoe-1b-7b.json").read_text())
     fit = FitRecord({"fixed_s": 1e-3, "position_s": 1e-3}, {}, 0.01, 0.01)
-    points = tuple(Point(1, k, 100, 1e-3 * (2 + k) + 5e-4 * (k > 0), 0.01, 5e-4 * (k > 0)) for k in (0, 1, 3))
+    points = tuple(MeasuredCell(1, k, 100, 1e-3 * (2 + k) + 5e-4 * (k > 0), 0.01, 5e-4 * (k > 0)) for k in (0, 1, 3))
     file = tmp_path / "c.json"
     save_calibration(
         Calibration(
             version=VERSION, model={"name": "olmoe", **digests(config)}, machine={"cpu": "mine", "device": "cpu"},
             versions={}, date="2026-11-21", settings={"drafter": "ngram"}, noise_floor=0.01, points=points,
-            overlap=OverlapRecord((1,), (1, 4), (((1.0, 0.5),),)), fit=fit, token_count_fit=fit,
+            overlap=MeasuredOverlap((1,), (1, 4), (((1.0, 0.5),),)), fit=fit, token_count_fit=fit,
         ),
         file,
     )  # fmt: skip

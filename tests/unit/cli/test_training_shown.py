@@ -3,7 +3,7 @@
 import pytest
 
 from jaxspec.cli.progress import ShownTraining, figures_of
-from jaxspec.cli.train import _tell
+from jaxspec.cli.train import _print_facts
 
 ENTRY = {
     "step": 10, "time_s": 3725.4, "learning_rate": 1.25e-4, "epoch": 0.5, "loss": 4.25, "accuracy_0": 0.5,
@@ -42,7 +42,7 @@ def test_a_finished_run_compiles_nothing(capsys: pytest.CaptureFixture[str]):
 
 
 def test_facts_are_lines(capsys: pytest.CaptureFixture[str]):
-    _tell({"rows": 3, "tokens": 9})
-    _tell({"warning": "few rows"})
-    _tell({})
+    _print_facts({"rows": 3, "tokens": 9})
+    _print_facts({"warning": "few rows"})
+    _print_facts({})
     assert capsys.readouterr().err == "jaxspec: rows 3, tokens 9\njaxspec: warning: few rows\n"

@@ -7,49 +7,51 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window
-from jaxspec.decode import step as step_module
-from jaxspec.decode import ways
+from jaxspec.cache.window import Window
+from jaxspec.decode import compaction
 from jaxspec.decode.state import Target, init_state
+from jaxspec.decode.step import StepOut, StepPlan, step
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
-from jaxspec.protocol import Drafter, Prices
+from jaxspec.protocol import DraftCosts, Drafter
 from jaxspec.pytree import replace
 from jaxspec.topology import chain, tree
 from tests.unit.verify.test_rules_texts import MarkovNet
 
-ROWS, NEVER = 4, Prices(*(jnp.float32(x) for x in (0, 1, 0, 0, 0, 0.999, 99)), jnp.ones((2, 4)))
+ROWS, NEVER = 4, DraftCosts(*(jnp.float32(x) for x in (0, 1, 0, 0, 0, 0.999, 99)), jnp.ones((2, 4)))
 UNSURE = jnp.log(jnp.asarray(np.random.default_rng(9).dirichlet(np.ones(3), 3), jnp.float32))
 
 
-def stepped(drafter: Drafter, **changes: Any) -> tuple[jax.Array, Window, step_module.StepOut]:
+def stepped(drafter: Drafter, **changes: Any) -> tuple[jax.Array, Window, StepOut]:
     """The tokens that a step verifies, the window that it verifies them in, and what it says that it did."""
     target = Target(UNSURE, MarkovNet(3), block=16)
-    state = init_state(target, drafter, ROWS, 12, slack=8, stop_ids=1, prices=changes.pop("prices", None))
+    state = init_state(target, drafter, ROWS, 12, slack=8, stop_ids=1, draft_costs=changes.pop("draft_costs", None))
     least = jnp.int32(changes.pop("least", 1))
     limit_B = jnp.asarray(changes.pop("limit", [99] * ROWS), jnp.int32)
     sampling = replace(state.sampling, draft_limit_B=limit_B, max_length_B=jnp.full(ROWS, 12, jnp.int32))
     state = replace(state, sampling=sampling, active_B=jnp.ones(ROWS, bool))
     state = replace(state, **{name: jnp.asarray(value) for name, value in changes.items()})
-    seen, forward = [], step_module.forward
+    seen, forward = [], compaction.forward
 
-    def watched(net, params, token, position, layers, window, *rest):
-        if not isinstance(window.live_BT, jax.core.Tracer):  # asked for shapes alone
-            seen.append((token, window))
-        return forward(net, params, token, position, layers, window, *rest)
+    def watched(net, params, inputs):
+        if not isinstance(inputs.window.live_BT, jax.core.Tracer):  # asked for shapes alone
+            seen.append((inputs.token_BT, inputs.window))
+        return forward(net, params, inputs)
 
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():  # only what is computed has values
-        patch.setattr(step_module, "forward", watched)
-        _, out = step_module.step(target, drafter, state, least, plan=step_module.StepPlan("match"))
+        patch.setattr(compaction, "forward", watched)
+        _, out = step(target, drafter, state, least, plan=StepPlan())
     assert out.token_BT.shape == (ROWS, drafter.topology.max_depth + 1)
     ((token, window),) = seen
     return token, window, out
 
 
 def live(drafter: Drafter, **changes: Any) -> tuple[list[list[int]], list[int]]:
-    """Which nodes a step verifies, and how many drafts it says that it did."""
+    """Which nodes a step verifies, and how many drafts it says that there were."""
     _, window, out = stepped(drafter, **changes)
-    return window.live_BT.astype(int).tolist(), out.drafted_B.tolist()
+    nodes_BT = window.live_BT.astype(int).tolist()
+    assert bool(out.verified) == (len(nodes_BT[0]) > 1)
+    return nodes_BT, out.drafts_B.tolist()
 
 
 def test_drafts_beyond_a_limit_and_idle_rows_are_dead():
@@ -91,7 +93,7 @@ def test_a_step_without_a_match_verifies_no_draft():
     assert drafted == [3, 0, 0, 0]
     found, drafted = live(drafter, least=2, **changes)
     assert found == [[1]] * ROWS, "too few rows have one"
-    assert drafted == [-3, 0, 0, 0]
+    assert drafted == [3, 0, 0, 0]
     history_BS[2, 0] = 2
     found, drafted = live(drafter, least=2, **changes)
     assert found == [[1, 1, 1, 1], [1, 0, 0, 0]] * 2
@@ -100,7 +102,7 @@ def test_a_step_without_a_match_verifies_no_draft():
 
 def test_cut_drafts_are_dead():
     drafter = SmallLm(UNSURE, MarkovNet(3), chain(2), block=16)
-    found, drafted = live(drafter, prices=NEVER)
+    found, drafted = live(drafter, draft_costs=NEVER)
     assert found == [[1, 0, 0]] * ROWS
     assert drafted == [0] * ROWS
 
@@ -119,35 +121,36 @@ def found_by(rows: list[bool]) -> dict[str, Any]:
 def test_only_what_is_verified_is_computed_where_that_is_little(
     monkeypatch: pytest.MonkeyPatch, rows: list[bool], computed: int | None
 ):
-    monkeypatch.setattr(ways, "STEP", 1)
+    monkeypatch.setattr(compaction, "STEP", 1)
     token, window, out = stepped(Ngram(chain(3), longest=1, shortest=1), **found_by(rows))
     drafted = [3 if found else 0 for found in rows]
-    assert out.drafted_B.tolist() == drafted
+    assert out.drafts_B.tolist() == drafted
     if computed is None:
-        assert window.ragged is None
+        assert window.packing is None
         assert token.shape == (ROWS, 4 if any(rows) else 1)
         return
     assert token.shape == (1, computed)
     assert token[0, : ROWS + sum(drafted)].tolist() == [2, 0, 1, 1, 2, 2, 2, 0, 1, 1]
-    assert window.counting.astype(int).tolist() == [[1] * (ROWS + sum(drafted))]
+    assert window.valid.astype(int).tolist() == [[1] * (ROWS + sum(drafted))]
 
 
 def test_a_line_pays_for_its_program():
-    assert ways.line_lengths(8, 5, 4) == (24, 32, 40)
-    assert ways.line_lengths(8, 4, 2) == (24,)
-    assert ways.line_lengths(8, 1, 2) == (), "16 are not worth less than 16"
-    assert ways.line_lengths(4, 4, 2) == (), "16 are not worth a program beside 20"
-    assert ways.line_lengths(1, 8, 4) == ()
-    assert ways.line_lengths(8, 5, 1) == ()
-    assert ways.line_lengths(8, 0, 4) == ()
-    assert ways.line_lengths(32, 5, 4, on_gpu=True) == ()
-    assert ways.line_lengths(128, 5, 4, on_gpu=True) == (384, 512, 640)
+    assert compaction.packed_sizes(8, 5, 4) == (24, 32, 40)
+    assert compaction.packed_sizes(8, 4, 2) == (24,)
+    assert compaction.packed_sizes(8, 1, 2) == (), "16 are not worth less than 16"
+    assert compaction.packed_sizes(4, 4, 2) == (), "16 are not worth a program beside 20"
+    assert compaction.packed_sizes(1, 8, 4) == ()
+    assert compaction.packed_sizes(8, 5, 1) == ()
+    assert compaction.packed_sizes(8, 0, 4) == ()
+    assert compaction.packed_sizes(32, 5, 4, on_gpu=True) == ()
+    assert compaction.packed_sizes(128, 5, 4, on_gpu=True) == (384, 512, 640)
 
 
 def test_one_way_is_taken():
     def way(add: int):
         return lambda state: (state + add, jnp.full(2, add))
 
+    variants = [way(1), way(10), way(100)]
     for which in range(3):
-        state, out = jax.jit(lambda n: ways.one_of([way(1), way(10), way(100)], n, jnp.float32(5)))(which)
+        state, out = jax.jit(lambda n: compaction.switch_in_place(variants, n, jnp.float32(5)))(which)
         assert (float(state), out.tolist()) == (5 + 10**which, [10**which] * 2)

@@ -1,9 +1,6 @@
 """Early exit: the first layers of a target, however its layers lie."""
 
-from dataclasses import replace
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +10,7 @@ from jaxspec.models.arch import segments
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.depth import stack_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 
 CONFIG = {
     "model_type": "glm4_moe",
@@ -37,8 +34,8 @@ def logits(net: Transformer, params) -> np.ndarray:
 
 def test_stacked_layers_exit_as_unrolled_ones_do():
     arch, layers = arch_of(CONFIG), 3  # the dense layer and two of three alike
-    stacked = Transformer(arch, Policy(jnp.dtype("float32"), jnp.dtype("float32"), depth="stacked"))
-    unrolled = Transformer(arch, replace(stacked.policy, depth="unrolled"))
+    stacked = Transformer(arch, make_policy("float32", depth="stacked"))
+    unrolled = Transformer(arch, stacked.policy.update(depth="unrolled"))
     params = jax.jit(stacked.initial)(jax.random.key(0))["params"]
     spread = {name: x for name, x in params.items() if not name.startswith("segment_")}
     for y in range(len(arch.layers)):
@@ -50,7 +47,7 @@ def test_stacked_layers_exit_as_unrolled_ones_do():
 
 
 def test_there_must_be_layers_to_leave_out():
-    net = Transformer(arch_of(CONFIG), Policy(jnp.dtype("float32"), jnp.dtype("float32")))
+    net = Transformer(arch_of(CONFIG), make_policy("float32"))
     for layers in (0, 4):
         with pytest.raises(ConfigError, match=f"exit_layer must be from 1 to 3, .* 4 layers; got {layers}"):
             first_layers(net, {"params": {}}, layers)

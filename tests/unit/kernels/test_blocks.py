@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.bench.gpu.tuning import as_toml, differences, merged, neighbours
+from lab.gpu.tuning import as_toml, differences, merged, neighbors
 from pallas_kernels import blocks
 from pallas_kernels.blocks import BadTiles, Key, Measured, parse
 
@@ -100,4 +100,4 @@ def test_the_tuner_writes_what_is_read(op):
     again = Measured(**{**vars(ENTRY), "time_us": 1.0})
     assert list(parse(as_toml(merged((OTHER, ENTRY), [again])), "")) == [OTHER, again]
     assert differences(Tiles(), Tiles(32, Inner(8))) == ENTRY.tiles
-    assert set(neighbours(Tiles())) == {Tiles(8), Tiles(32), Tiles(16, Inner(2)), Tiles(16, Inner(8))}
+    assert set(neighbors(Tiles())) == {Tiles(8), Tiles(32), Tiles(16, Inner(2)), Tiles(16, Inner(8))}

@@ -1,6 +1,5 @@
 """Routed experts split over a mesh: the sum over devices is what one device computes."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,16 +9,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxspec.nn.experts import by_kernel
+from jaxspec.nn.experts import choose_kernel, run_experts
 from jaxspec.nn.ffn import Activation
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.router import Routing
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.sharding.mesh import make_mesh
-from jaxspec.sharding.rules import named_shardings
 from pallas_kernels.weight_cases import abstract_weight, random_weight
 
 FLOAT32 = jnp.dtype("float32")
-POLICY = Policy(FLOAT32, FLOAT32, "stacked", "stacked", "interpret")
+POLICY = make_policy(FLOAT32, depth="stacked", kernels="interpret")
 ROWS, EXPERTS, TOP_K, DIM, HIDDEN, LAYERS = 7, 8, 3, 64, 64, 2
 
 
@@ -45,11 +44,11 @@ def routing(kind: str) -> Routing:
 @cache
 def computed(mesh: Mesh | None, form: str, kind: str) -> np.ndarray:
     experts, x_MD = weights(form), jax.random.normal(jax.random.key(1), (ROWS, DIM))
-    policy = POLICY if mesh is None else replace(POLICY, mesh=mesh.abstract_mesh)
+    policy = POLICY if mesh is None else POLICY.update(mesh=mesh.abstract_mesh)
     if mesh is not None:
         experts = jax.device_put(experts, named_shardings(experts, mesh))
     live_M = jnp.arange(ROWS) != 2
-    run = jax.jit(lambda experts, x: by_kernel(x, routing(kind), experts, Activation(), policy, jnp.int32(1), live_M))
+    run = jax.jit(lambda experts, x: run_experts(x, routing(kind), experts, Activation(), policy, jnp.int32(1), live_M))
     return np.asarray(run(experts, x_MD))
 
 
@@ -70,7 +69,7 @@ def test_one_device_may_hold_all_that_is_chosen():
 
 
 def test_what_does_not_divide_is_left_to_xla():
-    experts, policy = weights("fp8"), replace(POLICY, mesh=make_mesh({"tensor": 4}).abstract_mesh)
-    operands = jnp.ones((ROWS, DIM)), routing("anywhere"), experts, Activation(), policy, jnp.int32(0)
+    experts, policy = weights("fp8"), POLICY.update(mesh=make_mesh({"tensor": 4}).abstract_mesh)
     with pytest.warns(UserWarning, match="2 over 4 devices of the axis tensor"):
-        assert by_kernel(*operands) is None
+        choice = choose_kernel(ROWS, TOP_K, experts, policy, stacked=True)
+    assert choice.implementation == "xla"

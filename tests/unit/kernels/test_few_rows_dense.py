@@ -7,8 +7,8 @@ import pytest
 
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.matrix import Matrix
-from jaxspec.nn.quantized import Format, Quantized, abstract_quantized
 from pallas_kernels.few_rows_dense.api import few_rows_dense, flat, obstacles
+from pallas_kernels.quantized import Format, Quantized, abstract_quantized
 from pallas_kernels.select import SlowKernelWarning, UnsupportedKernel
 from pallas_kernels.weight_cases import abstract_weight, random_weight
 

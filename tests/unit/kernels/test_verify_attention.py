@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import LayerCache, Window, init_layer
+from jaxspec.cache.addressing import CacheSize, LayerCache, init_layer
+from jaxspec.cache.window import Window
 from jaxspec.nn.attention import Attention, AttentionSpec
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.nn.rope import RopeSpec
 from pallas_kernels.blocks import trying
 from pallas_kernels.select import UnsupportedKernel
@@ -166,23 +168,23 @@ def test_a_layer_computes_with_the_kernel_what_it_computes_with_xla(name: str, s
     depth_BT = [depths(tree) for tree in trees] if trees else np.arange(count)
     position_BT = start_B[:, None] + np.asarray(depth_BT, np.int32)
     path_BTJ = np.stack([paths(tree) for tree in trees]) if trees else None
-    layer = init_layer(spec.streams, 2, 48, 8, 8, FLOAT32, pool, layers=2)
+    layer = init_layer(spec.streams, CacheSize(2, 48, 8, 8, pool), FLOAT32, layers=2)
     pages = {name: noise(8, *x.shape) for name, x in layer.items()}
     base = np.int32(next(iter(pages.values())).shape[0] // 2)
     window = Window(start_B, table_BJ, base=base, path_BTJ=path_BTJ, block=8)
     x_BTD = noise(9, 2, count, 64)
     kind: type[nn.Module] = LatentAttention if isinstance(spec, LatentSpec) else Attention
-    plain = kind(spec, 64, 1e-5, Policy(FLOAT32, FLOAT32))  # pyright: ignore[reportCallIssue]
-    params = jax.eval_shape(partial(plain.init, jax.random.key(0)), x_BTD, position_BT, None, None, None)
+    plain = kind(spec, 64, 1e-5, make_policy(FLOAT32))  # pyright: ignore[reportCallIssue]
+    params = jax.eval_shape(partial(plain.init, jax.random.key(0)), x_BTD, Inputs(position_BT, position_BT))
     params = jax.tree.map(lambda p: noise(10, *p.shape) / np.float32(4), params)
 
     def run(policy: Policy) -> tuple[jax.Array, LayerCache]:
         module = kind(spec, 64, 1e-5, policy)  # pyright: ignore[reportCallIssue]
-        out, written, _ = jax.jit(module.apply)(params, x_BTD, position_BT, pages, window, None)
+        out, written, _ = jax.jit(module.apply)(params, x_BTD, Inputs(position_BT, position_BT, window, pages))
         return out, written
 
-    wanted, old = run(Policy(FLOAT32, FLOAT32))
-    found, new = run(Policy(FLOAT32, FLOAT32, kernels="interpret"))
+    wanted, old = run(make_policy(FLOAT32))
+    found, new = run(make_policy(FLOAT32, kernels="interpret"))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
     jax.tree.map(np.testing.assert_array_equal, new, old)
 

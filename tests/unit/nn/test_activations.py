@@ -15,7 +15,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.activations import ACTIVATIONS, ALIASES, activation_named
 from jaxspec.nn.ffn import DenseFfn, FfnSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 FLOAT = jnp.dtype("float32")
@@ -84,7 +84,7 @@ def test_a_config_gets_what_it_names(family: str, name: str):
     key = "activation_function" if family == "opt" else "hidden_act"
     spec = arch_of({**config, key: name}).layers[0].ffn
     assert isinstance(spec, FfnSpec)
-    layer, rng = DenseFfn(spec, 32, Policy(FLOAT, FLOAT, "stacked")), np.random.default_rng(1)
+    layer, rng = DenseFfn(spec, 32, make_policy(FLOAT)), np.random.default_rng(1)
     x = rng.normal(size=(3, 32)).astype(np.float32)
     shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
     params: Any = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)

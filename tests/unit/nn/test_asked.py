@@ -3,23 +3,26 @@
 import json
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import LayerCache, Window, init_layer
+from jaxspec.cache.addressing import CacheSize, LayerCache, init_layer
+from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import Block, init_block
 from jaxspec.models.catalog import arch_of
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.policy import make_policy
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 FAMILIES = ("mixtral_window", "gpt_oss", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "opt")
-POLICY = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+POLICY = make_policy("float32")
 ROWS, COUNT, BLOCK, PAST = 3, 6, 8, 17
 ASKED_B = np.array([0, 5, 2], np.int32)
 
@@ -37,26 +40,29 @@ def stream(seed: int, arch: ArchSpec, count: int) -> Array:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def run(
-    layer: LayerSpec, arch: ArchSpec, params: dict, x: Array, start_B: Array, memory: LayerCache, asked_B: Array | None
+    layer: LayerSpec,
+    arch: ArchSpec,
+    params: dict,
+    x: Array,
+    start_B: Array,
+    memory: LayerCache,
+    output_index_B: Array | None,
 ) -> tuple[Array, LayerCache]:
     position_BT = start_B[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    window = Window(start_B, asked_B=asked_B, block=BLOCK)
-    x, memory, _, _ = Block(layer, arch, POLICY).apply(
-        {"params": params}, x, position_BT % arch.vocab_size, position_BT, memory, window
-    )
-    return x, memory
+    window = Window(start_B, output_index_B=output_index_B, block=BLOCK)
+    inputs = Inputs(position_BT % arch.vocab_size, position_BT, window, memory)
+    out: Any = Block(layer, arch, POLICY).apply({"params": params}, x, inputs)
+    return out.x, out.memory
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_that_of_all_positions_and_so_are_the_caches(family: str):
     arch, layers = layers_of(family)
     for number, layer in enumerate(layers):
-        if getattr(layer.attention, "borrows", False):
+        if getattr(layer.attention, "reuses_selection", False):
             continue  # it needs an earlier layer's selection
         params = jax.tree.map(lambda x: 3 * x, init_block(jax.random.key(number), layer, arch, POLICY))
-        memory = init_layer(
-            dict(layer.attention.streams), ROWS, room=32, slack=PAST, block=BLOCK, dtype=jnp.dtype("float32")
-        )
+        memory = init_layer(dict(layer.attention.streams), CacheSize(ROWS, 32, PAST, BLOCK), jnp.dtype("float32"))
         _, memory = run(layer, arch, params, stream(1, arch, PAST), jnp.zeros(ROWS, jnp.int32), memory, None)
         start_B, x = jnp.array([17, 3, 9], jnp.int32), stream(2, arch, COUNT)
         whole, kept = run(layer, arch, params, x, start_B, memory, None)
@@ -71,16 +77,18 @@ def test_the_others_cost_keys_and_values_alone():
     arch, (layer, *_) = layers_of("mixtral_window")
     layer = replace(layer, attention=replace(layer.attention, window=None))
     params = init_block(jax.random.key(0), layer, arch, POLICY)
-    memory = init_layer(dict(layer.attention.streams), ROWS, 64, 64, BLOCK, jnp.dtype("float32"))
+    memory = init_layer(dict(layer.attention.streams), CacheSize(ROWS, 64, 64, BLOCK), jnp.dtype("float32"))
 
-    def products(asked_B: Array | None) -> float:
-        args = layer, arch, params, stream(1, arch, 64), jnp.zeros(ROWS, jnp.int32), memory, asked_B
+    def products(output_index_B: Array | None) -> float:
+        args = layer, arch, params, stream(1, arch, 64), jnp.zeros(ROWS, jnp.int32), memory, output_index_B
         return run.lower(*args).compile().cost_analysis()["flops"]
 
     assert products(jnp.asarray(ASKED_B)) < 0.5 * products(None)
 
 
 def test_a_tree_is_refused():
-    window = Window(jnp.zeros(1, jnp.int32), path_BTJ=jnp.zeros((1, 2, 2), jnp.int32), asked_B=jnp.zeros(1, jnp.int32))
+    window = Window(
+        jnp.zeros(1, jnp.int32), path_BTJ=jnp.zeros((1, 2, 2), jnp.int32), output_index_B=jnp.zeros(1, jnp.int32)
+    )
     with pytest.raises(AssertionError, match="every node"):
-        _ = window.reading
+        _ = window.after_write

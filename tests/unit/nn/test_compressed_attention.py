@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window, entries, init_layer
+from jaxspec.cache.addressing import CacheSize, entries, init_layer
+from jaxspec.cache.window import Window
 from jaxspec.checkpoint.load.places import abstract_params
 from jaxspec.errors import ConfigError
 from jaxspec.models.caches import init_caches
@@ -18,7 +20,8 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.compressed_attention import CompressedAttention, CompressedSpec
 from jaxspec.nn.compressor import Compressor
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import rotate
 
 FLOAT, HALF = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -73,7 +76,7 @@ def filled(abstract: Any, experts: int = 1, seed: int = 0) -> Any:
         wide = 3 if "gate" in name or "place" in name else 1
         return jnp.asarray(wide * rng.standard_normal(leaf.shape) * leaf.shape[0] ** -0.5, leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(one, abstract)
+    return jax.tree_util.tree_map_with_path(one, nn.unbox(abstract))
 
 
 @dataclass
@@ -84,24 +87,24 @@ class Layer:
     dtype: Any
 
     def __post_init__(self) -> None:
-        self.module = CompressedAttention(self.spec, DIM, EPS, Policy(self.dtype, self.dtype))
+        self.module = CompressedAttention(self.spec, DIM, EPS, make_policy(self.dtype))
         x, position = jnp.zeros((1, 1, DIM)), jnp.zeros((1, 1), jnp.int32)
-        shapes = jax.eval_shape(lambda: self.module.init(jax.random.key(0), x, position, None, None, None))
+        shapes = jax.eval_shape(lambda: self.module.init(jax.random.key(0), x, Inputs(position, position)))
         self.params = filled(shapes)
         self.run = jax.jit(self._run, donate_argnums=0)
 
     def caches(self, rows: int, room: int, slack: int) -> Any:
-        return init_layer(self.spec.streams, rows, room, slack, BLOCK, self.dtype)
+        return init_layer(self.spec.streams, CacheSize(rows, room, slack, BLOCK), self.dtype)
 
     def whole(self, x_BSD: np.ndarray) -> np.ndarray:
         position_BS = jnp.broadcast_to(jnp.arange(x_BSD.shape[1], dtype=jnp.int32), x_BSD.shape[:2])
-        out: Any = jax.jit(lambda x: self.module.apply(self.params, x, position_BS, None, None, None))(x_BSD)
+        out: Any = jax.jit(lambda x: self.module.apply(self.params, x, Inputs(position_BS, position_BS)))(x_BSD)
         return np.asarray(out[0])
 
     def _run(self, cache: Any, x_BTD: jax.Array, start_B: jax.Array, row_B: jax.Array | None = None) -> Any:
         position_BT = start_B[:, None] + jnp.arange(x_BTD.shape[1], dtype=jnp.int32)
         window = Window(start_B, row_B=row_B, block=BLOCK)
-        out: Any = self.module.apply(self.params, x_BTD, position_BT, cache, window, None)
+        out: Any = self.module.apply(self.params, x_BTD, Inputs(position_BT, position_BT, window, cache))
         return out[1], out[0]
 
 
@@ -156,12 +159,12 @@ def test_prompts_in_padded_chunks_and_then_drafts_give_what_the_whole_gives(rati
 def test_entries_are_the_published_ones(ratio: int):
     spec = spec_of(ratio).compressor
     assert spec is not None
-    module, count = Compressor(spec, DIM, EPS, Policy(FLOAT, FLOAT)), 3 * ratio + 1
+    module, count = Compressor(spec, DIM, EPS, make_policy(FLOAT)), 3 * ratio + 1
     x_BTD = np.random.default_rng(3).standard_normal((1, count, DIM)).astype(np.float32)
     position_BT = jnp.arange(count, dtype=jnp.int32)[None]
-    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), x_BTD, position_BT, None, None))
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), x_BTD, Inputs(position_BT, position_BT)))
     params = filled(shapes)
-    found: Any = jax.jit(lambda x_BTD: module.apply(params, x_BTD, position_BT, None, None)[0])(x_BTD)
+    found: Any = jax.jit(lambda x_BTD: module.apply(params, x_BTD, Inputs(position_BT, position_BT))[0])(x_BTD)
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params["params"])
     value, gate = (np.einsum("td,dx->tx", x_BTD[0], p["kv_gate_D2X"][:, i]) for i in range(2))
     gate = gate + p["place_TX"][np.arange(count) % ratio]
@@ -185,18 +188,18 @@ def test_entries_are_the_published_ones(ratio: int):
 @pytest.mark.served
 def test_bits_of_a_whole_model_do_not_depend_on_rows_and_positions():
     arch, length, room = arch_of(CONFIG | {"num_hidden_layers": 2, "compress_ratios": [4, 8]}), 45, 64
-    net: Any = Transformer(arch, Policy(HALF, HALF, "switched"))
+    net: Any = Transformer(arch, make_policy(HALF, experts="switched"))
     params = {"params": filled(abstract_params(net), experts=4)}
     token_BS = np.random.default_rng(4).integers(0, 96, (3, length)).astype(np.int32)
 
     def bits(rows: int, width: int, lag: int = 0) -> np.ndarray:
-        layers = init_caches(arch, net.policy, rows, room, slack=width, block=BLOCK)
+        layers = init_caches(arch, net.policy, CacheSize(rows, room, width, BLOCK))
 
         @partial(jax.jit, donate_argnums=0)
         def run(layers, token_BT, start_B):
             position_BT = start_B[:, None] + jnp.arange(width, dtype=jnp.int32)
-            hidden: Any = net.apply(params, token_BT, position_BT, layers, Window(start_B, block=BLOCK))
-            return hidden.layers, (hidden.stream[0], net.apply(params, hidden.last_BTD, method="logits")[0])
+            hidden: Any = net.apply(params, Inputs(token_BT, position_BT, Window(start_B, block=BLOCK), layers))
+            return hidden.caches, (hidden.stream[0], net.apply(params, hidden.last_BTD, method="logits")[0])
 
         found = []
         for start in range(0, length - width + 1, width):

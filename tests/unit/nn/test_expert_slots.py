@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxspec.nn.expert_slots import in_slots
-from jaxspec.nn.experts import by_xla
+from jaxspec.nn.experts import run_experts
 from jaxspec.nn.ffn import SILU
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.moe import slots_for
+from jaxspec.nn.policy import make_policy
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.perf.expert_placement import EMPTY, slots_by_expert, slots_of
 from jaxspec.pytree import replace
 from jaxspec.sharding.mesh import make_mesh
-from jaxspec.sharding.rules import named_shardings
 from tests.unit.nn.test_expert_transport import (
     DIM,
     EXPERTS,
@@ -40,12 +40,12 @@ def table() -> np.ndarray:
 def test_the_program_and_the_arithmetic_choose_the_same_slots():
     rng = np.random.default_rng(0)
     expert, turn = rng.integers(0, EXPERTS, (40, 3)).astype(np.int32), rng.integers(0, 99, 40).astype(np.int32)
-    found = np.asarray(jax.jit(in_slots)(expert, turn, table()))
+    found = np.asarray(jax.jit(slots_for)(expert, turn, table()))
     np.testing.assert_array_equal(found, slots_of(expert, turn[:, None], SLOTS))
     np.testing.assert_array_equal(np.array(SLOTS)[found], expert)
     first = np.array([[of[0]] for of in slots_by_expert(SLOTS, EXPERTS)], np.int32)
     np.testing.assert_array_equal(
-        in_slots(jnp.asarray(expert), jnp.asarray(turn), jnp.asarray(first)), first[:, 0][expert]
+        slots_for(jnp.asarray(expert), jnp.asarray(turn), jnp.asarray(first)), first[:, 0][expert]
     )
 
 
@@ -57,12 +57,12 @@ def test_uneven_choices_give_what_one_device_gives(transport: Any, monkeypatch: 
     plain, mesh = weights(FLOAT32), make_mesh({"expert": DEVICES})
     held = {name: w[np.maximum(np.array(SLOTS), 0)] for name, w in plain.items()}
     put = jax.device_put(held, named_shardings(held, mesh))
-    policy = Policy(FLOAT32, FLOAT32, "stacked", mesh=mesh.abstract_mesh, transport=transport)
+    policy = make_policy(FLOAT32, mesh=mesh.abstract_mesh, transport=transport)
     turn_M, live_M = jnp.arange(rows, dtype=jnp.int32), np.arange(rows) != 2
 
     def placed(x, routed, experts, live):
-        slots = in_slots(routed.expert_MA, turn_M, jnp.asarray(table()))
-        return by_xla(x, replace(routed, expert_MA=slots), experts, SILU, policy, None, live), slots
+        slots = slots_for(routed.expert_MA, turn_M, jnp.asarray(table()))
+        return run_experts(x, replace(routed, expert_MA=slots), experts, SILU, policy, None, live), slots
 
     run = jax.jit(placed)
     exact = {name: np.asarray(w, np.float64) for name, w in plain.items()}

@@ -1,6 +1,5 @@
 """Rows find their experts on other devices and come back, however they are sent and however uneven the choices are."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec.nn import expert_transport
 from jaxspec.nn.expert_shards import on_each_device, rows_on_each
-from jaxspec.nn.experts import by_xla
+from jaxspec.nn.experts import run_experts
 from jaxspec.nn.ffn import SILU
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.router import Routing
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.placement import settle
-from jaxspec.sharding.rules import named_shardings
 
 FLOAT32 = jnp.dtype("float32")
 EXPERTS, TOP_K, DIM, HIDDEN = 8, 3, 16, 8
@@ -90,10 +89,10 @@ def by_hand(x_MD: np.ndarray, routed: Routing, experts: dict[str, np.ndarray], l
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_every_row_gets_what_its_experts_say(sizes: dict[str, int], transport: Any):
     mesh, rows = make_mesh(sizes), 11  # of which no mesh divides any
-    policy = Policy(FLOAT32, FLOAT32, "stacked", mesh=mesh.abstract_mesh, transport=transport)
+    policy = make_policy(FLOAT32, mesh=mesh.abstract_mesh, transport=transport)
     experts, x_MD, live_M = weights(FLOAT32), numbers((rows, DIM), 9), np.arange(rows) != 2
     placed = jax.device_put(experts, named_shardings(experts, mesh))
-    run = jax.jit(lambda x, routed, experts, live: by_xla(x, routed, experts, SILU, policy, None, live))
+    run = jax.jit(lambda x, routed, experts, live: run_experts(x, routed, experts, SILU, policy, None, live))
     plain = {name: np.asarray(w, np.float64) for name, w in experts.items()}
     for kind in KINDS:
         routed = routing(kind, rows)
@@ -107,7 +106,7 @@ def test_every_row_gets_what_its_experts_say(sizes: dict[str, int], transport: A
 def test_what_arrives_is_what_was_sent_to_the_bit(transport: Any):
     """Rows, choices and weights travel as bits, here beside bfloat16; each goes once to each device that it chose."""
     mesh, rows = make_mesh({"expert": 4}), 8
-    policy = Policy(mesh=mesh.abstract_mesh, transport=transport)
+    policy = make_policy(mesh=mesh.abstract_mesh, transport=transport)
     routed, x_MD = settle((routing("anywhere", rows), jnp.asarray(numbers((rows, DIM), 1), jnp.bfloat16)), mesh)
 
     def told(x, choice, weight, experts, layer):
@@ -137,7 +136,7 @@ def test_ragged_sends_no_row_that_stays_away(monkeypatch: pytest.MonkeyPatch):
     routed = routing("one device", 4 * rows)
 
     def counts(x, choice, weight):
-        expert_transport.ragged(lambda x, *_: x.astype(jnp.float32), x, choice, weight, 2, FLOAT32)
+        expert_transport.exchange_ragged(lambda x, *_: x.astype(jnp.float32), x, choice, weight, 2, FLOAT32)
         return sent[-2][None]
 
     run = jax.shard_map(counts, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
@@ -146,6 +145,6 @@ def test_ragged_sends_no_row_that_stays_away(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_rows_that_reach_a_device():
-    policy = Policy(mesh=make_mesh({"data": 2, "expert": 4}).abstract_mesh)
+    policy = make_policy(mesh=make_mesh({"data": 2, "expert": 4}).abstract_mesh)
     assert [rows_on_each(policy, rows) for rows in (16, 15)] == [8, 15]
-    assert [rows_on_each(replace(policy, transport="padded"), rows) for rows in (16, 15)] == [8, 8]
+    assert [rows_on_each(policy.update(transport="padded"), rows) for rows in (16, 15)] == [8, 8]

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.nn.attend import Source, attend, positions_seen
 from jaxspec.nn.dense import dense
-from jaxspec.nn.experts import lay_out, stacked, switched
+from jaxspec.nn.experts import lay_out, run_stacked, run_switched
 from jaxspec.nn.ffn import SILU, Activation
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.router import RouterSpec, Routing, route
@@ -57,15 +57,17 @@ def reference(x_MD: np.ndarray, routing: Routing, gate_up: jax.Array, down: jax.
 @cache
 def compiled(layout: str):
     if layout == "switched":
-        return jax.jit(lambda x, routing, g, down: switched(x, routing, parts(g, down), SILU, g.dtype))
+        return jax.jit(lambda x, routing, g, down: run_switched(x, routing, parts(g, down), SILU, g.dtype))
     names = ("gate_up_ED2F", "down_EFD")
     if layout == "stacked":
-        return jax.jit(lambda x, routing, *w: stacked(x, routing, dict(zip(names, w, strict=True)), SILU, w[0].dtype))
+        return jax.jit(
+            lambda x, routing, *w: run_stacked(x, routing, dict(zip(names, w, strict=True)), SILU, w[0].dtype)
+        )
 
     def deep(x, routing, *w):
         """The layer in the middle of three, the others being nothing but NaN."""
         stack = {n: jnp.stack([a * jnp.nan, a, a * jnp.nan]) for n, a in zip(names, w, strict=True)}
-        return stacked(x, routing, stack, SILU, w[0].dtype, jnp.int32(1))
+        return run_stacked(x, routing, stack, SILU, w[0].dtype, jnp.int32(1))
 
     return jax.jit(deep)
 
@@ -111,10 +113,10 @@ def test_rows_that_are_not_live_touch_no_expert(layout: str):
     gate_up, down = gate_up + poison[0].reshape(-1, 1, 1, 1), down + poison[1].reshape(-1, 1, 1)
     x = np.where(live[:, None], x_MD, np.nan)
     if layout == "switched":
-        found = switched(x, routing, parts(gate_up, down), SILU, FLOAT32, jnp.asarray(live))
+        found = run_switched(x, routing, parts(gate_up, down), SILU, FLOAT32, jnp.asarray(live))
     else:
         weights_of = {"gate_up_ED2F": gate_up, "down_EFD": down}
-        found = stacked(x, routing, weights_of, SILU, FLOAT32, live=jnp.asarray(live))
+        found = run_stacked(x, routing, weights_of, SILU, FLOAT32, live=jnp.asarray(live))
     clean = [jnp.nan_to_num(w) for w in (gate_up, down)]
     np.testing.assert_allclose(found[live], reference(x_MD, routing, *clean)[live], rtol=0, atol=1e-5)
     assert not np.any(np.asarray(found)[~live])
@@ -132,12 +134,12 @@ def test_layout_counts_live_rows_alone():
 @pytest.mark.parametrize("top_k", [1, 2, 4, 6, 8])
 def test_routing_equals_numpy(kind: str, top_k: int):
     logits_ME = np.random.default_rng(2).integers(-4, 4, (50, 8)).astype(np.float32)  # ties happen
-    for renormalise in (True, False):
-        found = jax.jit(route, static_argnums=(1, 2))(logits_ME, top_k, RouterSpec(kind, renormalise))
+    for renormalize in (True, False):
+        found = jax.jit(route, static_argnums=(1, 2))(logits_ME, top_k, RouterSpec(kind, renormalize))
         order = np.argsort(-logits_ME, axis=1, kind="stable")[:, :top_k]
         prob = np.exp(logits_ME.astype(np.float64))
         chosen = np.take_along_axis(prob / prob.sum(axis=1, keepdims=True), order, axis=1)
-        if renormalise or kind == "topk_softmax":
+        if renormalize or kind == "topk_softmax":
             chosen /= chosen.sum(axis=1, keepdims=True)
         np.testing.assert_array_equal(found.expert_MA, order)
         np.testing.assert_allclose(found.weight_MA, chosen, rtol=1e-5)
@@ -153,7 +155,7 @@ def changed(compute, whole: np.ndarray, counts=ROWS) -> list[int]:
 
 
 @pytest.mark.served
-@pytest.mark.parametrize(("dim", "out"), [(24, 40), (64, 64), (256, 640), (704, 96)])
+@pytest.mark.parametrize(("dim", "out"), [(24, 40), (704, 96)])
 @pytest.mark.parametrize(("dtype", "most"), [(BFLOAT16, 40), (FLOAT32, 8)], ids=["bfloat16", "float32"])
 def test_dense_is_row_invariant(dtype: jnp.dtype, most: int, dim: int, out: int):
     rng = np.random.default_rng(3)
@@ -164,7 +166,7 @@ def test_dense_is_row_invariant(dtype: jnp.dtype, most: int, dim: int, out: int)
 
 
 @pytest.mark.served
-@pytest.mark.parametrize("dim", [48, 512, 1024, 1536])
+@pytest.mark.parametrize("dim", [48, 1536])
 def test_normalisation_is_row_invariant(dim: int):
     x_MD = np.random.default_rng(6).normal(size=(max(ROWS), dim)).astype(np.float32)
     compute = jax.jit(partial(rms_norm, weight_D=jnp.ones(dim), eps=1e-6))
@@ -172,7 +174,7 @@ def test_normalisation_is_row_invariant(dim: int):
 
 
 @pytest.mark.served
-@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (60, 4), (128, 8)])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (128, 8)])
 def test_routing_is_row_invariant(experts: int, top_k: int):
     logits_ME = np.random.default_rng(7).normal(size=(max(ROWS), experts)).astype(np.float32)
     compute = jax.jit(lambda x: route(x, top_k, RouterSpec()).weight_MA)
@@ -196,9 +198,11 @@ def test_switched_experts_are_row_invariant(dim: int, hidden: int, dtype: jnp.dt
 
 
 @pytest.mark.served
-@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), (8, 1, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "dtype", "sinks"),
+    [(4, 2, 16, BFLOAT16, True), (8, 1, 64, BFLOAT16, False), (8, 1, 64, FLOAT32, True)],
+    ids=["bfloat16-sinks", "bfloat16-wide", "float32-wide-sinks"],
+)
 def test_attention_is_row_invariant(heads: int, kv_heads: int, width: int, dtype: jnp.dtype, sinks: bool):
     rng = np.random.default_rng(5)
     batch, most, room = 5, max(ROWS), 128

@@ -10,7 +10,7 @@ import pytest
 
 from jaxspec.nn.dense import dense
 from jaxspec.nn.hyper import HyperConnection, HyperHead, HyperSpec, merge
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.steady import added_products, row_dot, softplus
 
 DIM, EPS, NORM_EPS = 24, 1e-6, 1e-5
@@ -56,7 +56,7 @@ def test_connection_is_the_published_one(streams: int, rounds: int):
     params = connection_params(rng, streams)
     x_BTND = rng.standard_normal((2, 3, streams, DIM)).astype(np.float32)
     out_BTD = rng.standard_normal((2, 3, DIM)).astype(np.float32)
-    module = HyperConnection(HyperSpec(streams, rounds, EPS), DIM, NORM_EPS, Policy(FLOAT, FLOAT))
+    module = HyperConnection(HyperSpec(streams, rounds, EPS), DIM, NORM_EPS, make_policy(FLOAT))
     read, write, comb = applied(module, params, x_BTND)
     after = jax.jit(merge)(x_BTND, out_BTD, write, comb)
     read, write, comb, after = jax.device_get((read, write, comb, after))
@@ -73,7 +73,7 @@ def test_connection_is_the_published_one(streams: int, rounds: int):
 def test_mixing_neither_grows_nor_shrinks_the_sum_of_the_streams():
     rng = np.random.default_rng(1)
     x_BTND = jnp.asarray(rng.standard_normal((1, 4, 4, DIM)), jnp.float32)
-    module = HyperConnection(HyperSpec(), DIM, NORM_EPS, Policy(FLOAT, FLOAT))
+    module = HyperConnection(HyperSpec(), DIM, NORM_EPS, make_policy(FLOAT))
     _, write, comb = applied(module, connection_params(rng), x_BTND)
     after = jax.jit(merge)(x_BTND, jnp.zeros((1, 4, DIM)), write, comb)
     np.testing.assert_allclose(after.sum(axis=2), x_BTND.sum(axis=2), rtol=0, atol=1e-3)
@@ -85,7 +85,7 @@ def test_head_is_the_published_one():
     base, scale = rng.standard_normal(4).astype(np.float32), np.array([1.5], np.float32)
     x_ND = rng.standard_normal((4, DIM)).astype(np.float32)
     params = {"head_fn_NS": fn, "head_base_N": base, "head_scale_X": scale}
-    found = applied(HyperHead(HyperSpec(), DIM, NORM_EPS, Policy(FLOAT, FLOAT)), params, x_ND[None, None])
+    found = applied(HyperHead(HyperSpec(), DIM, NORM_EPS, make_policy(FLOAT)), params, x_ND[None, None])
     flat = x_ND.reshape(-1) / np.sqrt(np.mean(x_ND**2) + NORM_EPS)
     wanted = (logistic(fn @ flat * scale + base) + EPS) @ x_ND
     np.testing.assert_allclose(np.asarray(found)[0, 0], wanted, rtol=0, atol=5e-6)
@@ -97,7 +97,7 @@ def test_bits_do_not_depend_on_the_rows_beside_them(dim: int):
     rng = np.random.default_rng(3)
     params = jax.tree.map(jnp.asarray, connection_params(rng, dim=dim))
     w_DX = jnp.asarray(rng.standard_normal((dim, dim)) * dim**-0.5, HALF)
-    module = HyperConnection(HyperSpec(), dim, NORM_EPS, Policy(HALF, HALF))
+    module = HyperConnection(HyperSpec(), dim, NORM_EPS, make_policy(HALF))
 
     @jax.jit
     def twice(x_BTND):

@@ -3,26 +3,29 @@
 from dataclasses import replace
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.kv import Window, init_layer
+from jaxspec.cache.addressing import CacheSize, init_layer
+from jaxspec.cache.window import Window
 from jaxspec.errors import ConfigError
 from jaxspec.models.caches import compact_caches, init_caches
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Caches, Transformer, forward, head
+from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
-from jaxspec.nn.policy import Policy
-from jaxspec.nn.quantized import Format
+from jaxspec.nn.policy import Policy, make_policy
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.nn.sparse_index import IndexSpec
 from jaxspec.topology import Topology
+from pallas_kernels.quantized import Format
 
 BLOCK, LENGTH, TOP_K = 8, 40, 8
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-EXACT = Policy(FLOAT32, FLOAT32)
+EXACT = make_policy(FLOAT32)
 ROPE = RopeSpec(1e4, 8, interleaved=True)
 PLAIN = LatentSpec(heads=4, plain_dim=16, value_dim=12, rank=24, rope=ROPE, scale=24**-0.5, query_rank=32)
 INDEX = IndexSpec(heads=4, head_dim=16, top_k=TOP_K, rope=ROPE)
@@ -69,16 +72,16 @@ def filled(init, *args):
         middle = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
         return jnp.asarray(middle + rng.normal(0, 0.2, leaf.shape), jnp.float32).astype(leaf.dtype)
 
-    return jax.tree_util.tree_map_with_path(fill, jax.eval_shape(init, *args))
+    return jax.tree_util.tree_map_with_path(fill, nn.unbox(jax.eval_shape(init, *args)))
 
 
 def attention(spec: LatentSpec, policy: Policy = EXACT) -> tuple[LatentAttention, dict]:
     module, one = LatentAttention(spec, 64, 1e-5, policy), jnp.zeros((1, 1), jnp.int32)
-    return module, filled(module.init, jax.random.key(0), jnp.zeros((1, 1, 64)), one, None, None, None)
+    return module, filled(module.init, jax.random.key(0), jnp.zeros((1, 1, 64)), Inputs(one, one))
 
 
 def model(name: str, depth: str = "unrolled", dtype: jnp.dtype = BFLOAT16, **changes) -> tuple[Transformer, dict]:
-    net = Transformer(arch_of({**CONFIGS[name], **changes}), Policy(dtype, dtype, "switched", depth))
+    net = Transformer(arch_of({**CONFIGS[name], **changes}), make_policy(dtype, experts="switched", depth=depth))
     return net, filled(net.initial, jax.random.key(0))
 
 
@@ -89,14 +92,14 @@ def tokens(rows: int) -> np.ndarray:
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def run(net: Transformer, params: dict, caches: Caches, token_BT: np.ndarray, start_B: np.ndarray):
     position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)
-    hidden, caches = forward(net, params, token_BT, position_BT, caches, Window(start_B, block=BLOCK))
-    return caches, head(net, params, hidden.last_BTD)
+    hidden = forward(net, params, Inputs(token_BT, position_BT, Window(start_B, block=BLOCK), caches))
+    return hidden.caches, head(net, params, hidden.last_BTD)
 
 
 def decode(net: Transformer, params: dict, token_BS: np.ndarray, width: int, room: int = 64) -> np.ndarray:
     """Logits, ``width`` positions at a time, [B, S, V]."""
     rows = len(token_BS)
-    caches = init_caches(net.arch, net.policy, rows, room, slack=width, block=BLOCK)
+    caches = init_caches(net.arch, net.policy, CacheSize(rows, room, width, BLOCK))
     found = []
     for start in range(0, token_BS.shape[1] - width + 1, width):
         caches, logits = run(net, params, caches, token_BS[:, start : start + width], np.full(rows, start, np.int32))
@@ -111,13 +114,13 @@ def test_absorbed_products_equal_written_out_ones(name: str, count: int):
     module, params = attention(spec)
     x_BTD = jax.random.normal(jax.random.key(2), (2, LENGTH, 64))
     position_BT = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (2, LENGTH))
-    whole_BTD, _, _ = jax.jit(module.apply)(params, x_BTD, position_BT, None, None, None)
-    cache = init_layer(spec.streams, 2, LENGTH, count, BLOCK, FLOAT32)
+    whole_BTD, _, _ = jax.jit(module.apply)(params, x_BTD, Inputs(position_BT, position_BT))
+    cache = init_layer(spec.streams, CacheSize(2, LENGTH, count, BLOCK), FLOAT32)
 
     @jax.jit
     def step(cache, x_BTD, position_BT):
         window = Window(position_BT[:, 0], block=BLOCK)
-        out_BTD, cache, _ = module.apply(params, x_BTD, position_BT, cache, window, None)
+        out_BTD, cache, _ = module.apply(params, x_BTD, Inputs(position_BT, position_BT, window, cache))
         return out_BTD, cache
 
     for at in range(0, LENGTH, count):
@@ -128,18 +131,19 @@ def test_absorbed_products_equal_written_out_ones(name: str, count: int):
 
 def test_quantised_key_and_value_weights_are_widened_exactly():
     form = Format("fp8", (16, 24))
-    module, params = attention(PLAIN, replace(EXACT, formats=(("kv_b_HXR", form),)))
+    module, params = attention(PLAIN, EXACT.update(formats=(("kv_b_HXR", form),)))
     kept = params["params"]["kv_b_HXR"]
     assert kept.data.dtype == jnp.float8_e4m3fn
     wide = {"params": params["params"] | {"kv_b_HXR": kept.widen(FLOAT32)}}
     x_BTD = jax.random.normal(jax.random.key(2), (1, 4, 64))
     position_BT = jnp.arange(4, dtype=jnp.int32)[None]
-    cache = init_layer(PLAIN.streams, 1, BLOCK, 4, BLOCK, FLOAT32)
+    cache = init_layer(PLAIN.streams, CacheSize(1, BLOCK, 4, BLOCK), FLOAT32)
     window = Window(jnp.zeros(1, jnp.int32), block=BLOCK)
     plain = LatentAttention(PLAIN, 64, 1e-5, EXACT)
-    for memory in ((None, None), (cache, window)):
-        kept_BTD, _, _ = module.apply(params, x_BTD, position_BT, *memory, None)
-        wide_BTD, _, _ = plain.apply(wide, x_BTD, position_BT, *memory, None)
+    for memory in ((None, None), (window, cache)):
+        inputs = Inputs(position_BT, position_BT, *memory)
+        kept_BTD, _, _ = module.apply(params, x_BTD, inputs)
+        wide_BTD, _, _ = plain.apply(wide, x_BTD, inputs)
         assert np.abs(wide_BTD).max() > 0.1
         np.testing.assert_array_equal(kept_BTD, wide_BTD)
 
@@ -168,14 +172,14 @@ def test_trees_give_the_bits_of_plain_decoding_along_every_path(name: str):
     @partial(jax.jit, donate_argnums=0)
     def verify(caches, start_B, path_BT):
         window = Window(start_B, path_BTJ=top.path_TJ[None], block=BLOCK)
-        hidden, caches = forward(net, params, node_BT, position_BT, caches, window)
-        caches = compact_caches(caches, net.arch, net.policy, Window(start_B, block=BLOCK), path_BT)
+        hidden = forward(net, params, Inputs(node_BT, position_BT, window, caches))
+        caches = compact_caches(hidden.caches, net.arch, net.policy, Window(start_B, block=BLOCK), path_BT)
         return caches, head(net, params, hidden.last_BTD)[0]
 
     for path in ([0, *path] for path in top.paths()):
         text_BT = np.concatenate([prompt_BT, node_BT[:, path], node_BT[:, :1]], axis=1)
         plain_SV = decode(net, params, text_BT, 1)[0]
-        caches = init_caches(net.arch, net.policy, 1, 64, slack=1, block=BLOCK)
+        caches = init_caches(net.arch, net.policy, CacheSize(1, 64, 1, BLOCK))
         for at in range(start):
             caches, _ = run(net, params, caches, prompt_BT[:, at : at + 1], np.full(1, at, np.int32))
         caches, tree_TV = verify(caches, np.full(1, start, np.int32), np.asarray([path], np.int32))
@@ -225,16 +229,16 @@ def test_stacked_layers_share_selections_as_unrolled_ones_do(name: str, top_k: i
 
 
 def test_a_borrowing_layer_sees_what_it_is_lent():
-    module, params = attention(replace(PLAIN, borrows=True))
+    module, params = attention(replace(PLAIN, reuses_selection=True))
     x_BTD = jax.random.normal(jax.random.key(2), (1, 12, 64))
     position_BT = jnp.arange(12, dtype=jnp.int32)[None]
     lent_BTS = jnp.zeros((1, 12, 16), bool).at[:, :, jnp.asarray([0, 3])].set(True)
-    cache = init_layer(PLAIN.streams, 1, 16, 12, BLOCK, FLOAT32)
+    cache = init_layer(PLAIN.streams, CacheSize(1, 16, 12, BLOCK), FLOAT32)
     window = Window(jnp.zeros(1, jnp.int32), block=BLOCK)
 
     @jax.jit
     def attend(x_BTD):
-        out, _, passed = module.apply(params, x_BTD, position_BT, cache, window, lent_BTS)
+        out, _, passed = module.apply(params, x_BTD, Inputs(position_BT, position_BT, window, cache, lent_BTS))
         assert passed is lent_BTS
         return out
 
@@ -253,7 +257,7 @@ def test_weights_behind_a_selection_have_gradients_and_the_indexer_none():
     position_BT = jnp.arange(20, dtype=jnp.int32)[None]
 
     def loss(params):
-        return jnp.sum(jnp.square(module.apply(params, x_BTD, position_BT, None, None, None)[0]))
+        return jnp.sum(jnp.square(module.apply(params, x_BTD, Inputs(position_BT, position_BT))[0]))
 
     grads = jax.jit(jax.grad(loss))(params)["params"]
     assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(grads.pop("indexer")))
@@ -284,11 +288,11 @@ def test_which_layers_lend_and_borrow():
     def kinds(**keys) -> list[str]:
         config = {**CONFIG, **INDEXED, "model_type": "glm_moe_dsa", "num_hidden_layers": 7, **keys}
         specs = [layer.attention for layer in (*arch_of(config).layers, *arch_of(config).mtp)]
-        assert all((s.index is None) == s.borrows for s in specs)
-        return ["shared" if s.borrows else "lends" if s.index.lends else "full" for s in specs]
+        assert all((s.index is None) == s.reuses_selection for s in specs)
+        return ["shared" if s.reuses_selection else "shares" if s.index.shares_selection else "full" for s in specs]
 
     assert kinds() == ["full"] * 7
-    wanted = ["full", "full", "lends", "shared", "shared", "lends", "shared"]
+    wanted = ["full", "full", "shares", "shared", "shared", "shares", "shared"]
     assert kinds(indexer_types=["shared" if k == "shared" else "full" for k in wanted]) == wanted
     assert kinds(index_topk_pattern="FFFSSFS") == wanted
     assert kinds(index_topk_freq=3, index_skip_topk_offset=3) == wanted

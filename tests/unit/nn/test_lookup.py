@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxspec.nn.lookup import lookup
+from jaxspec.nn.dense import lookup
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

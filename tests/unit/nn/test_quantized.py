@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.nn.dense import dense
-from jaxspec.nn.quantized import Format, Quantized, abstract_quantized, widen
+from pallas_kernels.quantized import Format, Quantized, abstract_quantized, widen
 
 FP4 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 FINITE = np.asarray([b for b in range(256) if b & 127 != 127], np.uint8)

@@ -11,8 +11,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.perf.calibration import (
     VERSION,
     Calibration,
-    OverlapRecord,
-    Point,
+    MeasuredCell,
     Predictor,
     fit_points,
     load_calibration,
@@ -22,7 +21,7 @@ from jaxspec.perf.calibration import (
 from jaxspec.perf.cost import Rates
 from jaxspec.perf.held_out import ACCEPTANCES, judge
 from jaxspec.perf.overlap import MeasuredOverlap
-from jaxspec.perf.step_time import step_time
+from jaxspec.perf.pass_time import step_time
 from tests.unit.perf.models import routed_model
 
 RATES = Rates(
@@ -44,12 +43,12 @@ def draft_s(rows: int, length: int) -> float:
 @pytest.fixture(scope="module")
 def calibration() -> Calibration:
     cells = [(b, k, 100) for b in (1, 2, 4, 8) for k in (0, 1, 3, 7)] + [(b, k, 900) for b in (1, 8) for k in (0, 3)]
-    points = [Point(b, k, c, time_s(b, k, c) + draft_s(b, k), 0.01, draft_s(b, k)) for b, k, c in cells]
+    points = [MeasuredCell(b, k, c, time_s(b, k, c) + draft_s(b, k), 0.01, draft_s(b, k)) for b, k, c in cells]
     full, blind = fit_points(routed_model(), points, OVERLAP, 0.01)
     return Calibration(
         version=VERSION, model={"name": "routed", "config_digest": "0"}, machine={"cpu": "none", "cores": 1},
         versions={"jax": "0"}, date="2026-11-21 12:00", settings={"drafter": "ngram", "rounds": 9}, noise_floor=0.01,
-        points=tuple(points), overlap=OverlapRecord(OVERLAP.rows, OVERLAP.positions, OVERLAP.share),
+        points=tuple(points), overlap=OVERLAP,
         fit=record_of(full), token_count_fit=record_of(blind),
     )  # fmt: skip
 
@@ -57,7 +56,7 @@ def calibration() -> Calibration:
 def test_held_out_cells_are_judged(calibration: Calibration):
     """The made-up machine reads experts: who counts them is right about cells between, who counts tokens is not."""
     cells = [(b, k, 100) for b in (1, 2, 4, 8) for k in (2, 5)] + [(b, k, 100) for b in (3, 6) for k in (0, 1, 2, 4)]
-    held = [Point(b, k, c, time_s(b, k, c) + draft_s(b, k), 0.01, draft_s(b, k)) for b, k, c in cells]
+    held = [MeasuredCell(b, k, c, time_s(b, k, c) + draft_s(b, k), 0.01, draft_s(b, k)) for b, k, c in cells]
     found = judge(msgspec.structs.replace(calibration, held_out=tuple(held)), routed_model())
     assert (found.cells, found.questions) == (16, 14 * len(ACCEPTANCES))
     assert 0 < found.pays < found.questions
@@ -100,18 +99,12 @@ def test_the_formula_interpolates(calibration: Calibration):
     assert predict.draft_s(6, 0, 100) == 0
 
 
-def test_a_cell_off_the_formula_draws_its_neighbourhood_only(calibration: Calibration):
+def test_a_cell_off_the_formula_draws_its_neighborhood_only(calibration: Calibration):
     predict = Predictor(calibration, routed_model())
     near = predict.verify_s(4, 4, 100) / predict.formula_s(4, 5, 100)
     far = predict.verify_s(64, 0, 4000) / predict.formula_s(64, 1, 4000)
     assert near > 1.1
     assert far == pytest.approx(1.0, abs=0.05)
-
-
-def test_speedup_is_tokens_over_the_cost_of_the_step(calibration: Calibration):
-    predict = Predictor(calibration, routed_model())
-    step_s, plain_s = time_s(2, 3, 100) + draft_s(2, 3), time_s(2, 0, 100)
-    assert predict.speedup(2, 3, 100, 2.5) == pytest.approx(2.5 * plain_s / step_s, rel=1e-6)
 
 
 def test_the_ablation_uses_neither_table_nor_experts(calibration: Calibration):

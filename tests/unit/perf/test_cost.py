@@ -15,7 +15,7 @@ from jaxspec.perf.cost import (
 )
 from jaxspec.perf.links import link_time
 from jaxspec.perf.overlap import AssumedOverlap, MeasuredOverlap
-from jaxspec.perf.step_time import smooth_max, step_time
+from jaxspec.perf.pass_time import smooth_max, step_time
 from tests.unit.perf.models import dense_model, routed_model
 
 BYTES = Rates(byte_s=1.0, expert_byte_s=1.0)  # seconds are bytes of weights and logits

@@ -41,11 +41,6 @@ def test_a_count_stands_behind_an_x():
     assert load_hardware(str(DIRECTORY / "l40s.toml"), DIRECTORY)[0].name == "NVIDIA L40S 48GB"
 
 
-def test_the_ridge_of_h200():
-    """989 TFLOPS over 4.8 TB/s: a byte must serve 206 products."""
-    assert load_hardware("h200", DIRECTORY)[0].ridge_flops_per_byte == pytest.approx(206, abs=0.5)
-
-
 def test_rates_are_shares_of_what_the_data_sheet_says():
     h = load_hardware("h200", DIRECTORY)[0]
     likely, low, high = h.rates(), h.rates("low", "high"), h.rates("high", "low")

@@ -15,13 +15,13 @@ from rich.console import Console
 
 from jaxspec import LLM, SamplingParams
 from jaxspec.errors import ConfigError, JaxspecError, RequestError
-from jaxspec.serve import waiting
-from jaxspec.serve.arguments import buckets_of, capacity_of, whole
-from jaxspec.serve.engine import EngineSpec
+from jaxspec.serve import progress_bar
+from jaxspec.serve.arguments import as_int, parse_buckets, parse_capacity
+from jaxspec.serve.engine_spec import EngineSpec
+from jaxspec.serve.progress_bar import show_progress
 from jaxspec.serve.prompts import Prompts
 from jaxspec.serve.request import CompletionOutput, RequestOutput
 from jaxspec.serve.vllm_arguments import FOREIGN
-from jaxspec.serve.waiting import watching
 from tests.unit.serve.tiny_model import write_tiny_model
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -68,20 +68,20 @@ def test_what_is_no_model(model: Any):
 
 
 def test_numbers_of_numpy_are_numbers():
-    assert whole("a", np.int64(4), 1) == 4
-    assert type(whole("a", np.int32(4))) is int
-    assert buckets_of(np.array([32, 8, 8])) == (8, 32)
-    assert capacity_of(np.int64(64), 512) == 64
-    assert capacity_of(None, 512) == 512
+    assert as_int("a", np.int64(4), 1) == 4
+    assert type(as_int("a", np.int32(4))) is int
+    assert parse_buckets(np.array([32, 8, 8])) == (8, 32)
+    assert parse_capacity(np.int64(64), 512) == 64
+    assert parse_capacity(None, 512) == 512
     for wrong in (np.float32(4), np.bool_(True), 4.0):
         with pytest.raises(ConfigError, match="LLM: a must be an integer, got "):
-            whole("a", wrong)
+            as_int("a", wrong)
 
 
 @pytest.mark.parametrize("wanted", [0, -1, 1, 513])
 def test_a_length_that_cannot_be(wanted: int):
     with pytest.raises(ConfigError, match=f"max_model_len must be from 2 to the model's 512, got {wanted}"):
-        capacity_of(wanted, 512)
+        parse_capacity(wanted, 512)
 
 
 ASKED = {
@@ -112,8 +112,8 @@ def test_arguments_of_vllm_have_a_way_here(name: str):
 
 
 def test_arguments_of_vllm_that_change_nothing_are_accepted():
-    for name, foreign in FOREIGN.items():
-        for value in foreign.same:
+    for name, (_, same) in FOREIGN.items():
+        for value in same:
             with pytest.raises(ConfigError, match="nowhere: no such directory"):
                 LLM("nowhere", compile_cache=False, **{name: value})
     with pytest.raises(ConfigError, match="tensor_parallel_size=True"):
@@ -184,13 +184,6 @@ def test_a_name_that_is_no_text():
         prompts().request([1], None, request_id=name)
 
 
-def test_engines_beside_count_their_own_requests():
-    first = prompts()
-    assert [first.request([1], None)[0].output.request_id for _ in range(2)] == ["0", "1"]
-    second = first.beside()
-    assert [p.request([1], None)[0].output.request_id for p in (first, second, first)] == ["2", "2", "3"]
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -224,7 +217,7 @@ class Bar:
 def test_a_bar_of_the_callers_own():
     made: list[Bar] = []
     running = outputs(3)
-    with watching(running, lambda **settings: made.append(Bar(**settings)) or made[-1]) as look:
+    with show_progress(running, lambda **settings: made.append(Bar(**settings)) or made[-1]) as look:
         assert look is not None
         look()
         running[1].finished = True
@@ -238,25 +231,25 @@ def test_a_bar_of_the_callers_own():
 def test_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch):
     for wanted, count, terminal in ((True, 3, False), (True, 1, True), (False, 3, True), (None, 3, True)):
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda terminal=terminal: terminal))
-        with watching(outputs(count), wanted) as look:
+        with show_progress(outputs(count), wanted) as look:
             assert look is None
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr(waiting, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
-    monkeypatch.setattr(waiting, "PATIENCE_S", 1000.0)
-    with watching(outputs(3), True) as look:
+    monkeypatch.setattr(progress_bar, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
+    monkeypatch.setattr(progress_bar, "PATIENCE_S", 1000.0)
+    with show_progress(outputs(3), True) as look:
         assert look is not None
         look()
     assert not screen.getvalue(), "quick calls show nothing"
-    monkeypatch.setattr(waiting, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress_bar, "PATIENCE_S", 0.0)
     running = outputs(3)
     odd: Any = "yes"
-    with watching(running, True) as look:
+    with show_progress(running, True) as look:
         assert look is not None
         running[0].finished = True
         look()
         assert "1/3" in screen.getvalue()
-    with pytest.raises(RequestError, match="use_tqdm: True, False or a function"), watching(running, odd):
+    with pytest.raises(RequestError, match="use_tqdm: True, False or a function"), show_progress(running, odd):
         pass
 
 

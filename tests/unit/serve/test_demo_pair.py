@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from jaxspec.bench.grid import DrafterChoice
-from jaxspec.bench.shipped import model_config
 from jaxspec.cli.bench import BenchArgs, default_drafters
 from jaxspec.cli.demo import DemoArgs, plan_of
 from jaxspec.cli.engine_flags import EngineFlags
 from jaxspec.cli.main import main
+from jaxspec.inspect.shipped import model_config
 from jaxspec.serve.demo_pair import demo_model_dir, resolve_model, resolve_speculation
 from jaxspec.serve.job import open_job
 

@@ -320,7 +320,7 @@ def test_nothing_but_a_jobs_files_is_removed(bench: Bench):
     assert bench.lines()[0]["text"] == "a!0.0"
 
 
-SIDES = ["", ".job.json", ".job.json.part", ".retry", ".retry.part"]
+SIDES = ["", ".job.json", ".retry", ".retry.part"]
 
 
 def plainly(source: Path, name: Path) -> Path:

@@ -1,6 +1,6 @@
 """What is handed out of a growing request: all, what is new, or the end."""
 
-from jaxspec.serve.output_kinds import handed_out
+from jaxspec.serve.driver import unseen_output
 from jaxspec.serve.parameters import RequestOutputKind
 from jaxspec.serve.request import UNSEEN, CompletionOutput, Logprob, RequestOutput
 
@@ -20,17 +20,17 @@ def grow(completion: CompletionOutput, text: str, *tokens: int, reason: str | No
 
 def test_news_add_up_to_the_whole():
     output = growing(RequestOutputKind.DELTA)
-    assert handed_out(output) is None, "nothing is new yet"
+    assert unseen_output(output) is None, "nothing is new yet"
     first, second = output.outputs
     grow(first, "ab", 1, 2)
-    news = handed_out(output)
+    news = unseen_output(output)
     assert news is not None
     assert [(c.index, c.text, c.token_ids) for c in news.outputs] == [(0, "ab", [1, 2])]
     assert news.prompt_logprobs == [None]
-    assert handed_out(output) is None
+    assert unseen_output(output) is None
     grow(first, "", 3)  # its text is held back
     grow(second, "x", 9, reason="stop")
-    news = handed_out(output)
+    news = unseen_output(output)
     assert news is not None
     assert [(c.index, c.text, c.token_ids, c.finish_reason) for c in news.outputs] == [
         (0, "", [3], None), (1, "x", [9], "stop"),
@@ -39,7 +39,7 @@ def test_news_add_up_to_the_whole():
     assert news.prompt_logprobs is None, "they came with the first"
     grow(first, "cd", 4, reason="length")
     output.finished = True
-    news = handed_out(output)
+    news = unseen_output(output)
     assert news is not None
     assert [(c.index, c.text, c.token_ids) for c in news.outputs] == [(0, "cd", [4])]
     assert news.finished
@@ -49,9 +49,9 @@ def test_news_add_up_to_the_whole():
 def test_an_end_without_tokens_is_news():
     output = growing(RequestOutputKind.DELTA, 1)
     grow(output.outputs[0], "a", 1)
-    assert handed_out(output) is not None
+    assert unseen_output(output) is not None
     output.outputs[0].finish_reason, output.outputs[0].error, output.finished = "error", "why", True
-    news = handed_out(output)
+    news = unseen_output(output)
     assert news is not None
     assert [(c.token_ids, c.error) for c in news.outputs] == [([], "why")]
 
@@ -59,8 +59,8 @@ def test_an_end_without_tokens_is_news():
 def test_the_end_only_and_all_of_it():
     output = growing(RequestOutputKind.FINAL_ONLY)
     grow(output.outputs[0], "a", 1)
-    assert handed_out(output) is None
+    assert unseen_output(output) is None
     output.finished = True
-    assert handed_out(output) is output
+    assert unseen_output(output) is output
     other = growing(RequestOutputKind.CUMULATIVE)
-    assert handed_out(other) is other
+    assert unseen_output(other) is other

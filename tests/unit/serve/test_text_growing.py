@@ -12,10 +12,10 @@ from transformers import ByT5Tokenizer
 
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import RequestError
-from jaxspec.serve.detokenizer import ByteText, DecodedText, PieceText, detokenizer, shared
+from jaxspec.serve.detokenizer import ByteText, DecodedText, PieceText, common_prefix, detokenizer
 from jaxspec.serve.request import Logprob, SamplingParams
-from jaxspec.serve.rows import Sample, new_samples
-from jaxspec.serve.text import Growing
+from jaxspec.serve.sample import Sample, new_samples
+from jaxspec.serve.text import IncrementalText
 from tests.unit.serve.layouts import ALL, KNOWN
 
 LETTERS = "ab .'\n x漢é🙂\ufffdThecatis"
@@ -36,13 +36,13 @@ def ids_of(draw: st.DrawFn, text: Text, most: int = 24) -> list[int]:
 
 def wanted(text: Text, prompt: list[int], ids: list[int], skip: bool = True) -> str:
     """The right text: decode of all, less what it has in common with decode of the prompt."""
-    before, whole = text.decode(prompt, skip), text.decode([*prompt, *ids], skip)
-    return whole[shared(before, whole) :]
+    before, whole = (text.decode(some, skip_special_tokens=skip) for some in (prompt, [*prompt, *ids]))
+    return whole[common_prefix(before, whole) :]
 
 
 def sample_of(text: Text | None, prompt: list[int], params: SamplingParams) -> Sample:
     return new_samples(
-        "0", None, prompt, params, lambda p: Growing(text, p, prompt),
+        "0", None, prompt, params, lambda p: IncrementalText(text, p, prompt),
         engine_seed=0, number=0, capacity=10**6, draft_length=4,
     )[0]  # fmt: skip
 
@@ -64,7 +64,7 @@ def run(sample: Sample, ids: list[int], pieces: list[int] | None = None, eos: Se
 def test_text_is_what_decode_gives_at_every_prefix(name: str, data: st.DataObject):
     text, skip = ALL[name](), data.draw(st.booleans(), "skip")
     prompt, ids = data.draw(ids_of(text), "prompt"), data.draw(ids_of(text), "ids")
-    growing = Growing(text, SamplingParams(skip_special_tokens=skip), prompt)
+    growing = IncrementalText(text, SamplingParams(skip_special_tokens=skip), prompt)
     shown = []
     for n, token in enumerate(ids, 1):
         growing.add(token)
@@ -125,7 +125,7 @@ FALLBACK = ALL["byte_fallback"]()
 
 def grown(words: list[str], prompt: list[str], **settings: Any) -> list[tuple[str, str]]:
     """What is shown and what is whole after each token; the stop string at last, if any."""
-    growing, out = Growing(FALLBACK, SamplingParams(**settings), ids(FALLBACK, *prompt)), []
+    growing, out = IncrementalText(FALLBACK, SamplingParams(**settings), ids(FALLBACK, *prompt)), []
     for token in ids(FALLBACK, *words):
         stop = growing.add(token)
         out.append((growing.text, growing.whole))
@@ -156,7 +156,7 @@ def test_bytes_and_spaces_of_a_sentencepiece_vocabulary(words: list[str], prompt
 def test_a_character_may_come_in_four_tokens():
     text = ALL["byte_level"]()
     emoji = plain_ids(text, "🙃🙂")
-    growing = Growing(text, SamplingParams(), text.encode("a"))
+    growing = IncrementalText(text, SamplingParams(), text.encode("a"))
     assert len(emoji) > 2
     seen = []
     for token in emoji:
@@ -223,8 +223,8 @@ def test_the_token_that_ends_a_text(settings: dict, text: str, reason: object):
 
 def test_a_special_token_within_a_stop_string_is_refused():
     with pytest.raises(RequestError, match=r"stop: 'b</s>' has the special token '</s>' .*stop_token_ids"):
-        Growing(FALLBACK, SamplingParams(stop=["b</s>"]))
-    Growing(FALLBACK, SamplingParams(stop=["b</s>"], skip_special_tokens=False))
+        IncrementalText(FALLBACK, SamplingParams(stop=["b</s>"]))
+    IncrementalText(FALLBACK, SamplingParams(stop=["b</s>"], skip_special_tokens=False))
 
 
 def test_log_probabilities_say_their_tokens():
@@ -271,15 +271,15 @@ class Counted(Text):
 
     decoded = 0
 
-    def decode(self, ids, skip_special_tokens=True):
+    def decode(self, ids, *, skip_special_tokens=True):
         self.decoded += len(ids)
-        return super().decode(ids, skip_special_tokens)
+        return super().decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_layouts_decode_nothing_twice(name: str):
     text = Counted(KNOWN[name]().tokenizer)
-    growing = Growing(text, SamplingParams(), [3] * 1000)
+    growing = IncrementalText(text, SamplingParams(), [3] * 1000)
     for token in range(200):
         growing.add(token % 9 + 1)
     assert growing.whole
@@ -302,10 +302,10 @@ def test_a_tokenizer_that_cannot_decode_is_a_request_error():
             raise KeyError("no such token")
 
     with pytest.raises(RequestError, match=r"text: the tokenizer cannot decode .*no such token"):
-        Growing(Text(Broken()), SamplingParams(), [5]).add(6)
+        IncrementalText(Text(Broken()), SamplingParams(), [5]).add(6)
 
 
 @given(st.text("ab"), st.text("ab"), st.text("ab"))
 def test_shared_counts_the_common_start(start: str, a: str, b: str):
     same = len(start) + next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    assert shared(start + a, start + b) == same
+    assert common_prefix(start + a, start + b) == same

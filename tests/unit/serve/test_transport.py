@@ -3,20 +3,18 @@
 import json
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import pytest
 
 from jaxspec.config import shipped
 from jaxspec.models.catalog import arch_of
-from jaxspec.nn.policy import Policy
-from jaxspec.perf.transport import CPU_RATES
-from jaxspec.pytree import replace
+from jaxspec.nn.policy import make_policy
+from jaxspec.perf.hardware import CPU_RATES
 from jaxspec.serve.transport import pass_of, rates_of, transport_for
 from jaxspec.sharding.mesh import make_mesh
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 H200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
-POLICY = Policy(jnp.dtype("bfloat16"), jnp.dtype("bfloat16"))
+POLICY = make_policy("bfloat16")
 
 
 def arch(name: str):
@@ -35,7 +33,7 @@ def arch(name: str):
     ],
 )
 def test_the_cheapest_that_there_is(sizes, rows: int, device, kernels: str, wanted: str):
-    policy = replace(POLICY, kernels=kernels)
+    policy = POLICY.update(kernels=kernels)
     assert transport_for(arch("qwen3-30b-a3b"), policy, make_mesh(sizes), rows, device) == wanted
 
 

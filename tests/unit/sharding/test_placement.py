@@ -7,11 +7,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.errors import ConfigError
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
+from jaxspec.sharding.axis_rules import REPLICABLE
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.placement import allocate, mesh_of, row_axes, settle, shapes_on, state_rules, state_shardings
-from jaxspec.sharding.rules import MAY_BE_WHOLE, named_shardings
 
 MESH = {"data": 2, "expert": 2, "tensor": 2}
 
@@ -50,11 +51,11 @@ def test_what_does_not_divide_and_pages_of_a_pool_are_whole():
 
 def test_rows_go_along_data_and_along_expert_where_they_are_exchanged():
     mesh = make_mesh(MESH)
-    assert row_axes(mesh, 8, True) == ("data", "expert")
-    assert row_axes(mesh, 8, False) == ("data",)
-    assert row_axes(mesh, 6, True) == ("data",)
+    assert row_axes(mesh, 8, spread=True) == ("data", "expert")
+    assert row_axes(mesh, 8, spread=False) == ("data",)
+    assert row_axes(mesh, 6, spread=True) == ("data",)
     with pytest.raises(ConfigError, match=r"5 rows \(max_num_seqs\) cannot be split evenly over data = 2"):
-        row_axes(mesh, 5, True)
+        row_axes(mesh, 5, spread=True)
 
 
 def test_allocated_where_it_is_to_lie():
@@ -81,8 +82,10 @@ def test_what_is_elsewhere_settles_on_every_device():
 def test_heads_and_vocabulary_may_be_whole_but_not_experts():
     mesh, shape = make_mesh({"expert": 2, "tensor": 4}), lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
     params = {"attention": {"qkv_DGQC": shape(16, 2, 4, 8)}, "head_DV": shape(16, 97)}
-    made = named_shardings(params, mesh, allow_replication=MAY_BE_WHOLE)
+    made = named_shardings(params, mesh, allow_replication=REPLICABLE)
     assert made["attention"]["qkv_DGQC"].spec == P(None, None, None, None)
     assert made["head_DV"].spec == P(None, None)
-    with pytest.raises(ConfigError, match=r"ffn/down_EFD: E = 3 over expert = 2; ffn/down_EFD: F = 6 over tensor = 4"):
-        named_shardings({"ffn": {"down_EFD": shape(3, 6, 16)}}, mesh, allow_replication=MAY_BE_WHOLE)
+    with pytest.raises(
+        ConfigError, match=r"ffn/down_EFD: expert = 3 over expert = 2; ffn/down_EFD: mlp = 6 over tensor = 4"
+    ):
+        named_shardings({"ffn": {"down_EFD": shape(3, 6, 16)}}, mesh, allow_replication=REPLICABLE)

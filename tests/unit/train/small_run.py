@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.train.loop import LoopSpec, Task, run
-from jaxspec.train.metrics import without_times
+from jaxspec.train.loop import TrainRun, train
 from jaxspec.train.optimizer import adamw, schedule_of
+from jaxspec.train.run_log import without_times
 from jaxspec.train.settings import OptimizerSettings
 
 STEPS, ROWS, WIDTH = 12, 4, 8
@@ -43,25 +43,31 @@ def save(params: Any, place: Path) -> None:
     np.save(place / "w.npy", np.asarray(params["w_XX"]))
 
 
-def task(**changes: Any) -> Task:
-    params = {"w_XX": 0.3 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))}
-    frozen = jnp.linspace(-1, 1, WIDTH)
+def init() -> Any:
+    return {"w_XX": 0.3 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))}
+
+
+def small_run(directory: Path, **changes: Any) -> TrainRun:
+    schedule = schedule_of(OPTIMIZER, STEPS)
     settings: dict[str, Any] = {
-        "params": params,
+        "directory": directory,
+        "steps": STEPS,
+        "init": init,
         "optimizer": adamw(OPTIMIZER, STEPS),
         "loss_fn": loss_fn,
         "batches": batches,
-        "frozen": frozen,
+        "frozen": jnp.linspace(-1, 1, WIDTH),
         "evaluate": lambda p: {"length": -float(jnp.sum(p["w_XX"] ** 2))},
+        "best": "length",
         "save": save,
-        "learning_rate": schedule_of(OPTIMIZER, STEPS),
+        "progress": lambda done: {"learning_rate": float(schedule(done - 1))},
+        "save_every": 3,
+        "log_every": 1,
+        "evaluate_every": 4,
+        "seed": 5,
+        "identity": {"seed": 5},
     }
-    return Task(**settings | changes)
-
-
-def spec(directory: Path, **changes: Any) -> LoopSpec:
-    settings: dict[str, Any] = {"save_every": 3, "log_every": 1, "evaluate_every": 4, "best": "length", "seed": 5}
-    return LoopSpec(STEPS, directory, **settings | {"identity": {"seed": 5}} | changes)
+    return TrainRun(**settings | changes)
 
 
 def logged(directory: Path) -> list[dict[str, float]]:
@@ -71,7 +77,7 @@ def logged(directory: Path) -> list[dict[str, float]]:
 
 
 def killing(at: list[int], directory: Path) -> Any:
-    """Batches that end the process before the update behind the first of ``at`` that it has not died at."""
+    """Batches that end the process before the update after the first of ``at`` that it has not died at."""
 
     def made(first: int) -> Iterator[Any]:
         for step, batch in zip(count(first), batches(first), strict=False):
@@ -86,4 +92,4 @@ def killing(at: list[int], directory: Path) -> Any:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    run(spec(place), task(batches=killing([int(n) for n in sys.argv[2:]], place)))
+    train(small_run(place, batches=killing([int(n) for n in sys.argv[2:]], place)))

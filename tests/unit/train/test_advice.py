@@ -8,7 +8,7 @@ import pytest
 from jaxspec.config import to_record
 from jaxspec.train.advice import epochs, facts_of, warnings_of
 from jaxspec.train.data import Corpus
-from jaxspec.train.packing import PackedRows
+from jaxspec.train.packed_rows import PackedRows
 from jaxspec.train.settings import RunSettings
 from jaxspec.train.sources import Document
 

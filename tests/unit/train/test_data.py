@@ -10,7 +10,7 @@ import pytest
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
 from jaxspec.train.data import batches, load_corpus, prompts, split
-from jaxspec.train.packing import PackedRows, pack
+from jaxspec.train.packed_rows import PackedRows, pack
 from jaxspec.train.settings import DataSettings
 from jaxspec.train.sources import Document
 from tests.unit.train.conftest import VOCAB

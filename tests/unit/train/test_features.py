@@ -15,21 +15,22 @@ from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import head
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Reads
+from jaxspec.nn.policy import make_policy
+from jaxspec.protocol import CaptureSpec
 from jaxspec.train import features, run
+from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.data import batches
 from jaxspec.train.features import FeatureRows, Teacher
-from jaxspec.train.metrics import read_metrics
-from jaxspec.train.packing import PackedRows
+from jaxspec.train.packed_rows import PackedRows
+from jaxspec.train.run_log import read_metrics
 from jaxspec.train.settings import load_run_settings
 from jaxspec.train.sources import Document
-from jaxspec.train.teacher import Batch, Lesson, teach
+from jaxspec.train.teacher import run_teacher
 from tests.unit.serve.tiny_model import write_tiny_model
 
-EXACT = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+EXACT = make_policy("float32")
 GOLDEN = Path(__file__).parents[2] / "golden"
-READS, ROUTING, LENGTH, ROWS = Reads(taps=(0, 1), commons=(0,)), (0,), 12, 7
+READS, ROUTING, LENGTH, ROWS = CaptureSpec(taps=(0, 1), shared_outputs=(0,)), (0,), 12, 7
 CONFIG = """
 target = "{target}"
 out = "{out}"
@@ -84,11 +85,11 @@ def test_losses_from_a_cache_are_those_without(place: Path, capsys: pytest.Captu
     trained = run.train(offline, place / "target")
     entries = read_metrics(place / "offline")
     assert len(entries) == 3
-    corpus, _ = run._prepare(offline, place / "target", lambda facts: None)
+    _, corpus, _ = run._prepare(offline, place / "target", lambda facts: None)
     short = settings(cache=str(place / "bfloat16"))
-    kept = run._cached(short, place / "target", corpus, None, trained.run, 2, lambda facts: None)
+    kept = run._cached(short, place / "target", corpus, None, trained.run.frozen, 2, lambda facts: None)
     made = [next(batches(rows, seed=0, size=2)) for rows in (corpus.rows, kept)]
-    params, loss_of = trained.run.init(jax.random.key(0, impl="rbg")), jax.jit(trained.run.loss_fn)
+    params, loss_of = trained.run.init(), jax.jit(trained.run.loss_fn)
     online, close = (
         float(loss_of(params, trained.run.frozen, jax.tree.map(lambda x: x[0], batch), jax.random.key(0))[0])
         for batch in made
@@ -119,14 +120,15 @@ def test_batches_carry_what_the_target_computes(teacher: Teacher, tmp_path: Path
     kept = filled(Teacher(teacher.net, teacher.params, READS, ROUTING, dtype, 2), tmp_path)
     assert len(files(tmp_path)) == 4, "the last of one row"
     plain, cached = (next(batches(rows, seed=3, size=3, accumulation=2)) for rows in (kept.rows, kept))
-    assert cached.taught is not None
-    assert cached.taught.last_BTD.shape == (2, 3, LENGTH, 32)
+    assert cached.cached is not None
+    assert cached.cached.features.last_BTD.shape == (2, 3, LENGTH, 32)
     first = [jax.tree.map(lambda x: x[0], batch) for batch in (plain, cached)]
-    asked = [jax.jit(teach, static_argnums=(0, 3, 4))(teacher.net, teacher.params, b, READS, ROUTING) for b in first]
+    run_jit = jax.jit(run_teacher, static_argnums=(0, 3, 4))
+    asked = [run_jit(teacher.net, teacher.params, b, READS, ROUTING) for b in first]
     live = first[0].segment_BT > 0
-    for lesson in asked:
-        assert lesson.expert_YBTA[0].dtype == jnp.int32
-    pairs = [(a.features.last_BTD, *a.features.taps, *a.features.commons) for a in asked]
+    for output in asked:
+        assert output.expert_YBTA[0].dtype == jnp.int32
+    pairs = [(a.features.last_BTD, *a.features.taps, *a.features.shared_outputs) for a in asked]
     room = 1e-5 if dtype == "float32" else 2e-2
     for online, offline in zip(*pairs, strict=True):
         assert online.dtype == offline.dtype == jnp.float32
@@ -164,7 +166,7 @@ def test_a_cache_of_something_else_is_refused(teacher: Teacher, tmp_path: Path):
     filled(teacher, tmp_path)
     with pytest.raises(ConfigError, match=r"something else: data was 1 and is 2; choose another features\.cache"):
         filled(teacher, tmp_path, data=2)
-    other = Teacher(teacher.net, teacher.params, Reads(taps=(1,)), ROUTING, "bfloat16", 2)
+    other = Teacher(teacher.net, teacher.params, CaptureSpec(taps=(1,)), ROUTING, "bfloat16", 2)
     with pytest.raises(ConfigError, match=r"commons was \[0\] and is \[\]; dtype was 'float32' .*; taps was \[0, 1\]"):
         filled(other, tmp_path)
     file = tmp_path / files(tmp_path)[1]
@@ -204,7 +206,7 @@ def test_a_file_that_vanished_is_told(teacher: Teacher, tmp_path: Path):
     (tmp_path / files(tmp_path)[0]).unlink()
     with pytest.raises(JaxspecError, match=r"features-000000.*: cannot be read .*; run the same command again"):
         kept[1]
-    assert kept[2]["taught"].last_BTD.shape == (LENGTH, 32)
+    assert kept[2]["cached"].features.last_BTD.shape == (LENGTH, 32)
 
 
 def test_several_processes_only_read(teacher: Teacher, tmp_path: Path, monkeypatch):
@@ -227,18 +229,18 @@ def test_a_target_of_one_text_per_row_gets_it(tmp_path: Path):
     settings = load_run_settings(
         "demo", [f'data.train=["{tmp_path / "ids.jsonl"}"]', "data.length=44", "data.held_out_fraction=0.0"]
     )
-    corpus, _ = run._prepare(settings, GOLDEN / "deepseek_v32", lambda facts: None)
+    _, corpus, _ = run._prepare(settings, GOLDEN / "deepseek_v32", lambda facts: None)
     assert corpus.rows.rows == [[0], [1]]
-    taught = jax.jit(teach, static_argnums=(0, 3, 4))
+    taught = jax.jit(run_teacher, static_argnums=(0, 3, 4))
 
-    def lesson_of(*rows: Any) -> Lesson:
+    def teacher_output_of(*rows: Any) -> TeacherOutput:
         arrays: dict[str, Any] = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-        return taught(model.net, model.params, Batch(**arrays), Reads(taps=(1, 2), commons=(1,)), (1,))
+        return taught(model.net, model.params, Batch(**arrays), CaptureSpec(taps=(1, 2), shared_outputs=(1,)), (1,))
 
-    def logits_of(lesson: Lesson) -> Any:
-        return jax.jit(head, static_argnums=0)(model.net, model.params, lesson.features.last_BTD)
+    def logits_of(output: TeacherOutput) -> Any:
+        return jax.jit(head, static_argnums=0)(model.net, model.params, output.features.last_BTD)
 
-    found = lesson_of(*corpus.rows)
+    found = teacher_output_of(*corpus.rows)
     logits_BTV = logits_of(found)
     for row, count in enumerate((24, 20)):
         np.testing.assert_allclose(logits_BTV[row, :count], says["logits"][row, :count], rtol=1e-4, atol=1e-4)
@@ -246,6 +248,6 @@ def test_a_target_of_one_text_per_row_gets_it(tmp_path: Path):
             np.testing.assert_allclose(tap[row, :count], says[f"hidden.{b}"][row, :count], rtol=1e-3, atol=1e-3)
     both = PackedRows(corpus.rows.documents, 44, 1)[0]
     assert both["segment_BT"].tolist() == [1] * 24 + [2] * 20
-    together = logits_of(lesson_of(both, both))[0]
+    together = logits_of(teacher_output_of(both, both))[0]
     np.testing.assert_allclose(together[:24], says["logits"][0], rtol=1e-4, atol=1e-4)
     assert np.abs(together[24:] - says["logits"][1, :20]).max() > 0.01

@@ -14,9 +14,9 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.train.head_nets import net_of, start_from_target
-from jaxspec.train.settings import HeadSettings, load_head_settings
+from jaxspec.train.settings import HeadSettings, load_run_settings
 
 CONFIG = {
     "model_type": "qwen2_moe", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 8,
@@ -25,7 +25,7 @@ CONFIG = {
     "rope_theta": 500.0, "mlp_only_layers": [1],
 }  # fmt: skip
 ARCH = arch_of(CONFIG)
-POLICY = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+POLICY = make_policy("float32")
 
 
 def net(**settings: Any) -> Any:
@@ -39,7 +39,7 @@ def zeros(initial: Any) -> Any:
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in shipped("heads").glob("*.toml")))
 def test_every_shipped_head_fits_a_target(name: str):
-    found = net_of(load_head_settings(name), ARCH, CONFIG, POLICY)
+    found = net_of(load_run_settings("demo", [f'head="{name}"']).head, ARCH, CONFIG, POLICY)
     assert isinstance(found, {"medusa": Medusa, "draft_model": Transformer}.get(name, DraftHead))
 
 
@@ -77,7 +77,7 @@ def test_kinds_differ_in_what_they_read_and_predict():
     assert net(kind="peagle").spec.mask_token == 39
     assert net(kind="peagle", mask_token=5).spec.mask_token == 5
     shared = net(kind="shared_expert", taps=[], commons="default", routing=[0, 2]).spec
-    assert shared.reads.commons == (2, 4, 6), "layer 1 is dense"
+    assert shared.reads.shared_outputs == (2, 4, 6), "layer 1 is dense"
     assert (shared.routing, shared.experts) == ((0, 2), 4)
 
 

@@ -16,12 +16,12 @@ import pytest
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.train import checkpoints, loop
-from jaxspec.train.loop import run
-from jaxspec.train.metrics import MetricsLog, read_metrics
+from jaxspec.train.loop import train
 from jaxspec.train.optimizer import adamw, schedule_of
-from jaxspec.train.settings import OptimizerSettings
+from jaxspec.train.run_log import MetricsLog, read_metrics
+from jaxspec.train.settings import LoggingSettings, OptimizerSettings
 from jaxspec.train.update import TrainState, make_update
-from tests.unit.train.small_run import OPTIMIZER, STEPS, batches, logged, spec, task
+from tests.unit.train.small_run import OPTIMIZER, STEPS, batches, init, logged, small_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,14 +33,14 @@ def same(one: Any, other: Any) -> bool:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("whole")
-    run(spec(directory), task())
+    train(small_run(directory))
     return directory
 
 
 def state_of(directory: Path) -> Any:
     """What the newest checkpoint holds."""
     store = checkpoints.Checkpoints(directory, {"seed": 5})
-    params = task().params
+    params = init()
     like = TrainState(params, adamw(OPTIMIZER, STEPS).init(params), jnp.int32(0))
     state, _ = store.restore(like)
     store.close()
@@ -71,7 +71,7 @@ def test_a_killed_run_goes_on_to_the_bit(whole: Path, tmp_path: Path):
 
 def test_figures_are_means_over_their_interval_however_often_it_was_killed(whole: Path, tmp_path: Path):
     every = logged(whole)
-    run(spec(tmp_path / "whole", log_every=5, evaluate_every=99), task())
+    train(small_run(tmp_path / "whole", log_every=5, evaluate_every=99))
     assert [entry["step"] for entry in logged(tmp_path / "whole")] == [5, 10, 12]
     for entry, part in zip(logged(tmp_path / "whole"), (every[:5], every[5:10], every[10:]), strict=True):
         weight = np.array([one["trained_tokens"] for one in part])
@@ -84,17 +84,17 @@ def test_figures_are_means_over_their_interval_however_often_it_was_killed(whole
                 raise KeyboardInterrupt
             yield batch
 
-    cut = spec(tmp_path / "cut", log_every=5, evaluate_every=99)
+    cut = small_run(tmp_path / "cut", log_every=5, evaluate_every=99, batches=ending)
     with pytest.raises(KeyboardInterrupt):
-        run(cut, task(batches=ending))
-    run(cut, task(batches=ending))
+        train(cut)
+    train(cut)
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
 
 
 def test_what_is_watched_and_left_beside_the_parameters(tmp_path: Path):
     seen: list[dict[str, Any]] = []
     about = {"target": {"name": "mine"}}
-    run(spec(tmp_path, log_every=6), task(provenance=about, epoch=lambda step: step / 4), seen.append)
+    train(small_run(tmp_path, log_every=6, provenance=about, progress=lambda step: {"epoch": step / 4}), seen.append)
     assert seen[0] == {"step": 0}
     assert seen[1]["step"] == 1
     assert seen[1]["compiled_s"] > 0
@@ -110,7 +110,7 @@ def test_what_is_watched_and_left_beside_the_parameters(tmp_path: Path):
         assert found["held_out"] == {"length": figures[found["step"]]}
     assert found["step"] == STEPS
     before = (tmp_path / "last" / "training.json").read_bytes()
-    run(spec(tmp_path, log_every=6), task(provenance=about))
+    train(small_run(tmp_path, log_every=6, provenance=about))
     assert (tmp_path / "last" / "training.json").read_bytes() == before, "started again when it was done"
 
 
@@ -129,7 +129,7 @@ def test_the_speed_leaves_out_the_first_update_and_knows_what_is_left(monkeypatc
 
 def test_a_finished_run_has_nothing_to_do(whole: Path):
     before, seen = (whole / "metrics.jsonl").read_bytes(), []
-    params = run(spec(whole), task(), seen.append)
+    params = train(small_run(whole), seen.append)
     assert seen == [{"step": STEPS}]
     assert (whole / "metrics.jsonl").read_bytes() == before
     assert same(params, state_of(whole).params)
@@ -142,10 +142,10 @@ def test_passes_of_an_update_are_one_big_batch():
         total = jnp.sum((found - batch["y"]) ** 2 * batch["on"])
         return total / jnp.maximum(tokens, 1), {"trained_tokens": tokens}
 
-    plain, results = task(), []
+    plain, results = small_run(Path()), []
     for passes in (1, 4):
         update = make_update(loss, plain.optimizer, 0)
-        first = TrainState(jax.tree.map(jnp.copy, plain.params), plain.optimizer.init(plain.params), jnp.int32(0))
+        first = TrainState(plain.init(), plain.optimizer.init(plain.init()), jnp.int32(0))
         results.append(update(first, plain.frozen, next(batches(1, passes))))
     (one, metrics), (four, others) = results
     assert float(metrics["trained_tokens"]) < 4, "a pass has nothing to train on"
@@ -161,9 +161,9 @@ def test_every_update_and_pass_draws_its_own_noise():
         jax.debug.callback(lambda k: keys.append(tuple(k.tolist())), jax.random.key_data(key))
         return jnp.sum(params["w_XX"] ** 2), {}
 
-    plain = task()
+    plain = small_run(Path())
     update = make_update(loss, plain.optimizer, 0)
-    state = TrainState(jax.tree.map(jnp.copy, plain.params), plain.optimizer.init(plain.params), jnp.int32(0))
+    state = TrainState(plain.init(), plain.optimizer.init(plain.init()), jnp.int32(0))
     for step in range(2):
         state, _ = update(state, plain.frozen, next(batches(step, 2)))
     jax.effects_barrier()
@@ -179,10 +179,10 @@ def test_a_resumed_mesh_goes_on_to_the_bit(whole: Path, tmp_path: Path):
                 raise KeyboardInterrupt
             yield batch
 
-    run(spec(tmp_path / "whole", mesh=mesh), task())
+    train(small_run(tmp_path / "whole", mesh=mesh))
     with pytest.raises(KeyboardInterrupt):
-        run(spec(tmp_path / "cut", mesh=mesh), task(batches=ending))
-    run(spec(tmp_path / "cut", mesh=mesh), task(batches=ending))
+        train(small_run(tmp_path / "cut", mesh=mesh, batches=ending))
+    train(small_run(tmp_path / "cut", mesh=mesh, batches=ending))
     assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
     for one, other in zip(logged(tmp_path / "cut"), logged(whole), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, what: float):
             yield batch | {"y": batch["y"] + np.float32(what)} if step == 4 else batch
 
     with pytest.raises(JaxspecError, match=r"step 5: not finite: loss (nan|inf).*nan_batch_5\.npz; lower"):
-        run(spec(tmp_path), task(batches=bad))
+        train(small_run(tmp_path, batches=bad))
     saved = np.load(tmp_path / "nan_batch_5.npz")
     assert set(saved) == {"x", "y", "on"}
     assert not np.isfinite(saved["y"]).any()
@@ -205,19 +205,19 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, what: float):
 
 def test_a_directory_of_another_run_is_refused(whole: Path):
     with pytest.raises(ConfigError, match=r"begun with other settings: seed was 5 and is 6; give .* another --out"):
-        run(spec(whole, identity={"seed": 6}), task())
+        train(small_run(whole, identity={"seed": 6}))
 
 
 def test_a_directory_in_use_is_refused(tmp_path: Path):
     store = checkpoints.Checkpoints(tmp_path, {"seed": 5})
     with pytest.raises(ConfigError, match="another process trains there"):
-        run(spec(tmp_path), task())
+        train(small_run(tmp_path))
     store.close()
 
 
 def test_an_unknown_figure_for_the_best_is_told(tmp_path: Path):
     with pytest.raises(JaxspecError, match="no figure 'size'; there are length"):
-        run(spec(tmp_path, best="size"), task())
+        train(small_run(tmp_path, best="size"))
 
 
 def test_a_full_disk_is_one_error_and_keeps_what_was_saved(tmp_path: Path):
@@ -250,7 +250,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path: Path, 
 
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", little)
     with pytest.raises(JaxspecError, match=r"needs 0 MB for 3 checkpoints of 0 MB and two heads, and 0 MB are free"):
-        run(spec(tmp_path), task(batches=None))
+        train(small_run(tmp_path, batches=None))
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -282,9 +282,9 @@ def test_what_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ConfigError, match="wandb is not installed; pip install wandb"):
-        MetricsLog(tmp_path, 0, wandb="project")
+        MetricsLog(tmp_path, 0, LoggingSettings(tensorboard=False, wandb="project"))
     with pytest.raises(ConfigError, match="tensorboardX is not installed"):
-        MetricsLog(tmp_path, 0, tensorboard=True)
+        MetricsLog(tmp_path, 0, LoggingSettings())
 
 
 def test_wandb_gets_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -303,18 +303,18 @@ def test_wandb_gets_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     (tmp_path / "run").mkdir()
-    log = MetricsLog(tmp_path / "run", 0, wandb="heads", settings={"seed": 3})
+    log = MetricsLog(tmp_path / "run", 0, LoggingSettings(tensorboard=False, wandb="heads"), settings={"seed": 3})
     log.write({"step": 7, "loss": 2.5})
     log.close()
     (first, asked), *others = calls
     assert (first, asked["project"], asked["name"], asked["config"]) == ("init", "heads", "run", {"seed": 3})
     assert others == [("log", ({"loss": 2.5}, 7)), ("finish", None)]
-    MetricsLog(tmp_path / "run", 7, wandb="heads").close()
+    MetricsLog(tmp_path / "run", 7, LoggingSettings(tensorboard=False, wandb="heads")).close()
     assert calls[3][1]["id"] == asked["id"], "it goes on in the same run"
 
 
 def test_tensorboard_gets_every_figure(tmp_path: Path):
-    log = MetricsLog(tmp_path, 0, tensorboard=True)
+    log = MetricsLog(tmp_path, 0, LoggingSettings())
     log.write({"step": 1, "loss": 2.5})
     log.close()
     (file,) = (tmp_path / "tensorboard").iterdir()

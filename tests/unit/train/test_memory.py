@@ -16,15 +16,17 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.train import fit, memory
-from jaxspec.train.head_loss import Course, head_loss
+from jaxspec.train.batch import Batch
+from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_nets import net_of
-from jaxspec.train.head_start import initial as initial_of
-from jaxspec.train.memory import MemoryPlan, Work, held_bytes, plan_memory
+from jaxspec.train.head_start import init_params
+from jaxspec.train.memory import MemoryPlan, UpdateWork, held_bytes, plan_memory
+from jaxspec.train.objective import HeadObjective
 from jaxspec.train.optimizer import adamw
 from jaxspec.train.settings import HeadSettings, LossSettings, OptimizerSettings, TrainSettings, load_run_settings
-from jaxspec.train.teacher import Batch, teach
+from jaxspec.train.teacher import run_teacher
 from jaxspec.train.update import TrainState, make_update
 from tests.unit.train.test_unroll import CONFIG, EXACT, HEADS, initial, target
 from tests.unit.train.test_vocab_loss import packed
@@ -43,34 +45,36 @@ def demo() -> dict[str, Any]:
     return json.loads((Path(memory.__file__).parents[1] / "demo_model" / "target" / "config.json").read_text())
 
 
-def work_of(config: dict[str, Any], head: HeadSettings = EAGLE3, length: int = 2048, rounds: int = 7) -> Work:
+def work_of(config: dict[str, Any], head: HeadSettings = EAGLE3, length: int = 2048, rounds: int = 7) -> UpdateWork:
     arch = arch_of(config)
-    net = net_of(head, arch, config, Policy(jnp.dtype("float32"), HALF, "stacked"))
+    net = net_of(head, arch, config, make_policy(HALF, param=jnp.dtype("float32")))
     assert isinstance(net, DraftHead)
-    params = jax.eval_shape(lambda: initial_of(net, jax.random.key(0)))
-    frozen = held_bytes(abstract_params(Transformer(arch, Policy(HALF, HALF, "stacked"))), None)
+    params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
+    frozen = held_bytes(abstract_params(Transformer(arch, make_policy(HALF))), None)
     sizes = 2 + 2 * net.spec.parts, frozen, held_bytes(params, None)
-    return Work(arch, net, LossSettings(rounds=rounds), length, net.spec.draft_vocab, *sizes)
+    return UpdateWork(arch, net, LossSettings(rounds=rounds), length, net.spec.draft_vocab, *sizes)
 
 
-def allotted(work: Work, rows: int, parts: int = 1) -> int:
+def allotted(work: UpdateWork, rows: int, parts: int = 1) -> int:
     """What XLA allots for one update, nothing of which is run."""
-    frozen = Transformer(work.arch, Policy(HALF, HALF, "stacked"))
+    frozen = Transformer(work.arch, make_policy(HALF))
     net: Any = work.net
     whole: Any = jax.ShapeDtypeStruct((1, rows, work.length), jnp.int32)
-    params = jax.eval_shape(lambda: initial_of(net, jax.random.key(0)))
+    params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
     ids: Any = jax.ShapeDtypeStruct((work.width,), jnp.int32) if work.width < work.arch.vocab_size else None
-    course = Course(jax.eval_shape(frozen.initial, jax.random.key(0)), ids, frozen, net, work.loss)
+    objective = HeadObjective(jax.eval_shape(frozen.initial, jax.random.key(0)), ids, frozen, net, work.loss)
     optimizer = adamw(OptimizerSettings(), 10)
 
     def loss_fn(params: Any, frozen: Any, batch: Any, key: Any) -> Any:
-        return head_loss(frozen, params, teach(frozen.target, frozen.base, batch, net.spec.reads), batch, key)
+        return head_loss(
+            frozen, params, run_teacher(frozen.target, frozen.target_params, batch, net.spec.reads), batch, key
+        )
 
     state: Any = (params, jax.eval_shape(optimizer.init, params), jax.ShapeDtypeStruct((), jnp.int32))
     truth: Any = jax.ShapeDtypeStruct(whole.shape, bool)
     batch = Batch(whole, whole, whole, truth)
     update: Any = make_update(loss_fn, optimizer, 0, parts=parts)
-    found = update.lower(TrainState(*state), course, batch).compile().memory_analysis()
+    found = update.lower(TrainState(*state), objective, batch).compile().memory_analysis()
     return found.temp_size_in_bytes + found.argument_size_in_bytes
 
 
@@ -170,18 +174,18 @@ def test_rows_in_parts_are_the_same_update(name: str):
     net = DraftHead(HEADS[name], EXACT)
     base, frozen = target()
     params, optimizer = initial(net), adamw(OptimizerSettings(learning_rate=0.1, warmup=0, schedule="constant"), 5)
-    objective = LossSettings(rounds=2, noise=0.3, feature=0.1 if name == "eagle" else 0.0)
-    course = Course(frozen, None, base, net, objective)
+    loss_settings = LossSettings(rounds=2, noise=0.3, feature=0.1 if name == "eagle" else 0.0)
+    objective = HeadObjective(frozen, None, base, net, loss_settings)
     whole = jax.tree.map(lambda x: x[None], packed(rows=4))
     batch = Batch(whole.token_BT, whole.segment_BT, whole.position_BT, whole.loss_BT, row_B=jnp.arange(4)[None])
 
     def loss_fn(params: Any, frozen: Any, batch: Any, key: Any) -> Any:
-        return head_loss(frozen, params, teach(base, frozen.base, batch, net.spec.reads), batch, key)
+        return head_loss(frozen, params, run_teacher(base, frozen.target_params, batch, net.spec.reads), batch, key)
 
     results = []
     for parts in (1, 4):
         state = TrainState(jax.tree.map(jnp.copy, params), optimizer.init(params), jnp.int32(0))
-        results.append(make_update(loss_fn, optimizer, 3, parts=parts)(state, course, batch))
+        results.append(make_update(loss_fn, optimizer, 3, parts=parts)(state, objective, batch))
     (whole, one), (split, other) = results
     for figure in ("loss", "grad_norm", "trained_tokens", "tokens"):
         np.testing.assert_allclose(other[figure], one[figure], rtol=2e-5)

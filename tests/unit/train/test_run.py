@@ -18,17 +18,21 @@ from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.main import main
 from jaxspec.errors import ConfigError
-from jaxspec.nn.policy import Policy
-from jaxspec.train import evaluate, head_run
+from jaxspec.nn.policy import make_policy
+from jaxspec.train import evaluate
+from jaxspec.train.batch import Batch
 from jaxspec.train.data import load_corpus
-from jaxspec.train.metrics import read_metrics
-from jaxspec.train.plot import plot_runs
+from jaxspec.train.evaluate import best_metric
+from jaxspec.train.head_run import make_run
+from jaxspec.train.loop import TrainRun
 from jaxspec.train.run import train
+from jaxspec.train.run_log import read_metrics
+from jaxspec.train.run_plot import plot_runs
 from jaxspec.train.settings import RunSettings, identity, load_run_settings
-from jaxspec.train.teacher import Batch
+from jaxspec.train.target import read_headers
 from tests.unit.serve.tiny_model import write_tiny_model
 
-EXACT = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+EXACT = make_policy("float32")
 CONFIG = """
 target = "{target}"
 out = "{out}"
@@ -122,15 +126,15 @@ def settings_of(place: Path, *changes: str) -> RunSettings:
     return load_run_settings(str(place / "run.toml"), changes)
 
 
-def built(settings: RunSettings) -> head_run.HeadRun:
+def built(settings: RunSettings) -> TrainRun:
     corpus = load_corpus(settings.data, None, 99)
-    return head_run.build(settings, Path(settings.target), corpus)
+    return make_run(settings, read_headers(settings, Path(settings.target)).load(), corpus)
 
 
-def numbered(found: head_run.HeadRun) -> Any:
+def numbered(found: TrainRun) -> Any:
     """Parameters of the right shapes, no two alike, without the time that it takes to compile random ones."""
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(found.init, jax.random.key(0))
+    shapes = jax.eval_shape(found.init)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), shapes)
 
 
@@ -179,7 +183,7 @@ def test_a_mesh_trains_as_one_device(place: Path, tmp_path: Path):
 def test_a_head_is_trained_further(place: Path, trained: Path):
     further = built(settings_of(place, f'head={{kind="medusa", start="{trained / "best"}"}}'))
     known = load_head(trained / "best", further.frozen.target.arch, EXACT)
-    same = jax.tree.map(np.array_equal, known.params, further.init(jax.random.key(5)))
+    same = jax.tree.map(np.array_equal, known.params, further.init())
     assert all(jax.tree.leaves(same))
     assert further.frozen.ids_W is not None
     assert np.array_equal(further.frozen.ids_W, known.ids_W if known.ids_W is not None else [])
@@ -214,8 +218,9 @@ def test_losses_need_what_they_compare(place: Path, change: str, says: str):
 
 
 def test_the_best_is_kept_by_the_first_length_and_temperature_unless_named(place: Path):
-    assert head_run.metric_of(settings_of(place)) == "k2/t0/acceptance_length"
-    assert head_run.metric_of(settings_of(place, "evaluation.metric=k5/t1/accepted_at_1")) == "k5/t1/accepted_at_1"
+    assert best_metric(settings_of(place).evaluation) == "k2/t0/acceptance_length"
+    named = settings_of(place, "evaluation.metric=k5/t1/accepted_at_1")
+    assert best_metric(named.evaluation) == "k5/t1/accepted_at_1"
 
 
 def test_plots(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
-from jaxspec.train.sources import Document, Reader
+from jaxspec.train.sources import Document, DocumentReader
 from tests.unit.train.conftest import FORGETFUL, VOCAB, write_tokenizer
 
 TALK = [
@@ -23,7 +23,7 @@ def read(folder: Path, text: Text | None, *records: object) -> list[Document]:
     file = folder / "data.jsonl"
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     file.write_text("\n".join(lines) + "\n")
-    return list(Reader(text, VOCAB).read(file))
+    return list(DocumentReader(text, VOCAB).read(file))
 
 
 def shown(text: Text, document: Document) -> tuple[str, str]:
@@ -36,7 +36,7 @@ def test_only_answers_of_a_conversation_are_trained_on(tmp_path: Path, text: Tex
     (document,) = read(tmp_path, text, {"messages": TALK})
     assert shown(text, document) == ("[s]be[u]hi[a]yo$\n[u]and[a]on$\n", ".............yo$..........on$.")
     assert document.prompt_length == 13
-    assert document.place.endswith("data.jsonl:1")
+    assert document.source.endswith("data.jsonl:1")
 
 
 def test_what_a_server_would_see_is_what_is_trained(tmp_path: Path, text: Text):
@@ -74,16 +74,16 @@ def test_plain_text_is_trained_on_as_a_whole(tmp_path: Path, text: Text):
     assert shown(text, document) == ("abc", "abc")
     assert document.plain
     (tmp_path / "a.txt").write_text("ab\nc")
-    (document,) = Reader(text, VOCAB).read(tmp_path / "a.txt")
+    (document,) = DocumentReader(text, VOCAB).read(tmp_path / "a.txt")
     assert shown(text, document) == ("ab\nc", "ab\nc")
 
 
 def test_ids_need_no_tokenizer(tmp_path: Path):
-    whole, behind = read(
+    whole, after = read(
         tmp_path, None, {"token_ids": [5, 6, 7], "prompt_length": 2}, {"prompt_token_ids": [5, 6], "token_ids": [7]}
     )
-    assert whole.token_T.tolist() == behind.token_T.tolist() == [5, 6, 7]
-    assert whole.loss_T.tolist() == behind.loss_T.tolist() == [False, False, True]
+    assert whole.token_T.tolist() == after.token_T.tolist() == [5, 6, 7]
+    assert whole.loss_T.tolist() == after.loss_T.tolist() == [False, False, True]
 
 
 def test_what_generate_wrote_is_trained_on(tmp_path: Path, text: Text):
@@ -95,14 +95,14 @@ def test_what_generate_wrote_is_trained_on(tmp_path: Path, text: Text):
     ]
     file = tmp_path / "out.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in records))
-    reader = Reader(text, VOCAB)
+    reader = DocumentReader(text, VOCAB)
     assert [shown(text, d) for d in reader.read(file)] == [("wellyes", "....yes")] + [("noyes", "..yes")] * 2
     assert reader.skipped == {"failed requests": 1}
 
 
 def test_conversations_without_an_answer_are_counted(tmp_path: Path, text: Text):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TALK[:2]}) + "\n")
-    reader = Reader(text, VOCAB)
+    reader = DocumentReader(text, VOCAB)
     assert list(reader.read(tmp_path / "a.jsonl")) == []
     assert reader.skipped == {"conversations without an answer": 1}
 
@@ -141,7 +141,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, text: Text):
         if name == "b.txt":
             (tmp_path / name).write_bytes(b"\xff")
         with pytest.raises(ConfigError, match=f"{name} .*{says}"):
-            list(Reader(text, VOCAB).read(tmp_path / name))
+            list(DocumentReader(text, VOCAB).read(tmp_path / name))
 
 
 def test_texts_need_a_tokenizer(tmp_path: Path):
@@ -154,13 +154,13 @@ def test_token_ids_of_another_model_are_refused(tmp_path: Path, text: Text):
     file, answers = tmp_path / "answers.jsonl", [{"prompt": "a", "outputs": [{"token_ids": [1, 2]}]}]
     file.write_text("".join(json.dumps(record) + "\n" for record in answers))
     job = tmp_path / "answers.jsonl.job.json"
-    assert len(list(Reader(text, VOCAB, target="mine").read(file))) == 1
+    assert len(list(DocumentReader(text, VOCAB, target="mine").read(file))) == 1
     for written in ('{"model": "mine"}', '{"model": null}', "{"):
         job.write_text(written)
-        assert len(list(Reader(text, VOCAB, target="mine").read(file))) == 1
+        assert len(list(DocumentReader(text, VOCAB, target="mine").read(file))) == 1
     job.write_text('{"format": 1, "model": "another"}')
     with pytest.raises(ConfigError, match=r"answers\.jsonl:1: its token ids are another model's.*jaxspec generate"):
-        list(Reader(text, VOCAB, target="mine").read(file))
-    assert len(list(Reader(text, VOCAB).read(file))) == 1
+        list(DocumentReader(text, VOCAB, target="mine").read(file))
+    assert len(list(DocumentReader(text, VOCAB).read(file))) == 1
     file.write_text('{"prompt": "a", "response": "b"}\n')
-    assert len(list(Reader(text, VOCAB, target="mine").read(file))) == 1, "texts are anyone's"
+    assert len(list(DocumentReader(text, VOCAB, target="mine").read(file))) == 1, "texts are anyone's"

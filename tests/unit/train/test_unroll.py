@@ -9,21 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decode.prefill import prefill
+from jaxspec.decode.prefill import Chunk, prefill
 from jaxspec.decode.state import Target, init_state
-from jaxspec.draft.heads import head_drafter
+from jaxspec.draft.head_drafter import head_drafter
+from jaxspec.models.apply import apply
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of
-from jaxspec.models.heads import Head
-from jaxspec.models.medusa import Medusa, MedusaSpec, run_medusa
+from jaxspec.models.draft_head import DraftHead, HeadSpec
+from jaxspec.models.medusa import Medusa, MedusaSpec
+from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import Policy
-from jaxspec.protocol import Anchor, Features, Reads
+from jaxspec.nn.policy import make_policy
+from jaxspec.protocol import Anchor, CaptureSpec, Features
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
 from jaxspec.topology import chain
-from jaxspec.train.teacher import Batch
-from jaxspec.train.teacher import teach as eager_teach
+from jaxspec.train.batch import Batch
+from jaxspec.train.teacher import run_teacher as eager_run_teacher
 from jaxspec.train.unroll import unroll as eager_unroll
 from jaxspec.train.unroll import unroll_masked as eager_masked
 from jaxspec.train.unroll import weights
@@ -34,8 +35,8 @@ CONFIG = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16, "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 64,
 }  # fmt: skip
-teach, fill = jax.jit(eager_teach, static_argnums=(0, 3, 4)), jax.jit(prefill)
-EXACT = Policy(jnp.dtype("float32"), jnp.dtype("float32"), "stacked")
+run_teacher, fill = jax.jit(eager_run_teacher, static_argnums=(0, 3, 4)), jax.jit(prefill)
+EXACT = make_policy("float32")
 OWN = {"model_type": "llama", "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -46,17 +47,23 @@ def arch(layers: int = 1, dim: int = DIM):
 
 HEADS = {
     "eagle": HeadSpec(arch(), DIM, last=True, join="product", join_bias=True),
-    "eagle3": HeadSpec(arch(), DIM, Reads(taps=(1, 2, 3)), draft_vocab=VOCAB),
+    "eagle3": HeadSpec(arch(), DIM, CaptureSpec(taps=(1, 2, 3)), draft_vocab=VOCAB),
     "eagle3-two-layers": HeadSpec(
-        arch(2), DIM, Reads(taps=(0, 2)), norm_before_residual=True, fc_norm=True, norm_output=True, draft_vocab=VOCAB
+        arch(2),
+        DIM,
+        CaptureSpec(taps=(0, 2)),
+        norm_before_residual=True,
+        fc_norm=True,
+        norm_output=True,
+        draft_vocab=VOCAB,
     ),
     "eagle3-narrow": HeadSpec(
-        arch(dim=8), DIM, Reads(taps=(1, 3)), norm_before_fc=True, draft_vocab=VOCAB, own_embedding=True
+        arch(dim=8), DIM, CaptureSpec(taps=(1, 3)), norm_before_fc=True, draft_vocab=VOCAB, own_embedding=True
     ),
     "shared-expert": HeadSpec(
-        arch(), DIM, Reads(commons=(0, 2)), fc_norm=True, draft_vocab=VOCAB, routing=(0, 1), experts=4
+        arch(), DIM, CaptureSpec(shared_outputs=(0, 2)), fc_norm=True, draft_vocab=VOCAB, routing=(0, 1), experts=4
     ),
-    "p-eagle": HeadSpec(arch(2), DIM, Reads(taps=(1, 2, 3)), draft_vocab=VOCAB, mask_token=3),
+    "p-eagle": HeadSpec(arch(2), DIM, CaptureSpec(taps=(1, 2, 3)), draft_vocab=VOCAB, mask_token=3),
 }
 
 
@@ -90,14 +97,14 @@ def batch_of(token_BT: np.ndarray, segment_BT: np.ndarray | None = None) -> Batc
 
 
 def drafts_of(head: Head, token_BT: np.ndarray):
-    """Drafted tokens and their log-probabilities behind the first ``LENGTH`` tokens of one text."""
+    """Drafted tokens and their log-probabilities after the first ``LENGTH`` tokens of one text."""
     net, params = target()
     drafter = head_drafter(head, (net, params), chain(DRAFTS), 16)
     base = Target(params, net, 16)
     state = init_state(base, drafter, 1, 40, slack=32)
     chunk = np.zeros(33, np.int32)
     chunk[:LENGTH] = token_BT[0, :LENGTH]
-    state = fill(base, drafter, state, jnp.int32(0), chunk, jnp.int32(0), jnp.int32(LENGTH - 1))
+    state = fill(base, drafter, state, Chunk(jnp.int32(0), chunk, jnp.int32(0), jnp.int32(LENGTH - 1)))
     sampling = replace(state.sampling, temperature_B=jnp.ones(1), draft_limit_B=jnp.full(1, 99, jnp.int32))
     anchor = Anchor(
         jnp.asarray(token_BT[:, LENGTH - 1]), jnp.full(1, LENGTH - 1, jnp.int32), state.history_BS, sampling
@@ -121,17 +128,17 @@ def test_rounds_are_what_drafting_does(name: str):
     drawn, logp = drafts_of(head, token_BT)
     token_BT[0, LENGTH : LENGTH + DRAFTS] = drawn[0]
     batch = batch_of(token_BT)
-    lesson = teach(*target(), batch, net.spec.reads)
+    teacher = run_teacher(*target(), batch, net.spec.reads)
     if net.spec.mask_token is None:
-        rounds = unroll(net, head.params, lesson.features, batch, DRAFTS)
+        rounds = unroll(net, head.params, teacher.features, batch, DRAFTS)
     else:
         counts = (token_BT.shape[1],) * (DRAFTS - 1)
-        rounds = unroll_masked(net, head.params, lesson.features, batch, counts, jax.random.key(0))
+        rounds = unroll_masked(net, head.params, teacher.features, batch, counts, jax.random.key(0))
     slot = LENGTH - 2
     for j, r in enumerate(rounds):
         last = r.last_BXD[:, slot]
         if net.spec.draft_vocab:
-            found = part_of(net, head.params, "logits", last)
+            found = apply(net, head.params, last, method="logits")
         else:
             base, params = target()
             found = base.apply(params, last, method="logits")
@@ -142,8 +149,8 @@ def test_medusa_predicts_from_the_last_hidden_state():
     net = Medusa(MedusaSpec(DRAFTS, 2, DIM, VOCAB, VOCAB), EXACT)
     head, token_BT = Head(net, initial(net)), texts(1)
     _, logp = drafts_of(head, token_BT)
-    lesson = teach(*target(), batch_of(token_BT), Reads())
-    found = run_medusa(net, head.params, lesson.features.last_BTD[:, LENGTH - 2])
+    teacher = run_teacher(*target(), batch_of(token_BT), CaptureSpec())
+    found = apply(net, head.params, teacher.features.last_BTD[:, LENGTH - 2])
     np.testing.assert_allclose(jax.nn.log_softmax(found)[:, 0], logp[0], rtol=2e-4, atol=2e-4)
 
 
@@ -158,11 +165,11 @@ def test_packed_texts_do_not_see_one_another(name: str):
     np.testing.assert_array_equal(packed.position_BT[0], np.tile(np.arange(size), 2))
 
     def rounds_of(batch: Batch):
-        lesson = teach(*target(), batch, net.spec.reads)
+        teacher = run_teacher(*target(), batch, net.spec.reads)
         if net.spec.mask_token is not None:
             counts = (batch.token_BT.shape[1],) * (DRAFTS - 1)
-            return unroll_masked(net, params, lesson.features, batch, counts, jax.random.key(0))
-        return unroll(net, params, lesson.features, batch, DRAFTS)
+            return unroll_masked(net, params, teacher.features, batch, counts, jax.random.key(0))
+        return unroll(net, params, teacher.features, batch, DRAFTS)
 
     together = rounds_of(packed)
     for n, batch in enumerate(alone):
@@ -177,10 +184,10 @@ def test_packed_texts_do_not_see_one_another(name: str):
 def test_dropped_slots_keep_their_own_drafts_in_sight():
     net = DraftHead(HEADS["p-eagle"], EXACT)
     params, batch = initial(net), batch_of(texts(2))
-    lesson = teach(*target(), batch, net.spec.reads)
+    teacher = run_teacher(*target(), batch, net.spec.reads)
     full = (batch.token_BT.shape[1],) * 3
-    every = unroll_masked(net, params, lesson.features, batch, full, jax.random.key(0))
-    some = unroll_masked(net, params, lesson.features, batch, (12, 8, 5), jax.random.key(4))
+    every = unroll_masked(net, params, teacher.features, batch, full, jax.random.key(0))
+    some = unroll_masked(net, params, teacher.features, batch, (12, 8, 5), jax.random.key(4))
     slots = [np.asarray(r.slot_BX) for r in some]
     assert [s.shape[1] for s in slots] == [full[0], 12, 8, 5]
     assert not np.array_equal(slots[2][0], slots[2][1])
@@ -194,14 +201,14 @@ def test_dropped_slots_keep_their_own_drafts_in_sight():
 def test_what_a_head_reads_is_what_the_target_computed():
     net, params = target()
     batch = batch_of(texts(2))
-    lesson = teach(net, params, batch, Reads(taps=(0, 3), commons=(1,)), routing=(0, 2))
+    teacher = run_teacher(net, params, batch, CaptureSpec(taps=(0, 3), shared_outputs=(1,)), routing=(0, 2))
     stacked = Transformer(net.arch, changed(EXACT, depth="stacked"))
     layers = [params["params"][f"layers_{y}"] for y in range(3)]
     rest = {k: v for k, v in params["params"].items() if not k.startswith("layers_")}
     whole = {"params": {**rest, "segment_0": jax.tree.map(lambda *x: jnp.stack(x), *layers)}}
-    again = teach(stacked, whole, batch, Reads(taps=(0, 3), commons=(1,)), routing=(0, 2))
-    for one, other in zip(jax.tree.leaves(lesson), jax.tree.leaves(again), strict=True):
+    again = run_teacher(stacked, whole, batch, CaptureSpec(taps=(0, 3), shared_outputs=(1,)), routing=(0, 2))
+    for one, other in zip(jax.tree.leaves(teacher), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
-    np.testing.assert_array_equal(lesson.features.taps[1], lesson.features.stream)
-    assert len(lesson.expert_YBTA) == 2
-    assert lesson.features.commons[0].shape == lesson.features.last_BTD.shape
+    np.testing.assert_array_equal(teacher.features.taps[1], teacher.features.stream)
+    assert len(teacher.expert_YBTA) == 2
+    assert teacher.features.shared_outputs[0].shape == teacher.features.last_BTD.shape

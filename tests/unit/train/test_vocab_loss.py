@@ -8,15 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.draft_head import DraftHead, part_of
-from jaxspec.models.medusa import Medusa, MedusaSpec, run_medusa
+from jaxspec.models.apply import apply
+from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.transformer import Transformer, head, teacher_forced
 from jaxspec.nn import unrolled
 from jaxspec.pytree import replace
-from jaxspec.train.draft_losses import DRAFT_LOSSES, wanted_of
-from jaxspec.train.head_loss import Course, head_loss
+from jaxspec.train.batch import Batch, TeacherOutput, shift_left
+from jaxspec.train.draft_losses import DRAFT_LOSSES, target_prediction
+from jaxspec.train.head_loss import head_loss
+from jaxspec.train.objective import HeadObjective
 from jaxspec.train.settings import LossSettings
-from jaxspec.train.teacher import Batch, Lesson, ahead, teach
+from jaxspec.train.teacher import run_teacher
 from jaxspec.train.unroll import unroll, unroll_masked, weights
 from tests.unit.train.test_unroll import DIM, EXACT, HEADS, VOCAB, arch, initial, target
 
@@ -42,51 +45,51 @@ def packed(rows: int = 2, length: int = 13) -> Batch:
     return Batch(*(jnp.asarray(x) for x in (token_BT, segment_BT, position_BT, loss_BT)))
 
 
-def course_of(name: str, objective: LossSettings, **more: Any) -> Course:
+def objective_of(name: str, loss_settings: LossSettings, **more: Any) -> HeadObjective:
     net, params = target()
-    return Course(params, IDS if name == "medusa" else None, net, NETS[name], objective, **more)
+    return HeadObjective(params, IDS if name == "medusa" else None, net, NETS[name], loss_settings, **more)
 
 
-def objective_of(name: str) -> LossSettings:
+def loss_settings_of(name: str) -> LossSettings:
     kind = {"eagle": "kl", "p-eagle": "lk_hybrid", "medusa": "tv"}.get(name, "soft_ce")
     more = {"feature": 0.1, "noise": 0.2} if name == "eagle" else {"routing": 0.3} if name == "shared-expert" else {}
     settings: dict[str, Any] = {"kind": kind, "rounds": ROUNDS, "token": 0.7, **more}
     return LossSettings(**settings)
 
 
-def lesson_of(batch: Batch, name: str) -> Lesson:
+def teacher_output_of(batch: Batch, name: str) -> TeacherOutput:
     (net, params), own = target(), NETS[name]
     spec = own.spec if isinstance(own, DraftHead) else HEADS["eagle"]
-    return jax.jit(teach, static_argnums=(0, 3, 4))(net, params, batch, spec.reads, spec.routing)
+    return jax.jit(run_teacher, static_argnums=(0, 3, 4))(net, params, batch, spec.reads, spec.routing)
 
 
-def all_at_once(course: Course, params: Any, lesson: Lesson, batch: Batch, key: Any) -> Any:
+def all_at_once(objective: HeadObjective, params: Any, teacher: TeacherOutput, batch: Batch, key: Any) -> Any:
     """The token loss and the accuracies from logits of all positions."""
-    net, o, base = course.net, course.objective, (course.target, course.base)
+    net, o, base = objective.net, objective.loss, (objective.target, objective.target_params)
     slots: list[Any] = [None] * ROUNDS
     if isinstance(net, Medusa):
-        found = list(run_medusa(net, params, lesson.features.last_BTD))
+        found = list(apply(net, params, teacher.features.last_BTD))
         logits = found if net.spec.draft_vocab else [head(*base, x) for x in found]
     elif isinstance(net, Transformer):
         logits, slots = (
-            [ahead(teacher_forced(net, params, batch.token_BT, batch.position_BT, batch.segment_BT)[0], 1)],
+            [shift_left(teacher_forced(net, params, batch.token_BT, batch.position_BT, batch.segment_BT)[0], 1)],
             [None],
         )
     else:
         if net.spec.mask_token is None:
-            rounds = unroll(net, params, base, lesson.features, batch, ROUNDS)
+            rounds = unroll(net, params, base, teacher.features, batch, ROUNDS)
         else:
             counts = o.counts(batch.token_BT.shape[1])
-            rounds = unroll_masked(net, params, base, lesson.features, batch, counts, jax.random.split(key)[1])
+            rounds = unroll_masked(net, params, base, teacher.features, batch, counts, jax.random.split(key)[1])
             slots = [r.slot_BX for r in rounds]
         lasts = [r.last_BXD for r in rounds]
-        logits = [part_of(net, params, "logits", x) if net.spec.draft_vocab else head(*base, x) for x in lasts]
-    wanted = wanted_of(head(*base, lesson.features.last_BTD), course.ids_W)
+        logits = [apply(net, params, x, method="logits") if net.spec.draft_vocab else head(*base, x) for x in lasts]
+    wanted = target_prediction(head(*base, teacher.features.last_BTD), objective.ids_W)
     first, total, accuracy = jnp.sum(weights(batch, 0)), jnp.float32(0), []
     for j, (logits_BXV, slot_BX) in enumerate(zip(logits, slots, strict=True)):
 
         def at(x: Any, by: int, slot_BX: Any = slot_BX) -> Any:
-            x = ahead(x, by)
+            x = shift_left(x, by)
             if slot_BX is None:
                 return x
             return jnp.take_along_axis(x, slot_BX.reshape(*slot_BX.shape, *[1] * (x.ndim - 2)), axis=1)
@@ -103,20 +106,20 @@ def all_at_once(course: Course, params: Any, lesson: Lesson, batch: Batch, key: 
 
 @pytest.mark.parametrize("name", NETS)
 def test_a_few_positions_at_a_time_are_all_of_them(name: str, monkeypatch: pytest.MonkeyPatch):
-    objective, batch, key = objective_of(name), packed(), jax.random.key(4)
+    loss_settings, batch, key = loss_settings_of(name), packed(), jax.random.key(4)
     if name == "eagle":  # its noise is drawn inside
-        objective = LossSettings(kind="kl", rounds=ROUNDS, token=0.7)
+        loss_settings = LossSettings(kind="kl", rounds=ROUNDS, token=0.7)
     if name == "shared-expert":
-        objective = LossSettings(rounds=ROUNDS, token=0.7)
-    lesson, params = lesson_of(batch, name), initial(NETS[name])
-    course = course_of(name, objective, positions=4)
+        loss_settings = LossSettings(rounds=ROUNDS, token=0.7)
+    teacher, params = teacher_output_of(batch, name), initial(NETS[name])
+    objective = objective_of(name, loss_settings, positions=4)
 
     def loss(params: Any, remat: bool) -> Any:
-        return head_loss(replace(course, remat=remat), params, lesson, batch, key)
+        return head_loss(replace(objective, remat=remat), params, teacher, batch, key)
 
     @jax.jit
     def reference(params: Any) -> Any:
-        return jax.value_and_grad(lambda p: all_at_once(course, p, lesson, batch, key), has_aux=True)(params)
+        return jax.value_and_grad(lambda p: all_at_once(objective, p, teacher, batch, key), has_aux=True)(params)
 
     @jax.jit
     def graded(params: Any) -> Any:

@@ -17,6 +17,7 @@ from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
 from jaxspec.verify import rules
 from jaxspec.verify.rules import RULES
+from jaxspec.verify.walk import usable
 
 EXACT = 2e-6  # float32 sums of a few dozen terms
 Conditional = Callable[[tuple[int, ...]], np.ndarray]
@@ -92,7 +93,9 @@ def judge(rule: str, topology: Topology, proposal: Proposal, score_BTV, sampling
         patch.setattr(rules, "uniform", lambda key_BX, position_BT, purpose: coin_BT)
         patch.setattr(rules, "_draw", record)
         length_B = jnp.zeros(coin_BT.shape[0], jnp.int32)
-        verdict = RULES[rule](proposal, score_BTV, sampling, length_B, proposal.tree_of(topology))
+        tree = proposal.tree_of(topology)
+        live_BN = usable(proposal, sampling, tree)
+        verdict = RULES[rule](proposal, score_BTV, live_BN, sampling, length_B, tree)
     (law_BV,) = laws
     return verdict, law_BV
 
@@ -306,9 +309,10 @@ def verdict_of(
     valid = np.ones(tokens.shape, bool) if valid is None else valid
     length_B = jnp.broadcast_to(jnp.asarray(length, jnp.int32), rows)
     proposal = Proposal(jnp.asarray(tokens), jnp.asarray(valid), None)
-    decide = jax.jit(RULES[rule])
-    found = Tree.of(tree) if isinstance(tree, Topology) else tree
-    return decide(proposal, jnp.asarray(score, jnp.float32), sampling, length_B, found), sampling
+    decide = jax.jit(RULES[rule].decide)
+    nodes = Tree.of(tree) if isinstance(tree, Topology) else tree
+    live_BN = usable(proposal, sampling, nodes)
+    return decide(proposal, jnp.asarray(score, jnp.float32), live_BN, sampling, length_B, nodes), sampling
 
 
 def walk_reference(topology: Topology, drafts, valid, limit: int, target) -> tuple[list[int], list[int]]:

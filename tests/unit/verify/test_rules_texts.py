@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
+from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
-from jaxspec.decode.step import TAIL, StepPlan, dispatch
-from jaxspec.draft.null import NoDrafts
+from jaxspec.decode.step import StepPlan
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.nn.attention import AttentionSpec
-from jaxspec.nn.policy import Policy
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
-from jaxspec.protocol import Prices
+from jaxspec.protocol import DraftCosts, NoDrafts
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
+from jaxspec.verify.rules import RULES
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,17 @@ class MarkovNet:
 
     @property
     def policy(self):
-        return Policy(jnp.dtype("float32"), jnp.dtype("float32"))
+        return make_policy("float32")
 
-    def apply(
-        self, params, token, position=None, memory=None, window=None, taps=(), routes=False, commons=(), *, method=None
-    ):
+    def apply(self, params, inputs, *, method=None):
         if method == "logits":
-            return token
-        return SimpleNamespace(last_BTD=params[token], stream=params[token], layers=memory, taps=(), commons=())
+            return inputs
+        last = params[inputs.token_BT]
+        return SimpleNamespace(last_BTD=last, stream=last, caches=inputs.memory, taps=(), shared_outputs=())
 
 
 def markov_texts(
-    rule: str, drafter_of: Callable, rows: int, new: int, prices: Prices | None = None
+    rule: str, drafter_of: Callable, rows: int, new: int, prices: DraftCosts | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Texts [rows, new] behind a prompt of one token, over as many steps as they take.
 
@@ -57,7 +57,7 @@ def markov_texts(
     p, q = (np.random.default_rng(seed).dirichlet(np.ones(3), 3) for seed in (8, 9))
     target = Target(jnp.log(jnp.asarray(p, jnp.float32)), net, block=16)
     drafter = drafter_of(jnp.log(jnp.asarray(q, jnp.float32)), net)
-    state = init_state(target, drafter, rows, new + 1, slack=drafter.topology.nodes, stop_ids=1, prices=prices)
+    state = init_state(target, drafter, rows, new + 1, slack=drafter.topology.nodes, stop_ids=1, draft_costs=prices)
     sampling = replace(
         state.sampling,
         temperature_B=jnp.ones(rows),
@@ -66,13 +66,14 @@ def markov_texts(
         key_BX=jnp.stack([jnp.zeros(rows, jnp.uint32), jnp.arange(rows, dtype=jnp.uint32)], axis=1),
     )
     state = replace(state, sampling=sampling, active_B=jnp.ones(rows, bool))
-    plan = StepPlan(rule=rule, steps=new)
+    plan = StepPlan(RULES[rule], steps=new)
     run = jax.jit(partial(dispatch, plan=plan))
     state, report = run(target, drafter, state, jnp.int32(new), jnp.asarray(False))
     assert not np.any(state.active_B)
     depth = drafter.topology.max_depth
-    taken, drafted = (np.asarray(report.packed_BX)[:, depth + n : -TAIL : depth + 3] for n in (1, 2))
-    lengths = np.bincount(drafted[taken > 0], minlength=depth + 1) / np.sum(taken > 0)
+    result = report.unpack()
+    ran = result.count_BX > 0
+    lengths = np.bincount(result.verified_BX[ran], minlength=depth + 1) / np.sum(ran)
     return np.asarray(state.history_BS[:, 1 : new + 1]), lengths
 
 

@@ -77,9 +77,9 @@ def outcome():
     active_B = jnp.asarray([row.active for row in ROWS])
     unsound_BT = jnp.arange(width) == jnp.asarray([row.unsound for row in ROWS])[:, None]
     length_B = jnp.full(len(ROWS), length, jnp.int32)
-    cut, *ended = jax.jit(stop_at)(verdict, sampling, length_B, active_B, unsound_BT)
+    cut, ends = jax.jit(stop_at)(verdict, sampling, length_B, active_B, unsound_BT)
     np.testing.assert_array_equal(cut.token_BT, tokens)
-    return tuple(map(np.asarray, (cut.count_B, *ended)))
+    return tuple(map(np.asarray, (cut.count_B, ends.stopped_B, ends.full_B, ends.broken_B)))
 
 
 @pytest.mark.parametrize("place", range(len(ROWS)), ids=lambda place: ROWS[place].name)

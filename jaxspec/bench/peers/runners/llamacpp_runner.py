@@ -52,21 +52,21 @@ class LlamaCpp:
 
     def _arguments(self, wanted: dict[str, Any], options: dict[str, Any]) -> list[str]:
         context, k = wanted["capacity"] * wanted["rows"], wanted["k"]
-        found = ["-m", options["gguf"], "--host", "127.0.0.1", "--port", self._port, "-c", context]
-        found += ["-np", wanted["rows"], "-t", 1, "-tb", 1, "-fa", "on", "--cache-ram", 0]
-        found += ["--no-warmup", "--no-webui", "--offline"]
+        words = ["-m", options["gguf"], "--host", "127.0.0.1", "--port", self._port, "-c", context]
+        words += ["-np", wanted["rows"], "-t", 1, "-tb", 1, "-fa", "on", "--cache-ram", 0]
+        words += ["--no-warmup", "--no-webui", "--offline"]
         # Its caches are float16 by default: as many bytes as bfloat16, but too coarse to give float32's tokens.
         cache = {"float32": "f32", "bfloat16": "f16"}[wanted["dtype"]]
-        found += ["--cache-type-k", cache, "--cache-type-v", cache]
+        words += ["--cache-type-k", cache, "--cache-type-v", cache]
         if wanted["mode"] == "ngram-simple":
-            found += ["--spec-type", "ngram-simple", "--spec-draft-n-max", k, "--spec-ngram-simple-size-n", 3]
-            found += ["--spec-ngram-simple-size-m", k]
+            words += ["--spec-type", "ngram-simple", "--spec-draft-n-max", k, "--spec-ngram-simple-size-n", 3]
+            words += ["--spec-ngram-simple-size-m", k]
         if wanted["mode"] == "draft-simple":
             if "draft_gguf" not in options:
                 raise ValueError("llama.cpp needs the draft model as a GGUF file, too (draft_gguf)")
-            found += ["--spec-type", "draft-simple", "-md", options["draft_gguf"], "--spec-draft-n-max", k]
-            found += ["--cache-type-k-draft", cache, "--cache-type-v-draft", cache]
-        return [str(argument) for argument in found]
+            words += ["--spec-type", "draft-simple", "-md", options["draft_gguf"], "--spec-draft-n-max", k]
+            words += ["--cache-type-k-draft", cache, "--cache-type-v-draft", cache]
+        return [str(argument) for argument in words]
 
     def _wait(self) -> None:
         end = time.monotonic() + START_S
@@ -100,18 +100,18 @@ class LlamaCpp:
             streams = list(pool.map(lambda ids: self._stream({**wanted, "prompt": list(ids)}), prompts))
         clock.stop()
         _replay(clock, streams, min(self._rows, len(prompts)))
-        found = [[token for event in stream for token in event.tokens] for stream in streams]
-        for place, ids in enumerate(found):
+        token_ids = [[token for event in stream for token in event.tokens] for stream in streams]
+        for place, ids in enumerate(token_ids):
             if len(ids) < max_tokens:
                 # The stream leaves out tokens that end within a character.
                 with self._reply("POST", "/completion", {**wanted, "prompt": list(prompts[place])}) as reply:
-                    found[place] = json.load(reply)["tokens"]
+                    token_ids[place] = json.load(reply)["tokens"]
         timings = [stream[-1].timings for stream in streams]
         passes = sum(t["predicted_n"] - t.get("draft_n_accepted", 0) for t in timings)
-        return wire.answer(clock, found, passes)
+        return wire.answer(clock, token_ids, passes)
 
     def _stream(self, request: dict[str, Any]) -> list["Event"]:
-        """What came of a request, read while it came and understood behind the last of it."""
+        """Reads the events of a request as they come, and parses them after the last."""
         with self._reply("POST", "/completion", request | {"stream": True}) as reply:
             lines = [(time.perf_counter(), line) for line in reply if line.strip()]
         events = []
@@ -134,7 +134,7 @@ class LlamaCpp:
 
 
 def _replay(clock: wire.Clock, streams: Sequence[Sequence[Event]], rows: int) -> None:
-    """Tells the clock what happened, in its order; it counts while every slot is behind its prompt."""
+    """Replays events to the clock in their order; it counts while every slot has read its prompt."""
     counts: dict[int, int] = {}
     busy: set[int] = set()
     moments = [

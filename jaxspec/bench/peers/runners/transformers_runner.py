@@ -34,12 +34,12 @@ class Transformers:
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
         """Generates batch by batch."""
-        clock, found, passes = wire.Clock(), [], 0
+        clock, token_ids, passes = wire.Clock(), [], 0
         for first in range(0, len(prompts), self._rows):
             ids, rounds = self._batch(prompts[first : first + self._rows], max_tokens, clock)
-            found += ids
+            token_ids += ids
             passes += rounds * len(ids)
-        return wire.answer(clock, found, passes)
+        return wire.answer(clock, token_ids, passes)
 
     def _batch(self, prompts: Sequence[Sequence[int]], max_tokens: int, clock: wire.Clock) -> tuple[list[Any], int]:
         torch, longest, rounds = self._torch, max(map(len, prompts)), 0
@@ -70,7 +70,7 @@ class Transformers:
         return out[:, longest : longest + max_tokens].tolist(), rounds
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Does nothing: nothing was started."""
 
 
 if __name__ == "__main__":

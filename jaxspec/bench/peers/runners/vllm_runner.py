@@ -49,8 +49,8 @@ class Vllm:
 
     def _accepted(self) -> int:
         """Drafts accepted since the start; their counter's name ends in _total in some versions."""
-        found = [m for m in self._llm.get_metrics() if m.name.removesuffix("_total") == ACCEPTED]
-        return int(sum(m.value for m in found))
+        metrics = [m for m in self._llm.get_metrics() if m.name.removesuffix("_total") == ACCEPTED]
+        return int(sum(m.value for m in metrics))
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
         """Steps the engine until all are done."""
@@ -60,23 +60,23 @@ class Vllm:
         self._number += len(prompts)
         for name, prompt in zip(names, prompts, strict=True):
             engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
-        found: dict[str, list[int]] = {}
+        token_ids: dict[str, list[int]] = {}
         done: set[str] = set()
         while engine.has_unfinished_requests():
             for output in engine.step():
-                found[output.request_id] = list(output.outputs[0].token_ids)
+                token_ids[output.request_id] = list(output.outputs[0].token_ids)
                 if output.finished:
                     done.add(output.request_id)
             # Busy rows: those that have a token and are not done. Fewer than all, or a first token, is no decoding.
-            if len(found) - len(done) == min(self._rows, len(prompts)):
-                clock.decoding(sum(map(len, found.values())))
+            if len(token_ids) - len(done) == min(self._rows, len(prompts)):
+                clock.decoding(sum(map(len, token_ids.values())))
             else:
                 clock.pause()
-        total = sum(map(len, found.values()))
-        return wire.answer(clock, [found[name] for name in names], total - (self._accepted() - before))
+        total = sum(map(len, token_ids.values()))
+        return wire.answer(clock, [token_ids[name] for name in names], total - (self._accepted() - before))
 
     def close(self) -> None:
-        """The engine lives in this process."""
+        """Does nothing: the engine lives in this process."""
 
 
 def preload(library: Path) -> None:

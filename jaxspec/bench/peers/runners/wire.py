@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 
-class Runner(Protocol):
+class Peer(Protocol):
     """A loaded peer; ``version`` is its own."""
 
     version: str
@@ -28,7 +28,7 @@ class Runner(Protocol):
 
 
 class Clock:
-    """Times the decode loop from inside: what came behind the moment in which every row had its first token."""
+    """Times the decode loop from inside: what came after every row had its first token."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -37,7 +37,7 @@ class Clock:
         self._last: tuple[int, float] | None = None
 
     def decoding(self, total: int, now: float | None = None) -> None:
-        """Every row decodes, and ``total`` tokens are there by now (``time.perf_counter``)."""
+        """Notes that every row decodes, and that ``total`` tokens are there by now (``time.perf_counter``)."""
         now = time.perf_counter() if now is None else now
         if self._last is not None:
             self.tokens += total - self._last[0]
@@ -45,16 +45,16 @@ class Clock:
         self._last = total, now
 
     def pause(self) -> None:
-        """Not every row decodes from here on."""
+        """Notes that not every row decodes from here on."""
         self._last = None
 
     def stop(self) -> None:
-        """The run is over; what comes until its answer is not counted."""
+        """Notes that the run is over; what comes until its answer is not counted."""
         self.ended = time.perf_counter()
 
 
 def answer(clock: Clock, token_ids: Sequence[Sequence[int]], passes: int | None) -> dict[str, Any]:
-    """The reply to a run.
+    """Returns the reply to a run.
 
     Args:
       clock: started with the run.
@@ -70,11 +70,11 @@ def answer(clock: Clock, token_ids: Sequence[Sequence[int]], passes: int | None)
     }
 
 
-def serve(load: Callable[[dict[str, Any]], Runner]) -> None:
+def serve(load: Callable[[dict[str, Any]], Peer]) -> None:
     """Answers requests until standard input ends; what libraries print goes to standard error."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    runner: Runner | None = None
+    runner: Peer | None = None
     try:
         for line in sys.stdin:
             try:

@@ -2,36 +2,45 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, Rule, Table
-from jaxspec.checkpoint.names.tables.glm4_moe import DEEPSEEK_COPIES, DEEPSEEK_EXPERT, DEEPSEEK_FFN, DEEPSEEK_MTP
+from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, NameRule, Table, gated_rules, router_rules
 
 A, HUB = "attention/", "self_attn."
 LATENT = (
-    Rule(f"{A}q_DHC", (f"{HUB}q_proj.weight",), "from_rank"),
-    Rule(f"{A}q_a_DR", (f"{HUB}q_a_proj.weight",), "transpose"),
-    Rule(f"{A}q_a_bias_R", (f"{HUB}q_a_proj.bias",)),
-    Rule(f"{A}q_norm_R", (f"{HUB}q_a_layernorm.weight",)),
-    Rule(f"{A}q_b_RHC", (f"{HUB}q_b_proj.weight",), "from_rank"),
-    Rule(f"{A}kv_a_DX", (f"{HUB}kv_a_proj_with_mqa.weight",), "transpose"),
-    Rule(f"{A}kv_a_bias_X", (f"{HUB}kv_a_proj_with_mqa.bias",)),
-    Rule(f"{A}kv_norm_R", (f"{HUB}kv_a_layernorm.weight",)),
-    Rule(f"{A}kv_b_HXR", (f"{HUB}kv_b_proj.weight",), "head_rows"),
-    Rule(f"{A}out_HCD", (f"{HUB}o_proj.weight",), "out"),
-    Rule(f"{A}out_bias_D", (f"{HUB}o_proj.bias",)),
+    NameRule(f"{A}q_DHC", (f"{HUB}q_proj.weight",), "from_rank"),
+    NameRule(f"{A}q_a_DR", (f"{HUB}q_a_proj.weight",), "transpose"),
+    NameRule(f"{A}q_a_bias_R", (f"{HUB}q_a_proj.bias",)),
+    NameRule(f"{A}q_norm_R", (f"{HUB}q_a_layernorm.weight",)),
+    NameRule(f"{A}q_b_RHC", (f"{HUB}q_b_proj.weight",), "from_rank"),
+    NameRule(f"{A}kv_a_DX", (f"{HUB}kv_a_proj_with_mqa.weight",), "transpose"),
+    NameRule(f"{A}kv_a_bias_X", (f"{HUB}kv_a_proj_with_mqa.bias",)),
+    NameRule(f"{A}kv_norm_R", (f"{HUB}kv_a_layernorm.weight",)),
+    NameRule(f"{A}kv_b_HXR", (f"{HUB}kv_b_proj.weight",), "head_rows"),
+    NameRule(f"{A}out_HCD", (f"{HUB}o_proj.weight",), "out"),
+    NameRule(f"{A}out_bias_D", (f"{HUB}o_proj.bias",)),
 )
 INDEXER = (
-    Rule(f"{A}indexer/q_RHC", (f"{HUB}indexer.wq_b.weight",), "from_rank"),
-    Rule(f"{A}indexer/k_DC", (f"{HUB}indexer.wk.weight",), "transpose"),
-    Rule(f"{A}indexer/k_norm_C", (f"{HUB}indexer.k_norm.weight",)),
-    Rule(f"{A}indexer/k_norm_bias_C", (f"{HUB}indexer.k_norm.bias",)),
-    Rule(f"{A}indexer/weight_DH", (f"{HUB}indexer.weights_proj.weight",), "transpose"),
+    NameRule(f"{A}indexer/q_RHC", (f"{HUB}indexer.wq_b.weight",), "from_rank"),
+    NameRule(f"{A}indexer/k_DC", (f"{HUB}indexer.wk.weight",), "transpose"),
+    NameRule(f"{A}indexer/k_norm_C", (f"{HUB}indexer.k_norm.weight",)),
+    NameRule(f"{A}indexer/k_norm_bias_C", (f"{HUB}indexer.k_norm.bias",)),
+    NameRule(f"{A}indexer/weight_DH", (f"{HUB}indexer.weights_proj.weight",), "transpose"),
+)
+FFN = (
+    *gated_rules("ffn/", "mlp."),
+    *router_rules("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+    *gated_rules("ffn/shared/", "mlp.shared_experts."),
 )
 DEEPSEEK = Table(
     top=EMBEDDING,
-    layer=(*NORMS, *LATENT, *INDEXER, *DEEPSEEK_FFN),
-    expert=DEEPSEEK_EXPERT,
-    mtp=DEEPSEEK_MTP,
-    mtp_copies=DEEPSEEK_COPIES,
+    layer=(*NORMS, *LATENT, *INDEXER, *FFN),
+    expert=gated_rules("ffn/", "mlp.experts.{e}."),
+    mtp=(
+        NameRule("embed_norm_D", ("enorm.weight",)),
+        NameRule("hidden_norm_D", ("hnorm.weight",)),
+        NameRule("join_XD", ("eh_proj.weight",), "transpose"),
+        NameRule("norm_D", ("shared_head.norm.weight",)),
+    ),
+    mtp_copies=("embed_tokens.weight", "shared_head.head.weight"),
 )
 KIMI = "language_model."
 KIMI_INSIDE = replace(

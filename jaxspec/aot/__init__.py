@@ -1,0 +1,1 @@
+"""What compiled programs do, as the compiler for NVIDIA GPUs leaves them, on machines that have none."""

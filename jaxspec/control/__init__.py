@@ -1,0 +1,1 @@
+"""Chooses what each dispatch drafts, from what earlier dispatches took and committed; plain Python and NumPy."""

@@ -1,0 +1,51 @@
+"""Drafting with Medusa heads: every depth from the one hidden state of the last committed position."""
+
+import jax.numpy as jnp
+
+from jaxspec.draft.last_hidden import gather_last, scatter_last
+from jaxspec.draft.network_drafter import NetworkDrafter
+from jaxspec.draft.parallel import draft_from
+from jaxspec.draft.vocab_map import expand_to_target_vocab
+from jaxspec.models.apply import apply
+from jaxspec.models.medusa import Medusa
+from jaxspec.models.transformer import Transformer, head
+from jaxspec.protocol import Anchor, Commit, Proposal
+from jaxspec.pytree import pytree, static
+from jaxspec.shapes import Array, Params
+from jaxspec.topology import AnyTopology
+
+
+@pytree
+class MedusaDrafter(NetworkDrafter):
+    """Drafts as many tokens as it has heads (Cai 2024, 2401.10774); chains, and trees of the heads' best tokens.
+
+    Attributes:
+      base: the target's parameters, whose head is used where they have none of their own.
+      draft_id_V: draft id of each token, W for tokens that the heads do not know; None where they know all.
+      net: the heads.
+      target: the target's network.
+    """
+
+    params: Params
+    base: Params
+    draft_id_V: Array | None
+    net: Medusa = static()
+    target: Transformer = static()
+    topology: AnyTopology = static()
+    needs = "hidden"
+
+    def init_state(self, rows: int, capacity: int, slack: int) -> Array:
+        return jnp.zeros((rows, self.net.spec.dim))
+
+    def propose(self, state: Array, anchor: Anchor, rule: str) -> tuple[Proposal, Array]:
+        last_KBD = apply(self.net, self.params, state)[: self.topology.max_depth]
+        return draft_from(self, last_KBD.swapaxes(0, 1), anchor, rule, anchor.length_B >= 1), state
+
+    def observe(self, state: Array, commit: Commit) -> Array:
+        return scatter_last(state, gather_last(commit.hidden.last_BTD, commit), commit)
+
+    def logits(self, last_BTD: Array) -> Array:
+        spec = self.net.spec
+        if spec.draft_vocab:
+            return expand_to_target_vocab(last_BTD, self.draft_id_V)
+        return head(self.target, self.base, last_BTD)

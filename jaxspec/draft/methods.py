@@ -1,0 +1,223 @@
+"""The methods of speculation: a ``speculative_config`` in vLLM's words, checked, and the drafter that it asks for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxspec.draft.draft_pruning import NO_PRUNING, PruningConfig, pruning_of
+from jaxspec.draft.early_exit import first_layers
+from jaxspec.draft.head_drafter import head_drafter
+from jaxspec.draft.hybrid import Hybrid
+from jaxspec.draft.mtp_drafter import MtpHeads
+from jaxspec.draft.ngram import Ngram
+from jaxspec.draft.small_lm import SmallLm
+from jaxspec.draft.speculation_schedule import SpeculationSchedule, schedule_of
+from jaxspec.draft.speculative_keys import DYNAMIC_KEYS, SpeculativeKeys, read_keys
+from jaxspec.errors import ConfigError
+from jaxspec.models.arch import ArchSpec, LayerSpec
+from jaxspec.models.medusa import Medusa
+from jaxspec.models.mtp import Mtp
+from jaxspec.models.trained_head import Head
+from jaxspec.models.transformer import Transformer
+from jaxspec.protocol import Drafter, NoDrafts, VerifyRule
+from jaxspec.shapes import Params
+from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, Topology
+
+RULE_NAMES = {
+    "match": "match", "standard": "reject", "reject": "reject", "block": "block",
+    "probabilistic": "reject",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """A checked ``speculative_config``.
+
+    Attributes:
+      method: one of ``METHODS``, or ``none``.
+      schedule: chains and trees to draft, and when.
+      rule: verification rule, by name, or an object of the laboratory's.
+      model: directory or hub id of the draft model or head.
+      revision: branch, tag or commit of a hub id.
+      lookup_max, lookup_min: suffix lengths of n-gram matches.
+      exit_layer: layers of the target that draft, for ``early_exit``.
+      pruning: which drafts are left out before they are drawn.
+    """
+
+    method: str
+    schedule: SpeculationSchedule
+    rule: str | VerifyRule = "match"
+    model: str | None = None
+    lookup_max: int = 4
+    lookup_min: int = 2
+    exit_layer: int = 0
+    pruning: PruningConfig = NO_PRUNING
+    revision: str | None = None
+
+    @property
+    def topology(self) -> AnyTopology:
+        """The longest chain, or the tree."""
+        return self.schedule.topology
+
+
+HEADS = ("eagle", "eagle3", "peagle", "medusa", "shared_expert")
+WITH_MODEL = ("draft_model", "hybrid", *HEADS)
+METHODS = ("ngram", "mtp", "early_exit", *WITH_MODEL)
+ALIASES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "eagle2": "eagle", "p_eagle": "peagle"}
+
+
+def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
+    """Checks a ``speculative_config``; None is plain decoding.
+
+    Args:
+      config: see ``SpeculativeKeys``.
+
+    Raises:
+      ConfigError: keys or values are unknown or contradict each other.
+    """
+    if config is None:
+        return SpeculativeConfig("none", SpeculationSchedule(PLAIN))
+    keys = read_keys(config)
+    method = keys.method or ("draft_model" if keys.model else None)
+    method = ALIASES.get(method, method) if isinstance(method, str) else method
+    if method not in METHODS:
+        raise ConfigError(f"speculative_config: method {method!r} is not known; known are {list(METHODS)}")
+    schedule = schedule_of(keys)
+    rule = _rule(keys.rejection_sample_method, schedule)
+    if method in ("ngram", "hybrid") and any(isinstance(t, DynamicTree) for t in (schedule.topology, *schedule.trees)):
+        raise ConfigError(
+            f'speculative_config: method "{method}" grows no tree by confidence; leave {", ".join(DYNAMIC_KEYS)} out '
+            "and give branching factors (speculative_token_tree) or num_speculative_tokens"
+        )
+    _check_model(keys, method)
+    longest, shortest = _suffix_lengths(keys)
+    pruning = pruning_of(keys, method, all_chains=schedule.all_chains, synthetic=isinstance(rule, VerifyRule))
+    return SpeculativeConfig(
+        method, schedule, rule, keys.model, longest, shortest, keys.exit_layer or 0, pruning, keys.revision
+    )
+
+
+def _check_model(keys: SpeculativeKeys, method: str) -> None:
+    """Checks that there is what the method drafts with, and nothing else."""
+    for key in ("model", "revision"):
+        if method not in WITH_MODEL and getattr(keys, key):
+            raise ConfigError(f'speculative_config: method "{method}" takes no "{key}"; leave one of them out')
+    if method in WITH_MODEL and not keys.model:
+        kind = "draft model" if method == "draft_model" else "head" if method in HEADS else "draft model or head"
+        raise ConfigError(
+            f'speculative_config: method "{method}" needs "model", the directory of the {kind} or a hub id'
+        )
+    if (method == "early_exit") != (keys.exit_layer is not None):
+        raise ConfigError('speculative_config: method "early_exit" and "exit_layer" go together; give both or neither')
+
+
+def _rule(rule: Any, schedule: SpeculationSchedule) -> str | VerifyRule:
+    """Returns the verification rule."""
+    if (rule == "block" or isinstance(rule, VerifyRule)) and not schedule.all_chains:
+        kind = "block verification" if rule == "block" else "synthetic acceptance"
+        raise ConfigError(f"speculative_config: {kind} is for chains; ask for num_speculative_tokens alone")
+    if isinstance(rule, VerifyRule):
+        return rule
+    if rule == "synthetic":
+        raise ConfigError(
+            "speculative_config: synthetic acceptance gives text that is not the model's; only jaxspec bench has it "
+            "(--synthetic)"
+        )
+    if rule not in RULE_NAMES:
+        raise ConfigError(
+            f"speculative_config: rejection_sample_method {rule!r} is not known; known are {sorted(RULE_NAMES)}"
+        )
+    return RULE_NAMES[rule]
+
+
+def _suffix_lengths(keys: SpeculativeKeys) -> tuple[int, int]:
+    """Returns the longest and the shortest suffix that prompt lookup looks for."""
+    longest = keys.prompt_lookup_max or max(4, keys.prompt_lookup_min or 0)
+    shortest = keys.prompt_lookup_min or min(2, longest)
+    if shortest > longest:
+        raise ConfigError(
+            f"speculative_config: prompt_lookup_min must be at most prompt_lookup_max, got {shortest}, {longest}"
+        )
+    return longest, shortest
+
+
+def build(
+    config: SpeculativeConfig,
+    target: tuple[Transformer, Params],
+    block: int,
+    model: tuple[Transformer | Mtp, Params] | Head | None = None,
+) -> Drafter:
+    """Builds the drafter of a checked config for a target.
+
+    Args:
+      config: says which.
+      target: its network and parameters.
+      block: positions that attention reads at a time.
+      model: network and parameters of the draft model or of the target's multi-token prediction, or a head.
+
+    Raises:
+      ConfigError: trees are asked for where attention cannot verify or draft them, or the head is of another kind.
+    """
+    net, params = target
+    if config.method == "none":
+        return NoDrafts()
+    _check_tree(config, net.arch, net.arch.layers, "the target")
+    if config.method == "ngram":
+        return _lookup_drafter(config)
+    if config.method == "early_exit":
+        model = first_layers(net, params, config.exit_layer)
+    if model is None:
+        raise AssertionError(f"method {config.method} drafts with a model")
+    if isinstance(model, Head):
+        drafter = _head_drafter(config, target, model, block)
+    else:
+        drafter = _model_drafter(config, target, model, block)
+    if config.method != "hybrid":
+        return drafter
+    return Hybrid(_lookup_drafter(config), drafter)
+
+
+def _lookup_drafter(config: SpeculativeConfig) -> Ngram:
+    assert isinstance(config.topology, Topology), "refused by parse"
+    return Ngram(config.topology, config.lookup_max, config.lookup_min)
+
+
+def _head_drafter(config: SpeculativeConfig, target: tuple[Transformer, Params], head: Head, block: int) -> Drafter:
+    topology = config.topology
+    if config.method not in (head.kind, "hybrid"):
+        raise ConfigError(
+            f'speculative_config: {config.model} holds a head of kind "{head.kind}", not "{config.method}"; '
+            f'give method "{head.kind}"'
+        )
+    if isinstance(head.net, Medusa):
+        deepest = max(t.max_depth for t in (topology, *config.schedule.trees))
+        if deepest > head.net.spec.heads:
+            raise ConfigError(
+                f"speculative_config: {config.model} has {head.net.spec.heads} Medusa heads and drafts as many tokens; "
+                f"got a depth of {deepest}"
+            )
+    else:
+        _check_tree(config, head.net.spec.arch, head.net.spec.arch.layers, "the head")
+    return head_drafter(head, target, topology, block)
+
+
+def _model_drafter(
+    config: SpeculativeConfig, target: tuple[Transformer, Params], model: tuple[Transformer | Mtp, Params], block: int
+) -> Drafter:
+    (net, params), (draft, weights) = target, model
+    if isinstance(draft, Mtp):
+        _check_tree(config, draft.arch, draft.arch.mtp, "its multi-token prediction")
+        return MtpHeads(weights, params, draft, net, config.topology, block)
+    _check_tree(config, draft.arch, draft.arch.layers, "the draft model")
+    other = draft.arch.vocab_size != net.arch.vocab_size
+    return SmallLm(weights, draft, config.topology, block, net.arch.vocab_size if other else 0)
+
+
+def _check_tree(config: SpeculativeConfig, arch: ArchSpec, layers: tuple[LayerSpec, ...], whose: str) -> None:
+    """Refuses trees where a layer cannot run them."""
+    why = replace(arch, layers=layers).chain_only
+    if why and not config.schedule.all_chains:
+        raise ConfigError(
+            f"speculative_config: a tree is not possible for {whose} ({arch.family}): {why}; use "
+            "num_speculative_tokens alone"
+        )

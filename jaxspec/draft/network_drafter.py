@@ -1,0 +1,101 @@
+"""Bases of drafters that run a network of their own, without and with a cache."""
+
+from abc import abstractmethod
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache.addressing import CacheSize
+from jaxspec.cache.window import Window
+from jaxspec.errors import ConfigError
+from jaxspec.protocol import Commit, Drafter
+from jaxspec.pytree import replace
+from jaxspec.shapes import Array, Params
+
+
+class NetworkDrafter(Drafter):
+    """Drafts with parameters of its own, which turn hidden states into predictions.
+
+    Attributes:
+      params: its parameters.
+    """
+
+    params: Params
+
+    @abstractmethod
+    def logits(self, last_BTD: Array) -> Array:
+        """Computes logits over the target's vocabulary, float32 [B, T, V]; -inf for tokens that it does not know."""
+
+    def experts(self, last_BTD: Array) -> Array | None:
+        """Predicts the experts that the target will choose for what is drafted, int32 [B, T, Y, A], if it can."""
+        return None
+
+    def update_params(self, params: Params) -> Self:
+        own, new = _shapes(self.params), _shapes(params)
+        if wrong := sorted(name for name in own.keys() | new.keys() if own.get(name) != new.get(name)):
+            raise ConfigError(
+                "update_draft: parameters must have the structure and shapes of those in use; these differ: "
+                f"{wrong[:5]}"
+            )
+        return replace(self, params=jax.tree.map(_in_place_of, self.params, params))
+
+
+class CachedDrafter(NetworkDrafter):
+    """Drafts token by token from a cache of its own; one forward of it is a cell. Trees are numbered level by level.
+
+    Attributes:
+      block: positions that attention reads at a time.
+      stages: how many of the first cells are programs of their own; the others share one.
+    """
+
+    block: int
+    stages: int = 0
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """V of the target."""
+
+    @abstractmethod
+    def run(
+        self, state: Any, token_BT: Array, feature: Any, position_BT: Array, window: Window, stage: int
+    ) -> tuple[Array, Any, Any]:
+        """Reads T tokens.
+
+        Args:
+          state: its caches, written ahead.
+          token_BT: the tokens.
+          feature: what it continues from, per token [B, T, ...]; None where the cache says everything.
+          position_BT: where they are written along the text.
+          window: where the caches are written and what is seen.
+          stage: number of the cell, at most ``stages``.
+
+        Returns:
+          What the head reads [B, T, D], the feature that children continue from, and the state.
+        """
+
+    @property
+    def slack(self) -> int:
+        return self.topology.write_ahead
+
+    def cache_size(self, rows: int, capacity: int, slack: int) -> CacheSize:
+        """Returns the size of its cache; arguments as of ``init_state``."""
+        slack = max(slack, self.slack)
+        return CacheSize(rows, -(-(capacity + slack) // self.block) * self.block, slack, self.block)
+
+    def window_of(self, commit: Commit, output_index_B: Array | None = None) -> Window:
+        """Returns where a commit is written; ``output_index_B`` as of ``Window``."""
+        row_B = None if commit.row is None else commit.row[None]
+        return Window(commit.start_B, row_B=row_B, output_index_B=output_index_B, block=self.block)
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+
+
+def _in_place_of(old: Array, new: Array) -> Array:
+    """Returns the new numbers in the old one's dtype, on the devices where it lies."""
+    array = jnp.asarray(new, old.dtype)
+    # A move would also commit the array to its device, and that alone makes another signature of the program.
+    return array if array.sharding == old.sharding else jax.device_put(array, old.sharding)

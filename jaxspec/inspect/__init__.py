@@ -1,0 +1,1 @@
+"""What a model holds, costs and chooses, without timing anything."""

@@ -1,0 +1,109 @@
+"""Attention of new positions to a layer's memory: to its cache, by kernel or by XLA, or to each other."""
+
+from jax import lax
+
+from jaxspec.cache.addressing import StreamSpec
+from jaxspec.cache.tree_reads import read_block
+from jaxspec.cache.window import segments_of
+from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.policy import Policy
+from jaxspec.nn.unrolled import Unrolled, attend_unrolled
+from jaxspec.shapes import Array
+from pallas_kernels.select import choose
+from pallas_kernels.verify_attention.api import OP, case_name, obstacles, verify_attention
+
+Pages = tuple[Array, Array | None]
+"""Keys and values [P, G, Z, C]; without values a key begins with its value."""
+
+
+def attend_new(
+    q_BTHC: Array,
+    k_BTGC: Array,
+    v_BTGC: Array,
+    inputs: Inputs,
+    *,
+    scale: float,
+    span: int | None = None,
+    sinks_H: Array | None = None,
+) -> tuple[Array, Unrolled | None]:
+    """Computes attention without a cache: of whole sequences to themselves, or of one round of a head in training.
+
+    Returns:
+      float32 [B, T, H, C'], and the memory of the rounds so far.
+    """
+    if isinstance(inputs.memory, Unrolled):
+        memory = inputs.memory.append(k_BTGC, v_BTGC)
+        return attend_unrolled(q_BTHC, memory, scale=scale, span=span), memory
+    segment_BT = segments_of(inputs.window)
+    out = attend_self(
+        q_BTHC, k_BTGC, v_BTGC, scale=scale, span=span, seen_BTS=inputs.selection, sinks_H=sinks_H,
+        segment_BT=segment_BT,
+    )  # fmt: skip
+    return out, None
+
+
+def attend_cached(
+    q_BTHC: Array,
+    pages: Pages,
+    inputs: Inputs,
+    stream: StreamSpec,
+    policy: Policy,
+    *,
+    scale: float,
+    span: int | None = None,
+    value_width: int | None = None,
+    sinks_H: Array | None = None,
+) -> Array:
+    """Computes attention of T provisional positions per row to the cache, float32 [B, T, H, C'].
+
+    Args:
+      q_BTHC: queries, rotated.
+      pages: of the cache, the T positions written.
+      inputs: of the queries; a selection [X, T', S] limits what each reader sees.
+      stream: how pages are addressed.
+      policy: what computes, and in which dtype.
+      scale: of the scores.
+      span: most positions that a query sees, None for all.
+      value_width: C' where there are no pages of values.
+      sinks_H: one more logit per head that takes probability and has no value.
+    """
+    k_pages, v_pages = pages
+    window, dtype = inputs.cache_window, policy.compute.dtype
+    assert window is not None, "asked of layers with a cache"
+    wide = (value_width or k_pages.shape[3]) if v_pages is None else v_pages.shape[3]
+    kernels = policy.compute.whole_kernels
+    if kernels != "xla":
+        selected = inputs.selection is not None
+        blocked = obstacles(k_pages, value_width=wide, block=window.block, wanted=kernels, selected=selected)
+        choice = choose(OP, case_name(q_BTHC.shape[2], k_pages, wide), kernels, "cuda", blocked)
+        if choice.implementation != "xla":
+            return verify_attention(
+                q_BTHC, k_pages, v_pages, inputs.position_BT, scale=scale, dtype=dtype, value_width=wide,
+                sinks_H=sinks_H, span=span, ring=stream.reach is not None, start_B=window.start_B,
+                path_BTJ=window.path_BTJ, table_BJ=window.table_BJ if stream.pooled else None, row_B=window.row_B,
+                base=window.base, block=window.block, implementation=choice,
+            )  # fmt: skip
+    source = source_of(pages, stream, inputs, wide, span)
+    return attend(
+        q_BTHC, [source], kv_heads=stream.heads, value_width=wide, scale=scale, dtype=dtype, sinks_H=sinks_H,
+        tree=window.path_BTJ is not None,
+    )  # fmt: skip
+
+
+def source_of(pages: Pages, stream: StreamSpec, inputs: Inputs, value_width: int, span: int | None = None) -> Source:
+    """Returns what a cache shows to queries, see ``attend_cached``."""
+    (k_pages, v_pages), window, selection = pages, inputs.cache_window, inputs.selection
+    assert window is not None, "asked of layers with a cache"
+    rows, count = inputs.position_BT.shape
+    position_XT = readers(window, inputs.position_BT)
+
+    def load(index: Array) -> tuple[Array, Array, Array]:
+        k = read_block(k_pages, stream, window, index, rows)
+        v = k[..., :value_width] if v_pages is None else read_block(v_pages, stream, window, index, rows)
+        seen_XTZ = positions_seen(position_XT, index, window.block, span)
+        if selection is not None:
+            seen_XTZ &= lax.dynamic_slice_in_dim(selection, index * window.block, window.block, axis=2)
+        return k, v, seen_XTZ
+
+    return Source(*blocks_in_reach(window, count, span), load)

@@ -1,0 +1,64 @@
+"""The record of a forward pass: what every layer reads besides the stream, and what an attention layer returns."""
+
+from typing import Any, NamedTuple
+
+from jaxspec.cache.window import AnyWindow, Window, take_outputs, unpack
+from jaxspec.protocol import NO_CAPTURE, CaptureSpec
+from jaxspec.pytree import pytree, replace, static
+from jaxspec.shapes import Array
+
+
+@pytree
+class Inputs:
+    """T positions of B rows.
+
+    Attributes:
+      token_BT: int32 token ids.
+      position_BT: int32 absolute positions (a tree node's is start + depth).
+      window: where caches are written and what is seen; without caches, the texts that a row holds.
+      memory: one entry per layer, as ``init_caches`` lays them out, or inside a layer its own: a cache, or ``Unrolled``
+        for a head in training. None attends within the T positions alone.
+      selection: inside a layer, the positions that an earlier layer's indexer kept.
+      reads: what is captured of the layers.
+      routes: whether the expert choices of every layer are captured.
+    """
+
+    token_BT: Array
+    position_BT: Array
+    window: AnyWindow = None
+    memory: Any = None
+    selection: Array | None = None
+    reads: CaptureSpec = static(default=NO_CAPTURE)
+    routes: bool = static(default=False)
+
+    @property
+    def cache_window(self) -> Window | None:
+        """The window where there is a cache to write and to read."""
+        return self.window if isinstance(self.window, Window) and isinstance(self.memory, dict) else None
+
+    def unpack(self) -> "Inputs":
+        """Returns the inputs with positions as [B, T], which caches are addressed by."""
+        return replace(self, position_BT=unpack(self.position_BT, self.window))
+
+    def of_outputs(self) -> "Inputs":
+        """Returns the inputs of the positions whose output is computed, to read with after all T are written."""
+        if not isinstance(self.window, Window):
+            return self
+        token_BT, position_BT = take_outputs(self.token_BT, self.window), take_outputs(self.position_BT, self.window)
+        selection = None if self.selection is None else take_outputs(self.selection, self.window)
+        window = self.window.after_write
+        return replace(self, token_BT=token_BT, position_BT=position_BT, selection=selection, window=window)
+
+
+class Mixed(NamedTuple):
+    """What an attention layer returns.
+
+    Attributes:
+      out_BTD: its output at the positions asked for.
+      memory: with the T positions in it.
+      selection: what it lets later layers see, None for all.
+    """
+
+    out_BTD: Array
+    memory: Any
+    selection: Array | None = None

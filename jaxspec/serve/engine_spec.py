@@ -1,0 +1,31 @@
+"""What an engine is fixed to when it compiles."""
+
+from dataclasses import dataclass
+
+from jaxspec.protocol import VerifyRule
+from jaxspec.verify.rules import RULES
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is fixed to.
+
+    Attributes:
+      rows: batch slots.
+      capacity: longest text in tokens, prompt included.
+      rule: verification rule.
+      steps: most steps before the host looks.
+      logprobs: most log-probabilities per token that a request may ask for.
+      buckets: prefill chunk sizes, ascending.
+      page, pages: page size and count of a shared pool; a size of 0 gives each row one page of its own, a count of 0
+        is enough for all rows at full length.
+    """
+
+    rows: int
+    capacity: int
+    rule: VerifyRule = RULES["match"]
+    steps: int = 8
+    logprobs: int = 20
+    buckets: tuple[int, ...] = (32, 256)
+    page: int = 0
+    pages: int = 0

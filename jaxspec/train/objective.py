@@ -1,0 +1,44 @@
+"""What a head is trained towards: the target, the draft vocabulary, and the losses."""
+
+from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.medusa import Medusa
+from jaxspec.models.transformer import Transformer
+from jaxspec.protocol import NO_CAPTURE, CaptureSpec
+from jaxspec.pytree import pytree, static
+from jaxspec.shapes import Array, Params
+from jaxspec.train.settings import LossSettings
+
+Net = DraftHead | Medusa | Transformer
+
+
+@pytree
+class HeadObjective:
+    """What does not change while a head is trained; its arrays go to the compiled update as arguments.
+
+    Attributes:
+      target_params: the target's parameters.
+      ids_W: the target's id of each token of the draft vocabulary, None for all tokens.
+      target: its network.
+      net: what is trained: a head, or a draft model.
+      loss: losses and their weights.
+      positions: of a row whose logits exist at a time, 0 for few enough.
+      remat: whether each round is computed again for its gradient instead of kept.
+    """
+
+    target_params: Params
+    ids_W: Array | None
+    target: Transformer = static()
+    net: Net = static()
+    loss: LossSettings = static(default_factory=LossSettings)
+    positions: int = static(default=0)
+    remat: bool = static(default=False)
+
+    @property
+    def reads(self) -> CaptureSpec:
+        """The streams of the target that the head reads."""
+        return self.net.spec.reads if isinstance(self.net, DraftHead) else NO_CAPTURE
+
+    @property
+    def routing(self) -> tuple[int, ...]:
+        """Expert layers whose choices it is trained on."""
+        return self.net.spec.routing if isinstance(self.net, DraftHead) else ()

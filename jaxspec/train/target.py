@@ -1,0 +1,40 @@
+"""The frozen target of a run: its headers, read once, and its parameters in the layout that training reads."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxspec.checkpoint.load.fill import fill
+from jaxspec.checkpoint.load.load_plan import LoadPlan
+from jaxspec.checkpoint.load.model import Model, plan_model, policy_on_mesh, read_config, shardings_on
+from jaxspec.models.arch import ArchSpec
+from jaxspec.nn.policy import make_policy
+from jaxspec.train.settings import RunSettings
+
+
+@dataclass(frozen=True)
+class TargetHeaders:
+    """A model directory before any parameter is loaded: its published config, and how its parameters are loaded."""
+
+    config: Mapping[str, Any]
+    plan: LoadPlan
+
+    @property
+    def arch(self) -> ArchSpec:
+        """The architecture."""
+        return self.plan.net.arch
+
+    def load(self, mesh: Mesh | None = None) -> Model:
+        """Loads the parameters; raises CheckpointError that names all missing, unknown and misshaped tensors."""
+        self.plan.check()
+        return Model(self.plan.net, fill(self.plan, shardings_on(mesh)), self.config, {}, self.plan.directory)
+
+
+def read_headers(settings: RunSettings, directory: Path, mesh: Mesh | None = None) -> TargetHeaders:
+    """Reads a model directory's config and the headers of its files; raises ConfigError and CheckpointError."""
+    policy = policy_on_mesh(make_policy(settings.train.target_dtype), mesh)
+    config = read_config(directory)
+    return TargetHeaders(config, plan_model(directory, policy, config=config))
