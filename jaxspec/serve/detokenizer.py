@@ -65,7 +65,7 @@ class ByteText(Detokenizer):
         return [places[first] for first in firsts]
 
     def _bytes(self, token_id: int) -> bytes:
-        piece = self._vocabulary.piece(token_id, self._skip)
+        piece = self._vocabulary.piece(token_id, skip_special_tokens=self._skip)
         return piece if isinstance(piece, bytes) else b""
 
 
@@ -81,7 +81,7 @@ class PieceText(Detokenizer):
     def extend(self, ids: Sequence[int]) -> None:
         parts = []
         for i in ids:
-            piece = self._vocabulary.piece(i, self._skip)
+            piece = self._vocabulary.piece(i, skip_special_tokens=self._skip)
             if isinstance(piece, int):
                 self._run.append(piece)
             elif isinstance(piece, str):
@@ -116,7 +116,7 @@ class PieceText(Detokenizer):
             in_run.clear()
 
         for index, i in enumerate(ids):
-            piece = self._vocabulary.piece(i, self._skip)
+            piece = self._vocabulary.piece(i, skip_special_tokens=self._skip)
             if isinstance(piece, str):
                 close()
             in_run.append((index, len(run)))
@@ -165,7 +165,7 @@ class DecodedText(Detokenizer):
 
     def _decode(self, ids: Sequence[int]) -> str:
         try:
-            return self._text.decode(ids, self._skip)
+            return self._text.decode(ids, skip_special_tokens=self._skip)
         except Exception as error:
             raise RequestError(
                 f"text: the tokenizer cannot decode what was generated ({error}); without a tokenizer ids are served"

@@ -127,7 +127,7 @@ def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str, arch: ArchSpe
     chosen: Any = transport_for(arch, policy, mesh, rows, jax.devices()[0]) if transport == "auto" else transport
     if chosen == "ragged" and jax.default_backend() == "cpu":
         raise ConfigError('LLM: XLA has no ragged exchange on a CPU; take expert_transport="padded"')
-    over = row_axes(mesh, rows, chosen != "sum")
+    over = row_axes(mesh, rows, spread=chosen != "sum")
     # Caches of stacked layers lie one after the other, and rows cannot be split off there.
     split = any(mesh.shape[axis] > 1 for axis in over)
     return policy.update(transport=chosen, depth="unrolled" if split else policy.layout.depth)

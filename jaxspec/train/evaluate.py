@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.decode.dispatch import Report, dispatch
-from jaxspec.decode.prefill import admit, prefill
+from jaxspec.decode.prefill import Chunk, admit, prefill
 from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
@@ -36,8 +36,8 @@ BUCKET, STEPS, ROWS, BLOCK = 64, 8, 8, 128
 ROW_AXES = state_rules(("data",), own_pages=True)
 
 
-def _prefill(mesh: Mesh | None, target: Target, drafter: Drafter, state: DecodeState, *rest: Any) -> DecodeState:
-    return _stay(prefill(target, drafter, state, *rest), mesh)
+def _prefill(mesh: Mesh | None, target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) -> DecodeState:
+    return _stay(prefill(target, drafter, state, chunk), mesh)
 
 
 def _admit(mesh: Mesh | None, state: DecodeState, *rest: Any) -> DecodeState:

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.window import Segments
-from jaxspec.models.draft_head import DraftHead, part_of
+from jaxspec.models.apply import apply
+from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, forward
 from jaxspec.nn.inputs import Inputs
@@ -162,7 +163,7 @@ def _routing(
     first = jnp.maximum(jnp.sum(weights(batch, 0)), 1.0)
     total, recalls = jnp.float32(0), {}
     for j, r in enumerate(rounds):
-        logits = part_of(net, params, "routes", r.last_BXD)
+        logits = apply(net, params, r.last_BXD, method="routes")
         here, weight = (
             _at(x, None if net.spec.mask_token is None else r.slot_BX, by)
             for x, by in ((chosen, 2 + j), (weights(batch, j), 0))

@@ -36,4 +36,5 @@ class TargetHeaders:
 def read_headers(settings: RunSettings, directory: Path, mesh: Mesh | None = None) -> TargetHeaders:
     """Reads a model directory's config and the headers of its files; raises ConfigError and CheckpointError."""
     policy = policy_on_mesh(make_policy(settings.train.target_dtype), mesh)
-    return TargetHeaders(read_config(directory), plan_model(directory, policy))
+    config = read_config(directory)
+    return TargetHeaders(config, plan_model(directory, policy, config=config))
