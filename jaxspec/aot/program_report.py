@@ -137,7 +137,7 @@ def _shardings(program: Program, mesh: Mesh) -> Any:
     replicated = NamedSharding(mesh, PartitionSpec())
     placed = list(jax.tree.map(lambda _: replicated, program.arguments))
     state, policy = program.arguments[STATE], program.arguments[0].net.policy
-    over = row_axes(mesh, state.length_B.shape[0], policy.compute.transport != "sum")
+    over = row_axes(mesh, state.length_B.shape[0], spread=policy.compute.transport != "sum")
     placed[STATE] = state_shardings(state, mesh, state_rules(over, own_pages=policy.layout.depth == "unrolled"))
     for i, argument in enumerate(program.arguments[:STATE]):
         split_names = [name for name in ("params", "base") if hasattr(argument, name)]

@@ -17,28 +17,22 @@ from jaxspec.topology import AnyTopology
 
 
 class Factor:
-    """Hits by position over those that were expected, with a memory of so many expected hits."""
+    """Hits by position over those that were expected; ``prior`` expected hits came true before any."""
 
-    def __init__(self, positions: int, memory: float, prior: float):
+    def __init__(self, positions: int, prior: float):
         self.hits, self.expected = [0.0] * positions, [0.0] * positions
-        self._memory, self._prior = memory, prior
+        self._prior = prior
 
     def __getitem__(self, at: int) -> float:
-        return (self.hits[at] + self._prior) / (self.expected[at] + self._prior)
+        return (self.hits[at] + self._prior) / self.weight(at)
 
     def weight(self, at: int) -> float:
-        """Returns the expected hits that it stands on, the prior's included."""
+        """Returns the expected hits that it stands on."""
         return self.expected[at] + self._prior
 
-    def add(self, at: int, hits: float, expected: float) -> None:
-        """Counts at one position."""
-        kept = min(1.0, max(0.0, self._memory - expected) / max(self.expected[at], 1e-9))
+    def add(self, at: int, hits: float, expected: float, kept: float) -> None:
+        """Counts at one position, where a share of what was known is kept."""
         self.hits[at], self.expected[at] = self.hits[at] * kept + hits, self.expected[at] * kept + expected
-
-    def fade(self, at: int, share: float) -> None:
-        """Forgets a share."""
-        self.hits[at] *= 1.0 - share
-        self.expected[at] *= 1.0 - share
 
 
 class Acceptance:
@@ -46,12 +40,12 @@ class Acceptance:
 
     def __init__(self, arms: Sequence[AnyTopology], spec: ControlSpec):
         self._spec, self._depth = spec, max(arm.max_depth for arm in arms)
-        self._level = Factor(self._depth, spec.verifications, 0.0)
+        self._level = Factor(self._depth, 0.0)
         self._trees = {index: self._factor() for index, arm in enumerate(arms) if not arm.is_chain}
         self._kinds: dict[int, Factor] = {}
 
     def _factor(self) -> Factor:
-        return Factor(self._depth, self._spec.verifications, self._spec.prior_hits)
+        return Factor(self._depth, self._spec.prior_hits)
 
     def add(self, arm: int, accepted: Mapping[tuple[int, int], Sequence[int]]) -> None:
         """Counts the verifications of a dispatch, see ``Outcome.accepted``."""
@@ -59,14 +53,16 @@ class Acceptance:
             numbers, tried, levels = Counter(counts), len(counts), self._levels()
             factors = self._factors(arm, kind)
             for at in range(self._depth if drafts and counts else 0):
-                if at >= drafts:  # what is not tried is known less and less
-                    self._level.fade(at, min(1.0, len(counts) / self._spec.verifications))
+                # What is not tried is known less and less, too.
+                kept = max(0.0, 1.0 - (tried if at < drafts else len(counts)) / self._spec.verifications)
+                if at >= drafts:
+                    self._level.add(at, 0.0, 0.0, kept)
                     continue
                 hits = tried - numbers[at]
                 expected = tried * math.prod(factor[at] for factor in factors)
                 for factor in factors:
-                    factor.add(at, hits, levels[at][0] * expected / factor[at])
-                self._level.add(at, hits, expected)
+                    factor.add(at, hits, levels[at][0] * expected / factor[at], kept)
+                self._level.add(at, hits, expected, kept)
                 tried = hits
 
     def _factors(self, arm: int, kind: int) -> list[Factor]:

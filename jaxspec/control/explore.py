@@ -54,7 +54,7 @@ class Trials:
         self.steps, self.debt_s = 0, 0.0
         self._waits: dict[int, float] = {}
         self._ran: dict[int, float] = {}
-        self._contest_at = 0.0
+        self._contest_at, self._contest_wait = 0.0, float(spec.contest_wait)
         self._trial, self._left = 0, 0  # the arm of the trial that goes on, and dispatches that it may have
         self._asked = 0
 
@@ -113,7 +113,8 @@ class Trials:
         self._left -= 1
         wait = self._waits.get(group, spec.min_wait)
         if arm:
-            self._contest_at = self.steps + self.uneven(spec.contest_wait)
+            self._contest_at = self.steps + self.uneven(self._contest_wait)
+            self._contest_wait = min(self._contest_wait * spec.contest_growth, spec.max_wait)
             if outcome.skipped < outcome.steps and upper > decision.best:
                 self._ran[group] -= wait  # it may pay, and that is not known yet: only the account bounds its trials
                 return
@@ -124,9 +125,10 @@ class Trials:
             longest = max(2 * spec.min_wait, (slower + begins) / spec.trial_share) if group == 1 else math.inf
             self._waits[group] = min(2 * wait, longest, spec.max_wait)
 
-    def reset_waits(self) -> None:
-        """Forgets the waits, which belong to the other side when drafting begins or ends."""
-        self._waits = {}
+    def reset(self, *, sides: bool) -> None:
+        """Begins anew where another arm is best: contests; other waits, too, where drafting begins or ends."""
+        self._contest_wait = float(self._spec.contest_wait)
+        self._waits = {} if sides else self._waits
 
     def uneven(self, wait: float) -> float:
         """Returns a wait that differs from time to time, or all trials might meet texts at the same place."""

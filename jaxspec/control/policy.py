@@ -73,8 +73,7 @@ class Adaptive:
             self._until = 0.0
             return Decision(self.arms[trial], True, gain.value or None, best_gain, share.min_rows(rows))
         if best != held:
-            if not best or not held:
-                self.trials.reset_waits()
+            self.trials.reset(sides=not best or not held)
             self._held[kind] = best
         decision = Decision(self.arms[best], False, best_gain, best_gain, gains[best].verified.min_rows(rows))
         if not brief:

@@ -36,5 +36,6 @@ class ControlSpec:
     min_wait: int = 64
     max_wait: int = 4096
     contest_wait: int = 48
+    contest_growth: float = 1.1
     trial_dispatches: int = 4
     unevenness: float = 0.25

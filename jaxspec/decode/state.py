@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.addressing import UNROLLED_ROWS
+from jaxspec.cache.addressing import UNROLLED_ROWS, CacheSize
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer
 from jaxspec.protocol import Anchor, DraftCosts, Drafter, DraftState, Sampling
@@ -116,9 +116,9 @@ def init_state(
     """
     arch = target.net.arch
     room = -(-(capacity + slack) // target.block) * target.block
-    layers = init_caches(arch, target.net.policy, rows, room, slack=slack, block=target.block, pool=pool)
+    size = CacheSize(rows, room, slack, target.block, pool=pool)
     return DecodeState(
-        layers=layers,
+        layers=init_caches(arch, target.net.policy, size),
         table_BJ=None if pool is None else jnp.zeros((rows, -(-room // pool[1])), jnp.int32),
         length_B=jnp.zeros(rows, jnp.int32),
         anchor_B=jnp.zeros(rows, jnp.int32),

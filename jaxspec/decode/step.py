@@ -14,7 +14,7 @@ from jaxspec.decode.state import DecodeState, Target, write_rows
 from jaxspec.decode.telemetry import Telemetry, measure
 from jaxspec.models.caches import compact_caches
 from jaxspec.nn.inputs import Inputs
-from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Rule, Verdict
+from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Verdict, VerifyRule
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from jaxspec.verify.logits import process
@@ -34,7 +34,7 @@ class StepPlan:
       routes: whether telemetry has expert choices.
     """
 
-    rule: Rule = RULES["match"]
+    rule: VerifyRule = RULES["match"]
     steps: int = 8
     logprobs: int = 0
     routes: bool = False

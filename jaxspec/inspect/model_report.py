@@ -57,8 +57,8 @@ def report_model(path: Path, *, dtype: str = "bfloat16", quantization: str = "au
     files = TensorFiles.of(path) if there else release_files(config)
     arch = with_own_head(arch, table, files)
     plan = make_plan(
-        path, Transformer(arch, policy), table.rules(arch), other_prefixes=table.other_prefixes(arch),
-        ignored_suffixes=table.ignored_suffixes(arch), block=block, quantization=quantization, files=files,
+        path, Transformer(arch, policy), table.rules(arch), unread=table.unread(arch), block=block,
+        quantization=quantization, files=files,
     )  # fmt: skip
     prediction = None
     if arch.mtp:

@@ -271,5 +271,5 @@ def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]
     policy = target.net.policy
     if policy.compute.mesh is None:
         return {}
-    over = row_axes(policy.compute.mesh, spec.rows, policy.compute.transport != "sum")
+    over = row_axes(policy.compute.mesh, spec.rows, spread=policy.compute.transport != "sum")
     return state_rules(over, own_pages=not spec.pages and policy.layout.depth == "unrolled")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache.addressing import CacheSize
 from jaxspec.cache.window import Window
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.model import Model, load_model
@@ -163,7 +164,7 @@ def decode(case: Case, count: int) -> None:
     net, ids_BT = case.model.net, case.ids_BT
     rows, length = ids_BT.shape[0], ids_BT.shape[1] // count * count
     room = -(-(ids_BT.shape[1] + count) // BLOCK) * BLOCK
-    layers = init_caches(net.arch, net.policy, rows, room, slack=count, block=BLOCK)
+    layers = init_caches(net.arch, net.policy, CacheSize(rows, room, count, BLOCK))
 
     @partial(jax.jit, donate_argnums=1)
     def forward(params, layers, token_BT, start):

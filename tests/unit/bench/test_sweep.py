@@ -83,7 +83,7 @@ def test_cells_hold_together(found: tuple):
         assert e.texts == 4
 
 
-@pytest.mark.parametrize(("prompts", "chunk"), [((6, 65), 64), ((66,), 128), ((6,), 32)])
+@pytest.mark.parametrize(("prompts", "chunk"), [((6, 65), 64), pytest.param((66,), 128, marks=pytest.mark.slow)])
 def test_chunks_fit_the_longest_prompt(model: Path, prompts: tuple[int, ...], chunk: int):
     """Padding is computed, too: on a CPU twice the chunk made a prompt 1.5 times as slow to read."""
     grid = Grid((NGRAM,), (2,), (2,), (0.0,), input_tokens=prompts, output_tokens=(20,), workloads=("random",))
@@ -123,7 +123,7 @@ def test_experts_by_hand(found: tuple):
     assert counted.speculative_independent == np.mean([expected_experts(**sizes, tokens=t) for t in (6, 3)])
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(1, [1, 1, 1]), (2, [3])])
+@pytest.mark.parametrize(("rows", "sizes"), [pytest.param(1, [1, 1, 1], marks=pytest.mark.slow), (2, [3])])
 def test_ways_of_decoding_take_turns_within_a_round(model: Path, rows: int, sizes: list[int]):
     grid = Grid((NGRAM,), (2,), (rows,), requests=3, **SMALL)
     sweep, engine, ran = Sweep(model, grid, ENGINE), EnginePoint(rows, NGRAM, 2), []

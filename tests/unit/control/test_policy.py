@@ -1,71 +1,20 @@
 """The controls of what is drafted, against made-up machines whose best arm is known."""
 
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from jaxspec.serve.adaptive import Adaptive
-from jaxspec.serve.control import ByBatchSize, Decision, Fixed, Outcome
-from jaxspec.serve.probes import NO_GAIN, AdaptiveSpec
-from jaxspec.serve.survival import SHARED, RequestSurvival, Survival
 
-from jaxspec.perf.step_ratios import StepRatios
-from jaxspec.topology import PLAIN, AnyTopology, chain, tree
-
-LENGTHS = (0, 1, 2, 3, 4, 5)
-ARMS = tuple(chain(length) for length in LENGTHS)
-STEPS = 8
+from jaxspec.control.decision import ByBatchSize, Decision, Fixed, Request
+from jaxspec.control.policy import Adaptive
+from jaxspec.control.spec import ControlSpec
+from jaxspec.topology import PLAIN, chain, tree
+from tests.unit.control.machine import ARMS, CHEAP, DEAR, STEPS, Machine, play, ratios_of
 
 
-class Machine:
-    """Makes dispatches up: step times by length with noise, acceptance by position; and both of each tree."""
-
-    def __init__(
-        self,
-        time_s: list[float],
-        rates: list[float],
-        noise: float = 0.05,
-        seed: int = 0,
-        trees: Mapping[AnyTopology, tuple[float, list[float]]] | None = None,
-    ):
-        self.time_s, self.rates, self.noise, self.trees = time_s, rates, noise, dict(trees or {})
-        self.rng = np.random.default_rng(seed)
-        self.total_s = self.tokens = 0.0
-        self.ran: list[AnyTopology] = []
-
-    def law(self, arm: AnyTopology) -> tuple[float, list[float]]:
-        """Time of a step and acceptance by position."""
-        return self.trees[arm] if arm in self.trees else (self.time_s[arm.drafts], self.rates[: arm.drafts])
-
-    def run(self, arm: AnyTopology, rows: int) -> Outcome:
-        step_s, rates = self.law(arm)
-        time_s = STEPS * step_s * (1 + self.noise * self.rng.standard_normal())
-        hits = self.rng.random((STEPS * rows, len(rates))) < np.asarray(rates)
-        accepted = np.cumprod(hits, axis=1).sum(axis=1) if rates else np.zeros(STEPS * rows, int)
-        self.total_s += time_s
-        self.tokens += float(np.sum(accepted + 1))
-        self.ran.append(arm)
-        return Outcome(rows, STEPS, time_s, {len(rates): accepted.tolist()})
-
-    def speed(self, arm: AnyTopology, rows: int) -> float:
-        """Tokens per second of a fixed arm, exactly."""
-        step_s, rates = self.law(arm)
-        return rows * (1 + sum(math.prod(rates[: k + 1]) for k in range(len(rates)))) / step_s
-
-
-def play(control: Adaptive, machine: Machine, dispatches: int, rows: int = 4) -> list[int]:
-    chosen = []
-    for _ in range(dispatches):
-        decision = control.choose(rows, 0)
-        chosen.append(decision.length)
-        control.record(decision, machine.run(decision.arm, rows))
-    return chosen
-
-
-def in_use(control: Adaptive, machine: Machine, requests: RequestSurvival, dispatches: int = 1) -> Decision:
+def in_use(control: Adaptive, machine: Machine, requests: Sequence[Request], dispatches: int = 1) -> Decision:
     """What is decided for four such requests after so many dispatches, where nothing is only tried."""
     decision = Decision(PLAIN, True)
     while dispatches > 0 or decision.probe:
@@ -75,20 +24,6 @@ def in_use(control: Adaptive, machine: Machine, requests: RequestSurvival, dispa
     return decision
 
 
-def running(limits: Sequence[int | None], rows: int = 4, length: int = 5, memory: float = 64.0) -> RequestSurvival:
-    """Requests in the first slots, with these limits."""
-    requests = RequestSurvival(rows, length, memory)
-    for row, limit in enumerate(limits):
-        requests.enter(row, limit)
-    return requests
-
-
-def mean(requests: RequestSurvival, everyone: Survival) -> list[float]:
-    """Survival of each position over the running requests."""
-    return [own for own, _ in requests.beside(everyone)]
-
-
-CHEAP, DEAR = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], [1.0, 1.6, 2.2, 2.7, 3.1, 3.5]
 CASES = {
     "cheap and accepted": (CHEAP, [0.9, 0.85, 0.8, 0.8, 0.8]),
     "short pays": ([1.0, 1.15, 1.5, 2.0, 2.5, 3.0], [0.8, 0.4, 0.2, 0.1, 0.1]),
@@ -98,7 +33,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("case", CASES)
 def test_never_slower_and_nearly_the_best(case: str, seed: int):
     machine = Machine(*CASES[case], seed=seed)
@@ -112,7 +47,7 @@ def test_never_slower_and_nearly_the_best(case: str, seed: int):
 
 def test_probes_stay_within_their_budget():
     """Over all time, and over any stretch of it: what was not lost earlier may not be lost at once."""
-    machine, control, spec = Machine(DEAR, [0.3] * 5, noise=0.0), Adaptive(ARMS), AdaptiveSpec()
+    machine, control, spec = Machine(DEAR, [0.3] * 5, noise=0.0), Adaptive(ARMS), ControlSpec()
     lost, gone, chosen = [0.0], [0.0], []
     for _ in range(4000):
         chosen += play(control, machine, 1)
@@ -120,10 +55,10 @@ def test_probes_stay_within_their_budget():
         gone.append(machine.total_s)
     assert lost[-1] > 0
     for first, last in [(0, 4000), *itertools.pairwise(range(0, 4001, 250))]:
-        free = spec.most_steps + STEPS * DEAR[5] + spec.first_steps * (first == 0)
-        assert lost[last] - lost[first] < free + spec.probe_share * (gone[last] - gone[first])
+        free = spec.debt_steps * (1 + 2 * (first == 0)) + STEPS * DEAR[5]
+        assert lost[last] - lost[first] < free + spec.trial_share * (gone[last] - gone[first])
     tried = [i for i, k in enumerate(chosen) if k]
-    assert np.diff(tried[-6:]).min() * STEPS > 2 * spec.shortest_wait, "waits have become longer"
+    assert np.diff(tried[-6:]).min() * STEPS > 2 * spec.min_wait, "waits have become longer"
     assert len({int(gap) for gap in np.diff(tried[-12:])}) > 3, "and differ, or texts might be met in the same places"
 
 
@@ -167,58 +102,6 @@ def test_same_records_same_decisions():
             control.record(decisions[0], outcome)
 
 
-def test_requests_that_differ_change_the_length():
-    """Of a few seeds most: the drafts of these requests are made up, those of the machine meanwhile are not theirs."""
-    lengths: dict[int, list[int]] = {5: [], 0: []}
-    for seed in range(8):
-        control, machine = Adaptive(ARMS), Machine(DEAR, [0.5] * 5, seed=seed)
-        play(control, machine, 300)
-        for count, found in lengths.items():
-            requests = running([None] * 4)
-            requests.add(5, {row: [count] * 60 for row in range(4)})
-            decision = in_use(control, machine, requests, 20)
-            found.append(decision.length)
-            if decision.length == 5:
-                tokens = 1 + sum(mean(requests, control.survival))
-                assert 4.5 < tokens < 6, "their own, and some of everyone's"
-                assert decision.best == pytest.approx(tokens / 3.5, rel=0.1)
-    assert lengths[5].count(5) >= 6
-    assert lengths[0] == [0] * 8
-
-
-class Routed(Machine):
-    """A machine whose steps take longer the more experts a verification touches, which a head predicts."""
-
-    def __init__(self, tells: bool):
-        super().__init__([], [0.6] * 5, noise=0.02)
-        self.tells, self.spread = tells, 0.5
-
-    def run(self, arm: AnyTopology, rows: int) -> Outcome:
-        experts = [4 + self.spread * k for k in range(1, arm.drafts + 1)]
-        self.time_s = [0.6 + 0.1 * (4 + self.spread * k) for k in range(6)]
-        outcome = super().run(arm, rows)
-        return replace(outcome, touched=tuple(experts)) if self.tells else outcome
-
-
-def test_predicted_experts_move_the_length_before_times_do():
-    """Phases of text that stays with few experts and of text that does not, too short to be learnt from times."""
-    speeds, lengths = [], []
-    for tells in (False, True):
-        machine, control, kept = Routed(tells), Adaptive(ARMS), {0.5: [], 3.0: []}
-        for phase in range(120):
-            machine.spread = (0.5, 3.0)[phase % 2]
-            kept[machine.spread] += play(control, machine, 10)[2:]
-        speeds.append(machine.tokens / machine.total_s)
-        lengths.append({spread: np.mean(chosen[-400:]) for spread, chosen in kept.items()})
-    assert abs(lengths[0][0.5] - lengths[0][3.0]) < 0.5, "times alone cannot tell the phases apart"
-    assert lengths[1][0.5] > lengths[1][3.0] + 1.5
-    assert speeds[1] > 1.02 * speeds[0]
-
-
-def ratios_of(time_s: list[float], rows: int = 4) -> StepRatios:
-    return StepRatios({rows: (LENGTHS, tuple(t / time_s[0] for t in time_s))}, 0.02)
-
-
 def test_a_calibration_saves_the_search():
     """The length that pays is found sooner: more tokens per second in the first dispatches."""
     found = []
@@ -234,13 +117,12 @@ def test_one_length_tells_what_all_of_them_add():
     """Drafts add half as much again as was told beforehand: seen at K = 3, it is believed of K = 1 and of K = 5."""
     told = [1.0, *(1 + (time_s - 1) / 1.5 for time_s in DEAR[1:])]
     machine = Machine(DEAR, [0.5] * 5, noise=0.01)
-    control = Adaptive(ARMS, prior=replace(ratios_of(told), noise=0.1, each=0.2))
+    control = Adaptive(ARMS, prior=replace(ratios_of(told, noise=0.1), each=0.2))
     for arm in (PLAIN, chain(3)) * 8:
         control.record(Decision(arm), machine.run(arm, 4))
-    control.learn()
-    ratios = control.times.ratios(4)
-    assert [ratio for ratio, _ in ratios] == pytest.approx(DEAR, rel=0.04)
-    assert ratios[3][1] < ratios[5][1] < 0.1, "and is less sure"
+    ratio_A, error_A = control.times.ratios(4)
+    assert ratio_A[:-1] == pytest.approx(DEAR, rel=0.04)
+    assert error_A[3] < error_A[5] < 0.1, "and is less sure"
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.7])
@@ -288,27 +170,6 @@ def test_trees_are_taken_where_they_pay_and_do_no_harm(case: str, seed: int):
     assert all(machine.ran.count(arm) >= 2 for arm in TREES), "none was forgotten"
 
 
-def test_a_tree_is_not_judged_by_what_chains_take():
-    """Its time is unknown until it ran, whatever a calibration says; its acceptance begins with the chains'."""
-    time_s, rates, trees = WITH_TREES["a tree is best"]
-    machine, control = Machine(time_s, rates, noise=0.01), Adaptive((*ARMS, BUSHY), prior=ratios_of(time_s))
-    for arm in (PLAIN, chain(5), chain(3)):
-        control.record(Decision(arm), machine.run(arm, 4))
-    control.learn()
-    assert control._gains(4)[-1] == NO_GAIN
-    for depth in range(4):
-        (tokens, error), (of_chain, least) = (control._tokens(place, depth, ()) for place in (len(ARMS), 5))
-        assert tokens == pytest.approx(of_chain)
-        assert depth == 0 or error > least, "and is less sure"
-    machine.trees = trees
-    control.record(Decision(BUSHY), machine.run(BUSHY, 4))
-    control.learn()
-    gain = control._gains(4)[-1]
-    assert gain.value == pytest.approx(machine.speed(BUSHY, 4) / machine.speed(PLAIN, 4), rel=0.2)
-    assert 0.04 < gain.timing < 0.2, "one dispatch tells as much as its noise allows"
-    assert control.choose(4, 0).arm in (chain(5), BUSHY)
-
-
 def test_trees_follow_a_workload_that_changes():
     time_s, rates, trees = WITH_TREES["a tree is best"]
     bad = {arm: (step_s, [0.0] * arm.max_depth) for arm, (step_s, _) in trees.items()}
@@ -325,40 +186,9 @@ def test_trees_follow_a_workload_that_changes():
 def test_rows_that_want_few_drafts_count_for_few():
     control, machine = Adaptive(ARMS), Machine(DEAR, [0.9] * 5)
     play(control, machine, 300)
-    assert in_use(control, machine, running([None] * 4), 20).length in (4, 5)
-    assert in_use(control, machine, running([2] * 4), 40).length == 2
-    assert in_use(control, machine, running([None, 0, 0, 0]), 20).length == 0
-
-
-def test_requests_are_counted_each_for_itself():
-    """What everyone shares stands in for what a request did not try, its limit cuts it, and it forgets like all."""
-    requests = running([None, 2, None], rows=5, length=3, memory=20.0)
-    all_of_them = Survival(3)
-    all_of_them.add(3, [0] * 200 + [1, 2] * 100)
-    everyone = np.array([survival for survival, _ in all_of_them.by_position()])
-    assert everyone == pytest.approx([0.5, 0.25, 0.0], abs=2e-3)
-    limited = np.array([1, 1, 0])
-    assert mean(requests, all_of_them) == pytest.approx(everyone * (2 + limited) / 3)
-    requests.add(3, {0: [3, 1], 1: [2], 2: []})
-    shared = SHARED * everyone
-    first = (shared + np.array([2, 1, 1])) / (SHARED + 2)
-    second = (shared + limited) / (SHARED + 1) * limited
-    assert mean(requests, all_of_them) == pytest.approx(np.mean([first, second, everyone], axis=0))
-    requests.leave(2)
-    requests.leave(0)
-    for _ in range(2):
-        requests.add(3, {1: [0] * 19})
-        mean(requests, all_of_them)  # or both would be counted at once
-    assert mean(requests, all_of_them) == pytest.approx((shared + 0.05) / (SHARED + 20) * limited)
-    requests.add(1, {1: [1] * 5})
-    assert mean(requests, all_of_them)[0] == pytest.approx((0.05 * 0.75 + 5 + shared[0]) / (SHARED + 20))
-    before = mean(requests, all_of_them)[0]
-    requests.add(0, {1: [0] * 8})
-    left = (31 / 32) ** 8
-    expected = ((before * (SHARED + 20) - shared[0]) * left + shared[0]) / (20 * left + SHARED)
-    assert mean(requests, all_of_them)[0] == pytest.approx(expected), "plain steps make it forget"
-    requests.enter(1)
-    assert mean(requests, all_of_them) == pytest.approx(everyone), "a slot's next request starts anew"
+    assert in_use(control, machine, [Request()] * 4, 20).length in (4, 5)
+    assert in_use(control, machine, [Request(limit=2)] * 4, 40).length == 2
+    assert in_use(control, machine, [Request(), *[Request(limit=0)] * 3], 20).length == 0
 
 
 @pytest.mark.parametrize(("rows", "waiting", "length"), [(1, 0, 5), (4, 0, 5), (4, 1, 2), (16, 0, 2), (16, 1, 0)])

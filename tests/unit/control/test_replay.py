@@ -12,6 +12,7 @@ import pytest
 
 from jaxspec.control.decision import Decision, Outcome, Request
 from jaxspec.control.policy import Adaptive
+from jaxspec.control.sparse import DraftAvailability, Share
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.warm_up import EACH, RANDOM
@@ -148,8 +149,8 @@ class Replay:
         noise *= 1.5 if self.rng.random() < STALLS else 1.0
         told = tuple(found) if self.often_none and length else ()
         outcome = Outcome(
-            len(active), steps, ms * noise / 1e3, accepted, skipped=skipped, skipped_tokens=alone, rows_with_drafts=told,
-            active=ran / steps, catch_up_s=lost_ms * noise / 1e3, after_prompt=reads,
+            len(active), steps, ms * noise / 1e3, accepted, skipped=skipped, skipped_tokens=alone,
+            rows_with_drafts=told, active=ran / steps, catch_up_s=lost_ms * noise / 1e3, after_prompt=reads,
         )  # fmt: skip
         return outcome, ms + lost_ms
 

@@ -1,18 +1,16 @@
-"""What single dispatches teach the adaptive control: short ones, probes, plain ones, and a bad stretch."""
+"""What single dispatches teach the adaptive control: short ones, trials, plain ones, and changes of arms."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from jaxspec.serve.adaptive import UNSEEN, Adaptive
-from jaxspec.serve.control import Decision, Outcome
-from jaxspec.serve.probes import AdaptiveSpec
-from jaxspec.serve.step_times import FIRST, KEPT_ROWS
-from tests.unit.serve.test_control import ARMS, CHEAP, DEAR, STEPS, Machine, in_use, play, running
 
+from jaxspec.control.decision import Decision, Outcome
+from jaxspec.control.policy import Adaptive
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.warm_up import EACH, RANDOM
 from jaxspec.topology import PLAIN, AnyTopology, chain
+from tests.unit.control.machine import ARMS, CHEAP, DEAR, STEPS, Machine, play
 
 
 class Starting(Machine):
@@ -43,8 +41,7 @@ def test_short_dispatches_do_not_make_an_arm_look_slow():
         for arm, most in ((PLAIN, STEPS), (PLAIN, STEPS), (chain(3), 1), (chain(3), 1)) * 10:
             machine.most = most
             control.record(Decision(arm), machine.run(arm, 4))
-        control.learn()
-        seen.append(control.times.ratios(4)[3][0])
+        seen.append(control.times.ratios(4)[0][3])
     full = (CHEAP[3] + machine.start_s / STEPS) / (CHEAP[0] + machine.start_s / STEPS)
     assert seen[0] > 2 * full
     assert seen[1] == pytest.approx(full, rel=0.05)
@@ -62,7 +59,9 @@ def test_slow_steps_behind_prompts_do_not_make_drafts_look_cheap(seed: int):
         outcome = machine.run(decision.arm, 1)
         if behind:
             accepted = {tried: counts[:1] for tried, counts in outcome.accepted.items()}
-            outcome = replace(outcome, steps=1, time_s=outcome.time_s / STEPS + 1.5, accepted=accepted, read=True)
+            outcome = replace(
+                outcome, steps=1, time_s=outcome.time_s / STEPS + 1.5, accepted=accepted, after_prompt=True
+            )
         control.record(decision, outcome)
         drafting += decision.length > 0
     assert drafting < 20
@@ -77,24 +76,11 @@ def test_plain_decoding_is_known_once_it_ran_as_long_as_a_whole_dispatch():
         assert (control.choose(4, 0).arm != PLAIN) == known
 
 
-def test_rows_that_plain_decoding_never_ran_with_are_decoded_plainly_without_a_thought(monkeypatch):
-    """The last rows of many texts, for a few steps: to look at all dispatches before them took 1 ms each time."""
-    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.9] * 5, noise=0.0)
-    play(control, machine, 40, rows=8)
-    control.record(Decision(chain(3)), machine.run(chain(3), 8))
-    with monkeypatch.context() as patch:
-        patch.setattr(Adaptive, "learn", lambda self: pytest.fail("looked at what can be of no use"))
-        assert control.choose(1, 0).arm == PLAIN
-    control.record(Decision(PLAIN), machine.run(PLAIN, 1))
-    assert control.choose(1, 0).arm != PLAIN
-
-
 def test_nothing_is_tried_in_a_dispatch_that_will_be_short():
     control, machine = Adaptive(ARMS), Starting(CHEAP, [0.0] * 5, noise=0.0)
     machine.most = STEPS
     for _ in range(2):
         control.record(Decision(PLAIN), machine.run(PLAIN, 4))
-    control.learn()
     assert not control.choose(4, 0, steps=1).probe
     assert control.choose(4, 0).probe
     assert control.choose(4, 0, steps=STEPS).probe
@@ -103,39 +89,11 @@ def test_nothing_is_tried_in_a_dispatch_that_will_be_short():
 def test_a_probe_loses_what_the_best_arm_would_not_have_taken():
     control, machine = Adaptive(ARMS), Machine(CHEAP, [0.5] * 5, noise=0.0)
     play(control, machine, 300)
-    control.learn()
-    owed_s, decision = control.probes.owed_s, Decision(PLAIN, True, 1.0, best=1.25)
+    owed_s, decision = control.trials.debt_s, Decision(PLAIN, True, 1.0, best=1.25)
     control.record(decision, machine.run(PLAIN, 4))
-    control.learn()
     spent_s = STEPS * CHEAP[0]
-    earned_s = control.spec.probe_share * spent_s
-    assert control.probes.owed_s - owed_s == pytest.approx((1 - 1 / 1.25) * spent_s - earned_s, abs=0.05 * spent_s)
-
-
-def test_requests_that_want_no_drafts_change_nothing_for_those_that_do():
-    """The engine asks for no arm while they run; what would be best for them is not what the next ones begin with."""
-    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.9] * 5, noise=0.0)
-    drafting, plainly = running([None] * 4), running([0] * 4)
-    in_use(control, machine, drafting, 60)
-    for _ in range(20):  # a thought is due in some of these turns
-        wanted = in_use(control, machine, drafting, 1)
-        assert wanted.length
-        control.ahead(Decision(PLAIN), 4, plainly)
-        control.record(Decision(PLAIN), machine.run(PLAIN, 4))
-        assert control.choose(4, 0, drafting, steps=1).length
-
-
-def test_a_decision_outlives_requests_with_limits_of_their_own():
-    """They came and went: it is the limits of those that run which a decision was thought out for."""
-    control, machine, requests = Adaptive(ARMS), Machine(CHEAP, [0.9] * 5, noise=0.0), running([None] * 4)
-    in_use(control, machine, requests, 200)
-    wanted = control._kept[2, requests.shares].decision
-    for limit, limits in ((0, [0] * 4), (None, [])):
-        for row in range(4):
-            requests.leave(row)
-            requests.enter(row, limit)
-        assert requests.limits == limits
-    assert control.choose(4, 0, requests) is wanted
+    earned_s = control.spec.trial_share * spent_s
+    assert control.trials.debt_s - owed_s == pytest.approx((1 - 1 / 1.25) * spent_s - earned_s, abs=0.05 * spent_s)
 
 
 def test_idle_trials_that_begin_dearly_come_more_seldom():
@@ -147,7 +105,7 @@ def test_idle_trials_that_begin_dearly_come_more_seldom():
         for turn in range(1500):
             decision = control.choose(4, 0)
             shown_s = lost_s if decision.arm.drafts and not last.drafts else 0.0
-            control.record(decision, replace(machine.run(decision.arm, 4), lost_s=shown_s))
+            control.record(decision, replace(machine.run(decision.arm, 4), catch_up_s=shown_s))
             last, probes = decision.arm, probes + (decision.probe and turn >= 300)
         tried.append(probes)
     assert 0 < tried[1] < 0.2 * tried[0], tried
@@ -164,60 +122,6 @@ def test_plain_decoding_that_ran_of_late_is_not_tried_again():
         control.record(decision, machine.run(decision.arm, 4))
     assert machine.ran[-60:].count(PLAIN) >= 15
     assert probes == 0
-
-
-def test_it_goes_on_without_a_thought_until_the_rows_are_others():
-    machine, control, requests = Machine(DEAR, [0.1] * 5), Adaptive(ARMS), running([None, None, None, 2])
-    thought: list[int] = []
-    gains = control._gains
-    control._gains = lambda *args: (thought.append(len(machine.ran)), gains(*args))[1]
-    for _ in range(400):
-        decision = control.choose(4, 0, requests)
-        control.record(decision, machine.run(decision.arm, 4))
-    late = [i for i in thought if i >= 200]
-    while thought[-1] < len(machine.ran) - 1 or decision.probe:  # one more, which holds for a while
-        decision = control.choose(4, 0, requests)
-        control.record(decision, machine.run(decision.arm, 4))
-    before = len(machine.ran)
-    assert 200 * STEPS / control.spec.thinking_steps <= len(late) <= 35, "every eighth dispatch, and after a probe"
-    requests.leave(2)
-    control.choose(3, 0, requests)
-    assert thought[-1] < before, "it is like the others"
-    requests.leave(3)
-    control.choose(3, 0, requests)
-    assert thought[-1] == before, "that one wanted few drafts"
-    before = len(thought)
-    control.choose(4, 0, requests)
-    assert len(thought) == before, "as many rows, nearly"
-    assert control.choose(2, 0, requests) == Decision(PLAIN), "of two rows nothing is known, and nothing is kept"
-
-
-def test_dispatches_that_nothing_was_chosen_for_do_not_pile_up():
-    """Requests that want no drafts never ask; what plain decoding takes is known all the same."""
-    machine, control = Machine(CHEAP, [0.5] * 5, noise=0.0), Adaptive(ARMS)
-    for _ in range(1000):
-        control.ahead(Decision(PLAIN), 4)
-        control.record(Decision(PLAIN), machine.run(PLAIN, 4))
-    assert len(control._new) <= UNSEEN
-    assert control.times.plain_s(4) == pytest.approx(CHEAP[0])
-    assert control.probes.steps == 0, "and no time was earned"
-
-
-def test_a_request_with_one_bad_stretch_is_drafted_for_again():
-    """Others' drafts pay, its own did not at first: plain steps later it has another chance, and keeps it."""
-    control, machine = Adaptive(ARMS), Machine(CHEAP, [0.8] * 5)
-    play(control, machine, 300)
-    requests = running([None])
-    requests.add(5, {0: [0] * 40})
-    chosen: list[Decision] = []
-    for _ in range(40):
-        decision = control.choose(1, 0, requests)
-        outcome = machine.run(decision.arm, 1)
-        control.record(decision, outcome)
-        requests.add(decision.length, {0: next(iter(outcome.accepted.values()))})
-        chosen.append(decision)
-    assert all(decision.probe or not decision.length for decision in chosen[:2])
-    assert all(decision.length or decision.probe for decision in chosen[-20:])
 
 
 class Cold(Machine):
@@ -239,10 +143,9 @@ def test_what_a_change_of_arms_takes_is_not_an_arms_own_time():
     for _ in range(40):
         for arm in (PLAIN, PLAIN, chain(5), chain(5), chain(5), chain(2)):
             control.record(Decision(arm), machine.run(arm, 4))
-    control.learn()
-    assert machine.ran[200:300].count(chain(5)) > 90, "it is in use"
+    assert sum(arm.drafts >= 4 for arm in machine.ran[200:300]) > 90, "drafts are in use"
     assert control.times.switch_s == pytest.approx(machine.switch_s, rel=0.2)
-    fifth, second = (control.times.ratios(4)[place][0] for place in (5, 2))
+    fifth, second = (control.times.ratios(4)[0][arm] for arm in (5, 2))
     assert fifth == pytest.approx(CHEAP[5], rel=0.03)
     assert second == pytest.approx(CHEAP[2], rel=0.03), "each of its dispatches took 12.6 instead of 9.6"
 
@@ -254,10 +157,8 @@ def test_a_machine_that_is_slow_at_times_makes_no_arm_look_slow():
         control.record(Decision(arm), machine.run(arm, 4))
     machine.time_s = [1.5 * time_s for time_s in CHEAP]
     for arm in [chain(1)] * 60 + [chain(3), chain(1)] * 10:
-        control.ahead(Decision(arm), 4)
         control.record(Decision(arm), machine.run(arm, 4))
-    control.learn()
-    third, first = (control.times.ratios(4)[place][0] for place in (3, 1))
+    third, first = (control.times.ratios(4)[0][arm] for arm in (3, 1))
     assert third / first == pytest.approx(CHEAP[3] / CHEAP[1], rel=0.03)
     assert first == pytest.approx(CHEAP[1], rel=0.1), "a part of half as much again"
 
@@ -270,79 +171,27 @@ def test_rows_that_ended_are_not_drafts_that_are_cheap():
             outcome = machine.run(arm, 8)
             quick = 1 - 0.05 * (8 - left)
             control.record(Decision(arm), replace(outcome, time_s=quick * outcome.time_s, active=float(left)))
-    control.learn()
-    ratio, error = control.times.ratios(8)[1]
+    ratio, error = (values_A[1] for values_A in control.times.ratios(8))
     assert ratio == pytest.approx(DEAR[1], rel=0.025)
     assert error < control.times.ratios(5)[1][1], "plain decoding never ran with five rows"
     assert error < 0.04
 
 
-def test_many_numbers_of_rows_are_known_and_the_latest_are_kept():
-    """A batch that is never as full as before: each dispatch tells about its neighbours, and nothing piles up."""
-    control, rng = Adaptive(ARMS), np.random.default_rng(0)
-    for _ in range(4000):
-        rows, arm = int(rng.integers(1, 400)), ARMS[int(rng.integers(0, 6))]
-        step_s = rows**0.3 * (1 + 0.4 * arm.drafts) * (1 + 0.03 * rng.standard_normal())
-        control.record(Decision(arm), Outcome(rows, STEPS, STEPS * step_s, {}))
-    control.learn()
-    law = control.times._known
-    assert len(law.mean_N) <= FIRST + KEPT_ROWS * (len(ARMS) + 1)
-    assert np.linalg.eigvalsh(law.cov_NN).min() > -1e-9
-    ratio, error = control.times.ratios(300)[3]
-    assert ratio == pytest.approx(1 + 0.4 * 3, rel=0.06)
-    assert error < 0.06
-    assert control.times.plain_s(300) == pytest.approx(300**0.3, rel=0.15)
-
-
 def test_a_number_of_rows_that_never_ran_may_be_asked_for():
     """Some of eight rows ended in their first dispatch, so only fewer are known."""
     control = Adaptive(ARMS)
-    control.record(Decision(PLAIN), Outcome(8, STEPS, 1.0 * STEPS, {0: [0] * 40}, active=5.0))
-    control.learn()
+    control.record(Decision(PLAIN), Outcome(8, STEPS, 1.0 * STEPS, {(0, 0): [0] * 40}, active=5.0))
     assert control.times.plain_s(8) > control.times.plain_s(5)
 
 
-def test_experts_of_few_rows_say_nothing_of_many():
-    """A text that is left alone touches fewer experts than eight; of eight that follow, what was known still is."""
-    machine, control, known = Machine(DEAR, [0.8] * 5, noise=0.02), Adaptive(ARMS), []
-    for rows, experts, times in ((8, 40.0, 20), (1, 6.0, 10)):
-        for arm in (PLAIN, chain(3)) * times:
-            touched = tuple(experts * (1 + 0.2 * k) for k in range(arm.drafts))
-            control.record(Decision(arm), replace(machine.run(arm, rows), touched=touched))
-        control.learn()
-        known.append(control.times.ratios(8)[3])
-    (before, unsure_before), (ratio, unsure) = known
-    assert ratio == pytest.approx(before, rel=0.02)
-    assert unsure < unsure_before + 0.02
-
-
-def test_experts_of_a_single_step_say_nothing_of_whole_dispatches():
-    """The step behind eight prompts touches fewer experts than those that follow, and what they should touch stays."""
-    machine, control, usual = Machine(DEAR, [0.8] * 5, noise=0.0), Adaptive(ARMS), []
-    for _ in range(3):
-        for steps, experts, arm in ((1, 4.0, ARMS[1]), (STEPS, 10.0, ARMS[1]), (STEPS, 10.0, PLAIN)):
-            outcome = machine.run(arm, 8)
-            touched = tuple(experts * (1 + 0.2 * k) for k in range(arm.drafts))
-            time_s = outcome.time_s * steps / outcome.steps
-            control.record(Decision(arm), replace(outcome, steps=steps, time_s=time_s, touched=touched))
-            control.learn()
-            usual.append(control.times.ratios(8)[1][0])
-    assert usual[3::3] == pytest.approx(usual[2:-1:3], rel=0.015)
-
-
-def test_trials_take_no_more_than_a_share_of_all_steps():
-    """Five lengths and plain decoding are alike: trials lose nothing, and unbounded, each fifth dispatch is one."""
-    shares = []
-    for probe_steps in (1.0, AdaptiveSpec.probe_steps):
-        control = Adaptive(ARMS, AdaptiveSpec(probe_steps=probe_steps))
-        machine = Machine([1.0, 1.78, 2.41, 2.93, 3.34, 3.67], [0.8] * 5)
-        decided, steps = [], 0
-        for _ in range(4000):
-            decision = control.choose(4, 0)
-            outcome = machine.run(decision.arm, 4)
-            control.record(decision, outcome)
-            decided.append(decision.probe)
-            steps += outcome.steps
-        shares.append(sum(decided) / len(decided))
-        assert probe_steps == 1.0 or sum(decided) * outcome.steps <= 513 + probe_steps * steps
-    assert shares[0] > 1.5 * shares[1], shares
+def test_many_numbers_of_rows_tell_about_each_other():
+    """A batch that is never as full as before: what is known of it grows with the powers of two alone."""
+    control, rng = Adaptive(ARMS), np.random.default_rng(0)
+    for _ in range(2000):
+        rows, arm = int(rng.integers(1, 400)), ARMS[int(rng.integers(0, 6))]
+        step_s = rows**0.3 * (1 + 0.4 * arm.drafts) * (1 + 0.03 * rng.standard_normal())
+        control.record(Decision(arm), Outcome(rows, STEPS, STEPS * step_s, {}))
+    ratio_A, error_A = control.times.ratios(300)
+    assert ratio_A[3] == pytest.approx(1 + 0.4 * 3, rel=0.06)
+    assert error_A[3] < 0.06
+    assert control.times.plain_s(300) == pytest.approx(300**0.3, rel=0.15)
