@@ -5,8 +5,6 @@ independence between positions is assumed. All chains share the ``level``; a tre
 sampled alike (``SamplingParams.kind``) differ from it by factors ``(w + hits) / (w + expected hits)``. Old counts fade.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ a machine is now faster and now slower for many dispatches in a row, and against
 taken for what it cost.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ the best one's place (a contest) is tried again sooner, and for some dispatches,
 out for long.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

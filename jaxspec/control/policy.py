@@ -4,8 +4,6 @@ An arm is used only if the lower bound of its gain is above 1 by a margin, so th
 another one only if that one is better by the margin. The gain is Cascade's utility (2506.20675).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
@@ -74,6 +72,8 @@ class Adaptive:
             return Decision(self.arms[trial], True, gain.value or None, best_gain, share.min_rows(rows))
         if best != held:
             self.trials.reset(sides=not best or not held)
+            if len(self._held) >= 1024:  # batches of many kinds and limits
+                self._held.clear()
             self._held[kind] = best
         decision = Decision(self.arms[best], False, best_gain, best_gain, gains[best].verified.min_rows(rows))
         if not brief:
@@ -123,10 +123,8 @@ class Adaptive:
 
     def _best(self, gains: Sequence[Gain], held: int) -> int:
         """Returns the arm to use: the one in use as long as it pays and no other is clearly better."""
-        best = held if gains[held].lower > 1.0 else 0
-        least = to_replace(gains[best], self.spec) if best else 1.0
+        best, least = (held, to_replace(gains[held], self.spec)) if held and gains[held].lower > 1.0 else (0, 1.0)
         for arm, gain in enumerate(gains[1:], start=1):
-            pays = gain.lower > 1.0 + gain.verified.steps * self.spec.margin
-            if pays and gain.value > max(least, gains[best].value if best != held else 0.0):
-                best = arm
+            if gain.lower > 1.0 + gain.verified.steps * self.spec.margin and gain.value > least:
+                best, least = arm, gain.value
         return best

@@ -4,8 +4,6 @@ For drafters that often find nothing: a verification takes its time for all rows
 a draft.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ usual they add on the texts of now. So a dispatch tells about the pace where its
 is not, and about other arms and batch sizes as far as they have errors in common.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
