@@ -10,7 +10,7 @@ from jaxspec.topology import AnyTopology
 
 
 class Request(NamedTuple):
-    """What is known of a running request before it has drafted: its ``SamplingParams.kind`` and its draft limit."""
+    """A running request: its ``SamplingParams.kind``, and the most drafts that it may accept."""
 
     kind: int = 0
     limit: int | None = None

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -85,7 +86,7 @@ def _calibrated(path: str, method: str, target: Model, quantization: str) -> Ste
 def _cost_of(target: Model) -> ModelCost:
     """Returns the target as the cost model knows it, from the sizes of its parameters as if none were quantized."""
     net = target.net
-    plain = Transformer(net.arch, net.policy.update(formats=(), experts="stacked", depth="stacked", mesh=None))
+    plain: Any = Transformer(net.arch, net.policy.update(formats=(), experts="stacked", depth="stacked", mesh=None))
     values: dict[str, float] = {"dense": 0.0, "routed": 0.0, "embedding": 0.0}
     for path, leaf in flatten(abstract_params(plain)).items():
         name = path.rpartition("/")[2]
