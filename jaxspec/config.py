@@ -93,11 +93,6 @@ def _quoted(text: str) -> str:
 def to_record(values: Mapping[str, Any], kind: type[Record], name: str) -> Record:
     """Converts values to a record.
 
-    Args:
-      values: as TOML gives them.
-      kind: frozen ``msgspec.Struct``, whose fields may be such records too.
-      name: of the file, for messages.
-
     Raises:
       ConfigError: keys are unknown (all are named, with the known ones), missing or of another type, or the record
         refuses their values.

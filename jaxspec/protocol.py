@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import jax.numpy as jnp
-from typing_extensions import override
 
 from jaxspec.errors import ConfigError
 from jaxspec.pytree import pytree, replace, static
@@ -192,7 +191,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Rule:
+class VerifyRule:
     """A verification rule: says which drafts are accepted, so that the text or its distribution stays the target's.
 
     Attributes:
@@ -352,7 +351,6 @@ class NoDrafts(Drafter):
 
     topology = PLAIN
 
-    @override
     def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         return no_proposal(anchor), state
 

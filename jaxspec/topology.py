@@ -96,18 +96,6 @@ class Topology:
             path_TJ[node, self.depth[node]] = node
         return path_TJ
 
-    def paths(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the paths from root to leaf, without the anchor."""
-        leaves = [n for n in range(self.nodes) if not self.children[n]]
-        out = []
-        for leaf in leaves:
-            path, node = [], leaf
-            while node > 0:
-                path.append(node)
-                node = self.parents[node]
-            out.append(tuple(reversed(path)))
-        return tuple(out)
-
 
 @dataclass(frozen=True)
 class DynamicTree:

@@ -19,8 +19,9 @@ from compare_table import table
 
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.config import to_record
+from jaxspec.models.apply import apply
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.draft_head import DraftHead, part_of
+from jaxspec.models.draft_head import DraftHead
 from jaxspec.protocol import CaptureSpec
 from jaxspec.pytree import replace
 from jaxspec.serve.demo_pair import demo_model_dir
@@ -171,7 +172,7 @@ def routing_recall(objective: HeadObjective, params: Params, corpus: Corpus, len
         for distance in (1, 4):
             j, weight = distance - 1, weights(batch, distance - 1)
             wanted = shift_left(chosen, 2 + j)
-            guess = recall(part_of(net, params, "routes", rounds[j].last_BXD), wanted, wanted.shape[-1])
+            guess = recall(apply(net, params, rounds[j].last_BXD, method="routes"), wanted, wanted.shape[-1])
             same = jnp.any(wanted[..., :, None] == chosen[..., None, :], axis=-1).mean(axis=(-1, -2))
             for name, hit in (("routing_recall", guess), ("previous_recall", same)):
                 figures[f"{name}_{distance}"] = jnp.sum(hit * weight) / jnp.sum(weight)

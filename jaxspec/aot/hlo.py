@@ -13,6 +13,7 @@ INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.\-]+) = (.*)$")
 OPCODE = re.compile(r"(?:^|[\s})\]])([a-z][\w\-]*)\(")
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# The step holds one loop per packed size, of which one turns once and the others never: counted as if all were live.
 TURNS = {FULL: {"condition": 2, "body": 1}, SMALLER: {"condition": 1, "body": 0}}
 ONCE = re.compile(rf'op_name="[^"]*({FULL}|{SMALLER})/while"')
 CALLED = re.compile(r"(\w+)=%([\w.\-]+)|branch_computations=\{([^}]*)\}")
@@ -216,6 +217,7 @@ def _repeats(module: Module, instruction: Instruction, least_bytes: int) -> bool
     big = [i for i in inner if i.size_bytes * 4 >= least_bytes]
     if any(i.opcode in IN_PLACE for i in inner) or all(i.opcode in passive for i in big):
         return False
+    # A fusion that widens narrow weights as it copies them still reads them twice, so arithmetic does not excuse it.
     sources = [i for i in inner if i.opcode == "parameter" and i.size_bytes * 4 >= least_bytes]
     if not sources:
         return False

@@ -76,7 +76,7 @@ def run(entry: str, *, gate: bool = False, timeout_s: float = 1800, **arguments:
             try:
                 done = subprocess.run(
                     [sys.executable, "-m", "jaxspec.aot.process"], input=json.dumps(request).encode(),
-                    stdout=log, stderr=log, env=_environment(os.environ, directory, gate), timeout=timeout_s,
+                    stdout=log, stderr=log, env=_environment(os.environ, directory, gate=gate), timeout=timeout_s,
                     check=False,
                 )  # fmt: skip
             except subprocess.TimeoutExpired:
@@ -86,7 +86,7 @@ def run(entry: str, *, gate: bool = False, timeout_s: float = 1800, **arguments:
         return json.loads((directory / "reply.json").read_text())
 
 
-def _environment(inherited: Mapping[str, str], directory: Path, gate: bool) -> dict[str, str]:
+def _environment(inherited: Mapping[str, str], directory: Path, *, gate: bool) -> dict[str, str]:
     """Returns what JAX and XLA read when they are imported."""
     path = [] if _installed(sys.path) else [str(DIRECTORY)]
     flags = [*FLAGS, f"--xla_dump_to={directory / 'dump'}", *([SPILLING_FAILS] if gate else [])]

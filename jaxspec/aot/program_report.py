@@ -95,6 +95,7 @@ def _report(name: str, program: Program, mesh: Mesh, arch: ArchSpec) -> dict[str
       ``launches``, ``graphs``, ``kernels``, ``collectives``, ``bytes``, ``copies``, ``spills`` and ``compile_s``; see
       the README. Bytes are those of one device.
     """
+    # The log is of the process: what earlier programs spilled is not this one's.
     began, before, placed = time.monotonic(), set(process.spills()), _shardings(program, mesh)
     compiled = compile_for(
         program.call, program.arguments, list(mesh.devices.flat), name=name, donate=(STATE,), shardings=placed
@@ -136,7 +137,7 @@ def _shardings(program: Program, mesh: Mesh) -> Any:
     replicated = NamedSharding(mesh, PartitionSpec())
     placed = list(jax.tree.map(lambda _: replicated, program.arguments))
     state, policy = program.arguments[STATE], program.arguments[0].net.policy
-    over = row_axes(mesh, state.length_B.shape[0], policy.compute.transport != "sum")
+    over = row_axes(mesh, state.length_B.shape[0], spread=policy.compute.transport != "sum")
     placed[STATE] = state_shardings(state, mesh, state_rules(over, own_pages=policy.layout.depth == "unrolled"))
     for i, argument in enumerate(program.arguments[:STATE]):
         split_names = [name for name in ("params", "base") if hasattr(argument, name)]

@@ -16,7 +16,7 @@ from jaxspec.checkpoint.load.release import release_files
 from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.decode.dispatch import dispatch
-from jaxspec.decode.prefill import prefill
+from jaxspec.decode.prefill import Chunk, prefill
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft import methods
@@ -152,9 +152,10 @@ def _step(setting: ProgramSettings, target: Target, drafter: Drafter) -> Program
 
 
 def _prefill(setting: ProgramSettings, target: Target, drafter: Drafter) -> Program:
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    chunk = jax.ShapeDtypeStruct((setting.bucket + 1,), jnp.int32)
-    return Program(prefill, (target, drafter, _state(setting, target, drafter), number, chunk, number, number), 0)
+    number: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    token_X: Any = jax.ShapeDtypeStruct((setting.bucket + 1,), jnp.int32)
+    chunk = Chunk(number, token_X, number, number)
+    return Program(prefill, (target, drafter, _state(setting, target, drafter), chunk), 0)
 
 
 def _state(setting: ProgramSettings, target: Target, drafter: Drafter) -> Any:

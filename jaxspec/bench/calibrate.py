@@ -274,6 +274,7 @@ def _measure(
         taken, step_s = sorted(steps[bench.cell]), statistics.median(steps[bench.cell])
         quarter = len(taken) // 4
         spread = (taken[-1 - quarter] - taken[quarter]) / step_s
+        # Drafting is timed apart from its step; a noisy step must still leave time for verifying.
         draft_s = min(statistics.median(drafts[bench.cell]), 0.9 * step_s)
         points[bench.cell] = MeasuredCell(rows, length, context + round(bench.grown / 2), step_s, spread, draft_s)
     return points, max(statistics.median(p.spread for p in points.values()), 1e-4)

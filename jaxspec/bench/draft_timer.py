@@ -20,7 +20,7 @@ def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Cal
     """Returns a function that times one proposal of all rows, on the state after the prompts."""
     for prompt in prompts:
         llm.submit(prompt, params)
-    for _ in range(2):
+    for _ in range(2):  # one reads the prompts, one decodes: the drafter is in the middle of a text
         llm.step(1)
     start = jax.tree.map(jnp.copy, (llm.engine.state.draft, llm.engine.state.anchor))
     llm.abort()

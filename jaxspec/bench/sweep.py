@@ -11,7 +11,7 @@ from msgspec import structs
 
 from jaxspec.bench.grid import NONE, EnginePoint, Grid, Scenario
 from jaxspec.bench.measure import Run, poisson_arrivals, run_requests
-from jaxspec.bench.peers.contest import Contender, peer_figures
+from jaxspec.bench.peers.sessions import PeerSession, peer_figures
 from jaxspec.bench.record import CLOSED, AcceptanceFigures, Experts, PeerFigures, Skipped, Spread, SweepCell, figures
 from jaxspec.bench.rounds import PLAIN, SPECULATIVE, Subject, held_at, run_rounds, total
 from jaxspec.bench.touched_experts import touched_experts
@@ -26,11 +26,11 @@ from jaxspec.serve.request import SamplingParams
 from jaxspec.topology import PLAIN as PLAIN_ARM
 
 LEAST_BUCKET, MOST_BUCKET = 32, 1024
-Peers = Callable[[EnginePoint, int], tuple[list[Contender], list[Skipped]]]
+Peers = Callable[[EnginePoint, int], tuple[list[PeerSession], list[Skipped]]]
 
 
 @dataclass(frozen=True)
-class Watcher:
+class SweepCallbacks:
     """Callbacks of a sweep.
 
     Attributes:
@@ -54,7 +54,7 @@ class Sweep:
       grid: what it covers.
       engine: keyword arguments of every ``LLM``.
       peers: opens the other engines that take part in a closed greedy point, for (engine, capacity).
-      watcher: called back.
+      callbacks: called back.
       model: target, None until the first engine has loaded it.
       longest: longest prompt in tokens.
       capacity: longest text in tokens.
@@ -64,7 +64,7 @@ class Sweep:
     grid: Grid
     engine: Mapping[str, Any] = field(default_factory=dict)
     peers: Peers | None = None
-    watcher: Watcher = field(default_factory=Watcher)
+    callbacks: SweepCallbacks = field(default_factory=SweepCallbacks)
 
     def __post_init__(self) -> None:
         self.arch: ArchSpec = arch_of(read_config(self.directory))
@@ -92,28 +92,28 @@ class Sweep:
     def run(self) -> None:
         """Measures every point; what cannot be measured is reported as skipped, and the rest goes on."""
         for point in self.grid.engines():
-            self.watcher.opening(point)
+            self.callbacks.opening(point)
             try:
                 self._on_engine(point)
             except (JaxspecError, jax.errors.JaxRuntimeError) as error:
-                self.watcher.skipped(Skipped(point.name, _line(error)))
+                self.callbacks.skipped(Skipped(point.name, _line(error)))
 
     def _on_engine(self, engine: EnginePoint) -> None:
         llm = self.open(engine)
-        contenders: list[Contender] = []
+        sessions: list[PeerSession] = []
         if self.peers is not None:
-            contenders, missing = self.peers(engine, self.capacity)
+            sessions, missing = self.peers(engine, self.capacity)
             for skipped in missing:
-                self.watcher.skipped(skipped)
+                self.callbacks.skipped(skipped)
         try:
             for scenario in self.grid.scenarios():
                 try:
-                    self.watcher.cell(self.measure(llm, engine, scenario, contenders))
+                    self.callbacks.cell(self.measure(llm, engine, scenario, sessions))
                 except JaxspecError as error:
-                    self.watcher.skipped(Skipped(f"{engine.name}, {scenario.workload}", _line(error)))
+                    self.callbacks.skipped(Skipped(f"{engine.name}, {scenario.workload}", _line(error)))
         finally:
-            for contender in contenders:
-                contender.stop()
+            for session in sessions:
+                session.stop()
 
     def open(self, engine: EnginePoint) -> LLM:
         """Builds an engine; the weights of the target are loaded once."""
@@ -128,25 +128,25 @@ class Sweep:
             max_model_len=self.capacity,
             max_num_seqs=engine.rows,
             max_logprobs=0,
-            on_progress=self.watcher.progress,
+            on_progress=self.callbacks.progress,
             **settings,
         )
         self.model = llm.model
         return llm
 
     def measure(
-        self, llm: LLM, engine: EnginePoint, scenario: Scenario, contenders: Sequence[Contender] = ()
+        self, llm: LLM, engine: EnginePoint, scenario: Scenario, sessions: Sequence[PeerSession] = ()
     ) -> SweepCell:
         """Returns one cell: rounds in which every way of decoding runs once, in turns."""
         prompts = self.prompts(engine, scenario)
         subjects = self.subjects(llm, engine, scenario)
-        rivals = {c.name: c for c in contenders} if self._suits_peers(scenario, len(prompts)) else {}
-        for name, rival in rivals.items():
-            subjects[name] = lambda part, rival=rival: rival.run(prompts[part], scenario.output_tokens)
+        peers = {session.name: session for session in sessions} if self._suits_peers(scenario, len(prompts)) else {}
+        for name, peer in peers.items():
+            subjects[name] = lambda part, peer=peer: peer.run(prompts[part], scenario.output_tokens)
         rounds = [total(runs) for runs in run_rounds(subjects, self.parts(engine, scenario), self.grid.rounds)]
         cell = self._cell(engine, scenario, rounds)
-        peers = [_peer_figures(rival, name, rounds) for name, rival in rivals.items()]
-        return structs.replace(cell, peers=peers, experts=self._experts(llm, engine, prompts, rounds))
+        figures_of_peers = [_peer_figures(peer, name, rounds) for name, peer in peers.items()]
+        return structs.replace(cell, peers=figures_of_peers, experts=self._experts(llm, engine, prompts, rounds))
 
     def subjects(self, llm: LLM, engine: EnginePoint, scenario: Scenario) -> dict[str, Subject]:
         """Returns our ways of decoding: plainly, and with the engine's drafter if it has one."""
@@ -238,10 +238,10 @@ class Sweep:
         return touched_experts(llm.model, prompts, rounds[-1][SPECULATIVE], rows=engine.rows, drafts=drafts)
 
 
-def _peer_figures(rival: Contender, name: str, rounds: Sequence[Mapping[str, Any]]) -> PeerFigures:
+def _peer_figures(peer: PeerSession, name: str, rounds: Sequence[Mapping[str, Any]]) -> PeerFigures:
     """Compares a peer's plain decoding with ours, its speculation with ours."""
-    mode = PLAIN if rival.mode == PLAIN else SPECULATIVE
-    return peer_figures(rival, [r[name] for r in rounds], [r[mode] for r in rounds], rounds[0][PLAIN])
+    mode = PLAIN if peer.mode == PLAIN else SPECULATIVE
+    return peer_figures(peer, [r[name] for r in rounds], [r[mode] for r in rounds], rounds[0][PLAIN])
 
 
 def _decode_ratios(pairs: Sequence[tuple[Run, Run]]) -> list[float]:

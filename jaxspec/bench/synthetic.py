@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxspec.errors import ConfigError
-from jaxspec.protocol import Proposal, Rule, Sampling, Tree, Verdict
+from jaxspec.protocol import Proposal, Sampling, Tree, Verdict, VerifyRule
 from jaxspec.shapes import Array
 from jaxspec.verify.rules import conclude, draw_coins, live_prefix, with_noise
 
@@ -39,9 +39,9 @@ class Synthetic:
             raise ConfigError(f"synthetic acceptance: a mean length is at least 1, got {self.length}")
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> VerifyRule:
         """The rule for a step."""
-        return Rule("synthetic", self)
+        return VerifyRule("synthetic", self)
 
     def __call__(
         self, proposal: Proposal, score_BTV: Array, live_BN: Array, sampling: Sampling, length_B: Array, tree: Tree

@@ -23,7 +23,7 @@ def heading(report: BenchReport) -> str:
 
 def csv_text(report: BenchReport) -> str:
     """Returns one line per cell and way of decoding, peers included."""
-    rows = [row for cell in report.cells for row in _rows(cell, report.synthetic is not None)]
+    rows = [row for cell in report.cells for row in _rows(cell, synthetic=report.synthetic is not None)]
     out = StringIO()
     writer = csv.DictWriter(out, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
@@ -31,7 +31,7 @@ def csv_text(report: BenchReport) -> str:
     return out.getvalue()
 
 
-def _rows(cell: SweepCell, synthetic: bool) -> Iterable[dict[str, Any]]:
+def _rows(cell: SweepCell, *, synthetic: bool) -> Iterable[dict[str, Any]]:
     point = {
         "synthetic": synthetic, "drafter": cell.drafter, "k": cell.k, "concurrency": cell.concurrency,
         "temperature": cell.temperature, "workload": cell.workload, "input_tokens": cell.input_tokens,

@@ -40,6 +40,25 @@ class StreamSpec:
         return self.reach is None and self.stride == 1
 
 
+@dataclass(frozen=True)
+class CacheSize:
+    """How much a cache holds.
+
+    Attributes:
+      rows: B.
+      room: positions of a row, provisional ones included.
+      slack: most positions that one forward writes.
+      block: positions that attention reads at a time.
+      pool: page count and page size of a shared pool; None gives every row one page of its own.
+    """
+
+    rows: int
+    room: int
+    slack: int
+    block: int = 128
+    pool: tuple[int, int] | None = None
+
+
 def entries(spec: StreamSpec, room: int, slack: int, block: int) -> int:
     """Returns the entries of one row's own array: its ring, or ``room`` positions; whole blocks of ``entry_block``.
 
@@ -57,37 +76,25 @@ def entry_block(spec: StreamSpec, block: int) -> int:
 
 
 def init_layer(
-    streams: Mapping[str, StreamSpec],
-    rows: int,
-    room: int,
-    slack: int,
-    block: int,
-    dtype: jnp.dtype,
-    pool: tuple[int, int] | None = None,
-    layers: int = 1,
-    *,
-    as_bits: bool = True,
+    streams: Mapping[str, StreamSpec], size: CacheSize, dtype: jnp.dtype, *, layers: int = 1, as_bits: bool = True
 ) -> LayerCache:
     """Allocates the zeroed cache of one layer, or of several equal ones one after the other.
 
     Args:
       streams: what is cached.
-      rows: B.
-      room: positions of a row, provisional ones included.
-      slack: most positions that one forward writes.
-      block: positions that attention reads at a time.
+      size: how much of it.
       dtype: compute dtype.
-      pool: page count and page size of a shared pool; None gives every row one page of its own.
       layers: how many layers share the arrays; layer y starts at page ``y * pages``.
       as_bits: whether bfloat16 is stored as its bits, which a CPU updates faster and a GPU's products read slower.
     """
     caches = {}
     for name, spec in streams.items():
-        pages, size = pool if pool and spec.pooled else (rows, entries(spec, room, slack, block))
+        own = size.rows, entries(spec, size.room, size.slack, size.block)
+        pages, page = size.pool if size.pool and spec.pooled else own
         kind = jnp.dtype(spec.dtype or dtype)
         # XLA:CPU widens a bfloat16 update to float32, the whole buffer at a time: 5 ms instead of 6 us for 8 rows.
         stored = jnp.uint16 if as_bits and kind == jnp.bfloat16 else kind
-        caches[name] = jnp.zeros((layers * pages, spec.heads, size, spec.width), stored)
+        caches[name] = jnp.zeros((layers * pages, spec.heads, page, spec.width), stored)
     return caches
 
 
@@ -168,7 +175,9 @@ def read_stored(pages_PGZC: Array, spec: StreamSpec, window: Window, entry_BT: A
     return pages_PGZC[page_BT, :, slot_BT]
 
 
-def read_stored_block(pages_PGZC: Array, spec: StreamSpec, window: Window, first: Array, shape: tuple[int, int]):
+def read_stored_block(
+    pages_PGZC: Array, spec: StreamSpec, window: Window, first: Array, shape: tuple[int, int]
+) -> Array:
     """Reads the same entries of every row, from ``first`` on, as they are stored: [B, G, Z, C] for ``shape`` (B, Z)."""
     rows, size = shape
     _, heads, page, width = pages_PGZC.shape

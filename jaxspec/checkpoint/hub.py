@@ -10,7 +10,7 @@ from jaxspec.checkpoint.files.model_files import TEXT_FILES
 from jaxspec.checkpoint.files.shards import INDEX, SINGLE, weight_map
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.heads.tensors import ARCHIVES
-from jaxspec.checkpoint.hub_progress import told
+from jaxspec.checkpoint.hub_progress import log_progress
 from jaxspec.checkpoint.load.model import no_directory, read_config
 from jaxspec.errors import ConfigError
 
@@ -89,18 +89,13 @@ class _Hub:
     def fetch(self, revision: str | None, patterns: Sequence[str], *, outside: bool = True) -> Path:
         """Returns the snapshot with the files that are wanted, which are downloaded where they are not there yet.
 
-        Args:
-          revision: branch, tag or commit.
-          patterns: of the files.
-          outside: whether files in folders count.
-
         Raises:
           ConfigError: that is not possible.
         """
         from huggingface_hub import snapshot_download
 
         try:
-            with told(self.name, self.cache):
+            with log_progress(self.name, self.cache):
                 snapshot = snapshot_download(
                     self.name, revision=revision, cache_dir=self.cache, allow_patterns=list(patterns),
                     ignore_patterns=None if outside else ["*/*"],

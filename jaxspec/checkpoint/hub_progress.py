@@ -10,24 +10,24 @@ EVERY_S = 30.0
 
 
 @contextmanager
-def told(
-    name: str, cache: Path, tell: Callable[[str], object] | None = None, every_s: float = EVERY_S
+def log_progress(
+    name: str, cache: Path, write: Callable[[str], object] | None = None, every_s: float = EVERY_S
 ) -> Iterator[None]:
     """Writes a line now and then while bytes of a repository arrive.
 
     Args:
       name: id of the repository.
       cache: where downloads lie.
-      tell: takes the lines; by default they go to standard error where that is no terminal, unless the client's
+      write: takes the lines; by default they go to standard error where that is no terminal, unless the client's
         progress bars are switched off.
       every_s: seconds between two lines.
     """
-    tell = tell or _default()
-    if tell is None:
+    write = write or _default()
+    if write is None:
         yield
         return
     blobs, done = cache / f"models--{name.replace('/', '--')}" / "blobs", threading.Event()
-    watcher = threading.Thread(target=_watch, args=(name, blobs, tell, every_s, done), daemon=True)
+    watcher = threading.Thread(target=_watch, args=(name, blobs, write, every_s, done), daemon=True)
     watcher.start()
     try:
         yield
@@ -42,12 +42,12 @@ def _default() -> Callable[[str], object] | None:
     return None if sys.stderr.isatty() or are_progress_bars_disabled() else sys.stderr.write
 
 
-def _watch(name: str, blobs: Path, tell: Callable[[str], object], every_s: float, done: threading.Event) -> None:
+def _watch(name: str, blobs: Path, write: Callable[[str], object], every_s: float, done: threading.Event) -> None:
     before = _size_bytes(blobs)
     while not done.wait(every_s):
         now = _size_bytes(blobs)
         if now > before:
-            tell(f"jaxspec: downloading {name}, {now / 1e9:.2f} GB of it are here\n")
+            write(f"jaxspec: downloading {name}, {now / 1e9:.2f} GB of it are here\n")
         before = now
 
 

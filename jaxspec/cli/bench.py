@@ -107,7 +107,7 @@ def run(args: BenchArgs) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     progress = SweepProgress(args, sweep, core, report_file)
     with Stages() as stages:
-        sweep.watcher = progress.watcher(stages)
+        sweep.callbacks = progress.callbacks(stages)
         sweep.run()
     report = progress.report(complete=True)
     save(report, report_file)
@@ -134,7 +134,7 @@ def sweep_of(args: BenchArgs) -> Sweep:
     Raises:
       ConfigError: they are not usable.
     """
-    from jaxspec.bench.peers.contest import open_contenders, parse_peers
+    from jaxspec.bench.peers.sessions import parse_peers, start_sessions
     from jaxspec.bench.sweep import Sweep
     from jaxspec.checkpoint.load.model import read_config
 
@@ -145,7 +145,7 @@ def sweep_of(args: BenchArgs) -> Sweep:
     dtype = published if args.dtype == "auto" else args.dtype
 
     def start_peers(engine: EnginePoint, capacity: int) -> Any:
-        return open_contenders(peers, engine, model=directory, dtype=dtype, capacity=capacity)
+        return start_sessions(peers, engine, model=directory, dtype=dtype, capacity=capacity)
 
     settings = {"dtype": args.dtype, "quantization": args.quantization, "seed": args.seed, **engine_of(args.engine)}
     return Sweep(directory, grid, settings, start_peers if peers else None)
@@ -245,13 +245,13 @@ class SweepProgress:
             },
         }  # fmt: skip
 
-    def watcher(self, stages: Stages) -> Any:
+    def callbacks(self, stages: Stages) -> Any:
         """Returns the callbacks of the sweep."""
-        from jaxspec.bench.sweep import Watcher
+        from jaxspec.bench.sweep import SweepCallbacks
 
-        return Watcher(self._open, self._cell, self._skip, stages)
+        return SweepCallbacks(self._open, self._cell, self._skip, stages)
 
-    def report(self, complete: bool) -> BenchReport:
+    def report(self, *, complete: bool) -> BenchReport:
         """Returns the report so far."""
         from jaxspec.bench.record import SCHEMA, BenchReport
 

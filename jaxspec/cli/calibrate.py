@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxspec.cli.screen import Screen
     from jaxspec.perf.calibration import Calibration
     from jaxspec.perf.held_out import HeldOut
 
@@ -65,7 +65,6 @@ def run(args: CalibrateArgs) -> int:
     """Measures, fits, writes and shows."""
     from jaxspec.bench.calibrate import CalibrationGrid, calibrate, cost_of
     from jaxspec.cli.engine_flags import load_llm
-    from jaxspec.cli.screen import Screen
     from jaxspec.perf.calibration import save_calibration
     from jaxspec.perf.held_out import judge
     from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
@@ -115,7 +114,7 @@ def _texts(file: Path | None) -> list[str]:
         raise ConfigError(f"--text: {file} cannot be read ({error})") from None
 
 
-def show(calibration: "Calibration", screen: "Screen") -> None:
+def show(calibration: "Calibration", screen: Screen) -> None:
     """Prints a calibration for people: the raw table, the fits, and how much experts overlap."""
     from rich.table import Table
 
@@ -141,7 +140,7 @@ def show(calibration: "Calibration", screen: "Screen") -> None:
         screen.line(f"experts touched by neighboring positions of a row, share of the independent count: {words}")
 
 
-def show_held_out(held_out: "HeldOut", screen: "Screen") -> None:
+def show_held_out(held_out: "HeldOut", screen: Screen) -> None:
     """Prints how well cells were predicted that nothing was fitted to."""
     from rich.table import Table
 

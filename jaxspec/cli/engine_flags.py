@@ -132,7 +132,7 @@ def load_llm(model: Path, *, quiet: bool = False, **keywords: Any) -> "LLM":
     """Loads and compiles a model with JAX's compile cache switched on, and shows how far it is."""
     from jaxspec.cli.stages import shown_stages
 
-    with shown_stages(quiet) as on_progress:
+    with shown_stages(quiet=quiet) as on_progress:
         if on_progress is not None:
             on_progress("loading", 0, 0)
         from jaxspec.serve.compile_cache import use_compile_cache

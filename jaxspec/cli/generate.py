@@ -143,11 +143,13 @@ def _prompt(args: GenerateArgs, prompt: str) -> int:
     sys.stdout.write("\n")
     sys.stdout.flush()
     if output is not None:
-        sys.stderr.write(_spent(output, time.monotonic() - began, args.engine.speculative_config is not None))
+        sys.stderr.write(
+            _spent(output, time.monotonic() - began, speculates=args.engine.speculative_config is not None)
+        )
     return 0
 
 
-def _spent(output: "RequestOutput", time_s: float, speculates: bool) -> str:
+def _spent(output: "RequestOutput", time_s: float, *, speculates: bool) -> str:
     count, m = len(output.outputs[0].token_ids), output.metrics
     words = f"acceptance length {m.mean_acceptance_length:.2f}" if speculates else PLAIN
     return f"jaxspec: {count} tokens in {time_s:.1f} s, {words}\n"

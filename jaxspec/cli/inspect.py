@@ -5,22 +5,19 @@ import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from jaxspec.cli.engine_flags import mesh_sizes
 from jaxspec.cli.inspect_balance import BalanceFlags, BalanceSetting, inspect_balance
+from jaxspec.cli.screen import Screen, amount
 from jaxspec.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jaxspec.cli.screen import Screen
 
 ERROR_TEXT = (
     "Speculative decoding drafts several tokens cheaply and checks them in one pass of the big model. "
     "The river froze early that year, and the ferryman counted the days until the ice would carry a cart."
 )
-UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class InspectArgs:
 
 
 def run(args: InspectArgs) -> int:
-    """Prints the survey of a model; returns 1 where loading it would be refused."""
+    """Prints the report of a model; returns 1 where loading it would be refused."""
     from jaxspec.serve.demo_pair import resolve_model
 
     if args.logit_error and (args.quantization not in ("fp8", "int8") or args.path.is_file()):
@@ -104,16 +101,14 @@ def run(args: InspectArgs) -> int:
         return inspect_balance(args.balance, setting, as_json=args.json, color=args.color)
     if args.compiled or args.kernels:
         return _programs(args)
-    from jaxspec.inspect.survey import survey
+    from jaxspec.inspect.model_report import report_model
 
-    report = survey(args.path, dtype=args.dtype, quantization=args.quantization)
+    report = report_model(args.path, dtype=args.dtype, quantization=args.quantization)
     if args.logit_error:
         report["logit_error"] = _logit_error(args.path, args.quantization)
     if args.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        from jaxspec.cli.screen import Screen
-
         show(report, Screen(args.color))
     tensors = report["tensors"]
     wrong = any(tensors[kind] for kind in ("missing", "extra", "misshaped", "mistyped"))
@@ -131,8 +126,7 @@ def _programs(args: InspectArgs) -> int:
     """Shows the model's programs; returns 1 where a kernel spills registers."""
     from jaxspec.aot import process
     from jaxspec.cli.inspect_programs import show_compiled, show_kernels
-    from jaxspec.cli.screen import Screen
-    from jaxspec.inspect.survey import config_at
+    from jaxspec.inspect.model_report import config_at
 
     if len(args.devices) > 1:
         raise ConfigError(f"inspect: --compiled is for one number of devices, got {args.devices}")
@@ -155,7 +149,7 @@ def _programs(args: InspectArgs) -> int:
         if args.kernels:
             show_kernels(report["kernels"], screen)
         if args.compiled:
-            show_compiled(report["compiled"], screen, amount)
+            show_compiled(report["compiled"], screen)
     programs = report["compiled"]["programs"].values() if args.compiled else ()
     return 1 if any(program["spills"] for program in programs) else 0
 
@@ -169,8 +163,8 @@ def _logit_error(directory: Path, quantization: str) -> Any:
     return quantization_error(directory, quantization, ids)
 
 
-def show(report: dict[str, Any], screen: "Screen") -> None:
-    """Prints a survey for people."""
+def show(report: dict[str, Any], screen: Screen) -> None:
+    """Prints the report for people."""
     screen.line(f"{report['family']}   {report['path']}", "bold")
     _rows(screen, "layers", [(str(count), kind) for kind, count in report["layers"].items()])
     _parts(screen, report)
@@ -198,7 +192,7 @@ def show(report: dict[str, Any], screen: "Screen") -> None:
         screen.line(f"{what.replace('_', ' ')}: {why}", "red")
 
 
-def _parts(screen: "Screen", report: dict[str, Any]) -> None:
+def _parts(screen: Screen, report: dict[str, Any]) -> None:
     from rich.table import Table
 
     parameters, sizes = report["parameters"], report["bytes"]
@@ -236,7 +230,7 @@ def _weights(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _rows(screen: "Screen", title: str, rows: list[tuple[str, str]]) -> None:
+def _rows(screen: Screen, title: str, rows: list[tuple[str, str]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -244,11 +238,3 @@ def _rows(screen: "Screen", title: str, rows: list[tuple[str, str]]) -> None:
         table.add_row(f"  {name}", words)
     screen.line(title, "bold")
     screen.console.print(table)
-
-
-def amount(size_bytes: float) -> str:
-    """Returns bytes in the largest unit that leaves at least 1: ``35.1 kB``."""
-    size, unit = float(size_bytes), 0
-    while size >= 1000 and unit < len(UNITS) - 1:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.0f} {UNITS[unit]}" if unit == 0 else f"{size:.3g} {UNITS[unit]}"

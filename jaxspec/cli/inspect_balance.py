@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from jaxspec.checkpoint.load.model import Model
-    from jaxspec.cli.screen import Screen
     from jaxspec.inspect.measured_load import MeasuredLoad
     from jaxspec.perf.expert_counts import ExpertLoad
 
@@ -75,7 +75,6 @@ def inspect_balance(flags: BalanceFlags, setting: BalanceSetting, *, as_json: bo
     Raises:
       ConfigError: the flags contradict each other, or model, prompts or drafter are not usable.
     """
-    from jaxspec.cli.screen import Screen
     from jaxspec.inspect.balance import balance, placement_for
     from jaxspec.perf.expert_counts import save_load
     from jaxspec.perf.expert_placement import save_placement
@@ -163,7 +162,7 @@ def _texts_of(model: "Model", file: Path | None, most: int, tokens: int) -> tupl
     return [ids[-size:] for ids in texts[:most]], f"{len(texts[:most])} texts of {words}"
 
 
-def show(report: dict[str, Any], rows: int, screen: "Screen") -> None:
+def show(report: dict[str, Any], rows: int, screen: Screen) -> None:
     """Prints a report for people."""
     counts = ", ".join(f"{n:,} positions of {WORDS[kind]}" for kind, n in report["positions"].items() if n)
     screen.line(f"{report['model'].get('name', '')}   {report['source']}", "bold")
@@ -199,7 +198,7 @@ def _table(*columns: str, words: int) -> "Table":
     return table
 
 
-def _show_layers(report: dict[str, Any], screen: "Screen") -> None:
+def _show_layers(report: dict[str, Any], screen: Screen) -> None:
     names = list(report["devices"][0]["placements"])
     table = _table(
         "layer", "hottest experts", "never", *(f"{d['devices']} devices" for d in report["devices"]), words=3
@@ -219,7 +218,7 @@ def _some(numbers: list[int], most: int = 4) -> str:
     return words + (f" and {len(numbers) - most} more" if len(numbers) > most else "")
 
 
-def _show_predicted(predicted: dict[str, Any], screen: "Screen") -> None:
+def _show_predicted(predicted: dict[str, Any], screen: Screen) -> None:
     screen.line(
         f"drafts in layers {', '.join(map(str, predicted['layers']))}, by the head's predictions and by what the "
         "target chose for the same drafts"

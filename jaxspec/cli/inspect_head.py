@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
 
 STYLES = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -30,7 +31,6 @@ def inspect_head(path: Path, target: Path | None, *, as_json: bool, color: bool)
         report = {"path": str(path), "target": str(target), "refused": refusal, "traps": [asdict(f) for f in traps]}
         sys.stdout.write(json.dumps(report | ({"training": trained} if trained else {}), indent=2) + "\n")
         return int(wrong)
-    from jaxspec.cli.screen import Screen
 
     screen = Screen(color)
     screen.line(f"draft head {path} for {target}", "bold")

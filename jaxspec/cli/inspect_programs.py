@@ -1,16 +1,13 @@
 """What ``jaxspec inspect`` shows of a model's programs on a GPU: the kernels chosen, and the compiled programs."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from jaxspec.cli.screen import Screen
+from jaxspec.cli.screen import Screen, amount
 
-Show = Callable[[float], str]
 MOST_COPIES = 12
 
 
-def show_kernels(by_program: dict[str, list[dict[str, Any]]], screen: "Screen") -> None:
+def show_kernels(by_program: dict[str, list[dict[str, Any]]], screen: Screen) -> None:
     """Prints the choices of each program."""
     from rich.table import Table
 
@@ -25,7 +22,7 @@ def show_kernels(by_program: dict[str, list[dict[str, Any]]], screen: "Screen") 
         screen.console.print(table)
 
 
-def show_compiled(report: dict[str, Any], screen: "Screen", amount: Show) -> None:
+def show_compiled(report: dict[str, Any], screen: Screen) -> None:
     """Prints what compiled programs do, a column each."""
     from rich.table import Table
 
@@ -39,15 +36,15 @@ def show_compiled(report: dict[str, Any], screen: "Screen", amount: Show) -> Non
     table = Table("per step", *programs, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
-    rows = [_rows(program, amount) for program in programs.values()]
+    rows = [_rows(program) for program in programs.values()]
     for label in dict.fromkeys(label for row in rows for label in row):
         table.add_row(label, *(row.get(label, "") for row in rows))
     screen.console.print(table)
     for name, program in programs.items():
-        _show_faults(name, program, screen, amount)
+        _show_faults(name, program, screen)
 
 
-def _rows(program: dict[str, Any], amount: Show) -> dict[str, str]:
+def _rows(program: dict[str, Any]) -> dict[str, str]:
     """Returns words by label."""
     launches, graphs, sizes = program["launches"], program["graphs"], program["bytes"]
     rows = {
@@ -73,7 +70,7 @@ def _rows(program: dict[str, Any], amount: Show) -> dict[str, str]:
     return rows
 
 
-def _show_faults(name: str, program: dict[str, Any], screen: "Screen", amount: Show) -> None:
+def _show_faults(name: str, program: dict[str, Any], screen: Screen) -> None:
     for kernel, size in program["spills"].items():
         screen.line(f"{name}: {kernel} spills {amount(size)} of registers", "red")
     copies = [entry for entry in program["copies"] if not entry["setup"]]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.cli import plan_devices
 from jaxspec.cli.plan_devices import shape_words
 from jaxspec.cli.plan_question import PlanArgs, question_of
+from jaxspec.cli.screen import Screen, amount
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxspec.cli.screen import Screen
     from jaxspec.perf.planner import BatchPlan, Question
 
 COLUMNS = ("rows", "plain", "best", "tau", "speed-up", "range", "pays", "break-even", "tok/s", "ms/tok")
@@ -45,7 +45,6 @@ def run(args: PlanArgs) -> int:
         body = {"rules": entries} if args.rules else {"batches": entries}
         sys.stdout.write(json.dumps({**about, **body}, indent=2) + "\n")
         return 0
-    from jaxspec.cli.screen import Screen
 
     screen = Screen(args.color)
     screen.line(f"{question.model.name} on {machine}", "bold")
@@ -89,12 +88,11 @@ def _record(p: "BatchPlan", price_per_hour: float | None) -> dict[str, Any]:
 
 
 def show(
-    question: "Question", plans: tuple["BatchPlan", ...], about: dict[str, Any], price: float | None, screen: "Screen"
+    question: "Question", plans: tuple["BatchPlan", ...], about: dict[str, Any], price: float | None, screen: Screen
 ) -> None:
     """Prints a plan for people."""
     from rich.table import Table
 
-    from jaxspec.cli.inspect import amount
     from jaxspec.perf.planner import price_per_million
 
     via = any(p.transports for p in plans)
@@ -140,14 +138,13 @@ def show(
     )
 
 
-def _show_memory(p: "BatchPlan", screen: "Screen") -> None:
-    from jaxspec.cli.inspect import amount
+def _show_memory(p: "BatchPlan", screen: Screen) -> None:
 
     parts = ", ".join(f"{part} {amount(size)}" for part, size in p.memory.by_part.items() if size)
     screen.line(f"memory of a device at batch {p.rows}: {parts}")
 
 
-def show_rules(rules: list[dict[str, str]], screen: "Screen") -> None:
+def show_rules(rules: list[dict[str, str]], screen: Screen) -> None:
     """Prints rules of thumb with what the model says."""
     styles = {"holds": "green", "does not hold": "red", "depends": "yellow"}
     for claim in rules:

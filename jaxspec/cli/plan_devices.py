@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.cli.plan_question import PlanArgs, machine_of, question_of
+from jaxspec.cli.screen import Screen
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +41,9 @@ def run(args: PlanArgs) -> int:
         about = {"model": model, "hardware": hardware.name, "rows_per_device": batch[0]}
         sys.stdout.write(json.dumps({**about, "devices": [_record(scale) for scale in scales]}, indent=2) + "\n")
         return 0
-    show(f"{model} on {hardware.name}, {batch[0]} rows per device, {args.context} tokens each", scales, args.color)
+    show(
+        f"{model} on {hardware.name}, {batch[0]} rows per device, {args.context} tokens each", scales, color=args.color
+    )
     return 0
 
 
@@ -51,11 +54,9 @@ def _record(scale: "Scale") -> dict[str, Any]:
     return record | {"mesh": asdict(scale.mesh), "fits": scale.batch.memory.fits}
 
 
-def show(title: str, scales: tuple["Scale", ...], color: bool) -> None:
+def show(title: str, scales: tuple["Scale", ...], *, color: bool) -> None:
     """Prints the numbers of devices for people."""
     from rich.table import Table
-
-    from jaxspec.cli.screen import Screen
 
     screen = Screen(color)
     screen.line(title, "bold")

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -84,10 +85,6 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
     """
     from jaxspec.inspect.model_cost import model_cost
     from jaxspec.inspect.shipped import model_config
-    from jaxspec.perf.calibration import Predictor, load_calibration
-    from jaxspec.perf.cost import Mesh
-    from jaxspec.perf.machine import assumed_machines, calibrated_machines, default_mesh
-    from jaxspec.perf.overlap import AssumedOverlap
     from jaxspec.perf.planner import TREES, Question
 
     name, config = model_config(args.model)
@@ -98,43 +95,60 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
     if args.rules and args.drafter is None:
         # Rules are held against one drafter: what comes with the model, or what people train for it.
         drafters = tuple(d for d in drafters if d.kind == ("mtp" if model.prediction else "eagle"))
-    room, mesh, rates = math.inf, parse_mesh(args.mesh), None
-    if args.calibration is not None:
-        calibration = load_calibration(args.calibration)
-        _check_same(calibration.model, config, args.calibration)
-        if args.overlap is not None or (mesh is not None and mesh.devices > 1):
-            raise ConfigError(
-                "plan: a calibration is of one device and has measured overlap; leave --mesh, --overlap out"
-            )
-        machines = calibrated_machines(Predictor(calibration, model))
-        machine = (
-            f"{calibration.machine.get('cpu')}, {calibration.machine.get('device')} (calibrated {calibration.date})"
-        )
-    else:
-        hardware, count = machine_of(args.hardware or "")
-        mesh = mesh or default_mesh(model, count)
-        mesh.check(model)
-        if mesh.devices != count:
-            raise ConfigError(f"plan: --mesh has {mesh.devices} devices, --hardware {args.hardware} has {count}")
-        room = hardware.memory_bytes * hardware.assumed.usable_memory
-        overlap = None if args.overlap is None else AssumedOverlap(args.overlap)
-        machines, rates = assumed_machines(model, hardware, mesh, overlap), hardware.rates()
-        axes = ", ".join(f"{axis}={n}" for axis, n in asdict(mesh).items() if n > 1)
-        machine = f"{count} x {hardware.name}" + (f", mesh {axes}" if axes else "")
+    machine, words = (
+        _assumed(args, model) if args.calibration is None else _calibrated(args, model, args.calibration, config)
+    )
     given = acceptance_of(args.acceptance)
     question = Question(
         model=model,
-        machines=machines,
         drafters=drafters,
-        mesh=mesh or Mesh(),
-        room_bytes=room,
         acceptance={d.kind: (given,) for d in drafters} if given else {},
         context=args.context,
         lengths=args.lengths,
         trees=TREES if args.trees else (),
-        rates=rates,
+        **machine,
     )
-    return question, machine
+    return question, words
+
+
+def _assumed(args: PlanArgs, model: "ModelCost") -> tuple[dict[str, Any], str]:
+    """Returns what a question says of a machine by its data sheet, and the machine in words."""
+    from jaxspec.perf.machine import assumed_machines, default_mesh
+    from jaxspec.perf.overlap import AssumedOverlap
+
+    hardware, count = machine_of(args.hardware or "")
+    mesh = parse_mesh(args.mesh) or default_mesh(model, count)
+    mesh.check(model)
+    if mesh.devices != count:
+        raise ConfigError(f"plan: --mesh has {mesh.devices} devices, --hardware {args.hardware} has {count}")
+    overlap = None if args.overlap is None else AssumedOverlap(args.overlap)
+    axes = ", ".join(f"{axis}={n}" for axis, n in asdict(mesh).items() if n > 1)
+    machine = {
+        "machines": assumed_machines(model, hardware, mesh, overlap), "mesh": mesh, "rates": hardware.rates(),
+        "room_bytes": hardware.memory_bytes * hardware.assumed.usable_memory,
+    }  # fmt: skip
+    return machine, f"{count} x {hardware.name}" + (f", mesh {axes}" if axes else "")
+
+
+def _calibrated(
+    args: PlanArgs, model: "ModelCost", file: Path, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Returns what a question says of the machine of a calibration, and the machine in words."""
+    from jaxspec.checkpoint.files.fingerprint import digests
+    from jaxspec.perf.calibration import Predictor, load_calibration
+    from jaxspec.perf.cost import Mesh
+    from jaxspec.perf.machine import calibrated_machines
+
+    calibration, mesh = load_calibration(file), parse_mesh(args.mesh) or Mesh()
+    if calibration.model.get("config_digest") != digests(config)["config_digest"]:
+        raise ConfigError(
+            f"plan: {file} was measured with another model ({calibration.model.get('name')}); calibrate this one"
+        )
+    if args.overlap is not None or mesh.devices > 1:
+        raise ConfigError("plan: a calibration is of one device and has measured overlap; leave --mesh, --overlap out")
+    words = f"{calibration.machine.get('cpu')}, {calibration.machine.get('device')} (calibrated {calibration.date})"
+    machines = calibrated_machines(Predictor(calibration, model))
+    return {"machines": machines, "mesh": mesh, "rates": None, "room_bytes": math.inf}, words
 
 
 def machine_of(text: str) -> tuple["Hardware", int]:
@@ -153,15 +167,6 @@ def machine_of(text: str) -> tuple["Hardware", int]:
             "not known; plan with a copy of its record in configs/hardware that says network_gb_per_s"
         )
     return hardware, count
-
-
-def _check_same(calibrated: dict[str, str], config: dict[str, Any], file: Path) -> None:
-    from jaxspec.checkpoint.files.fingerprint import digests
-
-    if calibrated.get("config_digest") != digests(config)["config_digest"]:
-        raise ConfigError(
-            f"plan: {file} was measured with another model ({calibrated.get('name')}); calibrate this one"
-        )
 
 
 def parse_mesh(text: str | None) -> "Mesh | None":

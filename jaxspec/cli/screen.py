@@ -11,6 +11,8 @@ from rich.text import Text as Styled
 
 from jaxspec.cli.stages import Stages, in_words
 
+UNITS = ("B", "kB", "MB", "GB", "TB")
+
 
 class Screen:
     """Standard output; no escape codes when piped, when told so, or under ``NO_COLOR``."""
@@ -61,3 +63,11 @@ class Screen:
         # Rarely drawn: it would take time from what is measured.
         with self.console.status(Styled(text, "dim"), refresh_per_second=1) as status:
             yield lambda done, total: status.update(Styled(f"{text}: run {done} of {total}", "dim"))
+
+
+def amount(size_bytes: float) -> str:
+    """Returns bytes in the largest unit that leaves at least 1: ``35.1 kB``."""
+    size, unit = float(size_bytes), 0
+    while size >= 1000 and unit < len(UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.0f} {UNITS[unit]}" if unit == 0 else f"{size:.3g} {UNITS[unit]}"

@@ -3,14 +3,12 @@
 import json
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from jaxspec.cli.engine_flags import mesh_sizes
-
-if TYPE_CHECKING:
-    from jaxspec.cli.screen import Screen
+from jaxspec.cli.screen import Screen, amount
 
 COLUMNS = ("model", "devices", "mesh", "weights", "KV", "state", "temp", "total", "room", "fits")
 SENT = ("model", "devices", "program", "layers", "exchanges", "other collectives")
@@ -73,17 +71,13 @@ def run(args: SizesArgs) -> int:
     if args.json:
         sys.stdout.write(json.dumps(entries, indent=2) + "\n")
     else:
-        from jaxspec.cli.screen import Screen
-
         show(entries, Screen(args.color))
     return 0 if all(sizes["fits"] for sizes in entries) else 1
 
 
-def show(entries: list[dict[str, Any]], screen: "Screen") -> None:
+def show(entries: list[dict[str, Any]], screen: Screen) -> None:
     """Prints a line per model and mesh, then one per program."""
     from rich.table import Table
-
-    from jaxspec.cli.inspect import amount
 
     first = entries[0]
     shape = f"{first['rows']} rows of {first['capacity']} tokens, {first['drafts']} drafts"

@@ -42,7 +42,7 @@ class Stages:
     def __exit__(self, kind: object, *exc: object) -> None:
         self._ended.set()
         with self._lock:
-            self._end(kind is None)
+            self._end(well=kind is None)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Shows one state; a total of 0 says that nobody knows how far it is."""
@@ -77,7 +77,7 @@ class Stages:
                 if self._stage and not self._ended.is_set():
                     _say(f"{in_words(self._stage, *self._counts)}, {time.monotonic() - self._began:.0f} s")
 
-    def _end(self, well: bool = True) -> None:
+    def _end(self, *, well: bool = True) -> None:
         """Takes the bar away, and says what a stage took that ended well."""
         if self._bar is not None:
             self._bar.stop()
@@ -113,7 +113,7 @@ def amounts(stage: str, done: int, total: int) -> str:
 
 
 @contextmanager
-def shown_stages(quiet: bool = False) -> Iterator[Callable[[str, int, int], None] | None]:
+def shown_stages(*, quiet: bool = False) -> Iterator[Callable[[str, int, int], None] | None]:
     """Gives what shows (stage, done, total); None where nothing is to be shown."""
     if quiet:
         yield None

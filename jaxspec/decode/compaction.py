@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jaxspec.cache.window import Window, pack, unpack
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import Caches, features_of, forward, head
 from jaxspec.nn.inputs import Inputs
-from jaxspec.protocol import CaptureSpec, Drafter, Features
+from jaxspec.protocol import Drafter, Features
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 
@@ -31,27 +32,26 @@ class Sizes:
     Attributes:
       anchors: whether a step in which too few rows have a draft runs the anchors alone.
       packed: numbers of positions that live ones are packed into, ascending.
-      routes: whether expert choices are returned, which leaves the full size alone.
     """
 
     anchors: bool
     packed: tuple[int, ...]
-    routes: bool
 
     @classmethod
     def of(cls, target: Target, drafter: Drafter, state: DecodeState, *, routes: bool) -> "Sizes":
         """Returns the sizes for a drafter that often proposes nothing, or whose drafts are pruned.
 
-        None on a mesh, whose devices have rows of their own and must exchange them alike in every step.
+        None on a mesh, whose devices have rows of their own and must exchange them alike in every step, and none where
+        expert choices are captured.
         """
         compute, topology = target.net.policy.compute, drafter.topology
         if not topology.drafts or routes or compute.mesh is not None:
-            return cls(False, (), routes)
+            return cls(False, ())
         if not topology.is_chain:
-            return cls(drafter.sparse, (), routes)
+            return cls(drafter.sparse, ())
         parts = PRUNED_PARTS if state.draft_costs is not None else SPARSE_PARTS if drafter.sparse else 1
         sizes = packed_sizes(state.length_B.shape[0], topology.drafts, parts, compute.kernels == "triton")
-        return cls(drafter.sparse, sizes, routes)
+        return cls(drafter.sparse, sizes)
 
 
 def packed_sizes(rows: int, drafts: int, parts: int, on_gpu: bool = False) -> tuple[int, ...]:
@@ -77,65 +77,61 @@ class Verified:
       logits_BTV: raw logits, float32; anything at nodes that are not live.
       features: what drafters may read, likewise.
       layers: caches with the nodes written.
+      window: where they are written.
       live_BT: nodes that were verified.
-      drafts: bool scalar, false where too few rows had drafts, so that only anchors ran.
-      routing: expert choices of each layer, empty unless ``Sizes.routes``.
+      drafts_B: usable drafts of each row.
+      drafts_ran: bool scalar, false where too few rows had drafts, so that only anchors ran.
+      routing: expert choices of each layer, empty unless the inputs ask for them.
     """
 
     logits_BTV: Array
     features: Features
     layers: Caches
+    window: Window
     live_BT: Array
-    drafts: Array
+    drafts_B: Array
+    drafts_ran: Array
     routing: Any
 
 
-def verify(
-    target: Target, layers: Caches, token_BT: Array, position_BT: Array, window: Window, min_rows: Array | int,
-    *, sizes: Sizes, reads: CaptureSpec,
-) -> Verified:  # fmt: skip
+def verify(target: Target, inputs: Inputs, min_rows: Array | int, *, sizes: Sizes) -> Verified:
     """Runs the target over the live nodes of all rows.
 
     Args:
-      target: its caches are written.
-      layers: caches.
-      token_BT: tokens of the nodes, anchors first.
-      position_BT: their positions.
-      window: where they are written, what they see, and which are live.
+      target: verifies.
+      inputs: nodes, anchors first; the window says which are live.
       min_rows: rows that must have a live draft for drafts to be verified, where ``sizes.anchors``.
       sizes: static.
-      reads: what the drafter reads besides last hidden states.
     """
-    live_BT, drafts = window.live_BT, jnp.bool_(True)
-    assert live_BT is not None, "the step says which nodes are live"
+    window, width = inputs.window, inputs.token_BT.shape[1]
+    assert isinstance(window, Window), "verification has caches"
+    assert window.live_BT is not None, "the step says which nodes are live"
+    live_BT, drafts_ran = window.live_BT, jnp.bool_(True)
+    drafts_B = jnp.sum(live_BT[:, 1:], axis=1, dtype=jnp.int32)
     if sizes.anchors:
-        drafts = jnp.sum(jnp.any(live_BT[:, 1:], axis=1)) >= min_rows
-        live_BT &= drafts | (jnp.arange(live_BT.shape[1], dtype=jnp.int32) == 0)
-    which = jnp.sum(jnp.sum(live_BT) > np.asarray(sizes.packed, np.int32), dtype=jnp.int32)
+        drafts_ran = jnp.sum(drafts_B > 0) >= min_rows
+        live_BT &= drafts_ran | (jnp.arange(width, dtype=jnp.int32) == 0)
 
-    def run(layers: Caches, width: int, packed: int | None) -> tuple[Caches, tuple[Array, Features, Any]]:
-        part = replace(window, live_BT=live_BT[:, :width], path_BTJ=window.path_BTJ if width > 1 else None)
+    def run(caches: Caches, nodes: int, packed: int | None) -> tuple[Caches, tuple[Array, Features, Any]]:
+        part = replace(window, live_BT=live_BT[:, :nodes], path_BTJ=window.path_BTJ if nodes > 1 else None)
         part = part if packed is None else replace(part, packing=pack_live(live_BT, packed))
-        token_BX, position_BX = (pack(x[:, :width], part) for x in (token_BT, position_BT))
-        inputs = Inputs(token_BX, position_BX, part, layers, reads=reads, routes=sizes.routes)
-        hidden = forward(target.net, target.params, inputs)
+        token_BX, position_BX = (pack(x[:, :nodes], part) for x in (inputs.token_BT, inputs.position_BT))
+        own = replace(inputs, token_BT=token_BX, position_BT=position_BX, window=part, memory=caches)
+        hidden = forward(target.net, target.params, own)
         logits = head(target.net, target.params, hidden.last_BTD)
-        missing = token_BT.shape[1] - width
 
-        def pad(x: Array) -> Array:
-            return jnp.pad(unpack(x, part), ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)))
+        def widen(x: Array) -> Array:
+            return jnp.pad(unpack(x, part), ((0, 0), (0, width - nodes), *[(0, 0)] * (x.ndim - 2)))
 
-        return hidden.caches, (
-            *jax.tree.map(pad, (logits, features_of(hidden))),
-            hidden.routing if sizes.routes else (),
-        )
+        logits_BTV, features = jax.tree.map(widen, (logits, features_of(hidden)))
+        return hidden.caches, (logits_BTV, features, hidden.routing if inputs.routes else ())
 
-    widths: list[tuple[int, int | None]] = [(token_BT.shape[1], size) for size in (*sizes.packed, None)]
+    variants = [partial(run, nodes=width, packed=size) for size in (*sizes.packed, None)]
+    which = jnp.sum(jnp.sum(live_BT) > np.asarray(sizes.packed, np.int32), dtype=jnp.int32)
     if sizes.anchors:
-        widths, which = [(1, None), *widths], jnp.where(drafts, which + 1, 0)
-    variants = [lambda layers, size=size: run(layers, *size) for size in widths]
-    layers, (logits_BTV, features, routing) = switch_in_place(variants, which, layers)
-    return Verified(logits_BTV, features, layers, live_BT, drafts, routing)
+        variants, which = [partial(run, nodes=1, packed=None), *variants], jnp.where(drafts_ran, which + 1, 0)
+    layers, (logits_BTV, features, routing) = switch_in_place(variants, which, inputs.memory)
+    return Verified(logits_BTV, features, layers, window, live_BT, drafts_B, drafts_ran, routing)
 
 
 def switch_in_place(variants: Sequence[Callable[[Any], tuple[Any, Any]]], which: Array, state: Any) -> tuple[Any, Any]:

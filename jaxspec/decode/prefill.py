@@ -9,55 +9,46 @@ from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import Hidden, features_of, forward
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Commit, Drafter, Sampling
-from jaxspec.pytree import replace
+from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 
 
-def prefill(
-    target: Target,
-    drafter: Drafter,
-    state: DecodeState,
-    row: Array,
-    token_X: Array,
-    start: Array,
-    count: Array,
-    table_J: Array | None = None,
-) -> DecodeState:
-    """Writes one chunk of a row's prompt into the target's and the drafter's caches.
+@pytree
+class Chunk:
+    """One chunk of a row's prompt.
 
-    Args:
-      target: its cache is filled.
-      drafter: observes the chunk.
-      state: donated.
+    Attributes:
       row: int32 scalar.
-      token_X: chunk and the token after it, then padding up to one more than its bucket; what padding writes lands
-        after the prompt and is overwritten later.
+      token_X: its tokens and the one after them, then padding up to one more than its bucket; what padding writes
+        lands after the prompt and is overwritten later.
       start: position of the first token.
-      count: length of the chunk, which at least one token follows.
+      count: its length; at least one token follows.
       table_J: page ids of the row, None without a page pool.
     """
-    return read_chunk(target, drafter, state, row, token_X, start, count, table_J)[0]
+
+    row: Array
+    token_X: Array
+    start: Array
+    count: Array
+    table_J: Array | None = None
 
 
-def read_chunk(
-    target: Target,
-    drafter: Drafter,
-    state: DecodeState,
-    row: Array,
-    token_X: Array,
-    start: Array,
-    count: Array,
-    table_J: Array | None,
-) -> tuple[DecodeState, Hidden]:
+def prefill(target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) -> DecodeState:
+    """Writes a chunk into the target's and the drafter's caches; the state is donated."""
+    return read_chunk(target, drafter, state, chunk)[0]
+
+
+def read_chunk(target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) -> tuple[DecodeState, Hidden]:
     """Does what ``prefill`` does, and returns the hidden states of the chunk's positions."""
-    start_B, token_BT, next_BT = start[None], token_X[None, :-1], token_X[None, 1:]
-    position_BT = start_B[:, None] + jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
-    table = None if table_J is None else table_J[None]
-    live_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None] < count
-    window = Window(start_B, table, row[None], live_BT=live_BT, block=target.block)
-    inputs = Inputs(token_BT, position_BT, window, state.layers, reads=drafter.reads)
+    start_B, row_B = chunk.start[None], chunk.row[None]
+    token_BT, next_BT = chunk.token_X[None, :-1], chunk.token_X[None, 1:]
+    index_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
+    table_BJ = None if chunk.table_J is None else chunk.table_J[None]
+    window = Window(start_B, table_BJ, row_B, live_BT=index_BT < chunk.count, block=target.block)
+    inputs = Inputs(token_BT, start_B[:, None] + index_BT, window, state.layers, reads=drafter.reads)
     hidden = forward(target.net, target.params, inputs)
-    commit = Commit(token_BT, next_BT, features_of(hidden), count[None], start_B, path_BT=None, row=row)
+    features, count_B = features_of(hidden), chunk.count[None]
+    commit = Commit(token_BT, next_BT, features, count_B, start_B, path_BT=None, row=chunk.row)
     return replace(state, layers=hidden.caches, draft=drafter.observe(state.draft, commit)), hidden
 
 

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 
 from jaxspec.decode.dispatch import Report
+from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.protocol import Drafter, Sampling
 from jaxspec.shapes import Array
 from jaxspec.topology import AnyTopology
-
-Chunk = tuple[int, np.ndarray, np.int32, np.int32]
 
 
 class Runner:
@@ -46,9 +45,8 @@ class Runner:
         self, state: DecodeState, row: int, prompt: np.ndarray, table_J: np.ndarray | None = None
     ) -> DecodeState:
         """Reads all of a prompt but its last token, in as few chunks as the buckets allow."""
-        for size, chunk, start, count in chunks(prompt, self.buckets):
-            args = self.target, self.drafter, state, np.int32(row), chunk, start, count, table_J
-            state = self.programs["prefill", size](*args)
+        for size, chunk in chunks(prompt, self.buckets, row, table_J):
+            state = self.programs["prefill", size](self.target, self.drafter, state, chunk)
         return state
 
     def admit(
@@ -90,12 +88,15 @@ class Runner:
         return self.programs["dispatch", topology](*args)
 
 
-def chunks(prompt: np.ndarray, buckets: tuple[int, ...]) -> Iterator[Chunk]:
-    """Yields bucket, tokens as prefill takes them, start and length of each chunk of a prompt but its last token."""
+def chunks(
+    prompt: np.ndarray, buckets: tuple[int, ...], row: int, table_J: np.ndarray | None = None
+) -> Iterator[tuple[int, Chunk]]:
+    """Yields bucket and chunk of all of a prompt but its last token."""
     start, left = 0, len(prompt) - 1
     while left > 0:
         size = next((b for b in buckets if b >= left), buckets[-1])
-        chunk, count = np.zeros(size + 1, np.int32), min(size, left)
-        chunk[: count + 1] = prompt[start : start + count + 1]
-        yield size, chunk, np.int32(start), np.int32(count)
+        token_X, count = np.zeros(size + 1, np.int32), min(size, left)
+        token_X[: count + 1] = prompt[start : start + count + 1]
+        parts: Any = np.int32(row), token_X, np.int32(start), np.int32(count), table_J
+        yield size, Chunk(*parts)
         start, left = start + count, left - count

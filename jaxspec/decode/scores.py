@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.decode.prefill import read_chunk
+from jaxspec.decode.prefill import Chunk, read_chunk
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.models.transformer import head
 from jaxspec.protocol import Drafter
@@ -28,23 +28,19 @@ class Scores:
 
 
 def prefill_scored(
-    target: Target,
-    drafter: Drafter,
-    state: DecodeState,
-    row: Array,
-    token_X: Array,
-    start: Array,
-    count: Array,
-    table_J: Array | None = None,
-    *,
-    most: int,
+    target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk, *, most: int
 ) -> tuple[DecodeState, Scores]:
     """Prefills a chunk and scores its tokens; logits exist for ``BLOCK`` positions at a time.
 
-    Takes what ``prefill`` takes, and ``most``: the number of most likely tokens per position.
+    Args:
+      target: its caches are filled.
+      drafter: observes the chunk.
+      state: donated.
+      chunk: of a prompt.
+      most: number of most likely tokens per position.
     """
-    state, hidden = read_chunk(target, drafter, state, row, token_X, start, count, table_J)
-    last_TD, next_T = hidden.last_BTD[0], token_X[1:]
+    state, hidden = read_chunk(target, drafter, state, chunk)
+    last_TD, next_T = hidden.last_BTD[0], chunk.token_X[1:]
     size = min(BLOCK, len(next_T))
     blocks = -(-len(next_T) // size)
     padding = blocks * size - len(next_T)

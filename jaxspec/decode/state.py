@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.cache.addressing import UNROLLED_ROWS
+from jaxspec.cache.addressing import UNROLLED_ROWS, CacheSize
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import Caches, Transformer
 from jaxspec.protocol import Anchor, DraftCosts, Drafter, DraftState, Sampling
@@ -99,8 +99,7 @@ def init_state(
     *,
     slack: int,
     stop_ids: int = 8,
-    pages: int = 0,
-    page: int = 0,
+    pool: tuple[int, int] | None = None,
     draft_costs: DraftCosts | None = None,
 ) -> DecodeState:
     """Allocates empty rows.
@@ -112,19 +111,15 @@ def init_state(
       capacity: longest text in tokens, prompt included.
       slack: provisional positions beyond the capacity (the widest verification or prefill chunk).
       stop_ids: most stop ids per row.
-      pages: page count of a shared pool; 0 gives every row one page of its own.
-      page: page size in tokens of the shared pool.
+      pool: page count and page size in tokens of a shared pool; None gives every row one page of its own.
       draft_costs: of drafts, None where none are cut.
     """
     arch = target.net.arch
     room = -(-(capacity + slack) // target.block) * target.block
-    layers = init_caches(
-        arch, target.net.policy, rows, room,
-        slack=slack, block=target.block, pool=(pages, page) if pages else None,
-    )  # fmt: skip
+    size = CacheSize(rows, room, slack, target.block, pool=pool)
     return DecodeState(
-        layers=layers,
-        table_BJ=jnp.zeros((rows, -(-room // page)), jnp.int32) if pages else None,
+        layers=init_caches(arch, target.net.policy, size),
+        table_BJ=None if pool is None else jnp.zeros((rows, -(-room // pool[1])), jnp.int32),
         length_B=jnp.zeros(rows, jnp.int32),
         anchor_B=jnp.zeros(rows, jnp.int32),
         history_BS=jnp.zeros((rows, room), jnp.int32),

@@ -11,9 +11,10 @@ from jax import lax
 from jaxspec.cache.window import Window
 from jaxspec.decode.compaction import Sizes, Verified, verify
 from jaxspec.decode.state import DecodeState, Target, write_rows
-from jaxspec.decode.telemetry import Telemetry, count, routes_of
+from jaxspec.decode.telemetry import Telemetry, measure
 from jaxspec.models.caches import compact_caches
-from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Rule, Tree, Verdict
+from jaxspec.nn.inputs import Inputs
+from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Verdict, VerifyRule
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from jaxspec.verify.logits import process
@@ -33,7 +34,7 @@ class StepPlan:
       routes: whether telemetry has expert choices.
     """
 
-    rule: Rule = RULES["match"]
+    rule: VerifyRule = RULES["match"]
     steps: int = 8
     logprobs: int = 0
     routes: bool = False
@@ -73,36 +74,24 @@ def step(
     """
     proposal, draft = propose(drafter, state.draft, state.anchor, plan.rule.name)
     tree = proposal.tree_of(drafter.topology)
-    token_BT = jnp.concatenate([state.anchor_B[:, None], proposal.token_BN], axis=1)
-    position_BT = state.length_B[:, None] + tree.depth_BT
-    live_BT, window = live_nodes(proposal, state, tree), window_of(target, state, tree)
-    sizes = Sizes.of(target, drafter, state, routes=plan.routes)
-    verified = verify(
-        target, state.layers, token_BT, position_BT, replace(window, live_BT=live_BT), min_rows,
-        sizes=sizes, reads=drafter.reads,
-    )  # fmt: skip
+    inputs = inputs_of(target, drafter, state, proposal, plan)
+    verified = verify(target, inputs, min_rows, sizes=Sizes.of(target, drafter, state, routes=plan.routes))
 
-    score_BTV = process(verified.logits_BTV, state.sampling, state.context(token_BT), tree)
-    live_BN = verified.live_BT[:, 1:]
-    verdict = plan.rule(proposal, score_BTV, live_BN, state.sampling, state.length_B, tree)
+    score_BTV = process(verified.logits_BTV, state.sampling, state.context(inputs.token_BT), tree)
+    verdict = plan.rule(proposal, score_BTV, verified.live_BT[:, 1:], state.sampling, state.length_B, tree)
     unsound_BT = unsound(verified.logits_BTV, score_BTV, verdict, exact=plan.rule.exact)
     verdict, ends = stop_at(verdict, state.sampling, state.length_B, state.active_B, unsound_BT)
 
-    layers = verified.layers
+    layers, policy = verified.layers, target.net.policy
     if not tree.is_chain:
-        layers = compact_caches(layers, target.net.arch, target.net.policy, window, verdict.path_BT)
+        layers = compact_caches(layers, target.net.arch, policy, verified.window, verdict.path_BT)
     draft = drafter.observe(draft, commit_of(verdict, verified, state))
     logprob_BTL, top_BTL = along_path(verified.logits_BTV, verdict, state.sampling.logprobs_B, plan.logprobs)
-    routes = routes_of(verified, proposal, verdict, token_BT, position_BT) if plan.routes else None
-    telemetry = Telemetry(count(target, state, proposal, live_BN, verdict, ends.any_B), routes)
-    drafts_B = jnp.sum(live_BT[:, 1:], axis=1, dtype=jnp.int32)
-    out = StepOut(
-        verdict.token_BT, verdict.count_B, drafts_B, verified.drafts, ends, logprob_BTL, top_BTL, telemetry
+    telemetry = measure(target, state, inputs, proposal, verified, verdict, ends)
+    state = advance(replace(state, layers=layers, draft=draft), verdict, ends, apart=policy.compute.splits_rows)
+    return state, StepOut(
+        verdict.token_BT, verdict.count_B, verified.drafts_B, verified.drafts_ran, ends, logprob_BTL, top_BTL, telemetry
     )  # fmt: skip
-    state = advance(
-        replace(state, layers=layers, draft=draft), verdict, ends, apart=target.net.policy.compute.splits_rows
-    )
-    return state, out
 
 
 # Its own jit, so that ``dispatch`` may ask for the proposal's shape without a second trace.
@@ -112,17 +101,18 @@ def propose(drafter: Drafter, draft: Any, anchor: Anchor, rule: str) -> tuple[Pr
     return drafter.propose(draft, anchor, rule)
 
 
-def live_nodes(proposal: Proposal, state: DecodeState, tree: Tree) -> Array:
-    """Returns the nodes whose logits count, [B, T]: anchors and usable drafts of active rows."""
+def inputs_of(
+    target: Target, drafter: Drafter, state: DecodeState, proposal: Proposal, plan: StepPlan
+) -> Inputs:  # fmt: skip
+    """Returns the anchors and drafts of all rows as the target's inputs; usable drafts of active rows are live."""
+    tree = proposal.tree_of(drafter.topology)
+    token_BT = jnp.concatenate([state.anchor_B[:, None], proposal.token_BN], axis=1)
     usable_BN = usable(proposal, state.sampling, tree)
-    return jnp.pad(usable_BN, ((0, 0), (1, 0)), constant_values=True) & state.active_B[:, None]
-
-
-def window_of(target: Target, state: DecodeState, tree: Tree) -> Window:
-    """Returns where the nodes of a step are written and what each sees."""
-    shape = (state.length_B.shape[0], tree.nodes, tree.max_depth + 1)
-    path_BTJ = None if tree.is_chain else jnp.broadcast_to(tree.path_BTJ, shape)
-    return Window(state.length_B, state.table_BJ, path_BTJ=path_BTJ, block=target.block)
+    live_BT = jnp.pad(usable_BN, ((0, 0), (1, 0)), constant_values=True) & state.active_B[:, None]
+    path_BTJ = None if tree.is_chain else jnp.broadcast_to(tree.path_BTJ, (*token_BT.shape, tree.max_depth + 1))
+    window = Window(state.length_B, state.table_BJ, live_BT=live_BT, path_BTJ=path_BTJ, block=target.block)
+    position_BT = state.length_B[:, None] + tree.depth_BT
+    return Inputs(token_BT, position_BT, window, state.layers, reads=drafter.reads, routes=plan.routes)
 
 
 def commit_of(verdict: Verdict, verified: Verified, state: DecodeState) -> Commit:

@@ -7,9 +7,11 @@ from jaxspec.decode.compaction import Verified
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.draft.draft_selection import step_of
 from jaxspec.models.arch import experts_of
+from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Proposal, Verdict
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
+from jaxspec.verify.walk import Ends
 
 
 @pytree
@@ -67,27 +69,35 @@ def zero_counts(proposal: Proposal, state: DecodeState) -> Counts:
     return Counts(touched, jnp.zeros((2, *state.draft_costs.accept_MC.shape)))
 
 
-def count(
-    target: Target, state: DecodeState, proposal: Proposal, live_BN: Array, verdict: Verdict, done_B: Array
-) -> Counts:
-    """Counts one step.
+def measure(
+    target: Target,
+    state: DecodeState,
+    inputs: Inputs,
+    proposal: Proposal,
+    verified: Verified,
+    verdict: Verdict,
+    ends: Ends,
+) -> Telemetry:
+    """Observes one step.
 
     Args:
       target: its architecture counts.
       state: before the step.
+      inputs: nodes of the step.
       proposal: of the drafter.
-      live_BN: drafts that were verified.
+      verified: what the target made of the nodes.
       verdict: what was accepted.
-      done_B: rows that ended, whose verdicts were cut short.
+      ends: rows that ended, whose verdicts were cut short.
     """
-    touched_K = outcome_HMC = None
+    touched_K, outcome_HMC, live_BN = None, None, verified.live_BT[:, 1:]
     if proposal.expert_BKYA is not None:
         touched_K = touched_by_depth(proposal.expert_BKYA, live_BN, experts_of(target.net.arch))
     if state.draft_costs is not None and proposal.confidence_BN is not None:
         steps, sampled_B = state.draft_costs.accept_MC.shape[1], state.sampling.temperature_B > 0
-        tried_BN = live_BN & ~done_B[:, None]
+        tried_BN = live_BN & ~ends.any_B[:, None]
         outcome_HMC = outcomes(proposal.confidence_BN, tried_BN, verdict.count_B - 1, sampled_B, steps)
-    return Counts(touched_K, outcome_HMC)
+    routes = routes_of(inputs, proposal, verified, verdict) if inputs.routes else None
+    return Telemetry(Counts(touched_K, outcome_HMC), routes)
 
 
 def touched_by_depth(expert_BKYA: Array, live_BK: Array, experts: int) -> Array:
@@ -128,12 +138,12 @@ def outcomes(confidence_BN: Array, live_BN: Array, accepted_B: Array, sampled_B:
     return count_HX.reshape(2, 2, steps)
 
 
-def routes_of(verified: Verified, proposal: Proposal, verdict: Verdict, token_BT: Array, position_BT: Array) -> Routes:
+def routes_of(inputs: Inputs, proposal: Proposal, verified: Verified, verdict: Verdict) -> Routes:
     """Takes the expert choices of a step apart; layers must choose equally many experts."""
-    rows, width = token_BT.shape
+    rows, width = inputs.token_BT.shape
     chosen = [routing.expert_MA.reshape(rows, width, -1) for routing in verified.routing]
     node_T = jnp.arange(width, dtype=jnp.int32)
     counts_BJ = node_T[None, : verdict.path_BT.shape[1]] < verdict.count_B[:, None]
     kept_BT = jnp.any((verdict.path_BT[:, None] == node_T[None, :, None]) & counts_BJ[:, None], axis=2)
-    live_BT = verified.live_BT
-    return Routes(jnp.stack(chosen, axis=2), live_BT, kept_BT & live_BT, token_BT + position_BT, proposal.expert_BKYA)
+    live_BT, turn_BT = verified.live_BT, inputs.token_BT + inputs.position_BT
+    return Routes(jnp.stack(chosen, axis=2), live_BT, kept_BT & live_BT, turn_BT, proposal.expert_BKYA)

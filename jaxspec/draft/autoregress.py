@@ -128,16 +128,19 @@ def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Roo
     def draw(chain: Chain, last_BTD: Array, k: Array) -> Chain:
         """Draws the draft of depth k + 1."""
         logp, score = scores(cell, last_BTD, anchor, jnp.reshape(k + 1, (1,)), rule)
+        # Scores have Gumbel noise in them: the best token is a sample.
         token_B = jnp.argmax(score[:, 0], axis=-1).astype(jnp.int32)
-        expert = None if chain.expert_BKYA is None else cell.experts(last_BTD)
-        selection = chain.selection
+        expert_BKYA, selection = chain.expert_BKYA, chain.selection
+        expert = None if expert_BKYA is None else cell.experts(last_BTD)
+        if expert_BKYA is not None and expert is not None:
+            expert_BKYA = _put(expert_BKYA, expert, k)
         if selection is not None:
             selection = select_next(selection, anchor, k, logp[:, 0], None if expert is None else expert[:, 0])
         return Chain(
             token_B,
             _put(chain.token_BN, token_B[:, None], k),
             _put(chain.logp_BNV, logp, k) if rule in NEEDS_DRAFT_PROBS else chain.logp_BNV,
-            None if expert is None else _put(chain.expert_BKYA, expert, k),
+            expert_BKYA,
             selection,
         )
 
@@ -152,6 +155,7 @@ def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Roo
     if root is not None:
         chain = draw(chain, root.last_BTD, jnp.int32(0))
     carry = (state, None if root is None else root.feature, chain)
+    # Cells with programs of their own are unrolled; the others share the body of one loop.
     first = min(known + cell.stages, size)
     for k in range(known, first):
         carry = step(jnp.int32(k), carry, k - known)
@@ -200,6 +204,7 @@ def _tree(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root
         if root is not None and depth == 0:
             last = root.last_BTD
         else:
+            # Levels lie one after the other in the cache; a node's position along the text is its depth's.
             position_BL = jnp.broadcast_to((anchor.length_B + (depth - known))[:, None], token_BL.shape)
             window = Window(anchor.length_B, path_BTJ=path_BLJ, offset=written, block=cell.block)
             stage = min(depth - known, cell.stages)

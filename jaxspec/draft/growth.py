@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from typing_extensions import override
 
 from jaxspec.protocol import Proposal, Tree
 from jaxspec.shapes import Array
@@ -52,7 +51,6 @@ class StaticGrowth(Growth):
         self._token_BM: list[Array] = []
         self._logp_BMV: list[Array] = []
 
-    @override
     def grow(self, score_BLV: Array, logp_BLV: Array | None) -> tuple[Array, Array]:
         children, level = self._topology.children, self._level
         width = max(len(children[node]) for node in level)
@@ -67,7 +65,6 @@ class StaticGrowth(Growth):
             self._logp_BMV.append(logp_BLV[:, own_M])
         return token_BM, jnp.broadcast_to(jnp.asarray(parent_M, jnp.int32), (rows, len(parent_M)))
 
-    @override
     def finish(self, valid_B: Array) -> Proposal:
         token_BN = jnp.concatenate(self._token_BM, axis=1)
         logp_BNV = jnp.concatenate(self._logp_BMV, axis=1) if self._logp_BMV else None
@@ -89,7 +86,6 @@ class ConfidentGrowth(Growth):
         self._candidates = [(zero_B1, jnp.zeros((rows, 1), jnp.float32), zero_B1 - 1)]
         self._number_BL, self._logp_BL = zero_B1, self._candidates[0][1]
 
-    @override
     def grow(self, score_BLV: Array, logp_BLV: Array | None) -> tuple[Array, Array]:
         width, score_BLV = self._topology.top_k, score_BLV if logp_BLV is None else logp_BLV
         best_BLX, token_BLX = lax.top_k(score_BLV, width)
@@ -104,7 +100,6 @@ class ConfidentGrowth(Growth):
         self._number_BL = best_BM + first
         return take(self._candidates[-1][0], best_BM), best_BM // width
 
-    @override
     def finish(self, valid_B: Array) -> Proposal:
         token_BC, logp_BC, parent_BC = (jnp.concatenate(x, axis=1) for x in zip(*self._candidates, strict=True))
         _, chosen_BT = lax.top_k(logp_BC, self._topology.nodes)

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from typing_extensions import override
 
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
@@ -13,7 +12,9 @@ from jaxspec.draft.medusa_drafter import MedusaDrafter
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab, target_to_draft
-from jaxspec.models.draft_head import DraftHead, init_head_caches, part_of, run_head
+from jaxspec.models.apply import apply
+from jaxspec.models.caches import init_layer_caches
+from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer, embed, head
@@ -48,13 +49,10 @@ class HeadDrafter(CachedDrafter):
     a mask token runs the other drafts' slots at once, every one on the mask (P-EAGLE).
 
     Attributes:
-      params: parameters of the head.
       base: the target's parameters, whose embedding and head are used where it has none of its own.
       draft_id_V: draft id of each token, W for tokens that the head does not know; None where it knows all.
       net: the head.
       target: the target's network.
-      topology: what is drafted; a static tree's nodes are numbered level by level.
-      block: positions that attention reads at a time.
     """
 
     params: Params
@@ -72,19 +70,15 @@ class HeadDrafter(CachedDrafter):
         return self.net.spec.reads
 
     @property
-    @override
     def vocab_size(self) -> int:
         return self.target.arch.vocab_size
 
-    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> HeadState:
-        room, slack = self.cache_size(capacity, slack)
-        spec = self.net.spec
-        caches = init_head_caches(spec, self.net.policy, rows, room, slack=slack, block=self.block)
-        zero_BD = jnp.zeros((rows, spec.arch.model_dim))
-        return HeadState(caches, zero_BD, zero_BD)
+        arch = self.net.spec.arch
+        caches = init_layer_caches(arch.layers, self.net.policy, self.cache_size(rows, capacity, slack))
+        # Two arrays: a state is donated, and no buffer may be donated twice.
+        return HeadState(caches, jnp.zeros((rows, arch.model_dim)), jnp.zeros((rows, arch.model_dim)))
 
-    @override
     def propose(self, state: HeadState, anchor: Anchor, rule: str) -> tuple[Proposal, HeadState]:
         root = Root(state.last_BD[:, None], state.next_BD[:, None], anchor.length_B >= 1)
         if self.net.spec.mask_token is None:
@@ -93,40 +87,36 @@ class HeadDrafter(CachedDrafter):
         lasts, caches = self._at_once(state, anchor)
         return draft_from(self, lasts, anchor, rule, root.valid_B), replace(state, caches=caches)
 
-    @override
     def observe(self, state: HeadState, commit: Commit) -> HeadState:
         window = self.window_of(commit, last_index(commit))
-        g_BTD = part_of(self.net, self.params, "join", self.net.spec.feature(commit.hidden))
+        g_BTD = apply(self.net, self.params, self.net.spec.feature(commit.hidden), method="join")
         last, following, caches = self._slots(commit.next_BT, g_BTD, commit.position_BT, state.caches, window)
         last_BD = scatter_last(state.last_BD, last[:, 0], commit)
         return HeadState(caches, last_BD, scatter_last(state.next_BD, following[:, 0], commit))
 
-    @override
     def run(
         self, state: Any, token_BT: Array, feature: Array, position_BT: Array, window: Window, stage: int
     ) -> tuple[Array, Array, Any]:
         return self._slots(token_BT, feature, position_BT, state, window)
 
-    @override
     def logits(self, last_BTD: Array) -> Array:
         if not self.net.spec.draft_vocab:
             return head(self.target, self.base, last_BTD)
-        return expand_to_target_vocab(part_of(self.net, self.params, "logits", last_BTD), self.draft_id_V)
+        return expand_to_target_vocab(apply(self.net, self.params, last_BTD, method="logits"), self.draft_id_V)
 
-    @override
     def experts(self, last_BTD: Array) -> Array | None:
         spec = self.net.spec
         if not spec.routing:
             return None
         chosen = {self.target.arch.layers[y].ffn.top_k for y in spec.routing}  # pyright: ignore[reportAttributeAccessIssue]
-        return lax.top_k(part_of(self.net, self.params, "routes", last_BTD), max(chosen))[1].astype(jnp.int32)
+        return lax.top_k(apply(self.net, self.params, last_BTD, method="routes"), max(chosen))[1].astype(jnp.int32)
 
     def _slots(self, token_BT: Array, g_BTD: Array, position_BT: Array, caches: Any, window: Window):
         if self.net.spec.own_embedding:
-            embedded = part_of(self.net, self.params, "embed", token_BT)
+            embedded = apply(self.net, self.params, token_BT, method="embed")
         else:
             embedded = embed(self.target, self.base, token_BT)
-        return run_head(self.net, self.params, embedded, g_BTD, Inputs(token_BT, position_BT, window, caches))
+        return apply(self.net, self.params, embedded, g_BTD, Inputs(token_BT, position_BT, window, caches))
 
     def _at_once(self, state: HeadState, anchor: Anchor) -> tuple[Array, Any]:
         """Runs all depths in one pass; returns what the vocabulary product reads [B, K, D], and the caches."""
@@ -134,7 +124,9 @@ class HeadDrafter(CachedDrafter):
         if further < 1 or mask is None:
             return state.last_BD[:, None], state.caches
         token_BT = jnp.full((rows, further), mask, jnp.int32)
-        g_BTD = jnp.broadcast_to(part_of(self.net, self.params, "mask"), (rows, further, self.net.spec.arch.model_dim))
+        g_BTD = jnp.broadcast_to(
+            apply(self.net, self.params, method="mask"), (rows, further, self.net.spec.arch.model_dim)
+        )
         position_BT = anchor.length_B[:, None] + jnp.arange(further, dtype=jnp.int32)[None]
         window = Window(anchor.length_B, block=self.block)
         last, _, caches = self._slots(token_BT, g_BTD, position_BT, state.caches, window)

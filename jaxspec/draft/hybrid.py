@@ -6,7 +6,6 @@ from typing import Literal, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
-from typing_extensions import override
 
 from jaxspec.draft.ngram import Ngram
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Drafter, DraftState, Proposal
@@ -48,40 +47,36 @@ class Hybrid(Drafter):
         return self.other.reads
 
     @property
-    @override
     def slack(self) -> int:
         return self.other.slack
 
-    @override
     def with_topology(self, topology: AnyTopology) -> Self:
         lookup, other = self.lookup.with_topology(topology), self.other.with_topology(topology)
         return replace(self, lookup=lookup, other=other)
 
-    @override
     def update_params(self, params: Params) -> Self:
         return replace(self, other=self.other.update_params(params))
 
-    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> DraftState:
         return self.other.init_state(rows, capacity, slack)
 
-    @override
     def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         match, _ = self.lookup.propose((), anchor, rule)
         if not self.topology.drafts:
             return match, state
+        # A row that may not draft needs no drafts of the other drafter either.
         settled_B = match.valid_BN[:, 0] | (anchor.sampling.draft_limit_B == 0)
         drafted, state = self._unless_all(settled_B, state, anchor, rule)
         token_BN = jnp.where(settled_B[:, None], match.token_BN, drafted.token_BN)
         valid_BN = jnp.where(settled_B[:, None], match.valid_BN, drafted.valid_BN)
         logp_BNV = None
         if drafted.logp_BNV is not None:
+            # A match was not drawn: all of its distribution is on its token.
             point = jax.nn.one_hot(match.token_BN, drafted.logp_BNV.shape[-1], dtype=bool)
             certain = jnp.where(point, 0.0, -jnp.inf)
             logp_BNV = jnp.where(settled_B[:, None, None], certain, drafted.logp_BNV)
         return Proposal(token_BN, valid_BN, logp_BNV), state
 
-    @override
     def observe(self, state: DraftState, commit: Commit) -> DraftState:
         return self.other.observe(state, commit)
 

@@ -4,7 +4,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from typing_extensions import override
 
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.mtp import feature_shape
@@ -63,23 +62,18 @@ class LazyObserver(Drafter):
         return self.drafter.reads
 
     @property
-    @override
     def slack(self) -> int:
         return max(self.drafter.slack, self.replay_sizes(())[-1])  # a chunk of kept positions is padded
 
-    @override
     def with_topology(self, topology: AnyTopology) -> Self:
         return replace(self, drafter=self.drafter.with_topology(topology), is_plain=False)
 
-    @override
     def plain(self) -> Drafter:
         return replace(self, is_plain=True)
 
-    @override
     def update_params(self, params: Params) -> Self:
         return replace(self, drafter=self.drafter.update_params(params))
 
-    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> LazyState:
         one, reads = (self.arch.model_dim,), self.reads
 
@@ -92,15 +86,14 @@ class LazyObserver(Drafter):
         )  # fmt: skip
         return LazyState(self.drafter.init_state(rows, capacity, max(slack, self.slack)), kept)
 
-    @override
     def propose(self, state: LazyState, anchor: Anchor, rule: str) -> tuple[Proposal, LazyState]:
         if self.is_plain:
             return no_proposal(anchor), state
         proposal, draft = self.drafter.propose(state.draft, anchor, rule)
         return proposal, replace(state, draft=draft)
 
-    @override
     def observe(self, state: LazyState, commit: Commit) -> LazyState:
+        # Prompts and replayed chunks come row by row; they are observed at once.
         if commit.row is not None or not self.is_plain:
             return replace(state, draft=self.drafter.observe(state.draft, commit))
         index_B = commit.start_B % self.ring_size
@@ -111,15 +104,12 @@ class LazyObserver(Drafter):
 
         return replace(state, ring=jax.tree.map(keep, state.ring, commit.features))
 
-    @override
     def replay_room(self, capacity: int) -> int:
         return self.ring_size
 
-    @override
     def replay_sizes(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(min(size, self.ring_size) for size in CHUNK_SIZES)
 
-    @override
     def replay_features(self, state: LazyState, row: Array, position_X: Array) -> Features:
         index_X = position_X % self.ring_size
         ring: Any = jax.tree.map(lambda ring_BR: jnp.take(ring_BR[row], index_X, axis=0)[None], state.ring)

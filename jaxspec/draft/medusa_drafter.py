@@ -1,13 +1,13 @@
 """Drafting with Medusa heads: every depth from the one hidden state of the last committed position."""
 
 import jax.numpy as jnp
-from typing_extensions import override
 
 from jaxspec.draft.last_hidden import gather_last, scatter_last
 from jaxspec.draft.network_drafter import NetworkDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab
-from jaxspec.models.medusa import Medusa, run_medusa
+from jaxspec.models.apply import apply
+from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, head
 from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, static
@@ -20,12 +20,10 @@ class MedusaDrafter(NetworkDrafter):
     """Drafts as many tokens as it has heads (Cai 2024, 2401.10774); chains, and trees of the heads' best tokens.
 
     Attributes:
-      params: parameters of the heads.
       base: the target's parameters, whose head is used where they have none of their own.
       draft_id_V: draft id of each token, W for tokens that the heads do not know; None where they know all.
       net: the heads.
       target: the target's network.
-      topology: what is drafted, no deeper than there are heads.
     """
 
     params: Params
@@ -36,20 +34,16 @@ class MedusaDrafter(NetworkDrafter):
     topology: AnyTopology = static()
     needs = "hidden"
 
-    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> Array:
         return jnp.zeros((rows, self.net.spec.dim))
 
-    @override
     def propose(self, state: Array, anchor: Anchor, rule: str) -> tuple[Proposal, Array]:
-        last_KBD = run_medusa(self.net, self.params, state)[: self.topology.max_depth]
+        last_KBD = apply(self.net, self.params, state)[: self.topology.max_depth]
         return draft_from(self, last_KBD.swapaxes(0, 1), anchor, rule, anchor.length_B >= 1), state
 
-    @override
     def observe(self, state: Array, commit: Commit) -> Array:
         return scatter_last(state, gather_last(commit.hidden.last_BTD, commit), commit)
 
-    @override
     def logits(self, last_BTD: Array) -> Array:
         spec = self.net.spec
         if spec.draft_vocab:

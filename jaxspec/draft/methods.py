@@ -19,7 +19,7 @@ from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
-from jaxspec.protocol import Drafter, NoDrafts, Rule
+from jaxspec.protocol import Drafter, NoDrafts, VerifyRule
 from jaxspec.shapes import Params
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, Topology
 
@@ -46,7 +46,7 @@ class SpeculativeConfig:
 
     method: str
     schedule: SpeculationSchedule
-    rule: str | Rule = "match"
+    rule: str | VerifyRule = "match"
     model: str | None = None
     lookup_max: int = 4
     lookup_min: int = 2
@@ -91,7 +91,7 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
         )
     _check_model(keys, method)
     longest, shortest = _suffix_lengths(keys)
-    pruning = pruning_of(keys, method, all_chains=schedule.all_chains, synthetic=isinstance(rule, Rule))
+    pruning = pruning_of(keys, method, all_chains=schedule.all_chains, synthetic=isinstance(rule, VerifyRule))
     return SpeculativeConfig(
         method, schedule, rule, keys.model, longest, shortest, keys.exit_layer or 0, pruning, keys.revision
     )
@@ -111,12 +111,12 @@ def _check_model(keys: SpeculativeKeys, method: str) -> None:
         raise ConfigError('speculative_config: method "early_exit" and "exit_layer" go together; give both or neither')
 
 
-def _rule(rule: Any, schedule: SpeculationSchedule) -> str | Rule:
+def _rule(rule: Any, schedule: SpeculationSchedule) -> str | VerifyRule:
     """Returns the verification rule."""
-    if (rule == "block" or isinstance(rule, Rule)) and not schedule.all_chains:
+    if (rule == "block" or isinstance(rule, VerifyRule)) and not schedule.all_chains:
         kind = "block verification" if rule == "block" else "synthetic acceptance"
         raise ConfigError(f"speculative_config: {kind} is for chains; ask for num_speculative_tokens alone")
-    if isinstance(rule, Rule):
+    if isinstance(rule, VerifyRule):
         return rule
     if rule == "synthetic":
         raise ConfigError(

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from typing_extensions import override
 
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, scatter_last
 from jaxspec.draft.network_drafter import CachedDrafter
-from jaxspec.models.mtp import Caches, Mtp, feature_shape, init_mtp_caches, last_of, run_mtp
+from jaxspec.models.apply import apply
+from jaxspec.models.caches import init_layer_caches
+from jaxspec.models.mtp import Caches, Mtp, feature_shape
 from jaxspec.models.transformer import Transformer, embed, head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Proposal
@@ -43,8 +44,8 @@ class LayerInputs:
 
     def shifted(self, left_B: Array) -> "LayerInputs":
         """Returns the inputs without the first ones of each row."""
-        arrays = (_shift(x, left_B) for x in (self.token_BT, self.embedded_BTD, self.position_BT))
-        return LayerInputs(*arrays, self.window)
+        token_BT, embedded_BTD = _shift(self.token_BT, left_B), _shift(self.embedded_BTD, left_B)
+        return LayerInputs(token_BT, embedded_BTD, _shift(self.position_BT, left_B), self.window)
 
 
 @pytree
@@ -58,12 +59,9 @@ class MtpHeads(CachedDrafter):
     output. Positions without a real hidden state are written ahead and overwritten by the next observation.
 
     Attributes:
-      params: parameters of the layers.
       base: the target's parameters, whose embedding and head are used.
       net: the layers.
       target: the target's network.
-      topology: what is drafted; a static tree's nodes are numbered level by level.
-      block: positions that attention reads at a time.
     """
 
     params: Params
@@ -75,7 +73,6 @@ class MtpHeads(CachedDrafter):
     needs = "hidden"
 
     @property
-    @override
     def vocab_size(self) -> int:
         return self.net.arch.vocab_size
 
@@ -88,21 +85,19 @@ class MtpHeads(CachedDrafter):
     def _layers(self) -> int:
         return len(self.net.arch.mtp)
 
-    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> MtpState:
-        room, slack = self.cache_size(capacity, slack)
         arch = self.net.arch
-        caches = init_mtp_caches(arch, self.net.policy, rows, room, slack=slack, block=self.block)
+        caches = init_layer_caches(arch.mtp, self.net.policy, self.cache_size(rows, capacity, slack))
         return MtpState(caches, tuple(jnp.zeros((rows, *feature_shape(arch))) for _ in arch.mtp))
 
-    @override
     def propose(self, state: MtpState, anchor: Anchor, rule: str) -> tuple[Proposal, MtpState]:
         features = tuple(x[:, None] for x in state.features)
-        root = Root(last_of(self.net, self.params, 0, features[0]), features, anchor.length_B >= self._layers)
+        root = Root(
+            apply(self.net, self.params, 0, features[0], method="last"), features, anchor.length_B >= self._layers
+        )
         proposal, caches = draft(self, state.caches, anchor, rule, root)
         return proposal, replace(state, caches=caches)
 
-    @override
     def run(
         self, state: Caches, token_BT: Array, feature: tuple[Array, ...], position_BT: Array, window: Window, stage: int
     ) -> tuple[Array, tuple[Array, ...], Caches]:
@@ -115,7 +110,6 @@ class MtpHeads(CachedDrafter):
             lasts[layer], features[layer], caches[layer] = self._layer(layer, inputs, before, caches[layer])
         return lasts[first], tuple(features), tuple(caches)
 
-    @override
     def observe(self, state: MtpState, commit: Commit) -> MtpState:
         embedded_BTD = embed(self.target, self.base, commit.next_BT)
         inputs = LayerInputs(commit.next_BT, embedded_BTD, commit.position_BT, self.window_of(commit))
@@ -130,7 +124,6 @@ class MtpHeads(CachedDrafter):
             x = jnp.concatenate([committed_rows(old, commit)[:, None], x[:, :-1]], axis=1)
         return MtpState(tuple(caches), tuple(features))
 
-    @override
     def logits(self, last_BTD: Array) -> Array:
         return head(self.target, self.base, last_BTD)
 
@@ -152,9 +145,8 @@ class MtpHeads(CachedDrafter):
         """Runs a layer in its own slots."""
         start_B = jnp.maximum(inputs.window.start_B - layer, 0)
         window = replace(inputs.window, start_B=start_B, output_index_B=output_index_B)
-        position_BT = jnp.maximum(inputs.position_BT - layer, 0)
-        inputs_of_layer = Inputs(inputs.token_BT, position_BT, window, cache)
-        return run_mtp(self.net, self.params, layer, inputs.embedded_BTD, feature, inputs_of_layer)
+        own = Inputs(inputs.token_BT, jnp.maximum(inputs.position_BT - layer, 0), window, cache)
+        return apply(self.net, self.params, layer, inputs.embedded_BTD, feature, own)
 
 
 def _shift(x: Array, left_B: Array) -> Array:

@@ -5,8 +5,8 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from typing_extensions import override
 
+from jaxspec.cache.addressing import CacheSize
 from jaxspec.cache.window import Window
 from jaxspec.errors import ConfigError
 from jaxspec.protocol import Commit, Drafter
@@ -31,7 +31,6 @@ class NetworkDrafter(Drafter):
         """Predicts the experts that the target will choose for what is drafted, int32 [B, T, Y, A], if it can."""
         return None
 
-    @override
     def update_params(self, params: Params) -> Self:
         own, new = _shapes(self.params), _shapes(params)
         if wrong := sorted(name for name in own.keys() | new.keys() if own.get(name) != new.get(name)):
@@ -43,7 +42,7 @@ class NetworkDrafter(Drafter):
 
 
 class CachedDrafter(NetworkDrafter):
-    """Drafts token by token from a cache of its own; one forward of it is a cell.
+    """Drafts token by token from a cache of its own; one forward of it is a cell. Trees are numbered level by level.
 
     Attributes:
       block: positions that attention reads at a time.
@@ -77,14 +76,13 @@ class CachedDrafter(NetworkDrafter):
         """
 
     @property
-    @override
     def slack(self) -> int:
         return self.topology.write_ahead
 
-    def cache_size(self, capacity: int, slack: int) -> tuple[int, int]:
-        """Returns the positions of a row's cache, whole blocks, and how many of them are for writing ahead."""
+    def cache_size(self, rows: int, capacity: int, slack: int) -> CacheSize:
+        """Returns the size of its cache; arguments as of ``init_state``."""
         slack = max(slack, self.slack)
-        return -(-(capacity + slack) // self.block) * self.block, slack
+        return CacheSize(rows, -(-(capacity + slack) // self.block) * self.block, slack, self.block)
 
     def window_of(self, commit: Commit, output_index_B: Array | None = None) -> Window:
         """Returns where a commit is written; ``output_index_B`` as of ``Window``."""

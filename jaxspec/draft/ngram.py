@@ -1,7 +1,6 @@
 """Prompt lookup: the continuations of earlier occurrences of the text's last tokens, searched on the device."""
 
 import jax.numpy as jnp
-from typing_extensions import override
 
 from jaxspec.protocol import Anchor, Drafter, DraftState, Proposal
 from jaxspec.pytree import pytree, static
@@ -23,7 +22,6 @@ class Ngram(Drafter):
     shortest: int = static(default=2)
     sparse = True
 
-    @override
     def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         if self.topology.is_chain:
             return self._chain(anchor), state
@@ -77,6 +75,7 @@ class Ngram(Drafter):
                 at = length_B - (back - len(path))
                 known = jnp.take_along_axis(history, jnp.maximum(at, 0)[:, None], axis=1)[:, 0]
                 wanted = jnp.where(at >= 0, known, -1)
+            # Place s matches if the text before s, read backwards, equals the suffix.
             shifted = history if back == 0 else jnp.pad(history, ((0, 0), (back, 0)), constant_values=-1)[:, :-back]
             run &= shifted == wanted[:, None]
             size += run.astype(jnp.int32)

@@ -1,7 +1,6 @@
 """A small language model as drafter: dense or MoE, its own cache, chains and trees."""
 
 import jax.numpy as jnp
-from typing_extensions import override
 
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import draft
@@ -23,10 +22,7 @@ class SmallLm(CachedDrafter):
     never drafted, and read as another one if the target should ever say one. The text is the target's either way.
 
     Attributes:
-      params: the model's parameters.
       net: its network.
-      topology: what is drafted; a static tree's nodes are numbered level by level.
-      block: positions that attention reads at a time.
       target_vocab: V of the target, 0 where it is the model's own.
     """
 
@@ -38,26 +34,20 @@ class SmallLm(CachedDrafter):
     needs = "tokens"
 
     @property
-    @override
     def vocab_size(self) -> int:
         return self.target_vocab or self.net.arch.vocab_size
 
-    @override
     def init_state(self, rows: int, capacity: int, slack: int) -> Caches:
-        room, slack = self.cache_size(capacity, slack)
-        return init_caches(self.net.arch, self.net.policy, rows, room, slack=slack, block=self.block)
+        return init_caches(self.net.arch, self.net.policy, self.cache_size(rows, capacity, slack))
 
-    @override
     def propose(self, state: Caches, anchor: Anchor, rule: str) -> tuple[Proposal, Caches]:
         return draft(self, state, anchor, rule)
 
-    @override
     def observe(self, state: Caches, commit: Commit) -> Caches:
         if commit.row is None and self.topology.is_chain:
             return state  # the accepted prefix already stands where it belongs
         return self.run(state, commit.token_BT, None, commit.position_BT, self.window_of(commit), 0)[2]
 
-    @override
     def run(
         self, state: Caches, token_BT: Array, feature: None, position_BT: Array, window: Window, stage: int
     ) -> tuple[Array, None, Caches]:
@@ -66,7 +56,6 @@ class SmallLm(CachedDrafter):
         hidden = forward(self.net, self.params, Inputs(token_BT, position_BT, window, state))
         return hidden.last_BTD, None, hidden.caches
 
-    @override
     def logits(self, last_BTD: Array) -> Array:
         logits, lacking = head(self.net, self.params, last_BTD), self.vocab_size - self.net.arch.vocab_size
         if lacking > 0:

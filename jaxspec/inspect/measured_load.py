@@ -19,7 +19,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.perf.expert_counts import VERSION, ExpertLoad, Kind, Verifications, counted
-from jaxspec.protocol import Drafter, Rule
+from jaxspec.protocol import Drafter, VerifyRule
 from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.loading import load_draft
 from jaxspec.train.evaluate import AcceptanceEvaluator, EvalSpec
@@ -157,7 +157,7 @@ def _alone(read: Sequence[np.ndarray], prompts: Sequence[Sequence[int]]) -> Veri
 class _Steps:
     """Runs prompts through the serving step and keeps the routes of every verification."""
 
-    def __init__(self, model: Model, drafter: Drafter, wanted: LoadSettings, rule: Rule):
+    def __init__(self, model: Model, drafter: Drafter, wanted: LoadSettings, rule: VerifyRule):
         self.model, self.drafter, self.wanted = model, drafter, wanted
         self.plan = StepPlan(rule, routes=True)
         self.expert: list[np.ndarray] = []

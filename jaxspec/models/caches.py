@@ -1,12 +1,14 @@
 """The caches of a whole model: one per layer, or one per stack of equal layers."""
 
+from collections.abc import Iterable
+
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.cache.addressing import LayerCache, StreamSpec, init_layer
+from jaxspec.cache.addressing import CacheSize, LayerCache, StreamSpec, init_layer
 from jaxspec.cache.tree_reads import compact
 from jaxspec.cache.window import Window
-from jaxspec.models.arch import ArchSpec, segments
+from jaxspec.models.arch import ArchSpec, LayerSpec, segments
 from jaxspec.models.transformer import Caches
 from jaxspec.nn.policy import Policy
 from jaxspec.pytree import replace
@@ -23,32 +25,19 @@ def layout(arch: ArchSpec, policy: Policy) -> Layout:
     return tuple((dict(layer.attention.streams), part.repeats) for part in cut for layer in part.pattern)
 
 
-def init_caches(
-    arch: ArchSpec,
-    policy: Policy,
-    rows: int,
-    room: int,
-    *,
-    slack: int,
-    block: int = 128,
-    pool: tuple[int, int] | None = None,
-) -> Caches:
-    """Allocates the zeroed caches of a model.
+def init_caches(arch: ArchSpec, policy: Policy, size: CacheSize) -> Caches:
+    """Allocates the zeroed caches of a model, stacked like its layers."""
+    return _zeros(layout(arch, policy), policy, size)
 
-    Args:
-      arch: says what each layer caches.
-      policy: compute dtype, and whether layers are stacked.
-      rows: B.
-      room: positions of a row, provisional ones included.
-      slack: most positions that one forward writes.
-      block: positions that attention reads at a time.
-      pool: page count and page size of a shared pool; None gives every row one page of its own.
-    """
-    dtype = jnp.dtype(policy.compute.dtype)
-    return tuple(
-        init_layer(streams, rows, room, slack, block, dtype, pool, layers, as_bits=policy.compute.kernels != "triton")
-        for streams, layers in layout(arch, policy)
-    )
+
+def init_layer_caches(layers: Iterable[LayerSpec], policy: Policy, size: CacheSize) -> Caches:
+    """Allocates the zeroed caches of layers that are never stacked: of a head, or of multi-token prediction."""
+    return _zeros(tuple((dict(layer.attention.streams), 1) for layer in layers), policy, size)
+
+
+def _zeros(layout: Layout, policy: Policy, size: CacheSize) -> Caches:
+    dtype, as_bits = jnp.dtype(policy.compute.dtype), policy.compute.kernels != "triton"
+    return tuple(init_layer(streams, size, dtype, layers=layers, as_bits=as_bits) for streams, layers in layout)
 
 
 def compact_caches(caches: Caches, arch: ArchSpec, policy: Policy, window: Window, path_BT: Array) -> Caches:

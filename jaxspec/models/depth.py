@@ -84,22 +84,22 @@ def run_block(block: Block, layer: int, before: ForwardState, inputs: Inputs) ->
     return state_after({layer: 0}, [before.x], [out], inputs)
 
 
-def stack_name(segment: Segment, place: int) -> str:
-    """Returns the name of the parameters of one place of a segment's pattern."""
-    return f"segment_{segment.first + place}"
+def stack_name(segment: Segment, position: int) -> str:
+    """Returns the name of the parameters of one position of a segment's pattern."""
+    return f"segment_{segment.first + position}"
 
 
 def stack_of(layer: int, segments: tuple[Segment, ...]) -> tuple[str, int, int]:
     """Returns the name of the stack that holds a layer, the layer's index in it, and the stack's length."""
     segment = next(s for s in segments if layer < s.stop)
-    place = (layer - segment.first) % len(segment.pattern)
-    return stack_name(segment, place), (layer - segment.first) // len(segment.pattern), segment.repeats
+    position = (layer - segment.first) % len(segment.pattern)
+    return stack_name(segment, position), (layer - segment.first) // len(segment.pattern), segment.repeats
 
 
-def init_stack(key: Array, segment: Segment, place: int, arch: ArchSpec, policy: Policy) -> Any:
-    """Returns random parameters of one place of a segment's pattern, every leaf with a leading axis of repeats."""
+def init_stack(key: Array, segment: Segment, position: int, arch: ArchSpec, policy: Policy) -> Any:
+    """Returns random parameters of one position of a segment's pattern, every leaf with a leading axis of repeats."""
     keys = jax.random.split(key, segment.repeats)
-    made = lax.map(lambda k: init_block(k, segment.pattern[place], arch, policy), keys)
+    made = lax.map(lambda k: init_block(k, segment.pattern[position], arch, policy), keys)
     return nn.meta.add_axis(made, 0, {nn.PARTITION_NAME: LAYERS})
 
 
@@ -110,8 +110,8 @@ class Loop:
     Attributes:
       segment: pattern and repeats.
       arch, policy: of the model.
-      stacks: parameters of each place of the pattern.
-      inputs: of the forward, with the caches of this segment: one per place, for all repeats.
+      stacks: parameters of each position of the pattern.
+      inputs: of the forward, with the caches of this segment: one per position, for all repeats.
     """
 
     segment: Segment
@@ -151,7 +151,7 @@ class Loop:
         return replace(new, taps=taps, shared_MD=shared_MD, routing=routing)
 
     def _index(self, layer: int) -> tuple[int, int]:
-        """Returns the repeat in which a layer runs, and its place in the pattern."""
+        """Returns the repeat in which a layer runs, and its position in the pattern."""
         return divmod(layer - self.segment.first, len(self.segment.pattern))
 
     def _repeat(self, y: Array, before: ForwardState) -> ForwardState:

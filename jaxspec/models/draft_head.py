@@ -1,12 +1,12 @@
 """Draft heads of the EAGLE family: they join the target's features at a token with the next token, and go on."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.addressing import LayerCache
 from jaxspec.cache.window import Window, take_outputs
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import MIXERS, NORMS, Block
@@ -230,28 +230,5 @@ class DraftHead(nn.Module):
             self.routes(last)
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
+        """Returns random parameters."""
         return nn.unbox(self.init(key, method="everything"))
-
-
-def run_head(
-    net: DraftHead, params: Params, embedded_BTD: Array, g_BTD: Array, inputs: Inputs
-) -> tuple[Array, Array, tuple[Any, ...]]:
-    """Runs T slots of a head: what its head reads, what the next draft continues from, and the memory."""
-    return cast(Any, net.apply(cast(Any, params), embedded_BTD, g_BTD, inputs))
-
-
-def part_of(net: DraftHead, params: Params, method: Literal["join", "mask", "embed", "logits", "routes"], *x: Array):
-    """One of a head's smaller parts, see its methods."""
-    return cast(Array, net.apply(cast(Any, params), *x, method=method))
-
-
-def init_head_caches(
-    spec: HeadSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int
-) -> tuple[LayerCache, ...]:
-    """Allocates the zeroed caches of a head's layers; arguments as of ``init_caches``."""
-    dtype, as_bits = jnp.dtype(policy.compute.dtype), policy.compute.kernels != "triton"
-    return tuple(
-        init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
-        for layer in spec.arch.layers
-    )

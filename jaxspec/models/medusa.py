@@ -1,7 +1,6 @@
 """Medusa: heads that read one hidden state of the target and predict the tokens after the next one side by side."""
 
 from dataclasses import dataclass
-from typing import Any, cast
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -74,15 +73,5 @@ class Medusa(nn.Module):
         return self.medusa[number](last)
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
+        """Returns random parameters."""
         return nn.unbox(self.init(key, jnp.zeros((1, 1, self.spec.dim))))
-
-
-def run_medusa(net: Medusa, params: Params, last: Array) -> Array:
-    """Runs all heads on hidden states [..., D], [M, ..., X]."""
-    return cast(Array, net.apply(cast(Any, params), last))
-
-
-def run_medusa_head(net: Medusa, params: Params, number: int, last: Array) -> Array:
-    """Runs one head on hidden states [..., D], [..., X]."""
-    return cast(Array, net.apply(cast(Any, params), number, last, method="one"))

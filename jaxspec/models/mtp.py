@@ -1,11 +1,9 @@
 """Multi-token prediction: layers after a model that draft from its hidden states, as published with it."""
 
-from typing import Any, cast
-
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.addressing import LayerCache
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.block import Block, norm_params, normalize
 from jaxspec.nn.dense import dense
@@ -115,32 +113,10 @@ class Mtp(nn.Module):
             self(layer, jnp.zeros((1, 1, a.model_dim)), feature, Inputs(token, token))
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
+        """Returns random parameters."""
         return nn.unbox(self.init(key, method="everything"))
 
 
 def feature_shape(arch: ArchSpec) -> tuple[int, ...]:
     """Shape of the feature of one position."""
     return (arch.hyper.streams, arch.model_dim) if arch.hyper else (arch.model_dim,)
-
-
-def run_mtp(
-    net: Mtp, params: Params, layer: int, embedded_BTD: Array, feature: Array, inputs: Inputs
-) -> tuple[Array, Array, LayerCache | None]:
-    """Runs T slots of one layer: what the head reads, the feature after each slot, and the cache."""
-    return cast(Any, net.apply(cast(Any, params), layer, embedded_BTD, feature, inputs))
-
-
-def last_of(net: Mtp, params: Params, layer: int, feature: Array) -> Array:
-    """Returns what the head reads of a layer's feature, [..., D]."""
-    return cast(Array, net.apply(cast(Any, params), layer, feature, method="last"))
-
-
-def init_mtp_caches(arch: ArchSpec, policy: Policy, rows: int, room: int, *, slack: int, block: int) -> Caches:
-    """Allocates the zeroed caches of the layers; arguments as of ``init_caches``."""
-    dtype = jnp.dtype(policy.compute.dtype)
-    as_bits = policy.compute.kernels != "triton"
-    return tuple(
-        init_layer(dict(layer.attention.streams), rows, room, slack, block, dtype, as_bits=as_bits)
-        for layer in arch.mtp
-    )

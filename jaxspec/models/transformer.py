@@ -1,12 +1,13 @@
 """The one transformer: it reads an ArchSpec and runs any family, for training, prefill, drafting and verification."""
 
-from typing import Any, cast
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 
 from jaxspec.cache.addressing import LayerCache
 from jaxspec.cache.window import Segments
+from jaxspec.models.apply import apply
 from jaxspec.models.arch import ArchSpec, Segment, segments
 from jaxspec.models.block import Block, norm_params, normalize
 from jaxspec.models.depth import ForwardState, Loop, init_stack, run_block, stack_name
@@ -77,15 +78,17 @@ class Transformer(nn.Module):
             self.layers = [Block(layer, a, p) for layer in a.layers]
         else:
             self.stacks = [
-                self._stack(segment, place) for segment in segments(a.layers) for place in range(len(segment.pattern))
+                self._stack(segment, position)
+                for segment in segments(a.layers)
+                for position in range(len(segment.pattern))
             ]
 
-    def _stack(self, segment: Segment, place: int) -> Any:
-        name = stack_name(segment, place)
+    def _stack(self, segment: Segment, position: int) -> Any:
+        name = stack_name(segment, position)
         # Flax would trace the initializer in every forward, to compare shapes that the loader has compared.
         if self.has_variable("params", name):
             return self.get_variable("params", name)
-        return self.param(name, init_stack, segment, place, self.arch, self.policy)
+        return self.param(name, init_stack, segment, position, self.arch, self.policy)
 
     def __call__(self, inputs: Inputs) -> Hidden:
         """Runs T positions of each row."""
@@ -134,7 +137,7 @@ class Transformer(nn.Module):
         return done
 
     def initial(self, key: Array) -> Params:
-        """Random parameters."""
+        """Returns random parameters."""
         token = jnp.zeros((1, 2), jnp.int32)
         return nn.unbox(self.init(key, token, token, method="logits_of"))
 
@@ -154,7 +157,7 @@ class Transformer(nn.Module):
 
 def forward(net: Transformer, params: Params, inputs: Inputs) -> Hidden:
     """Runs T positions of each row; the caches come back with those positions written."""
-    return cast(Hidden, net.apply(cast(Any, params), inputs))
+    return apply(net, params, inputs)
 
 
 def features_of(hidden: Hidden) -> Features:
@@ -164,24 +167,19 @@ def features_of(hidden: Hidden) -> Features:
 
 def embed(net: Transformer, params: Params, token_BT: Array) -> Array:
     """Embeddings of tokens, float32 [B, T, D]."""
-    return cast(Array, net.apply(cast(Any, params), token_BT, method="embed"))
+    return apply(net, params, token_BT, method="embed")
 
 
 def head(net: Transformer, params: Params, last: Array) -> Array:
     """Logits of final hidden states, float32 [..., V]."""
-    return cast(Array, net.apply(cast(Any, params), last, method="logits"))
+    return apply(net, params, last, method="logits")
 
 
 def teacher_forced(
     net: Transformer, params: Params, token_BT: Array, position_BT: Array, segment_BT: Array | None = None
 ) -> tuple[Array, Hidden]:
-    """Logits of whole sequences without a cache, float32 [B, T, V], and the hidden states.
+    """Computes logits of whole sequences without a cache, float32 [B, T, V], and the hidden states.
 
-    Args:
-      net: the network.
-      params: its parameters.
-      token_BT: ids.
-      position_BT: place of each in its text.
-      segment_BT: number of the text that each belongs to where rows hold several.
+    ``segment_BT`` numbers the text that each position belongs to where rows hold several.
     """
-    return cast(Any, net.apply(cast(Any, params), token_BT, position_BT, segment_BT, method="logits_of"))
+    return apply(net, params, token_BT, position_BT, segment_BT, method="logits_of")

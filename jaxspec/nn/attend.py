@@ -106,18 +106,22 @@ def attend(
         return new_top, total * keep + row_sum(prob)[..., 0], out * keep[..., None] + added
 
     shape = (xs, kv_heads, padded)
-    if sinks_H is None:
-        top, total = jnp.full(shape, MASKED), jnp.zeros(shape)
-    else:
-        sink_GQ = jnp.repeat(sinks_H.astype(jnp.float32).reshape(kv_heads, group), each, axis=1)
-        sink_GQ = jnp.pad(sink_GQ, ((0, 0), (0, padded - group * each)))
-        top, total = jnp.broadcast_to(sink_GQ, shape), jnp.ones(shape)
-    carry = (top, total, jnp.zeros((*shape, value_width)))
+    carry = (*_start(shape, group, each, sinks_H), jnp.zeros((*shape, value_width)))
     for source in sources:
         carry = lax.fori_loop(source.first, source.last, lambda i, c, s=source: visit(s, i, c), carry)
     _, total, out = carry
     out = (out / jnp.maximum(total, 1e-30)[..., None])[:, :, : group * each]
     return out.reshape(xs, kv_heads, group, each, value_width).transpose(0, 3, 1, 2, 4).reshape(rows, count, heads, -1)
+
+
+def _start(shape: tuple[int, int, int], group: int, each: int, sinks_H: Array | None) -> tuple[Array, Array]:
+    """Returns the running maximum and sum before any block: of nothing, or of each head's sink."""
+    if sinks_H is None:
+        return jnp.full(shape, MASKED), jnp.zeros(shape)
+    _, kv_heads, padded = shape
+    sink_GQ = jnp.repeat(sinks_H.astype(jnp.float32).reshape(kv_heads, group), each, axis=1)
+    sink_GQ = jnp.pad(sink_GQ, ((0, 0), (0, padded - group * each)))
+    return jnp.broadcast_to(sink_GQ, shape), jnp.ones(shape)
 
 
 def attend_self(

@@ -1,7 +1,7 @@
 """Grouped-query attention: projections, query and key norms, rotation, windows and sinks."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import flax.linen as nn
 
@@ -38,8 +38,8 @@ class AttentionSpec:
       sinks: whether each head has a logit that takes probability and has no value.
     """
 
-    chain_only: ClassVar[str | None] = None
-    one_text_only: ClassVar[bool] = False
+    chain_only = None
+    one_text_only = False
 
     heads: int
     kv_heads: int
@@ -101,12 +101,12 @@ class Attention(nn.Module):
         if s.qk_norm != "none":
             whole = s.qk_norm == "full"
             norms = FULL_NORMS if whole else HEAD_NORMS
-            q, k = (self._normed(x, param, whole) for x, param in zip((q, k), norms, strict=True))
+            q, k = (self._normed(x, param, whole=whole) for x, param in zip((q, k), norms, strict=True))
         if s.rope is not None:
             q, k = rotate(q, position_BT, s.rope), rotate(k, position_BT, s.rope)
         return q, k, v
 
-    def _normed(self, x_BTHC: Array, param: Param, whole: bool) -> Array:
+    def _normed(self, x_BTHC: Array, param: Param, *, whole: bool) -> Array:
         shape = x_BTHC.shape[2:] if whole else x_BTHC.shape[3:]
         scale = declare(self, self.policy, param, shape).reshape(-1)
         flat = x_BTHC.reshape(*x_BTHC.shape[:2], -1) if whole else x_BTHC

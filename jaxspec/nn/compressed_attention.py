@@ -1,7 +1,6 @@
 """DeepSeek-V4's attention: one shared key that is also the value, over a window and over compressed entries."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -47,10 +46,8 @@ class CompressedSpec:
       index: limits the entries that a query attends to, None for none.
     """
 
-    one_text_only: ClassVar[bool] = True
-    chain_only: ClassVar[str | None] = (
-        "compressed attention pools consecutive positions, which the branches of a tree are not"
-    )
+    one_text_only = True
+    chain_only = "compressed attention pools consecutive positions, which the branches of a tree are not"
 
     heads: int
     head_dim: int
@@ -103,7 +100,7 @@ class CompressedAttention(nn.Module):
             entry_BNC, memory = compressor(x_BTD, inputs)
             inputs = replace(inputs, memory=memory)
         if s.index is not None:
-            indexer = EntryIndexer(s.index, self.model_dim, s.query_rank, self.norm_eps, p, name="indexer")
+            indexer = EntryIndexer(s.index, self.model_dim, self.norm_eps, p, name="indexer")
             kept_BTN, memory = indexer(x_BTD, low_BTR, inputs)
             inputs = replace(inputs, memory=memory)
         if cache is None:

@@ -225,7 +225,7 @@ def _parts(x: Array) -> list[Array]:
     return parts
 
 
-def lookup(table_VD: Array, place: Array) -> Array:
+def lookup(table_VD: Array, row: Array) -> Array:
     """Looks up rows of a table by number, float32 [..., D].
 
     XLA:CPU widens the table of a bfloat16 gather to float32. It must not do so in front of a loop that looks up, the
@@ -234,7 +234,7 @@ def lookup(table_VD: Array, place: Array) -> Array:
 
     Args:
       table_VD: weights, of any floating type.
-      place: row numbers, int32 of any shape, below V.
+      row: row numbers, int32 of any shape, below V.
     """
-    table_VD, place = lax.optimization_barrier((table_VD, place))
-    return table_VD[place].astype(jnp.float32)
+    table_VD, row = lax.optimization_barrier((table_VD, row))
+    return table_VD[row].astype(jnp.float32)

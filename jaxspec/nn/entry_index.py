@@ -10,16 +10,10 @@ from jaxspec.cache.addressing import LayerCache, StreamSpec, entry_block
 from jaxspec.cache.tree_reads import read_block
 from jaxspec.cache.window import Window
 from jaxspec.nn.compressor import Compressor, CompressorSpec, blocks_of_entries, entries_seen
-from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.inputs import Inputs
-from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.rope import rotate
-from jaxspec.nn.selection import Queries, select_cached, select_self
+from jaxspec.nn.selection import Queries, index_queries, select_cached, select_self
 from jaxspec.shapes import Array
-
-Q = Param("q_RHC", ("rank", "heads", "head_dim"))
-WEIGHT = Param("weight_DH", ("embed", "heads"))
 
 PREFIX = "index_"
 
@@ -49,7 +43,6 @@ class EntryIndexer(nn.Module):
 
     spec: EntryIndexSpec
     model_dim: int
-    rank: int
     norm_eps: float
     policy: Policy
 
@@ -66,15 +59,10 @@ class EntryIndexer(nn.Module):
           Whether a query keeps an entry, [B, T, N]; None where there are never more than it keeps, so that scores are
           not needed. And the cache with the new keys.
         """
-        s, p, dim, position_BT = self.spec, self.policy, self.spec.compressor.head_dim, inputs.position_BT
-        q_BTHC = dense(low_BTR, declare(self, p, Q, (self.rank, s.heads, dim)), dtype=p.compute.dtype)
-        q_BTHC = rotate(q_BTHC, position_BT, s.compressor.rope)
-        weight_DH = declare(self, p, WEIGHT, (self.model_dim, s.heads))
-        weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute.dtype) * (s.heads * dim) ** -0.5
-        compressor = Compressor(s.compressor, self.model_dim, self.norm_eps, p, name="compressor")
+        s, p, keys, position_BT = self.spec, self.policy, self.spec.compressor, inputs.position_BT
+        queries = index_queries(self, p, x_BTD, low_BTR, position_BT, s.heads, keys.rope, keys.head_dim)
+        compressor = Compressor(keys, self.model_dim, self.norm_eps, p, name="compressor")
         k_BNC, cache = compressor(x_BTD, inputs, PREFIX)
-        # Which entries are best has no derivative.
-        queries = lax.stop_gradient((q_BTHC, weight_BTH))
         if (window := inputs.cache_window) is None or cache is None:
             assert k_BNC is not None, "without a cache there are entries"
             return select_entries_self(queries, lax.stop_gradient(k_BNC), s, p.compute.dtype), None
@@ -90,16 +78,7 @@ def select_entries_self(queries: Queries, k_BNC: Array, spec: EntryIndexSpec, dt
 def select_entries(
     queries: Queries, position_BT: Array, pages_PGZC: Array, spec: EntryIndexSpec, window: Window, policy: Policy
 ) -> Array | None:
-    """Selects the cached entries that each query keeps, [B, T, N]; None where the cache cannot hold more than that.
-
-    Args:
-      queries: [B, T, ...].
-      position_BT: their absolute positions.
-      pages_PGZC: cached keys, those of this forward written.
-      spec: of the indexer.
-      window: of the forward.
-      policy: see ``select_cached``.
-    """
+    """Selects the cached entries that each query keeps, [B, T, N]; None where the cache cannot hold more than that."""
     rows, count = position_BT.shape
     stream, ratio = spec.compressor.entries, spec.compressor.ratio
     size = entry_block(stream, window.block)

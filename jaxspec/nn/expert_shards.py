@@ -73,7 +73,7 @@ def on_each_device(
       expert_MA: choices among all experts, negative for none.
       weight_MA: combine weights.
       experts: ``gate_up_ED2F`` and so on, with a leading axis of layers if ``layer`` is given.
-      layer: place in the stack.
+      layer: index in the stack.
     """
     assert policy.compute.mesh is not None, "asked of a policy with a mesh"
     mesh: AbstractMesh = policy.compute.mesh
@@ -95,13 +95,13 @@ def on_each_device(
         if "down_bias_ED" in experts:  # hidden units are split, but the bias of their sum counts once
             bias: Any = experts["down_bias_ED"]
             experts = experts | {"down_bias_ED": jnp.where(lax.axis_index("tensor") == 0, bias, 0).astype(bias.dtype)}
-        held = experts["down_EFD"].shape[-3]
+        local = experts["down_EFD"].shape[-3]
         out = TRANSPORTS[transport](
             lambda x, choice, weight: compute(x, choice, weight, experts, layer),
             x,
             choice,
             weight,
-            held,
+            local,
             policy.compute.dtype,
         )
         return lax.psum(out, sums) if sums else out

@@ -12,56 +12,62 @@ from jax import lax
 from jaxspec.shapes import Array
 
 AXIS = "expert"
-Own = Callable[[Array, Array, Array], Array]
-Transport = Callable[[Own, Array, Array, Array, int, jnp.dtype], Array]
+Compute = Callable[[Array, Array, Array], Array]
+Transport = Callable[[Compute, Array, Array, Array, int, jnp.dtype], Array]
 
 
-def summed(own: Own, x_MD: Array, expert_MA: Array, weight_MA: Array, held: int, dtype: jnp.dtype) -> Array:
+def sum_everywhere(
+    compute: Compute, x_MD: Array, expert_MA: Array, weight_MA: Array, local: int, dtype: jnp.dtype
+) -> Array:
     """Every device has all rows and computes its own experts; the caller sums over the devices by one all-reduce.
 
     Args:
-      own: takes rows, choices counted from the device's first expert (-1 for those of other devices) and combine
+      compute: takes rows, choices counted from the device's first expert (-1 for those of other devices) and combine
         weights; returns float32 [M, D].
       x_MD: rows.
       expert_MA: choices among all experts, negative for none.
       weight_MA: combine weights.
-      held: experts of each device.
+      local: number of experts of each device.
       dtype: in which rows are computed with, and sent.
 
     Returns:
       float32 [M, D].
     """
-    return own(x_MD, _own_choices(expert_MA, held), weight_MA)
+    return compute(x_MD, _local_choices(expert_MA, local), weight_MA)
 
 
-def padded(own: Own, x_MD: Array, expert_MA: Array, weight_MA: Array, held: int, dtype: jnp.dtype) -> Array:
+def exchange_padded(
+    compute: Compute, x_MD: Array, expert_MA: Array, weight_MA: Array, local: int, dtype: jnp.dtype
+) -> Array:
     """Every device has rows of its own: one all-to-all takes them to the experts, one brings the outputs back.
 
-    Between each two devices there is room for all M rows, and a row takes its place whether it goes there or not: the
-    bytes do not depend on the choices, they are those of the worst case (``ragged`` sends what is needed). A row goes
-    to a device once, with all its choices; what comes back is the sum over the experts there. Arguments as of
-    ``summed``; the M rows are the device's own.
+    Between each two devices there is room for all M rows, and a row takes its slot whether it goes there or not: the
+    bytes do not depend on the choices, they are those of the worst case (``exchange_ragged`` sends what is needed). A
+    row goes to a device once, with all its choices; what comes back is the sum over the experts there. Arguments as of
+    ``sum_everywhere``; the M rows are the device's own.
     """
     devices, (rows, width) = lax.axis_size(AXIS), x_MD.shape
-    goes_NM = jnp.any((expert_MA // held)[None] == jnp.arange(devices, dtype=jnp.int32)[:, None, None], axis=2)
+    goes_NM = jnp.any((expert_MA // local)[None] == jnp.arange(devices, dtype=jnp.int32)[:, None, None], axis=2)
     packed_MX = _pack(x_MD.astype(dtype), expert_MA, weight_MA)
     empty_MX = _pack(jnp.zeros((1, width), dtype), jnp.full_like(expert_MA[:1], -1), jnp.zeros_like(weight_MA[:1]))
     sent_NMX = jnp.where(goes_NM[..., None], packed_MX, empty_MX)
     here_NMX = lax.all_to_all(sent_NMX, AXIS, 0, 0)
     x, expert, weight = _unpack(here_NMX.reshape(devices * rows, -1), width, expert_MA.shape[1], dtype)
-    out_NMD = own(x, _own_choices(expert, held), weight).reshape(devices, rows, width)
+    out_NMD = compute(x, _local_choices(expert, local), weight).reshape(devices, rows, width)
     return _sum_in_order(lax.all_to_all(out_NMD, AXIS, 0, 0))
 
 
-def ragged(own: Own, x_MD: Array, expert_MA: Array, weight_MA: Array, held: int, dtype: jnp.dtype) -> Array:
-    """As ``padded``, but only rows that go to a device are sent there; XLA has it on GPUs alone.
+def exchange_ragged(
+    compute: Compute, x_MD: Array, expert_MA: Array, weight_MA: Array, local: int, dtype: jnp.dtype
+) -> Array:
+    """As ``exchange_padded``, but only rows that go to a device are sent there; XLA has it on GPUs alone.
 
-    Counts are exchanged first, by a small all-gather. Rows from device n arrive from place n * M on, so that each side
-    knows all places from the counts; memory is that of the worst case, traffic that of the choices.
+    Counts are exchanged first, by a small all-gather. Rows from device n arrive from index n * M on, so each side
+    knows all indices from the counts; memory is that of the worst case, traffic that of the choices.
     """
     devices, me, (rows, width) = lax.axis_size(AXIS), lax.axis_index(AXIS), x_MD.shape
     top_k, number_N = expert_MA.shape[1], jnp.arange(devices, dtype=jnp.int32)
-    goes_MN = jnp.any((expert_MA // held)[..., None] == number_N, axis=1)
+    goes_MN = jnp.any((expert_MA // local)[..., None] == number_N, axis=1)
     sent_N = jnp.sum(goes_MN, axis=0, dtype=jnp.int32)
     came_N = lax.all_gather(sent_N, AXIS)[:, me]
     rank_MN = jnp.cumsum(goes_MN, axis=0, dtype=jnp.int32) - 1
@@ -75,21 +81,25 @@ def ragged(own: Own, x_MD: Array, expert_MA: Array, weight_MA: Array, held: int,
     room_SX = jnp.broadcast_to(empty_MX, (devices * rows, empty_MX.shape[1]))
     here_SX = lax.ragged_all_to_all(packed_MX[row_S], room_SX, first_N, sent_N, mine_N, came_N, axis_name=AXIS)
     x, expert, weight = _unpack(here_SX, width, top_k, dtype)
-    out_SD = own(x, _own_choices(expert, held), weight)
+    out_SD = compute(x, _local_choices(expert, local), weight)
     back_SD = lax.ragged_all_to_all(
         out_SD, jnp.zeros_like(out_SD), number_N * rows, came_N, mine_N, sent_N, axis_name=AXIS
     )
-    place_NM = (number_N * rows + jnp.maximum(rank_MN, 0)).T
-    return _sum_in_order(jnp.where(goes_MN.T[..., None], back_SD[place_NM], 0.0))
+    slot_NM = (number_N * rows + jnp.maximum(rank_MN, 0)).T
+    return _sum_in_order(jnp.where(goes_MN.T[..., None], back_SD[slot_NM], 0.0))
 
 
-TRANSPORTS: Mapping[str, Transport] = {"sum": summed, "padded": padded, "ragged": ragged}
+TRANSPORTS: Mapping[str, Transport] = {
+    "sum": sum_everywhere,
+    "padded": exchange_padded,
+    "ragged": exchange_ragged,
+}
 
 
-def _own_choices(expert_MA: Array, held: int) -> Array:
+def _local_choices(expert_MA: Array, local: int) -> Array:
     """Choices counted from the device's first expert; -1 for those that it does not hold."""
-    first = lax.axis_index(AXIS).astype(jnp.int32) * held
-    return jnp.where((expert_MA >= first) & (expert_MA < first + held), expert_MA - first, -1)
+    first = lax.axis_index(AXIS).astype(jnp.int32) * local
+    return jnp.where((expert_MA >= first) & (expert_MA < first + local), expert_MA - first, -1)
 
 
 def _sum_in_order(x_NMD: Array) -> Array:

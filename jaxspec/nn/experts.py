@@ -60,8 +60,8 @@ def lay_out(expert_MA: Array, experts: int, block: int, live: Array | None = Non
         rank_R = jnp.sum((flat_R[:, None] == flat_R[None]) & before_RR, axis=1, dtype=jnp.int32)
     else:
         order_R = jnp.argsort(flat_R, stable=True).astype(jnp.int32)
-        place_R = jnp.zeros(routed, jnp.int32).at[order_R].set(jnp.arange(routed, dtype=jnp.int32))
-        rank_R = place_R - (_running_sum(count_E) - count_E)[jnp.minimum(flat_R, experts - 1)]
+        sorted_R = jnp.zeros(routed, jnp.int32).at[order_R].set(jnp.arange(routed, dtype=jnp.int32))
+        rank_R = sorted_R - (_running_sum(count_E) - count_E)[jnp.minimum(flat_R, experts - 1)]
     slot_R = first_slot_E[jnp.minimum(flat_R, experts - 1)] + rank_R
     if live is not None:
         slot_R = jnp.where(flat_R < experts, slot_R, most * block)
@@ -152,8 +152,8 @@ def run_stacked(
     block = TRAINING_BLOCK if routed > 32 * count else block_rows(routed, count)
     blocks = lay_out(routing.expert_MA, count, block, live)
     x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
-    place = blocks.expert_N if layer is None else (layer, blocks.expert_N)
-    own = {name: widen(jax.tree.map(lambda leaf: leaf[place], w), dtype) for name, w in experts.items()}
+    index = blocks.expert_N if layer is None else (layer, blocks.expert_N)
+    own = {name: widen(jax.tree.map(lambda leaf: leaf[index], w), dtype) for name, w in experts.items()}
     gate_up_NDF = own["gate_up_ED2F"].reshape(-1, width, 2 * hidden)
     both: Array = _batched_dot(x_SD.reshape(-1, block, width), gate_up_NDF, jnp.dtype(dtype))
     if "gate_up_bias_E2F" in own:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -53,7 +52,7 @@ class LatentSpec:
       reuses_selection: whether the selection of an earlier layer's indexer does.
     """
 
-    chain_only: ClassVar[str | None] = None
+    chain_only = None
 
     heads: int
     plain_dim: int
@@ -100,7 +99,7 @@ class LatentAttention(nn.Module):
         inputs = replace(inputs.unpack(), selection=inputs.selection if s.reuses_selection else None)
         if s.index is not None:
             assert low_BTR is not None, "an indexer reads the low-rank queries"
-            indexer = Indexer(s.index, self.model_dim, low_BTR.shape[-1], p, name="indexer")
+            indexer = Indexer(s.index, self.model_dim, p, name="indexer")
             selection, memory = indexer(unpack(x_BTD, window), unpack(low_BTR, window), inputs)
             inputs = replace(inputs, selection=selection, memory=memory)
         if (cache := inputs.cache_window) is None:

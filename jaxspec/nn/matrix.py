@@ -19,7 +19,7 @@ class Matrix:
 
     Attributes:
       whole: [D, ...], or [L, D, ...] with a layer.
-      layer: int32 place in the stack, None without one.
+      layer: int32 index in the stack, None without one.
       kernels: see ``Compute.kernels``.
     """
 

@@ -74,6 +74,7 @@ def declared(path: str | Sequence[Any]) -> Param:
     parts = path.split("/") if isinstance(path, str) else path
     keys = (part if isinstance(part, str) else getattr(part, "key", None) for part in reversed(parts))
     name = next(key for key in keys if key is not None)  # the fields of a quantized weight have no keys
+    name = name.rpartition("/")[2]  # a flat tree's keys are whole paths
     param = DECLARED.get(re.sub(r"_\d+(?=_|$)", "_{}", name))
     if param is None:
         raise ConfigError(f"sharding: no module has declared a parameter {name}")

@@ -105,8 +105,8 @@ SCORES = {"softmax": softmax, "sigmoid": sigmoid, "sqrt_softplus": _sqrt_softplu
 def top_entries(score_ME: Array, top_k: int) -> tuple[Array, Array]:
     """Returns the ``top_k`` largest entries and their indices; few maxima are cheaper than ``lax.top_k``'s sort."""
     if top_k > ARGMAX_UP_TO:
-        top, place = lax.top_k(score_ME, top_k)
-        return top, place.astype(jnp.int32)
+        top, expert = lax.top_k(score_ME, top_k)
+        return top, expert.astype(jnp.int32)
     scores, experts, left = [], [], score_ME
     for _ in range(top_k):
         expert = jnp.argmax(left, axis=-1, keepdims=True)

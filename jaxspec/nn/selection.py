@@ -3,21 +3,38 @@
 from collections.abc import Callable
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.nn.attend import MASKED
-from jaxspec.nn.dense import batched_dense
+from jaxspec.nn.dense import batched_dense, dense, exact_dense
+from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
+from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.steady import row_sum
 from jaxspec.shapes import Array
 from jaxspec.sharding.placement import row_axes
 
+Q = Param("q_RHC", ("rank", "heads", "head_dim"))
+WEIGHT = Param("weight_DH", ("embed", "heads"))
 SELF_QUERIES = 64
 Queries = tuple[Array, Array]
 """Rotated queries [X, T, H, C] and the weights of their heads [X, T, H]."""
+
+
+def index_queries(
+    module: nn.Module, policy: Policy, x_BTD: Array, low_BTR: Array, position_BT: Array, heads: int, rope: RopeSpec,
+    head_dim: int,
+) -> Queries:  # fmt: skip
+    """Projects an indexer's queries and their heads' weights; no gradient, for which keys are best has none."""
+    dtype = policy.compute.dtype
+    q_BTHC = dense(low_BTR, declare(module, policy, Q, (low_BTR.shape[-1], heads, head_dim)), dtype=dtype)
+    weight_DH = declare(module, policy, WEIGHT, (x_BTD.shape[-1], heads))
+    weight_BTH = exact_dense(x_BTD, weight_DH, dtype=dtype) * (heads * head_dim) ** -0.5
+    return lax.stop_gradient((rotate(q_BTHC, position_BT, rope), weight_BTH))
 
 
 def select_self(
@@ -118,5 +135,5 @@ def _per_shard(compute: Callable[[Array], Array], policy: Policy, x_X: Array) ->
     mesh, rows = policy.compute.mesh, x_X.shape[0]
     if mesh is None or not policy.compute.splits_rows or rows % mesh.shape.get("data", 1):
         return compute(x_X)
-    spec = P(row_axes(mesh, rows, policy.compute.transport != "sum"))
+    spec = P(row_axes(mesh, rows, spread=policy.compute.transport != "sum"))
     return jax.shard_map(compute, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_X)

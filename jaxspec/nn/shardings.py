@@ -45,13 +45,13 @@ def named_shardings(
     def spec_of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         logical = declared(path).axes_of(len(leaf.shape))
         axes = list(mesh_axes(logical, mesh, rules))
-        for place, (axis, size) in enumerate(zip(axes, leaf.shape, strict=True)):
+        for index, (axis, size) in enumerate(zip(axes, leaf.shape, strict=True)):
             if axis and not _divides(mesh, axis, size):
-                may = allow_replication if isinstance(allow_replication, bool) else logical[place] in allow_replication
+                may = allow_replication if isinstance(allow_replication, bool) else logical[index] in allow_replication
                 if not may:
                     name = "/".join(str(key) for part in path if (key := getattr(part, "key", None)) is not None)
-                    refused.append(f"{name}: {logical[place]} = {size} over {axis} = {mesh.shape[axis]}")
-                axes[place] = None
+                    refused.append(f"{name}: {logical[index]} = {size} over {axis} = {mesh.shape[axis]}")
+                axes[index] = None
         return PartitionSpec(*axes)
 
     made = jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))

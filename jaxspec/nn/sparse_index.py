@@ -10,20 +10,18 @@ from jaxspec.cache.addressing import LayerCache, StreamSpec, write
 from jaxspec.cache.tree_reads import read_block
 from jaxspec.cache.window import Window
 from jaxspec.nn.attend import blocks_in_reach, positions_seen, readers
-from jaxspec.nn.dense import dense, exact_dense
+from jaxspec.nn.dense import dense
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.norm import layer_norm
 from jaxspec.nn.param import ZEROS, Param, declare
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
-from jaxspec.nn.selection import Queries, select_cached, select_self
+from jaxspec.nn.selection import Queries, index_queries, select_cached, select_self
 from jaxspec.shapes import Array
 
-Q = Param("q_RHC", ("rank", "heads", "head_dim"))
 K = Param("k_DC", ("embed", "head_dim"))
 K_NORM = Param("k_norm_C", ("head_dim",), "norm")
 K_NORM_BIAS = Param("k_norm_bias_C", ("head_dim",), "norm", ZEROS)
-WEIGHT = Param("weight_DH", ("embed", "heads"))
 
 KEY_NORM_EPS = 1e-6
 STREAM = "index"
@@ -57,7 +55,6 @@ class Indexer(nn.Module):
 
     spec: IndexSpec
     model_dim: int
-    rank: int
     policy: Policy
 
     @nn.compact
@@ -75,16 +72,11 @@ class Indexer(nn.Module):
           keys.
         """
         s, p, position_BT = self.spec, self.policy, inputs.position_BT
-        q_BTHC = dense(low_BTR, declare(self, p, Q, (self.rank, s.heads, s.head_dim)), dtype=p.compute.dtype)
-        q_BTHC = rotate(q_BTHC, position_BT, s.rope)
+        queries = index_queries(self, p, x_BTD, low_BTR, position_BT, s.heads, s.rope, s.head_dim)
         k_BTC = dense(x_BTD, declare(self, p, K, (self.model_dim, s.head_dim)), dtype=p.compute.dtype)
         scale = declare(self, p, K_NORM, (s.head_dim,))
         shift = declare(self, p, K_NORM_BIAS, (s.head_dim,))
         k_BT1C = rotate(layer_norm(k_BTC, scale, shift, KEY_NORM_EPS)[:, :, None], position_BT, s.rope)
-        weight_DH = declare(self, p, WEIGHT, (self.model_dim, s.heads))
-        weight_BTH = exact_dense(x_BTD, weight_DH, dtype=p.compute.dtype) * (s.heads * s.head_dim) ** -0.5
-        # Which positions are best has no derivative.
-        queries = lax.stop_gradient((q_BTHC, weight_BTH))
         if (window := inputs.cache_window) is None:
             return select_among_themselves(queries, lax.stop_gradient(k_BT1C)[:, :, 0], s.top_k, p.compute.dtype), None
         cache = inputs.memory
@@ -101,16 +93,7 @@ def select_among_themselves(queries: Queries, k_BTC: Array, top_k: int, dtype: j
 def select_positions(
     queries: Queries, position_BT: Array, pages_PGZC: Array, spec: IndexSpec, window: Window, policy: Policy
 ) -> Array | None:
-    """Selects what each reader keeps of the cached positions, [X, T', S]; None where the cache holds no more.
-
-    Args:
-      queries: [B, T, ...].
-      position_BT: their absolute positions.
-      pages_PGZC: cached keys, those of this forward written.
-      spec: of the indexer.
-      window: of the forward.
-      policy: see ``select_cached``.
-    """
+    """Selects what each reader keeps of the cached positions, [X, T', S]; None where the cache holds no more."""
     rows, count = position_BT.shape
     room = pages_PGZC.shape[2] * (1 if window.table_BJ is None else window.table_BJ.shape[1])
     position_XT = readers(window, position_BT)

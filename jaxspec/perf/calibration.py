@@ -169,11 +169,6 @@ class Predictor:
             raise ConfigError("calibration: it has no points with drafts; calibrate with K above 0")
         return self._line(rows, length) * self._drawn(self._draft_errors, rows, length, context)
 
-    def speedup(self, rows: int, length: int, context: int, acceptance_length: float) -> float:
-        """Computes speculative over plain tokens per second."""
-        step_s = self.verify_s(rows, length, context) + self.draft_s(rows, length, context)
-        return acceptance_length * self.verify_s(rows, 0, context) / step_s
-
     def _line(self, rows: int, length: int) -> float:
         assert self._draft_line is not None
         return max(float(self._draft_line @ np.asarray([1.0, rows, length, rows * length])), 1e-12)

@@ -1,6 +1,6 @@
 """Rules of thumb about speculation on MoE models, each checked for one model and machine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from jaxspec.perf.cost import Mesh, byte_ratio
@@ -53,42 +53,44 @@ def _best(question: Question, rows: int) -> Option:
     return max(options, key=lambda o: o.speedup)
 
 
+def _verdict(confirmed: Iterable[bool]) -> str:
+    cases = list(confirmed)
+    return "holds" if all(cases) else "depends" if any(cases) else "does not hold"
+
+
 def _shown(o: Option) -> str:
     return f"{o.speedup:.2f}x with K = {o.length}"
 
 
 def _large_batch(q: Question) -> Claim:
     best = {rows: _best(q, rows) for rows in (1, 16, 32, 64, 128)}
-    wins = [rows for rows in (16, 32, 64, 128) if best[rows].speedup >= PAYS]
     numbers = ", ".join(f"{_shown(o)} at {rows}" for rows, o in best.items())
     return Claim(
         "Above a batch of 16 or 32 speculation stops paying: switch it off.",
-        "holds" if not wins else "does not hold" if len(wins) == 4 else "depends",
+        _verdict(best[rows].speedup < PAYS for rows in (16, 32, 64, 128)),
         f"acceptance does not depend on the batch, only the cost does: {numbers} (acceptance {FIXED})",
     )
 
 
 def _small_batch(q: Question) -> Claim:
     best = {rows: _best(q, rows) for rows in (1, 2, 4, 8)}
-    wins = [rows for rows, o in best.items() if o.speedup >= PAYS]
     numbers = ", ".join(f"{_shown(o)} at {rows}" for rows, o in best.items())
     routed = q.model.routed
     ratio = f"; weights alone cost {byte_ratio(q.model, 1, 3):.2f} plain steps at batch 1, K = 3" if routed else ""
     return Claim(
         "At small batches speculation does not work for MoE models.",
-        "holds" if not wins else "does not hold" if len(wins) == 4 else "depends",
+        _verdict(o.speedup < PAYS for o in best.values()),
         f"{numbers} (acceptance {FIXED}){ratio}",
     )
 
 
 def _best_length(q: Question) -> Claim:
     lengths = {(a, rows): _best(_accepting(q, a), rows).length for a in (0.6, 0.7, 0.8) for rows in (1, 8, 64)}
-    inside = sum(4 <= length <= 6 for length in lengths.values())
     numbers = "; ".join(
         f"acceptance {a}: " + ", ".join(f"{lengths[a, rows]} at batch {rows}" for rows in (1, 8, 64))
         for a in (0.6, 0.7, 0.8)
     )
-    verdict = "holds" if inside == len(lengths) else "does not hold" if inside == 0 else "depends"
+    verdict = _verdict(4 <= length <= 6 for length in lengths.values())
     return Claim("The best number of drafts is 4 to 6.", verdict, f"best K by {numbers}")
 
 
@@ -147,10 +149,9 @@ def _rate(q: Question) -> Claim:
 
 def _half(q: Question) -> Claim:
     best = {rows: _best(_accepting(q, 0.5), rows) for rows in (1, 8, 64)}
-    wins = [rows for rows, o in best.items() if o.speedup >= PAYS]
     return Claim(
         "An acceptance below .5 makes it slower.",
-        "does not hold" if len(wins) == 3 else "holds" if not wins else "depends",
+        _verdict(o.speedup < PAYS for o in best.values()),
         "at .5: " + ", ".join(f"{_shown(o)} at batch {rows}" for rows, o in best.items()),
     )
 

@@ -140,7 +140,7 @@ class ModelCost:
 
     @property
     def routed_layers(self) -> int:
-        """How many layers have routed experts."""
+        """Number of layers with routed experts."""
         return sum(x.count for x in self.layers if x.experts)
 
     @property

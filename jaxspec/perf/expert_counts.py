@@ -44,7 +44,7 @@ class ExpertLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def decoding(self) -> tuple[Kind, ...]:
-        """What a verification computes; the prompts where nothing was generated."""
+        """The kinds that a verification computes; the prompts if nothing was generated."""
         return ("committed", "rejected") if self.positions["committed"] else ("prompt",)
 
 
@@ -116,15 +116,7 @@ class Drawn:
 
 
 def drawn(seen: Verifications, slots: Mapping[int, Slots], devices: int, rows: int, draws: int = 200) -> Drawn:
-    """Measures how unevenly batches of real verifications load the devices, with the same draws for all placements.
-
-    Args:
-      seen: to draw from, without putting back within a batch.
-      slots: expert of each slot, by place of the layer in ``seen``.
-      devices: that share the slots evenly.
-      rows: verifications per batch.
-      draws: batches.
-    """
+    """Measures how unevenly batches of real verifications load the devices, with the same draws for all placements."""
     rng, size = np.random.default_rng(0), min(rows, len(seen.text_V))
     picked = [rng.choice(len(seen.text_V), size, replace=False) for _ in range(draws)]
     loads: list[tuple[float, float, float]] = []

@@ -44,7 +44,6 @@ class AssumedMachine:
     overlap: Overlap = field(default_factory=AssumedOverlap)
 
     def verify_s(self, rows: int, positions: int, context: int) -> float:
-        """Predicts one pass of the target."""
         return step_time(
             self.model,
             self.rates,
@@ -56,19 +55,16 @@ class AssumedMachine:
         ).total_s
 
     def draft_s(self, draft: DraftCost, rows: int, branching: Branching, context: int) -> float:
-        """Predicts drafting for one step."""
         return draft_time(
             draft, self.rates, rows=rows, branching=branching, context=context, mesh=self.mesh, overlap=self.overlap
         )
 
     def touched(self, rows: int, positions: int) -> float:
-        """Predicts distinct experts of a routed layer, of all devices together."""
         layer = self.model.routed
         group = math.ceil(rows / self.mesh.data)
         return 0.0 if layer is None else self.overlap.touched(layer.experts, layer.top_k, group, positions)
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
-        """Predicts reading one row's prompt in chunks, without logits."""
         firsts = range(0, tokens, chunk)
         return sum(
             step_time(
@@ -92,12 +88,11 @@ class CalibratedMachine:
         return AssumedMachine(self.predictor.model, self.predictor.rates, overlap=overlap)
 
     def verify_s(self, rows: int, positions: int, context: int) -> float:
-        """Predicts one pass of the target."""
         time_s = self.predictor.verify_s(rows, positions - 1, context)
         return time_s * (1 + self.error) if positions > 1 else time_s
 
     def draft_s(self, draft: DraftCost, rows: int, branching: Branching, context: int) -> float:
-        """Predicts drafting for one step, by the table if this drafter was measured as a chain."""
+        # The table holds for the drafter that was measured, as a chain.
         measured = self.predictor.calibration.settings.get("drafter")
         chain = all(width == 1 for width in branching)
         if draft.kind == measured and chain and any(p.length for p in self.predictor.calibration.points):
@@ -105,25 +100,17 @@ class CalibratedMachine:
         return self._formula.draft_s(draft, rows, branching, context)
 
     def touched(self, rows: int, positions: int) -> float:
-        """Predicts distinct experts of a routed layer."""
         return self._formula.touched(rows, positions)
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
-        """Predicts reading one row's prompt in chunks, by the formula, for prompts were not measured."""
+        # Prompts are not measured.
         return self._formula.prefill_s(tokens, chunk)
 
 
 def assumed_machines(
     model: ModelCost, hardware: Hardware, mesh: Mesh, overlap: Overlap | None = None
 ) -> tuple[Machine, ...]:
-    """Returns the likely machine first, then every combination of low and high assumptions.
-
-    Args:
-      model: what runs.
-      hardware: each device.
-      mesh: of them.
-      overlap: where it is known; by default the published range is assumed.
-    """
+    """Returns the likely machine first, then every combination of low and high assumptions."""
     overlaps = [overlap] * 3 if overlap else [AssumedOverlap(x) for x in PUBLISHED_AT_4]
     machines = [AssumedMachine(model, hardware.rates(), mesh, overlaps[1])]
     for speed, slow, o in product(("low", "high"), ("low", "high"), (overlaps[0], overlaps[2])):

@@ -50,28 +50,6 @@ def acceptance_length(*, acceptance: float, length: int) -> float:
     return length + 1.0 if acceptance == 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
 
 
-def sigma(*, acceptance_length: float, length: int) -> float:
-    """Computes MoESD's sigma: tokens committed over positions verified, K + 1 of them."""
-    if length < 0 or not 0 < acceptance_length <= length + 1:
-        raise ConfigError(f"moesd: {length} drafts commit from 0 to {length + 1} tokens, got {acceptance_length}")
-    return acceptance_length / (length + 1)
-
-
-def acceptance_rate(*, acceptance_length: float, length: int) -> float:
-    """Computes accepted over proposed drafts, as vLLM reports it; not the probability that one draft is accepted."""
-    if length < 1 or not 1 <= acceptance_length <= length + 1:
-        raise ConfigError(f"moesd: {length} drafts commit from 1 to {length + 1} tokens, got {acceptance_length}")
-    return (acceptance_length - 1) / length
-
-
-def acceptance_of(*, acceptance_length: float, length: int) -> float:
-    """Computes the probability per draft that commits so many tokens, the inverse of ``acceptance_length``."""
-    acceptance_rate(acceptance_length=acceptance_length, length=length)
-    acceptance = break_even_acceptance(cost=acceptance_length, length=length)
-    assert acceptance is not None, "K drafts commit at most K + 1 tokens"
-    return acceptance
-
-
 def survival(conditional: Sequence[float]) -> list[float]:
     """Computes s_j, the chance that drafts 1 to j are all accepted, from the chance of each after accepted ones."""
     for value in conditional:

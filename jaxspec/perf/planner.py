@@ -148,15 +148,7 @@ def possible_drafters(model: ModelCost) -> tuple[DraftCost, ...]:
 
 
 def option(question: Question, draft: DraftCost, rows: int, branching: Branching, *, bars: bool = True) -> Option:
-    """Predicts one way to speculate.
-
-    Args:
-      question: what is planned.
-      draft: the drafter.
-      rows: of the batch.
-      branching: its shape.
-      bars: also the ends of the error bar, which take as many predictions as there are machines.
-    """
+    """Predicts one way to speculate."""
     count, context = nodes(branching), question.context
     acceptances = question.acceptances(draft.kind)
     lengths = [a.length(branching) for a in acceptances]

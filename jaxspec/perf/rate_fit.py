@@ -164,12 +164,7 @@ class Problem:
         return self.times(x)[0] / self._measured - 1
 
     def solve(self, chosen: np.ndarray, start: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Unknowns that fit the chosen samples, and their covariance.
-
-        Args:
-          chosen: places of the samples.
-          start: where to search from; None tries several places.
-        """
+        """Unknowns that fit the chosen samples, and their covariance."""
         width = len(self.names)
 
         # A little weight on the size of unknowns decides between those that the samples cannot tell apart.

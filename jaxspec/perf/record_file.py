@@ -13,13 +13,6 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 def load_record(file: Path, kind: type[Record], what: str, version: int, remedy: str) -> Record:
     """Loads a record of one version.
 
-    Args:
-      file: JSON.
-      kind: a ``msgspec.Struct`` with a ``version``.
-      what: its name, for messages.
-      version: that this program reads.
-      remedy: what to do about a wrong file, for messages.
-
     Raises:
       ConfigError: the file is missing, of another version, or says anything else.
     """

@@ -33,18 +33,12 @@ class Scale:
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """Devices of the mesh."""
         return self.mesh.devices
 
 
 def scaling(questions: Sequence[Question], rows: int, node: int) -> tuple[Scale, ...]:
-    """Predicts weak scaling: every device brings rows.
-
-    Args:
-      questions: the same but for mesh and machines, by number of devices.
-      rows: per device.
-      node: devices of a node.
-    """
+    """Predicts weak scaling: every device brings rows."""
     scales: list[Scale] = []
     first = None
     for question in questions:

@@ -66,14 +66,7 @@ def transport_times(one: Pass, mesh: Mesh, rates: Rates) -> dict[Transport, floa
 def choose(
     one: Pass, mesh: Mesh, rates: Rates, supported: Collection[Transport] = TRANSPORTS
 ) -> tuple[Transport, Mapping[Transport, float]]:
-    """Chooses the cheapest transport that the backend has; also returns the seconds of each.
-
-    Args:
-      one: the pass that matters most.
-      mesh: of devices.
-      rates: of each.
-      supported: names of transports; ``sum`` is one always.
-    """
+    """Chooses the cheapest transport that the backend has; also returns the seconds of each."""
     if unknown := sorted(set(supported) - set(TRANSPORTS)):
         raise ConfigError(f"transport: {', '.join(unknown)} are not known; known are {', '.join(TRANSPORTS)}")
     possible: dict[Transport, float] = transport_times(one, mesh, rates)

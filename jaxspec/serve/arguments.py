@@ -66,11 +66,7 @@ def parse_buckets(value: Any) -> tuple[int, ...]:
 
 
 def parse_sizes(config: SpeculativeConfig, **given: Any) -> EngineSpec:
-    """Returns an engine's sizes that do not depend on the model; ``given`` has the names of ``LLM``.
-
-    Raises:
-      ConfigError: one of them is no whole number, or too small.
-    """
+    """Returns an engine's sizes that do not depend on the model; raises ConfigError if one is no whole number."""
     if (length := given["max_model_len"]) is not None:
         as_int("max_model_len", length)
     leasts = {"max_num_seqs": 1, "steps_per_dispatch": 1, "max_logprobs": 0, "kv_page_size": 0, "num_kv_pages": 0}

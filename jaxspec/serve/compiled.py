@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxspec.decode.compaction import Sizes
 from jaxspec.decode.dispatch import dispatch
-from jaxspec.decode.prefill import admit, catch_up, prefill, retire
+from jaxspec.decode.prefill import Chunk, admit, catch_up, prefill, retire
 from jaxspec.decode.runner import Runner, chunks
 from jaxspec.decode.scores import Scores, prefill_scored
 from jaxspec.decode.scrub import scrub
@@ -71,10 +71,8 @@ class Programs(Runner):
                 partial(dispatch, plan=plan), (target, one, state, scalar, flag, scalar), donate=2, report=True
             )
         for size in buckets:
-            chunk = jnp.zeros(size + 1, jnp.int32)
-            jobs["prefill", size] = lambda chunk=chunk: _compile(
-                prefill, (target, drafter, state, scalar, chunk, scalar, scalar, table), donate=2
-            )
+            chunk = Chunk(scalar, jnp.zeros(size + 1, jnp.int32), scalar, scalar, table)
+            jobs["prefill", size] = lambda chunk=chunk: _compile(prefill, (target, drafter, state, chunk), donate=2)
         self.turns = turns and drafter.needs != "none"
         for size in drafter.replay_sizes(buckets) if self.turns else ():
             jobs["catch up", size] = lambda size=size: _compile(
@@ -123,11 +121,11 @@ class Programs(Runner):
         """
         drafter, scores = self.drafter if drafts else NoDrafts(), []
         run = partial(prefill_scored, most=most)
-        for size, chunk, start, count in chunks(prompt, self.buckets):
-            args = (self.target, drafter, state, np.int32(row), chunk, start, count, table_J)
+        for size, chunk in chunks(prompt, self.buckets, row, table_J):
+            args = (self.target, drafter, state, chunk)
             program = self._later(("scored", size, most, drafts), run, args, donate=2, report=True)
             state, scored = program(*args)
-            scores.append((int(count), scored))
+            scores.append((int(chunk.count), scored))
         return state, scores
 
     def scrub(self, state: DecodeState) -> DecodeState:

@@ -18,7 +18,8 @@ from jaxspec.draft.speculation_schedule import SpeculationSchedule
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, chosen_of, experts_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.moe import ROUTED, MoeSpec
+from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.param import declared
 from jaxspec.perf.calibration import load_calibration
 from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.step_ratios import StepRatios, prior_ratios, step_ratios
@@ -87,15 +88,14 @@ def _cost_of(target: Model) -> ModelCost:
     """Returns the target as the cost model knows it, from the sizes of its parameters as if none were quantized."""
     net = target.net
     plain: Any = Transformer(net.arch, net.policy.update(formats=(), experts="stacked", depth="stacked", mesh=None))
-    values: dict[str, float] = {"dense": 0.0, "routed": 0.0, "embedding": 0.0}
+    values: dict[str, float] = {"dense": 0.0, "routed experts": 0.0, "embedding": 0.0}
     for path, leaf in flatten(abstract_params(plain)).items():
-        name = path.rpartition("/")[2]
-        part = "routed" if name in ROUTED else "embedding" if name == "embed_VD" else "dense"
-        values[part] += math.prod(leaf.shape)
+        part = declared(path).part
+        values[part if part in values else "dense"] += math.prod(leaf.shape)
     width = net.policy.storage.param.itemsize
     moe = [layer.ffn for layer in net.arch.layers if isinstance(layer.ffn, MoeSpec)]
     return ModelCost.from_totals(
         layers=len(net.arch.layers), dense_bytes=values["dense"] * width, weight_bytes=width,
         routed_layers=len(moe), experts=experts_of(net.arch), top_k=chosen_of(net.arch),
-        expert_bytes=values["routed"] * width / sum(ffn.experts for ffn in moe) if moe else 0.0,
+        expert_bytes=values["routed experts"] * width / sum(ffn.experts for ffn in moe) if moe else 0.0,
     )  # fmt: skip

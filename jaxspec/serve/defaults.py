@@ -14,11 +14,7 @@ MOST_TOKENS = 2**31 - 1
 
 
 def end_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> set[int]:
-    """Returns the ids that end a text: of ``generation_config.json``, ``config.json`` and its text model, together.
-
-    Raises:
-      ConfigError: a value is neither an id of the vocabulary, a list of ids nor null.
-    """
+    """Returns the ids that end a text: of ``generation_config.json``, ``config.json`` and its text model, together."""
     end_ids: set[int] = set()
     inside = [value for name, value in config.items() if name == "text_config" and isinstance(value, Mapping)]
     sizes = [part["vocab_size"] for part in (*inside, config) if isinstance(part.get("vocab_size"), int)]
@@ -46,9 +42,6 @@ def sampling_defaults(generation: Mapping[str, Any]) -> SamplingParams:
     """Returns the settings that ``generation_config.json`` recommends; ``do_sample: false`` is temperature 0.
 
     Missing or null names keep their defaults, as in vLLM. A ``top_k`` of 0 or -1 is off.
-
-    Raises:
-      ConfigError: a value is out of range.
     """
     values = {ours: generation[name] for name, ours in SAMPLING.items() if generation.get(name) is not None}
     if generation.get("do_sample") is False:

@@ -12,11 +12,7 @@ DEMO = "demo"
 
 
 def demo_model_dir(name: str) -> Path:
-    """Returns the directory of the demo's ``target``, its ``draft`` model or its ``head``, a shared-expert one.
-
-    Raises:
-      ConfigError: there is no such model, or this installation came without it.
-    """
+    """Returns the directory of the demo's ``target``, ``draft`` model or shared-expert ``head``; raises ConfigError."""
     if name not in NAMES:
         raise ConfigError(f"demo model {name!r} is not known; known are {list(NAMES)}")
     directory = Path(__file__).resolve().parents[1] / "demo_model" / name

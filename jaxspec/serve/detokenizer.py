@@ -52,13 +52,11 @@ class ByteText(Detokenizer):
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Appends ids."""
         self.settled += self._utf8.decode(b"".join(map(self._bytes, ids)))
         pending = self._utf8.getstate()[0]
         self.open, self.incomplete = pending.decode(errors="replace"), bool(pending)
 
     def starts(self, ids: Sequence[int]) -> list[int]:
-        """Returns where the text of each of these ids will begin."""
         data, firsts = bytearray(self._utf8.getstate()[0]), []
         for i in ids:
             firsts.append(len(data))
@@ -67,7 +65,7 @@ class ByteText(Detokenizer):
         return [places[first] for first in firsts]
 
     def _bytes(self, token_id: int) -> bytes:
-        piece = self._vocabulary.piece(token_id, self._skip)
+        piece = self._vocabulary.piece(token_id, skip_special_tokens=self._skip)
         return piece if isinstance(piece, bytes) else b""
 
 
@@ -81,10 +79,9 @@ class PieceText(Detokenizer):
         self._drop, self._left = vocabulary.strip
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Appends ids."""
         parts = []
         for i in ids:
-            piece = self._vocabulary.piece(i, self._skip)
+            piece = self._vocabulary.piece(i, skip_special_tokens=self._skip)
             if isinstance(piece, int):
                 self._run.append(piece)
             elif isinstance(piece, str):
@@ -106,7 +103,6 @@ class PieceText(Detokenizer):
         return text, 0 if text else left
 
     def starts(self, ids: Sequence[int]) -> list[int]:
-        """Returns where the text of each of these ids will begin."""
         places, text, run, in_run = [0] * len(ids), "", bytearray(self._run), []
         begun = self._begun
 
@@ -120,7 +116,7 @@ class PieceText(Detokenizer):
             in_run.clear()
 
         for index, i in enumerate(ids):
-            piece = self._vocabulary.piece(i, self._skip)
+            piece = self._vocabulary.piece(i, skip_special_tokens=self._skip)
             if isinstance(piece, str):
                 close()
             in_run.append((index, len(run)))
@@ -155,7 +151,6 @@ class DecodedText(Detokenizer):
         return self.open
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Appends ids."""
         whole = self.settled + self.open
         for i in ids:
             self._ids.append(i)
@@ -165,13 +160,12 @@ class DecodedText(Detokenizer):
         self.settled, self.open = whole[:end], whole[end:]
 
     def starts(self, ids: Sequence[int]) -> list[int]:
-        """Returns where the text of each of these ids will begin."""
         whole = self._decode([*self._ids, *ids])
         return [common_prefix(self._decode([*self._ids, *ids[:n]]), whole) for n in range(len(ids))]
 
     def _decode(self, ids: Sequence[int]) -> str:
         try:
-            return self._text.decode(ids, self._skip)
+            return self._text.decode(ids, skip_special_tokens=self._skip)
         except Exception as error:
             raise RequestError(
                 f"text: the tokenizer cannot decode what was generated ({error}); without a tokenizer ids are served"

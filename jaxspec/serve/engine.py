@@ -19,7 +19,6 @@ from jaxspec.decode.step import StepPlan
 from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
 from jaxspec.protocol import DraftCosts, Drafter
 from jaxspec.pytree import replace
-from jaxspec.serve.arms import arms_of, slack_of
 from jaxspec.serve.collect import Collected, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
@@ -67,10 +66,10 @@ class Engine:
 
         Args:
           target: verifies.
-          drafter: drafts whatever an arm asks for, not only its own topology.
+          drafter: drafts any topology of the control's, not only its own.
           spec: what the engine is fixed to.
           eos: ids that end a text.
-          control: chooses the arm of each dispatch; by default the drafter's own topology, always.
+          control: chooses the topology of each dispatch; by default the drafter's own, always.
           budget: sets the prices of drafts; None verifies them all.
           on_progress: called with ("compiling", programs done, programs in all), and before arms are timed.
 
@@ -81,14 +80,17 @@ class Engine:
         turns = PLAIN in self.control.arms
         if turns and drafter.topology.drafts and drafter.needs == "hidden":
             drafter = LazyObserver(drafter, target.net.arch, max(RING_SIZE, 2 * spec.steps))
-        drafters = arms_of(drafter, self.control.arms)
-        self.depth, self._slack = max(arm.max_depth for arm in drafters), slack_of(drafters, spec.buckets)
+        drafters = {PLAIN: drafter.plain()}  # which all share their weights and one state
+        drafters |= {k: drafter.with_topology(k) for k in self.control.arms if k.drafts}
+        self.depth = max(k.max_depth for k in drafters)
+        # Positions beyond a text that one forward, or a chunk of a prompt, may write.
+        self._slack = max(*spec.buckets, *(k.nodes for k in drafters), *(d.slack for d in drafters.values()))
         if spec.page and not spec.pages:
             spec = changed(spec, pages=1 + spec.rows * -(-(spec.capacity + self._slack) // spec.page))
         self.spec, self.eos, self.drafter = spec, eos, drafter
         make = partial(
             init_state, target, drafter, spec.rows, spec.capacity,
-            slack=self._slack, stop_ids=STOP_PLACES, pages=spec.pages, page=spec.page,
+            slack=self._slack, stop_ids=STOP_PLACES, pool=(spec.pages, spec.page) if spec.pages else None,
             draft_costs=budget and DraftCosts(**budget.prices(0, spec.rows)),
         )  # fmt: skip
         self._allocate = partial(_allocate, make, target, spec)
@@ -98,12 +100,15 @@ class Engine:
             target, drafters, state, plan, spec.buckets, turns=turns, on_compile=on_compile
         )  # fmt: skip
         self.reset(state)
+        self._warm_up(on_progress or (lambda stage, done, total: None))
+
+    def _warm_up(self, tell: OnProgress) -> None:
+        """Times the arms of a control that measures."""
         adaptive = adaptive_of(self.control)
         if adaptive is not None:
-            tell = on_progress or (lambda stage, done, total: None)
             tell(TIMING, 0, 0)
-            timer = DispatchTimer(self.scheduler, self.programs, spec, self.depth)
-            adaptive.times.warm_up(*warm_up(adaptive.arms, timer, timer.rows, spec.steps))
+            timer = DispatchTimer(self.scheduler, self.programs, self.spec, self.depth)
+            adaptive.times.warm_up(*warm_up(adaptive.arms, timer, timer.rows, self.spec.steps))
             tell(TIMING, 1, 1)
 
     def reset(self, state: DecodeState | None = None) -> None:
@@ -253,7 +258,7 @@ class Stopwatch:
 
 
 def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec) -> DecodeState:
-    """A state where the target lies."""
+    """Allocates a state on the devices of the target's parameters."""
     mesh = mesh_of(target.params)
     if mesh is not None:
         return allocate(make, mesh, places_of(target, spec))
@@ -262,9 +267,9 @@ def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec)
 
 
 def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]:
-    """Mesh axes of the state's arrays by letter: rows over ``data``, and over ``expert`` where they are exchanged."""
+    """Returns mesh axes of the state's arrays by letter: rows over ``data``, or also ``expert`` if exchanged."""
     policy = target.net.policy
     if policy.compute.mesh is None:
         return {}
-    over = row_axes(policy.compute.mesh, spec.rows, policy.compute.transport != "sum")
+    over = row_axes(policy.compute.mesh, spec.rows, spread=policy.compute.transport != "sum")
     return state_rules(over, own_pages=not spec.pages and policy.layout.depth == "unrolled")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxspec.protocol import Rule
+from jaxspec.protocol import VerifyRule
 from jaxspec.verify.rules import RULES
 
 
@@ -23,7 +23,7 @@ class EngineSpec:
 
     rows: int
     capacity: int
-    rule: Rule = RULES["match"]
+    rule: VerifyRule = RULES["match"]
     steps: int = 8
     logprobs: int = 20
     buckets: tuple[int, ...] = (32, 256)

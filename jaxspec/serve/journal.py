@@ -62,12 +62,7 @@ class Journal:
             raise
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes one record, all of it or nothing.
-
-        Raises:
-          JaxspecError: the disk is full or the file cannot be written.
-          BrokenPipeError: the reader of a pipe went away.
-        """
+        """Writes one record, all of it or nothing; raises as ``Records.append`` does."""
         again = "; make room and run the same command again to go on" if self.resumable else ""
         file = self._again if self._again is not None and record["index"] in self._retried else self._main
         file.append(msgspec.json.encode(record) + b"\n", f"after {len(self.done)} complete records{again}")
@@ -77,8 +72,7 @@ class Journal:
     def close(self) -> None:
         """Hands everything to the disk, new records of retried requests in their place, and releases the lock.
 
-        Raises:
-          JaxspecError: the disk does not take it; the same command does it later.
+        Raises JaxspecError if the disk does not take it; the same command does it later.
         """
         try:
             if self.resumable:

@@ -61,8 +61,6 @@ def load_target(
 ) -> Model:
     """Loads the target, or returns the one that another engine has loaded; settings are those of ``LLM``.
 
-    ``on_load`` is called with (bytes placed, bytes in all).
-
     Raises:
       ConfigError, CheckpointError: the directory, the settings or the mesh are not usable.
     """
@@ -129,7 +127,7 @@ def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str, arch: ArchSpe
     chosen: Any = transport_for(arch, policy, mesh, rows, jax.devices()[0]) if transport == "auto" else transport
     if chosen == "ragged" and jax.default_backend() == "cpu":
         raise ConfigError('LLM: XLA has no ragged exchange on a CPU; take expert_transport="padded"')
-    over = row_axes(mesh, rows, chosen != "sum")
+    over = row_axes(mesh, rows, spread=chosen != "sum")
     # Caches of stacked layers lie one after the other, and rows cannot be split off there.
     split = any(mesh.shape[axis] > 1 for axis in over)
     return policy.update(transport=chosen, depth="unrolled" if split else policy.layout.depth)
@@ -140,10 +138,10 @@ def report_to_both(
 ) -> Callable[[int, int], None]:
     """Returns what reports to both how much of a model is loaded."""
 
-    def tell(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         if on_load is not None:
             on_load(done, total)
         if on_progress is not None:
             on_progress("loading", done, total)
 
-    return tell
+    return report

@@ -17,17 +17,9 @@ URLS = (COMPLETIONS, CHAT)
 def response_body(
     url: str, number: int, model: str, output: RequestOutput, params: SamplingParams, text: Text | None
 ) -> dict[str, Any]:
-    """Returns a finished request as a ``text_completion`` or ``chat.completion`` object.
+    """Returns a finished request as a ``text_completion`` or ``chat.completion`` object; ids are made of ``number``.
 
     Accepted and rejected drafts are counted under OpenAI's names for predicted tokens.
-
-    Args:
-      url: endpoint that was asked for.
-      number: what ids are made of.
-      model: name of the model.
-      output: the request.
-      params: what it asked for.
-      text: the tokenizer.
     """
     generated = sum(len(c.token_ids) for c in output.outputs)
     m, prompt = output.metrics, len(output.prompt_token_ids)

@@ -47,10 +47,6 @@ def rename_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 def read_body(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], bool]:
     """Splits a request body into prompt, settings, and whether the answer repeats the text that it goes on with.
 
-    Args:
-      url: endpoint that it is for.
-      body: its JSON object.
-
     Raises:
       RequestError: it asks for something that is not supported.
     """

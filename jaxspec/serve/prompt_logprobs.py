@@ -52,10 +52,7 @@ def read_prompt(
 def prompt_logprobs(prompt: np.ndarray, chunks: Chunks, most: int) -> list[dict[int, Logprob] | None]:
     """Returns one entry per token of a prompt, by id; None for the first, which nothing comes before.
 
-    Args:
-      prompt: token ids.
-      chunks: how many positions count of each chunk, and its scores.
-      most: likely tokens per position.
+    ``chunks`` are how many positions count of each chunk, and its scores.
     """
     entries: list[dict[int, Logprob] | None] = [None]
     for token, values, top in zip(prompt[1:].tolist(), *_joined(chunks, most), strict=True):

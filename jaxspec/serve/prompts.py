@@ -59,27 +59,16 @@ class Prompts:
     def requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[list[Sample]]:
-        """Makes the samples of several requests; ``params`` are one for all, or one per prompt.
-
-        Raises:
-          RequestError: one of them is not acceptable.
-        """
+        """Makes the samples of several requests; ``params`` are one for all, or one per prompt. Raises RequestError."""
         many = _as_list(prompts)
         return [self.request(p, s) for p, s in zip(many, self._params(params, len(many)), strict=True)]
 
     def request(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str | None = None, number: int | None = None
     ) -> list[Sample]:
-        """Makes the samples of one request.
+        """Makes the samples of one request; raises RequestError if it is not acceptable.
 
-        Args:
-          prompt: text, token ids or a mapping.
-          params: its settings, None for the model's defaults.
-          request_id: name that the output carries.
-          number: origin of its randomness where it brings no seed; by default how many came before it.
-
-        Raises:
-          RequestError: it is not acceptable.
+        ``number`` is the origin of its randomness where it brings no seed; by default how many came before it.
         """
         if not isinstance(request_id, str | None):
             raise RequestError(f"request_id: a text is needed, got {show_value(request_id)}")
@@ -108,11 +97,7 @@ class Prompts:
         return samples
 
     def readings(self, texts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Sample]]:
-        """Makes samples of texts that are only read, for the log-probabilities of their tokens.
-
-        Raises:
-          RequestError: one of them is not acceptable.
-        """
+        """Makes samples of texts that are only read, for the log-probabilities of their tokens; raises RequestError."""
         return [[self._reading(ids)] for ids in _as_list(texts)]
 
     def _reading(self, token_ids: Any) -> Sample:

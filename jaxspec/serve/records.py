@@ -20,15 +20,7 @@ class Entry(msgspec.Struct):
 
 
 class Records:
-    """An open file of records.
-
-    Args:
-      path: of the file, for messages.
-      fd: file descriptor, which this owns, at a file or a pipe.
-
-    Attributes:
-      resumable: whether it can be read back: a file, not a pipe.
-    """
+    """An open file of records, or a pipe, which is not ``resumable``; it owns its file descriptor."""
 
     def __init__(self, path: str, fd: int):
         self.path, self.fd = path, fd
@@ -44,11 +36,7 @@ class Records:
             raise ConfigError(f"{path}: cannot be written ({error.strerror}); choose another output") from error
 
     def lines(self) -> Iterator[tuple[Entry, bytes]]:
-        """Yields the complete lines; at the end, an incomplete one is cut off.
-
-        Raises:
-          ConfigError: a line is not a record.
-        """
+        """Yields the complete lines, and cuts off an incomplete one; raises ConfigError if one is not a record."""
         decoder, self._size = msgspec.json.Decoder(Entry), 0
         with open(self.fd, "rb", closefd=False) as file:
             file.seek(0)
@@ -68,8 +56,7 @@ class Records:
     def indexes(self) -> tuple[set[int], set[int]]:
         """Returns the indexes that have a record, and those of them whose record is an error.
 
-        Raises:
-          ConfigError: a line is not a record, or repeats an index.
+        Raises ConfigError if a line is not a record, or repeats an index.
         """
         done, failed = set[int](), set[int]()
         for number, (entry, _) in enumerate(self.lines(), 1):

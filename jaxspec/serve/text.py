@@ -16,11 +16,6 @@ class IncrementalText:
     At every prefix the whole text is ``decode(prompt + ids)`` without ``decode(prompt)``. Where the prompt ends within
     a character, whose text the next ids change, it is all from the first character that differs.
 
-    Args:
-      text: the tokenizer, None for no text.
-      params: what stops the text and what it leaves out.
-      prompt: ids before it.
-
     Raises:
       RequestError: a stop string has a special token in it that the text leaves out.
     """

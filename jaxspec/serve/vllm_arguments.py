@@ -107,15 +107,7 @@ FOREIGN = {name: (way, (None, *same)) for way, names in _WAYS for name, same in 
 
 
 def refuse_foreign(given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuses arguments that are not ours, except values that change nothing.
-
-    Args:
-      given: the arguments.
-      known: names of ours.
-
-    Raises:
-      ConfigError: one of them is vLLM's and done otherwise here, or unknown.
-    """
+    """Refuses arguments that are not ours, except values that change nothing; says what to do instead."""
     for name, value in given.items():
         if name not in FOREIGN:
             continue

@@ -109,12 +109,9 @@ class Worker:
         shared.jobs.put(job)
 
     def call(self, work: Callable[[], Any], look: Callable[[], None] | None = None, every_s: float = 0.1) -> Any:
-        """Runs work on the thread and returns its result, or raises what it raised.
+        """Runs work on the thread and returns its result, or raises what it raised; on the worker's own thread at once.
 
-        Args:
-          work: see ``Job``. On the worker's own thread it runs at once.
-          look: called again and again while the caller waits.
-          every_s: time between its calls in seconds.
+        ``look`` is called every ``every_s`` seconds while the caller waits.
         """
         if _thread.get_ident() in self._shared.idents:
             job = Job(work)

@@ -22,7 +22,7 @@ from jaxspec.errors import ConfigError, JaxspecError
 
 T = TypeVar("T")
 INITIALIZATION_TIMEOUT_S, HEARTBEAT_TIMEOUT_S = 120, 30
-MESSAGE_BYTES = 256  # messages are padded to a multiple of it, so that few shapes are broadcast
+MESSAGE_BYTES = 256  # messages are padded to a multiple of it: few shapes are broadcast, and compiled
 RESUME = "what is written stays, start the same command on all of them again to go on"
 _HANDLERS: list[Any] = []  # C keeps only their addresses
 
@@ -137,8 +137,7 @@ def broadcast_json(message: Mapping[str, Any] | None) -> dict[str, Any]:
 def run_on_leader(work: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
     """Runs something in process 0 alone, and returns its result in every process.
 
-    Raises:
-      ConfigError: process 0 failed, which itself raises the error that occurred.
+    If it fails, the others raise ConfigError, and process 0 the error itself.
     """
     if not is_leader():
         message = broadcast_json(None)
@@ -161,8 +160,7 @@ def gather_to_host(tree: T) -> T:
 def local_share(mesh: Mesh, axis: str) -> tuple[int, int]:
     """Returns which part of data split over a mesh axis belongs to this process, and how many parts there are.
 
-    Raises:
-      ConfigError: its devices are not neighbors along the axis.
+    Raises ConfigError if its devices are not neighbors along the axis.
     """
     along, size = mesh.axis_names.index(axis), mesh.shape[axis]
     own = sorted({index[along] for index, device in np.ndenumerate(mesh.devices) if device in mesh.local_devices})
@@ -176,11 +174,7 @@ def local_share(mesh: Mesh, axis: str) -> tuple[int, int]:
 
 
 def check_shared(directory: Path) -> None:
-    """Checks that all processes see what process 0 writes into a directory.
-
-    Raises:
-      ConfigError: some do not; their numbers are given.
-    """
+    """Checks that all processes see what process 0 writes into a directory; raises ConfigError with their numbers."""
     if not is_multiprocess():
         return
     mark = directory / f".seen-{broadcast_json({'mark': uuid.uuid4().hex})['mark']}"
@@ -196,14 +190,7 @@ def check_shared(directory: Path) -> None:
 
 
 def check_same(parts: Mapping[str, Any]) -> None:
-    """Checks that every process has the same values.
-
-    Args:
-      parts: JSON values by name; other types are compared by their ``str``.
-
-    Raises:
-      ConfigError: processes differ; their numbers and the names are given.
-    """
+    """Checks that every process has the same JSON values, by name; raises ConfigError with numbers and names."""
     if not is_multiprocess():
         return
     digests = [hashlib.sha256(json.dumps(parts[name], sort_keys=True, default=str).encode()).digest() for name in parts]
@@ -221,11 +208,7 @@ def check_same(parts: Mapping[str, Any]) -> None:
 
 @contextmanager
 def explain_lost_process() -> Iterator[None]:
-    """Turns the error of a lost process into one that says what to do.
-
-    Raises:
-      JaxspecError: this process waited for another one that ended.
-    """
+    """Turns the error of a lost process into a JaxspecError that says what to do."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:

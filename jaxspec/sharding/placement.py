@@ -15,7 +15,7 @@ CACHE = "PGZC"
 HEAD_RULES: Mapping[str, tuple[str, ...]] = {"G": ("tensor",)}
 
 
-def row_axes(mesh: Mesh | AbstractMesh, rows: int, spread: bool) -> tuple[str, ...]:
+def row_axes(mesh: Mesh | AbstractMesh, rows: int, *, spread: bool) -> tuple[str, ...]:
     """Mesh axes that B rows are split over.
 
     Args:
@@ -35,7 +35,7 @@ def row_axes(mesh: Mesh | AbstractMesh, rows: int, spread: bool) -> tuple[str, .
     return ("data", "expert") if spread and rows % (data * expert) == 0 else ("data",)
 
 
-def state_rules(rows_over: tuple[str, ...], own_pages: bool) -> Mapping[str, tuple[str, ...]]:
+def state_rules(rows_over: tuple[str, ...], *, own_pages: bool) -> Mapping[str, tuple[str, ...]]:
     """Mesh axes by letter of a decoding state.
 
     Args:

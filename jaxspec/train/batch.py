@@ -10,11 +10,9 @@ from jaxspec.shapes import Array
 
 @pytree
 class TeacherOutput:
-    """What the frozen target computed for a batch; its logits follow from the last hidden states, see ``vocab_loss``.
+    """What the frozen target computed for a batch: what heads read, and its expert choices in each asked layer.
 
-    Attributes:
-      features: what heads read.
-      expert_YBTA: its expert choices in each asked layer.
+    Its logits follow from the last hidden states, see ``vocab_loss``.
     """
 
     features: Features

@@ -29,12 +29,8 @@ class Checkpoints:
 
     Saving goes on in the background; the newest two are kept, so there always is a whole one.
 
-    Args:
-      run: directory of the run; made where it is missing.
-      identity: what the result depends on; nested JSON.
-
     Raises:
-      ConfigError: another process writes there, or the directory belongs to a run of other settings.
+      ConfigError: another process writes there, or the directory was begun with another ``identity`` (nested JSON).
       JaxspecError: the directory cannot be written.
     """
 
@@ -192,12 +188,9 @@ def _bind(run: Path, identity: Mapping[str, Any]) -> None:
 
 
 def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:
-    """Writes a directory aside, and puts it in its place when it is whole.
+    """Writes a directory aside, and puts it in its place when it is whole; raises JaxspecError if the disk is full.
 
     After a crash in between, the same call made again writes it.
-
-    Raises:
-      JaxspecError: the disk is full or the directory cannot be written; the one before is still there.
     """
     part, old = (directory.with_name(f"{directory.name}.{end}") for end in ("part", "old"))
     try:

@@ -23,13 +23,7 @@ PASSES = 1 << 32  # over the data; without an end grain cannot count batches of 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Everything that was read.
-
-    Attributes:
-      rows: what is trained on.
-      held_out: documents that are not.
-      counts: documents by what became of them, and tokens.
-    """
+    """Everything that was read: rows to train on, held-out documents, and counts of what became of all documents."""
 
     rows: PackedRows
     held_out: tuple[Document, ...]
@@ -63,8 +57,7 @@ def load_corpus(
       target: fingerprint of the target, whose token ids files must hold; None is not compared.
 
     Raises:
-      ConfigError: a file or line cannot be read or holds another model's ids, a conversation is too long, or nothing is
-        left to train on.
+      ConfigError: a file or line is not usable, a conversation is too long, or nothing is left to train on.
     """
     counts: Counter[str] = Counter()
     train = _documents(settings, settings.train, DocumentReader(text, vocab_size, settings.template, target), counts)
@@ -156,11 +149,10 @@ def batches(
     parts: int = 1,
     workers: int = 2,
 ) -> Iterator[Batch]:
-    """Yields endless batches of one update each, shuffled anew in every pass over the rows.
+    """Yields endless batches of one update each, arrays [A, B / parts, T], shuffled anew in every pass over the rows.
 
-    The order depends on the seed alone: update u takes rows u * accumulation * size and following of one global order,
-    wherever the run was resumed and however many threads read. Each process takes the part of
-    every update that its devices hold.
+    The order depends on the seed alone: update u takes rows u * A * B and following of one global order, wherever the
+    run was resumed and however many threads read. Each process takes the part of every update that its devices hold.
 
     Args:
       rows: what is trained on.
@@ -168,12 +160,9 @@ def batches(
       size: B, rows over all processes.
       accumulation: A, passes of one update.
       first: update to start with.
-      part: which one of an update this process takes.
+      part: of an update that this process takes.
       parts: how many there are.
       workers: threads that prefetch rows.
-
-    Yields:
-      Arrays [A, B / parts, T].
 
     Raises:
       ConfigError: the rows cannot be shared evenly.
@@ -192,10 +181,7 @@ def prompts(documents: Sequence[Document], *, count: int, length: int) -> list[n
     """Returns the beginnings of at most ``count`` held-out documents, to be continued, int32.
 
     A conversation gives what precedes its first answer, plain text its first ``length`` tokens; documents that leave
-    nothing to continue, or whose prompt is longer than ``length``, are passed over.
-
-    Raises:
-      ConfigError: no document gives a prompt.
+    nothing to continue, or whose prompt is longer than ``length``, are passed over. Raises ConfigError if none is left.
     """
     lengths = [document.prompt_length or min(length, len(document.token_T) // 2) for document in documents]
     beginnings = [d.token_T[:given] for d, given in zip(documents, lengths, strict=True) if 0 < given <= length]

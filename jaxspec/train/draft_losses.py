@@ -88,8 +88,7 @@ def smooth_l1(predicted: Array, target: Array) -> Array:
 def routing_loss(logits_BXYE: Array, chosen_BXYA: Array) -> Array:
     """Computes the cross-entropy of each expert being chosen, mean over layers and experts, [B, X].
 
-    The few chosen weigh as much as all others together, (E - A) / A each: the mean of an indifferent prediction is the
-    same for any E and A.
+    The few chosen weigh as much as all others, (E - A) / A each: indifferent predictions have one mean for any E and A.
     """
     experts, chosen = logits_BXYE.shape[-1], chosen_BXYA.shape[-1]
     label = jnp.sum(jax.nn.one_hot(chosen_BXYA, experts, dtype=jnp.float32), axis=-2)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.decode.dispatch import Report, dispatch
-from jaxspec.decode.prefill import admit, prefill
+from jaxspec.decode.prefill import Chunk, admit, prefill
 from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
@@ -36,8 +36,8 @@ BUCKET, STEPS, ROWS, BLOCK = 64, 8, 8, 128
 ROW_AXES = state_rules(("data",), own_pages=True)
 
 
-def _prefill(mesh: Mesh | None, target: Target, drafter: Drafter, state: DecodeState, *rest: Any) -> DecodeState:
-    return _stay(prefill(target, drafter, state, *rest), mesh)
+def _prefill(mesh: Mesh | None, target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) -> DecodeState:
+    return _stay(prefill(target, drafter, state, chunk), mesh)
 
 
 def _admit(mesh: Mesh | None, state: DecodeState, *rest: Any) -> DecodeState:
@@ -58,7 +58,7 @@ def _stay(state: DecodeState, mesh: Mesh | None) -> DecodeState:
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, ROW_AXES))
 
 
-# Of the module, so that trials of all temperatures and updates share them.
+# Of the module: evaluators of all temperatures share these programs, at every update.
 PREFILL = jax.jit(_prefill, static_argnums=0, donate_argnums=3)
 ADMIT = jax.jit(_admit, static_argnums=0, donate_argnums=1)
 DISPATCH = jax.jit(_dispatch, static_argnums=(0, 1), donate_argnums=4)
@@ -66,16 +66,7 @@ DISPATCH = jax.jit(_dispatch, static_argnums=(0, 1), donate_argnums=4)
 
 @dataclass(frozen=True)
 class EvalSpec:
-    """What is generated to measure acceptance.
-
-    Attributes:
-      tokens: generated per prompt.
-      temperature: 0 is greedy.
-      rows: prompts at a time.
-      rule: of verification.
-      seed: of the sampling.
-      stop: token ids that end a text.
-    """
+    """What is generated to measure acceptance: ``tokens`` a prompt, ``rows`` prompts at a time."""
 
     tokens: int = 96
     temperature: float = 0.0
@@ -86,7 +77,7 @@ class EvalSpec:
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class MeasuredAcceptance:
     """What verification accepted.
 
     Attributes:
@@ -111,7 +102,7 @@ class AcceptanceEvaluator:
         over = 1 if self.mesh is None else self.mesh.shape["data"]
         self.spec = replace(spec, rows=-(-spec.rows // over) * over)
 
-    def measure(self, drafter: Drafter) -> Acceptance:
+    def measure(self, drafter: Drafter) -> MeasuredAcceptance:
         """Measures acceptance over all prompts."""
         drafter = settle(drafter, self.mesh)
         counts: list[tuple[int, ...]] = []
@@ -120,9 +111,9 @@ class AcceptanceEvaluator:
         flat = np.array([n for row in counts for n in row], np.int64)
         depth = np.arange(1, drafter.topology.max_depth + 1)
         if not len(flat):
-            return Acceptance(float("nan"), (float("nan"),) * len(depth), 0, tuple(counts))
+            return MeasuredAcceptance(float("nan"), (float("nan"),) * len(depth), 0, tuple(counts))
         survival = tuple(float(np.mean(flat >= k)) for k in depth)
-        return Acceptance(float(np.mean(flat)) + 1, survival, len(flat), tuple(counts))
+        return MeasuredAcceptance(float(np.mean(flat)) + 1, survival, len(flat), tuple(counts))
 
     def _group(self, drafter: Drafter, first: int) -> list[tuple[int, ...]]:
         """Counts the accepted drafts of each verification of some prompts."""
@@ -168,7 +159,7 @@ class AcceptanceEvaluator:
         return state
 
 
-def acceptance_figures(name: str, acceptance: Acceptance) -> dict[str, float]:
+def acceptance_figures(name: str, acceptance: MeasuredAcceptance) -> dict[str, float]:
     """Returns acceptance as metrics: ``NAME/acceptance_length`` and ``NAME/accepted_at_K``."""
     rates = {f"{name}/accepted_at_{k}": rate for k, rate in enumerate(acceptance.survival, start=1)}
     return {f"{name}/acceptance_length": acceptance.length} | rates
@@ -186,12 +177,9 @@ def _name(length: int, temperature: float) -> str:
 def make_evaluation(
     settings: RunSettings, head: InitialHead, target: Model, corpus: Corpus, mesh: Mesh | None
 ) -> Callable[[Params], dict[str, float]] | None:
-    """Returns a function that measures a head's parameters, with chains of every length at every temperature.
+    """Returns a function that measures a head's parameters, chains of every length at every temperature.
 
-    None without held-out documents.
-
-    Raises:
-      ConfigError: no document has a prompt, or lengths and prompts exceed what head and target can do.
+    None without held-out documents. Raises ConfigError if lengths and prompts exceed what head and target can do.
     """
     e, net = settings.evaluation, head.net
     if not corpus.held_out:

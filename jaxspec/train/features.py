@@ -40,17 +40,7 @@ RUN_TEACHER = jax.jit(run_teacher, static_argnums=(0, 3, 4))
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target as it fills a cache.
-
-    Attributes:
-      net: the target's network.
-      params: its parameters.
-      reads: what the head reads.
-      routing: expert layers whose choices are cached.
-      dtype: of cached features.
-      rows: B, packed rows at a time.
-      mesh: devices that the parameters are split over.
-    """
+    """The target as it fills a cache: what is read of it, the cached dtype, and B rows at a time."""
 
     net: Transformer
     params: Params
@@ -80,15 +70,8 @@ class Teacher:
 class FeatureRows:
     """Packed rows with what the target computed for them, read from files when they are asked for.
 
-    Each file holds some rows and is whole or absent: an interrupted pass over the data goes on where it was.
-
-    Args:
-      rows: what is trained on.
-      teacher: computes what is missing.
-      directory: of the files; made where it is missing.
-      identity: what the features depend on besides the teacher's settings; nested JSON.
-      notify: receives the size before anything is written, and the progress of writing.
-      shard_bytes: about the size of a file.
+    Each file of about ``shard_bytes`` is whole or absent: an interrupted pass over the data goes on where it was.
+    ``identity`` (nested JSON) is what the features depend on besides the teacher's settings.
 
     Raises:
       ConfigError: the directory holds features of something else or a damaged file.
@@ -179,7 +162,7 @@ class FeatureRows:
         notify({"feature cache": f"{size} in {self.directory}, {_size(needed)} to write, {_size(free)} free"})
         if needed > free:
             raise JaxspecError(
-                f"{self.directory}: the feature cache is {size}, of which {_size(needed)} are to write, and "
+                f"{self.directory}: the feature cache is {size}, {_size(needed)} of it to write, and "
                 f"{_size(free)} are free; make room, choose another features.cache, bfloat16 as features.dtype or "
                 "less data, or leave features.cache out to run the target in every update"
             )

@@ -51,7 +51,6 @@ def fit(
 
     Raises:
       ConfigError: nothing fits, or the settings are not usable.
-      CheckpointError: the files of a head that is trained further are unreadable.
     """
     work, t = work_of(settings, target, mesh, evaluated=evaluated), settings.train
     file = Path(settings.out) / FILE

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.window import Segments
-from jaxspec.models.draft_head import DraftHead, part_of
+from jaxspec.models.apply import apply
+from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, forward
 from jaxspec.nn.inputs import Inputs
@@ -24,19 +25,11 @@ Metrics = dict[str, Array]
 def head_loss(
     objective: HeadObjective, params: Params, teacher: TeacherOutput, batch: Batch, key: Array
 ) -> tuple[Array, Metrics]:
-    """Computes the loss of a head's parameters over one batch, and metrics.
+    """Computes the loss of a head's parameters over one batch, a scalar, and metrics.
 
-    Args:
-      objective: what does not change.
-      params: what is trained.
-      teacher: what the target computed.
-      batch: packed texts.
-      key: of noise and of the choice of slots.
-
-    Returns:
-      A scalar, and per round j the share of drafts that equal the target's best token (``accuracy_j``), how many
-      tokens a verification would commit if every draft were made after real ones (``simulated_length``, bonus token
-      included), and the parts of the loss.
+    Metrics are the parts of the loss, and per round j the share of drafts that equal the target's best token
+    (``accuracy_j``); ``simulated_length`` is how many tokens a verification would commit, bonus token included, if
+    every draft were made after real ones. ``key`` is of noise and of the choice of slots.
     """
     net = objective.net
     if isinstance(net, DraftHead):
@@ -170,7 +163,7 @@ def _routing(
     first = jnp.maximum(jnp.sum(weights(batch, 0)), 1.0)
     total, recalls = jnp.float32(0), {}
     for j, r in enumerate(rounds):
-        logits = part_of(net, params, "routes", r.last_BXD)
+        logits = apply(net, params, r.last_BXD, method="routes")
         here, weight = (
             _at(x, None if net.spec.mask_token is None else r.slot_BX, by)
             for x, by in ((chosen, 2 + j), (weights(batch, j), 0))

@@ -24,13 +24,7 @@ HEAD_DIM = 128
 
 
 def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], policy: Policy) -> Net:
-    """Returns the network of a head.
-
-    Args:
-      settings: of the head.
-      arch: of the target.
-      config: the target's published config, whose rotation the layers take over.
-      policy: how parameters are stored and computed with.
+    """Returns the network of a head; its layers take the rotation of the target's published ``config``.
 
     Raises:
       ConfigError: the settings contradict each other or the target.

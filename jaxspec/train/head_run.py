@@ -49,19 +49,14 @@ def make_run(
 ) -> TrainRun:
     """Returns the run that trains a head; what binds it to its directory is left to the caller.
 
-    Args:
-      settings: of the run.
-      target: model that is drafted for.
-      corpus: what is trained on. Its tokens choose the draft vocabulary, its held-out documents measure acceptance.
-      mesh: devices that rows and parameters are split over.
-      remat: whether each round is computed again for its gradient.
-      parts: how many parts the rows of a pass are computed in.
+    The corpus's tokens choose the draft vocabulary, its held-out documents measure acceptance; ``remat`` and ``parts``
+    are those of ``MemoryPlan``.
 
     Raises:
       ConfigError, CheckpointError: the settings are not usable for this target.
     """
     t = settings.train
-    schedule: Callable[[int], Any] = schedule_of(settings.optimizer, t.steps)
+    schedule: Any = schedule_of(settings.optimizer, t.steps)
     head, objective = make_objective(settings, target, corpus, mesh, remat=remat)
     evaluate = make_evaluation(settings, head, target, corpus, mesh)
 
@@ -102,11 +97,7 @@ def make_objective(
 
 
 def batches_from(settings: RunSettings, rows: RowSource, mesh: Mesh | None) -> Callable[[int], Iterator[Batch]]:
-    """Returns what makes this process's batches from an update on.
-
-    Raises:
-      ConfigError: rows cannot be split evenly over processes.
-    """
+    """Returns what makes this process's batches from an update on; they must split evenly over processes."""
     part, parts = (0, 1) if mesh is None else hosts.local_share(mesh, "data")
     t = settings.train
     return lambda first: batches(

@@ -45,13 +45,7 @@ def head_policy(settings: TrainSettings) -> Policy:
 
 
 def make_initial_head(settings: HeadSettings, target: Model, policy: Policy, count_V: np.ndarray) -> InitialHead:
-    """Makes a new head, or loads one that is trained further.
-
-    Args:
-      settings: of the head.
-      target: that it drafts for.
-      policy: how parameters are stored and computed with.
-      count_V: how often each token occurs, which chooses a new head's draft vocabulary.
+    """Makes a new head, whose draft vocabulary are the most frequent tokens, or loads one that is trained further.
 
     Raises:
       ConfigError: the settings contradict each other or the target.

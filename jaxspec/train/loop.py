@@ -86,9 +86,6 @@ def train(run: TrainRun, watch: Watcher = lambda entry: None) -> Params:
       watch: receives every logged entry, first of all ``{"step": first}``, and what takes long and is not logged:
         ``{"step": n, "compiled_s": seconds}`` and, before acceptance is measured, ``{"step": n, "measuring": 1}``.
 
-    Returns:
-      The parameters after the last update.
-
     Raises:
       ConfigError: the directory is of another run, or in use.
       JaxspecError: the disk is full, or a loss is not finite; what went before is kept.
@@ -176,7 +173,7 @@ class _Loop:
             return figures
         if self.run.best not in figures:
             raise JaxspecError(f"evaluation: no figure {self.run.best!r}; there are {', '.join(sorted(figures))}")
-        # The checkpoint of this update is saved after it, so that a crash in between evaluates again.
+        # The checkpoint of this update is saved after it: a run that crashed in between evaluates again.
         if figures[self.run.best] > self.best:
             self.best = figures[self.run.best]
             self._keep("best", params, done)
@@ -230,12 +227,7 @@ class _Loop:
 
 
 class _Pace:
-    """Speed of the updates since the last entry, and time left at this process's pace.
-
-    Args:
-      steps: updates in all.
-      before: updates of earlier processes.
-    """
+    """Speed of the updates since the last entry, and time left at this process's pace; ``before`` were done earlier."""
 
     def __init__(self, steps: int, before: int):
         self.steps, self.before, self.began, self.first = steps, before, time.monotonic(), True

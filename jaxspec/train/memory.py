@@ -93,14 +93,8 @@ class MemoryPlan:
 def plan_memory(work: UpdateWork, settings: TrainSettings, room: int | None, enough: int | None = None) -> MemoryPlan:
     """Chooses as many rows as fit, and recomputes rounds only where a single row does not fit otherwise.
 
-    Args:
-      work: what an update computes.
-      settings: rows of a pass, and what the user has chosen.
-      room: bytes that are free on each device, None where that is not known.
-      enough: positions that keep a device busy; rows beyond them are not computed together. None for no bound.
-
-    Raises:
-      ConfigError: nothing fits.
+    ``room`` are the free bytes of each device, None if unknown; ``enough`` positions keep a device busy, and rows
+    beyond them are not computed together. Raises ConfigError if nothing fits.
     """
     asked = settings.micro_rows
     counts = [asked] if asked else [n for n in range(settings.rows, 0, -1) if settings.rows % n == 0]

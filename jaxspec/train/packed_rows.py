@@ -27,13 +27,9 @@ class RowSource(Protocol):
 
 
 class PackedRows:
-    """Rows by number, each made when it is asked for.
+    """Rows by number, each made when it is asked for; ``window`` rows stay open while documents are packed.
 
-    Args:
-      documents: none longer than a row.
-      length: T.
-      window: rows that stay open.
-      alone: whether every document gets a row of its own, see ``ArchSpec.one_text_only``.
+    ``alone`` gives every document a row of its own, see ``ArchSpec.one_text_only``.
     """
 
     def __init__(self, documents: Sequence[Document], length: int, window: int, *, alone: bool = False):
@@ -60,13 +56,7 @@ class PackedRows:
 def pack(lengths: Sequence[int], length: int, window: int) -> list[list[int]]:
     """Puts each document into the first of the ``window`` newest rows that has room, else into a new one.
 
-    Args:
-      lengths: of the documents, each at most ``length``.
-      length: T.
-      window: rows that stay open; 0 puts each document into a row of its own.
-
-    Returns:
-      The documents of each row, by number.
+    A window of 0 puts each into a row of its own. Returns the documents of each row, by number.
     """
     rows: list[list[int]] = []
     room: list[int] = []

@@ -12,11 +12,7 @@ from jaxspec.train.settings import RunSettings, identity
 
 
 def provenance_of(settings: RunSettings, target: Path, corpus_digest: str) -> dict[str, Any]:
-    """Returns target, data, settings and version; files by name, not by where they lie on this machine.
-
-    Raises:
-      ConfigError: a data file cannot be read.
-    """
+    """Returns target, data, settings and version; files by name, not by where they lie on this machine."""
     asked, data, name = identity(settings), settings.data, target.resolve().name
     asked["target"] = name
     asked["data"] |= {key: [Path(file).name for file in asked["data"][key]] for key in ("train", "held_out")}

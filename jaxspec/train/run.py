@@ -28,12 +28,7 @@ from jaxspec.train.target import TargetHeaders, read_headers
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The end of a run.
-
-    Attributes:
-      params: after the last update.
-      run: what was trained; its directory holds ``best/``, ``last/`` and ``metrics.jsonl``.
-    """
+    """The end of a run: parameters after the last update, and what was trained."""
 
     params: Params
     run: loop.TrainRun
@@ -81,12 +76,7 @@ def train(
 
 
 def write_features(settings: RunSettings, target: Path, notify: Notify = lambda facts: None) -> None:
-    """Writes the missing part of a run's feature cache, and trains nothing; arguments as of ``train``.
-
-    Raises:
-      ConfigError, CheckpointError: settings, data or target are not usable, or the cache is of something else.
-      JaxspecError: the features do not fit on the disk, or it cannot be written.
-    """
+    """Writes the missing part of a run's feature cache, and trains nothing; arguments and errors as of ``train``."""
     if settings.features.cache is None:
         raise ConfigError("features: cache names no directory to write to; give --set features.cache=DIR")
     headers, corpus, mesh = _prepare(settings, target, notify)

@@ -29,11 +29,7 @@ def without_times(entry: Entry) -> Entry:
 
 
 class Interval:
-    """Means of the metrics over the updates since the last entry of the log.
-
-    Args:
-      total: sums of an earlier process of the run, as ``total`` gives them.
-    """
+    """Means of the metrics over the updates since the last entry; ``total`` are the sums of an earlier process."""
 
     def __init__(self, total: Mapping[str, float] | None = None):
         self.total: dict[str, float] = dict(total or {})
@@ -53,11 +49,7 @@ class Interval:
 
 
 def read_metrics(run: Path) -> list[Entry]:
-    """Reads the complete entries of a run, in their order.
-
-    Raises:
-      ConfigError: there is no such run, or a line is no entry.
-    """
+    """Reads the complete entries of a run, in their order; raises ConfigError if there is no such run."""
     try:
         lines = (run / FILE).read_bytes().splitlines(keepends=True)
     except OSError as error:
@@ -69,13 +61,7 @@ def read_metrics(run: Path) -> list[Entry]:
 
 
 class MetricsLog:
-    """Writes entries; those after the checkpoint that a run goes on from are cut off first.
-
-    Args:
-      run: directory of the run.
-      step: of the checkpoint that the run goes on from, 0 for none.
-      logging: where figures go besides the file.
-      settings: what Weights & Biases shows as the run's settings.
+    """Writes entries; those after the ``step`` of the checkpoint that a run goes on from are cut off first.
 
     Raises:
       ConfigError: what is asked for is not installed.

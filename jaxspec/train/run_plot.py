@@ -16,11 +16,7 @@ Wanted = Callable[[str], bool]
 
 
 def plot_runs(runs: Sequence[Path], file: Path) -> None:
-    """Draws runs into one file: a figure has a color, a run a line style.
-
-    Args:
-      runs: directories with ``metrics.jsonl``.
-      file: PNG, SVG or PDF.
+    """Draws runs into one PNG, SVG or PDF: a figure has a color, a run a line style.
 
     Raises:
       ConfigError: matplotlib is not installed, a run has no log, or the file cannot be a picture.

@@ -310,12 +310,6 @@ class RunSettings(Record, frozen=True):
                 raise ConfigError(f"train: {words} cannot be split evenly over data = {self.mesh.data} devices")
 
 
-def load_head_settings(wanted: str) -> HeadSettings:
-    """Loads a record of ``configs/heads``, or a file like them; raises ConfigError if it is missing or wrong."""
-    file = find_config(wanted, "heads")
-    return to_record(read_toml(file), HeadSettings, str(file))
-
-
 def load_run_settings(wanted: str, changes: Sequence[str] = (), out: str | None = None) -> RunSettings:
     """Loads a training config.
 

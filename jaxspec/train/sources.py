@@ -67,11 +67,7 @@ class DocumentReader:
     skipped: Counter[str] = field(default_factory=Counter)
 
     def read(self, file: Path) -> Iterator[Document]:
-        """Yields the documents of a file, in its order.
-
-        Raises:
-          ConfigError: the file cannot be read, or a line is malformed; it names file and line.
-        """
+        """Yields the documents of a file, in its order; raises ConfigError with file and line of what is malformed."""
         if file.suffix not in (".jsonl", ".txt"):
             raise ConfigError(f"data: {file} must end in .jsonl (one record per line) or .txt (plain text)")
         foreign = self.target is not None and _writer(file) not in (None, self.target)

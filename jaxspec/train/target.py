@@ -17,12 +17,7 @@ from jaxspec.train.settings import RunSettings
 
 @dataclass(frozen=True)
 class TargetHeaders:
-    """A model directory before any parameter is loaded.
-
-    Attributes:
-      config: the published config.
-      plan: how its parameters are loaded.
-    """
+    """A model directory before any parameter is loaded: its published config, and how its parameters are loaded."""
 
     config: Mapping[str, Any]
     plan: LoadPlan
@@ -39,11 +34,7 @@ class TargetHeaders:
 
 
 def read_headers(settings: RunSettings, directory: Path, mesh: Mesh | None = None) -> TargetHeaders:
-    """Reads a model directory's config and the headers of its files.
-
-    Raises:
-      ConfigError: the config is missing, corrupt or of an unknown family.
-      CheckpointError: the files are unreadable.
-    """
+    """Reads a model directory's config and the headers of its files; raises ConfigError and CheckpointError."""
     policy = policy_on_mesh(make_policy(settings.train.target_dtype), mesh)
-    return TargetHeaders(read_config(directory), plan_model(directory, policy))
+    config = read_config(directory)
+    return TargetHeaders(config, plan_model(directory, policy, config=config))

@@ -16,12 +16,7 @@ def run_teacher(
 ) -> TeacherOutput:
     """Runs the target over a batch, or takes what it computed earlier; nothing of it is differentiated.
 
-    Args:
-      net: the target's network.
-      params: its parameters.
-      batch: packed texts.
-      reads: what the head reads.
-      routing: expert layers whose choices the head is trained on.
+    ``reads`` are the streams that the head reads, ``routing`` the expert layers whose choices it is trained on.
     """
     if batch.cached is not None:
         features = jax.tree.map(lambda x: x.astype(jnp.float32), batch.cached.features)

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxspec.models.draft_head import DraftHead, part_of, run_head
+from jaxspec.models.apply import apply
+from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.transformer import Transformer, embed
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.unrolled import Unrolled
@@ -44,18 +45,10 @@ def unroll(
     """Training-time test (Li 2025, 2503.01840, section 3.2): every slot drafts ``rounds`` tokens ahead.
 
     Each round reads the text's own tokens and what the round before returned, and sees the real slots and what the
-    same slot drafted, as drafting does.
-
-    Args:
-      net: the head.
-      params: its parameters.
-      target: whose embedding is used where the head has none of its own.
-      features: of the target over the batch.
-      batch: texts.
-      rounds: S, tokens drafted from every slot.
-      remat: whether each round is computed again for its gradient instead of kept.
+    same slot drafted, as drafting does. ``target`` embeds where the head has no embedding of its own; ``remat``
+    computes each round again for its gradient.
     """
-    g_BTD = part_of(net, params, "join", net.spec.feature(features))
+    g_BTD = apply(net, params, net.spec.feature(features), method="join")
     memory, done = _memory(net, batch), []
     slot_BT, run = _all_slots(batch), _round(net, target[0], remat)
     for j in range(rounds):
@@ -83,12 +76,12 @@ def unroll_masked(
     token, ``counts`` are the slots of each round after the first, never growing, and ``key`` draws them; the other
     arguments are those of ``unroll``.
     """
-    g_BTD = part_of(net, params, "join", net.spec.feature(features))
+    g_BTD = apply(net, params, net.spec.feature(features), method="join")
     memory, slot_BX, run = _memory(net, batch), _all_slots(batch), _round(net, target[0], remat)
     last, following, memory = run(params, target[1], g_BTD, shift_left(batch.token_BT, 1), batch.position_BT, memory)
     done = [Round(last, following, slot_BX)]
     assert net.spec.mask_token is not None, "only such heads draft in one pass"
-    mask = part_of(net, params, "mask")
+    mask = apply(net, params, method="mask")
     for d, (count, one) in enumerate(zip(counts, jax.random.split(key, max(len(counts), 1)), strict=False), start=1):
         weight_BX = jnp.take_along_axis(weights(batch, d), slot_BX, axis=1)
         drawn_BX = jax.vmap(lambda own, width=slot_BX.shape[1]: jax.random.uniform(own, (width,)))(batch.keys(one))
@@ -113,7 +106,7 @@ def weights(batch: Batch, j: int) -> Array:
 
 def embedding(net: DraftHead, params: Params, target: tuple[Transformer, Params], token_BT: Array) -> Array:
     """Embeds tokens with the head's own table, or the target's."""
-    return part_of(net, params, "embed", token_BT) if net.spec.own_embedding else embed(*target, token_BT)
+    return apply(net, params, token_BT, method="embed") if net.spec.own_embedding else embed(*target, token_BT)
 
 
 def _round(net: DraftHead, base: Transformer, remat: bool) -> Callable[..., Any]:
@@ -121,7 +114,7 @@ def _round(net: DraftHead, base: Transformer, remat: bool) -> Callable[..., Any]
 
     def run(params: Params, frozen: Params, g_BXD: Array, token_BX: Array, position_BX: Array, memory: Any) -> Any:
         embedded = embedding(net, params, (base, frozen), token_BX)
-        return run_head(net, params, embedded, g_BXD, Inputs(token_BX, position_BX, memory=memory))
+        return apply(net, params, embedded, g_BXD, Inputs(token_BX, position_BX, memory=memory))
 
     return jax.checkpoint(run) if remat else run
 

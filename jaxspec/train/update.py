@@ -18,13 +18,7 @@ Update = Callable[["TrainState", Any, AnyBatch], tuple["TrainState", dict[str, A
 
 @pytree
 class TrainState:
-    """The state that an update changes.
-
-    Attributes:
-      params: float32 parameters.
-      optimizer: state of the optimizer.
-      step: updates done, int32.
-    """
+    """The state that an update changes: float32 parameters, state of the optimizer, and updates done, int32."""
 
     params: Params
     optimizer: Any

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec.models.draft_head import DraftHead, part_of
-from jaxspec.models.medusa import Medusa, run_medusa_head
+from jaxspec.models.apply import apply
+from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, head
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
@@ -39,13 +40,8 @@ class VocabTask:
 def vocab_loss(params: Params, task: VocabTask, last_SBTD: tuple[Array, ...]) -> tuple[Array, Array]:
     """Computes the weighted loss of all rounds, and where a draft is the target's best token, bool [S, B, T].
 
-    Gradients are computed together with the loss, in the same walk over the positions, so the vocabulary product is not
-    computed twice.
-
-    Args:
-      params: of the trained network.
-      task: what the loss compares with.
-      last_SBTD: what the vocabulary product reads, by round.
+    ``last_SBTD`` is what the vocabulary product reads, by round. Gradients are computed together with the loss, in the
+    same walk over the positions, so the vocabulary product is not computed twice.
     """
     inner: Any = params["params"]
     trained = {name: leaf for name, leaf in inner.items() if _reads(task.objective.net, name)}
@@ -140,10 +136,10 @@ def _logits(objective: HeadObjective, params: Params, j: int, last_BXD: Array) -
     if isinstance(net, Transformer):
         return head(net, params, last_BXD)
     if isinstance(net, Medusa):
-        last_BXD = run_medusa_head(net, params, j, last_BXD)
+        last_BXD = apply(net, params, j, last_BXD, method="one")
         return last_BXD if net.spec.draft_vocab else head(objective.target, objective.target_params, last_BXD)
     if net.spec.draft_vocab:
-        return part_of(net, params, "logits", last_BXD)
+        return apply(net, params, last_BXD, method="logits")
     return head(objective.target, objective.target_params, last_BXD)
 
 

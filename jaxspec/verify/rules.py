@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.keys import Purpose, gumbel, uniform, within_step
-from jaxspec.protocol import Proposal, Rule, Sampling, Tree, Verdict
+from jaxspec.protocol import Proposal, Sampling, Tree, Verdict, VerifyRule
 from jaxspec.shapes import Array
 from jaxspec.verify.walk import follow
 
@@ -167,14 +167,14 @@ def _block_residual(carried_B: Array, p_BV: Array, q_BV: Array, drafted_B: Array
 RULES = {
     rule.name: rule
     for rule in (
-        Rule("greedy", greedy, exact=True),
-        Rule("match", match, exact=True),
-        Rule("reject", reject),
-        Rule("block", block),
+        VerifyRule("greedy", greedy, exact=True),
+        VerifyRule("match", match, exact=True),
+        VerifyRule("reject", reject),
+        VerifyRule("block", block),
     )
 }
 
 
-def rule_of(rule: str | Rule) -> Rule:
+def rule_of(rule: str | VerifyRule) -> VerifyRule:
     """Returns a rule by its name; the laboratory's are rules already."""
     return RULES[rule] if isinstance(rule, str) else rule

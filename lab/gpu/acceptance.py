@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from typing_extensions import override
 
 from jaxspec.protocol import Anchor, Drafter, Proposal
 from jaxspec.pytree import pytree, static
@@ -62,7 +61,6 @@ class Guesses(Drafter):
         """The static shape of what is proposed."""
         return chain(self.length)
 
-    @override
     def propose(self, state: tuple[()], anchor: Anchor, rule: str) -> tuple[Proposal, tuple[()]]:
         step_N = 7919 * (1 + jnp.arange(self.length, dtype=jnp.int32))
         token_BN = (anchor.token_B[:, None] + anchor.length_B[:, None] + step_N[None]) % self.vocab_size

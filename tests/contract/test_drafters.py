@@ -241,7 +241,7 @@ def test_chains_with_prices_say_how_sure_they_are(method: str):
 
 
 def observed_shapes(drafter: Drafter):
-    """Like what is observed after a prompt."""
+    """Shapes of what is observed of a prompt."""
     net, params = model()
     state = init_state(Target(params, net, BLOCK), drafter, ROWS, CAPACITY, slack=32)
     return state.draft, state.anchor

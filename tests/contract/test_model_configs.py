@@ -206,7 +206,7 @@ def test_promised_files_are_loaded_quantized(name: str):
     config, arch = config_of(name), arch_named(name)
     table, net = known_tables()[arch.family], Transformer(arch, make_policy(depth="stacked"))
     plan = make_plan(
-        Path(name), net, table.rules(arch), other_prefixes=table.other_prefixes(arch), ignored_suffixes=table.ignored,
+        Path(name), net, table.rules(arch), unread=table.unread(arch),
         block=check_method(config), files=release_files(config),
     )  # fmt: skip
     assert not any(plan.problems.values()), plan.problems

@@ -54,22 +54,22 @@ FAMILY = Family(
 '''
 NAMES = '''"""Tensor names of the made-up family."""
 
-from jaxspec.checkpoint.names.table import Rule, Table, attention_rules, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import NameRule, Table, attention_rules, gated_rules, router_rules
 
 TABLES = {
     "made_up": Table(
         top=(
-            Rule("embed_VD", ("words.weight",)),
-            Rule("norm_D", ("last_norm.weight",)),
-            Rule("head_DV", ("answers.weight",), "transpose"),
+            NameRule("embed_VD", ("words.weight",)),
+            NameRule("norm_D", ("last_norm.weight",)),
+            NameRule("head_DV", ("answers.weight",), "transpose"),
         ),
         layer=(
-            Rule("attention_norm_D", ("norm_1.weight",)),
-            Rule("ffn_norm_D", ("norm_2.weight",)),
+            NameRule("attention_norm_D", ("norm_1.weight",)),
+            NameRule("ffn_norm_D", ("norm_2.weight",)),
             *attention_rules("look.", "out"),
             *gated_rules("ffn/", "think.", "g", "u", "d"),
             *router_rules("choose.weight", "choose.bias"),
-            Rule("ffn/shared_gate_D1", ("all.gate.weight",), "transpose"),
+            NameRule("ffn/shared_gate_D1", ("all.gate.weight",), "transpose"),
             *gated_rules("ffn/shared/", "all.", "g", "u", "d"),
         ),
         expert=gated_rules("ffn/", "one.{e}.", "g", "u", "d"),

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache.addressing import CacheSize
 from jaxspec.cache.window import Window
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.decode.dispatch import dispatch
-from jaxspec.decode.prefill import admit, prefill
+from jaxspec.decode.prefill import Chunk, admit, prefill
 from jaxspec.decode.state import Target, init_sampling, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.models.caches import init_caches
@@ -163,7 +164,7 @@ def decode(case: Case, count: int) -> None:
     net, ids_BT = case.model.net, case.ids_BT
     rows, length = ids_BT.shape[0], ids_BT.shape[1] // count * count
     room = -(-(ids_BT.shape[1] + count) // BLOCK) * BLOCK
-    layers = init_caches(net.arch, net.policy, rows, room, slack=count, block=BLOCK)
+    layers = init_caches(net.arch, net.policy, CacheSize(rows, room, count, BLOCK))
 
     @partial(jax.jit, donate_argnums=1)
     def forward(params, layers, token_BT, start):
@@ -189,7 +190,7 @@ def test_greedy_continuation(case: Case):
 
     @jax.jit
     def start(target, state, row, prompt_T):
-        state = prefill(target, drafter, state, row, prompt_T, jnp.int32(0), jnp.int32(length - 1))
+        state = prefill(target, drafter, state, Chunk(row, prompt_T, jnp.int32(0), jnp.int32(length - 1)))
         prompt_S = jnp.pad(prompt_T, (0, state.history_BS.shape[1] - length))
         return admit(state, row, prompt_S, jnp.int32(length), sampling, None)
 

@@ -16,7 +16,8 @@ from jaxspec.decode.state import init_sampling
 from jaxspec.draft import methods
 from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.errors import ConfigError
-from jaxspec.models.mtp import Mtp, run_mtp
+from jaxspec.models.apply import apply
+from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import embed, head, teacher_forced
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
@@ -72,7 +73,7 @@ class Case:
 @partial(jax.jit, static_argnums=(0, 1))
 def _run(net, target, params, base, token_BT: Array, feature: Array) -> tuple[Array, Array]:
     position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-    last, feature, _ = run_mtp(net, params, 0, embed(target, base, token_BT), feature, Inputs(token_BT, position_BT))
+    last, feature, _ = apply(net, params, 0, embed(target, base, token_BT), feature, Inputs(token_BT, position_BT))
     return head(target, base, last), feature
 
 
@@ -195,7 +196,8 @@ def test_drafting_a_tree_behind_observed_text(case: Case):
     for length_B, drafter, state, anchor in list(observed(case, topology))[3::3]:
         propose = propose or jax.jit(partial(drafter.propose, rule="reject"))
         proposal, _ = propose(state, anchor)
-        for path in topology.paths():
+        leaves = [node for node, children in enumerate(topology.children) if not children]
+        for path in topology.path_TJ[leaves, 1:].tolist():
             plain = Plain(case, length_B)
             for node in path:
                 logits_BV = plain.next()

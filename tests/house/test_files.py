@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.house_report import PLACES, ROOT, by_room, survey
+from scripts.house_report import PACKAGES, PLACES, ROOT, by_room, duplicates, survey
 
 SOURCES = survey(*PLACES)
 ROOMS = by_room(SOURCES)
@@ -44,6 +44,10 @@ def test_files_are_short():
 
 def test_functions_are_short():
     assert [f"{f.where}: {f.lines} lines" for s in SOURCES for f in s.functions if f.lines > 60] == []
+
+
+def test_no_block_stands_twice():
+    assert duplicates([s for s in SOURCES if s.path.startswith(PACKAGES)]) == []
 
 
 def test_modules_say_what_they_are():

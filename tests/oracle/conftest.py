@@ -172,10 +172,10 @@ SHARED = {
 }
 
 
-def _prefill(target, drafter, *rest):
+def _prefill(target, drafter, state, chunk):
     # What a drafter observes of a prompt does not depend on its topology: one program serves all of them.
     plain = NoDrafts() if drafter.needs == "none" else drafter.with_topology(chain(1))
-    return SHARED["prefill"](target, plain, *rest)
+    return SHARED["prefill"](target, plain, state, chunk)
 
 
 class SharedPrograms(Programs):

@@ -34,7 +34,7 @@ ARCHS = {name: arch_of(json.loads((path / "config.json").read_text())) for name,
 # One golden for each way of attending and caching: windows, sinks, latents, a shared index, compressed entries.
 MECHANISMS = ("qwen2", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek_v4")
 # And for each way of norms, positions, routers and shared experts. The others differ by names and formats of weights.
-KINDS = (*MECHANISMS, "qwen3_moe", "qwen2_moe", "glm4_moe", "mixtral_window", "opt", "minimax_m2")
+KINDS = (*MECHANISMS, "qwen3_moe", "glm4_moe", "opt", "minimax_m2")
 CHAIN, TREE, BLOCK = chain(4), tree((2, 2)), 16
 OWN_STEPS = 7  # of a dispatch: a program that no other test has compiled
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.cache.addressing import CacheSize
 from jaxspec.cache.window import Window
 from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.models.caches import init_caches
@@ -29,7 +30,7 @@ def model() -> Model:
 def bits(model: Model, token_BS: np.ndarray, width: int) -> np.ndarray:
     """Logits of the first row, decoded ``width`` positions at a time, as bits."""
     net, rows = model.net, len(token_BS)
-    layers = init_caches(net.arch, net.policy, rows, 256, slack=width)
+    layers = init_caches(net.arch, net.policy, CacheSize(rows, 256, width))
 
     @partial(jax.jit, donate_argnums=0)
     def run(layers, token_BT, start_B):

@@ -19,7 +19,8 @@ import pytest
 from jaxspec.checkpoint.heads.directory import save_head
 from jaxspec.checkpoint.heads.formats import ExportFormat, Verifier
 from jaxspec.checkpoint.heads.layers import layers_of
-from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
+from jaxspec.models.apply import apply
+from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.trained_head import Head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
@@ -85,17 +86,17 @@ def _ours(head: Head, feature: np.ndarray, token: np.ndarray) -> np.ndarray:
     """Logits of all rounds of the training-time test, or of all depths of a head with a mask, [S, 1, T, W]."""
     net, params, found = head.net, head.params, []
     assert isinstance(net, DraftHead)
-    state = part_of(net, params, "join", jnp.asarray(feature))
+    state = apply(net, params, jnp.asarray(feature), method="join")
     position = jnp.arange(LENGTH, dtype=jnp.int32)[None]
     memory = tuple(Unrolled(jnp.ones((1, LENGTH), jnp.int32)) for _ in net.spec.arch.layers)
     for shift in range(ROUNDS):
         shifted = jnp.asarray(np.pad(token[:, shift:], ((0, 0), (0, shift))))
         if shift and net.spec.mask_token is not None:
             shifted = jnp.full_like(shifted, net.spec.mask_token)
-            state = jnp.broadcast_to(part_of(net, params, "mask"), state.shape)
-        embedded = part_of(net, params, "embed", shifted)
-        last, state, memory = run_head(net, params, embedded, state, Inputs(shifted, position + shift, memory=memory))
-        found.append(part_of(net, params, "logits", last))
+            state = jnp.broadcast_to(apply(net, params, method="mask"), state.shape)
+        embedded = apply(net, params, shifted, method="embed")
+        last, state, memory = apply(net, params, embedded, state, Inputs(shifted, position + shift, memory=memory))
+        found.append(apply(net, params, last, method="logits"))
     return np.asarray(jnp.stack(found))
 
 

@@ -14,7 +14,6 @@ def test_chain(length: int):
     assert (top.nodes, top.drafts, top.max_depth) == (length + 1, length, length)
     assert top.depth == tuple(range(length + 1))
     np.testing.assert_array_equal(top.path_TJ, np.tri(length + 1, dtype=int) * np.arange(length + 1))
-    assert top.paths() == (tuple(range(1, length + 1)),)
 
 
 def test_tree_is_numbered_level_by_level():
@@ -23,7 +22,7 @@ def test_tree_is_numbered_level_by_level():
     assert top.depth == (0, 1, 1, 2, 2, 2, 2, 2, 2)
     assert top.children[0] == (1, 2)
     assert top.children[2] == (6, 7, 8)
-    assert top.paths() == ((1, 3), (1, 4), (1, 5), (2, 6), (2, 7), (2, 8))
+    assert top.path_TJ[3:].tolist() == [[0, 1, 3], [0, 1, 4], [0, 1, 5], [0, 2, 6], [0, 2, 7], [0, 2, 8]]
     assert not top.is_chain
 
 
@@ -34,7 +33,6 @@ def test_a_tree_of_one_branch_is_a_chain():
 def test_paths_of_an_uneven_tree():
     top = Topology((-1, 0, 1, 0, 3, 1))
     assert top.path_TJ.tolist() == [[0, 0, 0], [0, 1, 0], [0, 1, 2], [0, 3, 0], [0, 3, 4], [0, 1, 5]]
-    assert top.paths() == ((1, 2), (3, 4), (1, 5))
     assert top.max_depth == 2
 
 

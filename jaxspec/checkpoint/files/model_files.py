@@ -34,11 +34,6 @@ def file_in(directory: Path, name: str, kind: Kind = CheckpointError) -> Path:
     A link may lead to another place of the directory, or from the hub's cache to its blobs
     (``snapshots/REVISION/FILE`` to ``blobs/HASH``), and nowhere else.
 
-    Args:
-      directory: of a model.
-      name: relative to it.
-      kind: of the error.
-
     Raises:
       CheckpointError, ConfigError: it is not there, not a regular file, outside of the directory, or a git-lfs pointer.
     """
@@ -97,10 +92,6 @@ def check_text_files(directory: Path) -> None:
 def read_json(file: Path, kind: Kind = ConfigError) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
-    Args:
-      file: a regular one; names within a model directory go through ``file_in`` first.
-      kind: of the error.
-
     Raises:
       CheckpointError, ConfigError: it cannot be read, is larger than 100 MB, or is no JSON object.
     """
@@ -116,11 +107,6 @@ def read_json(file: Path, kind: Kind = ConfigError) -> dict[str, Any]:
 
 def parse_json(data: bytes, name: str, kind: Kind = ConfigError) -> dict[str, Any]:
     """Returns a JSON object from its bytes.
-
-    Args:
-      data: UTF-8.
-      name: of where it comes from, for messages.
-      kind: of the error.
 
     Raises:
       CheckpointError, ConfigError: it is not UTF-8, not JSON, nested too deeply, no object, or gives a key two values.

@@ -23,6 +23,7 @@ from jaxspec.checkpoint.load.model import policy_on_mesh, read_config, shardings
 from jaxspec.checkpoint.load.places import flatten, resolve_rules
 from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.packs import PACKS
+from jaxspec.checkpoint.names.table import Unread
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec
@@ -53,7 +54,7 @@ def load_head(directory: str | Path, target: ArchSpec | None, policy: Policy, *,
     plan.check()
     assert isinstance(plan.files, HeadFiles)
     ids_W = vocabulary(plan.files, plan.net.spec)
-    return Head(plan.net, fill(plan, shardings_on(mesh, True)), ids_W)
+    return Head(plan.net, fill(plan, shardings_on(mesh, allow_replication=True)), ids_W)
 
 
 def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) -> LoadPlan:
@@ -69,9 +70,9 @@ def plan_head(directory: str | Path, target: ArchSpec | None, policy: Policy) ->
     # Heads whose feature needs no product are published with one all the same.
     bare = isinstance(spec, HeadSpec) and spec.join == "attention" and spec.feature_dim == spec.arch.model_dim
     return make_plan(
-        directory, _net(spec, policy.update(formats=(), slots=None)), head_rules(spec), other_prefixes=(),
-        ignored_suffixes=(*VOCABULARY, *(["fc.weight"] if bare else [])), block=check_method(config),
-        quantization="none", files=files,
+        directory, _net(spec, policy.update(formats=(), slots=None)), head_rules(spec),
+        unread=Unread(names=frozenset((*VOCABULARY, *(["fc.weight"] if bare else [])))),
+        block=check_method(config), quantization="none", files=files,
     )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def save_head(
       ConfigError: the format cannot express the head, or the directory holds something else.
     """
     directory = Path(directory)
-    config = config_for(head.net.spec, form, _dtype_of(head), head.ids_W is not None, verifier)
+    config = config_for(head.net.spec, form, _dtype_of(head), reduced=head.ids_W is not None, verifier=verifier)
     if directory.exists() and not _may_replace(directory):
         raise ConfigError(f"{directory}: it is there already and holds no draft head; choose another directory")
     part = directory.with_name(f".{directory.name}.{os.getpid()}.part")

@@ -31,26 +31,19 @@ class Verifier:
 
 
 def config_for(
-    spec: HeadSpec | MedusaSpec, form: ExportFormat, dtype: str, reduced: bool, verifier: Verifier | None
+    spec: HeadSpec | MedusaSpec, form: ExportFormat, dtype: str, *, reduced: bool, verifier: Verifier | None
 ) -> dict[str, Any]:
     """Builds the ``config.json`` of a head in a format.
-
-    Args:
-      spec: of the head.
-      form: the format.
-      dtype: of its tensors.
-      reduced: whether it knows only some of the target's tokens.
-      verifier: the target; speculators configs name it.
 
     Raises:
       ConfigError: the format cannot express the head, or is not known; it says why.
     """
     if form not in FORMATS:
         raise ConfigError(f"head: format {form!r} is not known; known are {', '.join(FORMATS)}")
-    why = unable(spec, form, reduced)
+    why = unable(spec, form, reduced=reduced)
     if why:
         raise ConfigError(
-            f"head: the {form} format cannot express it: {'; '.join(why)}. {_other_form(spec, form, reduced)}"
+            f"head: the {form} format cannot express it: {'; '.join(why)}. {_other_form(spec, form, reduced=reduced)}"
         )
     if isinstance(spec, MedusaSpec):
         return _native_medusa(spec, dtype) if form == "native" else _medusa(spec, dtype)
@@ -66,26 +59,26 @@ def config_for(
     return _speculators(spec, dtype, verifier)
 
 
-def unable(spec: HeadSpec | MedusaSpec, form: ExportFormat, reduced: bool) -> list[str]:
+def unable(spec: HeadSpec | MedusaSpec, form: ExportFormat, *, reduced: bool) -> list[str]:
     """Lists why a format cannot express a head; empty if it can."""
     if form == "native":
         return []
     if isinstance(spec, MedusaSpec):
-        return _unable_medusa(spec, form, reduced)
+        return _unable_medusa(spec, form, reduced=reduced)
     if form == "medusa":
         return ["it has decoder layers, Medusa heads have none"]
     why = _unable_everywhere(spec)
     return why + (_unable_eagle3(spec) if form == "eagle3" else _unable_speculators(spec))
 
 
-def _other_form(spec: HeadSpec | MedusaSpec, form: ExportFormat, reduced: bool) -> str:
+def _other_form(spec: HeadSpec | MedusaSpec, form: ExportFormat, *, reduced: bool) -> str:
     """Says what can be done instead."""
-    able = [other for other in FORMATS if other not in (form, "native") and not unable(spec, other, reduced)]
+    able = [other for other in FORMATS if other not in (form, "native") and not unable(spec, other, reduced=reduced)]
     others = f"These formats can: {', '.join(able)}" if able else "No other engine's format can"
     return f"{others}; jaxspec serves it as it is, and native writes it in jaxspec's own format"
 
 
-def _unable_medusa(spec: MedusaSpec, form: str, reduced: bool) -> list[str]:
+def _unable_medusa(spec: MedusaSpec, form: str, *, reduced: bool) -> list[str]:
     if form != "medusa":
         return ["it is a Medusa head, which has no decoder layer"]
     why = ["its vocabulary is reduced, and Medusa files have no map of ids"] if reduced else []

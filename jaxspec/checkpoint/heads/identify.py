@@ -34,14 +34,10 @@ KNOWN = (
 def head_format(config: Config, names: tuple[str, ...]) -> HeadFormat:
     """Returns which of the known formats a head has.
 
-    Args:
-      config: its ``config.json``.
-      names: of its tensors, see ``HeadFiles``.
-
     Raises:
       ConfigError: none of them.
     """
-    titles = " ".join(map(str, config.get("architectures") or ()))
+    titles = _titles(config)
     if NATIVE in titles:
         return "native"
     method = config.get("speculators_model_type")
@@ -60,9 +56,13 @@ def head_format(config: Config, names: tuple[str, ...]) -> HeadFormat:
     raise ConfigError(f"head: neither config.json nor the tensors are those of a draft head; known are {KNOWN}")
 
 
+def _titles(config: Config) -> str:
+    return " ".join(map(str, config.get("architectures") or ()))
+
+
 def is_head(config: Config) -> bool:
     """Whether a config is that of a draft head rather than of a model."""
-    titles = " ".join(map(str, config.get("architectures") or ()))
+    titles = _titles(config)
     keys = ("speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config", "draft_vocab_size", TAPS)
     return any(key in config for key in keys) or any(word in titles for word in (NATIVE, "Eagle", "Medusa"))
 
@@ -170,8 +170,7 @@ def _draft_vocab(config: Config, names: tuple[str, ...], arch: ArchSpec) -> int:
 
 def _mask_token(config: Config, names: tuple[str, ...]) -> int | None:
     """Returns the token that P-EAGLE's drafts stand on, None for heads that draft one token after another."""
-    titles = " ".join(map(str, config.get("architectures") or ())).lower()
-    named = config.get("speculators_model_type") == "peagle" or "peagle" in titles
+    named = config.get("speculators_model_type") == "peagle" or "peagle" in _titles(config).lower()
     if not named and "mask_hidden" not in names:
         return None
     token = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
@@ -226,7 +225,10 @@ def check_target(spec: HeadSpec | MedusaSpec, target: ArchSpec) -> None:
     Raises:
       ConfigError: names everything that does not fit.
     """
-    wrong = _medusa_faults(spec, target) if isinstance(spec, MedusaSpec) else _faults(spec, target)
+    if isinstance(spec, MedusaSpec):
+        wrong = _medusa_faults(spec, target)
+    else:
+        wrong = _size_faults(spec, target) + _layer_faults(spec, target)
     if wrong:
         raise ConfigError(f"head: it does not fit its target ({target.family}): {'; '.join(wrong)}")
 
@@ -234,10 +236,6 @@ def check_target(spec: HeadSpec | MedusaSpec, target: ArchSpec) -> None:
 def _medusa_faults(spec: MedusaSpec, target: ArchSpec) -> list[str]:
     sizes = {"hidden size": (spec.dim, target.model_dim), "vocabulary": (spec.vocab_size, target.vocab_size)}
     return [f"{what} {head}, the target's is {size}" for what, (head, size) in sizes.items() if head != size]
-
-
-def _faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
-    return _size_faults(spec, target) + _place_faults(spec, target)
 
 
 def _size_faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
@@ -261,7 +259,7 @@ def _size_faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
     return wrong
 
 
-def _place_faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
+def _layer_faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
     """Lists what does not fit among the layers that it reads."""
     count, taps, wrong = len(target.layers), spec.reads.taps, []
     if any(not 0 <= b <= count for b in taps):

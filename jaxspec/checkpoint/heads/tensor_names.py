@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxspec.checkpoint.names.table import NORMS, Rule, attention_rules, gated_rules
+from jaxspec.checkpoint.names.table import NORMS, NameRule, attention_rules, gated_rules
 from jaxspec.checkpoint.names.tables.deepseek import LATENT
 from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
@@ -10,38 +10,38 @@ from jaxspec.models.medusa import MedusaSpec
 MIXER = tuple({rule.leaf: rule for rule in (*LATENT, *attention_rules())}.values())
 LAYER = (*MIXER, *gated_rules("ffn/", "mlp."))
 TOP = (
-    Rule("embed_VD", ("embed_tokens.weight",)),
-    Rule("input_norm_X", ("input_norm.weight",)),
-    Rule("fc_XD", ("fc.weight",), "transpose"),
-    Rule("fc_bias_D", ("fc.bias",)),
-    Rule("mask_X", ("mask_hidden",), "slot"),
-    Rule("first/join_XD", ("fc.weight",), "transpose"),
-    Rule("first/join_bias_D", ("fc.bias",)),
-    Rule("first/feature_norm_D", ("layers.0.hidden_norm.weight",)),
-    Rule("first/embed_norm_D", ("layers.0.input_layernorm.weight",)),
-    Rule("first/ffn_norm_D", ("layers.0.post_attention_layernorm.weight",)),
-    Rule("norm_D", ("norm.weight",)),
-    Rule("head_DW", ("lm_head.weight",), "transpose"),
-    Rule("routing_DYE", ("routing.weight",), "from_rank"),
+    NameRule("embed_VD", ("embed_tokens.weight",)),
+    NameRule("input_norm_X", ("input_norm.weight",)),
+    NameRule("fc_XD", ("fc.weight",), "transpose"),
+    NameRule("fc_bias_D", ("fc.bias",)),
+    NameRule("mask_X", ("mask_hidden",), "slot"),
+    NameRule("first/join_XD", ("fc.weight",), "transpose"),
+    NameRule("first/join_bias_D", ("fc.bias",)),
+    NameRule("first/feature_norm_D", ("layers.0.hidden_norm.weight",)),
+    NameRule("first/embed_norm_D", ("layers.0.input_layernorm.weight",)),
+    NameRule("first/ffn_norm_D", ("layers.0.post_attention_layernorm.weight",)),
+    NameRule("norm_D", ("norm.weight",)),
+    NameRule("head_DW", ("lm_head.weight",), "transpose"),
+    NameRule("routing_DYE", ("routing.weight",), "from_rank"),
 )
 
 
-def head_rules(spec: HeadSpec | MedusaSpec) -> Iterator[Rule]:
+def head_rules(spec: HeadSpec | MedusaSpec) -> Iterator[NameRule]:
     """Yields every rule of a head with its numbers filled in; rules whose parameter it lacks do not apply."""
     if isinstance(spec, MedusaSpec):
         yield from _medusa_rules(spec)
         return
     yield from TOP
-    yield Rule("part_norm_XD", tuple(f"fc_norm.{n}.weight" for n in range(spec.parts)), "each")
+    yield NameRule("part_norm_XD", tuple(f"fc_norm.{n}.weight" for n in range(spec.parts)), "each")
     for y in range(len(spec.arch.layers)):
         path = f"layers_{y - 1}/" if y else "first/"
         for rule in (*NORMS, *LAYER) if y else LAYER:
-            yield Rule(path + rule.leaf, tuple(f"layers.{y}.{name}" for name in rule.hub), rule.pack)
+            yield NameRule(path + rule.leaf, tuple(f"layers.{y}.{name}" for name in rule.hub), rule.pack)
 
 
-def _medusa_rules(spec: MedusaSpec) -> Iterator[Rule]:
+def _medusa_rules(spec: MedusaSpec) -> Iterator[NameRule]:
     for m in range(spec.heads):
         for layer in range(spec.layers):
-            yield Rule(f"medusa_{m}/residual_{layer}_DX", (f"{m}.{layer}.linear.weight",), "transpose")
-            yield Rule(f"medusa_{m}/residual_bias_{layer}_X", (f"{m}.{layer}.linear.bias",))
-        yield Rule(f"medusa_{m}/head_DW", (f"{m}.{spec.layers}.weight",), "transpose")
+            yield NameRule(f"medusa_{m}/residual_{layer}_DX", (f"{m}.{layer}.linear.weight",), "transpose")
+            yield NameRule(f"medusa_{m}/residual_bias_{layer}_X", (f"{m}.{layer}.linear.bias",))
+        yield NameRule(f"medusa_{m}/head_DW", (f"{m}.{spec.layers}.weight",), "transpose")

@@ -101,10 +101,6 @@ class HeadOfTarget:
 def check_head(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]:
     """Looks for every trap; also returns why jaxspec refuses the head, empty if it does not.
 
-    Args:
-      directory: of the head.
-      target: directory of the model that it drafts for.
-
     Raises:
       ConfigError: a config is missing, or the head's format is not known.
       CheckpointError: files are unreadable.

@@ -46,6 +46,7 @@ def block_scales(x: np.ndarray, form: Format) -> np.ndarray:
         part = np.abs(x[row : row + step].astype(np.float32))
         part = part if high == 1 else part.max(axis=0, keepdims=True)
         first = row // high
+        # reduceat and not a reshape: the last block of a row may be shorter.
         top[first : first + len(part)] = np.maximum.reduceat(part, np.arange(0, columns, wide), axis=1)
     return np.where(top == 0, np.float32(1), top / _largest(form))
 

@@ -17,7 +17,7 @@ from jaxspec.checkpoint.load.load_plan import LoadPlan, scale_steps
 from jaxspec.checkpoint.load.places import TargetLeaf, flatten, part_shapes, unflatten
 from jaxspec.checkpoint.load.stored import check_numbers, read_numbers, read_scales, read_values
 from jaxspec.checkpoint.names.packs import PACKS
-from jaxspec.checkpoint.names.table import Rule
+from jaxspec.checkpoint.names.table import NameRule
 from jaxspec.errors import CheckpointError
 from jaxspec.shapes import Params
 from pallas_kernels.quantized import Quantized
@@ -43,7 +43,7 @@ class ArraySource:
     shape: Shape
     dtype: np.dtype
     leaf: TargetLeaf
-    read: Callable[[Rule, Index], Read]
+    read: Callable[[NameRule, Index], Read]
 
 
 def fill(plan: LoadPlan, shardings: Any = None, show: Progress | None = None) -> Params:
@@ -108,7 +108,7 @@ def _sources(plan: LoadPlan, path: str) -> dict[str, ArraySource]:
     }
 
 
-def _plain(plan: LoadPlan, part: Shape, dtype: np.dtype, rule: Rule, index: Index) -> Read:
+def _plain(plan: LoadPlan, part: Shape, dtype: np.dtype, rule: NameRule, index: Index) -> Read:
     stored = [plan.stored[name] for name in rule.names]
     pack = PACKS[rule.pack]
     cut, small, rest = pack.cut([read_values(plan.files, s, dtype) for s in stored], part, index)
@@ -118,7 +118,7 @@ def _plain(plan: LoadPlan, part: Shape, dtype: np.dtype, rule: Rule, index: Inde
     return pack.join(cut, small)[rest], read
 
 
-def _data(plan: LoadPlan, part: Shape, rule: Rule, index: Index) -> Read:
+def _data(plan: LoadPlan, part: Shape, rule: NameRule, index: Index) -> Read:
     stored = [plan.stored[name] for name in rule.names]
     pack = PACKS[rule.pack]
     cut, small, rest = pack.cut([read_numbers(plan.files, s) for s in stored], part, index)
@@ -129,7 +129,7 @@ def _data(plan: LoadPlan, part: Shape, rule: Rule, index: Index) -> Read:
     return pack.join(cut, small)[rest], read
 
 
-def _scale(plan: LoadPlan, part: Shape, leaf: Quantized, rule: Rule, index: Index) -> Read:
+def _scale(plan: LoadPlan, part: Shape, leaf: Quantized, rule: NameRule, index: Index) -> Read:
     stored = [plan.stored[name] for name in rule.names]
     parts = []
     for s, (rows, columns) in zip(stored, part_shapes(rule.pack, part), strict=True):
@@ -178,7 +178,7 @@ def _piece(plan: LoadPlan, source: ArraySource, index: Index) -> np.ndarray:
     return out
 
 
-def _damage(plan: LoadPlan, rule: Rule, dtype: np.dtype) -> str:
+def _damage(plan: LoadPlan, rule: NameRule, dtype: np.dtype) -> str:
     """Says which of the tensors of a parameter hold numbers that are not finite."""
     stored = [plan.stored[name] for name in rule.names]
     plain = [s.data for s in stored if s.form is None]

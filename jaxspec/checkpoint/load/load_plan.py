@@ -21,7 +21,7 @@ from jaxspec.checkpoint.load.places import (
 from jaxspec.checkpoint.load.slots import ExpertSlots
 from jaxspec.checkpoint.load.stored import FP8_BLOCK, PLAIN, SUPPORTED, Stored, other_scheme, storage_faults, storage_of
 from jaxspec.checkpoint.names.packs import PACKS
-from jaxspec.checkpoint.names.table import Rule
+from jaxspec.checkpoint.names.table import NameRule, Unread
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.nn.param import kind_of
 from pallas_kernels.quantized import Format, abstract_quantized
@@ -75,10 +75,9 @@ class LoadPlan:
 def make_plan(
     directory: Path,
     net: Any,
-    rules: Iterable[Rule],
+    rules: Iterable[NameRule],
     *,
-    other_prefixes: tuple[str, ...] | None = None,
-    ignored_suffixes: tuple[str, ...] = (),
+    unread: Unread | None = None,
     block: tuple[int, int] = FP8_BLOCK,
     quantization: str = "auto",
     files: TensorFiles | None = None,
@@ -90,8 +89,7 @@ def make_plan(
       directory: the checkpoint.
       net: network with ``policy`` and ``initial``, and ``arch`` where layers may lie in stacks.
       rules: of a name table.
-      other_prefixes: beginnings of published names that are not loaded; None if it does not matter what else there is.
-      ignored_suffixes: endings of such names.
+      unread: published names that are not loaded; None if it does not matter what else there is.
       block: numbers per scale of fp8 weights.
       quantization: ``auto`` keeps what is published quantized, ``none`` widens it, ``fp8`` and ``int8`` quantize the
         matrices of attention and feed-forward layers.
@@ -115,11 +113,9 @@ def make_plan(
     names = {name for leaf in rules_by_leaf.values() for rule in leaf.rules.values() for name in rule.names}
     stored = {name: storage for name in names if (storage := storage_of(files, name, block))}
     problems = _mismatches(files, rules_by_leaf, leaves, stored)
-    if other_prefixes is not None:
+    if unread is not None:
         known = {name.whole for s in stored.values() for name in s.tensors} | {name.whole for name in names}
-        extra = sorted(
-            n for n in files if n not in known and not n.startswith(other_prefixes) and not n.endswith(ignored_suffixes)
-        )
+        extra = sorted(name for name in files if name not in known and not unread.covers(name))
         if scheme := other_scheme(extra):
             raise CheckpointError(f"{directory}: its weights are {scheme}, which is not supported; {SUPPORTED}")
         problems["extra"] = extra
@@ -210,7 +206,7 @@ def _formats(rules_by_leaf: Mapping[str, TargetLeaf], stored: Mapping[TensorName
     return {kind: form for kind, (form, *others) in forms.items() if form is not None and not others}
 
 
-def _format(rule: Rule, part: tuple[int, ...], stored: Mapping[TensorName, Stored]) -> Format | None:
+def _format(rule: NameRule, part: tuple[int, ...], stored: Mapping[TensorName, Stored]) -> Format | None:
     """Returns the format of the part of a parameter that a rule fills, None if it cannot be kept quantized."""
     form, *others = {stored[name].form if name in stored else None for name in rule.names}
     pack = PACKS[rule.pack]
@@ -219,6 +215,7 @@ def _format(rule: Rule, part: tuple[int, ...], stored: Mapping[TensorName, Store
     blocks = pack.blocks(part, (form.blocks[0], form.blocks[1]))
     if blocks is None or form.kind != "fp4":
         return None if blocks is None else replace(form, blocks=blocks)
+    # Two fp4 numbers share a byte along the innermost of the parameter's axes that the matrix axis is cut into.
     packed = len(pack.axes) - 1 - pack.axes[::-1].index(2 + form.packed_axis)
     return replace(form, blocks=blocks, packed_axis=packed - len(part))
 

@@ -83,30 +83,28 @@ def read_generation(directory: Path) -> dict[str, Any]:
 
 
 def plan_model(
-    directory: str | Path, policy: Policy, quantization: str = "auto", placement: Placement | None = None
+    directory: str | Path,
+    policy: Policy,
+    quantization: str = "auto",
+    placement: Placement | None = None,
+    *,
+    config: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
-    """Plans how a directory is loaded and lists what is wrong with it, from its headers alone.
-
-    Args:
-      directory: checkpoint in Hugging Face layout.
-      policy: layout and dtypes of the parameters.
-      quantization: see ``make_plan``.
-      placement: of the experts; None leaves them in their order.
+    """Plans how a directory is loaded and lists what is wrong with it, from its headers and its config alone.
 
     Raises:
       ConfigError: the config is missing, corrupt, of an unknown family or quantized in a way that is not supported.
       CheckpointError: the files are unreadable.
     """
     directory = Path(directory)
-    config = read_config(directory)
+    config = read_config(directory) if config is None else config
     arch = arch_of(config)
     table, files = known_tables()[arch.family], TensorFiles.of(directory)
     arch = with_own_head(arch, table, files)
     net = Transformer(arch, policy.update(slots=slots_for(placement)))
     return make_plan(
-        directory, net, table.rules(arch), other_prefixes=table.other_prefixes(arch),
-        ignored_suffixes=table.ignored_suffixes(arch), block=check_method(config), quantization=quantization,
-        files=files, slots_by_layer=slots_of_model(placement),
+        directory, net, table.rules(arch), unread=table.unread(arch), block=check_method(config),
+        quantization=quantization, files=files, slots_by_layer=slots_of_model(placement),
     )  # fmt: skip
 
 
@@ -141,10 +139,10 @@ def load_model(
     config = read_config(Path(directory))
     if placement is not None:
         check_placement(placement, config, arch_of(config), mesh)
-    plan = plan_model(directory, policy_on_mesh(policy, mesh), quantization, placement)
+    plan = plan_model(directory, policy_on_mesh(policy, mesh), quantization, placement, config=config)
     plan.check()
     generation = read_generation(plan.directory)
-    params = fill(plan, shardings_on(mesh, allow_replication), show)
+    params = fill(plan, shardings_on(mesh, allow_replication=allow_replication), show)
     return Model(plan.net, params, config, generation, plan.directory)
 
 
@@ -153,7 +151,7 @@ def policy_on_mesh(policy: Policy, mesh: Mesh | None) -> Policy:
     return policy if mesh is None else policy.update(mesh=mesh.abstract_mesh, experts="stacked")
 
 
-def shardings_on(mesh: Mesh | None, allow_replication: bool | tuple[str, ...] = REPLICABLE) -> Any:
+def shardings_on(mesh: Mesh | None, *, allow_replication: bool | tuple[str, ...] = REPLICABLE) -> Any:
     """Returns the function from shapes of parameters to their shardings, None for one device."""
     return None if mesh is None else partial(named_shardings, mesh=mesh, allow_replication=allow_replication)
 
@@ -167,13 +165,6 @@ def load_mtp(
     show: Progress | None = None,
 ) -> tuple[Mtp, Params]:
     """Loads the layers of multi-token prediction that were published with a model.
-
-    Args:
-      directory: the model's checkpoint.
-      net: the model's network.
-      quantization: as of ``load_model``, like what follows.
-      mesh: devices that the parameters are split over.
-      show: called with (bytes placed, bytes in all).
 
     Raises:
       ConfigError: the config promises no such layers.

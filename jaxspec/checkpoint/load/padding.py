@@ -13,11 +13,6 @@ SHOWN = 3  # tokens in a message
 def check_vocabulary(draft: Path, target: Path, size: int) -> None:
     """Refuses a draft model of other tokens; Qwen2.5's sizes of 151936 and 152064 are fine, for they are padding.
 
-    Args:
-      draft: directory of the draft model.
-      target: directory of the target.
-      size: of the target's vocabulary.
-
     Raises:
       ConfigError: the sizes differ and so do the tokenizers, the smaller vocabulary lacks a token, or a directory has
         no tokenizer to tell.

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxspec.checkpoint.load.slots import TABLE, ExpertSlots
 from jaxspec.checkpoint.names.packs import PACKS
-from jaxspec.checkpoint.names.table import Rule
+from jaxspec.checkpoint.names.table import NameRule
 from jaxspec.models.arch import ArchSpec, LayerSpec, Segment, segments
 from jaxspec.models.depth import stack_of
 from jaxspec.models.transformer import Transformer
@@ -35,7 +35,7 @@ class TargetLeaf:
 
     shape: tuple[int, ...]
     lead: int
-    rules: dict[tuple[int, ...], Rule]
+    rules: dict[tuple[int, ...], NameRule]
 
     @property
     def part(self) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ def unflatten(leaves: Mapping[str, Any]) -> Params:
 
 
 def resolve_rules(
-    rules: Iterable[Rule],
+    rules: Iterable[NameRule],
     leaves: Mapping[str, Any],
     arch: ArchSpec | None = None,
     slots_by_layer: Mapping[str, ExpertSlots] = NO_SLOTS,
@@ -167,7 +167,7 @@ def _place(
     return [(f"{folder}/{STACKED[base]}", (*index, slot)) for slot in filled]
 
 
-def hub_shapes(leaf: TargetLeaf, rule: Rule) -> list[tuple[int, ...]]:
+def hub_shapes(leaf: TargetLeaf, rule: NameRule) -> list[tuple[int, ...]]:
     """Shapes of what the published tensors of one rule stand for."""
     return part_shapes(rule.pack, leaf.part)
 

@@ -18,7 +18,7 @@ from jaxspec.checkpoint.load.block_scales import E4M3
 from jaxspec.checkpoint.load.places import abstract_params, flatten, hub_shapes, resolve_rules
 from jaxspec.checkpoint.load.stored import E8M0, FP4_BLOCK, check_method, quantization_of
 from jaxspec.checkpoint.names.known import known_tables
-from jaxspec.checkpoint.names.table import Rule
+from jaxspec.checkpoint.names.table import NameRule
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
@@ -120,7 +120,7 @@ def unquantized_tensors(arch: ArchSpec, wide: str = "bfloat16") -> Tensors:
     return tensors
 
 
-def _tensors(net: Any, rules: Iterable[Rule], wide: str) -> Tensors:
+def _tensors(net: Any, rules: Iterable[NameRule], wide: str) -> Tensors:
     """Returns what fills a network; entries of one tensor are put together."""
     tensors: Tensors = {}
     leaves = flatten(abstract_params(net))

@@ -13,7 +13,7 @@ from jaxspec.checkpoint.load.places import abstract_params, flatten, resolve_rul
 from jaxspec.checkpoint.load.stored import E8M0, FP4_BLOCK, FP8_BLOCK, check_method, matrix_form
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.packs import PACKS
-from jaxspec.checkpoint.names.table import Rule, Table
+from jaxspec.checkpoint.names.table import NameRule, Table
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.transformer import Transformer
@@ -29,13 +29,9 @@ Named = Iterator[tuple[str, np.ndarray]]
 def export_tensors(
     params: Params, arch: ArchSpec, dtype: np.dtype, block: tuple[int, int] = FP8_BLOCK
 ) -> dict[str, np.ndarray]:
-    """Returns every parameter under its published name and shape.
+    """Returns every parameter under its published name and shape, plain weights in ``dtype``.
 
-    Args:
-      params: of a model.
-      arch: of the model.
-      dtype: of plain weights; those that the network keeps in float32 stay so.
-      block: numbers per scale of fp8 weights; finer blocks of parameters come from such ones.
+    What the network keeps in float32 stays so; ``block`` are the numbers per scale of fp8 weights.
 
     Raises:
       ConfigError: weights are quantized in a way that no published layout has.
@@ -76,7 +72,7 @@ def _fixed_dtypes(arch: ArchSpec, dtype: np.dtype) -> dict[str, np.dtype]:
     return {kind: np.dtype(np.int64) if np.issubdtype(d, np.integer) else d for kind, d in dtypes.items() if d != dtype}
 
 
-def _quantized(table: Table, rule: Rule, leaf: Any, index: tuple[int, ...], block: tuple[int, int]) -> Named:
+def _quantized(table: Table, rule: NameRule, leaf: Any, index: tuple[int, ...], block: tuple[int, int]) -> Named:
     """Yields numbers and scales as published."""
     pack, form = PACKS[rule.pack], leaf.format
     if form.kind == "int8":
@@ -103,12 +99,7 @@ def _as_published(table: Table, name: str, data: np.ndarray, scale: np.ndarray, 
 def save_model(directory: Path, params: Params, arch: ArchSpec, config: Mapping[str, Any], dtype: np.dtype) -> None:
     """Writes ``config.json`` and ``model.safetensors``; the weights appear under their name only when complete.
 
-    Args:
-      directory: made if it is not there.
-      params: of a model.
-      arch: of the model.
-      config: published config; whether it speaks of quantization, and of a tied head, is put right.
-      dtype: of plain weights.
+    The config is corrected: whether weights are quantized, and whether the head is tied.
 
     Raises:
       ConfigError: weights are quantized in a way that no published layout has.

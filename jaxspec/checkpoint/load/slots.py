@@ -60,10 +60,10 @@ def check_placement(placement: Placement, config: Mapping[str, Any], arch: ArchS
             f"expert_placement: made for {placement.devices} devices along the axis expert, {words}; give "
             f'mesh={{"expert": {placement.devices}}}, or make another with jaxspec inspect --balance'
         )
-    digest = {"config_digest": digests(config)["config_digest"]}
+    digest = digests(config)["config_digest"]
     routed = {y: layer.ffn.experts for y, layer in enumerate(arch.layers) if isinstance(layer.ffn, MoeSpec)}
     placed = {layer.layer: len(layer.slots) - placement.redundant for layer in placement.layers}
-    if placement.model.get("config_digest") != digest["config_digest"] or placed != routed:
+    if placement.model.get("config_digest") != digest or placed != routed:
         raise ConfigError(
             f"expert_placement: made for another model ({placement.model.get('name', 'of no name')}, "
             f"{len(placed)} expert layers; this one has {len(routed)} and another config); make one for this model "

@@ -61,7 +61,7 @@ class Stored:
 
     @property
     def tensors(self) -> tuple[TensorName, ...]:
-        """What it takes from the files."""
+        """The tensors that it takes from the files."""
         return (self.data, self.scale) if self.scale else (self.data,)
 
 
@@ -96,16 +96,11 @@ def check_method(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def storage_of(files: TensorFiles, name: TensorName, block: tuple[int, int]) -> Stored | None:
-    """Returns how a tensor of a table is stored; None if it is missing.
-
-    Args:
-      files: where to look.
-      name: of the tensor.
-      block: numbers per scale of fp8 weights.
-    """
+    """Returns how a tensor of a table is stored; None if it is missing."""
     tensor, entry = name
     if tensor in files:
         shape, stem = files.shape(name), tensor.removesuffix(".weight")
+        # DeepSeek-V3 publishes X.weight_scale_inv, DeepSeek-V4 X.scale; gpt-oss X_blocks with X_scales, see below.
         factor = next((s for s in (f"{tensor}_scale_inv", f"{stem}.scale") if stem != tensor and s in files), None)
         if factor is None or len(shape) != 2:
             return Stored(name, shape, name)
@@ -190,11 +185,6 @@ def read_numbers(files: TensorFiles, stored: Stored) -> np.ndarray:
 
 def check_numbers(files: TensorFiles, data: np.ndarray, stored: Stored) -> None:
     """Checks that published e4m3 numbers are numbers.
-
-    Args:
-      files: that hold them.
-      data: some of those of a tensor.
-      stored: the tensor.
 
     Raises:
       CheckpointError: one is not.

@@ -15,11 +15,6 @@ def with_own_head(arch: ArchSpec, table: Table, files: TensorFiles) -> ArchSpec:
     """Returns the architecture that a model's files have: untied if their head is not the embedding.
 
     Only where a tied config's files hold both are they read, up to the first difference.
-
-    Args:
-      arch: by the config.
-      table: of its family.
-      files: of the model.
     """
     (embedding,), (head,) = table.hub_names("embed_VD"), table.hub_names("head_DV")
     if not arch.tied or head not in files or embedding not in files or _equal(files, embedding, head):

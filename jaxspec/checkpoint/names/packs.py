@@ -47,13 +47,13 @@ class Pack:
           The arrays' slices, the shape that they make, and what is still to be cut from it.
         """
         cuts, left, small = [[slice(None)] * a.ndim for a in arrays], list(index), list(shape)
-        for axis_of_parameter, (span, size) in enumerate(zip(index, shape, strict=True)):
-            axis, (start, stop, _) = self._end_to_end(axis_of_parameter, shape), span.indices(size)
+        for dim, (span, size) in enumerate(zip(index, shape, strict=True)):
+            axis, (start, stop, _) = self._end_to_end(dim, shape), span.indices(size)
             if axis is None or any(a.shape[axis] % size and (start, stop) != (0, size) for a in arrays):
                 continue
             for array, cut in zip(arrays, cuts, strict=True):
                 cut[axis] = slice(array.shape[axis] * start // size, array.shape[axis] * stop // size)
-            left[axis_of_parameter], small[axis_of_parameter] = slice(None), stop - start
+            left[dim], small[dim] = slice(None), stop - start
         return [a[tuple(cut)] for a, cut in zip(arrays, cuts, strict=True)], tuple(small), tuple(left)
 
     def _end_to_end(self, position: int, shape: Shape) -> int | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxspec.checkpoint.files.stream import TensorName
 from jaxspec.models.arch import ArchSpec
@@ -17,7 +17,7 @@ ROTATION = (
 
 
 @dataclass(frozen=True)
-class Rule:
+class NameRule:
     """One parameter and the published tensors that it is made of.
 
     Attributes:
@@ -34,8 +34,20 @@ class Rule:
 
     @cached_property
     def names(self) -> tuple[TensorName, ...]:
-        """What is read, in the order of ``hub``."""
+        """The tensors, or their entries, in the order of ``hub``."""
         return tuple(TensorName(name, self.entry) for name in self.hub)
+
+
+class Unread(NamedTuple):
+    """Published names that loading passes over: by their beginnings, their endings, or whole."""
+
+    prefixes: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+
+    def covers(self, name: str) -> bool:
+        """Whether a name is one of them."""
+        return name in self.names or name.startswith(self.prefixes) or name.endswith(self.suffixes)
 
 
 @dataclass(frozen=True)
@@ -58,11 +70,11 @@ class Table:
         ``X.weight``, or ``X_scales`` with ``X_blocks``.
     """
 
-    top: tuple[Rule, ...]
-    layer: tuple[Rule, ...]
-    expert: tuple[Rule, ...] = ()
+    top: tuple[NameRule, ...]
+    layer: tuple[NameRule, ...]
+    expert: tuple[NameRule, ...] = ()
     experts_stacked: bool = False
-    mtp: tuple[Rule, ...] = ()
+    mtp: tuple[NameRule, ...] = ()
     mtp_prefix: str | None = None
     mtp_copies: tuple[str, ...] = ()
     prefix: str = "model.layers.{y}."
@@ -70,7 +82,7 @@ class Table:
     others: tuple[str, ...] = ()
     scales: Literal["weight_scale_inv", "scale", "blocks"] = "weight_scale_inv"
 
-    def rules(self, arch: ArchSpec) -> Iterator[Rule]:
+    def rules(self, arch: ArchSpec) -> Iterator[NameRule]:
         """Yields every rule of the model itself with layer and expert numbers filled in."""
         embedding = self.hub_names("embed_VD")
         for rule in self.top:
@@ -82,34 +94,33 @@ class Table:
         """Returns the published names of a parameter outside the layers."""
         return next(rule.hub for rule in self.top if rule.leaf == leaf)
 
-    def ignored_suffixes(self, arch: ArchSpec) -> tuple[str, ...]:
-        """Returns endings of published names that nothing reads: a tied head is the embedding once more."""
-        return (*self.ignored, *(self.hub_names("head_DV") if arch.tied else ()))
+    def unread(self, arch: ArchSpec) -> Unread:
+        """Returns what the model itself does not read, such as multi-token prediction or a copy of a tied head."""
+        prefixes = (
+            tuple(_fill(self.prefix, y=len(arch.layers) + n) for n in range(len(arch.mtp)))
+            if self.mtp_prefix is None
+            else (self.mtp_prefix.partition("{")[0],)
+        )
+        return Unread(self.others + prefixes, self.ignored + (self.hub_names("head_DV") if arch.tied else ()))
 
-    def other_prefixes(self, arch: ArchSpec) -> tuple[str, ...]:
-        """Returns beginnings of published names that the model itself does not read, such as multi-token prediction."""
-        if self.mtp_prefix is not None:
-            return (*self.others, self.mtp_prefix.partition("{")[0])
-        return self.others + tuple(_fill(self.prefix, y=len(arch.layers) + n) for n in range(len(arch.mtp)))
-
-    def mtp_rules(self, arch: ArchSpec) -> Iterator[Rule]:
+    def mtp_rules(self, arch: ArchSpec) -> Iterator[NameRule]:
         """Yields every rule of multi-token prediction, under ``mtp_0/``; its decoder layer's under ``mtp_0/block/``."""
         for n, layer in enumerate(arch.mtp):
             numbers = {"y": len(arch.layers) + n, "n": n}
             prefix = _fill(self.mtp_prefix or self.prefix, **numbers)
             for rule in self.mtp:
-                yield Rule(f"mtp_{n}/{rule.leaf}", tuple(prefix + name for name in rule.hub), rule.pack)
+                yield NameRule(f"mtp_{n}/{rule.leaf}", tuple(prefix + name for name in rule.hub), rule.pack)
             yield from self._layer(f"mtp_{n}/block/", prefix, layer.ffn)
 
-    def _layer(self, path: str, prefix: str, ffn: object) -> Iterator[Rule]:
+    def _layer(self, path: str, prefix: str, ffn: object) -> Iterator[NameRule]:
         for rule in self.layer:
-            yield Rule(path + rule.leaf, tuple(prefix + name for name in rule.hub), rule.pack)
+            yield NameRule(path + rule.leaf, tuple(prefix + name for name in rule.hub), rule.pack)
         if isinstance(ffn, MoeSpec):
             for e in range(ffn.experts):
                 for rule in self.expert:
                     hub = tuple(prefix + _fill(name, e=e) for name in rule.hub)
                     entry = e if self.experts_stacked else None
-                    yield Rule(path + _fill(rule.leaf, e=e), hub, rule.pack, entry)
+                    yield NameRule(path + _fill(rule.leaf, e=e), hub, rule.pack, entry)
 
 
 def _fill(text: str, **numbers: int) -> str:
@@ -119,44 +130,44 @@ def _fill(text: str, **numbers: int) -> str:
 
 
 EMBEDDING = (
-    Rule("embed_VD", ("model.embed_tokens.weight",)),
-    Rule("norm_D", ("model.norm.weight",)),
-    Rule("head_DV", ("lm_head.weight",), "transpose"),
+    NameRule("embed_VD", ("model.embed_tokens.weight",)),
+    NameRule("norm_D", ("model.norm.weight",)),
+    NameRule("head_DV", ("lm_head.weight",), "transpose"),
 )
 NORMS = (
-    Rule("attention_norm_D", ("input_layernorm.weight",)),
-    Rule("ffn_norm_D", ("post_attention_layernorm.weight",)),
+    NameRule("attention_norm_D", ("input_layernorm.weight",)),
+    NameRule("ffn_norm_D", ("post_attention_layernorm.weight",)),
 )
 
 
-def attention_rules(hub: str = "self_attn.", out: str = "o_proj") -> tuple[Rule, ...]:
+def attention_rules(hub: str = "self_attn.", out: str = "o_proj") -> tuple[NameRule, ...]:
     """Returns the rules of Llama-style attention with every optional part."""
     a = "attention/"
     return (
-        Rule(f"{a}qkv_DGQC", tuple(f"{hub}{n}_proj.weight" for n in "qkv"), "qkv"),
-        Rule(f"{a}qkv_bias_GQC", tuple(f"{hub}{n}_proj.bias" for n in "qkv"), "qkv"),
-        Rule(f"{a}q_norm_C", (f"{hub}q_norm.weight",)),
-        Rule(f"{a}k_norm_C", (f"{hub}k_norm.weight",)),
-        Rule(f"{a}q_norm_HC", (f"{hub}q_norm.weight",), "heads"),
-        Rule(f"{a}k_norm_GC", (f"{hub}k_norm.weight",), "heads"),
-        Rule(f"{a}sinks_H", (f"{hub}sinks",)),
-        Rule(f"{a}out_HCD", (f"{hub}{out}.weight",), "out"),
-        Rule(f"{a}out_bias_D", (f"{hub}{out}.bias",)),
+        NameRule(f"{a}qkv_DGQC", tuple(f"{hub}{n}_proj.weight" for n in "qkv"), "qkv"),
+        NameRule(f"{a}qkv_bias_GQC", tuple(f"{hub}{n}_proj.bias" for n in "qkv"), "qkv"),
+        NameRule(f"{a}q_norm_C", (f"{hub}q_norm.weight",)),
+        NameRule(f"{a}k_norm_C", (f"{hub}k_norm.weight",)),
+        NameRule(f"{a}q_norm_HC", (f"{hub}q_norm.weight",), "heads"),
+        NameRule(f"{a}k_norm_GC", (f"{hub}k_norm.weight",), "heads"),
+        NameRule(f"{a}sinks_H", (f"{hub}sinks",)),
+        NameRule(f"{a}out_HCD", (f"{hub}{out}.weight",), "out"),
+        NameRule(f"{a}out_bias_D", (f"{hub}{out}.bias",)),
     )
 
 
 def gated_rules(
     leaf: str, hub: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
-) -> tuple[Rule, ...]:
+) -> tuple[NameRule, ...]:
     """Returns the rules of one gated feed-forward layer under a parameter path and a published prefix."""
     end = "_{e}" if "{e}" in hub else ""
     return (
-        Rule(f"{leaf}gate_up_D2F{end}", (f"{hub}{gate}.weight", f"{hub}{up}.weight"), "gate_up"),
-        Rule(f"{leaf}down_FD{end}", (f"{hub}{down}.weight",), "transpose"),
+        NameRule(f"{leaf}gate_up_D2F{end}", (f"{hub}{gate}.weight", f"{hub}{up}.weight"), "gate_up"),
+        NameRule(f"{leaf}down_FD{end}", (f"{hub}{down}.weight",), "transpose"),
     )
 
 
-def router_rules(hub: str, choice_bias: str | None = None) -> tuple[Rule, ...]:
+def router_rules(hub: str, choice_bias: str | None = None) -> tuple[NameRule, ...]:
     """Returns the rules of a router and the bias of its choices."""
-    bias = (Rule("ffn/choice_bias_E", (choice_bias,)),) if choice_bias else ()
-    return (Rule("ffn/router_DE", (hub,), "transpose"), *bias)
+    bias = (NameRule("ffn/choice_bias_E", (choice_bias,)),) if choice_bias else ()
+    return (NameRule("ffn/router_DE", (hub,), "transpose"), *bias)

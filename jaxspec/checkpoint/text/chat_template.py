@@ -51,9 +51,6 @@ class ChatTemplate:
     def render(self, variables: Mapping[str, Any]) -> str:
         """Writes the text of a conversation.
 
-        Args:
-          variables: JSON values by the names that the template knows.
-
         Raises:
           RequestError: the template refuses them, or takes too much time or memory.
         """

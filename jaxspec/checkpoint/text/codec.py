@@ -8,11 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint.files.model_files import read_json
 from jaxspec.checkpoint.text import deepseek_v4_chat
 from jaxspec.checkpoint.text.chat_template import ChatTemplate
 from jaxspec.checkpoint.text.conversation import Message, arranged, joined, messages_of, tools_of, with_ending
 from jaxspec.checkpoint.text.token_bytes import TokenBytes
-from jaxspec.checkpoint.text.tokenizer import TOKENIZER_FILES, load_tokenizer, read_object
+from jaxspec.checkpoint.text.tokenizer import TOKENIZER_FILES, load_tokenizer
 from jaxspec.errors import ConfigError, RequestError
 
 __all__ = ["CHAT_KEYS", "FORMATS", "TOKENIZER_FILES", "Text"]
@@ -47,7 +48,7 @@ class Text:
         tokenizer = load_tokenizer(directory)
         return None if tokenizer is None else cls(tokenizer, _model_type(directory))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of a text.
 
         Args:
@@ -110,7 +111,7 @@ class Text:
         if taken := sorted(str(name) for name in SET_ALREADY & set(options)):
             raise RequestError(f"chat_template_kwargs: {taken} are set already; give what is an argument as one")
         prompted, continued = _ending(add_generation_prompt, continue_final_message)
-        source = self._template(chat_template, tools is not None)
+        source = self._template(chat_template, with_tools=tools is not None)
         if source is None:
             if tools:
                 raise RequestError("tools: this model's chat format has none here; leave them out")
@@ -124,9 +125,9 @@ class Text:
                 f"chat_template_kwargs: {unread} are not read by this model's chat template", RuntimeWarning, 2
             )
         variables = {**self._special_tokens(), "documents": None, **options, "tools": tools}
-        return _write(template, talk, variables | {"add_generation_prompt": prompted}, continued)
+        return _write(template, talk, variables | {"add_generation_prompt": prompted}, continued=continued)
 
-    def _template(self, wanted: str | None, with_tools: bool) -> str | None:
+    def _template(self, wanted: str | None, *, with_tools: bool) -> str | None:
         """Returns the Jinja source to use, None for a format without one."""
         published: Any = getattr(self.tokenizer, "chat_template", None)
         named = published if isinstance(published, Mapping) else {}
@@ -152,7 +153,7 @@ class Text:
         tokens = self.tokenizer.special_tokens_map
         return {name: [str(t) for t in v] if isinstance(v, list | tuple) else str(v) for name, v in tokens.items()}
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of ids."""
         return self.tokenizer.decode(
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
@@ -160,7 +161,7 @@ class Text:
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        """What each id adds to a text."""
+        """The bytes and characters that each id adds to a text."""
         return TokenBytes(self.tokenizer)
 
 
@@ -180,12 +181,12 @@ def _ending(add_generation_prompt: Any, continue_final_message: Any) -> tuple[bo
     return not continued if add_generation_prompt is None else add_generation_prompt, continued
 
 
-def _write(template: ChatTemplate, talk: list[Message], variables: dict[str, Any], continued: bool) -> str:
+def _write(template: ChatTemplate, talk: list[Message], variables: dict[str, Any], *, continued: bool) -> str:
     """Writes a conversation, cut at the end of its last message if that is to be continued."""
     final = joined(talk[-1]["content"][-1:] if isinstance(talk[-1]["content"], list) else talk[-1]["content"])
     if continued:
         talk = with_ending(talk, TAG)
-    chat = arranged(talk, template.parts, template.tells_strings)
+    chat = arranged(talk, parts=template.parts, tells_strings=template.tells_strings)
     text = template.render(variables | {"messages": chat})
     if any(isinstance(m["content"], list) and m["content"] and str(m["content"]) in text for m in chat):
         # The template goes through the parts of some roles' contents and prints others' as they are.
@@ -200,6 +201,6 @@ def _write(template: ChatTemplate, talk: list[Message], variables: dict[str, Any
 
 def _model_type(directory: Path) -> str:
     try:
-        return str(read_object(directory / "config.json").get("model_type", ""))
+        return str(read_json(directory / "config.json").get("model_type", ""))
     except ConfigError:
         return ""

@@ -30,9 +30,6 @@ def messages_of(value: Any) -> list[Message]:
 
     Arguments of tool calls become objects, and reasoning goes by the names that templates read, as in transformers.
 
-    Args:
-      value: what a caller gave.
-
     Raises:
       RequestError: it is not a conversation of texts.
     """
@@ -46,14 +43,8 @@ def joined(content: str | list[Any]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def arranged(messages: Sequence[Message], parts: bool, tells_strings: bool) -> list[Message]:
-    """Returns messages with the contents that a template expects.
-
-    Args:
-      messages: of ``messages_of``.
-      parts: whether the template goes through parts; texts otherwise.
-      tells_strings: whether it takes strings, too, which are left as they are then.
-    """
+def arranged(messages: Sequence[Message], *, parts: bool, tells_strings: bool) -> list[Message]:
+    """Returns messages with the contents that a template expects."""
     if not parts:
         return [message | {"content": joined(message["content"])} for message in messages]
     if tells_strings:

@@ -20,7 +20,7 @@ OTHERWISE = "encode the rest with the script in the checkpoint's encoding/ folde
 
 
 def encode(
-    messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], answered: bool = False, ended: bool = True
+    messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, answered: bool = False, ended: bool = True
 ) -> str:
     """Returns the text of a conversation, ready for the assistant's answer or after it.
 

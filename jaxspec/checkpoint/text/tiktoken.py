@@ -33,7 +33,7 @@ BYTES, MOST_ADDED = 256, 1 << 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """One way of publishing ranks.
 
     Attributes:
@@ -55,12 +55,12 @@ class Layout:
 
 _RESERVED = tuple(f"<|reserved_special_token_{i}|>" for i in range(251))
 LAYOUTS = (
-    Layout("tiktoken.model", ("TikTokenTokenizer",), KIMI, ("",) * 256),
-    Layout(
+    RankLayout("tiktoken.model", ("TikTokenTokenizer",), KIMI, ("",) * 256),
+    RankLayout(
         "qwen.tiktoken", ("QWenTokenizer", "QWenTokenizerFast"), QWEN,
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))), normalizer="NFC",
     ),
-    Layout(
+    RankLayout(
         "tokenizer.model",
         (None, "PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast"), LLAMA_3,
         ("<|begin_of_text|>", "<|end_of_text|>", *_RESERVED[:4], "<|start_header_id|>", "<|end_header_id|>",
@@ -70,13 +70,8 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def layout_of(directory: Path, settings: Mapping[str, Any]) -> Layout | None:
-    """Returns the layout of a directory's ranks, None if it has none that is known.
-
-    Args:
-      directory: of the model.
-      settings: its tokenizer_config.json.
-    """
+def layout_of(directory: Path, settings: Mapping[str, Any]) -> RankLayout | None:
+    """Returns the layout of a directory's ranks, None if it has none that is known."""
     kind = settings.get("tokenizer_class") or own_class(settings).rpartition(".")[2] or None
     for layout in LAYOUTS:
         file = directory / layout.file
@@ -85,13 +80,8 @@ def layout_of(directory: Path, settings: Mapping[str, Any]) -> Layout | None:
     return None
 
 
-def tokenizer_json(directory: Path, layout: Layout, settings: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_json(directory: Path, layout: RankLayout, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Computes the tokenizer.json of a directory's ranks.
-
-    Args:
-      directory: of the model.
-      layout: of the ranks.
-      settings: its tokenizer_config.json, whose ``added_tokens_decoder`` names the ids after the ranks.
 
     Raises:
       ConfigError: the ranks or the added tokens are not usable.
@@ -158,7 +148,7 @@ def merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
         )
 
 
-def _added_tokens(ranks: Mapping[bytes, int], layout: Layout, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _added_tokens(ranks: Mapping[bytes, int], layout: RankLayout, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     given = settings.get("added_tokens_decoder") or {}
     try:
         named = {int(key): dict(value) for key, value in given.items()}

@@ -88,7 +88,7 @@ class TokenBytes:
         names, ids = (getattr(self._tokenizer, f"all_special_{what}", []) for what in ("tokens", "ids"))
         return dict(zip(map(str, names), ids, strict=False))
 
-    def piece(self, token_id: int, skip_special_tokens: bool = False) -> bytes | str | int | None:
+    def piece(self, token_id: int, *, skip_special_tokens: bool = False) -> bytes | str | int | None:
         """Returns what an id adds to a text that has begun; not for the layout ``unknown``.
 
         Returns:

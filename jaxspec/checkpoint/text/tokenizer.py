@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxspec.checkpoint.files.model_files import read_json
 from jaxspec.checkpoint.text import tiktoken
 from jaxspec.errors import ConfigError
 
@@ -28,9 +29,6 @@ def load_tokenizer(directory: Path) -> Any | None:
     Python files of the directory are never run, whatever its configuration says. A tokenizer that cannot be read
     without them is left out with one warning: the model then takes token ids.
 
-    Args:
-      directory: of the model.
-
     Returns:
       The tokenizer, None if there is none that can be read so.
 
@@ -43,7 +41,7 @@ def load_tokenizer(directory: Path) -> Any | None:
     if special := [file for file in there if not file.is_file()]:
         raise ConfigError(f"{special[0]}: is not a regular file; put the published file there")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install torch
-    settings = read_object(directory / CONFIG)
+    settings = read_json(directory / CONFIG) if (directory / CONFIG).exists() else {}
     try:
         if (directory / FULL).exists() or not (layout := tiktoken.layout_of(directory, settings)):
             tokenizer = _load(directory, settings)
@@ -62,21 +60,6 @@ def load_tokenizer(directory: Path) -> Any | None:
             stacklevel=3,
         )
     return tokenizer
-
-
-def read_object(file: Path) -> dict[str, Any]:
-    """Reads a JSON object, empty where there is no file.
-
-    Raises:
-      ConfigError: it is something else.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not readable as JSON ({error}); get it anew") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: a JSON object is needed, got {type(value).__name__}")
-    return value
 
 
 def _load(directory: Path, settings: Mapping[str, Any]) -> Any | None:
@@ -99,7 +82,7 @@ def _class_is_known(settings: Mapping[str, Any]) -> bool:
     return not tiktoken.own_class(settings)
 
 
-def _from_ranks(directory: Path, layout: tiktoken.Layout, settings: Mapping[str, Any]) -> Any:
+def _from_ranks(directory: Path, layout: tiktoken.RankLayout, settings: Mapping[str, Any]) -> Any:
     """Loads the tokenizer of ranks from a tokenizer.json that says the same."""
     from transformers import PreTrainedTokenizerFast
 

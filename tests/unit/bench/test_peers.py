@@ -10,14 +10,14 @@ import pytest
 
 from jaxspec.bench.grid import DrafterChoice, EnginePoint
 from jaxspec.bench.measure import Run, Trace
-from jaxspec.bench.peers.contest import (
+from jaxspec.bench.peers.sessions import (
     RUNNERS,
-    Contender,
     PeerChoice,
     PeerError,
-    open_contenders,
+    PeerSession,
     parse_peers,
     peer_figures,
+    start_sessions,
 )
 from jaxspec.errors import ConfigError
 from jaxspec.serve.request import SpeculationMetrics
@@ -161,9 +161,9 @@ def our_run(token_ids: list[list[int]], decode_time_s: float) -> Run:
 
 
 def test_protocol_and_figures(choice: PeerChoice):
-    contenders, missing = open_contenders([choice], NGRAM, model=Path("m"), dtype="float32", capacity=64)
+    sessions, missing = start_sessions([choice], NGRAM, model=Path("m"), dtype="float32", capacity=64)
     assert missing == []
-    (peer,) = contenders
+    (peer,) = sessions
     try:
         assert (peer.name, peer.version) == ("transformers lookup", "1.0")
         runs = [peer.run(PROMPTS, 4) for _ in range(2)]
@@ -187,14 +187,14 @@ def test_protocol_and_figures(choice: PeerChoice):
 )
 def test_a_peer_that_does_not_load_is_left_out(choice: PeerChoice, k: int, why: str):
     engine = EnginePoint(2, DrafterChoice.parse("ngram"), k)
-    contenders, missing = open_contenders([choice], engine, model=Path("m"), dtype="float32", capacity=64)
-    assert contenders == []
+    sessions, missing = start_sessions([choice], engine, model=Path("m"), dtype="float32", capacity=64)
+    assert sessions == []
     assert missing[0].what == f"transformers lookup beside ngram K={k}, 2 rows"
     assert re.search(why, missing[0].reason), missing[0].reason
 
 
 def test_a_peer_that_answers_short_is_refused(choice: PeerChoice):
-    peer = Contender(choice, "lookup", {**SETUP, "k": 7})
+    peer = PeerSession(choice, "lookup", {**SETUP, "k": 7})
     try:
         with pytest.raises(PeerError, match="4 tokens for each of 3 prompts"):
             peer.run(PROMPTS, 4)
@@ -204,13 +204,13 @@ def test_a_peer_that_answers_short_is_refused(choice: PeerChoice):
 
 def test_a_python_that_is_not_there(tmp_path: Path):
     with pytest.raises(PeerError, match="does not start"):
-        Contender(PeerChoice("vllm", str(tmp_path / "nowhere")), "plain", SETUP)
+        PeerSession(PeerChoice("vllm", str(tmp_path / "nowhere")), "plain", SETUP)
 
 
 def test_vllm_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "vllm.py").write_text(VLLM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    peer = Contender(PeerChoice("vllm"), "ngram", SETUP)
+    peer = PeerSession(PeerChoice("vllm"), "ngram", SETUP)
     try:
         runs = [peer.run(PROMPTS, 5) for _ in range(2)]
     finally:
@@ -246,7 +246,7 @@ def test_llamacpp_runner(tmp_path: Path):
     server.write_text(f"#!{sys.executable}\n{SERVER}")
     server.chmod(0o755)
     options = {"server": str(server), "gguf": "m.gguf"}
-    peer = Contender(PeerChoice("llamacpp", options=options), "ngram-simple", SETUP)
+    peer = PeerSession(PeerChoice("llamacpp", options=options), "ngram-simple", SETUP)
     try:
         run = peer.run(PROMPTS, 5)
     finally:
@@ -256,7 +256,7 @@ def test_llamacpp_runner(tmp_path: Path):
     assert run.passes == 9
     assert run.decode_time_s < run.time_s
     with pytest.raises(PeerError, match="convert the model"):
-        Contender(PeerChoice("llamacpp", options={"server": str(server)}), "plain", SETUP)
+        PeerSession(PeerChoice("llamacpp", options={"server": str(server)}), "plain", SETUP)
 
 
 def test_streams_of_llamacpp_count_while_all_slots_decode(monkeypatch: pytest.MonkeyPatch):

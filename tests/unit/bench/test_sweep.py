@@ -14,7 +14,7 @@ from jaxspec.bench.grid import DrafterChoice, EnginePoint, Grid, default_grid
 from jaxspec.bench.measure import Run, Trace
 from jaxspec.bench.record import Skipped, SweepCell, load, save
 from jaxspec.bench.rounds import PLAIN, SPECULATIVE
-from jaxspec.bench.sweep import Sweep, Watcher
+from jaxspec.bench.sweep import Sweep, SweepCallbacks
 from jaxspec.bench.synthetic import Synthetic
 from jaxspec.bench.tables import csv_text, heading, markdown_text
 from jaxspec.bench.touched_experts import touched_experts
@@ -33,7 +33,7 @@ ENGINE = {"prefill_buckets": (16,), "steps_per_dispatch": 2}
 def swept(model: Path, grid: Grid) -> tuple[Sweep, list[SweepCell], list[Skipped]]:
     cells: list[SweepCell] = []
     skipped: list[Skipped] = []
-    sweep = Sweep(model, grid, ENGINE, watcher=Watcher(cell=cells.append, skipped=skipped.append))
+    sweep = Sweep(model, grid, ENGINE, callbacks=SweepCallbacks(cell=cells.append, skipped=skipped.append))
     sweep.run()
     return sweep, cells, skipped
 
@@ -83,7 +83,7 @@ def test_cells_hold_together(found: tuple):
         assert e.texts == 4
 
 
-@pytest.mark.parametrize(("prompts", "chunk"), [((6, 65), 64), ((66,), 128), ((6,), 32)])
+@pytest.mark.parametrize(("prompts", "chunk"), [((6, 65), 64), pytest.param((66,), 128, marks=pytest.mark.slow)])
 def test_chunks_fit_the_longest_prompt(model: Path, prompts: tuple[int, ...], chunk: int):
     """Padding is computed, too: on a CPU twice the chunk made a prompt 1.5 times as slow to read."""
     grid = Grid((NGRAM,), (2,), (2,), (0.0,), input_tokens=prompts, output_tokens=(20,), workloads=("random",))
@@ -123,7 +123,7 @@ def test_experts_by_hand(found: tuple):
     assert counted.speculative_independent == np.mean([expected_experts(**sizes, tokens=t) for t in (6, 3)])
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(1, [1, 1, 1]), (2, [3])])
+@pytest.mark.parametrize(("rows", "sizes"), [pytest.param(1, [1, 1, 1], marks=pytest.mark.slow), (2, [3])])
 def test_ways_of_decoding_take_turns_within_a_round(model: Path, rows: int, sizes: list[int]):
     grid = Grid((NGRAM,), (2,), (rows,), requests=3, **SMALL)
     sweep, engine, ran = Sweep(model, grid, ENGINE), EnginePoint(rows, NGRAM, 2), []

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.addressing import UNROLLED_ROWS, LayerCache, StreamSpec, entries, init_layer, read, write
+from jaxspec.cache.addressing import UNROLLED_ROWS, CacheSize, LayerCache, StreamSpec, entries, init_layer, read, write
 from jaxspec.cache.tree_reads import compact, read_block
 from jaxspec.cache.window import Window
 from jaxspec.nn.attend import attend
@@ -48,7 +48,7 @@ class Layout:
         return None if self.table_BJ is None else (self.rows * CAPACITY // self.page + 2, self.page)
 
     def empty(self) -> LayerCache:
-        return init_layer(SPEC.streams, self.rows, CAPACITY, 0, BLOCK, FLOAT32, self.pool)
+        return init_layer(SPEC.streams, CacheSize(self.rows, CAPACITY, 0, BLOCK, self.pool), FLOAT32)
 
     def window(self, start_B: np.ndarray, **settings) -> Window:
         table_BJ = self.table_BJ
@@ -235,7 +235,7 @@ def test_a_ring_keeps_its_reach(rows: int):
     spec, slack = StreamSpec(KV_HEADS, WIDTH, reach=5), 6
     size = entries(spec, 1000, slack, BLOCK)
     assert size == 12
-    pages = init_layer({"x": spec}, rows, 1000, slack, BLOCK, FLOAT32)["x"]
+    pages = init_layer({"x": spec}, CacheSize(rows, 1000, slack, BLOCK), FLOAT32)["x"]
     truth = np.zeros((rows, 200, KV_HEADS, WIDTH), np.float32)
     put, take = jax.jit(write, static_argnums=1), jax.jit(read, static_argnums=1)
     load = jax.jit(read_block, static_argnums=(1, 4))
@@ -260,7 +260,7 @@ def test_a_ring_keeps_its_reach(rows: int):
 def test_entries_of_several_positions():
     spec = StreamSpec(1, WIDTH, stride=4)
     assert entries(spec, 100, 6, 32) == 32
-    pages = init_layer({"x": spec}, 2, 100, 6, 32, FLOAT32)["x"]
+    pages = init_layer({"x": spec}, CacheSize(2, 100, 6, 32), FLOAT32)["x"]
     new, first_B = noise(1, 2, 3, 1, WIDTH), np.array([4, 19], np.int32)
     window = Window(jnp.asarray([17, 78], jnp.int32), block=32)
     pages = write(pages, spec, window, jnp.asarray(new), jnp.asarray(first_B))
@@ -272,7 +272,7 @@ def test_entries_of_several_positions():
 @pytest.mark.parametrize("stream", [STREAM, replace(STREAM, reach=5)], ids=["pages", "ring"])
 def test_layers_behind_one_another_do_not_meet(stream: StreamSpec):
     rows, layers = 2, 3
-    pages = init_layer({"x": stream}, rows, CAPACITY, 6, BLOCK, FLOAT32, layers=layers)["x"]
+    pages = init_layer({"x": stream}, CacheSize(rows, CAPACITY, 6, BLOCK), FLOAT32, layers=layers)["x"]
     each = pages.shape[0] // layers
     start_B, row_B = jnp.asarray([3], jnp.int32), jnp.ones(1, jnp.int32)
     new = [jnp.asarray(noise(y, 1, 5, KV_HEADS, WIDTH)) for y in range(layers)]
@@ -291,7 +291,7 @@ def test_layers_behind_one_another_do_not_meet(stream: StreamSpec):
 @pytest.mark.parametrize("stream", [STREAM, StreamSpec(KV_HEADS, WIDTH, reach=9)], ids=["pages", "ring"])
 def test_rows_written_at_once_are_those_written_one_by_one(stream: StreamSpec):
     rows, count = 3, 5
-    empty = init_layer({"k": stream}, rows, CAPACITY, count, BLOCK, jnp.dtype(jnp.bfloat16))["k"]
+    empty = init_layer({"k": stream}, CacheSize(rows, CAPACITY, count, BLOCK), jnp.dtype(jnp.bfloat16))["k"]
     new_BTGC = jnp.asarray(np.random.default_rng(0).normal(size=(rows, count, KV_HEADS, WIDTH)), jnp.float32)
     window = Window(jnp.asarray([0, 6, 13], jnp.int32), block=BLOCK)
     apart, together = (write(empty, stream, w, new_BTGC) for w in (window, replace(window, use_scatter=True)))

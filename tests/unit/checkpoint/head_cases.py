@@ -12,8 +12,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.heads.layers import layers_of
+from jaxspec.models.apply import apply
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of, run_head
+from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.trained_head import Head
 from jaxspec.nn.inputs import Inputs
@@ -82,9 +83,9 @@ def logits(of: Head) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=0)
 def _forward(net: DraftHead, params: Any, embedded: jax.Array, feature: jax.Array, position: jax.Array) -> jax.Array:
-    joined = part_of(net, params, "join", feature)
-    last, _, _ = run_head(net, params, embedded, joined, Inputs(position, position))
-    return part_of(net, params, "logits", last)
+    joined = apply(net, params, feature, method="join")
+    last, _, _ = apply(net, params, embedded, joined, Inputs(position, position))
+    return apply(net, params, last, method="logits")
 
 
 def write_target(directory: Path) -> Path:

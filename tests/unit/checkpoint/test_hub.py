@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from jaxspec import LLM
 from jaxspec.checkpoint.hub import resolve_model
-from jaxspec.checkpoint.hub_progress import told
+from jaxspec.checkpoint.hub_progress import log_progress
 from jaxspec.checkpoint.load.model import load_model, read_config
 from jaxspec.cli.main import main
 from jaxspec.draft import methods
@@ -228,7 +228,7 @@ def test_a_download_says_how_far_it_is(tmp_path: Path):
     data = random.Random(0).randbytes(2**24)
     (blobs / "first").write_bytes(data)
     lines: queue.Queue[str] = queue.Queue()
-    with told(NAME, tmp_path, lines.put, every_s=0.01):
+    with log_progress(NAME, tmp_path, lines.put, every_s=0.01):
         (blobs / "second.incomplete").write_bytes(data)
         line = lines.get(timeout=10)
     assert re.fullmatch(r"jaxspec: downloading org/tiny, 0\.0[2-4] GB of it are here\n", line)
@@ -236,7 +236,7 @@ def test_a_download_says_how_far_it_is(tmp_path: Path):
 
 def test_nothing_is_said_while_nothing_arrives(tmp_path: Path):
     lines: list[str] = []
-    with told(NAME, tmp_path, lines.append, every_s=0.001):
+    with log_progress(NAME, tmp_path, lines.append, every_s=0.001):
         resolve_model(tmp_path)
     assert lines == []
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.cli.inspect import amount
 from jaxspec.cli.main import main
+from jaxspec.cli.screen import amount
 from scripts.house_report import ROOT
 from tests.unit.serve.tiny_model import write_tiny_model
 

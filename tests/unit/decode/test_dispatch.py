@@ -27,8 +27,8 @@ def test_a_report_is_read_as_it_was_packed():
 
 def test_chunks_cover_a_prompt_but_for_its_last_token():
     prompt = np.arange(1, 12, dtype=np.int32)
-    cut = [(size, start, count, chunk.tolist()) for size, chunk, start, count in chunks(prompt, (2, 4))]
+    cut = [(size, c.start, c.count, c.token_X.tolist()) for size, c in chunks(prompt, (2, 4), 0)]
     assert cut == [
         (4, 0, 4, [1, 2, 3, 4, 5]), (4, 4, 4, [5, 6, 7, 8, 9]), (2, 8, 2, [9, 10, 11]),
     ]  # fmt: skip
-    assert list(chunks(prompt[:1], (2, 4))) == [], "the last token is the first anchor"
+    assert list(chunks(prompt[:1], (2, 4), 0)) == [], "the last token is the first anchor"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.addressing import CacheSize, LayerCache, init_layer
 from jaxspec.cache.window import Window
 from jaxspec.nn.attention import Attention, AttentionSpec
 from jaxspec.nn.inputs import Inputs
@@ -168,7 +168,7 @@ def test_a_layer_computes_with_the_kernel_what_it_computes_with_xla(name: str, s
     depth_BT = [depths(tree) for tree in trees] if trees else np.arange(count)
     position_BT = start_B[:, None] + np.asarray(depth_BT, np.int32)
     path_BTJ = np.stack([paths(tree) for tree in trees]) if trees else None
-    layer = init_layer(spec.streams, 2, 48, 8, 8, FLOAT32, pool, layers=2)
+    layer = init_layer(spec.streams, CacheSize(2, 48, 8, 8, pool), FLOAT32, layers=2)
     pages = {name: noise(8, *x.shape) for name, x in layer.items()}
     base = np.int32(next(iter(pages.values())).shape[0] // 2)
     window = Window(start_B, table_BJ, base=base, path_BTJ=path_BTJ, block=8)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.addressing import LayerCache, init_layer
+from jaxspec.cache.addressing import CacheSize, LayerCache, init_layer
 from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block import Block, init_block
@@ -62,9 +62,7 @@ def test_it_is_that_of_all_positions_and_so_are_the_caches(family: str):
         if getattr(layer.attention, "reuses_selection", False):
             continue  # it needs an earlier layer's selection
         params = jax.tree.map(lambda x: 3 * x, init_block(jax.random.key(number), layer, arch, POLICY))
-        memory = init_layer(
-            dict(layer.attention.streams), ROWS, room=32, slack=PAST, block=BLOCK, dtype=jnp.dtype("float32")
-        )
+        memory = init_layer(dict(layer.attention.streams), CacheSize(ROWS, 32, PAST, BLOCK), jnp.dtype("float32"))
         _, memory = run(layer, arch, params, stream(1, arch, PAST), jnp.zeros(ROWS, jnp.int32), memory, None)
         start_B, x = jnp.array([17, 3, 9], jnp.int32), stream(2, arch, COUNT)
         whole, kept = run(layer, arch, params, x, start_B, memory, None)
@@ -79,7 +77,7 @@ def test_the_others_cost_keys_and_values_alone():
     arch, (layer, *_) = layers_of("mixtral_window")
     layer = replace(layer, attention=replace(layer.attention, window=None))
     params = init_block(jax.random.key(0), layer, arch, POLICY)
-    memory = init_layer(dict(layer.attention.streams), ROWS, 64, 64, BLOCK, jnp.dtype("float32"))
+    memory = init_layer(dict(layer.attention.streams), CacheSize(ROWS, 64, 64, BLOCK), jnp.dtype("float32"))
 
     def products(output_index_B: Array | None) -> float:
         args = layer, arch, params, stream(1, arch, 64), jnp.zeros(ROWS, jnp.int32), memory, output_index_B

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.addressing import entries, init_layer
+from jaxspec.cache.addressing import CacheSize, entries, init_layer
 from jaxspec.cache.window import Window
 from jaxspec.checkpoint.load.places import abstract_params
 from jaxspec.errors import ConfigError
@@ -94,7 +94,7 @@ class Layer:
         self.run = jax.jit(self._run, donate_argnums=0)
 
     def caches(self, rows: int, room: int, slack: int) -> Any:
-        return init_layer(self.spec.streams, rows, room, slack, BLOCK, self.dtype)
+        return init_layer(self.spec.streams, CacheSize(rows, room, slack, BLOCK), self.dtype)
 
     def whole(self, x_BSD: np.ndarray) -> np.ndarray:
         position_BS = jnp.broadcast_to(jnp.arange(x_BSD.shape[1], dtype=jnp.int32), x_BSD.shape[:2])
@@ -193,7 +193,7 @@ def test_bits_of_a_whole_model_do_not_depend_on_rows_and_positions():
     token_BS = np.random.default_rng(4).integers(0, 96, (3, length)).astype(np.int32)
 
     def bits(rows: int, width: int, lag: int = 0) -> np.ndarray:
-        layers = init_caches(arch, net.policy, rows, room, slack=width, block=BLOCK)
+        layers = init_caches(arch, net.policy, CacheSize(rows, room, width, BLOCK))
 
         @partial(jax.jit, donate_argnums=0)
         def run(layers, token_BT, start_B):

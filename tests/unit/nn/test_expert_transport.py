@@ -136,7 +136,7 @@ def test_ragged_sends_no_row_that_stays_away(monkeypatch: pytest.MonkeyPatch):
     routed = routing("one device", 4 * rows)
 
     def counts(x, choice, weight):
-        expert_transport.ragged(lambda x, *_: x.astype(jnp.float32), x, choice, weight, 2, FLOAT32)
+        expert_transport.exchange_ragged(lambda x, *_: x.astype(jnp.float32), x, choice, weight, 2, FLOAT32)
         return sent[-2][None]
 
     run = jax.shard_map(counts, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)

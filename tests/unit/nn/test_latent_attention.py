@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.addressing import init_layer
+from jaxspec.cache.addressing import CacheSize, init_layer
 from jaxspec.cache.window import Window
 from jaxspec.errors import ConfigError
 from jaxspec.models.caches import compact_caches, init_caches
@@ -99,7 +99,7 @@ def run(net: Transformer, params: dict, caches: Caches, token_BT: np.ndarray, st
 def decode(net: Transformer, params: dict, token_BS: np.ndarray, width: int, room: int = 64) -> np.ndarray:
     """Logits, ``width`` positions at a time, [B, S, V]."""
     rows = len(token_BS)
-    caches = init_caches(net.arch, net.policy, rows, room, slack=width, block=BLOCK)
+    caches = init_caches(net.arch, net.policy, CacheSize(rows, room, width, BLOCK))
     found = []
     for start in range(0, token_BS.shape[1] - width + 1, width):
         caches, logits = run(net, params, caches, token_BS[:, start : start + width], np.full(rows, start, np.int32))
@@ -115,7 +115,7 @@ def test_absorbed_products_equal_written_out_ones(name: str, count: int):
     x_BTD = jax.random.normal(jax.random.key(2), (2, LENGTH, 64))
     position_BT = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (2, LENGTH))
     whole_BTD, _, _ = jax.jit(module.apply)(params, x_BTD, Inputs(position_BT, position_BT))
-    cache = init_layer(spec.streams, 2, LENGTH, count, BLOCK, FLOAT32)
+    cache = init_layer(spec.streams, CacheSize(2, LENGTH, count, BLOCK), FLOAT32)
 
     @jax.jit
     def step(cache, x_BTD, position_BT):
@@ -137,7 +137,7 @@ def test_quantised_key_and_value_weights_are_widened_exactly():
     wide = {"params": params["params"] | {"kv_b_HXR": kept.widen(FLOAT32)}}
     x_BTD = jax.random.normal(jax.random.key(2), (1, 4, 64))
     position_BT = jnp.arange(4, dtype=jnp.int32)[None]
-    cache = init_layer(PLAIN.streams, 1, BLOCK, 4, BLOCK, FLOAT32)
+    cache = init_layer(PLAIN.streams, CacheSize(1, BLOCK, 4, BLOCK), FLOAT32)
     window = Window(jnp.zeros(1, jnp.int32), block=BLOCK)
     plain = LatentAttention(PLAIN, 64, 1e-5, EXACT)
     for memory in ((None, None), (window, cache)):
@@ -179,7 +179,7 @@ def test_trees_give_the_bits_of_plain_decoding_along_every_path(name: str):
     for path in ([0, *path] for path in top.paths()):
         text_BT = np.concatenate([prompt_BT, node_BT[:, path], node_BT[:, :1]], axis=1)
         plain_SV = decode(net, params, text_BT, 1)[0]
-        caches = init_caches(net.arch, net.policy, 1, 64, slack=1, block=BLOCK)
+        caches = init_caches(net.arch, net.policy, CacheSize(1, 64, 1, BLOCK))
         for at in range(start):
             caches, _ = run(net, params, caches, prompt_BT[:, at : at + 1], np.full(1, at, np.int32))
         caches, tree_TV = verify(caches, np.full(1, start, np.int32), np.asarray([path], np.int32))
@@ -233,7 +233,7 @@ def test_a_borrowing_layer_sees_what_it_is_lent():
     x_BTD = jax.random.normal(jax.random.key(2), (1, 12, 64))
     position_BT = jnp.arange(12, dtype=jnp.int32)[None]
     lent_BTS = jnp.zeros((1, 12, 16), bool).at[:, :, jnp.asarray([0, 3])].set(True)
-    cache = init_layer(PLAIN.streams, 1, 16, 12, BLOCK, FLOAT32)
+    cache = init_layer(PLAIN.streams, CacheSize(1, 16, 12, BLOCK), FLOAT32)
     window = Window(jnp.zeros(1, jnp.int32), block=BLOCK)
 
     @jax.jit

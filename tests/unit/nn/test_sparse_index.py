@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.cache.addressing import init_layer, write
+from jaxspec.cache.addressing import CacheSize, init_layer, write
 from jaxspec.cache.window import Window
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
@@ -21,7 +21,7 @@ EXACT = make_policy(FLOAT32)
 
 def indexer(interleaved: bool) -> tuple[Indexer, dict[str, np.ndarray]]:
     rng = np.random.default_rng(0)
-    module = Indexer(IndexSpec(3, 12, TOP_K, RopeSpec(1e4, 8, interleaved)), DIM, RANK, EXACT)
+    module = Indexer(IndexSpec(3, 12, TOP_K, RopeSpec(1e4, 8, interleaved)), DIM, EXACT)
     shapes = {
         "q_RHC": (RANK, 3, 12), "k_DC": (DIM, 12), "k_norm_C": (12,), "k_norm_bias_C": (12,), "weight_DH": (DIM, 3)
     }  # fmt: skip
@@ -90,7 +90,7 @@ def test_selections_equal_a_plain_transcription(interleaved: bool, cached: bool)
     x_BTD, low_BTR, position_BT = inputs(2, 30)
     cache, window = None, None
     if cached:
-        cache = init_layer({STREAM: module.spec.stream}, 2, ROOM, 30, BLOCK, FLOAT32)
+        cache = init_layer({STREAM: module.spec.stream}, CacheSize(2, ROOM, 30, BLOCK), FLOAT32)
         window = Window(jnp.zeros(2, jnp.int32), block=BLOCK)
     kept_BTS, _ = jax.jit(module.apply)(
         {"params": params}, x_BTD, low_BTR, Inputs(position_BT, position_BT, window, cache)
@@ -133,7 +133,7 @@ def test_cached_keys_are_selected_as_transcribed(count: int, paged: bool):
     q, weight, k = random_queries(2, 40)
     table_BJ = jnp.asarray([[5, 2, 0], [1, 4, 3]], jnp.int32) if paged else None
     pool = (6, 16) if paged else None
-    pages = init_layer({STREAM: SMALL.stream}, 2, ROOM, count, BLOCK, FLOAT32, pool)[STREAM]
+    pages = init_layer({STREAM: SMALL.stream}, CacheSize(2, ROOM, count, BLOCK, pool), FLOAT32)[STREAM]
 
     @jax.jit
     def run(pages, q, weight, k, start_B):
@@ -155,7 +155,7 @@ def test_cached_keys_are_selected_as_transcribed(count: int, paged: bool):
 def test_tree_nodes_select_among_their_ancestors():
     top, start = Topology((-1, 0, 0, 1, 2, 3)), 13
     q, weight, k = random_queries(1, start + top.nodes)
-    pages = init_layer({STREAM: SMALL.stream}, 1, ROOM, start + top.nodes, BLOCK, FLOAT32)[STREAM]
+    pages = init_layer({STREAM: SMALL.stream}, CacheSize(1, ROOM, start + top.nodes, BLOCK), FLOAT32)[STREAM]
 
     pages = write(pages, SMALL.stream, Window(jnp.zeros(1, jnp.int32), block=BLOCK), k[:, :, None])
     window = Window(jnp.full(1, start, jnp.int32), path_BTJ=top.path_TJ[None], block=BLOCK)
@@ -171,7 +171,7 @@ def test_tree_nodes_select_among_their_ancestors():
 
 def test_scores_are_not_computed_where_everything_is_kept():
     q, weight, k = random_queries(1, 4)
-    pages = init_layer({STREAM: SMALL.stream}, 1, BLOCK, 4, BLOCK, FLOAT32)[STREAM]
+    pages = init_layer({STREAM: SMALL.stream}, CacheSize(1, BLOCK, 4, BLOCK), FLOAT32)[STREAM]
     assert select_among_themselves((q, weight), k, 4, FLOAT32) is None
     window, position_BT = Window(jnp.zeros(1, jnp.int32), block=BLOCK), jnp.arange(4, dtype=jnp.int32)[None]
     small = IndexSpec(3, 4, BLOCK, SMALL.rope)

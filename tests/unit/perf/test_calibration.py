@@ -107,12 +107,6 @@ def test_a_cell_off_the_formula_draws_its_neighborhood_only(calibration: Calibra
     assert far == pytest.approx(1.0, abs=0.05)
 
 
-def test_speedup_is_tokens_over_the_cost_of_the_step(calibration: Calibration):
-    predict = Predictor(calibration, routed_model())
-    step_s, plain_s = time_s(2, 3, 100) + draft_s(2, 3), time_s(2, 0, 100)
-    assert predict.speedup(2, 3, 100, 2.5) == pytest.approx(2.5 * plain_s / step_s, rel=1e-6)
-
-
 def test_the_ablation_uses_neither_table_nor_experts(calibration: Calibration):
     blind = Predictor(calibration, routed_model(), token_count=True)
     assert blind.verify_s(2, 3, 100) == blind.formula_s(2, 4, 100)

@@ -36,7 +36,7 @@ def ids_of(draw: st.DrawFn, text: Text, most: int = 24) -> list[int]:
 
 def wanted(text: Text, prompt: list[int], ids: list[int], skip: bool = True) -> str:
     """The right text: decode of all, less what it has in common with decode of the prompt."""
-    before, whole = text.decode(prompt, skip), text.decode([*prompt, *ids], skip)
+    before, whole = (text.decode(some, skip_special_tokens=skip) for some in (prompt, [*prompt, *ids]))
     return whole[common_prefix(before, whole) :]
 
 
@@ -271,9 +271,9 @@ class Counted(Text):
 
     decoded = 0
 
-    def decode(self, ids, skip_special_tokens=True):
+    def decode(self, ids, *, skip_special_tokens=True):
         self.decoded += len(ids)
-        return super().decode(ids, skip_special_tokens)
+        return super().decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -51,11 +51,11 @@ def test_what_does_not_divide_and_pages_of_a_pool_are_whole():
 
 def test_rows_go_along_data_and_along_expert_where_they_are_exchanged():
     mesh = make_mesh(MESH)
-    assert row_axes(mesh, 8, True) == ("data", "expert")
-    assert row_axes(mesh, 8, False) == ("data",)
-    assert row_axes(mesh, 6, True) == ("data",)
+    assert row_axes(mesh, 8, spread=True) == ("data", "expert")
+    assert row_axes(mesh, 8, spread=False) == ("data",)
+    assert row_axes(mesh, 6, spread=True) == ("data",)
     with pytest.raises(ConfigError, match=r"5 rows \(max_num_seqs\) cannot be split evenly over data = 2"):
-        row_axes(mesh, 5, True)
+        row_axes(mesh, 5, spread=True)
 
 
 def test_allocated_where_it_is_to_lie():

@@ -16,7 +16,7 @@ from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
 from jaxspec.train.head_nets import net_of, start_from_target
-from jaxspec.train.settings import HeadSettings, load_head_settings
+from jaxspec.train.settings import HeadSettings, load_run_settings
 
 CONFIG = {
     "model_type": "qwen2_moe", "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 8,
@@ -39,7 +39,7 @@ def zeros(initial: Any) -> Any:
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in shipped("heads").glob("*.toml")))
 def test_every_shipped_head_fits_a_target(name: str):
-    found = net_of(load_head_settings(name), ARCH, CONFIG, POLICY)
+    found = net_of(load_run_settings("demo", [f'head="{name}"']).head, ARCH, CONFIG, POLICY)
     assert isinstance(found, {"medusa": Medusa, "draft_model": Transformer}.get(name, DraftHead))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxspec.config import differences, shipped
 from jaxspec.errors import ConfigError
-from jaxspec.train.settings import identity, load_head_settings, load_run_settings
+from jaxspec.train.settings import identity, load_run_settings
 
 SMALL = """
 target = "demo"
@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in shipped("heads").glob("*.toml")))
 def test_shipped_heads_load(name: str):
-    assert load_head_settings(name).kind == name
+    assert load_run_settings("demo", [f'head="{name}"']).head.kind == name
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in shipped("train").glob("*.toml")))

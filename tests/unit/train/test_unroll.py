@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.decode.prefill import prefill
+from jaxspec.decode.prefill import Chunk, prefill
 from jaxspec.decode.state import Target, init_state
 from jaxspec.draft.head_drafter import head_drafter
+from jaxspec.models.apply import apply
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.draft_head import DraftHead, HeadSpec, part_of
-from jaxspec.models.medusa import Medusa, MedusaSpec, run_medusa
+from jaxspec.models.draft_head import DraftHead, HeadSpec
+from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
@@ -103,7 +104,7 @@ def drafts_of(head: Head, token_BT: np.ndarray):
     state = init_state(base, drafter, 1, 40, slack=32)
     chunk = np.zeros(33, np.int32)
     chunk[:LENGTH] = token_BT[0, :LENGTH]
-    state = fill(base, drafter, state, jnp.int32(0), chunk, jnp.int32(0), jnp.int32(LENGTH - 1))
+    state = fill(base, drafter, state, Chunk(jnp.int32(0), chunk, jnp.int32(0), jnp.int32(LENGTH - 1)))
     sampling = replace(state.sampling, temperature_B=jnp.ones(1), draft_limit_B=jnp.full(1, 99, jnp.int32))
     anchor = Anchor(
         jnp.asarray(token_BT[:, LENGTH - 1]), jnp.full(1, LENGTH - 1, jnp.int32), state.history_BS, sampling
@@ -137,7 +138,7 @@ def test_rounds_are_what_drafting_does(name: str):
     for j, r in enumerate(rounds):
         last = r.last_BXD[:, slot]
         if net.spec.draft_vocab:
-            found = part_of(net, head.params, "logits", last)
+            found = apply(net, head.params, last, method="logits")
         else:
             base, params = target()
             found = base.apply(params, last, method="logits")
@@ -149,7 +150,7 @@ def test_medusa_predicts_from_the_last_hidden_state():
     head, token_BT = Head(net, initial(net)), texts(1)
     _, logp = drafts_of(head, token_BT)
     teacher = run_teacher(*target(), batch_of(token_BT), CaptureSpec())
-    found = run_medusa(net, head.params, teacher.features.last_BTD[:, LENGTH - 2])
+    found = apply(net, head.params, teacher.features.last_BTD[:, LENGTH - 2])
     np.testing.assert_allclose(jax.nn.log_softmax(found)[:, 0], logp[0], rtol=2e-4, atol=2e-4)
 
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.models.draft_head import DraftHead, part_of
-from jaxspec.models.medusa import Medusa, MedusaSpec, run_medusa
+from jaxspec.models.apply import apply
+from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.transformer import Transformer, head, teacher_forced
 from jaxspec.nn import unrolled
 from jaxspec.pytree import replace
@@ -67,7 +68,7 @@ def all_at_once(objective: HeadObjective, params: Any, teacher: TeacherOutput, b
     net, o, base = objective.net, objective.loss, (objective.target, objective.target_params)
     slots: list[Any] = [None] * ROUNDS
     if isinstance(net, Medusa):
-        found = list(run_medusa(net, params, teacher.features.last_BTD))
+        found = list(apply(net, params, teacher.features.last_BTD))
         logits = found if net.spec.draft_vocab else [head(*base, x) for x in found]
     elif isinstance(net, Transformer):
         logits, slots = (
@@ -82,7 +83,7 @@ def all_at_once(objective: HeadObjective, params: Any, teacher: TeacherOutput, b
             rounds = unroll_masked(net, params, base, teacher.features, batch, counts, jax.random.split(key)[1])
             slots = [r.slot_BX for r in rounds]
         lasts = [r.last_BXD for r in rounds]
-        logits = [part_of(net, params, "logits", x) if net.spec.draft_vocab else head(*base, x) for x in lasts]
+        logits = [apply(net, params, x, method="logits") if net.spec.draft_vocab else head(*base, x) for x in lasts]
     wanted = target_prediction(head(*base, teacher.features.last_BTD), objective.ids_W)
     first, total, accuracy = jnp.sum(weights(batch, 0)), jnp.float32(0), []
     for j, (logits_BXV, slot_BX) in enumerate(zip(logits, slots, strict=True)):

@@ -2,28 +2,28 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, Rule, Table, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, NameRule, Table, gated_rules, router_rules
 
 A, HUB = "attention/", "self_attn."
 LATENT = (
-    Rule(f"{A}q_DHC", (f"{HUB}q_proj.weight",), "from_rank"),
-    Rule(f"{A}q_a_DR", (f"{HUB}q_a_proj.weight",), "transpose"),
-    Rule(f"{A}q_a_bias_R", (f"{HUB}q_a_proj.bias",)),
-    Rule(f"{A}q_norm_R", (f"{HUB}q_a_layernorm.weight",)),
-    Rule(f"{A}q_b_RHC", (f"{HUB}q_b_proj.weight",), "from_rank"),
-    Rule(f"{A}kv_a_DX", (f"{HUB}kv_a_proj_with_mqa.weight",), "transpose"),
-    Rule(f"{A}kv_a_bias_X", (f"{HUB}kv_a_proj_with_mqa.bias",)),
-    Rule(f"{A}kv_norm_R", (f"{HUB}kv_a_layernorm.weight",)),
-    Rule(f"{A}kv_b_HXR", (f"{HUB}kv_b_proj.weight",), "head_rows"),
-    Rule(f"{A}out_HCD", (f"{HUB}o_proj.weight",), "out"),
-    Rule(f"{A}out_bias_D", (f"{HUB}o_proj.bias",)),
+    NameRule(f"{A}q_DHC", (f"{HUB}q_proj.weight",), "from_rank"),
+    NameRule(f"{A}q_a_DR", (f"{HUB}q_a_proj.weight",), "transpose"),
+    NameRule(f"{A}q_a_bias_R", (f"{HUB}q_a_proj.bias",)),
+    NameRule(f"{A}q_norm_R", (f"{HUB}q_a_layernorm.weight",)),
+    NameRule(f"{A}q_b_RHC", (f"{HUB}q_b_proj.weight",), "from_rank"),
+    NameRule(f"{A}kv_a_DX", (f"{HUB}kv_a_proj_with_mqa.weight",), "transpose"),
+    NameRule(f"{A}kv_a_bias_X", (f"{HUB}kv_a_proj_with_mqa.bias",)),
+    NameRule(f"{A}kv_norm_R", (f"{HUB}kv_a_layernorm.weight",)),
+    NameRule(f"{A}kv_b_HXR", (f"{HUB}kv_b_proj.weight",), "head_rows"),
+    NameRule(f"{A}out_HCD", (f"{HUB}o_proj.weight",), "out"),
+    NameRule(f"{A}out_bias_D", (f"{HUB}o_proj.bias",)),
 )
 INDEXER = (
-    Rule(f"{A}indexer/q_RHC", (f"{HUB}indexer.wq_b.weight",), "from_rank"),
-    Rule(f"{A}indexer/k_DC", (f"{HUB}indexer.wk.weight",), "transpose"),
-    Rule(f"{A}indexer/k_norm_C", (f"{HUB}indexer.k_norm.weight",)),
-    Rule(f"{A}indexer/k_norm_bias_C", (f"{HUB}indexer.k_norm.bias",)),
-    Rule(f"{A}indexer/weight_DH", (f"{HUB}indexer.weights_proj.weight",), "transpose"),
+    NameRule(f"{A}indexer/q_RHC", (f"{HUB}indexer.wq_b.weight",), "from_rank"),
+    NameRule(f"{A}indexer/k_DC", (f"{HUB}indexer.wk.weight",), "transpose"),
+    NameRule(f"{A}indexer/k_norm_C", (f"{HUB}indexer.k_norm.weight",)),
+    NameRule(f"{A}indexer/k_norm_bias_C", (f"{HUB}indexer.k_norm.bias",)),
+    NameRule(f"{A}indexer/weight_DH", (f"{HUB}indexer.weights_proj.weight",), "transpose"),
 )
 FFN = (
     *gated_rules("ffn/", "mlp."),
@@ -35,10 +35,10 @@ DEEPSEEK = Table(
     layer=(*NORMS, *LATENT, *INDEXER, *FFN),
     expert=gated_rules("ffn/", "mlp.experts.{e}."),
     mtp=(
-        Rule("embed_norm_D", ("enorm.weight",)),
-        Rule("hidden_norm_D", ("hnorm.weight",)),
-        Rule("join_XD", ("eh_proj.weight",), "transpose"),
-        Rule("norm_D", ("shared_head.norm.weight",)),
+        NameRule("embed_norm_D", ("enorm.weight",)),
+        NameRule("hidden_norm_D", ("hnorm.weight",)),
+        NameRule("join_XD", ("eh_proj.weight",), "transpose"),
+        NameRule("norm_D", ("shared_head.norm.weight",)),
     ),
     mtp_copies=("embed_tokens.weight", "shared_head.head.weight"),
 )

@@ -1,39 +1,39 @@
 """Tensor names of DeepSeek-V4, which are those of its released code."""
 
-from jaxspec.checkpoint.names.table import Rule, Table, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import NameRule, Table, gated_rules, router_rules
 
 A, HUB = "attention/", "attn."
 
 
-def _compressor(leaf: str, hub: str) -> tuple[Rule, ...]:
+def _compressor(leaf: str, hub: str) -> tuple[NameRule, ...]:
     leaf, hub = f"{leaf}compressor/", f"{hub}compressor."
     return (
-        Rule(f"{leaf}kv_gate_D2X", (f"{hub}wkv.weight", f"{hub}wgate.weight"), "gate_up"),
-        Rule(f"{leaf}place_TX", (f"{hub}ape",)),
-        Rule(f"{leaf}norm_C", (f"{hub}norm.weight",)),
+        NameRule(f"{leaf}kv_gate_D2X", (f"{hub}wkv.weight", f"{hub}wgate.weight"), "gate_up"),
+        NameRule(f"{leaf}place_TX", (f"{hub}ape",)),
+        NameRule(f"{leaf}norm_C", (f"{hub}norm.weight",)),
     )
 
 
-def _hyper(leaf: str, hub: str, rows: str = "X") -> tuple[Rule, ...]:
+def _hyper(leaf: str, hub: str, rows: str = "X") -> tuple[NameRule, ...]:
     return (
-        Rule(f"{leaf}_fn_{rows}S", (f"{hub}_fn",)),
-        Rule(f"{leaf}_base_{rows}", (f"{hub}_base",)),
-        Rule(f"{leaf}_scale_X", (f"{hub}_scale",)),
+        NameRule(f"{leaf}_fn_{rows}S", (f"{hub}_fn",)),
+        NameRule(f"{leaf}_base_{rows}", (f"{hub}_base",)),
+        NameRule(f"{leaf}_scale_X", (f"{hub}_scale",)),
     )
 
 
 ATTENTION = (
-    Rule(f"{A}q_a_DR", (f"{HUB}wq_a.weight",), "transpose"),
-    Rule(f"{A}q_norm_R", (f"{HUB}q_norm.weight",)),
-    Rule(f"{A}q_b_RHC", (f"{HUB}wq_b.weight",), "from_rank"),
-    Rule(f"{A}kv_DC", (f"{HUB}wkv.weight",), "transpose"),
-    Rule(f"{A}kv_norm_C", (f"{HUB}kv_norm.weight",)),
-    Rule(f"{A}sinks_H", (f"{HUB}attn_sink",)),
-    Rule(f"{A}out_a_XC", (f"{HUB}wo_a.weight",), "rows"),
-    Rule(f"{A}out_b_XD", (f"{HUB}wo_b.weight",), "transpose"),
+    NameRule(f"{A}q_a_DR", (f"{HUB}wq_a.weight",), "transpose"),
+    NameRule(f"{A}q_norm_R", (f"{HUB}q_norm.weight",)),
+    NameRule(f"{A}q_b_RHC", (f"{HUB}wq_b.weight",), "from_rank"),
+    NameRule(f"{A}kv_DC", (f"{HUB}wkv.weight",), "transpose"),
+    NameRule(f"{A}kv_norm_C", (f"{HUB}kv_norm.weight",)),
+    NameRule(f"{A}sinks_H", (f"{HUB}attn_sink",)),
+    NameRule(f"{A}out_a_XC", (f"{HUB}wo_a.weight",), "rows"),
+    NameRule(f"{A}out_b_XD", (f"{HUB}wo_b.weight",), "transpose"),
     *_compressor(A, HUB),
-    Rule(f"{A}indexer/q_RHC", (f"{HUB}indexer.wq_b.weight",), "from_rank"),
-    Rule(f"{A}indexer/weight_DH", (f"{HUB}indexer.weights_proj.weight",), "transpose"),
+    NameRule(f"{A}indexer/q_RHC", (f"{HUB}indexer.wq_b.weight",), "from_rank"),
+    NameRule(f"{A}indexer/weight_DH", (f"{HUB}indexer.weights_proj.weight",), "transpose"),
     *_compressor(f"{A}indexer/", f"{HUB}indexer."),
 )
 W = ("w1", "w3", "w2")
@@ -41,28 +41,28 @@ W = ("w1", "w3", "w2")
 TABLES = {
     "deepseek_v4": Table(
         top=(
-            Rule("embed_VD", ("embed.weight",)),
-            Rule("norm_D", ("norm.weight",)),
-            Rule("head_DV", ("head.weight",), "transpose"),
+            NameRule("embed_VD", ("embed.weight",)),
+            NameRule("norm_D", ("norm.weight",)),
+            NameRule("head_DV", ("head.weight",), "transpose"),
             *_hyper("hyper_head/head", "hc_head", "N"),
         ),
         layer=(
-            Rule("attention_norm_D", ("attn_norm.weight",)),
-            Rule("ffn_norm_D", ("ffn_norm.weight",)),
+            NameRule("attention_norm_D", ("attn_norm.weight",)),
+            NameRule("ffn_norm_D", ("ffn_norm.weight",)),
             *_hyper("attention_hyper/mix", "hc_attn"),
             *_hyper("ffn_hyper/mix", "hc_ffn"),
             *ATTENTION,
             *router_rules("ffn.gate.weight", "ffn.gate.bias"),
-            Rule("ffn/table_VA", ("ffn.gate.tid2eid",)),
+            NameRule("ffn/table_VA", ("ffn.gate.tid2eid",)),
             *gated_rules("ffn/shared/", "ffn.shared_experts.", *W),
         ),
         expert=gated_rules("ffn/", "ffn.experts.{e}.", *W),
         mtp=(
-            Rule("embed_norm_D", ("enorm.weight",)),
-            Rule("hidden_norm_D", ("hnorm.weight",)),
-            Rule("norm_D", ("norm.weight",)),
-            Rule("embed_proj_DX", ("e_proj.weight",), "transpose"),
-            Rule("hidden_proj_DX", ("h_proj.weight",), "transpose"),
+            NameRule("embed_norm_D", ("enorm.weight",)),
+            NameRule("hidden_norm_D", ("hnorm.weight",)),
+            NameRule("norm_D", ("norm.weight",)),
+            NameRule("embed_proj_DX", ("e_proj.weight",), "transpose"),
+            NameRule("hidden_proj_DX", ("h_proj.weight",), "transpose"),
             *_hyper("hyper_head/head", "hc_head", "N"),
         ),
         mtp_prefix="mtp.{n}.",

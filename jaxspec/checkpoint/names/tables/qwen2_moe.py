@@ -1,6 +1,6 @@
 """Tensor names of Qwen2-MoE, and of the families that kept them without its shared expert."""
 
-from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, Rule, Table, attention_rules, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, NameRule, Table, attention_rules, gated_rules, router_rules
 
 TABLES = dict.fromkeys(
     ("qwen2_moe", "qwen3_moe", "olmoe"),
@@ -11,7 +11,7 @@ TABLES = dict.fromkeys(
             *attention_rules(),
             *gated_rules("ffn/", "mlp."),
             *router_rules("mlp.gate.weight"),
-            Rule("ffn/shared_gate_D1", ("mlp.shared_expert_gate.weight",), "transpose"),
+            NameRule("ffn/shared_gate_D1", ("mlp.shared_expert_gate.weight",), "transpose"),
             *gated_rules("ffn/shared/", "mlp.shared_expert."),
         ),
         expert=gated_rules("ffn/", "mlp.experts.{e}."),

@@ -92,7 +92,7 @@ class PeerChoice:
         return MODES[self.name].get(method)
 
 
-class Contender:
+class PeerSession:
     """A process that runs one peer in one mode; the caller's core and environment are inherited."""
 
     def __init__(self, choice: PeerChoice, mode: str, setup: Mapping[str, Any]):
@@ -189,9 +189,9 @@ class Contender:
         return f"; it last said: {last[:200]}" if last else ""
 
 
-def open_contenders(
+def start_sessions(
     choices: Sequence[PeerChoice], engine: EnginePoint, *, model: Path, dtype: str, capacity: int
-) -> tuple[list[Contender], list[Skipped]]:
+) -> tuple[list[PeerSession], list[Skipped]]:
     """Starts what can take part next to an engine; the rest is returned with the reason."""
     started, missing = [], []
     draft = str(engine.drafter.config["model"]) if engine.drafter and "model" in engine.drafter.config else None
@@ -204,17 +204,17 @@ def open_contenders(
             missing.append(Skipped(f"{choice.name} beside {engine.name}", "it has nothing like it here"))
             continue
         try:
-            started.append(Contender(choice, mode, setup))
+            started.append(PeerSession(choice, mode, setup))
         except PeerError as error:
             missing.append(Skipped(f"{choice.name} {mode} beside {engine.name}", " ".join(str(error).split())))
     return started, missing
 
 
-def peer_figures(contender: Contender, runs: Sequence[PeerRun], ours: Sequence[Run], plain: Run) -> PeerFigures:
+def peer_figures(session: PeerSession, runs: Sequence[PeerRun], ours: Sequence[Run], plain: Run) -> PeerFigures:
     """Computes the figures of a peer's rounds.
 
     Args:
-      contender: that ran.
+      session: that ran.
       runs: one per round.
       ours: our runs of the same rounds that it is compared with.
       plain: a plain run of ours, whose tokens its tokens should be.
@@ -228,9 +228,9 @@ def peer_figures(contender: Contender, runs: Sequence[PeerRun], ours: Sequence[R
     first = runs[0]
     differences = [_first_difference(a, b) for a, b in zip(plain.token_ids, first.token_ids, strict=True)]
     return PeerFigures(
-        peer=contender.peer,
-        mode=contender.mode,
-        version=contender.version,
+        peer=session.peer,
+        mode=session.mode,
+        version=session.version,
         tokens_per_s=Spread.of([run.tokens_per_s for run in runs]),
         decode_tokens_per_s=Spread.of(rates) if len(rates) == len(runs) else None,
         ours=Spread.of(ratios) if len(ratios) == len(runs) else None,

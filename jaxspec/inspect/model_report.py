@@ -37,7 +37,7 @@ MIXERS = {
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -> dict[str, Any]:
+def report_model(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -> dict[str, Any]:
     """Sizes, caches, layout, files and possible drafters of a model, ready for JSON.
 
     Args:
@@ -57,8 +57,8 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
     files = TensorFiles.of(path) if there else release_files(config)
     arch = with_own_head(arch, table, files)
     plan = make_plan(
-        path, Transformer(arch, policy), table.rules(arch), other_prefixes=table.other_prefixes(arch),
-        ignored_suffixes=table.ignored_suffixes(arch), block=block, quantization=quantization, files=files,
+        path, Transformer(arch, policy), table.rules(arch), unread=table.unread(arch), block=block,
+        quantization=quantization, files=files,
     )  # fmt: skip
     prediction = None
     if arch.mtp:
@@ -73,17 +73,17 @@ def survey(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -
         "context_tokens": arch.max_position,
         "ignored_keys": list(ignored_keys(config)),
         "parameters": {"total": sum(total.values()), "active": active, "by_part": total},
-        "bytes": _bytes(plan, prediction, there),
+        "bytes": _bytes(plan, prediction, on_disk=there),
         "cache": {
             "bytes_per_token": model_sizes.cached_bytes(arch, kind),
             "bytes_per_row": model_sizes.ring_bytes(arch, kind),
         },
         "quantization": _quantization(config, plan),
-        "tensors": {**_counts(plan, there or directory is None), **_problems(plan)},
-        "multi_token_prediction": _prediction(arch, prediction, there),
+        "tensors": {**_counts(plan, there=there or directory is None), **_problems(plan)},
+        "multi_token_prediction": _prediction(arch, prediction, on_disk=there),
         "drafters": drafters(arch, prediction),
         "text": _text(config, directory),
-        "refused": {} if directory is None else _refused(directory, there),
+        "refused": {} if directory is None else _refused(directory, has_weights=there),
     }
 
 
@@ -96,7 +96,7 @@ def config_at(path: Path) -> tuple[dict[str, Any], Path | None]:
     return (read_config(path), path) if path.is_dir() or not path.exists() else (read_json(path), None)
 
 
-def _refused(directory: Path, has_weights: bool) -> dict[str, str]:
+def _refused(directory: Path, *, has_weights: bool) -> dict[str, str]:
     """Returns what of a directory, besides its tensors, ``LLM`` would refuse, and why."""
     refused = {} if has_weights else {"weights": no_weights(directory)}
     looks = {
@@ -140,7 +140,7 @@ def _feed_forward(spec: Any) -> str:
     return f"{spec.top_k} of {spec.experts} experts of {spec.hidden}{shared}{by}"
 
 
-def _bytes(plan: LoadPlan, prediction: LoadPlan | None, on_disk: bool) -> dict[str, Any]:
+def _bytes(plan: LoadPlan, prediction: LoadPlan | None, *, on_disk: bool) -> dict[str, Any]:
     plans = [plan, *([prediction] if prediction else [])]
     in_files, in_memory = ({}, {})
     for one in plans:
@@ -165,7 +165,7 @@ def _quantization(config: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
     }
 
 
-def _counts(plan: LoadPlan, there: bool) -> dict[str, int]:
+def _counts(plan: LoadPlan, *, there: bool) -> dict[str, int]:
     """Counts tensors, and those of them that are read; a directory without weights has none."""
     read = {name.whole for s in plan.stored.values() for name in s.tensors}
     return {"in_files": len(plan.files) if there else 0, "read": len(read) if there else 0}
@@ -177,7 +177,7 @@ def _problems(plan: LoadPlan) -> dict[str, list[str]]:
     return {kind: collapse(names) for kind, names in wrong.items()} | {"misshaped": p["shape"], "mistyped": p["dtype"]}
 
 
-def _prediction(arch: ArchSpec, prediction: LoadPlan | None, on_disk: bool) -> dict[str, Any]:
+def _prediction(arch: ArchSpec, prediction: LoadPlan | None, *, on_disk: bool) -> dict[str, Any]:
     missing = [] if prediction is None else prediction.problems["missing"]
     there = prediction is not None and not missing
     return {

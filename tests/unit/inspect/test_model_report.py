@@ -2,8 +2,8 @@
 
 import pytest
 
+from jaxspec.inspect.model_report import collapse
 from jaxspec.inspect.model_sizes import part_of
-from jaxspec.inspect.survey import collapse
 
 
 @pytest.mark.parametrize(
