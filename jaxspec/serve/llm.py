@@ -50,7 +50,7 @@ class LLM:
     """A model ready to generate, with or without speculation.
 
     It may be used from several threads: their requests share the batch, and each call returns what it would return
-    alone. All work on the engine is done by one thread of its own, so that an interrupt (Ctrl-C, or whatever a signal
+    alone. All work on the engine is done by one thread of its own: an interrupt (Ctrl-C, or whatever a signal
     handler raises) reaches the caller at once, ends the caller's requests only, and leaves the ``LLM`` as good as new.
     A step that fails, for want of memory say, raises where it was asked for; other requests go on. JAX's thread-local
     settings (``with jax.default_matmul_precision(...)``) of a caller do not reach that thread; ``jax.config.update``
@@ -87,7 +87,7 @@ class LLM:
       on_load: called while the model loads, with (bytes placed, bytes in all).
       on_progress: called while the model loads and compiles, with ("loading", bytes placed, bytes in all),
         ("compiling", programs done, programs in all), and others; (stage, 0, 0) where nobody knows how far it is.
-      compile_cache: keeps compiled programs on disk, so that the next start is quick: True for the directory that the
+      compile_cache: keeps compiled programs on disk, for a quick next start: True for the directory that the
         program or the environment chose for JAX, or ``~/.cache/jaxspec/xla``; a directory; False for no change of
         JAX's settings.
       vllm: arguments of vLLM's ``LLM`` that ask for what happens here anyway, such as ``trust_remote_code=False``;
