@@ -66,10 +66,7 @@ class StepCostFit:
 
 
 class VerifyBudget:
-    """Sets the costs of drafts before each dispatch, from what the dispatches before it took and committed.
-
-    Until enough has been seen, nothing has a cost.
-    """
+    """Sets the costs of drafts from what earlier dispatches took and committed; nothing costs until that is known."""
 
     def __init__(
         self, experts: int, top_k: int, *, by_cost: bool = True, min_confidence: float = 0.0,

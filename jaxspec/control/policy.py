@@ -75,9 +75,8 @@ class Adaptive:
             self._held[kind] = best
         decision = Decision(self.arms[best], False, best_gain, best_gain, gains[best].verified.min_rows(rows))
         if not brief:
-            steps_done = self.trials.steps
-            self._kept, self._kept_for = decision, batch
-            self._until = steps_done + min(self.trials.uneven(self.spec.decide_every), steps_done / 8)
+            self._kept, self._kept_for, done = decision, batch, self.trials.steps
+            self._until = done + min(self.trials.uneven(self.spec.decide_every), done / 8)
         return decision
 
     def record(self, decision: Decision, outcome: Outcome) -> None:
