@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from typing_extensions import override
-
 from jaxspec.topology import AnyTopology
 
 
@@ -111,11 +109,9 @@ class Fixed(Control):
     arm: AnyTopology
 
     @property
-    @override
     def arms(self) -> tuple[AnyTopology, ...]:
         return (self.arm,)
 
-    @override
     def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
         return Decision(self.arm)
 
@@ -133,11 +129,9 @@ class ByBatchSize(Control):
     otherwise: AnyTopology
 
     @property
-    @override
     def arms(self) -> tuple[AnyTopology, ...]:
         return tuple(dict.fromkeys([self.otherwise, *(arm for _, _, arm in self.ranges)]))
 
-    @override
     def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
         size = rows + waiting
         return Decision(next((arm for low, high, arm in self.ranges if low <= size <= high), self.otherwise))

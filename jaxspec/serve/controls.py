@@ -9,9 +9,9 @@ import jax
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import Model
 from jaxspec.checkpoint.load.places import abstract_params, flatten
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import ByBatchSize, Control, Fixed
 from jaxspec.control.draft_cost import VerifyBudget
-from jaxspec.control.policy import Adaptive
 from jaxspec.draft import methods
 from jaxspec.draft.draft_pruning import PruningConfig
 from jaxspec.draft.speculation_schedule import SpeculationSchedule

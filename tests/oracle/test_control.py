@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import ByBatchSize, Decision, Outcome
-from jaxspec.control.policy import Adaptive
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.warm_up import LINKING, RANDOM, TIMED, DispatchTimer
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, chain, tree

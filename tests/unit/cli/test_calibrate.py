@@ -11,7 +11,7 @@ from msgspec import structs
 from jaxspec.bench.calibrate import CalibrationGrid
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
-from jaxspec.control.policy import Adaptive
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.model_cost import model_cost
 from jaxspec.perf.calibration import Calibration, Predictor, load_calibration, save_calibration

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import Decision, Outcome, Request
-from jaxspec.control.policy import Adaptive
 from jaxspec.control.sparse import DraftAvailability, Share
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.request import SamplingParams

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import ByBatchSize, Decision, Fixed, Request
-from jaxspec.control.policy import Adaptive
 from jaxspec.control.spec import ControlSpec
 from jaxspec.topology import PLAIN, chain, tree
 from tests.unit.control.machine import ARMS, CHEAP, DEAR, STEPS, Machine, play, ratios_of
