@@ -136,7 +136,7 @@ class LLM:
             max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
             num_kv_pages=num_kv_pages,
         )  # fmt: skip
-        use_compile_cache(compile_cache)
+        use_compile_cache(wanted=compile_cache)
         self.model = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
             kernels=kernels, quantization=quantization, rows=spec.rows,
@@ -211,7 +211,7 @@ class LLM:
         """
         refuse_with_request(lora_request=lora_request, priority=priority)
         requests = self.prompts.requests(prompts, sampling_params)
-        with show_progress([samples[0].output for samples in requests], use_tqdm) as look:
+        with show_progress([samples[0].output for samples in requests], wanted=use_tqdm) as look:
             return self.driver.run(requests, look)
 
     def chat(

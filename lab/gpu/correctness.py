@@ -160,14 +160,14 @@ def lossless(section: Section, quantization: str) -> None:
             target, speculative_config=config, dtype="bfloat16", quantization=quantization, max_num_seqs=count,
             max_model_len=512, max_logprobs=0, prefill_buckets=(256,),
         )  # fmt: skip
-        said = [_texts(llm, prompts, tokens, speculative) for speculative in (None, False)]
+        said = [_texts(llm, prompts, tokens, speculative=speculative) for speculative in (None, False)]
         same = sum(a == b for a, b in zip(*said, strict=True))
         weights = "bfloat16" if quantization == "none" else quantization
         detail = f"{same} of {count} texts of {tokens} tokens are the same"
         section.check(f"demo pair, weights {weights}, {name}: lossless", same == count, detail)
 
 
-def _texts(llm: LLM, prompts: list[str], tokens: int, speculative: bool | None) -> list[list[int]]:
+def _texts(llm: LLM, prompts: list[str], tokens: int, *, speculative: bool | None) -> list[list[int]]:
     """Every other prompt sampled, each with a seed of its own."""
     params = [
         SamplingParams(temperature=0.7 * (n % 2), seed=n, max_tokens=tokens, ignore_eos=True, speculative=speculative)

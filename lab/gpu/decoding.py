@@ -102,7 +102,7 @@ def decoding(section: Section, name: str, sizes: Sizes | None = None) -> None:
     published acceptance length over that ratio is the speed-up with drafts that cost nothing.
     """
     sizes = sizes or (TINY if section.tiny else REAL)
-    config = published_config(name, section.tiny)
+    config = published_config(name, tiny=section.tiny)
     target = random_target(config, make_policy(depth="stacked", kernels=sizes.kernels), block=sizes.block)
     model = Model(name, target, model_cost(config, name=name), sizes)
     section.add("weights", model=name, bytes=sum(x.nbytes for x in jax.tree.leaves(target)))
