@@ -87,7 +87,7 @@ class Adaptive:
         self.times.record(arm, outcome)
         self.acceptance.add(arm, outcome.accepted)
         self.drafts.record(bucket(outcome.rows), outcome.rows, outcome.rows_with_drafts)
-        self.trials.record(arm, outcome, decision.gain is not None or decision.probe)
+        self.trials.record(arm, outcome, chosen=decision.gain is not None or decision.probe)
         if decision.probe:
             unknown = self.times.seen(arm, outcome.rows) < TRUSTED
             self.trials.record_trial(arm, self.gains(outcome.rows)[arm].upper if unknown else 0.0, decision, outcome)

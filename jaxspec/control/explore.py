@@ -79,7 +79,7 @@ class Trials:
         due = [arm for arm in others if self._due(arm) and (arm < self._chains or gains[arm].upper > gains[best].value)]
         return max(due, key=lambda arm: gains[arm].value if arm < self._chains else gains[arm].upper, default=None)
 
-    def record(self, arm: int, outcome: Outcome, chosen: bool) -> None:
+    def record(self, arm: int, outcome: Outcome, *, chosen: bool) -> None:
         """Counts a dispatch; one that nobody decided about earns nothing."""
         spec = self._spec
         if not self.steps and self._times.prior is None:  # so a fresh engine may learn at all

@@ -28,7 +28,7 @@ class IncrementalText:
         self._tokens: Detokenizer | None = None
         self._before, self._checked, self._shown, self._cut = "", "", "", None
 
-    def add(self, token: int, may_stop: bool = True) -> str | None:
+    def add(self, token: int, *, may_stop: bool = True) -> str | None:
         """Appends one token; returns the stop string that it completes, if any and if it may stop here."""
         if self._text is None:
             return None

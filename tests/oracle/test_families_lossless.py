@@ -181,8 +181,8 @@ def test_plain_decoding_and_ngrams(family: Family, monkeypatch: pytest.MonkeyPat
     assert [text for [text] in plain[:2]] == family.greedy
     sizes, packed_sizes = [], compaction.packed_sizes
 
-    def noted(*asked: int) -> tuple[int, ...]:
-        sizes.append(packed_sizes(*asked))
+    def noted(*asked: int, **place: bool) -> tuple[int, ...]:
+        sizes.append(packed_sizes(*asked, **place))
         return sizes[-1]
 
     monkeypatch.setattr(compaction, "STEP", 1)  # so that two rows, too, compute only the drafts that there are

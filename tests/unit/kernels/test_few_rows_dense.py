@@ -49,9 +49,9 @@ def test_wrong_shapes_are_refused():
 
 def test_what_the_kernel_cannot_do_is_said():
     wide = abstract_weight("bfloat16", (), (64, 32))
-    assert obstacles(wide, 512, False) == []
-    assert "513 rows" in obstacles(wide, 513, False)[0]
-    assert "two numbers per byte" in obstacles(abstract_weight("mxfp4", (), (64, 32)), 4, False)[0]
+    assert obstacles(wide, 512, stacked=False) == []
+    assert "513 rows" in obstacles(wide, 513, stacked=False)[0]
+    assert "two numbers per byte" in obstacles(abstract_weight("mxfp4", (), (64, 32)), 4, stacked=False)[0]
 
 
 # Axes of a weight, how many are contracted, numbers per scale, and those once axes are one.

@@ -43,7 +43,7 @@ def wanted(text: Text, prompt: list[int], ids: list[int], skip: bool = True) -> 
 def sample_of(text: Text | None, prompt: list[int], params: SamplingParams) -> Sample:
     return new_samples(
         "0", None, prompt, params, lambda p: IncrementalText(text, p, prompt),
-        engine_seed=0, number=0, capacity=10**6, draft_length=4,
+        seeds=(0, 0), capacity=10**6, draft_length=4,
     )[0]  # fmt: skip
 
 
