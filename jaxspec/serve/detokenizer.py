@@ -222,5 +222,5 @@ def detokenizer(text: Text, *, skip_special_tokens: bool) -> Detokenizer:
     kinds: dict[str, Any] = {"bytes": ByteText, "pieces": PieceText}
     vocabulary = text.token_bytes
     if vocabulary.layout in kinds:
-        return kinds[vocabulary.layout](vocabulary, skip_special_tokens)
+        return kinds[vocabulary.layout](vocabulary, skip=skip_special_tokens)
     return DecodedText(text, skip=skip_special_tokens)

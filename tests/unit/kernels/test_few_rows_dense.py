@@ -92,10 +92,10 @@ def test_a_matrix_multiplies_like_its_weight(product_of):
     assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max()
 
 
-def test_scales_that_are_no_neighbours_are_widened_with_a_warning():
+def test_scales_that_are_no_neighbors_are_widened_with_a_warning():
     form = Format("fp8", (128, 1, 128))
     like = abstract_quantized((2, 128, 2, 192), form)
     stack = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), like)
-    with pytest.warns(SlowKernelWarning, match="no neighbours"):
+    with pytest.warns(SlowKernelWarning, match="no neighbors"):
         found = dense(jnp.ones((1, 128)), Matrix(stack, jnp.int32(1), "triton"), dtype=BFLOAT16)
     assert np.array_equal(found, np.full((1, 2, 192), 128.0))
