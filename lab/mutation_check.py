@@ -25,7 +25,7 @@ QUICK = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
 )
 FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-LIMIT_S = 600  # a fault may well make a loop endless
+LIMIT_S = 240  # a fault may well make a loop endless
 BOTH_HALVES = (("not served and not slow", True), ("served and not slow", False))
 
 
