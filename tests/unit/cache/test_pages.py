@@ -27,5 +27,5 @@ def test_every_page_but_the_first_is_given_once_and_again_after_release():
 
 
 def test_what_could_never_fit_is_refused():
-    with pytest.raises(CapacityError, match="17 tokens .* need 5 pages of 4, the pool has 4"):
+    with pytest.raises(CapacityError, match=r"17 tokens .* need 5 pages of 4, the pool has 4"):
         PageAllocator(5, 4).allocate(17)
