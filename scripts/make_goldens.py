@@ -150,7 +150,7 @@ def blocks_of(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return torch.stack([torch.stack([b.abs().max() for b in a.split(columns, 1)]) for a in x.split(rows)])
 
 
-def fp8(x: torch.Tensor, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fp8(x: torch.Tensor, *, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """e4m3 numbers in blocks of 128 x 128, the scale of each block, and the exact values."""
     scale = blocks_of(x, 128, 128) / 448
     if power_of_two:

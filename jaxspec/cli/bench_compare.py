@@ -37,7 +37,7 @@ def run(args: CompareArgs) -> int:
 
     before = load(args.before)
     comparison = compare_reports(before, load(args.after), args.tolerance)
-    screen = Screen(args.color)
+    screen = Screen(color=args.color)
     for warning in comparison.warnings:
         sys.stderr.write(f"jaxspec: {warning}\n")
     if before.synthetic is not None:

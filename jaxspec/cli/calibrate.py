@@ -87,7 +87,7 @@ def run(args: CalibrateArgs) -> int:
     def load(what: Any, **keywords: Any) -> LLM:
         return load_llm(what, quiet=screen.color, **keywords)  # one moving sign at a time
 
-    screen = Screen(args.color)
+    screen = Screen(color=args.color)
     cells, engines = len(grid.cells()) + len(grid.held_out()), len(grid.all_rows)
     doing = f"compiling {len(grid.all_lengths)} programs for each of {engines} numbers of rows (kept for the next time)"
     with screen.counting(f"{doing}, then measuring {cells} cells in {grid.rounds} rounds") as count:

@@ -329,7 +329,7 @@ def run(args: DemoArgs) -> int:
     began = time.monotonic()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     use_compile_cache()
-    plan, screen = plan_of(args), Screen(args.color)
+    plan, screen = plan_of(args), Screen(color=args.color)
     introduce(screen, plan)
     with screen.waiting("Loading and compiling (the next start is quicker)") as progress:
         llm = build(plan, 1, progress)

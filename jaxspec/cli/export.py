@@ -54,4 +54,4 @@ def run(args: ExportArgs) -> None:
     verifier = None if name is None else Verifier(name, tuple((config or {}).get("architectures") or ()), args.drafts)
     save_head(in_dtype(head, args.dtype), args.out, form, verifier=verifier)
     named = f", drafting for {name}" if form == "speculators" else ""
-    Screen(args.color).line(f"{args.out}: {form} head in {args.dtype}{named}, ready")
+    Screen(color=args.color).line(f"{args.out}: {form} head in {args.dtype}{named}, ready")

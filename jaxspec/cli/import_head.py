@@ -35,4 +35,4 @@ def run(args: ImportArgs) -> None:
 
     head = load_head(args.head, arch_of(read_config(resolve_model(args.target))), stored_policy(args.head))
     save_head(head, args.out)
-    Screen(args.color).line(f"{args.out}: head in jaxspec's format, ready")
+    Screen(color=args.color).line(f"{args.out}: head in jaxspec's format, ready")

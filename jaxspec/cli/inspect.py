@@ -109,7 +109,7 @@ def run(args: InspectArgs) -> int:
     if args.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        show(report, Screen(args.color))
+        show(report, Screen(color=args.color))
     tensors = report["tensors"]
     wrong = any(tensors[kind] for kind in ("missing", "extra", "misshaped", "mistyped"))
     return int(wrong or bool(report["refused"]))
@@ -130,7 +130,7 @@ def _programs(args: InspectArgs) -> int:
 
     if len(args.devices) > 1:
         raise ConfigError(f"inspect: --compiled is for one number of devices, got {args.devices}")
-    config, screen, report = config_at(args.path)[0], Screen(args.color), {}
+    config, screen, report = config_at(args.path)[0], Screen(color=args.color), {}
     setting: dict[str, Any] = {"rows": args.rows, "capacity": args.capacity, "drafts": args.topology}
     if args.kernels:
         from jaxspec.aot.kernel_choices import kernel_choices

@@ -96,7 +96,7 @@ def inspect_balance(flags: BalanceFlags, setting: BalanceSetting, *, as_json: bo
     if as_json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
-        show(report, setting.rows, Screen(color))
+        show(report, setting.rows, Screen(color=color))
     return 0
 
 

@@ -32,7 +32,7 @@ def inspect_head(path: Path, target: Path | None, *, as_json: bool, color: bool)
         sys.stdout.write(json.dumps(report | ({"training": trained} if trained else {}), indent=2) + "\n")
         return int(wrong)
 
-    screen = Screen(color)
+    screen = Screen(color=color)
     screen.line(f"draft head {path} for {target}", "bold")
     if trained:
         screen.line(_training(trained))

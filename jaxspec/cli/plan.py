@@ -46,7 +46,7 @@ def run(args: PlanArgs) -> int:
         sys.stdout.write(json.dumps({**about, **body}, indent=2) + "\n")
         return 0
 
-    screen = Screen(args.color)
+    screen = Screen(color=args.color)
     screen.line(f"{question.model.name} on {machine}", "bold")
     if args.rules:
         show_rules(entries, screen)

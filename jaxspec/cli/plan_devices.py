@@ -58,7 +58,7 @@ def show(title: str, scales: tuple["Scale", ...], *, color: bool) -> None:
     """Prints the numbers of devices for people."""
     from rich.table import Table
 
-    screen = Screen(color)
+    screen = Screen(color=color)
     screen.line(title, "bold")
     table = Table(*COLUMNS, box=None, pad_edge=False)
     for column in table.columns:

@@ -17,7 +17,7 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 class Screen:
     """Standard output; no escape codes when piped, when told so, or under ``NO_COLOR``."""
 
-    def __init__(self, color: bool):
+    def __init__(self, *, color: bool):
         self.live = sys.stdout.isatty()
         color = color and self.live and not os.environ.get("NO_COLOR")
         self.color = color

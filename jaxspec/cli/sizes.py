@@ -71,7 +71,7 @@ def run(args: SizesArgs) -> int:
     if args.json:
         sys.stdout.write(json.dumps(entries, indent=2) + "\n")
     else:
-        show(entries, Screen(args.color))
+        show(entries, Screen(color=args.color))
     return 0 if all(sizes["fits"] for sizes in entries) else 1
 
 

@@ -5,8 +5,6 @@ independence between positions is assumed. All chains share the ``level``; a tre
 sampled alike (``SamplingParams.kind``) differ from it by factors ``(w + hits) / (w + expected hits)``. Old counts fade.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -41,11 +39,8 @@ class Acceptance:
     def __init__(self, arms: Sequence[AnyTopology], spec: ControlSpec):
         self._spec, self._depth = spec, max(arm.max_depth for arm in arms)
         self._level = Factor(self._depth, 0.0)
-        self._trees = {index: self._factor() for index, arm in enumerate(arms) if not arm.is_chain}
+        self._trees = {i: Factor(self._depth, spec.prior_hits) for i, arm in enumerate(arms) if not arm.is_chain}
         self._kinds: dict[int, Factor] = {}
-
-    def _factor(self) -> Factor:
-        return Factor(self._depth, self._spec.prior_hits)
 
     def add(self, arm: int, accepted: Mapping[tuple[int, int], Sequence[int]]) -> None:
         """Counts the verifications of a dispatch, see ``Outcome.accepted``."""
@@ -66,7 +61,7 @@ class Acceptance:
                 tried = hits
 
     def _factors(self, arm: int, kind: int) -> list[Factor]:
-        by_kind = self._kinds.setdefault(kind, self._factor())
+        by_kind = self._kinds.setdefault(kind, Factor(self._depth, self._spec.prior_hits))
         return [self._trees[arm], by_kind] if arm in self._trees else [by_kind]
 
     def _levels(self) -> list[tuple[float, float]]:
@@ -82,13 +77,7 @@ class Acceptance:
         return levels
 
     def tokens(self, arm: int, drafts: int, requests: Sequence[Request]) -> tuple[float, float]:
-        """Returns the tokens that a step of an arm commits per row, and their standard error.
-
-        Args:
-          arm: index of it.
-          drafts: its depth.
-          requests: that run; empty for one that nothing is known of.
-        """
+        """Returns the tokens that a step of an arm of so many drafts commits per row, and their standard error."""
         levels, tokens, error = self._levels(), 0.0, 0.0
         groups = Counter(requests or [Request()])
         for request, count in groups.items():

@@ -1,18 +1,14 @@
 """What a dispatch is to draft, what came of it, and the controls that follow a fixed rule."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
-
-from typing_extensions import override
 
 from jaxspec.topology import AnyTopology
 
 
 class Request(NamedTuple):
-    """What is known of a running request before it has drafted: its ``SamplingParams.kind`` and its draft limit."""
+    """A running request: its ``SamplingParams.kind``, and the most drafts that it may accept."""
 
     kind: int = 0
     limit: int | None = None
@@ -103,8 +99,7 @@ class Control(Protocol):
         ...
 
     def record(self, decision: Decision, outcome: Outcome) -> None:
-        """Learns from what came of a decision."""
-        ...
+        """Learns from what came of a decision; one that follows a rule learns nothing."""
 
 
 @dataclass(frozen=True)
@@ -114,17 +109,11 @@ class Fixed(Control):
     arm: AnyTopology
 
     @property
-    @override
     def arms(self) -> tuple[AnyTopology, ...]:
         return (self.arm,)
 
-    @override
     def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
         return Decision(self.arm)
-
-    @override
-    def record(self, decision: Decision, outcome: Outcome) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -140,18 +129,12 @@ class ByBatchSize(Control):
     otherwise: AnyTopology
 
     @property
-    @override
     def arms(self) -> tuple[AnyTopology, ...]:
         return tuple(dict.fromkeys([self.otherwise, *(arm for _, _, arm in self.ranges)]))
 
-    @override
     def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
         size = rows + waiting
         return Decision(next((arm for low, high, arm in self.ranges if low <= size <= high), self.otherwise))
-
-    @override
-    def record(self, decision: Decision, outcome: Outcome) -> None:
-        pass
 
 
 def bucket(rows: int) -> int:

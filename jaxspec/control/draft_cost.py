@@ -5,8 +5,6 @@ a machine is now faster and now slower for many dispatches in a row, and against
 taken for what it cost.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,26 +22,17 @@ UNLIMITED = 1 << 20  # drafts
 
 @dataclass(frozen=True)
 class DraftCostSpec:
-    """How the costs are learned.
+    """How the costs are learned."""
 
-    Attributes:
-      first: dispatches that only learn: they take turns in ``trials``.
-      trials: least product of confidences and share of the depth that are verified. What drafts, depth and experts cost
-        shows only where they do not always move together; and what is always pruned would never be seen again.
-      trial_every: afterwards one of so many dispatches is a trial.
-      dispatches: that the fit remembers.
-      neighbors: dispatches whose mean the next one is compared with, older ones fading out.
-      drafts: that acceptance remembers, of greedy and of sampling rows each.
-      recent: dispatches over which the rate of tokens is taken.
-    """
-
-    first: int = 96
+    first: int = 96  # dispatches that only learn: they take turns in ``trials``
+    # Least product of confidences and share of the depth that are verified. What drafts, depth and experts cost shows
+    # only where they do not always move together; and what is always pruned would never be seen again.
     trials: tuple[tuple[float, float], ...] = ((0.0, 1.0), (0.3, 1.0), (0.0, 1.0), (0.0, 0.5))
-    trial_every: int = 16
-    dispatches: float = 512.0
-    neighbors: float = 2.0
-    drafts: float = 8192.0
-    recent: float = 8.0
+    trial_every: int = 16  # dispatches of which one is a trial afterwards
+    dispatches: float = 512.0  # that the fit remembers
+    neighbors: float = 2.0  # dispatches whose mean the next one is compared with, older ones fading out
+    drafts: float = 8192.0  # that acceptance remembers, of greedy and of sampling rows each
+    recent: float = 8.0  # dispatches over which the rate of tokens is taken
 
 
 class StepCostFit:
@@ -77,24 +66,13 @@ class StepCostFit:
 
 
 class VerifyBudget:
-    """Sets the costs of drafts before each dispatch, from what the dispatches before it took and committed.
-
-    Until enough has been seen, nothing has a cost.
-    """
+    """Sets the costs of drafts from what earlier dispatches took and committed; nothing costs until that is known."""
 
     def __init__(
         self, experts: int, top_k: int, *, by_cost: bool = True, min_confidence: float = 0.0,
         spec: DraftCostSpec | None = None,
     ):  # fmt: skip
-        """Knows nothing yet.
-
-        Args:
-          experts: E of the target, 0 for a dense one.
-          top_k: A.
-          by_cost: whether drafts that cost more than they bring are pruned.
-          min_confidence: least product of confidences of a draft that is verified.
-          spec: how it learns.
-        """
+        """Knows nothing yet of a target of so many experts E (0 for a dense one) and A; prunes what is asked for."""
         self.by_cost, self.min_confidence, self.spec = by_cost, min_confidence, spec or DraftCostSpec()
         self.prices_s: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._experts, self._top_k = experts, top_k

@@ -1,11 +1,8 @@
 """Which arm is tried while another one is best: ``balance += share * time - what trials lost``, and none in debt.
 
-What was tried and rejected waits twice as long each time: chains together, each tree by itself. An arm that may take
-the best one's place (a contest) is tried again sooner, and for some dispatches, for a few unlucky ones would keep it
-out for long.
+What was tried and rejected waits twice as long each time: chains together, each tree by itself. An arm that may replace
+the best one (a contest) is tried again sooner, and for some dispatches: a few unlucky ones would keep it out for long.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -16,16 +13,13 @@ from jaxspec.control.sparse import Share
 from jaxspec.control.spec import ControlSpec
 from jaxspec.control.step_time import StepTimes
 
-GOLDEN = 0.6180339887  # multiples of it modulo 1 repeat least
-
 
 class Gain(NamedTuple):
     """Tokens per second of an arm over those of plain decoding.
 
     Attributes:
       value: predicted; 0 where nothing is known.
-      lower: what it is for sure.
-      upper: what it may be at most. A tree may be hoped to accept what chains do now, whatever it did when it ran.
+      lower, upper: what it is for sure, and may be at most; a tree may accept what chains do now, whatever it did.
       verified: steps in which it verifies drafts; the others are plain.
       added: time that a verification adds to a step, in plain steps.
     """
@@ -36,8 +30,9 @@ class Gain(NamedTuple):
     verified: Share = Share()
     added: float = 0.0
 
-
-UNKNOWN = Gain(0.0, 0.0, math.inf)
+    def to_replace(self, margin: float) -> float:
+        """Returns what another arm must gain at least, to be used instead of this one."""
+        return self.value * (1.0 + margin * self.verified.steps)
 
 
 class Trials:
@@ -84,7 +79,7 @@ class Trials:
         due = [arm for arm in others if self._due(arm) and (arm < self._chains or gains[arm].upper > gains[best].value)]
         return max(due, key=lambda arm: gains[arm].value if arm < self._chains else gains[arm].upper, default=None)
 
-    def record(self, arm: int, outcome: Outcome, chosen: bool) -> None:
+    def record(self, arm: int, outcome: Outcome, *, chosen: bool) -> None:
         """Counts a dispatch; one that nobody decided about earns nothing."""
         spec = self._spec
         if not self.steps and self._times.prior is None:  # so a fresh engine may learn at all
@@ -95,14 +90,7 @@ class Trials:
         self._ran[self._group(arm)] = self.steps
 
     def record_trial(self, arm: int, upper: float, decision: Decision, outcome: Outcome) -> None:
-        """Counts what a trial lost, and sets how long its like waits now.
-
-        Args:
-          arm: that was tried.
-          upper: of its gain now, 0 where its time is known well.
-          decision: to try it.
-          outcome: what came of it.
-        """
+        """Counts what a trial lost, and sets how long its like waits; ``upper``: of its gain, 0 where that is known."""
         spec, group, fresh = self._spec, self._group(arm), arm == 0 or self._trial != arm
         plain_s = self._times.plain_s(outcome.rows)
         # What the best arm would have taken for as many tokens. They are a matter of luck, which sums do without.
@@ -132,10 +120,11 @@ class Trials:
 
     def uneven(self, wait: float) -> float:
         """Returns a wait that differs from time to time, or all trials might meet texts at the same place."""
-        return wait * (1.0 + self._spec.unevenness * (2.0 * (self._asked * GOLDEN % 1.0) - 1.0))
+        turn = self._asked * 0.6180339887 % 1.0  # multiples of the golden ratio repeat least
+        return wait * (1.0 + self._spec.unevenness * (2.0 * turn - 1.0))
 
     def _owe(self, more_s: float) -> None:
-        """Adds to the debt; what is earned beyond it does not pile up."""
+        # What is earned beyond the debt does not pile up.
         self.debt_s = max(min(self.debt_s, 0.0), self.debt_s + more_s)
 
     def _group(self, arm: int) -> int:
@@ -149,9 +138,4 @@ class Trials:
         return since + self.uneven(self._waits.get(group, self._spec.min_wait)) <= self.steps
 
     def _may_win(self, arm: int, best: int, gains: Sequence[Gain]) -> bool:
-        return gains[arm].upper > to_replace(gains[best], self._spec) if best else gains[arm].upper > 1.0
-
-
-def to_replace(held: Gain, spec: ControlSpec) -> float:
-    """Returns what another arm must gain at least, to be used instead of one that drafts."""
-    return held.value * (1.0 + spec.margin * held.verified.steps)
+        return gains[arm].upper > (gains[best].to_replace(self._spec.margin) if best else 1.0)

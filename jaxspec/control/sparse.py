@@ -4,8 +4,6 @@ For drafters that often find nothing: a verification takes its time for all rows
 a draft.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,12 +49,9 @@ class DraftAvailability:
             shares[at] += count / rows
 
     def best(self, size: int, drafts: float, added: float) -> Share:
-        """Returns the steps that should verify; all of them if none should, or nothing is known.
+        """Returns the steps that should verify; all of them if none should, or nothing is known of this batch size.
 
-        Args:
-          size: of the batch.
-          drafts: accepted drafts of a row that has some.
-          added: time that a verification adds to a step, in plain steps.
+        A verification has so many drafts accepted of a row that has some, and adds so many plain steps' time.
         """
         if size not in self._counts:
             return Share()

@@ -6,8 +6,6 @@ usual they add on the texts of now. So a dispatch tells about the pace where its
 is not, and about other arms and batch sizes as far as they have errors in common.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -22,13 +20,7 @@ PACE, TEXT, SWITCH, PROMPT = range(4)  # the first numbers that the filter knows
 
 
 class Kalman:
-    """Mean and covariance of numbers that measurements of linear combinations narrow down; the noise is learned.
-
-    Attributes:
-      mean_N: [N] float64.
-      cov_NN: [N, N] float64.
-      noise: variance of a measurement of weight 1.
-    """
+    """Mean and covariance of numbers that measurements narrow down; the noise, a variance, is learned."""
 
     def __init__(self, noise: float, least_noise: float, memory: float, outlier: float):
         self.mean_N, self.cov_NN, self.noise = np.zeros(0), np.zeros((0, 0)), noise
@@ -46,13 +38,7 @@ class Kalman:
         return first
 
     def measure(self, by_N: np.ndarray, surprise: float, weight: float) -> None:
-        """Learns from a measurement.
-
-        Args:
-          by_N: derivative of the measured value by each number.
-          surprise: measured minus expected value; what is further out than ``outlier`` deviations counts as just there.
-          weight: of the measurement; its noise has the variance ``noise / weight``.
-        """
+        """Learns from measured minus expected of what has these derivatives; its noise is ``noise / weight``."""
         cov_N = self.cov_NN @ by_N
         known, noise = float(by_N @ cov_N), self.noise / weight
         spread = known + noise
@@ -95,9 +81,8 @@ class StepTimes:
 
     def seen(self, arm: int, rows: int | None = None) -> float:
         """Returns how many full dispatches of an arm ran with about so many rows, or with any."""
-        if rows is None:
-            return sum(count for (one, _), count in self._seen.items() if one == arm)
-        return self._seen.get((arm, bucket(rows)), 0.0)
+        size = None if rows is None else bucket(rows)
+        return sum(n for (one, other), n in self._seen.items() if one == arm and size in (None, other))
 
     def plain_s(self, rows: int) -> float:
         """Returns the time of a plain step at the machine's pace of now."""

@@ -50,11 +50,11 @@ class Sizes:
         if not topology.is_chain:
             return cls(drafter.sparse, ())
         parts = PRUNED_PARTS if state.draft_costs is not None else SPARSE_PARTS if drafter.sparse else 1
-        sizes = packed_sizes(state.length_B.shape[0], topology.drafts, parts, compute.kernels == "triton")
+        sizes = packed_sizes(state.length_B.shape[0], topology.drafts, parts, on_gpu=compute.kernels == "triton")
         return cls(drafter.sparse, sizes)
 
 
-def packed_sizes(rows: int, drafts: int, parts: int, on_gpu: bool = False) -> tuple[int, ...]:
+def packed_sizes(rows: int, drafts: int, parts: int, *, on_gpu: bool = False) -> tuple[int, ...]:
     """Returns the anchors plus 1/parts, 2/parts, ... of the drafts, rounded up to whole steps.
 
     Args:

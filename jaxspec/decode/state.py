@@ -67,7 +67,7 @@ class DecodeState:
 
     @property
     def anchor(self) -> Anchor:
-        """Where the next drafts start."""
+        """Returns where the next drafts start."""
         sampling = self.sampling
         if self.draft_costs is not None:  # an idle row's drafts must keep no drafting going
             sampling = replace(sampling, draft_limit_B=jnp.where(self.active_B, sampling.draft_limit_B, 0))

@@ -12,9 +12,9 @@ from jax import lax
 from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, Segment
 from jaxspec.models.block import Block, LayerOutput, init_block
+from jaxspec.nn.expert_shards import ROUTED
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.matrix import Matrix
-from jaxspec.nn.moe import ROUTED
 from jaxspec.nn.param import LAYERS
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import Routing

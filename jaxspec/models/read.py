@@ -27,6 +27,8 @@ BOUNDS = {
     "index_topk": POSITIONS,
 }
 
+Switch = str | bool  # the key of an answer, or the answer
+
 
 class Reader:
     """Reads keys with defaults; remembers every missing one, so that all are reported at once, and every key asked for.
@@ -69,7 +71,7 @@ class Reader:
         """A finite number; see ``checked_real``."""
         return checked_real(keys[0], self.get(*keys, default=default), above, most)
 
-    def flag(self, value: bool | str, *, default: bool = False) -> bool:
+    def flag(self, value: Switch, *, default: bool = False) -> bool:
         """A fixed answer, or that of a key.
 
         Raises:

@@ -1,6 +1,7 @@
 """Routed experts whose weights a mesh splits: every device computes its own experts for the rows that reach it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -10,12 +11,28 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.nn.expert_transport import TRANSPORTS
-from jaxspec.nn.param import declared
+from jaxspec.nn.param import Param, declared
 from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Array
 from jaxspec.sharding.axis_rules import mesh_axes
 from jaxspec.sharding.mesh import AXES
 from pallas_kernels.quantized import Quantized, Weight
+
+# All experts in one array, and by that name those of one expert each.
+ROUTED = {
+    param.name: param
+    for param in (
+        Param("gate_up_ED2F", ("expert", "embed", "gate_up", "mlp"), "weight", part="routed experts"),
+        Param("down_EFD", ("expert", "mlp", "embed"), "weight", part="routed experts"),
+        Param("gate_up_bias_E2F", ("expert", "gate_up", "mlp"), "bias", part="routed experts"),
+        Param("down_bias_ED", ("expert", "embed"), "bias", part="routed experts"),
+    )
+}
+ONE_EXPERT = {
+    "gate_up_ED2F": "gate_up_D2F", "down_EFD": "down_FD", "gate_up_bias_E2F": "gate_up_bias_2F",
+    "down_bias_ED": "down_bias_D",
+}  # fmt: skip
+SWITCHED = {name: replace(p, name=f"{ONE_EXPERT[name]}_{{}}", axes=p.axes[1:]) for name, p in ROUTED.items()}
 
 Compute = Callable[[Array, Array, Array, dict[str, Weight], Array | None], Array]
 

@@ -209,8 +209,8 @@ def choose_kernel(rows: int, top_k: int, experts: dict[str, Weight], policy: Pol
     kernels = policy.compute.kernels
     if kernels == "xla":
         return Choice(OP, "", "xla", "no kernels are wanted")
-    name = case_name(rows_on_each(policy, rows), top_k, experts, stacked)
-    blocked = obstacles(experts, stacked) + obstacles_on(policy.compute.mesh, experts)
+    name = case_name(rows_on_each(policy, rows), top_k, experts, stacked=stacked)
+    blocked = obstacles(experts, stacked=stacked) + obstacles_on(policy.compute.mesh, experts)
     return choose(OP, name, kernels, "cuda", blocked)
 
 

@@ -51,8 +51,9 @@ class Matrix:
         if self.kernels == "xla" or rows > MOST_ROWS:
             return None
         w = flat(self.whole, int(stacked), axes)
-        blocked = ["scales shared by numbers that are no neighbors"] if w is None else obstacles(w, rows, stacked)
-        name = f"{rows} rows, weight of {self.shape}" if w is None else case_name(rows, w)
+        name, blocked = f"{rows} rows, weight of {self.shape}", ["scales shared by numbers that are no neighbors"]
+        if w is not None:
+            name, blocked = case_name(rows, w), obstacles(w, rows, stacked=stacked)
         choice = choose(OP, name, self.kernels, "cuda", blocked)
         if w is None or choice.implementation == "xla":
             return None

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense, exact_dense
+from jaxspec.nn.expert_shards import ONE_EXPERT, ROUTED, SWITCHED
 from jaxspec.nn.experts import run_experts, run_switched
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
 from jaxspec.nn.inputs import Inputs
@@ -23,21 +24,6 @@ CHOICE_BIAS = Param("choice_bias_E", ("routed_to",), "bias", dtype=jnp.float32, 
 TABLE = Param("table_VA", ("token_id", "choices"), "table", dtype=jnp.int32, part="router")
 SLOTS = Param("slots_EX", ("routed_to", "replicas"), "table", ZEROS, jnp.int32, part="router")
 SHARED_GATE = Param("shared_gate_D1", ("embed", "gate"), part="shared experts")
-# All experts in one array, and by that name those of one expert each.
-ROUTED = {
-    param.name: param
-    for param in (
-        Param("gate_up_ED2F", ("expert", "embed", "gate_up", "mlp"), "weight", part="routed experts"),
-        Param("down_EFD", ("expert", "mlp", "embed"), "weight", part="routed experts"),
-        Param("gate_up_bias_E2F", ("expert", "gate_up", "mlp"), "bias", part="routed experts"),
-        Param("down_bias_ED", ("expert", "embed"), "bias", part="routed experts"),
-    )
-}
-ONE_EXPERT = {
-    "gate_up_ED2F": "gate_up_D2F", "down_EFD": "down_FD", "gate_up_bias_E2F": "gate_up_bias_2F",
-    "down_bias_ED": "down_bias_D",
-}  # fmt: skip
-SWITCHED = {name: replace(p, name=f"{ONE_EXPERT[name]}_{{}}", axes=p.axes[1:]) for name, p in ROUTED.items()}
 
 
 @dataclass(frozen=True)

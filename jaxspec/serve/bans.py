@@ -17,7 +17,7 @@ Words = tuple[tuple[int, ...], ...]
 def bad_word_ids(words: Sequence[str], text: Text | None) -> Words:
     """Tokenizes bad words as vLLM does.
 
-    Each word as it is, and after a space where that gives as many tokens of which the first is another. Raises
+    Each word as it is, and after a space where that gives as many tokens and another first one. Raises
     RequestError if there is no tokenizer, or they are too many or too long.
     """
     if not words:

@@ -17,7 +17,7 @@ def default_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxspec" / "xla"
 
 
-def use_compile_cache(wanted: bool | str | Path | None = True) -> Path | None:
+def use_compile_cache(*, wanted: bool | str | Path | None = True) -> Path | None:
     """Enables JAX's persistent compile cache; what is compiled from now on is kept.
 
     Args:

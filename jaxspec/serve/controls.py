@@ -9,9 +9,9 @@ import jax
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.checkpoint.load.model import Model
 from jaxspec.checkpoint.load.places import abstract_params, flatten
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import ByBatchSize, Control, Fixed
 from jaxspec.control.draft_cost import VerifyBudget
-from jaxspec.control.policy import Adaptive
 from jaxspec.draft import methods
 from jaxspec.draft.draft_pruning import PruningConfig
 from jaxspec.draft.speculation_schedule import SpeculationSchedule
@@ -69,19 +69,19 @@ def prior_of(config: methods.SpeculativeConfig, target: Model, quantization: str
 
 
 def _calibrated(path: str, method: str, target: Model, quantization: str) -> StepRatios:
-    found = load_calibration(Path(path))
+    calibration = load_calibration(Path(path))
     have = {
         "model": digests(target.config)["config_digest"], "drafter": method,
         "dtype": str(target.net.policy.storage.param), "quantization": quantization,
     }  # fmt: skip
-    measured = {**found.settings, "model": found.model.get("config_digest")}
+    measured = {**calibration.settings, "model": calibration.model.get("config_digest")}
     wrong = [f"{name} {measured.get(name)!r}, not {have[name]!r}" for name in have if measured.get(name) != have[name]]
     if wrong:
         raise ConfigError(
             f"speculative_config: {path} was measured with {'; '.join(wrong)}; run jaxspec calibrate with this model "
             "and drafter"
         )
-    return step_ratios(found)
+    return step_ratios(calibration)
 
 
 def _cost_of(target: Model) -> ModelCost:

@@ -46,7 +46,7 @@ class Detokenizer(ABC):
 class ByteText(Detokenizer):
     """Tokens that are bytes: only an incomplete character at the end is open."""
 
-    def __init__(self, vocabulary: TokenBytes, skip: bool):
+    def __init__(self, vocabulary: TokenBytes, *, skip: bool):
         super().__init__()
         self._vocabulary, self._skip = vocabulary, skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -72,7 +72,7 @@ class ByteText(Detokenizer):
 class PieceText(Detokenizer):
     """Tokens that are texts or single bytes: a run of bytes is open, for one that does not fit spoils all of it."""
 
-    def __init__(self, vocabulary: TokenBytes, skip: bool):
+    def __init__(self, vocabulary: TokenBytes, *, skip: bool):
         super().__init__()
         self._vocabulary, self._skip = vocabulary, skip
         self._run, self._begun = bytearray(), False
@@ -137,7 +137,7 @@ class DecodedText(Detokenizer):
     The cost grows with the square of the length, and nothing proves that more than that may not change.
     """
 
-    def __init__(self, text: Text, skip: bool):
+    def __init__(self, text: Text, *, skip: bool):
         super().__init__()
         self._text, self._skip = text, skip
         self._ids: list[int] = []
@@ -217,10 +217,10 @@ def _character_of_bytes(data: bytes) -> list[int]:
     return [*places, count + bool(utf8.getstate()[0])]
 
 
-def detokenizer(text: Text, skip_special_tokens: bool) -> Detokenizer:
+def detokenizer(text: Text, *, skip_special_tokens: bool) -> Detokenizer:
     """Returns the detokenizer of a tokenizer's layout."""
     kinds: dict[str, Any] = {"bytes": ByteText, "pieces": PieceText}
     vocabulary = text.token_bytes
     if vocabulary.layout in kinds:
-        return kinds[vocabulary.layout](vocabulary, skip_special_tokens)
-    return DecodedText(text, skip_special_tokens)
+        return kinds[vocabulary.layout](vocabulary, skip=skip_special_tokens)
+    return DecodedText(text, skip=skip_special_tokens)

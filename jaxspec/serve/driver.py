@@ -151,7 +151,7 @@ def unseen_output(output: RequestOutput) -> RequestOutput | None:
     if output.kind is RequestOutputKind.FINAL_ONLY:
         return output if output.finished else None
     first = all(shown == UNSEEN for shown in output.shown)
-    news = [_news(completion, *output.shown[completion.index]) for completion in output.outputs]
+    news = [_news(completion, output.shown[completion.index]) for completion in output.outputs]
     if not any(news) and not output.finished:
         return None
     output.shown = [(len(c.text), len(c.token_ids), c.finish_reason is not None) for c in output.outputs]
@@ -161,9 +161,9 @@ def unseen_output(output: RequestOutput) -> RequestOutput | None:
     )  # fmt: skip
 
 
-def _news(completion: CompletionOutput, characters: int, tokens: int, ended: bool) -> CompletionOutput | None:
-    """Returns what came after so many characters and tokens; None for nothing."""
-    c = completion
+def _news(completion: CompletionOutput, shown: tuple[int, int, bool]) -> CompletionOutput | None:
+    """Returns what came after what was shown, see ``RequestOutput.shown``; None for nothing."""
+    c, (characters, tokens, ended) = completion, shown
     if len(c.token_ids) == tokens and (c.finish_reason is not None) == ended:
         return None
     return replace(

@@ -157,7 +157,7 @@ def open_job(
     try:
         count, digest = _survey(file)
         identity = {"input": {"requests": count, "sha256": digest}, **_identity(model, engine, sampling)}
-        journal = open_journal(output, identity, _program_identity(engine), retry_failed)
+        journal = open_journal(output, identity, _program_identity(engine), retry_failed=retry_failed)
         try:
             yield OpenJob(count, journal, file)
         finally:

@@ -45,7 +45,7 @@ class Journal:
       ConfigError: the file cannot be written, is being written, or belongs to another job.
     """
 
-    def __init__(self, path: str, identity: Mapping[str, Any], retry_failed: bool = False):
+    def __init__(self, path: str, identity: Mapping[str, Any], *, retry_failed: bool = False):
         self.path, self.done, self.failed = path, set[int](), 0
         self._sidecar = Path(f"{path}{SIDECAR}")
         self._main = Records(path, os.dup(1)) if path == STDOUT else Records.open(path)
@@ -56,7 +56,7 @@ class Journal:
             if self.resumable:
                 self._lock(self._main.fd)
                 self._bind({"format": FORMAT, **identity})
-                self._resume(retry_failed)
+                self._resume(retry_failed=retry_failed)
         except BaseException:
             self._release()
             raise
@@ -134,7 +134,7 @@ class Journal:
             finally:
                 stale.close()
 
-    def _resume(self, retry_failed: bool) -> None:
+    def _resume(self, *, retry_failed: bool) -> None:
         """Reads which requests have a record, once those of an earlier retry are in their place."""
         if os.path.exists(f"{self.path}{AGAIN}"):
             self._again = Records.open(f"{self.path}{AGAIN}")

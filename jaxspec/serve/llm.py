@@ -50,7 +50,7 @@ class LLM:
     """A model ready to generate, with or without speculation.
 
     It may be used from several threads: their requests share the batch, and each call returns what it would return
-    alone. All work on the engine is done by one thread of its own, so that an interrupt (Ctrl-C, or whatever a signal
+    alone. All work on the engine is done by one thread of its own: an interrupt (Ctrl-C, or whatever a signal
     handler raises) reaches the caller at once, ends the caller's requests only, and leaves the ``LLM`` as good as new.
     A step that fails, for want of memory say, raises where it was asked for; other requests go on. JAX's thread-local
     settings (``with jax.default_matmul_precision(...)``) of a caller do not reach that thread; ``jax.config.update``
@@ -87,7 +87,7 @@ class LLM:
       on_load: called while the model loads, with (bytes placed, bytes in all).
       on_progress: called while the model loads and compiles, with ("loading", bytes placed, bytes in all),
         ("compiling", programs done, programs in all), and others; (stage, 0, 0) where nobody knows how far it is.
-      compile_cache: keeps compiled programs on disk, so that the next start is quick: True for the directory that the
+      compile_cache: keeps compiled programs on disk, for a quick next start: True for the directory that the
         program or the environment chose for JAX, or ``~/.cache/jaxspec/xla``; a directory; False for no change of
         JAX's settings.
       vllm: arguments of vLLM's ``LLM`` that ask for what happens here anyway, such as ``trust_remote_code=False``;
@@ -136,7 +136,7 @@ class LLM:
             max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
             num_kv_pages=num_kv_pages,
         )  # fmt: skip
-        use_compile_cache(compile_cache)
+        use_compile_cache(wanted=compile_cache)
         self.model = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
             kernels=kernels, quantization=quantization, rows=spec.rows,
@@ -211,7 +211,7 @@ class LLM:
         """
         refuse_with_request(lora_request=lora_request, priority=priority)
         requests = self.prompts.requests(prompts, sampling_params)
-        with show_progress([samples[0].output for samples in requests], use_tqdm) as look:
+        with show_progress([samples[0].output for samples in requests], wanted=use_tqdm) as look:
             return self.driver.run(requests, look)
 
     def chat(

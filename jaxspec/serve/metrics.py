@@ -36,11 +36,10 @@ class ArmCounts:
     predicted_gain: float | None = None
 
     def counters(self) -> list[tuple[str, float]]:
-        """Names and values."""
-        found = [
-            (f"{name}_total", getattr(self, name)) for name in ("dispatches", "probes", "steps", "tokens", "time_s")
-        ]
-        return found if self.predicted_gain is None else [*found, ("predicted_gain", self.predicted_gain)]
+        """Returns names and values."""
+        names = ("dispatches", "probes", "steps", "tokens", "time_s")
+        counters = [(f"{name}_total", getattr(self, name)) for name in names]
+        return counters if self.predicted_gain is None else [*counters, ("predicted_gain", self.predicted_gain)]
 
 
 class EngineMetrics:
@@ -75,9 +74,9 @@ class EngineMetrics:
         self.touched = outcome.touched or self.touched
 
     def counters(self) -> list[Metric]:
-        """Every counter."""
+        """Returns every counter."""
         s = self.speculation
-        found = [
+        metrics = [
             Metric("vllm:prompt_tokens_total", self.prompt_tokens),
             Metric("vllm:generation_tokens_total", self.generated_tokens),
             Metric("vllm:request_success_total", self.requests),
@@ -85,23 +84,23 @@ class EngineMetrics:
             Metric("vllm:spec_decode_num_draft_tokens_total", s.num_draft_tokens),
             Metric("vllm:spec_decode_num_accepted_tokens_total", s.num_accepted_tokens),
         ]
-        found += [
+        metrics += [
             Metric("vllm:spec_decode_num_accepted_tokens_per_pos_total", count, {"position": str(position)})
             for position, count in enumerate(s.num_accepted_tokens_per_pos)
         ]
-        found += [
+        metrics += [
             Metric("jaxspec:prefill_time_s_total", self.prefill_time_s),
             Metric("jaxspec:decode_time_s_total", self.decode_time_s),
             Metric("jaxspec:deciding_time_s_total", self.deciding_time_s),
             Metric("jaxspec:num_steps_total", s.num_steps),
             Metric("jaxspec:cut_drafts_total", self.cut_drafts),
         ]
-        found += [Metric("jaxspec:draft_price_s", price, {"of": name}) for name, price in self.draft_prices_s.items()]
+        metrics += [Metric("jaxspec:draft_price_s", price, {"of": name}) for name, price in self.draft_prices_s.items()]
         for top, arm in sorted(self.arms.items(), key=lambda item: (item[0].nodes, item[0].name)):
             labels = {"length": str(top.max_depth)} | ({} if top.is_chain else {"tree": top.name})
-            found += [Metric(f"jaxspec:arm_{name}", value, labels) for name, value in arm.counters()]
-        found += [
+            metrics += [Metric(f"jaxspec:arm_{name}", value, labels) for name, value in arm.counters()]
+        metrics += [
             Metric("jaxspec:predicted_experts", count, {"drafts": str(drafts)})
             for drafts, count in enumerate(self.touched, start=1)
         ]
-        return found
+        return metrics

@@ -45,7 +45,9 @@ def response_body(
 
 
 def _choice(c: CompletionOutput, output: RequestOutput, params: SamplingParams, text: Text | None) -> dict[str, Any]:
-    logprobs = completion_logprobs(c, output.prompt_token_ids, params.skip_special_tokens, text)
+    logprobs = completion_logprobs(
+        c, output.prompt_token_ids, skip_special_tokens=params.skip_special_tokens, text=text
+    )
     return {"index": c.index, "text": c.text, "logprobs": logprobs, "finish_reason": c.finish_reason}
 
 
@@ -56,7 +58,7 @@ def _chat_choice(c: CompletionOutput, params: SamplingParams, text: Text | None)
 
 
 def completion_logprobs(
-    c: CompletionOutput, prompt: Sequence[int], skip_special_tokens: bool, text: Text | None
+    c: CompletionOutput, prompt: Sequence[int], *, skip_special_tokens: bool, text: Text | None
 ) -> dict[str, Any] | None:
     """Returns log-probabilities as in a ``text_completion``.
 
@@ -70,7 +72,10 @@ def completion_logprobs(
     if text is None:
         offsets = [0] * len(c.token_ids)
     else:
-        offsets = [min(at, len(c.text)) for at in token_offsets(text, skip_special_tokens, prompt, c.token_ids)]
+        offsets = [
+            min(at, len(c.text))
+            for at in token_offsets(text, skip_special_tokens=skip_special_tokens, prompt=prompt, ids=c.token_ids)
+        ]
     return {
         "tokens": [_name(i, text) for i in c.token_ids],
         "token_logprobs": [entry[i].logprob for i, entry in zip(c.token_ids, c.logprobs, strict=True)],

@@ -21,7 +21,7 @@ PATIENCE_S = 1.0  # before a bar appears
 
 @contextmanager
 def show_progress(
-    outputs: Sequence[RequestOutput], wanted: bool | MakeBar | None
+    outputs: Sequence[RequestOutput], *, wanted: bool | MakeBar | None
 ) -> Iterator[Callable[[], None] | None]:
     """Yields a function to call while requests run, None where no bar is wanted.
 

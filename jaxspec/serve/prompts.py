@@ -89,7 +89,7 @@ class Prompts:
         number = arrival if number is None else number
         samples = new_samples(
             request_id or str(number), text, ids, params, partial(self._growing, ids),
-            engine_seed=self.seed, number=number, capacity=self.spec.capacity,
+            seeds=(self.seed, number), capacity=self.spec.capacity,
             draft_length=self.depth,
         )  # fmt: skip
         for sample in samples:
@@ -109,7 +109,7 @@ class Prompts:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, speculative=False)
         (sample,) = new_samples(
             "score", None, ids, params, partial(self._growing, ids),
-            engine_seed=self.seed, number=0, capacity=len(ids), draft_length=self.depth,
+            seeds=(self.seed, 0), capacity=len(ids), draft_length=self.depth,
         )  # fmt: skip
         sample.reads_only = True
         return sample

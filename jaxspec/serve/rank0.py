@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from typing_extensions import override
 
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import Control, Decision, Outcome, Request
-from jaxspec.control.policy import Adaptive
 from jaxspec.sharding import hosts
 from jaxspec.topology import AnyTopology
 
@@ -19,11 +18,9 @@ class DecidedByRank0(Control):
     control: Control
 
     @property
-    @override
     def arms(self) -> tuple[AnyTopology, ...]:
         return self.control.arms
 
-    @override
     def choose(self, rows: int, waiting: int, requests: Sequence[Request] = (), steps: int | None = None) -> Decision:
         own = self.control.choose(rows, waiting, requests, steps)
         arm, probe, min_rows = hosts.broadcast_arrays(
@@ -31,7 +28,6 @@ class DecidedByRank0(Control):
         ).tolist()
         return replace(own, arm=self.arms[arm], probe=bool(probe), min_rows=min_rows)
 
-    @override
     def record(self, decision: Decision, outcome: Outcome) -> None:
         self.control.record(decision, outcome)
 

@@ -188,19 +188,15 @@ def new_samples(
     params: SamplingParams,
     grow,
     *,
-    engine_seed: int,
-    number: int,
+    seeds: tuple[int, int],
     capacity: int,
     draft_length: int,
 ) -> list[Sample]:
-    """Makes one request's n samples, which share one output."""
+    """Makes one request's n samples, which share one output; ``seeds``: the engine's, and the request's number."""
     outputs = [CompletionOutput(i, logprobs=[] if params.logprobs is not None else None) for i in range(params.n)]
     output = RequestOutput(
         request_id, prompt, ids, outputs, metrics=new_metrics(draft_length), kind=params.output_kind,
         shown=[UNSEEN] * params.n,
     )  # fmt: skip
     longest = min(len(ids) + params.max_tokens if params.max_tokens else capacity, capacity)
-    return [
-        Sample(output, c, params, grow(params), key_words(params.seed, engine_seed, number, c.index), longest)
-        for c in outputs
-    ]
+    return [Sample(output, c, params, grow(params), key_words(params.seed, *seeds, c.index), longest) for c in outputs]

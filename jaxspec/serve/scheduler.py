@@ -98,6 +98,7 @@ class Scheduler:
     def admit(self) -> bool:
         """Gives free rows to samples that wait and reads their prompts to the end; returns whether any was read."""
         began, waiting = time.monotonic(), len(self.waiting)
+        self._state = self.state  # before samples take rows: none is to blame if there is no memory for it
         for row, sample in self._take_rows():
             self._start(row, sample)
         if len(self.waiting) == waiting:

@@ -28,7 +28,7 @@ class Follower:
 
 
 def open_journal(
-    path: str, identity: Mapping[str, Any], pace: Mapping[str, Any], retry_failed: bool = False
+    path: str, identity: Mapping[str, Any], pace: Mapping[str, Any], *, retry_failed: bool = False
 ) -> Journal | Follower:
     """The journal of a job, which process 0 writes and the others follow.
 
@@ -43,11 +43,11 @@ def open_journal(
     """
     hosts.check_same({**identity, **pace, "retry_failed": retry_failed})
     if not hosts.is_multiprocess():
-        return Journal(path, identity, retry_failed)
+        return Journal(path, identity, retry_failed=retry_failed)
     opened: list[Journal] = []
 
     def begin() -> dict[str, Any]:
-        opened.append(Journal(path, identity, retry_failed))
+        opened.append(Journal(path, identity, retry_failed=retry_failed))
         return {"done": sorted(opened[0].done), "failed": opened[0].failed}
 
     said = hosts.run_on_leader(begin)

@@ -28,21 +28,21 @@ class IncrementalText:
         self._tokens: Detokenizer | None = None
         self._before, self._checked, self._shown, self._cut = "", "", "", None
 
-    def add(self, token: int, may_stop: bool = True) -> str | None:
+    def add(self, token: int, *, may_stop: bool = True) -> str | None:
         """Appends one token; returns the stop string that it completes, if any and if it may stop here."""
         if self._text is None:
             return None
         if self._tokens is None:
-            self._tokens = detokenizer(self._text, self._params.skip_special_tokens)
+            self._tokens = detokenizer(self._text, skip_special_tokens=self._params.skip_special_tokens)
             self._before = self._tokens.begin(self._prompt)
         if may_stop and token in self._special_stops:
             stop = self._special_stops[token]
             self._cut = self.whole + (stop if self._params.include_stop_str_in_output else "")
             return stop
         self._tokens.extend([token])
-        return self._find_stop(may_stop) if self._stops else None
+        return self._find_stop(may_stop=may_stop) if self._stops else None
 
-    def _find_stop(self, may_stop: bool) -> str | None:
+    def _find_stop(self, *, may_stop: bool) -> str | None:
         """Finds the first stop string that ends in new text, and cuts the text at it."""
         assert self._tokens is not None
         # Half a character is no U+FFFD yet.
@@ -119,12 +119,12 @@ def special_stops(text: Text, params: SamplingParams) -> dict[int, str]:
     return stops
 
 
-def token_offsets(text: Text, skip_special_tokens: bool, prompt: Sequence[int], ids: Sequence[int]) -> list[int]:
+def token_offsets(text: Text, *, skip_special_tokens: bool, prompt: Sequence[int], ids: Sequence[int]) -> list[int]:
     """Returns the positions in the whole generated text at which the text of each id begins.
 
     Within a character of several tokens that is the character's, for a token that the text leaves out where it was.
     """
-    tokens = detokenizer(text, skip_special_tokens)
+    tokens = detokenizer(text, skip_special_tokens=skip_special_tokens)
     before = tokens.begin(prompt)
     starts = tokens.starts(ids)
     tokens.extend(ids)

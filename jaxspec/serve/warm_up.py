@@ -21,7 +21,7 @@ from jaxspec.topology import PLAIN, AnyTopology
 ROWS = 8
 PAIRS = (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)  # every pair of four tokens: whatever follows has a match
 
-LINKING, TIMED = 3, 4  # rounds: before any is timed; timed
+LINKING, TIMED = 3, 6  # rounds: before any is timed; timed
 RANDOM = 0.1  # relative error of a ratio: text that begins with random tokens touches other experts than users' does
 EACH = 0.35  # least share of that error that each ratio has by itself: it is the median of some rounds
 OF_MEDIAN = 1.4826 * 1.2533  # standard error of a normal median by the median absolute deviation, times sqrt(n)

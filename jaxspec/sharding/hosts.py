@@ -22,7 +22,7 @@ from jaxspec.errors import ConfigError, JaxspecError
 
 T = TypeVar("T")
 INITIALIZATION_TIMEOUT_S, HEARTBEAT_TIMEOUT_S = 120, 30
-MESSAGE_BYTES = 256  # messages are padded to a multiple of it, so that few shapes are broadcast
+MESSAGE_BYTES = 256  # messages are padded to a multiple of it: few shapes are broadcast, and compiled
 RESUME = "what is written stays, start the same command on all of them again to go on"
 _HANDLERS: list[Any] = []  # C keeps only their addresses
 

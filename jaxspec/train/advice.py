@@ -19,7 +19,7 @@ def warnings_of(settings: RunSettings, corpus: Corpus) -> Iterator[str]:
     each = t.rows * t.accumulation
     if rows < each:
         yield (
-            f"an epoch is {rows} row{'s' * (rows > 1)}, fewer than the {each} of one update, so that rows repeat "
+            f"an epoch is {rows} row{'s' * (rows > 1)}, fewer than the {each} of one update: rows repeat "
             f"within an update, and {t.steps:,} updates are {epochs(settings, corpus, t.steps):,.0f} epochs; give more "
             "data, or lower train.rows, train.accumulation, train.steps or data.length"
         )
@@ -36,7 +36,7 @@ def warnings_of(settings: RunSettings, corpus: Corpus) -> Iterator[str]:
         )
     if not corpus.held_out:
         yield (
-            "no document is held out, so that acceptance is not measured and no best/ is kept; name a file with "
+            "no document is held out: acceptance is not measured and no best/ is kept; name a file with "
             "data.held_out, or set data.held_out_fraction"
         )
 

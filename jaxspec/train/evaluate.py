@@ -58,7 +58,7 @@ def _stay(state: DecodeState, mesh: Mesh | None) -> DecodeState:
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh, ROW_AXES))
 
 
-# Of the module, so that trials of all temperatures and updates share them.
+# Of the module: evaluators of all temperatures share these programs, at every update.
 PREFILL = jax.jit(_prefill, static_argnums=0, donate_argnums=3)
 ADMIT = jax.jit(_admit, static_argnums=0, donate_argnums=1)
 DISPATCH = jax.jit(_dispatch, static_argnums=(0, 1), donate_argnums=4)

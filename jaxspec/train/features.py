@@ -162,7 +162,7 @@ class FeatureRows:
         notify({"feature cache": f"{size} in {self.directory}, {_size(needed)} to write, {_size(free)} free"})
         if needed > free:
             raise JaxspecError(
-                f"{self.directory}: the feature cache is {size}, of which {_size(needed)} are to write, and "
+                f"{self.directory}: the feature cache is {size}, {_size(needed)} of it to write, and "
                 f"{_size(free)} are free; make room, choose another features.cache, bfloat16 as features.dtype or "
                 "less data, or leave features.cache out to run the target in every update"
             )

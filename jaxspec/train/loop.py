@@ -173,7 +173,7 @@ class _Loop:
             return figures
         if self.run.best not in figures:
             raise JaxspecError(f"evaluation: no figure {self.run.best!r}; there are {', '.join(sorted(figures))}")
-        # The checkpoint of this update is saved after it, so that a crash in between evaluates again.
+        # The checkpoint of this update is saved after it: a run that crashed in between evaluates again.
         if figures[self.run.best] > self.best:
             self.best = figures[self.run.best]
             self._keep("best", params, done)

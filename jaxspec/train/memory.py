@@ -102,7 +102,7 @@ def plan_memory(work: UpdateWork, settings: TrainSettings, room: int | None, eno
     if enough is not None:
         counts = [n for n in counts if n // work.devices * work.length <= enough] or counts[-1:]
     levels = (False, True) if settings.remat is None else (settings.remat,)
-    plans = [_plan(work, settings, rows, remat, room) for remat in levels for rows in counts]
+    plans = [_plan(work, settings, rows, remat=remat, room=room) for remat in levels for rows in counts]
     fits = next((plan for plan in plans if room is None or plan.total <= room), None)
     if fits is not None:
         return fits
@@ -117,10 +117,10 @@ def plan_memory(work: UpdateWork, settings: TrainSettings, room: int | None, eno
     )
 
 
-def _plan(work: UpdateWork, settings: TrainSettings, rows: int, remat: bool, room: int | None) -> MemoryPlan:
+def _plan(work: UpdateWork, settings: TrainSettings, rows: int, *, remat: bool, room: int | None) -> MemoryPlan:
     parts = settings.rows // rows
     passes = parts * settings.accumulation
-    return MemoryPlan(rows, parts, remat, dict(_needed(work, rows // work.devices, remat, passes)), room)
+    return MemoryPlan(rows, parts, remat, dict(_needed(work, rows // work.devices, remat=remat, passes=passes)), room)
 
 
 def _cures(work: UpdateWork, settings: TrainSettings, smallest: MemoryPlan, room: int) -> str:
@@ -138,14 +138,14 @@ def _listed(needed: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {size / GB:.1f}" for name, size in needed.items() if size)
 
 
-def _needed(work: UpdateWork, rows: int, remat: bool, passes: int) -> Iterator[tuple[str, int]]:
+def _needed(work: UpdateWork, rows: int, *, remat: bool, passes: int) -> Iterator[tuple[str, int]]:
     """Bytes of one device by what they are for, on the safe side of what XLA allots."""
     yield "target", work.target_bytes
     yield "target for serving", work.serving_bytes
     # Parameters, two moments, their change, the gradient, and its sum over passes.
     yield "head with optimizer and gradients", work.head_bytes * (5 + (passes > 1))
     read = 4 * rows * work.length * work.vectors * work.arch.model_dim
-    layer, rounds = _target_layer(work, rows), _rounds(work, rows, remat)
+    layer, rounds = _target_layer(work, rows), _rounds(work, rows, remat=remat)
     yield "activations", int(MARGIN * (read + max(layer, rounds)))
 
 
@@ -172,7 +172,7 @@ def _layer_floats(layer: LayerSpec, dim: int, length: int) -> int:
     return 8 * dim + 3 * inner + wide + scores
 
 
-def _rounds(work: UpdateWork, rows: int, remat: bool) -> int:
+def _rounds(work: UpdateWork, rows: int, *, remat: bool) -> int:
     """Bytes that the rounds of drafting keep for their gradients, and the most that is computed at a time."""
     o, t, places = work.loss, work.length, rows * work.length
     if isinstance(work.net, Medusa):

@@ -100,7 +100,7 @@ class DocumentReader:
         except RequestError as error:
             raise ConfigError(f"data: {source}: {error}") from None
 
-    def _document(self, ids: Any, spans: Spans, source: str, plain: bool) -> Document:
+    def _document(self, ids: Any, spans: Spans, source: str, *, plain: bool) -> Document:
         token_T = np.asarray(_ids("token ids", ids), np.int64)
         if len(token_T) and not 0 <= token_T.min() <= token_T.max() < self.vocab_size:
             raise RequestError(

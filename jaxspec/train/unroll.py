@@ -50,7 +50,7 @@ def unroll(
     """
     g_BTD = apply(net, params, net.spec.feature(features), method="join")
     memory, done = _memory(net, batch), []
-    slot_BT, run = _all_slots(batch), _round(net, target[0], remat)
+    slot_BT, run = _all_slots(batch), _round(net, target[0], remat=remat)
     for j in range(rounds):
         token_BT = shift_left(batch.token_BT, 1 + j)
         last, g_BTD, memory = run(params, target[1], g_BTD, token_BT, batch.position_BT + j, memory)
@@ -77,7 +77,7 @@ def unroll_masked(
     arguments are those of ``unroll``.
     """
     g_BTD = apply(net, params, net.spec.feature(features), method="join")
-    memory, slot_BX, run = _memory(net, batch), _all_slots(batch), _round(net, target[0], remat)
+    memory, slot_BX, run = _memory(net, batch), _all_slots(batch), _round(net, target[0], remat=remat)
     last, following, memory = run(params, target[1], g_BTD, shift_left(batch.token_BT, 1), batch.position_BT, memory)
     done = [Round(last, following, slot_BX)]
     assert net.spec.mask_token is not None, "only such heads draft in one pass"
@@ -109,7 +109,7 @@ def embedding(net: DraftHead, params: Params, target: tuple[Transformer, Params]
     return apply(net, params, token_BT, method="embed") if net.spec.own_embedding else embed(*target, token_BT)
 
 
-def _round(net: DraftHead, base: Transformer, remat: bool) -> Callable[..., Any]:
+def _round(net: DraftHead, base: Transformer, *, remat: bool) -> Callable[..., Any]:
     """One round of a head."""
 
     def run(params: Params, frozen: Params, g_BXD: Array, token_BX: Array, position_BX: Array, memory: Any) -> Any:

@@ -86,14 +86,14 @@ def _measure(section: Section, model: str, what: str, shape: Shape, load: Load) 
             continue
         out = np.asarray(launch()[0])
         good = bool(np.isfinite(out).all() and np.abs(out).max() > 0)
-        section.check(f"{what}, {t} positions give numbers", good, f"largest {np.abs(out).max():.2g}")
+        section.check(f"{what}, {t} positions give numbers", passed=good, detail=f"largest {np.abs(out).max():.2g}")
         subjects.append(Subject(str(t), launch, calls))
     for t, timing in interleaved(subjects, rounds=2 if tiny else 7, round_s=0.0 if tiny else 0.01).items():
         read = load.rows * (load.context + int(t)) * shape.entry_bytes
         section.add(
             "calls", model=model, rows=load.rows, context=load.context, positions=int(t), time_s=timing.median_s,
             least_s=timing.least_s, most_s=timing.most_s, read_bytes=read, bytes_per_s=read / timing.median_s,
-            share_of_copy=read / timing.median_s / copy_bytes_per_s(tiny),
+            share_of_copy=read / timing.median_s / copy_bytes_per_s(tiny=tiny),
         )  # fmt: skip
 
 

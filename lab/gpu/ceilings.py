@@ -13,7 +13,7 @@ MATMUL_SIZE = {False: 8192, True: 64}
 
 
 @cache
-def copy_bytes_per_s(tiny: bool) -> float:
+def copy_bytes_per_s(*, tiny: bool) -> float:
     """Bytes read and written per second by a program that adds 1 to a large array."""
     x = jnp.ones(COPY_BYTES[tiny] // 4, jnp.float32)
     launch = chained(lambda x: x + jnp.float32(1), [(x,)])
@@ -22,7 +22,7 @@ def copy_bytes_per_s(tiny: bool) -> float:
 
 
 @cache
-def read_bytes_per_s(tiny: bool) -> float:
+def read_bytes_per_s(*, tiny: bool) -> float:
     """Bytes read per second by a program that sums a large array: what a kernel that writes little can reach."""
     x = jnp.ones(COPY_BYTES[tiny] // 4, jnp.float32)
     launch = chained(jnp.sum, [(x,)])
@@ -36,7 +36,7 @@ def ceilings(section: Section) -> None:
     for name, measure in (("copy", copy_bytes_per_s), ("read", read_bytes_per_s)):
         with section.attempt(name) as go:
             if go:
-                section.add("bandwidth", name=name, bytes_per_s=measure(tiny))
+                section.add("bandwidth", name=name, bytes_per_s=measure(tiny=tiny))
     size = MATMUL_SIZE[tiny]
     for kind in (jnp.bfloat16, jnp.float8_e4m3fn):
         name = f"matmul {jnp.dtype(kind).name}"
@@ -49,7 +49,8 @@ def ceilings(section: Section) -> None:
             section.add("matmul", name=name, size=size, flop_per_s=2 * size**3 / timing.median_s)
             wide = jnp.dot(left[:8].astype(jnp.float32), right.astype(jnp.float32), precision="highest")
             error = float(jnp.max(jnp.abs(launch()[0][:8].astype(jnp.float32) - wide)) / jnp.max(jnp.abs(wide)))
-            section.check(f"{name} is right", error < 1e-2, f"largest error {error:.1e} of the largest entry")
+            detail = f"largest error {error:.1e} of the largest entry"
+            section.check(f"{name} is right", passed=error < 1e-2, detail=detail)
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:

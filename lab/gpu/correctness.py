@@ -57,10 +57,10 @@ def _invariant(section: Section, name: str, run: Callable[..., Any], rows: list[
     whole = np.asarray(run(*rows))
     for count in counts:
         same = np.array_equal(np.asarray(run(*(x[:count] for x in rows))), whole[:count])
-        section.check(f"{name}: {count} of {len(whole)} rows are the same alone", same, "bitwise")
+        section.check(f"{name}: {count} of {len(whole)} rows are the same alone", passed=same, detail="bitwise")
     order = np.random.default_rng(0).permutation(len(whole))
     same = np.array_equal(np.asarray(run(*(x[order] for x in rows))), whole[order])
-    section.check(f"{name}: {len(whole)} rows are the same in another order", same, "bitwise")
+    section.check(f"{name}: {len(whole)} rows are the same in another order", passed=same, detail="bitwise")
     return whole
 
 
@@ -127,7 +127,8 @@ def _attention(section: Section, kernel: Any) -> None:
     pages = jnp.arange(rows, dtype=jnp.int32)
     whole = _invariant(section, "attention", run, [q, position, pages], () if section.tiny else (1,))
     alone = np.concatenate([np.asarray(run(q[:, t : t + 1], position[:, t : t + 1], pages)) for t in range(4)], axis=1)
-    section.check("attention: 4 positions are the same one by one", np.array_equal(alone, whole), "bitwise")
+    same = np.array_equal(alone, whole)
+    section.check("attention: 4 positions are the same one by one", passed=same, detail="bitwise")
     keys, values = (np.asarray(x[0]).view(jnp.bfloat16).astype(np.float64) for x in (k, v))
     exact = float64.attention(np.asarray(q[0]), keys, values, np.asarray(position[0]), scale=width**-0.5, sinks_H=sinks)
     _near(section, "attention", whole[0], exact)
@@ -139,7 +140,7 @@ def _prefixes(count: int) -> tuple[int, ...]:
 
 def _near(section: Section, name: str, out: np.ndarray, exact: np.ndarray) -> None:
     far = float64.apart(out, exact)
-    section.check(f"{name}: near float64", far < BFLOAT16, f"{far:.1e} of the norm")
+    section.check(f"{name}: near float64", passed=far < BFLOAT16, detail=f"{far:.1e} of the norm")
 
 
 def lossless(section: Section, quantization: str) -> None:
@@ -160,14 +161,14 @@ def lossless(section: Section, quantization: str) -> None:
             target, speculative_config=config, dtype="bfloat16", quantization=quantization, max_num_seqs=count,
             max_model_len=512, max_logprobs=0, prefill_buckets=(256,),
         )  # fmt: skip
-        said = [_texts(llm, prompts, tokens, speculative) for speculative in (None, False)]
+        said = [_texts(llm, prompts, tokens, speculative=speculative) for speculative in (None, False)]
         same = sum(a == b for a, b in zip(*said, strict=True))
         weights = "bfloat16" if quantization == "none" else quantization
         detail = f"{same} of {count} texts of {tokens} tokens are the same"
-        section.check(f"demo pair, weights {weights}, {name}: lossless", same == count, detail)
+        section.check(f"demo pair, weights {weights}, {name}: lossless", passed=same == count, detail=detail)
 
 
-def _texts(llm: LLM, prompts: list[str], tokens: int, speculative: bool | None) -> list[list[int]]:
+def _texts(llm: LLM, prompts: list[str], tokens: int, *, speculative: bool | None) -> list[list[int]]:
     """Every other prompt sampled, each with a seed of its own."""
     params = [
         SamplingParams(temperature=0.7 * (n % 2), seed=n, max_tokens=tokens, ignore_eos=True, speculative=speculative)
@@ -200,7 +201,7 @@ def _case_equals_reference(section: Section, name: str, case: Case, kernel: Any)
             return
     out, exact = (np.asarray(made[how](*arguments), np.float64) for how in (kernel, "xla"))
     far = float(np.max(np.abs(out - exact)) / np.max(np.abs(exact)))
-    section.check(f"{name}: equals its reference", far <= case.tolerance, f"{far:.1e} of the largest")
+    section.check(f"{name}: equals its reference", passed=far <= case.tolerance, detail=f"{far:.1e} of the largest")
 
 
 def _compiled(case: Case, how: Any, arguments: tuple[Any, ...]) -> Any:

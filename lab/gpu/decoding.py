@@ -102,7 +102,7 @@ def decoding(section: Section, name: str, sizes: Sizes | None = None) -> None:
     published acceptance length over that ratio is the speed-up with drafts that cost nothing.
     """
     sizes = sizes or (TINY if section.tiny else REAL)
-    config = published_config(name, section.tiny)
+    config = published_config(name, tiny=section.tiny)
     target = random_target(config, make_policy(depth="stacked", kernels=sizes.kernels), block=sizes.block)
     model = Model(name, target, model_cost(config, name=name), sizes)
     section.add("weights", model=name, bytes=sum(x.nbytes for x in jax.tree.leaves(target)))
@@ -146,7 +146,7 @@ def _add_cell(
 ) -> None:
     rows, k = cell
     read = model.read_bytes(rows, k + 1)
-    bound_s = read / copy_bytes_per_s(section.tiny)
+    bound_s = read / copy_bytes_per_s(tiny=section.tiny)
     ratio = None if plain_s is None else step_s / plain_s
     section.add(
         "cells", model=model.name, rows=rows, drafts=k, context=model.sizes.context, step_s=step_s, read_bytes=read,
@@ -242,4 +242,5 @@ def _check_lossless(section: Section, runner: Runner, programs: dict[int, Any]) 
         if k:
             same = runner.text(program, k) == plain
             detail = f"{int(same.all(axis=1).sum())} of {runner.rows} rows say the same {plain.shape[1]} tokens"
-            section.check(f"{runner.model.name}: {runner.rows} rows, {k} drafts are lossless", bool(same.all()), detail)
+            name = f"{runner.model.name}: {runner.rows} rows, {k} drafts are lossless"
+            section.check(name, passed=bool(same.all()), detail=detail)

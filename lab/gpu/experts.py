@@ -186,17 +186,20 @@ def _report(
     results: Mapping[str, np.ndarray],
 ) -> None:  # fmt: skip
     own = results.get(OWN)
-    section.check(f"{model}: {count} rows: {OWN} runs", own is not None, "the kernel compiles and returns")
+    runs = f"{model}: {count} rows: {OWN} runs"
+    section.check(runs, passed=own is not None, detail="the kernel compiles and returns")
     for name, other in results.items():
         if own is not None and name != OWN:
             apart = float(np.max(np.abs(own - other)) / np.max(np.abs(own)))
             section.check(
-                f"{model}: {count} rows: {OWN} and {name} agree", apart < AGREE, f"{apart:.1e} of the largest"
+                f"{model}: {count} rows: {OWN} and {name} agree",
+                passed=apart < AGREE,
+                detail=f"{apart:.1e} of the largest",
             )
     tiny, read = section.tiny, inputs.read_bytes(rows)
     for name, timing in interleaved(subjects, rounds=2 if tiny else 7, round_s=0.0 if tiny else 0.01).items():
         section.add(
             "calls", model=model, form=inputs.shape.form, rows=count, implementation=name, time_s=timing.median_s,
             least_s=timing.least_s, most_s=timing.most_s, read_bytes=read, bytes_per_s=read / timing.median_s,
-            share_of_copy=read / timing.median_s / copy_bytes_per_s(tiny),
+            share_of_copy=read / timing.median_s / copy_bytes_per_s(tiny=tiny),
         )  # fmt: skip

@@ -31,7 +31,7 @@ SMALL = {  # what a tiny model of a family changes in its published config, wher
 }  # fmt: skip
 
 
-def published_config(name: str, tiny: bool) -> dict[str, Any]:
+def published_config(name: str, *, tiny: bool) -> dict[str, Any]:
     """A file of ``configs/models``, or a tiny model of the same kind."""
     root = Path(__file__).resolve().parents[2]
     config = json.loads((root / "configs" / "models" / f"{name}.json").read_text(encoding="utf-8"))

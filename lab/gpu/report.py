@@ -41,7 +41,7 @@ class Section:
         self.tables.setdefault(table, []).append({name: _rounded(value) for name, value in row.items()})
         self.save(self.record("running"))
 
-    def check(self, name: str, passed: bool, detail: str) -> None:
+    def check(self, name: str, *, passed: bool, detail: str) -> None:
         """Notes whether something held that had to hold."""
         self.checks.append({"name": name, "passed": bool(passed), "detail": detail})
         self.save(self.record("running"))

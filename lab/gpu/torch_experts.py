@@ -27,7 +27,7 @@ class Tiles:
     num_stages: int = 4
 
 
-def tiles_for(rows: int, packed: bool) -> Tiles:
+def tiles_for(rows: int, *, packed: bool) -> Tiles:
     """Sizes by the number of rows, as such engines tune them; the depth of a step divides that of fp4's scales."""
     if rows <= 32:
         return Tiles(16, 64, 128)
@@ -136,7 +136,7 @@ def routed_experts(x: Any, choice: Any, weight: Any, weights: dict[str, Any], *,
     listed = torch.empty((experts, rows), dtype=torch.int32, device=x.device)
     count = torch.empty(experts, dtype=torch.int32, device=x.device)
     list_rows[(experts,)](choice, listed, count, routed, rows, SIZE=triton.next_power_of_2(routed))
-    tile = tiles_for(rows, packed)
+    tile = tiles_for(rows, packed=packed)
     tiles = triton.cdiv(rows, tile.rows)
     inner = torch.empty((routed, hidden), dtype=torch.bfloat16, device=x.device)
     out = torch.empty((routed, width), dtype=torch.float32, device=x.device)

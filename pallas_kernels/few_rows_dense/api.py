@@ -54,7 +54,7 @@ def few_rows_dense(
     if bias_N is not None and bias_N.shape != w.shape[-1:]:
         raise UnsupportedKernel(f"{OP}: bias of {w.shape[-1:]} needed, got {bias_N.shape}")
     if not isinstance(implementation, Choice):
-        reasons = obstacles(w, x_MD.shape[0], layer is not None)
+        reasons = obstacles(w, x_MD.shape[0], stacked=layer is not None)
         implementation = choose(OP, case_name(x_MD.shape[0], w), implementation, "", reasons)
     dtype = jnp.dtype(dtype)
     if implementation.implementation == "xla":
@@ -65,7 +65,7 @@ def few_rows_dense(
     )  # fmt: skip
 
 
-def obstacles(w: Weight, rows: int, stacked: bool) -> list[str]:
+def obstacles(w: Weight, rows: int, *, stacked: bool) -> list[str]:
     """Returns why the kernel cannot compute with this weight, each a sentence; empty if it can."""
     reasons = product.obstacles(w, "weight", lead=1 if stacked else 0)
     if isinstance(w, Quantized) and w.format.kind == "fp4":

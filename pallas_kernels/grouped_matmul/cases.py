@@ -55,7 +55,7 @@ class Shape:
         return made, sizes, random_weight(values, weight), place
 
 
-def _case(name: str, size: Literal["tiny", "real"], shape: Shape, tolerance: float, gradients: bool = False) -> Case:
+def _case(name: str, size: Literal["tiny", "real"], shape: Shape, tolerance: float, *, gradients: bool = False) -> Case:
     def call(implementation) -> Callable[..., Any]:
         tiles = SMALL if size == "tiny" else None
         run = partial(grouped_matmul, dtype=shape.dtype, implementation=implementation, tiles=tiles)

@@ -80,7 +80,7 @@ def _product(
     x_PRK = planes(x_RK.astype(setting.dtype), facts.planes)
     operands = [place, blocks.group_N, blocks.first_N, blocks.count_N, x_PRK, *references(w)]
     y_RN = launch(
-        partial(_multiply, facts, tiles, layer is not None),
+        partial(_multiply, facts, tiles, stacked=layer is not None),
         *operands,
         name="grouped_matmul",
         grid=(-(-facts.columns // tiles.product.columns), blocks.group_N.shape[0]),
@@ -95,7 +95,7 @@ def _product(
 
 
 def _multiply(
-    facts: Layout, tiles: Tiles, stacked: bool, layer_ref, group_ref, first_ref, count_ref, x_ref, *refs: Any
+    facts: Layout, tiles: Tiles, layer_ref, group_ref, first_ref, count_ref, x_ref, *refs: Any, stacked: bool
 ):
     """One block of rows and one tile of columns."""
     *weight_refs, y_ref = refs

@@ -59,8 +59,8 @@ def routed_experts(
     _check(x_MD, expert_MA, weight_MA, weights, layer)
     dtype = jnp.dtype(dtype)
     if not isinstance(implementation, Choice):
-        name = case_name(x_MD.shape[0], expert_MA.shape[1], weights, layer is not None)
-        implementation = choose(OP, name, implementation, "", obstacles(weights, layer is not None))
+        name = case_name(x_MD.shape[0], expert_MA.shape[1], weights, stacked=layer is not None)
+        implementation = choose(OP, name, implementation, "", obstacles(weights, stacked=layer is not None))
     if implementation.implementation == "xla":
         return reference.routed_experts(
             x_MD, expert_MA, weight_MA, weights, activation=activation, dtype=dtype, layer=layer
@@ -73,12 +73,12 @@ def routed_experts(
         activation=activation,
         dtype=dtype,
         layer=layer,
-        tiles=tiles or tiles_for(weights, x_MD.shape[0], layer is not None),
+        tiles=tiles or tiles_for(weights, x_MD.shape[0], stacked=layer is not None),
         implementation=implementation.implementation,
     )
 
 
-def obstacles(weights: Mapping[str, Weight], stacked: bool) -> list[str]:
+def obstacles(weights: Mapping[str, Weight], *, stacked: bool) -> list[str]:
     """Returns why the kernel cannot compute with these weights, each a sentence; empty if it can."""
     lead = 2 if stacked else 1
     reasons = [o for name in ("gate_up_ED2F", "down_EFD") for o in product_obstacles(weights[name], name, lead=lead)]
@@ -89,21 +89,21 @@ def obstacles(weights: Mapping[str, Weight], stacked: bool) -> list[str]:
     return reasons
 
 
-def case_name(rows: int, top_k: int, weights: Mapping[str, Weight], stacked: bool) -> str:
+def case_name(rows: int, top_k: int, weights: Mapping[str, Weight], *, stacked: bool) -> str:
     """The shape in words, for the choice's record."""
-    return f"M{rows} A{top_k} {shape_of(weights, stacked)} {form(weights['gate_up_ED2F'])}"
+    return f"M{rows} A{top_k} {shape_of(weights, stacked=stacked)} {form(weights['gate_up_ED2F'])}"
 
 
-def shape_of(weights: Mapping[str, Weight], stacked: bool) -> str:
+def shape_of(weights: Mapping[str, Weight], *, stacked: bool) -> str:
     """Sizes that tile sizes are measured for; not the rows, on which they must not depend."""
     experts, hidden, width = weights["down_EFD"].shape[-3:]
     return f"E{experts} D{width} F{hidden}"
 
 
-def tiles_for(weights: Mapping[str, Weight], rows: int, stacked: bool) -> Tiles:
+def tiles_for(weights: Mapping[str, Weight], rows: int, *, stacked: bool) -> Tiles:
     """Measured tile sizes of this card and shape, or a safe default; taller blocks for more than 512 rows."""
     kind = form(weights["gate_up_ED2F"])
-    tiles = blocks.look_up(OP, DEFAULT.get(kind, Tiles()), shape=shape_of(weights, stacked), form=kind)
+    tiles = blocks.look_up(OP, DEFAULT.get(kind, Tiles()), shape=shape_of(weights, stacked=stacked), form=kind)
     return tiles if rows <= DECODE_ROWS else replace(tiles, rows=max(tiles.rows, PREFILL_ROWS.get(kind, 64)))
 
 

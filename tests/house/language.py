@@ -59,7 +59,10 @@ def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
 
 def locals_called_found() -> list[str]:
     """Finds names that say nothing of what was found."""
-    stored = (where for where, node in nodes(ast.Name) if node.id == "found" and isinstance(node.ctx, ast.Store))
+    bodies = (field for _, node in nodes(ast.ClassDef) for field in node.body)
+    fields = {id(field.target) for field in bodies if isinstance(field, ast.AnnAssign)}
+    names = ((where, node) for where, node in nodes(ast.Name) if id(node) not in fields)
+    stored = (where for where, node in names if node.id == "found" and isinstance(node.ctx, ast.Store))
     arguments = (where for where, node in nodes(ast.arg) if node.arg == "found")
     return [*stored, *arguments]
 

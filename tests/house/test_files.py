@@ -61,7 +61,7 @@ def test_modules_have_telling_names():
 @pytest.mark.parametrize("room", ROOMS)
 def test_comments_are_few(room: str):
     comments, lines = sum(s.comments for s in ROOMS[room]), sum(s.lines for s in ROOMS[room])
-    assert comments < 0.06 * lines or comments == 0, f"{comments} comment lines of {lines}"
+    assert comments < 0.09 * lines or comments == 0, f"{comments} comment lines of {lines}"
 
 
 def test_suppressions_are_few():

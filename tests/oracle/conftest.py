@@ -292,7 +292,7 @@ def generate(engine: Engine, requests: list[Request], steps: int | None = None) 
     for number, (prompt, params) in enumerate(requests):
         samples = new_samples(
             str(number), None, prompt, params, lambda p: IncrementalText(None, p),
-            engine_seed=0, number=number, capacity=engine.spec.capacity, draft_length=depth,
+            seeds=(0, number), capacity=engine.spec.capacity, draft_length=depth,
         )  # fmt: skip
         engine.add(samples)
         outputs.append(samples[0].output)

@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import ByBatchSize, Decision, Outcome
-from jaxspec.control.policy import Adaptive
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.warm_up import LINKING, RANDOM, TIMED, DispatchTimer
 from jaxspec.topology import PLAIN, AnyTopology, DynamicTree, chain, tree
@@ -43,7 +43,9 @@ def tried_all(decision: Decision, outcome: Outcome) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["cold", "mixed"])
-@pytest.mark.parametrize("name", ["ngram", "self", pytest.param("random", marks=pytest.mark.slow), "mtp"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "self", *(pytest.param(n, marks=pytest.mark.slow) for n in ("random", "mtp"))]
+)
 def test_lengths_that_change_give_the_same_text(lab: Lab, name: str, kind: str):
     requests = mixed_requests(kind)
     control = Cycle()

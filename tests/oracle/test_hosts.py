@@ -54,6 +54,7 @@ def wait_for(output: Path, count: int, process: Any) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_slow_process_is_waited_for_and_a_silent_one_ends_the_job(place: Path):
     auto = {"num_speculative_tokens": "auto", "max_num_speculative_tokens": 1, "verify_budget": "auto"}
     speculation = json.dumps({"method": "draft_model", "model": str(place / "model"), **auto})

@@ -142,7 +142,7 @@ def test_meshes_that_do_not_fit_are_refused():
         ),
         ({"mesh": {"expert": 2}, "expert_transport": "ragged"}, "no ragged exchange on a CPU"),
         ({"expert_transport": "padded"}, "expert_transport 'padded' is for several devices; give mesh, too"),
-        ({"mesh": {"expert": 3}}, r"ffn/down_EFD: E = 8 over expert = 3"),
+        ({"mesh": {"expert": 3}}, r"ffn/down_EFD: expert = 8 over expert = 3"),
     ]
     for named, words in refusals:
         with pytest.raises(ConfigError, match=words):

@@ -14,7 +14,7 @@ from jaxspec.checkpoint.names.table import NameRule
 from jaxspec.models.arch import ArchSpec, LayerSpec, Segment, segments
 from jaxspec.models.depth import stack_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.moe import ONE_EXPERT
+from jaxspec.nn.expert_shards import ONE_EXPERT
 from jaxspec.nn.param import declared, kind_of
 from jaxspec.shapes import Params
 from pallas_kernels.quantized import Quantized, abstract_quantized

@@ -16,6 +16,7 @@ from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.cached_attention import source_of
 from jaxspec.nn.inputs import Inputs
 from jaxspec.topology import Topology, chain, tree
+from tests.leaf_paths import leaf_paths
 
 CAPACITY, HEADS, KV_HEADS, WIDTH, BLOCK = 32, 4, 2, 4, 4
 SPEC = AttentionSpec(HEADS, KV_HEADS, WIDTH)
@@ -110,7 +111,7 @@ def test_write_then_read(layout: Layout):
 def test_compaction_moves_the_accepted_path(layout: Layout):
     topology, rows, start_B = tree((2, 2)), layout.rows, starts(layout.rows)
     k, v = noise(1, rows, KV_HEADS, CAPACITY, WIDTH), noise(2, rows, KV_HEADS, CAPACITY, WIDTH)
-    paths = [(0, *path) for path in topology.paths()] + [(0, 1, 0), (0, 2, 0), (0, 0, 0)]
+    paths = [(0, *path) for path in leaf_paths(topology)] + [(0, 1, 0), (0, 2, 0), (0, 0, 0)]
     path_BT = np.array([paths[(row + 2) % len(paths)] for row in range(rows)], np.int32)
     move = jax.jit(lambda cache, window, path_BT: compact(cache, SPEC.streams, window, path_BT))
     layer = move(layout.holding(k, v), layout.window(start_B), path_BT)

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from jaxspec.bench.calibrate import CalibrationGrid
 from jaxspec.checkpoint.files.fingerprint import digests
 from jaxspec.cli.main import main
-from jaxspec.control.policy import Adaptive
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.errors import ConfigError
 from jaxspec.inspect.model_cost import model_cost
-from jaxspec.perf.calibration import Calibration, Predictor, load_calibration
+from jaxspec.perf.calibration import Calibration, Predictor, load_calibration, save_calibration
 from jaxspec.serve.llm import LLM
 from jaxspec.topology import chain
 from tests.unit.serve.tiny_model import write_tiny_model
@@ -81,13 +82,15 @@ def test_it_predicts_what_was_measured(measured: Calibration, directory: Path):
         assert predict.verify_s(p.rows, p.length, p.context) == pytest.approx(p.verify_s)
 
 
-def test_auto_starts_from_it(measured: Calibration, directory: Path):
+def test_auto_starts_from_it(measured: Calibration, directory: Path, tmp_path: Path):
     """With a calibration ``auto`` is the default, and the ratio of step times is known before a step is run."""
-    assert measured
+    # On a busy machine the warm-up may be surer than the calibration, and would correct it.
+    measured = structs.replace(measured, noise_floor=0.02)
+    save_calibration(measured, tmp_path / "c.json")
     asked: dict[str, Any] = {
         "max_num_seqs": 2, "max_model_len": 32, "prefill_buckets": (16,), "max_logprobs": 0,
         "speculative_config": {
-            "method": "ngram", "calibration": str(directory.parent / "c.json"), "max_num_speculative_tokens": 1,
+            "method": "ngram", "calibration": str(tmp_path / "c.json"), "max_num_speculative_tokens": 1,
         },
     }  # fmt: skip
     llm = LLM(directory, **asked)

@@ -21,7 +21,7 @@ class Model:
     def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
         (sample,) = new_samples(
             "0", prompt, self.prompt, params, lambda p: IncrementalText(self.text, p, self.prompt),
-            engine_seed=0, number=0, capacity=10**6, draft_length=2,
+            seeds=(0, 0), capacity=10**6, draft_length=2,
         )  # fmt: skip
         for first in range(0, len(self.ids), 3):
             sample.take(np.asarray(self.ids[first : first + 3]), 2, None, set())

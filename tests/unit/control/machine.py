@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import Outcome
-from jaxspec.control.policy import Adaptive
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.topology import AnyTopology, chain
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from jaxspec.control.acceptance import Acceptance
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import Request
-from jaxspec.control.policy import Adaptive
 from jaxspec.control.spec import ControlSpec
 from jaxspec.serve.request import SamplingParams
 from jaxspec.topology import PLAIN, AnyTopology, chain, tree

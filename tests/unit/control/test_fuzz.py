@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import Decision, Outcome, Request
-from jaxspec.control.policy import Adaptive
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.topology import PLAIN, chain, tree
 

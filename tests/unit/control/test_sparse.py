@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import Decision, Outcome
-from jaxspec.control.policy import Adaptive
 from jaxspec.control.sparse import DraftAvailability, Share
 from jaxspec.topology import PLAIN, AnyTopology, chain
 

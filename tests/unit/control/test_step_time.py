@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import Decision, Outcome
-from jaxspec.control.policy import Adaptive
 from jaxspec.perf.step_ratios import StepRatios
 from jaxspec.serve.warm_up import EACH, RANDOM
 from jaxspec.topology import PLAIN, AnyTopology, chain

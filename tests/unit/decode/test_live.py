@@ -134,6 +134,15 @@ def test_only_what_is_verified_is_computed_where_that_is_little(
     assert window.valid.astype(int).tolist() == [[1] * (ROWS + sum(drafted))]
 
 
+def test_one_live_position_too_many_takes_the_full_size(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compaction, "STEP", 1)
+    drafter = Ngram(chain(3), longest=1, shortest=1)
+    for limit, packed in (([3, 3, 0, 0], True), ([3, 3, 1, 0], False)):
+        _, window, out = stepped(drafter, limit=limit, **found_by([True] * ROWS))
+        assert out.drafts_B.tolist() == limit
+        assert (window.packing is not None) is packed
+
+
 def test_a_line_pays_for_its_program():
     assert compaction.packed_sizes(8, 5, 4) == (24, 32, 40)
     assert compaction.packed_sizes(8, 4, 2) == (24,)

@@ -35,6 +35,7 @@ from jaxspec.serve.request import SamplingParams
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import chain, tree
 from jaxspec.verify.rules import RULES
+from tests.leaf_paths import leaf_paths
 
 VOCAB, DIM, BLOCK, CHUNK = 48, 16, 8, 4
 POLICY = make_policy("float32")
@@ -218,14 +219,14 @@ def test_several_layers_follow_the_paper(topology):
         token_BN, logp_BNV = np.asarray(proposal.token_BN), np.asarray(proposal.logp_BNV)
         for row in range(2):
             length = int(length_B[row])
-            for path in topology.paths():
+            for path in leaf_paths(topology):
                 slow = Several(layers, text_BT[row, : length + 1].tolist(), np.asarray(hidden.last_BTD)[row, :length])
                 for node in path:
                     wanted = jax.nn.log_softmax(slow.next())
                     np.testing.assert_allclose(logp_BNV[row, node - 1], wanted, rtol=0, atol=1e-4)
                     slow.text.append(int(token_BN[row, node - 1]))
                     checked += 1
-    assert checked == 4 * 2 * sum(map(len, topology.paths()))
+    assert checked == 4 * 2 * sum(map(len, leaf_paths(topology)))
 
 
 def test_rows_without_enough_text_draft_nothing():

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from jaxspec.bench.synthetic import Synthetic
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import ByBatchSize, Fixed
-from jaxspec.control.policy import Adaptive
 from jaxspec.draft.methods import parse
 from jaxspec.draft.speculation_schedule import SpeculationSchedule, schedule_of
 from jaxspec.draft.speculative_keys import read_keys

@@ -49,9 +49,9 @@ def test_wrong_shapes_are_refused():
 
 def test_what_the_kernel_cannot_do_is_said():
     wide = abstract_weight("bfloat16", (), (64, 32))
-    assert obstacles(wide, 512, False) == []
-    assert "513 rows" in obstacles(wide, 513, False)[0]
-    assert "two numbers per byte" in obstacles(abstract_weight("mxfp4", (), (64, 32)), 4, False)[0]
+    assert obstacles(wide, 512, stacked=False) == []
+    assert "513 rows" in obstacles(wide, 513, stacked=False)[0]
+    assert "two numbers per byte" in obstacles(abstract_weight("mxfp4", (), (64, 32)), 4, stacked=False)[0]
 
 
 # Axes of a weight, how many are contracted, numbers per scale, and those once axes are one.
@@ -92,10 +92,10 @@ def test_a_matrix_multiplies_like_its_weight(product_of):
     assert np.abs(found - wanted).max() < 2e-6 * np.abs(wanted).max()
 
 
-def test_scales_that_are_no_neighbours_are_widened_with_a_warning():
+def test_scales_that_are_no_neighbors_are_widened_with_a_warning():
     form = Format("fp8", (128, 1, 128))
     like = abstract_quantized((2, 128, 2, 192), form)
     stack = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), like)
-    with pytest.warns(SlowKernelWarning, match="no neighbours"):
+    with pytest.warns(SlowKernelWarning, match="no neighbors"):
         found = dense(jnp.ones((1, 128)), Matrix(stack, jnp.int32(1), "triton"), dtype=BFLOAT16)
     assert np.array_equal(found, np.full((1, 2, 192), 128.0))

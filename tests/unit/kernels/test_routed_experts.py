@@ -71,8 +71,8 @@ def test_any_number_of_rows_gives_the_same(rows: int):
 @pytest.mark.served
 def test_tiles_do_not_depend_on_decoding_rows():
     *_, weights, _ = SHAPES["bfloat16"].abstract()
-    assert len({tiles_for(weights, rows, False) for rows in (1, 2, 64, 511, 512)}) == 1
-    assert tiles_for(weights, 4096, False).rows > tiles_for(weights, 512, False).rows
+    assert len({tiles_for(weights, rows, stacked=False) for rows in (1, 2, 64, 511, 512)}) == 1
+    assert tiles_for(weights, 4096, stacked=False).rows > tiles_for(weights, 512, stacked=False).rows
 
 
 def test_a_layer_of_the_stack_is_that_layer():

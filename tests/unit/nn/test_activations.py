@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,7 +87,7 @@ def test_a_config_gets_what_it_names(family: str, name: str):
     assert isinstance(spec, FfnSpec)
     layer, rng = DenseFfn(spec, 32, make_policy(FLOAT)), np.random.default_rng(1)
     x = rng.normal(size=(3, 32)).astype(np.float32)
-    shapes = jax.eval_shape(layer.init, jax.random.key(0), x)
+    shapes = nn.unbox(jax.eval_shape(layer.init, jax.random.key(0), x))
     params: Any = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), shapes)
     own = {k: np.asarray(v, np.float64) for k, v in params["params"].items()}
     if family == "opt":

@@ -22,6 +22,7 @@ from jaxspec.nn.rope import RopeSpec
 from jaxspec.nn.sparse_index import IndexSpec
 from jaxspec.topology import Topology
 from pallas_kernels.quantized import Format
+from tests.leaf_paths import leaf_paths
 
 BLOCK, LENGTH, TOP_K = 8, 40, 8
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
@@ -176,7 +177,7 @@ def test_trees_give_the_bits_of_plain_decoding_along_every_path(name: str):
         caches = compact_caches(hidden.caches, net.arch, net.policy, Window(start_B, block=BLOCK), path_BT)
         return caches, head(net, params, hidden.last_BTD)[0]
 
-    for path in ([0, *path] for path in top.paths()):
+    for path in ([0, *path] for path in leaf_paths(top)):
         text_BT = np.concatenate([prompt_BT, node_BT[:, path], node_BT[:, :1]], axis=1)
         plain_SV = decode(net, params, text_BT, 1)[0]
         caches = init_caches(net.arch, net.policy, CacheSize(1, 64, 1, BLOCK))

@@ -9,7 +9,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.perf.calibration import MeasuredCell
 from jaxspec.perf.cost import ModelCost, Rates
 from jaxspec.perf.hardware import CPU_RATES
-from jaxspec.perf.step_ratios import ERROR_PER_DOUBLING, prior_ratios, step_ratios
+from jaxspec.perf.step_ratios import ERROR_PER_DOUBLING, StepRatios, prior_ratios, step_ratios
 
 
 @dataclass
@@ -66,3 +66,14 @@ def test_drafting_counts_per_token() -> None:
         prior_ratios(model, CPU_RATES, rows=(1,), lengths=(1, 3), draft_cost=cost).by_rows[1][1] for cost in (0.0, 0.1)
     )
     assert [b - a for a, b in zip(free, dear, strict=True)] == pytest.approx([0.0, 0.1, 0.3])
+
+
+def test_predicted_ratios_are_scaled_to_measured_ones() -> None:
+    predicted = StepRatios({1: ((0, 1, 2), (1.0, 1.1, 1.2)), 8: ((0, 1, 2), (1.0, 1.2, 1.5))}, 0.3)
+    measured = StepRatios({8: ((0, 1, 2), (1.0, 1.4, 2.0))}, 0.1, 0.35)
+    both = predicted.corrected_by(measured)
+    assert (both.noise, both.each) == (0.1, 0.35)
+    assert [both.at(k, 8)[0] for k in (0, 1, 2)] == pytest.approx([1.0, 1.4, 2.0])
+    assert [both.at(k, 1)[0] for k in (0, 1, 2)] == pytest.approx([1.0, 1.2, 1.4]), "twice what was predicted"
+    assert measured.corrected_by(predicted) is measured, "what is as sure stays"
+    assert predicted.corrected_by(StepRatios({8: ((0,), (1.0,))}, 0.1)) is predicted, "no draft was measured"

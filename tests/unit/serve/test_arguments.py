@@ -217,7 +217,7 @@ class Bar:
 def test_a_bar_of_the_callers_own():
     made: list[Bar] = []
     running = outputs(3)
-    with show_progress(running, lambda **settings: made.append(Bar(**settings)) or made[-1]) as look:
+    with show_progress(running, wanted=lambda **settings: made.append(Bar(**settings)) or made[-1]) as look:
         assert look is not None
         look()
         running[1].finished = True
@@ -231,25 +231,25 @@ def test_a_bar_of_the_callers_own():
 def test_a_bar_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch):
     for wanted, count, terminal in ((True, 3, False), (True, 1, True), (False, 3, True), (None, 3, True)):
         monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda terminal=terminal: terminal))
-        with show_progress(outputs(count), wanted) as look:
+        with show_progress(outputs(count), wanted=wanted) as look:
             assert look is None
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(progress_bar, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
     monkeypatch.setattr(progress_bar, "PATIENCE_S", 1000.0)
-    with show_progress(outputs(3), True) as look:
+    with show_progress(outputs(3), wanted=True) as look:
         assert look is not None
         look()
     assert not screen.getvalue(), "quick calls show nothing"
     monkeypatch.setattr(progress_bar, "PATIENCE_S", 0.0)
     running = outputs(3)
     odd: Any = "yes"
-    with show_progress(running, True) as look:
+    with show_progress(running, wanted=True) as look:
         assert look is not None
         running[0].finished = True
         look()
         assert "1/3" in screen.getvalue()
-    with pytest.raises(RequestError, match="use_tqdm: True, False or a function"), show_progress(running, odd):
+    with pytest.raises(RequestError, match="use_tqdm: True, False or a function"), show_progress(running, wanted=odd):
         pass
 
 

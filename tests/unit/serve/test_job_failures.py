@@ -204,7 +204,9 @@ def test_a_retry_that_is_killed_at_any_moment_loses_and_repeats_nothing(
 
 def interrupted(bench: Bench) -> None:
     """A retry of which one record is written and not yet in its place."""
-    journal = Journal(str(bench.target), json.loads((bench.target.parent / "out.jsonl.job.json").read_text()), True)
+    journal = Journal(
+        str(bench.target), json.loads((bench.target.parent / "out.jsonl.job.json").read_text()), retry_failed=True
+    )
     journal.append({"index": 1, "text": "new"})
     os.close(journal._main.fd)
     assert journal._again is not None

@@ -20,7 +20,9 @@ def completion(text: str, token_ids: list[int], *entries: dict[int, float]) -> C
 
 def test_tokens_show_their_spaces_and_where_they_begin():
     words = ids(FALLBACK, "▁Paris", "▁is", "▁b", "</s>")
-    answer = completion_logprobs(completion(" Paris is b", words), ids(FALLBACK, "▁the"), True, FALLBACK)
+    answer = completion_logprobs(
+        completion(" Paris is b", words), ids(FALLBACK, "▁the"), skip_special_tokens=True, text=FALLBACK
+    )
     assert answer is not None
     assert answer["tokens"] == [" Paris", " is", " b", "</s>"]
     assert answer["text_offset"] == [0, 6, 9, 11]
@@ -31,7 +33,7 @@ def test_tokens_show_their_spaces_and_where_they_begin():
 def test_ids_that_read_alike_keep_an_entry_each():
     first, second, third = ids(FALLBACK, "<0xF0>", "<0xE2>", "▁is")
     c = completion("", [first], {first: -0.1, second: -3.0, third: -4.0})
-    answer = completion_logprobs(c, [], True, FALLBACK)
+    answer = completion_logprobs(c, [], skip_special_tokens=True, text=FALLBACK)
     assert answer is not None
     assert answer["top_logprobs"] == [{"bytes:\\xf0": -0.1, "bytes:\\xe2": -3.0, " is": -4.0}]
     assert answer["tokens"] == ["bytes:\\xf0"]
@@ -42,7 +44,7 @@ def test_a_text_of_several_ids_names_the_generated_one(chosen: int):
     """The byte token of a letter, and the letter."""
     both = ids(FALLBACK, "a", "<0x61>")
     c = completion("a", [both[chosen]], {both[0]: -0.5, both[1]: -1.0, 10**6: -2.0})
-    answer = completion_logprobs(c, [], True, FALLBACK)
+    answer = completion_logprobs(c, [], skip_special_tokens=True, text=FALLBACK)
     assert answer is not None
     named = {f"token_id:{i}": p for i, p in zip(both, [-0.5, -1.0], strict=True) if i != both[chosen]}
     assert answer["top_logprobs"] == [{"a": [-0.5, -1.0][chosen], "token_id:1000000": -2.0} | named]
@@ -53,7 +55,7 @@ def test_no_entry_is_lost_in_any_vocabulary():
     for name, make in ALL.items():
         text = make()
         entry = {i: -float(i + 1) for i in range(len(text.tokenizer) + 3)}
-        answer = completion_logprobs(completion("", [7], entry), [], True, text)
+        answer = completion_logprobs(completion("", [7], entry), [], skip_special_tokens=True, text=text)
         assert answer is not None
         assert sorted(answer["top_logprobs"][0].values()) == sorted(entry.values()), name
         assert answer["top_logprobs"][0][answer["tokens"][0]] == -8.0
@@ -76,7 +78,7 @@ def test_bytes_of_a_characters_tokens_join_to_it():
 
 def test_ids_without_a_tokenizer_or_beyond_it():
     c = completion("", [5, 10**6])
-    answer, talk = completion_logprobs(c, [1], True, None), chat_logprobs(c, 0, FALLBACK)
+    answer, talk = completion_logprobs(c, [1], skip_special_tokens=True, text=None), chat_logprobs(c, 0, FALLBACK)
     assert answer is not None
     assert answer["tokens"] == ["token_id:5", "token_id:1000000"]
     assert answer["text_offset"] == [0, 0]
@@ -84,7 +86,7 @@ def test_ids_without_a_tokenizer_or_beyond_it():
     assert [(t["token"], t["bytes"], t["top_logprobs"]) for t in talk["content"]] == [
         ("\x02", [2], []), ("token_id:1000000", None, []),
     ]  # fmt: skip
-    assert completion_logprobs(CompletionOutput(0), [], True, FALLBACK) is None
+    assert completion_logprobs(CompletionOutput(0), [], skip_special_tokens=True, text=FALLBACK) is None
     assert chat_logprobs(CompletionOutput(0), 0, FALLBACK) is None
 
 
@@ -108,16 +110,22 @@ def test_ids_without_a_tokenizer_or_beyond_it():
     ],
 )
 def test_offsets_of_a_sentencepiece_vocabulary(words: list[str], prompt: list[str], skip: bool, offsets: list[int]):
-    assert token_offsets(FALLBACK, skip, ids(FALLBACK, *prompt), ids(FALLBACK, *words)) == offsets
+    assert (
+        token_offsets(FALLBACK, skip_special_tokens=skip, prompt=ids(FALLBACK, *prompt), ids=ids(FALLBACK, *words))
+        == offsets
+    )
 
 
 def test_offsets_of_parts_of_characters_in_a_byte_level_vocabulary():
     text = KNOWN["byte_level"]()
     emoji, letter = plain_ids(text, "🙃"), plain_ids(text, "a")
-    assert token_offsets(text, True, letter, [*emoji, *letter]) == [*[0] * len(emoji), 1]
+    assert token_offsets(text, skip_special_tokens=True, prompt=letter, ids=[*emoji, *letter]) == [*[0] * len(emoji), 1]
     # A character that breaks off is one U+FFFD.
-    assert token_offsets(text, True, letter, [emoji[0], *letter, *letter]) == [0, 1, 2]
-    assert token_offsets(text, True, [*letter, emoji[0]], [*emoji[1:], *letter]) == [*[0] * (len(emoji) - 1), 1]
+    assert token_offsets(text, skip_special_tokens=True, prompt=letter, ids=[emoji[0], *letter, *letter]) == [0, 1, 2]
+    assert token_offsets(text, skip_special_tokens=True, prompt=[*letter, emoji[0]], ids=[*emoji[1:], *letter]) == [
+        *[0] * (len(emoji) - 1),
+        1,
+    ]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -126,7 +134,10 @@ def test_offsets_of_parts_of_characters_in_a_byte_level_vocabulary():
 def test_each_tokens_text_stands_at_its_offset(name: str, data: st.DataObject):
     text, skip = ALL[name](), data.draw(st.booleans(), "skip")
     prompt, token_ids = data.draw(ids_of(text), "prompt"), data.draw(ids_of(text), "ids")
-    whole, offsets = wanted(text, prompt, token_ids, skip), token_offsets(text, skip, prompt, token_ids)
+    whole, offsets = (
+        wanted(text, prompt, token_ids, skip),
+        token_offsets(text, skip_special_tokens=skip, prompt=prompt, ids=token_ids),
+    )
     assert len(offsets) == len(token_ids)
     assert offsets == sorted(offsets)
     assert all(0 <= place <= len(whole) for place in offsets)

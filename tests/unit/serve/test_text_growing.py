@@ -43,7 +43,7 @@ def wanted(text: Text, prompt: list[int], ids: list[int], skip: bool = True) -> 
 def sample_of(text: Text | None, prompt: list[int], params: SamplingParams) -> Sample:
     return new_samples(
         "0", None, prompt, params, lambda p: IncrementalText(text, p, prompt),
-        engine_seed=0, number=0, capacity=10**6, draft_length=4,
+        seeds=(0, 0), capacity=10**6, draft_length=4,
     )[0]  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def brute_force(
             if stop in special and ids[n - 1] == special[stop]:
                 seen = wanted(text, prompt, ids[: n - 1])
                 return seen + stop * params.include_stop_str_in_output, stop, ids[:n]
-        tokens = detokenizer(text, True)
+        tokens = detokenizer(text, skip_special_tokens=True)
         tokens.extend([*prompt, *ids[:n]])
         if tokens.incomplete:
             seen = seen[: max(len(seen) - len(tokens.open), 0)]
@@ -263,7 +263,7 @@ def test_without_a_tokenizer_there_is_no_text():
 def test_each_layout_is_known():
     kinds = {"byte_level": ByteText, "tiktoken_like": ByteText, "word_ends": DecodedText}
     for name, make in ALL.items():
-        assert type(detokenizer(make(), True)) is kinds.get(name, PieceText), name
+        assert type(detokenizer(make(), skip_special_tokens=True)) is kinds.get(name, PieceText), name
 
 
 class Counted(Text):

@@ -7,6 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.errors import ConfigError
+from jaxspec.models.transformer import HEAD
+from jaxspec.nn.attention import QKV
 from jaxspec.nn.shardings import named_shardings
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
@@ -81,7 +83,7 @@ def test_what_is_elsewhere_settles_on_every_device():
 
 def test_heads_and_vocabulary_may_be_whole_but_not_experts():
     mesh, shape = make_mesh({"expert": 2, "tensor": 4}), lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-    params = {"attention": {"qkv_DGQC": shape(16, 2, 4, 8)}, "head_DV": shape(16, 97)}
+    params = {"attention": {QKV.name: shape(16, 2, 4, 8)}, HEAD.name: shape(16, 97)}
     made = named_shardings(params, mesh, allow_replication=REPLICABLE)
     assert made["attention"]["qkv_DGQC"].spec == P(None, None, None, None)
     assert made["head_DV"].spec == P(None, None)

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.nn.param import Param
 from jaxspec.train.loop import TrainRun, train
 from jaxspec.train.optimizer import adamw, schedule_of
 from jaxspec.train.run_log import without_times
 from jaxspec.train.settings import OptimizerSettings
 
 STEPS, ROWS, WIDTH = 12, 4, 8
+SQUARE = Param("w_XX", ("in", "out"))  # a mesh splits neither
 OPTIMIZER = OptimizerSettings(learning_rate=0.05, warmup=2, weight_decay=0.1)
 
 

@@ -31,10 +31,10 @@ def settings_of(rows: int, steps: int = 100, accumulation: int = 1) -> RunSettin
     ("lengths", "rows", "held_out", "says"),
     [
         ([10] * 8, 4, 8, []),
-        ([10] * 3, 4, 8, ["an epoch is 3 rows, fewer than the 4 of one update, .* 100 updates are 133 epochs"]),
+        ([10] * 3, 4, 8, ["an epoch is 3 rows, fewer than the 4 of one update: .* 100 updates are 133 epochs"]),
         ([6] * 8, 4, 8, ["rows are 60% full, .*longest document has 6 tokens"]),
         ([10] * 8, 4, 1, ["acceptance is measured on 1 held-out document, which says little"]),
-        ([10] * 8, 4, 0, ["no document is held out, so that acceptance is not measured"]),
+        ([10] * 8, 4, 0, ["no document is held out: acceptance is not measured"]),
         ([6], 4, 1, ["an epoch is 1 row, fewer", "rows are 60% full", "on 1 held-out document,"]),
     ],
 )

@@ -1,6 +1,5 @@
 """Training-time rounds are what drafting does: the same head, the same slots, the same logits."""
 
-from dataclasses import replace as changed
 from functools import cache, partial
 from itertools import pairwise
 
@@ -202,7 +201,7 @@ def test_what_a_head_reads_is_what_the_target_computed():
     net, params = target()
     batch = batch_of(texts(2))
     teacher = run_teacher(net, params, batch, CaptureSpec(taps=(0, 3), shared_outputs=(1,)), routing=(0, 2))
-    stacked = Transformer(net.arch, changed(EXACT, depth="stacked"))
+    stacked = Transformer(net.arch, EXACT.update(depth="stacked"))
     layers = [params["params"][f"layers_{y}"] for y in range(3)]
     rest = {k: v for k, v in params["params"].items() if not k.startswith("layers_")}
     whole = {"params": {**rest, "segment_0": jax.tree.map(lambda *x: jnp.stack(x), *layers)}}

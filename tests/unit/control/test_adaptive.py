@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxspec.control.adaptive import Adaptive
 from jaxspec.control.decision import ByBatchSize, Decision, Fixed, Request
-from jaxspec.control.policy import Adaptive
 from jaxspec.control.spec import ControlSpec
 from jaxspec.topology import PLAIN, chain, tree
 from tests.unit.control.machine import ARMS, CHEAP, DEAR, STEPS, Machine, play, ratios_of
@@ -184,11 +184,13 @@ def test_trees_follow_a_workload_that_changes():
 
 
 def test_rows_that_want_few_drafts_count_for_few():
-    control, machine = Adaptive(ARMS), Machine(DEAR, [0.9] * 5)
-    play(control, machine, 300)
-    assert in_use(control, machine, [Request()] * 4, 20).length in (4, 5)
-    assert in_use(control, machine, [Request(limit=2)] * 4, 40).length == 2
-    assert in_use(control, machine, [Request(), *[Request(limit=0)] * 3], 20).length == 0
+    for seed in range(4):
+        control, machine = Adaptive(ARMS), Machine(DEAR, [0.9] * 5, seed=seed)
+        play(control, machine, 300)
+        assert in_use(control, machine, [Request()] * 4, 20).length in (4, 5)
+        # One draft gains 1.19 here and two gain 1.23, which takes a few contests to tell.
+        assert in_use(control, machine, [Request(limit=2)] * 4, 160).length == 2
+        assert in_use(control, machine, [Request(), *[Request(limit=0)] * 3], 20).length == 0
 
 
 @pytest.mark.parametrize(("rows", "waiting", "length"), [(1, 0, 5), (4, 0, 5), (4, 1, 2), (16, 0, 2), (16, 1, 0)])

@@ -4,15 +4,13 @@ An arm is used only if the lower bound of its gain is above 1 by a margin, so th
 another one only if that one is better by the margin. The gain is Cascade's utility (2506.20675).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 
 from jaxspec.control.acceptance import Acceptance
 from jaxspec.control.decision import Decision, Outcome, Request, bucket
-from jaxspec.control.explore import UNKNOWN, Gain, Trials, to_replace
+from jaxspec.control.explore import Gain, Trials
 from jaxspec.control.sparse import DraftAvailability
 from jaxspec.control.spec import ControlSpec
 from jaxspec.control.step_time import StepTimes
@@ -25,8 +23,6 @@ TRUSTED = 4  # dispatches of an arm at a batch size, from which on its time coun
 @dataclass
 class Adaptive:
     """Chooses the arm that pays most, and plain decoding unless one pays for sure.
-
-    A decision holds for some steps, or until other requests run.
 
     Attributes:
       arms: plain decoding, chains by length, then trees.
@@ -57,7 +53,7 @@ class Adaptive:
         batch = rows, tuple(requests)
         if batch == self._kept_for and self.trials.steps < self._until:
             return self._kept
-        if not self.times.seen(0, rows) >= 1.0:
+        if self.times.seen(0, rows) < 1.0:
             return Decision(self.arms[0])  # nothing can be compared until plain decoding ran for a whole dispatch
         gains = self.gains(rows, requests)
         kind = bucket(rows), frozenset(requests)
@@ -74,12 +70,13 @@ class Adaptive:
             return Decision(self.arms[trial], True, gain.value or None, best_gain, share.min_rows(rows))
         if best != held:
             self.trials.reset(sides=not best or not held)
+            if len(self._held) >= 1024:  # batches of many kinds and limits
+                self._held.clear()
             self._held[kind] = best
         decision = Decision(self.arms[best], False, best_gain, best_gain, gains[best].verified.min_rows(rows))
         if not brief:
-            steps_done = self.trials.steps
-            self._kept, self._kept_for = decision, batch
-            self._until = steps_done + min(self.trials.uneven(self.spec.decide_every), steps_done / 8)
+            self._kept, self._kept_for, done = decision, batch, self.trials.steps
+            self._until = done + min(self.trials.uneven(self.spec.decide_every), done / 8)
         return decision
 
     def record(self, decision: Decision, outcome: Outcome) -> None:
@@ -90,7 +87,7 @@ class Adaptive:
         self.times.record(arm, outcome)
         self.acceptance.add(arm, outcome.accepted)
         self.drafts.record(bucket(outcome.rows), outcome.rows, outcome.rows_with_drafts)
-        self.trials.record(arm, outcome, decision.gain is not None or decision.probe)
+        self.trials.record(arm, outcome, chosen=decision.gain is not None or decision.probe)
         if decision.probe:
             unknown = self.times.seen(arm, outcome.rows) < TRUSTED
             self.trials.record_trial(arm, self.gains(outcome.rows)[arm].upper if unknown else 0.0, decision, outcome)
@@ -103,7 +100,7 @@ class Adaptive:
         gains = [Gain(1.0, 1.0, 1.0)]
         for arm, topology in enumerate(self.arms[1:], start=1):
             if not topology.is_chain and not self.times.seen(arm):
-                gains.append(UNKNOWN)
+                gains.append(Gain(0.0, 0.0, math.inf))
                 continue
             ratio, timing = float(ratio_A[arm]), float(error_A[arm])
             tokens, drafting = self.acceptance.tokens(arm, topology.max_depth, requests)
@@ -123,10 +120,10 @@ class Adaptive:
 
     def _best(self, gains: Sequence[Gain], held: int) -> int:
         """Returns the arm to use: the one in use as long as it pays and no other is clearly better."""
-        best = held if gains[held].lower > 1.0 else 0
-        least = to_replace(gains[best], self.spec) if best else 1.0
+        margin, best, least = self.spec.margin, 0, 1.0
+        if held and gains[held].lower > 1.0:
+            best, least = held, gains[held].to_replace(margin)
         for arm, gain in enumerate(gains[1:], start=1):
-            pays = gain.lower > 1.0 + gain.verified.steps * self.spec.margin
-            if pays and gain.value > max(least, gains[best].value if best != held else 0.0):
-                best = arm
+            if gain.lower > 1.0 + gain.verified.steps * margin and gain.value > least:
+                best, least = arm, gain.value
         return best
