@@ -1,4 +1,4 @@
-"""Compiles the kernels for this machine at their first use, with the C compiler that there is, and keeps the library."""
+"""Compiles the kernels for this machine at their first use, with what C compiler there is, and keeps the library."""
 
 import ctypes
 import functools
@@ -20,8 +20,12 @@ FLAGS = ("-O2", "-ftree-vectorize", "-std=gnu11", "-fPIC", "-Wno-psabi", "-Wno-i
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl")
 SETS = {"avx512_bf16": (*AVX512, "-mavx512bf16"), "avx512": AVX512, "avx2": AVX2, "plain": ()}  # the best one first
-NEEDED = {"avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"}, "avx512": {"avx512f", "avx512bw", "avx512vl"},
-          "avx2": {"avx2", "fma"}, "plain": set()}
+NEEDED = {
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl"},
+    "avx2": {"avx2", "fma"},
+    "plain": set(),
+}
 SOURCE = Path(__file__).parent
 
 
@@ -52,7 +56,7 @@ def instructions() -> str:
 
 
 def compiler() -> list[str] | None:
-    """Returns the command of a C compiler: ``$CC``, a system's, or the one in the ``ziglang`` wheel; None without any."""
+    """Returns the command of a C compiler: ``$CC``, a system's, or that of the ``ziglang`` wheel; None without any."""
     if os.environ.get("CC"):
         return shlex.split(os.environ["CC"])
     for name in ("cc", "gcc", "clang"):
@@ -103,7 +107,9 @@ def _compile(command: list[str], name: str, path: Path) -> str:
             made = Path(folder) / path.name
             sources = [str(SOURCE / "kernels.c"), str(SOURCE / "tile.c")]
             flags = [*FLAGS, *SETS[name], "-I", jax.ffi.include_dir(), "-shared", "-pthread", "-o", str(made)]
-            done = subprocess.run([*command, *flags, *sources], capture_output=True, text=True, timeout=300, check=False)
+            done = subprocess.run(
+                [*command, *flags, *sources], capture_output=True, text=True, timeout=300, check=False
+            )
             if done.returncode:
                 return f"{command[0]} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}"
             os.replace(made, path)
