@@ -188,14 +188,14 @@ def unpack(w: Packed, dtype: Any = None) -> Array:
         x = x.swapaxes(1, 2)
     if w.kind == "fp4":
         x = jnp.stack([x & np.uint8(15), x >> np.uint8(4)], axis=2)
-    x = x.reshape(count, -1, panels * PANEL)
+    x = x.reshape(count, -1, panels * PANEL)[:, : math.prod(w.inner)]
     if w.group:
         form = Format(w.kind, (1,), packed_axis=-1)  # pyright: ignore[reportArgumentType]
         x = _values(x, form)
         scale = exponent(w.scale) if w.scale.dtype == jnp.uint8 else w.scale
         scale = scale.reshape(count, *scale.shape[len(w.lead) :]).swapaxes(1, 2).reshape(count, -1, panels * PANEL)
         x = x * jnp.repeat(scale, w.group, axis=1)[:, : x.shape[1]]
-    x = x[:, : math.prod(w.inner), : math.prod(w.outer)].reshape(w.shape)
+    x = x[:, :, : math.prod(w.outer)].reshape(w.shape)
     return x.astype(dtype or (jnp.bfloat16 if w.group else x.dtype))
 
 

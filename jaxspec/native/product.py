@@ -68,7 +68,7 @@ def product(
         jnp.zeros(0, jnp.float32) if bias is None else bias,
         kind=np.int64(KINDS.index(w.kind)),
         depth=np.int64(w.depth),
-        group=np.int64(w.group),
+        group=np.int64(w.group + w.group % 2),  # an odd one is the whole depth, which is made even
         exponent_scales=np.int64(w.scale.dtype == jnp.uint8),
         matrices=np.int64(matrices),
     )
