@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.errors import ConfigError
 from jaxspec.native.build import Library, library
 from jaxspec.native.packing import KINDS, Packed
 
@@ -48,7 +49,12 @@ def product(
 
     Returns:
       float32 [M, N]; with choices [M * A, N], with weights [M', N].
+
+    Raises:
+      ConfigError: the kernels could not be compiled.
     """
+    if kernels().handle is None:
+        raise ConfigError(f"kernels 'native': {kernels().reason}; or take 'xla'")
     rows = x_MD.shape[0]
     matrices = 1 if expert_MA is None else w.lead[-1]
     routed = rows if expert_MA is None else expert_MA.size

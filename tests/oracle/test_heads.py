@@ -32,7 +32,7 @@ from jaxspec.train.packed_rows import PackedRows
 from jaxspec.train.settings import LossSettings
 from jaxspec.train.sources import Document
 from jaxspec.train.teacher import run_teacher
-from tests.oracle.conftest import CONFIG, VOCAB, Lab, Wheel, generate, mixed_requests, tokens_of
+from tests.oracle.conftest import CONFIG, VOCAB, Lab, Wheel, generate, mixed_requests, packed, tokens_of
 
 DIM, KNOWN = CONFIG["hidden_size"], np.arange(0, VOCAB, dtype=np.int32)[4:]
 LAYER = {k: v for k, v in CONFIG.items() if "expert" not in k and "moe" not in k and k != "architectures"}
@@ -61,10 +61,12 @@ def texts(lab: Lab) -> list[list[int]]:
 def head_of(lab: Lab, kind: str) -> Head:
     """A head; the one that learns has seen the very texts that it will draft."""
     if kind not in lab.loaded:
-        spec, policy = NETS[kind], lab.model("target").net.policy
+        spec, policy = NETS[kind], lab.model("target", layout="stacked").net.policy
         net = Medusa(spec, policy) if isinstance(spec, MedusaSpec) else DraftHead(spec, policy)
         head = Head(net, jax.jit(net.initial)(jax.random.key(1)), KNOWN if spec.draft_vocab else None)
-        lab.loaded[kind] = train(lab, net, head) if kind == LEARNT and isinstance(net, DraftHead) else head
+        head = train(lab, net, head) if kind == LEARNT and isinstance(net, DraftHead) else head
+        serving = lab.model("target").net.policy
+        lab.loaded[kind] = Head(net.clone(policy=serving), packed(head.params, serving), head.ids_W)
     return lab.loaded[kind]
 
 
