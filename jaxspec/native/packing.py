@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.errors import ConfigError
 from pallas_kernels.quantized import Format, Quantized, exponent
 
 Array = jax.Array
@@ -169,6 +170,17 @@ def pack(w: Array | Quantized, *, lead: int = 0, axes: int = 1) -> Packed:
         if factors is not None:
             write_scales(scale[entry], factors[entry], to, w.format)
     return replace(to, data=jnp.asarray(data), scale=jnp.asarray(scale))
+
+
+def pack_like(old: Packed, new: Array) -> Packed:
+    """Packs a plain weight as another one of its shape is, which has no scales.
+
+    Raises:
+      ConfigError: the other one has scales.
+    """
+    if old.group:
+        raise ConfigError(f"parameters: a plain weight cannot take the place of a quantized one ({old.kind})")
+    return pack(jnp.asarray(new, old.data.dtype), lead=len(old.lead), axes=len(old.inner))
 
 
 def unpack(w: Packed, dtype: Any = None) -> Array:

@@ -65,7 +65,7 @@ def head_of(lab: Lab, kind: str) -> Head:
         net = Medusa(spec, policy) if isinstance(spec, MedusaSpec) else DraftHead(spec, policy)
         head = Head(net, jax.jit(net.initial)(jax.random.key(1)), KNOWN if spec.draft_vocab else None)
         head = train(lab, net, head) if kind == LEARNT and isinstance(net, DraftHead) else head
-        serving = lab.model("target").net.policy
+        serving, lab.loaded[f"{kind} in training"] = lab.model("target").net.policy, head
         lab.loaded[kind] = Head(net.clone(policy=serving), packed(head.params, serving), head.ids_W)
     return lab.loaded[kind]
 
@@ -135,7 +135,7 @@ def test_cut_drafts_change_nothing_but_the_speed(lab: Lab):
 
 def test_evaluation_counts_what_serving_counts(lab: Lab, tmp_path: Path):
     head = head_of(lab, LEARNT)
-    save_head(head, tmp_path / "head")
+    save_head(lab.loaded[f"{LEARNT} in training"], tmp_path / "head")
     llm = LLM(
         lab.target_dir, dtype="float32", max_num_seqs=2, max_model_len=96, prefill_buckets=(64,),
         speculative_config={"method": "shared_expert", "model": str(tmp_path / "head"), "num_speculative_tokens": 4},
@@ -163,7 +163,9 @@ def test_evaluation_counts_what_serving_counts(lab: Lab, tmp_path: Path):
 def test_a_running_training_hands_its_head_to_a_live_engine(lab: Lab):
     head, requests = head_of(lab, LEARNT), mixed_requests("cold")
     target = lab.model("target")
-    fresh = Head(head.net, jax.jit(head.net.initial)(jax.random.key(9)), head.ids_W)
+    plain = lab.loaded[f"{LEARNT} in training"]
+    random = jax.jit(plain.net.initial)(jax.random.key(9))
+    fresh = Head(head.net, packed(random, head.net.policy), head.ids_W)
     engine = lab.engine(head_drafter(fresh, (target.net, target.params), chain(4), 128))
 
     def run() -> tuple[list, float]:
@@ -173,7 +175,7 @@ def test_a_running_training_hands_its_head_to_a_live_engine(lab: Lab):
 
     before, low = run()
     compiled = engine.programs.programs["dispatch", chain(4)]._cache_size()
-    engine.programs.update_params(head.params)
+    engine.programs.update_params(plain.params)
     after, high = run()
     assert after == before == tokens_of(lab.reference("cold", requests))
     assert low < 1.3

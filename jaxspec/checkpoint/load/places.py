@@ -14,6 +14,7 @@ from jaxspec.checkpoint.names.table import NameRule
 from jaxspec.models.arch import ArchSpec, LayerSpec, Segment, segments
 from jaxspec.models.depth import stack_of
 from jaxspec.models.transformer import Transformer
+from jaxspec.native.packing import Packed
 from jaxspec.nn.param import kind_of
 from jaxspec.shapes import Params
 from pallas_kernels.quantized import Quantized, abstract_quantized
@@ -77,8 +78,8 @@ def _layers(path: str, layers: tuple[LayerSpec, ...], distinct: tuple[LayerSpec,
 
 
 def flatten(params: Any) -> dict[str, Any]:
-    """Leaves by path, parts joined with a slash; a quantized weight is one leaf."""
-    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Quantized))[0]
+    """Leaves by path, parts joined with a slash; a quantized or packed weight is one leaf."""
+    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Quantized | Packed))[0]
     return {"/".join(part.key for part in path): leaf for path, leaf in leaves}
 
 
