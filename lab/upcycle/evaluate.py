@@ -62,7 +62,7 @@ class Meter:
 
 def _loss(hidden_BTD: Array, row_BT: Array, frozen: Tree) -> Array:
     flat = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])
-    return cross_entropy(flat, row_BT[:, 1:].reshape(-1), frozen["embed"]) / len(flat)
+    return cross_entropy(flat, row_BT[:, 1:].reshape(-1), frozen["embed"])
 
 
 def _mean(losses: list[Array]) -> float:

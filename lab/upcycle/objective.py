@@ -9,6 +9,8 @@ from jax import lax
 from lab.upcycle.network import Array, Kernel, Sizes, Tree, lower, upper_dense, upper_routed
 
 CHUNK = 8192
+ROLE = 1
+"""The token that begins a turn: nobody has to foresee it, and it follows answers that were cut off."""
 
 
 @dataclass(frozen=True)
@@ -21,20 +23,20 @@ class Weights:
 
 
 def cross_entropy(hidden_MD: Array, label_M: Array, embed_VD: Array) -> Array:
-    """Returns the sum of the next tokens' negative log-probabilities, logits of one chunk at a time in memory."""
+    """Returns the mean of the next tokens' negative log-probabilities, logits of one chunk at a time in memory."""
 
     @jax.checkpoint
     def chunk(total: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
         hidden, label = part
         logits = jnp.einsum("md,vd->mv", hidden, embed_VD, preferred_element_type=jnp.float32)
         at_label = jnp.take_along_axis(logits, label[:, None], 1)[:, 0]
-        return total + jnp.sum(jax.nn.logsumexp(logits, 1) - at_label), None
+        return total + jnp.sum((jax.nn.logsumexp(logits, 1) - at_label) * (label != ROLE)), None
 
-    return lax.scan(chunk, jnp.float32(0), _chunks(hidden_MD, label_M))[0]
+    return lax.scan(chunk, jnp.float32(0), _chunks(hidden_MD, label_M))[0] / jnp.sum(label_M != ROLE)
 
 
 def divergence(hidden_MD: Array, wanted_MD: Array, embed_VD: Array) -> Array:
-    """Returns the sum of Kullback-Leibler divergences from the wanted distributions."""
+    """Returns the mean of Kullback-Leibler divergences from the wanted distributions."""
 
     @jax.checkpoint
     def chunk(total: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
@@ -44,7 +46,7 @@ def divergence(hidden_MD: Array, wanted_MD: Array, embed_VD: Array) -> Array:
         ]
         return total + jnp.sum(jnp.exp(log[1]) * (log[1] - log[0])), None
 
-    return lax.scan(chunk, jnp.float32(0), _chunks(hidden_MD, lax.stop_gradient(wanted_MD)))[0]
+    return lax.scan(chunk, jnp.float32(0), _chunks(hidden_MD, lax.stop_gradient(wanted_MD)))[0] / len(hidden_MD)
 
 
 def _chunks(*arrays: Array) -> tuple[Array, ...]:
@@ -70,15 +72,16 @@ def objective(
     x_BTD = lower(frozen, token_BT, sizes, kernel)
     hidden_BTD, seen = upper_routed(frozen, experts, x_BTD, sizes, kernel)
     wanted_BTD = upper_dense(frozen, x_BTD[-chats:], sizes, kernel)
-    flat = lambda x: x.reshape(-1, *x.shape[2:])
-    text = cross_entropy(flat(hidden_BTD[:-chats]), flat(label_BT[:-chats]), frozen["embed"])
-    chat = cross_entropy(flat(hidden_BTD[-chats:]), flat(label_BT[-chats:]), frozen["embed"])
-    apart = divergence(flat(hidden_BTD[-chats:]), flat(wanted_BTD), frozen["embed"])
+    text = cross_entropy(*map(_flat, (hidden_BTD[:-chats], label_BT[:-chats])), frozen["embed"])
+    chat = cross_entropy(*map(_flat, (hidden_BTD[-chats:], label_BT[-chats:])), frozen["embed"])
+    apart = divergence(*map(_flat, (hidden_BTD[-chats:], wanted_BTD)), frozen["embed"])
     balance = sizes.experts / sizes.top_k * jnp.mean(jnp.sum(seen["used_E"] * seen["score_E"], -1))
-    total = (text + weights.chat_next * chat + weights.chat_divergence * apart) / token_BT.size
-    in_chats = label_BT[-chats:].size
-    figures = {
-        "text": text / (token_BT.size - in_chats), "chat": chat / in_chats, "divergence": apart / in_chats,
-        "balance": balance, "idlest": jnp.min(seen["used_E"]) * sizes.experts / sizes.top_k,
-    }  # fmt: skip
+    share = chats / len(row_BT)
+    total = (1 - share) * text + share * (weights.chat_next * chat + weights.chat_divergence * apart)
+    idlest = jnp.min(seen["used_E"]) * sizes.experts / sizes.top_k
+    figures = {"text": text, "chat": chat, "divergence": apart, "balance": balance, "idlest": idlest}
     return total + weights.balance * balance, figures
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(-1, *x.shape[2:])

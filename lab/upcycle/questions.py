@@ -20,16 +20,17 @@ TOPICS = (
     "photosynthesis", "the water cycle", "gravity", "inflation", "the French Revolution", "black holes", "vaccines",
     "recursion", "binary search", "the Python GIL", "hash tables", "public-key cryptography", "DNS", "version control",
     "supply and demand", "plate tectonics", "the human heart", "climate change", "democracy", "jazz", "impressionism",
-    "compound interest", "the immune system", "electricity", "machine learning", "neural networks", "regular expressions",
-    "the Roman Empire", "the moon's phases", "bread baking", "chess openings", "healthy sleep", "time management",
-    "remote work", "electric cars", "coffee", "volcanoes", "dinosaurs", "the Internet", "databases", "unit testing",
+    "compound interest", "the immune system", "electricity", "machine learning", "neural networks",
+    "regular expressions", "the Roman Empire", "the moon's phases", "bread baking", "chess openings", "healthy sleep",
+    "time management", "remote work", "electric cars", "coffee", "volcanoes", "dinosaurs", "the Internet", "databases", "unit testing",
     "probability", "prime numbers", "the Pythagorean theorem", "fractions", "antibiotics", "recycling", "poetry",
     "the scientific method", "evolution", "friendship", "public speaking", "budgeting", "meditation", "gardening",
 )  # fmt: skip
 FRAMES = (
     "Explain {} to a beginner.", "What are three important facts about {}?", "Write a short paragraph about {}.",
     "Why does {} matter?", "Give me a list of five tips or ideas about {}.", "Write a short story that involves {}.",
-    "What is a common misunderstanding about {}?", "Write an email to a friend about {}.", "Summarize {} in two sentences.",
+    "What is a common misunderstanding about {}?", "Write an email to a friend about {}.",
+    "Summarize {} in two sentences.",
     "Ask me three questions about {} and answer them.", "Write a poem about {}.", "How would you teach {} to a child?",
 )  # fmt: skip
 

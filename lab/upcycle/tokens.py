@@ -52,22 +52,20 @@ def held_out(tokenizer: Tokenizer, documents: Sequence[Document], length: int) -
 
 
 def rows(tokens: np.ndarray, length: int) -> np.ndarray:
-    """Cuts a stream into rows of ``length + 1`` that overlap by one token."""
-    count = (len(tokens) - 1) // length
-    at = np.arange(count)[:, None] * length + np.arange(length + 1)
-    return tokens[at]
+    """Cuts a stream into rows of ``length + 1`` that overlap by one token; the rows are a view."""
+    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
 
 
 def shuffled(tokens: np.ndarray, length: int, count: int, seed: int) -> Iterator[np.ndarray]:
     """Yields ``count`` rows at a time without end, every pass in another order and from another place."""
     rng = np.random.default_rng(seed)
-    waiting = np.zeros((0, length + 1), np.uint16)
+    waiting: list[np.ndarray] = []
     while True:
         while len(waiting) < count:
             again = rows(tokens[rng.integers(length) :], length)
-            waiting = np.concatenate([waiting, again[rng.permutation(len(again))]])
-        yield waiting[:count]
-        waiting = waiting[count:]
+            waiting += [again[index] for index in rng.permutation(len(again))]
+        yield np.stack(waiting[:count])
+        del waiting[:count]
 
 
 def asked(question: str) -> str:

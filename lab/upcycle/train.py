@@ -31,12 +31,12 @@ from lab.upcycle.tokens import load_tokenizer, rows, shuffled
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Muon for the experts' matrices and Adam for routers, of rate one: updates are scaled by the schedule."""
+    """Muon for the experts' matrices and Adam for routers at a quarter of the rate, which the schedule multiplies."""
     dims = MuonDimensionNumbers((2,), (3,))
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         muon(
-            1.0, weight_decay=0.02, adam_b2=0.98, adam_weight_decay=0.0, adam_learning_rate=1.0, consistent_rms=0.2,
+            1.0, weight_decay=0.02, adam_b2=0.98, adam_weight_decay=0.0, adam_learning_rate=0.25, consistent_rms=0.2,
             muon_weight_dimension_numbers={"router": None, "gate": dims, "up": dims, "down": dims},
         ),
     )  # fmt: skip
@@ -73,9 +73,9 @@ def batches(streams: dict[str, np.ndarray], shares: dict[str, int], length: int)
 def choose_kernel() -> Kernel:
     """Returns cuDNN's attention where it runs, XLA's elsewhere."""
     try:
-        x = jnp.ones((2, 128, 3, 64), jnp.bfloat16)
-        grad = jax.grad(lambda q: jax.nn.dot_product_attention(q, x, x, is_causal=True, implementation="cudnn").sum())
-        jax.block_until_ready(jax.jit(grad)(x))
+        q, k = jnp.ones((2, 128, 9, 64), jnp.bfloat16), jnp.ones((2, 128, 3, 64), jnp.bfloat16)
+        grad = jax.grad(lambda q: jax.nn.dot_product_attention(q, k, k, is_causal=True, implementation="cudnn").sum())
+        jax.block_until_ready(jax.jit(grad)(q))
     except Exception as error:  # whatever is missing, the other one works
         print("attention by XLA:", str(error).splitlines()[0][:200])
         return "xla"
@@ -85,8 +85,8 @@ def choose_kernel() -> Kernel:
 class Run:
     """One training: its clock, its records, and what it saves."""
 
-    def __init__(self, out: Path, seconds: float, top_k: int, first: int) -> None:
-        self.out, self.seconds, self.top_k, self.first = out, seconds, top_k, first
+    def __init__(self, out: Path, seconds: float, sizes: Sizes) -> None:
+        self.out, self.seconds, self.sizes = out, seconds, sizes
         self.began, self.saved, self.entries = time.monotonic(), time.monotonic(), list[dict[str, float]]()
         out.mkdir(parents=True, exist_ok=True)
 
@@ -109,7 +109,7 @@ class Run:
 
     def save(self, experts: Tree, **more: Any) -> None:
         """Writes the experts and the record."""
-        save(pack(jax.device_get(experts), self.first), self.out, self.top_k)
+        save(pack(jax.device_get(experts), self.sizes.first), self.out, self.sizes.top_k)
         (self.out / "train.json").write_text(json.dumps({"log": self.entries, **more}, indent=1))
         self.saved = time.monotonic()
 
@@ -150,6 +150,19 @@ def talks(args: argparse.Namespace, frozen: Tree, tokenizer: Tokenizer, sizes: S
     return streams
 
 
+def read(directory: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns the prepared streams, and the held-out rows."""
+    streams = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in ("python", "prose")}
+    return streams, {path.stem.removeprefix("held_"): np.load(path) for path in sorted(directory.glob("held_*.npy"))}
+
+
+def stand_ins(sizes: Sizes, length: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns random tokens in place of both."""
+    tokens = np.random.default_rng(0).integers(sizes.vocab, size=200 * length, dtype=np.uint16)
+    kinds = ("people", "prose", "python_files", "python_packages")
+    return {"python": tokens, "prose": tokens}, {kind: rows(tokens, length)[:96] for kind in kinds}
+
+
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
@@ -160,7 +173,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=270)
     parser.add_argument("--shares", type=int, nargs=3, default=(40, 14, 10), help="rows of Python, prose and chats")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--peak", type=float, default=1e-3)
+    parser.add_argument(
+        "--peaks", type=float, nargs="+", default=[1.5e-3, 3e-3, 6e-3], help="the best of them trains on"
+    )
+    parser.add_argument("--try-seconds", type=float, default=18)
     parser.add_argument("--questions", type=int, default=6000)
     parser.add_argument("--at-once", type=int, default=1024)
     parser.add_argument("--smoke", action="store_true")
@@ -181,27 +197,36 @@ def learn(args: argparse.Namespace, sizes: Sizes) -> None:
     clock["chats"] = time.monotonic() - began
     print(f"{own['chats'].size} tokens of chats after {clock['chats']:.0f} s", flush=True)
 
-    streams = {name: np.load(args.streams / f"{name}.npy", mmap_mode="r") for name in ("python", "prose")}
     shares = dict(zip(("python", "prose", "chats"), args.shares, strict=True))
+    streams, held = stand_ins(sizes, args.length) if args.smoke else read(args.streams)
     feed = batches(streams | own, shares, args.length)
-    held = {path.stem.removeprefix("held_"): np.load(path) for path in sorted(args.streams.glob("held_*.npy"))}
     held["chats"] = rows(own["held_chats"], args.length)[:96]
+    np.savez_compressed(args.out / "held.npz", **held)
     meter = Meter(sizes, kernel, held)
     before = meter.dense(frozen)
     print("dense", before, flush=True)
 
     experts = base.centered(base.experts(sizes), meter.means(frozen, base.experts(sizes)))
-    run = Run(args.out, args.seconds, sizes.top_k, sizes.first)
-    clock["start"] = time.monotonic() - began
     update = build_update(sizes, kernel, args.shares[2])
-    experts, tokens = train(run, frozen, experts, update, feed, args.peak)
+    fresh = partial(jax.tree.map, jnp.copy, experts)  # an update consumes what it is given
+
+    def tried(peak: float) -> float:
+        run = Run(args.out, args.try_seconds, sizes)
+        losses, _ = meter.routed(frozen, train(run, frozen, fresh(), update, feed, peak)[0])
+        print("rate", peak, losses, flush=True)
+        return sum(losses[kind] for kind in ("python_files", "prose", "chats"))
+
+    peak = min(args.peaks, key=tried) if len(args.peaks) > 1 else args.peaks[0]
+    run = Run(args.out, args.seconds, sizes)
+    clock["start"] = time.monotonic() - began
+    experts, tokens = train(run, frozen, fresh(), update, feed, peak)
     shipped = unpack(pack(jax.device_get(experts), sizes.first))  # what ships is measured, rounded as it is
     after, use = meter.routed(frozen, jax.tree.map(jnp.asarray, shipped))
     clock["end"] = time.monotonic() - began
     stats = jax.local_devices()[0].memory_stats() or {}
     run.save(
         experts, dense=before, routed=after, use=use, tokens=tokens, clock=clock, kernel=kernel, shares=shares,
-        peak=args.peak, bytes=stats.get("peak_bytes_in_use"), device=jax.devices()[0].device_kind,
+        peak=peak, bytes=stats.get("peak_bytes_in_use"), device=jax.devices()[0].device_kind,
     )  # fmt: skip
     print("routed", after, "tokens", tokens, "bytes", stats.get("peak_bytes_in_use"), "clock", clock, flush=True)
 
