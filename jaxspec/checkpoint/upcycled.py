@@ -38,6 +38,7 @@ def pack(experts: Weights, first: int) -> dict[str, np.ndarray]:
       first: number of the first of them.
     """
     packed: dict[str, np.ndarray] = {}
+    experts = {name: np.asarray(x) for name, x in experts.items()}
     for index, router_DE in enumerate(experts["router"]):
         name = f"layers.{first + index}"
         packed[f"{name}.router"] = router_DE.astype(ml_dtypes.bfloat16)
@@ -61,7 +62,7 @@ def save(packed: Weights, directory: Path, top_k: int, parts: int = 2) -> list[P
     layers = sorted({int(name.split(".")[1]) for name in packed})
     paths = []
     for index, some in enumerate(np.array_split(layers, parts)):
-        mine = {name: x for name, x in packed.items() if int(name.split(".")[1]) in some}
+        mine = {name: np.ascontiguousarray(x) for name, x in packed.items() if int(name.split(".")[1]) in some}
         paths.append(directory / f"experts-{index + 1}-of-{parts}.safetensors")
         save_file(mine, paths[-1], metadata={"top_k": str(top_k)})
     return paths

@@ -30,9 +30,9 @@ def cross_entropy(hidden_MD: Array, label_M: Array, embed_VD: Array) -> Array:
         hidden, label = part
         logits = jnp.einsum("md,vd->mv", hidden, embed_VD, preferred_element_type=jnp.float32)
         at_label = jnp.take_along_axis(logits, label[:, None], 1)[:, 0]
-        return total + jnp.sum((jax.nn.logsumexp(logits, 1) - at_label) * (label != ROLE)), None
+        return total + jnp.sum(jnp.where(label != ROLE, jax.nn.logsumexp(logits, 1) - at_label, 0.0)), None
 
-    return lax.scan(chunk, jnp.float32(0), _chunks(hidden_MD, label_M))[0] / jnp.sum(label_M != ROLE)
+    return lax.scan(chunk, jnp.float32(0), _chunks(hidden_MD, label_M))[0] / jnp.sum(label_M != ROLE, dtype=jnp.float32)
 
 
 def divergence(hidden_MD: Array, wanted_MD: Array, embed_VD: Array) -> Array:

@@ -21,8 +21,9 @@ TOPICS = (
     "recursion", "binary search", "the Python GIL", "hash tables", "public-key cryptography", "DNS", "version control",
     "supply and demand", "plate tectonics", "the human heart", "climate change", "democracy", "jazz", "impressionism",
     "compound interest", "the immune system", "electricity", "machine learning", "neural networks",
-    "regular expressions", "the Roman Empire", "the moon's phases", "bread baking", "chess openings", "healthy sleep",
-    "time management", "remote work", "electric cars", "coffee", "volcanoes", "dinosaurs", "the Internet", "databases", "unit testing",
+    "regular expressions", "the Roman Empire", "the moon's phases", "bread baking", "chess openings",
+    "healthy sleep", "time management", "remote work", "electric cars", "coffee", "volcanoes", "dinosaurs",
+    "the Internet", "databases", "unit testing",
     "probability", "prime numbers", "the Pythagorean theorem", "fractions", "antibiotics", "recycling", "poetry",
     "the scientific method", "evolution", "friendship", "public speaking", "budgeting", "meditation", "gardening",
 )  # fmt: skip

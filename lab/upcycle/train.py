@@ -47,6 +47,11 @@ def rate_at(done: float, peak: float, warmup: float = 0.02, decay_from: float = 
     return peak * max(min(done / warmup, (1 - done) / (1 - decay_from), 1.0), 0.02)
 
 
+def size_of(tree: Tree) -> Array:
+    """Returns the norm of all arrays together."""
+    return jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(tree)))
+
+
 def build_update(sizes: Sizes, kernel: Kernel, chats: int) -> Callable[..., Any]:
     """Returns the compiled update."""
     rule, weights = optimizer(), Weights()
@@ -56,9 +61,10 @@ def build_update(sizes: Sizes, kernel: Kernel, chats: int) -> Callable[..., Any]
         row_BT = row_BT.astype(jnp.int32)
         loss = partial(objective, sizes=sizes, kernel=kernel, chats=chats, weights=weights)
         (total, figures), gradient = jax.value_and_grad(loss, has_aux=True)(experts, frozen, row_BT)
-        change, state = rule.update(gradient, state, experts)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+            change, state = rule.update(gradient, state, experts)
         experts = jax.tree.map(lambda x, y: x + rate * y, experts, change)
-        return experts, state, figures | {"loss": total, "gradient": optax.global_norm(gradient)}
+        return experts, state, figures | {"loss": total, "gradient": size_of(gradient)}
 
     return update
 
