@@ -65,7 +65,7 @@ def sample(
 
 def answers(
     frozen: Tree, tokenizer: Tokenizer, questions: Sequence[str], sizes: Sizes, *,
-    count: int = 1024, prompt: int = 224, steps: int = 320, heat: float = 0.7,
+    count: int = 512, prompt: int = 224, steps: int = 320, heat: float = 0.7,
 ) -> list[np.ndarray]:  # fmt: skip
     """Returns whole chats as tokens; questions that are too long are left out."""
     whole = {name: jnp.concatenate([frozen["lower"][name], frozen["upper"][name]]) for name in frozen["lower"]}

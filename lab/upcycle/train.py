@@ -184,7 +184,7 @@ def main() -> None:
     )
     parser.add_argument("--try-seconds", type=float, default=18)
     parser.add_argument("--questions", type=int, default=6000)
-    parser.add_argument("--at-once", type=int, default=1024)
+    parser.add_argument("--at-once", type=int, default=512)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
