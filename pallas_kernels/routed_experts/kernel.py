@@ -19,7 +19,7 @@ class Tiles:
     """Tile sizes of both products.
 
     Attributes:
-      rows: of a block, the same for any number of rows up to 512, so that a row's sums do not depend on it.
+      rows: of a block, 16 or 32 for any number of rows up to 512, so that a row's sums do not depend on it.
       up: of the product with gate and up weights; its columns are read from both.
       down: of the product back to the model width.
     """
