@@ -85,12 +85,6 @@ def read_gguf(file: Path) -> GgufHeader:
       CheckpointError: it is no regular file, no GGUF, truncated or corrupt, or one of several is missing.
       ConfigError: the ``gguf`` library is not installed.
     """
-    real, size = regular_file(file)
-    return _read(file, size, real.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=4)
-def _read(file: Path, _size: int, _changed: int) -> GgufHeader:
     header = _read_one(file)
     tensors = dict(header.tensors)
     for part in _other_parts(file, header.metadata):
@@ -118,7 +112,12 @@ def _other_parts(file: Path, metadata: Mapping[str, Any]) -> list[Path]:
 
 
 def _read_one(file: Path) -> GgufHeader:
-    _, size = regular_file(file)
+    real, size = regular_file(file)
+    return _read(file, size, real.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4)  # config, tokenizer and tensors ask for it one after another
+def _read(file: Path, size: int, _changed: int) -> GgufHeader:
     if size < len(MAGIC):
         raise CheckpointError(f"{file}: {size} bytes, which is no GGUF file; download it again")
     with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -79,11 +79,12 @@ class GgufFiles(TensorFiles):
 
     Attributes:
       header: of the file.
+      published: whether they are laid out as a release could be: of what is quantized only gpt-oss's experts stay so.
     """
 
-    def __init__(self, header: GgufHeader):
-        self.header = header
-        self.sources = _Naming(header).sources()
+    def __init__(self, header: GgufHeader, *, published: bool = False):
+        self.header, self.published = header, published
+        self.sources = _Naming(header, keeps=not published).sources()
         super().__init__({name: source.place for name, source in self.sources.items()})
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -126,8 +127,8 @@ class GgufFiles(TensorFiles):
 class _Naming:
     """Gives the tensors of a header their hub names, those without one their own."""
 
-    def __init__(self, header: GgufHeader):
-        self.header = header
+    def __init__(self, header: GgufHeader, *, keeps: bool):
+        self.header, self.keeps = header, keeps
         self.architecture = architecture_of(header)
         self.names: Names = NAMES[self.architecture]
         self.made: dict[str, Source] = {}
@@ -152,7 +153,7 @@ class _Naming:
         change = self._change(hub, shape)
         if hub.endswith("shared_expert_gate.weight") and len(shape) == 1:
             shape, change = (1, *shape), partial(np.expand_dims, axis=0)
-        keeps = len(shape) == 2 and MATRICES.search(hub) is not None
+        keeps = self.keeps and len(shape) == 2 and MATRICES.search(hub) is not None
         stem, add = hub.removesuffix("weight"), partial(self._add, tensor=tensor, change=change, entry=entry)
         if keeps and tensor.type in blocks.INT8:
             groups = (shape[0], shape[1] // blocks.GROUP)

@@ -34,9 +34,9 @@ def write_gguf(
     name = ARCHITECTURES[config["model_type"]]
     writer = GGUFWriter(file, name)
     for key, value in metadata_of(config, name).items():
-        _put(writer, f"{name}.{key}", value)
+        put(writer, f"{name}.{key}", value)
     for key, value in (text or {}).items():
-        _put(writer, key, value)
+        put(writer, key, value)
     for tensor, array in arrays_of(directory, config, name, cut_latent=cut_latent).items():
         wanted = kind if isinstance(kind, str) else kind(tensor)
         block = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[wanted]][0]
@@ -52,7 +52,7 @@ def write_gguf(
     return file
 
 
-def _put(writer: GGUFWriter, key: str, value: Any) -> None:
+def put(writer: GGUFWriter, key: str, value: Any) -> None:
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     (writer.add_array if isinstance(value, list) else kinds[type(value)])(key, value)
 
@@ -108,6 +108,8 @@ def arrays_of(directory: Path, config: Mapping[str, Any], name: str, *, cut_late
     arrays: Arrays = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for hub, stored in TensorFiles.of(directory).items():
+        if hub.startswith("model.layers.") and int(hub.split(".")[2]) >= layers:
+            continue
         array = np.asarray(stored, np.float32)
         if name == "llama" and re.search(r"self_attn\.[qk]_proj\.", hub):
             heads = config["num_attention_heads" if "q_proj" in hub else "num_key_value_heads"]
@@ -119,7 +121,9 @@ def arrays_of(directory: Path, config: Mapping[str, Any], name: str, *, cut_late
         elif "kv_b_proj" in hub and cut_latent:
             arrays |= _cut(mapped, hub, array, config)
         else:
+            # As llama.cpp's conversion renames them.
             hub = hub.replace("e_score_correction_bias", "e_score_correction.bias")
+            hub += ".weight" if hub.endswith("sinks") else ""
             arrays[_mapped(mapped, hub)] = array.reshape(-1) if "shared_expert_gate" in hub else array
     for hub, parts in stacks.items():
         arrays[_mapped(mapped, hub)] = np.stack([parts[e] for e in sorted(parts)])
@@ -129,7 +133,9 @@ def arrays_of(directory: Path, config: Mapping[str, Any], name: str, *, cut_late
 
 
 def _mapped(mapped: Any, hub: str) -> str:
-    found = mapped.get_name(hub, try_suffixes=(".weight", ".bias"))
+    # Qwen2-MoE's map has no dense layer, which llama.cpp does not run; a reader may.
+    plain = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 8)
+    found = next((n for m in (mapped, plain) if (n := m.get_name(hub, try_suffixes=(".weight", ".bias")))), None)
     assert found is not None, hub
     return found
 
