@@ -51,7 +51,18 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama3", "llama_tied", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe"],
+    [
+        "llama3",
+        "llama_tied",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen2_moe",
+        "qwen3_moe",
+        "gpt_oss",
+        "deepseek_v3",
+        "glm4_moe",
+    ],
 )
 def test_a_gguf_file_is_the_model_that_it_was_made_of(name: str, tmp_path: Path):
     directory = copy_of(name, tmp_path)
