@@ -19,10 +19,10 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.perf.expert_counts import VERSION, ExpertLoad, Kind, Verifications, counted
+from jaxspec.perf.moesd import mean_acceptance_length
 from jaxspec.protocol import Drafter, VerifyRule
 from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.loading import load_draft
-from jaxspec.perf.moesd import mean_acceptance_length
 from jaxspec.train.evaluate import AcceptanceEvaluator, EvalSpec
 from jaxspec.verify.rules import rule_of
 

@@ -42,7 +42,8 @@ def report_model(path: Path, *, dtype: str = "bfloat16", quantization: str = "au
     """Sizes, caches, layout, files and possible drafters of a model, ready for JSON.
 
     Args:
-      path: model directory in Hugging Face layout, a GGUF file, or a ``config.json`` alone, whose files are taken as promised.
+      path: model directory in Hugging Face layout, a GGUF file, or a ``config.json`` alone, whose files are taken as
+        promised.
       dtype: of weights that are not quantized, and of products.
       quantization: how weights would lie in memory, see ``make_plan``.
 

@@ -26,13 +26,13 @@ GPT_4O = "|".join((
     r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", *_SPACES,
 ))  # fmt: skip
 DEEPSEEK_3 = (
-    r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+",
+    r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
     "|".join((
         r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
         r" ?[\p{P}\p{S}]+[\r\n]*", *_SPACES,
     )),
 )  # fmt: skip
-DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
 DIGITS, GPT_2 = "digits", "gpt-2"  # GPT-2's own splits, with each digit alone or not
 SPLITS: Mapping[str, tuple[str, ...] | str] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"),

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.checkpoint.gguf_files import write_gguf
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from jaxspec.checkpoint.gguf.convert import convert_gguf
@@ -13,6 +12,7 @@ from jaxspec.checkpoint.gguf.tokenizer import SPLITS
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
+from tests.unit.checkpoint.gguf_files import write_gguf
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SAMPLE = (
@@ -109,8 +109,8 @@ def test_special_tokens_and_template(tmp_path: Path):
     assert started.encode("a", add_special_tokens=False)[0] != len(vocab)
 
 
-SPM = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), "▁", "h", "e", "l", "o", "he", "ll", "hell", "hello",
-       "▁hello", "▁he", "lo"]  # fmt: skip
+SPM = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
+SPM += ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello", "▁he", "lo"]
 
 
 def test_sentencepiece(tmp_path: Path):
