@@ -10,6 +10,7 @@ EXAMPLES = {
         "jaxspec generate --prompt 'def read_lines(path):' "
         '--speculative-config \'{"method": "shared_expert", "model": "demo", "num_speculative_tokens": 5}\'',
     ),
+    "chat": ("jaxspec chat", "jaxspec chat DIR --temperature 0.7"),
     "inspect": ("jaxspec inspect DIR", "jaxspec inspect HEAD --target DIR"),
     "sizes": ("jaxspec sizes deepseek-v3 --hardware h200x8 h200x16",),
     "train": ("jaxspec train eagle3 --set target=DIR --set 'data.train=[\"answers.jsonl\"]' --out runs/mine",),

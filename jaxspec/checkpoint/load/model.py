@@ -74,8 +74,8 @@ def no_directory(directory: Path) -> ConfigError:
             f"{directory}: a file, not a model directory; give the directory that it lies in, or a .gguf file"
         )
     return ConfigError(
-        f"{directory}: no such directory; a model is a directory with config.json and .safetensors files, a .gguf file, "
-        "or the id of one on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B"
+        f"{directory}: no such directory; a model is a directory with config.json and .safetensors files, a .gguf "
+        "file, or the id of one on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B"
     )
 
 
