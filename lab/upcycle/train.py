@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.checkpoint.upcycled import pack, save, unpack
 from lab.upcycle import base
-from lab.upcycle.chats import answers
+from lab.upcycle.chats import asking, write
 from lab.upcycle.evaluate import Meter
 from lab.upcycle.network import SMOLLM2, TINY, Array, Kernel, Sizes, Tree
 from lab.upcycle.objective import Weights, objective
@@ -149,7 +149,7 @@ def talks(args: argparse.Namespace, frozen: Tree, tokenizer: Tokenizer, sizes: S
     train_on, held, _ = ask(args.texts / "questions.xz")
     few = {"held_chats": held[: args.questions // 10], "chats": train_on[: args.questions]}
     streams = {
-        name: np.concatenate(answers(frozen, tokenizer, questions, sizes, count=args.at_once))
+        name: np.concatenate(write(frozen, None, asking(tokenizer, questions), sizes, count=args.at_once))
         for name, questions in few.items()
     }
     np.savez_compressed(args.out / "chats.npz", **streams)
@@ -169,6 +169,28 @@ def stand_ins(sizes: Sizes, length: int) -> tuple[dict[str, np.ndarray], dict[st
     return {"python": tokens, "prose": tokens}, {kind: rows(tokens, length)[:96] for kind in kinds}
 
 
+def write_own(
+    args: argparse.Namespace, frozen: Tree, experts: Tree, tokenizer: Tokenizer, code: np.ndarray, sizes: Sizes
+) -> int:
+    """Lets the mixture answer and go on with code, for heads to learn from; returns how many tokens it wrote."""
+    train_on, held, _ = ask(args.texts / "questions.xz")
+    begins = np.random.default_rng(0).integers(0, len(code) - 160, args.own)
+    prompts = {
+        "chats": asking(tokenizer, train_on[: args.own]),
+        "code": [code[begin : begin + 160].tolist() for begin in begins],
+        "held_chats": asking(tokenizer, held[: args.own // 10]),
+    }
+    arrays, total = {}, 0
+    for name, some in prompts.items():
+        texts = write(frozen, experts, some, sizes, count=args.at_once, heats=(0.0, 0.7, 1.0))
+        asked = [len(i) for i in some if len(i) <= 224]
+        arrays |= {name: np.concatenate(texts), f"{name}_prompts": np.asarray(asked, np.uint16)}
+        arrays[f"{name}_lengths"] = np.asarray([len(text) for text in texts], np.uint16)
+        total += arrays[name].size - sum(asked)
+        np.savez_compressed(args.out / "own.npz", **arrays)
+    return total
+
+
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
@@ -179,11 +201,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=270)
     parser.add_argument("--shares", type=int, nargs=3, default=(40, 14, 10), help="rows of Python, prose and chats")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument(
-        "--peaks", type=float, nargs="+", default=[1.5e-3, 3e-3, 6e-3], help="the best of them trains on"
-    )
+    parser.add_argument("--peaks", type=float, nargs="+", default=[3e-3], help="rates; the best one trains on")
     parser.add_argument("--try-seconds", type=float, default=18)
     parser.add_argument("--questions", type=int, default=6000)
+    parser.add_argument("--own", type=int, default=2048, help="chats, and as much code, that the mixture writes")
     parser.add_argument("--at-once", type=int, default=512)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
@@ -235,6 +256,9 @@ def learn(args: argparse.Namespace, sizes: Sizes) -> None:
         peak=peak, bytes=stats.get("peak_bytes_in_use"), device=jax.devices()[0].device_kind,
     )  # fmt: skip
     print("routed", after, "tokens", tokens, "bytes", stats.get("peak_bytes_in_use"), "clock", clock, flush=True)
+    if args.own:
+        bfloat16 = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), shipped)
+        print(write_own(args, frozen, bfloat16, tokenizer, streams["python"], sizes), "own tokens", flush=True)
 
 
 if __name__ == "__main__":

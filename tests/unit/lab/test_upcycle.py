@@ -132,19 +132,22 @@ def test_all_experts_are_chosen_equally_often_where_inputs_differ_in_nothing_but
     np.testing.assert_allclose(along, 0, atol=1e-5)
 
 
-def test_samples_the_dense_model(frozen):
-    whole = {name: jnp.concatenate([frozen["lower"][name], frozen["upper"][name]]) for name in frozen["lower"]}
-    weights = {"embed": 8 * frozen["embed"], "norm": frozen["norm"], "layers": whole}
+@pytest.mark.parametrize("routed", [False, True])
+def test_samples_from_its_own_next_token_distribution(routed, frozen, experts):
+    scaled = {**frozen, "embed": 8 * frozen["embed"]}
+    added = jax.tree.map(jnp.asarray, experts) if routed else None
     prompt = jnp.asarray([[9, 9, 5, 6, 7], [3, 4, 5, 6, 7]])
-    start = jnp.asarray([2, 0])
-    drawn = chats.sample(weights, prompt, start, jax.random.key(0), jnp.float32(1e-6), sizes=TINY, steps=4)
-    scaled = {**frozen, "embed": weights["embed"]}
+    cold = jnp.full(2, 1e-6, jnp.float32)
+    drawn = chats.sample(scaled, added, prompt, jnp.asarray([2, 0]), jax.random.key(0), cold, sizes=TINY, steps=4)
     for row, first in enumerate((2, 0)):
         text = list(map(int, prompt[row, first:]))
         for step in range(4):
             x = lower(scaled, jnp.asarray([text]), TINY, "xla")
-            logits = upper_dense(scaled, x, TINY, "xla")[0, -1] @ scaled["embed"].T
-            assert int(drawn[row, step]) == int(jnp.argmax(logits))
+            if routed:
+                hidden = upper_routed(scaled, added, x, TINY, "xla")[0]
+            else:
+                hidden = upper_dense(scaled, x, TINY, "xla")
+            assert int(drawn[row, step]) == int(jnp.argmax(hidden[0, -1] @ scaled["embed"].T))
             text.append(int(drawn[row, step]))
 
 
