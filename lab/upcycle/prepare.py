@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("texts", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--most", type=int, default=45_000_000, help="tokens of each kind")
     parser.add_argument("--few", type=int, help="read so many documents only, to try it")
     args = parser.parse_args()
     began = time.monotonic()
@@ -40,7 +41,7 @@ def main() -> None:
     people = [Document(talk[0], said(talk)) for talk in ask(args.texts / "questions.xz")[2]]
     few = slice(args.few)
     for name, documents in {"python": code["train"], "prose": prose["train"]}.items():
-        tokens = stream(tokenizer, documents[few])
+        tokens = stream(tokenizer, documents[few], args.most)
         np.save(args.out / f"{name}.npy", tokens)
         print(f"{name}: {len(documents)} documents, {len(tokens)} tokens, {time.monotonic() - began:.0f} s", flush=True)
     kept = {

@@ -24,18 +24,21 @@ def load_tokenizer(texts: Path) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
     """Returns the tokens of texts."""
-    ids = []
-    for first in range(0, len(texts), 4096):
-        batch = tokenizer.encode_batch_fast(list(texts[first : first + 4096]), add_special_tokens=False)
-        ids += [np.asarray(encoding.ids, np.uint16) for encoding in batch]
-    return ids
+    batch = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    return [np.asarray(encoding.ids, np.uint16) for encoding in batch]
 
 
-def stream(tokenizer: Tokenizer, documents: Sequence[Document]) -> np.ndarray:
-    """Joins documents in the order of their names' numbers, each with an end."""
+def stream(tokenizer: Tokenizer, documents: Sequence[Document], most: int) -> np.ndarray:
+    """Joins documents in the order of their names' numbers, each with an end, up to about ``most`` tokens."""
     ordered = sorted(documents, key=lambda document: number(document.name))
-    pieces = [piece for ids in encode(tokenizer, [d.text for d in ordered]) for piece in (ids, np.uint16([END]))]
-    return np.concatenate(pieces) if pieces else np.zeros(0, np.uint16)
+    pieces, total = [np.zeros(0, np.uint16)], 0
+    for first in range(0, len(ordered), 2048):
+        for ids in encode(tokenizer, [document.text for document in ordered[first : first + 2048]]):
+            pieces += [ids, np.uint16([END])]
+            total += len(ids) + 1
+        if total >= most:
+            break
+    return np.concatenate(pieces)
 
 
 def held_out(tokenizer: Tokenizer, documents: Sequence[Document], length: int) -> np.ndarray:

@@ -143,10 +143,8 @@ def test_samples_from_its_own_next_token_distribution(routed, frozen, experts):
         text = list(map(int, prompt[row, first:]))
         for step in range(4):
             x = lower(scaled, jnp.asarray([text]), TINY, "xla")
-            if routed:
-                hidden = upper_routed(scaled, added, x, TINY, "xla")[0]
-            else:
-                hidden = upper_dense(scaled, x, TINY, "xla")
+            dense = upper_dense(scaled, x, TINY, "xla")
+            hidden = upper_routed(scaled, added, x, TINY, "xla")[0] if routed else dense
             assert int(drawn[row, step]) == int(jnp.argmax(hidden[0, -1] @ scaled["embed"].T))
             text.append(int(drawn[row, step]))
 
