@@ -11,6 +11,8 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from jaxspec import LLM, SamplingParams
+from jaxspec.checkpoint.files.fingerprint import fingerprint
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.gguf import blocks
 from jaxspec.checkpoint.gguf.header import read_gguf
@@ -18,6 +20,7 @@ from jaxspec.checkpoint.gguf.tensors import open_tensors
 from jaxspec.checkpoint.load.fill import fill
 from jaxspec.checkpoint.load.model import load_mtp, plan_model, read_config, read_generation
 from jaxspec.checkpoint.load.save import save_model
+from jaxspec.cli.main import main
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
 from jaxspec.inspect.model_report import report_model
 from jaxspec.models.catalog import arch_of
@@ -264,3 +267,31 @@ def test_a_directory_that_holds_only_a_gguf_file_says_what_to_give(tmp_path: Pat
     shutil.copy(GOLDEN / "qwen3" / "config.json", tmp_path)
     with pytest.raises(CheckpointError, match=r"it holds m\.gguf: give that file itself as the model"):
         TensorFiles.of(tmp_path)
+
+
+def test_it_serves_and_drafts(tmp_path: Path):
+    directory = copy_of("qwen3", tmp_path)
+    file = write_gguf(directory, tmp_path / "m.gguf")
+    settings: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 1, "max_model_len": 64, "prefill_buckets": (32,)}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    speculative = {"method": "draft_model", "model": str(file), "num_speculative_tokens": 2}
+    texts = []
+    for model, config in ((directory, None), (file, speculative)):
+        (output,) = LLM(model, speculative_config=config, **settings).generate({"prompt_token_ids": [5, 6, 7]}, params)
+        texts.append(output.outputs[0].token_ids)
+    assert texts[0] == texts[1]
+    assert output.metrics.mean_acceptance_length > 2.5  # it drafts for itself
+    assert fingerprint(file) != fingerprint(write_gguf(GOLDEN / "qwen3", tmp_path / "other.gguf", kind="F16"))
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = write_gguf(GOLDEN / "qwen3", tmp_path / "m.gguf", kind="Q8_0")
+    assert main(["inspect", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "GGUF: " in shown
+    assert "attention/qkv_DGQC int8" in shown
+    assert main(["convert", str(file), str(tmp_path / "out")]) == 0
+    assert "of weights in bfloat16, ready" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert main(["convert", str(GOLDEN / "qwen3"), str(tmp_path / "two")]) == 2
+    assert "is no .gguf file" in capsys.readouterr().err
