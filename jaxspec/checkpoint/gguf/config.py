@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.gguf.blocks import widened
-from jaxspec.checkpoint.gguf.header import GgufHeader
+from jaxspec.checkpoint.gguf.gguf_header import GgufHeader
 from jaxspec.checkpoint.gguf.names import NAMES, ROTATION
 from jaxspec.errors import ConfigError
 

@@ -15,8 +15,8 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.checkpoint.files.fingerprint import fingerprint
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.gguf import blocks
-from jaxspec.checkpoint.gguf.header import read_gguf
-from jaxspec.checkpoint.gguf.tensors import open_tensors
+from jaxspec.checkpoint.gguf.gguf_header import read_gguf
+from jaxspec.checkpoint.gguf.gguf_tensors import open_tensors
 from jaxspec.checkpoint.load.fill import fill
 from jaxspec.checkpoint.load.model import load_mtp, plan_model, read_config, read_generation
 from jaxspec.checkpoint.load.save import save_model

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint.gguf.header import GgufHeader
+from jaxspec.checkpoint.gguf.gguf_header import GgufHeader
 from jaxspec.errors import ConfigError
 
 KEY = "tokenizer.ggml."
