@@ -118,10 +118,12 @@ class GgufFiles(TensorFiles):
     def release(self, name: TensorName, size: int) -> None:
         self.released[str(name)] += size
         source = self.sources[name.whole]
-        for tensor in source.tensors if source.entry is None and name.entry is None else ():
+        entry = name.entry if source.stacked else source.entry
+        for tensor in source.tensors:
             if tensor.file in self._maps:
-                begin = tensor.begin - tensor.begin % mmap.PAGESIZE
-                self._maps[tensor.file].madvise(mmap.MADV_DONTNEED, begin, tensor.end - begin)
+                begin = tensor.begin + _size(tensor, entry) * (entry or 0)
+                end, begin = begin + _size(tensor, entry), begin - begin % mmap.PAGESIZE
+                self._maps[tensor.file].madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 class _Naming:

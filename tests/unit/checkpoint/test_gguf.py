@@ -17,6 +17,7 @@ from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.gguf import blocks
 from jaxspec.checkpoint.gguf.gguf_header import read_gguf
 from jaxspec.checkpoint.gguf.gguf_tensors import open_tensors
+from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.checkpoint.load.fill import fill
 from jaxspec.checkpoint.load.model import load_mtp, plan_model, read_config, read_generation
 from jaxspec.checkpoint.load.save import save_model
@@ -168,6 +169,12 @@ def test_an_architecture_that_is_not_known(tmp_path: Path):
     writer.close()
     with pytest.raises(ConfigError, match="architecture 'mamba' is not supported; known are deepseek2, glm4moe"):
         read_config(file)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no such directory; a model is .* a .gguf file"):
+        resolve_model("model.gguf")
 
 
 def test_unknown_and_missing_tensors_are_named(tmp_path: Path):
