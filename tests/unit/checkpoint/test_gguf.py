@@ -83,6 +83,12 @@ def test_the_one_matrix_of_older_deepseek_files(tmp_path: Path):
     assert_same(fill(plan_model(file, POLICY)), fill(plan_model(directory, POLICY)))
 
 
+def test_the_single_experts_of_older_mixtral_files(tmp_path: Path):
+    file = write_gguf(GOLDEN / "mixtral", tmp_path / "m.gguf", stacked=False)
+    assert "blk.0.ffn_gate.7.weight" in read_gguf(file).tensors
+    assert_same(fill(plan_model(file, POLICY)), fill(plan_model(GOLDEN / "mixtral", POLICY)))
+
+
 def test_multi_token_prediction(tmp_path: Path):
     directory = copy_of("glm4_moe", tmp_path)
     file = write_gguf(directory, tmp_path / "m.gguf")
@@ -106,6 +112,30 @@ def test_types_are_widened_as_the_library_does(kind: str, tmp_path: Path):
     embedding = stored["token_embd.weight"]
     wanted = dequantize(embedding.data, embedding.tensor_type).reshape(96, 32)
     np.testing.assert_array_equal(np.asarray(files["model.embed_tokens.weight"], np.float32), wanted)
+
+
+@pytest.mark.parametrize(
+    "kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "TQ2_0", "Q5_1"]
+)
+def test_types_that_the_library_only_reads(kind: str, tmp_path: Path):
+    type_, rng = GGMLQuantizationType[kind], np.random.default_rng(0)
+    block, size = gguf.GGML_QUANT_SIZES[type_]
+    rows = {"blk.0.ffn_down.weight": (6,), "blk.1.ffn_down_exps.weight": (3, 6)}
+    raw = {name: rng.integers(0, 256, (*lead, 512 // block * size), np.uint8) for name, lead in rows.items()}
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3moe")
+    put(writer, "qwen3moe.attention.head_count", 4)
+    for name, data in raw.items():
+        writer.add_tensor(name, data, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    files = open_tensors(tmp_path / "m.gguf")
+    wanted = {name: dequantize(data, type_) for name, data in raw.items()}
+    np.testing.assert_array_equal(files["model.layers.0.mlp.down_proj.weight"], wanted["blk.0.ffn_down.weight"])
+    for e in range(3):
+        ours = files[f"model.layers.1.mlp.experts.{e}.down_proj.weight"]
+        np.testing.assert_array_equal(ours, wanted["blk.1.ffn_down_exps.weight"][e])
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("Q8_0", "int8"), ("Q4_0", "int8"), ("Q5_0", "int8"), ("MXFP4", "fp4")])
@@ -173,7 +203,7 @@ def test_an_architecture_that_is_not_known(tmp_path: Path):
 
 def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="no such directory; a model is .* a .gguf file"):
+    with pytest.raises(ConfigError, match=r"no such directory; a model is .* a \.gguf file"):
         resolve_model("model.gguf")
 
 
