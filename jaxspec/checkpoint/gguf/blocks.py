@@ -28,7 +28,8 @@ def widened(raw: np.ndarray, kind: str) -> np.ndarray:
         return raw.view(PLAIN[kind])
     library = gguf_library()
     try:
-        return library.quants.dequantize(raw, library.GGMLQuantizationType[kind])
+        with np.errstate(all="ignore"):  # numbers that are not finite are refused by whoever loads them
+            return library.quants.dequantize(raw, library.GGMLQuantizationType[kind])
     except NotImplementedError:
         raise CheckpointError(f"type {kind} cannot be widened by this version of the gguf library") from None
 

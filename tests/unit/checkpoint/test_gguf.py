@@ -114,14 +114,13 @@ def test_types_are_widened_as_the_library_does(kind: str, tmp_path: Path):
     np.testing.assert_array_equal(np.asarray(files["model.embed_tokens.weight"], np.float32), wanted)
 
 
-@pytest.mark.parametrize(
-    "kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "TQ2_0", "Q5_1"]
-)
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "TQ2_0"])
 def test_types_that_the_library_only_reads(kind: str, tmp_path: Path):
     type_, rng = GGMLQuantizationType[kind], np.random.default_rng(0)
     block, size = gguf.GGML_QUANT_SIZES[type_]
+    # Bytes below 0x7C make no scale that is infinite.
     rows = {"blk.0.ffn_down.weight": (6,), "blk.1.ffn_down_exps.weight": (3, 6)}
-    raw = {name: rng.integers(0, 256, (*lead, 512 // block * size), np.uint8) for name, lead in rows.items()}
+    raw = {name: rng.integers(0, 0x7C, (*lead, 512 // block * size), np.uint8) for name, lead in rows.items()}
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3moe")
     put(writer, "qwen3moe.attention.head_count", 4)
     for name, data in raw.items():
