@@ -85,7 +85,7 @@ def architecture_of(header: GgufHeader) -> str:
     Raises:
       ConfigError: it is not known here.
     """
-    name = header.metadata.get("general.architecture")
+    name: Any = header.metadata.get("general.architecture")
     if name == "llama" and header.metadata.get("llama.expert_count"):
         return "mixtral"
     if name not in NAMES:
