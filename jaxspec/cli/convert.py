@@ -29,7 +29,7 @@ class ConvertArgs:
 def run(args: ConvertArgs) -> None:
     """Converts a file."""
     from jaxspec.checkpoint.gguf.convert import convert_gguf
-    from jaxspec.checkpoint.gguf.header import is_gguf
+    from jaxspec.checkpoint.gguf.gguf_header import is_gguf
     from jaxspec.errors import ConfigError
 
     if not is_gguf(args.file):

@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxspec.checkpoint.files.model_files import read_json
 from jaxspec.checkpoint.files.shards import no_weights
-from jaxspec.checkpoint.gguf.header import is_gguf, read_gguf
-from jaxspec.checkpoint.gguf.tensors import GgufFiles, open_tensors
+from jaxspec.checkpoint.gguf.gguf_header import is_gguf, read_gguf
+from jaxspec.checkpoint.gguf.gguf_tensors import GgufFiles, open_tensors
 from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
 from jaxspec.checkpoint.load.model import read_config, read_generation
 from jaxspec.checkpoint.load.release import release_files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from jaxspec.checkpoint.gguf.header import gguf_library
+from jaxspec.checkpoint.gguf.gguf_header import gguf_library
 from jaxspec.errors import CheckpointError
 
 # Types that are numbers of their own, not blocks.
@@ -26,9 +26,10 @@ def widened(raw: np.ndarray, kind: str) -> np.ndarray:
     """
     if kind in PLAIN:
         return raw.view(PLAIN[kind])
-    quants, constants = gguf_library("quants"), gguf_library("constants")
+    library = gguf_library()
     try:
-        return quants.dequantize(raw, constants.GGMLQuantizationType[kind])
+        with np.errstate(all="ignore"):  # numbers that are not finite are refused by whoever loads them
+            return library.quants.dequantize(raw, library.GGMLQuantizationType[kind])
     except NotImplementedError:
         raise CheckpointError(f"type {kind} cannot be widened by this version of the gguf library") from None
 

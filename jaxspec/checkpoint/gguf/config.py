@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.gguf.blocks import widened
-from jaxspec.checkpoint.gguf.header import GgufHeader
+from jaxspec.checkpoint.gguf.gguf_header import GgufHeader
 from jaxspec.checkpoint.gguf.names import NAMES, ROTATION
 from jaxspec.errors import ConfigError
 
@@ -85,7 +85,7 @@ def architecture_of(header: GgufHeader) -> str:
     Raises:
       ConfigError: it is not known here.
     """
-    name = header.metadata.get("general.architecture")
+    name: Any = header.metadata.get("general.architecture")
     if name == "llama" and header.metadata.get("llama.expert_count"):
         return "mixtral"
     if name not in NAMES:

@@ -17,9 +17,9 @@ from safetensors.numpy import save_file
 from jaxspec.checkpoint.files.shards import INDEX, SINGLE
 from jaxspec.checkpoint.files.stream import TensorName
 from jaxspec.checkpoint.gguf.config import config_of, generation_of
-from jaxspec.checkpoint.gguf.header import read_gguf
-from jaxspec.checkpoint.gguf.tensors import GgufFiles
-from jaxspec.checkpoint.gguf.tokenizer import write_tokenizer
+from jaxspec.checkpoint.gguf.gguf_header import read_gguf
+from jaxspec.checkpoint.gguf.gguf_tensors import GgufFiles
+from jaxspec.checkpoint.gguf.gguf_tokenizer import write_tokenizer
 from jaxspec.errors import ConfigError
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}

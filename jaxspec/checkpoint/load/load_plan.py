@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
-from jaxspec.checkpoint.gguf.tensors import open_tensors
+from jaxspec.checkpoint.gguf.gguf_tensors import open_tensors
 from jaxspec.checkpoint.load.places import (
     NO_SLOTS,
     TargetLeaf,

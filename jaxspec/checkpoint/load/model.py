@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files.model_files import check_text_files, file_in, read_json
 from jaxspec.checkpoint.gguf.config import config_of, generation_of
-from jaxspec.checkpoint.gguf.header import is_gguf, read_gguf
-from jaxspec.checkpoint.gguf.tensors import open_tensors
+from jaxspec.checkpoint.gguf.gguf_header import is_gguf, read_gguf
+from jaxspec.checkpoint.gguf.gguf_tensors import open_tensors
 from jaxspec.checkpoint.load.fill import Progress, fill
 from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
 from jaxspec.checkpoint.load.slots import check_placement, slots_for, slots_of_model, slots_of_mtp

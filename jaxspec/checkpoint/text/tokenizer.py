@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint.files.model_files import read_json
-from jaxspec.checkpoint.gguf.header import is_gguf, read_gguf
-from jaxspec.checkpoint.gguf.tokenizer import write_tokenizer
+from jaxspec.checkpoint.gguf.gguf_header import is_gguf, read_gguf
+from jaxspec.checkpoint.gguf.gguf_tokenizer import write_tokenizer
 from jaxspec.checkpoint.text import tiktoken
 from jaxspec.errors import ConfigError
 

@@ -28,6 +28,7 @@ def write_gguf(
     kind: str | Callable[[str], str] = "F32",
     text: Mapping[str, Any] | None = None,
     cut_latent: bool = True,
+    stacked: bool = True,
 ) -> Path:
     """Writes a directory's model; ``kind`` is the type of its matrices, ``text`` the tokenizer's metadata."""
     config = json.loads((directory / "config.json").read_text())
@@ -37,7 +38,12 @@ def write_gguf(
         put(writer, f"{name}.{key}", value)
     for key, value in (text or {}).items():
         put(writer, key, value)
-    for tensor, array in arrays_of(directory, config, name, cut_latent=cut_latent).items():
+    arrays = arrays_of(directory, config, name, cut_latent=cut_latent)
+    if not stacked:
+        for tensor in [tensor for tensor in arrays if "_exps" in tensor]:
+            experts = enumerate(arrays.pop(tensor))
+            arrays |= {tensor.replace("_exps", f".{e}"): expert for e, expert in experts}
+    for tensor, array in arrays.items():
         wanted = kind if isinstance(kind, str) else kind(tensor)
         block = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[wanted]][0]
         if array.ndim < 2 or array.shape[-1] % block or "norm" in tensor:

@@ -11,13 +11,17 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from jaxspec import LLM, SamplingParams
+from jaxspec.checkpoint.files.fingerprint import fingerprint
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.gguf import blocks
-from jaxspec.checkpoint.gguf.header import read_gguf
-from jaxspec.checkpoint.gguf.tensors import open_tensors
+from jaxspec.checkpoint.gguf.gguf_header import read_gguf
+from jaxspec.checkpoint.gguf.gguf_tensors import open_tensors
+from jaxspec.checkpoint.hub import resolve_model
 from jaxspec.checkpoint.load.fill import fill
 from jaxspec.checkpoint.load.model import load_mtp, plan_model, read_config, read_generation
 from jaxspec.checkpoint.load.save import save_model
+from jaxspec.cli.main import main
 from jaxspec.errors import CheckpointError, ConfigError, JaxspecError
 from jaxspec.inspect.model_report import report_model
 from jaxspec.models.catalog import arch_of
@@ -79,6 +83,12 @@ def test_the_one_matrix_of_older_deepseek_files(tmp_path: Path):
     assert_same(fill(plan_model(file, POLICY)), fill(plan_model(directory, POLICY)))
 
 
+def test_the_single_experts_of_older_mixtral_files(tmp_path: Path):
+    file = write_gguf(GOLDEN / "mixtral", tmp_path / "m.gguf", stacked=False)
+    assert "blk.0.ffn_gate.7.weight" in read_gguf(file).tensors
+    assert_same(fill(plan_model(file, POLICY)), fill(plan_model(GOLDEN / "mixtral", POLICY)))
+
+
 def test_multi_token_prediction(tmp_path: Path):
     directory = copy_of("glm4_moe", tmp_path)
     file = write_gguf(directory, tmp_path / "m.gguf")
@@ -102,6 +112,29 @@ def test_types_are_widened_as_the_library_does(kind: str, tmp_path: Path):
     embedding = stored["token_embd.weight"]
     wanted = dequantize(embedding.data, embedding.tensor_type).reshape(96, 32)
     np.testing.assert_array_equal(np.asarray(files["model.embed_tokens.weight"], np.float32), wanted)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "TQ2_0"])
+def test_types_that_the_library_only_reads(kind: str, tmp_path: Path):
+    type_, rng = GGMLQuantizationType[kind], np.random.default_rng(0)
+    block, size = gguf.GGML_QUANT_SIZES[type_]
+    # Bytes below 0x7C make no scale that is infinite.
+    rows = {"blk.0.ffn_down.weight": (6,), "blk.1.ffn_down_exps.weight": (3, 6)}
+    raw = {name: rng.integers(0, 0x7C, (*lead, 512 // block * size), np.uint8) for name, lead in rows.items()}
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "qwen3moe")
+    put(writer, "qwen3moe.attention.head_count", 4)
+    for name, data in raw.items():
+        writer.add_tensor(name, data, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    files = open_tensors(tmp_path / "m.gguf")
+    wanted = {name: dequantize(data, type_) for name, data in raw.items()}
+    np.testing.assert_array_equal(files["model.layers.0.mlp.down_proj.weight"], wanted["blk.0.ffn_down.weight"])
+    for e in range(3):
+        ours = files[f"model.layers.1.mlp.experts.{e}.down_proj.weight"]
+        np.testing.assert_array_equal(ours, wanted["blk.1.ffn_down_exps.weight"][e])
 
 
 @pytest.mark.parametrize(("kind", "stays"), [("Q8_0", "int8"), ("Q4_0", "int8"), ("Q5_0", "int8"), ("MXFP4", "fp4")])
@@ -165,6 +198,12 @@ def test_an_architecture_that_is_not_known(tmp_path: Path):
     writer.close()
     with pytest.raises(ConfigError, match="architecture 'mamba' is not supported; known are deepseek2, glm4moe"):
         read_config(file)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no such directory; a model is .* a \.gguf file"):
+        resolve_model("model.gguf")
 
 
 def test_unknown_and_missing_tensors_are_named(tmp_path: Path):
@@ -264,3 +303,31 @@ def test_a_directory_that_holds_only_a_gguf_file_says_what_to_give(tmp_path: Pat
     shutil.copy(GOLDEN / "qwen3" / "config.json", tmp_path)
     with pytest.raises(CheckpointError, match=r"it holds m\.gguf: give that file itself as the model"):
         TensorFiles.of(tmp_path)
+
+
+def test_it_serves_and_drafts(tmp_path: Path):
+    directory = copy_of("qwen3", tmp_path)
+    file = write_gguf(directory, tmp_path / "m.gguf")
+    settings: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 1, "max_model_len": 64, "prefill_buckets": (32,)}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    speculative = {"method": "draft_model", "model": str(file), "num_speculative_tokens": 2}
+    texts = []
+    for model, config in ((directory, None), (file, speculative)):
+        (output,) = LLM(model, speculative_config=config, **settings).generate({"prompt_token_ids": [5, 6, 7]}, params)
+        texts.append(output.outputs[0].token_ids)
+    assert texts[0] == texts[1]
+    assert output.metrics.mean_acceptance_length > 2.5  # it drafts for itself
+    assert fingerprint(file) != fingerprint(write_gguf(GOLDEN / "qwen3", tmp_path / "other.gguf", kind="F16"))
+
+
+def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = write_gguf(GOLDEN / "qwen3", tmp_path / "m.gguf", kind="Q8_0")
+    assert main(["inspect", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "GGUF: " in shown
+    assert "attention/qkv_DGQC int8" in shown
+    assert main(["convert", str(file), str(tmp_path / "out")]) == 0
+    assert "of weights in bfloat16, ready" in capsys.readouterr().out
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert main(["convert", str(GOLDEN / "qwen3"), str(tmp_path / "two")]) == 2
+    assert "is no .gguf file" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from jaxspec.checkpoint.gguf.convert import convert_gguf
-from jaxspec.checkpoint.gguf.tokenizer import SPLITS
+from jaxspec.checkpoint.gguf.gguf_tokenizer import SPLITS
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError

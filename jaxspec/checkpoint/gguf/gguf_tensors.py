@@ -16,7 +16,7 @@ from jaxspec.checkpoint.files.header import Tensor
 from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
 from jaxspec.checkpoint.gguf import blocks
 from jaxspec.checkpoint.gguf.config import architecture_of, heads_of
-from jaxspec.checkpoint.gguf.header import GgufHeader, GgufTensor, is_gguf, read_gguf
+from jaxspec.checkpoint.gguf.gguf_header import GgufHeader, GgufTensor, is_gguf, read_gguf
 from jaxspec.checkpoint.gguf.names import NAMES, ROTATION, Names
 
 STACK = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down))_exps\.weight$")
@@ -38,7 +38,7 @@ def open_tensors(path: Path) -> TensorFiles:
 
 
 @dataclass(frozen=True)
-class Source:
+class DecodedTensor:
     """An array under its hub name.
 
     Attributes:
@@ -61,7 +61,7 @@ class Source:
 
     @property
     def place(self) -> Tensor:
-        """Where its bytes lie, as far as sizes on disk go."""
+        """Describes its bytes, as far as sizes on disk go."""
         first, size = self.tensors[0], sum(_size(t, self.entry) for t in self.tensors)
         return Tensor(first.file, self.dtype, self.shape, first.begin, first.begin + size)
 
@@ -96,7 +96,7 @@ class GgufFiles(TensorFiles):
             return np.stack([self._one(source, e) for e in range(source.shape[0])])
         return self._one(source, name.entry if source.stacked else source.entry, name.entry)
 
-    def _one(self, source: Source, entry: int | None, row: int | None = None) -> np.ndarray:
+    def _one(self, source: DecodedTensor, entry: int | None, row: int | None = None) -> np.ndarray:
         arrays = [source.decode(self._rows(t, entry), t.type) for t in source.tensors]
         whole = source.change(*arrays)
         return whole if row is None or source.stacked else whole[row]
@@ -118,10 +118,12 @@ class GgufFiles(TensorFiles):
     def release(self, name: TensorName, size: int) -> None:
         self.released[str(name)] += size
         source = self.sources[name.whole]
-        for tensor in source.tensors if source.entry is None and name.entry is None else ():
+        entry = name.entry if source.stacked else source.entry
+        for tensor in source.tensors:
             if tensor.file in self._maps:
-                begin = tensor.begin - tensor.begin % mmap.PAGESIZE
-                self._maps[tensor.file].madvise(mmap.MADV_DONTNEED, begin, tensor.end - begin)
+                begin = tensor.begin + _size(tensor, entry) * (entry or 0)
+                end, begin = begin + _size(tensor, entry), begin - begin % mmap.PAGESIZE
+                self._maps[tensor.file].madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 class _Naming:
@@ -131,9 +133,9 @@ class _Naming:
         self.header, self.keeps = header, keeps
         self.architecture = architecture_of(header)
         self.names: Names = NAMES[self.architecture]
-        self.made: dict[str, Source] = {}
+        self.made: dict[str, DecodedTensor] = {}
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, DecodedTensor]:
         tensors = dict(self.header.tensors)
         tensors.pop(ROTATION, None)
         if self.architecture == "gpt-oss":
@@ -169,7 +171,7 @@ class _Naming:
         self, hub: str, decode: Any, shape: tuple[int, ...], dtype: Any, *, tensor: GgufTensor, change: Change,
         entry: int | None,
     ) -> None:  # fmt: skip
-        self.made[hub] = Source((tensor,), decode, change, shape, np.dtype(dtype), entry)
+        self.made[hub] = DecodedTensor((tensor,), decode, change, shape, np.dtype(dtype), entry)
 
     def _change(self, hub: str, shape: tuple[int, ...]) -> Change:
         """Returns what undoes llama.cpp's order of rows, or nothing."""
@@ -189,7 +191,7 @@ class _Naming:
             (heads, rank, width), (_, value, _) = k.shape, v.shape
             shape = (heads * (width + value), rank)
             hub = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
-            self.made[hub] = Source((k, v), _float32, _joined_latent, shape, np.dtype(np.float32))
+            self.made[hub] = DecodedTensor((k, v), _float32, _joined_latent, shape, np.dtype(np.float32))
 
     def _oss_experts(self, tensors: dict[str, GgufTensor]) -> None:
         """Makes gpt-oss's stacks of all experts, gate and up by turns."""
@@ -211,7 +213,7 @@ class _Naming:
         def add(name: str, decode: Any, shape: Sequence[int], dtype: Any, *, transpose: bool = False) -> None:
             change = partial(_by_turns, transpose=transpose, blocks_of=shape[-1] if len(shape) == 3 else 0)
             lead = (experts, *shape)
-            self.made[name] = Source(tuple(pair), decode, change, lead, np.dtype(dtype), stacked=True)
+            self.made[name] = DecodedTensor(tuple(pair), decode, change, lead, np.dtype(dtype), stacked=True)
 
         if bias:
             add(f"{hub}_bias", _float32_row, rows, np.float32)

@@ -9,7 +9,6 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +65,18 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and path.is_file()
 
 
-def gguf_library(module: str) -> Any:
-    """Returns a module of the ``gguf`` library.
+def gguf_library() -> Any:
+    """Returns the ``gguf`` library.
 
     Raises:
       ConfigError: it is not installed.
     """
     try:
-        return import_module(f"gguf.{module}")
+        import gguf
+        import gguf.quants
     except ImportError as error:
         raise ConfigError(f"GGUF files need the gguf library ({error}); run: pip install gguf") from error
+    return gguf
 
 
 def read_gguf(file: Path) -> GgufHeader:
@@ -216,8 +217,7 @@ def _placed(
     file: Path, entries: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int, size: int
 ) -> dict[str, GgufTensor]:
     """Finds the bytes of each tensor; they lie within the file and apart from one another."""
-    constants = gguf_library("constants")
-    sizes = {int(kind): (kind.name, *each) for kind, each in constants.GGML_QUANT_SIZES.items()}
+    sizes = {int(kind): (kind.name, *each) for kind, each in gguf_library().GGML_QUANT_SIZES.items()}
     tensors: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in entries:
         if name in tensors:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint.gguf.header import GgufHeader
+from jaxspec.checkpoint.gguf.gguf_header import GgufHeader
 from jaxspec.errors import ConfigError
 
 KEY = "tokenizer.ggml."
@@ -34,9 +34,10 @@ DEEPSEEK_3 = (
 )  # fmt: skip
 DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
 DIGITS, GPT_2 = "digits", "gpt-2"  # GPT-2's own splits, with each digit alone or not
+# Where the file does not say otherwise a prompt starts with a token, and a piece in the vocabulary is not merged.
+LLAMA_3_NAMES = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 SPLITS: Mapping[str, tuple[str, ...] | str] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"),
-                    (LLAMA_3,)),
+    **dict.fromkeys((*LLAMA_3_NAMES, "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (LLAMA_3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"), (QWEN_2,)),
     **dict.fromkeys(("gpt-4o", "llama4"), (GPT_4O,)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK_3),
@@ -44,9 +45,6 @@ SPLITS: Mapping[str, tuple[str, ...] | str] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), DIGITS),
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt", "trillion"), GPT_2),
 }  # fmt: skip
-# Where the file does not say whether a prompt starts with a token.
-STARTED = ("llama-bpe", "llama3", "llama-v3", "llama4", "llama", "deepseek-v3", "deepseek-coder")
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "glm4", "chatglm-bpe")  # a piece in the vocabulary is not merged
 COMPOSED = ("qwen2", "deepseek-r1-qwen")  # NFC
 Settings = dict[str, Any]
 
@@ -130,7 +128,7 @@ def _started(header: GgufHeader, tokens: Sequence[str]) -> Settings | None:
     metadata = header.metadata
     pre = metadata.get(f"{KEY}pre") if metadata.get(f"{KEY}model") == "gpt2" else "llama"
     start = _token(header, tokens, "bos")
-    if start is None or not metadata.get(f"{KEY}add_bos_token", pre in STARTED):
+    if start is None or not metadata.get(f"{KEY}add_bos_token", pre in (*LLAMA_3_NAMES, "llama")):
         return None
     first, text = {"SpecialToken": {"id": start, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     ids = [tokens.index(start)]
@@ -143,7 +141,7 @@ def _started(header: GgufHeader, tokens: Sequence[str]) -> Settings | None:
 
 def _byte_level(header: GgufHeader, vocab: Mapping[str, int]) -> Settings:
     """Returns the stages of byte-level byte-pair encoding."""
-    pre = header.metadata.get(f"{KEY}pre")
+    pre: Any = header.metadata.get(f"{KEY}pre")
     if pre not in SPLITS:
         raise ConfigError(
             f"{header.file}: its tokenizer splits texts in the way {pre!r}, which is not known; known are "
@@ -163,7 +161,7 @@ def _byte_level(header: GgufHeader, vocab: Mapping[str, int]) -> Settings:
         "normalizer": {"type": "NFC"} if pre in COMPOSED else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": stages},
         "decoder": {**letters, "use_regex": True},
-        "model": {"type": "BPE", "vocab": dict(vocab), "merges": merges, "ignore_merges": pre in WHOLE_WORDS},
+        "model": {"type": "BPE", "vocab": dict(vocab), "merges": merges, "ignore_merges": pre in LLAMA_3_NAMES},
     }
 
 
