@@ -164,7 +164,7 @@ def test_rows_cover_a_stream_once_a_pass():
 
 
 def test_rate_rises_holds_and_ends_near_zero():
-    rates = [rate_at(done, 1.0) for done in (0.0, 0.01, 0.02, 0.5, 0.775, 1.0)]
+    rates = [rate_at(done, 1.0) for done in (0.0, 0.01, 0.02, 0.5, 0.75, 1.0)]
     assert rates == pytest.approx([0.02, 0.5, 1, 1, 0.5, 0.02])
 
 
