@@ -55,9 +55,9 @@ class GgufFile:
 
     def layer(self, index: int, sizes: Sizes) -> dict[str, np.ndarray]:
         """Returns the weights of one layer, input axis first."""
-        found = {name: self.weight(f"blk.{index}.{theirs}.weight") for name, theirs in WEIGHTS.items()}
-        found["q"], found["k"] = _turned(found["q"], sizes.heads), _turned(found["k"], sizes.kv_heads)
-        return {name: weight.T for name, weight in found.items()}
+        weights = {name: self.weight(f"blk.{index}.{theirs}.weight") for name, theirs in WEIGHTS.items()}
+        weights["q"], weights["k"] = _turned(weights["q"], sizes.heads), _turned(weights["k"], sizes.kv_heads)
+        return {name: weight.T for name, weight in weights.items()}
 
     def tokenizer(self) -> Tokenizer:
         """Rebuilds the tokenizer."""

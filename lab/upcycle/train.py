@@ -31,18 +31,18 @@ from lab.upcycle.tokens import load_tokenizer, rows, shuffled
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Muon for the experts' matrices and Adam for routers at a quarter of the rate, which the schedule multiplies."""
+    """Muon for the experts' matrices and Adam for routers at a tenth of the rate, which the schedule multiplies."""
     dims = MuonDimensionNumbers((2,), (3,))
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         muon(
-            1.0, weight_decay=0.02, adam_b2=0.98, adam_weight_decay=0.0, adam_learning_rate=0.25, consistent_rms=0.2,
+            1.0, weight_decay=0.02, adam_b2=0.98, adam_weight_decay=0.0, adam_learning_rate=0.1, consistent_rms=0.2,
             muon_weight_dimension_numbers={"router": None, "gate": dims, "up": dims, "down": dims},
         ),
     )  # fmt: skip
 
 
-def rate_at(done: float, peak: float, warmup: float = 0.02, decay_from: float = 0.55) -> float:
+def rate_at(done: float, peak: float, warmup: float = 0.02, decay_from: float = 0.5) -> float:
     """Returns the rate when a part of the time is over: up, constant, down to zero."""
     return peak * max(min(done / warmup, (1 - done) / (1 - decay_from), 1.0), 0.02)
 
@@ -198,12 +198,12 @@ def main() -> None:
     parser.add_argument("texts", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--wheel", type=Path, nargs="+", default=[])
-    parser.add_argument("--seconds", type=float, default=270)
+    parser.add_argument("--seconds", type=float, default=180)
     parser.add_argument("--shares", type=int, nargs=3, default=(40, 14, 10), help="rows of Python, prose and chats")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--peaks", type=float, nargs="+", default=[3e-3], help="rates; the best one trains on")
+    parser.add_argument("--peaks", type=float, nargs="+", default=[8e-3], help="rates; the best one trains on")
     parser.add_argument("--try-seconds", type=float, default=18)
-    parser.add_argument("--questions", type=int, default=6000)
+    parser.add_argument("--questions", type=int, default=4000)
     parser.add_argument("--own", type=int, default=2048, help="chats, and as much code, that the mixture writes")
     parser.add_argument("--at-once", type=int, default=512)
     parser.add_argument("--smoke", action="store_true")
