@@ -61,7 +61,7 @@ class EngineFlags:
     seed: int = 0
     max_logprobs: int = 20
     steps_per_dispatch: int = 8
-    prefill_buckets: tuple[int, ...] = (32, 256)
+    prefill_buckets: tuple[int, ...] | None = None
     kv_page_size: int = 0
     num_kv_pages: int = 0
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
