@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from jaxspec.errors import JaxspecError
+
 THREADS = 2  # XLA compiles outside the interpreter lock
 EXIT_S = 60.0  # longest wait at the interpreter's exit for compilations that run
 LOOK_S = 0.01
@@ -70,16 +72,14 @@ class CompiledPrograms(MutableMapping[Hashable, Any]):
           show: called with (programs compiled, programs in all), first with none.
         """
         left = [name for name in names if name in self._names]
-        total, shown = len(left), -1
-        while shown < total:
+        total = len(left)
+        show(0, total)
+        while left:
             for name in [name for name in left if self.ready(name)]:
-                left.remove(name)
                 self[name]
-            if total - len(left) > shown:
-                shown = total - len(left) if shown >= 0 else 0
-                show(shown, total)
-            else:
-                time.sleep(LOOK_S)
+                left.remove(name)
+                show(total - len(left), total)
+            time.sleep(LOOK_S if left else 0)
 
     def then(self, work: Callable[[], None]) -> None:
         """Has work done once nothing is left to compile, by a thread that compiled or at once."""
@@ -96,6 +96,8 @@ class CompiledPrograms(MutableMapping[Hashable, Any]):
         if name not in self._shared.done and name not in self._names:
             raise KeyError(name)
         while name not in self._shared.done:
+            if self._shared.closing and not self._shared.running:
+                raise JaxspecError(f"{name} was not compiled before the engine was given up")
             time.sleep(LOOK_S)
         usable, program = self._shared.done[name]
         if not usable:

@@ -148,8 +148,12 @@ class LLM:
         self.spec = spec = fit_to_model(spec, max_model_len, self.model.net.arch)
         self.capacity, self.max_logprobs, self.eos = spec.capacity, spec.logprobs, end_ids_of(self.model)
         self.engine = self._engine(config, quantization, download_dir, on_progress)
-        self.text = Text.load(self.model.directory)  # while programs compile
-        self.engine.start(on_progress)
+        try:
+            self.text = Text.load(self.model.directory)  # while programs compile
+            self.engine.start(on_progress)
+        except BaseException:  # an interrupt, say: what has not begun to compile does not begin any more
+            self.engine.programs.programs.close()
+            raise
         self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
         self.driver, net = Driver(self.engine, Worker()), self.model.net
         if self.engine.untimed:

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 
+from jaxspec.errors import JaxspecError
 from jaxspec.serve.background import THREADS, CompiledPrograms
 
 
@@ -86,6 +87,10 @@ def test_what_nobody_holds_any_more_is_not_compiled():
     while shared.running:
         time.sleep(0.01)
     assert len(began) == THREADS
+    closed = CompiledPrograms({i: lambda: time.sleep(0.1) for i in range(10)})
+    closed.close()
+    with pytest.raises(JaxspecError, match="given up"):
+        closed[9]
 
 
 SCRIPT = """
