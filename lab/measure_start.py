@@ -22,7 +22,7 @@ LENGTHS, ROUNDS, SHORT = (20, 85, 300, 1000, 2000), 9, 4
 def load(length: int | str, rows: int) -> LLM:
     """Loads the demo's target and head."""
     head = {"method": "shared_expert", "model": str(demo_model_dir("head")), "num_speculative_tokens": length}
-    return LLM("demo", speculative_config=head, max_num_seqs=rows, max_model_len=2560, max_logprobs=0)
+    return LLM("demo", speculative_config=head, max_num_seqs=rows, max_model_len=2048, max_logprobs=0)
 
 
 def show_first(length: int | str) -> None:
