@@ -44,7 +44,7 @@ class Runner:
 
     @property
     def joint(self) -> tuple[int, int] | None:
-        """How many prompts, and of each how many tokens, a chunk of several has; None where all are read singly."""
+        """Prompts in a chunk of several, and tokens of each; None where all are read singly."""
         return None
 
     @property
@@ -63,9 +63,13 @@ class Runner:
 
     def read(self, state: DecodeState, prompts: Sequence[UnreadPrompt]) -> DecodeState:
         """Reads one chunk of prompts with tokens left, the oldest first; see ``choose_chunk``."""
+        name, chosen = self.next_chunk(prompts)
+        return self.programs[name](self.target, self.drafter, state, cut(chosen, name[1]))
+
+    def next_chunk(self, prompts: Sequence[UnreadPrompt]) -> tuple[tuple[str, int], list[UnreadPrompt]]:
+        """Returns the name of the program that reads next, and the prompts that it reads."""
         size, chosen = choose_chunk(prompts, self.sizes, self.joint)
-        name = ("prefill", size) if len(chosen) == 1 else ("prefill jointly", size)
-        return self.programs[name](self.target, self.drafter, state, cut(chosen, size))
+        return ("prefill" if len(chosen) == 1 else "prefill jointly", size), chosen
 
     def admit(
         self,

@@ -1,6 +1,6 @@
 """Ahead-of-time executables of one engine: a changed shape is an error, and only rare programs compile when called."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -119,8 +119,13 @@ class Programs(Runner):
 
     def ready(self, topology: AnyTopology) -> bool:
         """Whether a dispatch of a topology would wait for no compilation."""
-        names = [name for name in self.programs if name == ("dispatch", topology) or name[0] == "catch up"]
+        shown = self.drafter.replay_sizes(self.buckets) if self.turns else ()
+        names = [("dispatch", topology), *(("catch up", size) for size in shown)]
         return all(map(self.programs.ready, names))
+
+    def can_read(self, prompts: Sequence[UnreadPrompt]) -> bool:
+        """Whether ``read`` would wait for no compilation."""
+        return self.programs.ready(self.next_chunk(prompts)[0])
 
     def wait(self, show: Callable[[int, int], None], *, everything: bool) -> None:
         """Waits for what a first request needs, or for everything; ``show`` as of ``CompiledPrograms.wait``.

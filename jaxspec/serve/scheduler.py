@@ -137,7 +137,8 @@ class Scheduler:
             self.state = first.read_scored(self._programs, self.state)
         elif first.prompt.left:
             unread = [reading.prompt for reading in self.reading if reading.prompt.left and not reading.scored]
-            self.state = self._programs.read(self.state, unread)
+            if not self.running or self._programs.can_read(unread):  # texts that have begun wait for no compilation
+                self.state = self._programs.read(self.state, unread)
         for reading in [reading for reading in self.reading if not reading.prompt.left]:
             self.reading.remove(reading)
             self.state = reading.finish(self._programs, self.state)

@@ -53,6 +53,7 @@ def test_chunks_depend_on_the_length_alone_where_sizes_round_differently(lab: La
         engine.programs.programs["prefill", 8] = print
         assert engine.programs.sizes == ((8,) if any_cut else (8, 32))
         del engine.programs.programs["prefill", 8]
+    assert not engine.programs.can_read([UnreadPrompt(0, np.arange(9))])
 
 
 @pytest.mark.parametrize("kind", ["ngram", "self"])
