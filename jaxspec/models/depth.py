@@ -12,6 +12,7 @@ from jax import lax
 from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, Segment
 from jaxspec.models.block import Block, LayerOutput, init_block
+from jaxspec.native.packing import Packed
 from jaxspec.nn.expert_shards import ROUTED
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.matrix import Matrix
@@ -129,12 +130,21 @@ class Loop:
         """Runs all repeats from the stream and the selection before them."""
         repeats = self.segment.repeats
         caches = (None,) * len(self._blocks) if self.inputs.memory is None else self.inputs.memory
-        # The first repeat gives the loop's carry its structure, which the selection lacks before it.
-        carry = self._repeat(jnp.int32(0), replace(before, caches=caches))
+        before = replace(before, caches=caches)
+        ropes = (getattr(spec.attention, "rope", None) for spec in self.segment.pattern)
+        self.inputs = self.inputs.turned_by(*dict.fromkeys(rope for rope in ropes if rope is not None))
+        after: Any = jax.eval_shape(self._repeat, jnp.int32(0), before)
+        # Where it gives a selection that there is not before it, the first repeat runs by itself.
+        first = int(repeats == 1 or jax.tree.structure(before.selection) != jax.tree.structure(after.selection))
+        if first:
+            carry = self._repeat(jnp.int32(0), before)
+        else:
+            zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), after)
+            carry = replace(zeros, x=before.x, caches=caches, selection=before.selection)
         routing = jax.tree.map(lambda r: jnp.broadcast_to(r, (repeats, *r.shape)), carry.routing)
         carry = replace(carry, routing=routing)
-        if repeats > 1:
-            carry = lax.fori_loop(1, repeats, self._body, carry)
+        if first < repeats:
+            carry = lax.fori_loop(first, repeats, self._body, carry)
         each = [jax.tree.map(lambda r, y=y: r[y], routing) for y in range(repeats) for routing in carry.routing]
         return replace(carry, routing=tuple(each))
 
@@ -184,4 +194,4 @@ def _layer(stack: Any, y: Array, policy: Policy) -> Any:
         one = Matrix(leaf, y, policy.compute.whole_kernels)
         return one.own() if policy.compute.whole_kernels == "xla" else one
 
-    return jax.tree_util.tree_map_with_path(pick, stack, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    return jax.tree_util.tree_map_with_path(pick, stack, is_leaf=lambda leaf: isinstance(leaf, Quantized | Packed))

@@ -73,7 +73,7 @@ def attend_cached(
     assert window is not None, "asked of layers with a cache"
     wide = (value_width or k_pages.shape[3]) if v_pages is None else v_pages.shape[3]
     kernels = policy.compute.whole_kernels
-    if kernels != "xla":
+    if kernels in ("triton", "interpret"):
         selected = inputs.selection is not None
         blocked = obstacles(k_pages, value_width=wide, block=window.block, wanted=kernels, selected=selected)
         choice = choose(OP, case_name(q_BTHC.shape[2], k_pages, wide), kernels, "cuda", blocked)

@@ -1,15 +1,18 @@
 """Routed experts as blocks of equal rows: every expert's weights are read once per forward, whatever the rows."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from jaxspec.native.packing import Packed
+from jaxspec.native.product import product
 from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.expert_shards import obstacles_on, on_each_device, rows_on_each, split
-from jaxspec.nn.ffn import Activation, run_gated
+from jaxspec.nn.ffn import Activation
+from jaxspec.nn.matrix import UNPACKED
 from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import pytree, replace
@@ -102,30 +105,6 @@ def combine(out_SD: Array, blocks: Blocks, live: Array | None = None) -> Array:
     return total if live is None or live.ndim == 2 else jnp.where(live[:, None], total, 0.0)
 
 
-def run_switched(
-    x_MD: Array,
-    routing: Routing,
-    experts: tuple[dict[str, Weight], ...],
-    activation: Activation,
-    dtype: jnp.dtype,
-    live_M: Array | None = None,
-) -> Array:
-    """Computes routed experts on a CPU: a loop over the blocks in use, each switching to its expert's own arrays."""
-    width = x_MD.shape[1]
-    block = block_rows(routing.expert_MA.size, len(experts))
-    blocks = lay_out(routing.expert_MA, len(experts), block, live_M)
-    x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
-    branches = [partial(run_gated, activation=activation, dtype=dtype, **weights) for weights in experts]
-
-    def compute(n: Array, out_SD: Array) -> Array:
-        x = lax.dynamic_slice(x_SD, (n * block, 0), (block, width))
-        weight = lax.dynamic_slice(weight_S, (n * block,), (block,))
-        y = lax.switch(blocks.expert_N[n], branches, x) * weight[:, None]
-        return lax.dynamic_update_slice(out_SD, y, (n * block, 0))
-
-    return combine(lax.fori_loop(0, blocks.count, compute, jnp.zeros(x_SD.shape, jnp.float32)), blocks, live_M)
-
-
 def run_stacked(
     x_MD: Array,
     routing: Routing,
@@ -186,6 +165,8 @@ def run_experts(
       live_M: rows that are computed, None for all; the others give zeros.
     """
     expert_MA, mesh, dtype = routing.expert_MA, policy.compute.mesh, policy.compute.dtype
+    if isinstance(experts["down_EFD"], Packed) and isinstance(experts["gate_up_ED2F"], Packed):
+        return run_packed(x_MD, routing, experts, activation, layer, live_M)
     choice = choose_kernel(x_MD.shape[0], expert_MA.shape[1], experts, policy, stacked=layer is not None)
     if choice.implementation == "xla" and (not split(mesh) or obstacles_on(mesh, experts)):
         return run_stacked(x_MD, routing, experts, activation, dtype, layer, live_M)
@@ -204,6 +185,27 @@ def run_experts(
     return on_each_device(compute, policy, *operands) if split(mesh) else compute(*operands)
 
 
+def run_packed(
+    x_MD: Array,
+    routing: Routing,
+    experts: dict[str, Any],
+    activation: Activation,
+    layer: Array | None = None,
+    live_M: Array | None = None,
+) -> Array:
+    """Computes routed experts by native kernels, each row's products where they are; see ``run_experts``."""
+    expert_MA, hidden = routing.expert_MA, experts["gate_up_ED2F"].outer[1]
+    choose(OP, f"M{x_MD.shape[0]} A{expert_MA.shape[1]} {experts['gate_up_ED2F'].kind}", "native", "cpu", [])
+    if live_M is not None:
+        expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
+
+    both_RX = product(x_MD, experts["gate_up_ED2F"], experts.get("gate_up_bias_E2F"), expert_MA=expert_MA, layer=layer)
+    return product(
+        activation(both_RX[:, :hidden], both_RX[:, hidden:]), experts["down_EFD"], experts.get("down_bias_ED"),
+        expert_MA=expert_MA.reshape(-1, 1), layer=layer, weight_MA=routing.weight_MA,
+    )  # fmt: skip
+
+
 def choose_kernel(rows: int, top_k: int, experts: dict[str, Weight], policy: Policy, *, stacked: bool) -> Choice:
     """Chooses what computes M rows of routed experts, and says why."""
     kernels = policy.compute.kernels
@@ -211,6 +213,8 @@ def choose_kernel(rows: int, top_k: int, experts: dict[str, Weight], policy: Pol
         return Choice(OP, "", "xla", "no kernels are wanted")
     name = case_name(rows_on_each(policy, rows), top_k, experts, stacked=stacked)
     blocked = obstacles(experts, stacked=stacked) + obstacles_on(policy.compute.mesh, experts)
+    if kernels == "native":
+        return choose(OP, name, kernels, "cpu", [UNPACKED])
     return choose(OP, name, kernels, "cuda", blocked)
 
 

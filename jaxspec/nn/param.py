@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.errors import ConfigError
+from jaxspec.native.packing import Packed, abstract_packed
 from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Array
-from pallas_kernels.quantized import abstract_quantized
+from pallas_kernels.quantized import Quantized, abstract_quantized
 
 LAYERS = "layers"
 ONES, ZEROS, NORMAL = nn.initializers.ones, nn.initializers.zeros, nn.initializers.normal(0.02)
@@ -58,6 +59,16 @@ class Param:
             raise ConfigError(f"sharding: parameter {self.name} has {rank} dimensions; declared are {self.axes}")
         return self.axes if rank == len(self.axes) else (LAYERS, *self.axes)
 
+    def packed(self, leaf: Any, policy: Policy) -> Packed | None:
+        """Returns shapes and dtypes of an array of it as native kernels read it, None where they do not."""
+        compute, lead = policy.compute, len(leaf.shape) - len(self.axes) + (self.axes[0] == "expert")
+        if compute.kernels != "native" or not (self.kind == "matrix" or self.axes[0] == "expert"):
+            return None
+        exact = not isinstance(leaf, Quantized) and leaf.dtype == jnp.float32
+        if self.kind == "bias" or (compute.dtype == jnp.float32 and not exact):
+            return None
+        return abstract_packed(leaf, lead=lead, axes=self.inputs)
+
 
 DECLARED: dict[str, Param] = {}
 
@@ -82,13 +93,10 @@ def declared(path: str | Sequence[Any]) -> Param:
 
 
 def kind_of(path: Sequence[str]) -> str:
-    """Returns a parameter's path without the numbers of its layer and expert: the same for all of an architecture.
-
-    ``layers_3/ffn/down_FD_5`` is of the kind ``ffn/down_FD_{e}``.
-    """
+    """Returns a parameter's path without its layer's name: ``layers_3/ffn/down_FD`` is of the kind ``ffn/down_FD``."""
     *folders, name = path
     folders = [folder for folder in folders if not re.fullmatch(r"\w+_\d+|block", folder)]
-    return "/".join([*folders, re.sub(r"_\d+$", "_{e}", name)])
+    return "/".join([*folders, name])
 
 
 def declare(module: nn.Module, policy: Policy, param: Param, shape: tuple[int, ...], number: int | None = None) -> Any:
@@ -102,7 +110,8 @@ def declare(module: nn.Module, policy: Policy, param: Param, shape: tuple[int, .
       number: of several, see ``Param.name``.
 
     Returns:
-      An array or a ``Quantized``; with kernels a ``Matrix`` where ``dense`` and ``exact_dense`` alone read it.
+      An array or a ``Quantized``; with kernels a ``Matrix`` where ``dense`` and ``exact_dense`` alone read it; packed
+      experts.
     """
     name, kernels = param.name.format(number), policy.compute.whole_kernels
     in_stack = param.kind == "matrix" and kernels != "xla"
@@ -110,6 +119,8 @@ def declare(module: nn.Module, policy: Policy, param: Param, shape: tuple[int, .
         value = module.get_variable("params", name)
         if isinstance(value, Matrix):
             return value if in_stack else value.own()
+        if isinstance(value, Packed):
+            return Matrix(value, None, kernels) if in_stack else value
     form = policy.storage.format_of(kind_of((*module.path, name)))
 
     def init(key: Array) -> Any:

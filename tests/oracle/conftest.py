@@ -30,10 +30,13 @@ from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import make_policy
+from jaxspec.native.packing import pack
+from jaxspec.nn.param import declared
+from jaxspec.nn.policy import Policy, make_policy, policy_for
 from jaxspec.protocol import Anchor, Drafter, NoDrafts, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
+from jaxspec.serve.background import CompiledPrograms
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine import Engine
 from jaxspec.serve.engine_spec import EngineSpec
@@ -181,11 +184,16 @@ def _prefill(target, drafter, state, chunk):
 class SharedPrograms(Programs):
     """The engine's programs, compiled once per shape for all engines of the test run."""
 
-    def __init__(self, target, drafters, state, plan, buckets, *, turns=False, on_compile=None):
-        Runner.__init__(self, target, drafters, buckets, {"admit": SHARED["admit"], "retire": SHARED["retire"]})
-        self.programs |= {("dispatch", topology): _jitted(plan) for topology in drafters}
-        self.programs |= {("catch up", size): _caught_up(size) for size in self.drafter.replay_sizes(buckets)}
-        self.programs |= {("prefill", size): _prefill for size in buckets}
+    def __init__(self, target, drafters, state, spec, *, turns=False, first=None):
+        buckets, plan = spec.buckets, StepPlan(spec.rule, spec.steps, spec.logprobs)
+        Runner.__init__(self, target, drafters, buckets, {})
+        self.programs, self._urgent = CompiledPrograms({}), ()
+        self._any_cut = True
+        self._joint = (spec.joint, buckets[0]) if spec.joint > 1 else None
+        self.programs.update({"admit": SHARED["admit"], "retire": SHARED["retire"]})
+        self.programs.update({("dispatch", topology): _jitted(plan) for topology in drafters})
+        self.programs.update({("catch up", size): _caught_up(size) for size in self.drafter.replay_sizes(buckets)})
+        self.programs.update({(name, size): _prefill for size in buckets for name in ("prefill", "prefill jointly")})
         self.turns = turns and self.drafter.needs != "none"
         self.skipping = {arm for arm, one in drafters.items() if Sizes.of(target, one, state, routes=False).anchors}
 
@@ -215,6 +223,21 @@ class Wheel(VerifyBudget):
         self.outcome_HMC += outcome_HMC
 
 
+def layout_of(name: str, dtype: Any) -> Policy:
+    """What a CPU takes, or layers stacked or apart by plain XLA."""
+    return policy_for(str(dtype), "cpu") if name == "native" else make_policy(dtype, depth=name)
+
+
+def packed(params: Any, policy: Policy) -> Any:
+    """Parameters that no file held, as the loader would have packed them."""
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        to = declared(path).packed(leaf, policy)
+        return leaf if to is None else pack(leaf, lead=len(to.lead), axes=len(to.inner))
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
 @dataclass
 class Lab:
     """Models by kind, and engines over them.
@@ -229,14 +252,13 @@ class Lab:
     plain: dict = field(default_factory=dict)
     loaded: dict = field(default_factory=dict)
 
-    def model(self, name: str, dtype: str = "float32", layout: str = "switched") -> Model:
+    def model(self, name: str, dtype: str = "float32", layout: str = "native") -> Model:
         key = (name, dtype, layout)
         if key not in self.loaded:
-            policy = make_policy(dtype, experts=layout)
-            self.loaded[key] = load_model(getattr(self, f"{name}_dir"), policy)
+            self.loaded[key] = load_model(getattr(self, f"{name}_dir"), layout_of(layout, dtype))
         return self.loaded[key]
 
-    def drafter(self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "switched") -> Drafter:
+    def drafter(self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "native") -> Drafter:
         if kind == "ngram":
             return Ngram(topology, 3, 1)
         if kind == "mtp":
@@ -250,8 +272,9 @@ class Lab:
         net = Mtp(changed(target.net.arch, mtp=target.net.arch.layers[-1:]), target.net.policy)
         key = ("prediction", dtype, layout)
         if key not in self.loaded:
-            params = jax.jit(net.initial)(jax.random.key(2))
-            self.loaded[key] = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
+            params = jax.jit(net.clone(policy=make_policy(dtype)).initial)(jax.random.key(2))
+            made = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
+            self.loaded[key] = packed(made, net.policy)
         return MtpHeads(self.loaded[key], target.params, net, target.net, topology)
 
     def engine(
@@ -259,7 +282,7 @@ class Lab:
         drafter: Drafter,
         *,
         dtype="float32",
-        layout="switched",
+        layout="native",
         block: int = 128,
         control=None,
         budget=None,
@@ -271,7 +294,9 @@ class Lab:
         made = engine_module.Programs
         engine_module.Programs = SharedPrograms
         try:
-            return Engine(Target(model.params, model.net, block), drafter, spec, {EOS}, control, budget)
+            engine = Engine(Target(model.params, model.net, block), drafter, spec, {EOS}, control, budget)
+            engine.start()
+            return engine
         finally:
             engine_module.Programs = made
 

@@ -13,7 +13,7 @@ from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import forward, head
 from jaxspec.nn.inputs import Inputs
-from jaxspec.nn.policy import make_policy
+from jaxspec.nn.policy import policy_for
 from jaxspec.serve.demo_pair import demo_model_dir
 
 pytestmark = pytest.mark.served
@@ -24,7 +24,7 @@ LENGTH = 140  # beyond one attention block
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return load_model(demo_model_dir("target"), make_policy(BFLOAT16, experts="switched"))
+    return load_model(demo_model_dir("target"), policy_for("bfloat16", "cpu"))
 
 
 def bits(model: Model, token_BS: np.ndarray, width: int) -> np.ndarray:
@@ -52,3 +52,12 @@ def test_logits_do_not_depend_on_the_rows_beside_them(model: Model):
     for rows, width in ((1, 4), (1, 7), (3, 5)):
         many = bits(model, token_BS[:rows], width)
         np.testing.assert_array_equal(many, one[: len(many)], err_msg=f"{rows} rows of {width} positions")
+
+
+def test_stacked_layers_give_the_bits_of_layers_apart(model: Model):
+    """With native kernels, which read a layer's weights where they lie in the stack."""
+    if model.net.policy.compute.kernels != "native":
+        pytest.skip("no C compiler here")
+    apart = load_model(demo_model_dir("target"), model.net.policy.update(depth="unrolled"))
+    token_BS = np.random.default_rng(1).integers(0, model.net.arch.vocab_size, (2, 12)).astype(np.int32)
+    np.testing.assert_array_equal(bits(model, token_BS, 3), bits(apart, token_BS, 3))

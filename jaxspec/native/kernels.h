@@ -1,0 +1,25 @@
+// What tile.c and kernels.c share.
+#include <stddef.h>
+#include <stdint.h>
+
+enum { PANEL = 32 };                       // columns that lie together
+enum Kind { BF16, F32, INT8, FP8, FP4 };   // how numbers are stored
+
+// One matrix [depth, columns], packed: see packing.py.
+typedef struct {
+  enum Kind kind;
+  int depth, group;     // numbers along the depth; how many of them share a scale, 0 without scales
+  int exponent_scales;  // whether scales are bytes, powers of two
+} Weight;
+
+static inline size_t panel_bytes(const Weight *w) {
+  static const int eighths[] = {16, 32, 8, 8, 4};
+  return (size_t)w->depth * PANEL * eighths[w->kind] / 8;
+}
+
+static inline size_t panel_scales(const Weight *w) {  // bytes
+  return w->group ? (size_t)((w->depth + w->group - 1) / w->group) * PANEL * (w->exponent_scales ? 1 : 4) : 0;
+}
+
+// Multiplies rows with one panel: y[m][0..32) = x[m] times the panel, x being bfloat16, or float32 for F32.
+typedef void Tile(const Weight *w, const void *panel, const void *scale, const void *const *x, float *const *y, int rows);
