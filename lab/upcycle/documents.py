@@ -34,11 +34,15 @@ def number(name: str) -> int:
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
 
 
+def entries(package: Distribution, name: str) -> list[str]:
+    """Returns the entries of a name in a package's metadata."""
+    return list(map(str, package.metadata.get_all(name) or []))
+
+
 def is_permissive(package: Distribution) -> bool:
     """Says whether the metadata name a permissive license and no other."""
-    metadata = package.metadata
-    said = [metadata.get("License-Expression") or "", (metadata.get("License") or "")[:200]]
-    said += [line for line in metadata.get_all("Classifier") or [] if line.startswith("License")]
+    said = [*entries(package, "License-Expression"), *(entry[:200] for entry in entries(package, "License"))]
+    said += [entry for entry in entries(package, "Classifier") if entry.startswith("License")]
     text = "\n".join(said)
     return bool(PERMISSIVE.search(text)) and not OTHER.search(text)
 
@@ -60,7 +64,7 @@ def packages() -> dict[str, list[tuple[str, Path]]]:
     """Returns name and path of the Python files of every permissive package, and of the standard library."""
     files_of = {}
     for package in distributions():
-        name = (package.metadata.get("Name") or "").lower()
+        name = "".join(entries(package, "Name")[:1]).lower()
         if not name or KEPT.match(name) or not is_permissive(package):
             continue
         files = [file for file in package.files or () if file.suffix == ".py" and ".." not in file.parts]

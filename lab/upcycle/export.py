@@ -21,7 +21,6 @@ from lab.upcycle.network import SMOLLM2
 def provenance(trained: dict[str, Any], record: dict[str, Any], parts: list[Path]) -> dict[str, Any]:
     """Returns where the experts are from, how they were made, and what was measured."""
     wheel = WHEEL_MODELS["smollm2"]
-    last = trained["log"][-1]
     return {
         "dense_model": {name: getattr(wheel, name) for name in ("package", "version", "sha256", "member")},
         "files": {part.name: hashlib.sha256(part.read_bytes()).hexdigest() for part in parts},
@@ -30,9 +29,9 @@ def provenance(trained: dict[str, Any], record: dict[str, Any], parts: list[Path
             "chosen": SMOLLM2.top_k, "width": SMOLLM2.width,
         },
         "training": {
-            "tokens": trained["tokens"], "updates": last["update"], "seconds": last["seconds"],
-            "peak_rate": trained["peak"], "rows_of": trained["shares"], "device": trained["device"],
-            "attention": trained["kernel"], "peak_bytes": trained["bytes"],
+            "tokens": trained["tokens"], "tokens_s": trained["log"][-1]["tokens_s"], "rows_of": trained["shares"],
+            "peak_rate": trained["peak"], "device": trained["device"], "attention": trained["kernel"],
+            "peak_bytes": trained["bytes"],
         },
         "texts": record,
         "held_out_nats_per_token": {"dense": trained["dense"], "mixture": trained["routed"]},

@@ -32,12 +32,13 @@ from lab.upcycle.tokens import load_tokenizer, rows, shuffled
 
 def optimizer() -> optax.GradientTransformation:
     """Muon for the experts' matrices and Adam for routers at a tenth of the rate, which the schedule multiplies."""
-    dims = MuonDimensionNumbers((2,), (3,))
+    matrix = MuonDimensionNumbers((2,), (3,))
+    dims: Any = {"router": None, "gate": matrix, "up": matrix, "down": matrix}
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         muon(
             1.0, weight_decay=0.02, adam_b2=0.98, adam_weight_decay=0.0, adam_learning_rate=0.1, consistent_rms=0.2,
-            muon_weight_dimension_numbers={"router": None, "gate": dims, "up": dims, "down": dims},
+            muon_weight_dimension_numbers=dims,
         ),
     )  # fmt: skip
 
@@ -148,7 +149,7 @@ def talks(args: argparse.Namespace, frozen: Tree, tokenizer: Tokenizer, sizes: S
     """Returns the streams of chats that the dense model leads, for training and held out, kept in OUT."""
     train_on, held, _ = ask(args.texts / "questions.xz")
     few = {"held_chats": held[: args.questions // 10], "chats": train_on[: args.questions]}
-    streams = {
+    streams: dict[str, Any] = {
         name: np.concatenate(write(frozen, None, asking(tokenizer, questions), sizes, count=args.at_once))
         for name, questions in few.items()
     }
@@ -224,11 +225,11 @@ def learn(args: argparse.Namespace, sizes: Sizes) -> None:
     clock["chats"] = time.monotonic() - began
     print(f"{own['chats'].size} tokens of chats after {clock['chats']:.0f} s", flush=True)
 
-    shares = dict(zip(("python", "prose", "chats"), args.shares, strict=True))
+    shares: dict[str, int] = dict(zip(("python", "prose", "chats"), args.shares, strict=True))
     streams, held = stand_ins(sizes, args.length) if args.smoke else read(args.streams)
     feed = batches(streams | own, shares, args.length)
     held["chats"] = rows(own["held_chats"], args.length)[:96]
-    np.savez_compressed(args.out / "held.npz", **held)
+    np.savez_compressed(args.out / "held.npz", **dict[str, Any](held))
     meter = Meter(sizes, kernel, held)
     before = meter.dense(frozen)
     print("dense", before, flush=True)
