@@ -126,7 +126,7 @@ def cache_shapes(llm: LLM) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     "name",
-    [("dispatch", PLAIN), ("dispatch", chain(3)), ("prefill", 32), ("prefill jointly", 32), "admit", "retire"],
+    [("dispatch", PLAIN), ("dispatch", chain(3)), ("prefill", 32), ("prefill", 256), "admit", "retire"],
     ids=str,
 )
 def test_the_cache_is_neither_copied_nor_doubled(llm: LLM, name: str | tuple):

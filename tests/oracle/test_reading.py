@@ -18,9 +18,9 @@ LENGTHS = (50, 21, 9)
 CUTS = {"at once": ((64,), 0), "in pieces": ((8,), 0), "in sizes": ((4, 16), 0), "jointly": ((8, 16), 3)}
 
 
-def caches(lab: Lab, sizes: tuple[int, ...], joint: int) -> list[list[np.ndarray]]:
+def caches(lab: Lab, model: tuple[str, str], sizes: tuple[int, ...], joint: int) -> list[list[np.ndarray]]:
     """Reads prompts into three rows, the last of them into the first row; returns what was written for each."""
-    engine = lab.engine(NoDrafts(), dtype="bfloat16", buckets=sizes, joint=joint)
+    engine = lab.engine(NoDrafts(), dtype=model[0], layout=model[1], buckets=sizes, joint=joint)
     rng = np.random.default_rng(1)
     rows = list(zip((2, 1, 0), LENGTHS, strict=True))
     unread = [UnreadPrompt(row, rng.integers(1, VOCAB, n).astype(np.int32)) for row, n in rows]
@@ -33,18 +33,22 @@ def caches(lab: Lab, sizes: tuple[int, ...], joint: int) -> list[list[np.ndarray
 
 
 @pytest.mark.served
-def test_bits_do_not_depend_on_the_cut_or_on_who_shares_a_chunk(lab: Lab):
-    assert reads_alike(lab.model("target", "bfloat16").net.policy.compute)
-    wanted = caches(lab, *CUTS["at once"])
+@pytest.mark.parametrize(
+    "model", [("bfloat16", "stacked"), ("bfloat16", "native"), ("float32", "native")], ids="-".join
+)
+def test_bits_do_not_depend_on_the_cut_or_on_who_shares_a_chunk(lab: Lab, model: tuple[str, str]):
+    if not reads_alike(lab.model("target", *model).net.policy.compute):
+        pytest.skip("kernels in C cannot be compiled here, and XLA's float32 products do depend on it")
+    wanted = caches(lab, model, *CUTS["at once"])
     for name, cut in CUTS.items():
-        for row, (one, other) in enumerate(zip(wanted, caches(lab, *cut), strict=True)):
+        for row, (one, other) in enumerate(zip(wanted, caches(lab, model, *cut), strict=True)):
             for x, y in zip(one, other, strict=True):
                 assert np.abs(x.astype(np.float32)).max() > 0
                 np.testing.assert_array_equal(x, y, err_msg=f"{name}, prompt {row}")
 
 
 def test_chunks_depend_on_the_length_alone_where_sizes_round_differently(lab: Lab):
-    assert not reads_alike(lab.model("target", "float32").net.policy.compute)
+    assert not reads_alike(lab.model("target", "float32", "stacked").net.policy.compute)
     engine = lab.engine(NoDrafts(), buckets=(8, 32), joint=3)
     engine.programs.programs = CompiledPrograms({})  # nothing is ready
     for any_cut in (True, False):
