@@ -20,8 +20,12 @@ FLAGS = ("-O2", "-ftree-vectorize", "-std=gnu11", "-fPIC", "-Wno-psabi", "-Wno-i
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl")
 SETS = {"avx512_bf16": (*AVX512, "-mavx512bf16"), "avx512": AVX512, "avx2": AVX2, "plain": ()}  # the best one first
-NEEDED = {"avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"}, "avx512": {"avx512f", "avx512bw", "avx512vl"},
-          "avx2": {"avx2", "fma"}, "plain": set()}
+NEEDED = {
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl"},
+    "avx2": {"avx2", "fma"},
+    "plain": set(),
+}
 SOURCE = Path(__file__).parent
 
 
@@ -101,9 +105,11 @@ def _compile(command: list[str], name: str, path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            sources = [str(SOURCE / "kernels.c"), str(SOURCE / "tile.c")]
+            sources = [str(SOURCE / name) for name in ("kernels.c", "tile.c", "attention.c")]
             flags = [*FLAGS, *SETS[name], "-I", jax.ffi.include_dir(), "-shared", "-pthread", "-o", str(made)]
-            done = subprocess.run([*command, *flags, *sources], capture_output=True, text=True, timeout=300, check=False)
+            done = subprocess.run(
+                [*command, *flags, *sources, "-lm"], capture_output=True, text=True, timeout=300, check=False
+            )
             if done.returncode:
                 return f"{command[0]} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}"
             os.replace(made, path)

@@ -18,7 +18,9 @@ Kind = Literal["bfloat16", "float32", "int8", "fp8", "fp4"]
 KINDS: tuple[Kind, ...] = ("bfloat16", "float32", "int8", "fp8", "fp4")  # in the order of kernels.h
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=["kind", "inner", "outer", "group"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=["kind", "inner", "outer", "group"]
+)
 @dataclass(frozen=True)
 class Packed:
     """A weight [*lead, *inner, *outer] whose inner axes are contracted; lead are layers and experts.

@@ -12,6 +12,7 @@ from jaxspec.native.packing import KINDS, Packed
 
 Array = jax.Array
 TARGET = "jaxspec_product"
+TARGETS = (TARGET, "jaxspec_attention")
 
 
 @functools.cache
@@ -19,7 +20,8 @@ def kernels() -> Library:
     """Returns the compiled kernels, known to XLA, or why there are none."""
     made = library()
     if made.handle is not None:
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(made.handle[TARGET]), platform="cpu")
+        for target in TARGETS:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(made.handle[target]), platform="cpu")
     return made
 
 
@@ -58,4 +60,3 @@ def product(x_MD: Array, w: Packed, *, expert_MA: Array | None = None, layer: Ar
         exponent_scales=np.int64(w.scale.dtype == jnp.uint8),
         matrices=np.int64(matrices),
     )
-

@@ -1,0 +1,347 @@
+// Attention of T new positions per row to that row's cache, which is read once for all of them.
+//
+// A block of the cache is laid out as panels, keys and then values, and multiplied like weights; between the two comes
+// the running softmax over blocks (Milakov 2018). Blocks lie at multiples of their size and are taken in their order,
+// so a query's sums depend on its own position alone: what it does not see adds zero.
+#include "call.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+enum { QUERIES = 48 };  // most of one piece of work
+static const float MASKED = -1e30f;
+
+typedef float f16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t i16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t u16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t u8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
+
+typedef struct {
+  int rows, count, heads, kv_heads, group;  // B, T, H, G, H / G
+  int width, value_width, value_stride;     // of keys, of values, and from one value to the next
+  int bytes;                                // of a number: 2 for bfloat16, 4 for float32
+  int block, page, pages, pages_per_row, span, ring, depths, paths_per_row, tiles;
+  float scale;
+  const float *q, *sinks;
+  const char *k, *v;
+  const int32_t *position, *start, *path, *table, *base;
+  float *out;
+  atomic_int failed;
+} Attention;
+
+// One piece of work: some queries of a row and kv head, those of a position side by side, and the block before them.
+typedef struct {
+  const Attention *a;
+  int b, g, first, queries;
+  int at, begin, end, own;  // the block's first position; in it: where any query sees, and where nodes of a tree differ
+  char *panel, *q, *weight;  // q [queries, width] and weight [queries, block], as products take them
+  float *score;              // [queries, stride]
+  int stride;
+  int position[QUERIES];
+  float top[QUERIES], total[QUERIES], keep[QUERIES];
+} Work;
+
+// ---- Arithmetic ----
+
+INLINE f16 all(float x) { return (f16){0} + x; }
+INLINE f16 choose(i16 mask, f16 yes, f16 no) { return (f16)((mask & (i16)yes) | (~mask & (i16)no)); }
+
+INLINE f16 multiply_add(f16 a, f16 b, f16 c) {  // rounded once
+#if defined(__FMA__) || defined(__aarch64__)
+  return a * b + c;
+#else
+  for (int i = 0; i < 16; i++) c[i] = fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+
+INLINE f16 exponential(f16 x) {  // polynomial_exp of pallas_kernels/steady.py
+  static const float factors[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+  x = choose(x < -87.0f, all(-87.0f), x);
+  x = choose(x > 88.0f, all(88.0f), x);
+  i16 whole = __builtin_convertvector(x * (float)(2 * 1.4426950408889634), i16);
+  whole = (whole + ((whole >= 0) & 1)) >> 1;
+  f16 power = __builtin_convertvector(whole, f16);
+  f16 rest = multiply_add(-power, all(0.693359375f), x);
+  rest = multiply_add(-power, all(-2.12194440e-4f), rest);
+  f16 tail = all(1.9875691500e-4f);
+  for (int i = 0; i < 5; i++) tail = multiply_add(tail, rest, all(factors[i]));
+  return (multiply_add(tail, rest * rest, rest) + 1.0f) * (f16)((whole + 127) << 23);
+}
+
+static float halving_sum(float *x, int n) {
+  while (n > 1) {
+    int half = (n + 1) / 2;
+    for (int i = 0; i < n - half; i++) x[i] += x[half + i];
+    n = half;
+  }
+  return x[0];
+}
+
+static void round_row(const Attention *a, char *to, const float *from, int n, float scale) {
+  if (a->bytes == 4)
+    for (int i = 0; i < n; i++) ((float *)to)[i] = from[i] * scale;
+  else
+    for (int i = 0; i < n; i++) ((uint16_t *)to)[i] = to_bfloat16(from[i] * scale);
+}
+
+// ---- Where positions lie ----
+
+static int clip(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+
+static size_t entry(const Work *w, int position) {  // numbered over all pages, positions of a head one after another
+  const Attention *a = w->a;
+  int in_row = a->ring ? 0 : clip(position / a->page, 0, a->pages_per_row - 1);
+  int page = clip(a->table[(size_t)w->b * a->pages_per_row + in_row] + *a->base, 0, a->pages - 1);
+  return ((size_t)page * a->kv_heads + w->g) * a->page + clip(position, 0, INT32_MAX) % a->page;
+}
+
+// Entries of count positions of the block from z on, as a node sees them: in a tree its ancestors, at their depths.
+static void find(const Work *w, const char *pages, int stride, int node, int z, int count, const char **out) {
+  const Attention *a = w->a;
+  const size_t bytes = (size_t)stride * a->bytes, block = entry(w, w->at);
+  for (int i = 0; i < count; i++) out[i] = pages + (block + z + i) * bytes;
+  if (z + count <= w->own) return;
+  const int start = a->start[w->b], depth = w->at + z - start;
+  const int32_t *path = a->path + ((size_t)(a->paths_per_row ? w->b : 0) * a->count + node) * a->depths;
+  for (int i = depth < 0 ? -depth : 0; i < count && depth + i < a->depths; i++)
+    out[i] = pages + entry(w, start + path[depth + i]) * bytes;
+}
+
+// ---- Panels ----
+
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
+INLINE void transpose(const char *const *from, size_t at, char *panel) {  // 8 words of 8 rows
+  u8 r[8], s[8];
+  for (int i = 0; i < 8; i++) r[i] = *(const u8 *)(from[i] + at);
+  for (int i = 0; i < 8; i += 2) {
+    s[i] = PICK(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    s[i + 1] = PICK(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      r[i + 2 * j] = PICK(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      r[i + 2 * j + 1] = PICK(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; i++) {
+    *(u8 *)(panel + i * PANEL * 4) = PICK(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    *(u8 *)(panel + (i + 4) * PANEL * 4) = PICK(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+
+// Keys from .. to of the block as columns of one panel; a word is a number, or two of bfloat16.
+static void pack_keys(const Work *w, int node, int from, int to) {
+  const Attention *a = w->a;
+  const int words = a->width * a->bytes / 4;
+  for (int z = from & ~7; z < to; z += 8) {
+    const char *key[8];
+    char *panel = w->panel + z % PANEL * 4;
+    int i = a->block - z < 8 ? a->block - z : 8, at = 0;
+    find(w, a->k, a->width, node, z, i, key);
+    for (; i < 8; i++) key[i] = key[0];
+    for (; at + 8 <= words; at += 8) transpose(key, (size_t)at * 4, panel + (size_t)at * PANEL * 4);
+    for (; at < words; at++)
+      for (i = 0; i < 8; i++) memcpy(panel + (size_t)at * PANEL * 4 + i * 4, key[i] + (size_t)at * 4, 4);
+  }
+}
+
+// 32 channels, or fewer, of values of two positions, as two depths of a panel.
+INLINE void pack_pair(const Attention *a, const char *even, const char *odd, int channels, char *panel) {
+  if (a->bytes == 4) {
+    memcpy(panel, even, channels * 4), memcpy(panel + PANEL * 4, odd, channels * 4);
+  } else if (channels == PANEL) {
+    for (int half = 0; half < 2; half++) {
+      u16 low = __builtin_convertvector(((const h16 *)even)[half], u16);
+      u16 high = __builtin_convertvector(((const h16 *)odd)[half], u16);
+      ((u16 *)panel)[half] = low | high << 16;
+    }
+  } else {
+    for (int i = 0; i < channels; i++) memcpy(panel + 4 * i, even + 2 * i, 2), memcpy(panel + 4 * i + 2, odd + 2 * i, 2);
+  }
+}
+
+// Channels c .. c + 32 of the values from .. to of the block, both even, as depths of one panel.
+static void pack_values(const Work *w, int node, int from, int to, int c) {
+  const Attention *a = w->a;
+  const int channels = a->value_width - c < PANEL ? a->value_width - c : PANEL;
+  for (int z = from; z < to; z += 8) {
+    const char *value[8];
+    const int count = to - z < 8 ? to - z : 8;
+    find(w, a->v + (size_t)c * a->bytes, a->value_stride, node, z, count, value);
+    for (int i = 0; i < count; i += 2)
+      pack_pair(a, value[i], value[i + 1], channels, w->panel + (size_t)(z + i) * PANEL * a->bytes);
+  }
+}
+
+// ---- One block ----
+
+// Queries that see the block alike: all of them, or those of one node where nodes of a tree differ. Returns the end.
+static int alike(const Work *w, int first) {
+  if (w->own >= w->end) return w->queries;
+  int end = ((w->first + first) / w->a->group + 1) * w->a->group - w->first;
+  return end < w->queries ? end : w->queries;
+}
+
+static int node_of(const Work *w, int query) { return (w->first + query) / w->a->group; }
+
+static float *out_of(const Work *w, int query) {
+  const Attention *a = w->a;
+  size_t position = (size_t)w->b * a->count + node_of(w, query);
+  return a->out + (position * a->heads + w->g * a->group + (w->first + query) % a->group) * a->value_width;
+}
+
+static void score_block(Work *w) {
+  const Attention *a = w->a;
+  const Weight keys = {a->bytes == 2 ? BF16 : F32, a->width, 0, 0};
+  for (int z = w->begin / PANEL * PANEL; z < w->end; z += PANEL) {
+    const int begin = w->begin > z ? w->begin : z, end = w->end < z + PANEL ? w->end : z + PANEL;
+    for (int m = 0, next; m < w->queries; m = next) {
+      const void *x[QUERIES];
+      float *y[QUERIES];
+      next = alike(w, m);
+      pack_keys(w, node_of(w, m), m && w->own > begin ? w->own : begin, end);
+      for (int i = m; i < next; i++) x[i] = w->q + (size_t)i * a->width * a->bytes, y[i] = w->score + (size_t)i * w->stride + z;
+      tile(&keys, w->panel, NULL, x + m, y + m, next - m);
+    }
+  }
+}
+
+static void weigh_query(Work *w, int m) {  // scores to weights, and the running maximum and sum
+  const Attention *a = w->a;
+  const i16 iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int last = w->position[m] - w->at, begin = a->span && last >= a->span ? last - a->span + 1 : 0;
+  const int end = last < a->block ? last + 1 : a->block;
+  float *score = w->score + (size_t)m * w->stride, top = w->top[m];
+  f16 best = all(top);
+  for (int z = begin & ~15; z < end; z += 16) {
+    f16 s = *(f16 *)(score + z);
+    best = choose((iota + z >= begin) & (iota + z < end) & (s > best), s, best);
+  }
+  for (int i = 0; i < 16; i++) top = best[i] > top ? best[i] : top;
+  for (int z = 0; z < w->stride; z += 16) {
+    f16 weight = {0};
+    if (z < end && z + 16 > begin)
+      weight = choose((iota + z >= begin) & (iota + z < end), exponential(*(f16 *)(score + z) - top), weight);
+    *(f16 *)(score + z) = weight;
+  }
+  round_row(a, w->weight + (size_t)m * a->block * a->bytes, score, a->block, 1);
+  w->keep[m] = exponential(all(w->top[m] - top))[0];
+  w->total[m] = fmaf(w->total[m], w->keep[m], halving_sum(score, a->block));
+  w->top[m] = top;
+}
+
+static void add_values(Work *w) {
+  const Attention *a = w->a;
+  const int begin = w->begin & ~1, end = (w->end + 1) & ~1;
+  const Weight values = {a->bytes == 2 ? BF16 : F32, end - begin, 0, 0};
+  float added[QUERIES][PANEL];
+  for (int c = 0; c < a->value_width; c += PANEL)
+    for (int m = 0, next; m < w->queries; m = next) {
+      const void *x[QUERIES];
+      float *y[QUERIES];
+      next = alike(w, m);
+      pack_values(w, node_of(w, m), m && w->own > begin ? w->own & ~1 : begin, end, c);
+      for (int i = m; i < next; i++) x[i] = w->weight + ((size_t)i * a->block + begin) * a->bytes, y[i] = added[i];
+      tile(&values, w->panel + (size_t)begin * PANEL * a->bytes, NULL, x + m, y + m, next - m);
+      for (int i = m; i < next; i++) {
+        float *out = out_of(w, i) + c;
+        for (int j = 0; j + 16 <= a->value_width - c && j < PANEL; j += 16)
+          *(f16 *)(out + j) = multiply_add(*(f16 *)(out + j), all(w->keep[i]), *(f16 *)(added[i] + j));
+        for (int j = (a->value_width - c) & ~15; j < a->value_width - c && j < PANEL; j++)
+          out[j] = fmaf(out[j], w->keep[i], added[i][j]);
+      }
+    }
+}
+
+// ---- All blocks ----
+
+static char *scratch(size_t size) {  // this thread's, kept for the next call
+  static _Thread_local char *memory;
+  static _Thread_local size_t there;
+  if (size > there) {
+    free(memory);
+    memory = aligned_alloc(64, size), there = memory ? size : 0;
+  }
+  return memory;
+}
+
+static int lay_out(Work *w) {
+  const Attention *a = w->a;
+  const size_t deepest = a->width > a->block ? a->width : a->block;
+  const size_t sizes[] = {(deepest + 2) * PANEL * 4, (size_t)w->queries * a->width * 4,
+                          (size_t)w->queries * a->block * 4, (size_t)w->queries * w->stride * 4};
+  size_t at[5] = {0};
+  for (int i = 0; i < 4; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
+  char *memory = scratch(at[4]);
+  w->panel = memory, w->q = memory + at[1], w->weight = memory + at[2], w->score = (float *)(memory + at[3]);
+  return memory != NULL;
+}
+
+// Takes up the queries; returns the last position that any of them sees.
+static int begin_queries(Work *w) {
+  const Attention *a = w->a;
+  int last = -1;
+  for (int m = 0; m < w->queries; m++) {
+    const int node = node_of(w, m), head = w->g * a->group + (w->first + m) % a->group;
+    const size_t at = (size_t)w->b * a->count + node;
+    round_row(a, w->q + (size_t)m * a->width * a->bytes, a->q + (at * a->heads + head) * a->width, a->width, a->scale);
+    w->position[m] = a->ring ? a->position[at] : clip(a->position[at], -1, a->pages_per_row * a->page - 1);
+    w->top[m] = a->sinks ? a->sinks[head] : MASKED, w->total[m] = a->sinks ? 1 : 0;
+    memset(out_of(w, m), 0, a->value_width * 4);
+    last = w->position[m] > last ? w->position[m] : last;
+  }
+  return last;
+}
+
+static void attend(void *job, int piece) {
+  Attention *a = job;
+  const int all_queries = a->count * a->group;
+  Work w = {a, piece / a->tiles / a->kv_heads, piece / a->tiles % a->kv_heads, piece % a->tiles * QUERIES};
+  w.queries = all_queries - w.first < QUERIES ? all_queries - w.first : QUERIES;
+  w.stride = (a->block + PANEL - 1) / PANEL * PANEL;
+  if (!lay_out(&w)) {
+    a->failed = 1;
+    return;
+  }
+  const int last = begin_queries(&w);
+  int first = last;
+  for (int m = 0; m < w.queries; m++) first = w.position[m] < first ? w.position[m] : first;
+  first = a->span && first >= a->span ? first - a->span + 1 : 0;
+  for (w.at = first / a->block * a->block; w.at <= last; w.at += a->block) {
+    w.begin = first > w.at ? first - w.at : 0, w.end = last - w.at < a->block ? last - w.at + 1 : a->block;
+    w.own = a->depths ? clip(a->start[w.b] - w.at, 0, a->block) : a->block;
+    score_block(&w);
+    for (int m = 0; m < w.queries; m++) weigh_query(&w, m);
+    add_values(&w);
+  }
+  for (int m = 0; m < w.queries; m++) {
+    const float inverse = 1 / (w.total[m] > 1e-30f ? w.total[m] : 1e-30f);
+    float *out = out_of(&w, m);
+    for (int c = 0; c < a->value_width; c++) out[c] *= inverse;
+  }
+}
+
+// q [B, T, H, C] float32, keys [P, G, Z, C], values [P, G, Z, C'] (or [0]: the beginnings of the keys), position [B, T],
+// table [B, J] and base [1]: pages of each row, start [B], path [B or 1, T, D] (or [0]: a chain), sinks [H] (or [0]) ->
+// out [B, T, H, C'] float32.
+XLA_FFI_Error *jaxspec_attention(XLA_FFI_CallFrame *frame) {
+  if (asked_for_version(frame)) return NULL;
+  const XLA_FFI_Buffer *q = arg(frame, 0), *k = arg(frame, 1), *v = arg(frame, 2), *table = arg(frame, 4);
+  const XLA_FFI_Buffer *path = arg(frame, 7), *sinks = arg(frame, 8), *out = result(frame, 0);
+  Attention a = {(int)q->dims[0], (int)q->dims[1], (int)q->dims[2], (int)k->dims[1]};
+  a.group = a.heads / a.kv_heads, a.width = (int)q->dims[3], a.value_width = (int)out->dims[3];
+  a.value_stride = v->rank == 4 ? a.value_width : a.width, a.bytes = (int)number(frame, "bytes");
+  a.block = (int)number(frame, "block"), a.span = (int)number(frame, "span"), a.ring = (int)number(frame, "ring");
+  a.pages = (int)k->dims[0], a.page = (int)k->dims[2], a.pages_per_row = (int)table->dims[1], a.scale = real(frame, "scale");
+  a.depths = path->rank == 3 ? (int)path->dims[2] : 0, a.paths_per_row = path->rank == 3 && path->dims[0] > 1;
+  a.q = q->data, a.k = k->data, a.v = v->rank == 4 ? v->data : k->data, a.position = arg(frame, 3)->data;
+  a.table = table->data, a.base = arg(frame, 5)->data, a.start = arg(frame, 6)->data, a.path = path->data;
+  a.sinks = sinks->dims[0] ? sinks->data : NULL, a.out = out->data;
+  a.tiles = (a.count * a.group + QUERIES - 1) / QUERIES;
+  share(a.rows * a.kv_heads * a.tiles, attend, &a);
+  return a.failed ? out_of_memory(frame) : NULL;
+}
