@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define UNROLLED _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline))
 enum { QUERIES = 48 };  // most of one piece of work
 static const float MASKED = -1e30f;
@@ -37,6 +38,7 @@ typedef struct {
   const Attention *a;
   int b, g, first, queries;
   int at, begin, end, own;  // the block's first position; in it: where any query sees, and where nodes of a tree differ
+  size_t entry, next;       // of the block's first position, and of the next block's
   char *panel, *q, *weight;  // q [queries, width] and weight [queries, block], as products take them
   float *score;              // [queries, stride]
   int stride;
@@ -68,11 +70,21 @@ INLINE f16 exponential(f16 x) {  // polynomial_exp of pallas_kernels/steady.py
   f16 rest = multiply_add(-power, all(0.693359375f), x);
   rest = multiply_add(-power, all(-2.12194440e-4f), rest);
   f16 tail = all(1.9875691500e-4f);
-  for (int i = 0; i < 5; i++) tail = multiply_add(tail, rest, all(factors[i]));
+  UNROLLED for (int i = 0; i < 5; i++) tail = multiply_add(tail, rest, all(factors[i]));
   return (multiply_add(tail, rest * rest, rest) + 1.0f) * (f16)((whole + 127) << 23);
 }
 
-static float halving_sum(float *x, int n) {
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
+static float halving_sum(float *x, int n) {  // of row_sum in nn/steady.py; changes x
+  for (; n % 32 == 0; n /= 2)
+    for (int i = 0; i < n / 2; i += 16) *(f16 *)(x + i) += *(f16 *)(x + n / 2 + i);
+  if (n == 16) {
+    f16 v = *(f16 *)x;
+    v += PICK(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += PICK(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    return (v[0] + v[2]) + (v[1] + v[3]);
+  }
   while (n > 1) {
     int half = (n + 1) / 2;
     for (int i = 0; i < n - half; i++) x[i] += x[half + i];
@@ -81,11 +93,19 @@ static float halving_sum(float *x, int n) {
   return x[0];
 }
 
+INLINE h16 rounded(f16 x) {  // to bfloat16
+  const u16 bits = (u16)x, nan = (u16)((bits & 0x7fffffff) > 0x7f800000);
+  return __builtin_convertvector(((bits + 0x7fff + (bits >> 16 & 1)) & ~nan | (bits | 0x400000) & nan) >> 16, h16);
+}
+
 static void round_row(const Attention *a, char *to, const float *from, int n, float scale) {
-  if (a->bytes == 4)
-    for (int i = 0; i < n; i++) ((float *)to)[i] = from[i] * scale;
-  else
-    for (int i = 0; i < n; i++) ((uint16_t *)to)[i] = to_bfloat16(from[i] * scale);
+  int i = 0;
+  for (; i + 16 <= n; i += 16)
+    if (a->bytes == 4) ((f16 *)to)[i / 16] = *(const f16 *)(from + i) * scale;
+    else ((h16 *)to)[i / 16] = rounded(*(const f16 *)(from + i) * scale);
+  for (; i < n; i++)
+    if (a->bytes == 4) ((float *)to)[i] = from[i] * scale;
+    else ((uint16_t *)to)[i] = to_bfloat16(from[i] * scale);
 }
 
 // ---- Where positions lie ----
@@ -99,53 +119,60 @@ static size_t entry(const Work *w, int position) {  // numbered over all pages, 
   return ((size_t)page * a->kv_heads + w->g) * a->page + clip(position, 0, INT32_MAX) % a->page;
 }
 
-// Entries of count positions of the block from z on, as a node sees them: in a tree its ancestors, at their depths.
-static void find(const Work *w, const char *pages, int stride, int node, int z, int count, const char **out) {
+// Entries of 8 positions of the block from z on, as a node sees them: in a tree its ancestors, at their depths.
+INLINE void find(const Work *w, const char *pages, int stride, int node, int z, const char **out) {
   const Attention *a = w->a;
-  const size_t bytes = (size_t)stride * a->bytes, block = entry(w, w->at);
-  for (int i = 0; i < count; i++) out[i] = pages + (block + z + i) * bytes;
-  if (z + count <= w->own) return;
+  const size_t bytes = (size_t)stride * a->bytes;
+  const char *at = pages + (w->entry + z) * bytes;
+  UNROLLED for (int i = 0; i < 8; i++, at += bytes) out[i] = at;
+  if (z + 8 <= w->own) return;
   const int start = a->start[w->b], depth = w->at + z - start;
   const int32_t *path = a->path + ((size_t)(a->paths_per_row ? w->b : 0) * a->count + node) * a->depths;
-  for (int i = depth < 0 ? -depth : 0; i < count && depth + i < a->depths; i++)
+  for (int i = depth < 0 ? -depth : 0; i < 8 && depth + i < a->depths; i++)
     out[i] = pages + entry(w, start + path[depth + i]) * bytes;
+}
+
+// Asks for 8 entries of what is read next, to arrive meanwhile.
+INLINE void fetch(const char *ahead, int stride, const Attention *a, int z) {
+  const size_t bytes = (size_t)stride * a->bytes;
+  if (ahead)
+    for (const char *line = ahead + z * bytes, *end = line + 8 * bytes; line < end; line += 64) __builtin_prefetch(line);
 }
 
 // ---- Panels ----
 
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-
 INLINE void transpose(const char *const *from, size_t at, char *panel) {  // 8 words of 8 rows
   u8 r[8], s[8];
-  for (int i = 0; i < 8; i++) r[i] = *(const u8 *)(from[i] + at);
-  for (int i = 0; i < 8; i += 2) {
+  UNROLLED for (int i = 0; i < 8; i++) r[i] = *(const u8 *)(from[i] + at);
+  UNROLLED for (int i = 0; i < 8; i += 2) {
     s[i] = PICK(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
     s[i + 1] = PICK(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
   }
-  for (int i = 0; i < 8; i += 4)
-    for (int j = 0; j < 2; j++) {
+  UNROLLED for (int i = 0; i < 8; i += 4)
+    UNROLLED for (int j = 0; j < 2; j++) {
       r[i + 2 * j] = PICK(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
       r[i + 2 * j + 1] = PICK(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
     }
-  for (int i = 0; i < 4; i++) {
+  UNROLLED for (int i = 0; i < 4; i++) {
     *(u8 *)(panel + i * PANEL * 4) = PICK(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
     *(u8 *)(panel + (i + 4) * PANEL * 4) = PICK(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
   }
 }
 
 // Keys from .. to of the block as columns of one panel; a word is a number, or two of bfloat16.
-static void pack_keys(const Work *w, int node, int from, int to) {
+static void pack_keys(const Work *w, int node, int from, int to, const char *ahead) {
   const Attention *a = w->a;
   const int words = a->width * a->bytes / 4;
   for (int z = from & ~7; z < to; z += 8) {
     const char *key[8];
     char *panel = w->panel + z % PANEL * 4;
-    int i = a->block - z < 8 ? a->block - z : 8, at = 0;
-    find(w, a->k, a->width, node, z, i, key);
-    for (; i < 8; i++) key[i] = key[0];
+    int at = 0;
+    find(w, a->k, a->width, node, z, key);
+    fetch(ahead, a->value_stride, a, z);
+    for (int i = a->block - z; i < 8; i++) key[i] = key[0];
     for (; at + 8 <= words; at += 8) transpose(key, (size_t)at * 4, panel + (size_t)at * PANEL * 4);
     for (; at < words; at++)
-      for (i = 0; i < 8; i++) memcpy(panel + (size_t)at * PANEL * 4 + i * 4, key[i] + (size_t)at * 4, 4);
+      for (int i = 0; i < 8; i++) memcpy(panel + (size_t)at * PANEL * 4 + i * 4, key[i] + (size_t)at * 4, 4);
   }
 }
 
@@ -165,15 +192,15 @@ INLINE void pack_pair(const Attention *a, const char *even, const char *odd, int
 }
 
 // Channels c .. c + 32 of the values from .. to of the block, both even, as depths of one panel.
-static void pack_values(const Work *w, int node, int from, int to, int c) {
+static void pack_values(const Work *w, int node, int from, int to, int c, const char *ahead) {
   const Attention *a = w->a;
   const int channels = a->value_width - c < PANEL ? a->value_width - c : PANEL;
   for (int z = from; z < to; z += 8) {
     const char *value[8];
-    const int count = to - z < 8 ? to - z : 8;
-    find(w, a->v + (size_t)c * a->bytes, a->value_stride, node, z, count, value);
-    for (int i = 0; i < count; i += 2)
-      pack_pair(a, value[i], value[i + 1], channels, w->panel + (size_t)(z + i) * PANEL * a->bytes);
+    find(w, a->v + (size_t)c * a->bytes, a->value_stride, node, z, value);
+    fetch(ahead, a->width, a, z);
+    UNROLLED for (int i = 0; i < 8; i += 2)
+      if (z + i < to) pack_pair(a, value[i], value[i + 1], channels, w->panel + (size_t)(z + i) * PANEL * a->bytes);
   }
 }
 
@@ -196,6 +223,7 @@ static float *out_of(const Work *w, int query) {
 
 static void score_block(Work *w) {
   const Attention *a = w->a;
+  const char *ahead = a->v == a->k ? NULL : a->v + w->entry * a->value_stride * a->bytes;
   const Weight keys = {a->bytes == 2 ? BF16 : F32, a->width, 0, 0};
   for (int z = w->begin / PANEL * PANEL; z < w->end; z += PANEL) {
     const int begin = w->begin > z ? w->begin : z, end = w->end < z + PANEL ? w->end : z + PANEL;
@@ -203,7 +231,7 @@ static void score_block(Work *w) {
       const void *x[QUERIES];
       float *y[QUERIES];
       next = alike(w, m);
-      pack_keys(w, node_of(w, m), m && w->own > begin ? w->own : begin, end);
+      pack_keys(w, node_of(w, m), m && w->own > begin ? w->own : begin, end, m ? NULL : ahead);
       for (int i = m; i < next; i++) x[i] = w->q + (size_t)i * a->width * a->bytes, y[i] = w->score + (size_t)i * w->stride + z;
       tile(&keys, w->panel, NULL, x + m, y + m, next - m);
     }
@@ -237,6 +265,7 @@ static void weigh_query(Work *w, int m) {  // scores to weights, and the running
 static void add_values(Work *w) {
   const Attention *a = w->a;
   const int begin = w->begin & ~1, end = (w->end + 1) & ~1;
+  const char *ahead = w->next ? a->k + w->next * a->width * a->bytes : NULL;
   const Weight values = {a->bytes == 2 ? BF16 : F32, end - begin, 0, 0};
   float added[QUERIES][PANEL];
   for (int c = 0; c < a->value_width; c += PANEL)
@@ -244,7 +273,7 @@ static void add_values(Work *w) {
       const void *x[QUERIES];
       float *y[QUERIES];
       next = alike(w, m);
-      pack_values(w, node_of(w, m), m && w->own > begin ? w->own & ~1 : begin, end, c);
+      pack_values(w, node_of(w, m), m && w->own > begin ? w->own & ~1 : begin, end, c, m || c ? NULL : ahead);
       for (int i = m; i < next; i++) x[i] = w->weight + ((size_t)i * a->block + begin) * a->bytes, y[i] = added[i];
       tile(&values, w->panel + (size_t)begin * PANEL * a->bytes, NULL, x + m, y + m, next - m);
       for (int i = m; i < next; i++) {
@@ -313,6 +342,7 @@ static void attend(void *job, int piece) {
   first = a->span && first >= a->span ? first - a->span + 1 : 0;
   for (w.at = first / a->block * a->block; w.at <= last; w.at += a->block) {
     w.begin = first > w.at ? first - w.at : 0, w.end = last - w.at < a->block ? last - w.at + 1 : a->block;
+    w.entry = entry(&w, w.at), w.next = w.at + a->block <= last ? entry(&w, w.at + a->block) : 0;
     w.own = a->depths ? clip(a->start[w.b] - w.at, 0, a->block) : a->block;
     score_block(&w);
     for (int m = 0; m < w.queries; m++) weigh_query(&w, m);
