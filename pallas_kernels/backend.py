@@ -8,8 +8,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-Implementation = Literal["triton", "interpret", "xla"]
-"""``triton`` compiles for a GPU, ``interpret`` runs the same body as plain JAX anywhere, ``xla`` is the reference."""
+Implementation = Literal["triton", "native", "interpret", "xla"]
+"""``triton`` compiles for a GPU, ``interpret`` runs the same body as plain JAX anywhere, ``xla`` is the reference;
+``native`` is a kernel in C for the CPU, outside of this package."""
 
 BlockSpec = pl.BlockSpec
 ds = pl.ds

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pallas_kernels.backend import Implementation
 
-WANTED = ("auto", "triton", "interpret", "xla")
+WANTED = ("auto", "triton", "native", "interpret", "xla")
 
 
 class UnsupportedKernel(ValueError):
@@ -43,7 +43,8 @@ def choose(op: str, case: str, wanted: str, platform: str, obstacles: list[str])
       op: name of its folder.
       case: the shape, in words.
       wanted: ``auto`` takes the kernel on a GPU where nothing stands in the way, and the reference elsewhere;
-        ``triton`` and ``interpret`` take the kernel or warn once and take the reference; ``xla`` takes the reference.
+        ``triton``, ``interpret`` and, on a CPU, ``native`` take the kernel or warn once and take the reference; ``xla``
+        takes the reference.
       platform: that the program is compiled for: ``cuda``, ``cpu``, ...
       obstacles: why the kernel cannot compute this case, each a sentence; empty if it can.
 
@@ -66,10 +67,12 @@ def _choose(op: str, case: str, wanted: str, platform: str, obstacles: list[str]
         return Choice(op, case, "xla", "asked for")
     if wanted == "auto" and platform not in ("cuda", "gpu"):
         return Choice(op, case, "xla", f"kernels are for GPUs, this is {platform}")
+    if wanted == "native" and platform != "cpu":
+        obstacles = [*obstacles, "native kernels are for CPUs, and called by other names"]
     if obstacles:
         return Choice(op, case, "xla", "; ".join(obstacles))
-    if wanted == "interpret":
-        return Choice(op, case, "interpret", "asked for")
+    if wanted in ("interpret", "native"):
+        return Choice(op, case, wanted, "asked for")
     return Choice(op, case, "triton", "asked for" if wanted == "triton" else "a GPU, and the kernel covers this case")
 
 

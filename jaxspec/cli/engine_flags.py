@@ -65,7 +65,7 @@ class EngineFlags:
     kv_page_size: int = 0
     num_kv_pages: int = 0
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
-    kernels: Literal["auto", "triton", "interpret", "xla"] = "auto"
+    kernels: Literal["auto", "triton", "native", "interpret", "xla"] = "auto"
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     expert_transport: Literal["auto", "sum", "padded", "ragged"] = "auto"
     expert_placement: Path | None = None

@@ -12,6 +12,7 @@ from jax import lax
 from jaxspec.cache.window import Window
 from jaxspec.models.arch import ArchSpec, Segment
 from jaxspec.models.block import Block, LayerOutput, init_block
+from jaxspec.native.packing import Packed
 from jaxspec.nn.expert_shards import ROUTED
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.matrix import Matrix
@@ -184,4 +185,4 @@ def _layer(stack: Any, y: Array, policy: Policy) -> Any:
         one = Matrix(leaf, y, policy.compute.whole_kernels)
         return one.own() if policy.compute.whole_kernels == "xla" else one
 
-    return jax.tree_util.tree_map_with_path(pick, stack, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    return jax.tree_util.tree_map_with_path(pick, stack, is_leaf=lambda leaf: isinstance(leaf, Quantized | Packed))

@@ -1,4 +1,4 @@
-"""Compiles the kernels for this machine at their first use, with the C compiler that there is, and keeps the library."""
+"""Compiles the kernels for this machine at their first use, with what C compiler there is, and keeps the library."""
 
 import ctypes
 import functools
@@ -56,7 +56,7 @@ def instructions() -> str:
 
 
 def compiler() -> list[str] | None:
-    """Returns the command of a C compiler: ``$CC``, a system's, or the one in the ``ziglang`` wheel; None without any."""
+    """Returns the command of a C compiler: ``$CC``, a system's, or that of the ``ziglang`` wheel; None without any."""
     if os.environ.get("CC"):
         return shlex.split(os.environ["CC"])
     for name in ("cc", "gcc", "clang"):

@@ -94,8 +94,21 @@ typedef struct {
   int panels, pieces_per_matrix, columns;
   int matrices, *matrix, *last;  // those that any row chose, and where their rows end in x and y
   const void **x;
-  float **y;
+  float **y, *weight;     // rows sorted by matrix; their weights if they are summed
+  int together, sums;     // how many neighbors are summed, and how many sums there are
+  float *parts, *result;  // what is summed
+  const uint8_t *bias;    // of each matrix, or NULL
+  int wide_bias;          // whether it is float32 and not bfloat16
 } Product;
+
+static void add_bias(const Product *p, float *y, size_t first, int left) {
+  for (int n = 0; n < PANEL && n < left; n++) {
+    uint32_t u = p->wide_bias ? ((const uint32_t *)p->bias)[first + n] : (uint32_t)((const uint16_t *)p->bias)[first + n] << 16;
+    float b;
+    memcpy(&b, &u, 4);
+    y[n] += b;
+  }
+}
 
 static void product_piece(void *job, int piece) {
   Product *p = job;
@@ -107,20 +120,35 @@ static void product_piece(void *job, int piece) {
       int left = p->columns - panel * PANEL, rows = last - first < ROWS_AT_ONCE ? last - first : ROWS_AT_ONCE;
       for (int m = 0; m < rows; m++) y[m] = left < PANEL ? edge[m] : p->y[first + m] + panel * PANEL;
       tile(&p->w, data + panel * panel_bytes(&p->w), scale + panel * panel_scales(&p->w), p->x + first, y, rows);
+      for (int m = 0; p->bias && m < rows; m++) add_bias(p, y[m], (size_t)p->matrix[at] * p->columns + panel * PANEL, left);
+      for (int m = 0; p->together && m < rows; m++)
+        for (int n = 0; n < PANEL; n++) y[m][n] *= p->weight[first + m];
       for (int m = 0; left < PANEL && m < rows; m++) memcpy(p->y[first + m] + panel * PANEL, edge[m], left * sizeof(float));
     }
 }
 
+enum { SUMS_PER_PIECE = 8 };
+static void sum_piece(void *job, int piece) {  // apart from the weighting, with which a compiler would fuse it
+  Product *p = job;
+  for (int m = piece * SUMS_PER_PIECE; m < (piece + 1) * SUMS_PER_PIECE && m < p->sums; m++) {
+    float *sum = p->result + (size_t)m * p->columns, *part = p->parts + (size_t)m * p->together * p->columns;
+    memcpy(sum, part, p->columns * sizeof(float));
+    for (int a = 1; a < p->together; a++)
+      for (int n = 0; n < p->columns; n++) sum[n] += part[(size_t)a * p->columns + n];
+  }
+}
+
 // x [M, depth] float32, matrix chosen per row [M, A] int32 (none if not in range) or [0] for the only one, layer,
-// data, scales -> y [M * A, columns] float32.
+// data, scales, weights, bias of each matrix or [0] -> y [M * A, columns] float32; with weights [M * A] the sums of neighbors times their weights.
 XLA_FFI_Error *jaxspec_product(XLA_FFI_CallFrame *frame) {
   if (asked_for_version(frame)) return NULL;
   XLA_FFI_Buffer *x = arg(frame, 0), *choice = arg(frame, 1), *y = result(frame, 0);
-  int rows = (int)x->dims[0], width = (int)x->dims[1], routed = (int)y->dims[0], matrices = (int)number(frame, "matrices");
-  int each = rows ? routed / rows : 1, all_choose = choice->rank < 2;
-  Product p = {{(enum Kind)number(frame, "kind"), (int)number(frame, "depth"), (int)number(frame, "group"),
+  int rows = (int)x->dims[0], width = (int)x->dims[1], matrices = (int)number(frame, "matrices");
+  int all_choose = choice->rank < 2, each = all_choose ? 1 : (int)choice->dims[1], routed = rows * each;
+  Product p = {.w = {(enum Kind)number(frame, "kind"), (int)number(frame, "depth"), (int)number(frame, "group"),
                 (int)number(frame, "exponent_scales")}};
   p.columns = (int)y->dims[1], p.panels = (p.columns + PANEL - 1) / PANEL;
+  p.sums = (int)y->dims[0], p.together = arg(frame, 5)->dims[0] ? routed / p.sums : 0;
   p.matrix_bytes = p.panels * panel_bytes(&p.w), p.matrix_scales = p.panels * panel_scales(&p.w);
   size_t layer = *(int32_t *)arg(frame, 2)->data;
   p.data = (const uint8_t *)arg(frame, 3)->data + layer * matrices * p.matrix_bytes;
@@ -128,11 +156,18 @@ XLA_FFI_Error *jaxspec_product(XLA_FFI_CallFrame *frame) {
 
   int narrow = p.w.kind != F32, copy = narrow || p.w.depth != width;
   size_t row_bytes = (size_t)p.w.depth * (narrow ? 2 : 4);
-  size_t size = (matrices * 3 + 1) * sizeof(int) + routed * 2 * sizeof(void *) + (copy ? rows * row_bytes : 0) + 64;
+  size_t part_bytes = p.together ? (size_t)routed * (p.columns + 1) * sizeof(float) : 0;
+  size_t size = routed * 2 * sizeof(void *) + (matrices * 3 + 1) * sizeof(int) + part_bytes + (copy ? rows * row_bytes : 0);
   char *memory = malloc(size), *free_memory = memory;
   if (!memory) return out_of_memory(frame);
   p.x = (void *)memory, p.y = (void *)(p.x + routed), p.matrix = (int *)(p.y + routed), p.last = p.matrix + matrices;
-  char *copied = (char *)(p.last + matrices * 2 + 1);
+  p.weight = (float *)(p.last + matrices * 2 + 1), p.parts = p.weight + routed;
+  char *copied = (char *)p.weight + part_bytes;
+  const float *weights = arg(frame, 5)->data;
+  p.result = y->data, p.wide_bias = arg(frame, 6)->dtype == XLA_FFI_DataType_F32;
+  if (arg(frame, 6)->dims[0])
+    p.bias = (const uint8_t *)arg(frame, 6)->data + layer * matrices * p.columns * (p.wide_bias ? 4 : 2);
+  float *rows_of_y = p.together ? p.parts : y->data;
 
   for (int m = 0; copy && m < rows; m++) {
     const float *from = (const float *)x->data + (size_t)m * width;
@@ -151,19 +186,21 @@ XLA_FFI_Error *jaxspec_product(XLA_FFI_CallFrame *frame) {
   for (int r = 0; r < routed; r++) {
     int e = all_choose ? 0 : chosen_by[r];
     if (e >= 0 && e < matrices) place[e + 1]++;
-    else memset((float *)y->data + (size_t)r * p.columns, 0, p.columns * sizeof(float));
+    else memset(rows_of_y + (size_t)r * p.columns, 0, p.columns * sizeof(float));
   }
   for (int e = 0; e < matrices; e++) place[e + 1] += place[e];
   for (int r = 0; r < routed; r++) {
     int e = all_choose ? 0 : chosen_by[r];
     if (e < 0 || e >= matrices) continue;
     p.x[place[e]] = base + (size_t)(r / each) * row_bytes;
-    p.y[place[e]++] = (float *)y->data + (size_t)r * p.columns;
+    if (p.together) p.weight[place[e]] = weights[r];
+    p.y[place[e]++] = rows_of_y + (size_t)r * p.columns;
   }
   for (int e = 0, before = 0; e < matrices; before = place[e++])  // place[e] is now where e's rows end
     if (place[e] > before) p.matrix[p.matrices] = e, p.last[p.matrices++] = place[e];
   p.pieces_per_matrix = (p.panels + PANELS_PER_PIECE - 1) / PANELS_PER_PIECE;
   share(p.matrices * p.pieces_per_matrix, product_piece, &p);
+  if (p.together) share((p.sums + SUMS_PER_PIECE - 1) / SUMS_PER_PIECE, sum_piece, &p);
   free(free_memory);
   return NULL;
 }

@@ -1,7 +1,7 @@
 """Weights as the CPU kernels read them: 32 columns lie together, and two depths of each next to each other."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ class Packed:
       data: by kind, for P panels of 32 columns and K depths: ``bfloat16`` [*lead, P, K/2, 32, 2], ``float32``
         [*lead, P, K, 32], ``int8`` and ``fp8`` [*lead, P, K/2, 2, 32], ``fp4`` (two depths per byte)
         [*lead, P, K/2, 32]; zeros beyond the weight.
-      scale: [*lead, P, K / group, 32], float32 or the exponents of powers of two as bytes; [0] without scales.
+      scale: [*lead, P, K / group, 32], float32 or the exponents of powers of two as bytes; [*lead, 0] without.
       kind: how numbers are stored.
       inner, outer: sizes of the axes.
       group: depths that share a scale, 0 without scales.
@@ -76,55 +76,99 @@ def packed_group(w: Array | Quantized, lead: int, axes: int) -> int | None:
     return group if whole and (group % 2 == 0 or group == math.prod(depth_axes)) else None
 
 
-def pack(w: Array | Quantized, *, lead: int = 0, axes: int = 1) -> Packed:
-    """Packs a weight.
+def abstract_packed(w: Array | Quantized, *, lead: int = 0, axes: int = 1) -> Packed | None:
+    """Returns shapes and dtypes of a weight once packed, None if it cannot be packed.
 
     Args:
-      w: [*lead, *inner, *outer], bfloat16, float32 or quantized, for which ``packed_group`` knows a group.
+      w: [*lead, *inner, *outer], bfloat16, float32 or quantized, or its shape and dtype.
       lead: how many axes count layers and experts.
       axes: how many axes are contracted.
     """
     group = packed_group(w, lead, axes)
     if group is None:
+        return None
+    first, inner, outer = w.shape[:lead], w.shape[lead : lead + axes], w.shape[lead + axes :]
+    depth, panels = math.prod(inner), -(-math.prod(outer) // PANEL)
+    pairs, scale, dtype = -(-depth // 2), jax.ShapeDtypeStruct((*first, 0), jnp.float32), w.dtype if not group else None
+    if isinstance(w, Quantized):
+        kind: Kind = w.format.kind
+        dtype = jnp.uint8 if kind == "fp8" else w.data.dtype
+        scale = jax.ShapeDtypeStruct((*first, panels, -(-depth // group), PANEL), w.scale.dtype)
+    else:
+        kind = "bfloat16" if w.dtype == jnp.bfloat16 else "float32"
+    rest = {"bfloat16": (pairs, PANEL, 2), "float32": (depth, PANEL), "fp4": (pairs, PANEL)}.get(
+        kind, (pairs, 2, PANEL)
+    )
+    data: Any = jax.ShapeDtypeStruct((*first, panels, *rest), dtype)
+    return Packed(data, scale, kind, inner, outer, group)  # pyright: ignore
+
+
+def write_numbers(out: np.ndarray, part: np.ndarray, to: Packed) -> None:
+    """Packs the numbers of one matrix.
+
+    Args:
+      out: one entry of the packed data.
+      part: [*inner, *outer], of the dtype that is stored, or another float type for plain weights; for fp4 the first
+        axis is half as long.
+      to: the packed weight.
+    """
+    part = part.reshape(-1, math.prod(to.outer))
+    if to.kind in ("int8", "fp8", "fp4"):
+        part = part.view(out.dtype)
+    elif part.dtype != out.dtype:
+        part = part.astype(out.dtype)
+    if to.kind == "bfloat16":  # numpy moves its own dtypes faster
+        out, part = out.view(np.uint16), part.view(np.uint16)
+    if to.kind in ("float32", "fp4"):
+        _write_panels(out, part)
+        return
+    for odd in (0, 1):
+        _write_panels(out[..., odd] if to.kind == "bfloat16" else out[:, :, odd], part[odd::2])
+
+
+def _write_panels(out_PKC: np.ndarray, part_KN: np.ndarray) -> None:
+    """Writes columns side by side, zeros beyond the last one and the last depth."""
+    depth, columns = part_KN.shape
+    full, rest = divmod(columns, PANEL)
+    panels_KPC = part_KN[:, : full * PANEL].reshape(depth, full, PANEL)
+    out_PKC[:full, :depth] = panels_KPC.swapaxes(0, 1)
+    out_PKC[:, depth:] = 0
+    if rest:
+        out_PKC[full, :depth, :rest] = part_KN[:, full * PANEL :]
+        out_PKC[full, :, rest:] = 0
+
+
+def write_scales(out: np.ndarray, part: np.ndarray, to: Packed, form: Format) -> None:
+    """Packs the scales of one matrix: one per column and group of depths, whatever shares them.
+
+    Args:
+      out: one entry of the packed scales.
+      part: scales along each axis of the matrix.
+      to: the packed weight.
+      form: of the weight before.
+    """
+    axes = len(to.inner)
+    for axis, (block, size) in enumerate(zip(form.blocks[axes:], to.outer, strict=True), start=axes):
+        part = np.take(part, np.arange(size) // block, axis=axis)
+    _write_panels(out, part.reshape(-1, math.prod(to.outer)))
+
+
+def pack(w: Array | Quantized, *, lead: int = 0, axes: int = 1) -> Packed:
+    """Packs a weight that is in memory; arguments as of ``abstract_packed``.
+
+    Raises:
+      ValueError: it cannot be packed.
+    """
+    to = abstract_packed(w, lead=lead, axes=axes)
+    if to is None:
         raise ValueError(f"a weight of {w.shape} with {axes} contracted axes cannot be packed")
-    shape = w.shape
-    first, inner, outer = shape[:lead], shape[lead : lead + axes], shape[lead + axes :]
-    depth, columns = math.prod(inner), math.prod(outer)
-    if not isinstance(w, Quantized):
-        kind: Kind = "bfloat16" if w.dtype == jnp.bfloat16 else "float32"
-        return Packed(_panels(w.reshape(-1, depth, columns), kind, first), _no_scale(), kind, inner, outer, 0)
-    kind = w.format.kind
-    stored = w.data.reshape(-1, depth // 2 if kind == "fp4" else depth, columns)
-    data = _panels(lax.bitcast_convert_type(stored, jnp.uint8) if kind == "fp8" else stored, kind, first)
-    scale = w.scale
-    for axis, (block, size) in enumerate(zip(w.format.blocks[axes:], outer, strict=True), start=lead + axes):
-        scale = lax.slice_in_dim(jnp.repeat(scale, block, axis=axis), 0, size, axis=axis) if block < size else scale
-    scale = jnp.broadcast_to(scale, (*scale.shape[: lead + axes], *outer))
-    scale = _columns(scale.reshape(math.prod(first), -1, columns))  # [X, groups, P, 32]
-    return Packed(data, scale.swapaxes(1, 2).reshape(*first, *scale.shape[2:0:-1], PANEL), kind, inner, outer, group)
-
-
-def _no_scale() -> Array:
-    return jnp.zeros(0, jnp.float32)
-
-
-def _columns(x_XKN: Array) -> Array:
-    """[X, K, P, 32], zeros beyond the last column."""
-    spare = -x_XKN.shape[2] % PANEL
-    x_XKN = jnp.pad(x_XKN, ((0, 0), (0, 0), (0, spare)))
-    return x_XKN.reshape(*x_XKN.shape[:2], -1, PANEL)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _panels(x_XKN: Array, kind: Kind, lead: tuple[int, ...]) -> Array:
-    x = _columns(x_XKN)
-    if kind in ("float32", "fp4"):
-        return x.swapaxes(1, 2).reshape(*lead, x.shape[2], x.shape[1], PANEL)
-    x = jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
-    x = x.reshape(x.shape[0], -1, 2, *x.shape[2:])  # [X, K/2, 2, P, 32]
-    order = (0, 3, 1, 4, 2) if kind == "bfloat16" else (0, 3, 1, 2, 4)
-    x = x.transpose(order)
-    return x.reshape(*lead, *x.shape[1:])
+    data, scale = np.empty(to.data.shape, to.data.dtype), np.zeros(to.scale.shape, to.scale.dtype)
+    numbers, factors = (np.asarray(w.data), np.asarray(w.scale)) if isinstance(w, Quantized) else (np.asarray(w), None)
+    for entry in np.ndindex(*to.lead):
+        write_numbers(data[entry], numbers[entry], to)
+        if factors is not None:
+            write_scales(scale[entry], factors[entry], to, w.format)
+    return replace(to, data=jnp.asarray(data), scale=jnp.asarray(scale))
 
 
 def unpack(w: Packed, dtype: Any = None) -> Array:

@@ -25,7 +25,15 @@ def kernels() -> Library:
     return made
 
 
-def product(x_MD: Array, w: Packed, *, expert_MA: Array | None = None, layer: Array | None = None) -> Array:
+def product(
+    x_MD: Array,
+    w: Packed,
+    bias: Array | None = None,
+    *,
+    expert_MA: Array | None = None,
+    layer: Array | None = None,
+    weight_MA: Array | None = None,
+) -> Array:
     """Computes ``x @ w``, or each row's product with the matrices that it chose.
 
     A row's result is bit for bit the same for any number of rows, any threads and any instruction set; a bfloat16
@@ -34,19 +42,23 @@ def product(x_MD: Array, w: Packed, *, expert_MA: Array | None = None, layer: Ar
     Args:
       x_MD: float rows.
       w: leading axes: layers if ``layer`` is given, then experts if ``expert_MA`` is given.
+      bias: of each matrix, [*lead, *outer], bfloat16 or float32; added to the products.
       expert_MA: int32 choices; one that is not in [0, E) gives zeros.
       layer: int32, which layer of the stack, which is not sliced.
+      weight_MA: one per choice, [M', A'] with M' * A' = M * A: each product is multiplied by its weight, and A'
+        neighbors are summed in their order.
 
     Returns:
-      float32 [M, N], or [M * A, N] with choices.
+      float32 [M, N]; with choices [M * A, N], with weights [M', N].
     """
     rows = x_MD.shape[0]
     matrices = 1 if expert_MA is None else w.lead[-1]
     routed = rows if expert_MA is None else expert_MA.size
     columns = math.prod(w.outer)
+    results = routed if weight_MA is None else weight_MA.shape[0]
     if not routed:
-        return jnp.zeros((0, columns), jnp.float32)
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((routed, columns), jnp.float32))
+        return jnp.zeros((results, columns), jnp.float32)
+    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct((results, columns), jnp.float32))
     choice = jnp.zeros(0, jnp.int32) if expert_MA is None else expert_MA.astype(jnp.int32)
     return call(
         x_MD.astype(jnp.float32),
@@ -54,6 +66,8 @@ def product(x_MD: Array, w: Packed, *, expert_MA: Array | None = None, layer: Ar
         jnp.int32(0) if layer is None else layer.astype(jnp.int32),
         w.data,
         w.scale,
+        jnp.zeros(0, jnp.float32) if weight_MA is None else weight_MA.reshape(-1).astype(jnp.float32),
+        jnp.zeros(0, jnp.float32) if bias is None else bias,
         kind=np.int64(KINDS.index(w.kind)),
         depth=np.int64(w.depth),
         group=np.int64(w.group),

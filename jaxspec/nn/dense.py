@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.native.packing import Packed
 from jaxspec.nn.matrix import Matrix
 from jaxspec.shapes import Array
 from pallas_kernels.quantized import Quantized, widen
@@ -203,7 +204,8 @@ def _exactly(x: Array, w: Matrix, dtype: jnp.dtype) -> Array | None:
     x_MD, trail = x.reshape(-1, x.shape[-1]), w.shape[1:]
     if isinstance(w.whole, Quantized):
         return None
-    if dtype == jnp.float32 or w.whole.dtype == jnp.float32:
+    stored = w.whole.data.dtype if isinstance(w.whole, Packed) else w.whole.dtype
+    if dtype == jnp.float32 or stored == jnp.float32:
         out = w.product(x_MD, jnp.float32)
     else:
         out = w.product(jnp.concatenate(_parts(x_MD)), dtype)

@@ -1,12 +1,15 @@
 """Routed experts as blocks of equal rows: every expert's weights are read once per forward, whatever the rows."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.native.packing import Packed
+from jaxspec.native.product import product
 from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.expert_shards import obstacles_on, on_each_device, rows_on_each, split
 from jaxspec.nn.ffn import Activation, run_gated
@@ -186,6 +189,8 @@ def run_experts(
       live_M: rows that are computed, None for all; the others give zeros.
     """
     expert_MA, mesh, dtype = routing.expert_MA, policy.compute.mesh, policy.compute.dtype
+    if isinstance(experts["down_EFD"], Packed) and isinstance(experts["gate_up_ED2F"], Packed):
+        return run_packed(x_MD, routing, experts, activation, layer, live_M)
     choice = choose_kernel(x_MD.shape[0], expert_MA.shape[1], experts, policy, stacked=layer is not None)
     if choice.implementation == "xla" and (not split(mesh) or obstacles_on(mesh, experts)):
         return run_stacked(x_MD, routing, experts, activation, dtype, layer, live_M)
@@ -202,6 +207,27 @@ def run_experts(
 
     operands = (x_MD, expert_MA, routing.weight_MA, experts, layer)
     return on_each_device(compute, policy, *operands) if split(mesh) else compute(*operands)
+
+
+def run_packed(
+    x_MD: Array,
+    routing: Routing,
+    experts: dict[str, Any],
+    activation: Activation,
+    layer: Array | None = None,
+    live_M: Array | None = None,
+) -> Array:
+    """Computes routed experts by native kernels, each row's products where they are; see ``run_experts``."""
+    expert_MA, hidden = routing.expert_MA, experts["gate_up_ED2F"].outer[1]
+    choose(OP, f"M{x_MD.shape[0]} A{expert_MA.shape[1]} {experts['gate_up_ED2F'].kind}", "native", "cpu", [])
+    if live_M is not None:
+        expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
+
+    both_RX = product(x_MD, experts["gate_up_ED2F"], experts.get("gate_up_bias_E2F"), expert_MA=expert_MA, layer=layer)
+    return product(
+        activation(both_RX[:, :hidden], both_RX[:, hidden:]), experts["down_EFD"], experts.get("down_bias_ED"),
+        expert_MA=expert_MA.reshape(-1, 1), layer=layer, weight_MA=routing.weight_MA,
+    )  # fmt: skip
 
 
 def choose_kernel(rows: int, top_k: int, experts: dict[str, Weight], policy: Policy, *, stacked: bool) -> Choice:

@@ -1,12 +1,15 @@
 """A weight used only in matrix products: keeps (stack, index) to avoid slicing out a copy, and picks the kernel."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.native.packing import Packed, unpack
+from jaxspec.native.product import product
+from jaxspec.nn.policy import Kernels
 from jaxspec.shapes import Array
 from pallas_kernels.few_rows_dense.api import MOST_ROWS, OP, case_name, few_rows_dense, flat, obstacles
 from pallas_kernels.quantized import Quantized
@@ -18,14 +21,14 @@ class Matrix:
     """A weight, or one layer's entry of a stack, which is not sliced out of it because a slice would be a copy.
 
     Attributes:
-      whole: [D, ...], or [L, D, ...] with a layer.
+      whole: [D, ...], or [L, D, ...] with a layer; packed at loading where native kernels compute.
       layer: int32 index in the stack, None without one.
       kernels: see ``Compute.kernels``.
     """
 
-    whole: Array | Quantized
+    whole: Array | Quantized | Packed
     layer: Array | None
-    kernels: Literal["triton", "interpret", "xla"] = "xla"
+    kernels: Kernels = "xla"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -34,10 +37,10 @@ class Matrix:
 
     def own(self) -> Array | Quantized:
         """Returns the weight by itself."""
-        layer = self.layer
-        if layer is None:
-            return self.whole
-        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False), self.whole)
+        layer, own = self.layer, self.whole
+        if layer is not None:
+            own = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False), own)
+        return unpack(own) if isinstance(own, Packed) else own
 
     def product(self, x_MD: Array, dtype: Any, axes: int = 1) -> Array | None:
         """``x_MD`` times the weight by its kernel, float32 [M, N]; None where XLA computes it.
@@ -48,6 +51,8 @@ class Matrix:
           axes: how many axes of the weight are contracted.
         """
         rows, stacked = x_MD.shape[0], self.layer is not None
+        if self.kernels == "native":
+            return self._native(x_MD)
         if self.kernels == "xla" or rows > MOST_ROWS:
             return None
         w = flat(self.whole, int(stacked), axes)
@@ -58,3 +63,9 @@ class Matrix:
         if w is None or choice.implementation == "xla":
             return None
         return few_rows_dense(x_MD, w, dtype=jnp.dtype(dtype), layer=self.layer, implementation=choice)
+
+    def _native(self, x_MD: Array) -> Array | None:
+        w = self.whole
+        blocked = [] if isinstance(w, Packed) else ["the weight is not packed"]
+        choose(OP, f"M{x_MD.shape[0]} weight of {self.shape}", "native", "cpu", blocked)
+        return product(x_MD, w, layer=self.layer) if isinstance(w, Packed) else None

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.errors import ConfigError
+from jaxspec.native.packing import Packed, abstract_packed
 from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Array
-from pallas_kernels.quantized import abstract_quantized
+from pallas_kernels.quantized import Quantized, abstract_quantized
 
 LAYERS = "layers"
 ONES, ZEROS, NORMAL = nn.initializers.ones, nn.initializers.zeros, nn.initializers.normal(0.02)
@@ -57,6 +58,15 @@ class Param:
         if rank not in (len(self.axes), len(self.axes) + 1):
             raise ConfigError(f"sharding: parameter {self.name} has {rank} dimensions; declared are {self.axes}")
         return self.axes if rank == len(self.axes) else (LAYERS, *self.axes)
+
+    def packed(self, leaf: Any, policy: Policy) -> Packed | None:
+        """Returns shapes and dtypes of an array of it as native kernels read it, None where they do not."""
+        compute, lead = policy.compute, len(leaf.shape) - len(self.axes) + (self.axes[0] == "expert")
+        if compute.kernels != "native" or not (self.kind == "matrix" or self.axes[0] == "expert"):
+            return None
+        if self.kind == "bias" or (isinstance(leaf, Quantized) and compute.dtype != jnp.bfloat16):
+            return None
+        return abstract_packed(leaf, lead=lead, axes=self.inputs)
 
 
 DECLARED: dict[str, Param] = {}
@@ -102,7 +112,8 @@ def declare(module: nn.Module, policy: Policy, param: Param, shape: tuple[int, .
       number: of several, see ``Param.name``.
 
     Returns:
-      An array or a ``Quantized``; with kernels a ``Matrix`` where ``dense`` and ``exact_dense`` alone read it.
+      An array or a ``Quantized``; with kernels a ``Matrix`` where ``dense`` and ``exact_dense`` alone read it; packed
+      experts.
     """
     name, kernels = param.name.format(number), policy.compute.whole_kernels
     in_stack = param.kind == "matrix" and kernels != "xla"
@@ -110,6 +121,8 @@ def declare(module: nn.Module, policy: Policy, param: Param, shape: tuple[int, .
         value = module.get_variable("params", name)
         if isinstance(value, Matrix):
             return value if in_stack else value.own()
+        if isinstance(value, Packed):
+            return Matrix(value, None, kernels) if in_stack else value
     form = policy.storage.format_of(kind_of((*module.path, name)))
 
     def init(key: Array) -> Any:

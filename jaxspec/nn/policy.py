@@ -1,17 +1,22 @@
 """How parameters are stored, laid out and computed with: a frozen record in three parts."""
 
+import functools
+import warnings
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxspec.errors import ConfigError
+from jaxspec.native.product import kernels as native_kernels
 from jaxspec.shapes import Array
 from pallas_kernels.quantized import Format, Quantized
+from pallas_kernels.select import SlowKernelWarning
 
 BFLOAT16 = jnp.dtype("bfloat16")
-KERNELS = ("auto", "triton", "interpret", "xla")
+Kernels = Literal["triton", "native", "interpret", "xla"]
+KERNELS = ("auto", *get_args(Kernels))
 Weight = Array | Quantized
 
 
@@ -69,8 +74,9 @@ class Compute:
 
     Attributes:
       dtype: of both factors of every product; sums and the residual stream are float32 always.
-      kernels: what computes the operations that have kernels: ``triton`` on a GPU, ``interpret`` the same kernels as
-        plain JAX anywhere, ``xla`` none; a case that a kernel does not cover falls back with a warning.
+      kernels: what computes the operations that have kernels: ``triton`` on a GPU, ``native`` kernels in C on one CPU,
+        ``interpret`` those of the GPU as plain JAX anywhere, ``xla`` none; a case that a kernel does not cover falls
+        back with a warning.
       mesh: devices that parameters are split over, None for one device. Kernels of routed experts compute each device's
         part; others compute only where every device has all rows and all heads.
       transport: how rows reach the devices along ``expert`` that hold their experts: ``sum`` (all rows are everywhere,
@@ -79,12 +85,12 @@ class Compute:
     """
 
     dtype: jnp.dtype = BFLOAT16
-    kernels: Literal["triton", "interpret", "xla"] = "xla"
+    kernels: Kernels = "xla"
     mesh: AbstractMesh | None = None
     transport: Literal["sum", "padded", "ragged"] = "sum"
 
     @property
-    def whole_kernels(self) -> Literal["triton", "interpret", "xla"]:
+    def whole_kernels(self) -> Kernels:
         """Returns what computes operations whose kernels cannot read split operands."""
         if self.mesh is None:
             return self.kernels
@@ -125,17 +131,47 @@ def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
     Args:
       dtype: of plain weights and of products.
       platform: ``cpu``, or ``gpu`` or ``cuda``.
-      kernels: ``auto`` takes ``triton`` on a GPU and ``xla`` elsewhere; see ``Compute.kernels`` for the others.
+      kernels: ``auto`` takes ``triton`` on a GPU, ``native`` on a CPU for which they could be compiled, and ``xla``
+        elsewhere; see ``Compute.kernels`` for the others.
 
     Raises:
-      ConfigError: kernels is none of these.
+      ConfigError: kernels is none of these, or ``native`` and not to be had.
     """
-    if kernels not in KERNELS:
-        raise ConfigError(f"kernels {kernels!r} is not known; known are {', '.join(KERNELS)}")
-    kind, on_gpu = jnp.dtype(dtype), platform in ("gpu", "cuda")
-    chosen: Any = ("triton" if on_gpu else "xla") if kernels == "auto" else kernels
+    chosen, _ = kernels_for(platform, kernels)
+    kind = jnp.dtype(dtype)
     own_arrays = platform == "cpu" and chosen == "xla"
     experts, depth = ("switched", "unrolled") if own_arrays else ("stacked", "stacked")
     # A tied head by itself is 4 times faster on CPU, and on a GPU its products have a kernel.
     own_head = platform == "cpu" or chosen != "xla"
     return make_policy(kind, experts=experts, depth=depth, kernels=chosen, own_head=own_head)
+
+
+def kernels_for(platform: str, wanted: str = "auto") -> tuple[Kernels, str]:
+    """Returns what computes on a platform, and why; see ``policy_for``."""
+    if wanted not in KERNELS:
+        raise ConfigError(f"kernels {wanted!r} is not known; known are {', '.join(KERNELS)}")
+    on_cpu, asked_for = platform == "cpu", cast(Kernels, wanted)
+    if wanted == "native" and not on_cpu:
+        raise ConfigError(f"kernels 'native' are for a CPU, this is {platform}; take 'auto'")
+    if wanted == "native" or (on_cpu and wanted == "auto"):
+        library = native_kernels()
+        if library.handle is not None:
+            return "native", library.reason
+        if wanted == "native":
+            raise ConfigError(f"kernels 'native': {library.reason}; or take 'xla'")
+        _warn_once(library.reason)
+        return "xla", library.reason
+    if wanted == "auto":
+        return (
+            ("triton", "a GPU")
+            if platform in ("gpu", "cuda")
+            else ("xla", f"kernels are for GPUs and CPUs, this is {platform}")
+        )
+    return asked_for, "asked for"
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"XLA computes instead of the CPU's own kernels, which are several times faster: {reason}", SlowKernelWarning, 3
+    )

@@ -109,7 +109,7 @@ def softmax(x: Array) -> Array:
 
 
 def row_max(x: Array) -> Array:
-    """Maximum over the last axis, kept, by halving: XLA:GPU takes half a minute to compile its own beside ``row_sum``."""
+    """Maximum over the last axis, kept, by halving: XLA:GPU compiles its own beside ``row_sum`` in half a minute."""
     while x.shape[-1] > 1:
         half = (x.shape[-1] + 1) // 2
         x = jnp.maximum(x[..., :half], x[..., x.shape[-1] - half :])

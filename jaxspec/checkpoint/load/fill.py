@@ -3,11 +3,12 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -19,6 +20,8 @@ from jaxspec.checkpoint.load.stored import check_numbers, read_numbers, read_sca
 from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import NameRule
 from jaxspec.errors import CheckpointError
+from jaxspec.native.packing import Packed, write_numbers, write_scales
+from jaxspec.nn.param import declared
 from jaxspec.shapes import Params
 from pallas_kernels.quantized import Quantized
 
@@ -68,13 +71,21 @@ def fill(plan: LoadPlan, shardings: Any = None, show: Progress | None = None) ->
         if path in plan.computed:
             params[path] = _put(plan.computed[path], sharding_of.get(path))
             continue
+        packed = declared(path).packed(leaf, plan.net.policy)
         arrays = {}
         for name, source in sources[path].items():
-            arrays[name] = _array(plan, source, targets[path, name])
+            if packed is None:
+                arrays[name] = _array(plan, source, targets[path, name])
+            else:
+                arrays[name] = jax.device_put(_packed(plan, source, packed, name, leaf))
             loaded += _local_bytes(source, targets[path, name])
             if show:
                 show(loaded, total)
-        params[path] = Quantized(**arrays, format=leaf.format) if isinstance(leaf, Quantized) else arrays["data"]
+        if packed is not None:
+            params[path] = replace(packed, scale=jnp.zeros(packed.scale.shape, jnp.float32))
+            params[path] = replace(params[path], **arrays)
+        else:
+            params[path] = Quantized(**arrays, format=leaf.format) if isinstance(leaf, Quantized) else arrays["data"]
     return {"params": unflatten(params)}
 
 
@@ -167,14 +178,44 @@ def _piece(plan: LoadPlan, source: ArraySource, index: Index) -> np.ndarray:
     lead = source.leaf.lead
     for entry in itertools.product(*(range(*b) for b in bounds[:lead])):
         rule = source.leaf.rules[entry]
-        part, read = source.read(rule, index[lead:])
         here = tuple(e - start for e, (start, _) in zip(entry, bounds, strict=False))
-        _copy(out[here], part)
-        if not all_finite(out[here]):
-            raise CheckpointError(_damage(plan, rule, source.dtype))
-        del part  # a view of the mapped file, whose memory is let go of now
-        for tensor, size in read.items():
-            plan.files.release(tensor, size)
+        _read_into(plan, source, rule, out[here], index[lead:], _copy)
+    return out
+
+
+def _read_into(
+    plan: LoadPlan,
+    source: ArraySource,
+    rule: NameRule,
+    out: np.ndarray,
+    index: Index,
+    copy: Callable[[np.ndarray, np.ndarray], None],
+) -> None:
+    """Reads a slice of what one rule fills to its place."""
+    part, read = source.read(rule, index)
+    copy(out, part)
+    if not all_finite(out):
+        raise CheckpointError(_damage(plan, rule, source.dtype))
+    del part  # a view of the mapped file, whose memory is let go of now
+    for tensor, size in read.items():
+        plan.files.release(tensor, size)
+
+
+def _packed(plan: LoadPlan, source: ArraySource, to: Packed, name: str, leaf: Any) -> np.ndarray:
+    """Reads the numbers or scales of a packed weight, a matrix at a time."""
+    like, lead = getattr(to, name), source.leaf.lead
+    out = _aligned(like.shape, np.dtype(like.dtype))
+    whole = (slice(None),) * (len(source.shape) - lead)
+
+    def copy(place: np.ndarray, part: np.ndarray) -> None:
+        for entry in np.ndindex(*to.lead[lead:]):
+            if name == "data":
+                write_numbers(place[entry], part[entry], to)
+            else:
+                write_scales(place[entry], part[entry], to, leaf.format)
+
+    for entry in itertools.product(*map(range, to.lead[:lead])):
+        _read_into(plan, source, source.leaf.rules[entry], out[entry], whole, copy)
     return out
 
 

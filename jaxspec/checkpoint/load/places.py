@@ -52,7 +52,7 @@ def abstract_params(net: Any) -> Params:
     policy, once = net.policy, isinstance(net, Transformer) and net.policy.layout.depth == "unrolled"
     layers = net.arch.layers if once else ()
     distinct = tuple(dict.fromkeys(layers))
-    small = net.clone(policy=policy.update(formats=(), experts="stacked"))
+    small = net.clone(policy=policy.update(formats=(), experts="stacked", kernels="xla"))
     small = small.clone(arch=replace(net.arch, layers=distinct)) if once else small
     leaves: dict[str, Any] = {}
     for path, leaf in flatten(jax.eval_shape(small.initial, jax.random.key(0))["params"]).items():
