@@ -136,7 +136,7 @@ INLINE void find(const Work *w, const char *pages, int stride, int node, int z, 
 INLINE void fetch(const char *ahead, int stride, const Attention *a, int z) {
   const size_t bytes = (size_t)stride * a->bytes;
   if (ahead)
-    for (const char *line = ahead + z * bytes, *end = line + 8 * bytes; line < end; line += 64) __builtin_prefetch(line);
+    for (const char *line = ahead + z * bytes, *end = line + 8 * bytes; line < end; line += 64) __builtin_prefetch(line, 0, 2);
 }
 
 // ---- Panels ----
