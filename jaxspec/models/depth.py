@@ -130,12 +130,19 @@ class Loop:
         """Runs all repeats from the stream and the selection before them."""
         repeats = self.segment.repeats
         caches = (None,) * len(self._blocks) if self.inputs.memory is None else self.inputs.memory
-        # The first repeat gives the loop's carry its structure, which the selection lacks before it.
-        carry = self._repeat(jnp.int32(0), replace(before, caches=caches))
+        before = replace(before, caches=caches)
+        after: Any = jax.eval_shape(self._repeat, jnp.int32(0), before)
+        # Where it gives a selection that there is not before it, the first repeat runs by itself.
+        first = int(repeats == 1 or jax.tree.structure(before.selection) != jax.tree.structure(after.selection))
+        if first:
+            carry = self._repeat(jnp.int32(0), before)
+        else:
+            zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), after)
+            carry = replace(zeros, x=before.x, caches=caches, selection=before.selection)
         routing = jax.tree.map(lambda r: jnp.broadcast_to(r, (repeats, *r.shape)), carry.routing)
         carry = replace(carry, routing=routing)
-        if repeats > 1:
-            carry = lax.fori_loop(1, repeats, self._body, carry)
+        if first < repeats:
+            carry = lax.fori_loop(first, repeats, self._body, carry)
         each = [jax.tree.map(lambda r, y=y: r[y], routing) for y in range(repeats) for routing in carry.routing]
         return replace(carry, routing=tuple(each))
 
