@@ -18,6 +18,8 @@ from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
+from jaxspec.native.packing import Packed, pack, unpack
+from jaxspec.native.product import kernels
 from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Drafter
 from jaxspec.serve import engine as engine_module
@@ -52,8 +54,10 @@ def has_trees(name: str) -> bool:
     return ARCHS[name].chain_only is None
 
 
-def shifted(head_DV: Array, first: int) -> Array:
+def shifted(head_DV: Array | Packed, first: int) -> Array | Packed:
     """A head that takes every token from ``first`` on for the one after it."""
+    if isinstance(head_DV, Packed):
+        return pack(shifted(unpack(head_DV), first))
     return jnp.concatenate([head_DV[:, :first], jnp.roll(head_DV[:, first:], 1, axis=1)], axis=1)
 
 
@@ -84,9 +88,9 @@ class Family(Lab):
         if key in self.loaded:
             return self.loaded[key]
         if name == "target":
-            policy = make_policy(
-                kind, experts=layout, depth="unrolled" if layout == "switched" else "stacked", own_head=True
-            )
+            how = "native" if layout == "native" else "xla"
+            experts, depth = ("switched", "unrolled") if layout == "switched" else ("stacked", "stacked")
+            policy = make_policy(kind, experts=experts, depth=depth, kernels=how, own_head=True)
             self.loaded[key] = load_model(self.target_dir, policy)
         else:
             target = self.model("target", dtype, layout)
@@ -216,6 +220,17 @@ def test_bfloat16(family: Family):
     plain = family.plainly(dtype="bfloat16", layout="stacked")
     for kind in ("right", "mixed"):
         assert family.speculate(kind, CHAIN, "bfloat16", "stacked") == plain
+
+
+@pytest.mark.served
+@pytest.mark.skipif(kernels().handle is None, reason=kernels().reason)
+@pytest.mark.parametrize("name", goldens(("gpt_oss",), lambda n: n in ("qwen2", "gpt_oss", "deepseek_v3")))
+def test_native_kernels(family: Family):
+    """Plain decoding, chains, trees and prompts through the kernels in C, every bit as without drafts."""
+    plain = family.plainly(dtype="bfloat16", layout="native")
+    for kind, shape in (("right", CHAIN), ("mixed", TREE)):
+        assert family.speculate(kind, shape, "bfloat16", "native") == plain
+    assert [text for [text] in family.plainly(layout="native")[:2]] == family.greedy
 
 
 @pytest.mark.slow
