@@ -8,6 +8,9 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 #define UNROLLED _Pragma("GCC unroll 8")
 #define INLINE static inline __attribute__((always_inline))
@@ -51,6 +54,14 @@ typedef struct {
 INLINE f16 all(float x) { return (f16){0} + x; }
 INLINE f16 choose(i16 mask, f16 yes, f16 no) { return (f16)((mask & (i16)yes) | (~mask & (i16)no)); }
 
+INLINE f16 larger(f16 a, f16 b) {
+#ifdef __AVX512F__
+  return (f16)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return choose(a > b, a, b);
+#endif
+}
+
 INLINE f16 multiply_add(f16 a, f16 b, f16 c) {  // rounded once
 #if defined(__FMA__) || defined(__aarch64__)
   return a * b + c;
@@ -60,12 +71,10 @@ INLINE f16 multiply_add(f16 a, f16 b, f16 c) {  // rounded once
 #endif
 }
 
-INLINE f16 exponential(f16 x) {  // polynomial_exp of pallas_kernels/steady.py
+INLINE f16 exponential(f16 x) {  // of numbers up to 0: polynomial_exp of pallas_kernels/steady.py
   static const float factors[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-  x = choose(x < -87.0f, all(-87.0f), x);
-  x = choose(x > 88.0f, all(88.0f), x);
-  i16 whole = __builtin_convertvector(x * (float)(2 * 1.4426950408889634), i16);
-  whole = (whole + ((whole >= 0) & 1)) >> 1;
+  x = larger(x, all(-87.0f));
+  i16 whole = __builtin_convertvector(x * (float)(2 * 1.4426950408889634), i16) >> 1;
   f16 power = __builtin_convertvector(whole, f16);
   f16 rest = multiply_add(-power, all(0.693359375f), x);
   rest = multiply_add(-power, all(-2.12194440e-4f), rest);
@@ -93,9 +102,20 @@ static float halving_sum(float *x, int n) {  // of row_sum in nn/steady.py; chan
   return x[0];
 }
 
+INLINE float largest(f16 v) {
+  v = larger(v, PICK(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = larger(v, PICK(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  v = larger(v, PICK(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  return v[0] > v[1] ? v[0] : v[1];
+}
+
 INLINE h16 rounded(f16 x) {  // to bfloat16
+#ifdef __AVX512BF16__
+  return (h16)_mm512_cvtneps_pbh((__m512)x);
+#else
   const u16 bits = (u16)x, nan = (u16)((bits & 0x7fffffff) > 0x7f800000);
   return __builtin_convertvector(((bits + 0x7fff + (bits >> 16 & 1)) & ~nan | (bits | 0x400000) & nan) >> 16, h16);
+#endif
 }
 
 static void round_row(const Attention *a, char *to, const float *from, int n, float scale) {
@@ -246,15 +266,16 @@ static void weigh_query(Work *w, int m) {  // scores to weights, and the running
   float *score = w->score + (size_t)m * w->stride, top = w->top[m];
   f16 best = all(top);
   for (int z = begin & ~15; z < end; z += 16) {
-    f16 s = *(f16 *)(score + z);
-    best = choose((iota + z >= begin) & (iota + z < end) & (s > best), s, best);
+    f16 *s = (f16 *)(score + z);
+    if (z < begin || z + 16 > end) *s = choose((iota + z >= begin) & (iota + z < end), *s, all(-INFINITY));
+    best = larger(*s, best);
   }
-  for (int i = 0; i < 16; i++) top = best[i] > top ? best[i] : top;
+  top = largest(best);
   for (int z = 0; z < w->stride; z += 16) {
-    f16 weight = {0};
-    if (z < end && z + 16 > begin)
-      weight = choose((iota + z >= begin) & (iota + z < end), exponential(*(f16 *)(score + z) - top), weight);
-    *(f16 *)(score + z) = weight;
+    f16 *s = (f16 *)(score + z);
+    if (z >= end || z + 16 <= begin) *s = (f16){0};
+    else if (z < begin || z + 16 > end) *s = choose(*s > -INFINITY, exponential(*s - top), (f16){0});
+    else *s = exponential(*s - top);
   }
   round_row(a, w->weight + (size_t)m * a->block * a->bytes, score, a->block, 1);
   w->keep[m] = exponential(all(w->top[m] - top))[0];
