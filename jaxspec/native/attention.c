@@ -1,322 +1,25 @@
 // Attention of T new positions per row to that row's cache, which is read once for all of them.
 //
-// A block of the cache is laid out as panels, keys and then values, and multiplied like weights; between the two comes
-// the running softmax over blocks (Milakov 2018). Blocks lie at multiples of their size and are taken in their order,
-// so a query's sums depend on its own position alone: what it does not see adds zero.
-#include "call.h"
+// Blocks lie at multiples of their size, and the running softmax (Milakov 2018) goes over them in their order, so a
+// query's sums depend on its own position alone: what it does not see adds zero. Where threads would have nothing to
+// do, parts of the blocks are computed side by side, and their sums put together in the same order: the same bits.
+#include "attention.h"
 
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 
-#define UNROLLED _Pragma("GCC unroll 8")
-#define INLINE static inline __attribute__((always_inline))
-enum { QUERIES = 48 };  // most of one piece of work
 static const float MASKED = -1e30f;
+static const size_t MOST_STORED = (size_t)256 << 20;  // bytes
 
-typedef float f16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t i16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t u16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t u8 __attribute__((vector_size(32), aligned(4), may_alias));
-typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
-
-typedef struct {
-  int rows, count, heads, kv_heads, group;  // B, T, H, G, H / G
-  int width, value_width, value_stride;     // of keys, of values, and from one value to the next
-  int bytes;                                // of a number: 2 for bfloat16, 4 for float32
-  int block, page, pages, pages_per_row, span, ring, depths, paths_per_row, tiles;
-  float scale;
-  const float *q, *sinks;
-  const char *k, *v;
-  const int32_t *position, *start, *path, *table, *base;
-  float *out;
-  atomic_int failed;
-} Attention;
-
-// One piece of work: some queries of a row and kv head, those of a position side by side, and the block before them.
-typedef struct {
-  const Attention *a;
-  int b, g, first, queries;
-  int at, begin, end, own;  // the block's first position; in it: where any query sees, and where nodes of a tree differ
-  size_t entry, next;       // of the block's first position, and of the next block's
-  char *panel, *q, *weight;  // q [queries, width] and weight [queries, block], as products take them
-  float *score;              // [queries, stride]
-  int stride;
-  int position[QUERIES];
-  float top[QUERIES], total[QUERIES], keep[QUERIES];
-} Work;
-
-// ---- Arithmetic ----
-
-INLINE f16 all(float x) { return (f16){0} + x; }
-INLINE f16 choose(i16 mask, f16 yes, f16 no) { return (f16)((mask & (i16)yes) | (~mask & (i16)no)); }
-
-INLINE f16 larger(f16 a, f16 b) {
-#ifdef __AVX512F__
-  return (f16)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  return choose(a > b, a, b);
-#endif
-}
-
-INLINE f16 multiply_add(f16 a, f16 b, f16 c) {  // rounded once
-#if defined(__FMA__) || defined(__aarch64__)
-  return a * b + c;
-#else
-  for (int i = 0; i < 16; i++) c[i] = fmaf(a[i], b[i], c[i]);
-  return c;
-#endif
-}
-
-INLINE f16 exponential(f16 x) {  // of numbers up to 0: polynomial_exp of pallas_kernels/steady.py
-  static const float factors[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-  x = larger(x, all(-87.0f));
-  i16 whole = __builtin_convertvector(x * (float)(2 * 1.4426950408889634), i16) >> 1;
-  f16 power = __builtin_convertvector(whole, f16);
-  f16 rest = multiply_add(-power, all(0.693359375f), x);
-  rest = multiply_add(-power, all(-2.12194440e-4f), rest);
-  f16 tail = all(1.9875691500e-4f);
-  UNROLLED for (int i = 0; i < 5; i++) tail = multiply_add(tail, rest, all(factors[i]));
-  return (multiply_add(tail, rest * rest, rest) + 1.0f) * (f16)((whole + 127) << 23);
-}
-
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-
-static float halving_sum(float *x, int n) {  // of row_sum in nn/steady.py; changes x
-  for (; n % 32 == 0; n /= 2)
-    for (int i = 0; i < n / 2; i += 16) *(f16 *)(x + i) += *(f16 *)(x + n / 2 + i);
-  if (n == 16) {
-    f16 v = *(f16 *)x;
-    v += PICK(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    v += PICK(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    return (v[0] + v[2]) + (v[1] + v[3]);
+enum { OWN, SHARED, USES };
+static char *scratch(int use, size_t size) {  // this thread's, kept for the next call
+  static _Thread_local char *memory[USES];
+  static _Thread_local size_t there[USES];
+  if (size > there[use]) {
+    free(memory[use]);
+    memory[use] = aligned_alloc(64, (size + 63) / 64 * 64), there[use] = memory[use] ? size : 0;
   }
-  while (n > 1) {
-    int half = (n + 1) / 2;
-    for (int i = 0; i < n - half; i++) x[i] += x[half + i];
-    n = half;
-  }
-  return x[0];
-}
-
-INLINE float largest(f16 v) {
-  v = larger(v, PICK(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-  v = larger(v, PICK(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-  v = larger(v, PICK(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-  return v[0] > v[1] ? v[0] : v[1];
-}
-
-INLINE h16 rounded(f16 x) {  // to bfloat16
-#ifdef __AVX512BF16__
-  return (h16)_mm512_cvtneps_pbh((__m512)x);
-#else
-  const u16 bits = (u16)x, nan = (u16)((bits & 0x7fffffff) > 0x7f800000);
-  return __builtin_convertvector(((bits + 0x7fff + (bits >> 16 & 1)) & ~nan | (bits | 0x400000) & nan) >> 16, h16);
-#endif
-}
-
-static void round_row(const Attention *a, char *to, const float *from, int n, float scale) {
-  int i = 0;
-  for (; i + 16 <= n; i += 16)
-    if (a->bytes == 4) ((f16 *)to)[i / 16] = *(const f16 *)(from + i) * scale;
-    else ((h16 *)to)[i / 16] = rounded(*(const f16 *)(from + i) * scale);
-  for (; i < n; i++)
-    if (a->bytes == 4) ((float *)to)[i] = from[i] * scale;
-    else ((uint16_t *)to)[i] = to_bfloat16(from[i] * scale);
-}
-
-// ---- Where positions lie ----
-
-static int clip(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
-
-static size_t entry(const Work *w, int position) {  // numbered over all pages, positions of a head one after another
-  const Attention *a = w->a;
-  int in_row = a->ring ? 0 : clip(position / a->page, 0, a->pages_per_row - 1);
-  int page = clip(a->table[(size_t)w->b * a->pages_per_row + in_row] + *a->base, 0, a->pages - 1);
-  return ((size_t)page * a->kv_heads + w->g) * a->page + clip(position, 0, INT32_MAX) % a->page;
-}
-
-// Entries of 8 positions of the block from z on, as a node sees them: in a tree its ancestors, at their depths.
-INLINE void find(const Work *w, const char *pages, int stride, int node, int z, const char **out) {
-  const Attention *a = w->a;
-  const size_t bytes = (size_t)stride * a->bytes;
-  const char *at = pages + (w->entry + z) * bytes;
-  UNROLLED for (int i = 0; i < 8; i++, at += bytes) out[i] = at;
-  if (z + 8 <= w->own) return;
-  const int start = a->start[w->b], depth = w->at + z - start;
-  const int32_t *path = a->path + ((size_t)(a->paths_per_row ? w->b : 0) * a->count + node) * a->depths;
-  for (int i = depth < 0 ? -depth : 0; i < 8 && depth + i < a->depths; i++)
-    out[i] = pages + entry(w, start + path[depth + i]) * bytes;
-}
-
-// Asks for 8 entries of what is read next, to arrive meanwhile.
-INLINE void fetch(const char *ahead, int stride, const Attention *a, int z) {
-  const size_t bytes = (size_t)stride * a->bytes;
-  if (ahead)
-    for (const char *line = ahead + z * bytes, *end = line + 8 * bytes; line < end; line += 64) __builtin_prefetch(line, 0, 2);
-}
-
-// ---- Panels ----
-
-INLINE void transpose(const char *const *from, size_t at, char *panel) {  // 8 words of 8 rows
-  u8 r[8], s[8];
-  UNROLLED for (int i = 0; i < 8; i++) r[i] = *(const u8 *)(from[i] + at);
-  UNROLLED for (int i = 0; i < 8; i += 2) {
-    s[i] = PICK(r[i], r[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-    s[i + 1] = PICK(r[i], r[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-  }
-  UNROLLED for (int i = 0; i < 8; i += 4)
-    UNROLLED for (int j = 0; j < 2; j++) {
-      r[i + 2 * j] = PICK(s[i + j], s[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-      r[i + 2 * j + 1] = PICK(s[i + j], s[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-    }
-  UNROLLED for (int i = 0; i < 4; i++) {
-    *(u8 *)(panel + i * PANEL * 4) = PICK(r[i], r[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    *(u8 *)(panel + (i + 4) * PANEL * 4) = PICK(r[i], r[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-  }
-}
-
-// Keys from .. to of the block as columns of one panel; a word is a number, or two of bfloat16.
-static void pack_keys(const Work *w, int node, int from, int to, const char *ahead) {
-  const Attention *a = w->a;
-  const int words = a->width * a->bytes / 4;
-  for (int z = from & ~7; z < to; z += 8) {
-    const char *key[8];
-    char *panel = w->panel + z % PANEL * 4;
-    int at = 0;
-    find(w, a->k, a->width, node, z, key);
-    fetch(ahead, a->value_stride, a, z);
-    for (int i = a->block - z; i < 8; i++) key[i] = key[0];
-    for (; at + 8 <= words; at += 8) transpose(key, (size_t)at * 4, panel + (size_t)at * PANEL * 4);
-    for (; at < words; at++)
-      for (int i = 0; i < 8; i++) memcpy(panel + (size_t)at * PANEL * 4 + i * 4, key[i] + (size_t)at * 4, 4);
-  }
-}
-
-// 32 channels, or fewer, of values of two positions, as two depths of a panel.
-INLINE void pack_pair(const Attention *a, const char *even, const char *odd, int channels, char *panel) {
-  if (a->bytes == 4) {
-    memcpy(panel, even, channels * 4), memcpy(panel + PANEL * 4, odd, channels * 4);
-  } else if (channels == PANEL) {
-    for (int half = 0; half < 2; half++) {
-      u16 low = __builtin_convertvector(((const h16 *)even)[half], u16);
-      u16 high = __builtin_convertvector(((const h16 *)odd)[half], u16);
-      ((u16 *)panel)[half] = low | high << 16;
-    }
-  } else {
-    for (int i = 0; i < channels; i++) memcpy(panel + 4 * i, even + 2 * i, 2), memcpy(panel + 4 * i + 2, odd + 2 * i, 2);
-  }
-}
-
-// Channels c .. c + 32 of the values from .. to of the block, both even, as depths of one panel.
-static void pack_values(const Work *w, int node, int from, int to, int c, const char *ahead) {
-  const Attention *a = w->a;
-  const int channels = a->value_width - c < PANEL ? a->value_width - c : PANEL;
-  for (int z = from; z < to; z += 8) {
-    const char *value[8];
-    find(w, a->v + (size_t)c * a->bytes, a->value_stride, node, z, value);
-    fetch(ahead, a->width, a, z);
-    UNROLLED for (int i = 0; i < 8; i += 2)
-      if (z + i < to) pack_pair(a, value[i], value[i + 1], channels, w->panel + (size_t)(z + i) * PANEL * a->bytes);
-  }
-}
-
-// ---- One block ----
-
-// Queries that see the block alike: all of them, or those of one node where nodes of a tree differ. Returns the end.
-static int alike(const Work *w, int first) {
-  if (w->own >= w->end) return w->queries;
-  int end = ((w->first + first) / w->a->group + 1) * w->a->group - w->first;
-  return end < w->queries ? end : w->queries;
-}
-
-static int node_of(const Work *w, int query) { return (w->first + query) / w->a->group; }
-
-static float *out_of(const Work *w, int query) {
-  const Attention *a = w->a;
-  size_t position = (size_t)w->b * a->count + node_of(w, query);
-  return a->out + (position * a->heads + w->g * a->group + (w->first + query) % a->group) * a->value_width;
-}
-
-static void score_block(Work *w) {
-  const Attention *a = w->a;
-  const char *ahead = a->v == a->k ? NULL : a->v + w->entry * a->value_stride * a->bytes;
-  const Weight keys = {a->bytes == 2 ? BF16 : F32, a->width, 0, 0};
-  for (int z = w->begin / PANEL * PANEL; z < w->end; z += PANEL) {
-    const int begin = w->begin > z ? w->begin : z, end = w->end < z + PANEL ? w->end : z + PANEL;
-    for (int m = 0, next; m < w->queries; m = next) {
-      const void *x[QUERIES];
-      float *y[QUERIES];
-      next = alike(w, m);
-      pack_keys(w, node_of(w, m), m && w->own > begin ? w->own : begin, end, m ? NULL : ahead);
-      for (int i = m; i < next; i++) x[i] = w->q + (size_t)i * a->width * a->bytes, y[i] = w->score + (size_t)i * w->stride + z;
-      tile(&keys, w->panel, NULL, x + m, y + m, next - m);
-    }
-  }
-}
-
-static void weigh_query(Work *w, int m) {  // scores to weights, and the running maximum and sum
-  const Attention *a = w->a;
-  const i16 iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int last = w->position[m] - w->at, begin = a->span && last >= a->span ? last - a->span + 1 : 0;
-  const int end = last < a->block ? last + 1 : a->block;
-  float *score = w->score + (size_t)m * w->stride, top = w->top[m];
-  f16 best = all(top);
-  for (int z = begin & ~15; z < end; z += 16) {
-    f16 *s = (f16 *)(score + z);
-    if (z < begin || z + 16 > end) *s = choose((iota + z >= begin) & (iota + z < end), *s, all(-INFINITY));
-    best = larger(*s, best);
-  }
-  top = largest(best);
-  for (int z = 0; z < w->stride; z += 16) {
-    f16 *s = (f16 *)(score + z);
-    if (z >= end || z + 16 <= begin) *s = (f16){0};
-    else if (z < begin || z + 16 > end) *s = choose(*s > -INFINITY, exponential(*s - top), (f16){0});
-    else *s = exponential(*s - top);
-  }
-  round_row(a, w->weight + (size_t)m * a->block * a->bytes, score, a->block, 1);
-  w->keep[m] = exponential(all(w->top[m] - top))[0];
-  w->total[m] = fmaf(w->total[m], w->keep[m], halving_sum(score, a->block));
-  w->top[m] = top;
-}
-
-static void add_values(Work *w) {
-  const Attention *a = w->a;
-  const int begin = w->begin & ~1, end = (w->end + 1) & ~1;
-  const char *ahead = w->next ? a->k + w->next * a->width * a->bytes : NULL;
-  const Weight values = {a->bytes == 2 ? BF16 : F32, end - begin, 0, 0};
-  float added[QUERIES][PANEL];
-  for (int c = 0; c < a->value_width; c += PANEL)
-    for (int m = 0, next; m < w->queries; m = next) {
-      const void *x[QUERIES];
-      float *y[QUERIES];
-      next = alike(w, m);
-      pack_values(w, node_of(w, m), m && w->own > begin ? w->own & ~1 : begin, end, c, m || c ? NULL : ahead);
-      for (int i = m; i < next; i++) x[i] = w->weight + ((size_t)i * a->block + begin) * a->bytes, y[i] = added[i];
-      tile(&values, w->panel + (size_t)begin * PANEL * a->bytes, NULL, x + m, y + m, next - m);
-      for (int i = m; i < next; i++) {
-        float *out = out_of(w, i) + c;
-        for (int j = 0; j + 16 <= a->value_width - c && j < PANEL; j += 16)
-          *(f16 *)(out + j) = multiply_add(*(f16 *)(out + j), all(w->keep[i]), *(f16 *)(added[i] + j));
-        for (int j = (a->value_width - c) & ~15; j < a->value_width - c && j < PANEL; j++)
-          out[j] = fmaf(out[j], w->keep[i], added[i][j]);
-      }
-    }
-}
-
-// ---- All blocks ----
-
-static char *scratch(size_t size) {  // this thread's, kept for the next call
-  static _Thread_local char *memory;
-  static _Thread_local size_t there;
-  if (size > there) {
-    free(memory);
-    memory = aligned_alloc(64, size), there = memory ? size : 0;
-  }
-  return memory;
+  return memory[use];
 }
 
 static int lay_out(Work *w) {
@@ -326,54 +29,155 @@ static int lay_out(Work *w) {
                           (size_t)w->queries * a->block * 4, (size_t)w->queries * w->stride * 4};
   size_t at[5] = {0};
   for (int i = 0; i < 4; i++) at[i + 1] = at[i] + (sizes[i] + 63) / 64 * 64;
-  char *memory = scratch(at[4]);
+  char *memory = scratch(OWN, at[4]);
   w->panel = memory, w->q = memory + at[1], w->weight = memory + at[2], w->score = (float *)(memory + at[3]);
   return memory != NULL;
 }
 
-// Takes up the queries; returns the last position that any of them sees.
-static int begin_queries(Work *w) {
-  const Attention *a = w->a;
-  int last = -1;
+static void choose_queries(Work *w, const Attention *a, int piece) {
+  const int all_queries = a->count * a->group;
+  *w = (Work){a, piece / a->tiles / a->kv_heads, piece / a->tiles % a->kv_heads, piece % a->tiles * QUERIES};
+  w->queries = all_queries - w->first < QUERIES ? all_queries - w->first : QUERIES;
+  w->stride = (a->block + PANEL - 1) / PANEL * PANEL, w->lowest = INT32_MAX, w->last = -1;
   for (int m = 0; m < w->queries; m++) {
-    const int node = node_of(w, m), head = w->g * a->group + (w->first + m) % a->group;
-    const size_t at = (size_t)w->b * a->count + node;
-    round_row(a, w->q + (size_t)m * a->width * a->bytes, a->q + (at * a->heads + head) * a->width, a->width, a->scale);
-    w->position[m] = a->ring ? a->position[at] : clip(a->position[at], -1, a->pages_per_row * a->page - 1);
-    w->top[m] = a->sinks ? a->sinks[head] : MASKED, w->total[m] = a->sinks ? 1 : 0;
-    memset(out_of(w, m), 0, a->value_width * 4);
-    last = w->position[m] > last ? w->position[m] : last;
+    const int position = a->position[(size_t)w->b * a->count + node_of(w, m)];
+    w->position[m] = a->ring ? position : clip(position, -1, a->pages_per_row * a->page - 1);
+    w->last = w->position[m] > w->last ? w->position[m] : w->last;
+    w->lowest = w->position[m] < w->lowest ? w->position[m] : w->lowest;
   }
-  return last;
+  w->lowest = a->span && w->lowest >= a->span ? w->lowest - a->span + 1 : 0;
+}
+
+// Takes up a piece's queries; returns whether there is memory for them.
+static int begin(Work *w, Attention *a, int piece) {
+  choose_queries(w, a, piece);
+  if (!lay_out(w)) {
+    a->failed = 1;
+    return 0;
+  }
+  for (int m = 0; m < w->queries; m++) {
+    const int head = w->g * a->group + (w->first + m) % a->group;
+    const size_t at = ((size_t)w->b * a->count + node_of(w, m)) * a->heads + head;
+    round_row(a, w->q + (size_t)m * a->width * a->bytes, a->q + at * a->width, a->width, a->scale);
+    w->top[m] = a->sinks ? a->sinks[head] : MASKED, w->total[m] = a->sinks ? 1 : 0;
+    w->out[m] = a->out + at * a->value_width;
+  }
+  return 1;
+}
+
+static int blocks(const Work *w) { return w->last < 0 ? 0 : w->last / w->a->block - w->lowest / w->a->block + 1; }
+
+static void go_to(Work *w, int number) {  // of the blocks that any query sees
+  const Attention *a = w->a;
+  w->at = (w->lowest / a->block + number) * a->block;
+  w->begin = w->lowest > w->at ? w->lowest - w->at : 0;
+  w->end = w->last - w->at < a->block ? w->last - w->at + 1 : a->block;
+  w->entry = entry(w, w->at), w->next = w->at + a->block <= w->last ? entry(w, w->at + a->block) : 0;
+  w->own = a->depths ? clip(a->start[w->b] - w->at, 0, a->block) : a->block;
+}
+
+static void finish(Work *w) {
+  for (int m = 0; m < w->queries; m++) {
+    const float inverse = 1 / (w->total[m] > 1e-30f ? w->total[m] : 1e-30f);
+    for (int c = 0; c < w->a->value_width; c++) w->out[m][c] *= inverse;
+  }
 }
 
 static void attend(void *job, int piece) {
-  Attention *a = job;
-  const int all_queries = a->count * a->group;
-  Work w = {a, piece / a->tiles / a->kv_heads, piece / a->tiles % a->kv_heads, piece % a->tiles * QUERIES};
-  w.queries = all_queries - w.first < QUERIES ? all_queries - w.first : QUERIES;
-  w.stride = (a->block + PANEL - 1) / PANEL * PANEL;
-  if (!lay_out(&w)) {
-    a->failed = 1;
-    return;
-  }
-  const int last = begin_queries(&w);
-  int first = last;
-  for (int m = 0; m < w.queries; m++) first = w.position[m] < first ? w.position[m] : first;
-  first = a->span && first >= a->span ? first - a->span + 1 : 0;
-  for (w.at = first / a->block * a->block; w.at <= last; w.at += a->block) {
-    w.begin = first > w.at ? first - w.at : 0, w.end = last - w.at < a->block ? last - w.at + 1 : a->block;
-    w.entry = entry(&w, w.at), w.next = w.at + a->block <= last ? entry(&w, w.at + a->block) : 0;
-    w.own = a->depths ? clip(a->start[w.b] - w.at, 0, a->block) : a->block;
+  Work w;
+  if (!begin(&w, job, piece)) return;
+  for (int m = 0; m < w.queries; m++) memset(w.out[m], 0, w.a->value_width * 4);
+  for (int n = 0; n < blocks(&w); n++) {
+    go_to(&w, n);
     score_block(&w);
-    for (int m = 0; m < w.queries; m++) weigh_query(&w, m);
+    for (int m = 0; m < w.queries; m++) weigh_block(&w, m, see_block(&w, m));
     add_values(&w);
   }
-  for (int m = 0; m < w.queries; m++) {
-    const float inverse = 1 / (w.total[m] > 1e-30f ? w.total[m] : 1e-30f);
-    float *out = out_of(&w, m);
-    for (int c = 0; c < a->value_width; c++) out[c] *= inverse;
+  finish(&w);
+}
+
+// ---- The same in parts: scores of all blocks, then their weights and values, then the sums ----
+
+typedef struct { float *score, *added, *top, *keep, *sum; } Block;  // [queries, ...], as stored
+
+static size_t block_floats(const Attention *a) {
+  return QUERIES * ((size_t)(a->block + PANEL - 1) / PANEL * PANEL + a->value_width + 3);
+}
+
+static Block stored(const Work *w, int piece, int number) {
+  const Attention *a = w->a;
+  float *score = a->store + ((size_t)piece * a->blocks + number) * block_floats(a);
+  float *added = score + (size_t)QUERIES * w->stride, *top = added + (size_t)QUERIES * a->value_width;
+  return (Block){score, added, top, top + QUERIES, top + 2 * QUERIES};
+}
+
+static int part_begin(const Work *w, int part) { return (int)((int64_t)blocks(w) * part / w->a->parts); }
+
+static void score_part(void *job, int number) {
+  Attention *a = job;
+  const int piece = number / a->parts, part = number % a->parts;
+  Work w;
+  if (!begin(&w, a, piece)) return;
+  for (int n = part_begin(&w, part); n < part_begin(&w, part + 1); n++) {
+    const Block block = stored(&w, piece, n);
+    go_to(&w, n);
+    w.score = block.score;
+    score_block(&w);
+    for (int m = 0; m < w.queries; m++) block.top[m] = see_block(&w, m);
   }
+}
+
+static void add_part(void *job, int number) {
+  Attention *a = job;
+  const int piece = number / a->parts, part = number % a->parts;
+  Work w;
+  if (!begin(&w, a, piece)) return;
+  for (int n = 0; n < part_begin(&w, part + 1); n++) {
+    const Block block = stored(&w, piece, n);
+    const int earlier = n < part_begin(&w, part);
+    go_to(&w, n);
+    w.score = block.score;
+    for (int m = 0; m < w.queries; m++) {
+      const float top = block.top[m] > w.top[m] ? block.top[m] : w.top[m];
+      w.total[m] = 0, w.out[m] = block.added + (size_t)m * a->value_width;
+      if (earlier) w.top[m] = top;
+      else weigh_block(&w, m, top), block.keep[m] = w.keep[m], block.sum[m] = w.total[m];
+    }
+    if (earlier) continue;
+    memset(block.added, 0, (size_t)w.queries * a->value_width * 4);
+    add_values(&w);
+  }
+}
+
+static void put_together(void *job, int piece) {
+  Work w;
+  if (!begin(&w, job, piece)) return;
+  const int width = w.a->value_width;
+  for (int m = 0; m < w.queries; m++) memset(w.out[m], 0, width * 4);
+  for (int n = 0; n < blocks(&w); n++) {
+    const Block block = stored(&w, piece, n);
+    for (int m = 0; m < w.queries; m++) {
+      w.total[m] = fmaf(w.total[m], block.keep[m], block.sum[m]);
+      for (int c = 0; c < width; c++) w.out[m][c] = fmaf(w.out[m][c], block.keep[m], block.added[(size_t)m * width + c]);
+    }
+  }
+  finish(&w);
+}
+
+// Whether to compute in parts: where whole pieces would leave a thread without work for a quarter of the time.
+static int plan_parts(Attention *a, int pieces) {
+  const int threads = threads_of_pool(), turns = (pieces + threads - 1) / threads;
+  if (threads < 2 || pieces * 4 > turns * threads * 3) return 0;
+  for (int piece = 0; piece < pieces; piece++) {
+    Work w;
+    choose_queries(&w, a, piece);
+    a->blocks = blocks(&w) > a->blocks ? blocks(&w) : a->blocks;
+  }
+  a->parts = threads < a->blocks / 2 ? threads : a->blocks / 2;
+  const size_t bytes = (size_t)pieces * a->blocks * block_floats(a) * 4;
+  if (a->parts < 2 || bytes > MOST_STORED) return 0;
+  a->store = (float *)scratch(SHARED, bytes);
+  return a->store != NULL;
 }
 
 // q [B, T, H, C] float32, keys [P, G, Z, C], values [P, G, Z, C'] (or [0]: the beginnings of the keys), position [B, T],
@@ -393,6 +197,13 @@ XLA_FFI_Error *jaxspec_attention(XLA_FFI_CallFrame *frame) {
   a.table = table->data, a.base = arg(frame, 5)->data, a.start = arg(frame, 6)->data, a.path = path->data;
   a.sinks = sinks->dims[0] ? sinks->data : NULL, a.out = out->data;
   a.tiles = (a.count * a.group + QUERIES - 1) / QUERIES;
-  share(a.rows * a.kv_heads * a.tiles, attend, &a);
+  const int pieces = a.rows * a.kv_heads * a.tiles;
+  if (plan_parts(&a, pieces)) {
+    share(pieces * a.parts, score_part, &a);
+    if (!a.failed) share(pieces * a.parts, add_part, &a);
+    if (!a.failed) share(pieces, put_together, &a);
+  } else {
+    share(pieces, attend, &a);
+  }
   return a.failed ? out_of_memory(frame) : NULL;
 }

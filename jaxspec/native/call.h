@@ -10,6 +10,7 @@ Tile tile;
 // Runs numbered pieces of a job on all threads, in any order, and returns when all are done.
 typedef void Piece(void *job, int number);
 void share(int pieces, Piece *run, void *job);
+int threads_of_pool(void);  // how many compute, the caller's included
 
 static inline XLA_FFI_Buffer *arg(XLA_FFI_CallFrame *frame, int i) { return frame->args.args[i]; }
 static inline XLA_FFI_Buffer *result(XLA_FFI_CallFrame *frame, int i) { return frame->rets.rets[i]; }

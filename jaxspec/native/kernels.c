@@ -60,6 +60,8 @@ void jaxspec_threads(int count) {  // how many threads compute, the caller's inc
   }
 }
 
+int threads_of_pool(void) { return atomic_load(&helpers) + 1; }
+
 static void forget_helpers(void) {  // a forked child has none
   atomic_store(&helpers, 0), atomic_store(&sleeping, 0), atomic_store(&ticket, 0);
 }

@@ -1,5 +1,6 @@
 """Attention in C: what the reference gives, the bits of XLA's attention, and no copy of a cache."""
 
+import ctypes
 import re
 from functools import partial
 
@@ -57,10 +58,11 @@ class Step:
       arguments: queries, keys, values or None, committed lengths.
     """
 
-    def __init__(self, *, width=64, value_width=0, count=5, span=0, sinks=False, is_tree=False, dtype="bfloat16"):
+    def __init__(self, *, width=64, value_width=0, count=5, span=0, sinks=False, is_tree=False, dtype="bfloat16",
+                 block=128):  # fmt: skip
         rng = np.random.default_rng(4)
         self.span, self.value_width, self.dtype = span or None, value_width or width, dtype
-        self.count = len(TREE) if is_tree else count
+        self.block, self.count = block, len(TREE) if is_tree else count
         depth_T = depths(TREE) if is_tree else np.arange(self.count, dtype=np.int32)
         start_B = np.array([LENGTH, LENGTH - 190], np.int32)
         self.position_BT = jnp.asarray(start_B[:, None] + depth_T)
@@ -81,7 +83,7 @@ class Step:
         policy = make_policy(self.dtype, kernels=how)
 
         def compute(q, k, v, start_B):
-            window = Window(start_B, path_BTJ=self.path_BTJ)
+            window = Window(start_B, path_BTJ=self.path_BTJ, block=self.block)
             inputs = Inputs(self.position_BT, self.position_BT, window, {"k": k})
             return attend_cached(
                 q, (k, v), inputs, self.stream, policy, scale=0.125, span=self.span, value_width=self.value_width,
@@ -115,15 +117,30 @@ def test_bfloat16_has_the_bits_of_xla(name: str):
 def test_every_instruction_set_gives_the_same_bits(dtype: str, monkeypatch: pytest.MonkeyPatch):
     step = Step(span=140, sinks=True, is_tree=True, dtype=dtype)
     wanted = step.run("native")
-    symbol, better = native.TARGET, list(SETS)[: list(SETS).index(instructions())]
+    better = list(SETS)[: list(SETS).index(instructions())]
     for name in SETS:
         if name in better or (name == "plain" and dtype == "float32"):  # without an instruction for a * b + c
             continue
-        made, target = library(name), f"jaxspec_attention_{name}"
-        assert made.handle is not None, f"{NEEDED[name]}: {made.reason}"
-        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(made.handle[symbol]), platform="cpu")
-        monkeypatch.setattr(native, "TARGET", target)
+        take_library(name, monkeypatch)
         np.testing.assert_array_equal(step.run("native"), wanted, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["one", "tree", "window-sinks", "latent"])
+def test_parts_put_together_have_the_bits_of_a_whole(name: str, monkeypatch: pytest.MonkeyPatch):
+    step = Step(**STEPS[name], block=32)
+    wanted = step.run("native")
+    handle = take_library("plain", monkeypatch)
+    handle.jaxspec_threads(9)  # more than there are rows and heads to compute
+    np.testing.assert_array_equal(step.run("native"), wanted)
+
+
+def take_library(name: str, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
+    """Has attention computed by the kernels compiled for an instruction set, which have threads of their own."""
+    made, target = library(name), f"jaxspec_attention_{name}"
+    assert made.handle is not None, f"{NEEDED[name]}: {made.reason}"
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(made.handle["jaxspec_attention"]), platform="cpu")
+    monkeypatch.setattr(native, "TARGET", target)
+    return made.handle
 
 
 def test_a_loop_over_layers_copies_no_cache():
