@@ -72,8 +72,15 @@ static void go_to(Work *w, int number) {  // of the blocks that any query sees
   w->at = (w->lowest / a->block + number) * a->block;
   w->begin = w->lowest > w->at ? w->lowest - w->at : 0;
   w->end = w->last - w->at < a->block ? w->last - w->at + 1 : a->block;
-  w->entry = entry(w, w->at), w->next = w->at + a->block <= w->last ? entry(w, w->at + a->block) : 0;
+  w->entry = entry(w, w->at);
   w->own = a->depths ? clip(a->start[w->b] - w->at, 0, a->block) : a->block;
+  const int is_last = w->at + a->block > w->last, own_values = a->v != a->k;
+  const size_t next = is_last ? 0 : entry(w, w->at + a->block), key = (size_t)a->width * a->bytes;
+  const size_t value = (size_t)a->value_stride * a->bytes;
+  const Ahead keys = {is_last ? NULL : a->k + next * key, key}, values = {a->v + w->entry * value, value};
+  const Ahead next_values = {is_last ? NULL : a->v + next * value, value}, none = {0};
+  w->by_keys = a->store ? keys : own_values ? values : none;
+  w->by_values = !a->store ? keys : own_values ? next_values : none;
 }
 
 static void finish(Work *w) {
@@ -101,14 +108,15 @@ static void attend(void *job, int piece) {
 typedef struct { float *score, *added, *top, *keep, *sum; } Block;  // [queries, ...], as stored
 
 static size_t block_floats(const Attention *a) {
-  return QUERIES * ((size_t)(a->block + PANEL - 1) / PANEL * PANEL + a->value_width + 3);
+  return a->most_queries * ((size_t)(a->block + PANEL - 1) / PANEL * PANEL + a->value_width + 3);
 }
 
 static Block stored(const Work *w, int piece, int number) {
   const Attention *a = w->a;
   float *score = a->store + ((size_t)piece * a->blocks + number) * block_floats(a);
-  float *added = score + (size_t)QUERIES * w->stride, *top = added + (size_t)QUERIES * a->value_width;
-  return (Block){score, added, top, top + QUERIES, top + 2 * QUERIES};
+  const size_t queries = a->most_queries;
+  float *added = score + queries * w->stride, *top = added + queries * a->value_width;
+  return (Block){score, added, top, top + queries, top + 2 * queries};
 }
 
 static int part_begin(const Work *w, int part) { return (int)((int64_t)blocks(w) * part / w->a->parts); }
@@ -164,10 +172,10 @@ static void put_together(void *job, int piece) {
   finish(&w);
 }
 
-// Whether to compute in parts: where whole pieces would leave a thread without work for a quarter of the time.
+// Whether to compute in parts: where whole pieces would leave half of the threads without work.
 static int plan_parts(Attention *a, int pieces) {
   const int threads = threads_of_pool(), turns = (pieces + threads - 1) / threads;
-  if (threads < 2 || pieces * 4 > turns * threads * 3) return 0;
+  if (threads < 2 || pieces * 2 > turns * threads) return 0;
   for (int piece = 0; piece < pieces; piece++) {
     Work w;
     choose_queries(&w, a, piece);
@@ -196,6 +204,7 @@ XLA_FFI_Error *jaxspec_attention(XLA_FFI_CallFrame *frame) {
   a.q = q->data, a.k = k->data, a.v = v->rank == 4 ? v->data : k->data, a.position = arg(frame, 3)->data;
   a.table = table->data, a.base = arg(frame, 5)->data, a.start = arg(frame, 6)->data, a.path = path->data;
   a.sinks = sinks->dims[0] ? sinks->data : NULL, a.out = out->data;
+  a.most_queries = a.count * a.group < QUERIES ? a.count * a.group : QUERIES;
   a.tiles = (a.count * a.group + QUERIES - 1) / QUERIES;
   const int pieces = a.rows * a.kv_heads * a.tiles;
   if (plan_parts(&a, pieces)) {

@@ -15,8 +15,10 @@ typedef struct {
   float *out;
   atomic_int failed;
   float *store;       // of blocks whose parts are put together at the end, else NULL
-  int blocks, parts;  // most blocks of a piece, and how many parts share them
+  int blocks, most_queries, parts;  // most of a piece, and how many parts share its blocks
 } Attention;
+
+typedef struct { const char *at; size_t bytes; } Ahead;  // entries that are read next, and the size of one
 
 // Some queries of a row and kv head, those of a position side by side, and the block before them.
 typedef struct {
@@ -24,7 +26,8 @@ typedef struct {
   int b, g, first, queries;
   int lowest, last;          // first and last position that any query sees
   int at, begin, end, own;   // the block's first position; in it: where any query sees, and where nodes of a tree differ
-  size_t entry, next;        // of the block's first position, and of the next block's
+  size_t entry;              // of the block's first position
+  Ahead by_keys, by_values;  // what to ask for while keys and while values are laid out
   char *panel, *q, *weight;  // q [queries, width] and weight [queries, block], as products take them
   float *score;              // [queries, stride]
   int stride;

@@ -116,11 +116,10 @@ INLINE void find(const Work *w, const char *pages, int stride, int node, int z, 
     out[i] = pages + entry(w, start + path[depth + i]) * bytes;
 }
 
-// Asks for 8 entries of what is read next, to arrive meanwhile.
-INLINE void fetch(const char *ahead, int stride, const Attention *a, int z) {
-  const size_t bytes = (size_t)stride * a->bytes;
-  if (ahead)
-    for (const char *line = ahead + z * bytes, *end = line + 8 * bytes; line < end; line += 64) __builtin_prefetch(line, 0, 2);
+INLINE void ask(const Ahead *next, int z) {  // for 8 entries, to arrive meanwhile
+  if (next->at)
+    for (const char *line = next->at + z * next->bytes, *end = line + 8 * next->bytes; line < end; line += 64)
+      __builtin_prefetch(line, 0, 2);
 }
 
 // ---- Panels ----
@@ -144,7 +143,7 @@ INLINE void transpose(const char *const *from, size_t at, char *panel) {  // 8 w
 }
 
 // Keys from .. to of the block as columns of one panel; a word is a number, or two of bfloat16.
-static void pack_keys(const Work *w, int node, int from, int to, const char *ahead) {
+static void pack_keys(const Work *w, int node, int from, int to) {
   const Attention *a = w->a;
   const int words = a->width * a->bytes / 4;
   for (int z = from & ~7; z < to; z += 8) {
@@ -152,7 +151,7 @@ static void pack_keys(const Work *w, int node, int from, int to, const char *ahe
     char *panel = w->panel + z % PANEL * 4;
     int at = 0;
     find(w, a->k, a->width, node, z, key);
-    fetch(ahead, a->value_stride, a, z);
+    if (node == node_of(w, 0)) ask(&w->by_keys, z);
     for (int i = a->block - z; i < 8; i++) key[i] = key[0];
     for (; at + 8 <= words; at += 8) transpose(key, (size_t)at * 4, panel + (size_t)at * PANEL * 4);
     for (; at < words; at++)
@@ -176,13 +175,13 @@ INLINE void pack_pair(const Attention *a, const char *even, const char *odd, int
 }
 
 // Channels c .. c + 32 of the values from .. to of the block, both even, as depths of one panel.
-static void pack_values(const Work *w, int node, int from, int to, int c, const char *ahead) {
+static void pack_values(const Work *w, int node, int from, int to, int c) {
   const Attention *a = w->a;
   const int channels = a->value_width - c < PANEL ? a->value_width - c : PANEL;
   for (int z = from; z < to; z += 8) {
     const char *value[8];
     find(w, a->v + (size_t)c * a->bytes, a->value_stride, node, z, value);
-    fetch(ahead, a->width, a, z);
+    if (!c && node == node_of(w, 0)) ask(&w->by_values, z);
     UNROLLED for (int i = 0; i < 8; i += 2)
       if (z + i < to) pack_pair(a, value[i], value[i + 1], channels, w->panel + (size_t)(z + i) * PANEL * a->bytes);
   }
@@ -199,7 +198,6 @@ static int alike(const Work *w, int first) {
 
 void score_block(Work *w) {
   const Attention *a = w->a;
-  const char *ahead = a->v == a->k ? NULL : a->v + w->entry * a->value_stride * a->bytes;
   const Weight keys = {a->bytes == 2 ? BF16 : F32, a->width, 0, 0};
   for (int z = w->begin / PANEL * PANEL; z < w->end; z += PANEL) {
     const int begin = w->begin > z ? w->begin : z, end = w->end < z + PANEL ? w->end : z + PANEL;
@@ -207,7 +205,7 @@ void score_block(Work *w) {
       const void *x[QUERIES];
       float *y[QUERIES];
       next = alike(w, m);
-      pack_keys(w, node_of(w, m), m && w->own > begin ? w->own : begin, end, m ? NULL : ahead);
+      pack_keys(w, node_of(w, m), m && w->own > begin ? w->own : begin, end);
       for (int i = m; i < next; i++) x[i] = w->q + (size_t)i * a->width * a->bytes, y[i] = w->score + (size_t)i * w->stride + z;
       tile(&keys, w->panel, NULL, x + m, y + m, next - m);
     }
@@ -253,7 +251,6 @@ void weigh_block(Work *w, int m, float top) {
 void add_values(Work *w) {
   const Attention *a = w->a;
   const int begin = w->begin & ~1, end = (w->end + 1) & ~1;
-  const char *ahead = w->next ? a->k + w->next * a->width * a->bytes : NULL;
   const Weight values = {a->bytes == 2 ? BF16 : F32, end - begin, 0, 0};
   float added[QUERIES][PANEL];
   for (int c = 0; c < a->value_width; c += PANEL)
@@ -261,7 +258,7 @@ void add_values(Work *w) {
       const void *x[QUERIES];
       float *y[QUERIES];
       next = alike(w, m);
-      pack_values(w, node_of(w, m), m && w->own > begin ? w->own & ~1 : begin, end, c, m || c ? NULL : ahead);
+      pack_values(w, node_of(w, m), m && w->own > begin ? w->own & ~1 : begin, end, c);
       for (int i = m; i < next; i++) x[i] = w->weight + ((size_t)i * a->block + begin) * a->bytes, y[i] = added[i];
       tile(&values, w->panel + (size_t)begin * PANEL * a->bytes, NULL, x + m, y + m, next - m);
       for (int i = m; i < next; i++) {
