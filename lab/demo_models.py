@@ -12,12 +12,12 @@ import numpy as np
 
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Hidden, Transformer, teacher_forced
-from jaxspec.nn.policy import make_policy
+from jaxspec.nn.policy import make_policy, policy_for
 from jaxspec.shapes import Array, Params
 
 TRAIN = make_policy("bfloat16", param=jnp.dtype("float32"))
 FROZEN = make_policy("bfloat16")
-DECODE = make_policy("bfloat16", experts="switched")
+DECODE = policy_for("bfloat16", "cpu")
 
 TARGET = {
     "architectures": ["Qwen2MoeForCausalLM"],

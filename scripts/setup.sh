@@ -22,7 +22,7 @@ find_python() {
 }
 
 setup() {
-    local extra=${1:-} key stamp python started=$SECONDS
+    local extra=${1:-} extras key stamp python started=$SECONDS
     key=$(cat pyproject.toml constraints.txt <(pwd) | cksum)
     # The test environment holds everything that the plain one does.
     for stamp in "$venv/stamp-$extra" "$venv/stamp-test"; do
@@ -33,9 +33,12 @@ setup() {
         "$python" -m venv --clear "$venv" || die "$python could not create $venv (see above)."
     fi
     rm -f "$venv"/stamp-*
-    printf 'Installing jaxspec%s into %s (a few minutes on a slow line) ... ' "${extra:+[$extra]}" "$venv" >&2
+    extras=$extra
+    # What computes on a CPU is compiled at its first use; 90 MB where this machine cannot.
+    [ -n "${CC:-}" ] || command -v cc gcc clang >/dev/null || extras=${extra:+$extra,}compiler
+    printf 'Installing jaxspec%s into %s (a few minutes on a slow line) ... ' "${extras:+[$extras]}" "$venv" >&2
     "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
-        -c constraints.txt -e ".${extra:+[$extra]}" >"$venv/setup.log" 2>&1 || {
+        -c constraints.txt -e ".${extras:+[$extras]}" >"$venv/setup.log" 2>&1 || {
         echo failed >&2
         tail -n 12 "$venv/setup.log" >&2
         die "" "pip could not install what jaxspec needs; the whole log is $venv/setup.log." \

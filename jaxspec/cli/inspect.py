@@ -135,8 +135,10 @@ def _programs(args: InspectArgs) -> int:
     if args.kernels:
         from jaxspec.aot.kernel_choices import kernel_choices
         from jaxspec.aot.programs import ProgramSettings
+        from jaxspec.nn.policy import kernels_for
 
         report["kernels"] = kernel_choices(ProgramSettings(config, **setting), args.programs)
+        report["cpu"] = dict(zip(("computed_by", "why"), kernels_for("cpu"), strict=True))
     if args.compiled:
         report["compiled"] = process.run(
             "jaxspec.aot.program_report:report_programs", config=config, gpu=args.gpu,
@@ -148,6 +150,7 @@ def _programs(args: InspectArgs) -> int:
     else:
         if args.kernels:
             show_kernels(report["kernels"], screen)
+            screen.line("products on this machine's CPU: {computed_by} ({why})".format(**report["cpu"]))
         if args.compiled:
             show_compiled(report["compiled"], screen)
     programs = report["compiled"]["programs"].values() if args.compiled else ()

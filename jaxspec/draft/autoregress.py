@@ -11,6 +11,7 @@ from jaxspec.draft.draft_selection import DraftSelection, empty_selection, selec
 from jaxspec.draft.growth import growth_of, take
 from jaxspec.draft.network_drafter import CachedDrafter, NetworkDrafter
 from jaxspec.keys import Purpose, gumbel, within_step
+from jaxspec.nn.steady import row_argmax
 from jaxspec.protocol import Anchor, Proposal, no_proposal
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
@@ -129,7 +130,7 @@ def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Roo
         """Draws the draft of depth k + 1."""
         logp, score = scores(cell, last_BTD, anchor, jnp.reshape(k + 1, (1,)), rule)
         # Scores have Gumbel noise in them: the best token is a sample.
-        token_B = jnp.argmax(score[:, 0], axis=-1).astype(jnp.int32)
+        token_B = row_argmax(score[:, 0])
         expert_BKYA, selection = chain.expert_BKYA, chain.selection
         expert = None if expert_BKYA is None else cell.experts(last_BTD)
         if expert_BKYA is not None and expert is not None:

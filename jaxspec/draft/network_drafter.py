@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxspec.cache.addressing import CacheSize
 from jaxspec.cache.window import Window
 from jaxspec.errors import ConfigError
+from jaxspec.native.packing import Packed, pack_like
 from jaxspec.protocol import Commit, Drafter
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array, Params
@@ -38,7 +39,7 @@ class NetworkDrafter(Drafter):
                 "update_draft: parameters must have the structure and shapes of those in use; these differ: "
                 f"{wrong[:5]}"
             )
-        return replace(self, params=jax.tree.map(_in_place_of, self.params, params))
+        return replace(self, params=jax.tree.map(_in_place_of, self.params, params, is_leaf=_is_packed))
 
 
 class CachedDrafter(NetworkDrafter):
@@ -91,11 +92,18 @@ class CachedDrafter(NetworkDrafter):
 
 
 def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
-    return {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_packed)[0]
+    return {jax.tree_util.keystr(path): x.shape for path, x in leaves}
 
 
-def _in_place_of(old: Array, new: Array) -> Array:
-    """Returns the new numbers in the old one's dtype, on the devices where it lies."""
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, Packed)
+
+
+def _in_place_of(old: Array | Packed, new: Array | Packed) -> Array | Packed:
+    """Returns the new numbers in the old one's dtype, packed like it, on the devices where it lies."""
+    if isinstance(old, Packed):
+        return new if isinstance(new, Packed) else pack_like(old, new)
     array = jnp.asarray(new, old.dtype)
     # A move would also commit the array to its device, and that alone makes another signature of the program.
     return array if array.sharding == old.sharding else jax.device_put(array, old.sharding)

@@ -6,6 +6,7 @@ from jaxspec.draft.autoregress import NEEDS_DRAFT_PROBS, scores
 from jaxspec.draft.draft_selection import empty_selection, select_next
 from jaxspec.draft.growth import growth_of
 from jaxspec.draft.network_drafter import NetworkDrafter
+from jaxspec.nn.steady import row_argmax
 from jaxspec.protocol import Anchor, DraftCosts, Proposal, no_proposal
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
@@ -28,7 +29,7 @@ def draft_from(drafter: NetworkDrafter, last_BKD: Array, anchor: Anchor, rule: s
     score_BKV, noisy_BKV = scores(drafter, last_BKD, anchor, depth_K, rule)
     logp_BKV = score_BKV if rule in NEEDS_DRAFT_PROBS else None
     if top.is_chain:
-        token_BN = jnp.argmax(noisy_BKV, axis=-1).astype(jnp.int32)
+        token_BN = row_argmax(noisy_BKV)
         valid_BN = jnp.broadcast_to(valid_B[:, None], token_BN.shape)
         proposal = Proposal(token_BN, valid_BN, logp_BKV, expert_BKYA=drafter.experts(last_BKD))
         return proposal if anchor.draft_costs is None else _pruned(proposal, anchor, anchor.draft_costs, score_BKV)

@@ -131,6 +131,8 @@ class Loop:
         repeats = self.segment.repeats
         caches = (None,) * len(self._blocks) if self.inputs.memory is None else self.inputs.memory
         before = replace(before, caches=caches)
+        ropes = (getattr(spec.attention, "rope", None) for spec in self.segment.pattern)
+        self.inputs = self.inputs.turned_by(*dict.fromkeys(rope for rope in ropes if rope is not None))
         after: Any = jax.eval_shape(self._repeat, jnp.int32(0), before)
         # Where it gives a selection that there is not before it, the first repeat runs by itself.
         first = int(repeats == 1 or jax.tree.structure(before.selection) != jax.tree.structure(after.selection))

@@ -44,15 +44,15 @@ class Library:
     reason: str
 
 
-def instructions() -> str:
-    """Returns the best set of instructions that this CPU has."""
+def instructions() -> list[str]:
+    """Returns the sets of instructions that this CPU has, the best one first."""
     if platform.machine() not in ("x86_64", "AMD64"):
-        return "plain"
+        return ["plain"]
     try:
         flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split("flags", 2)[1].split("\n")[0].split())
     except (OSError, IndexError):
-        return "plain"
-    return next(name for name, needed in NEEDED.items() if needed <= flags)
+        return ["plain"]
+    return [name for name, needed in NEEDED.items() if needed <= flags]
 
 
 def compiler() -> list[str] | None:
@@ -73,7 +73,7 @@ def library(name: str = "") -> Library:
     Args:
       name: key of ``SETS``; the best one that this CPU has if empty.
     """
-    name = name or instructions()
+    name = name or instructions()[0]
     command = compiler()
     path = _path(name)
     if not path.exists():

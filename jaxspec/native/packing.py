@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.errors import ConfigError
 from pallas_kernels.quantized import Format, Quantized, exponent
 
 Array = jax.Array
@@ -171,6 +172,17 @@ def pack(w: Array | Quantized, *, lead: int = 0, axes: int = 1) -> Packed:
     return replace(to, data=jnp.asarray(data), scale=jnp.asarray(scale))
 
 
+def pack_like(old: Packed, new: Array) -> Packed:
+    """Packs a plain weight as another one of its shape is, which has no scales.
+
+    Raises:
+      ConfigError: the other one has scales.
+    """
+    if old.group:
+        raise ConfigError(f"parameters: a plain weight cannot take the place of a quantized one ({old.kind})")
+    return pack(jnp.asarray(new, old.data.dtype), lead=len(old.lead), axes=len(old.inner))
+
+
 def unpack(w: Packed, dtype: Any = None) -> Array:
     """Returns the weight [*lead, *inner, *outer] as floats, for readers that know nothing of packing.
 
@@ -188,14 +200,14 @@ def unpack(w: Packed, dtype: Any = None) -> Array:
         x = x.swapaxes(1, 2)
     if w.kind == "fp4":
         x = jnp.stack([x & np.uint8(15), x >> np.uint8(4)], axis=2)
-    x = x.reshape(count, -1, panels * PANEL)
+    x = x.reshape(count, -1, panels * PANEL)[:, : math.prod(w.inner)]
     if w.group:
         form = Format(w.kind, (1,), packed_axis=-1)  # pyright: ignore[reportArgumentType]
         x = _values(x, form)
         scale = exponent(w.scale) if w.scale.dtype == jnp.uint8 else w.scale
         scale = scale.reshape(count, *scale.shape[len(w.lead) :]).swapaxes(1, 2).reshape(count, -1, panels * PANEL)
         x = x * jnp.repeat(scale, w.group, axis=1)[:, : x.shape[1]]
-    x = x[:, : math.prod(w.inner), : math.prod(w.outer)].reshape(w.shape)
+    x = x[:, :, : math.prod(w.outer)].reshape(w.shape)
     return x.astype(dtype or (jnp.bfloat16 if w.group else x.dtype))
 
 

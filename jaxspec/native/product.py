@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.errors import ConfigError
 from jaxspec.native.build import Library, library
 from jaxspec.native.packing import KINDS, Packed
 
@@ -50,7 +51,12 @@ def product(
 
     Returns:
       float32 [M, N]; with choices [M * A, N], with weights [M', N].
+
+    Raises:
+      ConfigError: the kernels could not be compiled.
     """
+    if kernels().handle is None:
+        raise ConfigError(f"kernels 'native': {kernels().reason}; or take 'xla'")
     rows = x_MD.shape[0]
     matrices = 1 if expert_MA is None else w.lead[-1]
     routed = rows if expert_MA is None else expert_MA.size
@@ -70,7 +76,7 @@ def product(
         jnp.zeros(0, jnp.float32) if bias is None else bias,
         kind=np.int64(KINDS.index(w.kind)),
         depth=np.int64(w.depth),
-        group=np.int64(w.group),
+        group=np.int64(w.group + w.group % 2),  # an odd one is the whole depth, which is made even
         exponent_scales=np.int64(w.scale.dtype == jnp.uint8),
         matrices=np.int64(matrices),
     )

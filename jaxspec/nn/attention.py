@@ -73,7 +73,7 @@ class Attention(nn.Module):
     def __call__(self, x_BTX: Array, inputs: Inputs) -> Mixed:
         """Projects, rotates and attends."""
         s, p, window, memory = self.spec, self.policy, inputs.window, inputs.memory
-        q_BTHC, k_BTGC, v_BTGC = (unpack(x, window) for x in self._project(x_BTX, inputs.position_BT))
+        q_BTHC, k_BTGC, v_BTGC = (unpack(x, window) for x in self._project(x_BTX, inputs))
         sinks_H = declare(self, p, SINKS, (s.heads,)) if s.sinks else None
         scale, inputs = s.head_dim**-0.5, inputs.unpack()
         if (cache := inputs.cache_window) is None:
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         b_o = declare(self, p, OUT_BIAS, (self.model_dim,)) if s.out_bias else None
         return Mixed(dense(pack(out, window), w_o, b_o, dtype=p.compute.dtype, axes=2), memory)
 
-    def _project(self, x_BTX: Array, position_BT: Array) -> tuple[Array, Array, Array]:
+    def _project(self, x_BTX: Array, inputs: Inputs) -> tuple[Array, Array, Array]:
         s, p = self.spec, self.policy
         group = s.heads // s.kv_heads
         shape = (x_BTX.shape[-1], s.kv_heads, group + 2, s.head_dim)
@@ -103,7 +103,8 @@ class Attention(nn.Module):
             norms = FULL_NORMS if whole else HEAD_NORMS
             q, k = (self._normed(x, param, whole=whole) for x, param in zip((q, k), norms, strict=True))
         if s.rope is not None:
-            q, k = rotate(q, position_BT, s.rope), rotate(k, position_BT, s.rope)
+            angles = inputs.rotation(s.rope)
+            q, k = rotate(q, angles, s.rope), rotate(k, angles, s.rope)
         return q, k, v
 
     def _normed(self, x_BTHC: Array, param: Param, *, whole: bool) -> Array:

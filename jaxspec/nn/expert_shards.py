@@ -1,7 +1,6 @@
 """Routed experts whose weights a mesh splits: every device computes its own experts for the rows that reach it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -18,7 +17,7 @@ from jaxspec.sharding.axis_rules import mesh_axes
 from jaxspec.sharding.mesh import AXES
 from pallas_kernels.quantized import Quantized, Weight
 
-# All experts in one array, and by that name those of one expert each.
+# All experts in one array.
 ROUTED = {
     param.name: param
     for param in (
@@ -28,12 +27,6 @@ ROUTED = {
         Param("down_bias_ED", ("expert", "embed"), "bias", part="routed experts"),
     )
 }
-ONE_EXPERT = {
-    "gate_up_ED2F": "gate_up_D2F", "down_EFD": "down_FD", "gate_up_bias_E2F": "gate_up_bias_2F",
-    "down_bias_ED": "down_bias_D",
-}  # fmt: skip
-SWITCHED = {name: replace(p, name=f"{ONE_EXPERT[name]}_{{}}", axes=p.axes[1:]) for name, p in ROUTED.items()}
-
 Compute = Callable[[Array, Array, Array, dict[str, Weight], Array | None], Array]
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxspec.native.packing import Packed
 from jaxspec.native.product import product
 from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.expert_shards import obstacles_on, on_each_device, rows_on_each, split
-from jaxspec.nn.ffn import Activation, run_gated
+from jaxspec.nn.ffn import Activation
+from jaxspec.nn.matrix import UNPACKED
 from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.router import Routing
 from jaxspec.pytree import pytree, replace
@@ -103,30 +103,6 @@ def combine(out_SD: Array, blocks: Blocks, live: Array | None = None) -> Array:
     for a in range(1, blocks.slot_MA.shape[1]):
         total = total + out_SD[blocks.slot_MA[:, a]]
     return total if live is None or live.ndim == 2 else jnp.where(live[:, None], total, 0.0)
-
-
-def run_switched(
-    x_MD: Array,
-    routing: Routing,
-    experts: tuple[dict[str, Weight], ...],
-    activation: Activation,
-    dtype: jnp.dtype,
-    live_M: Array | None = None,
-) -> Array:
-    """Computes routed experts on a CPU: a loop over the blocks in use, each switching to its expert's own arrays."""
-    width = x_MD.shape[1]
-    block = block_rows(routing.expert_MA.size, len(experts))
-    blocks = lay_out(routing.expert_MA, len(experts), block, live_M)
-    x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
-    branches = [partial(run_gated, activation=activation, dtype=dtype, **weights) for weights in experts]
-
-    def compute(n: Array, out_SD: Array) -> Array:
-        x = lax.dynamic_slice(x_SD, (n * block, 0), (block, width))
-        weight = lax.dynamic_slice(weight_S, (n * block,), (block,))
-        y = lax.switch(blocks.expert_N[n], branches, x) * weight[:, None]
-        return lax.dynamic_update_slice(out_SD, y, (n * block, 0))
-
-    return combine(lax.fori_loop(0, blocks.count, compute, jnp.zeros(x_SD.shape, jnp.float32)), blocks, live_M)
 
 
 def run_stacked(
@@ -237,6 +213,8 @@ def choose_kernel(rows: int, top_k: int, experts: dict[str, Weight], policy: Pol
         return Choice(OP, "", "xla", "no kernels are wanted")
     name = case_name(rows_on_each(policy, rows), top_k, experts, stacked=stacked)
     blocked = obstacles(experts, stacked=stacked) + obstacles_on(policy.compute.mesh, experts)
+    if kernels == "native":
+        return choose(OP, name, kernels, "cpu", [UNPACKED])
     return choose(OP, name, kernels, "cuda", blocked)
 
 

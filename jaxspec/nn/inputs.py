@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from jaxspec.cache.window import AnyWindow, Window, take_outputs, unpack
+from jaxspec.nn.rope import RopeSpec, angles
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
@@ -21,6 +22,7 @@ class Inputs:
       selection: inside a layer, the positions that an earlier layer's indexer kept.
       reads: what is captured of the layers.
       routes: whether the expert choices of every layer are captured.
+      rotations, angles: what ``turned_by`` has computed of these positions.
     """
 
     token_BT: Array
@@ -30,6 +32,18 @@ class Inputs:
     selection: Array | None = None
     reads: CaptureSpec = static(default=NO_CAPTURE)
     routes: bool = static(default=False)
+    rotations: tuple[RopeSpec, ...] = static(default=())
+    angles: tuple[tuple[Array, Array], ...] = ()
+
+    def turned_by(self, *specs: RopeSpec) -> "Inputs":
+        """Returns the inputs with the angles of rotations, for layers in a loop, which need not compute them again."""
+        return replace(self, rotations=specs, angles=tuple(angles(self.position_BT, spec) for spec in specs))
+
+    def rotation(self, spec: RopeSpec) -> tuple[Array, Array]:
+        """Returns the angles of a rotation by these positions."""
+        if spec in self.rotations:
+            return self.angles[self.rotations.index(spec)]
+        return angles(self.position_BT, spec)
 
     @property
     def cache_window(self) -> Window | None:
@@ -38,7 +52,7 @@ class Inputs:
 
     def unpack(self) -> "Inputs":
         """Returns the inputs with positions as [B, T], which caches are addressed by."""
-        return replace(self, position_BT=unpack(self.position_BT, self.window))
+        return replace(self, position_BT=unpack(self.position_BT, self.window), rotations=(), angles=())
 
     def of_outputs(self) -> "Inputs":
         """Returns the inputs of the positions whose output is computed, to read with after all T are written."""
@@ -47,7 +61,8 @@ class Inputs:
         token_BT, position_BT = take_outputs(self.token_BT, self.window), take_outputs(self.position_BT, self.window)
         selection = None if self.selection is None else take_outputs(self.selection, self.window)
         window = self.window.after_write
-        return replace(self, token_BT=token_BT, position_BT=position_BT, selection=selection, window=window)
+        own = replace(self, rotations=(), angles=())
+        return replace(own, token_BT=token_BT, position_BT=position_BT, selection=selection, window=window)
 
 
 class Mixed(NamedTuple):

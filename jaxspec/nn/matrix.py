@@ -15,6 +15,11 @@ from pallas_kernels.few_rows_dense.api import MOST_ROWS, OP, case_name, few_rows
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.select import choose
 
+UNPACKED = (
+    "weights are packed when a checkpoint is loaded: bfloat16 and float32 ones, and quantized ones for products in "
+    "bfloat16, if no scale begins within a pair of depths"
+)
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -66,6 +71,6 @@ class Matrix:
 
     def _native(self, x_MD: Array) -> Array | None:
         w = self.whole
-        blocked = [] if isinstance(w, Packed) else ["the weight is not packed"]
+        blocked = [] if isinstance(w, Packed) else [UNPACKED]
         choose(OP, f"M{x_MD.shape[0]} weight of {self.shape}", "native", "cpu", blocked)
         return product(x_MD, w, layer=self.layer) if isinstance(w, Packed) else None

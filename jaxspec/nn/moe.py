@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense, exact_dense
-from jaxspec.nn.expert_shards import ONE_EXPERT, ROUTED, SWITCHED
-from jaxspec.nn.experts import run_experts, run_switched
+from jaxspec.nn.expert_shards import ROUTED
+from jaxspec.nn.experts import run_experts
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.param import ZEROS, Param, declare
-from jaxspec.nn.policy import Policy, Weight
+from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import RouterSpec, Routing, route
 from jaxspec.nn.steady import sigmoid
 from jaxspec.pytree import replace
@@ -84,17 +84,13 @@ class Moe(nn.Module):
         x_MD, live_BT = x_BTD.reshape(-1, dim), None if inputs.window is None else inputs.window.valid
         live_M = None if live_BT is None else live_BT.reshape(-1)
         routing = self._route(x_MD, inputs.token_BT.reshape(-1))
-        if p.layout.experts == "stacked":
-            lead = (self.layers,) if self.layers else ()
-            placed = self._placed(routing, inputs)
-            experts = {
-                name: declare(self, p, ROUTED[name], (*lead, *shape))
-                for name, shape in s.shapes(dim, p.layout.slots.redundant if p.layout.slots else 0).items()
-            }
-            out_MD = run_experts(x_MD, placed, experts, s.activation, p, layer, live_M)
-        else:
-            own = tuple(map(self._one, range(s.experts)))
-            out_MD = run_switched(x_MD, routing, own, s.activation, p.compute.dtype, live_M)
+        lead = (self.layers,) if self.layers else ()
+        placed = self._placed(routing, inputs)
+        experts = {
+            name: declare(self, p, ROUTED[name], (*lead, *shape))
+            for name, shape in s.shapes(dim, p.layout.slots.redundant if p.layout.slots else 0).items()
+        }
+        out_MD = run_experts(x_MD, placed, experts, s.activation, p, layer, live_M)
         if s.shared_hidden:
             gate = None
             if s.shared_gate:
@@ -125,13 +121,6 @@ class Moe(nn.Module):
         slots_EX = declare(self, p, SLOTS, (s.experts, p.layout.slots.replicas))
         turn_M = (inputs.token_BT + inputs.position_BT).reshape(-1)
         return replace(routing, expert_MA=slots_for(routing.expert_MA, turn_M, slots_EX))
-
-    def _one(self, e: int) -> dict[str, Weight]:
-        """Parameters of expert e, in arrays of their own."""
-        shapes = self.spec.shapes(self.model_dim)
-        return {
-            ONE_EXPERT[name]: declare(self, self.policy, SWITCHED[name], shape[1:], e) for name, shape in shapes.items()
-        }
 
 
 def _any_experts(experts: int):

@@ -92,13 +92,10 @@ def declared(path: str | Sequence[Any]) -> Param:
 
 
 def kind_of(path: Sequence[str]) -> str:
-    """Returns a parameter's path without the numbers of its layer and expert: the same for all of an architecture.
-
-    ``layers_3/ffn/down_FD_5`` is of the kind ``ffn/down_FD_{e}``.
-    """
+    """Returns a parameter's path without its layer's name: ``layers_3/ffn/down_FD`` is of the kind ``ffn/down_FD``."""
     *folders, name = path
     folders = [folder for folder in folders if not re.fullmatch(r"\w+_\d+|block", folder)]
-    return "/".join([*folders, re.sub(r"_\d+$", "_{e}", name)])
+    return "/".join([*folders, name])
 
 
 def declare(module: nn.Module, policy: Policy, param: Param, shape: tuple[int, ...], number: int | None = None) -> Any:

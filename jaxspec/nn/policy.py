@@ -55,14 +55,12 @@ class WeightLayout:
     """Which arrays hold the parameters.
 
     Attributes:
-      experts: ``switched`` gives every routed expert arrays of its own, for CPU; ``stacked`` puts all into one.
-      depth: ``unrolled`` gives every layer arrays of its own; ``stacked`` puts equal layers into one and runs them in a
-        loop, so compile time does not grow with depth.
+      depth: ``stacked`` puts equal layers into one array and runs them in a loop, so compile time does not grow with
+        depth; ``unrolled`` gives every layer arrays of its own, for training and for rows that a mesh splits.
       own_head: whether a tied head is kept as an array of its own.
       slots: how experts lie in the slots of a placement, None where they lie in their own order.
     """
 
-    experts: Literal["stacked", "switched"] = "stacked"
     depth: Literal["unrolled", "stacked"] = "unrolled"
     own_head: bool = False
     slots: Slots | None = None
@@ -139,11 +137,9 @@ def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
     """
     chosen, _ = kernels_for(platform, kernels)
     kind = jnp.dtype(dtype)
-    own_arrays = platform == "cpu" and chosen == "xla"
-    experts, depth = ("switched", "unrolled") if own_arrays else ("stacked", "stacked")
     # A tied head by itself is 4 times faster on CPU, and on a GPU its products have a kernel.
     own_head = platform == "cpu" or chosen != "xla"
-    return make_policy(kind, experts=experts, depth=depth, kernels=chosen, own_head=own_head)
+    return make_policy(kind, depth="stacked", kernels=chosen, own_head=own_head)
 
 
 def kernels_for(platform: str, wanted: str = "auto") -> tuple[Kernels, str]:

@@ -79,18 +79,23 @@ def frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
     return scaled, s.attention_factor if s.attention_factor is not None else 0.1 * math.log(s.factor) + 1
 
 
-def rotate(x_BTHC: Array, position_BT: Array, spec: RopeSpec, *, back: bool = False) -> Array:
+def angles(position_BT: Array, spec: RopeSpec) -> tuple[Array, Array]:
+    """Cosines and sines of absolute positions, int32, [B, T, 1, dim / 2] each."""
+    inv, scale = frequencies(spec)
+    angle = position_BT[..., None].astype(jnp.float32) * jnp.asarray(inv, jnp.float32)
+    return jnp.cos(angle)[:, :, None] * scale, jnp.sin(angle)[:, :, None] * scale
+
+
+def rotate(x_BTHC: Array, position: Array | tuple[Array, Array], spec: RopeSpec, *, back: bool = False) -> Array:
     """Rotates ``spec.dim`` channels of each head by the token's position.
 
     Args:
       x_BTHC: float32 queries or keys.
-      position_BT: absolute positions, int32.
+      position: absolute positions [B, T], int32, or their ``angles``.
       spec: the rotation.
       back: rotates by the negative position, which undoes a rotation.
     """
-    inv, scale = frequencies(spec)
-    angle = position_BT[..., None].astype(jnp.float32) * jnp.asarray(inv, jnp.float32)
-    cos, sin = jnp.cos(angle)[:, :, None] * scale, jnp.sin(angle)[:, :, None] * scale
+    cos, sin = position if isinstance(position, tuple) else angles(position, spec)
     sin = -sin if back else sin
     cut = x_BTHC.shape[-1] - spec.dim if spec.last else spec.dim
     turned, rest = (x_BTHC[..., cut:], x_BTHC[..., :cut]) if spec.last else (x_BTHC[..., :cut], x_BTHC[..., cut:])

@@ -108,6 +108,30 @@ def softmax(x: Array) -> Array:
     return weight / row_sum(weight)
 
 
+BLOCK = 64
+
+
+def row_argmax(x: Array) -> Array:
+    """Index of the first maximum along the last axis, int32.
+
+    XLA:CPU looks for it number by number: ten times slower than blocks' maxima, of which and in which it then looks.
+    """
+    return lax.platform_dependent(x, cpu=_argmax_of_blocks, default=_argmax)
+
+
+def _argmax(x: Array) -> Array:
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
+
+
+def _argmax_of_blocks(x: Array) -> Array:
+    *lead, count = x.shape
+    pads = [(0, 0)] * len(lead) + [(0, -count % BLOCK)]
+    blocks = jnp.pad(x, pads, constant_values=-jnp.inf).reshape(*lead, -1, BLOCK)
+    block = _argmax(jnp.max(blocks, axis=-1))
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return block * BLOCK + _argmax(inside)
+
+
 def row_max(x: Array) -> Array:
     """Maximum over the last axis, kept, by halving: XLA:GPU compiles its own beside ``row_sum`` in half a minute."""
     while x.shape[-1] > 1:

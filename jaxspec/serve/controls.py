@@ -87,7 +87,7 @@ def _calibrated(path: str, method: str, target: Model, quantization: str) -> Ste
 def _cost_of(target: Model) -> ModelCost:
     """Returns the target as the cost model knows it, from the sizes of its parameters as if none were quantized."""
     net = target.net
-    plain: Any = Transformer(net.arch, net.policy.update(formats=(), experts="stacked", depth="stacked", mesh=None))
+    plain: Any = Transformer(net.arch, net.policy.update(formats=(), depth="stacked", mesh=None))
     values: dict[str, float] = {"dense": 0.0, "routed experts": 0.0, "embedding": 0.0}
     for path, leaf in flatten(abstract_params(plain)).items():
         part = declared(path).part

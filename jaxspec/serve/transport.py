@@ -46,7 +46,7 @@ def rates_of(device: Any) -> cost.Rates:
 
 def pass_of(arch: ArchSpec, policy: Policy, rows: int) -> Pass:
     """Describes a plain step of B rows of ``CONTEXT`` tokens; weights as if they were not quantized."""
-    plain = policy.update(formats=(), experts="stacked", depth="stacked", mesh=None)
+    plain = policy.update(formats=(), depth="stacked", mesh=None)
     net: Any = Transformer(arch, plain)
     leaves = flatten(abstract_params(net))
     dense = sum(

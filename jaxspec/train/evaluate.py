@@ -193,9 +193,9 @@ def make_evaluation(
     longest = max(len(p) for p in asked) + e.new_tokens
     if longest > target.net.arch.max_position:
         raise ConfigError(f"evaluation: {longest} tokens are more than the target's {target.net.arch.max_position}")
-    # Decoding has few rows: a CPU wants another layout of the experts for that than for training.
-    policy = policy_for(settings.train.target_dtype, jax.default_backend(), "xla")
-    serving = load_model(target.directory, policy) if policy.layout.experts == "switched" and mesh is None else target
+    # A CPU decodes with packed weights, which training cannot read.
+    policy = policy_for(settings.train.target_dtype, jax.default_backend())
+    serving = load_model(target.directory, policy) if policy.compute.kernels == "native" and mesh is None else target
     specs = [EvalSpec(e.new_tokens, t, min(ROWS, len(asked)), seed=settings.seed) for t in e.temperatures]
     serving_target = Target(serving.params, serving.net, BLOCK)
     evaluators = [AcceptanceEvaluator(serving_target, [p.tolist() for p in asked], spec) for spec in specs]

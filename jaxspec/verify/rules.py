@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.keys import Purpose, gumbel, uniform, within_step
+from jaxspec.nn.steady import row_argmax
 from jaxspec.protocol import Proposal, Sampling, Tree, Verdict, VerifyRule
 from jaxspec.shapes import Array
 from jaxspec.verify.walk import follow
@@ -19,7 +20,7 @@ def greedy(
     proposal: Proposal, score_BTV: Array, live_BN: Array, sampling: Sampling, length_B: Array, tree: Tree
 ) -> Verdict:
     """Keeps drafts that equal the argmax; ties go to the lower token id."""
-    target_BT = jnp.argmax(score_BTV, axis=-1).astype(jnp.int32)
+    target_BT = row_argmax(score_BTV)
     return follow(target_BT, proposal.token_BN, live_BN, tree)
 
 

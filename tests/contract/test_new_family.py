@@ -96,7 +96,7 @@ CONFIG = {
     "eos_token_id": [0, 1],
 }
 FLOAT = jnp.dtype("float32")
-POLICY = make_policy(FLOAT, experts="switched")
+POLICY = make_policy(FLOAT)
 
 
 def forget() -> None:

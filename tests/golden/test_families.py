@@ -50,33 +50,38 @@ def config_of(directory: Path) -> dict:
 KNOWN_ORACLES = [d for d in ORACLES if config_of(d)["model_type"] in known_families()]
 
 
-KINDS = (("switched", "unrolled", "xla"), ("stacked", "stacked", "xla"))
-INTERPRETED = ("stacked", "stacked", "interpret")
+NATIVE = ("stacked", "native")
+KINDS = (NATIVE, ("stacked", "xla"), ("unrolled", "xla"))
+INTERPRETED = ("stacked", "interpret")
 # Together every mechanism that kernels compute; one that fell back would warn, and warnings are errors.
 WITH_KERNELS = ("qwen3_moe", "qwen2_moe", "gpt_oss_mxfp4", "deepseek_v3", "mixtral_window", "glm4_moe")
+
+
+QUANTIZED = ("_fp8", "_fp4", "_mxfp4")  # in float32 no kernel is native for them
 
 
 # One golden for each way of attending, caching and routing; the others are quick where one program is enough.
 MECHANISMS = ("qwen2_moe", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek_v4")
 
 
-def layouts(kinds: tuple[tuple[str, str, str], ...] = KINDS, quick: tuple[tuple[str, str, str], ...] = ()) -> list:
-    """Every known model with these layouts of experts and of layers, and what computes.
+def layouts(kinds: tuple[tuple[str, str], ...] = KINDS) -> list:
+    """Every known model with these layouts of layers, and what computes.
 
-    Slow but for the mechanisms, and but for the quick kinds of all models.
+    Slow but for the mechanisms, and but for what a CPU takes.
     """
     cases = []
     for directory in (*GOLDENS, *KNOWN_ORACLES):
         prefix = "oracle-" if directory in ORACLES else ""
-        for kind in kinds:
+        plain = KINDS[1] if directory.name.endswith(QUANTIZED) else NATIVE
+        for kind in dict.fromkeys(plain if kind == NATIVE else kind for kind in kinds):
             if kind != INTERPRETED or directory.name in WITH_KERNELS:
                 name = "-".join(kind).removesuffix("-xla")
-                marks = [] if directory.name in MECHANISMS or kind in (*quick, INTERPRETED) else [pytest.mark.slow]
+                marks = [] if directory.name in MECHANISMS or kind in (plain, INTERPRETED) else [pytest.mark.slow]
                 cases.append(pytest.param((directory, *kind), id=f"{prefix}{directory.name}-{name}", marks=marks))
     return cases
 
 
-every_layout = pytest.mark.parametrize("case", layouts(quick=KINDS[1:]), indirect=True, scope="module")
+every_layout = pytest.mark.parametrize("case", layouts(), indirect=True, scope="module")
 cpu_layout = pytest.mark.parametrize("case", layouts(KINDS[:1]), indirect=True, scope="module")
 
 
@@ -96,14 +101,14 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    directory, experts, depth, kernels = request.param
+    directory, depth, kernels = request.param
     oracle = directory in ORACLES
     model_dir, says_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("reference")
     shutil.copy(directory / ("hub_config.json" if oracle else "config.json"), model_dir / "config.json")
     shutil.copy(directory / "model.safetensors", model_dir / "model.safetensors")
     reference = "io.safetensors" if oracle else "reference.safetensors"
     shutil.copy(directory / reference, says_dir / "says.safetensors")
-    policy = make_policy(jnp.float32, experts=experts, depth=depth, kernels=kernels)
+    policy = make_policy(jnp.float32, depth=depth, kernels=kernels)
     says = {name: np.asarray(value) for name, value in TensorFiles.of(says_dir).items()}
     if oracle:  # the continuation there is that of the first row's first 24 tokens, of some models only its first token
         prompt = says["input_ids"][:1, :24]

@@ -36,14 +36,14 @@ def reference_of(directory: Path) -> Path:
 
 
 def layouts() -> list:
-    """Models with a reference for prediction, in both layouts of experts; one layout of each is quick."""
+    """Models with a reference for prediction, layers apart and stacked; one layout of each is quick."""
     known = [d for d in PROMISING if b'"mtp_logits"' in reference_of(d).read_bytes()[:10000]]
     return [
         pytest.param(
             (d, e), id=f"{'oracle-' * (d in ORACLES)}{d.name}-{e}", marks=[] if e == "stacked" else [pytest.mark.slow]
         )
         for d in known
-        for e in ("switched", "stacked")
+        for e in ("unrolled", "stacked")
     ]
 
 
@@ -79,13 +79,13 @@ def _run(net, target, params, base, token_BT: Array, feature: Array) -> tuple[Ar
 
 @pytest.fixture(scope="module", params=layouts())
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    directory, experts = request.param
+    directory, depth = request.param
     model_dir, says_dir = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("reference")
     shutil.copy(directory / ("hub_config.json" if directory in ORACLES else "config.json"), model_dir / "config.json")
     shutil.copy(directory / "model.safetensors", model_dir / "model.safetensors")
     shutil.copy(reference_of(directory), says_dir / "says.safetensors")
     says = TensorFiles.of(says_dir)
-    model = load_model(model_dir, make_policy(jnp.float32, experts=experts))
+    model = load_model(model_dir, make_policy(jnp.float32, depth=depth))
     net, params = load_mtp(model_dir, model.net)
     ids_BT = np.asarray(says["input_ids"]).astype(np.int32)
     position_BT = np.broadcast_to(np.arange(ids_BT.shape[1], dtype=np.int32), ids_BT.shape)

@@ -30,7 +30,9 @@ from jaxspec.draft.small_lm import SmallLm
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import make_policy
+from jaxspec.native.packing import pack
+from jaxspec.nn.param import declared
+from jaxspec.nn.policy import Policy, make_policy, policy_for
 from jaxspec.protocol import Anchor, Drafter, NoDrafts, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
@@ -215,6 +217,21 @@ class Wheel(VerifyBudget):
         self.outcome_HMC += outcome_HMC
 
 
+def layout_of(name: str, dtype: Any) -> Policy:
+    """What a CPU takes, or layers stacked or apart by plain XLA."""
+    return policy_for(str(dtype), "cpu") if name == "native" else make_policy(dtype, depth=name)
+
+
+def packed(params: Any, policy: Policy) -> Any:
+    """Parameters that no file held, as the loader would have packed them."""
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        to = declared(path).packed(leaf, policy)
+        return leaf if to is None else pack(leaf, lead=len(to.lead), axes=len(to.inner))
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
 @dataclass
 class Lab:
     """Models by kind, and engines over them.
@@ -229,14 +246,13 @@ class Lab:
     plain: dict = field(default_factory=dict)
     loaded: dict = field(default_factory=dict)
 
-    def model(self, name: str, dtype: str = "float32", layout: str = "switched") -> Model:
+    def model(self, name: str, dtype: str = "float32", layout: str = "native") -> Model:
         key = (name, dtype, layout)
         if key not in self.loaded:
-            policy = make_policy(dtype, experts=layout)
-            self.loaded[key] = load_model(getattr(self, f"{name}_dir"), policy)
+            self.loaded[key] = load_model(getattr(self, f"{name}_dir"), layout_of(layout, dtype))
         return self.loaded[key]
 
-    def drafter(self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "switched") -> Drafter:
+    def drafter(self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "native") -> Drafter:
         if kind == "ngram":
             return Ngram(topology, 3, 1)
         if kind == "mtp":
@@ -250,8 +266,9 @@ class Lab:
         net = Mtp(changed(target.net.arch, mtp=target.net.arch.layers[-1:]), target.net.policy)
         key = ("prediction", dtype, layout)
         if key not in self.loaded:
-            params = jax.jit(net.initial)(jax.random.key(2))
-            self.loaded[key] = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
+            params = jax.jit(net.clone(policy=make_policy(dtype)).initial)(jax.random.key(2))
+            made = jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), params)
+            self.loaded[key] = packed(made, net.policy)
         return MtpHeads(self.loaded[key], target.params, net, target.net, topology)
 
     def engine(
@@ -259,7 +276,7 @@ class Lab:
         drafter: Drafter,
         *,
         dtype="float32",
-        layout="switched",
+        layout="native",
         block: int = 128,
         control=None,
         budget=None,

@@ -19,8 +19,6 @@ from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.native.packing import Packed, pack, unpack
-from jaxspec.native.product import kernels
-from jaxspec.nn.policy import make_policy
 from jaxspec.protocol import Drafter
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.engine import Engine
@@ -29,7 +27,7 @@ from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.shapes import Array
 from jaxspec.topology import Topology, chain, tree
-from tests.oracle.conftest import EOS, Lab, SharedPrograms, tokens_of
+from tests.oracle.conftest import EOS, Lab, SharedPrograms, layout_of, tokens_of
 
 GOLDENS = {file.parent.name: file.parent for file in sorted(Path(__file__).parents[1].glob("golden/*/config.json"))}
 ARCHS = {name: arch_of(json.loads((path / "config.json").read_text())) for name, path in GOLDENS.items()}
@@ -54,10 +52,8 @@ def has_trees(name: str) -> bool:
     return ARCHS[name].chain_only is None
 
 
-def shifted(head_DV: Array | Packed, first: int) -> Array | Packed:
+def shifted(head_DV: Array, first: int) -> Array:
     """A head that takes every token from ``first`` on for the one after it."""
-    if isinstance(head_DV, Packed):
-        return pack(shifted(unpack(head_DV), first))
     return jnp.concatenate([head_DV[:, :first], jnp.roll(head_DV[:, first:], 1, axis=1)], axis=1)
 
 
@@ -83,24 +79,26 @@ class Family(Lab):
             style = SamplingParams(temperature=0.8, top_p=0.9, max_tokens=most, seed=number, ignore_eos=number != 2)
             self.requests.append((rng.integers(1, ARCHS[name].vocab_size, length).tolist(), style))
 
-    def model(self, name: str, dtype: str = "float32", layout: str = "switched") -> Model:
-        key, kind = (name, dtype, layout), jnp.dtype(dtype)
+    def model(self, name: str, dtype: str = "float32", layout: str = "native") -> Model:
+        key = (name, dtype, layout)
         if key in self.loaded:
             return self.loaded[key]
+        if layout == "native" and dtype == "float32" and self.target_dir.name.endswith(("_fp8", "_fp4", "_mxfp4")):
+            layout = "stacked"  # products of float32 with few bits are XLA's
         if name == "target":
-            how = "native" if layout == "native" else "xla"
-            experts, depth = ("switched", "unrolled") if layout == "switched" else ("stacked", "stacked")
-            policy = make_policy(kind, experts=experts, depth=depth, kernels=how, own_head=True)
-            self.loaded[key] = load_model(self.target_dir, policy)
+            self.loaded[key] = load_model(self.target_dir, layout_of(layout, dtype).update(own_head=True))
         else:
             target = self.model("target", dtype, layout)
             inside = dict(target.params["params"])
-            vocab = inside["head_DV"].shape[1]
-            inside["head_DV"] = shifted(inside["head_DV"], {"right": vocab, "mixed": self.cut, "wrong": 0}[name])
+            head_DV = inside["head_DV"]
+            plain_DV = unpack(head_DV) if isinstance(head_DV, Packed) else head_DV
+            inside["head_DV"] = shifted(plain_DV, {"right": plain_DV.shape[1], "mixed": self.cut, "wrong": 0}[name])
+            if isinstance(head_DV, Packed):
+                inside["head_DV"] = pack(inside["head_DV"])
             self.loaded[key] = replace(target, params={"params": inside})
         return self.loaded[key]
 
-    def drafter(self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "switched") -> Drafter:
+    def drafter(self, kind: str, topology: Topology, dtype: str = "float32", layout: str = "native") -> Drafter:
         if kind == "ngram":
             return Ngram(topology, 3, 1)
         if kind == "mtp":
@@ -110,14 +108,14 @@ class Family(Lab):
         model = self.model(kind, dtype, layout)
         return SmallLm(model.params, model.net, topology, BLOCK)
 
-    def engine(self, drafter: Drafter, *, dtype="float32", layout="switched", block: int = BLOCK, **spec) -> Engine:
+    def engine(self, drafter: Drafter, *, dtype="float32", layout="native", block: int = BLOCK, **spec) -> Engine:
         model = self.model("target", dtype, layout)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine_module, "Programs", SharedPrograms)
             spec = EngineSpec(**{"rows": 2, "capacity": 64, "logprobs": 0, "buckets": (16,), **spec})
             return Engine(Target(model.params, model.net, block), drafter, spec, {EOS})
 
-    def speculate(self, kind: str, topology: Topology, dtype="float32", layout="switched", **spec) -> list:
+    def speculate(self, kind: str, topology: Topology, dtype="float32", layout="native", **spec) -> list:
         """Tokens of every request; as many drafts have been accepted as must be."""
         drafter = self.drafter(kind, topology, dtype, layout)
         outputs = self.run(drafter, self.requests, dtype=dtype, layout=layout, **spec)
@@ -170,7 +168,7 @@ def family(made: dict[str, Family], name: str) -> Family:
 @pytest.mark.parametrize("name", goldens(KINDS))
 def test_right_wrong_and_mixed_drafts(family: Family):
     """The drafts differ in their weights alone, so one program runs them all; a wrong one leaves a token per step."""
-    texts = {kind: family.speculate(kind, CHAIN, layout="stacked") for kind in ("wrong", "right", "mixed")}
+    texts = {kind: family.speculate(kind, CHAIN) for kind in ("wrong", "right", "mixed")}
     assert [text for [text] in texts["wrong"][:2]] == family.greedy
     assert texts["right"] == texts["wrong"]
     assert texts["mixed"] == texts["wrong"]
@@ -181,7 +179,7 @@ def test_right_wrong_and_mixed_drafts(family: Family):
 
 @pytest.mark.parametrize("name", goldens(MECHANISMS[:-1]))  # golden tests have the last one's plain text
 def test_plain_decoding_and_ngrams(family: Family, monkeypatch: pytest.MonkeyPatch):
-    plain = family.plainly(layout="stacked")
+    plain = family.plainly()
     assert [text for [text] in plain[:2]] == family.greedy
     sizes, packed_sizes = [], compaction.packed_sizes
 
@@ -191,25 +189,26 @@ def test_plain_decoding_and_ngrams(family: Family, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(compaction, "STEP", 1)  # so that two rows, too, compute only the drafts that there are
     monkeypatch.setattr(compaction, "packed_sizes", noted)
-    assert family.speculate("ngram", CHAIN, layout="stacked", steps=OWN_STEPS) == plain
+    assert family.speculate("ngram", CHAIN, steps=OWN_STEPS) == plain
     assert (6,) in sizes, "the anchors, and half of the drafts"
-    assert family.speculate("mixed", CHAIN, layout="stacked") == plain
+    assert family.speculate("mixed", CHAIN) == plain
 
 
 @pytest.mark.parametrize("name", [n for n in MECHANISMS if has_trees(n)])
 def test_trees(family: Family):
-    assert family.speculate("mixed", TREE, layout="stacked") == family.plainly(layout="stacked")
+    assert family.speculate("mixed", TREE) == family.plainly()
 
 
 @pytest.mark.parametrize("name", goldens(("deepseek_v4",), has_mtp))
 def test_multi_token_prediction(family: Family):
-    assert family.speculate("mtp", CHAIN, layout="stacked") == family.plainly(layout="stacked")
+    assert family.speculate("mtp", CHAIN) == family.plainly()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_layers_and_experts_of_their_own(family: Family):
-    assert family.speculate("mixed", CHAIN) == family.plainly()
+@pytest.mark.parametrize("layout", ["stacked", "unrolled"])
+def test_layers_without_kernels(family: Family, layout: str):
+    assert family.speculate("mixed", CHAIN, layout=layout) == family.plainly(layout=layout)
 
 
 @pytest.mark.served
@@ -217,29 +216,18 @@ def test_layers_and_experts_of_their_own(family: Family):
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_bfloat16(family: Family):
     """Rounded logits leave room for ties and flips; every bit must be as without drafts."""
-    plain = family.plainly(dtype="bfloat16", layout="stacked")
+    plain = family.plainly(dtype="bfloat16")
     for kind in ("right", "mixed"):
-        assert family.speculate(kind, CHAIN, "bfloat16", "stacked") == plain
-
-
-@pytest.mark.served
-@pytest.mark.skipif(kernels().handle is None, reason=kernels().reason)
-@pytest.mark.parametrize("name", goldens(("gpt_oss",), lambda n: n in ("qwen2", "gpt_oss", "deepseek_v3")))
-def test_native_kernels(family: Family):
-    """Plain decoding, chains, trees and prompts through the kernels in C, every bit as without drafts."""
-    plain = family.plainly(dtype="bfloat16", layout="native")
-    for kind, shape in (("right", CHAIN), ("mixed", TREE)):
-        assert family.speculate(kind, shape, "bfloat16", "native") == plain
-    assert [text for [text] in family.plainly(layout="native")[:2]] == family.greedy
+        assert family.speculate(kind, CHAIN, "bfloat16") == plain
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v4"])
 def test_rows_of_deepseek_v4_do_not_touch_each_other(family: Family):
     """Several rows of different lengths, each at its own place within its windows, give the texts of single ones."""
-    together = family.speculate("mixed", CHAIN, layout="stacked", rows=3)
-    assert together == family.speculate("mixed", CHAIN, layout="stacked", rows=1)
-    assert together == family.plainly(layout="stacked")
+    together = family.speculate("mixed", CHAIN, rows=3)
+    assert together == family.speculate("mixed", CHAIN, rows=1)
+    assert together == family.plainly()
 
 
 @pytest.mark.slow
@@ -250,9 +238,7 @@ def test_a_published_window_of_128_completes(family: Family):
     requests, family.requests = family.requests, list(zip(long, styles, strict=True))
     family.plain.clear()
     for kind in ("right", "mixed"):
-        assert family.speculate(kind, CHAIN, layout="stacked", capacity=160) == family.plainly(
-            layout="stacked", capacity=160
-        )
+        assert family.speculate(kind, CHAIN, capacity=160) == family.plainly(capacity=160)
     family.requests = requests
     family.plain.clear()
 

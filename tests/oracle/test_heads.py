@@ -32,7 +32,7 @@ from jaxspec.train.packed_rows import PackedRows
 from jaxspec.train.settings import LossSettings
 from jaxspec.train.sources import Document
 from jaxspec.train.teacher import run_teacher
-from tests.oracle.conftest import CONFIG, VOCAB, Lab, Wheel, generate, mixed_requests, tokens_of
+from tests.oracle.conftest import CONFIG, VOCAB, Lab, Wheel, generate, mixed_requests, packed, tokens_of
 
 DIM, KNOWN = CONFIG["hidden_size"], np.arange(0, VOCAB, dtype=np.int32)[4:]
 LAYER = {k: v for k, v in CONFIG.items() if "expert" not in k and "moe" not in k and k != "architectures"}
@@ -61,10 +61,12 @@ def texts(lab: Lab) -> list[list[int]]:
 def head_of(lab: Lab, kind: str) -> Head:
     """A head; the one that learns has seen the very texts that it will draft."""
     if kind not in lab.loaded:
-        spec, policy = NETS[kind], lab.model("target").net.policy
+        spec, policy = NETS[kind], lab.model("target", layout="stacked").net.policy
         net = Medusa(spec, policy) if isinstance(spec, MedusaSpec) else DraftHead(spec, policy)
         head = Head(net, jax.jit(net.initial)(jax.random.key(1)), KNOWN if spec.draft_vocab else None)
-        lab.loaded[kind] = train(lab, net, head) if kind == LEARNT and isinstance(net, DraftHead) else head
+        head = train(lab, net, head) if kind == LEARNT and isinstance(net, DraftHead) else head
+        serving, lab.loaded[f"{kind} in training"] = lab.model("target").net.policy, head
+        lab.loaded[kind] = Head(net.clone(policy=serving), packed(head.params, serving), head.ids_W)
     return lab.loaded[kind]
 
 
@@ -133,7 +135,7 @@ def test_cut_drafts_change_nothing_but_the_speed(lab: Lab):
 
 def test_evaluation_counts_what_serving_counts(lab: Lab, tmp_path: Path):
     head = head_of(lab, LEARNT)
-    save_head(head, tmp_path / "head")
+    save_head(lab.loaded[f"{LEARNT} in training"], tmp_path / "head")
     llm = LLM(
         lab.target_dir, dtype="float32", max_num_seqs=2, max_model_len=96, prefill_buckets=(64,),
         speculative_config={"method": "shared_expert", "model": str(tmp_path / "head"), "num_speculative_tokens": 4},
@@ -161,7 +163,9 @@ def test_evaluation_counts_what_serving_counts(lab: Lab, tmp_path: Path):
 def test_a_running_training_hands_its_head_to_a_live_engine(lab: Lab):
     head, requests = head_of(lab, LEARNT), mixed_requests("cold")
     target = lab.model("target")
-    fresh = Head(head.net, jax.jit(head.net.initial)(jax.random.key(9)), head.ids_W)
+    plain = lab.loaded[f"{LEARNT} in training"]
+    random = jax.jit(plain.net.initial)(jax.random.key(9))
+    fresh = Head(head.net, packed(random, head.net.policy), head.ids_W)
     engine = lab.engine(head_drafter(fresh, (target.net, target.params), chain(4), 128))
 
     def run() -> tuple[list, float]:
@@ -171,7 +175,7 @@ def test_a_running_training_hands_its_head_to_a_live_engine(lab: Lab):
 
     before, low = run()
     compiled = engine.programs.programs["dispatch", chain(4)]._cache_size()
-    engine.programs.update_params(head.params)
+    engine.programs.update_params(plain.params)
     after, high = run()
     assert after == before == tokens_of(lab.reference("cold", requests))
     assert low < 1.3

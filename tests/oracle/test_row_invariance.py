@@ -13,7 +13,7 @@ from jaxspec.checkpoint.load.model import Model, load_model
 from jaxspec.models.caches import init_caches
 from jaxspec.models.transformer import forward, head
 from jaxspec.nn.inputs import Inputs
-from jaxspec.nn.policy import make_policy
+from jaxspec.nn.policy import policy_for
 from jaxspec.serve.demo_pair import demo_model_dir
 
 pytestmark = pytest.mark.served
@@ -24,7 +24,7 @@ LENGTH = 140  # beyond one attention block
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return load_model(demo_model_dir("target"), make_policy(BFLOAT16, experts="switched"))
+    return load_model(demo_model_dir("target"), policy_for("bfloat16", "cpu"))
 
 
 def bits(model: Model, token_BS: np.ndarray, width: int) -> np.ndarray:

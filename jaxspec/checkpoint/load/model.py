@@ -147,11 +147,11 @@ def load_model(
 
 
 def policy_on_mesh(policy: Policy, mesh: Mesh | None) -> Policy:
-    """Returns the policy on a mesh: experts are stacked, for separate arrays cannot be split; no kernel is native."""
+    """Returns the policy on a mesh, where no kernel is native."""
     if mesh is None:
         return policy
     kernels = "xla" if policy.compute.kernels == "native" else policy.compute.kernels
-    return policy.update(mesh=mesh.abstract_mesh, experts="stacked", kernels=kernels)
+    return policy.update(mesh=mesh.abstract_mesh, kernels=kernels)
 
 
 def shardings_on(mesh: Mesh | None, *, allow_replication: bool | tuple[str, ...] = REPLICABLE) -> Any:

@@ -1,6 +1,6 @@
 """Resolves a table's published tensors to leaves of the parameters, and to entries of their leading axes."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,12 +14,16 @@ from jaxspec.checkpoint.names.table import NameRule
 from jaxspec.models.arch import ArchSpec, LayerSpec, Segment, segments
 from jaxspec.models.depth import stack_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.expert_shards import ONE_EXPERT
-from jaxspec.nn.param import declared, kind_of
+from jaxspec.native.packing import Packed
+from jaxspec.nn.param import kind_of
 from jaxspec.shapes import Params
 from pallas_kernels.quantized import Quantized, abstract_quantized
 
-STACKED = {one: name for name, one in ONE_EXPERT.items()}
+# What the name tables call a parameter of one expert, and the parameter of all of them.
+STACKED = {
+    "gate_up_D2F": "gate_up_ED2F", "down_FD": "down_EFD", "gate_up_bias_2F": "gate_up_bias_E2F",
+    "down_bias_D": "down_bias_ED",
+}  # fmt: skip
 NO_SLOTS: Mapping[str, ExpertSlots] = {}
 
 
@@ -47,17 +51,17 @@ class TargetLeaf:
 def abstract_params(net: Any) -> Params:
     """Shapes and dtypes of every parameter of a network, its multi-token prediction or a head, nothing allocated.
 
-    Equal layers and equal experts are looked at once, so that depth and experts cost no time.
+    Equal layers are looked at once, so that depth costs no time.
     """
     policy, once = net.policy, isinstance(net, Transformer) and net.policy.layout.depth == "unrolled"
     layers = net.arch.layers if once else ()
     distinct = tuple(dict.fromkeys(layers))
-    small = net.clone(policy=policy.update(formats=(), experts="stacked", kernels="xla"))
+    small = net.clone(policy=policy.update(formats=(), kernels="xla"))
     small = small.clone(arch=replace(net.arch, layers=distinct)) if once else small
     leaves: dict[str, Any] = {}
     for path, leaf in flatten(jax.eval_shape(small.initial, jax.random.key(0))["params"]).items():
         for whole in _layers(path, layers, distinct) if once else (path,):
-            leaves |= dict(_experts(whole, leaf)) if policy.layout.experts == "switched" else {whole: leaf}
+            leaves[whole] = leaf
     for path, leaf in leaves.items():
         form = policy.storage.format_of(kind_of(path.split("/")))
         leaves[path] = leaf if form is None else abstract_quantized(leaf.shape, form)
@@ -73,21 +77,9 @@ def _layers(path: str, layers: tuple[LayerSpec, ...], distinct: tuple[LayerSpec,
     return [f"layers_{y}/{rest}" for y, layer in enumerate(layers) if layer == like]
 
 
-def _experts(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """One parameter of all experts as one of each."""
-    folder, _, name = path.rpartition("/")
-    if name not in ONE_EXPERT:
-        yield path, leaf
-        return
-    axis = declared((name,)).axes_of(len(leaf.shape)).index("expert")
-    shape = (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
-    for e in range(leaf.shape[axis]):
-        yield f"{folder}/{ONE_EXPERT[name]}_{e}", jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-
 def flatten(params: Any) -> dict[str, Any]:
-    """Leaves by path, parts joined with a slash; a quantized weight is one leaf."""
-    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Quantized))[0]
+    """Leaves by path, parts joined with a slash; a quantized or packed weight is one leaf."""
+    leaves = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Quantized | Packed))[0]
     return {"/".join(part.key for part in path): leaf for path, leaf in leaves}
 
 

@@ -31,8 +31,8 @@ def held(name):
     return int(line.split()[1]) * 1024
 
 jnp.zeros(1).block_until_ready()
-before, layout = held("VmRSS"), sys.argv[2:4]
-policy = make_policy(experts=layout[0], depth=layout[1])
+before = held("VmRSS")
+policy = make_policy(depth=sys.argv[2], kernels=sys.argv[3])
 model = load_model(sys.argv[1], policy, quantization=sys.argv[4])
 jax.block_until_ready(model.params)
 size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
@@ -81,13 +81,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize(
-    ("experts", "depth", "quantization"),
-    [("switched", "unrolled", "auto"), ("stacked", "stacked", "auto"), ("switched", "unrolled", "fp8")],
-    ids=["switched", "stacked", "fp8"],
+    ("depth", "kernels", "quantization"),
+    [
+        ("unrolled", "xla", "auto"),
+        ("stacked", "xla", "auto"),
+        ("stacked", "native", "auto"),
+        ("stacked", "native", "fp8"),
+    ],
+    ids=["unrolled", "stacked", "packed", "fp8"],
 )
-def test_peak_memory(directory: Path, experts: str, depth: str, quantization: str):
+def test_peak_memory(directory: Path, depth: str, kernels: str, quantization: str):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    command = [sys.executable, "-c", LOAD, str(directory), experts, depth, quantization]
+    command = [sys.executable, "-c", LOAD, str(directory), depth, kernels, quantization]
     root = Path(__file__).parents[3]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -7,6 +7,7 @@ import pytest
 
 from jaxspec.aot import process
 from jaxspec.cli.main import main
+from jaxspec.nn.policy import kernels_for
 from scripts.house_report import ROOT
 
 pytestmark = pytest.mark.served
@@ -33,7 +34,9 @@ TINY = str(ROOT / "tests" / "golden" / "qwen3_moe")
 def test_every_operation_has_a_choice_and_a_reason(capsys: pytest.CaptureFixture):
     flags = ["--capacity", "256", "--programs", "ngram", "--json"]
     assert main(["inspect", TINY, "--kernels", *flags]) == 0
-    choices = json.loads(capsys.readouterr().out)["kernels"]["ngram"]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["cpu"]["computed_by"], report["cpu"]["why"]) == kernels_for("cpu")
+    choices = report["kernels"]["ngram"]
     assert {choice["op"] for choice in choices} == {"few_rows_dense", "routed_experts", "verify_attention"}
     assert all(choice["reason"] for choice in choices)
     assert {choice["implementation"] for choice in choices} <= {"triton", "xla"}

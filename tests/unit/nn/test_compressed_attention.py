@@ -188,7 +188,7 @@ def test_entries_are_the_published_ones(ratio: int):
 @pytest.mark.served
 def test_bits_of_a_whole_model_do_not_depend_on_rows_and_positions():
     arch, length, room = arch_of(CONFIG | {"num_hidden_layers": 2, "compress_ratios": [4, 8]}), 45, 64
-    net: Any = Transformer(arch, make_policy(HALF, experts="switched"))
+    net: Any = Transformer(arch, make_policy(HALF))
     params = {"params": filled(abstract_params(net), experts=4)}
     token_BS = np.random.default_rng(4).integers(0, 96, (3, length)).astype(np.int32)
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.native.packing import pack
 from jaxspec.nn.attend import Source, attend, positions_seen
 from jaxspec.nn.dense import dense
-from jaxspec.nn.experts import lay_out, run_stacked, run_switched
+from jaxspec.nn.experts import lay_out, run_packed, run_stacked
 from jaxspec.nn.ffn import SILU, Activation
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.router import RouterSpec, Routing, route
@@ -26,10 +27,6 @@ def weights(
     gate_up = rng.normal(size=(experts, dim, 2, hidden)) * dim**-0.5
     down = rng.normal(size=(experts, hidden, dim)) * hidden**-0.5
     return jnp.asarray(gate_up, dtype), jnp.asarray(down, dtype)
-
-
-def parts(gate_up: jax.Array, down: jax.Array) -> tuple[dict[str, jax.Array], ...]:
-    return tuple({"gate_up_D2F": g, "down_FD": d} for g, d in zip(gate_up, down, strict=True))
 
 
 def routing_of(kind: str, rows: int, experts: int = EXPERTS) -> Routing:
@@ -56,9 +53,13 @@ def reference(x_MD: np.ndarray, routing: Routing, gate_up: jax.Array, down: jax.
 
 @cache
 def compiled(layout: str):
-    if layout == "switched":
-        return jax.jit(lambda x, routing, g, down: run_switched(x, routing, parts(g, down), SILU, g.dtype))
     names = ("gate_up_ED2F", "down_EFD")
+    if layout == "native":
+
+        def native(x, routing, *w):
+            return run_packed(x, routing, dict(zip(names, w, strict=True)), SILU)
+
+        return jax.jit(native)
     if layout == "stacked":
         return jax.jit(
             lambda x, routing, *w: run_stacked(x, routing, dict(zip(names, w, strict=True)), SILU, w[0].dtype)
@@ -73,7 +74,7 @@ def compiled(layout: str):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9, 31, 70])
-@pytest.mark.parametrize("layout", ["switched", "stacked", "deep"])
+@pytest.mark.parametrize("layout", ["stacked", "deep"])
 def test_experts_equal_numpy(layout: str, rows: int):
     x_MD = np.random.default_rng(1).normal(size=(rows, DIM)).astype(np.float32)
     gate_up, down = weights(FLOAT32)
@@ -102,7 +103,7 @@ def test_layout_gives_every_routed_row_its_own_slot(block: int):
             assert slot_MA.max() < int(blocks.count) * block
 
 
-@pytest.mark.parametrize("layout", ["switched", "stacked"])
+@pytest.mark.parametrize("layout", ["stacked", "native"])
 def test_rows_that_are_not_live_touch_no_expert(layout: str):
     rows, live = 40, np.arange(40) % 3 == 0
     x_MD = np.random.default_rng(1).normal(size=(rows, DIM)).astype(np.float32)
@@ -112,10 +113,11 @@ def test_rows_that_are_not_live_touch_no_expert(layout: str):
     poison = [jnp.asarray([0.0 if e in chosen else np.nan for e in range(EXPERTS)], jnp.float32) for _ in range(2)]
     gate_up, down = gate_up + poison[0].reshape(-1, 1, 1, 1), down + poison[1].reshape(-1, 1, 1)
     x = np.where(live[:, None], x_MD, np.nan)
-    if layout == "switched":
-        found = run_switched(x, routing, parts(gate_up, down), SILU, FLOAT32, jnp.asarray(live))
+    weights_of = {"gate_up_ED2F": gate_up, "down_EFD": down}
+    if layout == "native":
+        packed = {name: pack(w, lead=1) for name, w in weights_of.items()}
+        found = run_packed(x, routing, packed, SILU, live_M=jnp.asarray(live))
     else:
-        weights_of = {"gate_up_ED2F": gate_up, "down_EFD": down}
         found = run_stacked(x, routing, weights_of, SILU, FLOAT32, live=jnp.asarray(live))
     clean = [jnp.nan_to_num(w) for w in (gate_up, down)]
     np.testing.assert_allclose(found[live], reference(x_MD, routing, *clean)[live], rtol=0, atol=1e-5)
@@ -184,15 +186,15 @@ def test_routing_is_row_invariant(experts: int, top_k: int):
 @pytest.mark.served
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32], ids=str)
 @pytest.mark.parametrize(("dim", "hidden"), [(24, 20), (128, 192)])
-def test_switched_experts_are_row_invariant(dim: int, hidden: int, dtype: jnp.dtype):
+def test_experts_are_row_invariant(dim: int, hidden: int, dtype: jnp.dtype):
     x_MD = np.random.default_rng(4).normal(size=(max(ROWS), dim)).astype(np.float32)
-    gate_up, down = weights(dtype, dim, hidden)
+    gate_up, down = (pack(w, lead=1) for w in weights(dtype, dim, hidden))
     for kind in ("uneven", "one"):
         routing = routing_of(kind, max(ROWS))
 
         def compute(count: int, routing: Routing = routing) -> jax.Array:
             part = jax.tree.map(lambda a: a[:count], routing)
-            return compiled("switched")(x_MD[:count], part, gate_up, down)
+            return compiled("native")(x_MD[:count], part, gate_up, down)
 
         assert changed(compute, bits(compute(max(ROWS)))) == [], kind
 

@@ -82,7 +82,7 @@ def attention(spec: LatentSpec, policy: Policy = EXACT) -> tuple[LatentAttention
 
 
 def model(name: str, depth: str = "unrolled", dtype: jnp.dtype = BFLOAT16, **changes) -> tuple[Transformer, dict]:
-    net = Transformer(arch_of({**CONFIGS[name], **changes}), make_policy(dtype, experts="switched", depth=depth))
+    net = Transformer(arch_of({**CONFIGS[name], **changes}), make_policy(dtype, depth=depth))
     return net, filled(net.initial, jax.random.key(0))
 
 

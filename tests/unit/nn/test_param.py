@@ -52,7 +52,7 @@ def test_no_code_takes_axes_out_of_a_parameters_name():
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("layers_3/ffn/down_FD_12", "ffn/down_FD_{e}"),
+        ("layers_3/ffn/down_EFD", "ffn/down_EFD"),
         ("segment_0/attention/qkv_DGQC", "attention/qkv_DGQC"),
         ("mtp_0/block/ffn/shared/down_FD", "ffn/shared/down_FD"),
     ],

@@ -1,0 +1,152 @@
+"""Products with packed weights: what their references compute, the same bits for any rows, threads and instructions."""
+
+import ctypes
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.native import product as module
+from jaxspec.native.build import instructions, library
+from jaxspec.native.packing import Packed, pack
+from jaxspec.native.product import kernels, product
+from jaxspec.nn.experts import run_packed
+from jaxspec.nn.router import Routing
+from pallas_kernels.case import Case
+from pallas_kernels.few_rows_dense.cases import CASES as DENSE
+from pallas_kernels.quantized import Quantized
+from pallas_kernels.routed_experts.cases import CASES as EXPERTS
+from pallas_kernels.weight_cases import abstract_weight, random_weight
+
+pytestmark = pytest.mark.skipif(kernels().handle is None, reason=kernels().reason)
+
+FORMS = ("bfloat16", "float32", "int8", "fp8", "mxfp4")
+DEPTH, COLUMNS = 96, 80
+
+
+def tiny(cases: tuple[Case, ...]) -> list[Any]:
+    return [pytest.param(case, id=case.name) for case in cases if case.size == "tiny"]
+
+
+def weight_of(form: str, lead: tuple[int, ...] = (), shape: tuple[int, ...] = (DEPTH, COLUMNS)) -> Packed:
+    return pack(random_weight(jax.random.key(1), abstract_weight(form, lead, shape, 32)), lead=len(lead))
+
+
+def rows_of(count: int, depth: int = DEPTH) -> jax.Array:
+    return jax.random.normal(jax.random.key(2), (count, depth), jnp.float32)
+
+
+def bits(x: jax.Array) -> np.ndarray:
+    return np.asarray(x).view(np.uint32)
+
+
+def assert_close(got: jax.Array, wanted: jax.Array, tolerance: float) -> None:
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    assert got.shape == wanted.shape
+    assert np.abs(got - wanted).max() <= tolerance * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("case", tiny(DENSE))
+def test_dense_products_equal_their_references(case: Case):
+    x_MD, w, bias_N, layer = arguments = case.random(jax.random.key(7))
+    out = product(x_MD, pack(w, lead=0 if layer is None else 1), layer=layer)
+    out = out if bias_N is None else out + bias_N.astype(jnp.float32)
+    assert_close(out, jax.jit(case.call("xla"))(*arguments), case.tolerance)
+
+
+@pytest.mark.parametrize("case", tiny(EXPERTS))
+def test_experts_equal_their_references(case: Case):
+    x_MD, expert_MA, weight_MA, weights, layer = arguments = case.random(jax.random.key(7))
+    lead = 1 if layer is None else 2
+    experts = {name: w if "bias" in name else pack(w, lead=lead) for name, w in weights.items()}
+    activation = case.abstract.__self__.activation  # the case's shape
+    routing = Routing(expert_MA, weight_MA, x_MD)
+    out = run_packed(x_MD, routing, experts, activation, layer)
+    assert_close(out, jax.jit(case.call("xla"))(*arguments), case.tolerance)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_does_not_depend_on_how_many_there_are(form: str):
+    w, x_MD = weight_of(form), rows_of(130)
+    every = bits(product(x_MD, w))
+    for first, count in ((0, 1), (7, 2), (3, 3), (0, 12), (50, 31)):
+        np.testing.assert_array_equal(bits(product(x_MD[first : first + count], w)), every[first : first + count])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_chosen_matrix_gives_the_bits_of_its_own_product(form: str):
+    w, x_MD = weight_of(form, (2, 3)), rows_of(9)
+    expert_MA = jax.random.randint(jax.random.key(3), (9, 2), -1, 4, jnp.int32)
+    out_MAN = bits(product(x_MD, w, expert_MA=expert_MA, layer=jnp.int32(1))).reshape(9, 2, COLUMNS)
+    for e in range(3):
+        one = jax.tree.map(lambda leaf, e=e: leaf[1, e], w)
+        chose = np.asarray(expert_MA) == e
+        own = np.broadcast_to(bits(product(x_MD, one))[:, None], out_MAN.shape)
+        np.testing.assert_array_equal(out_MAN[chose], own[chose])
+    none = (np.asarray(expert_MA) < 0) | (np.asarray(expert_MA) > 2)
+    assert none.any()
+    assert not out_MAN[none].any()
+
+
+def test_weighted_neighbors_are_rounded_before_they_are_summed():
+    w, x_MD = weight_of("bfloat16", (3,)), rows_of(21)
+    expert_MA = jax.random.randint(jax.random.key(3), (21, 3), -1, 3, jnp.int32)
+    weight_MA = jax.random.uniform(jax.random.key(4), (21, 3), jnp.float32)
+    bias_EN = jax.random.normal(jax.random.key(5), (3, COLUMNS), jnp.float32).astype(jnp.bfloat16)
+    each = np.asarray(product(x_MD, w, bias_EN, expert_MA=expert_MA)).reshape(21, 3, COLUMNS)
+    parts = each * np.asarray(weight_MA)[..., None]
+    found = product(x_MD, w, bias_EN, expert_MA=expert_MA, weight_MA=weight_MA)
+    np.testing.assert_array_equal(np.asarray(found), (parts[:, 0] + parts[:, 1]) + parts[:, 2])
+
+
+def test_no_rows():
+    w = weight_of("bfloat16", (3,))
+    none = jnp.zeros((0, 2), jnp.int32)
+    assert product(rows_of(0), w, expert_MA=none).shape == (0, COLUMNS)
+    assert product(rows_of(0), w, expert_MA=none, weight_MA=jnp.zeros((0, 2))).shape == (0, COLUMNS)
+
+
+def computed_by(handle: ctypes.CDLL, name: str, monkeypatch: pytest.MonkeyPatch, form: str) -> np.ndarray:
+    """Bits of products by another library."""
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handle.jaxspec_product), platform="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "TARGET", name)
+        dense = bits(product(rows_of(70, 224), weight_of(form, (), (224, 80))))
+        expert_MA = jax.random.randint(jax.random.key(3), (33, 2), -1, 4, jnp.int32)
+        chosen = bits(product(rows_of(33), weight_of(form, (3,)), expert_MA=expert_MA, weight_MA=jnp.ones((33, 2))))
+    return np.concatenate([dense.ravel(), chosen.ravel()])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", instructions()[1:])
+def test_every_set_of_instructions_gives_the_same_bits(name: str, form: str, monkeypatch: pytest.MonkeyPatch):
+    if form == "float32" and name == "plain":
+        pytest.skip("without fused additions each float32 product is rounded by itself")
+    made = library(name)
+    assert made.handle is not None, made.reason
+    found = computed_by(made.handle, f"jaxspec_{name}_{form}", monkeypatch, form)
+    best = computed_by(kernels().handle, f"jaxspec_best_{name}_{form}", monkeypatch, form)
+    np.testing.assert_array_equal(found, best)
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "mxfp4"])
+def test_one_thread_gives_the_bits_of_two(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    copy = tmp_path / "alone.so"  # a library of its own, which nobody told to make threads
+    shutil.copy(kernels().handle._name, copy)
+    alone, two = ctypes.CDLL(str(copy)), kernels().handle
+    two.jaxspec_threads(2)
+    one = computed_by(alone, f"jaxspec_alone_{form}", monkeypatch, form)
+    np.testing.assert_array_equal(computed_by(two, f"jaxspec_two_{form}", monkeypatch, form), one)
+
+
+def test_a_bfloat16_product_has_the_bits_of_xla():
+    if "avx512_bf16" not in instructions():
+        pytest.skip("XLA computes such products otherwise on this CPU")
+    w = random_weight(jax.random.key(1), abstract_weight("bfloat16", (), (DEPTH, COLUMNS)))
+    assert not isinstance(w, Quantized)
+    dot = jax.jit(lambda x, w: jnp.dot(x.astype(jnp.bfloat16), w, preferred_element_type=jnp.float32))
+    np.testing.assert_array_equal(bits(product(rows_of(9), pack(w))), bits(dot(rows_of(9), w)))
