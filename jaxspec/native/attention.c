@@ -41,7 +41,7 @@ static void choose_queries(Work *w, const Attention *a, int piece) {
   w->stride = (a->block + PANEL - 1) / PANEL * PANEL, w->lowest = INT32_MAX, w->last = -1;
   for (int m = 0; m < w->queries; m++) {
     const int position = a->position[(size_t)w->b * a->count + node_of(w, m)];
-    w->position[m] = a->ring ? position : clip(position, -1, a->pages_per_row * a->page - 1);
+    w->position[m] = a->ring ? position : clip(position, -1, a->most_positions - 1);
     w->last = w->position[m] > w->last ? w->position[m] : w->last;
     w->lowest = w->position[m] < w->lowest ? w->position[m] : w->lowest;
   }
@@ -189,12 +189,12 @@ static int plan_parts(Attention *a, int pieces) {
 }
 
 // q [B, T, H, C] float32, keys [P, G, Z, C], values [P, G, Z, C'] (or [0]: the beginnings of the keys), position [B, T],
-// table [B, J] and base [1]: pages of each row, start [B], path [B or 1, T, D] (or [0]: a chain), sinks [H] (or [0]) ->
-// out [B, T, H, C'] float32.
+// table [B, J] and base [1]: pages of each row, start [B], path [B or 1, T, D] (or [0]: a chain), sinks [H] (or [0]),
+// kept [B * T, room] (or [0]: all) -> out [B, T, H, C'] float32.
 XLA_FFI_Error *jaxspec_attention(XLA_FFI_CallFrame *frame) {
   if (asked_for_version(frame)) return NULL;
   const XLA_FFI_Buffer *q = arg(frame, 0), *k = arg(frame, 1), *v = arg(frame, 2), *table = arg(frame, 4);
-  const XLA_FFI_Buffer *path = arg(frame, 7), *sinks = arg(frame, 8), *out = result(frame, 0);
+  const XLA_FFI_Buffer *path = arg(frame, 7), *sinks = arg(frame, 8), *kept = arg(frame, 9), *out = result(frame, 0);
   Attention a = {(int)q->dims[0], (int)q->dims[1], (int)q->dims[2], (int)k->dims[1]};
   a.group = a.heads / a.kv_heads, a.width = (int)q->dims[3], a.value_width = (int)out->dims[3];
   a.value_stride = v->rank == 4 ? a.value_width : a.width, a.bytes = (int)number(frame, "bytes");
@@ -203,7 +203,10 @@ XLA_FFI_Error *jaxspec_attention(XLA_FFI_CallFrame *frame) {
   a.depths = path->rank == 3 ? (int)path->dims[2] : 0, a.paths_per_row = path->rank == 3 && path->dims[0] > 1;
   a.q = q->data, a.k = k->data, a.v = v->rank == 4 ? v->data : k->data, a.position = arg(frame, 3)->data;
   a.table = table->data, a.base = arg(frame, 5)->data, a.start = arg(frame, 6)->data, a.path = path->data;
+  if (kept->rank == 2) a.kept = kept->data, a.room = (int)kept->dims[1];
   a.sinks = sinks->dims[0] ? sinks->data : NULL, a.out = out->data;
+  a.most_positions = a.pages_per_row * a.page;
+  if (a.kept && a.room < a.most_positions) a.most_positions = a.room;
   a.most_queries = a.count * a.group < QUERIES ? a.count * a.group : QUERIES;
   a.tiles = (a.count * a.group + QUERIES - 1) / QUERIES;
   const int pieces = a.rows * a.kv_heads * a.tiles;

@@ -11,6 +11,8 @@ typedef struct {
   float scale;
   const float *q, *sinks;
   const char *k, *v;
+  const uint8_t *kept;       // [B, T, room], which of the positions a query may see, NULL for all
+  int room, most_positions;
   const int32_t *position, *start, *path, *table, *base;
   float *out;
   atomic_int failed;

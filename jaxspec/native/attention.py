@@ -23,6 +23,7 @@ class Where:
       base: int32 scalar, added to every page id.
       span: most positions that a query sees, None for all.
       ring: whether a row's one page is addressed by position modulo its size.
+      kept_BTS: which positions a query may see at all, as an indexer chooses them; None for all.
       start_B, path_BTJ: committed length of each row, and of the nodes from there on those that each query sees, by
         depth, itself the last and any after it; B may be 1. For trees, else None.
     """
@@ -32,23 +33,21 @@ class Where:
     base: Array | None = None
     span: int | None = None
     ring: bool = False
+    kept_BTS: Array | None = None
     start_B: Array | None = None
     path_BTJ: Array | None = None
 
 
-def obstacles(k_pages_PGZC: Array, *, dtype: jnp.dtype, block: int, selected: bool = False) -> list[str]:
+def obstacles(k_pages_PGZC: Array, *, dtype: jnp.dtype, block: int) -> list[str]:
     """Returns why the kernel cannot compute a case, each a sentence; empty if it can.
 
     Args:
       k_pages_PGZC: keys, or their shape and dtype.
       dtype: of the products' factors.
       block: positions that are read at a time.
-      selected: whether queries attend to chosen positions, as an indexer chooses them.
     """
     (_, _, page, width), cached = k_pages_PGZC.shape, jnp.dtype(k_pages_PGZC.dtype).name
     reasons, factor = [], jnp.dtype(dtype).name
-    if selected:
-        reasons.append("an indexer chooses what is attended to, and the kernel reads whole blocks only")
     if cached not in STORED.get(factor, ()):
         reasons.append(f"a cache of {cached} is not read for products of {factor}")
     if page % block or block % 2:
@@ -104,6 +103,7 @@ def attention(
         where.start_B if is_tree else nothing,
         where.path_BTJ if is_tree else nothing,
         jnp.zeros(0) if sinks_H is None else sinks_H.astype(jnp.float32),
+        jnp.zeros(0, bool) if where.kept_BTS is None else where.kept_BTS.reshape(rows * count, -1),
         scale=np.float64(scale),
         bytes=np.int64(k_pages_PGZC.dtype.itemsize),
         block=np.int64(where.block),

@@ -219,13 +219,18 @@ static void seen(const Work *w, int m, int *begin, int *end) {  // of the block'
 }
 
 float see_block(Work *w, int m) {
+  const Attention *a = w->a;
   const i16 iota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const uint8_t *kept = a->kept ? a->kept + ((size_t)w->b * a->count + node_of(w, m)) * a->room + w->at : NULL;
   int begin, end;
   seen(w, m, &begin, &end);
   f16 top = all(w->top[m]);
   for (int z = begin & ~15; z < end; z += 16) {
     f16 *s = (f16 *)(w->score + (size_t)m * w->stride + z);
-    if (z < begin || z + 16 > end) *s = choose((iota + z >= begin) & (iota + z < end), *s, all(-INFINITY));
+    i16 sees = (iota + z >= begin) & (iota + z < end);
+    for (int i = 0; kept && i < 16 && z + i < end; i++)
+      if (!kept[z + i]) sees[i] = 0;
+    if (kept || z < begin || z + 16 > end) *s = choose(sees, *s, all(-INFINITY));
     top = larger(*s, top);
   }
   return largest(top);
@@ -239,7 +244,7 @@ void weigh_block(Work *w, int m, float top) {
   for (int z = 0; z < w->stride; z += 16) {
     f16 *s = (f16 *)(score + z);
     if (z >= end || z + 16 <= begin) *s = (f16){0};
-    else if (z < begin || z + 16 > end) *s = choose(*s > -INFINITY, exponential(*s - top), (f16){0});
+    else if (a->kept || z < begin || z + 16 > end) *s = choose(*s > -INFINITY, exponential(*s - top), (f16){0});
     else *s = exponential(*s - top);
   }
   round_row(a, w->weight + (size_t)m * a->block * a->bytes, score, a->block, 1);

@@ -73,19 +73,20 @@ def attend_cached(
     window, dtype = inputs.cache_window, policy.compute.dtype
     assert window is not None, "asked of layers with a cache"
     wide = (value_width or k_pages.shape[3]) if v_pages is None else v_pages.shape[3]
-    kernels, selected, ring = policy.compute.whole_kernels, inputs.selection is not None, stream.reach is not None
+    kernels, ring = policy.compute.whole_kernels, stream.reach is not None
     case = case_name(q_BTHC.shape[2], k_pages, wide)
     if kernels == "native":
-        blocked = native.obstacles(k_pages, dtype=dtype, block=window.block, selected=selected)
+        blocked = native.obstacles(k_pages, dtype=dtype, block=window.block)
         if choose(OP, case, kernels, "cpu", blocked).implementation == "native":
             pages_BJ = pages_of(stream, window, q_BTHC.shape[0])
             where = native.Where(
-                pages_BJ, window.block, window.base, span, ring, start_B=window.start_B, path_BTJ=window.path_BTJ
+                pages_BJ, window.block, window.base, span, ring, inputs.selection, window.start_B, window.path_BTJ
             )
             return native.attention(
                 q_BTHC, k_pages, v_pages, inputs.position_BT, where, scale=scale, value_width=wide, sinks_H=sinks_H
             )
     elif kernels != "xla":
+        selected = inputs.selection is not None
         blocked = obstacles(k_pages, value_width=wide, block=window.block, wanted=kernels, selected=selected)
         choice = choose(OP, case, kernels, "cuda", blocked)
         if choice.implementation != "xla":

@@ -36,7 +36,7 @@ def as_promised(
     page_BJ = table_BJ
     if page_BJ is None:
         page_BJ = (jnp.arange(q.shape[0], dtype=jnp.int32) if row_B is None else row_B)[:, None]
-    where = native.Where(page_BJ, block, base, span, ring, start_B, path_BTJ)
+    where = native.Where(page_BJ, block, base, span, ring, None, start_B, path_BTJ)
     wide = k.shape[3] if value_width is None else value_width
     return native.attention(q, k, v, position, where, scale=scale, value_width=wide, sinks_H=sinks_H)
 
@@ -59,7 +59,7 @@ class Step:
     """
 
     def __init__(self, *, width=64, value_width=0, count=5, span=0, sinks=False, is_tree=False, dtype="bfloat16",
-                 block=128):  # fmt: skip
+                 block=128, keeps=1.0):  # fmt: skip
         rng = np.random.default_rng(4)
         self.span, self.value_width, self.dtype = span or None, value_width or width, dtype
         self.block, self.count = block, len(TREE) if is_tree else count
@@ -68,6 +68,8 @@ class Step:
         self.position_BT = jnp.asarray(start_B[:, None] + depth_T)
         self.path_BTJ = jnp.asarray(paths(TREE))[None] if is_tree else None
         self.heads, self.groups = (HEADS, 1) if value_width else (HEADS, GROUPS)
+        shape = (2 * self.count, 1) if is_tree else (2, self.count)
+        self.kept_XTS = jnp.asarray(rng.random((*shape, 384)) < keeps) if keeps < 1 else None
         self.stream = StreamSpec(self.groups, width, span - 1 if span else None)
         self.sinks_H = jnp.asarray(rng.normal(size=self.heads), jnp.float32) if sinks else None
         pages = (2, self.groups, 256 if span else 384, width)
@@ -84,7 +86,7 @@ class Step:
 
         def compute(q, k, v, start_B):
             window = Window(start_B, path_BTJ=self.path_BTJ, block=self.block)
-            inputs = Inputs(self.position_BT, self.position_BT, window, {"k": k})
+            inputs = Inputs(self.position_BT, self.position_BT, window, {"k": k}, self.kept_XTS)
             return attend_cached(
                 q, (k, v), inputs, self.stream, policy, scale=0.125, span=self.span, value_width=self.value_width,
                 sinks_H=self.sinks_H,
@@ -103,6 +105,7 @@ STEPS = {
     "tree": {"is_tree": True},
     "window-sinks": {"span": 140, "sinks": True, "is_tree": True},
     "latent": {"width": 72, "value_width": 56, "is_tree": True},
+    "latent-indexed": {"width": 72, "value_width": 56, "is_tree": True, "keeps": 0.2},
 }
 
 
@@ -170,7 +173,6 @@ def test_a_loop_over_layers_copies_no_cache():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"selected": True}, "indexer"),
         ({"cached": "float32"}, "float32 is not read for products of bfloat16"),
         ({"page": 40}, "whole blocks of 64"),
         ({"width": 63}, "two by two"),
