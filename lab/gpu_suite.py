@@ -133,7 +133,7 @@ def follow(process: subprocess.Popen[bytes], report: dict[str, Any], part: Path,
     Returns:
       Why it ended before its time, None if it did not.
     """
-    reason = None
+    reason, limit = None, end
     while True:
         ended = process.poll() is not None
         if part.exists():
@@ -141,7 +141,7 @@ def follow(process: subprocess.Popen[bytes], report: dict[str, Any], part: Path,
             report["machine"] = partial["machine"]
             report["sections"] |= partial["sections"]
             write(out, report)
-            end = max(partial["until"], time.time() - 1) if partial["until"] < end else end
+            end = min(limit, partial["until"])
         if ended:
             return reason or (f"the process ended with code {process.returncode}" if process.returncode else None)
         if time.time() > end:

@@ -18,6 +18,7 @@ program_id = pl.program_id
 when = pl.when
 load = triton.load
 store = triton.store
+assembly = triton.elementwise_inline_asm
 
 
 @dataclass(frozen=True)

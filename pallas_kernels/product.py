@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.backend import load
+from pallas_kernels.backend import assembly, load
 from pallas_kernels.quantized import Format, Quantized, Weight
 
 LANES = 4
-FP4_STEP = np.float32(2.0**14)
+FP4_STEP = np.float32(2.0**14)  # of e2m1's bits read as those of a float16
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Layout:
       format: None for a plain array.
       blocks: numbers per scale along K, J and N; K itself where one scale covers a column.
       transposed: whether the array is [..., N, K]; only for plain ones.
+      on_gpu: whether instructions of NVIDIA's GPUs may decode fp4, which are twice as few.
     """
 
     depth: int
@@ -52,6 +53,7 @@ class Layout:
     format: Format | None = None
     blocks: tuple[int, int, int] = (0, 0, 0)
     transposed: bool = False
+    on_gpu: bool = False
 
     @property
     def planes(self) -> int:
@@ -83,14 +85,14 @@ class Layout:
         return next(n for n in range(max(1, wanted // step), 0, -1) if steps % n == 0)
 
 
-def layout(w: Weight, *, lead: int) -> Layout:
+def layout(w: Weight, *, lead: int, on_gpu: bool = False) -> Layout:
     """Facts of a weight whose first ``lead`` axes count layers and groups."""
     inner = w.shape[lead:]
     if not isinstance(w, Quantized):
         return Layout(inner[0], inner[-1])
     blocks = (1,) * (w.scale.ndim - len(w.format.blocks)) + w.format.blocks
     deep, *part, wide = blocks[lead:]
-    return Layout(inner[0], inner[-1], w.format, (min(deep, inner[0]), (part or [1])[0], wide))
+    return Layout(inner[0], inner[-1], w.format, (min(deep, inner[0]), (part or [1])[0], wide), on_gpu=on_gpu)
 
 
 def obstacles(w: Weight, name: str, *, lead: int) -> list[str]:
@@ -216,10 +218,8 @@ def products(
 
     zeros = [[jnp.zeros((rows, tile.columns // facts.lanes), jnp.float32)] * facts.lanes for _ in parts]
     sums, _ = lax.fori_loop(0, steps // unroll, several, (zeros, scales(0) if facts.scaled_inside else []))
-    if facts.format is None or (facts.scaled_inside and facts.planes == 1):
+    if facts.format is None:
         return sums
-    if facts.planes == 2:
-        sums = [[total * FP4_STEP for total in lanes] for lanes in sums]
     if facts.scaled_inside:
         return sums
     return [[total * f for total, f in zip(*pair, strict=True)] for pair in zip(sums, scales(0), strict=True)]
@@ -258,11 +258,13 @@ def _masked(ref, mask: jax.Array | None) -> jax.Array:
 
 
 def _decoded(w: jax.Array, facts: Layout, dtype: jnp.dtype) -> list[list[jax.Array]]:
-    """The numbers by lane and plane in the dtype of the product; e2m1 times 2 ** -14, as float16 bits have them."""
+    """The numbers by lane and plane in the dtype of the product."""
     if w.dtype == jnp.float8_e4m3fn:
         w = w.astype(jnp.float16).astype(jnp.float32)  # the card has no fast way from e4m3 to bfloat16 but this
     if facts.planes == 1:
         return [[w.astype(dtype)]]
+    if facts.on_gpu and dtype == jnp.bfloat16:
+        return _assembled(w)
     lanes: list[list[jax.Array]] = [[] for _ in range(LANES)]
     for lane, half in ((lane, half) for lane in (0, 1) for half in (0, 1)):
         first = 8 * lane + 4 * half
@@ -272,12 +274,36 @@ def _decoded(w: jax.Array, facts: Layout, dtype: jnp.dtype) -> list[list[jax.Arr
     return lanes
 
 
+def _assembled(w: jax.Array) -> list[list[jax.Array]]:
+    """The same of two words at a time: e2m1's bits in the places of bfloat16's are its values times 2 ** -126."""
+    kind = jax.ShapeDtypeStruct(w.shape, jnp.bfloat16)
+
+    def part(lane: int, half: int) -> jax.Array:
+        lines = [
+            ".reg .b32 byte, sign, rest, up, none;",
+            "mov.b32 up, 0x7E807E80;",
+            "mov.b32 none, 0x80008000;",
+            # The lane's byte of both words, in the upper half of each 16 bits.
+            f"prmt.b32 byte, $1, $2, {(4 + lane) << 12 | lane << 8 | lane << 4 | lane:#x};",
+            "mov.b32 sign, byte;" if half else "shl.b32 sign, byte, 4;",
+            f"shr.b32 rest, byte, {6 if half else 2};",
+            "and.b32 rest, rest, 0x01C001C0;",
+            "lop3.b32 rest, sign, 0x80008000, rest, 0xEA;",  # (sign & mask) | rest
+            "fma.rn.bf16x2 $0, rest, up, none;",
+        ]
+        text = "{" + " ".join(lines) + "}"
+        (out,) = assembly(text, args=[w], constraints="=r,r,r", pack=2, result_shape_dtypes=[kind])
+        return out
+
+    return [[part(lane, 0), part(lane, 1)] for lane in range(LANES)]
+
+
 def _shifted(w: jax.Array, left: int) -> jax.Array:
     return w << np.uint32(left) if left > 0 else w >> np.uint32(-left)
 
 
 def _halfs(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32).astype(dtype)
+    return (lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.float16).astype(jnp.float32) * FP4_STEP).astype(dtype)
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -135,7 +135,7 @@ def _summarize(
         speedup_range=(min(speedups), max(speedups)),
         prompt_speedup_range=(min(per_part), max(per_part)),
         total_speedup=statistics.median(p / s for s, p in zip(times[SPECULATIVE], times[PLAIN], strict=True)),
-        acceptance_length=1 + speculation.num_accepted_tokens / steps,
+        acceptance_length=speculation.mean_acceptance_length,
         acceptance_per_pos=[count / steps for count in speculation.num_accepted_tokens_per_pos],
         plain_step_time_s=step_s[PLAIN],
         spec_step_time_s=step_s[SPECULATIVE],

@@ -13,7 +13,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.serve.request import SpeculationMetrics
 from jaxspec.whole_file import write_whole
 
-SCHEMA = "jaxspec.bench/1"
+SCHEMA = "jaxspec.bench/2"
 PERCENTILES = (50, 95, 99)
 CLOSED = "closed"
 
@@ -87,17 +87,17 @@ class Figures(Struct, frozen=True):
 
 
 class AcceptanceFigures(Struct, frozen=True):
-    """What became of the drafts of one round, by vLLM's definitions.
+    """What became of the drafts of one round.
 
     Attributes:
       num_drafts: verifications of a row that had drafts.
       num_draft_tokens, num_accepted_tokens: the target's own token after them is not counted.
       num_steps: verifications of a row, those without drafts included.
       rate: accepted over drafted tokens.
-      length: 1 + accepted / num_drafts.
+      length: tokens committed per verification of a row, whether it had drafts or not.
+      drafted_length: 1 + accepted / num_drafts, vLLM's mean acceptance length.
       per_pos: share of ``num_drafts`` whose accepted prefix covers each position; not conditional on the one before.
       mean_drafted: draft tokens per verification.
-      tokens_per_step: committed per verification of a row, whether it had drafts or not.
     """
 
     num_drafts: int
@@ -106,18 +106,17 @@ class AcceptanceFigures(Struct, frozen=True):
     num_steps: int
     rate: float
     length: float
+    drafted_length: float
     per_pos: list[float]
     mean_drafted: float
-    tokens_per_step: float
 
     @classmethod
-    def of(cls, m: SpeculationMetrics, tokens: int) -> "AcceptanceFigures":
-        """Computes it for all requests of a round together, which generated ``tokens``."""
-        steps = max(m.num_steps, 1)
+    def of(cls, m: SpeculationMetrics) -> "AcceptanceFigures":
+        """Computes it for all requests of a round together."""
         return cls(
             m.num_drafts, m.num_draft_tokens, m.num_accepted_tokens, m.num_steps,
-            m.draft_acceptance_rate, m.mean_acceptance_length, m.acceptance_per_pos,
-            m.num_draft_tokens / steps, tokens / steps,
+            m.draft_acceptance_rate, m.mean_acceptance_length, m.drafted_acceptance_length, m.acceptance_per_pos,
+            m.num_draft_tokens / max(m.num_steps, 1),
         )  # fmt: skip
 
 

@@ -220,7 +220,7 @@ class Sweep:
             speculative=measured[SPECULATIVE],
             speedup=Spread.of(_decode_ratios(pairs) or total_ratios),
             total_speedup=Spread.of(total_ratios),
-            acceptance=AcceptanceFigures.of(last.speculation, last.tokens),
+            acceptance=AcceptanceFigures.of(last.speculation),
             lengths=last.lengths if isinstance(engine.k, str) else None,
             decision_s=Spread.of([run.decision_s for run in runs[SPECULATIVE]]) if isinstance(engine.k, str) else None,
             same_text=_same([run for round_ in rounds for run in round_.values() if isinstance(run, Run)])

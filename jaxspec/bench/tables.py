@@ -44,7 +44,7 @@ def _rows(cell: SweepCell, *, synthetic: bool) -> Iterable[dict[str, Any]]:
         if cell.acceptance is not None:
             a = cell.acceptance
             row |= {"acceptance_rate": a.rate, "acceptance_length": a.length, "mean_drafted": a.mean_drafted}
-            row |= {"tokens_per_step": a.tokens_per_step}
+            row |= {"drafted_acceptance_length": a.drafted_length}
             row |= {f"acceptance_at_{i}": rate for i, rate in enumerate(a.per_pos, 1)}
         if cell.experts is not None:
             row |= {"experts_per_step": cell.experts.speculative, "experts_per_plain_step": cell.experts.plain}
@@ -55,7 +55,7 @@ def _rows(cell: SweepCell, *, synthetic: bool) -> Iterable[dict[str, Any]]:
         row = {**point, "engine": peer.peer, "mode": peer.mode, "version": peer.version}
         row |= _spread("tokens_per_s", peer.tokens_per_s) | _spread("decode_tokens_per_s", peer.decode_tokens_per_s)
         row |= _spread("ours_over_peer", peer.ours)
-        yield row | {"tokens_per_step": peer.tokens_per_step, "same_texts": peer.same_texts}
+        yield row | {"acceptance_length": peer.tokens_per_step, "same_texts": peer.same_texts}
 
 
 def lengths_text(lengths: Mapping[str, int]) -> str:
@@ -104,7 +104,7 @@ def markdown_text(report: BenchReport) -> str:
     ]  # fmt: skip
     peers = [(cell, peer) for cell in report.cells for peer in cell.peers]
     if peers:
-        header = ["cell", "peer", "decode tokens/s", "jaxspec over it", "tokens/step", "same texts"]
+        header = ["cell", "peer", "decode tokens/s", "jaxspec over it", "tokens/pass", "same texts"]
         lines += ["## Peers, in the same rounds", "", *_table(header, [_peer_line(*pair) for pair in peers]), ""]
     if report.skipped:
         lines += ["## Not measured", "", *(f"- {s.what}: {s.reason}" for s in report.skipped), ""]
@@ -113,8 +113,8 @@ def markdown_text(report: BenchReport) -> str:
 
 def _header(report: BenchReport) -> list[str]:
     speed = "speed-up (synthetic)" if report.synthetic is not None else "speed-up"
-    names = ["cell", "plain tokens/s", "tokens/s", speed, "whole runs", "accepted", "length", "per position"]
-    names += ["drafted", "experts", "TTFT", "ITL", "latency", "same text"]
+    names = ["cell", "plain tokens/s", "tokens/s", speed, "whole runs", "accepted", "tokens/pass", "where drafted"]
+    names += ["per position", "drafted", "experts", "TTFT", "ITL", "latency", "same text"]
     return [*names, "$/M tokens"] if _priced(report) else names
 
 
@@ -132,6 +132,7 @@ def _line(cell: SweepCell, report: BenchReport) -> list[str]:
         _ratio(cell.total_speedup),
         f"{a.rate:.1%}" if a else "",
         f"{a.length:.2f}" if a else "",
+        f"{a.drafted_length:.2f}" if a else "",
         " ".join(f"{rate:.2f}" for rate in a.per_pos) if a else "",
         f"{a.mean_drafted:.2f}" if a else "",
         f"{cell.experts.plain:.1f} -> {cell.experts.speculative:.1f}" if cell.experts else "",

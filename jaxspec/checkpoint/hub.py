@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxspec.checkpoint.files.model_files import TEXT_FILES
 from jaxspec.checkpoint.files.shards import INDEX, SINGLE, weight_map
+from jaxspec.checkpoint.gguf.gguf_header import SUFFIX
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.heads.tensors import ARCHIVES
 from jaxspec.checkpoint.hub_progress import log_progress
@@ -40,7 +41,7 @@ def resolve_model(
         if revision is not None:
             raise ConfigError(f"{path}: a directory has no revision, got {revision!r}; leave it out, or give a hub id")
         return path
-    if os.path.lexists(path) or not _is_id(str(name)):
+    if os.path.lexists(path) or path.suffix == SUFFIX or not _is_id(str(name)):
         raise no_directory(path)
     hub = _Hub(str(name), download_dir)
     directory = hub.fetch(revision, SMALL)

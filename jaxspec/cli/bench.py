@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from jaxspec.cli.progress import acceptance_words
 from jaxspec.cli.stages import Stages
 from jaxspec.errors import ConfigError
 from jaxspec.serve.demo_pair import DEMO, demo_model_dir, resolve_model
@@ -270,7 +271,7 @@ class SweepProgress:
             mark = "synthetic " if self._head["synthetic"] else ""
             spread = f"{cell.speedup.least:.2f} to {cell.speedup.most:.2f}"
             text += f" plain, {mark}speed-up {cell.speedup.median:.2f}x ({spread})"
-            text += f", {mark}acceptance length {cell.acceptance.length:.2f}"
+            text += f", {mark}{acceptance_words(cell.acceptance.length, cell.acceptance.drafted_length)}"
             text += ", OTHER TEXT" if cell.same_text is False else ""
         sys.stdout.write(f"{text}\n")
         for peer in cell.peers:

@@ -17,6 +17,7 @@ from jaxspec.bench.workload import HELD_OUT, Excerpt, choose, load_excerpts, rep
 from jaxspec.checkpoint.heads.directory import plan_head
 from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import read_config
+from jaxspec.cli.colored_stream import ColoredStream
 from jaxspec.cli.screen import Screen
 from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
@@ -29,14 +30,12 @@ from jaxspec.serve.demo_pair import DEMO, demo_model_dir, resolve_model, resolve
 from jaxspec.serve.engine import OnProgress
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
-from jaxspec.serve.text import IncrementalText
 from jaxspec.whole_file import write_whole
 
 PROMPTS = HELD_OUT
 HEAD_LENGTH, DRAFT_LENGTH, NGRAM_LENGTH = 5, 4, 4
 SHOWN, BATCH_REPETITIONS = 3, 3
 PROMPT_ROOM = 512
-ACCEPTED = "bold green"
 
 
 @dataclass(frozen=True)
@@ -210,7 +209,9 @@ def watch(screen: Screen, llm: LLM, excerpt: Excerpt, max_tokens: int) -> bool:
     for name, speculative in (("plain", False), ("speculative", None)):
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, speculative=speculative)
         screen.piece(last, "dim")
-        rates[name], texts[name] = _stream(screen, llm, excerpt.prompt, params)
+        stream = ColoredStream(screen, llm)
+        stream.run(excerpt.prompt, params)
+        rates[name], texts[name] = stream.tokens_per_s, stream.token_ids
         screen.line()
         if name == "plain":
             screen.line(f"[plain: {rates[name]:.0f} tokens/s] Again with speculation:", "bold")
@@ -219,27 +220,6 @@ def watch(screen: Screen, llm: LLM, excerpt: Excerpt, max_tokens: int) -> bool:
     ratio = rates["speculative"] / rates["plain"]
     screen.line(f"[speculative: {rates['speculative']:.0f} tokens/s, {ratio:.2f}x, {verdict}]", "bold cyan")
     return same
-
-
-def _stream(screen: Screen, llm: LLM, prompt: str, params: SamplingParams) -> tuple[float, list[int]]:
-    """Prints a growing text; returns tokens per second after the first step, and the ids."""
-    growing, seen, started, first = None, 0, 0.0, 0
-    tokens: list[int] = []
-    for output in llm.stream(prompt, params):
-        completion = output.outputs[0]
-        tokens, growing = completion.token_ids, growing or IncrementalText(llm.text, params, output.prompt_token_ids)
-        now = time.perf_counter()
-        if not started:
-            started, first = now, len(tokens)
-        for token, drafted in zip(tokens[seen:], completion.drafted[seen:], strict=True):
-            before = len(growing.text)
-            growing.add(token)
-            screen.piece(growing.text[before:], ACCEPTED if drafted else "")
-        seen = len(tokens)
-    spent = time.perf_counter() - started
-    if growing is not None:
-        screen.piece(growing.whole[len(growing.text) :], "")
-    return (len(tokens) - first) / max(spent, 1e-9), list(tokens)
 
 
 def _rows(count: int) -> str:

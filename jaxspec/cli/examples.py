@@ -10,10 +10,12 @@ EXAMPLES = {
         "jaxspec generate --prompt 'def read_lines(path):' "
         '--speculative-config \'{"method": "shared_expert", "model": "demo", "num_speculative_tokens": 5}\'',
     ),
+    "chat": ("jaxspec chat", "jaxspec chat DIR --temperature 0.7"),
     "inspect": ("jaxspec inspect DIR", "jaxspec inspect HEAD --target DIR"),
     "sizes": ("jaxspec sizes deepseek-v3 --hardware h200x8 h200x16",),
     "train": ("jaxspec train eagle3 --set target=DIR --set 'data.train=[\"answers.jsonl\"]' --out runs/mine",),
     "plot": ("jaxspec plot runs/mine runs/other --output both.png",),
+    "convert": ("jaxspec convert model.gguf DIR",),
     "export": ("jaxspec export runs/mine/best exported --format eagle3",),
     "import": ("jaxspec import PUBLISHED imported --target DIR",),
     "plan": ("jaxspec plan --model qwen3-30b-a3b --hardware h200x8 --drafter eagle --plot plan.png",),

@@ -12,6 +12,7 @@ import tyro
 from jaxspec.cli.engine_flags import EngineFlags, load_llm
 from jaxspec.cli.host_flags import HostFlags
 from jaxspec.cli.interrupts import INTERRUPTS
+from jaxspec.cli.progress import acceptance_words
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def _prompt(args: GenerateArgs, prompt: str) -> int:
 
 def _spent(output: "RequestOutput", time_s: float, *, speculates: bool) -> str:
     count, m = len(output.outputs[0].token_ids), output.metrics
-    words = f"acceptance length {m.mean_acceptance_length:.2f}" if speculates else PLAIN
+    words = acceptance_words(m.mean_acceptance_length, m.drafted_acceptance_length) if speculates else PLAIN
     return f"jaxspec: {count} tokens in {time_s:.1f} s, {words}\n"
 
 

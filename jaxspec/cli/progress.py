@@ -119,7 +119,7 @@ def figures_of(entry: Mapping[str, float], *, held_out: bool = True) -> str:
         words_of_lengths = ", ".join(
             f"{name.removesuffix('/acceptance_length')} {value:.2f}" for name, value in lengths.items()
         )
-        words.append(f"acceptance length (tokens per target pass) {words_of_lengths}")
+        words.append(f"tokens per pass {words_of_lengths}")
     if "learning_rate" in entry:
         words.append(f"learning rate {entry['learning_rate']:.3g}")
     if "tokens_per_s" in entry:
@@ -135,7 +135,13 @@ def rates(p: "Progress") -> str:
     """Puts speed and acceptance into words."""
     speed = p.tokens / p.time_s if p.time_s else 0.0
     failed = f", {p.failed} failed" if p.failed else ""
-    return f"{speed:.0f} tokens/s, acceptance length {p.acceptance_length:.2f}{failed}"
+    return f"{speed:.0f} tokens/s, {acceptance_words(p.acceptance_length, p.drafted_length)}{failed}"
+
+
+def acceptance_words(every: float, drafted: float) -> str:
+    """Puts tokens per target pass into words, and those of the passes with drafts where they are others."""
+    words = f"{every:.2f} tokens per pass"
+    return words if f"{drafted:.2f}" == f"{every:.2f}" else f"{words} ({drafted:.2f} where drafted)"
 
 
 def left(p: "Progress") -> str:

@@ -19,6 +19,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.perf.expert_counts import VERSION, ExpertLoad, Kind, Verifications, counted
+from jaxspec.perf.moesd import mean_acceptance_length
 from jaxspec.protocol import Drafter, VerifyRule
 from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.loading import load_draft
@@ -124,7 +125,8 @@ def measure_load(
         tuple(routed), {kind: len(x) for kind, x in chosen.items()},
         {kind: counted(x, sizes) for kind, x in chosen.items()},
     )  # fmt: skip
-    length = float(kept_VT.sum() / max(len(kept_VT), 1))
+    passes = len(kept_VT)
+    length = mean_acceptance_length(accepted=float(kept_VT.sum()) - passes, passes=passes)
     predicted, net = None, getattr(drafter, "net", None)
     if steps.said and isinstance(net, DraftHead):
         layers = tuple(list(routed).index(y) for y in net.spec.routing)

@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxspec.checkpoint.files.model_files import read_json
 from jaxspec.checkpoint.files.shards import no_weights
-from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.gguf.gguf_header import is_gguf, read_gguf
+from jaxspec.checkpoint.gguf.gguf_tensors import GgufFiles, open_tensors
 from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
 from jaxspec.checkpoint.load.model import read_config, read_generation
 from jaxspec.checkpoint.load.release import release_files
@@ -41,7 +42,8 @@ def report_model(path: Path, *, dtype: str = "bfloat16", quantization: str = "au
     """Sizes, caches, layout, files and possible drafters of a model, ready for JSON.
 
     Args:
-      path: model directory in Hugging Face layout, or a ``config.json`` alone, whose files are taken as promised.
+      path: model directory in Hugging Face layout, a GGUF file, or a ``config.json`` alone, whose files are taken as
+        promised.
       dtype: of weights that are not quantized, and of products.
       quantization: how weights would lie in memory, see ``make_plan``.
 
@@ -53,8 +55,8 @@ def report_model(path: Path, *, dtype: str = "bfloat16", quantization: str = "au
     arch, block = arch_of(config), check_method(config)
     kind = np.dtype(dtype)
     policy, table = make_policy(kind, depth="stacked"), known_tables()[arch.family]
-    there = directory is not None and any(directory.glob("*.safetensors*"))
-    files = TensorFiles.of(path) if there else release_files(config)
+    there = directory is not None and (is_gguf(directory) or any(directory.glob("*.safetensors*")))
+    files = open_tensors(path) if there else release_files(config)
     arch = with_own_head(arch, table, files)
     plan = make_plan(
         path, Transformer(arch, policy), table.rules(arch), unread=table.unread(arch), block=block,
@@ -93,7 +95,8 @@ def config_at(path: Path) -> tuple[dict[str, Any], Path | None]:
     Raises:
       ConfigError: there is no such config, or it is not a JSON object.
     """
-    return (read_config(path), path) if path.is_dir() or not path.exists() else (read_json(path), None)
+    whole = path.is_dir() or is_gguf(path) or not path.exists()
+    return (read_config(path), path) if whole else (read_json(path), None)
 
 
 def _refused(directory: Path, *, has_weights: bool) -> dict[str, str]:
@@ -158,8 +161,12 @@ def _quantization(config: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
     published = quantization_of(config)
     kinds = Counter(s.form.kind if s.form else "plain" for s in plan.stored.values())
     in_memory = {kind: form.kind for kind, form in plan.kinds().items() if form is not None}
+    method = None if published is None else published.get("quant_method")
+    if isinstance(plan.files, GgufFiles):
+        types = Counter(tensor.type for tensor in plan.files.header.tensors.values())
+        method = f"GGUF: {', '.join(f'{count} {kind}' for kind, count in types.most_common())}"
     return {
-        "config": None if published is None else published.get("quant_method"),
+        "config": method,
         "tensors": dict(kinds),
         "kept_in_memory": in_memory,
     }
@@ -212,6 +219,10 @@ def _text(config: Mapping[str, Any], directory: Path | None) -> dict[str, Any]:
     about: dict[str, Any] = {"eos_token_ids": sorted(end_ids(config, generation))}
     if directory is None:
         return about
+    if is_gguf(directory):
+        said = read_gguf(directory).metadata
+        kind, template = said.get("tokenizer.ggml.model"), bool(said.get("tokenizer.chat_template"))
+        return about | {"tokenizer": kind, "chat_template": template}
     settings = directory / "tokenizer_config.json"
     settings = read_json(settings) if settings.exists() else {}
     template = (directory / "chat_template.jinja").exists() or bool(settings.get("chat_template"))

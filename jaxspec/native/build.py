@@ -91,7 +91,7 @@ def library(name: str = "") -> Library:
 
 
 def _path(name: str) -> Path:
-    """Where the library lies: apart for other sources, headers, flags and machines."""
+    """Returns where the library lies: apart for other sources, headers, flags and machines."""
     digest = hashlib.sha256(repr((FLAGS, SETS[name], jax.__version__, platform.platform())).encode())
     for file in sorted(SOURCE.glob("*.[ch]")):
         digest.update(file.read_bytes())

@@ -64,7 +64,8 @@ class Param:
         compute, lead = policy.compute, len(leaf.shape) - len(self.axes) + (self.axes[0] == "expert")
         if compute.kernels != "native" or not (self.kind == "matrix" or self.axes[0] == "expert"):
             return None
-        if self.kind == "bias" or (isinstance(leaf, Quantized) and compute.dtype != jnp.bfloat16):
+        exact = not isinstance(leaf, Quantized) and leaf.dtype == jnp.float32
+        if self.kind == "bias" or (compute.dtype == jnp.float32 and not exact):
             return None
         return abstract_packed(leaf, lead=lead, axes=self.inputs)
 

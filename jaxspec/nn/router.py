@@ -70,7 +70,9 @@ def route(
       bias_E: added to the scores for choosing (DeepSeek-V3, section 2.1.2).
       chosen_MA: the table's choices, for ``hash``.
     """
-    if spec.kind == "topk_softmax":
+    of_the_best = spec.kind == "softmax" and spec.renormalize and bias_E is None and spec.groups == 1
+    if spec.kind == "topk_softmax" or of_the_best:
+        # Renormalized, the softmax of all experts is that of the chosen ones: a sum over A instead of over E.
         top, expert_MA = top_entries(logits_ME, top_k)
         return Routing(expert_MA, softmax(top) * spec.scale, logits_ME)
     score_ME = SCORES[spec.kind](logits_ME)

@@ -133,7 +133,7 @@ def _argmax_of_blocks(x: Array) -> Array:
 
 
 def row_max(x: Array) -> Array:
-    """Maximum over the last axis, kept, by halving: XLA:GPU compiles its own beside ``row_sum`` in half a minute."""
+    """Maximum over the last axis, kept, by halving: XLA:GPU compiles its own beside ``row_sum`` for half a minute."""
     while x.shape[-1] > 1:
         half = (x.shape[-1] + 1) // 2
         x = jnp.maximum(x[..., :half], x[..., x.shape[-1] - half :])

@@ -44,6 +44,15 @@ def tokens_per_expert(*, num_experts: int, top_k: int, tokens: float) -> float:
     return top_k * tokens / expected_experts(num_experts=num_experts, top_k=top_k, tokens=tokens)
 
 
+def mean_acceptance_length(*, accepted: float, passes: int) -> float:
+    """Computes tokens committed per target pass, bonus included, from counts; 1 where there was no pass.
+
+    Every pass counts, also one that had no drafts: this is SGLang's ``spec_accept_length``. vLLM's mean acceptance
+    length is that of the passes with drafts alone, ``drafted_acceptance_length`` here.
+    """
+    return 1 + accepted / passes if passes else 1.0
+
+
 def acceptance_length(*, acceptance: float, length: int) -> float:
     """Computes tokens committed per target pass, bonus included, if acceptances are independent (Leviathan 2023)."""
     _check_share("acceptance", acceptance)

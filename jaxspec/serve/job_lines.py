@@ -194,6 +194,7 @@ def _plain(line: Line, output: RequestOutput) -> dict[str, Any]:
         "num_draft_tokens": m.num_draft_tokens,
         "num_accepted_tokens": m.num_accepted_tokens,
         "mean_acceptance_length": m.mean_acceptance_length,
+        "drafted_acceptance_length": m.drafted_acceptance_length,
     }
     return record
 

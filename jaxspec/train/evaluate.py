@@ -22,6 +22,7 @@ from jaxspec.models.medusa import Medusa
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import policy_for
+from jaxspec.perf.moesd import mean_acceptance_length
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
@@ -81,10 +82,11 @@ class MeasuredAcceptance:
     """What verification accepted.
 
     Attributes:
-      length: tokens committed per verification, bonus token included.
-      survival: share of verifications whose first 1, 2, ... K drafts were all accepted.
-      verifications: how many there were; those that met the end of a text are left out.
-      counts: accepted drafts of each verification, by prompt.
+      length: tokens committed per verification, bonus token included; all of them count.
+      survival: share of verifications whose first 1, 2, ... K drafts were all accepted; those that met the end of a
+        text, which cut them short, are left out.
+      verifications: how many there were.
+      counts: accepted drafts of each verification, by prompt, those that met the end of a text left out.
     """
 
     length: float
@@ -105,18 +107,20 @@ class AcceptanceEvaluator:
     def measure(self, drafter: Drafter) -> MeasuredAcceptance:
         """Measures acceptance over all prompts."""
         drafter = settle(drafter, self.mesh)
-        counts: list[tuple[int, ...]] = []
-        for first in range(0, len(self.prompts), self.spec.rows):
-            counts += self._group(drafter, first)
+        groups = [self._group(drafter, first) for first in range(0, len(self.prompts), self.spec.rows)]
+        every = np.array([n for group in groups for row in group for n in row], np.int64)
+        # The verification that met the end was cut short.
+        counts = tuple(row[:-1] for group in groups for row in group)
         flat = np.array([n for row in counts for n in row], np.int64)
         depth = np.arange(1, drafter.topology.max_depth + 1)
         if not len(flat):
-            return MeasuredAcceptance(float("nan"), (float("nan"),) * len(depth), 0, tuple(counts))
+            return MeasuredAcceptance(float("nan"), (float("nan"),) * len(depth), 0, counts)
         survival = tuple(float(np.mean(flat >= k)) for k in depth)
-        return MeasuredAcceptance(float(np.mean(flat)) + 1, survival, len(flat), tuple(counts))
+        length = mean_acceptance_length(accepted=float(every.sum()), passes=len(every))
+        return MeasuredAcceptance(length, survival, len(every), counts)
 
     def _group(self, drafter: Drafter, first: int) -> list[tuple[int, ...]]:
-        """Counts the accepted drafts of each verification of some prompts."""
+        """Counts the accepted drafts of each verification of some prompts, to the end of their texts."""
         runner, state = self._runner(drafter), self.started(drafter, first)
         accepted: list[list[int]] = [[] for _ in self.prompts[first : first + self.spec.rows]]
         left = len(accepted)
@@ -125,8 +129,7 @@ class AcceptanceEvaluator:
             result = report.unpack()
             for row, counts in enumerate(accepted):
                 count_X, ended = result.count_BX[row], bool(result.ended_B[row])
-                # The verification that met the end was cut short.
-                counts += (count_X[count_X > 0][: -1 if ended else None] - 1).tolist()
+                counts += (count_X[count_X > 0] - 1).tolist()
                 left -= ended
         return [tuple(counts) for counts in accepted]
 

@@ -199,9 +199,7 @@ class Runner:
     def __init__(self, model: Model, rows: int):
         self.model, self.sizes, self.rows = model, model.sizes, rows
         state = model.empty(rows)
-        layers = []
-        for number, cache in enumerate(state.layers):
-            layers.append({name: _random_like(x, number) for name, x in cache.items()})
+        layers = [{name: _fill(x, n) for name, x in cache.items()} for n, cache in enumerate(state.layers)]
         far = jnp.full(rows, 1 << 30, jnp.int32)
         sampling = replace(state.sampling, max_length_B=far, draft_limit_B=jnp.full(rows, SLACK, jnp.int32))
         self.state = replace(state, layers=tuple(layers), sampling=sampling, active_B=jnp.ones(rows, bool))
@@ -230,7 +228,9 @@ class Runner:
         return interleaved(subjects, rounds=self.sizes.rounds, round_s=0.0)
 
 
-def _random_like(x: jax.Array, seed: int) -> jax.Array:
+def _fill(x: jax.Array, seed: int) -> jax.Array:
+    """Random numbers in the place of an empty cache, which would not fit twice beside the weights."""
+    x.delete()
     return random_bits(seed, x.shape) if x.dtype == jnp.uint16 else random_array(seed, x.shape, x.dtype)
 
 

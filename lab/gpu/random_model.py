@@ -100,7 +100,7 @@ def random_bits(seed: int, shape: tuple[int, ...]) -> Array:
     return _bits(random_array(seed, shape, jnp.bfloat16))
 
 
-_bits = jax.jit(lambda x: lax.bitcast_convert_type(x, jnp.uint16))
+_bits = jax.jit(lambda x: lax.bitcast_convert_type(x, jnp.uint16), donate_argnums=0)
 
 
 def _numbers(bits: Any, xp: Any) -> Any:

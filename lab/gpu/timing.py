@@ -91,6 +91,11 @@ def chained(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) 
       function: of trees of arrays.
       arguments: one tuple per call; arrays that are the same object become one parameter of the program.
     """
+    return trace_chain(function, arguments)()
+
+
+def trace_chain(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Callable[[], Callable[[], Any]]:
+    """Traces what ``chained`` compiles; returns what compiles it and returns what launches it."""
     leaves, tree = jax.tree.flatten(list(arguments))
     distinct = {id(leaf): leaf for leaf in leaves}
     places = {key: place for place, key in enumerate(distinct)}
@@ -100,8 +105,13 @@ def chained(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) 
     def program(*arrays: Any) -> list[Any]:
         return [function(*args) for args in jax.tree.unflatten(tree, [arrays[place] for place in order])]
 
-    compiled = jax.jit(program).lower(*held).compile()
-    return lambda: compiled(*held)
+    lowered = jax.jit(program).lower(*held)
+
+    def compile_it() -> Callable[[], Any]:
+        compiled = lowered.compile()
+        return lambda: compiled(*held)
+
+    return compile_it
 
 
 def side_by_side(jobs: Mapping[T, Callable[[], Any]]) -> dict[T, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from lab.gpu.timing import Subject, interleaved
+from lab.gpu.timing import Subject, interleaved, side_by_side, trace_chain
 from pallas_kernels import blocks
 from pallas_kernels.blocks import Key, Measured
 from pallas_kernels.case import Case
@@ -70,7 +70,7 @@ def neighbors(tiles: Any) -> Iterator[Any]:
 
 
 def tune(op: str, group: Group, kernel: Any, *, tries: int, rounds: int = 5, round_s: float = 0.01) -> Tuned:
-    """Searches from the default; a candidate that does not compile or spills registers is skipped.
+    """Searches from the default, the neighbors of the best one at a time; what does not compile or spills is skipped.
 
     Args:
       op: name of the operation.
@@ -82,38 +82,51 @@ def tune(op: str, group: Group, kernel: Any, *, tries: int, rounds: int = 5, rou
     """
     arguments = {c.name: [c.random(jax.random.key(n)) for n in range(COPIES)] for c in group.cases}
     skipped: dict[str, str] = {}
-    tried = {group.default}
 
-    def time_us(tiles: Any) -> float:
-        total = 0.0
-        for case in group.cases:
-            launches = _launches(op, case, kernel, tiles, arguments[case.name])
-            timing = interleaved([Subject(case.name, launches, COPIES)], rounds=rounds, round_s=round_s)
-            total += 1e6 * timing[case.name].median_s
-        return total
-
-    best, default_us = group.default, time_us(group.default)
-    best_us, improved = default_us, True
-    while improved and len(tried) <= tries:
-        improved = False
-        for candidate in [c for c in neighbors(best) if c not in tried][: tries + 1 - len(tried)]:
-            tried.add(candidate)
-            try:
-                candidate_us = time_us(candidate)
-            except Exception as error:
-                skipped[str(candidate)] = f"{type(error).__name__}: {str(error)[:200]}"
+    def measure(candidates: list[Any]) -> dict[Any, float]:
+        """Microseconds of the candidates that run."""
+        programs = _programs(op, group, kernel, candidates, arguments)
+        times = {}
+        for tiles in candidates:
+            mine = {case.name: programs[tiles, case.name] for case in group.cases}
+            errors = [e for e in mine.values() if isinstance(e, Exception)]
+            if errors:
+                skipped[str(tiles)] = f"{type(errors[0]).__name__}: {str(errors[0])[:200]}"
                 continue
-            if candidate_us < BETTER * best_us:
-                best, best_us, improved = candidate, candidate_us, True
+            subjects = [Subject(name, launch, COPIES) for name, launch in mine.items()]
+            timings = interleaved(subjects, rounds=rounds, round_s=round_s)
+            times[tiles] = 1e6 * sum(timing.median_s for timing in timings.values())
+        return times
+
+    tried, best = {group.default}, group.default
+    times = measure([best])
+    if not times:
+        raise RuntimeError(skipped[str(best)])
+    default_us = best_us = times[best]
+    while candidates := [c for c in neighbors(best) if c not in tried][: tries + 1 - len(tried)]:
+        tried.update(candidates)
+        times = measure(candidates)
+        fastest = min(times, key=times.__getitem__, default=best)
+        if times.get(fastest, best_us) >= BETTER * best_us:
+            break
+        best, best_us = fastest, times[fastest]
     return Tuned(best, best_us, default_us, skipped)
 
 
-def _launches(op: str, case: Case, kernel: Any, tiles: Any, arguments: list[tuple[Any, ...]]) -> Any:
-    """Starts the case once per set of arguments."""
-    jax.clear_caches()
-    with blocks.trying(op, tiles):
-        program = jax.jit(case.call(kernel)).lower(*arguments[0]).compile()
-    return lambda: [program(*one) for one in arguments]
+def _programs(
+    op: str, group: Group, kernel: Any, candidates: list[Any], arguments: dict[str, list[tuple[Any, ...]]]
+) -> dict[tuple[Any, str], Any]:
+    """Every case with every candidate, traced one after the other and compiled side by side; errors as values."""
+    traced: dict[tuple[Any, str], Any] = {}
+    for tiles in candidates:
+        for case in group.cases:
+            jax.clear_caches()
+            with blocks.trying(op, tiles):
+                try:
+                    traced[tiles, case.name] = trace_chain(case.call(kernel), arguments[case.name])
+                except Exception as error:
+                    traced[tiles, case.name] = error
+    return traced | side_by_side({key: value for key, value in traced.items() if not isinstance(value, Exception)})
 
 
 def entry(group: Group, tuned: Tuned, *, card: str, date: str, command: str) -> Measured:

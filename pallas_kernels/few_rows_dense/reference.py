@@ -15,5 +15,7 @@ def few_rows_dense(
         w = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer.reshape(()), keepdims=False), w)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     w_DN = widen(w).astype(dtype)
+    if dtype == jnp.bfloat16:  # or XLA:GPU leaves out the rounding of a single row, whose product it fuses
+        x_MD = lax.reduce_precision(x_MD, 8, 7)
     out = jnp.dot(x_MD.astype(dtype), w_DN, precision=precision, preferred_element_type=jnp.float32)
     return out if bias_N is None else out + bias_N.astype(jnp.float32)

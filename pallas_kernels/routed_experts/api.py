@@ -73,7 +73,7 @@ def routed_experts(
         activation=activation,
         dtype=dtype,
         layer=layer,
-        tiles=tiles or tiles_for(weights, x_MD.shape[0], stacked=layer is not None),
+        tiles=tiles or tiles_for(weights, *expert_MA.shape, stacked=layer is not None),
         implementation=implementation.implementation,
     )
 
@@ -100,13 +100,21 @@ def shape_of(weights: Mapping[str, Weight], *, stacked: bool) -> str:
     return f"E{experts} D{width} F{hidden}"
 
 
-def tiles_for(weights: Mapping[str, Weight], rows: int, *, stacked: bool) -> Tiles:
-    """Measured tile sizes of this card and shape, or a safe default; taller blocks for more than 512 rows."""
+def tiles_for(weights: Mapping[str, Weight], rows: int, top_k: int, *, stacked: bool) -> Tiles:
+    """Measured tile sizes of this card and shape, or a safe default; taller blocks for many rows per expert.
+
+    Blocks of 16 and 32 rows sum alike (``mma.sync`` takes 16 of them), those of 64 do not (``wgmma``).
+    """
     kind = form(weights["gate_up_ED2F"])
     tiles = blocks.look_up(OP, DEFAULT.get(kind, Tiles()), shape=shape_of(weights, stacked=stacked), form=kind)
-    return tiles if rows <= DECODE_ROWS else replace(tiles, rows=max(tiles.rows, PREFILL_ROWS.get(kind, 64)))
+    tallest = PREFILL_ROWS.get(kind, 64)
+    if rows > DECODE_ROWS:
+        return replace(tiles, rows=max(tiles.rows, tallest))
+    many = rows * top_k >= MANY_PER_EXPERT * weights["down_EFD"].shape[-3]
+    return replace(tiles, rows=max(tiles.rows, min(tallest, 32))) if many else tiles
 
 
+MANY_PER_EXPERT = 8
 # Taller blocks do not fit into registers with these.
 PREFILL_ROWS: Mapping[str, int] = {"float32": 16, "mxfp4": 16}
 DEFAULT: Mapping[str, Tiles] = {

@@ -126,7 +126,7 @@ REAL = tuple(
         ("qwen3_30b_a3b", (1, 64, 2048), lambda m: Shape(m, 128, 8, 2048, 768, "bfloat16", layers=2)),
         (
             "gpt_oss_120b",
-            (64,),
+            (1, 64),
             lambda m: Shape(m, 128, 4, 2880, 2880, "mxfp4", bias=True, layers=2, activation=gpt_oss),
         ),
         (

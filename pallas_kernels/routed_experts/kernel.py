@@ -19,7 +19,7 @@ class Tiles:
     """Tile sizes of both products.
 
     Attributes:
-      rows: of a block, the same for any number of rows up to 512, so that a row's sums do not depend on it.
+      rows: of a block, 16 or 32 for any number of rows up to 512, so that a row's sums do not depend on it.
       up: of the product with gate and up weights; its columns are read from both.
       down: of the product back to the model width.
     """
@@ -59,7 +59,8 @@ def routed_experts(
     rows, top_k = expert_MA.shape
     lead = 1 if layer is None else 2
     place = jnp.zeros(1, jnp.int32) if layer is None else layer.astype(jnp.int32).reshape(1)
-    up, down = (layout(weights[name], lead=lead) for name in ("gate_up_ED2F", "down_EFD"))
+    on_gpu = implementation == "triton"
+    up, down = (layout(weights[name], lead=lead, on_gpu=on_gpu) for name in ("gate_up_ED2F", "down_EFD"))
     experts, width = weights["down_EFD"].shape[lead - 1], down.columns
     order_R, blocks = sort(expert_MA.reshape(-1), experts, tiles.rows, implementation)
     common = [place, blocks.group_N, blocks.first_N, blocks.count_N, order_R]

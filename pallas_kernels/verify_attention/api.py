@@ -150,9 +150,9 @@ def tiles_for(heads: int, k_pages_PGZC: jax.Array, value_width: int, block: int)
     height = min(max(1 << (8 * heads // kv_heads - 1).bit_length(), NARROWEST), 64)
     warps = 4 if value_width <= 128 else 8
     if height < 64 or value_width > 256:
-        default = Tiles(min(height, 32), 32, 512, Launch(warps, 4 if value_width <= 256 else 2))
+        default = Tiles(min(height, 32), 32, launch=Launch(warps, 4 if value_width <= 256 else 2))
     else:
-        default = Tiles(height, 64, 512, Launch(warps, 3 if value_width <= 128 else 2))
+        default = Tiles(height, 64, launch=Launch(warps, 3 if value_width <= 128 else 2))
     shape = f"H{heads} G{kv_heads} C{width} V{value_width}"
     tiles = look_up(OP, default, shape=shape, form=k_pages_PGZC.dtype.name)
     return replace(tiles, block=min(tiles.block, _power_in(block)))

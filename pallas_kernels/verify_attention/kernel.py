@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import Implementation, Launch, ds, launch, load, program_id, store, when, whole
+from pallas_kernels.backend import Implementation, Launch, ds, launch, load, program_id, store, whole
 from pallas_kernels.steady import exp, total
 
 MASKED = -1e30  # finite, so that what shows a query nothing leaves its running softmax as it is
 TOGETHER = 16  # splits that are put together at a time
+FILLING = 256  # programs that keep every multiprocessor of a card busy
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,13 @@ class Tiles:
     Attributes:
       rows: height of a tile of queries; one kv head's queries of a row's positions lie in it, position after position.
       block: cached positions of one product.
-      split: cached positions of one program, a multiple of ``block``.
+      split: cached positions whose softmax is one piece, a multiple of ``block``.
       launch: of the programs that read the cache.
     """
 
     rows: int = 32
     block: int = 64
-    split: int = 512
+    split: int = 256
     launch: Launch = field(default_factory=Launch)
 
 
@@ -99,6 +100,16 @@ class Plan:
             return most
         return min(most + 1, (self.span + self.count - 2) // self.tiles.split + 2)
 
+    @property
+    def tiles_of_queries(self) -> int:
+        """Tiles of all rows and kv heads."""
+        return self.rows * self.kv_heads * -(-self.count * self.group // self.tiles.rows)
+
+    @property
+    def programs(self) -> int:
+        """Programs that share a tile's splits: no more than fill the card, for most splits of a short row are empty."""
+        return min(self.splits, -(-FILLING // self.tiles_of_queries))
+
 
 def powers_of_two(first: int, end: int) -> tuple[tuple[int, int], ...]:
     """Cuts a range of channels into powers of two, the largest first."""
@@ -123,7 +134,6 @@ def attend_kernel(plan: Plan, operands: dict[str, jax.Array]) -> jax.Array:
       float32 [B * T * H, C'].
     """
     tiles, flat, wide = plan.tiles, plan.rows * plan.count * plan.heads, plan.value_width
-    per_head = -(-plan.count * plan.group // tiles.rows)
     names, arrays = tuple(operands), tuple(operands.values())
     result = jax.ShapeDtypeStruct((flat, wide), jnp.float32)
     pieces = [
@@ -135,7 +145,7 @@ def attend_kernel(plan: Plan, operands: dict[str, jax.Array]) -> jax.Array:
         partial(_read_cache, plan, names),
         *arrays,
         name="verify_attention",
-        grid=(plan.rows * plan.kv_heads * per_head, plan.splits),
+        grid=(plan.tiles_of_queries, plan.programs),
         in_specs=[whole(x.shape) for x in arrays],
         out_specs=whole(result.shape) if plan.whole_reach else [whole(x.shape) for x in pieces],
         out_shape=result if plan.whole_reach else pieces,
@@ -187,7 +197,7 @@ def _tile(plan: Plan, ref: dict[str, Any]) -> _Tile:
 
 
 def _read_cache(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
-    """One program: one tile's softmax over one split of its reach, or over all of a short one."""
+    """One program: one tile's softmax over splits of its reach, each for itself, or over all of a short one."""
     ref, outs = dict(zip(names, refs, strict=False)), refs[len(names) :]
     tile, length = _tile(plan, ref), plan.tiles.split
     low, high = jnp.min(tile.position_M), jnp.max(tile.position_M)
@@ -198,10 +208,10 @@ def _read_cache(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
         inverse_M1 = (1 / jnp.maximum(total_M, 1e-30))[:, None]
         _store(plan, tile, outs[0], tuple(part * inverse_M1 for part in parts))
         return
-    split = first // length + program_id(1)
+    begin = first // length + program_id(1)
 
-    @when(split * length < end)
-    def _() -> None:
+    def attend(turn: jax.Array, carry: jax.Array) -> jax.Array:
+        split = begin + turn * plan.programs
         piece_first = jnp.maximum(split * length, first)
         piece_end = jnp.minimum((split + 1) * length, end)
         top_M, total_M, parts = _run(plan, ref, tile, piece_first, piece_end, _begin(plan, tile, None))
@@ -209,6 +219,10 @@ def _read_cache(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
         store(outs[0].at[place, tile.flat_M], top_M, mask=tile.real_M)
         store(outs[1].at[place, tile.flat_M], total_M, mask=tile.real_M)
         _store(plan, tile, outs[2], parts, (place,))
+        return carry
+
+    turns = ((end + length - 1) // length - begin + plan.programs - 1) // plan.programs
+    lax.fori_loop(0, jnp.maximum(turns, 0), attend, jnp.int32(0))
 
 
 def _begin(plan: Plan, tile: _Tile, sinks: Any) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:

@@ -257,7 +257,8 @@ def test_counts_add_up(llm: LLM):
         m = output.metrics
         assert sum(m.num_accepted_tokens_per_pos) == m.num_accepted_tokens <= m.num_draft_tokens
         assert m.num_accepted_tokens_per_pos == sorted(m.num_accepted_tokens_per_pos, reverse=True)
-        assert m.mean_acceptance_length == pytest.approx(1 + m.num_accepted_tokens / m.num_drafts)
+        assert m.mean_acceptance_length == pytest.approx(len(output.outputs[0].token_ids) / m.num_steps)
+        assert m.drafted_acceptance_length == pytest.approx(1 + m.num_accepted_tokens / m.num_drafts)
         assert m.draft_acceptance_rate == pytest.approx(m.num_accepted_tokens / m.num_draft_tokens)
         assert m.acceptance_per_pos == [n / m.num_drafts for n in m.num_accepted_tokens_per_pos]
         assert m.num_accepted_tokens + m.num_steps == len(output.outputs[0].token_ids)

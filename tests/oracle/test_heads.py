@@ -141,19 +141,21 @@ def test_evaluation_counts_what_serving_counts(lab: Lab, tmp_path: Path):
         speculative_config={"method": "shared_expert", "model": str(tmp_path / "head"), "num_speculative_tokens": 4},
     )  # fmt: skip
     prompts = [prompt for prompt, _ in mixed_requests("cold")][:3]
-    served = []
+    served, tokens, passes = [], 0, 0
     for prompt in prompts:
         grown = [1]
         for output in llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)):
             grown.append(len(output.outputs[0].token_ids))
         counts = np.diff([0, *grown[1:]])
         served.append(tuple((counts[:-1] - 1).tolist()))
+        tokens, passes = tokens + 24, passes + output.metrics.num_steps
     target = lab.model("target")
     evaluator = AcceptanceEvaluator(Target(target.params, target.net), prompts, EvalSpec(tokens=24, rows=2))
     found = evaluator.measure(head_drafter(head, (target.net, target.params), chain(4), 128))
     assert found.counts == tuple(served)
     flat = [n for counts in served for n in counts]
-    assert found.length == pytest.approx(1 + np.mean(flat))
+    assert found.length == pytest.approx(tokens / passes)
+    assert found.verifications == passes
     assert found.survival == pytest.approx([np.mean(np.array(flat) >= k) for k in range(1, 5)])
     metrics = {(m.name, m.labels.get("drafts")): m.value for m in llm.get_metrics()}
     experts = [metrics["jaxspec:predicted_experts", str(k)] for k in range(1, 5)]

@@ -52,3 +52,12 @@ def test_logits_do_not_depend_on_the_rows_beside_them(model: Model):
     for rows, width in ((1, 4), (1, 7), (3, 5)):
         many = bits(model, token_BS[:rows], width)
         np.testing.assert_array_equal(many, one[: len(many)], err_msg=f"{rows} rows of {width} positions")
+
+
+def test_stacked_layers_give_the_bits_of_layers_apart(model: Model):
+    """With native kernels, which read a layer's weights where they lie in the stack."""
+    if model.net.policy.compute.kernels != "native":
+        pytest.skip("no C compiler here")
+    apart = load_model(demo_model_dir("target"), model.net.policy.update(depth="unrolled"))
+    token_BS = np.random.default_rng(1).integers(0, model.net.arch.vocab_size, (2, 12)).astype(np.int32)
+    np.testing.assert_array_equal(bits(model, token_BS, 3), bits(apart, token_BS, 3))

@@ -20,10 +20,11 @@ PROBE_BYTES = 1 << 16
 
 
 def fingerprint(directory: str | Path | None) -> str:
-    """Computes a fingerprint of a model directory: small files count whole, weight files by size and three probes."""
+    """Computes a fingerprint of a model: small files count whole, weight files by size and three probes."""
     digest = hashlib.sha256()
     folder = Path(directory or os.devnull)
-    for file in [*(folder / name for name in READ_WHOLE), *sorted(folder.glob("*.safetensors"))]:
+    files = [*(folder / name for name in READ_WHOLE), *sorted(folder.glob("*.safetensors"))]
+    for file in [folder] if folder.is_file() else files:
         if not file.is_file():
             continue
         try:
@@ -42,6 +43,7 @@ def digests(config: Mapping[str, Any], directory: Path | None = None) -> dict[st
     """Computes SHA-256 of a config's content, and of the names and sizes of a directory's weight files."""
     hashes = {"config_digest": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()}
     if directory is not None:
-        files = [(file.name, file.stat().st_size) for file in sorted(directory.glob("*.safetensors"))]
+        weights = [directory] if directory.is_file() else sorted(directory.glob("*.safetensors"))
+        files = [(file.name, file.stat().st_size) for file in weights]
         hashes["files_digest"] = hashlib.sha256(json.dumps(files).encode()).hexdigest()
     return hashes

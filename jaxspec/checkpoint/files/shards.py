@@ -49,7 +49,7 @@ def no_weights(directory: Path) -> str:
     if other is None:
         return f"{text}; download the weights into it"
     if other.endswith(".gguf"):
-        return f"{text}; it holds {other}, download the model that it was made of"
+        return f"{text}; it holds {other}: give that file itself as the model"
     return (
         f"{text}; it holds {other}: load that where PyTorch is installed and save it again with "
         "save_pretrained(..., safe_serialization=True), or take a copy that was published as safetensors"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
+from jaxspec.checkpoint.gguf.gguf_tensors import open_tensors
 from jaxspec.checkpoint.load.places import (
     NO_SLOTS,
     TargetLeaf,
@@ -102,7 +103,7 @@ def make_plan(
     """
     if quantization not in QUANTIZATIONS:
         raise ConfigError(f"quantization {quantization!r} is not known; known are {', '.join(QUANTIZATIONS)}")
-    files = TensorFiles.of(directory) if files is None else files
+    files = open_tensors(directory) if files is None else files
     arch = getattr(net, "arch", None)
     leaves = flatten(abstract_params(net.clone(policy=net.policy.update(formats=()))))
     rules_by_leaf = resolve_rules(rules, leaves, arch, slots_by_layer)

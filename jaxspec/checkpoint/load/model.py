@@ -10,7 +10,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files.model_files import check_text_files, file_in, read_json
-from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.gguf.config import config_of, generation_of
+from jaxspec.checkpoint.gguf.gguf_header import is_gguf, read_gguf
+from jaxspec.checkpoint.gguf.gguf_tensors import open_tensors
 from jaxspec.checkpoint.load.fill import Progress, fill
 from jaxspec.checkpoint.load.load_plan import LoadPlan, make_plan
 from jaxspec.checkpoint.load.slots import check_placement, slots_for, slots_of_model, slots_of_mtp
@@ -48,12 +50,15 @@ class Model:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Reads the published ``config.json``.
+    """Reads the published ``config.json``, or what a GGUF file says in its place.
 
     Raises:
       ConfigError: the directory or file is missing, the file is not a JSON object, or it or one of the tokenizer's is
-        no regular file in the directory.
+        no regular file in the directory; or a GGUF file is of an architecture that is not known.
+      CheckpointError: a GGUF file is not sound.
     """
+    if is_gguf(directory):
+        return config_of(read_gguf(directory))
     if not directory.is_dir():
         raise no_directory(directory)
     if not os.path.lexists(directory / "config.json"):
@@ -65,19 +70,23 @@ def read_config(directory: Path) -> dict[str, Any]:
 def no_directory(directory: Path) -> ConfigError:
     """Returns the error for a model directory that is not there, or that is no directory."""
     if directory.is_file():
-        return ConfigError(f"{directory}: a file, not a model directory; give the directory that it lies in")
+        return ConfigError(
+            f"{directory}: a file, not a model directory; give the directory that it lies in, or a .gguf file"
+        )
     return ConfigError(
-        f"{directory}: no such directory; a model is a directory with config.json and .safetensors files, or the id of "
-        "one on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B"
+        f"{directory}: no such directory; a model is a directory with config.json and .safetensors files, a .gguf "
+        "file, or the id of one on the Hugging Face hub, such as Qwen/Qwen3-30B-A3B"
     )
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """Reads the published ``generation_config.json``, empty if there is none.
+    """Reads the published ``generation_config.json``, empty if there is none, or what a GGUF file says in its place.
 
     Raises:
       ConfigError: it is no JSON object.
     """
+    if is_gguf(directory):
+        return generation_of(read_gguf(directory))
     name = "generation_config.json"
     return read_json(file_in(directory, name, ConfigError)) if os.path.lexists(directory / name) else {}
 
@@ -99,7 +108,7 @@ def plan_model(
     directory = Path(directory)
     config = read_config(directory) if config is None else config
     arch = arch_of(config)
-    table, files = known_tables()[arch.family], TensorFiles.of(directory)
+    table, files = known_tables()[arch.family], open_tensors(directory)
     arch = with_own_head(arch, table, files)
     net = Transformer(arch, policy.update(slots=slots_for(placement)))
     return make_plan(

@@ -16,6 +16,7 @@ from pallas_kernels.quantized import Format
 Shape = tuple[int, ...]
 FP8_BLOCK = (128, 128)
 FP4_BLOCK = 32
+INT8_GROUP = 32
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 PLAIN = tuple(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 FACTORS = (*PLAIN[1:], E8M0)
@@ -101,10 +102,14 @@ def storage_of(files: TensorFiles, name: TensorName, block: tuple[int, int]) -> 
     if tensor in files:
         shape, stem = files.shape(name), tensor.removesuffix(".weight")
         # DeepSeek-V3 publishes X.weight_scale_inv, DeepSeek-V4 X.scale; gpt-oss X_blocks with X_scales, see below.
-        factor = next((s for s in (f"{tensor}_scale_inv", f"{stem}.scale") if stem != tensor and s in files), None)
+        # GGUF files' int8 matrices are read as X.weight with X.group_scale.
+        scales = (f"{tensor}_scale_inv", f"{stem}.scale", f"{stem}.group_scale")
+        factor = next((s for s in scales if stem != tensor and s in files), None)
         if factor is None or len(shape) != 2:
             return Stored(name, shape, name)
         scale = TensorName(factor, entry)
+        if factor.endswith(".group_scale"):
+            return Stored(name, shape, name, scale, Format("int8", (1, INT8_GROUP)))
         exponents = files.dtype(scale) in EXPONENTS
         if files.dtype(name) in BYTES:
             packed = matrix_form(Format("fp4", (), exponents), block)
@@ -146,7 +151,8 @@ def _faults_of_scaled(files: TensorFiles, stored: Stored, scale: TensorName, for
         shapes.append(f"{scale}: {files.shape(scale)} in the file, {grid} by its weight's")
     if stored.transposed and files.shape(stored.data)[2:] != (FP4_BLOCK // 2,):
         shapes.append(f"{stored.data}: {files.shape(stored.data)} in the file, not blocks of {FP4_BLOCK // 2}")
-    if files.dtype(stored.data) not in (BYTES if form.kind == "fp4" else (E4M3,)):
+    numbers = {"fp4": BYTES, "int8": BYTES[:1], "fp8": (E4M3,)}[form.kind]
+    if files.dtype(stored.data) not in numbers:
         dtypes.append(f"{stored.data}: {files.dtype(stored.data)} with scales")
     if files.dtype(scale) not in (EXPONENTS if form.kind == "fp4" else FACTORS):
         dtypes.append(f"{scale}: {files.dtype(scale)}")

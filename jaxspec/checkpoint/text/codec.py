@@ -40,7 +40,7 @@ class Text:
 
     @classmethod
     def load(cls, directory: Path) -> Text | None:
-        """Loads the directory's tokenizer, None if it has none or only one that takes code of its own.
+        """Loads the tokenizer of a directory or GGUF file, None if it has none or only one that takes code of its own.
 
         Raises:
           ConfigError: tokenizer files are there but cannot be read.

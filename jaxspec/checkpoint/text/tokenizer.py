@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint.files.model_files import read_json
+from jaxspec.checkpoint.gguf.gguf_header import is_gguf, read_gguf
+from jaxspec.checkpoint.gguf.gguf_tokenizer import write_tokenizer
 from jaxspec.checkpoint.text import tiktoken
 from jaxspec.errors import ConfigError
 
@@ -24,7 +26,7 @@ READABLE = "tokenizer.json, tokenizer.model, vocab.json and Kimi's, Qwen's and L
 
 
 def load_tokenizer(directory: Path) -> Any | None:
-    """Loads transformers' tokenizer of a directory.
+    """Loads transformers' tokenizer of a directory or GGUF file.
 
     Python files of the directory are never run, whatever its configuration says. A tokenizer that cannot be read
     without them is left out with one warning: the model then takes token ids.
@@ -35,6 +37,8 @@ def load_tokenizer(directory: Path) -> Any | None:
     Raises:
       ConfigError: tokenizer files are there but cannot be read.
     """
+    if is_gguf(directory):
+        return _of_gguf(directory)
     there = [directory / name for name in (*TOKENIZER_FILES, *TEMPLATE_FILES) if (directory / name).exists()]
     if not any(file.name in TOKENIZER_FILES for file in there):
         return None
@@ -80,6 +84,15 @@ def _class_is_known(settings: Mapping[str, Any]) -> bool:
     if name := settings.get("tokenizer_class"):
         return tokenizer_class_from_name(name) is not None
     return not tiktoken.own_class(settings)
+
+
+def _of_gguf(file: Path) -> Any | None:
+    """Loads the tokenizer of a GGUF file, None if it has none."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = load_tokenizer(Path(folder)) if write_tokenizer(read_gguf(file), Path(folder)) else None
+    if tokenizer is not None:
+        tokenizer.name_or_path = str(file)
+    return tokenizer
 
 
 def _from_ranks(directory: Path, layout: tiktoken.RankLayout, settings: Mapping[str, Any]) -> Any:

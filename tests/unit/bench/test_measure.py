@@ -48,17 +48,17 @@ def test_percentiles_by_hand():
     assert Spread.of(range(9)) == Spread(4.0, 0.0, 8.0, 1.0, 7.0)
 
 
-def test_acceptance_by_vllms_definitions():
+def test_acceptance_counts_passes_without_drafts():
     m = SpeculationMetrics(num_accepted_tokens_per_pos=[0, 0, 0])
     for drafted, committed in ((3, 4), (3, 1), (2, 2), (0, 1)):  # accepted 3, 0, 1, and a step without drafts
         m.add(drafted, committed)
-    found = AcceptanceFigures.of(m, tokens=8)
+    found = AcceptanceFigures.of(m)
     assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens, found.num_steps) == (3, 8, 4, 4)
     assert found.rate == pytest.approx(4 / 8)
-    assert found.length == pytest.approx(1 + 4 / 3)
+    assert found.length == m.mean_acceptance_length == pytest.approx(8 / 4)
+    assert found.drafted_length == m.drafted_acceptance_length == pytest.approx(1 + 4 / 3)
     assert found.per_pos == pytest.approx([2 / 3, 1 / 3, 1 / 3])
     assert found.mean_drafted == pytest.approx(8 / 4)
-    assert found.tokens_per_step == pytest.approx(8 / 4)
 
 
 def test_cost_by_hand():

@@ -75,8 +75,8 @@ def test_cells_hold_together(found: tuple):
         assert cell.total_speedup.least <= cell.total_speedup.median <= cell.total_speedup.most
         a = cell.acceptance
         assert len(a.per_pos) == 2
-        assert a.length == pytest.approx(1 + sum(a.per_pos))
-        assert a.num_steps * a.tokens_per_step == pytest.approx(32)
+        assert a.drafted_length == pytest.approx(1 + sum(a.per_pos))
+        assert a.num_steps * a.length == pytest.approx(32)
         e = cell.experts
         assert e.experts_per_token <= e.plain <= e.speculative <= e.experts
         assert e.plain <= e.plain_independent + e.experts_per_token
@@ -197,7 +197,7 @@ def test_older_files_with_more_fields_are_read(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("[]", "no report|schema"), ('{"schema": "other/1"}', "schema"), ('{"schema": "jaxspec.bench/1"}', "no report")],
+    [("[]", "no report|schema"), ('{"schema": "other/1"}', "schema"), ('{"schema": "jaxspec.bench/2"}', "no report")],
     ids=str,
 )
 def test_other_files_are_no_reports(tmp_path: Path, text: str, why: str):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.cli.demo import _stream
+from jaxspec.cli.colored_stream import ColoredStream
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.serve.sample import new_samples
 from jaxspec.serve.text import IncrementalText
@@ -38,8 +38,9 @@ class Pieces(list):
 def printed(layout: str, prompt: list[int], ids: list[int]) -> str:
     screen: Any = Pieces()
     llm: Any = Model(layout, prompt, ids)
-    _, tokens = _stream(screen, llm, "", SamplingParams(max_tokens=len(ids)))
-    assert tokens == ids
+    stream = ColoredStream(screen, llm)
+    stream.run("", SamplingParams(max_tokens=len(ids)))
+    assert stream.token_ids == ids
     return "".join(screen)
 
 

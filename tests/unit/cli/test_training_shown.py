@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.cli.progress import ShownTraining, figures_of
+from jaxspec.cli.progress import ShownTraining, acceptance_words, figures_of
 from jaxspec.cli.train import _print_facts
 
 ENTRY = {
@@ -18,8 +18,13 @@ LINE = (
 def test_a_line_says_all_that_is_known():
     assert figures_of(ENTRY) == LINE
     measured = figures_of(ENTRY | {"k3/t0/acceptance_length": 1.5, "k3/t0/accepted_at_1": 0.4})
-    assert "right 50.0%, acceptance length (tokens per target pass) k3/t0 1.50, learning rate" in measured
+    assert "right 50.0%, tokens per pass k3/t0 1.50, learning rate" in measured
     assert figures_of({"step": 1, "loss": 1.0}) == "loss 1"
+
+
+def test_both_lengths_are_shown_where_they_differ():
+    assert acceptance_words(1.25, 2.5) == "1.25 tokens per pass (2.50 where drafted)"
+    assert acceptance_words(2.5, 2.501) == "2.50 tokens per pass"
 
 
 def test_piped_lines(capsys: pytest.CaptureFixture[str]):

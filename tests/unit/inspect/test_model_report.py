@@ -20,7 +20,7 @@ from jaxspec.inspect.model_sizes import part_of
         ("hyper_head/head_fn_NS", "hyper-connections"),
         ("layers_0/ffn/gate_up_D2F", "dense feed-forward"),
         ("layers_0/ffn/up_bias_F", "dense feed-forward"),
-        ("layers_0/ffn/gate_up_D2F_7", "routed experts"),
+        ("layers_0/ffn/gate_up_ED2F", "routed experts"),
         ("segment_0/ffn/down_bias_ED", "routed experts"),
         ("segment_0/ffn/shared/down_FD", "shared experts"),
         ("segment_0/ffn/shared_gate_D1", "shared experts"),

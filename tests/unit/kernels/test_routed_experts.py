@@ -1,6 +1,7 @@
 """Routed experts' kernel: a row's result is the same bits whatever is computed beside it; layers, shares, bad input."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -68,11 +69,20 @@ def test_any_number_of_rows_gives_the_same(rows: int):
     same(program("bfloat16")(x[-rows:], choice[-rows:], weight[-rows:], weights), together[-rows:])
 
 
-@pytest.mark.served
-def test_tiles_do_not_depend_on_decoding_rows():
+def test_blocks_of_16_and_of_32_rows_give_the_same():
+    shape = SHAPES["bfloat16"]
+    *args, _ = shape.random(jax.random.key(6))
+    how: dict[str, Any] = {"activation": shape.activation, "dtype": shape.dtype, "implementation": "interpret"}
+    low, tall = (np.asarray(routed_experts(*args, tiles=replace(TILES, rows=rows), **how)) for rows in (16, 32))
+    same(low, tall)
+
+
+def test_tiles_sum_alike_for_any_decoding_rows():
     *_, weights, _ = SHAPES["bfloat16"].abstract()
-    assert len({tiles_for(weights, rows, stacked=False) for rows in (1, 2, 64, 511, 512)}) == 1
-    assert tiles_for(weights, 4096, stacked=False).rows > tiles_for(weights, 512, stacked=False).rows
+    tiles = {rows: tiles_for(weights, rows, 2, stacked=False) for rows in (1, 2, 64, 511, 512, 4096)}
+    few, many = 16, 32  # rows of a block that sum alike
+    assert {replace(t, rows=few) for rows, t in tiles.items() if rows <= 512} == {replace(tiles[1], rows=few)}
+    assert [t.rows for t in tiles.values()] == [few, few, many, many, many, 64]
 
 
 def test_a_layer_of_the_stack_is_that_layer():

@@ -1,12 +1,16 @@
 """The GPU suite runs to its end on tiny shapes, and says what it had no time for."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from lab import gpu_suite
 from scripts.house_report import ROOT
 from tests.gpu.schema import Report, read
 
@@ -52,3 +56,28 @@ def test_unknown_names_are_refused(option: tuple[str, str], tmp_path: Path):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert option[1] in done.stderr
+
+
+class Worker:
+    """A process whose first section may take 0.3 s and whose second one a minute, and that ends after a second."""
+
+    returncode, killed, looks = 0, False, 0
+
+    def __init__(self, part: Path):
+        self.part, self.began = part, time.time()
+
+    def poll(self) -> int | None:
+        until = self.began + (0.3 if not self.looks else 60)
+        self.part.write_text(json.dumps({"machine": {}, "until": until, "sections": {}}))
+        self.looks += 1
+        return 0 if self.looks > 5 else None
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+def test_a_later_section_has_time_of_its_own(tmp_path: Path):
+    part = tmp_path / "suite.part"
+    worker, report = Worker(part), {"machine": None, "sections": {}}
+    assert gpu_suite.follow(cast(Any, worker), report, part, tmp_path / "suite.json", time.time() + 100) is None
+    assert not worker.killed

@@ -7,6 +7,7 @@ from jaxspec.perf.moesd import (
     acceptance_length,
     break_even_acceptance,
     expected_experts,
+    mean_acceptance_length,
     saturation_tokens,
     speedup,
     survival,
@@ -67,6 +68,11 @@ def test_acceptance_length(length: int):
         assert acceptance_length(acceptance=acceptance, length=length) == pytest.approx(expected, abs=0.0051)
         independent = survival_length(survival([acceptance] * length))
         assert independent == pytest.approx(acceptance_length(acceptance=acceptance, length=length))
+
+
+def test_every_pass_counts_in_the_measured_length():
+    assert mean_acceptance_length(accepted=4, passes=4) == 2.0
+    assert mean_acceptance_length(accepted=0, passes=3) == mean_acceptance_length(accepted=0, passes=0) == 1.0
 
 
 def test_certain_and_impossible_drafts():

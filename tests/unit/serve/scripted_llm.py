@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxspec.errors import RequestError
-from jaxspec.serve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from jaxspec.serve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, SpeculationMetrics
 
 FAILS: dict[str, Callable[[], Exception]] = {
     "refused": lambda: RequestError("prompt: refused"), "broken": lambda: ZeroDivisionError("a bug"),
@@ -27,7 +27,7 @@ class ScriptedLLM:
 
     def __init__(self, directory: Path):
         self.model, self.spec, self.text = SimpleNamespace(directory=directory), SimpleNamespace(rows=2), None
-        metrics = SimpleNamespace(generated_tokens=0, speculation=SimpleNamespace(mean_acceptance_length=1.0))
+        metrics = SimpleNamespace(generated_tokens=0, speculation=SpeculationMetrics())
         self.engine = SimpleNamespace(metrics=metrics, abort=self.abort)
         self.default_sampling_params = SamplingParams()
         self.cured, self.submitted, self.most = False, [], 0

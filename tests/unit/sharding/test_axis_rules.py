@@ -39,7 +39,6 @@ def specs(tree, mesh, **keywords):
     [
         ("embed_VD", 2, ("vocab", "embed")),
         ("gate_up_D2F", 3, ("embed", "gate_up", "mlp")),
-        ("gate_up_D2F_17", 3, ("embed", "gate_up", "mlp")),
         ("gate_up_ED2F", 4, ("expert", "embed", "gate_up", "mlp")),
         ("down_EFD", 4, ("layers", "expert", "mlp", "embed")),
         ("shared_gate_D1", 2, ("embed", "gate")),

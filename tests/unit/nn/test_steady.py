@@ -1,0 +1,24 @@
+"""The first maximum of a row, found in blocks, is the one that is found number by number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.nn.steady import row_argmax
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
+def test_the_first_maximum(count: int):
+    rng = np.random.default_rng(count)
+    x = rng.integers(-3, 3, (4, 5, count)).astype(np.float32)  # ties happen
+    x[0, 0], x[0, 1] = -np.inf, np.where(np.arange(count) % 2, -np.inf, -1e30)
+    found = jax.jit(row_argmax)(x)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, x.argmax(-1))
+
+
+def test_what_is_no_number_wins_as_in_argmax():
+    x = np.zeros((2, 200), np.float32)
+    x[0, 130] = x[0, 199] = np.nan
+    np.testing.assert_array_equal(jax.jit(row_argmax)(x), np.asarray(jnp.argmax(x, axis=-1)))
