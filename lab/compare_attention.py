@@ -25,7 +25,7 @@ from jaxspec.checkpoint.load.save import save_model
 from jaxspec.models.caches import init_caches
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.transformer import Transformer
-from jaxspec.native import attention as native
+from jaxspec.native import attention_call as native
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy, policy_for
 from jaxspec.serve.demo_pair import demo_model_dir

@@ -5,7 +5,7 @@ from jax import lax
 from jaxspec.cache.addressing import StreamSpec, pages_of
 from jaxspec.cache.tree_reads import read_block
 from jaxspec.cache.window import segments_of
-from jaxspec.native import attention as native
+from jaxspec.native import attention_call as native
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import Policy

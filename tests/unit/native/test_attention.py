@@ -11,7 +11,7 @@ import pytest
 
 from jaxspec.cache.addressing import StreamSpec, write
 from jaxspec.cache.window import Window
-from jaxspec.native import attention as native
+from jaxspec.native import attention_call as native
 from jaxspec.native.build import NEEDED, instructions, library
 from jaxspec.native.product import kernels
 from jaxspec.nn.cached_attention import attend_cached
