@@ -55,7 +55,7 @@ def build(model: Model, rows: int, count: int, context: int) -> Callable[..., An
     def step(params: Any, caches: Any, token_BT: jax.Array) -> Any:
         start_B = jnp.full(rows, context, jnp.int32)
         position_BT = start_B[:, None] + jnp.arange(count, dtype=jnp.int32)
-        hidden = model.net.apply(params, Inputs(token_BT, position_BT, Window(start_B, block=BLOCK), caches))
+        hidden: Any = model.net.apply(params, Inputs(token_BT, position_BT, Window(start_B, block=BLOCK), caches))
         logits_BTV = model.net.apply(params, hidden.last_BTD, method="logits")
         return logits_BTV, hidden.caches
 
