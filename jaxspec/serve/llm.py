@@ -78,9 +78,9 @@ class LLM:
       quantization: ``auto`` keeps weights that were published quantized as they are, ``none`` widens them to
         ``dtype``; ``fp8`` and ``int8`` quantize the matrices of attention and feed-forward layers of a plain
         checkpoint. None is ``auto``.
-      kernels: ``auto`` computes experts, attention and small products with Pallas kernels on a GPU, and products with
-        kernels in C on a CPU, where a C compiler can be found, else with XLA; ``triton``, ``native``, ``interpret``
-        (the GPU's as plain JAX, slow) and ``xla`` ask for one of them.
+      kernels: ``auto`` computes experts, attention and small products with Pallas kernels on a GPU, and all
+        three with kernels in C on a CPU, where a C compiler can be found, else with XLA; ``triton``, ``native``,
+        ``interpret`` (the GPU's as plain JAX, slow) and ``xla`` ask for one of them.
       mesh: devices along ``data`` (rows), ``expert`` (routed experts) and ``tensor`` (heads, hidden units, vocabulary);
         axes left out have one. None is one device. Greedy text is that of one device but for ties within the last
         bits of float32 sums, which devices add in another order.
