@@ -108,13 +108,17 @@ def _row_is_page(spec: StreamSpec, window: Window) -> bool:
     return window.rows_sharded and window.row_B is None and _table(spec, window) is None
 
 
-def _own_pages(spec: StreamSpec, window: Window, rows: int) -> Array:
-    """Returns the one page of each row."""
+def pages_of(spec: StreamSpec, window: Window, rows: int) -> Array:
+    """Returns the page ids of each row, [B, J], counted from the layer's first page."""
     table_BJ = _table(spec, window)
     if table_BJ is not None:
-        page_B = table_BJ[:, 0]
-    else:
-        page_B = jnp.arange(rows, dtype=jnp.int32) if window.row_B is None else window.row_B
+        return table_BJ
+    return (jnp.arange(rows, dtype=jnp.int32) if window.row_B is None else window.row_B)[:, None]
+
+
+def _own_pages(spec: StreamSpec, window: Window, rows: int) -> Array:
+    """Returns the one page of each row."""
+    page_B = pages_of(spec, window, rows)[:, 0]
     return page_B if window.base is None else page_B + window.base
 
 

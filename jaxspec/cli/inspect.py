@@ -151,7 +151,7 @@ def _programs(args: InspectArgs) -> int:
     else:
         if args.kernels:
             show_kernels(report["kernels"], screen)
-            screen.line("products on this machine's CPU: {computed_by} ({why})".format(**report["cpu"]))
+            screen.line("products and attention on this machine's CPU: {computed_by} ({why})".format(**report["cpu"]))
         if args.compiled:
             show_compiled(report["compiled"], screen)
     programs = report["compiled"]["programs"].values() if args.compiled else ()

@@ -1,1 +1,1 @@
-"""Products with packed weights on the CPU, in C: as fast as memory is read, and the same for any number of rows."""
+"""Products with packed weights and attention on the CPU, in C: as fast as memory is read, the same for any rows."""

@@ -105,10 +105,10 @@ def _compile(command: list[str], name: str, path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            sources = [str(SOURCE / "kernels.c"), str(SOURCE / "tile.c")]
+            sources = [str(SOURCE / name) for name in ("kernels.c", "tile.c", "attention_block.c", "attention.c")]
             flags = [*FLAGS, *SETS[name], "-I", jax.ffi.include_dir(), "-shared", "-pthread", "-o", str(made)]
             done = subprocess.run(
-                [*command, *flags, *sources], capture_output=True, text=True, timeout=300, check=False
+                [*command, *flags, *sources, "-lm"], capture_output=True, text=True, timeout=300, check=False
             )
             if done.returncode:
                 return f"{command[0]} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}"

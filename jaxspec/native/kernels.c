@@ -1,8 +1,7 @@
 // Calls of XLA's foreign function interface, and the threads that share their work.
-#include "kernels.h"
+#include "call.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
@@ -11,15 +10,11 @@
 #else
 #define PAUSE() __asm__ volatile("" ::: "memory")
 #endif
-#include "xla/ffi/api/c_api.h"
-
-Tile tile;
 
 // ---- Threads ----
 // Work comes as numbered pieces that threads take one by one. The ticket holds the number of the job and how many of
 // its pieces nobody took yet; a piece is taken by counting down, so a thread that comes late takes nothing.
 
-typedef void Piece(void *job, int number);
 static struct { Piece *run; void *job; } work;
 static _Atomic uint64_t ticket;
 static atomic_int finished, sleeping, helpers;
@@ -65,12 +60,14 @@ void jaxspec_threads(int count) {  // how many threads compute, the caller's inc
   }
 }
 
+int threads_of_pool(void) { return atomic_load(&helpers) + 1; }
+
 static void forget_helpers(void) {  // a forked child has none
   atomic_store(&helpers, 0), atomic_store(&sleeping, 0), atomic_store(&ticket, 0);
 }
 __attribute__((constructor)) static void at_load(void) { pthread_atfork(NULL, NULL, forget_helpers); }
 
-static void share(int pieces, Piece *run, void *job) {
+void share(int pieces, Piece *run, void *job) {
   if (pieces < 2 || !atomic_load(&helpers) || pthread_mutex_trylock(&one_job)) {
     for (int i = 0; i < pieces; i++) run(job, i);
     return;
@@ -87,43 +84,6 @@ static void share(int pieces, Piece *run, void *job) {
   take_pieces();
   while (atomic_load(&finished) < pieces) PAUSE();
   pthread_mutex_unlock(&one_job);
-}
-
-// ---- Arguments of a call ----
-
-static XLA_FFI_Buffer *arg(XLA_FFI_CallFrame *frame, int i) { return frame->args.args[i]; }
-static XLA_FFI_Buffer *result(XLA_FFI_CallFrame *frame, int i) { return frame->rets.rets[i]; }
-
-static int64_t number(XLA_FFI_CallFrame *frame, const char *name) {  // an int64 attribute
-  for (int64_t i = 0; i < frame->attrs.size; i++) {
-    XLA_FFI_ByteSpan *span = frame->attrs.names[i];
-    if (span->len == strlen(name) && !memcmp(span->ptr, name, span->len))
-      return *(int64_t *)((XLA_FFI_Scalar *)frame->attrs.attrs[i])->value;
-  }
-  return 0;
-}
-
-static int asked_for_version(XLA_FFI_CallFrame *frame) {  // before its first call XLA asks what this was built for
-  for (XLA_FFI_Extension_Base *e = frame->extension_start; e; e = e->next)
-    if (e->type == XLA_FFI_Extension_Metadata) {
-      XLA_FFI_Metadata *m = ((XLA_FFI_Metadata_Extension *)e)->metadata;
-      m->api_version.major_version = XLA_FFI_API_MAJOR, m->api_version.minor_version = XLA_FFI_API_MINOR;
-      return 1;
-    }
-  return 0;
-}
-
-static XLA_FFI_Error *out_of_memory(XLA_FFI_CallFrame *frame) {
-  XLA_FFI_Error_Create_Args args = {sizeof args, NULL, "jaxspec: no memory for a product's rows",
-                                    XLA_FFI_Error_Code_RESOURCE_EXHAUSTED};
-  return frame->api->XLA_FFI_Error_Create(&args);
-}
-
-static uint16_t to_bfloat16(float f) {
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  if ((u & 0x7fffffff) > 0x7f800000) return (uint16_t)(u >> 16 | 64);
-  return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
 // ---- product: rows times the matrices that they chose ----

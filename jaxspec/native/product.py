@@ -14,6 +14,7 @@ from jaxspec.native.packing import KINDS, Packed
 
 Array = jax.Array
 TARGET = "jaxspec_product"
+TARGETS = (TARGET, "jaxspec_attention")
 
 
 @functools.cache
@@ -21,7 +22,8 @@ def kernels() -> Library:
     """Returns the compiled kernels, known to XLA, or why there are none."""
     made = library()
     if made.handle is not None:
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(made.handle[TARGET]), platform="cpu")
+        for target in TARGETS:
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(made.handle[target]), platform="cpu")
     return made
 
 

@@ -2,9 +2,10 @@
 
 from jax import lax
 
-from jaxspec.cache.addressing import StreamSpec
+from jaxspec.cache.addressing import StreamSpec, pages_of
 from jaxspec.cache.tree_reads import read_block
 from jaxspec.cache.window import segments_of
+from jaxspec.native import attention_call as native
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import Policy
@@ -72,15 +73,26 @@ def attend_cached(
     window, dtype = inputs.cache_window, policy.compute.dtype
     assert window is not None, "asked of layers with a cache"
     wide = (value_width or k_pages.shape[3]) if v_pages is None else v_pages.shape[3]
-    kernels = policy.compute.whole_kernels
-    if kernels in ("triton", "interpret"):
+    kernels, ring = policy.compute.whole_kernels, stream.reach is not None
+    case = case_name(q_BTHC.shape[2], k_pages, wide)
+    if kernels == "native":
+        blocked = native.obstacles(k_pages, dtype=dtype, block=window.block)
+        if choose(OP, case, kernels, "cpu", blocked).implementation == "native":
+            pages_BJ = pages_of(stream, window, q_BTHC.shape[0])
+            where = native.Where(
+                pages_BJ, window.block, window.base, span, ring, inputs.selection, window.start_B, window.path_BTJ
+            )
+            return native.attention(
+                q_BTHC, k_pages, v_pages, inputs.position_BT, where, scale=scale, value_width=wide, sinks_H=sinks_H
+            )
+    elif kernels != "xla":
         selected = inputs.selection is not None
         blocked = obstacles(k_pages, value_width=wide, block=window.block, wanted=kernels, selected=selected)
-        choice = choose(OP, case_name(q_BTHC.shape[2], k_pages, wide), kernels, "cuda", blocked)
+        choice = choose(OP, case, kernels, "cuda", blocked)
         if choice.implementation != "xla":
             return verify_attention(
                 q_BTHC, k_pages, v_pages, inputs.position_BT, scale=scale, dtype=dtype, value_width=wide,
-                sinks_H=sinks_H, span=span, ring=stream.reach is not None, start_B=window.start_B,
+                sinks_H=sinks_H, span=span, ring=ring, start_B=window.start_B,
                 path_BTJ=window.path_BTJ, table_BJ=window.table_BJ if stream.pooled else None, row_B=window.row_B,
                 base=window.base, block=window.block, implementation=choice,
             )  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 
 from jaxspec.cache.addressing import CacheSize, LayerCache, init_layer
 from jaxspec.cache.window import Window
+from jaxspec.native.product import kernels
 from jaxspec.nn.attention import Attention, AttentionSpec
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
@@ -22,6 +23,7 @@ from pallas_kernels.select import UnsupportedKernel
 from pallas_kernels.verify_attention.api import OP, obstacles, verify_attention
 from pallas_kernels.verify_attention.cases import TREE, Sizes, depths, paths
 from pallas_kernels.verify_attention.kernel import Tiles
+from tests.unit.native.test_attention import as_promised
 
 FLOAT32 = jnp.dtype("float32")
 SMALL = Tiles(rows=16, block=8, split=16)
@@ -42,6 +44,7 @@ class Kind:
 
     sizes: Sizes
     capacity: int = 48
+    how: str = "interpret"
 
     def run(self, q_BTHC, logical_BSGC: np.ndarray, start_B, row: int | None = None, trees=None, capacity: int = 0):
         """Attention of queries whose nodes stand from ``start_B`` on; with ``row`` of that row alone."""
@@ -56,7 +59,7 @@ class Kind:
         elif row is not None:
             where["row_B"] = np.array([row], np.int32)
         sinks_H = np.linspace(-1, 2, self.sizes.heads, dtype=np.float32) if self.sizes.sinks else None
-        call = _program(self.sizes)
+        call = _program(self.sizes, self.how)
         return np.asarray(call(q_BTHC, *pages, *[None] * (2 - len(pages)), position_BT, sinks_H=sinks_H, **where))
 
     def table(self, capacity: int) -> np.ndarray:
@@ -84,10 +87,11 @@ class Kind:
 
 
 @cache
-def _program(sizes: Sizes):
+def _program(sizes: Sizes, how: str):
     static = {"value_width": sizes.value_width, "span": sizes.span, "ring": sizes.span is not None}
-    static |= {"dtype": jnp.dtype(sizes.compute), "implementation": "interpret"}
-    return jax.jit(partial(verify_attention, scale=0.3, block=8, **static))
+    static |= {"dtype": jnp.dtype(sizes.compute), "implementation": how}
+    call = as_promised if how == "native" else verify_attention
+    return jax.jit(partial(call, scale=0.3, block=8, **static))
 
 
 GQA = Sizes(4, 2, 16, cached="float32", compute="float32")
@@ -98,6 +102,8 @@ KINDS = {
     "window-bits": Kind(replace(GQA, span=11, sinks=True, **BITS), 24),
     "latent-bits": Kind(replace(GQA, kv_heads=1, key_width=24, value_width=16, page=16, **BITS)),
 }
+if kernels().handle is not None:
+    KINDS |= {f"native-{name}": replace(kind, how="native") for name, kind in KINDS.items()}
 
 
 def noise(seed: int, *shape: int) -> np.ndarray:
@@ -117,7 +123,7 @@ def test_a_row_has_the_same_bits_in_every_company(name: str):
         for t in range(count):
             alone = kind.run(q[row : row + 1, t : t + 1], logical, START_B[row : row + 1] + np.int32(t), row)
             np.testing.assert_array_equal(alone[0, 0], together[row, t], err_msg=f"row {row}, position {t}")
-    if name == "pool":
+    if name.endswith("pool"):
         np.testing.assert_array_equal(kind.run(q, logical, START_B, capacity=96), together)
 
 
