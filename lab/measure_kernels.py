@@ -44,13 +44,13 @@ def fill(llm: LLM, rows: int) -> None:
 
 def times_ms(llm: LLM, topology) -> list[float]:
     """CPU time per step, of each dispatch."""
-    engine, found = llm.engine, []
+    engine, times = llm.engine, []
     for _ in range(DISPATCHES):
         began = time.process_time()
         engine.scheduler.state, report = engine.programs.dispatch(engine.state, topology, STEPS)
         jax.block_until_ready(report)
-        found.append((time.process_time() - began) * 1e3 / STEPS)
-    return found
+        times.append((time.process_time() - began) * 1e3 / STEPS)
+    return times
 
 
 def time_matrix(depth: int, columns: int) -> None:
@@ -59,12 +59,12 @@ def time_matrix(depth: int, columns: int) -> None:
     for form in ("bfloat16", "int8", "fp8", "mxfp4", "float32"):
         w, words = pack(random_weight(jax.random.key(1), abstract_weight(form, (), (depth, columns)))), []
         for rows in (1, 6, 48):
-            x, found = jnp.ones((rows, depth), jnp.float32), []
+            x, times = jnp.ones((rows, depth), jnp.float32), []
             for _ in range(16):
                 began = time.process_time()
                 jax.block_until_ready(run(x, w))
-                found.append(time.process_time() - began)
-            words.append(f"{rows} rows {min(found) * 1e3:.2f} ms")
+                times.append(time.process_time() - began)
+            words.append(f"{rows} rows {min(times) * 1e3:.2f} ms")
         print(f"{form}, {w.data.nbytes / 1e6:.0f} MB: {', '.join(words)}")
 
 
@@ -82,13 +82,13 @@ def main() -> None:
         time_matrix(*args.matrix)
         return
     llms = {kernels: build(kernels, args.rows, args.drafts, args.quantization) for kernels in args.kernels}
-    found: dict[tuple[str, int], list[float]] = {}
+    by_name: dict[tuple[str, int], list[float]] = {}
     for _ in range(args.rounds):
         for name, llm in llms.items():
             for topology in llm.engine.programs.drafters:
                 fill(llm, args.rows)
-                found.setdefault((name, topology.drafts), []).extend(times_ms(llm, topology))
-    for (name, drafts), times in sorted(found.items(), key=lambda item: item[0][1]):
+                by_name.setdefault((name, topology.drafts), []).extend(times_ms(llm, topology))
+    for (name, drafts), times in sorted(by_name.items(), key=lambda item: item[0][1]):
         least, quartile, median = np.percentile(times, (0, 25, 50))
         words = f"{args.rows} rows, {drafts} drafts, {name}, {args.quantization}"
         print(f"{words}: {least:.2f} ms per step at least, quartile {quartile:.2f}, median {median:.2f}")
