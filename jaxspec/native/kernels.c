@@ -148,7 +148,7 @@ XLA_FFI_Error *jaxspec_product(XLA_FFI_CallFrame *frame) {
   int rows = (int)x->dims[0], width = (int)x->dims[1], matrices = (int)number(frame, "matrices");
   int all_choose = choice->rank < 2, each = all_choose ? 1 : (int)choice->dims[1], routed = rows * each;
   Product p = {.w = {(enum Kind)number(frame, "kind"), (int)number(frame, "depth"), (int)number(frame, "group"),
-                (int)number(frame, "exponent_scales")}};
+                (int)number(frame, "exponent_scales"), (int)number(frame, "wide")}};
   p.columns = (int)y->dims[1], p.panels = (p.columns + PANEL - 1) / PANEL;
   p.sums = (int)y->dims[0], p.together = arg(frame, 5)->dims[0] ? routed / p.sums : 0;
   p.matrix_bytes = p.panels * panel_bytes(&p.w), p.matrix_scales = p.panels * panel_scales(&p.w);
@@ -156,7 +156,7 @@ XLA_FFI_Error *jaxspec_product(XLA_FFI_CallFrame *frame) {
   p.data = (const uint8_t *)arg(frame, 3)->data + layer * matrices * p.matrix_bytes;
   p.scale = (const uint8_t *)arg(frame, 4)->data + layer * matrices * p.matrix_scales;
 
-  int narrow = p.w.kind != F32, copy = narrow || p.w.depth != width;
+  int narrow = !p.w.wide, copy = narrow || p.w.depth != width;
   size_t row_bytes = (size_t)p.w.depth * (narrow ? 2 : 4);
   size_t part_bytes = p.together ? (size_t)routed * (p.columns + 1) * sizeof(float) : 0;
   size_t size = routed * 2 * sizeof(void *) + (matrices * 3 + 1) * sizeof(int) + part_bytes + (copy ? rows * row_bytes : 0);

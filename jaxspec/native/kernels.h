@@ -10,6 +10,7 @@ typedef struct {
   enum Kind kind;
   int depth, group;     // numbers along the depth; how many of them share a scale, 0 without scales
   int exponent_scales;  // whether scales are bytes, powers of two
+  int wide;             // whether rows are float32: always for F32
 } Weight;
 
 static inline size_t panel_bytes(const Weight *w) {
@@ -21,5 +22,5 @@ static inline size_t panel_scales(const Weight *w) {  // bytes
   return w->group ? (size_t)((w->depth + w->group - 1) / w->group) * PANEL * (w->exponent_scales ? 1 : 4) : 0;
 }
 
-// Multiplies rows with one panel: y[m][0..32) = x[m] times the panel, x being bfloat16, or float32 for F32.
+// Multiplies rows with one panel: y[m][0..32) = x[m] times the panel.
 typedef void Tile(const Weight *w, const void *panel, const void *scale, const void *const *x, float *const *y, int rows);

@@ -90,18 +90,19 @@ def abstract_packed(w: Array | Quantized, *, lead: int = 0, axes: int = 1) -> Pa
         return None
     first, inner, outer = w.shape[:lead], w.shape[lead : lead + axes], w.shape[lead + axes :]
     depth, panels = math.prod(inner), -(-math.prod(outer) // PANEL)
-    pairs, scale, dtype = -(-depth // 2), jax.ShapeDtypeStruct((*first, 0), jnp.float32), w.dtype if not group else None
+    pairs = -(-depth // 2)
     if isinstance(w, Quantized):
         kind: Kind = w.format.kind
-        dtype = jnp.uint8 if kind == "fp8" else w.data.dtype
-        scale = jax.ShapeDtypeStruct((*first, panels, -(-depth // group), PANEL), w.scale.dtype)
+        dtype: Any = jnp.uint8 if kind == "fp8" else w.data.dtype
+        scale: Any = jax.ShapeDtypeStruct((*first, panels, -(-depth // group), PANEL), w.scale.dtype)
     else:
-        kind = "bfloat16" if w.dtype == jnp.bfloat16 else "float32"
+        kind, dtype = "bfloat16" if w.dtype == jnp.bfloat16 else "float32", w.dtype
+        scale = jax.ShapeDtypeStruct((*first, 0), jnp.float32)
     rest = {"bfloat16": (pairs, PANEL, 2), "float32": (depth, PANEL), "fp4": (pairs, PANEL)}.get(
         kind, (pairs, 2, PANEL)
     )
     data: Any = jax.ShapeDtypeStruct((*first, panels, *rest), dtype)
-    return Packed(data, scale, kind, inner, outer, group)  # pyright: ignore
+    return Packed(data, scale, kind, inner, outer, group)
 
 
 def write_numbers(out: np.ndarray, part: np.ndarray, to: Packed) -> None:
@@ -164,11 +165,11 @@ def pack(w: Array | Quantized, *, lead: int = 0, axes: int = 1) -> Packed:
     if to is None:
         raise ValueError(f"a weight of {w.shape} with {axes} contracted axes cannot be packed")
     data, scale = np.empty(to.data.shape, to.data.dtype), np.zeros(to.scale.shape, to.scale.dtype)
-    numbers, factors = (np.asarray(w.data), np.asarray(w.scale)) if isinstance(w, Quantized) else (np.asarray(w), None)
+    numbers = np.asarray(w.data if isinstance(w, Quantized) else w)
     for entry in np.ndindex(*to.lead):
         write_numbers(data[entry], numbers[entry], to)
-        if factors is not None:
-            write_scales(scale[entry], factors[entry], to, w.format)
+        if isinstance(w, Quantized):
+            write_scales(scale[entry], np.asarray(w.scale[entry]), to, w.format)
     return replace(to, data=jnp.asarray(data), scale=jnp.asarray(scale))
 
 
@@ -202,8 +203,7 @@ def unpack(w: Packed, dtype: Any = None) -> Array:
         x = jnp.stack([x & np.uint8(15), x >> np.uint8(4)], axis=2)
     x = x.reshape(count, -1, panels * PANEL)[:, : math.prod(w.inner)]
     if w.group:
-        form = Format(w.kind, (1,), packed_axis=-1)  # pyright: ignore[reportArgumentType]
-        x = _values(x, form)
+        x = _values(x, w.kind)
         scale = exponent(w.scale) if w.scale.dtype == jnp.uint8 else w.scale
         scale = scale.reshape(count, *scale.shape[len(w.lead) :]).swapaxes(1, 2).reshape(count, -1, panels * PANEL)
         x = x * jnp.repeat(scale, w.group, axis=1)[:, : x.shape[1]]
@@ -211,11 +211,11 @@ def unpack(w: Packed, dtype: Any = None) -> Array:
     return x.astype(dtype or (jnp.bfloat16 if w.group else x.dtype))
 
 
-def _values(x: Array, form: Format) -> Array:
+def _values(x: Array, kind: Kind) -> Array:
     """Stored numbers as float32."""
-    if form.kind == "int8":
+    if kind == "int8":
         return x.astype(jnp.float32)
-    if form.kind == "fp8":
+    if kind == "fp8":
         return lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float32)
     table = jnp.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], jnp.float32)
     return table[x]

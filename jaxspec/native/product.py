@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +35,12 @@ def product(
     expert_MA: Array | None = None,
     layer: Array | None = None,
     weight_MA: Array | None = None,
+    dtype: Any = jnp.bfloat16,
 ) -> Array:
     """Computes ``x @ w``, or each row's product with the matrices that it chose.
 
     A row's result is bit for bit the same for any number of rows, any threads and any instruction set; a bfloat16
-    weight's also that of XLA's own products. Sums are float32; rows are rounded to bfloat16, but for float32 weights.
+    weight's also that of XLA's own products. Sums are float32.
 
     Args:
       x_MD: float rows.
@@ -48,6 +50,7 @@ def product(
       layer: int32, which layer of the stack, which is not sliced.
       weight_MA: one per choice, [M', A'] with M' * A' = M * A: each product is multiplied by its weight, and A'
         neighbors are summed in their order.
+      dtype: bfloat16 rounds the rows to it, but not for float32 weights; float32 does not.
 
     Returns:
       float32 [M, N]; with choices [M * A, N], with weights [M', N].
@@ -78,5 +81,6 @@ def product(
         depth=np.int64(w.depth),
         group=np.int64(w.group + w.group % 2),  # an odd one is the whole depth, which is made even
         exponent_scales=np.int64(w.scale.dtype == jnp.uint8),
+        wide=np.int64(w.kind == "float32" or jnp.dtype(dtype) == jnp.float32),
         matrices=np.int64(matrices),
     )

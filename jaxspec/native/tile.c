@@ -76,6 +76,11 @@ INLINE f16 add_pair(f16 acc, u16 w, uint32_t x) {
 #endif
 }
 
+INLINE f16 add_wide(f16 acc, u16 w, const float *x) {
+  acc += (f16)(w & 0xffff0000u) * x[1];
+  return acc + (f16)(w << 16) * x[0];
+}
+
 INLINE f16 scale_at(const Weight *w, const void *scale, size_t group, int half) {
   size_t at = group * PANEL + half * 16;
   if (w->exponent_scales) return (f16)(widen_bytes((const uint8_t *)scale + at) << 23);
@@ -84,7 +89,7 @@ INLINE f16 scale_at(const Weight *w, const void *scale, size_t group, int half) 
 
 #define EACH_ROW _Pragma("GCC unroll 12") for (int m = 0; m < rows; m++)
 
-INLINE void fixed_rows(const int rows, const enum Kind kind, const Weight *w, const uint8_t *panel, const void *scale,
+INLINE void fixed_rows(const int rows, const enum Kind kind, const int wide, const Weight *w, const uint8_t *panel, const void *scale,
                  const void *const *x, float *const *y) {
   f16 acc[ROWS][2];
   EACH_ROW acc[m][0] = acc[m][1] = (f16){0};
@@ -103,6 +108,11 @@ INLINE void fixed_rows(const int rows, const enum Kind kind, const Weight *w, co
     for (int k = first; k < last; k++) {
       u16 low = weight_pair(kind, panel, k, 0), high = weight_pair(kind, panel, k, 1);
       EACH_ROW {
+        if (wide) {
+          const float *two = (const float *)x[m] + 2 * k;
+          acc[m][0] = add_wide(acc[m][0], low, two), acc[m][1] = add_wide(acc[m][1], high, two);
+          continue;
+        }
         uint32_t both;
         memcpy(&both, (const uint16_t *)x[m] + 2 * k, 4);
         acc[m][0] = add_pair(acc[m][0], low, both), acc[m][1] = add_pair(acc[m][1], high, both);
@@ -120,9 +130,9 @@ INLINE void fixed_rows(const int rows, const enum Kind kind, const Weight *w, co
 }
 
 // Rows in as few tiles as there are sizes for; every size is code of its own, of which each kind has one more.
-INLINE void tiles(const enum Kind kind, const Weight *w, const void *panel, const void *scale, const void *const *x,
+INLINE void tiles(const enum Kind kind, const int wide, const Weight *w, const void *panel, const void *scale, const void *const *x,
                   float *const *y, int rows) {
-#define TAKE(n) for (; rows >= n; rows -= n, x += n, y += n) fixed_rows(n, kind, w, panel, scale, x, y);
+#define TAKE(n) for (; rows >= n; rows -= n, x += n, y += n) fixed_rows(n, kind, wide, w, panel, scale, x, y);
 #ifdef __AVX512F__
   TAKE(12) TAKE(8) TAKE(6) TAKE(4)
 #endif
@@ -130,11 +140,13 @@ INLINE void tiles(const enum Kind kind, const Weight *w, const void *panel, cons
 }
 
 void tile(const Weight *w, const void *panel, const void *scale, const void *const *x, float *const *y, int rows) {
+#define CASE(kind) \
+  case kind: \
+    if (w->wide) tiles(kind, 1, w, panel, scale, x, y, rows); \
+    else tiles(kind, 0, w, panel, scale, x, y, rows); \
+    return;
   switch (w->kind) {
-    case BF16: tiles(BF16, w, panel, scale, x, y, rows); return;
-    case F32: tiles(F32, w, panel, scale, x, y, rows); return;
-    case INT8: tiles(INT8, w, panel, scale, x, y, rows); return;
-    case FP8: tiles(FP8, w, panel, scale, x, y, rows); return;
-    case FP4: tiles(FP4, w, panel, scale, x, y, rows); return;
+    CASE(BF16) CASE(INT8) CASE(FP8) CASE(FP4)
+    case F32: tiles(F32, 1, w, panel, scale, x, y, rows); return;
   }
 }

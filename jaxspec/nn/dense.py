@@ -204,8 +204,7 @@ def _exactly(x: Array, w: Matrix, dtype: jnp.dtype) -> Array | None:
     x_MD, trail = x.reshape(-1, x.shape[-1]), w.shape[1:]
     if isinstance(w.whole, Quantized):
         return None
-    stored = w.whole.data.dtype if isinstance(w.whole, Packed) else w.whole.dtype
-    if dtype == jnp.float32 or stored == jnp.float32:
+    if isinstance(w.whole, Packed) or jnp.float32 in (dtype, w.whole.dtype):
         out = w.product(x_MD, jnp.float32)
     else:
         out = w.product(jnp.concatenate(_parts(x_MD)), dtype)

@@ -166,7 +166,7 @@ def run_experts(
     """
     expert_MA, mesh, dtype = routing.expert_MA, policy.compute.mesh, policy.compute.dtype
     if isinstance(experts["down_EFD"], Packed) and isinstance(experts["gate_up_ED2F"], Packed):
-        return run_packed(x_MD, routing, experts, activation, layer, live_M)
+        return run_packed(x_MD, routing, experts, activation, dtype, layer, live_M)
     choice = choose_kernel(x_MD.shape[0], expert_MA.shape[1], experts, policy, stacked=layer is not None)
     if choice.implementation == "xla" and (not split(mesh) or obstacles_on(mesh, experts)):
         return run_stacked(x_MD, routing, experts, activation, dtype, layer, live_M)
@@ -190,6 +190,7 @@ def run_packed(
     routing: Routing,
     experts: dict[str, Any],
     activation: Activation,
+    dtype: jnp.dtype,
     layer: Array | None = None,
     live_M: Array | None = None,
 ) -> Array:
@@ -199,10 +200,12 @@ def run_packed(
     if live_M is not None:
         expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
 
-    both_RX = product(x_MD, experts["gate_up_ED2F"], experts.get("gate_up_bias_E2F"), expert_MA=expert_MA, layer=layer)
+    both_RX = product(
+        x_MD, experts["gate_up_ED2F"], experts.get("gate_up_bias_E2F"), expert_MA=expert_MA, layer=layer, dtype=dtype
+    )
     return product(
         activation(both_RX[:, :hidden], both_RX[:, hidden:]), experts["down_EFD"], experts.get("down_bias_ED"),
-        expert_MA=expert_MA.reshape(-1, 1), layer=layer, weight_MA=routing.weight_MA,
+        expert_MA=expert_MA.reshape(-1, 1), layer=layer, weight_MA=routing.weight_MA, dtype=dtype,
     )  # fmt: skip
 
 

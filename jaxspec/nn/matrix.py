@@ -15,10 +15,7 @@ from pallas_kernels.few_rows_dense.api import MOST_ROWS, OP, case_name, few_rows
 from pallas_kernels.quantized import Quantized
 from pallas_kernels.select import choose
 
-UNPACKED = (
-    "weights are packed when a checkpoint is loaded: bfloat16 and float32 ones, and quantized ones for products in "
-    "bfloat16, if no scale begins within a pair of depths"
-)
+UNPACKED = "weights are packed when a checkpoint is loaded, if no scale begins within a pair of depths"
 
 
 @dataclass(frozen=True)
@@ -56,9 +53,13 @@ class Matrix:
           axes: how many axes of the weight are contracted.
         """
         rows, stacked = x_MD.shape[0], self.layer is not None
-        if self.kernels == "native":
-            return self._native(x_MD)
+        if isinstance(self.whole, Packed):
+            choose(OP, f"M{rows} weight of {self.shape}", "native", "cpu", [])
+            return product(x_MD, self.whole, layer=self.layer, dtype=dtype)
         if self.kernels == "xla" or rows > MOST_ROWS:
+            return None
+        if self.kernels == "native":
+            choose(OP, f"M{rows} weight of {self.shape}", "native", "cpu", [UNPACKED])
             return None
         w = flat(self.whole, int(stacked), axes)
         name, blocked = f"{rows} rows, weight of {self.shape}", ["scales shared by numbers that are no neighbors"]
@@ -68,9 +69,3 @@ class Matrix:
         if w is None or choice.implementation == "xla":
             return None
         return few_rows_dense(x_MD, w, dtype=jnp.dtype(dtype), layer=self.layer, implementation=choice)
-
-    def _native(self, x_MD: Array) -> Array | None:
-        w = self.whole
-        blocked = [] if isinstance(w, Packed) else [UNPACKED]
-        choose(OP, f"M{x_MD.shape[0]} weight of {self.shape}", "native", "cpu", blocked)
-        return product(x_MD, w, layer=self.layer) if isinstance(w, Packed) else None

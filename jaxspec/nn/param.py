@@ -14,7 +14,7 @@ from jaxspec.native.packing import Packed, abstract_packed
 from jaxspec.nn.matrix import Matrix
 from jaxspec.nn.policy import Policy
 from jaxspec.shapes import Array
-from pallas_kernels.quantized import Quantized, abstract_quantized
+from pallas_kernels.quantized import abstract_quantized
 
 LAYERS = "layers"
 ONES, ZEROS, NORMAL = nn.initializers.ones, nn.initializers.zeros, nn.initializers.normal(0.02)
@@ -64,10 +64,7 @@ class Param:
         compute, lead = policy.compute, len(leaf.shape) - len(self.axes) + (self.axes[0] == "expert")
         if compute.kernels != "native" or not (self.kind == "matrix" or self.axes[0] == "expert"):
             return None
-        exact = not isinstance(leaf, Quantized) and leaf.dtype == jnp.float32
-        if self.kind == "bias" or (compute.dtype == jnp.float32 and not exact):
-            return None
-        return abstract_packed(leaf, lead=lead, axes=self.inputs)
+        return None if self.kind == "bias" else abstract_packed(leaf, lead=lead, axes=self.inputs)
 
 
 DECLARED: dict[str, Param] = {}

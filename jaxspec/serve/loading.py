@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.heads.directory import load_head
 from jaxspec.checkpoint.heads.identify import is_head
-from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, read_config
+from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, policy_on_mesh, read_config
 from jaxspec.checkpoint.load.padding import check_vocabulary
 from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
@@ -78,6 +78,8 @@ def load_target(
         raise ConfigError(
             f"LLM: expert_transport {transport!r} is for several devices; give mesh, too, or leave it out"
         )
+    if mesh.axes is not None and kernels == "native":
+        raise ConfigError("LLM: kernels 'native' compute on one device, not on a mesh; take 'auto' or 'xla'")
     policy, devices = _policy(dtype, kernels, model), None
     if mesh.axes is not None:
         devices = make_mesh(mesh.axes)
@@ -124,6 +126,7 @@ def _policy(dtype: str, kernels: str, directory: str | Path) -> Policy:
 
 def _spread(policy: Policy, mesh: Mesh, rows: int, transport: str, arch: ArchSpec) -> Policy:
     """Returns the policy for rows that are split over a mesh."""
+    policy = policy_on_mesh(policy, mesh)
     chosen: Any = transport_for(arch, policy, mesh, rows, jax.devices()[0]) if transport == "auto" else transport
     if chosen == "ragged" and jax.default_backend() == "cpu":
         raise ConfigError('LLM: XLA has no ragged exchange on a CPU; take expert_transport="padded"')

@@ -57,9 +57,6 @@ INTERPRETED = ("stacked", "interpret")
 WITH_KERNELS = ("qwen3_moe", "qwen2_moe", "gpt_oss_mxfp4", "deepseek_v3", "mixtral_window", "glm4_moe")
 
 
-QUANTIZED = ("_fp8", "_fp4", "_mxfp4")  # in float32 no kernel is native for them
-
-
 # One golden for each way of attending, caching and routing; the others are quick where one program is enough.
 MECHANISMS = ("qwen2_moe", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek_v4")
 
@@ -72,11 +69,10 @@ def layouts(kinds: tuple[tuple[str, str], ...] = KINDS) -> list:
     cases = []
     for directory in (*GOLDENS, *KNOWN_ORACLES):
         prefix = "oracle-" if directory in ORACLES else ""
-        plain = KINDS[1] if directory.name.endswith(QUANTIZED) else NATIVE
-        for kind in dict.fromkeys(plain if kind == NATIVE else kind for kind in kinds):
+        for kind in kinds:
             if kind != INTERPRETED or directory.name in WITH_KERNELS:
                 name = "-".join(kind).removesuffix("-xla")
-                marks = [] if directory.name in MECHANISMS or kind in (plain, INTERPRETED) else [pytest.mark.slow]
+                marks = [] if directory.name in MECHANISMS or kind in (NATIVE, INTERPRETED) else [pytest.mark.slow]
                 cases.append(pytest.param((directory, *kind), id=f"{prefix}{directory.name}-{name}", marks=marks))
     return cases
 

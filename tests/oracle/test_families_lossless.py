@@ -83,8 +83,6 @@ class Family(Lab):
         key = (name, dtype, layout)
         if key in self.loaded:
             return self.loaded[key]
-        if layout == "native" and dtype == "float32" and self.target_dir.name.endswith(("_fp8", "_fp4", "_mxfp4")):
-            layout = "stacked"  # products of float32 with few bits are XLA's
         if name == "target":
             self.loaded[key] = load_model(self.target_dir, layout_of(layout, dtype).update(own_head=True))
         else:

@@ -141,6 +141,7 @@ def test_meshes_that_do_not_fit_are_refused():
             "expert_transport 'ring' is not known; known are .*padded",
         ),
         ({"mesh": {"expert": 2}, "expert_transport": "ragged"}, "no ragged exchange on a CPU"),
+        ({"mesh": {"expert": 2}, "kernels": "native"}, "kernels 'native' compute on one device"),
         ({"expert_transport": "padded"}, "expert_transport 'padded' is for several devices; give mesh, too"),
         ({"mesh": {"expert": 3}}, r"ffn/down_EFD: expert = 8 over expert = 3"),
     ]

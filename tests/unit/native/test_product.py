@@ -18,7 +18,7 @@ from jaxspec.nn.experts import run_packed
 from jaxspec.nn.router import Routing
 from pallas_kernels.case import Case
 from pallas_kernels.few_rows_dense.cases import CASES as DENSE
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import Quantized, widen
 from pallas_kernels.routed_experts.cases import CASES as EXPERTS
 from pallas_kernels.weight_cases import abstract_weight, random_weight
 
@@ -63,9 +63,8 @@ def test_experts_equal_their_references(case: Case):
     x_MD, expert_MA, weight_MA, weights, layer = arguments = case.random(jax.random.key(7))
     lead = 1 if layer is None else 2
     experts = {name: w if "bias" in name else pack(w, lead=lead) for name, w in weights.items()}
-    activation = case.abstract.__self__.activation  # the case's shape
-    routing = Routing(expert_MA, weight_MA, x_MD)
-    out = run_packed(x_MD, routing, experts, activation, layer)
+    shape, routing = case.abstract.__self__, Routing(expert_MA, weight_MA, x_MD)
+    out = run_packed(x_MD, routing, experts, shape.activation, shape.dtype, layer)
     assert_close(out, jax.jit(case.call("xla"))(*arguments), case.tolerance)
 
 
@@ -101,6 +100,15 @@ def test_weighted_neighbors_are_rounded_before_they_are_summed():
     parts = each * np.asarray(weight_MA)[..., None]
     found = product(x_MD, w, bias_EN, expert_MA=expert_MA, weight_MA=weight_MA)
     np.testing.assert_array_equal(np.asarray(found), (parts[:, 0] + parts[:, 1]) + parts[:, 2])
+
+
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "fp8", "mxfp4"])
+def test_rows_of_float32_are_not_rounded(form: str):
+    w = random_weight(jax.random.key(1), abstract_weight(form, (), (DEPTH, COLUMNS), 32))
+    exact = np.asarray(rows_of(21), np.float64) @ np.asarray(widen(w), np.float64)
+    out = product(rows_of(21), pack(w), dtype=jnp.float32)
+    assert np.abs(np.asarray(out) - exact).max() <= 1e-6 * np.abs(exact).max()
+    np.testing.assert_array_equal(bits(product(rows_of(2), pack(w), dtype=jnp.float32)), bits(out)[:2])
 
 
 def test_no_rows():

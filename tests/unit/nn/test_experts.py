@@ -57,7 +57,7 @@ def compiled(layout: str):
     if layout == "native":
 
         def native(x, routing, *w):
-            return run_packed(x, routing, dict(zip(names, w, strict=True)), SILU)
+            return run_packed(x, routing, dict(zip(names, w, strict=True)), SILU, jnp.dtype(w[0].kind))
 
         return jax.jit(native)
     if layout == "stacked":
@@ -116,7 +116,7 @@ def test_rows_that_are_not_live_touch_no_expert(layout: str):
     weights_of = {"gate_up_ED2F": gate_up, "down_EFD": down}
     if layout == "native":
         packed = {name: pack(w, lead=1) for name, w in weights_of.items()}
-        found = run_packed(x, routing, packed, SILU, live_M=jnp.asarray(live))
+        found = run_packed(x, routing, packed, SILU, FLOAT32, live_M=jnp.asarray(live))
     else:
         found = run_stacked(x, routing, weights_of, SILU, FLOAT32, live=jnp.asarray(live))
     clean = [jnp.nan_to_num(w) for w in (gate_up, down)]
