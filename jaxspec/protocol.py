@@ -255,7 +255,7 @@ class Commit:
       count_B: how many of them are valid.
       start_B: position of the first.
       path_BT: their nodes, for drafters that wrote ahead along the topology; None in prefill.
-      row: the row that is prefilled, None when all rows step.
+      row_B: the rows that are prefilled, None when all rows step.
     """
 
     token_BT: Array
@@ -264,7 +264,7 @@ class Commit:
     count_B: Array
     start_B: Array
     path_BT: Array | None
-    row: Array | None
+    row_B: Array | None
 
     @property
     def hidden(self) -> Features:

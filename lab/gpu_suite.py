@@ -190,7 +190,9 @@ def main(argv: list[str] | None = None) -> int:
     report: dict[str, Any] = {
         "version": VERSION,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["lab/gpu_suite.py", *(sys.argv[1:] if argv is None else argv)]),
+        "command": " ".join(["lab/gpu_suite.py", *(sys.argv[1:] if argv is None else argv)]).replace(
+            str(args.out), args.out.name
+        ),
         "commit": args.commit or commit(),
         "tiny": args.tiny,
         "budget_s": args.budget,

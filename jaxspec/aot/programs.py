@@ -152,9 +152,9 @@ def _step(setting: ProgramSettings, target: Target, drafter: Drafter) -> Program
 
 
 def _prefill(setting: ProgramSettings, target: Target, drafter: Drafter) -> Program:
-    number: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    token_X: Any = jax.ShapeDtypeStruct((setting.bucket + 1,), jnp.int32)
-    chunk = Chunk(number, token_X, number, number)
+    number_R: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
+    token_RX: Any = jax.ShapeDtypeStruct((1, setting.bucket + 1), jnp.int32)
+    chunk = Chunk(number_R, token_RX, number_R, number_R)
     return Program(prefill, (target, drafter, _state(setting, target, drafter), chunk), 0)
 
 

@@ -191,6 +191,8 @@ def calibrate(
     for rows in grid.all_rows[:-1]:
         spec = replace(llm.spec, rows=rows)
         engines[rows] = Engine(llm.engine.programs.target, llm.engine.drafter, spec, set(), llm.engine.control)
+    for engine in engines.values():
+        engine.start(everything=True)
     benches = [bench for rows in grid.all_rows for bench in _benches(engines[rows], grid, rows, ids)]
     measured, noise = _measure(benches, grid, show)
     points, held_out = ([measured[cell] for cell in cells] for cells in (grid.cells(), grid.held_out()))

@@ -132,6 +132,7 @@ class Sweep:
             **settings,
         )
         self.model = llm.model
+        llm.finish_compiling()
         return llm
 
     def measure(

@@ -187,7 +187,7 @@ def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:
 def build(plan: DemoPlan, rows: int, on_progress: OnProgress | None = None) -> LLM:
     """Builds the engine of one measurement: one prefill size and no log-probabilities, to compile little."""
     room = -(-(plan.max_tokens + PROMPT_ROOM) // 512) * 512
-    return LLM(
+    llm = LLM(
         plan.model,
         speculative_config=plan.speculative,
         dtype=plan.dtype,
@@ -197,6 +197,8 @@ def build(plan: DemoPlan, rows: int, on_progress: OnProgress | None = None) -> L
         prefill_buckets=(128,),
         on_progress=on_progress,
     )
+    llm.finish_compiling()
+    return llm
 
 
 def watch(screen: Screen, llm: LLM, excerpt: Excerpt, max_tokens: int) -> bool:

@@ -31,7 +31,8 @@ class EngineFlags:
       seed: Origin of the seeds of requests that bring none.
       max_logprobs: Most log-probabilities per token that a request may ask for.
       steps_per_dispatch: Most decoding steps that the device runs before the host looks.
-      prefill_buckets: Sizes of prompt chunks in tokens, ascending (chunked prefill).
+      prefill_buckets: Sizes of prompt chunks in tokens, ascending; by default 32, 64 and 256, and chunks of several
+        short prompts at once.
       kv_page_size: Tokens per page of a KV pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: Pages of that pool; by default enough for all rows at full length.
       quantization: auto keeps weights that were published quantized as they are, none dequantizes them; fp8 and int8
@@ -61,7 +62,7 @@ class EngineFlags:
     seed: int = 0
     max_logprobs: int = 20
     steps_per_dispatch: int = 8
-    prefill_buckets: tuple[int, ...] = (32, 256)
+    prefill_buckets: tuple[int, ...] | None = None
     kv_page_size: int = 0
     num_kv_pages: int = 0
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
+import scipy
 
 from jaxspec.control.decision import Outcome, bucket
 
@@ -61,7 +61,7 @@ class StepCostFit:
         moving, slopes = np.flatnonzero(diagonal > 0), np.zeros(len(diagonal))
         if len(moving):
             root = np.linalg.cholesky(spread[np.ix_(moving, moving)])
-            slopes[moving] = nnls(root.T, np.linalg.solve(root, self._moments[:-1, -1][moving]))[0]
+            slopes[moving] = scipy.optimize.nnls(root.T, np.linalg.solve(root, self._moments[:-1, -1][moving]))[0]
         return slopes
 
 

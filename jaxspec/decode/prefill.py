@@ -15,22 +15,22 @@ from jaxspec.shapes import Array
 
 @pytree
 class Chunk:
-    """One chunk of a row's prompt.
+    """A piece of the prompts of R different rows, up to X tokens of each.
 
     Attributes:
-      row: int32 scalar.
-      token_X: its tokens and the one after them, then padding up to one more than its bucket; what padding writes
-        lands after the prompt and is overwritten later.
-      start: position of the first token.
-      count: its length; at least one token follows.
-      table_J: page ids of the row, None without a page pool.
+      row_R: int32, the rows.
+      token_RX: their tokens and the one after them, then padding up to X + 1; what padding writes lands after the
+        prompt and is overwritten later.
+      start_R: positions of the first tokens.
+      count_R: their numbers; at least one token follows.
+      table_RJ: page ids of the rows, None without a page pool.
     """
 
-    row: Array
-    token_X: Array
-    start: Array
-    count: Array
-    table_J: Array | None = None
+    row_R: Array
+    token_RX: Array
+    start_R: Array
+    count_R: Array
+    table_RJ: Array | None = None
 
 
 def prefill(target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) -> DecodeState:
@@ -40,16 +40,18 @@ def prefill(target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) 
 
 def read_chunk(target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) -> tuple[DecodeState, Hidden]:
     """Does what ``prefill`` does, and returns the hidden states of the chunk's positions."""
-    start_B, row_B = chunk.start[None], chunk.row[None]
-    token_BT, next_BT = chunk.token_X[None, :-1], chunk.token_X[None, 1:]
-    index_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
-    table_BJ = None if chunk.table_J is None else chunk.table_J[None]
-    window = Window(start_B, table_BJ, row_B, live_BT=index_BT < chunk.count, block=target.block)
-    inputs = Inputs(token_BT, start_B[:, None] + index_BT, window, state.layers, reads=drafter.reads)
+    token_RX, next_RX, start_R, count_R = chunk.token_RX[:, :-1], chunk.token_RX[:, 1:], chunk.start_R, chunk.count_R
+    index_RX = jnp.arange(token_RX.shape[1], dtype=jnp.int32)[None]
+    live_RX = index_RX < count_R[:, None]
+    window = Window(start_R, chunk.table_RJ, chunk.row_R, live_BT=live_RX, block=target.block)
+    inputs = Inputs(token_RX, start_R[:, None] + index_RX, window, state.layers, reads=drafter.reads)
     hidden = forward(target.net, target.params, inputs)
-    features, count_B = features_of(hidden), chunk.count[None]
-    commit = Commit(token_BT, next_BT, features, count_B, start_B, path_BT=None, row=chunk.row)
-    return replace(state, layers=hidden.caches, draft=drafter.observe(state.draft, commit)), hidden
+    features = features_of(hidden)
+    commit = Commit(token_RX, next_RX, features, count_R, start_R, path_BT=None, row_B=chunk.row_R)
+    draft = drafter.observe(state.draft, commit)
+    # Rows that decode meanwhile write ahead in all rows: in this one from here on, where the next chunk overwrites it.
+    length_B = state.length_B.at[chunk.row_R].set(start_R + count_R)
+    return replace(state, layers=hidden.caches, draft=draft, length_B=length_B), hidden
 
 
 def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, count: Array, *, size: int) -> DecodeState:
@@ -66,7 +68,8 @@ def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, cou
     place_X = start + jnp.arange(size + 1, dtype=jnp.int32)
     token_X = jnp.take(state.history_BS[row], place_X, mode="clip")
     features = drafter.replay_features(state.draft, row, place_X[:-1])
-    commit = Commit(token_X[None, :-1], token_X[None, 1:], features, count[None], start[None], path_BT=None, row=row)
+    token_BT, next_BT, row_B = token_X[None, :-1], token_X[None, 1:], row[None]
+    commit = Commit(token_BT, next_BT, features, count[None], start[None], path_BT=None, row_B=row_B)
     return replace(state, draft=drafter.observe(state.draft, commit))
 
 

@@ -1,12 +1,12 @@
 """The programs of serving for one batch: prompts in chunks, rows in and out, dispatches and their results."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxspec.decode.chunks import UnreadPrompt, choose_chunk, cut
 from jaxspec.decode.dispatch import Report
-from jaxspec.decode.prefill import Chunk
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.protocol import Drafter, Sampling
 from jaxspec.shapes import Array
@@ -20,12 +20,13 @@ class Runner:
       target: verifies.
       drafters: by topology; their state is one and the same.
       buckets: prefill chunk sizes in tokens, ascending.
-      programs: the functions of ``decode``, compiled or jitted: ("prefill", size), "admit", "retire",
-        ("dispatch", topology) and ("catch up", size).
+      programs: the functions of ``decode``, compiled or jitted: ("prefill", size), ("prefill jointly", size), "admit",
+        "retire", ("dispatch", topology) and ("catch up", size).
       unbiased_V: stands for no bias where programs take an array.
     """
 
     unbiased_V: Array | None = None
+    programs: MutableMapping[Hashable, Callable[..., Any]]
 
     def __init__(
         self,
@@ -37,6 +38,16 @@ class Runner:
         self.target, self.drafters, self.buckets, self.programs = target, drafters, tuple(buckets), dict(programs)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The chunk sizes that may be used now, ascending."""
+        return self.buckets
+
+    @property
+    def joint(self) -> tuple[int, int] | None:
+        """Prompts in a chunk of several, and tokens of each; None where all are read singly."""
+        return None
+
+    @property
     def drafter(self) -> Drafter:
         """The drafter of the largest topology, which observes prompts."""
         return self.drafters[max(self.drafters, key=lambda topology: topology.nodes)]
@@ -44,10 +55,21 @@ class Runner:
     def prefill(
         self, state: DecodeState, row: int, prompt: np.ndarray, table_J: np.ndarray | None = None
     ) -> DecodeState:
-        """Reads all of a prompt but its last token, in as few chunks as the buckets allow."""
-        for size, chunk in chunks(prompt, self.buckets, row, table_J):
-            state = self.programs["prefill", size](self.target, self.drafter, state, chunk)
+        """Reads all of a prompt but its last token."""
+        unread = UnreadPrompt(row, prompt, table_J)
+        while unread.left:
+            state = self.read(state, [unread])
         return state
+
+    def read(self, state: DecodeState, prompts: Sequence[UnreadPrompt]) -> DecodeState:
+        """Reads one chunk of prompts with tokens left, the oldest first; see ``choose_chunk``."""
+        name, chosen = self.next_chunk(prompts)
+        return self.programs[name](self.target, self.drafter, state, cut(chosen, name[1]))
+
+    def next_chunk(self, prompts: Sequence[UnreadPrompt]) -> tuple[tuple[str, int], list[UnreadPrompt]]:
+        """Returns the name of the program that reads next, and the prompts that it reads."""
+        size, chosen = choose_chunk(prompts, self.sizes, self.joint)
+        return ("prefill" if len(chosen) == 1 else "prefill jointly", size), chosen
 
     def admit(
         self,
@@ -86,17 +108,3 @@ class Runner:
         """Starts a dispatch, see ``jaxspec.decode.dispatch``; to unpack the report is to wait for it."""
         args = self.target, self.drafters[topology], state, np.int32(steps), np.bool_(eager), np.int32(min_rows)
         return self.programs["dispatch", topology](*args)
-
-
-def chunks(
-    prompt: np.ndarray, buckets: tuple[int, ...], row: int, table_J: np.ndarray | None = None
-) -> Iterator[tuple[int, Chunk]]:
-    """Yields bucket and chunk of all of a prompt but its last token."""
-    start, left = 0, len(prompt) - 1
-    while left > 0:
-        size = next((b for b in buckets if b >= left), buckets[-1])
-        token_X, count = np.zeros(size + 1, np.int32), min(size, left)
-        token_X[: count + 1] = prompt[start : start + count + 1]
-        parts: Any = np.int32(row), token_X, np.int32(start), np.int32(count), table_J
-        yield size, Chunk(*parts)
-        start, left = start + count, left - count

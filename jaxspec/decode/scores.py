@@ -36,11 +36,11 @@ def prefill_scored(
       target: its caches are filled.
       drafter: observes the chunk.
       state: donated.
-      chunk: of a prompt.
+      chunk: of one prompt.
       most: number of most likely tokens per position.
     """
     state, hidden = read_chunk(target, drafter, state, chunk)
-    last_TD, next_T = hidden.last_BTD[0], chunk.token_X[1:]
+    last_TD, next_T = hidden.last_BTD[0], chunk.token_RX[0, 1:]
     size = min(BLOCK, len(next_T))
     blocks = -(-len(next_T) // size)
     padding = blocks * size - len(next_T)

@@ -124,7 +124,7 @@ def commit_of(verdict: Verdict, verified: Verified, state: DecodeState) -> Commi
 
     final_BT = jnp.concatenate([state.anchor_B[:, None], token_BT[:, :-1]], axis=1)
     features = jax.tree.map(along, verified.features)
-    return Commit(final_BT, token_BT, features, verdict.count_B, state.length_B, path_BT=path_BT, row=None)
+    return Commit(final_BT, token_BT, features, verdict.count_B, state.length_B, path_BT=path_BT, row_B=None)
 
 
 def advance(state: DecodeState, verdict: Verdict, ends: Ends, *, apart: bool) -> DecodeState:

@@ -7,8 +7,8 @@ from jaxspec.shapes import Array
 
 
 def committed_rows(state: Array, commit: Commit) -> Array:
-    """Returns the state [B, ...] of the rows of a commit: all rows when decoding, one row in prefill."""
-    return state if commit.row is None else state[commit.row][None]
+    """Returns the state [B, ...] of the rows of a commit: all rows when decoding, some in prefill."""
+    return state if commit.row_B is None else state[commit.row_B]
 
 
 def last_index(commit: Commit) -> Array:
@@ -25,4 +25,4 @@ def scatter_last(state: Array, new: Array, commit: Commit) -> Array:
     """Replaces the state [B, ...] of the commit's rows by ``new``; rows without a valid entry keep theirs."""
     valid = (commit.count_B > 0).reshape(-1, *[1] * (new.ndim - 1))
     new = jnp.where(valid, new, committed_rows(state, commit))
-    return new if commit.row is None else state.at[commit.row].set(new[0])
+    return new if commit.row_B is None else state.at[commit.row_B].set(new)

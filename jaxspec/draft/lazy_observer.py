@@ -94,7 +94,7 @@ class LazyObserver(Drafter):
 
     def observe(self, state: LazyState, commit: Commit) -> LazyState:
         # Prompts and replayed chunks come row by row; they are observed at once.
-        if commit.row is not None or not self.is_plain:
+        if commit.row_B is not None or not self.is_plain:
             return replace(state, draft=self.drafter.observe(state.draft, commit))
         index_B = commit.start_B % self.ring_size
         rows_B = jnp.arange(index_B.shape[0], dtype=jnp.int32)

@@ -87,8 +87,7 @@ class CachedDrafter(NetworkDrafter):
 
     def window_of(self, commit: Commit, output_index_B: Array | None = None) -> Window:
         """Returns where a commit is written; ``output_index_B`` as of ``Window``."""
-        row_B = None if commit.row is None else commit.row[None]
-        return Window(commit.start_B, row_B=row_B, output_index_B=output_index_B, block=self.block)
+        return Window(commit.start_B, row_B=commit.row_B, output_index_B=output_index_B, block=self.block)
 
 
 def _shapes(params: Params) -> dict[str, tuple[int, ...]]:

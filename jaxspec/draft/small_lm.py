@@ -44,7 +44,7 @@ class SmallLm(CachedDrafter):
         return draft(self, state, anchor, rule)
 
     def observe(self, state: Caches, commit: Commit) -> Caches:
-        if commit.row is None and self.topology.is_chain:
+        if commit.row_B is None and self.topology.is_chain:
             return state  # the accepted prefix already stands where it belongs
         return self.run(state, commit.token_BT, None, commit.position_BT, self.window_of(commit), 0)[2]
 

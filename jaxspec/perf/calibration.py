@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from scipy.optimize import nnls
+import scipy
 
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import ModelCost, Rates
@@ -180,7 +180,7 @@ class Predictor:
             return None
         scale = np.asarray([1 / p.draft_s for p in points])
         terms = np.asarray([[1.0, p.rows, p.length, p.rows * p.length] for p in points])
-        return nnls(terms * scale[:, None], np.ones(len(points)))[0]
+        return scipy.optimize.nnls(terms * scale[:, None], np.ones(len(points)))[0]
 
     @cached_property
     def _verify_errors(self) -> list[tuple[MeasuredCell, float]]:

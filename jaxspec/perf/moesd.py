@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 from typing import cast
 
-from scipy.optimize import brentq
+import scipy
 
 from jaxspec.errors import ConfigError
 
@@ -114,4 +114,4 @@ def break_even_acceptance(*, cost: float, length: int) -> float | None:
         return 0.0
     if cost > length + 1:
         return None
-    return cast(float, brentq(lambda a: acceptance_length(acceptance=a, length=length) - cost, 0.0, 1.0))
+    return cast(float, scipy.optimize.brentq(lambda a: acceptance_length(acceptance=a, length=length) - cost, 0.0, 1.0))

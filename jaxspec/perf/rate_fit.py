@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
+import scipy
 
 from jaxspec.errors import ConfigError
 from jaxspec.perf.cost import SHARPNESS, LayerCost, ModelCost, Rates, works
@@ -177,7 +177,7 @@ class Problem:
 
         jacobian: Any = derivatives
         runs = [
-            least_squares(
+            scipy.optimize.least_squares(
                 penalized, first, jac=jacobian, bounds=(0, np.inf), loss="soft_l1",
                 f_scale=max(self.noise, 0.005), x_scale=0.1, max_nfev=300,
             )

@@ -13,7 +13,7 @@ from jaxspec.checkpoint.load.model import Model
 from jaxspec.draft.methods import SpeculativeConfig
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.arch import ArchSpec
-from jaxspec.serve.engine_spec import EngineSpec
+from jaxspec.serve.engine_spec import BUCKETS, JOINT, EngineSpec
 from jaxspec.verify.rules import rule_of
 
 DEFAULT_CAPACITY = 8192
@@ -61,7 +61,7 @@ def as_int(
 def parse_buckets(value: Any) -> tuple[int, ...]:
     """Returns prefill chunk sizes, ascending, each once; raises ConfigError if they are none."""
     if not isinstance(value, Sequence | np.ndarray | set | frozenset) or isinstance(value, str) or not len(value):
-        raise ConfigError(f"LLM: prefill_buckets must be chunk sizes such as (32, 256), got {show_value(value)}")
+        raise ConfigError(f"LLM: prefill_buckets must be chunk sizes such as (32, 64, 256), got {show_value(value)}")
     return tuple(sorted({as_int("each of prefill_buckets", size, 1) for size in value}))
 
 
@@ -71,11 +71,13 @@ def parse_sizes(config: SpeculativeConfig, **given: Any) -> EngineSpec:
         as_int("max_model_len", length)
     leasts = {"max_num_seqs": 1, "steps_per_dispatch": 1, "max_logprobs": 0, "kv_page_size": 0, "num_kv_pages": 0}
     rows, steps, logprobs, page, pages = (as_int(name, given[name], least) for name, least in leasts.items())
+    default = given["prefill_buckets"] is None
     if pages and not page:
         raise ConfigError(f"LLM: num_kv_pages={pages} needs kv_page_size, the tokens per page")
     return EngineSpec(
-        rows, DEFAULT_CAPACITY, rule_of(config.rule), steps, logprobs, parse_buckets(given["prefill_buckets"]), page,
-        pages,
+        rows, DEFAULT_CAPACITY, rule_of(config.rule), steps, logprobs,
+        BUCKETS if default else parse_buckets(given["prefill_buckets"]), page, pages,
+        joint=min(rows, JOINT) if default else 0,
     )  # fmt: skip
 
 
@@ -90,7 +92,9 @@ def parse_capacity(wanted: Any, most: int) -> int:
 def fit_to_model(spec: EngineSpec, max_model_len: Any, arch: ArchSpec) -> EngineSpec:
     """Limits the sizes to what the model was made for; errors are those of ``parse_capacity``."""
     capacity = parse_capacity(max_model_len, arch.max_position)
-    return replace(spec, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size))
+    # Sizes above one that the longest prompt fits into would never be used.
+    used = tuple(size for i, size in enumerate(spec.buckets) if not i or spec.buckets[i - 1] < capacity - 1)
+    return replace(spec, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size), buckets=used)
 
 
 def show_value(value: Any) -> str:

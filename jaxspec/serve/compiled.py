@@ -1,87 +1,139 @@
-"""Ahead-of-time executables of one engine: nothing compiles after warm-up, a changed shape is an error."""
+"""Ahead-of-time executables of one engine: a changed shape is an error, and only rare programs compile when called."""
 
-from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.decode.chunks import UnreadPrompt, cut, next_size
 from jaxspec.decode.compaction import Sizes
 from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import Chunk, admit, catch_up, prefill, retire
-from jaxspec.decode.runner import Runner, chunks
+from jaxspec.decode.runner import Runner
 from jaxspec.decode.scores import Scores, prefill_scored
 from jaxspec.decode.scrub import scrub
 from jaxspec.decode.state import DecodeState, Target, init_sampling
 from jaxspec.decode.step import StepPlan
+from jaxspec.nn.policy import Compute
 from jaxspec.protocol import Drafter, NoDrafts
+from jaxspec.serve.background import CompiledPrograms
+from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.shapes import Params
+from jaxspec.sharding import hosts
 from jaxspec.sharding.placement import mesh_of, settle, shapes_on
 from jaxspec.topology import AnyTopology
 
+_TRACING = Lock()  # two traces in turns take as long as one after the other, and XLA idles meanwhile
+
 
 class Programs(Runner):
-    """Compiles every program that serving needs for one state's shapes; rare ones when they are first called.
+    """Compiles the programs that serving needs for one state's shapes, in the background and the first needed first.
 
     Attributes:
+      programs: by name, see ``Runner``.
       turns: whether a drafter that observes takes turns with plain decoding, so that it must be caught up.
       skipping: topologies whose steps verify nothing where few rows have a draft.
     """
 
+    programs: CompiledPrograms
+
     def __init__(
-        self,
-        target: Target,
-        drafters: Mapping[AnyTopology, Drafter],
-        state: DecodeState,
-        plan: StepPlan,
-        buckets: tuple[int, ...],
-        *,
-        turns: bool = False,
-        on_compile: Callable[[int, int], None] | None = None,
-    ):
-        """Compiles.
+        self, target: Target, drafters: Mapping[AnyTopology, Drafter], state: DecodeState, spec: EngineSpec,
+        *, turns: bool = False, first: AnyTopology | None = None,
+    ):  # fmt: skip
+        """Begins to compile.
 
         Args:
           target: verifies; weights are never baked into programs.
           drafters: by what they draft, plain decoding among them; their state is one and the same.
           state: its shapes have room for each of them.
-          plan: static.
-          buckets: prefill chunk sizes in tokens, ascending.
+          spec: of the engine.
           turns: whether rows that speculate also take part in dispatches without drafts, and must be caught up.
-          on_compile: called with (programs compiled, programs in all), first with none.
+          first: what the first request drafts, by default the first of ``drafters``.
         """
-        mesh = mesh_of(state)
-        super().__init__(settle(target, mesh), {k: settle(d, mesh) for k, d in drafters.items()}, buckets, {})
-        target, drafter = self.target, self.drafter
-        scalar, self.unbiased_V = jnp.int32(0), settle(jnp.zeros(state.bias_BV.shape[1]), mesh)
-        table = None if state.table_BJ is None else state.table_BJ[0]
-        flag, settings = jnp.array(False), init_sampling(1, state.sampling.stop_BX.shape[1])
+        mesh, plan = mesh_of(state), StepPlan(spec.rule, spec.steps, spec.logprobs)
+        drafters = {k: settle(drafter, mesh) for k, drafter in drafters.items()}
+        super().__init__(settle(target, mesh), drafters, spec.buckets, {})
+        self.unbiased_V = settle(jnp.zeros(state.bias_BV.shape[1]), mesh)
+        self.turns = turns and self.drafter.needs != "none"
+        self._any_cut = reads_alike(target.net.policy.compute)
+        self._joint = (spec.joint, spec.buckets[0]) if spec.joint > 1 and mesh is None and self._any_cut else None
+        first = next(iter(drafters)) if first is None else first
+        self._urgent = ("dispatch", first), ("prefill", self.buckets[len(self.buckets) // 2]), "admit", "retire"
+        jobs = self._jobs(state, plan)
+        self.programs = CompiledPrograms({name: jobs[name] for name in (*self._urgent, *jobs)})
+        self.skipping = {k for k, one in drafters.items() if Sizes.of(target, one, state, routes=plan.routes).anchors}
+
+    def _jobs(self, state: DecodeState, plan: StepPlan) -> dict[Hashable, Callable[[], Any]]:
+        """Returns what compiles each program; they hold shapes, for states come and go."""
+        target, drafter, table, mesh = self.target, self.drafter, state.table_BJ, mesh_of(state)
+        scalar, flag, settings = jnp.int32(0), jnp.array(False), init_sampling(1, state.sampling.stop_BX.shape[1])
+        table_J = None if table is None else table[0]
+
+        def job(function: Callable[..., Any], *args: Any, donate: int, report: bool = False) -> Callable[[], Any]:
+            return partial(_compile, function, shapes_on(args, mesh), mesh=mesh, donate=donate, report=report)
+
+        def reads(rows: int, size: int) -> Callable[[], Any]:
+            number_R, table_RJ = jnp.zeros(rows, jnp.int32), None if table is None else table[:rows]
+            chunk = Chunk(number_R, jnp.zeros((rows, size + 1), jnp.int32), number_R, number_R, table_RJ)
+            return job(prefill, target, drafter, state, chunk, donate=2)
+
+        text_S = state.history_BS[0]
         jobs: dict[Hashable, Callable[[], Any]] = {
-            "admit": lambda: _compile(
-                admit, (state, scalar, state.history_BS[0], scalar, settings, table, self.unbiased_V), donate=0
-            ),
-            "retire": lambda: _compile(retire, (state, scalar), donate=0),
-        }  # fmt: skip
-        for topology, one in self.drafters.items():
-            jobs["dispatch", topology] = lambda one=one: _compile(
-                partial(dispatch, plan=plan), (target, one, state, scalar, flag, scalar), donate=2, report=True
+            ("dispatch", k): job(
+                partial(dispatch, plan=plan), target, one, state, scalar, flag, scalar, donate=2, report=True
             )
-        for size in buckets:
-            chunk = Chunk(scalar, jnp.zeros(size + 1, jnp.int32), scalar, scalar, table)
-            jobs["prefill", size] = lambda chunk=chunk: _compile(prefill, (target, drafter, state, chunk), donate=2)
-        self.turns = turns and drafter.needs != "none"
-        for size in drafter.replay_sizes(buckets) if self.turns else ():
-            jobs["catch up", size] = lambda size=size: _compile(
-                partial(catch_up, size=size), (drafter, state, scalar, scalar, scalar), donate=1
-            )
-        self.programs = _compile_all(jobs, on_compile or (lambda done, total: None))
-        self.skipping = {
-            k for k, one in self.drafters.items() if Sizes.of(target, one, state, routes=plan.routes).anchors
+            for k, one in self.drafters.items()
         }
+        jobs |= {("prefill", size): reads(1, size) for size in self.buckets}
+        jobs["admit"] = job(admit, state, scalar, text_S, scalar, settings, table_J, self.unbiased_V, donate=0)
+        jobs["retire"] = job(retire, state, scalar, donate=0)
+        if self._joint is not None:
+            jobs["prefill jointly", self._joint[1]] = reads(*self._joint)
+        for size in drafter.replay_sizes(self.buckets) if self.turns else ():
+            jobs["catch up", size] = job(partial(catch_up, size=size), drafter, state, scalar, scalar, scalar, donate=1)
+        return jobs
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to compile but what is rare."""
+        return self.programs.complete
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The chunk sizes that may be used now: those that are compiled, where all read alike."""
+        if not self._any_cut:
+            return self.buckets
+        ready = tuple(size for size in self.buckets if self.programs.ready(("prefill", size)))
+        return ready or self.buckets
+
+    @property
+    def joint(self) -> tuple[int, int] | None:
+        """The chunk of several prompts, once it is compiled."""
+        ready = self._joint is not None and self.programs.ready(("prefill jointly", self._joint[1]))
+        return self._joint if ready else None
+
+    def ready(self, topology: AnyTopology) -> bool:
+        """Whether a dispatch of a topology would wait for no compilation."""
+        shown = self.drafter.replay_sizes(self.buckets) if self.turns else ()
+        names = [("dispatch", topology), *(("catch up", size) for size in shown)]
+        return all(map(self.programs.ready, names))
+
+    def can_read(self, prompts: Sequence[UnreadPrompt]) -> bool:
+        """Whether ``read`` would wait for no compilation."""
+        return self.programs.ready(self.next_chunk(prompts)[0])
+
+    def wait(self, show: Callable[[int, int], None], *, everything: bool) -> None:
+        """Waits for what a first request needs, or for everything; ``show`` as of ``CompiledPrograms.wait``.
+
+        Several processes, which must agree on what is there, wait for everything.
+        """
+        everything |= hosts.is_multiprocess()
+        self.programs.wait(self.programs if everything else self._urgent, show)
 
     def update_params(self, params: Params) -> None:
         """Gives every drafter other parameters; the programs stay.
@@ -96,37 +148,25 @@ class Programs(Runner):
             for k, d in self.drafters.items()
         }
 
-    def prefill_scored(
-        self,
-        state: DecodeState,
-        row: int,
-        prompt: np.ndarray,
-        table_J: np.ndarray | None,
-        *,
-        most: int,
-        drafts: bool = True,
-    ) -> tuple[DecodeState, list[tuple[int, Scores]]]:
-        """Runs a prompt like ``prefill``; its programs are compiled when they are first wanted.
+    def read_scored(
+        self, state: DecodeState, prompt: UnreadPrompt, *, most: int, drafts: bool = True
+    ) -> tuple[DecodeState, tuple[int, Scores]]:
+        """Reads one chunk like ``read``, with scores; its programs, of few sizes, compile when first wanted.
 
         Args:
           state: donated.
-          row: that gets the prompt.
-          prompt: token ids.
-          table_J: page ids of the row, None without a page pool.
+          prompt: with tokens left.
           most: number of most likely tokens per position.
           drafts: whether the drafter observes the prompt; nothing may be decoded after it otherwise.
 
         Returns:
-          The state; and of each chunk how many positions count, and their scores.
+          The state; how many positions of the chunk count, and their scores.
         """
-        drafter, scores = self.drafter if drafts else NoDrafts(), []
+        size = next_size(prompt.left, tuple(sorted({self.buckets[0], self.buckets[-1]})))
+        args = (self.target, self.drafter if drafts else NoDrafts(), state, chunk := cut([prompt], size))
         run = partial(prefill_scored, most=most)
-        for size, chunk in chunks(prompt, self.buckets, row, table_J):
-            args = (self.target, drafter, state, chunk)
-            program = self._later(("scored", size, most, drafts), run, args, donate=2, report=True)
-            state, scored = program(*args)
-            scores.append((int(chunk.count), scored))
-        return state, scores
+        state, scores = self._later(("scored", size, most, drafts), run, args, donate=2, report=True)(*args)
+        return state, (int(chunk.count_R[0]), scores)
 
     def scrub(self, state: DecodeState) -> DecodeState:
         """Takes what is not finite out of the caches; compiled when it is first wanted."""
@@ -135,33 +175,29 @@ class Programs(Runner):
     def _later(self, name: Hashable, function: Callable[..., Any], args: tuple[Any, ...], **how: Any) -> Any:
         """Returns a rare program, compiled by the first call."""
         if name not in self.programs:
-            self.programs[name] = _compile(function, args, **how)
+            mesh = mesh_of(args[how["donate"]])
+            self.programs[name] = _compile(function, shapes_on(args, mesh), mesh=mesh, **how)
         return self.programs[name]
 
 
-def _compile_all(
-    jobs: Mapping[Hashable, Callable[[], Any]], on_compile: Callable[[int, int], None]
-) -> dict[Hashable, Any]:
-    """Compiles by name; an exception, such as an interrupt, does not wait for what has not begun."""
-    # XLA compiles outside the interpreter lock, so two threads halve the wait on two cores.
-    pool = ThreadPoolExecutor(2)
-    try:
-        futures = {name: pool.submit(job) for name, job in jobs.items()}
-        on_compile(0, len(jobs))
-        for done, future in enumerate(as_completed(futures.values()), 1):
-            future.result()
-            on_compile(done, len(jobs))
-        return {name: future.result() for name, future in futures.items()}
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+def reads_alike(compute: Compute) -> bool:
+    """Whether a position's numbers have the same bits in chunks of any size.
+
+    XLA:CPU's products of bfloat16 have them, and all of the kernels in C; those of float32 round 64 rows and more in
+    another order than fewer. Where sizes differ, the chunks of a prompt may depend on nothing but its length.
+    """
+    on_cpu = jax.default_backend() == "cpu" and compute.mesh is None
+    return on_cpu and (compute.kernels == "native" or (compute.kernels == "xla" and compute.dtype == jnp.bfloat16))
 
 
-def _compile(function: Callable[..., Any], args: tuple[Any, ...], *, donate: int, report: bool = False) -> Any:
+def _compile(
+    function: Callable[..., Any], shapes: tuple[Any, ...], *, mesh: Mesh | None, donate: int, report: bool = False
+) -> Any:
     """Compiles for where the arguments lie; the state stays where it was, a report is replicated."""
-    mesh = mesh_of(args[donate])
-    shapes = shapes_on(args, mesh)
     placed: dict[str, Any] = {}
     if mesh is not None:
         state = jax.tree.map(lambda x: x.sharding, shapes[donate])
         placed["out_shardings"] = (state, NamedSharding(mesh, PartitionSpec())) if report else state
-    return jax.jit(function, donate_argnums=donate, **placed).lower(*shapes).compile()
+    with _TRACING:
+        lowered = jax.jit(function, donate_argnums=donate, **placed).lower(*shapes)
+    return lowered.compile()

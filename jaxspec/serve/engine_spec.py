@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from jaxspec.protocol import VerifyRule
 from jaxspec.verify.rules import RULES
 
+BUCKETS, JOINT = (32, 64, 256), 4
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -17,6 +19,7 @@ class EngineSpec:
       steps: most steps before the host looks.
       logprobs: most log-probabilities per token that a request may ask for.
       buckets: prefill chunk sizes, ascending.
+      joint: rows whose prompts may share a chunk of the smallest size; below 2 each is read by itself.
       page, pages: page size and count of a shared pool; a size of 0 gives each row one page of its own, a count of 0
         is enough for all rows at full length.
     """
@@ -26,6 +29,7 @@ class EngineSpec:
     rule: VerifyRule = RULES["match"]
     steps: int = 8
     logprobs: int = 20
-    buckets: tuple[int, ...] = (32, 256)
+    buckets: tuple[int, ...] = BUCKETS
     page: int = 0
     pages: int = 0
+    joint: int = 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from jaxspec.checkpoint.text.codec import Text
 from jaxspec.checkpoint.text.conversation import conversations
 from jaxspec.decode.state import Target
 from jaxspec.draft import methods
-from jaxspec.errors import ConfigError, RequestError
+from jaxspec.errors import ConfigError, JaxspecError, RequestError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.arguments import (
     as_int,
@@ -69,7 +71,8 @@ class LLM:
       seed: origin of the seeds of requests that bring none.
       max_logprobs: most log-probabilities per token that a request may ask for.
       steps_per_dispatch: most verification steps before the host looks.
-      prefill_buckets: prompt chunk sizes in tokens, ascending.
+      prefill_buckets: prompt chunk sizes in tokens, ascending, of one prompt each; by default 32, 64 and 256, and
+        chunks of several short prompts.
       kv_page_size: tokens per page of a pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: size of that pool; by default enough for all rows at full length.
       quantization: ``auto`` keeps weights that were published quantized as they are, ``none`` widens them to
@@ -111,7 +114,7 @@ class LLM:
         seed: int = 0,
         max_logprobs: int = 20,
         steps_per_dispatch: int = 8,
-        prefill_buckets: Sequence[int] = (32, 256),
+        prefill_buckets: Sequence[int] | None = None,
         kv_page_size: int = 0,
         num_kv_pages: int = 0,
         quantization: str | None = "auto",
@@ -144,11 +147,18 @@ class LLM:
             mesh=MeshRequest(mesh, expert_transport, expert_placement), on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
         self.spec = spec = fit_to_model(spec, max_model_len, self.model.net.arch)
-        self.capacity, self.max_logprobs, self.text = spec.capacity, spec.logprobs, Text.load(self.model.directory)
-        self.eos = end_ids_of(self.model)
+        self.capacity, self.max_logprobs, self.eos = spec.capacity, spec.logprobs, end_ids_of(self.model)
         self.engine = self._engine(config, quantization, download_dir, on_progress)
+        try:
+            self.text = Text.load(self.model.directory)  # while programs compile
+            self.engine.start(on_progress)
+        except BaseException:  # an interrupt, say: what has not begun to compile does not begin any more
+            self.engine.programs.programs.close()
+            raise
         self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
         self.driver, net = Driver(self.engine, Worker()), self.model.net
+        if self.engine.untimed:
+            self.engine.programs.programs.then(partial(_use_idle_time, weakref.ref(self.driver)))
         self._teacher = jax.jit(lambda *x: teacher_forced(net, *x)[0])
 
     def _engine(
@@ -167,7 +177,14 @@ class LLM:
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
         target = Target(self.model.params, self.model.net, block)
         budget = budget_of(config.pruning, self.model.net.arch)
-        return Engine(target, drafter, self.spec, self.eos, decide_by_rank0(control), budget, on_progress)
+        return Engine(target, drafter, self.spec, self.eos, decide_by_rank0(control), budget)
+
+    def finish_compiling(self) -> None:
+        """Waits until every program is compiled, and lengths of ``"auto"`` are timed; call it before you measure.
+
+        Without it requests run as soon as the programs are there that they need. Others compile meanwhile.
+        """
+        self.driver.call(partial(self.engine.start, everything=True))
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -363,3 +380,10 @@ class LLM:
     def get_metrics(self) -> list[Metric]:
         """Returns engine totals since the start, vLLM's names first."""
         return self.driver.call(self.engine.metrics.counters)
+
+
+def _use_idle_time(driver: weakref.ref[Driver]) -> None:
+    """Has the arms timed of an engine that is still there, and whose interpreter does not end."""
+    with suppress(JaxspecError):
+        if (still := driver()) is not None:
+            still.use_idle_time()

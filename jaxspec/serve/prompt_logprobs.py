@@ -3,50 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxspec.decode.scores import Scores
-from jaxspec.decode.state import DecodeState
 from jaxspec.serve.request import Logprob, RequestOutput
-from jaxspec.serve.sample import Sample
-
-if TYPE_CHECKING:
-    from jaxspec.serve.compiled import Programs
 
 Chunks = Sequence[tuple[int, Scores]]
 BROKEN = "the model's logits are not finite in the prompt; look for NaN or infinity in the weights"
-
-
-def read_prompt(
-    programs: Programs, state: DecodeState, row: int, sample: Sample, table_J: np.ndarray | None, most: int
-) -> DecodeState:
-    """Prefills a sample's text, and reports log-probabilities of its prompt where they are asked for.
-
-    A sample that is only read has ended then.
-
-    Args:
-      programs: that read.
-      state: donated.
-      row: of the sample.
-      sample: whose text is read.
-      table_J: page ids of the row, None without a page pool.
-      most: likely tokens per position that any request may want.
-    """
-    wanted = sample.params.prompt_logprobs
-    if wanted is None or sample.output.prompt_logprobs is not None:  # another of its n samples has reported them
-        return programs.prefill(state, row, sample.tokens, table_J)
-    most, drafts = most if wanted else 0, not sample.reads_only
-    state, chunks = programs.prefill_scored(state, row, sample.tokens, table_J, most=most, drafts=drafts)
-    sample.output.prompt_logprobs = prompt_logprobs(sample.prompt, chunks, wanted)
-    if not sample.reads_only:
-        return state
-    sample.completion.finish_reason = "length"
-    if is_broken(chunks):
-        sample.fail(BROKEN)
-        return programs.scrub(state)
-    return state
 
 
 def prompt_logprobs(prompt: np.ndarray, chunks: Chunks, most: int) -> list[dict[int, Logprob] | None]:

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from jaxspec.cache.pages import PageAllocator
+from jaxspec.decode.chunks import UnreadPrompt
 from jaxspec.decode.state import DecodeState
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.metrics import EngineMetrics
-from jaxspec.serve.prompt_logprobs import read_prompt
+from jaxspec.serve.reading import Reading
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.sample import STOP_PLACES, Sample
 
@@ -27,6 +28,7 @@ class Scheduler:
     Attributes:
       waiting: samples without a row, the oldest first.
       rows: sample in each row.
+      reading: samples that have a row, but whose prompts are not read to the end, the oldest first.
       pool: pages that all rows share, None where each row has its own.
       slack: positions beyond a text that may be written.
       moved: requests that moved and were not returned yet, by identity.
@@ -57,6 +59,7 @@ class Scheduler:
         """
         self.waiting: deque[Sample] = deque()
         self.rows: list[Sample | None] = [None] * spec.rows
+        self.reading: list[Reading] = []
         self.pool, self.slack = PageAllocator(spec.pages, spec.page) if spec.pages else None, slack
         self.moved: dict[int, RequestOutput] = {}
         self.allocate, self._state = allocate, None
@@ -80,8 +83,19 @@ class Scheduler:
         return bool(self.waiting) or any(self.rows)
 
     @property
+    def decoding(self) -> list[Sample | None]:
+        """Sample in each row, None also for those whose prompt is still read."""
+        unread = {reading.prompt.row for reading in self.reading}
+        return [None if row in unread else sample for row, sample in enumerate(self.rows)]
+
+    @property
     def running(self) -> list[tuple[int, Sample]]:
-        """Rows that run, with their samples."""
+        """Rows that decode, with their samples."""
+        return [(row, sample) for row, sample in enumerate(self.decoding) if sample is not None]
+
+    @property
+    def held(self) -> list[tuple[int, Sample]]:
+        """Rows that decode or read, with their samples."""
         return [(row, sample) for row, sample in enumerate(self.rows) if sample is not None]
 
     def add(self, samples: list[Sample]) -> None:
@@ -95,17 +109,41 @@ class Scheduler:
                 self.pool.check(sample.max_length + self.slack)
         self.waiting.extend(samples)
 
-    def admit(self) -> bool:
-        """Gives free rows to samples that wait and reads their prompts to the end; returns whether any was read."""
+    def admit(self, *, to_rows: bool = True) -> bool:
+        """Gives free rows to samples that wait, and reads a chunk of prompts; returns whether any was read.
+
+        One chunk, so that rows that decode go on after it; where none does, until the first can.
+
+        Args:
+          to_rows: false to read on only for samples that have a row.
+        """
         began, waiting = time.monotonic(), len(self.waiting)
         self._state = self.state  # before samples take rows: none is to blame if there is no memory for it
-        for row, sample in self._take_rows():
+        for row, sample in self._take_rows() if to_rows else ():
             self._start(row, sample)
-        if len(self.waiting) == waiting:
-            return False
+        if not self.reading:
+            return len(self.waiting) < waiting
+        self._read_chunk()
+        while self.reading and not self.running:
+            self._read_chunk()
         jax.block_until_ready(self.state.length_B)  # or the next dispatch would seem to take its time
         self._metrics.prefill_time_s += time.monotonic() - began
         return True
+
+    def _read_chunk(self) -> None:
+        """Reads one chunk of the oldest prompt, maybe with others, and starts the rows of those that end with it."""
+        first = self.reading[0]
+        if first.prompt.left and first.scored:
+            self.state = first.read_scored(self._programs, self.state)
+        elif first.prompt.left:
+            unread = [reading.prompt for reading in self.reading if reading.prompt.left and not reading.scored]
+            if not self.running or self._programs.can_read(unread):  # texts that have begun wait for no compilation
+                self.state = self._programs.read(self.state, unread)
+        for reading in [reading for reading in self.reading if not reading.prompt.left]:
+            self.reading.remove(reading)
+            self.state = reading.finish(self._programs, self.state)
+            if reading.sample.completion.finish_reason is not None:
+                self._leave(reading.prompt.row, reading.sample)
 
     def _take_rows(self) -> Iterator[tuple[int, Sample]]:
         """Gives free rows and pages to the oldest samples that wait, one at a time."""
@@ -122,7 +160,7 @@ class Scheduler:
             yield row, sample
 
     def _start(self, row: int, sample: Sample) -> None:
-        """Reads a sample's prompt, and its text where it goes on after a failure, into its row."""
+        """Prepares to read a sample's prompt, and its text where it goes on after a failure, into its row."""
         table_J, params = self._table(sample), sample.params
         stop_ids = sorted(({*()} if params.ignore_eos else self._eos) | set(params.stop_token_ids or []))
         try:
@@ -133,12 +171,8 @@ class Scheduler:
             self._leave(row, sample)
             return
         self._metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
-        self.state = read_prompt(self._programs, self.state, row, sample, table_J, self._spec.logprobs)
-        if sample.reads_only:
-            self._leave(row, sample)
-            return
-        self.state = self._programs.admit(self.state, row, sample.tokens, sampling, table_J, bias_V)
-        sample.observed = sample.length
+        prompt = UnreadPrompt(row, sample.tokens, table_J)
+        self.reading.append(Reading(sample, prompt, sampling, bias_V, self._spec.logprobs))
 
     def _leave(self, row: int, sample: Sample) -> None:
         """Ends a sample that never decodes."""
@@ -177,13 +211,13 @@ class Scheduler:
         """Takes samples, which have ended, out of the queue and their rows."""
         gone = {id(sample) for sample in samples}
         self.waiting = deque(sample for sample in self.waiting if id(sample) not in gone)
-        for row, sample in self.running:
+        for row, sample in self.held:
             if id(sample) in gone:
                 self.retire(row, sample)
 
     def recover(self, error: BaseException) -> None:
         """Drops the state; what ran waits again, before all others, and is read again with its text so far."""
-        running = [sample for _, sample in self.running]
+        running = [sample for _, sample in self.held]
         for sample in running:
             if sample.stalls() >= ATTEMPTS:
                 sample.fail(f"{ATTEMPTS} steps failed before another token came ({type(error).__name__}: {error})")
@@ -191,7 +225,7 @@ class Scheduler:
             if sample.completion.finish_reason is not None:
                 self._settle(sample)
         self._state = None  # first of all its memory
-        for row, _ in self.running:
+        for row, _ in self.held:
             self._free(row)
         unended = [sample for sample in running if sample.completion.finish_reason is None]
         self.waiting.extendleft(sorted(unended, key=lambda sample: sample.arrived, reverse=True))
@@ -203,6 +237,7 @@ class Scheduler:
     def _free(self, row: int) -> None:
         """Takes a row and its pages back."""
         sample, self.rows[row] = self.rows[row], None
+        self.reading = [reading for reading in self.reading if reading.prompt.row != row]
         if self.pool is not None and sample is not None:
             self.pool.release(sample.pages)
             sample.pages = []

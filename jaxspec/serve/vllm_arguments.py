@@ -30,7 +30,7 @@ _WAYS: Sequence[tuple[str, Mapping[str, tuple[Any, ...]]]] = (
     (f"weights stay on the devices; quantization makes them smaller, and {_MESH}", {"cpu_offload_gb": (0,)}),
     ("the cache has the model's dtype", {"kv_cache_dtype": ("auto",), "calculate_kv_scales": (False,)}),
     ("give prefill_buckets, the chunk sizes in which prompts are read", {"max_num_batched_tokens": ()}),
-    ("one prompt is read at a time, in chunks of prefill_buckets", {"max_num_partial_prefills": (1,)}),
+    ("long prompts are read one at a time, in chunks of prefill_buckets", {"max_num_partial_prefills": (1,)}),
     ("prompts are always read in chunks of prefill_buckets", {"enable_chunked_prefill": (True,)}),
     ("prompts share no cache", {"enable_prefix_caching": (False,)}),
     ("requests are served in the order in which they come", {"scheduling_policy": ("fcfs",)}),

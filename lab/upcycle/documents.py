@@ -34,11 +34,15 @@ def number(name: str) -> int:
     return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16)
 
 
+def entries(package: Distribution, name: str) -> list[str]:
+    """Returns the entries of a name in a package's metadata."""
+    return list(map(str, package.metadata.get_all(name) or []))
+
+
 def is_permissive(package: Distribution) -> bool:
     """Says whether the metadata name a permissive license and no other."""
-    metadata = package.metadata
-    said = [metadata.get("License-Expression") or "", (metadata.get("License") or "")[:200]]
-    said += [line for line in metadata.get_all("Classifier") or [] if line.startswith("License")]
+    said = [*entries(package, "License-Expression"), *(entry[:200] for entry in entries(package, "License"))]
+    said += [entry for entry in entries(package, "Classifier") if entry.startswith("License")]
     text = "\n".join(said)
     return bool(PERMISSIVE.search(text)) and not OTHER.search(text)
 
@@ -58,24 +62,24 @@ def read(path: Path) -> str | None:
 
 def packages() -> dict[str, list[tuple[str, Path]]]:
     """Returns name and path of the Python files of every permissive package, and of the standard library."""
-    found = {}
+    files_of = {}
     for package in distributions():
-        name = (package.metadata.get("Name") or "").lower()
+        name = "".join(entries(package, "Name")[:1]).lower()
         if not name or KEPT.match(name) or not is_permissive(package):
             continue
         files = [file for file in package.files or () if file.suffix == ".py" and ".." not in file.parts]
-        found.setdefault(name, [(f"{name}/{file}", Path(str(file.locate()))) for file in files])
+        files_of.setdefault(name, [(f"{name}/{file}", Path(str(file.locate()))) for file in files])
     root = Path(sysconfig.get_path("stdlib"))
     paths = [p for p in root.rglob("*.py") if not {"site-packages", "dist-packages", "idlelib"} & set(p.parts)]
-    found["python"] = [(f"python/{path.relative_to(root)}", path) for path in paths]
-    return {name: sorted(files) for name, files in sorted(found.items()) if files}
+    files_of["python"] = [(f"python/{path.relative_to(root)}", path) for path in paths]
+    return {name: sorted(files) for name, files in sorted(files_of.items()) if files}
 
 
 def python() -> dict[str, list[Document]]:
     """Returns the texts of all packages: ``train``, ``packages`` (of packages held out) and ``files`` (held out)."""
     sets: dict[str, list[Document]] = {"packages": [], "files": [], "train": []}
-    found, seen = packages(), set()
-    texts = {name: [Document(n, t) for n, p in files if (t := read(p))] for name, files in found.items()}
+    files_of, seen = packages(), set()
+    texts = {name: [Document(n, t) for n, p in files if (t := read(p))] for name, files in files_of.items()}
     held = {
         n for n, docs in texts.items() if number(n) % PARTS == 0 and 20_000 < sum(len(d.text) for d in docs) < LARGE
     }

@@ -95,8 +95,8 @@ def route(router_DE: Array, x_BTD: Array, top_k: int) -> tuple[Array, Array]:
     score = jax.nn.softmax(logits)
     fixed = lax.stop_gradient(score)
     rank = jnp.sum(fixed[..., None, :] > fixed[..., :, None], -1)  # how many experts come before
-    kept = jnp.where(rank < top_k, score, 0.0)
-    return kept / jnp.sum(kept, -1, keepdims=True), score
+    chosen = jnp.where(rank < top_k, score, 0.0)
+    return chosen / jnp.sum(chosen, -1, keepdims=True), score
 
 
 def routed_ffn(experts: Tree, x_BTD: Array, top_k: int) -> tuple[Array, Tree]:

@@ -18,11 +18,11 @@ from lab.upcycle.tokens import held_out, load_tokenizer, said, stream
 def ask(path: Path) -> tuple[list[str], list[str], list[list[str]]]:
     """Returns questions for training, held-out ones, and what people said."""
     data = json.loads(lzma.decompress(path.read_bytes()))
-    held = {talk[0] for talk in data["said"]}
-    own = [question for question in data["asked"] if question not in held]
-    kept = [question for question in own if number(question) % 12 == 0]
-    train = [question for question in own if number(question) % 12]
-    return train, kept, data["said"]
+    taken = {talk[0] for talk in data["said"]}
+    free = [question for question in data["asked"] if question not in taken]
+    held = [question for question in free if number(question) % 12 == 0]
+    train = [question for question in free if number(question) % 12]
+    return train, held, data["said"]
 
 
 def main() -> None:
@@ -44,13 +44,13 @@ def main() -> None:
         tokens = stream(tokenizer, documents[few], args.most)
         np.save(args.out / f"{name}.npy", tokens)
         print(f"{name}: {len(documents)} documents, {len(tokens)} tokens, {time.monotonic() - began:.0f} s", flush=True)
-    kept = {
+    held = {
         "python_packages": code["packages"],
         "python_files": code["files"],
         "prose": prose["prose"],
         "people": people,
     }
-    for name, documents in kept.items():
+    for name, documents in held.items():
         cut = held_out(tokenizer, documents, args.length)
         np.save(args.out / f"held_{name}.npy", cut)
         print(f"held out, {name}: {len(documents)} documents, {cut.size} tokens", flush=True)

@@ -113,12 +113,12 @@ def _glosses(path: Path) -> Iterator[tuple[str, str]]:
 
 def clean(text: str) -> str:
     """Drops trailing spaces, runs of empty lines and lines that are mostly signs."""
-    kept = []
+    lines = []
     for line in text.splitlines():
         letters = sum(c.isalnum() or c.isspace() for c in line)
         if not line.strip() or letters >= 0.6 * len(line):
-            kept.append(line.rstrip())
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip()
+            lines.append(line.rstrip())
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
 def documents(debs: Path) -> Iterator[tuple[str, str]]:

@@ -34,7 +34,7 @@ def stream(tokenizer: Tokenizer, documents: Sequence[Document], most: int) -> np
     pieces, total = [np.zeros(0, np.uint16)], 0
     for first in range(0, len(ordered), 2048):
         for ids in encode(tokenizer, [document.text for document in ordered[first : first + 2048]]):
-            pieces += [ids, np.uint16([END])]
+            pieces += [ids, np.array([END], np.uint16)]
             total += len(ids) + 1
         if total >= most:
             break

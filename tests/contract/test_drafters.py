@@ -162,7 +162,7 @@ def observed(drafter: Drafter, lengths: tuple[int, ...]):
         features = features_for(net, params, chunk[:, :-1], drafter.reads)
         commit = Commit(
             jnp.asarray(chunk[:, :-1]), jnp.asarray(chunk[:, 1:]), features,
-            jnp.full(1, length - 1, jnp.int32), jnp.zeros(1, jnp.int32), None, jnp.int32(row),
+            jnp.full(1, length - 1, jnp.int32), jnp.zeros(1, jnp.int32), None, jnp.full(1, row, jnp.int32),
         )  # fmt: skip
         draft = observe(drafter, draft, commit)
     at = jnp.asarray(lengths, jnp.int32) - 1
@@ -391,7 +391,7 @@ def test_what_was_kept_is_observed_later(method: str):
     for row in range(ROWS):
         kept = deferred.replay_features(state, jnp.int32(row), jnp.arange(count, dtype=jnp.int32))
         part = (x[row : row + 1] for x in (whole.token_BT, whole.next_BT))
-        shown = Commit(*part, kept, every[:1], start[:1], None, jnp.int32(row))
+        shown = Commit(*part, kept, every[:1], start[:1], None, jnp.full(1, row, jnp.int32))
         state = jax.jit(deferred.observe)(state, shown)
     lengths = np.full(ROWS, count)
     for a, b in zip(committed(wanted, lengths), committed(state.draft, lengths), strict=True):

@@ -191,7 +191,8 @@ def test_greedy_continuation(case: Case):
 
     @jax.jit
     def start(target, state, row, prompt_T):
-        state = prefill(target, drafter, state, Chunk(row, prompt_T, jnp.int32(0), jnp.int32(length - 1)))
+        chunk = Chunk(row[None], prompt_T[None], jnp.zeros(1, jnp.int32), jnp.full(1, length - 1, jnp.int32))
+        state = prefill(target, drafter, state, chunk)
         prompt_S = jnp.pad(prompt_T, (0, state.history_BS.shape[1] - length))
         return admit(state, row, prompt_S, jnp.int32(length), sampling, None)
 

@@ -36,6 +36,7 @@ from jaxspec.nn.policy import Policy, make_policy, policy_for
 from jaxspec.protocol import Anchor, Drafter, NoDrafts, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.serve import engine as engine_module
+from jaxspec.serve.background import CompiledPrograms
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine import Engine
 from jaxspec.serve.engine_spec import EngineSpec
@@ -183,11 +184,16 @@ def _prefill(target, drafter, state, chunk):
 class SharedPrograms(Programs):
     """The engine's programs, compiled once per shape for all engines of the test run."""
 
-    def __init__(self, target, drafters, state, plan, buckets, *, turns=False, on_compile=None):
-        Runner.__init__(self, target, drafters, buckets, {"admit": SHARED["admit"], "retire": SHARED["retire"]})
-        self.programs |= {("dispatch", topology): _jitted(plan) for topology in drafters}
-        self.programs |= {("catch up", size): _caught_up(size) for size in self.drafter.replay_sizes(buckets)}
-        self.programs |= {("prefill", size): _prefill for size in buckets}
+    def __init__(self, target, drafters, state, spec, *, turns=False, first=None):
+        buckets, plan = spec.buckets, StepPlan(spec.rule, spec.steps, spec.logprobs)
+        Runner.__init__(self, target, drafters, buckets, {})
+        self.programs, self._urgent = CompiledPrograms({}), ()
+        self._any_cut = True
+        self._joint = (spec.joint, buckets[0]) if spec.joint > 1 else None
+        self.programs.update({"admit": SHARED["admit"], "retire": SHARED["retire"]})
+        self.programs.update({("dispatch", topology): _jitted(plan) for topology in drafters})
+        self.programs.update({("catch up", size): _caught_up(size) for size in self.drafter.replay_sizes(buckets)})
+        self.programs.update({(name, size): _prefill for size in buckets for name in ("prefill", "prefill jointly")})
         self.turns = turns and self.drafter.needs != "none"
         self.skipping = {arm for arm, one in drafters.items() if Sizes.of(target, one, state, routes=False).anchors}
 
@@ -288,7 +294,9 @@ class Lab:
         made = engine_module.Programs
         engine_module.Programs = SharedPrograms
         try:
-            return Engine(Target(model.params, model.net, block), drafter, spec, {EOS}, control, budget)
+            engine = Engine(Target(model.params, model.net, block), drafter, spec, {EOS}, control, budget)
+            engine.start()
+            return engine
         finally:
             engine_module.Programs = made
 

@@ -306,7 +306,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "no rows": ({"max_num_seqs": 0}, r"max_num_seqs must be an integer of at least 1, got 0"),
     "no steps": ({"steps_per_dispatch": 0}, r"steps_per_dispatch must be an integer of at least 1, got 0"),
     "logprobs": ({"max_logprobs": -1}, r"max_logprobs must be an integer of at least 0, got -1"),
-    "buckets": ({"prefill_buckets": ()}, r"prefill_buckets must be chunk sizes such as \(32, 256\), got \(\)"),
+    "buckets": ({"prefill_buckets": ()}, r"prefill_buckets must be chunk sizes such as \(32, 64, 256\), got \(\)"),
     "page": ({"kv_page_size": -1}, r"kv_page_size must be an integer of at least 0, got -1"),
     "pages alone": ({"num_kv_pages": 9}, r"num_kv_pages=9 needs kv_page_size"),
 }

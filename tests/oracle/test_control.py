@@ -1,5 +1,6 @@
 """Lengths and trees that change from dispatch to dispatch: the same text, and drafters that have missed nothing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -37,9 +38,10 @@ class Cycle:
         self.outcomes.append((decision, outcome))
 
 
-def tried_all(decision: Decision, outcome: Outcome) -> list[int]:
-    """Returns what verifications of as many drafts as the decision asked for accepted, of all kinds of requests."""
-    return [a for (drafts, _), counts in outcome.accepted.items() if drafts == decision.length for a in counts]
+def tried_all(decision: Decision, outcome: Outcome, kinds: Sequence[int] = range(8)) -> list[int]:
+    """Returns what verifications of as many drafts as the decision asked for accepted, of some kinds of requests."""
+    tried = outcome.accepted.items()
+    return [a for (drafts, kind), counts in tried if drafts == decision.length and kind in kinds for a in counts]
 
 
 @pytest.mark.parametrize("kind", ["cold", "mixed"])
@@ -56,12 +58,14 @@ def test_lengths_that_change_give_the_same_text(lab: Lab, name: str, kind: str):
     assert all(0 < outcome.active <= outcome.rows for _, outcome in control.outcomes)
     begins = [outcome.after_prompt for _, outcome in control.outcomes]
     assert (begins[0], begins[-1]) == (True, False)
-    assert 1 < sum(begins) <= len(requests), "texts that end make room for prompts"
+    chunks = sum(1 + len(prompt) // 8 for prompt, _ in requests)
+    assert 1 < sum(begins) <= chunks, "texts that end make room for prompts"
     if name in ("ngram", "random"):
         assert any(outcome.active < outcome.rows for _, outcome in control.outcomes), "a text ended before its dispatch"
     if name == "self":
         for decision, outcome in control.outcomes:
-            missed = [a for a in tried_all(decision, outcome) if a < decision.length]
+            # Drafts of sampled text are drawn before truncation, which refuses some of them.
+            missed = [a for a in tried_all(decision, outcome, kinds=(0,)) if a < decision.length]
             assert missed == [], "the target as its own drafter is always right, unless it was not caught up"
 
 
@@ -201,7 +205,7 @@ def test_a_head_is_shown_what_was_kept_for_it_when_it_drafts(lab: Lab, monkeypat
     requests, ends, accepted = mixed_requests("cold"), [], {}
     for room in (4, 12, 256):
         monkeypatch.setattr(engine_module, "RING_SIZE", room)
-        control = Cycle((*[PLAIN] * 5, chain(3)))
+        control = Cycle((*[PLAIN] * 5, chain(3), chain(3)))
         engine = lab.engine(lab.drafter("mtp", chain(3)), control=control, steps=2)
         shown, ran = list[tuple[int, int, int]](), list[tuple[int, int]]()
         show, dispatch = engine.programs.catch_up, engine.programs.dispatch

@@ -40,7 +40,7 @@ METRICS = {
 @pytest.fixture(scope="module")
 def llm(target_dir: Path) -> LLM:
     """A self-drafting engine over its real, ahead-of-time programs."""
-    return LLM(
+    llm = LLM(
         target_dir,
         speculative_config={"model": str(target_dir), "num_speculative_tokens": 3},
         dtype="float32",
@@ -48,6 +48,8 @@ def llm(target_dir: Path) -> LLM:
         max_num_seqs=2,
         max_logprobs=2,
     )
+    llm.finish_compiling()
+    return llm
 
 
 @pytest.fixture

@@ -192,6 +192,12 @@ def test_plain_decoding_and_ngrams(family: Family, monkeypatch: pytest.MonkeyPat
     assert family.speculate("mixed", CHAIN) == plain
 
 
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_prompts_that_share_a_chunk(family: Family):
+    """Rows of a chunk write where each stands: pages, rings and compressed entries."""
+    assert family.speculate("mixed", CHAIN, layout="stacked", joint=2) == family.plainly(layout="stacked")
+
+
 @pytest.mark.parametrize("name", [n for n in MECHANISMS if has_trees(n)])
 def test_trees(family: Family):
     assert family.speculate("mixed", TREE) == family.plainly()

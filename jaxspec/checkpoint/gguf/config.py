@@ -22,6 +22,7 @@ SIGMOID = 2  # llama.cpp's number for the router of DeepSeek-V3 and GLM
 LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3_CONTEXT = 8192
 YARN = {"yarn", "yarn_linear"}
+MOST = 1 << 24  # of any size; larger ones are damage
 Settings = dict[str, Any]
 
 
@@ -41,10 +42,10 @@ class _Keys:
         return f"{self.prefix}.{key}" in self.header.metadata
 
     def get(self, key: str, default: Any = ...) -> Any:
-        """Returns a number; of a list by layer the value that all layers share.
+        """Returns a number, or a text where the default is one; of a list by layer the value that all layers share.
 
         Raises:
-          ConfigError: it is not there, no number, or layers differ.
+          ConfigError: it is not there, something else, or layers differ.
         """
         full = f"{self.prefix}.{key}"
         value = self.header.metadata.get(full, default)
@@ -52,8 +53,21 @@ class _Keys:
             raise ConfigError(f"{self.header.file}: metadata lack {full}; the file is not complete, download it again")
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
-        if value is not default and not isinstance(value, int | float | str):
+        if isinstance(value, list):
             raise ConfigError(f"{self.header.file}: {full} differs from layer to layer, which is not supported")
+        if value is not default and not isinstance(value, str if isinstance(default, str) else int | float):
+            raise ConfigError(f"{self.header.file}: {full} is {value!r:.80}; the file is corrupt, download it again")
+        return value
+
+    def count(self, key: str, most: int = MOST) -> int:
+        """Returns a whole number from 1 to ``most``.
+
+        Raises:
+          ConfigError: it is not there, or another.
+        """
+        value = self.get(key)
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise ConfigError(f"{self.header.file}: {self.prefix}.{key} is {value!r}; the file is corrupt")
         return value
 
     def sparse_layers(self) -> list[bool]:
@@ -69,14 +83,13 @@ class _Keys:
     @property
     def layers(self) -> int:
         """Layers of the model itself."""
-        return self.get("block_count") - self.predictions
+        return self.count("block_count", len(self.header.tensors)) - self.predictions
 
     @property
     def head_dim(self) -> int:
         """Channels of a head."""
-        return self.get("attention.key_length", None) or self.get("embedding_length") // self.get(
-            "attention.head_count"
-        )
+        each = self.count("embedding_length") // self.count("attention.head_count")
+        return self.get("attention.key_length", None) or max(each, 1)
 
 
 def architecture_of(header: GgufHeader) -> str:
@@ -88,7 +101,7 @@ def architecture_of(header: GgufHeader) -> str:
     name: Any = header.metadata.get("general.architecture")
     if name == "llama" and header.metadata.get("llama.expert_count"):
         return "mixtral"
-    if name not in NAMES:
+    if not isinstance(name, str) or name not in NAMES:
         known = ", ".join(sorted(set(NAMES) - {"mixtral"}))
         raise ConfigError(f"{header.file}: GGUF architecture {name!r} is not supported; known are {known}")
     return name
@@ -97,7 +110,7 @@ def architecture_of(header: GgufHeader) -> str:
 def heads_of(header: GgufHeader) -> tuple[int, int]:
     """Returns the number of heads of queries, and of keys."""
     keys = _Keys(header)
-    heads = keys.get("attention.head_count")
+    heads = keys.count("attention.head_count")
     return heads, keys.get("attention.head_count_kv", heads)
 
 
@@ -196,7 +209,7 @@ def _dense(_keys: _Keys) -> Settings:
 
 def _mixtral(keys: _Keys) -> Settings:
     return {
-        "num_local_experts": keys.get("expert_count"),
+        "num_local_experts": keys.count("expert_count", 1 << 12),
         "num_experts_per_tok": keys.get("expert_used_count"),
         "sliding_window": None,
     }
@@ -211,7 +224,7 @@ def _qwen_moe(keys: _Keys) -> Settings:
     shared = keys.header.tensors.get(f"blk.{sparse.index(True)}.ffn_gate_shexp.weight") if any(sparse) else None
     stacks = [t for name, t in keys.header.tensors.items() if re.fullmatch(r"blk\.\d+\.ffn_gate_exps\.weight", name)]
     return {
-        "num_experts": keys.get("expert_count"),
+        "num_experts": keys.count("expert_count", 1 << 12),
         "num_experts_per_tok": keys.get("expert_used_count"),
         # Files of before 2024-06 say neither size.
         "moe_intermediate_size": keys.get("expert_feed_forward_length", stacks[0].shape[1] if stacks else None),
@@ -227,7 +240,7 @@ def _gpt_oss(keys: _Keys) -> Settings:
     scaling = _scaling(keys)
     return {
         "intermediate_size": keys.get("expert_feed_forward_length", keys.get("feed_forward_length", None)),
-        "num_local_experts": keys.get("expert_count"),
+        "num_local_experts": keys.count("expert_count", 1 << 12),
         "num_experts_per_tok": keys.get("expert_used_count"),
         "sliding_window": keys.get("attention.sliding_window"),
         "attention_bias": True,
@@ -239,7 +252,7 @@ def _experts(keys: _Keys) -> Settings:
     """Returns what DeepSeek-V3 and GLM-4.5 have in common."""
     if keys.get("expert_gating_func", SIGMOID) != SIGMOID:
         raise ConfigError(f"{keys.header.file}: a softmax router (DeepSeek-V2) is not supported; known is the sigmoid")
-    experts = keys.get("expert_count")
+    experts = keys.count("expert_count", 1 << 12)
     groups = (8, 4) if experts == 256 else (1, 1)  # DeepSeek-V3's, which older files leave out
     return {
         "moe_intermediate_size": keys.get("expert_feed_forward_length"),

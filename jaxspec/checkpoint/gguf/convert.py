@@ -30,6 +30,13 @@ CLASSES = {
     "qwen3": "Qwen3ForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
 }  # fmt: skip
+# As gpt-oss is published: all but its experts is wide.
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
 Progress = Callable[[int, int], None]
 
 
@@ -57,7 +64,7 @@ def convert_gguf(file: Path, directory: Path, dtype: str = "bfloat16", show: Pro
         write_tokenizer(header, part)
         _write_weights(files, part, np.dtype(DTYPES[dtype]), show)
         if any(name.endswith("_blocks") for name in files):
-            config["quantization_config"] = {"quant_method": "mxfp4"}
+            config["quantization_config"] = MXFP4
         config |= {"torch_dtype": dtype, "architectures": [CLASSES[config["model_type"]]]}
         for name, content in (("config.json", config), ("generation_config.json", generation_of(header))):
             (part / name).write_text(json.dumps(content, indent=2) + "\n")

@@ -142,7 +142,7 @@ def _started(header: GgufHeader, tokens: Sequence[str]) -> Settings | None:
 def _byte_level(header: GgufHeader, vocab: Mapping[str, int]) -> Settings:
     """Returns the stages of byte-level byte-pair encoding."""
     pre: Any = header.metadata.get(f"{KEY}pre")
-    if pre not in SPLITS:
+    if not isinstance(pre, str) or pre not in SPLITS:
         raise ConfigError(
             f"{header.file}: its tokenizer splits texts in the way {pre!r}, which is not known; known are "
             f"{', '.join(sorted(SPLITS))}"

@@ -14,7 +14,8 @@ from gguf.quants import dequantize, quantize
 from jaxspec import LLM, SamplingParams
 from jaxspec.checkpoint.files.fingerprint import fingerprint
 from jaxspec.checkpoint.files.stream import TensorFiles
-from jaxspec.checkpoint.gguf import blocks
+from jaxspec.checkpoint.gguf import blocks, convert
+from jaxspec.checkpoint.gguf.convert import convert_gguf
 from jaxspec.checkpoint.gguf.gguf_header import read_gguf
 from jaxspec.checkpoint.gguf.gguf_tensors import open_tensors
 from jaxspec.checkpoint.hub import resolve_model
@@ -167,6 +168,34 @@ def test_stacked_experts_of_gpt_oss(kind: str, tmp_path: Path):
     assert ("ffn/gate_up_ED2F" in {k for k, f in plan.kinds().items() if f}) == (kind == "MXFP4")
     # Numbers that are MXFP4 already stay what they are.
     assert_same(fill(plan_model(file, POLICY, "none")), plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("mixtral", "Q8_0"), ("deepseek_v3", "F32"), ("glm4_moe", "Q4_0"), ("gpt_oss", "F32")]
+)
+def test_conversion_changes_no_number(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(convert, "SHARD_BYTES", 30_000)
+    directory = copy_of(name, tmp_path)
+    file = write_gguf(directory, tmp_path / "m.gguf", kind=kind)
+    convert_gguf(file, tmp_path / "out", "float32")
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+    ours, theirs = plan_model(tmp_path / "out", POLICY), plan_model(file, POLICY, "none")
+    ours.check()
+    assert ours.net == theirs.net
+    assert_same(fill(ours), fill(theirs))
+
+
+def test_converted_mxfp4_experts_stay_as_published(tmp_path: Path):
+    directory = copy_of("gpt_oss_mxfp4", tmp_path)
+    plain, config = fill(plan_model(directory, POLICY, "none")), read_config(directory)
+    config = {key: value for key, value in config.items() if key != "quantization_config"} | {"swiglu_limit": 7.0}
+    save_model(tmp_path / "plain", plain, arch_of(config), config, np.dtype(np.float32))
+    file = write_gguf(tmp_path / "plain", tmp_path / "m.gguf", kind=lambda n: "MXFP4" if "_exps.weight" in n else "F32")
+    convert_gguf(file, tmp_path / "out", "float32")
+    there, was = TensorFiles.of(tmp_path / "out"), TensorFiles.of(directory)
+    assert read_config(tmp_path / "out")["quantization_config"]["quant_method"] == "mxfp4"
+    assert {n: t.shape for n, t in there.tensors.items()} == {n: t.shape for n, t in was.tensors.items()}
+    assert_same(fill(plan_model(tmp_path / "out", POLICY)), fill(plan_model(file, POLICY)))
 
 
 def test_int8_types_are_exact():

@@ -10,7 +10,7 @@ from jaxspec.checkpoint.load.model import load_model
 from jaxspec.cli.interrupts import INTERRUPTS
 from jaxspec.cli.stages import Stages, in_words, shown_stages
 from jaxspec.nn.policy import Policy
-from jaxspec.serve.compiled import _compile_all
+from jaxspec.serve.background import CompiledPrograms
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.serve.llm import LLM
 from tests.unit.serve.tiny_model import write_tiny_model
@@ -94,10 +94,12 @@ def test_an_exception_does_not_wait_for_what_has_not_begun():
         assert total == 51
         raise KeyboardInterrupt
 
+    table = CompiledPrograms(jobs)
     with pytest.raises(KeyboardInterrupt):
-        _compile_all(jobs, interrupt)
+        table.wait(jobs, interrupt)
+    table.close()
     with pytest.raises(ValueError, match="does not compile"):
-        _compile_all({"bad": fail}, lambda done, total: None)
+        CompiledPrograms({"bad": fail}).wait(["bad"])
 
 
 def test_python_is_told_what_it_asks_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

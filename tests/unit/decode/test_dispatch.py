@@ -1,10 +1,8 @@
-"""A report says on the host what the steps did on the device; a runner cuts prompts into chunks."""
+"""A report says on the host what the steps did on the device."""
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxspec.decode.dispatch import Report
-from jaxspec.decode.runner import chunks
 from jaxspec.decode.telemetry import Counts
 
 
@@ -23,12 +21,3 @@ def test_a_report_is_read_as_it_was_packed():
     assert (result.broken_B.tolist(), result.stopped_B.tolist()) == ([False, True], [True, False])
     assert result.ended_B.tolist() == [True, True]
     assert not result.full_B.any()
-
-
-def test_chunks_cover_a_prompt_but_for_its_last_token():
-    prompt = np.arange(1, 12, dtype=np.int32)
-    cut = [(size, c.start, c.count, c.token_X.tolist()) for size, c in chunks(prompt, (2, 4), 0)]
-    assert cut == [
-        (4, 0, 4, [1, 2, 3, 4, 5]), (4, 4, 4, [5, 6, 7, 8, 9]), (2, 8, 2, [9, 10, 11]),
-    ]  # fmt: skip
-    assert list(chunks(prompt[:1], (2, 4), 0)) == [], "the last token is the first anchor"

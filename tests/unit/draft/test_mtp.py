@@ -98,7 +98,8 @@ def generated(
             count = min(CHUNK, len(prompt) - 1 - start)
             # Padding that is not 0 must not matter either.
             chunk = np.resize(prompt[start : start + count + 1], CHUNK + 1).astype(np.int32)
-            state = PREFILL(target, drafter, state, Chunk(np.int32(row), chunk, np.int32(start), np.int32(count)))
+            row_R, start_R, count_R = np.asarray([[row], [start], [count]], np.int32)
+            state = PREFILL(target, drafter, state, Chunk(row_R, chunk[None], start_R, count_R))
         sampling = replace(
             init_sampling(1, 1), max_length_B=jnp.full(1, len(prompt) + new, jnp.int32),
             temperature_B=jnp.full(1, temperature), draft_limit_B=jnp.full(1, 99, jnp.int32),
@@ -201,7 +202,7 @@ def test_several_layers_follow_the_paper(topology):
         place_BT = np.minimum(start_B[:, None] + np.arange(CHUNK), 22)
         tokens = (np.take_along_axis(text_BT[rows], place_BT + shift, axis=1) for shift in (0, 1))
         last_BTD = np.take_along_axis(np.asarray(hidden.last_BTD)[rows], place_BT[..., None], axis=1)
-        where = None if row is None else jnp.int32(row)
+        where = None if row is None else jnp.full(1, row, jnp.int32)
         return Commit(*tokens, Features(last_BTD, last_BTD), np.asarray(count_B, np.int32), start_B, None, where)
 
     for row, chunks in enumerate([(1, 4, 2), (4,)]):  # prompts of 8 and 5 tokens

@@ -1,5 +1,6 @@
 """Checks that upcycling begins at the dense model, serves what was trained, and holds texts out."""
 
+import hashlib
 import json
 from dataclasses import replace
 from functools import partial
@@ -8,23 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.load.model import load_model
 from jaxspec.checkpoint.upcycled import assemble, pack, save, unpack
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.nn.policy import make_policy
-from lab.upcycle import base, chats, tokens
+from jaxspec.serve.upcycled_model import SHIPPED
+from lab.upcycle import base, chats, export, prose, questions, tokens
 from lab.upcycle.documents import Document
 from lab.upcycle.network import TINY, lower, upper_dense, upper_routed
 from lab.upcycle.objective import Weights, cross_entropy, divergence, objective
 from lab.upcycle.train import batches, build_update, optimizer, rate_at
-
-NAMES = {
-    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj", "norm1": "input_layernorm",
-    "norm2": "post_attention_layernorm",
-}  # fmt: skip
+from tests.unit.lab.dense_files import write_dense
 
 
 @pytest.fixture(scope="module")
@@ -48,23 +44,6 @@ def token_BT():
 def logits_of(frozen, experts, token_BT):
     hidden, _ = upper_routed(frozen, experts, lower(frozen, token_BT, TINY, "xla"), TINY, "xla")
     return hidden @ frozen["embed"].T
-
-
-def write_dense(frozen, directory):
-    directory.mkdir()
-    tensors = {"model.embed_tokens.weight": frozen["embed"], "model.norm.weight": frozen["norm"]}
-    for index in range(TINY.layers):
-        stack, at = ("lower", index) if index < TINY.first else ("upper", index - TINY.first)
-        tensors |= {f"model.layers.{index}.{NAMES[n]}.weight": frozen[stack][n][at].T for n in NAMES}
-    save_file({n: np.ascontiguousarray(np.asarray(x)) for n, x in tensors.items()}, directory / "model.safetensors")
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": TINY.dim, "hidden_act": "silu",
-        "intermediate_size": TINY.hidden, "num_hidden_layers": TINY.layers, "num_attention_heads": TINY.heads,
-        "num_key_value_heads": TINY.kv_heads, "head_dim": TINY.head_dim, "vocab_size": TINY.vocab,
-        "max_position_embeddings": 64, "rms_norm_eps": TINY.eps, "rope_theta": TINY.theta, "tie_word_embeddings": True,
-        "attention_bias": False, "mlp_bias": False, "torch_dtype": "float32",
-    }  # fmt: skip
-    (directory / "config.json").write_text(json.dumps(config))
 
 
 def served_logits(directory, token_BT, dtype="float32"):
@@ -164,7 +143,7 @@ def test_rows_cover_a_stream_once_a_pass():
 
 
 def test_rate_rises_holds_and_ends_near_zero():
-    rates = [rate_at(done, 1.0) for done in (0.0, 0.01, 0.02, 0.5, 0.775, 1.0)]
+    rates = [rate_at(done, 1.0) for done in (0.0, 0.01, 0.02, 0.5, 0.75, 1.0)]
     assert rates == pytest.approx([0.02, 0.5, 1, 1, 0.5, 0.02])
 
 
@@ -193,3 +172,40 @@ def test_chats_have_the_form_of_the_template():
     assert tokens.said(["Why?", "So."]) == asked + "So.<|im_end|>\n"
     assert Document("a", asked).text.startswith("<|im_start|>system")
     assert replace(TINY, first=3).upper == 1
+
+
+def test_reads_pages_and_manuals_as_text():
+    page = "<head><title>x</title></head><body><nav>menu</nav><h1>Title</h1><p>One &amp; two.</p><style>s</style>"
+    assert prose.clean(prose.from_page(page)) == "Title\n\nOne & two."
+    manual = '.TH ls 1\n.SH NAME\nls \\- list \\fBfiles\\fP\n.PP\nSee\n.BR dir (1)\n.\\" a remark\n'
+    assert prose.clean(prose.from_manual(manual)).split() == ["NAME", "ls", "-", "list", "files", "See", "dir", "(1)"]
+    assert prose.clean("a line  \n+-----+-----+\n\n\n\nanother") == "a line\n\nanother"
+
+
+def test_questions_are_made_of_functions_and_passages():
+    code = 'def count(x):\n    """Counts the words of a text, each once only."""\n    return len(set(x.split()))\n'
+    (asked,) = questions.about_code([Document("a", code)])
+    assert "count" in asked
+    passage = "A sentence that says something about nothing. " * 8
+    (asked,) = questions.about_prose([Document("b", passage)])
+    assert asked.endswith(passage.strip())
+
+
+def test_experts_that_go_by_kind_of_text_are_told_from_even_ones():
+    even = [[0.25] * 4] * 2
+    assert export.summary({"a": even, "b": even})["choices_that_differ_from_the_mean"] == {"a": 0.0, "b": 0.0}
+    apart = export.summary({"a": [[0.5, 0.5, 0.0, 0.0]], "b": [[0.0, 0.0, 0.5, 0.5]]})
+    assert apart["choices_that_differ_from_the_mean"] == {"a": 0.5, "b": 0.5}
+    assert apart["least_share"] == apart["greatest_share"] == 0.25
+
+
+def test_what_ships_is_what_its_provenance_says():
+    record = json.loads((SHIPPED / "provenance.json").read_text())
+    parts = sorted(SHIPPED.glob("experts-*.safetensors"))
+    assert {part.name: hashlib.sha256(part.read_bytes()).hexdigest() for part in parts} == record["files"]
+    assert sum(part.stat().st_size for part in parts) < 24_000_000
+    loss = record["held_out_nats_per_token"]
+    for kind in ("prose", "chats", "people"):
+        assert loss["mixture"][kind] <= loss["dense"][kind]
+    assert loss["mixture"]["python_packages"] <= loss["dense"]["python_packages"] - 0.15
+    assert record["use_of_experts"]["least_share"] > 0.01

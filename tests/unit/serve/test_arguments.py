@@ -25,7 +25,7 @@ from jaxspec.serve.vllm_arguments import FOREIGN
 from tests.unit.serve.tiny_model import write_tiny_model
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "buckets as a number": ({"prefill_buckets": 32}, r"must be chunk sizes such as \(32, 256\), got 32"),
+    "buckets as a number": ({"prefill_buckets": 32}, r"must be chunk sizes such as \(32, 64, 256\), got 32"),
     "buckets as text": ({"prefill_buckets": "32"}, r"prefill_buckets must be chunk sizes .*, got '32'"),
     "no buckets": ({"prefill_buckets": []}, r"prefill_buckets must be chunk sizes .*, got \[\]"),
     "a bucket of 0": ({"prefill_buckets": (0, 8)}, r"each of prefill_buckets must be an integer of at least 1, got 0"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxspec.serve.warm_up import EACH, LINKING, RANDOM, TIMED, warm_up
+from jaxspec.serve.warm_up import EACH, LINKING, RANDOM, TIMED, WarmUp
 from jaxspec.topology import PLAIN, AnyTopology, chain, tree
 
 STEP_S = {PLAIN: 1.0, chain(1): 1.2, chain(3): 1.5, tree((2, 2)): 4.0}
@@ -20,6 +20,13 @@ class Lazy:
         self.runs.append(arm)
         slow = 10.0 if self.runs.count(arm) <= 3 else 2.0 if 20 < len(self.runs) <= 25 else 1.0
         return slow * (STEP_S[arm] + OVERHEAD_S / steps), 1.0
+
+
+def warm_up(arms, run, rows, steps):
+    made = WarmUp(arms, run, rows, steps)
+    while not made.done:
+        made.round()
+    return made.result()
 
 
 def test_times_are_those_of_linked_programs_in_one_round():

@@ -101,9 +101,10 @@ def drafts_of(head: Head, token_BT: np.ndarray):
     drafter = head_drafter(head, (net, params), chain(DRAFTS), 16)
     base = Target(params, net, 16)
     state = init_state(base, drafter, 1, 40, slack=32)
-    chunk = np.zeros(33, np.int32)
-    chunk[:LENGTH] = token_BT[0, :LENGTH]
-    state = fill(base, drafter, state, Chunk(jnp.int32(0), chunk, jnp.int32(0), jnp.int32(LENGTH - 1)))
+    chunk = np.zeros((1, 33), np.int32)
+    chunk[0, :LENGTH] = token_BT[0, :LENGTH]
+    zero = jnp.zeros(1, jnp.int32)
+    state = fill(base, drafter, state, Chunk(zero, chunk, zero, jnp.full(1, LENGTH - 1, jnp.int32)))
     sampling = replace(state.sampling, temperature_B=jnp.ones(1), draft_limit_B=jnp.full(1, 99, jnp.int32))
     anchor = Anchor(
         jnp.asarray(token_BT[:, LENGTH - 1]), jnp.full(1, LENGTH - 1, jnp.int32), state.history_BS, sampling

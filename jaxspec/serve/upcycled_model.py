@@ -1,0 +1,33 @@
+"""The mixture of experts that is made of a model from PyPI and the routed experts in this package."""
+
+import hashlib
+from pathlib import Path
+
+from jaxspec.errors import ConfigError
+from jaxspec.serve.wheel_model import Say, cache_directory, is_whole, publish, wheel_model_dir
+
+NAME = "smollm2-moe"
+DENSE = "smollm2"
+SHIPPED = Path(__file__).resolve().parents[1] / "demo_model" / "experts"
+
+
+def upcycled_model_dir(say: Say | None = None) -> Path:
+    """Returns the mixture's directory in Hugging Face layout, made at the first call and again for other experts.
+
+    Args:
+      say: called with a line on what takes a while; by default standard error.
+
+    Raises:
+      ConfigError: this installation came without the experts, or the dense model cannot be fetched.
+    """
+    from jaxspec.checkpoint.upcycled import assemble
+
+    parts = sorted(SHIPPED.glob("experts-*.safetensors"))
+    if not parts:
+        raise ConfigError(f"{NAME}: {SHIPPED} is missing in this installation; {DENSE} is the dense model without it")
+    digest = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()
+    directory = cache_directory() / f"{NAME}-{digest[:12]}"
+    if not is_whole(directory):
+        dense = wheel_model_dir(DENSE, say)
+        publish(directory, lambda made: assemble(dense, parts, made))
+    return directory

