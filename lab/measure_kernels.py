@@ -8,9 +8,13 @@ import argparse
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import LLM, SamplingParams
+from jaxspec.native.packing import pack
+from jaxspec.native.product import product
+from pallas_kernels.weight_cases import abstract_weight, random_weight
 
 PROMPTS = ("def fibonacci(n):\n    ", "import numpy as np\n\n", "class Stack:\n    def __init__(self):\n", "Once upon")
 STEPS, DISPATCHES, DRAFTS = 8, 8, 5
@@ -48,6 +52,21 @@ def times_ms(llm: LLM, topology) -> list[float]:
     return found
 
 
+def time_matrix(depth: int, columns: int) -> None:
+    """Prints the least times of one matrix in every format, times some rows."""
+    run = jax.jit(product)
+    for form in ("bfloat16", "int8", "fp8", "mxfp4", "float32"):
+        w, words = pack(random_weight(jax.random.key(1), abstract_weight(form, (), (depth, columns)))), []
+        for rows in (1, 6, 48):
+            x, found = jnp.ones((rows, depth), jnp.float32), []
+            for _ in range(16):
+                began = time.process_time()
+                jax.block_until_ready(run(x, w))
+                found.append(time.process_time() - began)
+            words.append(f"{rows} rows {min(found) * 1e3:.2f} ms")
+        print(f"{form}, {w.data.nbytes / 1e6:.0f} MB: {', '.join(words)}")
+
+
 def main() -> None:
     """Reads the command line, measures and prints."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
@@ -56,7 +75,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--kernels", nargs="+", default=["native", "xla"])
     parser.add_argument("--quantization", default="none")
+    parser.add_argument("--matrix", nargs=2, type=int, help="depth and columns of one matrix, instead of a model")
     args = parser.parse_args()
+    if args.matrix:
+        time_matrix(*args.matrix)
+        return
     llms = {kernels: build(kernels, args.rows, args.drafts, args.quantization) for kernels in args.kernels}
     found: dict[tuple[str, int], list[float]] = {}
     for _ in range(args.rounds):

@@ -72,9 +72,20 @@ def packed_group(w: Array | Quantized, lead: int, axes: int) -> int | None:
         return None
     if w.format.kind == "fp4" and (axes != 1 or w.format.packed_axis != lead - len(w.shape)):
         return None
-    whole = all(block >= size for block, size in zip(blocks[1:], depth_axes[1:], strict=True))
-    group = math.prod(min(b, n) for b, n in zip(blocks, depth_axes, strict=True))
-    return group if whole and (group % 2 == 0 or group == math.prod(depth_axes)) else None
+    group = _one_group(depth_axes, blocks)
+    return None if group is None or (group % 2 and group < math.prod(depth_axes)) else group
+
+
+def _one_group(sizes: tuple[int, ...], blocks: tuple[int, ...]) -> int | None:
+    """Returns how many neighbors share a scale once axes are one, None if those that share are no neighbors."""
+    group, whole = 1, True
+    for axis in reversed(range(len(sizes))):
+        own = min(blocks[axis], sizes[axis])
+        ragged = sizes[axis] % own and math.prod(sizes[:axis]) > 1
+        if own > 1 and (not whole or ragged):
+            return None
+        group, whole = group * own, whole and own == sizes[axis]
+    return group
 
 
 def abstract_packed(w: Array | Quantized, *, lead: int = 0, axes: int = 1) -> Packed | None:

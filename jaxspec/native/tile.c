@@ -6,7 +6,7 @@
 #include "kernels.h"
 
 #include <string.h>
-#ifdef __AVX512BF16__
+#ifdef __AVX512BW__
 #include <immintrin.h>
 #endif
 
@@ -60,6 +60,52 @@ INLINE u16 weight_pair(const enum Kind kind, const uint8_t *panel, int k, int ha
   return even >> 16 | (odd & 0xffff0000u);
 }
 
+#ifdef __AVX512BW__
+// bfloat16 numbers by their codes: magnitudes of e4m3, and e2m1 twice, so that the code beside it does no harm.
+static uint16_t e4m3[128] __attribute__((aligned(64))), e2m1[32] __attribute__((aligned(64)));
+__attribute__((constructor)) static void at_load(void) {
+  for (uint32_t code = 0; code < 128; code++) e4m3[code] = (uint16_t)(from_e4m3((u16){code})[0] >> 16);
+  for (uint32_t code = 0; code < 32; code++) e2m1[code] = (uint16_t)(from_e2m1((u16){code & 15})[0] >> 16);
+}
+
+INLINE __m512i look_up(const enum Kind kind, __m512i code) {
+  const __m512i *t = (const __m512i *)e4m3;
+  if (kind == FP4) return _mm512_permutexvar_epi16(code, *(const __m512i *)e2m1);
+  __m512i low = _mm512_permutex2var_epi16(t[0], code, t[1]), high = _mm512_permutex2var_epi16(t[2], code, t[3]);
+  __m512i size = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(64)), low, high);
+  return _mm512_ternarylogic_epi32(size, _mm512_slli_epi16(code, 8), _mm512_set1_epi16((short)0x8000), 0xf8);
+}
+
+INLINE __m512i codes(const uint8_t *p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p)); }
+
+INLINE u16 from_int8(const uint8_t *p) {
+  return (u16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+#endif
+
+// The same of all 32 columns.
+INLINE void weight_pairs(const enum Kind kind, const uint8_t *panel, int k, u16 *low, u16 *high) {
+#ifdef __AVX512BW__
+  if (kind == INT8) {
+    const uint8_t *p = panel + (size_t)k * PANEL * 2;
+    *low = from_int8(p) >> 16 | (from_int8(p + PANEL) & 0xffff0000u);
+    *high = from_int8(p + 16) >> 16 | (from_int8(p + PANEL + 16) & 0xffff0000u);
+    return;
+  }
+  if (kind == FP8 || kind == FP4) {
+    const __m512i step = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i pairs = _mm512_add_epi32(_mm512_mullo_epi32(step, _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(32 << 16));
+    const uint8_t *p = panel + (size_t)k * PANEL * (kind == FP4 ? 1 : 2);
+    __m512i first = codes(p), second = kind == FP4 ? _mm512_srli_epi16(first, 4) : codes(p + PANEL);
+    __m512i even = look_up(kind, first), odd = look_up(kind, second);
+    *low = (u16)_mm512_permutex2var_epi16(even, pairs, odd);
+    *high = (u16)_mm512_permutex2var_epi16(even, _mm512_add_epi16(pairs, _mm512_set1_epi16(16)), odd);
+    return;
+  }
+#endif
+  *low = weight_pair(kind, panel, k, 0), *high = weight_pair(kind, panel, k, 1);
+}
+
 INLINE float high_half(uint32_t pair) {
   float f;
   pair &= 0xffff0000u;
@@ -106,7 +152,8 @@ INLINE void fixed_rows(const int rows, const enum Kind kind, const int wide, con
   for (int first = 0, group = 0; first < pairs; first += step, group++) {
     const int last = first + step < pairs ? first + step : pairs;
     for (int k = first; k < last; k++) {
-      u16 low = weight_pair(kind, panel, k, 0), high = weight_pair(kind, panel, k, 1);
+      u16 low, high;
+      weight_pairs(kind, panel, k, &low, &high);
       EACH_ROW {
         if (wide) {
           const float *two = (const float *)x[m] + 2 * k;

@@ -50,6 +50,14 @@ def test_several_axes_are_contracted_and_several_come_out():
     same(packed, w)
 
 
+@pytest.mark.parametrize("blocks", [(1, 4, 32), (2, 36, 16), (4, 36, 1)], ids=str)
+def test_scales_of_several_contracted_axes(blocks: tuple[int, int, int]):
+    form, rng = Format("int8", blocks), np.random.default_rng(0)
+    numbers = jnp.asarray(rng.integers(-127, 128, (4, 36, 32)), jnp.int8)
+    w = Quantized(numbers, jnp.asarray(rng.random(form.scale_shape((4, 36, 32))), jnp.float32), form)
+    same(pack(w, axes=2), w)
+
+
 def test_scales_that_cut_through_pairs_are_refused():
     odd = Quantized(jnp.zeros((6, 4), jnp.int8), jnp.ones((2, 4)), Format("int8", (3, 1)))
     with pytest.raises(ValueError, match="cannot be packed"):
