@@ -28,6 +28,7 @@ def build(kernels: str, rows: int, drafts: int, quantization: str) -> LLM:
         "demo", kernels=kernels, quantization=quantization, max_num_seqs=rows, max_model_len=1024, max_logprobs=0,
         speculative_config=head if drafts else None, compile_cache=False,
     )  # fmt: skip
+    llm.engine.programs.wait(lambda done, total: None, everything=True)
     print(f"{kernels}: start {time.process_time() - began:.1f} CPU-s")
     return llm
 
