@@ -35,7 +35,7 @@ def fill(llm: LLM, rows: int) -> None:
         llm.submit(PROMPTS[row % len(PROMPTS)], SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
     llm.finish_compiling()
     llm.step(1)
-    while llm.engine.scheduler.reading:
+    while llm.engine.reads:
         llm.step(1)
     llm.step(1)
 
