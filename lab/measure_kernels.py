@@ -38,19 +38,22 @@ def fill(llm: LLM, rows: int) -> None:
     llm.abort()
     for row in range(rows):
         llm.submit(PROMPTS[row % len(PROMPTS)], SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
+    llm.finish_compiling()
     llm.step(1)
+    while llm.engine.reads:
+        llm.step(1)
     llm.step(1)
 
 
 def times_ms(llm: LLM, topology) -> list[float]:
     """CPU time per step, of each dispatch."""
-    engine, found = llm.engine, []
+    engine, times = llm.engine, []
     for _ in range(DISPATCHES):
         began = time.process_time()
         engine.scheduler.state, report = engine.programs.dispatch(engine.state, topology, STEPS)
         jax.block_until_ready(report)
-        found.append((time.process_time() - began) * 1e3 / STEPS)
-    return found
+        times.append((time.process_time() - began) * 1e3 / STEPS)
+    return times
 
 
 def time_matrix(depth: int, columns: int) -> None:
@@ -82,14 +85,14 @@ def main() -> None:
         time_matrix(*args.matrix)
         return
     llms = {kernels: build(kernels, args.rows, args.drafts, args.quantization) for kernels in args.kernels}
-    found: dict[tuple[str, int], list[float]] = {}
+    times: dict[tuple[str, int], list[float]] = {}
     for _ in range(args.rounds):
         for name, llm in llms.items():
             for topology in llm.engine.programs.drafters:
                 fill(llm, args.rows)
-                found.setdefault((name, topology.drafts), []).extend(times_ms(llm, topology))
-    for (name, drafts), times in sorted(found.items(), key=lambda item: item[0][1]):
-        least, quartile, median = np.percentile(times, (0, 25, 50))
+                times.setdefault((name, topology.drafts), []).extend(times_ms(llm, topology))
+    for (name, drafts), some in sorted(times.items(), key=lambda item: item[0][1]):
+        least, quartile, median = np.percentile(some, (0, 25, 50))
         words = f"{args.rows} rows, {drafts} drafts, {name}, {args.quantization}"
         print(f"{words}: {least:.2f} ms per step at least, quartile {quartile:.2f}, median {median:.2f}")
 
