@@ -27,10 +27,12 @@ def build(rows: int, changes: Mapping[str, object]) -> LLM:
     """An engine whose steps know only some sizes."""
     sizes_of = Sizes.of
     with mock.patch.object(Sizes, "of", lambda *args, **how: replace(sizes_of(*args, **how), **changes)):
-        return LLM(
+        llm = LLM(
             demo_model_dir("target"), speculative_config={"method": "ngram", "num_speculative_tokens": 4},
             max_num_seqs=rows, max_model_len=256, prefill_buckets=(128,), max_logprobs=0, compile_cache=False,
         )  # fmt: skip
+        llm.finish_compiling()
+        return llm
 
 
 def main() -> None:

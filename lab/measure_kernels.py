@@ -28,7 +28,7 @@ def build(kernels: str, rows: int, drafts: int, quantization: str) -> LLM:
         "demo", kernels=kernels, quantization=quantization, max_num_seqs=rows, max_model_len=1024, max_logprobs=0,
         speculative_config=head if drafts else None, compile_cache=False,
     )  # fmt: skip
-    llm.engine.programs.wait(lambda done, total: None, everything=True)
+    llm.finish_compiling()
     print(f"{kernels}: start {time.process_time() - began:.1f} CPU-s")
     return llm
 
@@ -39,6 +39,8 @@ def fill(llm: LLM, rows: int) -> None:
     for row in range(rows):
         llm.submit(PROMPTS[row % len(PROMPTS)], SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True))
     llm.step(1)
+    while llm.engine.reads:
+        llm.step(1)
     llm.step(1)
 
 

@@ -20,8 +20,9 @@ def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Cal
     """Returns a function that times one proposal of all rows, on the state after the prompts."""
     for prompt in prompts:
         llm.submit(prompt, params)
-    for _ in range(2):  # one reads the prompts, one decodes: the drafter is in the middle of a text
+    while llm.engine.reads:
         llm.step(1)
+    llm.step(1)  # the drafter is in the middle of a text
     start = jax.tree.map(jnp.copy, (llm.engine.state.draft, llm.engine.state.anchor))
     llm.abort()
     program = jax.jit(propose_often, static_argnums=3).lower(llm.engine.drafter, *start, llm.spec.rule.name).compile()

@@ -152,10 +152,9 @@ def run_requests(
                 time.sleep(due[0][0] - now)
                 now = time.perf_counter() - began
                 continue
-            reads = bool(engine.waiting) and not all(engine.rows)
-            full = all(engine.rows)
+            full = all(engine.rows) and not engine.reads
             # A dispatch that reads prompts is kept short and out of the decoding figures.
-            moved = llm.step(1 if reads else None)
+            moved = llm.step(1 if engine.reads else None)
             before, now = now, time.perf_counter() - began
             observer.look(moved, now, now - before if full else None)
     finally:

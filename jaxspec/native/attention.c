@@ -41,7 +41,7 @@ static void choose_queries(Work *w, const Attention *a, int piece) {
   w->stride = (a->block + PANEL - 1) / PANEL * PANEL, w->lowest = INT32_MAX, w->last = -1;
   for (int m = 0; m < w->queries; m++) {
     const int position = a->position[(size_t)w->b * a->count + node_of(w, m)];
-    w->position[m] = a->ring ? position : clip(position, -1, a->most_positions - 1);
+    w->position[m] = clip(position, -1, a->most_positions - 1);
     w->last = w->position[m] > w->last ? w->position[m] : w->last;
     w->lowest = w->position[m] < w->lowest ? w->position[m] : w->lowest;
   }
@@ -205,7 +205,7 @@ XLA_FFI_Error *jaxspec_attention(XLA_FFI_CallFrame *frame) {
   a.table = table->data, a.base = arg(frame, 5)->data, a.start = arg(frame, 6)->data, a.path = path->data;
   if (kept->rank == 2) a.kept = kept->data, a.room = (int)kept->dims[1];
   a.sinks = sinks->dims[0] ? sinks->data : NULL, a.out = out->data;
-  a.most_positions = a.pages_per_row * a.page;
+  a.most_positions = a.ring ? INT32_MAX : a.pages_per_row * a.page;
   if (a.kept && a.room < a.most_positions) a.most_positions = a.room;
   a.most_queries = a.count * a.group < QUERIES ? a.count * a.group : QUERIES;
   a.tiles = (a.count * a.group + QUERIES - 1) / QUERIES;

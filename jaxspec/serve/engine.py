@@ -160,6 +160,11 @@ class Engine:
         return self.scheduler.busy
 
     @property
+    def reads(self) -> bool:
+        """Whether the next step reads prompts, if there are pages for them."""
+        return bool(self.scheduler.reading) or (bool(self.waiting) and not all(self.rows))
+
+    @property
     def waiting(self) -> Sequence[Sample]:
         """Samples without a row, the oldest first."""
         return self.scheduler.waiting

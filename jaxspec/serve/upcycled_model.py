@@ -27,7 +27,13 @@ def upcycled_model_dir(say: Say | None = None) -> Path:
         raise ConfigError(f"{NAME}: {SHIPPED} is missing in this installation; {DENSE} is the dense model without it")
     digest = hashlib.sha256(b"".join(part.read_bytes() for part in parts)).hexdigest()
     directory = cache_directory() / f"{NAME}-{digest[:12]}"
-    if not is_whole(directory):
-        dense = wheel_model_dir(DENSE, say)
+    if is_whole(directory):
+        return directory
+    dense = wheel_model_dir(DENSE, say)
+    try:
         publish(directory, lambda made: assemble(dense, parts, made))
+    except OSError as error:
+        raise ConfigError(
+            f"{NAME}: cannot write to {directory.parent} ({error.strerror}); make room, or set XDG_CACHE_HOME"
+        ) from error
     return directory

@@ -74,3 +74,13 @@ def test_parts_of_two_trainings_are_refused(shipped: Path):
     upcycled.save_file(load_file(other), other, metadata={"top_k": "2"})
     with pytest.raises(CheckpointError, match="all parts must be of one training"):
         upcycled.load([one, other])
+
+
+def test_a_disk_that_is_full(shipped: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(upcycled, "assemble", full)
+    with pytest.raises(ConfigError, match=r"^smollm2-moe: cannot write to .* \(No space left on device\); make room"):
+        resolve_model("smollm2-moe")
+    assert not list((shipped.parent / "cache" / "jaxspec" / "models").iterdir())
