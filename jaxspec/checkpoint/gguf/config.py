@@ -18,6 +18,7 @@ MODEL_TYPES = {
     "llama": "llama", "mixtral": "mixtral", "qwen2": "qwen2", "qwen3": "qwen3", "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "deepseek2": "deepseek_v3", "glm4moe": "glm4_moe",
 }  # fmt: skip
+LLAMA = "llama"  # llama.cpp's name of Llama and of Mixtral
 SIGMOID = 2  # llama.cpp's number for the router of DeepSeek-V3 and GLM
 LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3_CONTEXT = 8192
@@ -99,7 +100,7 @@ def architecture_of(header: GgufHeader) -> str:
       ConfigError: it is not known here.
     """
     name: Any = header.metadata.get("general.architecture")
-    if name == "llama" and header.metadata.get("llama.expert_count"):
+    if name == LLAMA and header.metadata.get("llama.expert_count"):
         return "mixtral"
     if not isinstance(name, str) or name not in NAMES:
         known = ", ".join(sorted(set(NAMES) - {"mixtral"}))

@@ -13,6 +13,7 @@ from jaxspec.errors import ConfigError
 KEY = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4  # llama.cpp's types of tokens
 SPACE = "▁"
+SENTENCEPIECE = "llama"  # llama.cpp's name of the kind
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = (r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
@@ -78,7 +79,7 @@ def tokenizer_of(header: GgufHeader) -> Settings:
         raise ConfigError(f"{header.file}: tokens of its vocabulary are there twice")
     if kind == "gpt2":
         body = _byte_level(header, vocab)
-    elif kind == "llama":
+    elif kind == SENTENCEPIECE:
         body = _sentencepiece(header, vocab, types)
     else:
         raise ConfigError(f"{header.file}: its tokenizer is of kind {kind!r}; read are gpt2 and llama")
@@ -126,9 +127,9 @@ def _added(number: int, content: str, *, special: bool) -> Settings:
 def _started(header: GgufHeader, tokens: Sequence[str]) -> Settings | None:
     """Returns the stage that puts a token before every prompt, None where there is none."""
     metadata = header.metadata
-    pre = metadata.get(f"{KEY}pre") if metadata.get(f"{KEY}model") == "gpt2" else "llama"
+    pre = metadata.get(f"{KEY}pre") if metadata.get(f"{KEY}model") == "gpt2" else SENTENCEPIECE
     start = _token(header, tokens, "bos")
-    if start is None or not metadata.get(f"{KEY}add_bos_token", pre in (*LLAMA_3_NAMES, "llama")):
+    if start is None or not metadata.get(f"{KEY}add_bos_token", pre in (*LLAMA_3_NAMES, SENTENCEPIECE)):
         return None
     first, text = {"SpecialToken": {"id": start, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
     ids = [tokens.index(start)]

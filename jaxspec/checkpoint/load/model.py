@@ -156,11 +156,12 @@ def load_model(
 
 
 def policy_on_mesh(policy: Policy, mesh: Mesh | None) -> Policy:
-    """Returns the policy on a mesh, where no kernel is native."""
+    """Returns the policy on a mesh, where no kernel is native, and layers are not stacked if it splits rows."""
     if mesh is None:
         return policy
     kernels = "xla" if policy.compute.kernels == "native" else policy.compute.kernels
-    return policy.update(mesh=mesh.abstract_mesh, kernels=kernels)
+    policy = policy.update(mesh=mesh.abstract_mesh, kernels=kernels)
+    return policy.update(depth="unrolled") if policy.compute.splits_rows else policy
 
 
 def shardings_on(mesh: Mesh | None, *, allow_replication: bool | tuple[str, ...] = REPLICABLE) -> Any:

@@ -70,7 +70,7 @@ def trained(place: Path) -> Path:
     assert re.search(r"jaxspec: warning: acceptance is measured on \d held-out documents, which says little", words)
     assert re.search(r"jaxspec: memory: 2 rows at a time; about \d+\.\d of \d+\.\d GB \(", words)
     assert re.search(r"1/2 updates, epoch 0\.\d+, loss .* learning rate .*, 0:\d\d:\d\d elapsed\n", words)
-    assert re.search(r"2/2 updates, epoch .* acceptance length .* tokens/s, .* elapsed, 0:00:00 left\n", words)
+    assert re.search(r"2/2 updates, epoch .* tokens per pass .* tokens/s, .* elapsed, 0:00:00 left\n", words)
     assert "jaxspec: 2/2 updates, measuring acceptance ...\n" in words
     return place / "run"
 
