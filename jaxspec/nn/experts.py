@@ -15,6 +15,7 @@ from jaxspec.nn.ffn import Activation
 from jaxspec.nn.matrix import UNPACKED
 from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.router import Routing
+from jaxspec.nn.steady import added_products
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from pallas_kernels.quantized import widen
@@ -94,8 +95,8 @@ def gather(x_MD: Array, weight_MA: Array, blocks: Blocks) -> tuple[Array, Array]
 def combine(out_SD: Array, blocks: Blocks, live: Array | None = None) -> Array:
     """Sums each row's A weighted expert outputs, in order of preference (a fixed order, hence row-invariant).
 
-    The weights are already in: a product that meets its sum here would be fused into one rounding in some programs
-    and not in others.
+    The weights are already in, by exact products: others would be fused with their sum here into one rounding in some
+    programs and not in others.
     """
     if live is not None and live.ndim == 2:
         out_SD = jnp.pad(out_SD, ((0, 1), (0, 0)))  # what choices without a slot read
@@ -141,7 +142,7 @@ def run_stacked(
     y_NZD: Array = _batched_dot(inner, own["down_EFD"], jnp.dtype(dtype))
     if "down_bias_ED" in own:
         y_NZD = y_NZD + own["down_bias_ED"][:, None].astype(jnp.float32)
-    return combine(y_NZD.reshape(-1, width) * weight_S[:, None], blocks, live)
+    return combine(added_products([(y_NZD.reshape(-1, width), weight_S[:, None])]), blocks, live)
 
 
 def run_experts(

@@ -45,9 +45,13 @@ def added_products(pairs: Iterable[tuple[Array, Array]]) -> Array:
     """Sum of products of float32 arrays in their order, to about 2e-7 of the largest.
 
     A compiler may round a product before it is added or not, and it depends on the shape what it does. So factors are
-    cut into halves of 12 bits, whose products are exact; that of the two lower halves is left out. Derivatives are good
-    to 12 bits.
+    cut into halves of 12 bits, whose products are exact; that of the two lower halves is left out.
     """
+    return _added_products(tuple(pairs))
+
+
+@jax.custom_jvp
+def _added_products(pairs: tuple[tuple[Array, Array], ...]) -> Array:
     parts = []
     for a, b in pairs:
         (high_a, low_a), (high_b, low_b) = _halves(a), _halves(b)
@@ -55,8 +59,17 @@ def added_products(pairs: Iterable[tuple[Array, Array]]) -> Array:
     return functools.reduce(operator.add, parts)
 
 
+@_added_products.defjvp
+def _added_products_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    each = zip(primals[0], tangents[0], strict=True)
+    return _added_products(*primals), functools.reduce(operator.add, (a * db + da * b for (a, b), (da, db) in each))
+
+
 def row_dot(a: Array, b: Array) -> Array:
-    """Sum of the products of the last axes, kept as one column; as ``added_products``, but added like ``row_sum``."""
+    """Sum of the products of the last axes, kept as one column; as ``added_products``, but added like ``row_sum``.
+
+    Derivatives are good to 12 bits.
+    """
     (high_a, low_a), (high_b, low_b) = _halves(a), _halves(b)
     return row_sum(high_a * high_b) + (row_sum(high_a * low_b) + row_sum(low_a * high_b))
 

@@ -121,6 +121,11 @@ def test_sums_of_products_keep_float32():
     np.testing.assert_allclose(row_dot(jnp.asarray(a), jnp.asarray(b)), wanted, rtol=0, atol=5e-6)
     slope = jax.grad(lambda a: row_dot(a, jnp.asarray(b)).sum())(jnp.asarray(a))
     np.testing.assert_allclose(slope, b, rtol=1e-3, atol=1e-6)
+    slope_a, slope_b = jax.grad(lambda *pair: added_products([pair]).sum(), (0, 1))(
+        jnp.asarray(a), jnp.asarray(b[:, :1])
+    )
+    np.testing.assert_allclose(slope_a, np.broadcast_to(b[:, :1], a.shape), rtol=1e-6, atol=0)
+    np.testing.assert_allclose(slope_b, a.sum(axis=1, keepdims=True), rtol=0, atol=1e-5)
 
 
 def test_softplus_keeps_float32_at_both_ends():
