@@ -151,6 +151,7 @@ def _serve(shared: _Shared, at_exit: Callable[[], None]) -> None:
         if left:
             shared.jobs.put(job)
         del job
+    job = None  # what it holds, weights among it, must be gone before the interpreter is
     shared.idents.clear()
     atexit.unregister(at_exit)
     shared.ended.put(True)

@@ -227,3 +227,26 @@ def test_a_call_is_cheap():
             worker.call(int)
         each.append((time.perf_counter() - began) / 100)
     assert min(each) < 100e-6, [f"{1e6 * s:.0f} us" for s in each]
+
+
+def test_work_that_is_left_at_the_end_is_let_go_before_the_thread_has_ended():
+    """What it holds may be weights, which the interpreter's end would take away under the thread."""
+    worker, began, release, before = Worker(), threading.Event(), threading.Event(), []
+    shared = worker._shared
+
+    class Held:
+        def __del__(self):
+            before.append(shared.ended.empty())
+
+    worker.post(lambda: (began.set(), release.wait(10)))
+    assert began.wait(10)
+    worker.post(Held().__repr__)
+    shared.closing.append(True)
+    release.set()
+    while shared.ended.empty():
+        time.sleep(0.01)
+    for _ in range(500):
+        if before:
+            break
+        time.sleep(0.01)
+    assert before == [True]
