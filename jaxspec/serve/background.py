@@ -29,13 +29,15 @@ class _Shared:
     Attributes:
       jobs: not begun yet.
       done: whether each compiled one is usable, and the program or the error.
-      running: one entry per thread at work.
+      compiling: one entry per thread that may still compile.
+      running: one entry per thread at all.
       closing: filled when nothing more is to begin.
       after: to be called once nothing is left to compile.
     """
 
     jobs: deque[tuple[Hashable, Compile]]
     done: dict[Hashable, tuple[bool, Any]] = field(default_factory=dict)
+    compiling: list[bool] = field(default_factory=list)
     running: list[bool] = field(default_factory=list)
     closing: list[bool] = field(default_factory=list)
     after: deque[Callable[[], None]] = field(default_factory=deque)
@@ -57,6 +59,7 @@ class CompiledPrograms(MutableMapping[Hashable, Any]):
         at_exit = partial(_close, shared, self._process)
         atexit.register(at_exit)
         for _ in range(min(THREADS, len(jobs))):
+            shared.compiling.append(True)
             shared.running.append(True)
             _thread.start_new_thread(_work, (shared, at_exit))
 
@@ -84,7 +87,7 @@ class CompiledPrograms(MutableMapping[Hashable, Any]):
     def then(self, work: Callable[[], None]) -> None:
         """Has work done once nothing is left to compile, by a thread that compiled or at once."""
         self._shared.after.append(work)
-        if not self._shared.running:
+        if not self._shared.compiling:
             _finish(self._shared)
 
     @property
@@ -132,9 +135,11 @@ def _work(shared: _Shared, at_exit: Callable[[], None]) -> None:
             program = False, error
         shared.done.setdefault(name, program)
         del job, program
+    shared.compiling.pop()
+    if not shared.compiling:
+        _finish(shared)
     shared.running.pop()
     if not shared.running:
-        _finish(shared)
         atexit.unregister(at_exit)
 
 

@@ -1,5 +1,6 @@
 """Programs compile on threads: the first first, each error where its program is wanted, nothing after the end."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ import weakref
 import pytest
 
 from jaxspec.errors import JaxspecError
+from jaxspec.serve import background
 from jaxspec.serve.background import THREADS, CompiledPrograms
 
 
@@ -111,3 +113,21 @@ def test_the_interpreter_waits_for_what_compiles_and_begins_nothing_more():
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.split() == ["ends", *["compiled"] * THREADS]
     assert time.monotonic() - began < 30
+
+
+def test_the_exit_waits_for_what_follows_the_last_compilation():
+    began, release, closed = threading.Event(), threading.Event(), threading.Event()
+    compiled = threading.Event()
+    programs = CompiledPrograms({"a": lambda: compiled.wait(10)})
+    programs.then(lambda: (began.set(), release.wait(10)))
+    compiled.set()
+    assert began.wait(10)
+
+    def close() -> None:
+        background._close(programs._shared, os.getpid())
+        closed.set()
+
+    threading.Thread(target=close).start()
+    assert not closed.wait(0.2)
+    release.set()
+    assert closed.wait(10)
