@@ -38,7 +38,7 @@ class AssumedOverlap:
         sizes = {"num_experts": num_experts, "top_k": top_k}
         share = self.at_4 ** (math.log2(positions) / 2)
         one_row = max(expected_experts(**sizes, tokens=positions) * share, top_k)
-        if rows == 1 or top_k == num_experts:
+        if rows == 1 or one_row >= num_experts:
             return one_row
         tokens = math.log(1 - one_row / num_experts) / math.log(1 - top_k / num_experts)
         return expected_experts(**sizes, tokens=rows * tokens)

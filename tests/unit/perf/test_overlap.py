@@ -27,6 +27,10 @@ def test_independent_routing_is_the_upper_bound():
         assert 8 <= AssumedOverlap(0.5).touched(64, 8, rows, positions) <= independent
 
 
+def test_a_row_that_touches_all_experts_leaves_none_to_others():
+    assert AssumedOverlap(1.0).touched(8, 2, 4, 8192) == 8
+
+
 def test_rows_are_independent_of_each_other():
     plain = AssumedOverlap(0.7).touched(64, 8, 16, 1)
     assert plain == pytest.approx(expected_experts(num_experts=64, top_k=8, tokens=16))
