@@ -294,6 +294,11 @@ class Drafter(ABC):
     sparse: bool = False
 
     @property
+    def remembers(self) -> bool:
+        """Whether it wants the texts of requests that ended."""
+        return False
+
+    @property
     def slack(self) -> int:
         """Positions beyond the capacity that the drafter's caches must hold while writing ahead."""
         return 0
@@ -314,6 +319,10 @@ class Drafter(ABC):
 
     def observe(self, state: DraftState, commit: Commit) -> DraftState:
         """Takes over committed tokens; prompt prefill is the first observation."""
+        return state
+
+    def remember(self, state: DraftState, text_S: Array, count: Array) -> DraftState:
+        """Takes the first ``count`` tokens of a text that ended, for drafts of other requests."""
         return state
 
     def with_topology(self, topology: AnyTopology) -> Self:

@@ -73,6 +73,11 @@ def catch_up(drafter: Drafter, state: DecodeState, row: Array, start: Array, cou
     return replace(state, draft=drafter.observe(state.draft, commit))
 
 
+def remember(drafter: Drafter, state: DecodeState, text_S: Array, count: Array) -> DecodeState:
+    """Gives a drafter the text of a request that ended, its first ``count`` tokens; the state is donated."""
+    return replace(state, draft=drafter.remember(state.draft, text_S, count))
+
+
 def admit(
     state: DecodeState,
     row: Array,

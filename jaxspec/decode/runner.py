@@ -21,7 +21,7 @@ class Runner:
       drafters: by topology; their state is one and the same.
       buckets: prefill chunk sizes in tokens, ascending.
       programs: the functions of ``decode``, compiled or jitted: ("prefill", size), ("prefill jointly", size), "admit",
-        "retire", ("dispatch", topology) and ("catch up", size).
+        "retire", "remember", ("dispatch", topology) and ("catch up", size).
       unbiased_V: stands for no bias where programs take an array.
     """
 
@@ -90,6 +90,12 @@ class Runner:
     def retire(self, state: DecodeState, row: int) -> DecodeState:
         """Frees a row."""
         return self.programs["retire"](state, np.int32(row))
+
+    def remember(self, state: DecodeState, text: Sequence[int]) -> DecodeState:
+        """Gives the drafter a text that ended."""
+        text_S = np.zeros(state.history_BS.shape[1], np.int32)
+        text_S[: len(text)] = text
+        return self.programs["remember"](self.drafter, state, text_S, np.int32(len(text)))
 
     def catch_up(self, state: DecodeState, row: int, start: int, count: int) -> DecodeState:
         """Shows the drafter ``count`` positions from ``start`` on that a row committed without it."""

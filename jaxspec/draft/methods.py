@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxspec.draft.corpus import LookupCorpus
 from jaxspec.draft.draft_pruning import NO_PRUNING, PruningConfig, pruning_of
 from jaxspec.draft.early_exit import first_layers
 from jaxspec.draft.head_drafter import head_drafter
@@ -40,6 +41,9 @@ class SpeculativeConfig:
       model: directory or hub id of the draft model or head.
       revision: branch, tag or commit of a hub id.
       lookup_max, lookup_min: suffix lengths of n-gram matches.
+      corpus: text files that are looked up, too.
+      past_tokens: tokens of earlier requests that ``suffix`` looks up.
+      spec_factor: its drafts per matched token, at most.
       exit_layer: layers of the target that draft, for ``early_exit``.
       pruning: which drafts are left out before they are drawn.
     """
@@ -50,6 +54,9 @@ class SpeculativeConfig:
     model: str | None = None
     lookup_max: int = 4
     lookup_min: int = 2
+    corpus: tuple[str, ...] = ()
+    past_tokens: int = 0
+    spec_factor: float = 0.0
     exit_layer: int = 0
     pruning: PruningConfig = NO_PRUNING
     revision: str | None = None
@@ -61,8 +68,10 @@ class SpeculativeConfig:
 
 
 HEADS = ("eagle", "eagle3", "peagle", "medusa", "shared_expert")
+LOOKUP_LENGTH, SUFFIX_LENGTH, PAST_TOKENS = 4, 8, 16_384
 WITH_MODEL = ("draft_model", "hybrid", *HEADS)
-METHODS = ("ngram", "mtp", "early_exit", *WITH_MODEL)
+LOOKUP = ("ngram", "suffix", "hybrid")
+METHODS = ("ngram", "suffix", "mtp", "early_exit", *WITH_MODEL)
 ALIASES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "eagle2": "eagle", "p_eagle": "peagle"}
 
 
@@ -84,17 +93,18 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
         raise ConfigError(f"speculative_config: method {method!r} is not known; known are {list(METHODS)}")
     schedule = schedule_of(keys)
     rule = _rule(keys.rejection_sample_method, schedule)
-    if method in ("ngram", "hybrid") and any(isinstance(t, DynamicTree) for t in (schedule.topology, *schedule.trees)):
+    if method in LOOKUP and any(isinstance(t, DynamicTree) for t in (schedule.topology, *schedule.trees)):
         raise ConfigError(
             f'speculative_config: method "{method}" grows no tree by confidence; leave {", ".join(DYNAMIC_KEYS)} out '
             "and give branching factors (speculative_token_tree) or num_speculative_tokens"
         )
     _check_model(keys, method)
-    longest, shortest = _suffix_lengths(keys)
+    lookup = _lookup(keys, method, schedule)
     pruning = pruning_of(keys, method, all_chains=schedule.all_chains, synthetic=isinstance(rule, VerifyRule))
     return SpeculativeConfig(
-        method, schedule, rule, keys.model, longest, shortest, keys.exit_layer or 0, pruning, keys.revision
-    )
+        method, schedule, rule, keys.model, **lookup, exit_layer=keys.exit_layer or 0, pruning=pruning,
+        revision=keys.revision,
+    )  # fmt: skip
 
 
 def _check_model(keys: SpeculativeKeys, method: str) -> None:
@@ -130,9 +140,35 @@ def _rule(rule: Any, schedule: SpeculationSchedule) -> str | VerifyRule:
     return RULE_NAMES[rule]
 
 
-def _suffix_lengths(keys: SpeculativeKeys) -> tuple[int, int]:
+def _lookup(keys: SpeculativeKeys, method: str, schedule: SpeculationSchedule) -> dict[str, Any]:
+    """Returns what a lookup looks for, and where."""
+    own = keys.given("suffix_decoding_cache_tokens", "suffix_decoding_max_spec_factor")
+    if own and method != "suffix":
+        raise ConfigError(f'speculative_config: {own[0]} is of method "suffix", got method "{method}"; leave it out')
+    corpus = keys.prompt_lookup_corpus or ()
+    corpus = (corpus,) if isinstance(corpus, str) else corpus
+    if corpus and method not in LOOKUP:
+        raise ConfigError(
+            f'speculative_config: method "{method}" looks nothing up; leave prompt_lookup_corpus out, or take one of '
+            f"{list(LOOKUP)}"
+        )
+    if (corpus or method == "suffix") and not schedule.all_chains:
+        raise ConfigError(
+            'speculative_config: method "suffix" and prompt_lookup_corpus draft chains; give num_speculative_tokens '
+            "instead of a tree"
+        )
+    longest, shortest = _suffix_lengths(keys, usual=SUFFIX_LENGTH if method == "suffix" else LOOKUP_LENGTH)
+    suffix = method == "suffix"
+    return {
+        "lookup_max": longest, "lookup_min": shortest, "corpus": corpus,
+        "past_tokens": (keys.suffix_decoding_cache_tokens or PAST_TOKENS) if suffix else 0,
+        "spec_factor": (keys.suffix_decoding_max_spec_factor or 1.0) if suffix else 0.0,
+    }  # fmt: skip
+
+
+def _suffix_lengths(keys: SpeculativeKeys, usual: int) -> tuple[int, int]:
     """Returns the longest and the shortest suffix that prompt lookup looks for."""
-    longest = keys.prompt_lookup_max or max(4, keys.prompt_lookup_min or 0)
+    longest = keys.prompt_lookup_max or max(usual, keys.prompt_lookup_min or 0)
     shortest = keys.prompt_lookup_min or min(2, longest)
     if shortest > longest:
         raise ConfigError(
@@ -146,6 +182,7 @@ def build(
     target: tuple[Transformer, Params],
     block: int,
     model: tuple[Transformer | Mtp, Params] | Head | None = None,
+    corpus: LookupCorpus | None = None,
 ) -> Drafter:
     """Builds the drafter of a checked config for a target.
 
@@ -154,6 +191,7 @@ def build(
       target: its network and parameters.
       block: positions that attention reads at a time.
       model: network and parameters of the draft model or of the target's multi-token prediction, or a head.
+      corpus: what lookups look up besides.
 
     Raises:
       ConfigError: trees are asked for where attention cannot verify or draft them, or the head is of another kind.
@@ -162,8 +200,8 @@ def build(
     if config.method == "none":
         return NoDrafts()
     _check_tree(config, net.arch, net.arch.layers, "the target")
-    if config.method == "ngram":
-        return _lookup_drafter(config)
+    if config.method in ("ngram", "suffix"):
+        return _lookup_drafter(config, corpus)
     if config.method == "early_exit":
         model = first_layers(net, params, config.exit_layer)
     if model is None:
@@ -174,12 +212,13 @@ def build(
         drafter = _model_drafter(config, target, model, block)
     if config.method != "hybrid":
         return drafter
-    return Hybrid(_lookup_drafter(config), drafter)
+    return Hybrid(_lookup_drafter(config, corpus), drafter)
 
 
-def _lookup_drafter(config: SpeculativeConfig) -> Ngram:
+def _lookup_drafter(config: SpeculativeConfig, corpus: LookupCorpus | None) -> Ngram:
     assert isinstance(config.topology, Topology), "refused by parse"
-    return Ngram(config.topology, config.lookup_max, config.lookup_min)
+    lengths = config.lookup_max, config.lookup_min
+    return Ngram(config.topology, *lengths, config.past_tokens, config.spec_factor, corpus)
 
 
 def _head_drafter(config: SpeculativeConfig, target: tuple[Transformer, Params], head: Head, block: int) -> Drafter:

@@ -31,6 +31,9 @@ MUST_BE = {
     "calibration": "the name of a file",
     "prompt_lookup_max": f"an integer from 1 to {MAX_SUFFIX}",
     "prompt_lookup_min": f"an integer from 1 to {MAX_SUFFIX}",
+    "prompt_lookup_corpus": "the name of a text file, or a list of such names",
+    "suffix_decoding_cache_tokens": POSITIVE,
+    "suffix_decoding_max_spec_factor": "a number above 0",
     "exit_layer": POSITIVE,
     "verify_budget": '"auto" or "off"',
     "draft_confidence_threshold": "a number from 0 to below 1",
@@ -51,6 +54,9 @@ class SpeculativeKeys(msgspec.Struct, frozen=True, kw_only=True):
     rejection_sample_method: Any = "match"
     prompt_lookup_max: SuffixLength | None = None
     prompt_lookup_min: SuffixLength | None = None
+    prompt_lookup_corpus: str | tuple[str, ...] | None = None
+    suffix_decoding_cache_tokens: PositiveInt | None = None
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0)] | None = None
     exit_layer: PositiveInt | None = None
     num_speculative_tokens: Length | Literal["auto"] | None = None
     max_num_speculative_tokens: Length | None = None

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.decode.chunks import UnreadPrompt, cut, next_size
 from jaxspec.decode.compaction import Sizes
 from jaxspec.decode.dispatch import dispatch
-from jaxspec.decode.prefill import Chunk, admit, catch_up, prefill, retire
+from jaxspec.decode.prefill import Chunk, admit, catch_up, prefill, remember, retire
 from jaxspec.decode.runner import Runner
 from jaxspec.decode.scores import Scores, prefill_scored
 from jaxspec.decode.scrub import scrub
@@ -92,6 +92,8 @@ class Programs(Runner):
         jobs |= {("prefill", size): reads(1, size) for size in self.buckets}
         jobs["admit"] = job(admit, state, scalar, text_S, scalar, settings, table_J, self.unbiased_V, donate=0)
         jobs["retire"] = job(retire, state, scalar, donate=0)
+        if drafter.remembers:
+            jobs["remember"] = job(remember, drafter, state, text_S, scalar, donate=1)
         if self._joint is not None:
             jobs["prefill jointly", self._joint[1]] = reads(*self._joint)
         for size in drafter.replay_sizes(self.buckets) if self.turns else ():

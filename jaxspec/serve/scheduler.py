@@ -205,6 +205,8 @@ class Scheduler:
         """Ends a sample's row, and its request if it was the last sample of it."""
         self._settle(sample)
         self._free(row)
+        if self._programs.drafter.remembers and sample.completion.token_ids:
+            self.state = self._programs.remember(self.state, sample.tokens)
         self.state = self._programs.retire(self.state, row)
 
     def abort(self, samples: Iterable[Sample]) -> None:
