@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.files.header import Tensor
+from jaxspec.checkpoint.files.packed_weights import with_packed_weights
 from jaxspec.checkpoint.files.stream import TensorFiles, TensorName
 from jaxspec.checkpoint.gguf import blocks
 from jaxspec.checkpoint.gguf.config import architecture_of, heads_of
@@ -34,7 +35,7 @@ def open_tensors(path: Path) -> TensorFiles:
       CheckpointError: they cannot be read.
       ConfigError: the file's architecture is not known, or the ``gguf`` library is not installed.
     """
-    return GgufFiles(read_gguf(path)) if is_gguf(path) else TensorFiles.of(path)
+    return GgufFiles(read_gguf(path)) if is_gguf(path) else with_packed_weights(TensorFiles.of(path))
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.checkpoint.files.header import Tensor
+from jaxspec.checkpoint.files.packed_weights import with_packed_weights
 from jaxspec.checkpoint.files.stream import TensorFiles
 from jaxspec.checkpoint.load.block_scales import E4M3
 from jaxspec.checkpoint.load.places import abstract_params, flatten, hub_shapes, resolve_rules
+from jaxspec.checkpoint.load.release_packed import packed_layout
 from jaxspec.checkpoint.load.stored import E8M0, FP4_BLOCK, check_method, quantization_of
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.names.table import NameRule
@@ -64,6 +66,7 @@ def release_tensors(config: Mapping[str, Any]) -> Tensors:
     if settings is None:
         return tensors
     skipped = tuple(settings.get("modules_to_not_convert") or ())
+    packed = packed_layout(settings)
     exponents = known_tables()[config["model_type"]].scales == "scale"
 
     def quantized(name: str, tensor: ReleaseTensor) -> Tensors:
@@ -73,6 +76,10 @@ def release_tensors(config: Mapping[str, Any]) -> Tensors:
             return {name: tensor}
         if any(_names(module, name) for module in skipped):
             return {name: tensor}
+        if packed is not None:
+            stem = name.removesuffix("weight")
+            parts = {} if packed.skips(name) else packed.parts((tensor.shape[0], tensor.shape[1]))
+            return {stem + end: replace(tensor, shape=s, dtype=d) for end, (s, d) in parts.items()} or {name: tensor}
         if config.get("expert_dtype") == "fp4" and ".experts." in name:
             return _fp4(name, tensor)
         return _fp8(name, tensor, block, exponents=exponents)
@@ -86,8 +93,10 @@ def release_files(config: Mapping[str, Any]) -> TensorFiles:
     Raises:
       ConfigError: the config is wrong, or quantized in a way that is not supported.
     """
-    return TensorFiles(
-        {name: Tensor(Path(), t.dtype, t.shape, 0, t.size_bytes) for name, t in release_tensors(config).items()}
+    return with_packed_weights(
+        TensorFiles(
+            {name: Tensor(Path(), t.dtype, t.shape, 0, t.size_bytes) for name, t in release_tensors(config).items()}
+        )
     )
 
 

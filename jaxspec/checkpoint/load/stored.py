@@ -16,25 +16,35 @@ from pallas_kernels.quantized import Format
 Shape = tuple[int, ...]
 FP8_BLOCK = (128, 128)
 FP4_BLOCK = 32
-INT8_GROUP = 32
 E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 PLAIN = tuple(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 FACTORS = (*PLAIN[1:], E8M0)
 BYTES = (np.dtype(np.int8), np.dtype(np.uint8))
 EXPONENTS = (E8M0, np.dtype(np.uint8))
 
-KNOWN_METHODS = ("fp8", "mxfp4")
+# What a config must say for its method, besides what the tensors show; other values are refused.
+KNOWN_METHODS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "fp8": {}, "mxfp4": {}, "fbgemm_fp8": {},
+    "compressed-tensors": {
+        "format": (None, "dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
+                   "nvfp4-pack-quantized", "mixed-precision"),
+        "quantization_status": (None, "compressed"),
+    },
+    "modelopt": {"quant_algo": (None, "FP8", "NVFP4", "MIXED_PRECISION")},
+    "modelopt_fp4": {"quant_algo": (None, "NVFP4")},
+    "awq": {"bits": (4,), "version": (None, "gemm", "GEMM")},
+    "gptq": {"bits": (2, 4, 8), "checkpoint_format": (None, "", "gptq")},
+}  # fmt: skip
 SUPPORTED = (
-    "supported are fp8 (e4m3) in blocks of 128 x 128 with weight_scale_inv or scale tensors, DeepSeek-V4's fp4 experts "
-    "and gpt-oss's mxfp4; use such a copy, or a bfloat16 one with quantization=fp8 or int8"
+    "supported are fp8 (e4m3) in blocks or with a scale per channel or tensor, DeepSeek-V4's fp4 experts, gpt-oss's "
+    "mxfp4, NVFP4, compressed-tensors' int4 and int8, AWQ and GPTQ; use such a copy, or a bfloat16 one with "
+    "quantization=fp8 or int8"
 )
 OTHER_SCHEMES = {
-    ".weight_packed": "packed integers (compressed-tensors)",
-    ".qweight": "packed integers (AWQ or GPTQ)",
     ".weight.absmax": "bitsandbytes 4-bit",
     ".SCB": "bitsandbytes 8-bit",
-    ".weight_scale": "numbers with a scale per tensor or channel (weight_scale)",
-    ".input_scale": "fp8 with fixed activation scales (input_scale)",
+    ".weight_scale": "numbers with scales of a layout that is not known (weight_scale)",
+    ".weight_packed": "packed numbers of a layout that is not known (weight_packed)",
 }
 
 
@@ -90,6 +100,12 @@ def check_method(config: Mapping[str, Any]) -> tuple[int, int]:
     method = settings.get("quant_method")
     if settings and method not in KNOWN_METHODS:
         raise ConfigError(f"config: quantized with {method!r}, which is not supported; {SUPPORTED}")
+    for key, allowed in KNOWN_METHODS[str(method)].items() if settings else ():
+        if settings.get(key) not in allowed:
+            raise ConfigError(
+                f"config: {method} with {key} {settings[key]!r} is not supported; supported are "
+                f"{[x for x in allowed if x]}"
+            )
     block = settings.get("weight_block_size") or FP8_BLOCK
     if len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         raise ConfigError(f"config: weight_block_size must be two whole numbers, got {block!r}")
@@ -102,14 +118,15 @@ def storage_of(files: TensorFiles, name: TensorName, block: tuple[int, int]) -> 
     if tensor in files:
         shape, stem = files.shape(name), tensor.removesuffix(".weight")
         # DeepSeek-V3 publishes X.weight_scale_inv, DeepSeek-V4 X.scale; gpt-oss X_blocks with X_scales, see below.
-        # GGUF files' int8 matrices are read as X.weight with X.group_scale.
+        # GGUF's int8 matrices, and packed weights, are read as X.weight with X.group_scale.
         scales = (f"{tensor}_scale_inv", f"{stem}.scale", f"{stem}.group_scale")
         factor = next((s for s in scales if stem != tensor and s in files), None)
         if factor is None or len(shape) != 2:
             return Stored(name, shape, name)
         scale = TensorName(factor, entry)
         if factor.endswith(".group_scale"):
-            return Stored(name, shape, name, scale, Format("int8", (1, INT8_GROUP)))
+            kind = "fp8" if files.dtype(name) == E4M3 else "int8"
+            return Stored(name, shape, name, scale, Format(kind, (1, shape[1] // files.shape(scale)[1])))
         exponents = files.dtype(scale) in EXPONENTS
         if files.dtype(name) in BYTES:
             packed = matrix_form(Format("fp4", (), exponents), block)
