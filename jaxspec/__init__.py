@@ -8,7 +8,7 @@ from jaxspec.errors import CapacityError, CheckpointError, ConfigError, JaxspecE
 if TYPE_CHECKING:
     from jaxspec.serve.llm import LLM
     from jaxspec.serve.parameters import RequestOutputKind
-    from jaxspec.serve.request import CompletionOutput, RequestOutput, SamplingParams
+    from jaxspec.serve.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -23,12 +23,14 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnsupportedKernel",
 ]
 
 # Loaded on first use: these import JAX, which `jaxspec --help` has no need of.
 _LATER = {"LLM": "jaxspec.serve.llm"} | dict.fromkeys(
-    ("CompletionOutput", "RequestOutput", "RequestOutputKind", "SamplingParams"), "jaxspec.serve.request"
+    ("CompletionOutput", "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
+    "jaxspec.serve.request",
 )
 
 

@@ -97,6 +97,7 @@ class Anchor:
       sampling: how rows sample.
       draft_costs: by which drafts that do not pay are pruned; None keeps them all.
       bias_BV: added to the logits of biased rows; None if no row is.
+      mask_BW: the tokens that grammars allow next, packed as in ``jaxspec.verify.logits.Context``; None without any.
     """
 
     token_B: Array
@@ -105,6 +106,14 @@ class Anchor:
     sampling: Sampling
     draft_costs: DraftCosts | None = None
     bias_BV: Array | None = None
+    mask_BW: Array | None = None
+
+
+def unpack_mask(mask_BTW: Array, vocab: int) -> Array:
+    """Returns the bits of packed masks, bool [B, T, V]."""
+    bit_32 = jnp.arange(32, dtype=jnp.uint32)
+    bits = (mask_BTW[..., None] >> bit_32) & jnp.uint32(1)
+    return bits.reshape(*mask_BTW.shape[:-1], -1)[..., :vocab] > 0
 
 
 @pytree

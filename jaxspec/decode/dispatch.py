@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxspec.decode.compaction import Sizes
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.decode.step import StepPlan, propose, step
+from jaxspec.decode.step import StepOut, StepPlan, propose, step
 from jaxspec.decode.telemetry import Counts, zero_counts
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import pytree, static
@@ -129,14 +129,12 @@ def dispatch(
     def one(carry: Any) -> Any:
         i, state, packed, logprob, top, counts, ended_B3 = carry
         state, out = step(target, drafter, state, min_rows, plan=plan)
-        flags = out.count_B, out.drafts_B, jnp.broadcast_to(out.verified, rows).astype(jnp.int32)
-        entry = jnp.concatenate([out.token_BT, jnp.stack(flags, axis=1)], axis=1)
-        packed = lax.dynamic_update_slice(packed, entry[:, None], (0, i, 0))
+        packed = lax.dynamic_update_slice(packed, entry_of(out)[:, None], (0, i, 0))
         if plan.logprobs:
             logprob = lax.dynamic_update_slice(logprob, out.logprob_BTL[:, None], (0, i, 0, 0))
             top = lax.dynamic_update_slice(top, out.top_BTL[:, None], (0, i, 0, 0))
         counts = jax.tree.map(jnp.add, counts, out.telemetry.counts)
-        ended_B3 |= jnp.stack([out.ends.broken_B, out.ends.stopped_B, out.ends.full_B], axis=1)
+        ended_B3 |= ended_of(out)
         return i + 1, state, packed, logprob, top, counts, ended_B3
 
     proposal, _ = propose.eval_shape(drafter, state.draft, state.anchor, plan.rule.name)
@@ -146,6 +144,22 @@ def dispatch(
         jnp.zeros(places), jnp.zeros(places, jnp.int32), zero_counts(proposal, state), jnp.zeros((rows, 3), bool),
     )  # fmt: skip
     i, state, packed, logprob, top, counts, ended_B3 = lax.while_loop(go_on, one, carry)
-    tail = jnp.concatenate([ended_B3.astype(jnp.int32), jnp.broadcast_to(i, (rows, 1))], axis=1)
-    packed = lax.dynamic_update_slice(packed, tail[:, None], (0, plan.steps, 0))
+    packed = lax.dynamic_update_slice(packed, tail_of(ended_B3, i)[:, None], (0, plan.steps, 0))
     return state, Report(packed, logprob, top, counts, Sizes.of(target, drafter, state, routes=plan.routes).anchors)
+
+
+def entry_of(out: StepOut) -> Array:
+    """Returns a step's entry in a report."""
+    flags = out.count_B, out.drafts_B, jnp.broadcast_to(out.verified, out.count_B.shape).astype(jnp.int32)
+    return jnp.concatenate([out.token_BT, jnp.stack(flags, axis=1)], axis=1)
+
+
+def ended_of(out: StepOut) -> Array:
+    """Returns which rows a step ended and why, bool [B, 3]."""
+    return jnp.stack([out.ends.broken_B, out.ends.stopped_B, out.ends.full_B], axis=1)
+
+
+def tail_of(ended_B3: Array, steps: Array | int) -> Array:
+    """Returns what a report's last entry begins with."""
+    count_B1 = jnp.full((ended_B3.shape[0], 1), steps, jnp.int32)
+    return jnp.concatenate([ended_B3.astype(jnp.int32), count_B1], axis=1)

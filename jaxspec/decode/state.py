@@ -73,9 +73,9 @@ class DecodeState:
             sampling = replace(sampling, draft_limit_B=jnp.where(self.active_B, sampling.draft_limit_B, 0))
         return Anchor(self.anchor_B, self.length_B, self.history_BS, sampling, self.draft_costs, self.bias_BV)
 
-    def context(self, token_BT: Array) -> Context:
-        """Returns the text so far for nodes with these tokens, the anchor first."""
-        return Context(self.count_BV, self.prompt_BV, token_BT, self.length_B, self.history_BS, self.bias_BV)
+    def context(self, token_BT: Array, mask_BTW: Array | None = None) -> Context:
+        """Returns the text so far for nodes with these tokens, the anchor first, and what grammars allow there."""
+        return Context(self.count_BV, self.prompt_BV, token_BT, self.length_B, self.history_BS, self.bias_BV, mask_BTW)
 
 
 def init_sampling(rows: int, stop_ids: int) -> Sampling:

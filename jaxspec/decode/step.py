@@ -73,11 +73,26 @@ def step(
     Where ``Sizes.anchors`` holds, steps in which fewer than ``min_rows`` rows have a draft verify none.
     """
     proposal, draft = propose(drafter, state.draft, state.anchor, plan.rule.name)
-    tree = proposal.tree_of(drafter.topology)
+    state = replace(state, draft=draft)
     inputs = inputs_of(target, drafter, state, proposal, plan)
     verified = verify(target, inputs, min_rows, sizes=Sizes.of(target, drafter, state, routes=plan.routes))
+    return conclude(target, drafter, state, proposal, inputs, verified, plan=plan)
 
-    score_BTV = process(verified.logits_BTV, state.sampling, state.context(inputs.token_BT), tree)
+
+def conclude(
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    proposal: Proposal,
+    inputs: Inputs,
+    verified: Verified,
+    mask_BTW: Array | None = None,
+    *,
+    plan: StepPlan,
+) -> tuple[DecodeState, StepOut]:
+    """Accepts and commits what was verified, and shows it to the drafter; ``mask_BTW`` as of ``Context``."""
+    tree = proposal.tree_of(drafter.topology)
+    score_BTV = process(verified.logits_BTV, state.sampling, state.context(inputs.token_BT, mask_BTW), tree)
     verdict = plan.rule(proposal, score_BTV, verified.live_BT[:, 1:], state.sampling, state.length_B, tree)
     unsound_BT = unsound(verified.logits_BTV, score_BTV, verdict, exact=plan.rule.exact)
     verdict, ends = stop_at(verdict, state.sampling, state.length_B, state.active_B, unsound_BT)
@@ -85,7 +100,7 @@ def step(
     layers, policy = verified.layers, target.net.policy
     if not tree.is_chain:
         layers = compact_caches(layers, target.net.arch, policy, verified.window, verdict.path_BT)
-    draft = drafter.observe(draft, commit_of(verdict, verified, state))
+    draft = drafter.observe(state.draft, commit_of(verdict, verified, state))
     logprob_BTL, top_BTL = along_path(verified.logits_BTV, verdict, state.sampling.logprobs_B, plan.logprobs)
     telemetry = measure(target, state, inputs, proposal, verified, verdict, ends)
     state = advance(replace(state, layers=layers, draft=draft), verdict, ends, apart=policy.compute.splits_rows)

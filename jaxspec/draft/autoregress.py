@@ -12,7 +12,7 @@ from jaxspec.draft.growth import growth_of, take
 from jaxspec.draft.network_drafter import CachedDrafter, NetworkDrafter
 from jaxspec.keys import Purpose, gumbel, within_step
 from jaxspec.nn.steady import row_argmax
-from jaxspec.protocol import Anchor, Proposal, no_proposal
+from jaxspec.protocol import Anchor, Proposal, no_proposal, unpack_mask
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 
@@ -94,7 +94,7 @@ def scores(drafter: NetworkDrafter, last_BTD: Array, anchor: Anchor, depth_T: Ar
       depth_T: depth of the drafts that are drawn.
       rule: of verification; where it needs distributions, scores are log-probabilities.
     """
-    logits = _biased(drafter.logits(last_BTD), anchor)
+    logits = _masked(_biased(drafter.logits(last_BTD), anchor), anchor, depth_T)
     if rule == "greedy":
         return logits, logits
     warm_B = (anchor.sampling.temperature_B > 0)[:, None, None]
@@ -120,6 +120,14 @@ def _biased(logits_BTV: Array, anchor: Anchor) -> Array:
     # that would cost a GPU more than the sum.
     bias_BV = jnp.maximum(anchor.bias_BV, BANNED_DRAFT)
     return jnp.where(anchor.sampling.biased_B[:, None, None], logits_BTV + bias_BV[:, None], logits_BTV)
+
+
+def _masked(logits_BTV: Array, anchor: Anchor, depth_T: Array) -> Array:
+    """Bans what a grammar forbids from the first drafts; what it forbids later nobody knows before they are drawn."""
+    if anchor.mask_BW is None:
+        return logits_BTV
+    allowed_BTV = unpack_mask(anchor.mask_BW[:, None], logits_BTV.shape[-1]) | (depth_T != 1)[None, :, None]
+    return jnp.where(allowed_BTV, logits_BTV, logits_BTV + BANNED_DRAFT)
 
 
 def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Root | None) -> tuple[Proposal, Any]:

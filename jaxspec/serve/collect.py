@@ -70,7 +70,9 @@ def collect(
 def _broken(sample: Sample) -> str:
     p, where = sample.params, f"the model's logits are not finite at position {sample.length}"
     advice = "look for NaN or infinity in the weights, or try dtype float32"
-    if sample.biased or sample.bad_words or p.min_tokens:
+    if sample.constraint is not None and sample.constraint.error:
+        return f"structured_outputs: {sample.constraint.error}; look for parts that can never end"
+    if sample.biased or sample.bad_words or p.min_tokens or sample.constraint is not None:
         return f"{where}, or every token is banned there; allow more tokens, or {advice}"
     return f"{where}; {advice}"
 

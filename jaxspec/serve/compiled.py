@@ -75,7 +75,7 @@ class Programs(Runner):
         table_J = None if table is None else table[0]
 
         def job(function: Callable[..., Any], *args: Any, donate: int, report: bool = False) -> Callable[[], Any]:
-            return partial(_compile, function, shapes_on(args, mesh), mesh=mesh, donate=donate, report=report)
+            return partial(compile_program, function, shapes_on(args, mesh), mesh=mesh, donate=donate, report=report)
 
         def reads(rows: int, size: int) -> Callable[[], Any]:
             number_R, table_RJ = jnp.zeros(rows, jnp.int32), None if table is None else table[:rows]
@@ -178,7 +178,7 @@ class Programs(Runner):
         """Returns a rare program, compiled by the first call."""
         if name not in self.programs:
             mesh = mesh_of(args[how["donate"]])
-            self.programs[name] = _compile(function, shapes_on(args, mesh), mesh=mesh, **how)
+            self.programs[name] = compile_program(function, shapes_on(args, mesh), mesh=mesh, **how)
         return self.programs[name]
 
 
@@ -192,7 +192,7 @@ def reads_alike(compute: Compute) -> bool:
     return on_cpu and (compute.kernels == "native" or (compute.kernels == "xla" and compute.dtype == jnp.bfloat16))
 
 
-def _compile(
+def compile_program(
     function: Callable[..., Any], shapes: tuple[Any, ...], *, mesh: Mesh | None, donate: int, report: bool = False
 ) -> Any:
     """Compiles for where the arguments lie; the state stays where it was, a report is replicated."""

@@ -21,6 +21,7 @@ from jaxspec.pytree import replace
 from jaxspec.serve.collect import Collected, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
+from jaxspec.serve.masked_programs import MaskedPrograms
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.rank0 import adaptive_of
 from jaxspec.serve.request import RequestOutput
@@ -95,6 +96,7 @@ class Engine:
         self._allocate = partial(_allocate, make, target, spec)
         state = self._allocate()
         self.programs = Programs(target, drafters, state, spec, turns=turns, first=self.control.arms[0])
+        self._masked: MaskedPrograms | None = None  # compiled with the first grammar
         # An adaptive control decides nothing before its arms were timed.
         self._adaptive, self._warm_up = adaptive_of(self.control), None
         self.untimed = self._adaptive is not None
@@ -256,10 +258,15 @@ class Engine:
             decision = Decision(PLAIN)
         else:
             decision = self.control.choose(rows, len(self.waiting), requests, steps)
+        ready = self.programs.ready
+        if any(sample.constraint is not None for sample in samples):
+            if self._masked is None:
+                self._masked = MaskedPrograms(self.programs, self.state, self.spec, decision.arm)
+            ready = self._masked.ready
         started = any(sample.completion.token_ids for sample in samples)
-        if not started or self.programs.ready(decision.arm):  # a text that has begun waits for no compilation
+        if not started or ready(decision.arm):  # a text that has begun waits for no compilation
             return decision
-        return next((Decision(arm) for arm in self.programs.drafters if self.programs.ready(arm)), decision)
+        return next((Decision(arm) for arm in self.programs.drafters if ready(arm)), decision)
 
     def _prepare(self, decision: Decision, rows: int) -> None:
         """Brings the drafter up to date, and the prices of its drafts."""
@@ -273,7 +280,16 @@ class Engine:
             self.scheduler.state = replace(self.state, draft_costs=jax.device_put(prices, places))
 
     def _dispatch(self, decision: Decision, steps: int | None) -> DispatchResult:
-        """Runs one dispatch."""
+        """Runs one dispatch, of one step where a row has a grammar."""
+        constraints = [sample and sample.constraint for sample in self.scheduler.decoding]
+        if self._masked is not None and any(constraints):
+            for _, sample in self.scheduler.running:
+                if sample.constraint is not None:
+                    sample.constraint.follow(sample.completion.token_ids)
+            self.scheduler.state, report = self._masked.dispatch(
+                self.state, decision.arm, constraints, decision.min_rows
+            )
+            return report.unpack()
         self.scheduler.state, report = self.programs.dispatch(
             self.state, decision.arm, steps or self.spec.steps, eager=bool(self.waiting), min_rows=decision.min_rows
         )

@@ -151,7 +151,7 @@ def _batch_body(line: Line, output: RequestOutput, model: str, text: Text | None
     echoed = _echoed(line, output, text) if line.echo else ""
     for choice in body["choices"]:
         holder, key = (choice["message"], "content") if chat else (choice, "text")
-        holder[key] = echoed + holder[key]
+        holder[key] = echoed + (holder[key] or "") if echoed else holder[key]
         if of_prompt is not None and not chat:
             choice["prompt_logprobs"] = of_prompt
     if of_prompt is not None and chat:
@@ -211,6 +211,8 @@ def _batch_record(line: Line, response: dict[str, Any] | None, error: dict[str, 
 def _sample(c: CompletionOutput) -> dict[str, Any]:
     sample: dict[str, Any] = {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
     sample["stop_reason"] = c.stop_reason
+    if c.tool_calls is not None:
+        sample["tool_calls"] = c.tool_calls
     if c.logprobs is not None:
         sample["cumulative_logprob"] = c.cumulative_logprob
         sample["logprobs"] = [_entry(entry) for entry in c.logprobs]

@@ -52,9 +52,12 @@ def _choice(c: CompletionOutput, output: RequestOutput, params: SamplingParams, 
 
 
 def _chat_choice(c: CompletionOutput, params: SamplingParams, text: Text | None) -> dict[str, Any]:
-    message = {"role": "assistant", "content": c.text, "refusal": None}
+    message, reason = {"role": "assistant", "content": c.text, "refusal": None}, c.finish_reason
+    if c.tool_calls is not None:
+        message |= {"content": c.content, "tool_calls": c.tool_calls}
+        reason = "tool_calls" if reason == "stop" else reason
     logprobs = chat_logprobs(c, params.logprobs or 0, text)
-    return {"index": c.index, "message": message, "logprobs": logprobs, "finish_reason": c.finish_reason}
+    return {"index": c.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 def completion_logprobs(

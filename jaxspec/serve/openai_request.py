@@ -9,6 +9,7 @@ from jaxspec.checkpoint.text.codec import CHAT_KEYS
 from jaxspec.errors import RequestError
 from jaxspec.serve.openai import CHAT
 
+TOOL_KEYS = "tool_choice", "parallel_tool_calls"
 TEMPLATE = tuple(key for key in CHAT_KEYS if key != "messages")
 ALIASES = {"max_completion_tokens": "max_tokens"}
 # Names and bookkeeping, which no text depends on.
@@ -21,9 +22,7 @@ SETTLED: dict[str, tuple[tuple[Any, ...], str]] = {
     "stream": ((False,), "a batch has no streams"),
     "suffix": (("",), "texts are only continued"),
     "functions": (([],), "functions are given as tools"),
-    "function_call": (("auto", "none"), "a call cannot be forced; functions are given as tools"),
-    "tool_choice": (("auto", "none"), "a call cannot be forced"),
-    "response_format": (({"type": "text"},), "the form of a text cannot be forced"),
+    "function_call": (("auto", "none"), "functions are given as tools, and forced by tool_choice"),
     "modalities": ((["text"],), "answers are texts"),
     "verbosity": (("medium",), "ask for it in a message"),
     "prediction": ((), "what drafts is set for the engine, by speculative_config"),
@@ -52,11 +51,14 @@ def read_body(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     """
     values = {name: value for name, value in rename_settings(body).items() if name not in NOTES}
     _settle(values)
+    _set_form(values)
     echo = values.pop("echo", False)
     if not isinstance(echo, bool):
         raise RequestError(f"body: echo must be true or false, got {echo!r:.200}")
     if url == CHAT:
         return _chat(values), values, echo
+    if "tool_choice" in values:
+        raise RequestError(f"body: tool_choice is for {CHAT}, whose templates write tools; leave it out")
     if echo and values.get("logprobs") is not None:
         raise RequestError("body: echo goes without logprobs; prompt_logprobs are those of the prompt")
     return _prompt(values.pop("prompt", None)), values, echo
@@ -64,7 +66,7 @@ def read_body(url: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 
 def pop_template(values: dict[str, Any]) -> dict[str, Any]:
     """Removes from a request what says how its messages are written, and returns it."""
-    options = {name: values.pop(name) for name in TEMPLATE if name in values}
+    options = {name: values.pop(name) for name in (*TEMPLATE, *TOOL_KEYS) if name in values}
     if (effort := values.pop("reasoning_effort", None)) is not None:
         options["chat_template_kwargs"] = {**(options.get("chat_template_kwargs") or {}), "reasoning_effort": effort}
     return {name: value for name, value in options.items() if value is not None}
@@ -82,8 +84,40 @@ def _settle(values: dict[str, Any]) -> None:
             raise RequestError(f"body: {name} {values[name]!r:.200} is not supported: {reason}; leave it out{others}")
     if values.pop("best_of", n := values.get("n", 1)) != n:
         raise RequestError(f"body: best_of is not supported; leave it out or give n, {n!r}")
-    if not values.pop("parallel_tool_calls", True) and values.get("tools"):
-        raise RequestError("body: parallel_tool_calls false is not supported beside tools; leave it out")
+    if not values.get("tools") or values.get("parallel_tool_calls") is True:
+        values.pop("parallel_tool_calls", None)
+    if values.get("parallel_tool_calls") is False and values.get("tool_choice", "auto") == "auto":
+        raise RequestError("body: parallel_tool_calls false goes with a tool_choice that forces calls; leave it out")
+    if not values.get("tools") and values.get("tool_choice") in ("auto", "none"):
+        del values["tool_choice"]
+
+
+def _set_form(values: dict[str, Any]) -> None:
+    """Turns ``response_format`` into ``structured_outputs``, whose other settings may be given beside it.
+
+    Schemas are always enforced, ``strict`` or not.
+    """
+    wanted = values.pop("response_format", {"type": "text"})
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if kind == "text":
+        return
+    beside = values.get("structured_outputs", {})
+    if not isinstance(beside, Mapping):
+        raise RequestError(f"body: structured_outputs is a JSON object, got {beside!r:.200}")
+    if kind == "json_object":
+        values["structured_outputs"] = {**beside, "json_object": True}
+    elif kind == "json_schema":
+        described = wanted.get("json_schema")
+        if not isinstance(described, Mapping) or not isinstance(described.get("schema"), Mapping):
+            raise RequestError(
+                f'body: response_format needs {{"json_schema": {{"name": ..., "schema": ...}}}}, got {wanted!r:.200}'
+            )
+        values["structured_outputs"] = {**beside, "json": described["schema"]}
+    else:
+        raise RequestError(
+            "body: response_format is of type text, json_object or json_schema; structured_outputs has other forms; "
+            f"got {wanted!r:.200}"
+        )
 
 
 def _chat(values: dict[str, Any]) -> dict[str, Any]:

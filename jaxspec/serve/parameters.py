@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.serve.structured_outputs import StructuredOutputsParams
+
 Reader = Callable[[Any], Any]
 LONGEST = 200
 
@@ -160,15 +162,19 @@ ALLOWED: dict[str, tuple[Reader, str]] = {
     ),
     "output_kind": (_kind, "CUMULATIVE, DELTA or FINAL_ONLY of RequestOutputKind"),
     "spaces_between_special_tokens": (_spaces, "true; the tokenizer decides about its spaces"),
+    "structured_outputs": (StructuredOutputsParams.of, "None or StructuredOutputsParams"),
 }  # fmt: skip
 
-_GUIDED = "grammars and schemas are not supported; check the text after it, or allow tokens with allowed_token_ids"
+_GUIDED = "use structured_outputs=StructuredOutputsParams(json=, regex=, choice= or grammar=)"
 _BEAM = "beam search is not supported; draw n samples and choose"
 _HOOK = "code between logits and sampling is not run, for it would run on the host at each step; see logit_bias, "
 _HOOK += "allowed_token_ids and bad_words"
 REFUSED = {
-    "structured_outputs": _GUIDED,
     "guided_decoding": _GUIDED,
+    "guided_json": _GUIDED,
+    "guided_regex": _GUIDED,
+    "guided_choice": _GUIDED,
+    "guided_grammar": _GUIDED,
     "json_schema": _GUIDED,
     "regex": _GUIDED,
     "ebnf": _GUIDED,

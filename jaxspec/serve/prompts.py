@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -11,20 +11,25 @@ import numpy as np
 
 from jaxspec.checkpoint.load.model import Model
 from jaxspec.checkpoint.text.codec import CHAT_KEYS, Text
+from jaxspec.checkpoint.text.conversation import tools_of
 from jaxspec.errors import RequestError
 from jaxspec.serve.arguments import show_value
 from jaxspec.serve.bans import bad_word_ids, check_ids
 from jaxspec.serve.defaults import sampling_defaults
+from jaxspec.serve.grammar import Grammars
 from jaxspec.serve.request import SamplingParams
 from jaxspec.serve.sample import STOP_PLACES, Sample, new_samples
 from jaxspec.serve.text import IncrementalText
+from jaxspec.serve.tool_calls import ToolCalls, form_of, tool_calls_of
+from jaxspec.sharding.placement import mesh_of
 
 if TYPE_CHECKING:
     from jaxspec.serve.engine_spec import EngineSpec
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 SOURCES, SOURCES_TEXT = ("prompt", "messages", "prompt_token_ids"), '"prompt", "messages" or "prompt_token_ids"'
-KEYS = {"prompt", "prompt_token_ids", *CHAT_KEYS}
+TOOL_KEYS = "tool_choice", "parallel_tool_calls"
+KEYS = {"prompt", "prompt_token_ids", *CHAT_KEYS, *TOOL_KEYS}
 NOT_HERE = {
     "multi_modal_data": "only text is read here; leave it out",
     "multi_modal_uuids": "only text is read here; leave it out",
@@ -75,6 +80,7 @@ class Prompts:
         params = self._checked(self.defaults if params is None else params)
         words = bad_word_ids(params.bad_words or (), self.text)
         text, ids = self._encode(prompt)
+        calls = self._tool_calls(prompt)
         ids = ids[-self._prompt_limit(params) :]
         if len(ids) >= self.spec.capacity:
             raise RequestError(
@@ -85,6 +91,8 @@ class Prompts:
             raise RequestError(
                 f"min_tokens: {params.min_tokens} after {len(ids)} prompt tokens exceed {self.spec.capacity}"
             )
+        form = form_of(params, calls, self.text)
+        constraints = [None] * params.n if form is None else self._grammars.constraints(form, ids, params.n)
         arrival = next(self._numbers)
         number = arrival if number is None else number
         samples = new_samples(
@@ -92,9 +100,35 @@ class Prompts:
             seeds=(self.seed, number), capacity=self.spec.capacity,
             draft_length=self.depth,
         )  # fmt: skip
-        for sample in samples:
-            sample.bad_words = words
+        for sample, constraint in zip(samples, constraints, strict=True):
+            sample.bad_words, sample.constraint = words, constraint
+            sample.read_calls = None if calls is None else partial(self._read_calls, calls)
         return samples
+
+    def _tool_calls(self, prompt: Prompt) -> ToolCalls | None:
+        """Returns the calls of tools that a prompt asks for."""
+        if not isinstance(prompt, Mapping) or (prompt.get("tools") is None and prompt.get("tool_choice") is None):
+            return None
+        source = self._tokenizer().template(prompt.get("chat_template"), with_tools=True) or ""
+        tools, (choice, parallel) = tools_of(prompt.get("tools")), (prompt.get(name) for name in TOOL_KEYS)
+        return tool_calls_of(tools, choice, parallel, source)
+
+    def _read_calls(self, calls: ToolCalls, ids: list[int]) -> tuple[str, list[dict[str, str]]] | None:
+        ids = ids[:-1] if ids and ids[-1] in self.eos else ids
+        return calls.read(self._tokenizer().decode(ids, skip_special_tokens=False))
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        if self.text is None:
+            raise RequestError(f"structured_outputs: {self.model.directory} has no tokenizer; put its files there")
+        if mesh_of(self.model.params) is not None:
+            raise RequestError("structured_outputs: grammars need a model on one device; leave mesh out")
+        if not self.eos:
+            raise RequestError(
+                f"structured_outputs: {self.model.directory} names no token that ends a text; give eos_token_id in its "
+                "config.json"
+            )
+        return Grammars(self.text, self.model.net.arch.vocab_size, self.eos)
 
     def readings(self, texts: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Sample]]:
         """Makes samples of texts that are only read, for the log-probabilities of their tokens; raises RequestError."""
@@ -198,7 +232,7 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
             continue
         way = NOT_HERE.get(name, f"known are {sorted(KEYS)}")
         raise RequestError(f"prompt: key {name!r} is not known; {way}")
-    chat = sorted(name for name in CHAT_KEYS if prompt.get(name) not in (None, False))
+    chat = sorted(name for name in (*CHAT_KEYS, *TOOL_KEYS) if prompt.get(name) not in (None, False))
     if "messages" not in chat and chat:
         raise RequestError(f"prompt: {chat} go with messages only; give messages or leave them out")
     if chat and any(prompt.get(name) is not None for name in ("prompt", "prompt_token_ids")):

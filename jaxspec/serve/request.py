@@ -11,15 +11,17 @@ from typing import Any, Self
 from jaxspec.errors import RequestError
 from jaxspec.perf.moesd import mean_acceptance_length
 from jaxspec.serve.parameters import ALLOWED, RequestOutputKind, refusal, show_value
+from jaxspec.serve.structured_outputs import StructuredOutputsParams
 
 
 @dataclass
 class SamplingParams:
     """How one request is sampled; names and defaults are vLLM's but for ``max_tokens`` and ``speculative``.
 
-    Scores come from logits in the order of vLLM's sampler: ``allowed_token_ids``, ``bad_words``, ``logit_bias``, the
-    stop ids that ``min_tokens`` bans, penalties, temperature, ``min_p``, ``top_k``, ``top_p``. Speculation changes none
-    of it: drafts are verified with the scores of their own path. Numbers of NumPy and the like become Python's.
+    Scores come from logits in the order of vLLM's sampler: ``structured_outputs``, ``allowed_token_ids``,
+    ``bad_words``, ``logit_bias``, the stop ids that ``min_tokens`` bans, penalties, temperature, ``min_p``, ``top_k``,
+    ``top_p``. Speculation changes none of it: drafts are verified with the scores of their own path. Numbers of NumPy
+    and the like become Python's.
 
     Attributes:
       n: independent samples of the prompt.
@@ -45,6 +47,7 @@ class SamplingParams:
       truncate_prompt_tokens: keeps only so many tokens of the prompt, the last ones; -1 as many as fit.
       output_kind: whether ``LLM.stream`` and ``LLM.step`` hand out all there is of the text, what is new, or the end.
       spaces_between_special_tokens: true.
+      structured_outputs: form that the text has, such as that of a JSON Schema; None for any.
 
     Raises:
       RequestError: a value is not allowed, or a name is not known.
@@ -76,6 +79,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     spaces_between_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         """Refuses names that are not known, where ``__init__`` would raise a TypeError."""
@@ -97,6 +101,8 @@ class SamplingParams:
             raise RequestError(f"sampling: min_tokens must be from 0 to max_tokens, got {self.min_tokens}")
         if self.stop_strings and not self.detokenize:
             raise RequestError("sampling: stop strings are looked for in text; use detokenize=True or stop_token_ids")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise RequestError("sampling: ignore_eos goes on where the form of structured_outputs ends; leave one out")
 
     @classmethod
     def from_optional(cls, **values: Any) -> Self:
@@ -123,10 +129,12 @@ class SamplingParams:
     def kind(self) -> int:
         """Requests of one kind are sampled alike: an estimate of how many drafts they accept is shared among them.
 
-        Greedy, a temperature of up to 0.5, of up to 1, or more; each with penalties and without.
+        Greedy, a temperature of up to 0.5, of up to 1, or more; each with penalties and without, with a grammar and
+        without.
         """
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        return 2 * min(math.ceil(2 * self.temperature), 3) + (penalties != (1.0, 0.0, 0.0))
+        warmth = min(math.ceil(2 * self.temperature), 3)
+        return 8 * (self.structured_outputs is not None) + 2 * warmth + (penalties != (1.0, 0.0, 0.0))
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
@@ -230,6 +238,8 @@ class CompletionOutput:
       finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
       stop_reason: the stop string or id that ended it, None for the model's own end-of-text id.
       error: why it could not go on, None unless ``finish_reason`` is ``error``.
+      tool_calls: the calls of tools that the text consists of or ends with, in OpenAI's form; None without any.
+      content: the text before them; None where there is none.
     """
 
     index: int
@@ -241,6 +251,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    content: str | None = None
 
     def finished(self) -> bool:
         """Whether it has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from jaxspec.serve.request import (
 )
 
 if TYPE_CHECKING:
+    from jaxspec.serve.constraint import Constraint
     from jaxspec.serve.text import IncrementalText
 
 STOP_PLACES = 16
@@ -42,6 +44,8 @@ class Sample:
       observed: positions that the drafter has observed.
       failures: steps that failed while it ran, since its text last grew, and how long it was.
       bad_words: token sequences that it may not generate.
+      constraint: its grammar, None without one.
+      read_calls: finds the text before calls of tools and the calls in generated ids, None where it has no tools.
       reads_only: whether it ends once its prompt is read, whose log-probabilities alone are wanted.
     """
 
@@ -56,6 +60,8 @@ class Sample:
     observed: int = 0
     failures: tuple[int, int] = (0, 0)
     bad_words: Words = ()
+    constraint: Constraint | None = None
+    read_calls: Callable[[list[int]], tuple[str, list[dict[str, str]]] | None] | None = None
     reads_only: bool = False
 
     @property
@@ -146,8 +152,20 @@ class Sample:
             if c.finish_reason:
                 break
         c.text = self.growing.whole if c.finish_reason else self.growing.text
+        self._take_calls()
         self.output.metrics.add(drafted, used)
         return c.finish_reason is not None
+
+    def _take_calls(self) -> None:
+        """Reads the calls of tools in a text that has ended."""
+        c = self.completion
+        if self.read_calls is None or c.finish_reason is None or (read := self.read_calls(c.token_ids)) is None:
+            return
+        c.content = read[0] or None
+        c.tool_calls = [
+            {"id": f"call_{self.output.request_id}_{c.index}_{i}", "type": "function", "function": call}
+            for i, call in enumerate(read[1])
+        ]
 
     def fail(self, message: str) -> None:
         """Ends it with an error."""

@@ -70,11 +70,14 @@ _WAYS: Sequence[tuple[str, Mapping[str, tuple[Any, ...]]]] = (
         {"enable_lora": (False,), "max_loras": (), "max_lora_rank": ()},
     ),
     (
-        "grammars are not supported; use stop, bad_words or logit_bias",
-        {"structured_outputs_config": ({},), "guided_decoding_backend": ("auto",)},
+        "llguidance checks all grammars; give SamplingParams(structured_outputs=StructuredOutputsParams(...))",
+        {"structured_outputs_config": ({},), "guided_decoding_backend": ("auto", "guidance")},
     ),
     ("use logit_bias, bad_words or allowed_token_ids of SamplingParams", {"logits_processors": ([],)}),
-    ("reasoning stays in the text", {"reasoning_parser": ("",)}),
+    (
+        'reasoning stays in the text; StructuredOutputsParams(after="</think>") lets a grammar begin after it',
+        {"reasoning_parser": ("",)},
+    ),
     (
         "generation_config.json of the model directory gives the defaults of sampling; give SamplingParams for others",
         {"generation_config": ("auto",)},

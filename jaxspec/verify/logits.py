@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 
 from jaxspec.nn.steady import softmax
-from jaxspec.protocol import Sampling, Tree
+from jaxspec.protocol import Sampling, Tree, unpack_mask
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
 
@@ -24,6 +24,8 @@ class Context:
       length_B: position of the anchor.
       history_BS: committed tokens, the anchor included at ``length``; None where no row has bad words.
       bias_BV: added to the logits of rows that are biased; None where none is.
+      mask_BTW: the tokens that grammars allow after each node, 32 to an unsigned word, the lowest bit first; all bits
+        of a row without a grammar are set. None where no row has one.
     """
 
     count_BV: Array
@@ -32,15 +34,16 @@ class Context:
     length_B: Array
     history_BS: Array | None = None
     bias_BV: Array | None = None
+    mask_BTW: Array | None = None
 
 
 def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree) -> Array:
     """Computes scores whose softmax is the distribution that each node's next token is sampled from.
 
-    In the order of vLLM's sampler: tokens that are not allowed and bad words are banned, the bias is added, stop ids
-    are banned before the shortest length; then come penalties, temperature and truncation. A draft's path counts
-    as text wherever the text matters. Every feature runs only in steps in which some row uses it, and leaves the other
-    rows bitwise as they are.
+    In the order of vLLM's sampler: tokens that a grammar forbids, that are not allowed and bad words are banned, the
+    bias is added, stop ids are banned before the shortest length; then come penalties, temperature and truncation. A
+    draft's path counts as text wherever the text matters. Every feature runs only in steps in which some row uses it,
+    and leaves the other rows bitwise as they are.
 
     Args:
       logits_BTV: raw target logits, float32.
@@ -51,8 +54,10 @@ def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree)
     Returns:
       float32 [B, T, V]; greedy rows are neither scaled nor truncated.
     """
-    s = sampling
-    x = ban(logits_BTV, s, context, tree)
+    s, x = sampling, logits_BTV
+    if context.mask_BTW is not None:
+        x = jnp.where(unpack_mask(context.mask_BTW, x.shape[-1]), x, BANNED)
+    x = ban(x, s, context, tree)
     penalized_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
     x = lax.cond(jnp.any(penalized_B), lambda x: penalize(x, s, context, tree), lambda x: x, x)
     warm_B = s.temperature_B > 0

@@ -105,7 +105,7 @@ def test_all_samples_share_the_prompt_s_log_probabilities(llms: dict[str, LLM]):
 def test_no_length_compiles_a_program_of_its_own(llms: dict[str, LLM], monkeypatch: pytest.MonkeyPatch):
     llm = llms["plain"]
     llm.score([[1] * 40, [2] * 5])
-    monkeypatch.setattr(compiled, "_compile", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiled, "compile_program", lambda *_, **__: pytest.fail("compiled again"))
     for length in range(1, CAPACITY + 1, 7):
         assert len(llm.score([[1] * length])[0]) == length
     for length in (2, 40, 64, 65, 70, 96):

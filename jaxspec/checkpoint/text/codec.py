@@ -111,7 +111,7 @@ class Text:
         if taken := sorted(str(name) for name in SET_ALREADY & set(options)):
             raise RequestError(f"chat_template_kwargs: {taken} are set already; give what is an argument as one")
         prompted, continued = _ending(add_generation_prompt, continue_final_message)
-        source = self._template(chat_template, with_tools=tools is not None)
+        source = self.template(chat_template, with_tools=tools is not None)
         if source is None:
             if tools:
                 raise RequestError("tools: this model's chat format has none here; leave them out")
@@ -127,8 +127,8 @@ class Text:
         variables = {**self._special_tokens(), "documents": None, **options, "tools": tools}
         return _write(template, talk, variables | {"add_generation_prompt": prompted}, continued=continued)
 
-    def _template(self, wanted: str | None, *, with_tools: bool) -> str | None:
-        """Returns the Jinja source to use, None for a format without one."""
+    def template(self, wanted: str | None, *, with_tools: bool) -> str | None:
+        """Returns the Jinja source to use, None for a format without one; raises RequestError if there is neither."""
         published: Any = getattr(self.tokenizer, "chat_template", None)
         named = published if isinstance(published, Mapping) else {}
         if wanted is not None:

@@ -9,6 +9,7 @@ import pytest
 from jaxspec.serve.job_lines import Line, finished_record, read_line
 from jaxspec.serve.openai_request import NOTES, SETTLED
 from jaxspec.serve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from jaxspec.serve.structured_outputs import StructuredOutputsParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "The answer is"}
@@ -54,12 +55,18 @@ def test_null_is_as_good_as_nothing(url: str, name: str):
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({"tool_choice": "required"}, "tool_choice 'required' is not supported: a call cannot be forced"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice {.*is not supported"),
         ({"prediction": {"type": "content", "content": "x"}}, "prediction .*set for the engine, by speculative_config"),
-        ({"function_call": {"name": "f"}}, "function_call .*a call cannot be forced"),
+        ({"function_call": {"name": "f"}}, "function_call .*forced by tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions .*given as tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format .*form of a text cannot be forced"),
+        (
+            {"response_format": {"type": "structural_tag"}},
+            "response_format is of type text, json_object or json_schema",
+        ),
+        ({"response_format": {"type": "json_schema"}}, 'response_format needs {"json_schema"'),
+        ({"response_format": "json_object"}, "response_format is of type text"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "exactly one of"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "'structural_tag' is not known; give grammar="),
+        ({"guided_json": {}}, "guided_json: use structured_outputs"),
         ({"stream": True}, "stream True is not supported: a batch has no streams; leave it out or give False"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio .*answers are texts"),
@@ -81,12 +88,34 @@ def test_what_would_be_passed_over_is_refused(url: str, body: dict[str, Any], sa
         raise AssertionError(line.error)
 
 
+def test_forms_of_a_body():
+    schema, beside = {"type": "integer"}, {"after": "</think>", "disable_any_whitespace": True}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    for url in (COMPLETIONS, CHAT):
+        params = batch(url, response_format=wanted, structured_outputs=beside).params
+        assert params.structured_outputs == StructuredOutputsParams(json=schema, **beside)
+        params = batch(url, response_format={"type": "json_object"}).params
+        assert params.structured_outputs == StructuredOutputsParams(json_object=True)
+        assert batch(url, structured_outputs={"choice": ["a"]}).params.structured_outputs is not None
+        assert batch(url, structured_outputs={"choice": ["a"]}, ignore_eos=True).error is not None
+    named = {"type": "function", "function": {"name": "weather"}}
+    for line in (
+        batch(CHAT, tools=[WEATHER], tool_choice=named, parallel_tool_calls=False),
+        line_of({"messages": [USER], "tools": [WEATHER], "tool_choice": named, "parallel_tool_calls": False}),
+    ):
+        assert line.prompt == {
+            "messages": [USER], "tools": [WEATHER], "tool_choice": named, "parallel_tool_calls": False
+        }  # fmt: skip
+    assert "tool_choice is for /v1/chat" in (batch(COMPLETIONS, tool_choice="required").error or "")
+
+
 VALUES: list[Any] = [
     None, True, False, 0, -1, 5, 1e300, "", "x", "5", [], [1], ["a"], [[1]], {}, {"a": 1}, [{}], [None], [[]], "\u2028",
     [{"role": "user", "content": "a"}], [{"role": "user", "content": [{"type": "text", "text": "a"}]}], 2**70, -0.5,
 ]  # fmt: skip
 NAMES = [
-    *NOTES, *SETTLED, "echo", "best_of", "parallel_tool_calls", "tools", "reasoning_effort", "chat_template", "n",
+    *NOTES, *SETTLED, "echo", "best_of", "parallel_tool_calls", "tools", "tool_choice", "response_format", "n",
+    "reasoning_effort", "chat_template",
     "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "messages", "prompt", "max_tokens",
     "max_completion_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "seed", "logprobs",
     "speculative", "top_logprobs", "min_tokens", "repetition_penalty", "prompt_token_ids", "custom_id",
@@ -156,6 +185,18 @@ def test_echo():
     assert message["message"]["content"] == "The answer is upon"
     assert choice(batch(CHAT, echo=True), output_of("[x]"))["message"]["content"] == " upon"
     assert "echo goes without logprobs" in (batch(COMPLETIONS, echo=True, logprobs=1).error or "")
+
+
+def test_calls_of_tools_in_a_record():
+    call = {"id": "call_0_0_0", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    output = output_of("[x]", tool_calls=[call])
+    answer = choice(batch(CHAT, tools=[WEATHER]), output)
+    assert answer["message"] == {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}
+    assert answer["finish_reason"] == "tool_calls"
+    assert finished_record(line_of({"messages": [USER], "tools": [WEATHER]}), output, "m", None)["tool_calls"] == [call]
+    echoed = choice(batch(CHAT, messages=[USER, ANSWER], echo=True, tools=[WEATHER]), output)
+    assert echoed["message"]["content"] == "The answer is"
+    assert "tool_calls" not in choice(batch(CHAT, tools=[WEATHER]), output_of("[x]"))["message"]
 
 
 def test_a_chats_record_has_what_the_template_wrote_and_its_ids():
