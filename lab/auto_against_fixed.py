@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--drafter", default="ngram", help="as for jaxspec bench --drafters")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--workload", nargs="+", default=["code"])
+    parser.add_argument("--workload", nargs="+", default=["held-out"])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     parser.add_argument("--requests", type=int, default=None)
     parser.add_argument("--output-tokens", type=int, default=None)

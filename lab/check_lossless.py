@@ -1,128 +1,147 @@
-"""Counts the requests whose text speculation changes, on held-out prompts: none may be.
+"""Counts the requests whose text speculation changes, over the workloads that come with jaxspec: none may be.
 
-Run ``python lab/check_lossless.py --model DIR [--draft DIR]``; it exits with 1 if any request differs.
+Run ``python lab/check_lossless.py --record lossless.jsonl`` as often as you like: each run goes on where the last one
+stopped (``--minutes`` stops it by itself), and prints what the record says. Texts go on to their full length.
+It exits with 1 if any request differs.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import demo_corpus
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.bench.prompt_source import PromptSource
+from jaxspec.bench.workload import OWN
+from jaxspec.perf.moesd import mean_acceptance_length
+from jaxspec.serve.demo_pair import resolve_speculation
 from jaxspec.serve.llm import LLM
-from jaxspec.serve.request import RequestOutput, SamplingParams, SpeculationMetrics
+from jaxspec.serve.request import SamplingParams
+
+PLAIN = "plain"
+PIECE = 8
+TEMPERATURE = 0.8
+Run = tuple[str, int]  # a way of decoding, and rows
+Runs = dict[Run, dict[int, dict[str, Any]]]
 
 
-def configs(k: int, trees: list[list[int]], draft: Path | None) -> dict[str, dict[str, Any] | None]:
-    """Every drafter and topology that is compared with plain decoding, by name."""
-    methods: dict[str, dict[str, Any]] = {"n-gram": {"method": "ngram"}}
-    if draft:
-        methods["draft"] = {"method": "draft_model", "model": str(draft)}
-    by_name: dict[str, dict[str, Any] | None] = {}
-    for name, method in methods.items():
-        by_name[f"{name} chain {k}"] = {**method, "num_speculative_tokens": k}
-        for levels in trees:
-            by_name[f"{name} tree {'x'.join(map(str, levels))}"] = {**method, "speculative_token_tree": levels}
-    return by_name
+def drafters(chosen: list[str], k: int, tree: list[int]) -> dict[str, dict[str, Any] | None]:
+    """Returns every way of decoding by name: plainly, and a chain and a tree of each drafter, given as JSON."""
+    ways: dict[str, dict[str, Any] | None] = {PLAIN: None}
+    for text in chosen:
+        config = dict(resolve_speculation(json.loads(text)) or {})
+        name = config["method"]
+        if "model" in config:
+            weights = b"".join(file.read_bytes() for file in sorted(Path(config["model"]).glob("*.safetensors")))
+            name += f" {hashlib.sha256(weights).hexdigest()[:8]}"
+        ways[f"{name} chain {k}"] = {**config, "num_speculative_tokens": k}
+        ways[f"{name} tree {'x'.join(map(str, tree))}"] = {**config, "speculative_token_tree": tree}
+    return ways
 
 
-def first_difference(ours: RequestOutput, plain: RequestOutput) -> int | None:
-    """Index of the first generated token that differs, None if the two are the same."""
-    a, b = ours.outputs[0].token_ids, plain.outputs[0].token_ids
-    if a == b:
-        return None
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def requests(source: PromptSource, count: int) -> list[list[int]]:
+    """Returns prompts of all workloads in turns; those after the last one are the same, a quarter shorter each time."""
+    pools = [source.pool(file.stem) for file in sorted(OWN.glob("*.jsonl"))]
+    together = [pool[i] for i in range(max(map(len, pools))) for pool in pools if i < len(pool)]
+    prompts = []
+    for number in range(count):
+        turn, place = divmod(number, len(together))
+        ids = together[place]
+        prompts.append(ids[: max(1, len(ids) - len(ids) * turn // 4)])
+    return prompts
 
 
-def compare(name: str, outputs: list[RequestOutput], plain: list[RequestOutput], time_s: float) -> dict[str, Any]:
-    """One row of the result."""
-    places = {n: first_difference(a, b) for n, (a, b) in enumerate(zip(outputs, plain, strict=True))}
-    differing = {n: place for n, place in places.items() if place is not None}
-    total = SpeculationMetrics()
-    for output in outputs:
-        total.merge(output.metrics)
-    return {
-        "name": name,
-        "requests": len(outputs),
-        "tokens": sum(len(o.outputs[0].token_ids) for o in outputs),
-        "mismatches": len(differing),
-        "first_difference": min(differing.values(), default=None),
-        "differing": differing,
-        "acceptance_length": round(total.mean_acceptance_length, 4),
-        "time_s": round(time_s, 2),
-    }
+def params_of(number: int, tokens: int) -> SamplingParams:
+    """Returns the settings of a request: every other one is sampled."""
+    return SamplingParams(temperature=TEMPERATURE * (number % 2), seed=number, max_tokens=tokens, ignore_eos=True)
 
 
-def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list[RequestOutput], float]:
-    """All prompts through one engine, and the seconds it took."""
-    began = time.monotonic()
-    outputs = llm.generate(prompts, params)
-    return outputs, time.monotonic() - began
+def read(record: Path) -> Runs:
+    """Returns what a record holds, by way of decoding and rows, then by request."""
+    runs: Runs = defaultdict(dict)
+    if record.exists():
+        for line in record.read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            runs[entry["way"], entry["rows"]][entry["request"]] = entry
+    return runs
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Prints the table."""
-    table = Table("run", "requests", "tokens", "mismatches", "first at", "acceptance length", "s")
-    for row in rows:
-        keys = ("name", "requests", "tokens", "mismatches", "first_difference", "acceptance_length", "time_s")
-        table.add_row(*("-" if row[key] is None else str(row[key]) for key in keys))
-    Console().print(table)
+def missing(runs: Runs, wanted: list[Run], count: int) -> Iterator[tuple[Run, list[int]]]:
+    """Yields pieces of work that a record has not, so that every way has come as far as the others."""
+    for begin in range(0, count, PIECE):
+        for run in wanted:
+            if left := [n for n in range(begin, min(begin + PIECE, count)) if n not in runs[run]]:
+                yield run, left
+
+
+def summarize(runs: Runs) -> int:
+    """Prints how each run compares with plain decoding of eight rows; returns how many requests differ."""
+    table = Table("way", "rows", "requests", "sampled", "tokens", "different", "tokens per pass")
+    reference, different = runs[PLAIN, 8], 0
+    for (way, rows), entries in sorted(runs.items()):
+        compared = {n: entry for n, entry in entries.items() if n in reference}
+        other = [n for n, entry in compared.items() if entry["token_ids"] != reference[n]["token_ids"]]
+        different += len(other)
+        tokens = sum(len(entry["token_ids"]) for entry in compared.values())
+        length = mean_acceptance_length(
+            accepted=sum(entry["accepted"] for entry in compared.values()),
+            passes=sum(entry["passes"] for entry in compared.values()),
+        )
+        cells = (way, rows, len(compared), sum(n % 2 for n in compared), tokens, len(other), f"{length:.2f}")
+        table.add_row(*map(str, cells))
+        if other:
+            print(f"{way}, {rows} rows differs in requests {other}")
+    Console(width=120).print(table)
+    return different
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = argparse.ArgumentParser(description="Counts requests whose tokens differ from plain decoding.")
-    parser.add_argument("--model", type=Path, required=True, help="directory of the target")
-    parser.add_argument("--draft", type=Path, default=None, help="directory of a draft model")
-    parser.add_argument("--prompts", type=int, default=500)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--record", type=Path, required=True, help="JSONL that the texts are added to")
+    parser.add_argument("--model", default="smollm2-moe")
+    parser.add_argument("--drafter", action="append", help="JSON with vLLM's keys; may be repeated; by default ngram")
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 1])
     parser.add_argument("--k", type=int, default=4, help="speculation length of the chains")
-    parser.add_argument("--tree", action="append", default=None, help="branching factors such as 2,2; may be repeated")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--temperature", type=float, default=0.7, help="of the odd requests; the even ones are greedy")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="file that receives the JSON, besides the screen")
+    parser.add_argument("--tree", default="2,2", help="branching factors")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begins nothing new after them")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Runs everything; returns the exit code."""
-    args = arguments()
-    trees = [[int(n) for n in levels.split(",")] for levels in args.tree or ["2,2"]]
-    corpus = demo_corpus.collect()
-    by_prompt = demo_corpus.held_out_prompts(corpus, args.model, args.prompts, args.prompt_tokens, args.seed)
-    prompts = [list(prompt.token_ids) for prompt in by_prompt]
-    params = [
-        SamplingParams(temperature=args.temperature * (n % 2), seed=args.seed + n, max_tokens=args.max_tokens)
-        for n in range(len(prompts))
-    ]
-    settings: dict[str, Any] = {
-        "dtype": args.dtype,
-        "max_num_seqs": args.rows,
-        "max_logprobs": 0,
-        "max_model_len": args.prompt_tokens + args.max_tokens,
-    }
-    plain, time_s = run(LLM(args.model, **settings), prompts, params)
-    rows = [compare("plain", plain, plain, time_s)]
-    alone, time_s = run(LLM(args.model, **{**settings, "max_num_seqs": 1}), prompts, params)
-    rows.append(compare("plain, one row", alone, plain, time_s))
-    for name, config in configs(args.k, trees, args.draft).items():
-        outputs, time_s = run(LLM(args.model, speculative_config=config, **settings), prompts, params)
-        rows.append(compare(name, outputs, plain, time_s))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    show(rows)
-    text = json.dumps({"dtype": args.dtype, "rows": args.rows, "runs": rows}, indent=2)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
-    return int(any(row["mismatches"] for row in rows))
+    """Runs what the record has not, and prints it; returns the exit code."""
+    args, began = arguments(), time.monotonic()
+    ways = drafters(args.drafter or ['{"method": "ngram"}'], args.k, [int(n) for n in args.tree.split(",")])
+    wanted, runs, model = [(way, rows) for way in ways for rows in args.rows], read(args.record), None
+    for (way, rows), numbers in missing(runs, wanted, args.requests):
+        if time.monotonic() - began > 60 * args.minutes:
+            break
+        llm = LLM(
+            model or args.model, speculative_config=ways[way], dtype="bfloat16", max_num_seqs=rows,
+            max_model_len=640, max_logprobs=0, prefill_buckets=(128,),
+        )  # fmt: skip
+        model, prompts = llm.model, requests(PromptSource(llm.text, llm.model.net.arch.vocab_size), args.requests)
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompts[n]} for n in numbers], [params_of(n, args.tokens) for n in numbers]
+        )
+        with args.record.open("a", encoding="utf-8") as file:
+            for n, output in zip(numbers, outputs, strict=True):
+                m = output.metrics
+                entry = {"way": way, "rows": rows, "request": n, "token_ids": list(output.outputs[0].token_ids)}
+                entry |= {"accepted": m.num_accepted_tokens, "passes": m.num_steps}
+                runs[way, rows][n] = entry
+                file.write(json.dumps(entry) + "\n")
+        del llm
+    return int(summarize(runs) > 0)
 
 
 if __name__ == "__main__":

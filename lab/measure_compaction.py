@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 
 from jaxspec import LLM, SamplingParams
-from jaxspec.bench.workload import HELD_OUT, choose, load_excerpts
+from jaxspec.bench.excerpts import HELD_OUT, choose, load_excerpts
 from jaxspec.decode.compaction import Sizes
 from jaxspec.serve.demo_pair import demo_model_dir
 

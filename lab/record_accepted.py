@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxspec.bench.workload import PromptSource
+from jaxspec.bench.prompt_source import PromptSource
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
@@ -58,7 +58,7 @@ def main() -> None:
             max_model_len=640, max_num_seqs=1, max_logprobs=0, prefill_buckets=(32, 256),
         )  # fmt: skip
         source = PromptSource(llm.text, llm.model.net.arch.vocab_size)
-        for workload in ("code", "shuffled"):
+        for workload in ("held-out", "shuffled"):
             for temperature in TEMPERATURES:
                 lines.append(f"# {name} {workload} {temperature:g}")
                 for seed, prompt in enumerate(source.prompts(workload, chosen.prompts, 0)):

@@ -1,39 +1,13 @@
-"""Times drafting alone."""
+"""Drafts often, one proposal after another, so that drafting alone can be timed."""
 
-import time
-from collections.abc import Callable, Sequence
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.protocol import Anchor, Drafter, DraftState
 from jaxspec.pytree import replace
-from jaxspec.serve.llm import LLM
-from jaxspec.serve.request import SamplingParams
 from jaxspec.shapes import Array
 
 PROPOSALS = 16  # drafted per timed call, so that starting the program does not count
-
-
-def draft_timer(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Callable[[], float]:
-    """Returns a function that times one proposal of all rows, on the state after the prompts."""
-    for prompt in prompts:
-        llm.submit(prompt, params)
-    while llm.engine.reads:
-        llm.step(1)
-    llm.step(1)  # the drafter is in the middle of a text
-    start = jax.tree.map(jnp.copy, (llm.engine.state.draft, llm.engine.state.anchor))
-    llm.abort()
-    program = jax.jit(propose_often, static_argnums=3).lower(llm.engine.drafter, *start, llm.spec.rule.name).compile()
-
-    def measure() -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(program(llm.engine.drafter, *start))
-        return (time.perf_counter() - began) / PROPOSALS
-
-    measure()
-    return measure
 
 
 def propose_often(drafter: Drafter, draft: DraftState, anchor: Anchor, rule: str) -> Array:

@@ -3,13 +3,13 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxspec.bench.record import CLOSED
 from jaxspec.bench.synthetic import Synthetic
-from jaxspec.bench.workload import WORKLOADS
+from jaxspec.bench.workload import workload_of
 from jaxspec.draft import methods
 from jaxspec.draft.speculative_keys import AUTO, MAX_LENGTH, SCHEDULE_KEYS, TREES
 from jaxspec.errors import ConfigError
@@ -114,14 +114,14 @@ class Grid:
       rule: ``rejection_sample_method``.
       synthetic: acceptance by a coin, None for the real one.
       price_per_hour: of the machine, None for no costs.
-      prompts: JSONL of the workload ``file``.
+      files: where the workloads lie that the user has the files of.
     """
 
     drafters: tuple[DrafterChoice, ...]
     lengths: tuple[int | str, ...]
     rows: tuple[int, ...]
     temperatures: tuple[float, ...] = (0.0,)
-    workloads: tuple[str, ...] = ("code",)
+    workloads: tuple[str, ...] = ("held-out",)
     input_tokens: tuple[int | None, ...] = (None,)
     output_tokens: tuple[int | None, ...] = (None,)
     rates: tuple[float, ...] = (math.inf,)
@@ -131,12 +131,14 @@ class Grid:
     rule: str = "match"
     synthetic: Synthetic | None = None
     price_per_hour: float | None = None
-    prompts: Path | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for value, rule, ok in self._checks():
             if not ok:
                 raise ConfigError(f"bench: {rule}, got {value!r}")
+        for name in self.workloads:
+            workload_of(name)
         for k in self.lengths:
             if self.synthetic is not None and isinstance(k, int) and k:
                 self.synthetic.check(k)
@@ -158,8 +160,6 @@ class Grid:
             yield t, "--temperature takes numbers from 0", 0 <= t < math.inf
         for rate in self.rates:
             yield rate, "--request-rate takes numbers above 0, and inf for a closed loop", rate > 0
-        for name in self.workloads:
-            yield name, f"--workload is one of {list(WORKLOADS)}", name in WORKLOADS
         price = self.price_per_hour
         yield price, "--price-per-hour must be above 0", price is None or 0 < price < math.inf
         yield self.rule, "--rule is match, standard or block", self.rule in ("match", "standard", "block")
@@ -178,7 +178,7 @@ class Grid:
     def scenarios(self) -> list[Scenario]:
         """Returns what runs on each engine."""
         return [
-            Scenario(w, i, o or WORKLOADS[w].output_tokens, t, r)
+            Scenario(w, i, o or workload_of(w).output_tokens, t, r)
             for w in self.workloads for i in self.input_tokens for o in self.output_tokens
             for t in self.temperatures for r in self.rates
         ]  # fmt: skip

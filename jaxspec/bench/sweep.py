@@ -12,10 +12,11 @@ from msgspec import structs
 from jaxspec.bench.grid import NONE, EnginePoint, Grid, Scenario
 from jaxspec.bench.measure import Run, poisson_arrivals, run_requests
 from jaxspec.bench.peers.sessions import PeerSession, peer_figures
+from jaxspec.bench.prompt_source import PromptSource
 from jaxspec.bench.record import CLOSED, AcceptanceFigures, Experts, PeerFigures, Skipped, Spread, SweepCell, figures
 from jaxspec.bench.rounds import PLAIN, SPECULATIVE, Subject, held_at, run_rounds, total
 from jaxspec.bench.touched_experts import touched_experts
-from jaxspec.bench.workload import WORKLOADS, PromptSource, settings
+from jaxspec.bench.workload import settings, workload_of
 from jaxspec.checkpoint.load.model import Model, read_config
 from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import JaxspecError
@@ -68,7 +69,7 @@ class Sweep:
 
     def __post_init__(self) -> None:
         self.arch: ArchSpec = arch_of(read_config(self.directory))
-        self.source = PromptSource(Text.load(self.directory), self.arch.vocab_size, self.grid.prompts)
+        self.source = PromptSource(Text.load(self.directory), self.arch.vocab_size, self.grid.files)
         self.longest, self.capacity = self._lengths()
         self.model: Model | None = None
 
@@ -178,8 +179,10 @@ class Sweep:
 
     def params(self, scenario: Scenario, count: int, mode: str) -> list[SamplingParams]:
         """Returns the settings of each request, the same whichever way decodes it but for ``speculative``."""
+        # Other engines take no ends of texts; where they take part, nobody does.
+        goes_on = self.peers is not None or not workload_of(scenario.workload).ends
         one = SamplingParams(
-            max_tokens=scenario.output_tokens, ignore_eos=True, speculative=False if mode == PLAIN else None
+            max_tokens=scenario.output_tokens, ignore_eos=goes_on, speculative=False if mode == PLAIN else None
         )
         return [
             replace(one, seed=self.grid.seed * count + i, **settings(scenario.workload, i, scenario.temperature))
@@ -204,7 +207,7 @@ class Sweep:
             "concurrency": engine.rows,
             "temperature": scenario.temperature,
             "workload": scenario.workload,
-            "input_tokens": scenario.input_tokens or WORKLOADS[scenario.workload].input_tokens,
+            "input_tokens": scenario.input_tokens or workload_of(scenario.workload).input_tokens,
             "output_tokens": scenario.output_tokens,
             "arrival": scenario.arrival,
             "rounds": len(rounds),

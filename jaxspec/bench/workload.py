@@ -1,69 +1,14 @@
-"""Named workloads: the prompts that measurements run on."""
+"""Named workloads: what kinds of text measurements run on."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jaxspec.checkpoint.text.codec import Text
 from jaxspec.errors import ConfigError
-from jaxspec.serve.job_lines import read_line
-from jaxspec.serve.request import SamplingParams
 
-HELD_OUT = Path(__file__).resolve().parents[1] / "demo_model" / "held_out_prompts.json"
-
-
-@dataclass(frozen=True)
-class Excerpt:
-    """A prompt and where it was cut from.
-
-    Attributes:
-      file: name of the source file.
-      line: its first line, from 1.
-      prompt: text.
-    """
-
-    file: str
-    line: int
-    prompt: str
-
-
-def load_excerpts(file: Path) -> list[Excerpt]:
-    """Reads a JSON list of ``{"file", "line", "prompt"}``.
-
-    Raises:
-      ConfigError: the file is missing, empty or not such a list.
-    """
-    try:
-        entries: Any = json.loads(file.read_text(encoding="utf-8"))
-        excerpts = [Excerpt(str(e["file"]), int(e["line"]), str(e["prompt"])) for e in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{file}: prompts cannot be read ({error!r}); lab/make_demo_prompts.py writes them"
-        ) from error
-    if not excerpts:
-        raise ConfigError(f"{file}: no prompts; lab/make_demo_prompts.py writes them")
-    return excerpts
-
-
-def choose(excerpts: list[Excerpt], count: int, seed: int | None = None) -> list[Excerpt]:
-    """Returns the first ``count`` excerpts, in an order drawn from ``seed`` if one is given.
-
-    Raises:
-      ConfigError: there are not that many.
-    """
-    if not 1 <= count <= len(excerpts):
-        raise ConfigError(f"prompts: from 1 to {len(excerpts)} are available, got {count}")
-    order = range(len(excerpts)) if seed is None else np.random.default_rng(seed).permutation(len(excerpts))
-    return [excerpts[i] for i in list(order)[:count]]
-
-
-def repeat(excerpts: list[Excerpt], count: int) -> list[Excerpt]:
-    """Returns ``count`` excerpts, starting again with the first after the last."""
-    return [excerpts[i % len(excerpts)] for i in range(count)]
+OWN = Path(__file__).resolve().parent / "workloads"
+SPEED_BENCH, HUMAN_EVAL, FILE = "speed-bench", "human-eval", "file"
 
 
 @dataclass(frozen=True)
@@ -76,6 +21,8 @@ class Workload:
       output_tokens: generated per prompt.
       sampling: settings of its requests, but for their temperature.
       turns: other workloads that its requests come from in turns, with their temperatures; None is the one asked for.
+      ends: whether a text ends where the model ends it; what would follow is no text that anybody wants.
+      reads: whether its prompts lie in a file or directory that the user names.
     """
 
     about: str
@@ -83,127 +30,70 @@ class Workload:
     output_tokens: int
     sampling: Mapping[str, Any] = field(default_factory=dict)
     turns: tuple[tuple[str, float | None], ...] = ()
+    ends: bool = False
+    reads: bool = False
+
+    @classmethod
+    def own(cls, about: str) -> "Workload":
+        """Returns one whose prompts come with jaxspec, in ``workloads/``."""
+        return cls(about, None, 128, ends=True)
 
 
 WORKLOADS: Mapping[str, Workload] = {
-    "code": Workload("held-out code of the demo, continued", None, 128),
-    "prefill": Workload("long prompts of the same code, short answers", 384, 16),
+    "chat": Workload.own("questions, advice, roleplay and short pieces of writing, one turn each"),
+    "code": Workload.own("beginnings of programs to continue, and questions about code, in turns"),
+    "math": Workload.own("word problems, algebra, probability, short proofs"),
+    "summarization": Workload.own("texts of about 400 tokens to summarize"),
+    "rewriting": Workload.own("translations, corrections and changes of form: answers repeat much of the prompt"),
+    "multi-turn": Workload.own("conversations of two or three turns, the last answer missing"),
+    SPEED_BENCH: Workload("first turns of SPEED-Bench, of one category or all", None, 128, ends=True, reads=True),
+    HUMAN_EVAL: Workload("function heads of HumanEval, continued", None, 128, ends=True, reads=True),
+    "held-out": Workload("code of Python's library that the demo pair was not trained on, continued", None, 128),
+    "prefill": Workload("long prompts of the held-out code, short answers", 384, 16),
     "shuffled": Workload(
-        "tokens of the same code in a random order, and a penalty on every repetition: hardly a draft is right",
+        "tokens of the held-out code in a random order, and a penalty on every repetition: hardly a draft is right",
         64, 128, {"frequency_penalty": 2.0, "presence_penalty": 2.0},
     ),
     "mixed": Workload(
-        "code at temperature 0 and shuffled text at the temperature asked for, in turns", None, 128,
-        turns=(("code", 0.0), ("shuffled", None)),
+        "held-out code at temperature 0 and shuffled text at the temperature asked for, in turns", None, 128,
+        turns=(("held-out", 0.0), ("shuffled", None)),
     ),
     "random": Workload("token ids drawn evenly from the vocabulary; needs no tokenizer", 64, 128),
-    "file": Workload("the prompts of --prompts", None, 128),
+    FILE: Workload("the prompts of --prompts", None, 128, reads=True),
 }  # fmt: skip
+
+
+def workload_of(name: str) -> Workload:
+    """Returns a workload by its name, which for SPEED-Bench may have a category: ``speed-bench/coding``.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    base, slash, _ = name.partition("/")
+    if base not in WORKLOADS or (slash and base != SPEED_BENCH):
+        raise ConfigError(f"workload {name!r} is not known; known are {list(WORKLOADS)}")
+    return WORKLOADS[base]
+
+
+def parse_workload(text: str) -> tuple[str, Path | None]:
+    """Splits ``NAME`` or ``NAME=PATH``.
+
+    Raises:
+      ConfigError: the workload is not known, needs a path, or takes none.
+    """
+    name, equals, path = text.partition("=")
+    reads = workload_of(name).reads and name != FILE
+    if reads and not path:
+        raise ConfigError(f"workload {name!r} reads files of yours; give {name}=PATH")
+    if equals and not reads:
+        raise ConfigError(f"workload {name!r} takes no path, got {text!r}; a file of prompts is --prompts FILE")
+    return name, Path(path) if equals else None
 
 
 def settings(name: str, index: int, temperature: float) -> dict[str, Any]:
     """Returns the sampling settings of a workload's request at a place, for the temperature asked for."""
-    turns = WORKLOADS[name].turns
+    turns = workload_of(name).turns
     if turns:
         name, fixed = turns[index % len(turns)]
         temperature = temperature if fixed is None else fixed
-    return {"temperature": temperature, **WORKLOADS[name].sampling}
-
-
-@dataclass(frozen=True)
-class PromptSource:
-    """The token ids of prompts.
-
-    Attributes:
-      text: the model's tokenizer, None if it has none.
-      vocab_size: V.
-      file: JSONL for the workload ``file``, as ``jaxspec generate`` reads it.
-    """
-
-    text: Text | None
-    vocab_size: int
-    file: Path | None = None
-
-    def prompts(self, name: str, count: int, seed: int, input_tokens: int | None = None) -> list[list[int]]:
-        """Returns the token ids of prompts, the same for the same arguments.
-
-        Args:
-          name: key of ``WORKLOADS``.
-          count: how many; after the last one it starts again with the first.
-          seed: of their order, and of what is drawn.
-          input_tokens: of each prompt; by default the workload's. Shorter prompts get others in front of them, and
-            what is too long in front is cut off.
-
-        Raises:
-          ConfigError: the workload is not known, or cannot be made for this model.
-        """
-        if name not in WORKLOADS:
-            raise ConfigError(f"workload {name!r} is not known; known are {list(WORKLOADS)}")
-        turns = WORKLOADS[name].turns
-        if turns:
-            parts = [self.prompts(one, -(-count // len(turns)), seed, input_tokens) for one, _ in turns]
-            return [parts[place % len(turns)][place // len(turns)] for place in range(count)]
-        size, draws = input_tokens or WORKLOADS[name].input_tokens, np.random.default_rng(seed)
-        if name == "random":
-            return draws.integers(0, self.vocab_size, (count, size or 1)).tolist()
-        pool = self.pool(name)
-        pool = [pool[i] for i in draws.permutation(len(pool))]
-        if name == "shuffled":
-            together = [token for ids in pool for token in ids]
-            return draws.choice(together, (count, size or 1)).tolist()
-        return [pool[i % len(pool)] if size is None else _ending_at(pool, i % len(pool), size) for i in range(count)]
-
-    def pool(self, name: str) -> list[list[int]]:
-        """Returns every prompt of a workload that has such, in order.
-
-        Raises:
-          ConfigError: it cannot be made for this model.
-        """
-        return self._lines() if name == "file" else self._code(name)
-
-    def _code(self, name: str) -> list[list[int]]:
-        if self.text is None:
-            raise ConfigError(f"workload {name!r} is text, and this model has no tokenizer; use the workload random")
-        return [self.text.encode(excerpt.prompt) for excerpt in load_excerpts(HELD_OUT)]
-
-    def _lines(self) -> list[list[int]]:
-        if self.file is None:
-            raise ConfigError("workload 'file' needs --prompts, a JSONL file")
-        try:
-            lines = self.file.read_bytes().splitlines()
-        except OSError as error:
-            raise ConfigError(f"{self.file}: prompts cannot be read ({error})") from error
-        prompts = []
-        for index, data in enumerate(lines):
-            if data.strip():
-                line = read_line(data, index, SamplingParams())
-                if line.error:
-                    raise ConfigError(f"{self.file}: line {index + 1}: {line.error}")
-                prompts.append(self._ids(line.prompt, index))
-        if not prompts:
-            raise ConfigError(f"{self.file}: no prompts; each line is a JSON object with a prompt")
-        return prompts
-
-    def _ids(self, prompt: Mapping[str, Any], index: int) -> list[int]:
-        if "prompt_token_ids" in prompt:
-            ids = prompt["prompt_token_ids"]
-        elif self.text is None:
-            raise ConfigError(f"{self.file}: line {index + 1} is text, and this model has no tokenizer; give ids")
-        elif "messages" in prompt:
-            ids = self.text.encode_chat(**prompt)
-        else:
-            ids = self.text.encode(prompt["prompt"])
-        if not ids or not all(isinstance(i, int) and 0 <= i < self.vocab_size for i in ids):
-            raise ConfigError(
-                f"{self.file}: line {index + 1}: needs token ids from 0 to {self.vocab_size - 1}, got {ids!r:.80}"
-            )
-        return list(ids)
-
-
-def _ending_at(pool: list[list[int]], index: int, size: int) -> list[int]:
-    """Returns the last ``size`` tokens of a prompt with the prompts before it in front."""
-    ids: list[int] = []
-    while len(ids) < size:
-        ids = pool[index] + ids
-        index = (index - 1) % len(pool)
-    return ids[-size:]
+    return {"temperature": temperature, **workload_of(name).sampling}

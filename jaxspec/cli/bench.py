@@ -32,7 +32,7 @@ NAME = "bench"
 class BenchArgs:
     """Measures plain against speculative decoding over a grid; ``jaxspec bench compare A B`` compares two reports.
 
-    On a CPU the default grid is 1, 2, 5 and 8 rows, K 0, 2, 4 and auto, temperatures 0 and 1 on the held-out code:
+    On a CPU the default grid is 1, 2, 5 and 8 rows, K 0, 2, 4 and auto, temperatures 0 and 1 on code:
     some tens of minutes on two cores with the demo pair. On an accelerator it is 1 to 200 rows, and K 0 to 8
     and auto.
 
@@ -47,7 +47,9 @@ class BenchArgs:
       rule: Verification: match keeps the text of plain decoding, standard and block its distribution.
       synthetic: Accept drafts by a coin: the share for draft 1, 2, ..., or one number above 1, the mean number of
         tokens per verification. For studies of hardware; every output says so.
-      workload: code, prefill, shuffled, mixed, random, and file for --prompts; by default code, or file with --prompts.
+      workload: chat, code, math, summarization, rewriting and multi-turn, which come with jaxspec; speed-bench=DIR or
+        speed-bench/CATEGORY=DIR, and human-eval=FILE, from your copies; held-out, prefill, shuffled, mixed, random;
+        and file for --prompts. By default held-out for the demo model, code for any other, or file with --prompts.
       prompts: JSONL of prompts for the workload file, as for jaxspec generate; settings in it are not used.
       input_tokens: Length of prompts; by default the workload's.
       output_tokens: Generated per prompt; by default the workload's.
@@ -178,14 +180,18 @@ def grid_of(args: BenchArgs) -> Grid:
     import jax
 
     from jaxspec.bench.grid import DrafterChoice, Grid, default_grid
+    from jaxspec.bench.workload import FILE, parse_workload
     from jaxspec.draft.speculative_keys import AUTO
 
     lengths, rows = default_grid(jax.default_backend())
     if wrong := [k for k in args.k if k != AUTO and not k.isdecimal()]:
         raise ConfigError(f"bench: --k takes whole numbers and auto, got {wrong}")
-    workloads = args.workload or (("file",) if args.prompts else ("code",))
-    if args.prompts is not None and "file" not in workloads:
-        raise ConfigError("bench: --prompts is for the workload file; add it to --workload or leave --workload out")
+    named = [parse_workload(text) for text in args.workload or default_workloads(args)]
+    workloads, files = tuple(name for name, _ in named), {name: path for name, path in named if path is not None}
+    if args.prompts is not None:
+        if FILE not in workloads:
+            raise ConfigError("bench: --prompts is for the workload file; add it to --workload or leave --workload out")
+        files[FILE] = args.prompts
     return Grid(
         drafters=tuple(DrafterChoice.parse(text) for text in args.drafters or default_drafters(args)),
         lengths=tuple(k if k == AUTO else int(k) for k in args.k) or tuple(lengths),
@@ -201,7 +207,7 @@ def grid_of(args: BenchArgs) -> Grid:
         rule=args.rule,
         synthetic=synthetic_of(args.synthetic),
         price_per_hour=args.price_per_hour,
-        prompts=args.prompts,
+        files=files,
     )
 
 
@@ -212,6 +218,13 @@ def synthetic_of(values: tuple[float, ...]) -> Synthetic | None:
     if not values:
         return None
     return Synthetic(length=values[0]) if len(values) == 1 and values[0] > 1 else Synthetic(rates=values)
+
+
+def default_workloads(args: BenchArgs) -> tuple[str, ...]:
+    """Returns the workload where none is named: the demo target writes nothing but code of Python's library."""
+    if args.prompts:
+        return ("file",)
+    return ("held-out",) if resolve_model(args.model) == demo_model_dir("target") else ("code",)
 
 
 def default_drafters(args: BenchArgs) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ def run(args: CalibrateArgs) -> int:
 
 
 def _texts(file: Path | None) -> list[str]:
-    from jaxspec.bench.workload import load_excerpts
+    from jaxspec.bench.excerpts import load_excerpts
 
     if file is None:
         return [excerpt.prompt for excerpt in load_excerpts(PROMPTS)]

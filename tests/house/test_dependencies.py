@@ -10,8 +10,8 @@ from scripts.house_report import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OWN = {"jaxspec", "pallas_kernels"}
-# Imported only where a user has them: an experiment tracker, and engines that jaxspec is compared with.
-GUESTS = {"wandb", "vllm", "torch", "triton", "lm_eval"}
+# Imported only where a user has them: an experiment tracker, engines to compare with, a reader of Parquet.
+GUESTS = {"wandb", "vllm", "torch", "triton", "lm_eval", "pyarrow"}
 BESIDE = {"wire"}  # lies beside the scripts that run in those engines' environments
 BROUGHT = {"jaxlib": "jax"}
 # Reached through transformers: its fast tokenizers, and what compiles chat templates, which it does not ask for.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec.bench.workload import HELD_OUT, choose, load_excerpts
+from jaxspec.bench.excerpts import HELD_OUT, choose, load_excerpts
 from jaxspec.control.decision import Fixed
 from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
 from jaxspec.pytree import replace

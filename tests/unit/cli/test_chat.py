@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.cli import chat
 from jaxspec.cli.chat import Conversation
 from jaxspec.errors import RequestError
 from jaxspec.serve.request import RequestOutput, SamplingParams
@@ -25,7 +26,9 @@ class Model:
         known = KNOWN["byte_level"]()
         self.known, self.interrupts, self.asked, self.params = known, interrupts, [], []
         self.text: Any = known
+        self.capacity = 100
         known.write_chat = lambda messages, *_, **__: ""
+        known.encode_chat = lambda messages: [0] * 10 * len(messages)
 
     def stream(self, prompt: dict[str, Any], params: SamplingParams) -> Iterator[RequestOutput]:
         messages = prompt["messages"]
@@ -74,14 +77,14 @@ def test_piped_answers_stand_alone(talk: Any):
 
 def test_commands(talk: Any):
     model = Model()
-    conversation, out, err = talk("hello\n/plain\nhello\n/clear\nhello\n/help\n/what\n/quit\nhello\n", model)
+    conversation, out, err = talk("hello\n/plain\nhello\n/reset\nhello\n/help\n/what\n/quit\nhello\n", model)
     assert out == " the cat\n" * 3
     assert [params.speculative for params in model.params] == [None, False, False]
     assert [len(messages) for messages in model.asked] == [1, 3, 1]
     assert "speculation is off" in err
     assert "without speculation]" in err
     assert "/what is not known" in err
-    assert err.count("/clear  begins") == 2
+    assert err.count("/reset  begins") == 2
     assert len(conversation.messages) == 2
 
 
@@ -98,8 +101,34 @@ def test_a_refused_message_is_dropped(talk: Any):
     model = Model()
     conversation, out, err = talk("too long\nhello\n", model)
     assert out == " the cat\n"
-    assert "9999 tokens are too many; /clear begins a new conversation" in err
+    assert "9999 tokens are too many; /reset begins a new conversation" in err
     assert len(conversation.messages) == 2
+
+
+def test_the_oldest_turns_make_room(talk: Any):
+    """Of a system message, questions of 10 tokens and answers of 10, with room for an answer of 50."""
+    model = Model()
+    conversation, _, err = talk("hello\n" * 4, model, system="Be brief.")
+    assert [len(messages) for messages in model.asked] == [2, 4, 4, 4]
+    assert all(messages[0]["role"] == "system" for messages in model.asked)
+    assert err.count("[the oldest turn is dropped: 100 tokens hold no more (--max-model-len)]") == 2
+    assert len(conversation.messages) == 5
+
+
+def test_lines_of_a_paste_are_one_message(monkeypatch: pytest.MonkeyPatch):
+    waiting = ["first", "", "third"]
+    ended: list[bool] = []
+
+    def pasted(*_: str) -> str:
+        if not waiting:
+            raise EOFError
+        return waiting.pop(0)
+
+    monkeypatch.setattr("builtins.input", pasted)
+    monkeypatch.setattr(chat.select, "select", lambda *_: (waiting or ended, [], []))
+    assert chat.typed() == ("first\n\nthird", True)
+    waiting, ended = ["last"], [True]
+    assert chat.typed() == ("last", False)
 
 
 def test_a_text_does_not_command_the_terminal(talk: Any):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.cli.colored_stream import ColoredStream
+from jaxspec.cli.colored_stream import ColoredStream, WordWrap
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.serve.sample import new_samples
 from jaxspec.serve.text import IncrementalText
@@ -29,7 +29,9 @@ class Model:
 
 
 class Pieces(list):
-    """A screen that keeps what is printed."""
+    """A screen that keeps what is printed, and is no terminal."""
+
+    live = False
 
     def piece(self, text: str, style: str = "") -> None:
         self.append(text)
@@ -53,3 +55,11 @@ def test_the_demo_prints_the_whole_text():
     fallback = KNOWN["byte_fallback"]().tokenizer
     ids = fallback.convert_tokens_to_ids(["▁Paris", "<0x0A>", "<0xE2>", "a", "<0x0A>"])
     assert printed("byte_fallback", fallback.convert_tokens_to_ids(["▁the"]), ids) == " Paris\ufffd\ufffda\n"
+
+
+def test_words_stay_whole_at_the_edge():
+    line = WordWrap(20, column=4)
+    pieces = [" one", " two", " three", "fold", "\n", "    four", " fives\nsix", " seven", " 漢字漢字"]
+    shown = "".join(line.fit(piece) for piece in pieces)
+    assert shown == " one two\nthreefold\n    four\nfives\nsix seven\n漢字漢字"
+    assert WordWrap(200).fit("a  b ") == "a  b "

@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec.bench.grid import DrafterChoice
 from jaxspec.cli.bench import BenchArgs, default_drafters
-from jaxspec.cli.demo import DemoArgs, plan_of
+from jaxspec.cli.demo_plan import QUICK, plan_of
 from jaxspec.cli.engine_flags import EngineFlags
 from jaxspec.cli.main import main
 from jaxspec.inspect.shipped import model_config
@@ -47,13 +47,9 @@ def test_others_are_left_alone():
 
 def test_commands_know_it(capsys: pytest.CaptureFixture[str]):
     assert EngineFlags().directory() == EngineFlags(model="demo").directory() == TARGET
-    assert plan_of(DemoArgs(model="demo", draft="demo")).speculative["model"] == str(DRAFT)
-    assert (
-        plan_of(
-            DemoArgs(speculative_config='{"method": "shared_expert", "model": "demo", "num_speculative_tokens": 3}')
-        ).model
-        == TARGET
-    )
+    config = '{"model": "demo", "num_speculative_tokens": 3}'
+    plan = plan_of("demo", config, QUICK, print)
+    assert (plan.model, plan.speculative["model"]) == (TARGET, str(DRAFT))
     assert default_drafters(BenchArgs("demo")) == default_drafters(BenchArgs()) != ("ngram",)
     assert DrafterChoice.parse("draft_model=demo").config["model"] == str(DRAFT)
     assert model_config("demo") == ("demo", json.loads((TARGET / "config.json").read_text()))
