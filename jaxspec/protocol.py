@@ -295,12 +295,15 @@ class Drafter(ABC):
       needs: what it must observe before it can propose: nothing, the committed tokens, or the target's hidden states.
       reads: what it captures of the target besides its last hidden states.
       sparse: whether often no row has a draft; a step may then verify, and the drafter observe, the anchors alone.
+      prefix_refusal: why what it knows of a text's first tokens serves no other text that begins alike; empty if
+        copies of its caches do, or it keeps nothing.
     """
 
     topology: AnyTopology
     needs: Literal["none", "tokens", "hidden"] = "none"
     reads: CaptureSpec = NO_CAPTURE
     sparse: bool = False
+    prefix_refusal: str = "the drafter does not say what it keeps of a prefix"
 
     @property
     def remembers(self) -> bool:
@@ -350,6 +353,19 @@ class Drafter(ABC):
         """
         raise ConfigError(f"update_draft: {type(self).__name__} has no parameters; only draft models and heads do")
 
+    @property
+    def cache_layout(self) -> tuple[Any, ...]:
+        """Returns what each of its caches holds, and how many layers share it (``jaxspec.models.caches.Layout``)."""
+        return ()
+
+    def caches_of(self, state: DraftState) -> tuple[Any, ...]:
+        """Returns the caches in its state; besides them only the last observed position counts."""
+        return ()
+
+    def with_caches(self, state: DraftState, caches: tuple[Any, ...]) -> DraftState:
+        """Returns the state with other caches."""
+        return state
+
     def replay_room(self, capacity: int) -> int:
         """Returns how many of a row's latest positions it can be shown after plain decoding."""
         return capacity
@@ -368,6 +384,7 @@ class NoDrafts(Drafter):
     """Plain decoding as the same step: a topology of one node and an empty state."""
 
     topology = PLAIN
+    prefix_refusal = ""
 
     def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         return no_proposal(anchor), state

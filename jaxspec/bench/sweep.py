@@ -120,6 +120,7 @@ class Sweep:
         """Builds an engine; the weights of the target are loaded once."""
         settings = dict(self.engine)
         settings.setdefault("prefill_buckets", (self.chunk,))
+        settings.setdefault("enable_prefix_caching", False)  # rounds repeat prompts, and peers read them again, too
         config = None
         if engine.drafter is not None:
             config = engine.drafter.speculative_config(engine.k, self.grid.rule, self.grid.synthetic)

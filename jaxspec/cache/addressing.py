@@ -16,6 +16,19 @@ LayerCache = dict[str, Array]
 
 
 @dataclass(frozen=True)
+class PrefixUse:
+    """Whether what a stream holds of the first positions of a text serves another text that begins alike.
+
+    Attributes:
+      refusal: why it does not; empty where it does.
+      lasts: whether they can be read as long as the row's text runs, and not only right after they were written.
+    """
+
+    refusal: str = ""
+    lasts: bool = True
+
+
+@dataclass(frozen=True)
 class StreamSpec:
     """One quantity that a layer caches, such as its keys.
 
@@ -38,6 +51,11 @@ class StreamSpec:
     def pooled(self) -> bool:
         """Whether it lies in pages of the shared pool."""
         return self.reach is None and self.stride == 1
+
+    @property
+    def prefix(self) -> PrefixUse:
+        """Says how a prefix is taken over: what lies by position is copied, from rings before they come round."""
+        return PrefixUse(lasts=self.reach is None)
 
 
 @dataclass(frozen=True)

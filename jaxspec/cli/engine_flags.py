@@ -36,6 +36,9 @@ class EngineFlags:
         short prompts at once.
       kv_page_size: Tokens per page of a KV pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: Pages of that pool; by default enough for all rows at full length.
+      enable_prefix_caching: Copies what prompts begin with from the texts before that began alike; by default where
+        the model's caches allow it.
+      prefix_cache_tokens: Tokens of such beginnings that are kept; by default as many as the longest text has.
       quantization: auto keeps weights that were published quantized as they are, none dequantizes them; fp8 and int8
         quantize the matrices of a plain checkpoint.
       kernels: What computes experts, attention and small products: Pallas kernels (triton, or interpret: the same as
@@ -66,6 +69,8 @@ class EngineFlags:
     prefill_buckets: tuple[int, ...] | None = None
     kv_page_size: int = 0
     num_kv_pages: int = 0
+    enable_prefix_caching: bool | None = None
+    prefix_cache_tokens: int | None = None
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
     kernels: Literal["auto", "triton", "native", "interpret", "xla"] = "auto"
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None

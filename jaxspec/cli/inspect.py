@@ -178,6 +178,7 @@ def show(report: dict[str, Any], screen: Screen) -> None:
             streams = ", ".join(f"{name} {amount(n)}" for name, n in cache[key].items())
             lines.append((amount(sum(cache[key].values())), f"{words}: {streams}"))
     _rows(screen, "caches", lines)
+    _rows(screen, "prefix cache", list(report["prefix_cache"].items()))
     _rows(screen, "weights", _weights(report))
     prediction = report["multi_token_prediction"]
     there = {True: "present", False: "not in the files", None: "promised"}[prediction["present"]]

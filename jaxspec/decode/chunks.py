@@ -41,6 +41,15 @@ def next_size(left: int, sizes: tuple[int, ...]) -> int:
     return cuts[min(left, len(cuts) - 1)]
 
 
+def sizes_of(left: int, sizes: tuple[int, ...]) -> list[int]:
+    """Returns the sizes of all chunks of a prompt that is read singly, of which so many tokens are left."""
+    chunks = []
+    while left > 0:
+        chunks.append(next_size(left, sizes))
+        left -= chunks[-1]
+    return chunks
+
+
 @cache
 def _cuts(sizes: tuple[int, ...]) -> list[int]:
     """Returns the best first size by tokens left; with twice the largest size left it is the largest."""

@@ -13,7 +13,7 @@ from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab, target_to_draft
 from jaxspec.models.apply import apply
-from jaxspec.models.caches import init_layer_caches
+from jaxspec.models.caches import Layout, init_layer_caches, unstacked
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.trained_head import Head
@@ -62,6 +62,7 @@ class HeadDrafter(CachedDrafter):
     target: Transformer = static()
     topology: AnyTopology = static()
     block: int = static(default=128)
+    prefix_refusal = ""
     needs = "hidden"
 
     @property
@@ -78,6 +79,16 @@ class HeadDrafter(CachedDrafter):
         caches = init_layer_caches(arch.layers, self.net.policy, self.cache_size(rows, capacity, slack))
         # Two arrays: a state is donated, and no buffer may be donated twice.
         return HeadState(caches, jnp.zeros((rows, arch.model_dim)), jnp.zeros((rows, arch.model_dim)))
+
+    @property
+    def cache_layout(self) -> Layout:
+        return unstacked(self.net.spec.arch.layers)
+
+    def caches_of(self, state: HeadState) -> tuple[Any, ...]:
+        return state.caches
+
+    def with_caches(self, state: HeadState, caches: tuple[Any, ...]) -> HeadState:
+        return replace(state, caches=caches)
 
     def propose(self, state: HeadState, anchor: Anchor, rule: str) -> tuple[Proposal, HeadState]:
         root = Root(state.last_BD[:, None], state.next_BD[:, None], anchor.length_B >= 1)

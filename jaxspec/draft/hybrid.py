@@ -1,7 +1,7 @@
 """Prompt lookup where the text repeats itself, another drafter where it does not, chosen per row inside the step."""
 
 from functools import partial
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,21 @@ class Hybrid(Drafter):
 
     def init_state(self, rows: int, capacity: int, slack: int) -> DraftState:
         return self.other.init_state(rows, capacity, slack)
+
+    @property
+    def prefix_refusal(self) -> str:
+        """As of the other drafter."""
+        return self.other.prefix_refusal
+
+    @property
+    def cache_layout(self) -> tuple[Any, ...]:
+        return self.other.cache_layout
+
+    def caches_of(self, state: DraftState) -> tuple[Any, ...]:
+        return self.other.caches_of(state)
+
+    def with_caches(self, state: DraftState, caches: tuple[Any, ...]) -> DraftState:
+        return self.other.with_caches(state, caches)
 
     def propose(self, state: DraftState, anchor: Anchor, rule: str) -> tuple[Proposal, DraftState]:
         match, _ = self.lookup.propose((), anchor, rule)

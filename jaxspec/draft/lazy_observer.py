@@ -86,6 +86,21 @@ class LazyObserver(Drafter):
         )  # fmt: skip
         return LazyState(self.drafter.init_state(rows, capacity, max(slack, self.slack)), kept)
 
+    @property
+    def prefix_refusal(self) -> str:
+        """As of the drafter."""
+        return self.drafter.prefix_refusal
+
+    @property
+    def cache_layout(self) -> tuple[Any, ...]:
+        return self.drafter.cache_layout
+
+    def caches_of(self, state: LazyState) -> tuple[Any, ...]:
+        return self.drafter.caches_of(state.draft)
+
+    def with_caches(self, state: LazyState, caches: tuple[Any, ...]) -> LazyState:
+        return replace(state, draft=self.drafter.with_caches(state.draft, caches))
+
     def propose(self, state: LazyState, anchor: Anchor, rule: str) -> tuple[Proposal, LazyState]:
         if self.is_plain:
             return no_proposal(anchor), state

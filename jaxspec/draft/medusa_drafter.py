@@ -32,6 +32,7 @@ class MedusaDrafter(NetworkDrafter):
     net: Medusa = static()
     target: Transformer = static()
     topology: AnyTopology = static()
+    prefix_refusal = ""
     needs = "hidden"
 
     def init_state(self, rows: int, capacity: int, slack: int) -> Array:

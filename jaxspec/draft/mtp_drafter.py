@@ -10,7 +10,7 @@ from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, scatter_last
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.models.apply import apply
-from jaxspec.models.caches import init_layer_caches
+from jaxspec.models.caches import Layout, init_layer_caches, unstacked
 from jaxspec.models.mtp import Caches, Mtp, feature_shape
 from jaxspec.models.transformer import Transformer, embed, head
 from jaxspec.nn.inputs import Inputs
@@ -18,6 +18,8 @@ from jaxspec.protocol import Anchor, Commit, Proposal
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import AnyTopology
+
+LATER_LAYERS = "later layers of multi-token prediction read hidden states that no cache keeps"
 
 
 @pytree
@@ -89,6 +91,21 @@ class MtpHeads(CachedDrafter):
         arch = self.net.arch
         caches = init_layer_caches(arch.mtp, self.net.policy, self.cache_size(rows, capacity, slack))
         return MtpState(caches, tuple(jnp.zeros((rows, *feature_shape(arch))) for _ in arch.mtp))
+
+    @property
+    def prefix_refusal(self) -> str:
+        """Says so of several layers: the second joins what the first returned a position before, which is not kept."""
+        return LATER_LAYERS if self.stages else ""
+
+    @property
+    def cache_layout(self) -> Layout:
+        return unstacked(self.net.arch.mtp)
+
+    def caches_of(self, state: MtpState) -> Caches:
+        return state.caches
+
+    def with_caches(self, state: MtpState, caches: Caches) -> MtpState:
+        return replace(state, caches=caches)
 
     def propose(self, state: MtpState, anchor: Anchor, rule: str) -> tuple[Proposal, MtpState]:
         features = tuple(x[:, None] for x in state.features)

@@ -45,6 +45,7 @@ class Ngram(Drafter):
     spec_factor: float = static(default=0.0)
     corpus: LookupCorpus | None = None
     sparse = True
+    prefix_refusal = ""
 
     @property
     def remembers(self) -> bool:

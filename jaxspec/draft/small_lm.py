@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import draft
 from jaxspec.draft.network_drafter import CachedDrafter
-from jaxspec.models.caches import init_caches
+from jaxspec.models.caches import Layout, init_caches, layout
 from jaxspec.models.transformer import Caches, Transformer, forward, head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Proposal
@@ -31,6 +31,7 @@ class SmallLm(CachedDrafter):
     topology: Topology | DynamicTree = static()
     block: int = static(default=128)
     target_vocab: int = static(default=0)
+    prefix_refusal = ""
     needs = "tokens"
 
     @property
@@ -39,6 +40,16 @@ class SmallLm(CachedDrafter):
 
     def init_state(self, rows: int, capacity: int, slack: int) -> Caches:
         return init_caches(self.net.arch, self.net.policy, self.cache_size(rows, capacity, slack))
+
+    @property
+    def cache_layout(self) -> Layout:
+        return layout(self.net.arch, self.net.policy)
+
+    def caches_of(self, state: Caches) -> Caches:
+        return state
+
+    def with_caches(self, state: Caches, caches: Caches) -> Caches:
+        return caches
 
     def propose(self, state: Caches, anchor: Anchor, rule: str) -> tuple[Proposal, Caches]:
         return draft(self, state, anchor, rule)

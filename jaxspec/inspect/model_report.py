@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.cache.prefix_blocks import why_not
 from jaxspec.checkpoint.files.model_files import read_json
 from jaxspec.checkpoint.files.shards import no_weights
 from jaxspec.checkpoint.gguf.gguf_header import is_gguf, read_gguf
@@ -20,6 +21,7 @@ from jaxspec.checkpoint.load.stored import check_method, quantization_of
 from jaxspec.checkpoint.load.tied import with_own_head
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.checkpoint.text.codec import FORMATS, TOKENIZER_FILES, Text
+from jaxspec.draft.mtp_drafter import LATER_LAYERS
 from jaxspec.errors import ConfigError
 from jaxspec.inspect import model_sizes
 from jaxspec.models.arch import ArchSpec, LayerSpec
@@ -29,6 +31,7 @@ from jaxspec.models.transformer import Transformer
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import make_policy
 from jaxspec.serve.defaults import end_ids, sampling_defaults
+from jaxspec.serve.engine_spec import BUCKETS
 
 MIXERS = {
     "AttentionSpec": "grouped-query attention",
@@ -80,6 +83,7 @@ def report_model(path: Path, *, dtype: str = "bfloat16", quantization: str = "au
             "bytes_per_token": model_sizes.cached_bytes(arch, kind),
             "bytes_per_row": model_sizes.ring_bytes(arch, kind),
         },
+        "prefix_cache": prefix_cache(arch),
         "quantization": _quantization(config, plan),
         "tensors": {**_counts(plan, there=there or directory is None), **_problems(plan)},
         "multi_token_prediction": _prediction(arch, prediction, on_disk=there),
@@ -211,6 +215,21 @@ def drafters(arch: ArchSpec, prediction: LoadPlan | None = None) -> dict[str, st
         return methods | {"mtp": f"no: {len(prediction.problems['missing'])} of its tensors are missing"}
     why = chains_only or replace(arch, layers=arch.mtp).chain_only
     return methods | {"mtp": f"chains only: {why}" if why else "chains and trees"}
+
+
+def prefix_cache(arch: ArchSpec) -> dict[str, str]:
+    """Returns whether texts that begin alike share what was read, by what keeps it, with the default chunk sizes."""
+    size, kinds = BUCKETS[0], {"target": arch.layers, **({"multi-token prediction": arch.mtp} if arch.mtp else {})}
+    answers = {}
+    for name, layers in kinds.items():
+        streams = [layer.attention.streams for layer in layers]
+        why = why_not(streams, size)
+        if name != "target" and len(layers) > 1:
+            why = why or LATER_LAYERS
+        lasts = all(spec.prefix.lasts for layer in streams for spec in layer.values())
+        whole = "prompts and answers" if lasts else "prompts, not answers: windows do not keep them"
+        answers[name] = f"no: {why}" if why else f"in blocks of {size} tokens: {whole}"
+    return answers
 
 
 def _text(config: Mapping[str, Any], directory: Path | None) -> dict[str, Any]:

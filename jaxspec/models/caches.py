@@ -20,9 +20,14 @@ Layout = tuple[tuple[dict[str, StreamSpec], int], ...]
 def layout(arch: ArchSpec, policy: Policy) -> Layout:
     """Returns what each cache holds, and how many layers share it."""
     if policy.layout.depth == "unrolled":
-        return tuple((dict(layer.attention.streams), 1) for layer in arch.layers)
+        return unstacked(arch.layers)
     cut = segments(arch.layers)
     return tuple((dict(layer.attention.streams), part.repeats) for part in cut for layer in part.pattern)
+
+
+def unstacked(layers: Iterable[LayerSpec]) -> Layout:
+    """Returns what each cache holds of layers that are never stacked: of a head, or of multi-token prediction."""
+    return tuple((dict(layer.attention.streams), 1) for layer in layers)
 
 
 def init_caches(arch: ArchSpec, policy: Policy, size: CacheSize) -> Caches:
@@ -31,8 +36,8 @@ def init_caches(arch: ArchSpec, policy: Policy, size: CacheSize) -> Caches:
 
 
 def init_layer_caches(layers: Iterable[LayerSpec], policy: Policy, size: CacheSize) -> Caches:
-    """Allocates the zeroed caches of layers that are never stacked: of a head, or of multi-token prediction."""
-    return _zeros(tuple((dict(layer.attention.streams), 1) for layer in layers), policy, size)
+    """Allocates the zeroed caches of layers that are never stacked."""
+    return _zeros(unstacked(layers), policy, size)
 
 
 def _zeros(layout: Layout, policy: Policy, size: CacheSize) -> Caches:

@@ -17,6 +17,7 @@ from jaxspec.serve.engine_spec import BUCKETS, JOINT, EngineSpec
 from jaxspec.verify.rules import rule_of
 
 DEFAULT_CAPACITY = 8192
+ONE_TEXT = -1  # tokens of prefixes: as many as the longest text has
 
 
 def check_model(model: Any) -> None:
@@ -74,11 +75,24 @@ def parse_sizes(config: SpeculativeConfig, **given: Any) -> EngineSpec:
     default = given["prefill_buckets"] is None
     if pages and not page:
         raise ConfigError(f"LLM: num_kv_pages={pages} needs kv_page_size, the tokens per page")
+    wanted, kept = _parse_prefix_caching(*given["prefix_caching"])
     return EngineSpec(
         rows, DEFAULT_CAPACITY, rule_of(config.rule), steps, logprobs,
         BUCKETS if default else parse_buckets(given["prefill_buckets"]), page, pages,
-        joint=min(rows, JOINT) if default else 0,
+        joint=min(rows, JOINT) if default else 0, prefix_tokens=kept, prefix_required=wanted,
     )  # fmt: skip
+
+
+def _parse_prefix_caching(enable: Any, tokens: Any) -> tuple[bool, int]:
+    """Returns whether prefixes must be kept, and how many tokens of them; raises ConfigError."""
+    if not isinstance(enable, bool | None):
+        raise ConfigError(f"LLM: enable_prefix_caching must be True, False or None, got {show_value(enable)}")
+    if enable is False and tokens is not None:
+        raise ConfigError(
+            f"LLM: prefix_cache_tokens={show_value(tokens)} does not go with enable_prefix_caching=False; leave one out"
+        )
+    kept = ONE_TEXT if tokens is None else as_int("prefix_cache_tokens", tokens, 1)
+    return bool(enable), 0 if enable is False else kept
 
 
 def parse_capacity(wanted: Any, most: int) -> int:
@@ -94,7 +108,10 @@ def fit_to_model(spec: EngineSpec, max_model_len: Any, arch: ArchSpec) -> Engine
     capacity = parse_capacity(max_model_len, arch.max_position)
     # Sizes above one that the longest prompt fits into would never be used.
     used = tuple(size for i, size in enumerate(spec.buckets) if not i or spec.buckets[i - 1] < capacity - 1)
-    return replace(spec, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size), buckets=used)
+    kept = capacity if spec.prefix_tokens == ONE_TEXT else spec.prefix_tokens
+    return replace(
+        spec, prefix_tokens=kept, capacity=capacity, logprobs=min(spec.logprobs, arch.vocab_size), buckets=used
+    )
 
 
 def show_value(value: Any) -> str:

@@ -52,16 +52,25 @@ class CompiledPrograms(MutableMapping[Hashable, Any]):
 
     def __init__(self, jobs: Mapping[Hashable, Compile]):
         """Starts to compile, in this order."""
-        self._names, self._process = list(jobs), os.getpid()
-        self._shared = shared = _Shared(deque(jobs.items()))
-        self.close = partial(shared.closing.append, True)
+        self._names, self._process = [], os.getpid()
+        self._shared = _Shared(deque())
+        self.close = partial(self._shared.closing.append, True)
         weakref.finalize(self, self.close).atexit = False
-        at_exit = partial(_close, shared, self._process)
-        atexit.register(at_exit)
-        for _ in range(min(THREADS, len(jobs))):
+        self._at_exit = partial(_close, self._shared, self._process)
+        self.compile(jobs)
+
+    def compile(self, jobs: Mapping[Hashable, Compile]) -> None:
+        """Starts to compile more, after what is not compiled yet."""
+        if not jobs:
+            return
+        shared = self._shared
+        self._names += list(jobs)
+        shared.jobs.extend(jobs.items())
+        atexit.register(self._at_exit)
+        for _ in range(min(THREADS, len(jobs))):  # those that run may be about to end
             shared.compiling.append(True)
             shared.running.append(True)
-            _thread.start_new_thread(_work, (shared, at_exit))
+            _thread.start_new_thread(_work, (shared, self._at_exit))
 
     def ready(self, name: Hashable) -> bool:
         """Whether a program, or the reason why there is none, is there."""

@@ -101,6 +101,8 @@ def _take(
         accepted.append(count - 1)
     if result.length:
         sample.observed = sample.length
+    else:
+        sample.unobserved = True
     return accepted
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxspec.decode.chunks import UnreadPrompt, cut, next_size
 from jaxspec.decode.compaction import Sizes
 from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import Chunk, admit, catch_up, prefill, remember, retire
+from jaxspec.decode.prefix import PrefixPlan, Store, load_blocks, save_blocks
 from jaxspec.decode.runner import Runner
 from jaxspec.decode.scores import Scores, prefill_scored
 from jaxspec.decode.scrub import scrub
@@ -43,7 +45,7 @@ class Programs(Runner):
 
     def __init__(
         self, target: Target, drafters: Mapping[AnyTopology, Drafter], state: DecodeState, spec: EngineSpec,
-        *, turns: bool = False, first: AnyTopology | None = None,
+        *, turns: bool = False, first: AnyTopology | None = None, prefix: tuple[PrefixPlan, Store] | None = None,
     ):  # fmt: skip
         """Begins to compile.
 
@@ -54,18 +56,21 @@ class Programs(Runner):
           spec: of the engine.
           turns: whether rows that speculate also take part in dispatches without drafts, and must be caught up.
           first: what the first request drafts, by default the first of ``drafters``.
+          prefix: how prefixes are taken over, and a store of them for its shapes; None where none are.
         """
         mesh, plan = mesh_of(state), StepPlan(spec.rule, spec.steps, spec.logprobs)
         drafters = {k: settle(drafter, mesh) for k, drafter in drafters.items()}
         super().__init__(settle(target, mesh), drafters, spec.buckets, {})
         self.unbiased_V = settle(jnp.zeros(state.bias_BV.shape[1]), mesh)
         self.turns = turns and self.drafter.needs != "none"
-        self._any_cut = reads_alike(target.net.policy.compute)
-        self._joint = (spec.joint, spec.buckets[0]) if spec.joint > 1 and mesh is None and self._any_cut else None
+        self.any_cut = reads_alike(target.net.policy.compute)
+        self._joint = (spec.joint, spec.buckets[0]) if spec.joint > 1 and mesh is None and self.any_cut else None
         first = next(iter(drafters)) if first is None else first
         self._urgent = ("dispatch", first), ("prefill", self.buckets[len(self.buckets) // 2]), "admit", "retire"
         jobs = self._jobs(state, plan)
         self.programs = CompiledPrograms({name: jobs[name] for name in (*self._urgent, *jobs)})
+        self._blocks = max(spec.capacity // prefix[0].size, 1) if prefix else 0  # of the longest text
+        self._copies = {} if prefix is None else self._copy_jobs(state, *prefix)
         self.skipping = {k for k, one in drafters.items() if Sizes.of(target, one, state, routes=plan.routes).anchors}
 
     def _jobs(self, state: DecodeState, plan: StepPlan) -> dict[Hashable, Callable[[], Any]]:
@@ -100,6 +105,45 @@ class Programs(Runner):
             jobs["catch up", size] = job(partial(catch_up, size=size), drafter, state, scalar, scalar, scalar, donate=1)
         return jobs
 
+    def _copy_jobs(self, state: DecodeState, plan: PrefixPlan, store: Store) -> dict[Hashable, Callable[[], Any]]:
+        """Returns what compiles the programs that take over prefixes."""
+        table_J, mesh, number = None if state.table_BJ is None else state.table_BJ[0], mesh_of(state), jnp.int32(0)
+        args = store, state, number, table_J, number, jnp.zeros(self._blocks, jnp.int32), number
+        copies = {"save prefix": (save_blocks, 0), "load prefix": (load_blocks, 1)}
+        return {
+            name: partial(
+                compile_program, partial(function, plan=plan), shapes_on(args, mesh), mesh=mesh, donate=donate
+            )
+            for name, (function, donate) in copies.items()
+        }
+
+    @property
+    def copies_prefixes(self) -> bool:
+        """Whether prefixes can be taken over now; where they could be, what compiles the programs begins."""
+        self._compile_copies()
+        return all(name in self.programs and self.programs.ready(name) for name in ("save prefix", "load prefix"))
+
+    def _compile_copies(self) -> None:
+        jobs, self._copies = self._copies, {}
+        self.programs.compile(jobs)
+
+    def save_prefix(self, store: Store, state: DecodeState, prompt: UnreadPrompt, first: int, ids: list[int]) -> Store:
+        """Copies blocks of a row from number ``first`` on into the store, which is donated, as its blocks ``ids``."""
+        return self.programs["save prefix"](*self._copying(store, state, prompt, first, ids))
+
+    def load_prefix(
+        self, store: Store, state: DecodeState, prompt: UnreadPrompt, first: int, ids: list[int]
+    ) -> DecodeState:
+        """Copies blocks ``ids`` of the store into a row, from its block ``first`` on; the state is donated."""
+        return self.programs["load prefix"](*self._copying(store, state, prompt, first, ids))
+
+    def _copying(
+        self, store: Store, state: DecodeState, prompt: UnreadPrompt, first: int, ids: list[int]
+    ) -> tuple[Any, ...]:
+        id_J = np.zeros(self._blocks, np.int32)
+        id_J[: len(ids)] = ids
+        return store, state, np.int32(prompt.row), prompt.table_J, np.int32(first), id_J, np.int32(len(ids))
+
     @property
     def complete(self) -> bool:
         """Whether nothing is left to compile but what is rare."""
@@ -108,7 +152,7 @@ class Programs(Runner):
     @property
     def sizes(self) -> tuple[int, ...]:
         """The chunk sizes that may be used now: those that are compiled, where all read alike."""
-        if not self._any_cut:
+        if not self.any_cut:
             return self.buckets
         ready = tuple(size for size in self.buckets if self.programs.ready(("prefill", size)))
         return ready or self.buckets
@@ -135,6 +179,8 @@ class Programs(Runner):
         Several processes, which must agree on what is there, wait for everything.
         """
         everything |= hosts.is_multiprocess()
+        if everything:
+            self._compile_copies()
         self.programs.wait(self.programs if everything else self._urgent, show)
 
     def update_params(self, params: Params) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace as changed
 from functools import partial
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -14,8 +15,10 @@ from jaxspec.cache.pages import PageAllocator
 from jaxspec.control.decision import Control, Decision, Fixed, Outcome, Request
 from jaxspec.control.draft_cost import VerifyBudget
 from jaxspec.decode.dispatch import DispatchResult
+from jaxspec.decode.prefix import PrefixPlan, plan_prefix
 from jaxspec.decode.state import DecodeState, Target, init_state
 from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
+from jaxspec.errors import ConfigError
 from jaxspec.protocol import DraftCosts, Drafter
 from jaxspec.pytree import replace
 from jaxspec.serve.collect import Collected, collect, outcome_of
@@ -23,11 +26,13 @@ from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.masked_programs import MaskedPrograms
 from jaxspec.serve.metrics import EngineMetrics
+from jaxspec.serve.prefix_cache import PrefixCache
 from jaxspec.serve.rank0 import adaptive_of
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.sample import STOP_PLACES, Sample
 from jaxspec.serve.scheduler import Scheduler
 from jaxspec.serve.warm_up import DispatchTimer, WarmUp
+from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
 from jaxspec.sharding.placement import allocate, mesh_of, row_axes, state_rules
 from jaxspec.topology import PLAIN
@@ -35,6 +40,7 @@ from jaxspec.topology import PLAIN
 TIMING = "timing speculation lengths"
 BETWEEN_CHUNKS = 2  # steps between two chunks of a prompt: rows that decode go on, and the prompt does not wait long
 
+T = TypeVar("T")
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -52,6 +58,7 @@ class Engine:
       programs: compiled.
       scheduler: what waits and runs, and the state on the device.
       metrics: totals.
+      prefix: what is kept of texts for others that begin alike, None for nothing.
     """
 
     def __init__(
@@ -95,7 +102,13 @@ class Engine:
         )  # fmt: skip
         self._allocate = partial(_allocate, make, target, spec)
         state = self._allocate()
-        self.programs = Programs(target, drafters, state, spec, turns=turns, first=self.control.arms[0])
+        plan = plan_prefix(target, drafter, spec.buckets)
+        blocks = self._blocks_of_prefixes(plan)
+        make_store = partial(_allocate, partial(plan.init_store, jax.eval_shape(make), blocks), target, spec)
+        copies = (plan, make_store()) if blocks else None
+        first = self.control.arms[0]
+        self.programs = Programs(target, drafters, state, spec, turns=turns, first=first, prefix=copies)
+        self.prefix = None if copies is None else PrefixCache(plan, blocks, make_store, self.programs, copies[1])
         self._masked: MaskedPrograms | None = None  # compiled with the first grammar
         # An adaptive control decides nothing before its arms were timed.
         self._adaptive, self._warm_up = adaptive_of(self.control), None
@@ -149,12 +162,42 @@ class Engine:
     def reset(self, state: DecodeState | None = None) -> None:
         """Forgets all requests: nothing runs or waits, in a state that is given or allocated anew."""
         self.metrics = EngineMetrics(self.depth)
+        self.metrics.cache_config = self._cache_config
+        if self.prefix is not None:
+            self.prefix.reset()
         self.scheduler = Scheduler(
             self.programs, self.spec, self.eos, self.metrics,
-            allocate=self._allocate, slack=self._slack, draft_length=self.depth,
+            allocate=self._allocate, slack=self._slack, draft_length=self.depth, prefix=self.prefix,
         )  # fmt: skip
         if state is not None:
             self.scheduler.state = state
+
+    def _blocks_of_prefixes(self, plan: PrefixPlan) -> int:
+        """Returns how many blocks of prefixes are kept, 0 for none; raises ConfigError where there must be some."""
+        tokens = self.spec.prefix_tokens
+        why = plan.refusal if tokens else "it is switched off"
+        if not why and tokens < plan.size:
+            why = f"prefix_cache_tokens is {tokens}, less than a block of {plan.size}"
+        if why and self.spec.prefix_required:
+            raise ConfigError(f"LLM: enable_prefix_caching=True is not possible here: {why}")
+        blocks = 0 if why else tokens // plan.size
+        about = {"block_size": str(plan.size), "num_blocks": str(blocks)} if blocks else {"reason": why}
+        self._cache_config = {"enable_prefix_caching": str(blocks > 0), **about}
+        return blocks
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every prefix, because of other weights say; what is being read or runs now is not kept later."""
+        if self.prefix is not None:
+            self.prefix.reset()
+
+    def update_draft(self, params: Params) -> None:
+        """Gives every drafter other parameters; the programs stay.
+
+        Raises:
+          ConfigError: they do not fit.
+        """
+        self.programs.update_params(params)
+        self.reset_prefix_cache()
 
     @property
     def busy(self) -> bool:
@@ -301,6 +344,7 @@ class Engine:
         self.scheduler.moved |= taken.moved
         if result.broken_B.any():
             self.scheduler.state = self.programs.scrub(self.state)
+            self.reset_prefix_cache()
         for row, sample in taken.ended:
             self.scheduler.retire(row, sample)
         return taken
@@ -324,7 +368,7 @@ class Stopwatch:
         return self._began - began
 
 
-def _allocate(make: Callable[[], DecodeState], target: Target, spec: EngineSpec) -> DecodeState:
+def _allocate(make: Callable[[], T], target: Target, spec: EngineSpec) -> T:
     """Allocates a state on the devices of the target's parameters."""
     mesh = mesh_of(target.params)
     if mesh is not None:

@@ -22,6 +22,8 @@ class EngineSpec:
       joint: rows whose prompts may share a chunk of the smallest size; below 2 each is read by itself.
       page, pages: page size and count of a shared pool; a size of 0 gives each row one page of its own, a count of 0
         is enough for all rows at full length.
+      prefix_tokens: of read prefixes that are kept for texts that begin alike; 0 keeps none.
+      prefix_required: whether it is an error where none can be kept.
     """
 
     rows: int
@@ -33,3 +35,5 @@ class EngineSpec:
     page: int = 0
     pages: int = 0
     joint: int = 0
+    prefix_tokens: int = 0
+    prefix_required: bool = False

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,7 @@ from jaxspec.decode.state import Target
 from jaxspec.draft import methods
 from jaxspec.errors import ConfigError, JaxspecError, RequestError
 from jaxspec.models.transformer import teacher_forced
-from jaxspec.serve.arguments import (
-    as_int,
-    check_kinds,
-    check_model,
-    fit_to_model,
-    parse_sizes,
-    show_value,
-)
+from jaxspec.serve.arguments import as_int, check_kinds, check_model, fit_to_model, parse_sizes, show_value
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.controls import budget_of, control_of, prior_of
 from jaxspec.serve.corpus_files import load_corpus
@@ -76,6 +69,9 @@ class LLM:
         chunks of several short prompts.
       kv_page_size: tokens per page of a pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: size of that pool; by default enough for all rows at full length.
+      enable_prefix_caching: copies what a prompt begins with from an earlier text that began alike, instead of reading
+        it again. By default where all caches allow it (``get_metrics`` says whether, or why not); True insists on it.
+      prefix_cache_tokens: tokens of prefixes that are kept, besides the rows; by default ``max_model_len``.
       quantization: ``auto`` keeps weights that were published quantized as they are, ``none`` widens them to
         ``dtype``; ``fp8`` and ``int8`` quantize the matrices of attention and feed-forward layers of a plain
         checkpoint. None is ``auto``.
@@ -118,6 +114,8 @@ class LLM:
         prefill_buckets: Sequence[int] | None = None,
         kv_page_size: int = 0,
         num_kv_pages: int = 0,
+        enable_prefix_caching: bool | None = None,
+        prefix_cache_tokens: int | None = None,
         quantization: str | None = "auto",
         kernels: str = "auto",
         mesh: Mapping[str, int] | None = None,
@@ -131,15 +129,15 @@ class LLM:
         refuse_foreign(vllm, LLM.__init__.__kwdefaults__ or {})
         check_model(model)
         check_kinds(
-            mesh=mesh, quantization=quantization,
+            mesh=mesh, quantization=quantization, files={"expert_placement": expert_placement},
             texts={"dtype": dtype, "kernels": kernels, "expert_transport": expert_transport},
-            files={"expert_placement": expert_placement}, calls={"on_load": on_load, "on_progress": on_progress},
+            calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
         config, quantization = methods.parse(speculative_config), "auto" if quantization is None else quantization
         self.seed, spec = as_int("seed", seed), parse_sizes(
             config, max_model_len=max_model_len, max_num_seqs=max_num_seqs, steps_per_dispatch=steps_per_dispatch,
             max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
-            num_kv_pages=num_kv_pages,
+            num_kv_pages=num_kv_pages, prefix_caching=(enable_prefix_caching, prefix_cache_tokens),
         )  # fmt: skip
         use_compile_cache(wanted=compile_cache)
         self.model = load_target(
@@ -157,10 +155,9 @@ class LLM:
             self.engine.programs.programs.close()
             raise
         self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
-        self.driver, net = Driver(self.engine, Worker()), self.model.net
+        self.driver = Driver(self.engine, Worker())
         if self.engine.untimed:
             self.engine.programs.programs.then(partial(_use_idle_time, weakref.ref(self.driver)))
-        self._teacher = jax.jit(lambda *x: teacher_forced(net, *x)[0])
 
     def _engine(
         self,
@@ -187,6 +184,10 @@ class LLM:
         Without it requests run as soon as the programs are there that they need. Others compile meanwhile.
         """
         self.driver.call(partial(self.engine.start, everything=True))
+
+    @cached_property
+    def _teacher(self) -> Callable[..., Any]:
+        return jax.jit(lambda *x, net=self.model.net: teacher_forced(net, *x)[0])
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -377,7 +378,15 @@ class LLM:
         Raises:
           ConfigError: they do not fit, or the method of speculation has no parameters.
         """
-        self.driver.call(partial(self.engine.programs.update_params, params))
+        self.driver.call(partial(self.engine.update_draft, params))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all prefixes that were read; texts that are being read or run now are not kept later either.
+
+        To be called where the target's weights have changed by themselves; ``update_draft`` does it.
+        """
+        self.driver.call(self.engine.reset_prefix_cache)
+        return True
 
     def get_metrics(self) -> list[Metric]:
         """Returns engine totals since the start, vLLM's names first."""

@@ -47,6 +47,8 @@ class EngineMetrics:
 
     def __init__(self, draft_length: int):
         self.speculation = SpeculationMetrics(num_accepted_tokens_per_pos=[0] * draft_length)
+        self.prefix_queries = self.prefix_hits = 0
+        self.cache_config: dict[str, str] = {}
         self.prompt_tokens = self.generated_tokens = self.requests = 0
         self.prefill_time_s = self.decode_time_s = self.deciding_time_s = 0.0
         self.dispatches = 0
@@ -80,6 +82,9 @@ class EngineMetrics:
             Metric("vllm:prompt_tokens_total", self.prompt_tokens),
             Metric("vllm:generation_tokens_total", self.generated_tokens),
             Metric("vllm:request_success_total", self.requests),
+            Metric("vllm:prefix_cache_queries_total", self.prefix_queries),
+            Metric("vllm:prefix_cache_hits_total", self.prefix_hits),
+            Metric("vllm:cache_config_info", 1, self.cache_config),
             Metric("vllm:spec_decode_num_drafts_total", s.num_drafts),
             Metric("vllm:spec_decode_num_draft_tokens_total", s.num_draft_tokens),
             Metric("vllm:spec_decode_num_accepted_tokens_total", s.num_accepted_tokens),

@@ -29,13 +29,12 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 SOURCES, SOURCES_TEXT = ("prompt", "messages", "prompt_token_ids"), '"prompt", "messages" or "prompt_token_ids"'
 TOOL_KEYS = "tool_choice", "parallel_tool_calls"
-KEYS = {"prompt", "prompt_token_ids", *CHAT_KEYS, *TOOL_KEYS}
+KEYS = {"prompt", "prompt_token_ids", "cache_salt", *CHAT_KEYS, *TOOL_KEYS}
 NOT_HERE = {
     "multi_modal_data": "only text is read here; leave it out",
     "multi_modal_uuids": "only text is read here; leave it out",
     "mm_processor_kwargs": "only text is read here; leave it out",
     "prompt_embeds": "prompts are text or token ids; give one of these",
-    "cache_salt": "prompts share no cache; leave it out",
     "encoder_prompt": "models with an encoder are not supported; give prompt",
     "decoder_prompt": "models with an encoder are not supported; give prompt",
 }
@@ -100,8 +99,9 @@ class Prompts:
             seeds=(self.seed, number), capacity=self.spec.capacity,
             draft_length=self.depth,
         )  # fmt: skip
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         for sample, constraint in zip(samples, constraints, strict=True):
-            sample.bad_words, sample.constraint = words, constraint
+            sample.bad_words, sample.constraint, sample.cache_salt = words, constraint, salt or ""
             sample.read_calls = None if calls is None else partial(self._read_calls, calls)
         return samples
 
@@ -237,6 +237,8 @@ def _check_keys(prompt: Mapping[str, Any]) -> None:
         raise RequestError(f"prompt: {chat} go with messages only; give messages or leave them out")
     if chat and any(prompt.get(name) is not None for name in ("prompt", "prompt_token_ids")):
         raise RequestError("prompt: messages do not go with another prompt; give one of them")
+    if not isinstance(salt := prompt.get("cache_salt"), str | None) or salt == "":
+        raise RequestError(f"prompt: cache_salt is a text, not empty, or None, got {show_value(salt)}")
     if not isinstance(text := prompt.get("prompt"), str | None) and prompt.get("prompt_token_ids") is not None:
         raise RequestError(f"prompt: the text of prompt_token_ids is a text or None, got {show_value(text)}")
 

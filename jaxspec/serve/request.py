@@ -274,7 +274,8 @@ class RequestOutput:
       finished: whether all samples ended.
       metrics: of speculation, all samples together.
       time_s: from arrival to first token, and to the end; None until then.
-      num_cached_tokens: always None, for prompts share no cache.
+      num_cached_tokens: tokens of the prompt that were copied from the prefix cache instead of read, by the first
+        sample; None without one, or where all had to be read for their log-probabilities.
       prompt_logprobs: per position of the prompt its own and the most likely ids, of the first None; None unless asked
         for.
       kind: which part of it is handed out.

@@ -23,6 +23,7 @@ from jaxspec.serve.request import (
 
 if TYPE_CHECKING:
     from jaxspec.serve.constraint import Constraint
+    from jaxspec.serve.prefix_cache import TextBlocks
     from jaxspec.serve.text import IncrementalText
 
 STOP_PLACES = 16
@@ -46,6 +47,9 @@ class Sample:
       bad_words: token sequences that it may not generate.
       constraint: its grammar, None without one.
       read_calls: finds the text before calls of tools and the calls in generated ids, None where it has no tools.
+      cache_salt: texts share prefixes with those of the same salt only.
+      blocks: of its text in the prefix cache, None where it has no part in it.
+      unobserved: whether it ran in steps that the drafter did not observe.
       reads_only: whether it ends once its prompt is read, whose log-probabilities alone are wanted.
     """
 
@@ -62,6 +66,9 @@ class Sample:
     bad_words: Words = ()
     constraint: Constraint | None = None
     read_calls: Callable[[list[int]], tuple[str, list[dict[str, str]]] | None] | None = None
+    cache_salt: str = ""
+    blocks: TextBlocks | None = None
+    unobserved: bool = False
     reads_only: bool = False
 
     @property

@@ -15,6 +15,7 @@ from jaxspec.decode.state import DecodeState
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.metrics import EngineMetrics
+from jaxspec.serve.prefix_cache import PrefixCache
 from jaxspec.serve.reading import Reading
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.sample import STOP_PLACES, Sample
@@ -33,6 +34,7 @@ class Scheduler:
       slack: positions beyond a text that may be written.
       moved: requests that moved and were not returned yet, by identity.
       allocate: makes an empty state.
+      prefix: what was read before, None where it is read again.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Scheduler:
         allocate: Callable[[], DecodeState],
         slack: int,
         draft_length: int,
+        prefix: PrefixCache | None = None,
     ):
         """Starts with nothing that waits or runs, and no state yet.
 
@@ -56,13 +59,14 @@ class Scheduler:
           allocate: makes an empty state.
           slack: positions beyond a text that may be written.
           draft_length: deepest draft of any topology.
+          prefix: what was read before, None where it is read again.
         """
         self.waiting: deque[Sample] = deque()
         self.rows: list[Sample | None] = [None] * spec.rows
         self.reading: list[Reading] = []
         self.pool, self.slack = PageAllocator(spec.pages, spec.page) if spec.pages else None, slack
         self.moved: dict[int, RequestOutput] = {}
-        self.allocate, self._state = allocate, None
+        self.allocate, self._state, self.prefix = allocate, None, prefix
         self._programs, self._spec, self._eos, self._metrics = programs, spec, eos, metrics
         self._draft_length = draft_length
 
@@ -136,14 +140,37 @@ class Scheduler:
         if first.prompt.left and first.scored:
             self.state = first.read_scored(self._programs, self.state)
         elif first.prompt.left:
-            unread = [reading.prompt for reading in self.reading if reading.prompt.left and not reading.scored]
+            unread = self._unread()
             if not self.running or self._programs.can_read(unread):  # texts that have begun wait for no compilation
                 self.state = self._programs.read(self.state, unread)
+                self._save_prefixes()
         for reading in [reading for reading in self.reading if not reading.prompt.left]:
             self.reading.remove(reading)
             self.state = reading.finish(self._programs, self.state)
             if reading.sample.completion.finish_reason is not None:
                 self._leave(reading.prompt.row, reading.sample)
+
+    def _unread(self) -> list[UnreadPrompt]:
+        """Returns the prompts that may be read next, the oldest first.
+
+        What was read before is copied first. A prompt that goes on as an older one does waits for it.
+        """
+        unread, coming = [], set()
+        for reading in self.reading:
+            prompt, blocks = reading.prompt, reading.sample.blocks
+            if not prompt.left or reading.scored:
+                continue
+            if self.prefix is not None and blocks is not None:
+                self.state = self.prefix.load(self.state, reading.sample, prompt, blocks, self._metrics)
+                if self.prefix.waits(prompt, blocks, coming):
+                    continue
+            unread.append(prompt)
+        return unread
+
+    def _save_prefixes(self) -> None:
+        for reading in self.reading:
+            if self.prefix is not None and reading.sample.blocks is not None:
+                self.prefix.save(self.state, reading.prompt, reading.sample.blocks, reading.prompt.start)
 
     def _take_rows(self) -> Iterator[tuple[int, Sample]]:
         """Gives free rows and pages to the oldest samples that wait, one at a time."""
@@ -172,7 +199,10 @@ class Scheduler:
             return
         self._metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
         prompt = UnreadPrompt(row, sample.tokens, table_J)
-        self.reading.append(Reading(sample, prompt, sampling, bias_V, self._spec.logprobs))
+        reading = Reading(sample, prompt, sampling, bias_V, self._spec.logprobs)
+        # Log-probabilities of a prompt come of reading it.
+        sample.blocks = None if self.prefix is None or reading.scored else self.prefix.begin(sample, self._metrics)
+        self.reading.append(reading)
 
     def _leave(self, row: int, sample: Sample) -> None:
         """Ends a sample that never decodes."""
@@ -204,6 +234,8 @@ class Scheduler:
     def retire(self, row: int, sample: Sample) -> None:
         """Ends a sample's row, and its request if it was the last sample of it."""
         self._settle(sample)
+        if self.prefix is not None and self.decoding[row] is sample:
+            self.prefix.save_text(self.state, row, sample, self._table(sample))
         self._free(row)
         if self._programs.drafter.remembers and sample.completion.token_ids:
             self.state = self._programs.remember(self.state, sample.tokens)
@@ -227,6 +259,8 @@ class Scheduler:
             if sample.completion.finish_reason is not None:
                 self._settle(sample)
         self._state = None  # first of all its memory
+        if self.prefix is not None:
+            self.prefix.drop()
         for row, _ in self.held:
             self._free(row)
         unended = [sample for sample in running if sample.completion.finish_reason is None]

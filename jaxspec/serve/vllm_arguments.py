@@ -32,7 +32,7 @@ _WAYS: Sequence[tuple[str, Mapping[str, tuple[Any, ...]]]] = (
     ("give prefill_buckets, the chunk sizes in which prompts are read", {"max_num_batched_tokens": ()}),
     ("long prompts are read one at a time, in chunks of prefill_buckets", {"max_num_partial_prefills": (1,)}),
     ("prompts are always read in chunks of prefill_buckets", {"enable_chunked_prefill": (True,)}),
-    ("prompts share no cache", {"enable_prefix_caching": (False,)}),
+    ("blocks are known by BLAKE2b of their tokens", {"prefix_caching_hash_algo": ()}),
     ("requests are served in the order in which they come", {"scheduling_policy": ("fcfs",)}),
     ("steps run one after another", {"async_scheduling": (False,)}),
     (

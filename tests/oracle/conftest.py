@@ -21,6 +21,7 @@ from jaxspec.control.draft_cost import CONFIDENCE_STEPS, VerifyBudget
 from jaxspec.decode.compaction import Sizes
 from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.prefill import admit, catch_up, prefill, retire
+from jaxspec.decode.prefix import load_blocks, save_blocks
 from jaxspec.decode.runner import Runner
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.decode.step import StepPlan
@@ -184,16 +185,20 @@ def _prefill(target, drafter, state, chunk):
 class SharedPrograms(Programs):
     """The engine's programs, compiled once per shape for all engines of the test run."""
 
-    def __init__(self, target, drafters, state, spec, *, turns=False, first=None):
+    def __init__(self, target, drafters, state, spec, *, turns=False, first=None, prefix=None):
         buckets, plan = spec.buckets, StepPlan(spec.rule, spec.steps, spec.logprobs)
         Runner.__init__(self, target, drafters, buckets, {})
         self.programs, self._urgent = CompiledPrograms({}), ()
-        self._any_cut = True
+        self.any_cut = True
         self._joint = (spec.joint, buckets[0]) if spec.joint > 1 else None
         self.programs.update({"admit": SHARED["admit"], "retire": SHARED["retire"]})
         self.programs.update({("dispatch", topology): _jitted(plan) for topology in drafters})
         self.programs.update({("catch up", size): _caught_up(size) for size in self.drafter.replay_sizes(buckets)})
         self.programs.update({(name, size): _prefill for size in buckets for name in ("prefill", "prefill jointly")})
+        self._copies, self._blocks = {}, spec.capacity // prefix[0].size if prefix else 0
+        if prefix:
+            for name, (function, donated) in {"save": (save_blocks, 0), "load": (load_blocks, 1)}.items():
+                self.programs[f"{name} prefix"] = jax.jit(partial(function, plan=prefix[0]), donate_argnums=donated)
         self.turns = turns and self.drafter.needs != "none"
         self.skipping = {arm for arm, one in drafters.items() if Sizes.of(target, one, state, routes=False).anchors}
 

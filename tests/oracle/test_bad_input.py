@@ -308,6 +308,16 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "logprobs": ({"max_logprobs": -1}, r"max_logprobs must be an integer of at least 0, got -1"),
     "buckets": ({"prefill_buckets": ()}, r"prefill_buckets must be chunk sizes such as \(32, 64, 256\), got \(\)"),
     "page": ({"kv_page_size": -1}, r"kv_page_size must be an integer of at least 0, got -1"),
+    "prefix switch": ({"enable_prefix_caching": 1}, r"enable_prefix_caching must be True, False or None, got 1"),
+    "prefix size": ({"prefix_cache_tokens": 0}, r"prefix_cache_tokens must be an integer of at least 1, got 0"),
+    "prefixes off": (
+        {"enable_prefix_caching": False, "prefix_cache_tokens": 64},
+        r"prefix_cache_tokens=64 does not go with enable_prefix_caching=False; leave one out",
+    ),
+    "no prefixes": (
+        {"enable_prefix_caching": True, "prefill_buckets": (5, 7)},
+        r"enable_prefix_caching=True is not possible here: prefill_buckets share no factor of at least 8",
+    ),
     "pages alone": ({"num_kv_pages": 9}, r"num_kv_pages=9 needs kv_page_size"),
 }
 

@@ -62,6 +62,18 @@ def test_a_mesh_with_all_axes_gives_the_text_of_one_device(whole: LLM):
     assert state.layers[0]["k"].sharding.spec == P(rows, ("tensor",), None, None)
 
 
+def test_prefixes_are_taken_over_on_a_mesh(whole: LLM):
+    whole.finish_compiling()
+    whole.reset_prefix_cache()
+    hits = []
+    for _ in range(2):
+        assert text(whole) == alone(FAMILY)
+        hits.append(next(m.value for m in whole.get_metrics() if m.name == "vllm:prefix_cache_hits_total"))
+    assert hits[0] < hits[1], "beginnings of 8 tokens"
+    store = whole.engine.prefix.store
+    assert store[0]["k_NYGZC"].sharding.spec == P(None, None, ("tensor",), None, None)
+
+
 def test_two_exchanges_per_layer_whatever_is_verified(whole: LLM):
     """One dispatch and one combine, for one position and for six; only the bytes grow."""
     count: dict[int, Counter] = {0: Counter(), 5: Counter()}

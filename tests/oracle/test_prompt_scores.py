@@ -68,6 +68,7 @@ def test_prompt_logprobs(llms: dict[str, LLM], name: str):
     outputs = llm.generate(some, params)
     for n, (ids, output, other) in enumerate(zip(some, outputs, quiet, strict=True)):
         assert output.outputs[0].token_ids == other.outputs[0].token_ids, "nothing else changes"
+        assert output.num_cached_tokens is None, "all of the prompt is read, though the prefix cache has most of it"
         assert other.prompt_logprobs is None
         entries, logp = output.prompt_logprobs, log_softmax(llm.logits(ids))
         assert entries is not None

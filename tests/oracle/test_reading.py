@@ -52,7 +52,7 @@ def test_chunks_depend_on_the_length_alone_where_sizes_round_differently(lab: La
     engine = lab.engine(NoDrafts(), buckets=(8, 32), joint=3)
     engine.programs.programs = CompiledPrograms({})  # nothing is ready
     for any_cut in (True, False):
-        engine.programs._any_cut = any_cut
+        engine.programs.any_cut = any_cut
         assert engine.programs.sizes == (8, 32)
         engine.programs.programs["prefill", 8] = print
         assert engine.programs.sizes == ((8,) if any_cut else (8, 32))

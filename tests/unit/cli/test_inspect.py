@@ -42,6 +42,7 @@ def test_a_whole_directory_misses_nothing(tiny: Path, capsys: pytest.CaptureFixt
     assert found["bytes"]["in_memory"]["total"] == 2 * found["parameters"]["total"]
     assert found["text"] == {"eos_token_ids": [0], "tokenizer": "tokenizer.json", "chat_template": True}
     assert found["drafters"]["ngram"] == "chains and trees"
+    assert found["prefix_cache"] == {"target": "in blocks of 32 tokens: prompts and answers"}
 
 
 @pytest.mark.parametrize("other", [None, "pytorch_model.bin"])

@@ -94,7 +94,7 @@ ASKED = {
     "trust_remote_code": (True, "never run"),
     "block_size": (16, "kv_page_size"),
     "max_num_batched_tokens": (4096, "prefill_buckets"),
-    "enable_prefix_caching": (True, "share no cache"),
+    "prefix_caching_hash_algo": ("sha256", "BLAKE2b"),
     "kv_cache_dtype": ("fp8", "the model's dtype"),
     "tokenizer": ("other", "the model directory's"),
     "enable_lora": (True, "merge them"),
@@ -147,7 +147,7 @@ def test_what_are_no_sampling_params(name: str):
 
 KEYS: dict[str, tuple[dict[Any, Any], str]] = {
     "images": ({"prompt_token_ids": [1], "multi_modal_data": {}}, "key 'multi_modal_data' is not known; only text"),
-    "salt": ({"prompt_token_ids": [1], "cache_salt": "x"}, "key 'cache_salt' is not known; prompts share no cache"),
+    "salt": ({"prompt_token_ids": [1], "cache_salt": ""}, "cache_salt is a text, not empty, or None, got ''"),
     "unknown": ({"prompt_token_ids": [1], "temperature": 0}, r"key 'temperature' is not known; known are \['add_"),
     "tools": ({"prompt": "a", "tools": [{}]}, r"\['tools'\] go with messages only"),
     "two prompts": ({"prompt": "a", "messages": [{}]}, "messages do not go with another prompt"),

@@ -53,6 +53,15 @@ def test_programs_come_in_order_and_are_waited_for_by_name():
     assert {**table} == {name: name.upper() for name in names}
 
 
+def test_more_can_be_compiled_later():
+    table = CompiledPrograms({"first": lambda: 1})
+    table.wait(["first"])
+    table.compile({"later": lambda: 2, "last": lambda: 3})
+    assert len(table) == 3
+    table.wait(table)
+    assert {**table} == {"first": 1, "later": 2, "last": 3}
+
+
 def test_an_error_is_raised_where_its_program_is_wanted():
     def fail() -> None:
         raise MemoryError("no room to compile")
