@@ -3,9 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.errors import CapacityError, CheckpointError, ConfigError, JaxspecError, RequestError, UnsupportedKernel
+from jaxspec.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    JaxspecError,
+    QueueFullError,
+    RequestError,
+    UnsupportedKernel,
+)
 
 if TYPE_CHECKING:
+    from jaxspec.serve.async_llm import AsyncLLM
     from jaxspec.serve.llm import LLM
     from jaxspec.serve.parameters import RequestOutputKind
     from jaxspec.serve.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -14,11 +23,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CapacityError",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
     "JaxspecError",
+    "QueueFullError",
     "RequestError",
     "RequestOutput",
     "RequestOutputKind",
@@ -28,7 +39,7 @@ __all__ = [
 ]
 
 # Loaded on first use: these import JAX, which `jaxspec --help` has no need of.
-_LATER = {"LLM": "jaxspec.serve.llm"} | dict.fromkeys(
+_LATER = {"LLM": "jaxspec.serve.llm", "AsyncLLM": "jaxspec.serve.async_llm"} | dict.fromkeys(
     ("CompletionOutput", "RequestOutput", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
     "jaxspec.serve.request",
 )

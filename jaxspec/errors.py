@@ -17,6 +17,10 @@ class CapacityError(JaxspecError):
     """A request or a batch does not fit the memory that was set aside."""
 
 
+class QueueFullError(JaxspecError):
+    """As many requests wait as may wait; the same request may be taken later."""
+
+
 class RequestError(JaxspecError):
     """A prompt or its sampling parameters are not acceptable."""
 

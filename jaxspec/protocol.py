@@ -366,6 +366,10 @@ class Drafter(ABC):
         """Returns the state with other caches."""
         return state
 
+    def update_target(self, params: Params) -> Self:
+        """Returns the drafter for a target of other parameters, where it reads some of them itself."""
+        return self
+
     def replay_room(self, capacity: int) -> int:
         """Returns how many of a row's latest positions it can be shown after plain decoding."""
         return capacity

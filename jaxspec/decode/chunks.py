@@ -1,6 +1,6 @@
 """How prompts are cut into chunks of the compiled sizes: padding against passes over the weights."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -22,12 +22,14 @@ class UnreadPrompt:
       token_X: its ids; the last one is the row's first anchor and not read.
       table_J: page ids of the row, None without a page pool.
       start: tokens that were read.
+      route: takes the expert choices of what was read, and the position that they begin at, where they are wanted.
     """
 
     row: int
     token_X: np.ndarray
     table_J: np.ndarray | None = None
     start: int = 0
+    route: Callable[[int, np.ndarray], None] = lambda start, expert_TYA: None
 
     @property
     def left(self) -> int:

@@ -14,7 +14,7 @@ from jax import lax
 from jaxspec.cache.packed_tokens import pack_live
 from jaxspec.cache.window import Window, pack, unpack
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.models.transformer import Caches, features_of, forward, head
+from jaxspec.models.transformer import Caches, chosen_experts, features_of, forward, head
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Drafter, Features
 from jaxspec.pytree import pytree, replace
@@ -38,14 +38,13 @@ class Sizes:
     packed: tuple[int, ...]
 
     @classmethod
-    def of(cls, target: Target, drafter: Drafter, state: DecodeState, *, routes: bool) -> "Sizes":
+    def of(cls, target: Target, drafter: Drafter, state: DecodeState) -> "Sizes":
         """Returns the sizes for a drafter that often proposes nothing, or whose drafts are pruned.
 
-        None on a mesh, whose devices have rows of their own and must exchange them alike in every step, and none where
-        expert choices are captured.
+        None on a mesh, whose devices have rows of their own and must exchange them alike in every step.
         """
         compute, topology = target.net.policy.compute, drafter.topology
-        if not topology.drafts or routes or compute.mesh is not None:
+        if not topology.drafts or compute.mesh is not None:
             return cls(False, ())
         if not topology.is_chain:
             return cls(drafter.sparse, ())
@@ -81,7 +80,7 @@ class Verified:
       live_BT: nodes that were verified.
       drafts_B: usable drafts of each row.
       drafts_ran: bool scalar, false where too few rows had drafts, so that only anchors ran.
-      routing: expert choices of each layer, empty unless the inputs ask for them.
+      expert_BTYA: expert choices in every expert layer, likewise; None unless the inputs ask for them.
     """
 
     logits_BTV: Array
@@ -91,7 +90,7 @@ class Verified:
     live_BT: Array
     drafts_B: Array
     drafts_ran: Array
-    routing: Any
+    expert_BTYA: Array | None
 
 
 def verify(target: Target, inputs: Inputs, min_rows: Array | int, *, sizes: Sizes) -> Verified:
@@ -112,7 +111,7 @@ def verify(target: Target, inputs: Inputs, min_rows: Array | int, *, sizes: Size
         drafts_ran = jnp.sum(drafts_B > 0) >= min_rows
         live_BT &= drafts_ran | (jnp.arange(width, dtype=jnp.int32) == 0)
 
-    def run(caches: Caches, nodes: int, packed: int | None) -> tuple[Caches, tuple[Array, Features, Any]]:
+    def run(caches: Caches, nodes: int, packed: int | None) -> tuple[Caches, tuple[Array, Features, Array | None]]:
         part = replace(window, live_BT=live_BT[:, :nodes], path_BTJ=window.path_BTJ if nodes > 1 else None)
         part = part if packed is None else replace(part, packing=pack_live(live_BT, packed))
         token_BX, position_BX = (pack(x[:, :nodes], part) for x in (inputs.token_BT, inputs.position_BT))
@@ -123,15 +122,15 @@ def verify(target: Target, inputs: Inputs, min_rows: Array | int, *, sizes: Size
         def widen(x: Array) -> Array:
             return jnp.pad(unpack(x, part), ((0, 0), (0, width - nodes), *[(0, 0)] * (x.ndim - 2)))
 
-        logits_BTV, features = jax.tree.map(widen, (logits, features_of(hidden)))
-        return hidden.caches, (logits_BTV, features, hidden.routing if inputs.routes else ())
+        expert_BXYA = chosen_experts(target.net, hidden, token_BX) if inputs.routes else None
+        return hidden.caches, jax.tree.map(widen, (logits, features_of(hidden), expert_BXYA))
 
     variants = [partial(run, nodes=width, packed=size) for size in (*sizes.packed, None)]
     which = jnp.sum(jnp.sum(live_BT) > np.asarray(sizes.packed, np.int32), dtype=jnp.int32)
     if sizes.anchors:
         variants, which = [partial(run, nodes=1, packed=None), *variants], jnp.where(drafts_ran, which + 1, 0)
-    layers, (logits_BTV, features, routing) = switch_in_place(variants, which, inputs.memory)
-    return Verified(logits_BTV, features, layers, window, live_BT, drafts_B, drafts_ran, routing)
+    layers, (logits_BTV, features, expert_BTYA) = switch_in_place(variants, which, inputs.memory)
+    return Verified(logits_BTV, features, layers, window, live_BT, drafts_B, drafts_ran, expert_BTYA)
 
 
 def switch_in_place(variants: Sequence[Callable[[Any], tuple[Any, Any]]], which: Array, state: Any) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from jax import lax
 from jaxspec.decode.compaction import Sizes
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.decode.step import StepOut, StepPlan, propose, step
-from jaxspec.decode.telemetry import Counts, zero_counts
+from jaxspec.decode.telemetry import Counts, no_experts, zero_counts
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array
@@ -28,6 +28,7 @@ class Report:
         whether the row broke, stopped and filled up (see ``Ends``), and how many steps ran.
       logprob_BXTL, top_BXTL: as in ``StepOut``; without steps where the plan has no log-probabilities.
       counts: sums over the steps.
+      expert_BXTYA: as in ``StepOut``; None where the plan has no routes.
       sparse: whether the drafter often proposes nothing, so that a step with too few drafts verifies none.
     """
 
@@ -35,6 +36,7 @@ class Report:
     logprob_BXTL: Array
     top_BXTL: Array
     counts: Counts
+    expert_BXTYA: Array | None = None
     sparse: bool = static(default=False)
 
     def unpack(self) -> "DispatchResult":
@@ -88,6 +90,11 @@ class DispatchResult:
         return self.token_BXT.shape[2] - 1
 
     @property
+    def expert_BXTYA(self) -> np.ndarray:
+        """Experts that the target chose where it read the anchor and the accepted drafts of each step."""
+        return np.asarray(self.report.expert_BXTYA)
+
+    @property
     def ended_B(self) -> np.ndarray:
         """Rows that ended."""
         return self.broken_B | self.stopped_B | self.full_B
@@ -127,25 +134,28 @@ def dispatch(
         return (i < limit) & jnp.any(state.active_B) & ~(eager & jnp.any(ended_B3))
 
     def one(carry: Any) -> Any:
-        i, state, packed, logprob, top, counts, ended_B3 = carry
+        i, state, packed, logprob, top, counts, chosen, ended_B3 = carry
         state, out = step(target, drafter, state, min_rows, plan=plan)
         packed = lax.dynamic_update_slice(packed, entry_of(out)[:, None], (0, i, 0))
         if plan.logprobs:
             logprob = lax.dynamic_update_slice(logprob, out.logprob_BTL[:, None], (0, i, 0, 0))
             top = lax.dynamic_update_slice(top, out.top_BTL[:, None], (0, i, 0, 0))
         counts = jax.tree.map(jnp.add, counts, out.telemetry.counts)
+        if out.expert_BTYA is not None:
+            chosen = lax.dynamic_update_slice(chosen, out.expert_BTYA[:, None], (0, i, 0, 0, 0))
         ended_B3 |= ended_of(out)
-        return i + 1, state, packed, logprob, top, counts, ended_B3
+        return i + 1, state, packed, logprob, top, counts, chosen, ended_B3
 
     proposal, _ = propose.eval_shape(drafter, state.draft, state.anchor, plan.rule.name)
     places = (rows, plan.steps if plan.logprobs else 0, width, plan.logprobs + 1)
     carry = (
         jnp.int32(0), state, jnp.zeros((rows, plan.steps + 1, width + FLAGS), jnp.int32),
-        jnp.zeros(places), jnp.zeros(places, jnp.int32), zero_counts(proposal, state), jnp.zeros((rows, 3), bool),
+        jnp.zeros(places), jnp.zeros(places, jnp.int32), zero_counts(proposal, state),
+        no_experts(target.net.arch, (rows, plan.steps, width)) if plan.routes else None, jnp.zeros((rows, 3), bool),
     )  # fmt: skip
-    i, state, packed, logprob, top, counts, ended_B3 = lax.while_loop(go_on, one, carry)
+    i, state, packed, logprob, top, counts, chosen, ended_B3 = lax.while_loop(go_on, one, carry)
     packed = lax.dynamic_update_slice(packed, tail_of(ended_B3, i)[:, None], (0, plan.steps, 0))
-    return state, Report(packed, logprob, top, counts, Sizes.of(target, drafter, state, routes=plan.routes).anchors)
+    return state, Report(packed, logprob, top, counts, chosen, Sizes.of(target, drafter, state).anchors)
 
 
 def entry_of(out: StepOut) -> Array:

@@ -75,7 +75,7 @@ def verify_step(
     """
     proposal = with_forced(proposal, forced_BN)
     inputs = inputs_of(target, drafter, state, proposal, plan)
-    verified = verify(target, inputs, min_rows, sizes=Sizes.of(target, drafter, state, routes=plan.routes))
+    verified = verify(target, inputs, min_rows, sizes=Sizes.of(target, drafter, state))
     return replace(state, layers=verified.layers), Pending(proposal, replace(verified, layers=(), window=()))
 
 
@@ -103,7 +103,8 @@ def conclude_step(
     steps = slice(None, None if plan.logprobs else 0)
     return state, Report(
         jnp.stack([entry_BW, tail_BW], axis=1), out.logprob_BTL[:, None][:, steps], out.top_BTL[:, None][:, steps],
-        out.telemetry.counts, Sizes.of(target, drafter, state, routes=plan.routes).anchors,
+        out.telemetry.counts, None if out.expert_BTYA is None else out.expert_BTYA[:, None],
+        Sizes.of(target, drafter, state).anchors,
     )  # fmt: skip
 
 

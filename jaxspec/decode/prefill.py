@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.window import Window
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.models.transformer import Hidden, features_of, forward
+from jaxspec.models.transformer import Hidden, chosen_experts, features_of, forward
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Commit, Drafter, Sampling
 from jaxspec.pytree import pytree, replace
@@ -38,13 +38,21 @@ def prefill(target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) 
     return read_chunk(target, drafter, state, chunk)[0]
 
 
-def read_chunk(target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) -> tuple[DecodeState, Hidden]:
-    """Does what ``prefill`` does, and returns the hidden states of the chunk's positions."""
+def prefill_routed(target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk) -> tuple[DecodeState, Array]:
+    """Does what ``prefill`` does, and returns the experts that the target chose [R, X, Y, A]."""
+    state, hidden = read_chunk(target, drafter, state, chunk, routes=True)
+    return state, chosen_experts(target.net, hidden, chunk.token_RX[:, :-1])
+
+
+def read_chunk(
+    target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk, *, routes: bool = False
+) -> tuple[DecodeState, Hidden]:
+    """Does what ``prefill`` does, and returns the hidden states of the chunk's positions, with routes if asked for."""
     token_RX, next_RX, start_R, count_R = chunk.token_RX[:, :-1], chunk.token_RX[:, 1:], chunk.start_R, chunk.count_R
     index_RX = jnp.arange(token_RX.shape[1], dtype=jnp.int32)[None]
     live_RX = index_RX < count_R[:, None]
     window = Window(start_R, chunk.table_RJ, chunk.row_R, live_BT=live_RX, block=target.block)
-    inputs = Inputs(token_RX, start_R[:, None] + index_RX, window, state.layers, reads=drafter.reads)
+    inputs = Inputs(token_RX, start_R[:, None] + index_RX, window, state.layers, reads=drafter.reads, routes=routes)
     hidden = forward(target.net, target.params, inputs)
     features = features_of(hidden)
     commit = Commit(token_RX, next_RX, features, count_R, start_R, path_BT=None, row_B=chunk.row_R)

@@ -5,7 +5,7 @@ from jax import lax
 
 from jaxspec.decode.prefill import Chunk, read_chunk
 from jaxspec.decode.state import DecodeState, Target
-from jaxspec.models.transformer import head
+from jaxspec.models.transformer import chosen_experts, head
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
@@ -21,14 +21,16 @@ class Scores:
     Attributes:
       logprob_TL: log-probability of the text's own next token, then of the most likely ones.
       top_TL: rank of the text's own next token from 1, then ids of the most likely ones.
+      expert_TYA: expert choices, None unless asked for.
     """
 
     logprob_TL: Array
     top_TL: Array
+    expert_TYA: Array | None = None
 
 
 def prefill_scored(
-    target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk, *, most: int
+    target: Target, drafter: Drafter, state: DecodeState, chunk: Chunk, *, most: int, routes: bool = False
 ) -> tuple[DecodeState, Scores]:
     """Prefills a chunk and scores its tokens; logits exist for ``BLOCK`` positions at a time.
 
@@ -38,8 +40,9 @@ def prefill_scored(
       state: donated.
       chunk: of one prompt.
       most: number of most likely tokens per position.
+      routes: whether expert choices are wanted, too.
     """
-    state, hidden = read_chunk(target, drafter, state, chunk)
+    state, hidden = read_chunk(target, drafter, state, chunk, routes=routes)
     last_TD, next_T = hidden.last_BTD[0], chunk.token_RX[0, 1:]
     size = min(BLOCK, len(next_T))
     blocks = -(-len(next_T) // size)
@@ -52,4 +55,5 @@ def prefill_scored(
 
     logprob, top = lax.map(one, (last_XTD, next_XT))
     logprob, top = (x.reshape(-1, most + 1)[: len(next_T)] for x in (logprob, top))
-    return state, Scores(logprob, top)
+    expert_TYA = chosen_experts(target.net, hidden, chunk.token_RX[:, :-1])[0] if routes else None
+    return state, Scores(logprob, top, expert_TYA)

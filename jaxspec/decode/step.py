@@ -31,7 +31,7 @@ class StepPlan:
       rule: decides which drafts are accepted.
       steps: most steps in one dispatch.
       logprobs: most log-probabilities per token that a row may ask for.
-      routes: whether telemetry has expert choices.
+      routes: whether expert choices are reported.
     """
 
     rule: VerifyRule = RULES["match"]
@@ -52,6 +52,8 @@ class StepOut:
       ends: rows that ended.
       logprob_BTL: log-probability of each committed token, then of the most likely ones.
       top_BTL: rank of the committed token, then ids of the most likely ones.
+      expert_BTYA: experts that the target chose where it read the anchor and the accepted drafts, None unless the plan
+        asks for them.
       telemetry: observations.
     """
 
@@ -62,6 +64,7 @@ class StepOut:
     ends: Ends
     logprob_BTL: Array
     top_BTL: Array
+    expert_BTYA: Array | None
     telemetry: Telemetry
 
 
@@ -75,7 +78,7 @@ def step(
     proposal, draft = propose(drafter, state.draft, state.anchor, plan.rule.name)
     state = replace(state, draft=draft)
     inputs = inputs_of(target, drafter, state, proposal, plan)
-    verified = verify(target, inputs, min_rows, sizes=Sizes.of(target, drafter, state, routes=plan.routes))
+    verified = verify(target, inputs, min_rows, sizes=Sizes.of(target, drafter, state))
     return conclude(target, drafter, state, proposal, inputs, verified, plan=plan)
 
 
@@ -104,8 +107,10 @@ def conclude(
     logprob_BTL, top_BTL = along_path(verified.logits_BTV, verdict, state.sampling.logprobs_B, plan.logprobs)
     telemetry = measure(target, state, inputs, proposal, verified, verdict, ends)
     state = advance(replace(state, layers=layers, draft=draft), verdict, ends, apart=policy.compute.splits_rows)
+    expert_BTYA = jax.tree.map(partial(along, verdict.path_BT), verified.expert_BTYA)
     return state, StepOut(
-        verdict.token_BT, verdict.count_B, verified.drafts_B, verified.drafts_ran, ends, logprob_BTL, top_BTL, telemetry
+        verdict.token_BT, verdict.count_B, verified.drafts_B, verified.drafts_ran, ends, logprob_BTL, top_BTL,
+        expert_BTYA, telemetry,
     )  # fmt: skip
 
 
@@ -133,13 +138,14 @@ def inputs_of(
 def commit_of(verdict: Verdict, verified: Verified, state: DecodeState) -> Commit:
     """Returns what became text, with the features of its nodes along the accepted path."""
     path_BT, token_BT = verdict.path_BT, verdict.token_BT
-
-    def along(x: Array) -> Array:
-        return jnp.take_along_axis(x, path_BT.reshape(*path_BT.shape, *[1] * (x.ndim - 2)), axis=1)
-
     final_BT = jnp.concatenate([state.anchor_B[:, None], token_BT[:, :-1]], axis=1)
-    features = jax.tree.map(along, verified.features)
+    features = jax.tree.map(partial(along, path_BT), verified.features)
     return Commit(final_BT, token_BT, features, verdict.count_B, state.length_B, path_BT=path_BT, row_B=None)
+
+
+def along(path_BT: Array, x: Array) -> Array:
+    """Returns the entries [B, T, ...] of the nodes of a path."""
+    return jnp.take_along_axis(x, path_BT.reshape(*path_BT.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 def advance(state: DecodeState, verdict: Verdict, ends: Ends, *, apart: bool) -> DecodeState:

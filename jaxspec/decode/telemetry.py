@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxspec.decode.compaction import Verified
 from jaxspec.decode.state import DecodeState, Target
 from jaxspec.draft.draft_selection import step_of
-from jaxspec.models.arch import experts_of
+from jaxspec.models.arch import ArchSpec, chosen_of, expert_dtype, experts_of
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Proposal, Verdict
 from jaxspec.pytree import pytree
@@ -67,6 +67,11 @@ def zero_counts(proposal: Proposal, state: DecodeState) -> Counts:
     if state.draft_costs is None or proposal.confidence_BN is None:
         return Counts(touched, None)
     return Counts(touched, jnp.zeros((2, *state.draft_costs.accept_MC.shape)))
+
+
+def no_experts(arch: ArchSpec, lead: tuple[int, ...]) -> Array:
+    """Returns room for the expert choices of positions [*lead, Y, A]."""
+    return jnp.zeros((*lead, len(arch.expert_layers), chosen_of(arch)), expert_dtype(arch))
 
 
 def measure(
@@ -139,11 +144,10 @@ def outcomes(confidence_BN: Array, live_BN: Array, accepted_B: Array, sampled_B:
 
 
 def routes_of(inputs: Inputs, proposal: Proposal, verified: Verified, verdict: Verdict) -> Routes:
-    """Takes the expert choices of a step apart; layers must choose equally many experts."""
-    rows, width = inputs.token_BT.shape
-    chosen = [routing.expert_MA.reshape(rows, width, -1) for routing in verified.routing]
-    node_T = jnp.arange(width, dtype=jnp.int32)
+    """Takes the expert choices of a step apart."""
+    assert verified.expert_BTYA is not None, "the inputs ask for them"
+    node_T = jnp.arange(inputs.token_BT.shape[1], dtype=jnp.int32)
     counts_BJ = node_T[None, : verdict.path_BT.shape[1]] < verdict.count_B[:, None]
     kept_BT = jnp.any((verdict.path_BT[:, None] == node_T[None, :, None]) & counts_BJ[:, None], axis=2)
     live_BT, turn_BT = verified.live_BT, inputs.token_BT + inputs.position_BT
-    return Routes(jnp.stack(chosen, axis=2), live_BT, kept_BT & live_BT, turn_BT, proposal.expert_BKYA)
+    return Routes(verified.expert_BTYA, live_BT, kept_BT & live_BT, turn_BT, proposal.expert_BKYA)

@@ -1,6 +1,6 @@
 """Drafting with a head that continues from the target's features and then from its own output."""
 
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 from jax import lax
@@ -73,6 +73,9 @@ class HeadDrafter(CachedDrafter):
     @property
     def vocab_size(self) -> int:
         return self.target.arch.vocab_size
+
+    def update_target(self, params: Params) -> Self:
+        return replace(self, base=params)
 
     def init_state(self, rows: int, capacity: int, slack: int) -> HeadState:
         arch = self.net.spec.arch

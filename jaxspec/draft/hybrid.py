@@ -57,6 +57,9 @@ class Hybrid(Drafter):
     def update_params(self, params: Params) -> Self:
         return replace(self, other=self.other.update_params(params))
 
+    def update_target(self, params: Params) -> Self:
+        return replace(self, other=self.other.update_target(params))
+
     def init_state(self, rows: int, capacity: int, slack: int) -> DraftState:
         return self.other.init_state(rows, capacity, slack)
 

@@ -74,6 +74,9 @@ class LazyObserver(Drafter):
     def update_params(self, params: Params) -> Self:
         return replace(self, drafter=self.drafter.update_params(params))
 
+    def update_target(self, params: Params) -> Self:
+        return replace(self, drafter=self.drafter.update_target(params))
+
     def init_state(self, rows: int, capacity: int, slack: int) -> LazyState:
         one, reads = (self.arch.model_dim,), self.reads
 

@@ -1,5 +1,7 @@
 """Drafting with Medusa heads: every depth from the one hidden state of the last committed position."""
 
+from typing import Self
+
 import jax.numpy as jnp
 
 from jaxspec.draft.last_hidden import gather_last, scatter_last
@@ -10,7 +12,7 @@ from jaxspec.models.apply import apply
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, head
 from jaxspec.protocol import Anchor, Commit, Proposal
-from jaxspec.pytree import pytree, static
+from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import AnyTopology
 
@@ -34,6 +36,9 @@ class MedusaDrafter(NetworkDrafter):
     topology: AnyTopology = static()
     prefix_refusal = ""
     needs = "hidden"
+
+    def update_target(self, params: Params) -> Self:
+        return replace(self, base=params)
 
     def init_state(self, rows: int, capacity: int, slack: int) -> Array:
         return jnp.zeros((rows, self.net.spec.dim))

@@ -1,7 +1,7 @@
 """The target's own layers of multi-token prediction as a drafter: they continue from its hidden states."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 
@@ -86,6 +86,9 @@ class MtpHeads(CachedDrafter):
     @property
     def _layers(self) -> int:
         return len(self.net.arch.mtp)
+
+    def update_target(self, params: Params) -> Self:
+        return replace(self, base=params)
 
     def init_state(self, rows: int, capacity: int, slack: int) -> MtpState:
         arch = self.net.arch

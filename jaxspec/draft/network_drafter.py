@@ -103,6 +103,6 @@ def _in_place_of(old: Array | Packed, new: Array | Packed) -> Array | Packed:
     """Returns the new numbers in the old one's dtype, packed like it, on the devices where it lies."""
     if isinstance(old, Packed):
         return new if isinstance(new, Packed) else pack_like(old, new)
-    array = jnp.asarray(new, old.dtype)
+    array = jnp.array(new, old.dtype)  # a copy: a training donates what it updates
     # A move would also commit the array to its device, and that alone makes another signature of the program.
     return array if array.sharding == old.sharding else jax.device_put(array, old.sharding)

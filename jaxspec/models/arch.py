@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+
 from jaxspec.cache.addressing import StreamSpec
 from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.hyper import HyperSpec
@@ -130,6 +132,11 @@ def segments(layers: tuple[LayerSpec, ...]) -> Iterator[Segment]:
 def experts_of(arch: ArchSpec) -> int:
     """Returns E, the most routed experts that a layer of the model has."""
     return max((layer.ffn.experts for layer in arch.layers if isinstance(layer.ffn, MoeSpec)), default=0)
+
+
+def expert_dtype(arch: ArchSpec) -> np.dtype:
+    """Returns the smallest dtype that holds the number of any routed expert."""
+    return np.dtype(np.uint8 if experts_of(arch) <= 1 << 8 else np.uint16)
 
 
 def chosen_of(arch: ArchSpec) -> int:

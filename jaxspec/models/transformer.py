@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxspec.cache.addressing import LayerCache
 from jaxspec.cache.window import Segments
 from jaxspec.models.apply import apply
-from jaxspec.models.arch import ArchSpec, Segment, segments
+from jaxspec.models.arch import ArchSpec, Segment, expert_dtype, segments
 from jaxspec.models.block import Block, norm_params, normalize
 from jaxspec.models.depth import ForwardState, Loop, init_stack, run_block, stack_name
 from jaxspec.nn.dense import dense, lookup
@@ -163,6 +163,12 @@ def forward(net: Transformer, params: Params, inputs: Inputs) -> Hidden:
 def features_of(hidden: Hidden) -> Features:
     """Returns what drafters may read of a forward."""
     return Features(hidden.last_BTD, hidden.stream, hidden.taps, hidden.shared_outputs)
+
+
+def chosen_experts(net: Transformer, hidden: Hidden, token_BT: Array) -> Array:
+    """Returns the expert choices of a forward over these tokens [B, T, Y, A]; layers must choose equally many."""
+    each = [routing.expert_MA.reshape(*token_BT.shape, -1) for routing in hidden.routing]
+    return jnp.stack(each, axis=2).astype(expert_dtype(net.arch))
 
 
 def embed(net: Transformer, params: Params, token_BT: Array) -> Array:

@@ -7,17 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxspec.checkpoint.load.model import Model
 from jaxspec.draft.methods import SpeculativeConfig
 from jaxspec.errors import ConfigError, JaxspecError
-from jaxspec.models.arch import ArchSpec
+from jaxspec.models.transformer import Transformer
 from jaxspec.serve.engine_spec import BUCKETS, JOINT, EngineSpec
 from jaxspec.verify.rules import rule_of
 
 DEFAULT_CAPACITY = 8192
 ONE_TEXT = -1  # tokens of prefixes: as many as the longest text has
+# XLA:CPU adds float32 products of 64 rows and more in another order than of fewer: chunks of fewer give the scores of
+# a text the bits that decoding reports, and the text of a prompt the bits of any cut.
+EXACT_IN_FEW, FEW = ("xla", np.dtype("float32")), 64
 
 
 def check_model(model: Any) -> None:
@@ -59,6 +63,13 @@ def as_int(
     return int(value)
 
 
+def as_flag(name: str, given: Mapping[str, Any]) -> bool:
+    """Returns a switch among arguments; raises ConfigError if it is neither true nor false."""
+    if not isinstance(value := given[name], bool):
+        raise ConfigError(f"LLM: {name} must be true or false, got {show_value(value)}")
+    return value
+
+
 def parse_buckets(value: Any) -> tuple[int, ...]:
     """Returns prefill chunk sizes, ascending, each once; raises ConfigError if they are none."""
     if not isinstance(value, Sequence | np.ndarray | set | frozenset) or isinstance(value, str) or not len(value):
@@ -80,6 +91,7 @@ def parse_sizes(config: SpeculativeConfig, **given: Any) -> EngineSpec:
         rows, DEFAULT_CAPACITY, rule_of(config.rule), steps, logprobs,
         BUCKETS if default else parse_buckets(given["prefill_buckets"]), page, pages,
         joint=min(rows, JOINT) if default else 0, prefix_tokens=kept, prefix_required=wanted,
+        routes=as_flag("enable_return_routed_experts", given),
     )  # fmt: skip
 
 
@@ -103,9 +115,14 @@ def parse_capacity(wanted: Any, most: int) -> int:
     return capacity
 
 
-def fit_to_model(spec: EngineSpec, max_model_len: Any, arch: ArchSpec) -> EngineSpec:
+def fit_to_model(spec: EngineSpec, max_model_len: Any, net: Transformer) -> EngineSpec:
     """Limits the sizes to what the model was made for; errors are those of ``parse_capacity``."""
+    arch, compute = net.arch, net.policy.compute
+    if spec.buckets == BUCKETS and jax.default_backend() == "cpu" and (compute.kernels, compute.dtype) == EXACT_IN_FEW:
+        spec = replace(spec, buckets=tuple(size for size in BUCKETS if size < FEW))
     capacity = parse_capacity(max_model_len, arch.max_position)
+    if spec.routes and not arch.is_moe:
+        raise ConfigError("LLM: enable_return_routed_experts, but the model has no routed experts; leave it out")
     # Sizes above one that the longest prompt fits into would never be used.
     used = tuple(size for i, size in enumerate(spec.buckets) if not i or spec.buckets[i - 1] < capacity - 1)
     kept = capacity if spec.prefix_tokens == ONE_TEXT else spec.prefix_tokens

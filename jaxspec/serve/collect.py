@@ -93,6 +93,8 @@ def _take(
         wanted = sample.params.logprobs
         logprobs = None if wanted is None else _logprobs(result, row, step, tokens, wanted)
         metrics.cut_drafts += 0 if unpruned is None else unpruned - drafted
+        if sample.routes is not None:
+            sample.routes.add(sample.length, result.expert_BXTYA[row, step, :count])
         before = sample.output.metrics.num_accepted_tokens
         ended = sample.take(tokens, drafted, logprobs, eos)
         metrics.add(drafted, sample.output.metrics.num_accepted_tokens - before, sample.completion)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxspec.decode.chunks import UnreadPrompt, cut, next_size
 from jaxspec.decode.compaction import Sizes
 from jaxspec.decode.dispatch import dispatch
-from jaxspec.decode.prefill import Chunk, admit, catch_up, prefill, remember, retire
+from jaxspec.decode.prefill import Chunk, admit, catch_up, prefill, prefill_routed, remember, retire
 from jaxspec.decode.prefix import PrefixPlan, Store, load_blocks, save_blocks
 from jaxspec.decode.runner import Runner
 from jaxspec.decode.scores import Scores, prefill_scored
@@ -22,6 +22,7 @@ from jaxspec.decode.state import DecodeState, Target, init_sampling
 from jaxspec.decode.step import StepPlan
 from jaxspec.nn.policy import Compute
 from jaxspec.protocol import Drafter, NoDrafts
+from jaxspec.pytree import replace
 from jaxspec.serve.background import CompiledPrograms
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.shapes import Params
@@ -38,10 +39,12 @@ class Programs(Runner):
     Attributes:
       programs: by name, see ``Runner``.
       turns: whether a drafter that observes takes turns with plain decoding, so that it must be caught up.
+      routes: whether the experts that the target chooses are reported.
       skipping: topologies whose steps verify nothing where few rows have a draft.
     """
 
     programs: CompiledPrograms
+    routes: bool = False
 
     def __init__(
         self, target: Target, drafters: Mapping[AnyTopology, Drafter], state: DecodeState, spec: EngineSpec,
@@ -58,11 +61,11 @@ class Programs(Runner):
           first: what the first request drafts, by default the first of ``drafters``.
           prefix: how prefixes are taken over, and a store of them for its shapes; None where none are.
         """
-        mesh, plan = mesh_of(state), StepPlan(spec.rule, spec.steps, spec.logprobs)
+        mesh, plan = mesh_of(state), StepPlan(spec.rule, spec.steps, spec.logprobs, routes=spec.routes)
         drafters = {k: settle(drafter, mesh) for k, drafter in drafters.items()}
         super().__init__(settle(target, mesh), drafters, spec.buckets, {})
         self.unbiased_V = settle(jnp.zeros(state.bias_BV.shape[1]), mesh)
-        self.turns = turns and self.drafter.needs != "none"
+        self.turns, self.routes = turns and self.drafter.needs != "none", spec.routes
         self.any_cut = reads_alike(target.net.policy.compute)
         self._joint = (spec.joint, spec.buckets[0]) if spec.joint > 1 and mesh is None and self.any_cut else None
         first = next(iter(drafters)) if first is None else first
@@ -71,7 +74,7 @@ class Programs(Runner):
         self.programs = CompiledPrograms({name: jobs[name] for name in (*self._urgent, *jobs)})
         self._blocks = max(spec.capacity // prefix[0].size, 1) if prefix else 0  # of the longest text
         self._copies = {} if prefix is None else self._copy_jobs(state, *prefix)
-        self.skipping = {k for k, one in drafters.items() if Sizes.of(target, one, state, routes=plan.routes).anchors}
+        self.skipping = {k for k, one in drafters.items() if Sizes.of(target, one, state).anchors}
 
     def _jobs(self, state: DecodeState, plan: StepPlan) -> dict[Hashable, Callable[[], Any]]:
         """Returns what compiles each program; they hold shapes, for states come and go."""
@@ -85,7 +88,8 @@ class Programs(Runner):
         def reads(rows: int, size: int) -> Callable[[], Any]:
             number_R, table_RJ = jnp.zeros(rows, jnp.int32), None if table is None else table[:rows]
             chunk = Chunk(number_R, jnp.zeros((rows, size + 1), jnp.int32), number_R, number_R, table_RJ)
-            return job(prefill, target, drafter, state, chunk, donate=2)
+            reads = prefill_routed if plan.routes else prefill
+            return job(reads, target, drafter, state, chunk, donate=2, report=plan.routes)
 
         text_S = state.history_BS[0]
         jobs: dict[Hashable, Callable[[], Any]] = {
@@ -196,6 +200,22 @@ class Programs(Runner):
             for k, d in self.drafters.items()
         }
 
+    def update_target(self, params: Params) -> None:
+        """Gives the target other parameters, which lie and are packed like those in use; the programs stay."""
+        self.target = replace(self.target, params=params)
+        self.drafters = {k: drafter.update_target(params) for k, drafter in self.drafters.items()}
+
+    def read(self, state: DecodeState, prompts: Sequence[UnreadPrompt]) -> DecodeState:
+        """Reads one chunk of prompts with tokens left; those of a prompt that has routes get them."""
+        if not self.routes:
+            return super().read(state, prompts)
+        name, chosen = self.next_chunk(prompts)
+        starts = [prompt.start for prompt in chosen]
+        state, expert_RXYA = self.programs[name](self.target, self.drafter, state, cut(chosen, name[1]))
+        for prompt, start, expert_XYA in zip(chosen, starts, np.asarray(expert_RXYA), strict=True):
+            prompt.route(start, expert_XYA[: prompt.start - start])
+        return state
+
     def read_scored(
         self, state: DecodeState, prompt: UnreadPrompt, *, most: int, drafts: bool = True
     ) -> tuple[DecodeState, tuple[int, Scores]]:
@@ -211,10 +231,14 @@ class Programs(Runner):
           The state; how many positions of the chunk count, and their scores.
         """
         size = next_size(prompt.left, tuple(sorted({self.buckets[0], self.buckets[-1]})))
+        start = prompt.start
         args = (self.target, self.drafter if drafts else NoDrafts(), state, chunk := cut([prompt], size))
-        run = partial(prefill_scored, most=most)
+        run = partial(prefill_scored, most=most, routes=self.routes)
         state, scores = self._later(("scored", size, most, drafts), run, args, donate=2, report=True)(*args)
-        return state, (int(chunk.count_R[0]), scores)
+        count = int(chunk.count_R[0])
+        if scores.expert_TYA is not None:
+            prompt.route(start, np.asarray(scores.expert_TYA)[:count])
+        return state, (count, scores)
 
     def scrub(self, state: DecodeState) -> DecodeState:
         """Takes what is not finite out of the caches; compiled when it is first wanted."""

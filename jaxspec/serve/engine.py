@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace as changed
 from functools import partial
-from typing import TypeVar
 
 import jax
 import numpy as np
@@ -15,32 +14,31 @@ from jaxspec.cache.pages import PageAllocator
 from jaxspec.control.decision import Control, Decision, Fixed, Outcome, Request
 from jaxspec.control.draft_cost import VerifyBudget
 from jaxspec.decode.dispatch import DispatchResult
-from jaxspec.decode.prefix import PrefixPlan, plan_prefix
+from jaxspec.decode.prefix import plan_prefix
 from jaxspec.decode.state import DecodeState, Target, init_state
 from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
-from jaxspec.errors import ConfigError
 from jaxspec.protocol import DraftCosts, Drafter
 from jaxspec.pytree import replace
+from jaxspec.serve.allocation import allocate_on
 from jaxspec.serve.collect import Collected, collect, outcome_of
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.masked_programs import MaskedPrograms
 from jaxspec.serve.metrics import EngineMetrics
-from jaxspec.serve.prefix_cache import PrefixCache
+from jaxspec.serve.prefix_cache import PrefixCache, blocks_of
 from jaxspec.serve.rank0 import adaptive_of
 from jaxspec.serve.request import RequestOutput
 from jaxspec.serve.sample import STOP_PLACES, Sample
 from jaxspec.serve.scheduler import Scheduler
+from jaxspec.serve.stopwatch import Stopwatch
 from jaxspec.serve.warm_up import DispatchTimer, WarmUp
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
-from jaxspec.sharding.placement import allocate, mesh_of, row_axes, state_rules
 from jaxspec.topology import PLAIN
 
 TIMING = "timing speculation lengths"
 BETWEEN_CHUNKS = 2  # steps between two chunks of a prompt: rows that decode go on, and the prompt does not wait long
 
-T = TypeVar("T")
 OnProgress = Callable[[str, int, int], None]
 
 
@@ -59,7 +57,11 @@ class Engine:
       scheduler: what waits and runs, and the state on the device.
       metrics: totals.
       prefix: what is kept of texts for others that begin alike, None for nothing.
+      closed: whether samples that come are held back until it opens.
+      held_back: those samples.
     """
+
+    held_back: list[Sample]
 
     def __init__(
         self,
@@ -95,16 +97,17 @@ class Engine:
         if spec.page and not spec.pages:
             spec = changed(spec, pages=1 + spec.rows * -(-(spec.capacity + self._slack) // spec.page))
         self.spec, self.eos, self.drafter = spec, eos, drafter
-        make = partial(
-            init_state, target, drafter, spec.rows, spec.capacity,
-            slack=self._slack, stop_ids=STOP_PLACES, pool=(spec.pages, spec.page) if spec.pages else None,
+        self._make = partial(
+            init_state, rows=spec.rows, capacity=spec.capacity, slack=self._slack, stop_ids=STOP_PLACES,
+            pool=(spec.pages, spec.page) if spec.pages else None,
             draft_costs=budget and DraftCosts(**budget.prices(0, spec.rows)),
         )  # fmt: skip
-        self._allocate = partial(_allocate, make, target, spec)
+        self._allocate = partial(allocate_on, partial(self._make, target, drafter), target, spec)
         state = self._allocate()
         plan = plan_prefix(target, drafter, spec.buckets)
-        blocks = self._blocks_of_prefixes(plan)
-        make_store = partial(_allocate, partial(plan.init_store, jax.eval_shape(make), blocks), target, spec)
+        blocks, self._cache_config = blocks_of(plan, spec)
+        self._make_store = partial(plan.init_store, jax.eval_shape(self._make, target, drafter), blocks)
+        make_store = partial(allocate_on, self._make_store, target, spec)
         copies = (plan, make_store()) if blocks else None
         first = self.control.arms[0]
         self.programs = Programs(target, drafters, state, spec, turns=turns, first=first, prefix=copies)
@@ -113,6 +116,7 @@ class Engine:
         # An adaptive control decides nothing before its arms were timed.
         self._adaptive, self._warm_up = adaptive_of(self.control), None
         self.untimed = self._adaptive is not None
+        self.closed, self.held_back = False, []
         self.reset(state)
 
     def start(self, on_progress: OnProgress | None = None, *, everything: bool = False) -> None:
@@ -172,32 +176,10 @@ class Engine:
         if state is not None:
             self.scheduler.state = state
 
-    def _blocks_of_prefixes(self, plan: PrefixPlan) -> int:
-        """Returns how many blocks of prefixes are kept, 0 for none; raises ConfigError where there must be some."""
-        tokens = self.spec.prefix_tokens
-        why = plan.refusal if tokens else "it is switched off"
-        if not why and tokens < plan.size:
-            why = f"prefix_cache_tokens is {tokens}, less than a block of {plan.size}"
-        if why and self.spec.prefix_required:
-            raise ConfigError(f"LLM: enable_prefix_caching=True is not possible here: {why}")
-        blocks = 0 if why else tokens // plan.size
-        about = {"block_size": str(plan.size), "num_blocks": str(blocks)} if blocks else {"reason": why}
-        self._cache_config = {"enable_prefix_caching": str(blocks > 0), **about}
-        return blocks
-
     def reset_prefix_cache(self) -> None:
         """Forgets every prefix, because of other weights say; what is being read or runs now is not kept later."""
         if self.prefix is not None:
             self.prefix.reset()
-
-    def update_draft(self, params: Params) -> None:
-        """Gives every drafter other parameters; the programs stay.
-
-        Raises:
-          ConfigError: they do not fit.
-        """
-        self.programs.update_params(params)
-        self.reset_prefix_cache()
 
     @property
     def busy(self) -> bool:
@@ -211,7 +193,7 @@ class Engine:
 
     @property
     def waiting(self) -> Sequence[Sample]:
-        """Samples without a row, the oldest first."""
+        """Samples without a row, the next to go first."""
         return self.scheduler.waiting
 
     @property
@@ -229,23 +211,67 @@ class Engine:
         """State of all rows on the device."""
         return self.scheduler.state
 
+    @property
+    def samples(self) -> list[Sample]:
+        """All that wait, run, or came after a pause began."""
+        return [*self.waiting, *filter(None, self.rows), *self.held_back]
+
     def add(self, samples: list[Sample]) -> None:
-        """Queues the samples of one request.
+        """Queues the samples of one request; those that come while it is closed wait until it opens.
 
         Raises:
           CapacityError: the page pool could never hold one of them; nothing is queued then.
         """
-        self.scheduler.add(samples)
+        self.scheduler.check(samples)
+        if self.closed:
+            self.held_back.extend(samples)
+        else:
+            self.scheduler.waiting.extend(samples)
 
-    def abort(self, samples: list[Sample] | None = None) -> None:
-        """Ends these samples (None: all), whether they wait or run, as ``abort``; the others go on."""
-        samples = [*self.waiting, *filter(None, self.rows)] if samples is None else samples
+    def open(self) -> None:
+        """Queues what came while it was closed, and what comes from now on."""
+        self.closed = False
+        self.scheduler.waiting.extend(self.held_back)
+        self.held_back.clear()
+
+    def abort(self, samples: list[Sample] | None = None, reason: str = "abort") -> None:
+        """Ends these samples (None: all), wherever they are, for a reason; the others go on."""
+        samples = self.samples if samples is None else samples
+        gone = {id(sample) for sample in samples}
         for sample in samples:
-            sample.abort()
+            sample.abort(reason)
+        self.held_back = [sample for sample in self.held_back if id(sample) not in gone]
         try:
             self.scheduler.abort(samples)
         except Exception as error:  # of a device; nothing here is the caller's any more
             self.scheduler.recover(error)
+
+    def end_late(self) -> None:
+        """Ends samples whose time is over."""
+        if gone := late(self.samples):
+            self.abort(gone, "timeout")
+            self.scheduler.moved |= {id(sample.output): sample.output for sample in gone}
+
+    def update_target(self, params: Params) -> None:
+        """Gives the target other parameters; what runs is read again with its text so far, and goes on with them."""
+        self.scheduler.read_again()
+        self.programs.update_target(params)
+        self._hold_new()
+
+    def update_draft(self, params: Params) -> None:
+        """Gives what drafts other parameters."""
+        self.programs.update_params(params)
+        self._hold_new()
+
+    def _hold_new(self) -> None:
+        """Lets go of parameters that are not in use any more, and of prefixes that they have read."""
+        self.reset_prefix_cache()
+        self.drafter = self.programs.drafter
+        target = self.programs.target
+        self._allocate = partial(allocate_on, partial(self._make, target, self.drafter), target, self.spec)
+        self.scheduler.allocate = self._allocate
+        if self.prefix is not None:
+            self.prefix.allocate = partial(allocate_on, self._make_store, target, self.spec)
 
     def step(self, steps: int | None = None) -> list[RequestOutput]:
         """Admits what fits, runs one dispatch, and returns the requests that it moved forward.
@@ -268,6 +294,7 @@ class Engine:
         return moved
 
     def _step(self, steps: int | None) -> None:
+        self.end_late()
         # With long queues arms are timed as soon as rows have ended their texts, else when nothing is left to do.
         timing = self.timing_due and len(self.waiting) > self.spec.rows
         if timing and not any(self.rows):
@@ -356,31 +383,11 @@ class Engine:
             self.metrics.draft_prices_s = self.budget.prices_s
 
 
-class Stopwatch:
-    """Measures consecutive intervals."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def lap(self) -> float:
-        """Returns the seconds since the last lap."""
-        began, self._began = self._began, time.monotonic()
-        return self._began - began
-
-
-def _allocate(make: Callable[[], T], target: Target, spec: EngineSpec) -> T:
-    """Allocates a state on the devices of the target's parameters."""
-    mesh = mesh_of(target.params)
-    if mesh is not None:
-        return allocate(make, mesh, places_of(target, spec))
-    with jax.default_device(next(iter(jax.tree.leaves(target.params)[0].devices()))):
-        return make()
-
-
-def places_of(target: Target, spec: EngineSpec) -> Mapping[str, tuple[str, ...]]:
-    """Returns mesh axes of the state's arrays by letter: rows over ``data``, or also ``expert`` if exchanged."""
-    policy = target.net.policy
-    if policy.compute.mesh is None:
-        return {}
-    over = row_axes(policy.compute.mesh, spec.rows, spread=policy.compute.transport != "sum")
-    return state_rules(over, own_pages=not spec.pages and policy.layout.depth == "unrolled")
+def late(samples: Sequence[Sample]) -> list[Sample]:
+    """Returns the samples whose time is over, by process 0's clock."""
+    timed = [sample for sample in samples if sample.params.timeout_s is not None]
+    if not timed:
+        return []
+    now = time.monotonic()
+    over = hosts.broadcast_arrays(np.array([sample.is_late(now) for sample in timed]))
+    return [sample for sample, ended in zip(timed, np.asarray(over).tolist(), strict=True) if ended]

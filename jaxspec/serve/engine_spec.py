@@ -24,6 +24,7 @@ class EngineSpec:
         is enough for all rows at full length.
       prefix_tokens: of read prefixes that are kept for texts that begin alike; 0 keeps none.
       prefix_required: whether it is an error where none can be kept.
+      routes: whether the experts that the target chooses are reported.
     """
 
     rows: int
@@ -37,3 +38,4 @@ class EngineSpec:
     joint: int = 0
     prefix_tokens: int = 0
     prefix_required: bool = False
+    routes: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,20 +29,19 @@ from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
 from jaxspec.serve.loading import MeshRequest, load_draft, load_target, report_to_both
-from jaxspec.serve.metrics import Metric
 from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
 from jaxspec.serve.rank0 import decide_by_rank0
 from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
+from jaxspec.serve.running_engine import RunningEngine
 from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
 from jaxspec.serve.worker import Worker
-from jaxspec.shapes import Params
 
 BLOCK = 128
 
 
-class LLM:
+class LLM(RunningEngine):
     """A model ready to generate, with or without speculation.
 
     It may be used from several threads: their requests share the batch, and each call returns what it would return
@@ -91,6 +90,8 @@ class LLM:
       compile_cache: keeps compiled programs on disk, for a quick next start: True for the directory that the
         program or the environment chose for JAX, or ``~/.cache/jaxspec/xla``; a directory; False for no change of
         JAX's settings.
+      enable_return_routed_experts: reports the experts of each token, see ``CompletionOutput.routed_experts``; programs
+        that read and verify then hand them out, too.
       vllm: arguments of vLLM's ``LLM`` that ask for what happens here anyway, such as ``trust_remote_code=False``;
         others are refused with the way that they have here.
 
@@ -124,6 +125,7 @@ class LLM:
         on_load: Callable[[int, int], None] | None = None,
         on_progress: OnProgress | None = None,
         compile_cache: bool | str | Path = True,
+        enable_return_routed_experts: bool = False,
         **vllm: Any,
     ):
         refuse_foreign(vllm, LLM.__init__.__kwdefaults__ or {})
@@ -138,6 +140,7 @@ class LLM:
             config, max_model_len=max_model_len, max_num_seqs=max_num_seqs, steps_per_dispatch=steps_per_dispatch,
             max_logprobs=max_logprobs, prefill_buckets=prefill_buckets, kv_page_size=kv_page_size,
             num_kv_pages=num_kv_pages, prefix_caching=(enable_prefix_caching, prefix_cache_tokens),
+            enable_return_routed_experts=enable_return_routed_experts,
         )  # fmt: skip
         use_compile_cache(wanted=compile_cache)
         self.model = load_target(
@@ -145,8 +148,8 @@ class LLM:
             kernels=kernels, quantization=quantization, rows=spec.rows,
             mesh=MeshRequest(mesh, expert_transport, expert_placement), on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
-        self.spec = spec = fit_to_model(spec, max_model_len, self.model.net.arch)
-        self.capacity, self.max_logprobs, self.eos = spec.capacity, spec.logprobs, end_ids_of(self.model)
+        self.loaded, spec = (config, quantization, expert_placement), fit_to_model(spec, max_model_len, self.model.net)
+        self.spec, self.capacity, self.max_logprobs = spec, spec.capacity, spec.logprobs
         self.engine = self._engine(config, quantization, download_dir, on_progress)
         try:
             self.text = Text.load(self.model.directory)  # while programs compile
@@ -167,6 +170,7 @@ class LLM:
         on_progress: OnProgress | None,
     ) -> Engine:
         """Loads what drafts, and compiles."""
+        self.eos = end_ids_of(self.model)
         if on_progress is not None and config.model is not None:
             on_progress("loading the drafter", 0, 0)
         draft = load_draft(config, self.model, quantization, download_dir)
@@ -224,7 +228,7 @@ class LLM:
           use_tqdm: shows a bar on a terminal where several prompts take more than a second; a function makes it, such
             as ``tqdm.tqdm``, called with ``total`` and ``desc``; False shows none.
           lora_request: vLLM's; there are no adapters here.
-          priority: vLLM's; requests are served in the order in which they come.
+          priority: vLLM's; callers take turns, and requests of one go in their order.
 
         Raises:
           RequestError: a prompt or its parameters are not acceptable; nothing has been generated then.
@@ -321,14 +325,6 @@ class LLM:
         """
         return self.driver.step(None if steps is None else as_int("steps", steps, 1, "step", RequestError))
 
-    def abort(self, outputs: RequestOutput | Iterable[RequestOutput] | None = None) -> None:
-        """Ends requests as ``abort`` wherever they are, by default all of them; ``step`` does not return them.
-
-        Args:
-          outputs: what ``submit`` or ``stream`` returned for them.
-        """
-        self.driver.abort([outputs] if isinstance(outputs, RequestOutput) else outputs)
-
     def score(self, token_ids: Sequence[int] | Sequence[Sequence[int]]) -> list[list[Logprob | None]]:
         """Computes log-probability and rank of each token of texts, given the tokens before it.
 
@@ -366,31 +362,6 @@ class LLM:
         position = np.arange(size, dtype=np.int32)[None]
         run = partial(self._teacher, self.model.params, token, position)
         return self.driver.call(lambda: np.asarray(run()))[0, : len(ids)]
-
-    def update_draft(self, params: Params) -> None:
-        """Replaces the parameters of the draft model or head, by those of a running training say; compiles nothing.
-
-        Requests go on in place: their text does not depend on what drafts.
-
-        Args:
-          params: of the same structure and shapes as those in use; they are cast to their dtypes.
-
-        Raises:
-          ConfigError: they do not fit, or the method of speculation has no parameters.
-        """
-        self.driver.call(partial(self.engine.update_draft, params))
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all prefixes that were read; texts that are being read or run now are not kept later either.
-
-        To be called where the target's weights have changed by themselves; ``update_draft`` does it.
-        """
-        self.driver.call(self.engine.reset_prefix_cache)
-        return True
-
-    def get_metrics(self) -> list[Metric]:
-        """Returns engine totals since the start, vLLM's names first."""
-        return self.driver.call(self.engine.metrics.counters)
 
 
 def _use_idle_time(driver: weakref.ref[Driver]) -> None:

@@ -157,6 +157,8 @@ ALLOWED: dict[str, tuple[Reader, str]] = {
     "bad_words": (_or_none(_words), "a list of strings, none of them empty"),
     "prompt_logprobs": _COUNT,
     "detokenize": _FLAG,
+    "timeout_s": (_or_none(lambda v: _above_0(v, math.inf)), "None or a number of seconds above 0"),
+    "return_routed_experts": (_or_none(_flag), "None, true or false"),
     "truncate_prompt_tokens": (
         _or_none(_prompt_limit), "None, -1 for what fits, or an integer of at least 1",
     ),

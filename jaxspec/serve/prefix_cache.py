@@ -14,6 +14,8 @@ import numpy as np
 from jaxspec.decode.chunks import UnreadPrompt, sizes_of
 from jaxspec.decode.prefix import PrefixPlan, Store
 from jaxspec.decode.state import DecodeState
+from jaxspec.errors import ConfigError
+from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.sample import Sample
 
@@ -185,3 +187,20 @@ class PrefixCache:
         """Makes blocks the most recently used, the first block of all most: without it the others are of no use."""
         for key in reversed(list(keys)):
             self.ids.move_to_end(key)
+
+
+def blocks_of(plan: PrefixPlan, spec: EngineSpec) -> tuple[int, dict[str, str]]:
+    """Returns how many blocks of prefixes are kept, 0 for none, and what metrics say of it.
+
+    Raises:
+      ConfigError: there must be some, and cannot be.
+    """
+    tokens = spec.prefix_tokens
+    why = plan.refusal if tokens else "it is switched off"
+    if not why and tokens < plan.size:
+        why = f"prefix_cache_tokens is {tokens}, less than a block of {plan.size}"
+    if why and spec.prefix_required:
+        raise ConfigError(f"LLM: enable_prefix_caching=True is not possible here: {why}")
+    blocks = 0 if why else tokens // plan.size
+    about = {"block_size": str(plan.size), "num_blocks": str(blocks)} if blocks else {"reason": why}
+    return blocks, {"enable_prefix_caching": str(blocks > 0), **about}

@@ -18,6 +18,7 @@ from jaxspec.serve.bans import bad_word_ids, check_ids
 from jaxspec.serve.defaults import sampling_defaults
 from jaxspec.serve.grammar import Grammars
 from jaxspec.serve.request import SamplingParams
+from jaxspec.serve.routed_experts import RoutedExperts
 from jaxspec.serve.sample import STOP_PLACES, Sample, new_samples
 from jaxspec.serve.text import IncrementalText
 from jaxspec.serve.tool_calls import ToolCalls, form_of, tool_calls_of
@@ -103,6 +104,7 @@ class Prompts:
         for sample, constraint in zip(samples, constraints, strict=True):
             sample.bad_words, sample.constraint, sample.cache_salt = words, constraint, salt or ""
             sample.read_calls = None if calls is None else partial(self._read_calls, calls)
+            sample.routes = RoutedExperts() if params.return_routed_experts else None
         return samples
 
     def _tool_calls(self, prompt: Prompt) -> ToolCalls | None:
@@ -215,6 +217,11 @@ class Prompts:
                 )
         if params.stop_strings and self.text is None:
             raise RequestError(f"stop: {self.model.directory} has no tokenizer; use stop_token_ids")
+        if params.return_routed_experts and not self.spec.routes:
+            raise RequestError(
+                "return_routed_experts: this engine was built without LLM(enable_return_routed_experts=True)"
+            )
+        params.return_routed_experts = self.spec.routes and params.return_routed_experts is not False
         if params.logprobs is not None and self.spec.logprobs == 0:
             raise RequestError("logprobs: this engine was built with max_logprobs=0")
         return params

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any, Self
 
+import numpy as np
+
 from jaxspec.errors import RequestError
 from jaxspec.perf.moesd import mean_acceptance_length
 from jaxspec.serve.parameters import ALLOWED, RequestOutputKind, refusal, show_value
@@ -46,6 +48,10 @@ class SamplingParams:
       detokenize: False leaves the text empty, and has no stop strings.
       truncate_prompt_tokens: keeps only so many tokens of the prompt, the last ones; -1 as many as fit.
       output_kind: whether ``LLM.stream`` and ``LLM.step`` hand out all there is of the text, what is new, or the end.
+      timeout_s: seconds after which it ends as ``timeout``, with the text so far, whether it waits, runs or is paused;
+        looked at between two dispatches. None for no limit.
+      return_routed_experts: whether the experts of each token are reported; None reports them where the ``LLM`` was
+        built with ``enable_return_routed_experts``.
       spaces_between_special_tokens: true.
       structured_outputs: form that the text has, such as that of a JSON Schema; None for any.
 
@@ -78,6 +84,8 @@ class SamplingParams:
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    timeout_s: float | None = None
+    return_routed_experts: bool | None = None
     spaces_between_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
 
@@ -235,11 +243,15 @@ class CompletionOutput:
       drafted: for each token whether it was an accepted draft.
       cumulative_logprob: sum over the sampled tokens, None unless asked for.
       logprobs: per position the sampled and the most likely ids, None unless asked for.
-      finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
+      finish_reason: ``stop``, ``length``, ``abort``, ``timeout`` (see ``timeout_s``) or ``error``; None while it goes
+        on.
       stop_reason: the stop string or id that ended it, None for the model's own end-of-text id.
       error: why it could not go on, None unless ``finish_reason`` is ``error``.
       tool_calls: the calls of tools that the text consists of or ends with, in OpenAI's form; None without any.
       content: the text before them; None where there is none.
+      routed_experts: once it has ended, the experts that each token of prompt and text was sent to, [tokens - 1, expert
+        layers, experts per token] in the router's order, uint8 or, of more than 256 experts, uint16. The last token was
+        never read, so it has none. None unless asked for.
     """
 
     index: int
@@ -253,6 +265,7 @@ class CompletionOutput:
     error: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     content: str | None = None
+    routed_experts: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def finished(self) -> bool:
         """Whether it has ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from jaxspec.serve.request import (
 if TYPE_CHECKING:
     from jaxspec.serve.constraint import Constraint
     from jaxspec.serve.prefix_cache import TextBlocks
+    from jaxspec.serve.routed_experts import RoutedExperts
     from jaxspec.serve.text import IncrementalText
 
 STOP_PLACES = 16
@@ -50,6 +51,9 @@ class Sample:
       cache_salt: texts share prefixes with those of the same salt only.
       blocks: of its text in the prefix cache, None where it has no part in it.
       unobserved: whether it ran in steps that the drafter did not observe.
+      caller: whose turn in the queue it takes.
+      begun: whether it has had a row.
+      routes: the experts that the target chose for its tokens, None where they are not wanted.
       reads_only: whether it ends once its prompt is read, whose log-probabilities alone are wanted.
     """
 
@@ -70,6 +74,9 @@ class Sample:
     blocks: TextBlocks | None = None
     unobserved: bool = False
     reads_only: bool = False
+    caller: Hashable = None
+    begun: bool = False
+    routes: RoutedExperts | None = None
 
     @property
     def length(self) -> int:
@@ -186,14 +193,20 @@ class Sample:
         self.failures = (failed + 1 if before == length else 1, length)
         return 0 if self.completion.finish_reason else self.failures[0]
 
-    def abort(self) -> None:
+    def is_late(self, now: float) -> bool:
+        """Whether its time is over."""
+        return self.params.timeout_s is not None and now - self.arrived >= self.params.timeout_s
+
+    def abort(self, reason: str = "abort") -> None:
         """Ends it where it is, if it has not ended."""
         if self.completion.finish_reason is None:
-            self.completion.finish_reason, self.completion.text = "abort", self.growing.whole
+            self.completion.finish_reason, self.completion.text = reason, self.growing.whole
         self.settle()
 
     def settle(self) -> bool:
         """Marks its request as finished where no other sample of it goes on; returns whether that is news."""
+        if self.routes is not None and self.completion.finish_reason:
+            self.completion.routed_experts = self.routes.whole(self.length)
         if self.output.finished or not all(c.finish_reason for c in self.output.outputs):
             return False
         self.output.time_s["total"] = time.monotonic() - self.arrived

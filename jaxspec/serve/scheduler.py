@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
@@ -14,6 +13,7 @@ from jaxspec.decode.chunks import UnreadPrompt
 from jaxspec.decode.state import DecodeState
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine_spec import EngineSpec
+from jaxspec.serve.fair_queue import FairQueue
 from jaxspec.serve.metrics import EngineMetrics
 from jaxspec.serve.prefix_cache import PrefixCache
 from jaxspec.serve.reading import Reading
@@ -24,10 +24,10 @@ ATTEMPTS = 3  # steps that may fail in a row before a request ends
 
 
 class Scheduler:
-    """Admits samples to rows, first come, first served, and retires them.
+    """Admits samples to rows, callers in turns, and retires them.
 
     Attributes:
-      waiting: samples without a row, the oldest first.
+      waiting: samples without a row, the next to go first.
       rows: sample in each row.
       reading: samples that have a row, but whose prompts are not read to the end, the oldest first.
       pool: pages that all rows share, None where each row has its own.
@@ -61,7 +61,7 @@ class Scheduler:
           draft_length: deepest draft of any topology.
           prefix: what was read before, None where it is read again.
         """
-        self.waiting: deque[Sample] = deque()
+        self.waiting = FairQueue()
         self.rows: list[Sample | None] = [None] * spec.rows
         self.reading: list[Reading] = []
         self.pool, self.slack = PageAllocator(spec.pages, spec.page) if spec.pages else None, slack
@@ -102,16 +102,11 @@ class Scheduler:
         """Rows that decode or read, with their samples."""
         return [(row, sample) for row, sample in enumerate(self.rows) if sample is not None]
 
-    def add(self, samples: list[Sample]) -> None:
-        """Queues the samples of one request.
-
-        Raises:
-          CapacityError: the page pool could never hold one of them; nothing is queued then.
-        """
+    def check(self, samples: list[Sample]) -> None:
+        """Raises CapacityError if the page pool could never hold one of them."""
         if self.pool is not None:
             for sample in samples:
                 self.pool.check(sample.max_length + self.slack)
-        self.waiting.extend(samples)
 
     def admit(self, *, to_rows: bool = True) -> bool:
         """Gives free rows to samples that wait, and reads a chunk of prompts; returns whether any was read.
@@ -173,7 +168,7 @@ class Scheduler:
                 self.prefix.save(self.state, reading.prompt, reading.sample.blocks, reading.prompt.start)
 
     def _take_rows(self) -> Iterator[tuple[int, Sample]]:
-        """Gives free rows and pages to the oldest samples that wait, one at a time."""
+        """Gives free rows and pages to samples that wait, one at a time and callers in turns."""
         for row, held in enumerate(self.rows):
             if held is not None or not self.waiting:
                 continue
@@ -181,9 +176,10 @@ class Scheduler:
             if self.pool is not None:
                 pages = self.pool.allocate(sample.max_length + self.slack)
                 if pages is None:
-                    return  # the oldest request goes first; the others wait after it
+                    return  # it goes first; the others wait after it
                 sample.pages = pages
             self.rows[row] = self.waiting.popleft()
+            sample.begun = True
             yield row, sample
 
     def _start(self, row: int, sample: Sample) -> None:
@@ -199,9 +195,12 @@ class Scheduler:
             return
         self._metrics.prompt_tokens += 0 if sample.completion.token_ids else len(sample.prompt)
         prompt = UnreadPrompt(row, sample.tokens, table_J)
+        if sample.routes is not None:
+            prompt.route = sample.routes.add
         reading = Reading(sample, prompt, sampling, bias_V, self._spec.logprobs)
-        # Log-probabilities of a prompt come of reading it.
-        sample.blocks = None if self.prefix is None or reading.scored else self.prefix.begin(sample, self._metrics)
+        # Log-probabilities of a prompt, and the experts of its tokens, come of reading it.
+        skips = self.prefix is None or reading.scored or sample.routes is not None
+        sample.blocks = None if skips else self.prefix.begin(sample, self._metrics)
         self.reading.append(reading)
 
     def _leave(self, row: int, sample: Sample) -> None:
@@ -244,10 +243,18 @@ class Scheduler:
     def abort(self, samples: Iterable[Sample]) -> None:
         """Takes samples, which have ended, out of the queue and their rows."""
         gone = {id(sample) for sample in samples}
-        self.waiting = deque(sample for sample in self.waiting if id(sample) not in gone)
+        self.waiting = self.waiting.without(gone)
         for row, sample in self.held:
             if id(sample) in gone:
                 self.retire(row, sample)
+
+    def read_again(self) -> None:
+        """Takes all rows from their samples, whose prompts and texts so far are then read again, before all others."""
+        running = self.held
+        for row, _ in running:
+            self._free(row)
+            self.state = self._programs.retire(self.state, row)
+        self.waiting.put_back(sorted((sample for _, sample in running), key=lambda sample: sample.arrived))
 
     def recover(self, error: BaseException) -> None:
         """Drops the state; what ran waits again, before all others, and is read again with its text so far."""
@@ -264,7 +271,7 @@ class Scheduler:
         for row, _ in self.held:
             self._free(row)
         unended = [sample for sample in running if sample.completion.finish_reason is None]
-        self.waiting.extendleft(sorted(unended, key=lambda sample: sample.arrived, reverse=True))
+        self.waiting.put_back(sorted(unended, key=lambda sample: sample.arrived))
 
     def _settle(self, sample: Sample) -> None:
         if sample.settle() and all(c.error is None for c in sample.output.outputs):

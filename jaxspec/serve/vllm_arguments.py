@@ -33,7 +33,7 @@ _WAYS: Sequence[tuple[str, Mapping[str, tuple[Any, ...]]]] = (
     ("long prompts are read one at a time, in chunks of prefill_buckets", {"max_num_partial_prefills": (1,)}),
     ("prompts are always read in chunks of prefill_buckets", {"enable_chunked_prefill": (True,)}),
     ("blocks are known by BLAKE2b of their tokens", {"prefix_caching_hash_algo": ()}),
-    ("requests are served in the order in which they come", {"scheduling_policy": ("fcfs",)}),
+    ("callers take turns, and requests of one go in their order", {"scheduling_policy": ("fcfs",)}),
     ("steps run one after another", {"async_scheduling": (False,)}),
     (
         "every step is a program compiled beforehand, and there is no other way to run one; the compile cache makes "
@@ -100,7 +100,6 @@ _WAYS: Sequence[tuple[str, Mapping[str, tuple[Any, ...]]]] = (
     ("JAX chooses; set JAX_PLATFORMS in the environment", {"device": ("auto",)}),
     ("there is no server", {"served_model_name": ()}),
     ("delete the LLM to free its memory", {"enable_sleep_mode": (False,)}),
-    ("jaxspec inspect --balance counts them", {"enable_return_routed_experts": (False,)}),
     ('give speculative_config={"method": ...}', {"spec_method": ()}),
     ('give speculative_config={"model": ...}', {"spec_model": (), "speculative_model": ()}),
     ('give speculative_config={"num_speculative_tokens": ...}', {"spec_tokens": (), "num_speculative_tokens": ()}),
@@ -126,4 +125,4 @@ def refuse_with_request(lora_request: Any, priority: Any) -> None:
     if lora_request is not None:
         raise RequestError("lora_request: there are no LoRA adapters here; merge one into the weights first")
     if priority is not None and any(priority if isinstance(priority, list | tuple) else [priority]):
-        raise RequestError("priority: requests are served in the order in which they come; leave it out")
+        raise RequestError("priority: requests are served in their order, and callers in turns; leave it out")

@@ -200,7 +200,7 @@ class SharedPrograms(Programs):
             for name, (function, donated) in {"save": (save_blocks, 0), "load": (load_blocks, 1)}.items():
                 self.programs[f"{name} prefix"] = jax.jit(partial(function, plan=prefix[0]), donate_argnums=donated)
         self.turns = turns and self.drafter.needs != "none"
-        self.skipping = {arm for arm, one in drafters.items() if Sizes.of(target, one, state, routes=False).anchors}
+        self.skipping = {arm for arm, one in drafters.items() if Sizes.of(target, one, state).anchors}
 
 
 @pytest.fixture

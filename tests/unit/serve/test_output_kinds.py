@@ -1,6 +1,6 @@
 """What is handed out of a growing request: all, what is new, or the end."""
 
-from jaxspec.serve.driver import unseen_output
+from jaxspec.serve.output_news import unseen_output
 from jaxspec.serve.parameters import RequestOutputKind
 from jaxspec.serve.request import UNSEEN, CompletionOutput, Logprob, RequestOutput
 
