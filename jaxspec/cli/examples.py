@@ -14,6 +14,7 @@ EXAMPLES = {
     "inspect": ("jaxspec inspect DIR", "jaxspec inspect HEAD --target DIR"),
     "sizes": ("jaxspec sizes deepseek-v3 --hardware h200x8 h200x16",),
     "train": ("jaxspec train eagle3 --set target=DIR --set 'data.train=[\"answers.jsonl\"]' --out runs/mine",),
+    "train policy": ("jaxspec train policy demo --set steps=10 --out runs/mine",),
     "plot": ("jaxspec plot runs/mine runs/other --output both.png",),
     "convert": ("jaxspec convert model.gguf DIR",),
     "export": ("jaxspec export runs/mine/best exported --format eagle3",),

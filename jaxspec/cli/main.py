@@ -21,6 +21,7 @@ COMMANDS = {
     "inspect": "Say what a model directory holds and needs, without loading it.",
     "sizes": "Compile a model for 8 or 16 GPUs that need not be there; show what each would hold and exchange.",
     "train": "Fit a draft head to a model, going on where an earlier run stopped.",
+    "train policy": "Fit a model to a verifiable reward, with rollouts that speculate.",
     "plot": "Draw losses and acceptance of training runs.",
     "convert": "Write a GGUF file as a model directory in Hugging Face layout.",
     "export": "Write a draft head in the format of another engine.",

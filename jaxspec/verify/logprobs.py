@@ -1,16 +1,17 @@
 """Raw log-probabilities of given tokens with their ranks, and of the most likely tokens."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.nn.steady import exp, row_max, row_sum
 from jaxspec.protocol import Verdict
 from jaxspec.shapes import Array
 
 
 def ranked(logits_BTV: Array, token_BT: Array, most: int) -> tuple[Array, Array]:
     """Returns log-probabilities of each token and of the best ones, its rank from 1 and their ids, [B, T, most + 1]."""
-    logp_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
+    low_BTV = logits_BTV - row_max(logits_BTV)
+    logp_BTV = low_BTV - jnp.log(row_sum(exp(low_BTV)))  # the same bits for any number of rows
     own_BT1 = jnp.take_along_axis(logp_BTV, token_BT[..., None], axis=-1)
     rank_BT1 = jnp.sum(logp_BTV > own_BT1, axis=-1, keepdims=True, dtype=jnp.int32) + 1
     if most == 0:
