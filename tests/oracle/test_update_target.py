@@ -86,7 +86,7 @@ def test_the_text_of_a_fresh_engine_and_nothing_compiled(
         ("target", load_model(lab.target_dir, policy.update(depth="stacked")).params),
     ]
     compiled_before = set(llm.engine.programs.programs)
-    monkeypatch.setattr(compiled, "_compile", lambda *_, **__: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiled, "compile_program", lambda *_, **__: pytest.fail("compiled again"))
     for name, weights in ways:
         llm.update_target(weights)
         assert text(llm) == texts[name]
