@@ -2,7 +2,7 @@
 
 Run ``python lab/compare_heads.py --train FILE --held-out FILE --out DIR --seed N`` once per seed, then
 ``python lab/compare_heads.py --out DIR --table``. Started again, a seed goes on where it stopped.
-``lab/make_head_prompts.py`` says how the files are made.
+The files are ``texts/train.jsonl`` and ``texts/held_out.jsonl`` of ``python -m lab.pair.make``.
 """
 
 import argparse
@@ -40,24 +40,24 @@ from jaxspec.train.target import read_headers
 from jaxspec.train.teacher import run_teacher
 from jaxspec.train.unroll import unroll, weights
 
-VOCABULARY, ROUNDS, SAVE_EVERY = 1024, 3, 10
-EAGLE3 = {"kind": "eagle3", "draft_vocab_size": VOCABULARY, "intermediate_size": 256}
-OURS = {"kind": "shared_expert", "draft_vocab_size": VOCABULARY, "intermediate_size": 256, "taps": (), "fc_norm": True}
-# Sizes are chosen so that every one has 1.5 to 1.8 million trained parameters.
+VOCABULARY, ROUNDS, SAVE_EVERY = 512, 3, 10
+EAGLE3 = {"kind": "eagle3", "draft_vocab_size": VOCABULARY, "intermediate_size": 128}
+OURS = {"kind": "shared_expert", "draft_vocab_size": VOCABULARY, "intermediate_size": 128, "taps": (), "fc_norm": True}
+# Sizes are chosen so that every one has 0.22 to 0.26 million trained parameters.
 HEADS: dict[str, dict[str, Any]] = {
-    "EAGLE-1": {"kind": "eagle", "own_head": False, "intermediate_size": 928},
+    "EAGLE-1": {"kind": "eagle", "own_head": False, "intermediate_size": 416},
     "EAGLE-3": EAGLE3,
     "EAGLE-3, fc_norm": EAGLE3 | {"fc_norm": True},
     "P-EAGLE": EAGLE3 | {"kind": "peagle"},
-    "Medusa": {"kind": "medusa", "own_head": False, "heads": 5, "layers": 2},
+    "Medusa": {"kind": "medusa", "own_head": False, "heads": 5, "layers": 3},
     "shared expert": OURS | {"commons": "default", "routing": ()},
     "shared expert, routing": OURS | {"commons": "default", "routing": "default"},
-    "shared expert, late layers, routing": OURS | {"commons": (3, 5, 7), "routing": "default"},
+    "shared expert, late layers, routing": OURS | {"commons": (1, 2, 3), "routing": "default"},
     "shared expert, one tap, routing": OURS
-    | {"commons": (1, 4), "taps": (5,), "routing": "default"},
+    | {"commons": (0, 2), "taps": (3,), "routing": "default"},
     "draft model": {
-        "kind": "draft_model", "layers": 2, "hidden_size": 160, "intermediate_size": 320, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 64,
+        "kind": "draft_model", "layers": 2, "hidden_size": 72, "intermediate_size": 144, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32,
     },
 }  # fmt: skip
 LOSSES: dict[str, dict[str, Any]] = {

@@ -45,7 +45,7 @@ from jaxspec.train.update import TrainState, make_update
 
 FLOAT32 = make_policy("float32")
 ROWS, LENGTH, BATCHES = 4, 512, 2
-HEAD = HeadSettings(kind="eagle3", draft_vocab_size=1024, intermediate_size=256)
+HEAD = HeadSettings(kind="eagle3", draft_vocab_size=512, intermediate_size=256)
 LOSS = LossSettings(kind="kl", rounds=3, decay=1.0, skip_unknown=False)
 OPTIMIZER = OptimizerSettings(learning_rate=1e-3, schedule="constant", warmup=0)
 PEER = Path(__file__).parents[1] / "tests" / "peers" / "train_speculators.py"

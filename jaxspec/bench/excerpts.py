@@ -36,10 +36,10 @@ def load_excerpts(file: Path) -> list[Excerpt]:
         excerpts = [Excerpt(str(e["file"]), int(e["line"]), str(e["prompt"])) for e in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{file}: prompts cannot be read ({error!r}); lab/make_demo_prompts.py writes them"
+            f"{file}: prompts cannot be read ({error!r}); python -m lab.pair.make writes them"
         ) from error
     if not excerpts:
-        raise ConfigError(f"{file}: no prompts; lab/make_demo_prompts.py writes them")
+        raise ConfigError(f"{file}: no prompts; python -m lab.pair.make writes them")
     return excerpts
 
 

@@ -27,7 +27,7 @@ from jaxspec.nn.policy import make_policy
 from jaxspec.serve.request import RequestOutput, SpeculationMetrics
 from jaxspec.shapes import Array, Params
 from jaxspec.train import loop
-from lab import demo_losses, demo_optimizer
+from lab.pair import losses, optimizer
 
 PYTHON = os.environ.get("JAXSPEC_VLLM_PYTHON")
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="JAXSPEC_VLLM_PYTHON names no interpreter with vLLM")
@@ -90,8 +90,8 @@ def train_target(directory: Path, text_S: np.ndarray, steps: int) -> None:
 
     def loss_fn(params: Params, frozen: None, token_BT: Array, key: Array) -> tuple[Array, dict[str, Array]]:
         logits, hidden = forward(params, token_BT[:, :-1])
-        ce = demo_losses.cross_entropy(logits, token_BT[:, 1:])
-        return ce + 0.01 * demo_losses.load_balance(hidden.routing), {"ce": ce}
+        ce = losses.cross_entropy(logits, token_BT[:, 1:])
+        return ce + 0.01 * losses.load_balance(hidden.routing), {"ce": ce}
 
     def batches(first: int) -> Iterator[np.ndarray]:
         return (windows(text_S, ROWS, LENGTH + 1, seed)[None] for seed in count(first))
@@ -99,7 +99,7 @@ def train_target(directory: Path, text_S: np.ndarray, steps: int) -> None:
     def init() -> Any:
         return net.initial(jax.random.key(0))
 
-    muon = demo_optimizer.build(steps, matrix_peak=4e-3, other_peak=4e-3, warmup=20)
+    muon = optimizer.build(steps, matrix_peak=4e-3, other_peak=4e-3, warmup=20)
     run = loop.TrainRun(
         directory=directory.with_name("target_run"), steps=steps, init=init, optimizer=muon, loss_fn=loss_fn,
         batches=batches, save_every=steps,
