@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ TEMPERATURES = (0.0, 1.0)
 ROWS, BATCH, NEIGHBORS = 8, 24, 4  # every fourth request has no grammar
 
 
-def speculations(draft: str | None) -> dict[str, dict[str, Any] | None]:
+def speculations(draft: str | None) -> dict[str, Mapping[str, Any] | None]:
     """Returns what is compared, plain decoding first."""
-    some: dict[str, dict[str, Any] | None] = {
+    some: dict[str, Mapping[str, Any] | None] = {
         PLAIN: None,
         "n-gram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1},
         "n-gram tree": {"method": "ngram", "speculative_token_tree": [2, 2], "prompt_lookup_min": 1},

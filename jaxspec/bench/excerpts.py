@@ -35,9 +35,7 @@ def load_excerpts(file: Path) -> list[Excerpt]:
         entries: Any = json.loads(file.read_text(encoding="utf-8"))
         excerpts = [Excerpt(str(e["file"]), int(e["line"]), str(e["prompt"])) for e in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{file}: prompts cannot be read ({error!r}); python -m lab.pair.make writes them"
-        ) from error
+        raise ConfigError(f"{file}: prompts cannot be read ({error!r}); python -m lab.pair.make writes them") from error
     if not excerpts:
         raise ConfigError(f"{file}: no prompts; python -m lab.pair.make writes them")
     return excerpts

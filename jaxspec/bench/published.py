@@ -76,7 +76,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 def _parquet(file: Path) -> list[dict[str, Any]]:
     try:
-        from pyarrow import parquet
+        from pyarrow import parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError(f"{file}: Parquet needs pyarrow (pip install pyarrow); or give a .jsonl") from None
     try:

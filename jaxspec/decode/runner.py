@@ -91,7 +91,7 @@ class Runner:
         """Frees a row."""
         return self.programs["retire"](state, np.int32(row))
 
-    def remember(self, state: DecodeState, text: Sequence[int]) -> DecodeState:
+    def remember(self, state: DecodeState, text: Sequence[int] | np.ndarray) -> DecodeState:
         """Gives the drafter a text that ended."""
         text_S = np.zeros(state.history_BS.shape[1], np.int32)
         text_S[: len(text)] = text

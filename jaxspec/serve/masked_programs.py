@@ -33,12 +33,13 @@ class MaskedPrograms:
 
     def __init__(self, programs: Programs, state: DecodeState, spec: EngineSpec, first: AnyTopology):
         """Begins to compile for what ``programs`` compile for, the first topology before the others."""
-        self._programs, self._plan = programs, StepPlan(spec.rule, 1, spec.logprobs)
+        self._programs, self._plan = programs, StepPlan(spec.rule, 1, spec.logprobs, routes=spec.routes)
         self._words = words_of(state.bias_BV.shape[1])
         arms = dict.fromkeys([first, *programs.drafters])
         target, drafters = programs.target, programs.drafters
         self._forces = {arm: takes_forced(drafters[arm], state, self._plan) for arm in arms}
-        shapes = {arm: StepShapes(*shapes_on((target, drafters[arm], state), None), self._plan) for arm in arms}
+        target, state = shapes_on(target, None), shapes_on(state, None)
+        shapes = {arm: StepShapes(target, shapes_on(drafters[arm], None), state, self._plan) for arm in arms}
         self.compiled = CompiledPrograms(
             {(name, arm): partial(StepShapes.compile, shapes[arm], name) for arm in arms for name in STEPS}
         )

@@ -199,8 +199,8 @@ class Scheduler:
             prompt.route = sample.routes.add
         reading = Reading(sample, prompt, sampling, bias_V, self._spec.logprobs)
         # Log-probabilities of a prompt, and the experts of its tokens, come of reading it.
-        skips = self.prefix is None or reading.scored or sample.routes is not None
-        sample.blocks = None if skips else self.prefix.begin(sample, self._metrics)
+        reads_all = reading.scored or sample.routes is not None
+        sample.blocks = None if self.prefix is None or reads_all else self.prefix.begin(sample, self._metrics)
         self.reading.append(reading)
 
     def _leave(self, row: int, sample: Sample) -> None:
