@@ -15,7 +15,8 @@ class ImportArgs:
     """Flags of ``jaxspec import``, such as: jaxspec import downloaded/head imported --target models/mine.
 
     Attributes:
-      head: Directory of a draft head: EAGLE-1, EAGLE-3, P-EAGLE, speculators or Medusa, safetensors or PyTorch.
+      head: Directory of a draft head: EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DSpark, speculators or Medusa, safetensors or
+        PyTorch.
       out: Directory to write; an older head in it is replaced.
       target: Directory of the model that it drafts for, or demo.
       color: Colors on a terminal.

@@ -144,7 +144,9 @@ def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Roo
         if expert_BKYA is not None and expert is not None:
             expert_BKYA = _put(expert_BKYA, expert, k)
         if selection is not None:
-            selection = select_next(selection, anchor, k, logp[:, 0], None if expert is None else expert[:, 0])
+            sure = cell.confidence(last_BTD)
+            parts = (None if x is None else x[:, 0] for x in (expert, sure))
+            selection = select_next(selection, anchor, k, logp[:, 0], *parts)
         return Chain(
             token_B,
             _put(chain.token_BN, token_B[:, None], k),

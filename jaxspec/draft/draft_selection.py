@@ -47,7 +47,12 @@ def empty_selection(costs: DraftCosts, eligible_B: Array, drafts: int, layers: i
 
 
 def select_next(
-    selection: DraftSelection, anchor: Anchor, k: Array | int, score_BV: Array, expert_BYA: Array | None
+    selection: DraftSelection,
+    anchor: Anchor,
+    k: Array | int,
+    score_BV: Array,
+    expert_BYA: Array | None,
+    confidence_B: Array | None = None,
 ) -> DraftSelection:
     """Decides whether draft k + 1 of each row is verified.
 
@@ -68,10 +73,12 @@ def select_next(
       k: drafts before this one.
       score_BV: logits that the draft will be drawn from, at the row's temperature and without noise.
       expert_BYA: experts that it is predicted to touch.
+      confidence_B: a prediction of its acceptance that does not look at it; None takes the largest probability.
     """
     costs, sampling = anchor.draft_costs, anchor.sampling
     assert costs is not None, "without costs every draft is verified"
-    confidence_B = jnp.exp(jnp.max(score_BV, axis=-1) - jax.nn.logsumexp(score_BV, axis=-1))
+    if confidence_B is None:
+        confidence_B = jnp.exp(jnp.max(score_BV, axis=-1) - jax.nn.logsumexp(score_BV, axis=-1))
     certainty_B = selection.certainty_B * confidence_B
     survival_B = selection.survival_B * accepted_share(costs, confidence_B, sampling.temperature_B)
     limit_B = jnp.minimum(sampling.draft_limit_B, costs.max_drafts.astype(jnp.int32))

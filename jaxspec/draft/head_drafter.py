@@ -7,12 +7,14 @@ from jax import lax
 
 from jaxspec.cache.window import Window
 from jaxspec.draft.autoregress import Root, draft
+from jaxspec.draft.block_drafter import BlockDrafter
 from jaxspec.draft.last_hidden import last_index, scatter_last
 from jaxspec.draft.medusa_drafter import MedusaDrafter
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab, target_to_draft
 from jaxspec.models.apply import apply
+from jaxspec.models.block_head import BlockHead
 from jaxspec.models.caches import Layout, init_layer_caches, unstacked
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
@@ -149,7 +151,7 @@ class HeadDrafter(CachedDrafter):
 
 def head_drafter(
     head: Head, target: tuple[Transformer, Params], topology: AnyTopology, block: int
-) -> HeadDrafter | MedusaDrafter:
+) -> HeadDrafter | BlockDrafter | MedusaDrafter:
     """Returns the drafter that a head becomes for a target.
 
     Args:
@@ -162,4 +164,6 @@ def head_drafter(
     draft_id_V = None if head.ids_W is None else jnp.asarray(target_to_draft(head.ids_W, net.arch.vocab_size))
     if isinstance(head.net, Medusa):
         return MedusaDrafter(head.params, params, draft_id_V, head.net, net, topology)
+    if isinstance(head.net, BlockHead):
+        return BlockDrafter(head.params, params, draft_id_V, head.net, net, topology, block)
     return HeadDrafter(head.params, params, draft_id_V, head.net, net, topology, block)

@@ -16,6 +16,7 @@ from jaxspec.draft.speculation_schedule import SpeculationSchedule, schedule_of
 from jaxspec.draft.speculative_keys import DYNAMIC_KEYS, SpeculativeKeys, read_keys
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
+from jaxspec.models.block_head import BlockHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.trained_head import Head
@@ -40,6 +41,7 @@ class SpeculativeConfig:
       rule: verification rule, by name, or an object of the laboratory's.
       model: directory or hub id of the draft model or head.
       revision: branch, tag or commit of a hub id.
+      expected_length: tokens per pass that a head's model card promises, None where nothing was said.
       lookup_max, lookup_min: suffix lengths of n-gram matches.
       corpus: text files that are looked up, too.
       past_tokens: tokens of earlier requests that ``suffix`` looks up.
@@ -60,6 +62,7 @@ class SpeculativeConfig:
     exit_layer: int = 0
     pruning: PruningConfig = NO_PRUNING
     revision: str | None = None
+    expected_length: float | None = None
 
     @property
     def topology(self) -> AnyTopology:
@@ -67,7 +70,8 @@ class SpeculativeConfig:
         return self.schedule.topology
 
 
-HEADS = ("eagle", "eagle3", "peagle", "medusa", "shared_expert")
+BLOCKS = ("dflash", "dflash2", "dspark")
+HEADS = ("eagle", "eagle3", "peagle", "medusa", "shared_expert", *BLOCKS)
 LOOKUP_LENGTH, SUFFIX_LENGTH, PAST_TOKENS = 4, 8, 16_384
 WITH_MODEL = ("draft_model", "hybrid", *HEADS)
 LOOKUP = ("ngram", "suffix", "hybrid")
@@ -99,11 +103,16 @@ def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:
             "and give branching factors (speculative_token_tree) or num_speculative_tokens"
         )
     _check_model(keys, method)
+    if (keys.expected_acceptance_length or 1) > schedule.topology.max_depth + 1:
+        raise ConfigError(
+            f"speculative_config: expected_acceptance_length counts drafts and the bonus token, at most "
+            f"{schedule.topology.max_depth + 1} here; got {keys.expected_acceptance_length:g}"
+        )
     lookup = _lookup(keys, method, schedule)
     pruning = pruning_of(keys, method, all_chains=schedule.all_chains, synthetic=isinstance(rule, VerifyRule))
     return SpeculativeConfig(
         method, schedule, rule, keys.model, **lookup, exit_layer=keys.exit_layer or 0, pruning=pruning,
-        revision=keys.revision,
+        revision=keys.revision, expected_length=keys.expected_acceptance_length,
     )  # fmt: skip
 
 
@@ -116,6 +125,11 @@ def _check_model(keys: SpeculativeKeys, method: str) -> None:
         kind = "draft model" if method == "draft_model" else "head" if method in HEADS else "draft model or head"
         raise ConfigError(
             f'speculative_config: method "{method}" needs "model", the directory of the {kind} or a hub id'
+        )
+    if (length := keys.expected_acceptance_length) is not None and method not in HEADS:
+        raise ConfigError(
+            f"speculative_config: expected_acceptance_length is for draft heads ({', '.join(HEADS)}), got {length:g} "
+            f'for method "{method}"; leave it out'
         )
     if (method == "early_exit") != (keys.exit_layer is not None):
         raise ConfigError('speculative_config: method "early_exit" and "exit_layer" go together; give both or neither')
@@ -228,12 +242,18 @@ def _head_drafter(config: SpeculativeConfig, target: tuple[Transformer, Params],
             f'speculative_config: {config.model} holds a head of kind "{head.kind}", not "{config.method}"; '
             f'give method "{head.kind}"'
         )
+    deepest = max(t.max_depth for t in (topology, *config.schedule.trees))
     if isinstance(head.net, Medusa):
-        deepest = max(t.max_depth for t in (topology, *config.schedule.trees))
         if deepest > head.net.spec.heads:
             raise ConfigError(
                 f"speculative_config: {config.model} has {head.net.spec.heads} Medusa heads and drafts as many tokens; "
                 f"got a depth of {deepest}"
+            )
+    elif isinstance(head.net, BlockHead):
+        if deepest > head.net.spec.drafts:
+            raise ConfigError(
+                f"speculative_config: {config.model} drafts blocks of {head.net.spec.drafts} tokens; got a depth of "
+                f"{deepest}"
             )
     else:
         _check_tree(config, head.net.spec.arch, head.net.spec.arch.layers, "the head")

@@ -32,6 +32,10 @@ class NetworkDrafter(Drafter):
         """Predicts the experts that the target will choose for what is drafted, int32 [B, T, Y, A], if it can."""
         return None
 
+    def confidence(self, last_BTD: Any) -> Array | None:
+        """Predicts the probability [B, T] that what is drafted will be accepted, where something was trained to."""
+        return None
+
     def update_params(self, params: Params) -> Self:
         own, new = _shapes(self.params), _shapes(params)
         if wrong := sorted(name for name in own.keys() | new.keys() if own.get(name) != new.get(name)):

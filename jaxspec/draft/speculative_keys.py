@@ -37,6 +37,7 @@ MUST_BE = {
     "exit_layer": POSITIVE,
     "verify_budget": '"auto" or "off"',
     "draft_confidence_threshold": "a number from 0 to below 1",
+    "expected_acceptance_length": "a number from 1",
 }
 
 
@@ -70,6 +71,7 @@ class SpeculativeKeys(msgspec.Struct, frozen=True, kw_only=True):
     calibration: str | None = None
     verify_budget: Literal["auto", "off"] = "off"
     draft_confidence_threshold: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    expected_acceptance_length: Annotated[float, Meta(ge=1)] | None = None
 
     def given(self, *keys: str) -> list[str]:
         """Returns those of the keys that have a value."""

@@ -19,6 +19,7 @@ from jaxspec.decode.state import DecodeState, Target, init_state
 from jaxspec.draft.lazy_observer import RING_SIZE, LazyObserver
 from jaxspec.protocol import DraftCosts, Drafter
 from jaxspec.pytree import replace
+from jaxspec.serve.acceptance_alarm import AcceptanceAlarm
 from jaxspec.serve.allocation import allocate_on
 from jaxspec.serve.collect import Collected, collect, outcome_of
 from jaxspec.serve.compiled import Programs
@@ -71,6 +72,7 @@ class Engine:
         eos: set[int],
         control: Control | None = None,
         budget: VerifyBudget | None = None,
+        alarm: AcceptanceAlarm | None = None,
     ):
         """Begins to compile every program, for the mesh that the target's parameters lie on; see ``start``.
 
@@ -81,11 +83,12 @@ class Engine:
           eos: ids that end a text.
           control: chooses the topology of each dispatch; by default the drafter's own, always.
           budget: sets the prices of drafts; None verifies them all.
+          alarm: warns where far too few drafts are accepted.
 
         Raises:
           ConfigError: the mesh does not divide the rows.
         """
-        self.control, self.budget = control or Fixed(drafter.topology), budget
+        self.control, self.budget, self._alarm = control or Fixed(drafter.topology), budget, alarm
         turns = PLAIN in self.control.arms
         if turns and drafter.topology.drafts and drafter.needs == "hidden":
             drafter = LazyObserver(drafter, target.net.arch, max(RING_SIZE, 2 * spec.steps))
@@ -318,6 +321,8 @@ class Engine:
             self.control.record(decision, outcome)
         self.metrics.deciding_time_s += deciding_s + watch.lap()
         self.metrics.dispatched(decision, outcome)
+        if self._alarm is not None:
+            self._alarm.look(self.metrics.speculation)
         self._record_prices(decision, outcome, result)
 
     def _choose(self, rows: int, steps: int | None) -> Decision:

@@ -20,6 +20,7 @@ from jaxspec.decode.state import Target
 from jaxspec.draft import methods
 from jaxspec.errors import ConfigError, JaxspecError, RequestError
 from jaxspec.models.transformer import teacher_forced
+from jaxspec.serve.acceptance_alarm import alarm_of
 from jaxspec.serve.arguments import as_int, check_kinds, check_model, fit_to_model, parse_sizes, show_value
 from jaxspec.serve.compile_cache import use_compile_cache
 from jaxspec.serve.controls import budget_of, control_of, prior_of
@@ -180,7 +181,8 @@ class LLM(RunningEngine):
         block = math.gcd(BLOCK, self.spec.page) if self.spec.page else BLOCK
         target = Target(self.model.params, self.model.net, block)
         budget = budget_of(config.pruning, self.model.net.arch)
-        return Engine(target, drafter, self.spec, self.eos, decide_by_rank0(control), budget)
+        alarm = alarm_of(config, self.model.directory, download_dir)
+        return Engine(target, drafter, self.spec, self.eos, decide_by_rank0(control), budget, alarm)
 
     def finish_compiling(self) -> None:
         """Waits until every program is compiled, and lengths of ``"auto"`` are timed; call it before you measure.

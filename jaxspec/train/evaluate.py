@@ -18,6 +18,7 @@ from jaxspec.decode.step import StepPlan
 from jaxspec.draft.head_drafter import head_drafter
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
+from jaxspec.models.block_head import BlockHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
@@ -191,6 +192,11 @@ def make_evaluation(
         raise ConfigError(
             f"evaluation: lengths {list(e.lengths)}, but {net.spec.heads} Medusa heads draft at most as many tokens; "
             "lower evaluation.lengths or raise head.heads"
+        )
+    if isinstance(net, BlockHead) and max(e.lengths) > net.spec.drafts:
+        raise ConfigError(
+            f"evaluation: lengths {list(e.lengths)}, but a block has {net.spec.drafts} drafts; lower "
+            "evaluation.lengths or raise head.block.size"
         )
     asked = prompts(corpus.held_out, count=e.prompts, length=e.prompt_tokens)
     longest = max(len(p) for p in asked) + e.new_tokens

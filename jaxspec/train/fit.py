@@ -14,6 +14,7 @@ from jaxspec.checkpoint.heads.identify import is_head
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.checkpoint.load.places import unflatten
 from jaxspec.errors import JaxspecError
+from jaxspec.models.block_head import BlockHead
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.transformer import Transformer
@@ -97,7 +98,7 @@ def work_of(settings: RunSettings, target: TargetHeaders, mesh: Mesh | None, *, 
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
     target_bytes = held_bytes(unflatten(target.plan.leaves), mesh)
     # The last hidden state and the stream before its norm, what is asked for, and that once more side by side.
-    vectors = 2 + (2 * net.spec.parts if isinstance(net, DraftHead) else 0)
+    vectors = 2 + (2 * net.spec.parts if isinstance(net, DraftHead | BlockHead) else 0)
     loaded_twice = evaluated and arch.is_moe and mesh is None and jax.default_backend() == "cpu"
     width = arch.vocab_size if isinstance(net, Transformer) else net.spec.draft_vocab or arch.vocab_size
     return UpdateWork(

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 
 from jaxspec.cache.window import Segments
 from jaxspec.models.apply import apply
+from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, forward
 from jaxspec.nn.inputs import Inputs
 from jaxspec.shapes import Array, Params
 from jaxspec.train.batch import Batch, TeacherOutput, shift_left
+from jaxspec.train.block_loss import block_loss
 from jaxspec.train.draft_losses import recall, routing_loss, smooth_l1
 from jaxspec.train.objective import HeadObjective
 from jaxspec.train.unroll import Round, unroll, unroll_masked, weights
@@ -36,6 +38,8 @@ def head_loss(
         return _eagle(objective, net, params, teacher, batch, key)
     if isinstance(net, Medusa):
         return _score(objective, params, [teacher.features.last_BTD] * net.spec.heads, None, teacher, batch)
+    if isinstance(net, BlockHead):
+        return block_loss(objective, net, params, teacher, batch, key)
     return _model(objective, net, params, teacher, batch)
 
 

@@ -17,6 +17,7 @@ from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
 from jaxspec.protocol import CaptureSpec
 from jaxspec.shapes import Params
+from jaxspec.train.block_nets import KINDS, block_net
 from jaxspec.train.objective import Net
 from jaxspec.train.settings import HeadSettings
 
@@ -36,6 +37,9 @@ def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], po
     if settings.kind == "draft_model":
         return Transformer(layers, policy)
     _check_width(settings, arch)
+    if settings.kind in KINDS:
+        _check_taps(settings, arch)
+        return block_net(settings, layers, arch, width, _mask(settings, arch), policy)
     reads = (
         CaptureSpec()
         if settings.kind == "eagle"
@@ -55,7 +59,7 @@ def net_of(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any], po
         norm_output=settings.norm_output,
         draft_vocab=width,
         own_embedding=settings.own_embedding,
-        mask_token=_mask(settings, arch),
+        mask_token=_mask(settings, arch) if settings.kind == "peagle" else None,
         routing=routing,
         experts=_experts(arch, routing),
     )
@@ -128,11 +132,18 @@ def _taps(settings: HeadSettings, arch: ArchSpec) -> tuple[int, ...]:
     count = len(arch.layers)
     if settings.taps == "default":
         return tuple(sorted({min(2, count), count // 2, max(count - 3, 0)}))
-    if wrong := [b for b in settings.taps if not 0 <= b <= count]:
+    _check_taps(settings, arch)
+    return settings.taps
+
+
+def _check_taps(settings: HeadSettings, arch: ArchSpec) -> None:
+    count, taps = len(arch.layers), settings.taps
+    if taps == "default":
+        return
+    if wrong := [b for b in taps if not 0 <= b <= count]:
         raise ConfigError(
             f"head: taps {wrong} are beyond the target's depth; boundary b is the input of layer b, from 0 to {count}"
         )
-    return settings.taps
 
 
 def _chosen(layers: str | tuple[int, ...], arch: ArchSpec) -> tuple[int, ...]:
@@ -149,9 +160,7 @@ def _chosen(layers: str | tuple[int, ...], arch: ArchSpec) -> tuple[int, ...]:
     return layers
 
 
-def _mask(settings: HeadSettings, arch: ArchSpec) -> int | None:
-    if settings.kind != "peagle":
-        return None
+def _mask(settings: HeadSettings, arch: ArchSpec) -> int:
     token = arch.vocab_size - 1 if settings.mask_token is None else settings.mask_token
     if token >= arch.vocab_size:
         raise ConfigError(f"head: mask_token {token} is beyond the target's vocabulary of {arch.vocab_size}")

@@ -17,6 +17,7 @@ from jaxspec.checkpoint.load.model import Model
 from jaxspec.checkpoint.load.save import save_model
 from jaxspec.checkpoint.text.codec import TOKENIZER_FILES
 from jaxspec.errors import ConfigError
+from jaxspec.models.block_head import BlockHead, BlockSpec
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
@@ -123,6 +124,14 @@ def head_facts(objective: HeadObjective, corpus: Corpus) -> dict[str, str]:
 
 def _check_loss(loss: LossSettings, net: Net) -> None:
     """Refuses losses over what a head does not predict."""
+    if isinstance(net, BlockHead) and loss.noise:
+        raise ConfigError(f"loss: noise = {loss.noise}, but heads that draft blocks are trained without; set it to 0")
+    b, parts = loss.block, net.spec if isinstance(net, BlockHead) else BlockSpec
+    for weight, name, there in (
+        (b.confidence, "confidence", parts.confidence != "none"), (b.selector, "selector", parts.selector_rank > 0),
+    ):  # fmt: skip
+        if weight and not there:
+            raise ConfigError(f"loss.block: {name} = {weight}, but the head has no {name}; set it to 0")
     spec = net.spec if isinstance(net, DraftHead) else None
     if loss.feature and (spec is None or spec.join != "product"):
         raise ConfigError(

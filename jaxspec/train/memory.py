@@ -11,8 +11,10 @@ from jax.sharding import Mesh
 
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
+from jaxspec.models.block_head import BlockHead, BlockSpec
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
+from jaxspec.nn.anchored import QUERIES
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.shardings import named_shardings
@@ -179,6 +181,8 @@ def _rounds(work: UpdateWork, rows: int, *, remat: bool) -> int:
         spec = work.net.spec
         heads = spec.heads * (2 * spec.layers + 2) * spec.dim
         return 4 * places * heads + _vocabulary(work, rows, spec.heads)
+    if isinstance(work.net, BlockHead):
+        return _blocks(work, work.net.spec, rows, remat=remat)
     arch = work.net.spec.arch if isinstance(work.net, DraftHead) else work.net.arch
     count, slots = (o.rounds, float(o.rounds)) if isinstance(work.net, DraftHead) else (1, 1.0)
     if isinstance(work.net, DraftHead) and work.net.spec.mask_token is not None:
@@ -190,6 +194,23 @@ def _rounds(work: UpdateWork, rows: int, *, remat: bool) -> int:
     attention = max(_block_floats(layer, t) for layer in arch.layers)
     activations = int(4 * places * (slots * each + once))
     return activations + max(_vocabulary(work, rows, count), 4 * rows * attention)
+
+
+def _blocks(work: UpdateWork, spec: BlockSpec, rows: int, *, remat: bool) -> int:
+    """The same of heads that draft blocks, whose rows see the whole text."""
+    blocks = min(work.loss.block.anchors, work.length)
+    count, drafts, dim = rows * blocks * spec.block_size, rows * blocks * spec.drafts, spec.arch.model_dim
+    scores = min(count, rows * QUERIES) * (work.length + spec.block_size)
+    attention = max(6 * getattr(layer.attention, "heads", 16) * scores for layer in spec.arch.layers)
+    kept = attention if blocks * spec.block_size <= QUERIES else 0
+    layers = sum(_kept_floats(layer, dim, BLOCK + 1, 1) + 8 * dim * (spec.conv_taps > 0) for layer in spec.arch.layers)
+    text = rows * work.length * (6 * dim + sum(2 * _cached_floats(layer) for layer in spec.arch.layers))
+    read = dim + 2 * spec.markov_rank + spec.selector_rank + work.arch.model_dim
+    some = default_positions(rows, blocks * spec.drafts, work.arch.vocab_size, work.width, 1)
+    vocabulary = 4 * work.arch.vocab_size * work.arch.model_dim
+    vocabulary += rows * some * position_bytes(work.arch.vocab_size, work.width, 1)
+    activations = 4 * (count * (6 * dim + layers) + text + len(spec.arch.layers) * kept + 3 * drafts * read)
+    return int(activations / (2 if remat else 1)) + max(vocabulary, 4 * attention)
 
 
 def _kept_floats(layer: LayerSpec, dim: int, length: int, rounds: int) -> int:

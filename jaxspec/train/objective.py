@@ -1,5 +1,6 @@
 """What a head is trained towards: the target, the draft vocabulary, and the losses."""
 
+from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
@@ -8,7 +9,7 @@ from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
 from jaxspec.train.settings import LossSettings
 
-Net = DraftHead | Medusa | Transformer
+Net = DraftHead | BlockHead | Medusa | Transformer
 
 
 @pytree
@@ -36,7 +37,7 @@ class HeadObjective:
     @property
     def reads(self) -> CaptureSpec:
         """The streams of the target that the head reads."""
-        return self.net.spec.reads if isinstance(self.net, DraftHead) else NO_CAPTURE
+        return self.net.spec.reads if isinstance(self.net, DraftHead | BlockHead) else NO_CAPTURE
 
     @property
     def routing(self) -> tuple[int, ...]:

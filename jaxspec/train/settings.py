@@ -8,6 +8,7 @@ import msgspec
 from jaxspec.checkpoint.files.fingerprint import fingerprint
 from jaxspec.config import find_config, read_toml, to_record
 from jaxspec.errors import ConfigError
+from jaxspec.train.block_settings import BlockLoss, BlockSettings
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,7 +30,8 @@ class HeadSettings(Record, frozen=True):
       layers: decoder layers; Medusa: residual layers of each of its heads.
       heads: Medusa's heads.
       hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of its layers.
-      taps: layer boundaries whose residual streams it reads (``hidden_states[b]``); ``default`` is 2, L // 2 and L - 3.
+      taps: layer boundaries whose residual streams it reads (``hidden_states[b]``); ``default`` is 2, L // 2 and L - 3,
+        of heads that draft blocks as many as they have layers.
       commons: expert layers whose shared experts it reads; ``default`` spreads three over the depth.
       routing: expert layers whose choices it predicts.
       draft_vocab_size: W, tokens that it can draft; none is the whole vocabulary.
@@ -37,13 +39,14 @@ class HeadSettings(Record, frozen=True):
       from_target: whether these start as the target's, where widths agree.
       norm_before_residual, norm_before_fc, fc_norm, norm_output: as EAGLE-3's configs name them.
       bias: whether the product in front of the layers has a bias.
-      mask_token: token that stands for those P-EAGLE has not drafted yet; by default the vocabulary's last.
+      mask_token: token that stands for those that are not drafted yet; by default the vocabulary's last.
       rope_theta: base of its rotary positions.
+      block: of heads that draft blocks.
       start: directory of a head, of any format that ``jaxspec import`` reads, or of a draft model, that is trained
         further; it says everything but the kind.
     """
 
-    kind: Literal["eagle", "eagle3", "peagle", "medusa", "shared_expert", "draft_model"]
+    kind: Literal["eagle", "eagle3", "peagle", "medusa", "shared_expert", "dflash", "dflash2", "dspark", "draft_model"]
     layers: int = 1
     heads: int = 4
     hidden_size: int | None = None
@@ -65,6 +68,7 @@ class HeadSettings(Record, frozen=True):
     bias: bool = True
     mask_token: int | None = None
     rope_theta: float | None = None
+    block: BlockSettings = BlockSettings()
     start: str | None = None
 
     def __post_init__(self) -> None:
@@ -192,6 +196,7 @@ class LossSettings(Record, frozen=True):
       keep: share of a round's slots that the next round keeps, for P-EAGLE.
       keep_least: share of all slots that every round keeps at least.
       skip_unknown: whether positions are left out where the target's best token is outside of the draft vocabulary.
+      block: of heads that draft blocks, which have no rounds.
     """
 
     kind: Literal["soft_ce", "kl", "reverse_kl", "tv", "lk_alpha", "lk_hybrid"] = "soft_ce"
@@ -204,6 +209,7 @@ class LossSettings(Record, frozen=True):
     keep: float = 0.7
     keep_least: float = 0.2
     skip_unknown: bool = True
+    block: BlockLoss = BlockLoss()
 
     def __post_init__(self) -> None:
         _at_least("loss", self, rounds=1, decay=0, token=0, feature=0, routing=0, noise=0)

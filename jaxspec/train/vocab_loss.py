@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.models.apply import apply
+from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer, head
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
+from jaxspec.train.block_vocab import READS, block_losses
 from jaxspec.train.draft_losses import DRAFT_LOSSES, TargetPrediction, target_prediction
 from jaxspec.train.objective import HeadObjective, Net
 
@@ -63,6 +65,8 @@ def _reads(net: Net, name: str) -> bool:
     """Whether the vocabulary product reads a parameter of the trained network."""
     if isinstance(net, Medusa):
         return True
+    if isinstance(net, BlockHead):
+        return name in READS
     if isinstance(net, DraftHead):
         return name == "head_DW"
     return name in PRODUCTS
@@ -124,10 +128,26 @@ def _walk(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array
 
 def _one(task: VocabTask, rest: Params, j: int, p: TargetPrediction, share_BX: Array, trained: Params, last_BXD: Array):
     """Loss of some positions of one round, and where the draft is the target's best token."""
+    if isinstance(net := task.objective.net, BlockHead):
+        return _of_block(task, {"params": {**rest, **trained}}, net.spec.drafts, p, share_BX, last_BXD)
     logq = jax.nn.log_softmax(_logits(task.objective, {"params": {**rest, **trained}}, j, last_BXD), axis=-1)
     kept = jnp.where(p.knows_BX, share_BX, 0.0) if task.objective.loss.skip_unknown else share_BX
     hit_BX = (jnp.argmax(logq, axis=-1) == p.best_BX) & p.knows_BX
     return jnp.sum(DRAFT_LOSSES[task.objective.loss.kind](p, logq) * kept), hit_BX
+
+
+def _of_block(task: VocabTask, params: Params, drafts: int, p: TargetPrediction, share_BX: Array, joined_BXY: Array):
+    """The same of whole blocks, whose drafts D-PACE (2605.18810) weighs by the tokens that follow from them."""
+    loss_BX, best_BX, label_BX = block_losses(task.objective, params, p, joined_BXY)
+    alpha = task.objective.loss.block.pace
+    if alpha:
+        label_BNK = lax.stop_gradient(label_BX).reshape(len(label_BX), -1, drafts)
+        counts_BNK = share_BX.reshape(label_BNK.shape) > 0
+        through_BNK = jnp.cumprod(jnp.where(counts_BNK, (1 - alpha) * jnp.exp(label_BNK) + alpha, 1.0), axis=2)
+        later_BNK = jnp.cumsum(jnp.where(counts_BNK, through_BNK, 0.0)[..., ::-1], axis=2)[..., ::-1]
+        share_BX = share_BX * later_BNK.reshape(share_BX.shape)
+    kept_BX = jnp.where(p.knows_BX, share_BX, 0.0) if task.objective.loss.skip_unknown else share_BX
+    return jnp.sum(loss_BX * kept_BX), (best_BX == p.best_BX) & p.knows_BX
 
 
 def _logits(objective: HeadObjective, params: Params, j: int, last_BXD: Array) -> Array:

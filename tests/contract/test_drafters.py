@@ -18,6 +18,7 @@ from jaxspec.draft import methods
 from jaxspec.draft.lazy_observer import LazyObserver
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
+from jaxspec.models.block_head import BlockHead, BlockSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa, MedusaSpec
@@ -53,6 +54,7 @@ SHAPES = [{"num_speculative_tokens": 1}, {"num_speculative_tokens": 4}, {"specul
 METHODS = ["none", *methods.METHODS]
 # Drafters that share their walk with one that takes every shape take a chain: each shape costs seconds of compilation.
 LIMITED = {"none": SHAPES[:1], "ngram": SHAPES[:3], "peagle": SHAPES[1::2], "medusa": SHAPES[1:3]}
+LIMITED |= {"dflash": SHAPES[1::2], "dflash2": SHAPES[1:2], "dspark": SHAPES[1:3]}
 LIMITED |= dict.fromkeys(("eagle", "shared_expert", "early_exit", "hybrid", "suffix"), SHAPES[1:2])
 CASES = [(m, s) for m in METHODS for s in LIMITED.get(m, SHAPES)]
 
@@ -97,6 +99,9 @@ def head_of(method: str) -> Head:
         net = Medusa(MedusaSpec(4, 1, arch.model_dim, VOCAB, len(own)), policy)
         return Head(net, _initial(net), own)
     layer = arch_of({**CONFIG, "model_type": "llama", "num_hidden_layers": 1, "num_nextn_predict_layers": 0})
+    if method in methods.BLOCKS:
+        net = BlockHead(block_spec(method, layer, len(own)), policy)
+        return Head(net, _initial(net), own if net.spec.draft_vocab else None)
     wanted: dict[str, Any] = {
         "eagle": {"last": True, "join": "product", "join_bias": True},
         "eagle3": {"reads": CaptureSpec(taps=(0, 1, 2))},
@@ -106,6 +111,23 @@ def head_of(method: str) -> Head:
     whole = method == "eagle"
     net = DraftHead(HeadSpec(layer, arch.model_dim, draft_vocab=0 if whole else len(own), **wanted[method]), policy)
     return Head(net, _initial(net), None if whole else own)
+
+
+def block_spec(method: str, layer: ArchSpec, width: int) -> BlockSpec:
+    """A head that drafts blocks of each kind; the windows of DSpark's layers end at the anchor."""
+    wanted: dict[str, Any] = {
+        "dflash": {"block_size": 6, "draft_vocab": width},
+        "dflash2": {"block_size": 6, "conv_taps": 2, "conv_group": 4, "selector_rank": 4, "selector_top_k": 5},
+        "dspark": {
+            "block_size": 5, "draft_vocab": width, "from_anchor": True, "markov_rank": 4, "markov_kind": "rnn",
+            "confidence": "markov", "window_from_anchor": True, "causal": (False, False),
+        },
+    }  # fmt: skip
+    first, windowed = layer.layers[0], changed(layer.layers[0].attention, window=7)
+    layers = (first, changed(first, attention=windowed)) if method == "dspark" else (first,)
+    return BlockSpec(
+        changed(layer, layers=layers), layer.model_dim, CaptureSpec(taps=(1, 2)), mask_token=5, **wanted[method]
+    )
 
 
 def config_of(method: str, shape: dict) -> dict | None:
@@ -185,7 +207,16 @@ def committed(state, length_B: np.ndarray) -> Iterator[np.ndarray]:
 
 def test_the_catalog_builds_what_it_names():
     built = {type(drafter_of(m, SHAPES[0])).__name__ for m in METHODS}
-    assert built == {"NoDrafts", "Ngram", "SmallLm", "MtpHeads", "HeadDrafter", "MedusaDrafter", "Hybrid"}
+    assert built == {
+        "NoDrafts",
+        "Ngram",
+        "SmallLm",
+        "MtpHeads",
+        "HeadDrafter",
+        "BlockDrafter",
+        "MedusaDrafter",
+        "Hybrid",
+    }
     assert all(head_of(kind).kind == kind for kind in methods.HEADS)
 
 
@@ -363,7 +394,7 @@ def test_trees_are_refused_where_attention_cannot_branch(method: str, whose: str
     build = partial(methods.build, target=target, block=BLOCK, model=odd_drafting(method))
     build(methods.parse(config_of(method, {"num_speculative_tokens": 2})))
     tree = methods.parse(config_of(method, {"speculative_token_tree": [2, 2]}))
-    if whose == "draft" and method in ("ngram", "medusa", "early_exit"):
+    if whose == "draft" and method in ("ngram", "medusa", "early_exit", *methods.BLOCKS):
         assert build(tree).topology == tree.topology
         return
     with pytest.raises(ConfigError, match=r"tree is not possible for .*: its attention cannot branch; use num_spec"):

@@ -16,14 +16,16 @@ from jaxspec.draft.hybrid import Hybrid
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.errors import ConfigError
+from jaxspec.models.block_head import BlockHead, BlockSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.trained_head import Head
 from jaxspec.protocol import CaptureSpec, Drafter
+from jaxspec.pytree import replace
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
-from jaxspec.topology import Topology, chain, tree
+from jaxspec.topology import AnyTopology, DynamicTree, chain, tree
 from jaxspec.train.batch import Batch
 from jaxspec.train.evaluate import AcceptanceEvaluator, EvalSpec
 from jaxspec.train.head_loss import head_loss
@@ -37,10 +39,19 @@ from tests.oracle.conftest import CONFIG, VOCAB, Lab, Wheel, generate, mixed_req
 DIM, KNOWN = CONFIG["hidden_size"], np.arange(0, VOCAB, dtype=np.int32)[4:]
 LAYER = {k: v for k, v in CONFIG.items() if "expert" not in k and "moe" not in k and k != "architectures"}
 OWN = arch_of(LAYER | {"model_type": "llama", "num_hidden_layers": 1})
+NEAR = replace(OWN.layers[0], attention=replace(OWN.layers[0].attention, window=8))
 NETS = {
     "eagle": HeadSpec(OWN, DIM, last=True, join="product", join_bias=True),
     "peagle": HeadSpec(OWN, DIM, CaptureSpec(taps=(0, 1, 2)), draft_vocab=len(KNOWN), mask_token=1),
     "medusa": MedusaSpec(4, 1, DIM, VOCAB),
+    "dflash": BlockSpec(OWN, DIM, CaptureSpec(taps=(1, 2)), 6, mask_token=1),
+    "dflash2": BlockSpec(
+        OWN, DIM, CaptureSpec(taps=(1, 2)), 6, 1, conv_taps=2, conv_group=4, selector_rank=4, selector_top_k=8
+    ),
+    "dspark": BlockSpec(
+        replace(OWN, layers=(NEAR, *OWN.layers)), DIM, CaptureSpec(taps=(0, 2)), 4, 1, True, causal=(True, False),
+        draft_vocab=len(KNOWN), markov_rank=4, confidence="markov",
+    ),
     "shared_expert": HeadSpec(
         OWN, DIM, CaptureSpec((2,), (0, 1)), fc_norm=True, draft_vocab=len(KNOWN), routing=(0, 1), experts=4
     ),
@@ -62,7 +73,8 @@ def head_of(lab: Lab, kind: str) -> Head:
     """A head; the one that learns has seen the very texts that it will draft."""
     if kind not in lab.loaded:
         spec, policy = NETS[kind], lab.model("target", layout="stacked").net.policy
-        net = Medusa(spec, policy) if isinstance(spec, MedusaSpec) else DraftHead(spec, policy)
+        kinds = {MedusaSpec: Medusa, BlockSpec: BlockHead, HeadSpec: DraftHead}
+        net = kinds[type(spec)](spec, policy)
         head = Head(net, jax.jit(net.initial)(jax.random.key(1)), KNOWN if spec.draft_vocab else None)
         head = train(lab, net, head) if kind == LEARNT and isinstance(net, DraftHead) else head
         serving, lab.loaded[f"{kind} in training"] = lab.model("target").net.policy, head
@@ -96,7 +108,7 @@ def train(lab: Lab, net: DraftHead, head: Head) -> Head:
     return Head(net, learn(objective, head.params, batch), head.ids_W)
 
 
-def drafter_of(lab: Lab, kind: str, topology: Topology) -> Drafter:
+def drafter_of(lab: Lab, kind: str, topology: AnyTopology) -> Drafter:
     target = lab.model("target")
     base = (target.net, target.params)
     if kind == "early_exit":
@@ -108,14 +120,19 @@ def drafter_of(lab: Lab, kind: str, topology: Topology) -> Drafter:
 
 
 CASES = [(kind, chain(4)) for kind in (*NETS, "early_exit", "hybrid")] + [(LEARNT, tree((2, 2)))]
+CASES += [("dflash", DynamicTree(top_k=7, steps=5, nodes=8)), ("dspark", tree((2, 2))), ("dflash2", tree((2, 1)))]
 QUICK = ("medusa", LEARNT, "hybrid")  # the others draft in the same loop
+IN_BLOCKS = ("dspark", chain(4))
 
 
 @pytest.mark.parametrize(
     ("kind", "topology"),
-    [pytest.param(k, t, id=f"{k}-{t.drafts}", marks=[] if k in QUICK else [pytest.mark.slow]) for k, t in CASES],
+    [
+        pytest.param(k, t, id=f"{k}-{t.name}", marks=[] if k in QUICK or (k, t) == IN_BLOCKS else [pytest.mark.slow])
+        for k, t in CASES
+    ],
 )
-def test_heads_change_nothing_but_the_speed(lab: Lab, kind: str, topology: Topology):
+def test_heads_change_nothing_but_the_speed(lab: Lab, kind: str, topology: AnyTopology):
     requests = mixed_requests("mixed")
     outputs = lab.run(drafter_of(lab, kind, topology), requests)
     assert tokens_of(outputs) == tokens_of(lab.reference("mixed", requests))

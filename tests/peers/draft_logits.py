@@ -78,11 +78,11 @@ def loaded_by_speculators(kind, head):
     return model, found
 
 
-def check(model, head):
-    """Every tensor of the file must stand in the model, and every one of the model's must come from the file."""
+def check(model, head, of_target=()):
+    """Every tensor of the file must stand in the model, and the model's come from the file, or here from the target."""
     model.eval()
     loaded, stored = model.state_dict(), load_file(Path(head) / "model.safetensors")
-    wrong = [name for name in loaded if name not in stored and not name.startswith("verifier_")]
+    wrong = [name for name in loaded if name not in stored and not name.startswith(("verifier_", *of_target))]
     wrong += [name for name in stored if name not in loaded or not torch.equal(stored[name], loaded[name])]
     if wrong:
         sys.exit(f"{head}: {sorted(wrong)} differ between the file and what the peer loaded")

@@ -135,6 +135,10 @@ def _views(archive: zipfile.ZipFile) -> dict[str, _View]:
     state = _Unpickler(io.BytesIO(archive.read(index))).load()
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
+    if isinstance(state, _View):
+        state = {"tensor": state}
+    if isinstance(state, dict):  # notes beside the tensors
+        state = {name: value for name, value in state.items() if not isinstance(value, int | str)}
     if not isinstance(state, dict) or not all(isinstance(view, _View) for view in state.values()):
         raise CheckpointError("it is not a dictionary of tensors")
     return {str(name): view for name, view in state.items()}

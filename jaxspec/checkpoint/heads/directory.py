@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.heads.formats import ExportFormat, Verifier, config_for, names_in
-from jaxspec.checkpoint.heads.identify import is_head, spec_of
+from jaxspec.checkpoint.heads.identify import AnySpec, is_head, spec_of
 from jaxspec.checkpoint.heads.tensor_names import head_rules
 from jaxspec.checkpoint.heads.tensors import HeadFiles
 from jaxspec.checkpoint.load.fill import fill
@@ -26,6 +26,7 @@ from jaxspec.checkpoint.names.packs import PACKS
 from jaxspec.checkpoint.names.table import Unread
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
+from jaxspec.models.block_head import BlockHead, BlockSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.trained_head import Head
@@ -87,11 +88,13 @@ def stored_policy(directory: str | Path) -> Policy:
     return make_policy(kind)
 
 
-def _net(spec: HeadSpec | MedusaSpec, policy: Policy) -> DraftHead | Medusa:
+def _net(spec: AnySpec, policy: Policy) -> DraftHead | BlockHead | Medusa:
+    if isinstance(spec, BlockSpec):
+        return BlockHead(spec, policy)
     return Medusa(spec, policy) if isinstance(spec, MedusaSpec) else DraftHead(spec, policy)
 
 
-def vocabulary(files: HeadFiles, spec: HeadSpec | MedusaSpec) -> np.ndarray | None:
+def vocabulary(files: HeadFiles, spec: AnySpec) -> np.ndarray | None:
     """Returns the target's ids of the draft vocabulary, None if it is the whole one.
 
     Raises:
@@ -139,8 +142,8 @@ def save_head(
     Args:
       head: with its parameters in any dtype, which the files keep.
       directory: made, or replaced where it holds a head.
-      form: ``native``, or what other engines read: ``eagle3`` (vLLM, SGLang, SpecForge), ``speculators`` (vLLM) or
-        ``medusa``.
+      form: ``native``, or what other engines read: ``eagle3`` (vLLM, SGLang, SpecForge), ``dflash`` (the same, of heads
+        that draft blocks), ``speculators`` (vLLM) or ``medusa``.
       verifier: the target, which ``speculators`` configs name.
 
     Raises:

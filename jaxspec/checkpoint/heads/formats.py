@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxspec.checkpoint.heads.identify import FLAGS, INSIDE, NATIVE, TAPS
+from jaxspec.checkpoint.heads.block_formats import block_config, block_speculators, native_block, unable_block
+from jaxspec.checkpoint.heads.identify import FLAGS, INSIDE, NATIVE, TAPS, AnySpec
 from jaxspec.checkpoint.heads.layers import layers_config
 from jaxspec.errors import ConfigError
+from jaxspec.models.block_head import BlockSpec
 from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.nn.attention import AttentionSpec
 
-ExportFormat = Literal["native", "eagle3", "speculators", "medusa"]
-FORMATS: tuple[ExportFormat, ...] = ("native", "eagle3", "speculators", "medusa")
+ExportFormat = Literal["native", "eagle3", "dflash", "speculators", "medusa"]
+FORMATS: tuple[ExportFormat, ...] = ("native", "eagle3", "dflash", "speculators", "medusa")
 SPECULATORS_VERSION = "0.9.0"  # of the layout that is written
 
 
@@ -31,7 +33,7 @@ class Verifier:
 
 
 def config_for(
-    spec: HeadSpec | MedusaSpec, form: ExportFormat, dtype: str, *, reduced: bool, verifier: Verifier | None
+    spec: AnySpec, form: ExportFormat, dtype: str, *, reduced: bool, verifier: Verifier | None
 ) -> dict[str, Any]:
     """Builds the ``config.json`` of a head in a format.
 
@@ -47,31 +49,50 @@ def config_for(
         )
     if isinstance(spec, MedusaSpec):
         return _native_medusa(spec, dtype) if form == "native" else _medusa(spec, dtype)
+    if isinstance(spec, BlockSpec):
+        return _of_block(spec, form, dtype, verifier)
     if form == "native":
         return _native(spec, dtype)
     if form == "eagle3":
         return _eagle3(spec, dtype)
+    return _speculators(spec, dtype, _named(verifier))
+
+
+def _of_block(spec: BlockSpec, form: ExportFormat, dtype: str, verifier: Verifier | None) -> dict[str, Any]:
+    if form == "native":
+        return {"architectures": [NATIVE], "dtype": dtype} | native_block(spec)
+    if form == "dflash":
+        return block_config(spec) | {"torch_dtype": dtype}
+    stated = {"speculators_version": SPECULATORS_VERSION, "torch_dtype": dtype}
+    return block_speculators(spec, _config_of(_named(verifier), spec.drafts)) | stated
+
+
+def _named(verifier: Verifier | None) -> Verifier:
     if verifier is None:
         raise ConfigError(
             "head: a speculators config names the target, for vLLM to load it; give its directory (--target) or its "
             "name (--verifier-name)"
         )
-    return _speculators(spec, dtype, verifier)
+    return verifier
 
 
-def unable(spec: HeadSpec | MedusaSpec, form: ExportFormat, *, reduced: bool) -> list[str]:
+def unable(spec: AnySpec, form: ExportFormat, *, reduced: bool) -> list[str]:
     """Lists why a format cannot express a head; empty if it can."""
     if form == "native":
         return []
     if isinstance(spec, MedusaSpec):
         return _unable_medusa(spec, form, reduced=reduced)
+    if isinstance(spec, BlockSpec):
+        return unable_block(spec, form)
+    if form == "dflash":
+        return ["it does not draft blocks"]
     if form == "medusa":
         return ["it has decoder layers, Medusa heads have none"]
     why = _unable_everywhere(spec)
     return why + (_unable_eagle3(spec) if form == "eagle3" else _unable_speculators(spec))
 
 
-def _other_form(spec: HeadSpec | MedusaSpec, form: ExportFormat, *, reduced: bool) -> str:
+def _other_form(spec: AnySpec, form: ExportFormat, *, reduced: bool) -> str:
     """Says what can be done instead."""
     able = [other for other in FORMATS if other not in (form, "native") and not unable(spec, other, reduced=reduced)]
     others = f"These formats can: {', '.join(able)}" if able else "No other engine's format can"
@@ -123,9 +144,9 @@ def _unable_speculators(spec: HeadSpec) -> list[str]:
     return [words for words, applies in asked.items() if applies]
 
 
-def names_in(name: str, spec: HeadSpec | MedusaSpec, form: ExportFormat) -> tuple[str, ...]:
+def names_in(name: str, spec: AnySpec, form: ExportFormat) -> tuple[str, ...]:
     """Returns a tensor's name in a format; two names where engines expect different ones."""
-    if form != "eagle3" or isinstance(spec, MedusaSpec) or spec.mask_token is not None:
+    if form != "eagle3" or not isinstance(spec, HeadSpec) or spec.mask_token is not None:
         return (name,)
     if len(spec.arch.layers) == 1:
         return (name.replace("layers.0.", "midlayer.", 1),)
@@ -204,12 +225,6 @@ def _mask(spec: HeadSpec) -> dict[str, Any]:
 def _speculators(spec: HeadSpec, dtype: str, verifier: Verifier) -> dict[str, Any]:
     parallel = spec.mask_token is not None
     algorithm = "peagle" if parallel else "eagle3"
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": verifier.drafts,
-        "accept_tolerance": 0.0,
-        "verifier_accept_k": 1,
-    }
     return {
         "architectures": ["PEagleSpeculator" if parallel else "Eagle3Speculator"],
         "speculators_model_type": algorithm,
@@ -222,12 +237,21 @@ def _speculators(spec: HeadSpec, dtype: str, verifier: Verifier) -> dict[str, An
         "eagle_config": _taps(spec)["eagle_config"],
         **_mask(spec),
         "transformer_layer_config": layers_config(spec.arch),
-        "speculators_config": {
-            "algorithm": algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier.name, "architectures": verifier.architectures},
-        },
+        "speculators_config": {"algorithm": algorithm} | _config_of(verifier, verifier.drafts),
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
+    }
+
+
+def _config_of(verifier: Verifier, drafts: int) -> dict[str, Any]:
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": drafts,
+        "accept_tolerance": 0.0,
+        "verifier_accept_k": 1,
+    }
+    return {
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"name_or_path": verifier.name, "architectures": verifier.architectures},
     }

@@ -6,28 +6,30 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import Any, Literal
 
+from jaxspec.checkpoint.heads.block_config import METHODS, TITLES, block_faults, block_spec, is_block
 from jaxspec.checkpoint.heads.layers import layers_of
 from jaxspec.checkpoint.heads.tensors import HeadFiles
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
+from jaxspec.models.block_head import BlockSpec
 from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.protocol import CaptureSpec
 
-HeadFormat = Literal["native", "eagle1", "eagle3", "speculators", "medusa"]
+HeadFormat = Literal["native", "eagle1", "eagle3", "speculators", "medusa", "block"]
+AnySpec = HeadSpec | BlockSpec | MedusaSpec
 Config = Mapping[str, Any]
 
 NATIVE = "JaxspecDraftHead"
 TAPS = "eagle_aux_hidden_state_layer_ids"
 MASK_KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-SPECULATORS = ("eagle3", "peagle")
-BLOCKWISE = ("DFlash", "DSpark", "Domino")
+SPECULATORS = ("eagle3", "peagle", *METHODS)
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 MEDUSA_NAME = re.compile(r"\d+\.\d+\.(linear\.)?weight$")
 INSIDE = tuple(field.name for field in fields(HeadSpec) if field.name not in ("arch", "reads"))
 KNOWN = (
     f"{NATIVE} (ours), EAGLE-1 and EAGLE-3 of SafeAILab, SpecForge, SGLang and ModelOpt, EAGLE-3 with latent "
-    f"attention, speculators ({', '.join(SPECULATORS)}), P-EAGLE and Medusa"
+    f"attention, speculators ({', '.join(SPECULATORS)}), P-EAGLE, Medusa, DFlash, DFlash2 and DSpark"
 )
 
 
@@ -45,8 +47,8 @@ def head_format(config: Config, names: tuple[str, ...]) -> HeadFormat:
         raise ConfigError(f"head: speculators_model_type {method!r} is not supported; known are {KNOWN}")
     if method is not None:
         return "speculators"
-    if "dflash_config" in config or any(word in titles for word in BLOCKWISE):
-        raise ConfigError(f"head: {titles or 'dflash_config'} drafts blocks, which is not supported; known are {KNOWN}")
+    if is_block(config, titles):
+        return "block"
     if "medusa_num_heads" in config or any(MEDUSA_NAME.match(name) for name in names):
         return "medusa"
     if "layers.0.hidden_norm.weight" in names:
@@ -64,10 +66,10 @@ def is_head(config: Config) -> bool:
     """Whether a config is that of a draft head rather than of a model."""
     titles = _titles(config)
     keys = ("speculators_model_type", "medusa_num_heads", "eagle_config", "dflash_config", "draft_vocab_size", TAPS)
-    return any(key in config for key in keys) or any(word in titles for word in (NATIVE, "Eagle", "Medusa"))
+    return any(key in config for key in keys) or any(word in titles for word in (NATIVE, "Eagle", "Medusa", *TITLES))
 
 
-def spec_of(config: Config, files: HeadFiles, target: ArchSpec | None) -> HeadSpec | MedusaSpec:
+def spec_of(config: Config, files: HeadFiles, target: ArchSpec | None) -> AnySpec:
     """Builds the spec of a head.
 
     Args:
@@ -85,6 +87,8 @@ def spec_of(config: Config, files: HeadFiles, target: ArchSpec | None) -> HeadSp
         raise ConfigError(f"head: what it means depends on its target ({kind} format); name the target's directory")
     elif kind == "medusa":
         spec = _medusa(config, files, target)
+    elif kind == "block" or config.get("speculators_model_type") in METHODS:
+        spec = block_spec(config, files, target)
     elif kind == "eagle1":
         spec = _eagle1(config, names)
     else:
@@ -102,7 +106,7 @@ def _medusa(config: Config, files: HeadFiles, target: ArchSpec) -> MedusaSpec:
     return MedusaSpec(heads, layers, target.model_dim, target.vocab_size, size)
 
 
-def _native(config: Config) -> HeadSpec | MedusaSpec:
+def _native(config: Config) -> AnySpec:
     stated, layers = config.get("head"), config.get("transformer_layer_config")
     if isinstance(stated, Mapping) and stated.get("kind") == "medusa":
         return _record(MedusaSpec, {key: value for key, value in stated.items() if key != "kind"})
@@ -110,7 +114,8 @@ def _native(config: Config) -> HeadSpec | MedusaSpec:
         raise ConfigError(f"head: a config of {NATIVE} has head and transformer_layer_config; write it again")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in stated.items()}
     reads = CaptureSpec(values.pop("taps", ()), values.pop("commons", ()))
-    return _record(HeadSpec, values | {"arch": layers_of(layers), "reads": reads})
+    kind = BlockSpec if values.pop("kind", None) == "block" else HeadSpec
+    return _record(kind, values | {"arch": layers_of(layers), "reads": reads})
 
 
 def _record(kind: Any, values: Mapping[str, Any]) -> Any:
@@ -219,7 +224,7 @@ def taps_of(config: Config, target: ArchSpec) -> tuple[int, ...]:
     return inner
 
 
-def check_target(spec: HeadSpec | MedusaSpec, target: ArchSpec) -> None:
+def check_target(spec: AnySpec, target: ArchSpec) -> None:
     """Checks that a head can draft for a target.
 
     Raises:
@@ -227,6 +232,8 @@ def check_target(spec: HeadSpec | MedusaSpec, target: ArchSpec) -> None:
     """
     if isinstance(spec, MedusaSpec):
         wrong = _medusa_faults(spec, target)
+    elif isinstance(spec, BlockSpec):
+        wrong = _size_faults(spec, target) + block_faults(spec, target)
     else:
         wrong = _size_faults(spec, target) + _layer_faults(spec, target)
     if wrong:
@@ -238,7 +245,7 @@ def _medusa_faults(spec: MedusaSpec, target: ArchSpec) -> list[str]:
     return [f"{what} {head}, the target's is {size}" for what, (head, size) in sizes.items() if head != size]
 
 
-def _size_faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
+def _size_faults(spec: HeadSpec | BlockSpec, target: ArchSpec) -> list[str]:
     """Lists what does not fit among widths and vocabularies."""
     a, wrong = spec.arch, []
     if spec.target_dim != target.model_dim:
@@ -254,7 +261,7 @@ def _size_faults(spec: HeadSpec, target: ArchSpec) -> list[str]:
         wrong.append(f"its draft vocabulary of {spec.draft_vocab} is larger than the target's")
     if spec.mask_token is not None and not 0 <= spec.mask_token < target.vocab_size:
         wrong.append(f"its mask token {spec.mask_token} is none of the target's {target.vocab_size}")
-    if spec.norm_before_fc and spec.fc_norm:
+    if isinstance(spec, HeadSpec) and spec.norm_before_fc and spec.fc_norm:
         wrong.append("norm_before_fc and fc_norm exclude each other")
     return wrong
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+from jaxspec.checkpoint.heads.block_names import block_rules
 from jaxspec.checkpoint.names.table import NORMS, NameRule, attention_rules, gated_rules
 from jaxspec.checkpoint.names.tables.deepseek import LATENT
+from jaxspec.models.block_head import BlockSpec
 from jaxspec.models.draft_head import HeadSpec
 from jaxspec.models.medusa import MedusaSpec
 
@@ -26,10 +28,13 @@ TOP = (
 )
 
 
-def head_rules(spec: HeadSpec | MedusaSpec) -> Iterator[NameRule]:
+def head_rules(spec: HeadSpec | BlockSpec | MedusaSpec) -> Iterator[NameRule]:
     """Yields every rule of a head with its numbers filled in; rules whose parameter it lacks do not apply."""
     if isinstance(spec, MedusaSpec):
         yield from _medusa_rules(spec)
+        return
+    if isinstance(spec, BlockSpec):
+        yield from block_rules(spec)
         return
     yield from TOP
     yield NameRule("part_norm_XD", tuple(f"fc_norm.{n}.weight" for n in range(spec.parts)), "each")

@@ -22,7 +22,15 @@ RENAMED = (
     (r"^midlayer\.", "layers.0."),
     (r"^aux_norm_(low|mid|high)\.", lambda m: f"fc_norm.{PARTS[m[1]]}."),
     (r"^draft_id_to_target_id$", "d2t"),
+    (r"^encoder\.fc\.", "fc."),
+    (r"^encoder\.output_norm_enc\.", "hidden_norm."),
+    (r"^logit_head\.", ""),
+    (r"^(markov_w[12]|gate_proj|joint_proj)\b", r"markov_head.\1"),
+    (r"^confidence_proj\b", "confidence_head.proj"),
+    (r"^(markov_head\.(?:markov_w[12]|gate_proj|joint_proj)|confidence_head\.proj)$", r"\1.weight"),
+    (r"^(candidate_selector\.\w+_codebook)\.weight$", r"\1"),
 )
+MASK_FILE, MASK_EMBEDDING = "mask_embedding.pt", "mask_embedding"
 LATER_NORM = re.compile(r"^(layers\.[1-9]\d*\.)hidden_norm\.weight$")
 NOT_READ = re.compile(rf"({'|'.join(map(re.escape, ROTATION))})$|^verifier_(norm|lm_head)\.weight$")
 
@@ -64,6 +72,14 @@ class HeadFiles(TensorFiles):
 
 
 def _tensors_in(directory: Path) -> dict[str, Tensor]:
+    tensors = _weights_in(directory)
+    if not os.path.lexists(directory / MASK_FILE):
+        return tensors
+    (mask,) = pickled_tensors(file_in(directory, MASK_FILE)).values()
+    return tensors | {MASK_EMBEDDING: mask}
+
+
+def _weights_in(directory: Path) -> dict[str, Tensor]:
     archive = next((name for name in ARCHIVES if os.path.lexists(directory / name)), None)
     if archive is None or any(directory.glob("*.safetensors*")):
         return tensors_of(directory)

@@ -1,58 +1,47 @@
-"""Ten traps of draft heads: what vLLM and SGLang would read differently in the very same files."""
+"""Traps of draft heads, ten of the EAGLE family: what vLLM and SGLang would read differently in the very same files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from jaxspec.checkpoint.files.stream import TensorFiles
+from jaxspec.checkpoint.heads.block_config import METHODS
+from jaxspec.checkpoint.heads.block_traps import BlockOfTarget, look_at_block
 from jaxspec.checkpoint.heads.directory import plan_head, vocabulary
-from jaxspec.checkpoint.heads.identify import TAPS, HeadFormat, default_taps, head_format, spec_of, stated_taps, taps_of
-from jaxspec.checkpoint.heads.layers import layers_of
+from jaxspec.checkpoint.heads.findings import (
+    EXPORT,
+    SAME,
+    Finding,
+    error,
+    look_at_rotation,
+    look_at_vocabulary,
+    ok,
+    warning,
+)
+from jaxspec.checkpoint.heads.identify import (
+    TAPS,
+    AnySpec,
+    HeadFormat,
+    default_taps,
+    head_format,
+    spec_of,
+    stated_taps,
+    taps_of,
+)
 from jaxspec.checkpoint.heads.tensors import HeadFiles, layers_in
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.arch import ArchSpec
+from jaxspec.models.block_head import BlockSpec
 from jaxspec.models.catalog import arch_of
-from jaxspec.models.draft_head import HeadSpec
-from jaxspec.models.medusa import MedusaSpec
 from jaxspec.nn.policy import make_policy
 
-Verdict = Literal["ok", "warning", "error"]
 AS_WRITTEN = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "glm4_moe_lite")
 AS_WRITTEN_TO_THE_TOP = ("gpt_oss",)  # where the last block is among them
-EXPORT = "jaxspec export --format eagle3 writes it for both"
-SAME = "the same as jaxspec"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of looking for one trap.
-
-    Attributes:
-      trap: ``T1`` to ``T10``.
-      title: what it is about.
-      verdict: ``error`` if the head is wrong or ambiguous for everybody, ``warning`` if an engine would compute
-        something else than it was made for.
-      found: in these files.
-      vllm, sglang: what those engines do with them.
-      cure: what to do, empty if all is well.
-    """
-
-    trap: str
-    title: str
-    verdict: Verdict
-    found: str
-    vllm: str = SAME
-    sglang: str = SAME
-    cure: str = ""
-
-
-_ok, _warning, _error = (partial(Finding, "", "", verdict) for verdict in ("ok", "warning", "error"))
 
 
 @dataclass(frozen=True)
@@ -69,7 +58,7 @@ class HeadOfTarget:
     config: Mapping[str, Any]
     files: HeadFiles
     kind: HeadFormat
-    spec: HeadSpec | MedusaSpec | None
+    spec: AnySpec | None
     fault: str
     target: ArchSpec
     directory: Path
@@ -109,8 +98,11 @@ def check_head(directory: Path, target: Path) -> tuple[tuple[Finding, ...], str]
     kind = head_format(config, tuple(files))
     try:
         spec, fault = spec_of(config, files, arch), ""
-    except ConfigError as error:
-        spec, fault = None, str(error)
+    except ConfigError as wrong:
+        spec, fault = None, str(wrong)
+    if kind == "block" or isinstance(spec, BlockSpec) or config.get("speculators_model_type") in METHODS:
+        block = BlockOfTarget(config, files, kind, spec, fault, arch, target, directory)
+        return look_at_block(block), fault or _refusal(directory, arch)
     head = HeadOfTarget(config, files, kind, spec, fault, arch, target)
     findings = tuple(replace(look(head), trap=f"T{n}") for n, look in enumerate(LOOKS, start=1))
     return findings, fault or _refusal(directory, arch)
@@ -122,8 +114,8 @@ def _refusal(directory: Path, target: ArchSpec) -> str:
         plan.check()
         assert isinstance(plan.files, HeadFiles)
         vocabulary(plan.files, plan.net.spec)
-    except (ConfigError, CheckpointError) as error:
-        return str(error)
+    except (ConfigError, CheckpointError) as wrong:
+        return str(wrong)
     return ""
 
 
@@ -148,15 +140,19 @@ Look = Callable[[HeadOfTarget], Finding]
 LOOKS: list[Look] = []
 
 
+def _titled(title: str, look: Look, *, of_taps: bool = False) -> Look:
+    def titled(head: HeadOfTarget) -> Finding:
+        clear = ok("nothing here that engines would read differently")
+        return replace(clear if of_taps and not head.has_taps else look(head), title=title)
+
+    return titled
+
+
 def _trap(title: str, *, of_taps: bool = False) -> Callable[[Look], Look]:
     """Registers a look for one trap; one ``of_taps`` does not concern heads without them."""
 
     def register(look: Look) -> Look:
-        def titled(head: HeadOfTarget) -> Finding:
-            clear = _ok("nothing here that engines would read differently")
-            return replace(clear if of_taps and not head.has_taps else look(head), title=title)
-
-        LOOKS.append(titled)
+        LOOKS.append(_titled(title, look, of_taps=of_taps))
         return look
 
     return register
@@ -169,11 +165,11 @@ def _conventions(head: HeadOfTarget) -> Finding:
     vllm, sglang = f"taps boundaries {list(vllm_taps(head))}", f"taps boundaries {list(sglang_taps(head))}"
     cure = f"write the boundaries b at the top as {TAPS}, and b - 1 in eagle_config"
     if taps is None:
-        return _error(f"{words}: they contradict each other", vllm, sglang, cure)
+        return error(f"{words}: they contradict each other", vllm, sglang, cure)
     if list(taps) != sorted({b for b in taps if 0 <= b <= depth}):
         words = f"boundaries {list(taps)} do not ascend within 0 to {depth}, the target's"
-        return _error(words, vllm, sglang, f"use the head's own target; {cure}")
-    return _ok(f"{words}: boundaries {list(taps)}", vllm, sglang)
+        return error(words, vllm, sglang, f"use the head's own target; {cure}")
+    return ok(f"{words}: boundaries {list(taps)}", vllm, sglang)
 
 
 @_trap("where the tap ids stand", of_taps=True)
@@ -185,29 +181,29 @@ def _where(head: HeadOfTarget) -> Finding:
         sglang = "cannot read this format at all"
         if top and len(top) != 3:
             words = f"{len(top)} taps; vLLM builds the product of this format for 3"
-            return _warning(words, "fails", sglang, EXPORT)
+            return warning(words, "fails", sglang, EXPORT)
     lacking = [where for where, ids in (("at the top", top), ("in eagle_config", nested)) if ids is None]
     if not lacking:
-        return _ok("at the top and in eagle_config", vllm, sglang)
+        return ok("at the top and in eagle_config", vllm, sglang)
     words = f"no ids {' and none '.join(lacking)}"
     if len(lacking) == 2:
-        return _warning(f"{words}; what it was trained with is a guess", vllm, sglang, EXPORT)
+        return warning(f"{words}; what it was trained with is a guess", vllm, sglang, EXPORT)
     taps = head.taps
     if taps is None or taps != vllm_taps(head) or (taps != sglang_taps(head) and head.kind != "speculators"):
-        return _warning(words, vllm, sglang, EXPORT)
-    return _ok(words, vllm, sglang)
+        return warning(words, vllm, sglang, EXPORT)
+    return ok(words, vllm, sglang)
 
 
 @_trap("SGLang's exceptions by model", of_taps=True)
 def _exceptions(head: HeadOfTarget) -> Finding:
     made_for, family = head.taps, head.target.family
     if made_for is None:
-        return _ok("nothing here that engines would read differently")
+        return ok("nothing here that engines would read differently")
     taps = sglang_taps(head)
     if stated_taps(head.config)[1] is None or taps == made_for:
-        return _ok(f"none applies to {family} with these ids")
+        return ok(f"none applies to {family} with these ids")
     cure = f"for {family} choose taps whose first boundary is 2" if family in AS_WRITTEN else EXPORT
-    return _warning(f"made for boundaries {list(made_for)}", sglang=f"taps {list(taps)}", cure=cure)
+    return warning(f"made for boundaries {list(made_for)}", sglang=f"taps {list(taps)}", cure=cure)
 
 
 @_trap("norm_before_residual", of_taps=True)
@@ -216,11 +212,11 @@ def _residual(head: HeadOfTarget) -> Finding:
     if stated is None and head.kind == "speculators":
         vllm = f"takes {'false' if head.config.get('speculators_model_type') == 'peagle' else 'true'}"
         cure = "write down what it was trained with; speculators takes false"
-        return _error("not stated", vllm, "cannot read this format", cure)
+        return error("not stated", vllm, "cannot read this format", cure)
     if stated:
         cure = "serve it with jaxspec or vLLM, or train with false"
-        return _warning("true", "adds to the normed feature", "ignores it, adds to the bare", cure)
-    return _ok("not stated, false everywhere" if stated is None else "false")
+        return warning("true", "adds to the normed feature", "ignores it, adds to the bare", cure)
+    return ok("not stated, false everywhere" if stated is None else "false")
 
 
 @_trap("norm_output: which stream the next draft continues from", of_taps=True)
@@ -228,18 +224,18 @@ def _recycled(head: HeadOfTarget) -> Finding:
     stated = head.config.get("norm_output")
     if head.kind == "eagle3" and stated:
         words, after = "true; SpecForge trains such heads on the stream before the norm", "continues after the norm"
-        return _warning(words, after, after, "if SpecForge trained it, take norm_output out of config.json")
+        return warning(words, after, after, "if SpecForge trained it, take norm_output out of config.json")
     if head.kind == "eagle3" and stated is False:
         cure = "take norm_output out of config.json: unstated it means the same everywhere"
-        return _warning("false; SpecForge then leaves out the last norm", cure=cure)
-    return _ok("not stated, false everywhere" if stated is None else str(stated).lower())
+        return warning("false; SpecForge then leaves out the last norm", cure=cure)
+    return ok("not stated, false everywhere" if stated is None else str(stated).lower())
 
 
 @_trap("norms of the layers after the first")
 def _later_norms(head: HeadOfTarget) -> Finding:
     depth = layers_in(head.files)
     if not head.has_taps or depth < 2:
-        return _ok("there is one layer")
+        return ok("there is one layer")
     last = f"layers.{depth - 1}."
     names = [
         name
@@ -253,28 +249,28 @@ def _later_norms(head: HeadOfTarget) -> Finding:
         sglang = "cannot read this format"
     words = f"{last}{' and '.join(names)}"
     if vllm != SAME or (head.kind == "eagle3" and sglang != SAME):
-        return _warning(words, vllm, sglang, EXPORT)
-    return _ok(words, vllm, sglang)
+        return warning(words, vllm, sglang, EXPORT)
+    return ok(words, vllm, sglang)
 
 
 @_trap("the embedding")
 def _embedding(head: HeadOfTarget) -> Finding:
     if "embed_tokens.weight" not in head.files:
-        return _ok("the target's")
+        return ok("the target's")
     embed_VD = head.files["embed_tokens.weight"]
     total, dim = head.target.vocab_size, head.target.model_dim
     if embed_VD.shape[0] != total:
         words = f"{embed_VD.shape[0]} rows, but the target has {total} tokens"
-        return _error(words, "fails or reads wrong rows", "replaces it", "use the head's own target")
+        return error(words, "fails or reads wrong rows", "replaces it", "use the head's own target")
     if embed_VD.shape[1] != dim:
-        return _ok(f"its own, of width {embed_VD.shape[1]}")
+        return ok(f"its own, of width {embed_VD.shape[1]}")
     target_VD = _target_embedding(head)
     if target_VD is None:
-        return _warning("its own; the target's files are not there to compare", sglang="replaces it")
+        return warning("its own; the target's files are not there to compare", sglang="replaces it")
     if np.array_equal(embed_VD, target_VD.astype(embed_VD.dtype)):
-        return _ok("a copy of the target's")
+        return ok("a copy of the target's")
     cure = "serve it with jaxspec or vLLM, or train with the target's embedding"
-    return _warning("its own, not the target's", "keeps it", "replaces it by the target's", cure)
+    return warning("its own, not the target's", "keeps it", "replaces it by the target's", cure)
 
 
 def _target_embedding(head: HeadOfTarget) -> np.ndarray | None:
@@ -285,17 +281,7 @@ def _target_embedding(head: HeadOfTarget) -> np.ndarray | None:
         return None
 
 
-@_trap("d2t, the draft vocabulary")
-def _vocabulary(head: HeadOfTarget) -> Finding:
-    if head.spec is None:
-        return _ok("not looked at, the head does not fit its target")
-    try:
-        ids_W = vocabulary(head.files, head.spec)
-    except CheckpointError as error:
-        engines = "would take it as it is, and accept nothing"
-        return _error(str(error), engines, engines, "export the head again, or correct d2t")
-    total = head.target.vocab_size
-    return _ok(f"all {total} tokens" if ids_W is None else f"{len(ids_W)} of {total} tokens, offsets, ascending")
+LOOKS.append(_titled("d2t, the draft vocabulary", look_at_vocabulary))
 
 
 @_trap("fc.bias")
@@ -303,37 +289,16 @@ def _bias(head: HeadOfTarget) -> Finding:
     stated, there = head.config.get("bias"), "fc.bias" in head.files
     if stated and not there:
         cure = "write bias false, or add the tensor"
-        return _error("config.json says bias, the files have none", "ignores it", "has one", cure)
+        return error("config.json says bias, the files have none", "ignores it", "has one", cure)
     if head.kind == "eagle1" and not there and stated is None:
         words = "none, and config.json does not say so; SafeAILab takes bias for true"
-        return _warning(words, cure="write bias false")
+        return warning(words, cure="write bias false")
     if there:
-        return _warning("there", "has no place for it", "adds it", "serve it with jaxspec or SGLang")
-    return _ok("none")
+        return warning("there", "has no place for it", "adds it", "serve it with jaxspec or SGLang")
+    return ok("none")
 
 
-@_trap("rotary positions")
-def _rotation(head: HeadOfTarget) -> Finding:
-    rope, of_target = _rope(head.layers), getattr(head.target.layers[0].attention, "rope", None)
-    if head.kind == "medusa" or rope is None:
-        return _ok("none" if head.kind == "medusa" else "not read")
-    words = f"base {rope.theta:g}, {rope.scaling.kind if rope.scaling else 'plain'}"
-    if "rope_theta" not in head.layers and "rope_theta" not in (head.layers.get("rope_parameters") or {}):
-        return _warning(f"not stated, so {words}", cure="write down the base that it was trained with")
-    if rope.scaling and rope.scaling.kind == "yarn" and not (of_target and of_target.scaling):
-        words += ", the target plain; ModelOpt trains plainly and adds yarn when it exports"
-        return _warning(words, cure="if it was trained plainly, take rope_scaling out")
-    if of_target is not None and of_target.scaling and rope.scaling is None:
-        words += f", the target {of_target.scaling.kind}; it has not seen positions beyond its training's"
-        return _warning(words, cure="measure acceptance on long texts before serving them")
-    return _ok(words)
-
-
-def _rope(layers: Mapping[str, Any]) -> Any:
-    try:
-        return getattr(layers_of(layers).layers[0].attention, "rope", None)
-    except ConfigError:
-        return None
+LOOKS.append(_titled("rotary positions", look_at_rotation))
 
 
 def _list(ids: tuple[int, ...] | None) -> str:

@@ -90,6 +90,10 @@ def _split_qkv(leaf: np.ndarray) -> Arrays:
     return [cut.reshape(-1, *joined.shape[3:]) for cut in cuts]
 
 
+def _split_key_value(leaf: np.ndarray) -> Arrays:
+    return _split_qkv(leaf)[1:]
+
+
 PACKS: Mapping[str, Pack] = {
     # [N], [in, out] or any other shape to itself
     "copy": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf], (0, 1), inner=0),
@@ -101,6 +105,8 @@ PACKS: Mapping[str, Pack] = {
     "transpose": Pack(lambda a, _: a[0].T, lambda leaf: [leaf.T], (1, 0)),
     # three of [heads * C, D] to [D, G, R + 2, C], or three biases to [G, R + 2, C]
     "qkv": Pack(_join_qkv, _split_qkv, (1, 0, 0, 0)),
+    # two of [G * C, D] to [D, G, 2, C], or two biases to [G, 2, C]
+    "key_value": Pack(_join_qkv, _split_key_value, (1, 0, 0, 0)),
     # [D, H * C] to [H, C, D]
     "out": Pack(lambda a, shape: a[0].T.reshape(shape), lambda leaf: [leaf.reshape(-1, leaf.shape[-1]).T], (1, 1, 0)),
     # [H * C, R] to [R, H, C]

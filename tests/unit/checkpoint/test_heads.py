@@ -187,7 +187,7 @@ def test_what_a_format_cannot_express_is_refused_with_the_reason(tmp_path: Path,
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="known are native, eagle3, speculators, medusa"):
+    with pytest.raises(ConfigError, match="known are native, eagle3, dflash, speculators, medusa"):
         save_head(head(spec()), tmp_path / "head", cast(Any, "gguf"))
 
 

@@ -228,9 +228,9 @@ class _Pickler(cast(Any, pickle)._Pickler):  # the one in Python, which can be t
 STORAGES = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "int64": "LongStorage", "bool": "BoolStorage"}
 
 
-def write_archive(file: Path, tensors: dict[str, np.ndarray], stride: int = 1) -> None:
-    """What ``torch.save`` writes for a dictionary of tensors."""
-    state = OrderedDict()
+def write_archive(file: Path, tensors: dict[str, np.ndarray], stride: int = 1, **notes: Any) -> None:
+    """What ``torch.save`` writes for a dictionary of tensors, and notes beside them."""
+    state: OrderedDict[str, Any] = OrderedDict(notes)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for n, (name, x) in enumerate(tensors.items()):
             storage = ("storage", _Stub("torch", STORAGES[x.dtype.name]), str(n), "cpu", x.size)

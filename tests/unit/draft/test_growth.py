@@ -1,5 +1,7 @@
 """Dynamic trees: the nodes that EAGLE-2 keeps, in every row its own, and well-formed whatever the scores."""
 
+import heapq
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,3 +125,29 @@ def test_a_static_tree_takes_the_best_tokens_behind_each_node():
 def test_depths_and_paths_follow_from_parents(top: Topology):
     found, wanted = grown(jnp.asarray([top.parents], jnp.int32), top.max_depth), Tree.of(top)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_a_tree_from_one_block_has_the_most_probable_prefixes():
+    """DDTree (2604.12989): where all nodes of a depth share a distribution, the best first by a heap."""
+    top = DynamicTree(top_k=11, steps=4, nodes=12)
+    growth, depths = growth_of(top, ROWS), range(top.max_depth)
+    score_BKV = np.stack([[scores_of(row, (depth,)) for depth in depths] for row in range(ROWS)])
+    for depth in depths:
+        growth.grow(jnp.asarray(score_BKV[:, depth : depth + 1]), None)
+    proposal = growth.finish(jnp.ones(ROWS, bool))
+    assert proposal.tree is not None
+    logp_BKV = np.asarray(jax.nn.log_softmax(score_BKV), np.float64)
+    for row in range(ROWS):
+        order_KV = np.argsort(-logp_BKV[row], axis=1)
+        heap, best = [(-logp_BKV[row, 0, order_KV[0, 0]], (0,))], set()
+        while len(best) < top.drafts:
+            weight, ranks = heapq.heappop(heap)
+            best.add(tuple(int(order_KV[d, r]) for d, r in enumerate(ranks)))
+            d, r = len(ranks) - 1, ranks[-1]
+            if r + 1 < VOCAB:
+                step = logp_BKV[row, d, order_KV[d, r]] - logp_BKV[row, d, order_KV[d, r + 1]]
+                heapq.heappush(heap, (weight + step, (*ranks[:-1], r + 1)))
+            if d + 1 < top.max_depth:
+                heapq.heappush(heap, (weight - logp_BKV[row, d + 1, order_KV[d + 1, 0]], (*ranks, 0)))
+        parent_T = np.asarray(proposal.tree.parent_BT)[row]
+        assert set(nodes_of(np.asarray(proposal.token_BN)[row], parent_T)[1:]) == best

@@ -10,11 +10,13 @@ import pytest
 
 from jaxspec.config import shipped
 from jaxspec.errors import ConfigError
+from jaxspec.models.block_head import BlockHead
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
+from jaxspec.train.block_nets import KINDS
 from jaxspec.train.head_nets import net_of, start_from_target
 from jaxspec.train.settings import HeadSettings, load_run_settings
 
@@ -40,7 +42,8 @@ def zeros(initial: Any) -> Any:
 @pytest.mark.parametrize("name", sorted(p.stem for p in shipped("heads").glob("*.toml")))
 def test_every_shipped_head_fits_a_target(name: str):
     found = net_of(load_run_settings("demo", [f'head="{name}"']).head, ARCH, CONFIG, POLICY)
-    assert isinstance(found, {"medusa": Medusa, "draft_model": Transformer}.get(name, DraftHead))
+    kinds = {"medusa": Medusa, "draft_model": Transformer} | dict.fromkeys(KINDS, BlockHead)
+    assert isinstance(found, kinds.get(name, DraftHead))
 
 
 def test_what_is_not_given_is_the_targets():
@@ -81,7 +84,21 @@ def test_kinds_differ_in_what_they_read_and_predict():
     assert (shared.routing, shared.experts) == ((0, 2), 4)
 
 
+def test_blocks_are_normalized_and_read_as_many_taps_as_they_have_layers():
+    spec = net(kind="dflash", layers=3, own_head=False, block={"size": 16, "window": 9}).spec
+    assert spec.reads.taps == (2, 4, 6)
+    assert {(layer.attention.qk_norm, layer.attention.window) for layer in spec.arch.layers} == {("head", 9)}
+    assert (spec.drafts, spec.mask_token, spec.draft_vocab, spec.from_anchor) == (15, 39, 0, False)
+    assert net(kind="dspark", block={"size": 7}).spec.drafts == 7
+    assert net(kind="dspark", block={"size": 7, "from_anchor": False}).spec.drafts == 6
+
+
 WRONG = [
+    ({"kind": "dflash", "block": {"size": 1}}, "blocks of 1 leave nothing to draft"),
+    ({"kind": "dflash", "taps": [9]}, r"taps \[9\] are beyond"),
+    ({"kind": "dflash", "taps": []}, "it reads nothing; give taps"),
+    ({"kind": "dflash2", "block": {"conv_taps": 2, "conv_group": 3}}, "does not fit its width"),
+    ({"kind": "dspark", "block": {"confidence": "markov"}}, "through a Markov head, which it lacks"),
     ({"taps": [1, 9]}, r"taps \[9\] are beyond the target's depth; .* from 0 to 8"),
     ({"taps": []}, "it reads nothing"),
     ({"commons": [0, 1]}, r"layers \[1\] have no routed experts in this target; those that do are \[0, 2, 3"),

@@ -13,12 +13,14 @@ import pytest
 from jaxspec.checkpoint.load.places import abstract_params
 from jaxspec.config import shipped
 from jaxspec.errors import ConfigError
+from jaxspec.models.block_head import BlockHead
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import make_policy
 from jaxspec.train import fit, memory
 from jaxspec.train.batch import Batch
+from jaxspec.train.block_settings import BlockSettings
 from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_nets import net_of
 from jaxspec.train.head_start import init_params
@@ -52,7 +54,7 @@ def small_moe() -> dict[str, Any]:
 def work_of(config: dict[str, Any], head: HeadSettings = EAGLE3, length: int = 2048, rounds: int = 7) -> UpdateWork:
     arch = arch_of(config)
     net = net_of(head, arch, config, make_policy(HALF, param=jnp.dtype("float32")))
-    assert isinstance(net, DraftHead)
+    assert isinstance(net, DraftHead | BlockHead)
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
     frozen = held_bytes(abstract_params(Transformer(arch, make_policy(HALF))), None)
     sizes = 2 + 2 * net.spec.parts, frozen, held_bytes(params, None)
@@ -82,8 +84,10 @@ def allotted(work: UpdateWork, rows: int, parts: int = 1) -> int:
     return found.temp_size_in_bytes + found.argument_size_in_bytes
 
 
-def test_the_estimate_is_not_below_what_xla_allots():
-    small = HeadSettings(kind="eagle3", draft_vocab_size=128)
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_the_estimate_is_not_below_what_xla_allots(kind: Any):
+    block = BlockSettings(size=6, markov_rank=8, confidence="markov") if kind == "dspark" else BlockSettings()
+    small = HeadSettings(kind=kind, draft_vocab_size=128, block=block)
     work = work_of(TINY, small, length=128, rounds=2)
     found = plan_memory(work, TrainSettings(steps=1, rows=4, micro_rows=4), None).total
     real = allotted(work, 4)

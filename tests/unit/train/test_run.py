@@ -143,6 +143,11 @@ HEADS: list[tuple[str, set[str]]] = [
     ('{kind="peagle", layers=2, intermediate_size=8}', {"accuracy_1"}),
     ('{kind="eagle3", taps=[0, 1], intermediate_size=8}', {"accuracy_1", "simulated_length"}),
     ('{kind="shared_expert", taps=[], commons=[0], routing=[0]}', {"accuracy_1", "routing_loss", "routing_recall_0"}),
+    (
+        '{kind="dspark", own_head=false, block={size=3, markov_rank=2, confidence="markov"}}',
+        {"accuracy_2", "simulated_length"},
+    ),
+    ('{kind="dflash2", block={size=3, conv_taps=2, conv_group=4, selector_rank=2, selector_top_k=4}}', {"accuracy_1"}),
     ('{kind="draft_model", layers=1, hidden_size=8, intermediate_size=8}', {"accuracy_0"}),
 ]
 
@@ -204,14 +209,20 @@ def test_what_a_head_cannot_start_from(place: Path, trained: Path, head: str, sa
         built(settings_of(place, f"head={head.format(best=trained / 'best')}"))
 
 
-def test_medusa_heads_bound_the_lengths(place: Path):
+def test_heads_bound_the_lengths(place: Path):
     with pytest.raises(ConfigError, match=r"lengths \[2\], but 1 Medusa heads"):
         built(settings_of(place, 'head={kind="medusa", heads=1}'))
+    with pytest.raises(ConfigError, match=r"lengths \[2\], but a block has 1 drafts"):
+        built(settings_of(place, 'head={kind="dflash", own_head=false, block={size=2}}'))
 
 
 @pytest.mark.parametrize(
-    ("change", "says"), [("feature", 'for heads of kind "eagle"'), ("routing", "predicts no routing")]
-)
+    ("change", "says"),
+    [
+        ("feature", 'for heads of kind "eagle"'), ("routing", "predicts no routing"),
+        ("block.confidence", "the head has no confidence"), ("block.selector", "the head has no selector"),
+    ],
+)  # fmt: skip
 def test_losses_need_what_they_compare(place: Path, change: str, says: str):
     with pytest.raises(ConfigError, match=says):
         built(settings_of(place, f"loss.{change}=0.5"))

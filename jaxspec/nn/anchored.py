@@ -1,0 +1,115 @@
+"""Attention of many blocks of drafts to one text, each to what stands before its anchor and to itself, for training."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.pytree import pytree, replace, static
+from jaxspec.shapes import Array
+
+MASKED = -1e30
+QUERIES = 512  # that are attended for at a time; of more, scores are computed again for the gradient
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """What the rows of a block see.
+
+    Attributes:
+      window: W, positions that a row sees; None for all.
+      causal: whether a row sees only those of its block up to itself.
+      from_anchor: whether every row sees the W positions before the anchor, and not W up to its own.
+    """
+
+    window: int | None = None
+    causal: bool = False
+    from_anchor: bool = False
+
+    def bounds(self, start: Array, place: Array, size: int) -> tuple[Array, Array]:
+        """Returns the first and the last position that rows see.
+
+        Args:
+          start: positions of anchors.
+          place: of the rows in their block, broadcast against ``start``.
+          size: rows of a block.
+        """
+        last = start + (place if self.causal else size - 1)
+        if self.window is None:
+            return jnp.zeros_like(last), last
+        if self.from_anchor:
+            return jnp.broadcast_to(start - self.window, last.shape), last
+        own = start + place
+        return own - self.window + 1, jnp.minimum(last, own + self.window - 1)
+
+
+@pytree
+class Anchored:
+    """Keys and values of whole texts, in place of a cache.
+
+    Attributes:
+      segment_BT: number of the text that each position belongs to, 0 for padding.
+      anchor_BN: index in its row of each block's anchor.
+      text: keys and values [B, T, G, C] of all positions; None before they are computed.
+      size: rows of a block.
+    """
+
+    segment_BT: Array
+    anchor_BN: Array
+    text: tuple[Array, Array] | None = None
+    size: int = static(default=1)
+
+    def with_text(self, k_BTGC: Array, v_BTGC: Array) -> "Anchored":
+        """Returns the memory with the keys and values of the texts."""
+        return replace(self, text=(k_BTGC, v_BTGC))
+
+
+def attend_anchored(
+    q_BXHC: Array, k_BXGC: Array, v_BXGC: Array, memory: Anchored, view: BlockView, *, scale: float
+) -> Array:
+    """Computes attention of blocks that lie side by side, X = N * size rows, float32 [B, X, H, C]."""
+    size, (rows, blocks) = memory.size, memory.anchor_BN.shape
+
+    def apart(x_BX: Array) -> Array:
+        return x_BX.reshape(rows, blocks, size, *x_BX.shape[2:])
+
+    each = memory.anchor_BN, *(apart(x) for x in (q_BXHC, k_BXGC, v_BXGC))
+    some, step = partial(_attend_some, memory, view, scale), max(QUERIES // size, 1)
+    if blocks <= step:
+        return some(each).reshape(q_BXHC.shape)
+    parts = -(-blocks // step)
+
+    def split(x_BN: Array) -> Array:
+        padded = jnp.pad(x_BN, [(0, 0), (0, parts * step - blocks), *[(0, 0)] * (x_BN.ndim - 2)])
+        return padded.reshape(rows, parts, step, *x_BN.shape[2:]).swapaxes(0, 1)
+
+    out = lax.map(jax.checkpoint(some), jax.tree.map(split, each)).swapaxes(0, 1)
+    return out.reshape(rows, parts * step, *out.shape[3:])[:, :blocks].reshape(q_BXHC.shape)
+
+
+def _attend_some(memory: Anchored, view: BlockView, scale: float, each: tuple[Array, ...]) -> Array:
+    """Attention of some blocks, [B, N, S, H, C]."""
+    assert memory.text is not None, "the texts' keys are there before blocks attend"
+    anchor_BN, q_BNSHC, k_BNSGC, v_BNSGC = each
+    (k_BTGC, v_BTGC), exact = memory.text, lax.Precision.HIGHEST
+    rows, blocks, size, heads, width = q_BNSHC.shape
+    kv = k_BTGC.shape[2]
+    q = (q_BNSHC * scale).reshape(rows, blocks, size, kv, heads // kv, width)
+    place_S = jnp.arange(size, dtype=jnp.int32)
+    low_BNS, high_BNS = view.bounds(anchor_BN[..., None], place_S, size)
+    at_T = jnp.arange(k_BTGC.shape[1], dtype=jnp.int32)
+    own_BN = jnp.take_along_axis(memory.segment_BT, anchor_BN, axis=1)
+    before = (at_T < anchor_BN[..., None]) & (memory.segment_BT[:, None] == own_BN[..., None])
+    seen_BNST = before[:, :, None] & (at_T >= low_BNS[..., None])
+    inside_BNS = anchor_BN[..., None] + place_S
+    seen_BNSS = (inside_BNS[:, :, None] >= low_BNS[..., None]) & (inside_BNS[:, :, None] <= high_BNS[..., None])
+    text = jnp.einsum("bnsgrc,btgc->bgrnst", q, k_BTGC, precision=exact)
+    block = jnp.einsum("bnsgrc,bnzgc->bgrnsz", q, k_BNSGC, precision=exact)
+    seen = jnp.concatenate([seen_BNST, seen_BNSS], axis=-1)[:, None, None]
+    prob = jax.nn.softmax(jnp.where(seen, jnp.concatenate([text, block], axis=-1), MASKED), axis=-1)
+    count = k_BTGC.shape[1]
+    out = jnp.einsum("bgrnst,btgc->bnsgrc", prob[..., :count], v_BTGC, precision=exact)
+    out += jnp.einsum("bgrnsz,bnzgc->bnsgrc", prob[..., count:], v_BNSGC, precision=exact)
+    return out.reshape(q_BNSHC.shape)
