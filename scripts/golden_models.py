@@ -37,7 +37,10 @@ class Golden:
       config: the published config on top of ``COMMON``; a value of ``...`` takes a common key out.
       quantized: layout of the stored weights, if they are not all bfloat16.
       mtp: whether a layer of multi-token prediction is stored after the model.
-      nested: key of the published config under which the text model's lies, and prefix of its tensors.
+      nested: key of the published config under which the text model's lies, and prefix of its tensors; where that ends
+        in the name of a part, those of the head have none.
+      recurrent: whether some layers carry a state.
+      fused: whether one published tensor has the gate and up rows of all experts of a layer, and one their down rows.
     """
 
     architecture: str
@@ -45,6 +48,8 @@ class Golden:
     quantized: Literal["", "fp8", "mxfp4", "deepseek_v4"] = ""
     mtp: bool = False
     nested: tuple[str, str] = ("", "")
+    fused: bool = False
+    recurrent: bool = False
 
     def text(self) -> dict[str, Any]:
         """The published config of the text model."""
@@ -55,7 +60,9 @@ class Golden:
         """The ``config.json`` that a hub directory of this model would hold."""
         if not self.nested[0]:
             return self.text()
-        return {"model_type": self.config["model_type"], self.nested[0]: self.text() | {"model_type": "deepseek_v3"}}
+        kind = self.config["model_type"]
+        inside, outside = (kind, kind.removesuffix("_text")) if self.fused else ("deepseek_v3", kind)
+        return {"model_type": outside, self.nested[0]: self.text() | {"model_type": inside}}
 
     def settings(self) -> dict[str, Any]:
         """Returns what the config class of transformers takes."""

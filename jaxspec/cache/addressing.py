@@ -39,6 +39,8 @@ class StreamSpec:
       stride: positions per entry. Above 1 entry w stands for positions ``w * stride`` onwards, and every row has its
         own entries whether or not there is a pool.
       dtype: of the entries; None takes the compute dtype.
+      fixed: entries that every row has however long its text, addressed by no position (``row_state.py``); 0
+        for as many as ``CacheSize.most_drafts``. None for entries by position.
     """
 
     heads: int
@@ -46,15 +48,18 @@ class StreamSpec:
     reach: int | None = None
     stride: int = 1
     dtype: str | None = None
+    fixed: int | None = None
 
     @property
     def pooled(self) -> bool:
         """Whether it lies in pages of the shared pool."""
-        return self.reach is None and self.stride == 1
+        return self.reach is None and self.stride == 1 and self.fixed is None
 
     @property
     def prefix(self) -> PrefixUse:
         """Says how a prefix is taken over: what lies by position is copied, from rings before they come round."""
+        if self.fixed is not None:
+            return PrefixUse("a recurrent layer's state stands for a whole text, not for the positions of a block")
         return PrefixUse(lasts=self.reach is None)
 
 
@@ -68,6 +73,7 @@ class CacheSize:
       slack: most positions that one forward writes.
       block: positions that attention reads at a time.
       pool: page count and page size of a shared pool; None gives every row one page of its own.
+      drafts: most of those positions that may be rejected; None for all.
     """
 
     rows: int
@@ -75,6 +81,12 @@ class CacheSize:
     slack: int
     block: int = 128
     pool: tuple[int, int] | None = None
+    drafts: int | None = None
+
+    @property
+    def most_drafts(self) -> int:
+        """Most positions of one forward that may be rejected, at least 1."""
+        return max(self.slack if self.drafts is None else self.drafts, 1)
 
 
 def entries(spec: StreamSpec, room: int, slack: int, block: int) -> int:
@@ -107,7 +119,8 @@ def init_layer(
     """
     caches = {}
     for name, spec in streams.items():
-        own = size.rows, entries(spec, size.room, size.slack, size.block)
+        fixed = spec.fixed or size.most_drafts
+        own = size.rows, fixed if spec.fixed is not None else entries(spec, size.room, size.slack, size.block)
         pages, page = size.pool if size.pool and spec.pooled else own
         kind = jnp.dtype(spec.dtype or dtype)
         # XLA:CPU widens a bfloat16 update to float32, the whole buffer at a time: 5 ms instead of 6 us for 8 rows.

@@ -53,8 +53,8 @@ def compact(cache: LayerCache, streams: Mapping[str, StreamSpec], window: Window
     """
 
     def move(pages_PGZC: Array, spec: StreamSpec) -> Array:
-        if spec.stride > 1:
-            raise AssertionError("compressed entries hold several positions; trees are refused before")
+        if spec.stride > 1 or spec.fixed is not None:
+            raise AssertionError("compressed entries hold several positions, states all; trees are refused before")
         return write(pages_PGZC, spec, window, read(pages_PGZC, spec, window, window.first_B[:, None] + path_BT))
 
     return {name: move(pages, streams[name]) for name, pages in cache.items()}

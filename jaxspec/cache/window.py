@@ -27,6 +27,9 @@ class Window:
         where all are. Caches are written and read in rows all the same. Only for chains, whose live positions come
         first, and where rows are not sharded.
       offset: nodes written by earlier forwards of the same tree; this one writes after them.
+      written: int32 scalar, drafts of the same chain written by earlier forwards, right before ``start_B``; None for 0.
+      committed: whether all live positions are text already, as those of prompts are. Otherwise only the first one is,
+        the anchor, and later ones may be rejected.
       block: positions that attention reads at a time; divides the page size.
       use_scatter: whether all rows are written by one scatter, as a GPU wants it, and not by an update each.
       rows_sharded: whether rows lie on several devices: each is then written and read where it lies.
@@ -40,10 +43,12 @@ class Window:
     path_BTJ: Array | None = None
     output_index_B: Array | None = None
     packing: PackedTokens | None = None
+    written: Array | None = None
     offset: int = static(default=0)
     block: int = static(default=128)
     use_scatter: bool = static(default=False)
     rows_sharded: bool = static(default=False)
+    committed: bool = static(default=False)
 
     @property
     def first_B(self) -> Array:

@@ -51,7 +51,7 @@ def read_chunk(
     token_RX, next_RX, start_R, count_R = chunk.token_RX[:, :-1], chunk.token_RX[:, 1:], chunk.start_R, chunk.count_R
     index_RX = jnp.arange(token_RX.shape[1], dtype=jnp.int32)[None]
     live_RX = index_RX < count_R[:, None]
-    window = Window(start_R, chunk.table_RJ, chunk.row_R, live_BT=live_RX, block=target.block)
+    window = Window(start_R, chunk.table_RJ, chunk.row_R, live_BT=live_RX, block=target.block, committed=True)
     inputs = Inputs(token_RX, start_R[:, None] + index_RX, window, state.layers, reads=drafter.reads, routes=routes)
     hidden = forward(target.net, target.params, inputs)
     features = features_of(hidden)

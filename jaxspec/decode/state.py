@@ -106,7 +106,7 @@ def init_state(
 
     Args:
       target: gives the cache's shapes.
-      drafter: allocates its own state.
+      drafter: allocates its own state; its topology is the widest of those that the state serves.
       rows: B.
       capacity: longest text in tokens, prompt included.
       slack: provisional positions beyond the capacity (the widest verification or prefill chunk).
@@ -116,7 +116,7 @@ def init_state(
     """
     arch = target.net.arch
     room = -(-(capacity + slack) // target.block) * target.block
-    size = CacheSize(rows, room, slack, target.block, pool=pool)
+    size = CacheSize(rows, room, slack, target.block, pool=pool, drafts=drafter.topology.drafts)
     return DecodeState(
         layers=init_caches(arch, target.net.policy, size),
         table_BJ=None if pool is None else jnp.zeros((rows, -(-room // pool[1])), jnp.int32),

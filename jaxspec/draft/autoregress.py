@@ -158,7 +158,7 @@ def _chain(cell: CachedDrafter, state: Any, anchor: Anchor, rule: str, root: Roo
     def step(k: Array, carry, stage: int = cell.stages):
         state, feature, chain = carry
         start_B = anchor.length_B + k - known
-        window = Window(start_B, block=cell.block)
+        window = Window(start_B, written=k - known, block=cell.block)
         last, feature, state = cell.run(state, chain.anchor_B[:, None], feature, start_B[:, None], window, stage)
         return state, feature, draw(chain, last, k)
 

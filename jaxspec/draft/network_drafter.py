@@ -87,11 +87,16 @@ class CachedDrafter(NetworkDrafter):
     def cache_size(self, rows: int, capacity: int, slack: int) -> CacheSize:
         """Returns the size of its cache; arguments as of ``init_state``."""
         slack = max(slack, self.slack)
-        return CacheSize(rows, -(-(capacity + slack) // self.block) * self.block, slack, self.block)
+        room = -(-(capacity + slack) // self.block) * self.block
+        return CacheSize(rows, room, slack, self.block, drafts=self.slack)
 
     def window_of(self, commit: Commit, output_index_B: Array | None = None) -> Window:
         """Returns where a commit is written; ``output_index_B`` as of ``Window``."""
-        return Window(commit.start_B, row_B=commit.row_B, output_index_B=output_index_B, block=self.block)
+        live_BT = jnp.arange(commit.token_BT.shape[1], dtype=jnp.int32) < commit.count_B[:, None]
+        return Window(
+            commit.start_B, row_B=commit.row_B, live_BT=live_BT, output_index_B=output_index_B, block=self.block,
+            committed=True,
+        )  # fmt: skip
 
 
 def _shapes(params: Params) -> dict[str, tuple[int, ...]]:

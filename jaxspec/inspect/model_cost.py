@@ -17,9 +17,10 @@ from jaxspec.checkpoint.load.release import release_files
 from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.inspect.model_sizes import by_part, cached_bytes, part_of, ring_bytes
-from jaxspec.models.arch import ArchSpec, LayerSpec, segments
+from jaxspec.models.arch import ArchSpec, LayerSpec, NoMixer, segments
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.depth import stack_name
+from jaxspec.models.family import several
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.attention import AttentionSpec
@@ -28,6 +29,7 @@ from jaxspec.nn.latent_attention import LatentSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.param import declared, kind_of
 from jaxspec.nn.policy import make_policy
+from jaxspec.nn.recurrence import RecurrentSpec
 from jaxspec.perf.cost import CacheCost, LayerCost, ModelCost
 from pallas_kernels.quantized import abstract_quantized
 
@@ -61,7 +63,7 @@ def model_cost(
     """
     arch, kind = arch_of(config), np.dtype(dtype)
     sizes, prediction = parameter_sizes(config, kind, quantization)
-    attention: Any = arch.layers[0].attention
+    attention: Any = _attention(arch)
     head = [
         sizes[n]
         for n in ("head_DV" if "head_DV" in sizes else "embed_VD", "project_in_XD", "project_out_DX")
@@ -78,7 +80,7 @@ def model_cost(
         memory_bytes=_by_part(sizes) | _by_part(prediction),
         token_bytes=sum(cached_bytes(arch, kind).values()),
         row_bytes=float(sum(ring_bytes(arch, kind).values())),
-        heads=attention.heads,
+        heads=getattr(attention, "heads", 1),
         kv_heads=getattr(attention, "kv_heads", 0),
         chain_only=arch.chain_only,
     )
@@ -90,6 +92,13 @@ def model_cost(
     return replace(
         cost, prediction=replace(cost, name=name, layers=layers, memory_bytes=_by_part(prediction), chain_only=why)
     )
+
+
+def _attention(arch: ArchSpec) -> Any:
+    """Returns the attention of the first layer that has one, or the first layer's recurrence."""
+    mixers = [layer.attention for layer in arch.layers]
+    kinds = (AttentionSpec, LatentSpec, CompressedSpec)
+    return next((mixer for mixer in mixers if isinstance(mixer, kinds)), mixers[0])
 
 
 def parameter_sizes(config: Mapping[str, Any], kind: np.dtype, quantization: str = "auto") -> tuple[Sizes, Sizes]:
@@ -128,8 +137,9 @@ def _few_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     moe, few = known_families()[config["model_type"]].moe, dict(config)
     key = next((k for k in moe.experts if k in config), None) if moe else None
     if key is not None and moe is not None:
-        groups = int(config.get("n_group") or 1)
-        few[key] = math.ceil(max(int(config[moe.top_k]), 2 * groups) / groups) * groups
+        top_k = next(int(config[k]) for k in several(moe.top_k) if k in config)
+        groups = next((int(config[k]) for k in moe.groups[0] if config.get(k)), 1)
+        few[key] = math.ceil(max(top_k, 2 * groups) / groups) * groups
     return few
 
 
@@ -224,4 +234,18 @@ def _caches(spec: Any, kind: np.dtype, lent: int | None) -> list[CacheCost]:
             keys, heads = spec.index.compressor, spec.index.heads
             caches += [cache(keys.entries, 2.0 * heads * keys.head_dim), cache(keys.raw, 0.0)]
         return caches
+    state = getattr(spec, "recurrence", None)
+    if state is not None or isinstance(spec, NoMixer):
+        return [] if state is None else _state_costs(state)
     raise AssertionError(f"no costs are known for {type(spec).__name__}")
+
+
+def _state_costs(spec: RecurrentSpec) -> list[CacheCost]:
+    """Returns what a recurrence reads and writes: state and tail once per pass, and what each position adds.
+
+    Of every number of the state a position decays, compares, adds and reads: seven operations.
+    """
+    numbers, wide = spec.heads * spec.key_dim * spec.value_dim, 4.0 * (spec.channels + spec.gates)
+    tail = 4.0 * (spec.taps - 1) * spec.channels
+    state = CacheCost(2 * (4.0 * numbers + tail), max(spec.heads, 1), entry_flops=7.0 * numbers, fixed=True)
+    return [state, CacheCost(2 * wide, reach=0, entry_flops=2.0 * spec.taps * spec.channels)]

@@ -37,6 +37,12 @@ MIXERS = {
     "AttentionSpec": "grouped-query attention",
     "LatentSpec": "latent attention",
     "CompressedSpec": "shared-key attention",
+    "DeltaNetSpec": "gated delta net",
+    "KdaSpec": "delta attention",
+    "MambaSpec": "Mamba-2",
+    "LightningSpec": "lightning attention",
+    "ShortConvSpec": "short convolution",
+    "NoMixer": "no mixer",
 }
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -140,6 +146,8 @@ def _mixer(spec: Any) -> str:
 
 
 def _feed_forward(spec: Any) -> str:
+    if spec is None:
+        return "no feed-forward"
     if not isinstance(spec, MoeSpec):
         return f"dense of {spec.hidden}"
     shared = f" and a shared one of {spec.shared_hidden}" if spec.shared_hidden else ""

@@ -14,6 +14,7 @@ from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.param import declared
 
+DRAFTS = 8  # of a verification, where nothing says how many
 PREDICTION = "multi-token prediction"
 PARTS: tuple[str, ...] = (
     "embedding", "attention", "dense feed-forward", "routed experts", "shared experts", "router", "hyper-connections",
@@ -88,7 +89,7 @@ def cached_values(arch: ArchSpec, layers: tuple[LayerSpec, ...] | None = None) -
     values: dict[str, float] = {}
     for layer in arch.layers if layers is None else layers:
         for name, s in layer.attention.streams.items():
-            if s.reach is None:
+            if s.reach is None and s.fixed is None:
                 values[name] = values.get(name, 0) + s.heads * s.width / s.stride
     return values
 
@@ -98,25 +99,30 @@ def cached_bytes(arch: ArchSpec, dtype: np.dtype) -> dict[str, float]:
     sums: dict[str, float] = {}
     for layer in arch.layers:
         for name, s in layer.attention.streams.items():
-            if s.reach is None:
+            if s.reach is None and s.fixed is None:
                 size = np.dtype(s.dtype or dtype).itemsize
                 sums[name] = sums.get(name, 0) + s.heads * s.width * size / s.stride
     return sums
 
 
-def ring_bytes(arch: ArchSpec, dtype: np.dtype, *, slack: int = 256, block: int = 128) -> dict[str, int]:
-    """Returns bytes by stream of the rings that every row keeps: windows, and raw parts of entries.
+def ring_bytes(
+    arch: ArchSpec, dtype: np.dtype, *, slack: int = 256, block: int = 128, drafts: int = DRAFTS
+) -> dict[str, int]:
+    """Returns bytes by stream of what every row keeps however long its text: windows, raw parts of entries, states.
 
     Args:
       arch: of the model.
       dtype: compute dtype.
       slack: most positions that one forward writes.
       block: positions that attention reads at a time.
+      drafts: most drafts of one forward.
     """
     sums: dict[str, int] = {}
     for layer in arch.layers:
         for name, s in layer.attention.streams.items():
-            if s.reach is not None:
-                size = np.dtype(s.dtype or dtype).itemsize * s.heads * s.width
+            size = np.dtype(s.dtype or dtype).itemsize * s.heads * s.width
+            if s.fixed is not None:
+                sums[name] = sums.get(name, 0) + (s.fixed or drafts) * size
+            elif s.reach is not None:
                 sums[name] = sums.get(name, 0) + entries(s, arch.max_position, slack, block) * size
     return sums

@@ -13,7 +13,7 @@ from jaxspec.nn.moe import MoeSpec
 
 
 class MixerSpec(Protocol):
-    """One kind of attention: ``AttentionSpec``, ``LatentSpec`` or ``CompressedSpec``."""
+    """What mixes positions: one kind of attention, or of recurrence; ``jaxspec.models.block.MIXERS`` lists them."""
 
     @property
     def streams(self) -> Mapping[str, StreamSpec]:
@@ -32,11 +32,49 @@ class MixerSpec(Protocol):
 
 
 @dataclass(frozen=True)
+class NoMixer:
+    """In place of attention in a layer that has none."""
+
+    chain_only = None
+    one_text_only = False
+
+    @property
+    def streams(self) -> Mapping[str, StreamSpec]:
+        """Returns nothing."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Join:
+    """How the output of a sub-layer joins the stream: ``old stream + scale out``.
+
+    Attributes:
+      scale: of the output.
+      old: of what it is added to.
+      normed: whether that is what the sub-layer read, the normalized stream.
+    """
+
+    scale: float = 1.0
+    old: float = 1.0
+    normed: bool = False
+
+
+SUM = Join()
+
+
+@dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: attention, then a dense or expert feed-forward."""
+    """One decoder layer: attention or a recurrence, then a dense or expert feed-forward; one of both may be missing.
+
+    Attributes:
+      attention: mixes positions; ``NoMixer`` for none.
+      ffn: None for none.
+      joins: how each joins the stream.
+    """
 
     attention: MixerSpec
-    ffn: FfnSpec | MoeSpec
+    ffn: FfnSpec | MoeSpec | None
+    joins: tuple[Join, Join] = (SUM, SUM)
 
 
 @dataclass(frozen=True)
@@ -50,6 +88,7 @@ class ArchSpec:
       layers: one spec per layer.
       norm: root mean square, or mean and variance with a bias.
       norm_eps: of every norm whose family does not fix its own.
+      norm_offset: added to every scale of a norm of the stream, see ``rms_norm``.
       norm_last: whether a layer normalizes what it adds to instead of what it reads (OPT-350m).
       final_norm: whether the last stream is normalized.
       tied: whether the head reuses the embedding.
@@ -58,6 +97,7 @@ class ArchSpec:
       embed_dim: width of the embedding where projections lead from and to it, 0 where it is D.
       hyper: hyper-connections between layers, None for plain residuals.
       mtp: layers of multi-token prediction after the model.
+      embed_scale, logit_scale: of embeddings and logits.
     """
 
     family: str
@@ -68,12 +108,15 @@ class ArchSpec:
     tied: bool
     max_position: int
     norm: Literal["rms", "layer"] = "rms"
+    norm_offset: float = 0.0
     norm_last: bool = False
     final_norm: bool = True
     learned_positions: int = 0
     embed_dim: int = 0
     hyper: HyperSpec | None = None
     mtp: tuple[LayerSpec, ...] = ()
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -110,7 +153,7 @@ class Segment:
         return self.first + len(self.pattern) * self.repeats
 
 
-LONGEST_PATTERN = 8
+LONGEST_PATTERN = 10
 
 
 def segments(layers: tuple[LayerSpec, ...]) -> Iterator[Segment]:

@@ -6,19 +6,25 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.window import AnyWindow, Window, take_outputs
-from jaxspec.models.arch import ArchSpec, LayerSpec
+from jaxspec.cache.window import Window, take_outputs
+from jaxspec.models.arch import SUM, ArchSpec, LayerSpec, NoMixer
 from jaxspec.nn.attention import Attention, AttentionSpec
 from jaxspec.nn.compressed_attention import CompressedAttention, CompressedSpec
+from jaxspec.nn.delta_net import DeltaNet, DeltaNetSpec
 from jaxspec.nn.ffn import DenseFfn
 from jaxspec.nn.hyper import HyperConnection, merge
-from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.inputs import Inputs, Mixed
+from jaxspec.nn.kda import Kda, KdaSpec
 from jaxspec.nn.latent_attention import LatentAttention, LatentSpec
+from jaxspec.nn.lightning import Lightning, LightningSpec
+from jaxspec.nn.mamba import Mamba, MambaSpec
 from jaxspec.nn.moe import Moe, MoeSpec
 from jaxspec.nn.norm import layer_norm, rms_norm
 from jaxspec.nn.param import ZEROS, Param, declare
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import Routing
+from jaxspec.nn.short_conv import ShortConv, ShortConvSpec
+from jaxspec.nn.steady import rounded
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
@@ -32,6 +38,11 @@ MIXERS: dict[type, Any] = {
     AttentionSpec: Attention,
     LatentSpec: LatentAttention,
     CompressedSpec: CompressedAttention,
+    DeltaNetSpec: DeltaNet,
+    KdaSpec: Kda,
+    MambaSpec: Mamba,
+    LightningSpec: Lightning,
+    ShortConvSpec: ShortConv,
 }
 
 
@@ -62,7 +73,9 @@ def norm_params(module: nn.Module, arch: ArchSpec, policy: Policy, name: str) ->
 def normalize(arch: ArchSpec, x: Array, params: tuple[Array, Array | None]) -> Array:
     """Normalizes the last axis in the architecture's way."""
     scale, bias = params
-    return rms_norm(x, scale, arch.norm_eps) if bias is None else layer_norm(x, scale, bias, arch.norm_eps)
+    if bias is None:
+        return rms_norm(x, scale, arch.norm_eps, offset=arch.norm_offset)
+    return layer_norm(x, scale, bias, arch.norm_eps)
 
 
 class Block(nn.Module):
@@ -92,21 +105,27 @@ class Block(nn.Module):
         arch, p = self.arch, self.policy
         if isinstance(inputs.window, Window) and p.compute.splits_rows:
             inputs = replace(inputs, window=replace(inputs.window, rows_sharded=True))
-        mixer = MIXERS[type(self.spec.attention)]
-        attention = mixer(self.spec.attention, arch.model_dim, arch.norm_eps, p, name="attention")
-        u, join = self._enter("attention", x, inputs.window)
-        mixed = attention(u, inputs)
-        x, inputs = join(mixed.out_BTD), inputs.of_outputs()
-        u, join = self._enter("ffn", x, inputs.window)
+        if isinstance(self.spec.attention, NoMixer):
+            x, mixed = take_outputs(x, inputs.window), Mixed(x, inputs.memory, inputs.selection)
+        else:
+            mixer = MIXERS[type(self.spec.attention)]
+            attention = mixer(self.spec.attention, arch.model_dim, arch.norm_eps, p, name="attention")
+            u, join = self._enter("attention", x, inputs)
+            mixed = attention(u, inputs)
+            x = join(mixed.out_BTD)
+        if self.spec.ffn is None:
+            return LayerOutput(x, mixed.memory, mixed.selection, None)
+        inputs = inputs.of_outputs()
+        u, join = self._enter("ffn", x, inputs)
         if isinstance(self.spec.ffn, MoeSpec):
             out, routing = Moe(self.spec.ffn, arch.model_dim, p, self.layers, name="ffn")(u, inputs, layer)
         else:
             out, routing = DenseFfn(self.spec.ffn, arch.model_dim, p, name="ffn")(u), None
         return LayerOutput(join(out), mixed.memory, mixed.selection, routing)
 
-    def _enter(self, name: str, x: Array, window: AnyWindow) -> tuple[Array, Callable[[Array], Array]]:
+    def _enter(self, name: str, x: Array, inputs: Inputs) -> tuple[Array, Callable[[Array], Array]]:
         """Returns what a sub-layer reads, and how its output, of the positions asked for, joins the stream."""
-        arch, p = self.arch, self.policy
+        arch, p, window, how = self.arch, self.policy, inputs.window, self.spec.joins[name == "ffn"]
         norm, old = norm_params(self, arch, p, f"{name}_norm"), take_outputs(x, window)
         if arch.hyper is not None:
             connection = HyperConnection(arch.hyper, arch.model_dim, arch.norm_eps, p, name=f"{name}_hyper")
@@ -116,7 +135,17 @@ class Block(nn.Module):
             )
         if arch.norm_last:
             return x, lambda out: normalize(arch, old + out, norm)
-        return normalize(arch, x, norm), lambda out: old + out
+        u = normalize(arch, x, norm)
+        if how == SUM:
+            return u, lambda out: old + out
+        if how.normed:
+            old = take_outputs(u, window)
+
+        def join(out: Array) -> Array:
+            zero = jnp.minimum(inputs.of_outputs().position_BT, 0)[..., None]
+            return rounded(how.old * old, zero) + rounded(how.scale * out, zero)
+
+        return u, join
 
 
 def init_block(key: Array, spec: LayerSpec, arch: ArchSpec, policy: Policy) -> Any:

@@ -81,7 +81,7 @@ def state_after(
 def run_block(block: Block, layer: int, before: ForwardState, inputs: Inputs) -> ForwardState:
     """Runs one layer, whose number is ``layer``."""
     memory = None if inputs.memory is None else inputs.memory[layer]
-    out = block(before.x, replace(inputs, memory=memory, selection=before.selection))
+    out = block(before.x, replace(inputs, memory=memory, selection=before.selection, number=jnp.int32(layer)))
     return state_after({layer: 0}, [before.x], [out], inputs)
 
 
@@ -167,13 +167,14 @@ class Loop:
     def _repeat(self, y: Array, before: ForwardState) -> ForwardState:
         """Runs the pattern for the y-th time; captures are those of this repeat, whichever layers were asked for."""
         x, selection, entered, outs = before.x, before.selection, [], []
-        for stack, block, cache in zip(self.stacks, self._blocks, before.caches, strict=True):
+        for place, (stack, block, cache) in enumerate(zip(self.stacks, self._blocks, before.caches, strict=True)):
             window = self.inputs.window
-            if isinstance(window, Window) and cache is not None:
+            if isinstance(window, Window) and cache:
                 pages = jax.tree.leaves(cache)[0].shape[0] // self.segment.repeats
                 use_scatter = self.policy.compute.kernels == "triton"
                 window = replace(window, base=y * jnp.int32(pages), use_scatter=use_scatter)
-            inputs = replace(self.inputs, window=window, memory=cache, selection=selection)
+            number = jnp.int32(self.segment.first + place) + y * jnp.int32(len(self._blocks))
+            inputs = replace(self.inputs, window=window, memory=cache, selection=selection, number=number)
             out: Any = block.apply({"params": _layer(stack, y, self.policy)}, x, inputs, y)
             entered.append(x)
             outs.append(out)

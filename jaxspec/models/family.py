@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.arch import ArchSpec, LayerSpec, MixerSpec
+from jaxspec.models.arch import SUM, ArchSpec, Join, LayerSpec, MixerSpec, NoMixer
 from jaxspec.models.mixers.gqa import GqaRow
+from jaxspec.models.mixers.hybrid import DENSE, HybridRow
 from jaxspec.models.read import Config, Reader, short
 from jaxspec.models.rotary import reach
 from jaxspec.nn.activations import activation_named
@@ -46,7 +47,7 @@ class MoeRow:
     """Where a family's config keeps its expert numbers; a value that is a string names a config key.
 
     Attributes:
-      experts, top_k, hidden: keys of E, A and F, the first present one counts.
+      experts, top_k, hidden: keys of E, A and F, of several the first present one counts.
       router: kind of router.
       renormalize: whether chosen weights are divided by their sum.
       scale: multiplies the weights.
@@ -62,13 +63,17 @@ class MoeRow:
       bias: whether the routed experts' products have biases.
       sparse_step: whether ``decoder_sparse_step`` and ``mlp_only_layers`` leave some layers dense.
       first_dense: key of the number of first layers that are dense, where ``mlp_layer_types`` does not say.
+      floor: added to the sum that weights are divided by.
+      groups: keys of the number of groups, and the key of how many are kept.
+      gated: whether the experts have gates.
+      latent: key of the width that the routed experts' input is brought to.
     """
 
     experts: tuple[str, ...]
-    top_k: str = "num_experts_per_tok"
+    top_k: str | tuple[str, ...] = "num_experts_per_tok"
     hidden: str = "moe_intermediate_size"
     router: Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"] = "softmax"
-    renormalize: bool | str = True
+    renormalize: bool | str | tuple[str, ...] = True
     scale: float | str = 1.0
     logit_bias: bool = False
     choice_bias: bool = False
@@ -83,6 +88,32 @@ class MoeRow:
     bias: bool = False
     sparse_step: bool = False
     first_dense: str | None = None
+    floor: float = 1e-20
+    groups: tuple[tuple[str, ...], str] = (("n_group",), "topk_group")
+    gated: bool = True
+    latent: str | None = None
+
+
+@dataclass(frozen=True)
+class JoinRow:
+    """Keys of how a sub-layer's output joins the stream, see ``Join``; a number without keys is 1."""
+
+    scale: tuple[str, ...] = ()
+    old: tuple[str, ...] = ()
+    normed: bool = False
+
+    def join(self, read: Reader) -> Join:
+        """Reads the numbers."""
+        scale, old = (read.real(*keys, default=1.0) if keys else 1.0 for keys in (self.scale, self.old))
+        return Join(scale, old, self.normed)
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """Keys of what embeddings are multiplied by, and logits divided."""
+
+    embed: str
+    logits: str
 
 
 @dataclass(frozen=True)
@@ -104,13 +135,19 @@ class Family:
       ffn: row of the dense feed-forward layers.
       moe: expert row, None for a dense family.
       norm: kind of normalization.
-      norm_eps: key of its epsilon.
+      norm_eps: key of its epsilon, or several, of which the first present one counts.
+      norm_offset: see ``ArchSpec``.
       norm_first: key that is false where layers normalize what they add to; None where they never do.
       final_norm: key that is true where the last norm is left out; None where it never is.
       learned_positions: whether positions are learned.
       embed_dim: key of the width of the embedding.
       hyper: row of hyper-connections.
       mtp: key of the number of layers of multi-token prediction.
+      longest: key of the longest context.
+      tied: keys, of which the first present one is true where the head is the embedding.
+      joins: how sub-layers join the stream, by ``ffn`` and by kinds of mixers, ``attention`` for all others.
+      scales: row of multipliers.
+      one_each: whether a layer has a mixer or a feed-forward, as its kind says.
       inside: key under which the text model's config lies, where it is not the whole.
       defaults: config values that may be left out, as in transformers.
       implied: values that keys can only have in this family, for keys that nothing else reads; a tuple names several.
@@ -121,13 +158,19 @@ class Family:
     ffn: FfnRow = field(default_factory=FfnRow)
     moe: MoeRow | None = None
     norm: Literal["rms", "layer"] = "rms"
-    norm_eps: str = "rms_norm_eps"
+    norm_eps: str | tuple[str, ...] = "rms_norm_eps"
+    norm_offset: float = 0.0
     norm_first: str | None = None
     final_norm: str | None = None
     learned_positions: bool = False
     embed_dim: str | None = None
     hyper: HyperRow | None = None
     mtp: str | None = None
+    longest: str | tuple[str, ...] = "max_position_embeddings"
+    tied: tuple[str, ...] = ("tie_word_embeddings",)
+    joins: Mapping[str, JoinRow] = field(default_factory=dict)
+    scales: ScaleRow | None = None
+    one_each: bool = False
     inside: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
@@ -146,6 +189,9 @@ def reader_of(config: Config, family: Family) -> Reader:
     """Reads the part of a config that is about the text model."""
     if family.inside and isinstance(config.get(family.inside), Mapping):
         config = {**config, **config[family.inside]}
+    if isinstance(family.mixer, HybridRow) and config.get("num_hidden_layers") is None:
+        listed = family.mixer.listed(config)
+        config = config if listed is None else {**config, "num_hidden_layers": len(listed)}
     return Reader(config, family.defaults)
 
 
@@ -157,7 +203,7 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
     """
     dim, count = read.count("hidden_size"), read.count("num_hidden_layers")
     predicting = read.count(family.mtp, "num_mtp_layers", default=0, least=0) if family.mtp else 0
-    longest = read.count("max_position_embeddings")
+    longest = read.count(*several(family.longest))
     width = read.count(family.embed_dim, default=dim) if family.embed_dim else dim
     norm_last = family.norm_first is not None and not read.flag(family.norm_first, default=True)
     read.asked |= _keys(family.ffn) | _keys(family.moe)  # also where no layer is of their kind
@@ -168,16 +214,19 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
         vocab_size=read.count("vocab_size"),
         model_dim=dim,
         layers=tuple(layers[:count]),
-        norm_eps=read.real(family.norm_eps, default=1e-6, most=1.0),
-        tied=read.flag("tie_word_embeddings"),
+        norm_eps=read.real(*several(family.norm_eps), default=1e-6, most=1.0),
+        tied=read.flag(read.present(*family.tied)),
         max_position=max(longest, *(reach(getattr(layer.attention, "rope", None)) for layer in layers)),
         norm=family.norm,
+        norm_offset=family.norm_offset,
         norm_last=norm_last,
         final_norm=not (norm_last or last_out),
         learned_positions=longest if family.learned_positions else 0,
         embed_dim=0 if width == dim else width,
         hyper=_hyper(read, family.hyper) if family.hyper else None,
         mtp=tuple(layers[count:]),
+        embed_scale=read.real(family.scales.embed, default=1.0) if family.scales else 1.0,
+        logit_scale=1 / read.real(family.scales.logits, default=1.0) if family.scales else 1.0,
     )
     if read.missing:
         raise ConfigError(f"config of {family.model_type}: missing {sorted(set(read.missing))}")
@@ -190,7 +239,7 @@ def _keys(row: FfnRow | MoeRow | None) -> set[str]:
     keys = {
         key for value in values for key in (value if isinstance(value, tuple) else (value,)) if isinstance(key, str)
     }
-    return keys | {"n_group", "topk_group"} if getattr(row, "grouped", False) else keys
+    return keys | {*row.groups[0], row.groups[1]} if isinstance(row, MoeRow) and row.grouped else keys
 
 
 def _hyper(read: Reader, row: HyperRow) -> HyperSpec:
@@ -199,12 +248,21 @@ def _hyper(read: Reader, row: HyperRow) -> HyperSpec:
 
 
 def _layer(read: Reader, family: Family, layer: int) -> LayerSpec:
-    return LayerSpec(family.mixer.spec(read, layer), _ffn(read, family, layer))
+    mixer = family.mixer.spec(read, layer)
+    if family.one_each and not isinstance(mixer, NoMixer):
+        return LayerSpec(mixer, None)
+    ffn, joins = _ffn(read, family, layer), family.joins
+    if not joins:
+        return LayerSpec(mixer, ffn)
+    kind = family.mixer.kind(read, layer) if isinstance(family.mixer, HybridRow) else ""
+    rows = joins.get(kind, joins.get("attention")), joins.get("ffn")
+    first, second = (SUM if row is None else row.join(read) for row in rows)
+    return LayerSpec(mixer, ffn, (first, second))
 
 
 def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
     activation, row = activation_named(read.get(family.ffn.activation, default="silu")), family.moe
-    if row is None or _is_dense(read, row, layer):
+    if row is None or _is_dense(read, family, row, layer):
         bias = read.flag(family.ffn.bias)
         return FfnSpec(read.count(family.ffn.hidden), Activation(activation), family.ffn.gated, bias)
     if row.activation is not None and activation != "silu":
@@ -212,7 +270,7 @@ def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
             f"config: {family.ffn.activation} must be silu in {family.model_type}, whose experts have an activation of "
             f"their own, got {activation!r}"
         )
-    experts, top_k = read.count(*row.experts), read.count(row.top_k)
+    experts, top_k = read.count(*row.experts), read.count(*several(row.top_k))
     if top_k > experts and not read.missing:
         raise ConfigError(f"config: {row.top_k} is {top_k}, but there are only {experts} experts")
     shared = read.count(row.shared_hidden, default=0, least=0) if row.shared_hidden else 0
@@ -229,26 +287,30 @@ def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
         vocab_size=read.count("vocab_size") if router.kind == "hash" else 0,
         shared_hidden=shared,
         shared_gate=row.shared_gate,
-        activation=Activation(row.activation or activation, limit),
+        activation=Activation(row.activation or activation, limit, row.gated),
         bias=row.bias,
+        latent=read.count(row.latent, default=0, least=0) if row.latent else 0,
     )
 
 
 def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
     hashed = row.hash_layers is not None and _is_hashed(read, row.hash_layers, layer)
-    groups = read.count("n_group", default=1) if row.grouped else 1
-    kept = read.count("topk_group", default=1) if row.grouped else 1
+    groups = read.count(*row.groups[0], default=1) if row.grouped else 1
+    kept = read.count(row.groups[1], default=1) if row.grouped else 1
     if (experts % groups or kept > groups) and not read.missing:
         raise ConfigError(f"config: {experts} experts cannot lie in {groups} equal groups of which {kept} are kept")
     return RouterSpec(
         kind="hash" if hashed else row.router,
-        renormalize=read.flag(row.renormalize),
+        renormalize=read.flag(
+            read.present(*row.renormalize) if isinstance(row.renormalize, tuple) else row.renormalize
+        ),
         scale=read.number(row.scale),
         logit_bias=row.logit_bias,
         choice_bias=row.choice_bias and not hashed,
         groups=groups,
         kept_groups=kept,
         exact=row.exact,
+        floor=row.floor,
     )
 
 
@@ -259,7 +321,14 @@ def _is_hashed(read: Reader, key: str, layer: int) -> bool:
     return layer < first if kinds is None else "hash_moe" in kinds[layer : layer + 1]
 
 
-def _is_dense(read: Reader, row: MoeRow, layer: int) -> bool:
+def several(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Returns one key or several as several."""
+    return (value,) if isinstance(value, str) else value
+
+
+def _is_dense(read: Reader, family: Family, row: MoeRow, layer: int) -> bool:
+    if family.one_each and isinstance(family.mixer, HybridRow):
+        return family.mixer.kind(read, layer) == DENSE
     if row.first_dense is not None:
         kinds = read.kinds("mlp_layer_types", ("dense", "sparse"), read.count("num_hidden_layers"))
         first = read.count(row.first_dense, default=0, least=0)

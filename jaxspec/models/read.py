@@ -84,6 +84,11 @@ class Reader:
             raise ConfigError(f"config: {value} must be true or false, got {short(answer)}")
         return bool(answer)
 
+    def present(self, *keys: str) -> str:
+        """Returns the first key that is there and not null, or the first of all."""
+        self.asked.update(keys)
+        return next((key for key in keys if self.config.get(key) is not None), keys[0])
+
     def number(self, value: float | str) -> float:
         """A fixed number, or that of a key (1 where it is missing)."""
         return self.real(value, default=1.0) if isinstance(value, str) else value

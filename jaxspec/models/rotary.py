@@ -16,7 +16,8 @@ REALS = {
     "factor": 1.0, "beta_fast": 0.0, "beta_slow": 0.0, "low_freq_factor": 0.0, "high_freq_factor": 0.0,
     "attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0,
 }  # fmt: skip
-MECHANISMS = ("mrope_section", "xdrope_section", "short_factor", "long_factor", "alpha", "llama_4_scaling_beta")
+# Not those of mrope: text alone has one position for all of its sections.
+MECHANISMS = ("xdrope_section", "short_factor", "long_factor", "alpha", "llama_4_scaling_beta")
 
 
 def scaling_of(read: Reader, layer_kind: str | None = None) -> dict[str, Any]:

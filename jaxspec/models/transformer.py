@@ -110,6 +110,7 @@ class Transformer(nn.Module):
     def embed(self, token_BT: Array) -> Array:
         """Embeddings of tokens, float32 [B, T, D]."""
         x = lookup(self.embed_VD, token_BT)
+        x = x if self.arch.embed_scale == 1 else x * self.arch.embed_scale
         return dense(x, self.project_in_XD, dtype=self.policy.compute.dtype) if self.arch.embed_dim else x
 
     def _embed(self, token_BT: Array, position_BT: Array) -> Array:
@@ -146,7 +147,8 @@ class Transformer(nn.Module):
         if self.arch.embed_dim:
             last = dense(last, self.project_out_DX, dtype=self.policy.compute.dtype)
         head_DV = self.head_DV if self.policy.layout.own_head or not self.arch.tied else self.embed_VD.T
-        return dense(last, head_DV, dtype=self.policy.compute.dtype)
+        logits = dense(last, head_DV, dtype=self.policy.compute.dtype)
+        return logits if self.arch.logit_scale == 1 else logits * self.arch.logit_scale
 
     def logits_of(self, token_BT: Array, position_BT: Array, segment_BT: Array | None = None) -> tuple[Array, Hidden]:
         """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states with expert choices."""

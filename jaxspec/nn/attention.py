@@ -14,6 +14,7 @@ from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
+from jaxspec.nn.steady import sigmoid
 from jaxspec.shapes import Array
 
 QKV = Param("qkv_DGQC", ("embed", "kv_heads", "group", "head_dim"))
@@ -36,6 +37,9 @@ class AttentionSpec:
       qk_norm: ``head`` normalizes each query and key head before rotation, ``full`` the whole projection.
       window: keys that a query sees, itself included; None for all.
       sinks: whether each head has a logit that takes probability and has no value.
+      norm_offset: of the query and key norms, see ``rms_norm``.
+      gated: whether a sigmoid of the input, one number per channel, multiplies what heads give.
+      scale: of the scores, None for ``head_dim ** -0.5``.
     """
 
     chain_only = None
@@ -50,6 +54,9 @@ class AttentionSpec:
     qk_norm: Literal["none", "head", "full"] = "none"
     window: int | None = None
     sinks: bool = False
+    norm_offset: float = 0.0
+    gated: bool = False
+    scale: float | None = None
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
@@ -73,9 +80,10 @@ class Attention(nn.Module):
     def __call__(self, x_BTX: Array, inputs: Inputs) -> Mixed:
         """Projects, rotates and attends."""
         s, p, window, memory = self.spec, self.policy, inputs.window, inputs.memory
-        q_BTHC, k_BTGC, v_BTGC = (unpack(x, window) for x in self._project(x_BTX, inputs))
+        *qkv, gate_BTHC = self._project(x_BTX, inputs)
+        q_BTHC, k_BTGC, v_BTGC = (unpack(x, window) for x in qkv)
         sinks_H = declare(self, p, SINKS, (s.heads,)) if s.sinks else None
-        scale, inputs = s.head_dim**-0.5, inputs.unpack()
+        scale, inputs = s.scale or s.head_dim**-0.5, inputs.unpack()
         if (cache := inputs.cache_window) is None:
             out, memory = attend_new(q_BTHC, k_BTGC, v_BTGC, inputs, scale=scale, span=s.window, sinks_H=sinks_H)
         else:
@@ -87,16 +95,21 @@ class Attention(nn.Module):
             )  # fmt: skip
         w_o = declare(self, p, OUT, (s.heads, s.head_dim, self.model_dim))
         b_o = declare(self, p, OUT_BIAS, (self.model_dim,)) if s.out_bias else None
-        return Mixed(dense(pack(out, window), w_o, b_o, dtype=p.compute.dtype, axes=2), memory)
+        out = pack(out, window)
+        out = out if gate_BTHC is None else out * sigmoid(take_outputs(gate_BTHC, window))
+        return Mixed(dense(out, w_o, b_o, dtype=p.compute.dtype, axes=2), memory)
 
-    def _project(self, x_BTX: Array, inputs: Inputs) -> tuple[Array, Array, Array]:
+    def _project(self, x_BTX: Array, inputs: Inputs) -> tuple[Array, Array, Array, Array | None]:
+        """Queries, keys, values, and what gates the heads' outputs; a gate lies after the query of its head."""
         s, p = self.spec, self.policy
-        group = s.heads // s.kv_heads
+        group = s.heads // s.kv_heads * (2 if s.gated else 1)
         shape = (x_BTX.shape[-1], s.kv_heads, group + 2, s.head_dim)
         qkv_DGQC = declare(self, p, QKV, shape)
         bias = declare(self, p, QKV_BIAS, shape[1:]) if s.qkv_bias else None
         qkv = dense(x_BTX, qkv_DGQC, bias, dtype=p.compute.dtype)
-        q = qkv[..., :group, :].reshape(*x_BTX.shape[:2], s.heads, s.head_dim)
+        shape = (*x_BTX.shape[:2], s.heads, s.head_dim)
+        gate = qkv[..., 1:group:2, :].reshape(shape) if s.gated else None
+        q = qkv[..., : group : 2 if s.gated else 1, :].reshape(shape)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
         if s.qk_norm != "none":
             whole = s.qk_norm == "full"
@@ -105,10 +118,10 @@ class Attention(nn.Module):
         if s.rope is not None:
             angles = inputs.rotation(s.rope)
             q, k = rotate(q, angles, s.rope), rotate(k, angles, s.rope)
-        return q, k, v
+        return q, k, v, gate
 
     def _normed(self, x_BTHC: Array, param: Param, *, whole: bool) -> Array:
         shape = x_BTHC.shape[2:] if whole else x_BTHC.shape[3:]
         scale = declare(self, self.policy, param, shape).reshape(-1)
         flat = x_BTHC.reshape(*x_BTHC.shape[:2], -1) if whole else x_BTHC
-        return rms_norm(flat, scale, self.norm_eps).reshape(x_BTHC.shape)
+        return rms_norm(flat, scale, self.norm_eps, offset=self.spec.norm_offset).reshape(x_BTHC.shape)

@@ -24,6 +24,7 @@ from pallas_kernels.select import Choice, choose
 
 TRAINING_BLOCK = 128
 COMPARED_ROWS = 256
+UNGATED = "its experts have no gate"
 
 
 @pytree
@@ -134,11 +135,12 @@ def run_stacked(
     x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
     index = blocks.expert_N if layer is None else (layer, blocks.expert_N)
     own = {name: widen(jax.tree.map(lambda leaf: leaf[index], w), dtype) for name, w in experts.items()}
-    gate_up_NDF = own["gate_up_ED2F"].reshape(-1, width, 2 * hidden)
+    wide = hidden * experts["gate_up_ED2F"].shape[first + 2]
+    gate_up_NDF = own["gate_up_ED2F"].reshape(-1, width, wide)
     both: Array = _batched_dot(x_SD.reshape(-1, block, width), gate_up_NDF, jnp.dtype(dtype))
     if "gate_up_bias_E2F" in own:
-        both = both + own["gate_up_bias_E2F"].reshape(-1, 1, 2 * hidden).astype(jnp.float32)
-    inner = activation(both[..., :hidden], both[..., hidden:])
+        both = both + own["gate_up_bias_E2F"].reshape(-1, 1, wide).astype(jnp.float32)
+    inner = activation(both[..., :hidden], both[..., wide - hidden :])
     y_NZD: Array = _batched_dot(inner, own["down_EFD"], jnp.dtype(dtype))
     if "down_bias_ED" in own:
         y_NZD = y_NZD + own["down_bias_ED"][:, None].astype(jnp.float32)
@@ -205,7 +207,7 @@ def run_packed(
         x_MD, experts["gate_up_ED2F"], experts.get("gate_up_bias_E2F"), expert_MA=expert_MA, layer=layer, dtype=dtype
     )
     return product(
-        activation(both_RX[:, :hidden], both_RX[:, hidden:]), experts["down_EFD"], experts.get("down_bias_ED"),
+        activation(both_RX[:, :hidden], both_RX[:, -hidden:]), experts["down_EFD"], experts.get("down_bias_ED"),
         expert_MA=expert_MA.reshape(-1, 1), layer=layer, weight_MA=routing.weight_MA, dtype=dtype,
     )  # fmt: skip
 
@@ -217,6 +219,7 @@ def choose_kernel(rows: int, top_k: int, experts: dict[str, Weight], policy: Pol
         return Choice(OP, "", "xla", "no kernels are wanted")
     name = case_name(rows_on_each(policy, rows), top_k, experts, stacked=stacked)
     blocked = obstacles(experts, stacked=stacked) + obstacles_on(policy.compute.mesh, experts)
+    blocked += [UNGATED] if experts["gate_up_ED2F"].shape[-2] == 1 else []
     if kernels == "native":
         return choose(OP, name, kernels, "cpu", [UNPACKED])
     return choose(OP, name, kernels, "cuda", blocked)

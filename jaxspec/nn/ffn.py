@@ -27,13 +27,17 @@ class Activation:
     Attributes:
       kind: a key of ``ACTIVATIONS``, or ``swigluoai``, gpt-oss's own, which no config can ask for.
       limit: bound of the gate from above and of the up projection from both sides, None for none.
+      gated: whether the function of the gate multiplies the up projection; without, it is all.
     """
 
     kind: str = "silu"
     limit: float | None = None
+    gated: bool = True
 
     def __call__(self, gate: Array, up: Array) -> Array:
-        """Hidden units of a gated layer."""
+        """Hidden units; without a gate that is the up projection."""
+        if not self.gated:
+            return ACTIVATIONS[self.kind](gate)
         if self.limit is not None:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         if self.kind == "swigluoai":

@@ -20,6 +20,7 @@ class Inputs:
       memory: one entry per layer, as ``init_caches`` lays them out, or inside a layer its own: a cache, or ``Unrolled``
         for a head in training. None attends within the T positions alone.
       selection: inside a layer, the positions that an earlier layer's indexer kept.
+      number: inside a layer, its number in the model, int32 where equal layers run in a loop.
       reads: what is captured of the layers.
       routes: whether the expert choices of every layer are captured.
       rotations, angles: what ``turned_by`` has computed of these positions.
@@ -30,6 +31,7 @@ class Inputs:
     window: AnyWindow = None
     memory: Any = None
     selection: Array | None = None
+    number: Any = None
     reads: CaptureSpec = static(default=NO_CAPTURE)
     routes: bool = static(default=False)
     rotations: tuple[RopeSpec, ...] = static(default=())

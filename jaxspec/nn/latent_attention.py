@@ -16,6 +16,7 @@ from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec
+from jaxspec.nn.steady import sigmoid
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 from pallas_kernels.quantized import widen
@@ -30,6 +31,7 @@ KV_A_BIAS = Param("kv_a_bias_X", ("latent",), "bias")
 KV_NORM = Param("kv_norm_R", ("rank",), "norm")
 KV_B = Param("kv_b_HXR", ("heads", "kv_channels", "rank"), "weight")
 OUT = Param("out_HCD", ("heads", "head_dim", "embed"), inputs=2)
+HEAD_GATE = Param("head_gate_DH", ("embed", "heads"))
 OUT_BIAS = Param("out_bias_D", ("embed",), "bias")
 
 RANK_NORM_EPS = 1e-6  # fixed in the reference, whatever the model's own
@@ -50,6 +52,8 @@ class LatentSpec:
       bias: whether the projections from and to the stream have biases, except that of queries without a rank.
       index: indexer that limits what a query attends to, None for none.
       reuses_selection: whether the selection of an earlier layer's indexer does.
+      rotates: whether the rotation is applied; without it the channels are there all the same.
+      gated: whether a sigmoid of the input, one number per head, multiplies what heads give.
     """
 
     chain_only = None
@@ -64,6 +68,8 @@ class LatentSpec:
     bias: bool = False
     index: IndexSpec | None = None
     reuses_selection: bool = False
+    rotates: bool = True
+    gated: bool = False
 
     @property
     def one_text_only(self) -> bool:
@@ -113,7 +119,12 @@ class LatentAttention(nn.Module):
             out = _over_cache(take_outputs(q_BTHC, window), latent, inputs, kv_HXR, s, p)
         w_o = declare(self, p, OUT, (s.heads, s.value_dim, self.model_dim))
         bias = self._bias(OUT_BIAS, self.model_dim)
-        out = dense(pack(out, window), w_o, bias, dtype=p.compute.dtype, axes=2)
+        out = pack(out, window)
+        if s.gated:
+            gate_DH = declare(self, p, HEAD_GATE, (x_BTD.shape[-1], s.heads))
+            gate = dense(take_outputs(x_BTD, window), gate_DH, dtype=p.compute.dtype)
+            out = out * sigmoid(gate)[..., None]
+        out = dense(out, w_o, bias, dtype=p.compute.dtype, axes=2)
         shares = s.reuses_selection or (s.index is not None and s.index.shares_selection)
         return Mixed(out, memory, inputs.selection if shares else None)
 
@@ -128,7 +139,7 @@ class LatentAttention(nn.Module):
             low = dense(x_BTD, w_a, self._bias(Q_A_BIAS, s.query_rank), dtype=p.compute.dtype)
             low = rms_norm(low, declare(self, p, Q_NORM, (s.query_rank,)), RANK_NORM_EPS)
             q = dense(low, declare(self, p, Q_B, (s.query_rank, *each)), dtype=p.compute.dtype)
-        turned = rotate(q[..., s.plain_dim :], position_BT, s.rope)
+        turned = self._turned(q[..., s.plain_dim :], position_BT)
         return jnp.concatenate([q[..., : s.plain_dim], turned], axis=-1), low
 
     def _latent(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
@@ -138,7 +149,10 @@ class LatentAttention(nn.Module):
         w_a, bias = declare(self, p, KV_A, (x_BTD.shape[-1], width)), self._bias(KV_A_BIAS, width)
         both = dense(x_BTD, w_a, bias, dtype=p.compute.dtype)
         c = rms_norm(both[..., : s.rank], declare(self, p, KV_NORM, (s.rank,)), RANK_NORM_EPS)
-        return c, rotate(both[:, :, None, s.rank :], position_BT, s.rope)
+        return c, self._turned(both[:, :, None, s.rank :], position_BT)
+
+    def _turned(self, x_BTHC: Array, position_BT: Array) -> Array:
+        return rotate(x_BTHC, position_BT, self.spec.rope) if self.spec.rotates else x_BTHC
 
     def _bias(self, param: Param, width: int) -> Array | None:
         return declare(self, self.policy, param, (width,)) if self.spec.bias else None

@@ -23,6 +23,8 @@ ROUTER_BIAS = Param("router_bias_E", ("routed_to",), "bias", part="router")
 CHOICE_BIAS = Param("choice_bias_E", ("routed_to",), "bias", dtype=jnp.float32, part="router")
 TABLE = Param("table_VA", ("token_id", "choices"), "table", dtype=jnp.int32, part="router")
 SLOTS = Param("slots_EX", ("routed_to", "replicas"), "table", ZEROS, jnp.int32, part="router")
+LATENT_IN = Param("latent_in_DR", ("embed", "rank"), part="shared experts")
+LATENT_OUT = Param("latent_out_RD", ("rank", "embed"), part="shared experts")
 SHARED_GATE = Param("shared_gate_D1", ("embed", "gate"), part="shared experts")
 
 
@@ -39,6 +41,7 @@ class MoeSpec:
       shared_gate: whether a sigmoid of the input scales the shared expert.
       activation: of all experts.
       bias: whether the routed experts' products have biases.
+      latent: width that the input of the routed experts is brought to, and their sum back from; 0 for none.
     """
 
     experts: int
@@ -50,12 +53,13 @@ class MoeSpec:
     shared_gate: bool = False
     activation: Activation = SILU
     bias: bool = False
+    latent: int = 0
 
     def shapes(self, model_dim: int, redundant: int = 0) -> dict[str, tuple[int, ...]]:
         """Shapes of the routed parameters, all experts stacked, and slots beyond them."""
-        e, f = self.experts + redundant, self.hidden
-        shapes = {"gate_up_ED2F": (e, model_dim, 2, f), "down_EFD": (e, f, model_dim)}
-        return shapes | ({"gate_up_bias_E2F": (e, 2, f), "down_bias_ED": (e, model_dim)} if self.bias else {})
+        e, f, parts, dim = self.experts + redundant, self.hidden, 1 + self.activation.gated, self.latent or model_dim
+        shapes = {"gate_up_ED2F": (e, dim, parts, f), "down_EFD": (e, f, dim)}
+        return shapes | ({"gate_up_bias_E2F": (e, parts, f), "down_bias_ED": (e, dim)} if self.bias else {})
 
 
 class Moe(nn.Module):
@@ -90,12 +94,16 @@ class Moe(nn.Module):
             name: declare(self, p, ROUTED[name], (*lead, *shape))
             for name, shape in s.shapes(dim, p.layout.slots.redundant if p.layout.slots else 0).items()
         }
-        out_MD = run_experts(x_MD, placed, experts, s.activation, p, layer, live_M)
+        inner = dense(x_MD, declare(self, p, LATENT_IN, (dim, s.latent)), dtype=p.compute.dtype) if s.latent else x_MD
+        out_MD = run_experts(inner, placed, experts, s.activation, p, layer, live_M)
+        if s.latent:
+            out_MD = dense(out_MD, declare(self, p, LATENT_OUT, (s.latent, dim)), dtype=p.compute.dtype)
         if s.shared_hidden:
             gate = None
             if s.shared_gate:
                 gate = sigmoid(dense(x_MD, declare(self, p, SHARED_GATE, (dim, 1)), dtype=p.compute.dtype))
-            shared_MD = DenseFfn(FfnSpec(s.shared_hidden, s.activation), dim, p, name="shared")(x_MD, gate)
+            shared = FfnSpec(s.shared_hidden, s.activation, s.activation.gated)
+            shared_MD = DenseFfn(shared, dim, p, name="shared")(x_MD, gate)
             out_MD = out_MD + shared_MD
         else:
             shared_MD = x_MD

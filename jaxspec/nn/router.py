@@ -28,6 +28,7 @@ class RouterSpec:
       choice_bias: whether a bias is added to the scores for choosing, but not for weighing.
       groups, kept_groups: experts lie in equal groups, of which those with the best two members are kept.
       exact: whether the logits are computed to float32's precision whatever the compute dtype.
+      floor: added to the sum that weights are divided by.
     """
 
     kind: Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "hash"] = "softmax"
@@ -38,6 +39,7 @@ class RouterSpec:
     groups: int = 1
     kept_groups: int = 1
     exact: bool = False
+    floor: float = 1e-20
 
 
 @pytree
@@ -83,7 +85,7 @@ def route(
         _, chosen_MA = top_entries(wanted_ME, top_k)
     weight_MA = jnp.take_along_axis(score_ME, chosen_MA, axis=-1)
     if spec.renormalize:
-        weight_MA = weight_MA / (row_sum(weight_MA) + np.float32(1e-20))
+        weight_MA = weight_MA / (row_sum(weight_MA) + np.float32(spec.floor))
     return Routing(chosen_MA, weight_MA * spec.scale, logits_ME)
 
 

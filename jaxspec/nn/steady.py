@@ -65,6 +65,24 @@ def _added_products_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _added_products(*primals), functools.reduce(operator.add, (a * db + da * b for (a, b), (da, db) in each))
 
 
+@jax.custom_jvp
+def rounded(x: Array, zero: Array) -> Array:
+    """Returns float32 x in such a way that no compiler adds it to something before it was rounded.
+
+    A fused multiply-add would not round a product, and it depends on the program whether there is one.
+
+    Args:
+      x: a product.
+      zero: int32 that is 0, and of which the compiler does not know that; broadcast against x.
+    """
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) ^ zero, jnp.float32)
+
+
+@rounded.defjvp
+def _rounded_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return rounded(*primals), tangents[0]
+
+
 def row_dot(a: Array, b: Array) -> Array:
     """Sum of the products of the last axes, kept as one column; as ``added_products``, but added like ``row_sum``.
 

@@ -22,6 +22,7 @@ class CacheCost:
       reach: positions back that are read, None for all (windows, raw parts of entries).
       keeps: entries that one query attends to at most, None for all (an indexer chooses them).
       entry_flops: per query and entry read.
+      fixed: whether it is one entry however long the text is, such as the state of a recurrent layer.
     """
 
     entry_bytes: float
@@ -30,9 +31,12 @@ class CacheCost:
     reach: int | None = None
     keeps: int | None = None
     entry_flops: float = 0.0
+    fixed: bool = False
 
     def entries(self, positions: int, context: int) -> float:
         """Computes the entries of a row that a forward of ``positions`` queries after ``context`` positions reads."""
+        if self.fixed:
+            return 1.0
         seen = context + positions
         seen = seen if self.reach is None else min(seen, self.reach + positions)
         entries = seen / self.stride
@@ -40,6 +44,8 @@ class CacheCost:
 
     def flops(self, positions: int, context: int) -> float:
         """Computes a row's products: every query with every entry that it attends to."""
+        if self.fixed:
+            return positions * self.entry_flops
         seen = context if self.reach is None else min(context, self.reach)
         entries = max(seen / self.stride, 1.0)
         return positions * self.entry_flops * (entries if self.keeps is None else min(entries, self.keeps))

@@ -100,16 +100,18 @@ class Engine:
         if spec.page and not spec.pages:
             spec = changed(spec, pages=1 + spec.rows * -(-(spec.capacity + self._slack) // spec.page))
         self.spec, self.eos, self.drafter = spec, eos, drafter
+        widest = max((drafter, *(d for k, d in drafters.items() if k.drafts)), key=lambda d: d.topology.nodes)
+        self._widest = widest.topology
         self._make = partial(
             init_state, rows=spec.rows, capacity=spec.capacity, slack=self._slack, stop_ids=STOP_PLACES,
             pool=(spec.pages, spec.page) if spec.pages else None,
             draft_costs=budget and DraftCosts(**budget.prices(0, spec.rows)),
         )  # fmt: skip
-        self._allocate = partial(allocate_on, partial(self._make, target, drafter), target, spec)
+        self._allocate = partial(allocate_on, partial(self._make, target, widest), target, spec)
         state = self._allocate()
         plan = plan_prefix(target, drafter, spec.buckets)
         blocks, self._cache_config = blocks_of(plan, spec)
-        self._make_store = partial(plan.init_store, jax.eval_shape(self._make, target, drafter), blocks)
+        self._make_store = partial(plan.init_store, jax.eval_shape(self._make, target, widest), blocks)
         make_store = partial(allocate_on, self._make_store, target, spec)
         copies = (plan, make_store()) if blocks else None
         first = self.control.arms[0]
@@ -271,7 +273,9 @@ class Engine:
         self.reset_prefix_cache()
         self.drafter = self.programs.drafter
         target = self.programs.target
-        self._allocate = partial(allocate_on, partial(self._make, target, self.drafter), target, self.spec)
+        same = self.drafter.topology == self._widest
+        widest = self.drafter if same else self.drafter.with_topology(self._widest)
+        self._allocate = partial(allocate_on, partial(self._make, target, widest), target, self.spec)
         self.scheduler.allocate = self._allocate
         if self.prefix is not None:
             self.prefix.allocate = partial(allocate_on, self._make_store, target, self.spec)

@@ -66,8 +66,7 @@ def pass_of(arch: ArchSpec, policy: Policy, rows: int) -> Pass:
             s.heads
             * s.width
             * np.dtype(s.dtype or policy.compute.dtype).itemsize
-            * min(CONTEXT, s.reach or CONTEXT)
-            / s.stride
+            * (min(CONTEXT, s.reach or CONTEXT) / s.stride if s.fixed is None else 2 * max(s.fixed, 1))
             for s in streams
         ),
     )

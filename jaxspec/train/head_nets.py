@@ -79,7 +79,9 @@ def draft_vocab(settings: HeadSettings, arch: ArchSpec) -> int:
 
 def _layers(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any]) -> ArchSpec:
     """Llama's decoder layers, with the target's sizes and rotation unless the settings give others."""
-    mixer, ffn = arch.layers[0].attention, arch.layers[-1].ffn
+    mixers = [layer.attention for layer in arch.layers]
+    mixer = next((mixer for mixer in mixers if isinstance(mixer, AttentionSpec)), mixers[0])
+    ffn = next(layer.ffn for layer in reversed(arch.layers) if layer.ffn is not None)
     dim = settings.hidden_size or arch.model_dim
     if isinstance(mixer, AttentionSpec):
         heads, kv_heads, head_dim = mixer.heads, mixer.kv_heads, mixer.head_dim

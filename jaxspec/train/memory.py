@@ -170,7 +170,7 @@ def _layer_floats(layer: LayerSpec, dim: int, length: int) -> int:
     if isinstance(ffn, MoeSpec):
         wide = 2 * ffn.top_k * (3 * ffn.hidden + dim) + 3 * ffn.shared_hidden
     else:
-        wide = 3 * ffn.hidden
+        wide = 0 if ffn is None else 3 * ffn.hidden
     return 8 * dim + 3 * inner + wide + scores
 
 
@@ -219,7 +219,7 @@ def _kept_floats(layer: LayerSpec, dim: int, length: int, rounds: int) -> int:
     inner = (mixer.heads + mixer.kv_heads) * mixer.head_dim * 2 if isinstance(mixer, AttentionSpec) else 6 * dim
     heads = mixer.heads if isinstance(mixer, AttentionSpec) else 16
     scores = 0 if length > BLOCK else 5 * heads * length
-    hidden = 2 * ffn.top_k * ffn.hidden if isinstance(ffn, MoeSpec) else ffn.hidden
+    hidden = 2 * ffn.top_k * ffn.hidden if isinstance(ffn, MoeSpec) else ffn.hidden if ffn else 0
     return 8 * dim + inner + scores + 4 * hidden + rounds * heads
 
 

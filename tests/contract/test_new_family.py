@@ -95,6 +95,8 @@ CONFIG = {
     "max_position_embeddings": 64,
     "eos_token_id": [0, 1],
 }
+# Text models inside of others that have a config here, or as transformers saves them.
+UNPUBLISHED = {"kimi_k25", "qwen3_5_moe_text"}
 FLOAT = jnp.dtype("float32")
 POLICY = make_policy(FLOAT)
 
@@ -193,4 +195,4 @@ def test_every_family_has_a_table_a_published_config_and_a_reference():
     assert set(table_catalog.known_tables()) == set(known_families())
     for folder, why in (("tests/golden/*/config.json", "goldens"), ("configs/models/*.json", "configs")):
         kinds = {json.loads(file.read_text())["model_type"] for file in root.glob(folder)}
-        assert set(known_families()) - kinds <= ({"kimi_k25"} if why == "configs" else set()), why
+        assert set(known_families()) - kinds <= (UNPUBLISHED if why == "configs" else set()), why

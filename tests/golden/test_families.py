@@ -59,6 +59,13 @@ WITH_KERNELS = ("qwen3_moe", "qwen2_moe", "gpt_oss_mxfp4", "deepseek_v3", "mixtr
 
 # One golden for each way of attending, caching and routing; the others are quick where one program is enough.
 MECHANISMS = ("qwen2_moe", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek_v4")
+# Of those with recurrent layers one is quick.
+RECURRENT = "qwen3_next"
+
+
+def is_recurrent(directory: Path) -> bool:
+    layers = arch_of(config_of(directory)).layers
+    return any(stream.fixed is not None for layer in layers for stream in layer.attention.streams.values())
 
 
 def layouts(kinds: tuple[tuple[str, str], ...] = KINDS) -> list:
@@ -72,7 +79,10 @@ def layouts(kinds: tuple[tuple[str, str], ...] = KINDS) -> list:
         for kind in kinds:
             if kind != INTERPRETED or directory.name in WITH_KERNELS:
                 name = "-".join(kind).removesuffix("-xla")
-                marks = [] if directory.name in MECHANISMS or kind in (NATIVE, INTERPRETED) else [pytest.mark.slow]
+                is_quick = directory.name in MECHANISMS or kind in (NATIVE, INTERPRETED)
+                if directory.name != RECURRENT and is_recurrent(directory):
+                    is_quick = False
+                marks = [] if is_quick else [pytest.mark.slow]
                 cases.append(pytest.param((directory, *kind), id=f"{prefix}{directory.name}-{name}", marks=marks))
     return cases
 

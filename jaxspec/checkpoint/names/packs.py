@@ -117,11 +117,17 @@ PACKS: Mapping[str, Pack] = {
     ),
     # [H * X, R] to [H, X, R]
     "head_rows": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf.reshape(-1, leaf.shape[-1])], (0, 0, 1)),
-    # two of [F, D] to [D, 2, F]
+    # two of [F, D] to [D, 2, F], or N of them to [D, N, F]
     "gate_up": Pack(
         lambda a, _: np.stack(a).transpose(2, 0, 1),
-        lambda leaf: [leaf[:, 0].T, leaf[:, 1].T],
+        lambda leaf: [part.T for part in leaf.swapaxes(0, 1)],
         (1, None, 0),
+    ),
+    # [2 F, D], gate rows and then up rows, to [D, 2, F], or N parts to [D, N, F]
+    "halves": Pack(
+        lambda a, shape: a[0].reshape(shape[1], -1, a[0].shape[1]).transpose(2, 0, 1),
+        lambda leaf: [leaf.transpose(1, 2, 0).reshape(-1, leaf.shape[0])],
+        (1, 0, 0),
     ),
     # [D, 2 F], gate and up columns by turns, to [D, 2, F]
     "by_turns": Pack(
@@ -136,6 +142,8 @@ PACKS: Mapping[str, Pack] = {
     "each": Pack(lambda a, _: np.stack(a), list),
     # [1, 1, N] to [N]
     "slot": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf[None, None]]),
+    # [1, 1, N, 1] to [N]
+    "per_head": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf[None, None, :, None]]),
     # [2 F], gate and up entries by turns, to [2, F]
     "bias_by_turns": Pack(lambda a, _: a[0].reshape(-1, 2).T, lambda leaf: [leaf.T.reshape(-1)]),
 }

@@ -20,26 +20,31 @@ class GqaRow:
       qk_norm: normalization of queries and keys.
       qk_norm_switch: config key that must be true for it to apply.
       windows: which layers have the window, where ``layer_types`` does not say; in a family of ``none`` only that list
-        can give one.
+        can give one, and in one of ``never`` nothing.
       window_switch: config key that must be true for ``sliding_window`` to apply; None if its presence is enough.
       window_from: config key of the first layer with a window.
       window_until: config key of the first layer that has none again.
       alternating: layers with even numbers have the window.
       sinks: whether heads have sinks.
-      rope: whether queries and keys are rotated.
+      rope: whether queries and keys are rotated, or the key that says ``rope`` where they are.
+      norm_offset, gated: see ``AttentionSpec``.
+      scale: key of the scores' scale.
     """
 
     qkv_bias: bool | str = False
     out_bias: bool | str = False
     qk_norm: Literal["none", "head", "full"] = "none"
     qk_norm_switch: str | None = None
-    windows: Literal["all", "none"] = "all"
+    windows: Literal["all", "none", "never"] = "all"
     window_switch: str | None = None
     window_from: str | None = None
     window_until: str | None = None
     alternating: bool = False
     sinks: bool = False
-    rope: bool = True
+    rope: bool | str = True
+    norm_offset: float = 0.0
+    gated: bool = False
+    scale: str | None = None
 
     def spec(self, read: Reader, layer: int) -> AttentionSpec:
         """Attention of one layer.
@@ -55,18 +60,27 @@ class GqaRow:
         if heads % kv_heads and not read.missing:
             raise ConfigError(f"config: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
         normed = self.qk_norm_switch is None or read.flag(self.qk_norm_switch)
-        window = self._window(read, layer)
+        window = None if self.windows == "never" else self._window(read, layer)
         return AttentionSpec(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rope=rope_of(read, head_dim, layer_kind=NEAR if window else FULL) if self.rope else None,
+            rope=rope_of(read, head_dim, layer_kind=NEAR if window else FULL) if self._rotates(read) else None,
             qkv_bias=read.flag(self.qkv_bias),
             out_bias=read.flag(self.out_bias),
             qk_norm=self.qk_norm if normed else "none",
             window=window,
             sinks=self.sinks,
+            norm_offset=self.norm_offset if normed else 0.0,
+            gated=self.gated,
+            scale=read.real(self.scale) if self.scale else None,
         )
+
+    def _rotates(self, read: Reader) -> bool:
+        if isinstance(self.rope, bool):
+            return self.rope
+        read.asked |= {"rope_parameters", "rope_scaling", "rope_theta"}
+        return read.get(self.rope, default="rope") == "rope"
 
     def _window(self, read: Reader, layer: int) -> int | None:
         """Positions that a layer sees, None for all."""

@@ -20,11 +20,14 @@ class LatentRow:
       indexed: whether an indexer limits what a query attends to.
       index_interleaved: layout of the indexer's rotation, where ``indexer_rope_interleave`` does not say.
       index_sharing: whether layers may use the selection of an earlier one.
+      rotates, gated: see ``LatentSpec``.
     """
 
     indexed: bool = False
     index_interleaved: bool = False
     index_sharing: bool = False
+    rotates: bool = True
+    gated: bool = False
 
     def spec(self, read: Reader, layer: int) -> LatentSpec:
         """Attention of one layer.
@@ -51,6 +54,8 @@ class LatentRow:
             bias=read.flag("attention_bias"),
             index=index,
             reuses_selection=kinds[0] == "shared",
+            rotates=self.rotates,
+            gated=self.gated,
         )
 
     def _index(self, read: Reader, rope: RopeSpec, kinds: tuple[str, str]) -> IndexSpec:

@@ -93,7 +93,7 @@ def test_settings_by_kind_are_refused_where_layers_are_alike():
         arch_of(config | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}})
 
 
-@pytest.mark.parametrize("key", ["mrope_section", "short_factor", "alpha"])
+@pytest.mark.parametrize("key", ["xdrope_section", "short_factor", "alpha"])
 def test_settings_of_other_mechanisms_are_refused(key: str):
     with pytest.raises(ConfigError, match=rf"\['{key}'\] are of mechanisms"):
         qwen(rope_parameters={"rope_theta": 1e6, key: [1, 2, 3]})

@@ -1,0 +1,264 @@
+"""Layers that carry a state from position to position: the scan, its convolution, and rollback over a cache."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxspec.cache.addressing import LayerCache, StreamSpec
+from jaxspec.cache.row_state import RowState, load_state, state_streams, store_state
+from jaxspec.cache.window import Window, segments_of
+from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.param import Param
+from jaxspec.nn.steady import added_products, rounded, silu
+from jaxspec.pytree import pytree, replace
+from jaxspec.shapes import Array
+
+OUT = Param("state_out_HCD", ("heads", "head_dim", "embed"), inputs=2)
+CHAIN_ONLY = "its recurrent layers carry one state from position to position, and the branches of a tree need several"
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """Sizes of a recurrence.
+
+    Attributes:
+      heads, key_dim, value_dim: H, N and C of the state S [H, N, C]; no heads for a convolution alone.
+      channels: that are convolved.
+      taps: positions that the convolution spans, 1 for none.
+      gates: further numbers of each position that the state depends on.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    taps: int
+    gates: int
+
+    @property
+    def streams(self) -> dict[str, StreamSpec]:
+        """Returns what it caches."""
+        state = (self.heads, self.key_dim, self.value_dim) if self.heads else None
+        return state_streams(state, self.channels, self.taps, self.gates)
+
+
+@pytree
+class Steps:
+    """What T positions do to the state, and read of it.
+
+    Attributes:
+      q_BTGN, k_BTGN: queries and keys, each for H / G heads that follow each other.
+      v_BTHC: values.
+      decay_BTHN: what is left of S, one number per head or one per key channel.
+      beta_BTH1: strength of the delta rule, which stores the error of what S says; None stores the value itself.
+      skip_BTHC: added to what is read.
+    """
+
+    q_BTGN: Array
+    k_BTGN: Array
+    v_BTHC: Array
+    decay_BTHN: Array
+    beta_BTH1: Array | None = None
+    skip_BTHC: Array | None = None
+
+    def only(self, counts_BT: Array) -> "Steps":
+        """Returns the steps, where the others leave the state as it is."""
+        counts = counts_BT[..., None, None]
+        beta = None if self.beta_BTH1 is None else jnp.where(counts, self.beta_BTH1, 0.0)
+        value, decay = jnp.where(counts, self.v_BTHC, 0.0), jnp.where(counts, self.decay_BTHN, 1.0)
+        return replace(self, v_BTHC=value, decay_BTHN=decay, beta_BTH1=beta)
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """A recurrent layer's weights at work.
+
+    Attributes:
+      spec: sizes.
+      steps_of: what convolved channels [B, T, C] and gates [B, T, X] do; the identity of a convolution alone.
+      conv_C1K: weights of the convolution, the last tap the present position's; None for none.
+      conv_bias_C: its bias.
+      activated: whether SiLU follows it.
+    """
+
+    spec: RecurrentSpec
+    steps_of: Callable[[Array, Array], Any]
+    conv_C1K: Array | None = None
+    conv_bias_C: Array | None = None
+    activated: bool = True
+
+    def steps(self, raw_BTX: Array, tail_BJC: Array | None, segment_BT: Array | None = None) -> Any:
+        """Returns what positions do whose J predecessors' channels are ``tail_BJC``."""
+        channels, gates = jnp.split(raw_BTX, [self.spec.channels], axis=-1)
+        if self.conv_C1K is None or tail_BJC is None:
+            return self.steps_of(channels, gates)
+        taps, count = self.spec.taps, channels.shape[1]
+        long = jnp.concatenate([tail_BJC, channels], axis=1)
+        weight_C1K = self.conv_C1K.astype(jnp.float32)
+        pairs = []
+        for tap in range(taps):
+            x = long[:, tap : tap + count]
+            if segment_BT is not None:
+                earlier = jnp.pad(segment_BT, ((0, 0), (taps - 1, 0)), constant_values=-1)[:, tap : tap + count]
+                x = jnp.where((earlier == segment_BT)[..., None], x, 0.0)
+            pairs.append((x, weight_C1K[:, 0, tap]))
+        out = added_products(pairs)
+        out = out if self.conv_bias_C is None else out + self.conv_bias_C.astype(jnp.float32)
+        return self.steps_of(silu(out) if self.activated else out, gates)
+
+    def tail(self, raw_BTX: Array, tail_BJC: Array | None, count_B: Array) -> Array | None:
+        """Returns the channels of the last J positions once ``count_B`` more are text."""
+        if tail_BJC is None:
+            return None
+        long = jnp.concatenate([tail_BJC, raw_BTX[..., : self.spec.channels]], axis=1)
+        index_BJ = count_B[:, None] + jnp.arange(tail_BJC.shape[1], dtype=jnp.int32)
+        return jnp.take_along_axis(long, index_BJ[..., None], axis=1)
+
+
+def run_recurrence(raw_BTX: Array, layer: Recurrence, inputs: Inputs) -> tuple[Array, LayerCache | None]:
+    """Runs T positions of each row.
+
+    Every position is computed by itself, after the one before, in products that are rounded each: whatever else a
+    forward computes, how ever a text is cut into forwards, the same bits come out.
+
+    Args:
+      raw_BTX: channels in front of the convolution, then gates, float32.
+      layer: what they do.
+      inputs: positions in rows. Without a cache, whole texts.
+
+    Returns:
+      What the state gives [B, T, H, C], or the convolution [B, T, C], and the cache.
+    """
+    window = inputs.cache_window
+    if window is not None:
+        return _cached(raw_BTX, layer, inputs.memory, window)
+    rows, spec, segment_BT = raw_BTX.shape[0], layer.spec, segments_of(inputs.window)
+    tail = jnp.zeros((rows, spec.taps - 1, spec.channels)) if spec.taps > 1 else None
+    steps = layer.steps(raw_BTX, tail, segment_BT)
+    if not spec.heads:
+        return steps, None
+    if segment_BT is not None:
+        first_BT = jnp.pad(segment_BT[:, 1:] != segment_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        steps = replace(steps, decay_BTHN=jnp.where(first_BT[..., None, None], 0.0, steps.decay_BTHN))
+    state = jnp.zeros((rows, spec.heads, spec.key_dim, spec.value_dim))
+    return scan(state, steps, hidden_zero(inputs.position_BT[:, 0]))[1], None
+
+
+def hidden_zero(position_B: Array) -> Array:
+    """Returns zeros of which no compiler knows it, int32 [B, 1, 1, 1]."""
+    return jnp.minimum(position_B, 0)[:, None, None, None]
+
+
+def _cached(raw_BTX: Array, layer: Recurrence, cache: LayerCache, window: Window) -> tuple[Array, LayerCache]:
+    """Brings the state to the first position, runs all, and keeps it where text ends for certain."""
+    assert window.path_BTJ is None, CHAIN_ONLY
+    before, live_BT, zero = load_state(cache, window), window.live_BT, hidden_zero(window.start_B)
+    now = _replayed(before, layer, window.start_B, zero)
+    steps = layer.steps(raw_BTX, now.tail_BJC)
+    if window.committed:
+        counts_BT = jnp.ones(raw_BTX.shape[:2], bool) if live_BT is None else live_BT
+        state, out = _advanced(now.state_BHNC, steps, counts_BT, zero)
+        done = _after(now, state, layer, raw_BTX, jnp.sum(counts_BT, axis=1, dtype=jnp.int32))
+        return out, store_state(cache, window, done)
+    live_B = jnp.ones(raw_BTX.shape[0], bool) if live_BT is None else live_BT[:, 0]
+    first, rest = (jax.tree.map(lambda x, cut=cut: x[:, cut], steps) for cut in (slice(0, 1), slice(1, None)))
+    # A draft's own forward must be computed though it is not text; a row that is not live may give anything.
+    state, out = _advanced(now.state_BHNC, first, None if window.written is not None else live_B[:, None], zero)
+    done = _after(now, state, layer, raw_BTX, live_B.astype(jnp.int32))
+    if raw_BTX.shape[1] > 1:
+        out = jnp.concatenate([out, _advanced(state, rest, None, zero)[1]], axis=1)
+    return out, store_state(cache, window, _with_drafts(before, done, raw_BTX, window, live_B))
+
+
+def _with_drafts(before: RowState, done: RowState, raw_BTX: Array, window: Window, live_B: Array) -> RowState:
+    """Returns the state to keep with what the drafts add that follow it."""
+    count = raw_BTX.shape[1]
+    if window.written is None:
+        assert count - 1 <= before.draft_BWX.shape[1], "the cache was made for fewer drafts"
+        return replace(done, draft_BWX=lax.dynamic_update_slice(before.draft_BWX, raw_BTX[:, 1:], (0, 0, 0)))
+    assert count == 1, "a chain is drafted one by one"
+    place = jnp.maximum(window.written - 1, 0)
+    draft_BWX = lax.dynamic_update_slice(before.draft_BWX, raw_BTX, (0, place, 0))
+    is_text_B = live_B & (window.written == 0)
+    return jax.tree.map(
+        lambda new, old: jnp.where(is_text_B.reshape(-1, *[1] * (new.ndim - 1)), new, old),
+        replace(done, draft_BWX=draft_BWX), replace(before, draft_BWX=draft_BWX),
+    )  # fmt: skip
+
+
+def _replayed(before: RowState, layer: Recurrence, start_B: Array, zero: Array) -> RowState:
+    """Runs the drafts once more that became text, of each row as many as there are before the first position."""
+    draft_BWX = before.draft_BWX
+    count_B = jnp.clip(start_B - before.at_B, 0, draft_BWX.shape[1])
+    state = before.state_BHNC
+    if state is not None:
+        counts_BW = jnp.arange(draft_BWX.shape[1], dtype=jnp.int32) < count_B[:, None]
+        steps = layer.steps(draft_BWX, before.tail_BJC).only(counts_BW)
+
+        def one(t: Array, state_BHNC: Array) -> Array:
+            own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, t, 1, keepdims=False), steps)
+            return advance(state_BHNC, own, zero)[0]
+
+        state = lax.fori_loop(0, jnp.max(count_B), one, state)
+    return _after(before, state, layer, draft_BWX, count_B)
+
+
+def _after(now: RowState, state: Array | None, layer: Recurrence, raw_BTX: Array, count_B: Array) -> RowState:
+    """Returns where a row stands when ``count_B`` more positions are text, and ``state`` is that after them."""
+    tail = layer.tail(raw_BTX, now.tail_BJC, count_B)
+    return replace(now, at_B=now.at_B + count_B, tail_BJC=tail, state_BHNC=state)
+
+
+def _advanced(state: Array | None, steps: Any, counts_BT: Array | None, zero: Array) -> tuple[Array | None, Array]:
+    if state is None:
+        return None, steps
+    return scan(state, steps if counts_BT is None else steps.only(counts_BT), zero)
+
+
+def scan(state_BHNC: Array, steps: Steps, zero: Array) -> tuple[Array, Array]:
+    """Runs positions one after another: the state after them, and what each reads [B, T, H, C]."""
+
+    def one(state: Array, step: Steps) -> tuple[Array, Array]:
+        return advance(state, step, zero)
+
+    if steps.v_BTHC.shape[1] == 1:
+        state, out_BHC = one(state_BHNC, jax.tree.map(lambda x: x[:, 0], steps))
+        return state, out_BHC[:, None]
+    state, out_TBHC = lax.scan(one, state_BHNC, jax.tree.map(lambda x: x.swapaxes(0, 1), steps))
+    return state, out_TBHC.swapaxes(0, 1)
+
+
+def advance(state_BHNC: Array, step: Steps, zero: Array) -> tuple[Array, Array]:
+    """Runs one position: ``S <- decay S + k v``, or with the delta rule ``k beta (v - S k)``; then reads ``S q``.
+
+    Gated delta rule: Yang 2024 (2412.06464); a decay per key channel: Kimi (2510.26692); without delta rule: Mamba-2
+    (Dao 2024, 2405.21060) and lightning attention (Qin 2024, 2405.17381).
+
+    Args:
+      state_BHNC: S.
+      step: of one position, without its axis.
+      zero: see ``rounded``.
+    """
+    heads = state_BHNC.shape[1]
+    q, k = (jnp.repeat(x, heads // x.shape[1], axis=1)[..., None] for x in (step.q_BTGN, step.k_BTGN))
+    state, value = rounded(state_BHNC * step.decay_BTHN[..., None], zero), step.v_BTHC
+    if step.beta_BTH1 is not None:
+        value = step.beta_BTH1 * (value - _sum_over_keys(rounded(state * k, zero)))
+    state = state + rounded(k * value[:, :, None], zero)
+    out = _sum_over_keys(rounded(state * q, zero))
+    return state, out if step.skip_BTHC is None else out + rounded(step.skip_BTHC, zero[..., 0])
+
+
+def _sum_over_keys(x_BHNC: Array) -> Array:
+    """Sum over N in a fixed order: halves are added, so that each addition is one of long rows."""
+    while x_BHNC.shape[2] > 1:
+        half = (x_BHNC.shape[2] + 1) // 2
+        low, high = x_BHNC[:, :, :half], x_BHNC[:, :, half:]
+        if x_BHNC.shape[2] % 2:
+            high = jnp.pad(high, ((0, 0), (0, 0), (0, 1), (0, 0)))
+        x_BHNC = low + high
+    return x_BHNC[:, :, 0]
