@@ -186,7 +186,8 @@ class PrefixCache:
     def _touch(self, keys: Iterable[bytes]) -> None:
         """Makes blocks the most recently used, the first block of all most: without it the others are of no use."""
         for key in reversed(list(keys)):
-            self.ids.move_to_end(key)
+            if key in self.ids:  # or it went for other texts while this one ran
+                self.ids.move_to_end(key)
 
 
 def blocks_of(plan: PrefixPlan, spec: EngineSpec) -> tuple[int, dict[str, str]]:

@@ -190,7 +190,7 @@ CONFIGS: dict[str, tuple[Any, str]] = {
     ),
     "unknown method": (
         {**NGRAM, "method": "magic"},
-        r"method 'magic' is not known; known are \['ngram', 'mtp', 'early_exit', 'draft_model'",
+        r"method 'magic' is not known; known are \['ngram', 'suffix', 'mtp', 'early_exit', 'draft_model'",
     ),
     "no method": ({"num_speculative_tokens": 2}, r"method None is not known"),
     "unknown rule": (

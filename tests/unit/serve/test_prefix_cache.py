@@ -136,3 +136,20 @@ def test_where_sizes_round_differently_a_block_is_that_of_the_same_chunks():
     assert desk.read([*text[:25], 99]) == 24
     assert desk.read([*text[:5], 99]) == 0, "whose chunks are of 4"
     assert desk.read(text[:36]) == 24, "answers are not read in chunks"
+
+
+def test_a_text_ends_whose_blocks_went_while_it_ran():
+    desk = Desk(blocks=2)
+    prompt_X = np.arange(1, 6, dtype=np.int32)
+    completion = SimpleNamespace(token_ids=[], index=0, finish_reason="stop")
+    one: Any = SimpleNamespace(
+        tokens=prompt_X, prompt=prompt_X, completion=completion, cache_salt="", unobserved=False,
+        output=SimpleNamespace(num_cached_tokens=None),
+    )  # fmt: skip
+    one.blocks = desk.cache.begin(one, desk.metrics)
+    desk.cache.save(Any, UnreadPrompt(0, prompt_X), one.blocks, 4)
+    desk.read([20, *range(30, 38)])  # takes all of the room
+    completion.token_ids, one.tokens = [6, 7, 8, 9], np.arange(1, 10, dtype=np.int32)
+    desk.cache.save_text(Any, 0, one, None)
+    assert desk.read([20, *range(30, 38)]) in (0, SIZE)
+    assert len(desk.cache.ids) == 2

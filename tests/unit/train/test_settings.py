@@ -56,7 +56,7 @@ WRONG = [
     ("train.steps=many", r"Expected `int`, got `str` - at `\$\.train\.steps`"),
     ("train.steps=0", "train: steps must be at least 1, got 0"),
     ("head.kind=eagle9", "Invalid enum value 'eagle9'"),
-    ("head=eagle9", "eagle9: no such file, and not one of the names that ship in configs/heads: dflash, dflash2, draft_model, "),
+    ("head=eagle9", "eagle9: no such file, and not one of the names that ship in configs/heads: dflash, dflash2, "),
     ("data.train=[]", "data: train names no file"),
     ("data.held_out_fraction=1.5", "held_out_fraction must be from 0"),
     ("optimizer.betas=[0.9, 1.5]", r"shares must be from 0 to 1, got betas\[1\] = 1\.5"),
