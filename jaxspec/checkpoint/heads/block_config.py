@@ -28,11 +28,13 @@ TAP_KEYS = (
 WINDOWS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 BLOCK_SIZE, BLOCK_SIZE_OF_SPECULATORS = 16, 8
 SLIDING = "sliding_attention"
-# Sizes that transformers' Qwen3Config leaves out of a file because they are its own.
-QWEN3 = {
-    "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "num_hidden_layers": 32,
-    "hidden_size": 4096, "intermediate_size": 22016, "vocab_size": 151936, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 32768,
+# Sizes by kind of layers that transformers leaves out of a file because they are the config's own.
+DEFAULTS = {
+    "qwen3": {
+        "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "num_hidden_layers": 32,
+        "hidden_size": 4096, "intermediate_size": 22016, "vocab_size": 151936, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+    },
 }  # fmt: skip
 
 
@@ -85,7 +87,7 @@ class BlockConfig:
         layers = self.config.get("transformer_layer_config")
         if not isinstance(layers, Mapping):
             raise ConfigError("head: config.json of speculators has no transformer_layer_config")
-        return {**(QWEN3 if layers.get("model_type", "qwen3") == "qwen3" else {}), **layers}
+        return {**DEFAULTS.get(layers.get("model_type", "qwen3"), {}), **layers}
 
     @cached_property
     def is_dspark(self) -> bool:
