@@ -93,18 +93,21 @@ def _layers(settings: HeadSettings, arch: ArchSpec, config: Mapping[str, Any]) -
     head_dim = settings.head_dim or head_dim
     # As wide as what a token goes through in the target.
     active = ffn.top_k * ffn.hidden + ffn.shared_hidden if isinstance(ffn, MoeSpec) else ffn.hidden
+    rope, qk_norm = rope_for_head(config, head_dim, settings.rope_theta), "head" if settings.qk_norm else "none"
     return arch_of_head(
-        arch, AttentionSpec(heads, kv_heads, head_dim, rope_for_head(config, head_dim, settings.rope_theta)),
+        arch, AttentionSpec(heads, kv_heads, head_dim, rope, qk_norm=qk_norm),
         layers=settings.layers, model_dim=dim, ffn_hidden=settings.intermediate_size or active,
     )  # fmt: skip
 
 
 def start_from_target(params: Params, target: Params, ids_W: np.ndarray | None) -> Params:
-    """Copies the target's embedding and vocabulary product into a head that has its own of equal width."""
+    """Copies the target's embedding, vocabulary product and last norm into a head that has its own of equal width."""
     leaves: Any = target["params"]
     embed = leaves.get("embed_VD")
     head = leaves.get("head_DV", None if embed is None else embed.T)
     given = {"embed_VD": embed, "head_DW": head if head is None or ids_W is None else head[:, ids_W]}
+    if head is not None:
+        given["norm_D"] = leaves.get("norm_D")
 
     def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         new = given.get(path[-1].key)

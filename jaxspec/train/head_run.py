@@ -33,7 +33,7 @@ from jaxspec.train.head_loss import head_loss
 from jaxspec.train.head_start import InitialHead, head_policy, init_params, make_initial_head
 from jaxspec.train.loop import TrainRun
 from jaxspec.train.objective import HeadObjective, Net
-from jaxspec.train.optimizer import adamw, schedule_of
+from jaxspec.train.optimizer import optimizer_of, schedule_of
 from jaxspec.train.packed_rows import RowSource
 from jaxspec.train.settings import LossSettings, RunSettings
 from jaxspec.train.teacher import run_teacher
@@ -68,7 +68,7 @@ def make_run(
         directory=Path(settings.out),
         steps=t.steps,
         init=lambda: head.init(jax.random.key(settings.seed, impl="rbg")),  # a third of the time to compile
-        optimizer=adamw(settings.optimizer, t.steps),
+        optimizer=optimizer_of(settings.optimizer, t.steps),
         loss_fn=loss_fn,
         batches=batches_from(settings, corpus.rows, mesh),
         frozen=objective,
@@ -94,7 +94,20 @@ def make_objective(
     head = make_initial_head(settings.head, target, head_policy(settings.train), count_V)
     _check_loss(settings.loss, head.net)
     ids = None if head.ids_W is None else settle(jnp.asarray(head.ids_W), mesh)
-    return head, HeadObjective(target.params, ids, target.net, head.net, settings.loss, remat=remat)
+    product = None if ids is None or not settings.loss.draft_only else cut_product(target.params, ids)
+    return head, HeadObjective(
+        target.params, ids, target.net, head.net, settings.loss,
+        remat=remat, product=product, vocabulary=settings.train.vocabulary,
+    )  # fmt: skip
+
+
+def cut_product(target: Params, ids_W: Array) -> Params:
+    """Returns a target's parameters with a vocabulary of some of its tokens."""
+    leaves: Any = target["params"]
+    cut = {"embed_VD": leaves["embed_VD"][ids_W]}
+    if "head_DV" in leaves:
+        cut["head_DV"] = leaves["head_DV"][:, ids_W]
+    return {"params": {**leaves, **cut}}
 
 
 def batches_from(settings: RunSettings, rows: RowSource, mesh: Mesh | None) -> Callable[[int], Iterator[Batch]]:

@@ -1,5 +1,7 @@
 """What a head is trained towards: the target, the draft vocabulary, and the losses."""
 
+from dataclasses import replace
+
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
@@ -24,6 +26,8 @@ class HeadObjective:
       loss: losses and their weights.
       positions: of a row whose logits exist at a time, 0 for few enough.
       remat: whether each round is computed again for its gradient instead of kept.
+      product: the target's parameters with the draft vocabulary alone, None where the whole one counts.
+      vocabulary: whether the network's own vocabulary product is trained.
     """
 
     target_params: Params
@@ -33,6 +37,14 @@ class HeadObjective:
     loss: LossSettings = static(default_factory=LossSettings)
     positions: int = static(default=0)
     remat: bool = static(default=False)
+    product: Params | None = None
+    vocabulary: bool = static(default=True)
+
+    @property
+    def cut_target(self) -> Transformer:
+        """The target's network with the draft vocabulary alone."""
+        assert self.ids_W is not None, "only a reduced vocabulary is cut"
+        return self.target.clone(arch=replace(self.target.arch, vocab_size=len(self.ids_W)))
 
     @property
     def reads(self) -> CaptureSpec:

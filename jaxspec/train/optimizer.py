@@ -1,9 +1,15 @@
-"""AdamW for draft heads, and its learning rate by update."""
+"""AdamW and Muon for draft heads, and their learning rates by update."""
 
 import jax
+import msgspec
 import optax
+from optax.contrib import MuonDimensionNumbers, muon
 
+from jaxspec.nn.param import declared
+from jaxspec.shapes import Params
 from jaxspec.train.settings import OptimizerSettings
+
+RMS = 0.2  # of Muon's updates at a learning rate of 1, about that of AdamW's (Liu 2025, 2502.16982)
 
 
 def schedule_of(settings: OptimizerSettings, steps: int) -> optax.Schedule:
@@ -24,6 +30,34 @@ def schedule_of(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(peak / (warmup + 1), peak, warmup), later], [warmup])
 
 
+def optimizer_of(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
+    """Returns Muon for matrices and AdamW for the rest where the settings give a rate for it, else AdamW for all."""
+    if not settings.muon:
+        return adamw(settings, steps)
+    first, second = settings.betas
+    rule = muon(
+        schedule_of(msgspec.structs.replace(settings, learning_rate=settings.muon), steps),
+        eps=settings.eps, weight_decay=settings.weight_decay, adam_b1=first, adam_b2=second,
+        adam_learning_rate=schedule_of(settings, steps), consistent_rms=RMS,
+        muon_weight_dimension_numbers=matrices,  # pyright: ignore[reportArgumentType]
+    )  # fmt: skip
+    return _clipped(settings, rule)
+
+
+def matrices(params: Params) -> Params:
+    """Returns input and output axes of the parameters that Muon trains: matrices but for embeddings and vocabulary."""
+
+    def axes(path: tuple, leaf: jax.Array) -> MuonDimensionNumbers | None:
+        param = declared(path)
+        if param.kind not in ("matrix", "weight") or param.part not in ("", "routed experts") or leaf.ndim < 2:
+            return None
+        first = int(param.axes[0] == "expert")
+        last = first + param.inputs
+        return MuonDimensionNumbers(tuple(range(first, last)), tuple(range(last, leaf.ndim)))
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
 def adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformation:
     """Returns AdamW (Loshchilov 2019) with the gradient's norm limited; only matrices are decayed."""
     first, second = settings.betas
@@ -31,4 +65,8 @@ def adamw(settings: OptimizerSettings, steps: int) -> optax.GradientTransformati
         schedule_of(settings, steps), first, second, settings.eps, weight_decay=settings.weight_decay,
         mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
     )  # fmt: skip
+    return _clipped(settings, rule)
+
+
+def _clipped(settings: OptimizerSettings, rule: optax.GradientTransformation) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(settings.clip), rule) if settings.clip else rule

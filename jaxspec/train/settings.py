@@ -38,6 +38,7 @@ class HeadSettings(Record, frozen=True):
       own_head, own_embedding: whether it trains these itself instead of using the target's.
       from_target: whether these start as the target's, where widths agree.
       norm_before_residual, norm_before_fc, fc_norm, norm_output: as EAGLE-3's configs name them.
+      qk_norm: whether its queries and keys are normalized, as Qwen3's are.
       bias: whether the product in front of the layers has a bias.
       mask_token: token that stands for those that are not drafted yet; by default the vocabulary's last.
       rope_theta: base of its rotary positions.
@@ -65,6 +66,7 @@ class HeadSettings(Record, frozen=True):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    qk_norm: bool = False
     bias: bool = True
     mask_token: int | None = None
     rope_theta: float | None = None
@@ -123,6 +125,8 @@ class TrainSettings(Record, frozen=True):
       save_every, log_every: in updates.
       param_dtype, compute_dtype: of the head's stored parameters and of its products.
       target_dtype: of the frozen target.
+      vocabulary: whether a vocabulary product of the head's own is trained; otherwise it stays as it begins, which by
+        default is the target's.
     """
 
     steps: int
@@ -136,6 +140,7 @@ class TrainSettings(Record, frozen=True):
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     target_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    vocabulary: bool = True
 
     def __post_init__(self) -> None:
         _at_least("train", self, steps=1, rows=1, accumulation=1, save_every=1, log_every=1, micro_rows=1)
@@ -146,10 +151,12 @@ class TrainSettings(Record, frozen=True):
 
 
 class OptimizerSettings(Record, frozen=True):
-    """AdamW and its schedule.
+    """AdamW, or Muon and AdamW, and their schedule.
 
     Attributes:
       learning_rate: at its peak.
+      muon: learning rate of matrices at its peak, where Muon (Jordan 2024) trains them and AdamW the rest; 0 for AdamW
+        alone.
       schedule: what follows the warm-up: ``linear`` or ``cosine`` decay to ``final``, ``wsd`` (constant, then linear
         decay over the last ``decay_fraction``), or ``constant``.
       warmup: updates until the peak.
@@ -161,6 +168,7 @@ class OptimizerSettings(Record, frozen=True):
     """
 
     learning_rate: float = 1e-4
+    muon: float = 0.0
     schedule: Literal["linear", "cosine", "wsd", "constant"] = "cosine"
     warmup: int = 100
     final: float = 0.0
@@ -171,7 +179,7 @@ class OptimizerSettings(Record, frozen=True):
     clip: float = 0.5
 
     def __post_init__(self) -> None:
-        _at_least("optimizer", self, warmup=0, final=0, weight_decay=0, clip=0)
+        _at_least("optimizer", self, muon=0, warmup=0, final=0, weight_decay=0, clip=0)
         shares = {"final": self.final, "decay_fraction": self.decay_fraction}
         shares |= {f"betas[{i}]": beta for i, beta in enumerate(self.betas)}
         if wrong := [f"{name} = {value}" for name, value in shares.items() if not 0 <= value <= 1]:
@@ -195,6 +203,8 @@ class LossSettings(Record, frozen=True):
       noise: width of the uniform noise on what the head reads.
       keep: share of a round's slots that the next round keeps, for P-EAGLE.
       keep_least: share of all slots that every round keeps at least.
+      draft_only: whether the target's distribution is computed over the draft vocabulary alone, which saves most of
+        its vocabulary product; no position counts as unknown then.
       skip_unknown: whether positions are left out where the target's best token is outside of the draft vocabulary.
       block: of heads that draft blocks, which have no rounds.
     """
@@ -208,6 +218,7 @@ class LossSettings(Record, frozen=True):
     noise: float = 0.0
     keep: float = 0.7
     keep_least: float = 0.2
+    draft_only: bool = False
     skip_unknown: bool = True
     block: BlockLoss = BlockLoss()
 

@@ -46,7 +46,8 @@ def vocab_loss(params: Params, task: VocabTask, last_SBTD: tuple[Array, ...]) ->
     same walk over the positions, so the vocabulary product is not computed twice.
     """
     inner: Any = params["params"]
-    trained = {name: leaf for name, leaf in inner.items() if _reads(task.objective.net, name)}
+    reads = task.objective.vocabulary
+    trained = {name: leaf for name, leaf in inner.items() if reads and _reads(task.objective.net, name)}
     rest = {name: leaf for name, leaf in inner.items() if name not in trained}
     return _loss(trained, task, lax.stop_gradient(rest), last_SBTD)
 
@@ -101,7 +102,11 @@ def _walk(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array
     def visit(carry: Any, at: Array) -> tuple[Any, None]:
         total, hit_SBT, grads = carry
         some = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=step)
-        p = target_prediction(head(o.target, o.target_params, some(teacher_BTD, axis=1)), o.ids_W)
+        last_BXD = some(teacher_BTD, axis=1)
+        if o.product is None:
+            p = target_prediction(head(o.target, o.target_params, last_BXD), o.ids_W)
+        else:
+            p = target_prediction(head(o.cut_target, o.product, last_BXD), None)
         for j, last_BTD in enumerate(lasts):
             one = partial(_one, task, rest, j, p, some(share_SBT[j], axis=1))
             here = trained, some(last_BTD, axis=1)
@@ -132,7 +137,8 @@ def _one(task: VocabTask, rest: Params, j: int, p: TargetPrediction, share_BX: A
         return _of_block(task, {"params": {**rest, **trained}}, net.spec.drafts, p, share_BX, last_BXD)
     logq = jax.nn.log_softmax(_logits(task.objective, {"params": {**rest, **trained}}, j, last_BXD), axis=-1)
     kept = jnp.where(p.knows_BX, share_BX, 0.0) if task.objective.loss.skip_unknown else share_BX
-    hit_BX = (jnp.argmax(logq, axis=-1) == p.best_BX) & p.knows_BX
+    at_best_BX = jnp.take_along_axis(logq, p.best_BX[..., None], axis=-1)[..., 0]
+    hit_BX = (at_best_BX >= jnp.max(logq, axis=-1)) & p.knows_BX  # XLA:CPU finds a maximum much faster than its index
     return jnp.sum(DRAFT_LOSSES[task.objective.loss.kind](p, logq) * kept), hit_BX
 
 

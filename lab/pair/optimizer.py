@@ -1,11 +1,9 @@
 """Muon for training the demo pair from scratch, and its schedule."""
 
-import jax
 import optax
-from optax.contrib import MuonDimensionNumbers, muon
+from optax.contrib import muon
 
-from jaxspec.nn.param import declared
-from jaxspec.shapes import Params
+from jaxspec.train.optimizer import RMS, matrices
 
 
 def schedule(peak: float, steps: int, warmup: int, decay_from: float = 0.6) -> optax.Schedule:
@@ -21,20 +19,6 @@ def schedule(peak: float, steps: int, warmup: int, decay_from: float = 0.6) -> o
     )
 
 
-def matrices(params: Params) -> Params:
-    """Returns the input and output axes of the parameters that are matrices for Muon, as they are declared."""
-
-    def dims(path: tuple, leaf: jax.Array) -> MuonDimensionNumbers | None:
-        param = declared(path)
-        if param.kind not in ("matrix", "weight") or param.part not in ("", "routed experts") or leaf.ndim < 2:
-            return None
-        first = int(param.axes[0] == "expert")
-        last = first + param.inputs
-        return MuonDimensionNumbers(tuple(range(first, last)), tuple(range(last, leaf.ndim)))
-
-    return jax.tree_util.tree_map_with_path(dims, params)
-
-
 def build(steps: int, *, matrix_peak: float, other_peak: float, warmup: int = 100) -> optax.GradientTransformation:
     """Muon (Jordan 2024) for weight matrices and AdamW for the rest, gradients clipped to unit norm."""
     return optax.chain(
@@ -46,6 +30,6 @@ def build(steps: int, *, matrix_peak: float, other_peak: float, warmup: int = 10
             adam_weight_decay=0.0,
             adam_learning_rate=schedule(other_peak, steps, warmup),
             muon_weight_dimension_numbers=matrices,  # pyright: ignore[reportArgumentType]
-            consistent_rms=0.2,
+            consistent_rms=RMS,
         ),
     )

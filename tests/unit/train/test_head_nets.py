@@ -59,13 +59,14 @@ def test_what_is_not_given_is_the_targets():
 def test_what_is_given_wins():
     spec = net(
         layers=2, hidden_size=32, intermediate_size=7, num_attention_heads=4, head_dim=6, taps=[1, 8],
-        own_embedding=True, draft_vocab_size=10, rope_theta=9.0, norm_output=True, fc_norm=True,
+        own_embedding=True, draft_vocab_size=10, rope_theta=9.0, norm_output=True, fc_norm=True, qk_norm=True,
     ).spec  # fmt: skip
     layer = spec.arch.layers[1]
     assert (len(spec.arch.layers), spec.arch.model_dim, layer.ffn.hidden) == (2, 32, 7)
     assert (layer.attention.heads, layer.attention.kv_heads, layer.attention.head_dim) == (4, 4, 6)
     assert (spec.reads.taps, spec.draft_vocab, layer.attention.rope.theta) == ((1, 8), 10, 9.0)
     assert (spec.norm_output, spec.fc_norm, spec.norm_before_residual) == (True, True, False)
+    assert (layer.attention.qk_norm, net().spec.arch.layers[0].attention.qk_norm) == ("head", "none")
 
 
 def test_kinds_differ_in_what_they_read_and_predict():
@@ -126,10 +127,14 @@ def test_own_parts_start_as_the_targets():
     made = net(draft_vocab_size=3, own_embedding=True)
     params: Any = zeros(made.initial)
     target: Any = {
-        "params": {"embed_VD": jnp.arange(640.0).reshape(40, 16), "head_DV": -jnp.arange(640.0).reshape(16, 40)}
-    }
+        "params": {
+            "embed_VD": jnp.arange(640.0).reshape(40, 16), "head_DV": -jnp.arange(640.0).reshape(16, 40),
+            "norm_D": jnp.full(16, 3.0),
+        }
+    }  # fmt: skip
     ids = np.array([1, 5, 39], np.int32)
     found: Any = start_from_target(params, target, ids)["params"]
     assert np.array_equal(found["head_DW"], target["params"]["head_DV"][:, ids])
     assert np.array_equal(found["embed_VD"], target["params"]["embed_VD"])
+    assert np.array_equal(found["norm_D"], target["params"]["norm_D"]), "which the product comes after"
     assert np.array_equal(found["fc_XD"], params["params"]["fc_XD"])

@@ -1,5 +1,6 @@
 """The loss by few positions at a time is the loss over all of them at once: value, gradients, figures and draws."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxspec.pytree import replace
 from jaxspec.train.batch import Batch, TeacherOutput, shift_left
 from jaxspec.train.draft_losses import DRAFT_LOSSES, target_prediction
 from jaxspec.train.head_loss import head_loss
+from jaxspec.train.head_run import cut_product
 from jaxspec.train.objective import HeadObjective
 from jaxspec.train.settings import LossSettings
 from jaxspec.train.teacher import run_teacher
@@ -135,3 +137,29 @@ def test_a_few_positions_at_a_time_are_all_of_them(name: str, monkeypatch: pytes
         for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(one, 0.7 * other, rtol=2e-5, atol=2e-7)
     assert sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(wanted)) > 0.1
+
+
+def test_a_product_that_is_not_trained_and_a_target_of_few_tokens():
+    """Both at once, as a small head is trained: the rest of the target's product is not computed."""
+    net = DraftHead(dataclasses.replace(HEADS["eagle3"], draft_vocab=len(IDS)), EXACT)
+    batch, params, (base, whole) = packed(), initial(net), target()
+    teacher = teacher_output_of(batch, "eagle3")
+    settings = LossSettings(rounds=1, skip_unknown=False)
+    usual = HeadObjective(whole, IDS, base, net, settings)
+    small = replace(usual, product=cut_product(whole, IDS), vocabulary=False)
+
+    @jax.jit
+    def graded(params: Any) -> Any:
+        def loss(params: Any, objective: HeadObjective) -> Any:
+            return head_loss(objective, params, teacher, batch, jax.random.key(4))[0]
+
+        return [jax.value_and_grad(loss)(params, objective) for objective in (usual, small)]
+
+    (wanted, theirs), (loss, ours) = graded(params)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    for name, grad in ours["params"].items():
+        if name == "head_DW":
+            assert not jnp.any(grad)
+            assert jnp.any(theirs["params"][name])
+        else:
+            jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-7), grad, theirs["params"][name])
