@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxspec.errors import ConfigError
 from jaxspec.serve.upcycled_model import NAME as UPCYCLED
-from jaxspec.serve.upcycled_model import upcycled_model_dir
+from jaxspec.serve.upcycled_model import upcycled_head_dir, upcycled_model_dir
 from jaxspec.serve.wheel_model import WHEEL_MODELS, wheel_model_dir
 
 NAMES = ("target", "draft", "head")
@@ -45,7 +45,7 @@ def resolve_model(
       revision: of a hub id; so are the others, see ``jaxspec.checkpoint.hub.resolve_model``.
       download_dir: cache of downloads.
       weights: whether they are needed, too.
-      part: of the demo, one of ``NAMES``.
+      part: of the demo, one of ``NAMES``; ``smollm2-moe`` has a ``head``, too.
 
     Raises:
       ConfigError: it is none of them, it cannot be downloaded, or this installation came without the demo.
@@ -57,7 +57,7 @@ def resolve_model(
     if str(name) in WHEEL_MODELS and revision is None:
         return wheel_model_dir(str(name))
     if str(name) == UPCYCLED and revision is None:
-        return upcycled_model_dir()
+        return upcycled_head_dir() if part == "head" else upcycled_model_dir()
     from jaxspec.checkpoint import hub  # which loads JAX
 
     return hub.resolve_model(name, revision, download_dir, weights=weights)
@@ -69,7 +69,7 @@ def demo_part(method: str | None) -> str:
 
 
 def resolve_speculation(config: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Returns a ``speculative_config`` whose ``model`` is a directory where it was ``demo``; anything else as it is."""
-    if not isinstance(config, Mapping) or str(config.get("model")) != DEMO:
+    """Returns a ``speculative_config`` whose ``model`` is a directory where it was ``demo`` or ``smollm2-moe``."""
+    if not isinstance(config, Mapping) or (name := str(config.get("model"))) not in (DEMO, UPCYCLED):
         return config
-    return {**config, "model": str(resolve_model(DEMO, part=demo_part(config.get("method"))))}
+    return {**config, "model": str(resolve_model(name, part=demo_part(config.get("method"))))}

@@ -1,6 +1,7 @@
-"""The mixture of experts that is made of a model from PyPI and the routed experts in this package."""
+"""The mixture of experts that is made of a model from PyPI and the routed experts in this package, and its head."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxspec.errors import ConfigError
@@ -9,6 +10,7 @@ from jaxspec.serve.wheel_model import Say, cache_directory, is_whole, publish, w
 NAME = "smollm2-moe"
 DENSE = "smollm2"
 SHIPPED = Path(__file__).resolve().parents[1] / "demo_model" / "experts"
+HEAD = Path(__file__).resolve().parents[1] / "demo_model" / "smollm2_moe_head"
 
 
 def upcycled_model_dir(say: Say | None = None) -> Path:
@@ -30,10 +32,29 @@ def upcycled_model_dir(say: Say | None = None) -> Path:
     if is_whole(directory):
         return directory
     dense = wheel_model_dir(DENSE, say)
+    _publish(directory, lambda made: assemble(dense, parts, made))
+    return directory
+
+
+def upcycled_head_dir(say: Say | None = None) -> Path:
+    """Returns the directory of the mixture's draft head, made at the first call; arguments and errors as of it."""
+    from jaxspec.checkpoint.heads.compact import expand
+
+    files = [HEAD / "config.json", HEAD / "model.safetensors"]
+    if not all(file.exists() for file in files):
+        raise ConfigError(f"{NAME}: {HEAD} is missing in this installation; draft without a head, such as by ngram")
+    target = upcycled_model_dir(say)
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    directory = target.with_name(f"{target.name}-head-{digest[:12]}")
+    if not is_whole(directory):
+        _publish(directory, lambda made: expand(HEAD, target, made))
+    return directory
+
+
+def _publish(directory: Path, make: Callable[[Path], object]) -> None:
     try:
-        publish(directory, lambda made: assemble(dense, parts, made))
+        publish(directory, make)
     except OSError as error:
         raise ConfigError(
             f"{NAME}: cannot write to {directory.parent} ({error.strerror}); make room, or set XDG_CACHE_HOME"
         ) from error
-    return directory

@@ -1,0 +1,61 @@
+"""Puts the mixture's trained draft head into the package: int8, without what the target has, with its provenance.
+
+Run ``python -m lab.upcycle.export_head RUN [RUN ...]``: runs of ``jaxspec train`` in their order, the last one's head
+ships. Its draft vocabulary are the most frequent tokens of all that the mixture wrote.
+"""
+
+import argparse
+import hashlib
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec.checkpoint.heads.compact import FILE, shrink
+from jaxspec.checkpoint.load.model import read_config
+from jaxspec.models.vocab import choose_ids
+from jaxspec.serve.upcycled_model import HEAD, upcycled_model_dir
+from jaxspec.train.run_log import read_metrics
+from lab.upcycle.head_texts import own
+
+FIGURES = ("step", "time_s", "loss", "accuracy_0", "accuracy_1", "accuracy_2")
+
+
+def frequent(size: int, vocab: int) -> np.ndarray:
+    """Returns the most frequent tokens of what the mixture wrote, prompts left out."""
+    written = [ids[prompt:] for ids, prompt in chain(own("chats"), own("code"))]
+    return choose_ids(np.bincount(np.concatenate(written), minlength=vocab), size)
+
+
+def described(run: Path, head: Path) -> dict[str, Any]:
+    """Returns what a run was, and its curve."""
+    about = json.loads((head / "training.json").read_text())
+    entries = [entry for entry in read_metrics(run) if entry["step"] <= about["step"]]
+    curve = [{name: round(entry[name], 4) for name in FIGURES if name in entry} for entry in entries]
+    return about | {"trained_positions": int(sum(entry["trained_tokens"] for entry in entries)), "curve": curve}
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--out", type=Path, default=HEAD)
+    args = parser.parse_args()
+    heads = [run / "best" if (run / "best").exists() else run / "last" for run in args.runs]
+    vocab = read_config(upcycled_model_dir())["vocab_size"]
+    shrink(heads[-1], args.out, frequent(args.vocabulary, vocab))
+    about = {
+        "made_by": "lab/upcycle/export_head.py",
+        "weights_sha256": hashlib.sha256((args.out / FILE).read_bytes()).hexdigest(),
+        "texts": "written by the mixture (lab/upcycle/texts/own.npz), chosen by lab/upcycle/head_texts.py",
+        "runs": [described(run, head) for run, head in zip(args.runs, heads, strict=True)],
+    }
+    (args.out / "provenance.json").write_text(json.dumps(about, indent=1) + "\n")
+    print(args.out, (args.out / FILE).stat().st_size, "bytes")
+
+
+if __name__ == "__main__":
+    main()
