@@ -62,8 +62,6 @@ class Engine:
       held_back: those samples.
     """
 
-    held_back: list[Sample]
-
     def __init__(
         self,
         target: Target,
@@ -114,14 +112,14 @@ class Engine:
         self._make_store = partial(plan.init_store, jax.eval_shape(self._make, target, widest), blocks)
         make_store = partial(allocate_on, self._make_store, target, spec)
         copies = (plan, make_store()) if blocks else None
-        first = self.control.arms[0]
-        self.programs = Programs(target, drafters, state, spec, turns=turns, first=first, prefix=copies)
+        self.programs = Programs(target, drafters, state, spec, turns=turns, first=self.control.arms[0], prefix=copies)
         self.prefix = None if copies is None else PrefixCache(plan, blocks, make_store, self.programs, copies[1])
         self._masked: MaskedPrograms | None = None  # compiled with the first grammar
         # An adaptive control decides nothing before its arms were timed.
         self._adaptive, self._warm_up = adaptive_of(self.control), None
         self.untimed = self._adaptive is not None
-        self.closed, self.held_back = False, []
+        self.held_back: list[Sample] = []
+        self.closed = False
         self.reset(state)
 
     def start(self, on_progress: OnProgress | None = None, *, everything: bool = False) -> None:

@@ -152,16 +152,19 @@ class LLM(RunningEngine):
         self.loaded, spec = (config, quantization, expert_placement), fit_to_model(spec, max_model_len, self.model.net)
         self.spec, self.capacity, self.max_logprobs = spec, spec.capacity, spec.logprobs
         self.engine = self._engine(config, quantization, download_dir, on_progress)
+        self._start(on_progress)
+        self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
+        self.driver = Driver(self.engine, Worker())
+        if self.engine.untimed:
+            self.engine.programs.programs.then(partial(_use_idle_time, weakref.ref(self.driver)))
+
+    def _start(self, on_progress: OnProgress | None) -> None:
         try:
             self.text = Text.load(self.model.directory)  # while programs compile
             self.engine.start(on_progress)
         except BaseException:  # an interrupt, say: what has not begun to compile does not begin any more
             self.engine.programs.programs.close()
             raise
-        self.prompts = Prompts(self.model, self.text, spec, self.eos, self.seed, self.engine.depth)
-        self.driver = Driver(self.engine, Worker())
-        if self.engine.untimed:
-            self.engine.programs.programs.then(partial(_use_idle_time, weakref.ref(self.driver)))
 
     def _engine(
         self,

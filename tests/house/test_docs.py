@@ -83,6 +83,7 @@ def check_command(words: list[str]) -> None:
         assert {e for word in rest for e in re.findall(r"\[([\w,]+)\]", word) for e in e.split(",")} <= extras.keys()
     else:
         script = rest.pop(0) if program == "python" else program
+        script = rest.pop(0).replace(".", "/") + ".py" if script == "-m" else script
         text = (ROOT / script).read_text()
         assert [flag for flag in rest if flag.startswith("-") and flag.lstrip("-") not in text.replace("_", "-")] == []
 
