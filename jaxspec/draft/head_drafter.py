@@ -124,8 +124,8 @@ class HeadDrafter(CachedDrafter):
         spec = self.net.spec
         if not spec.routing:
             return None
-        chosen = {self.target.arch.layers[y].ffn.top_k for y in spec.routing}  # pyright: ignore[reportAttributeAccessIssue]
-        return lax.top_k(apply(self.net, self.params, last_BTD, method="routes"), max(chosen))[1].astype(jnp.int32)
+        chosen = max(getattr(self.target.arch.layers[y].ffn, "top_k", 0) for y in spec.routing)
+        return lax.top_k(apply(self.net, self.params, last_BTD, method="routes"), chosen)[1].astype(jnp.int32)
 
     def _slots(self, token_BT: Array, g_BTD: Array, position_BT: Array, caches: Any, window: Window):
         if self.net.spec.own_embedding:

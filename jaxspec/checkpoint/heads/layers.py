@@ -100,6 +100,7 @@ def layers_config(arch: ArchSpec) -> dict[str, Any]:
     else:
         raise ConfigError(f"head: no published config describes layers of {type(first).__name__}")
     ffn = arch.layers[0].ffn
+    assert ffn is not None, "layers of heads have both parts"
     config |= {
         "hidden_size": arch.model_dim,
         "intermediate_size": ffn.hidden,

@@ -10,16 +10,17 @@ from jaxspec.models.mixers.hybrid import LINEAR, HybridRow
 ATTENTION = GqaRow(
     qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="head", norm_offset=1.0, gated=True, windows="never"
 )
+EXPERTS = MoeRow(
+    experts=("num_experts", "num_local_experts"),
+    renormalize="norm_topk_prob",
+    shared_hidden="shared_expert_intermediate_size",
+    shared_gate=True,
+    sparse_step=True,
+)
 NEXT = Family(
     model_type="qwen3_next",
     mixer=HybridRow({LINEAR: DeltaNetRow(grouped=True), FULL: ATTENTION}, interval="full_attention_interval"),
-    moe=MoeRow(
-        experts=("num_experts", "num_local_experts"),
-        renormalize="norm_topk_prob",
-        shared_hidden="shared_expert_intermediate_size",
-        shared_gate=True,
-        sparse_step=True,
-    ),
+    moe=EXPERTS,
     norm_offset=1.0,
     defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
     implied={"attn_output_gate": True},
@@ -28,7 +29,7 @@ LATER = replace(
     NEXT,
     model_type="qwen3_5_moe_text",
     mixer=HybridRow({LINEAR: DeltaNetRow(), FULL: ATTENTION}, interval="full_attention_interval"),
-    moe=replace(NEXT.moe, renormalize=True, sparse_step=False),
+    moe=replace(EXPERTS, renormalize=True, sparse_step=False),
     defaults={"partial_rotary_factor": 0.25},
     implied={"attn_output_gate": True, "mrope_interleaved": (True, False)},
 )
