@@ -113,6 +113,7 @@ def _nested(params: Any) -> Any:
     return tree
 
 
+@pytest.mark.served
 def test_a_run(target_dir: Path, tmp_path: Path):
     """Two updates of each rollout; experts alone are trained, and the engine has what is saved."""
     chosen = settings(target_dir, tmp_path / "run", updates=2, train="routed experts")
