@@ -71,7 +71,7 @@ def workload_of(name: str) -> Workload:
     """
     base, slash, _ = name.partition("/")
     if base not in WORKLOADS or (slash and base != SPEED_BENCH):
-        raise ConfigError(f"workload {name!r} is not known; known are {list(WORKLOADS)}")
+        raise ConfigError(f"--workload: {name!r} is not known; known are {list(WORKLOADS)}")
     return WORKLOADS[base]
 
 
