@@ -8,7 +8,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.arch import SUM, ArchSpec, Join, LayerSpec, MixerSpec, NoMixer
 from jaxspec.models.mixers.gqa import GqaRow
 from jaxspec.models.mixers.hybrid import DENSE, HybridRow
-from jaxspec.models.read import Config, Reader, short
+from jaxspec.models.read import Config, Reader, Switch, short
 from jaxspec.models.rotary import reach
 from jaxspec.nn.activations import activation_named
 from jaxspec.nn.ffn import Activation, FfnSpec
@@ -52,7 +52,9 @@ class MoeRow:
       renormalize: whether chosen weights are divided by their sum.
       scale: multiplies the weights.
       logit_bias, choice_bias: biases of the router, see ``RouterSpec``.
-      grouped: whether ``n_group`` and ``topk_group`` limit the choice to some groups of experts.
+      grouped: whether ``n_group`` and ``topk_group`` limit the choice to some groups of experts, or the key of whether:
+        ``group_limited_greedy`` or ``greedy``.
+      members: see ``RouterSpec``.
       exact: whether router logits are computed in float32.
       hash_layers: key of the number of first layers that are routed by token id.
       shared_hidden: key of the shared expert's F; with ``shared_count`` the F of one of them.
@@ -63,6 +65,7 @@ class MoeRow:
       bias: whether the routed experts' products have biases.
       sparse_step: whether ``decoder_sparse_step`` and ``mlp_only_layers`` leave some layers dense.
       first_dense: key of the number of first layers that are dense, where ``mlp_layer_types`` does not say.
+      span: keys of the first and the last layer with experts, and of how many layers come to one of them.
       floor: added to the sum that weights are divided by.
       groups: keys of the number of groups, and the key of how many are kept.
       gated: whether the experts have gates.
@@ -77,7 +80,8 @@ class MoeRow:
     scale: float | str = 1.0
     logit_bias: bool = False
     choice_bias: bool = False
-    grouped: bool = False
+    grouped: bool | str = False
+    members: int = 2
     exact: bool = False
     hash_layers: str | None = None
     shared_hidden: str | None = None
@@ -88,6 +92,7 @@ class MoeRow:
     bias: bool = False
     sparse_step: bool = False
     first_dense: str | None = None
+    span: tuple[str, str, str] | None = None
     floor: float = 1e-20
     groups: tuple[tuple[str, ...], str] = (("n_group",), "topk_group")
     gated: bool = True
@@ -270,7 +275,7 @@ def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
             f"config: {family.ffn.activation} must be silu in {family.model_type}, whose experts have an activation of "
             f"their own, got {activation!r}"
         )
-    experts, top_k = read.count(*row.experts), read.count(*several(row.top_k))
+    experts, top_k = read.count(*row.experts), read.count_at(layer, *several(row.top_k))
     if top_k > experts and not read.missing:
         raise ConfigError(f"config: {row.top_k} is {top_k}, but there are only {experts} experts")
     shared = read.count(row.shared_hidden, default=0, least=0) if row.shared_hidden else 0
@@ -295,8 +300,9 @@ def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
 
 def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
     hashed = row.hash_layers is not None and _is_hashed(read, row.hash_layers, layer)
-    groups = read.count(*row.groups[0], default=1) if row.grouped else 1
-    kept = read.count(row.groups[1], default=1) if row.grouped else 1
+    grouped = _is_grouped(read, row.grouped)
+    groups = read.count(*row.groups[0], default=1) if grouped else 1
+    kept = read.count(row.groups[1], default=1) if grouped else 1
     if (experts % groups or kept > groups) and not read.missing:
         raise ConfigError(f"config: {experts} experts cannot lie in {groups} equal groups of which {kept} are kept")
     return RouterSpec(
@@ -309,9 +315,20 @@ def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
         choice_bias=row.choice_bias and not hashed,
         groups=groups,
         kept_groups=kept,
+        members=row.members,
         exact=row.exact,
         floor=row.floor,
     )
+
+
+def _is_grouped(read: Reader, grouped: Switch) -> bool:
+    """Whether the choice is limited to groups: a fixed answer, or by the method that a key names."""
+    if not isinstance(grouped, str):
+        return grouped
+    method = read.get(grouped, default="greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ConfigError(f"config: {grouped} must be greedy or group_limited_greedy, got {short(method)}")
+    return method == "group_limited_greedy"
 
 
 def _is_hashed(read: Reader, key: str, layer: int) -> bool:
@@ -333,6 +350,11 @@ def _is_dense(read: Reader, family: Family, row: MoeRow, layer: int) -> bool:
         kinds = read.kinds("mlp_layer_types", ("dense", "sparse"), read.count("num_hidden_layers"))
         first = read.count(row.first_dense, default=0, least=0)
         return layer < first if kinds is None else "dense" in kinds[layer : layer + 1]
+    if row.span is not None:
+        first, last, every = row.span
+        stop = read.count(last, default=-1, least=-1)
+        outside = layer < read.count(first, default=0, least=0) or 0 <= stop < layer
+        return outside or (layer + 1) % read.count(every, default=1) != 0
     if not row.sparse_step:
         return False
     step, dense = read.count("decoder_sparse_step", default=1), read.get("mlp_only_layers", default=[])

@@ -67,6 +67,13 @@ class Reader:
         """
         return checked_count(keys[0], self.get(*keys, default=default), least)
 
+    def count_at(self, layer: int, *keys: str) -> int:
+        """A whole number of one layer: the same for all, or from a list with one for each."""
+        value = self.get(*keys)
+        if isinstance(value, list) and len(value) >= self.count("num_hidden_layers"):
+            value = value[min(layer, len(value) - 1)]
+        return checked_count(keys[0], value)
+
     def real(self, *keys: str, default: Any = ..., above: float = 0.0, most: float = 1e30) -> float:
         """A finite number; see ``checked_real``."""
         return checked_real(keys[0], self.get(*keys, default=default), above, most)

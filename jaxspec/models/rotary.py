@@ -14,7 +14,7 @@ MOST_THETA = 1e15
 # Settings with their least values; 0 means none where transformers reads it so.
 REALS = {
     "factor": 1.0, "beta_fast": 0.0, "beta_slow": 0.0, "low_freq_factor": 0.0, "high_freq_factor": 0.0,
-    "attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0,
+    "attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0, "alpha": 1.0,
 }  # fmt: skip
 # Not those of mrope: text alone has one position for all of its sections.
 MECHANISMS = ("xdrope_section", "short_factor", "long_factor", "alpha", "llama_4_scaling_beta")
@@ -64,14 +64,15 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     checked: dict[str, Any] = {k: v for k, v in settings.items() if v is not None}
     kind = _kind(checked)
-    if not isinstance(kind, str) or kind not in SCALINGS:
+    widened = kind == "dynamic" and "alpha" in checked  # the base alone: such frequencies do not change with the text
+    if not widened and (not isinstance(kind, str) or kind not in SCALINGS):
         raise ConfigError(f"config: rope scaling {short(kind)} is not known; known are {', '.join(SCALINGS)}")
     if checked.get("factor", 1) != 1 and "rope_type" not in checked and "type" not in checked:
         raise ConfigError(
             f"config: rope_scaling has a factor of {short(checked['factor'])}, but no rope_type; known are "
             f"{', '.join(SCALINGS)}"
         )
-    switched = [name for name in MECHANISMS if name in checked]
+    switched = [name for name in MECHANISMS if name in checked and not (widened and name == "alpha")]
     if switched:
         raise ConfigError(f"config: rope settings {switched} are of mechanisms that jaxspec does not have")
     for name in REALS.keys() & checked.keys():
@@ -128,6 +129,7 @@ def rope_of(
             f"config: an even number of each head's {head_dim} channels must turn, got {dim} (head_dim, "
             "partial_rotary_factor, rotary_dim)"
         )
+    theta *= settings.get("alpha", 1.0) ** (dim / max(dim - 2, 1))
     return RopeSpec(theta, dim, interleaved, scaling=scaling)
 
 
@@ -138,7 +140,7 @@ def scaled(read: Reader, settings: Mapping[str, Any]) -> RopeScaling | None:
       ConfigError: llama3's band of frequencies is empty.
     """
     kind: Any = _kind(settings)
-    if kind == "default":
+    if kind in ("default", "dynamic"):
         return None
     original = settings.get("original_max_position_embeddings") or read.count("max_position_embeddings")
     if "factor" not in settings:

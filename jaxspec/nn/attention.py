@@ -38,6 +38,7 @@ class AttentionSpec:
       window: keys that a query sees, itself included; None for all.
       sinks: whether each head has a logit that takes probability and has no value.
       norm_offset: of the query and key norms, see ``rms_norm``.
+      norm_turned: whether queries and keys are normalized after rotation.
       gated: whether a sigmoid of the input, one number per channel, multiplies what heads give.
       scale: of the scores, None for ``head_dim ** -0.5``.
     """
@@ -57,6 +58,7 @@ class AttentionSpec:
     norm_offset: float = 0.0
     gated: bool = False
     scale: float | None = None
+    norm_turned: bool = False
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
@@ -111,16 +113,21 @@ class Attention(nn.Module):
         gate = qkv[..., 1:group:2, :].reshape(shape) if s.gated else None
         q = qkv[..., : group : 2 if s.gated else 1, :].reshape(shape)
         k, v = qkv[..., group, :], qkv[..., group + 1, :]
-        if s.qk_norm != "none":
-            whole = s.qk_norm == "full"
-            norms = FULL_NORMS if whole else HEAD_NORMS
-            q, k = (self._normed(x, param, whole=whole) for x, param in zip((q, k), norms, strict=True))
+        q, k = (q, k) if s.norm_turned else self._normed(q, k)
         if s.rope is not None:
             angles = inputs.rotation(s.rope)
             q, k = rotate(q, angles, s.rope), rotate(k, angles, s.rope)
+        q, k = self._normed(q, k) if s.norm_turned else (q, k)
         return q, k, v, gate
 
-    def _normed(self, x_BTHC: Array, param: Param, *, whole: bool) -> Array:
+    def _normed(self, q_BTHC: Array, k_BTGC: Array) -> tuple[Array, Array]:
+        if self.spec.qk_norm == "none":
+            return q_BTHC, k_BTGC
+        whole = self.spec.qk_norm == "full"
+        of_q, of_k = FULL_NORMS if whole else HEAD_NORMS
+        return self._norm(q_BTHC, of_q, whole=whole), self._norm(k_BTGC, of_k, whole=whole)
+
+    def _norm(self, x_BTHC: Array, param: Param, *, whole: bool) -> Array:
         shape = x_BTHC.shape[2:] if whole else x_BTHC.shape[3:]
         scale = declare(self, self.policy, param, shape).reshape(-1)
         flat = x_BTHC.reshape(*x_BTHC.shape[:2], -1) if whole else x_BTHC

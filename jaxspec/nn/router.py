@@ -26,7 +26,8 @@ class RouterSpec:
       scale: multiplies the weights.
       logit_bias: whether a bias is added to the logits.
       choice_bias: whether a bias is added to the scores for choosing, but not for weighing.
-      groups, kept_groups: experts lie in equal groups, of which those with the best two members are kept.
+      groups, kept_groups: experts lie in equal groups, of which those with the best members are kept.
+      members: how many members of a group are summed for that.
       exact: whether the logits are computed to float32's precision whatever the compute dtype.
       floor: added to the sum that weights are divided by.
     """
@@ -38,6 +39,7 @@ class RouterSpec:
     choice_bias: bool = False
     groups: int = 1
     kept_groups: int = 1
+    members: int = 2
     exact: bool = False
     floor: float = 1e-20
 
@@ -90,11 +92,11 @@ def route(
 
 
 def _within_best_groups(score_ME: Array, spec: RouterSpec) -> Array:
-    """Hides the experts outside of the groups whose two best members score highest together."""
+    """Hides the experts outside of the groups whose best members score highest together."""
     rows, experts = score_ME.shape
     score_MXE = score_ME.reshape(rows, spec.groups, experts // spec.groups)
-    pair_MX2, _ = top_entries(score_MXE, 2)
-    _, kept_MX = top_entries(pair_MX2[..., 0] + pair_MX2[..., 1], spec.kept_groups)
+    best_MXN, _ = top_entries(score_MXE, spec.members)
+    _, kept_MX = top_entries(row_sum(best_MXN)[..., 0], spec.kept_groups)
     is_kept = jnp.any(jnp.arange(spec.groups)[None, :, None] == kept_MX[:, None], axis=-1)
     return jnp.where(is_kept[..., None], score_MXE, -jnp.inf).reshape(rows, experts)
 

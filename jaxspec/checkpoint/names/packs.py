@@ -142,6 +142,8 @@ PACKS: Mapping[str, Pack] = {
     "each": Pack(lambda a, _: np.stack(a), list),
     # [1, 1, N] to [N]
     "slot": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf[None, None]]),
+    # [1, N] to [N]
+    "row": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf[None]]),
     # [1, 1, N, 1] to [N]
     "per_head": Pack(lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf[None, None, :, None]]),
     # [2 F], gate and up entries by turns, to [2, F]

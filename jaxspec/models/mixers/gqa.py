@@ -7,6 +7,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.read import Reader
 from jaxspec.models.rotary import rope_of
 from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.rope import RopeSpec
 
 NEAR, FULL = "sliding_attention", "full_attention"
 
@@ -27,7 +28,8 @@ class GqaRow:
       alternating: layers with even numbers have the window.
       sinks: whether heads have sinks.
       rope: whether queries and keys are rotated, or the key that says ``rope`` where they are.
-      norm_offset, gated: see ``AttentionSpec``.
+      norm_offset, gated, norm_turned: see ``AttentionSpec``.
+      interleaved: layout of the pairs that turn, see ``RopeSpec``.
       scale: key of the scores' scale.
     """
 
@@ -44,6 +46,8 @@ class GqaRow:
     rope: bool | str = True
     norm_offset: float = 0.0
     gated: bool = False
+    norm_turned: bool = False
+    interleaved: bool = False
     scale: str | None = None
 
     def spec(self, read: Reader, layer: int) -> AttentionSpec:
@@ -65,7 +69,7 @@ class GqaRow:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rope=rope_of(read, head_dim, layer_kind=NEAR if window else FULL) if self._rotates(read) else None,
+            rope=self._rope(read, head_dim, NEAR if window else FULL),
             qkv_bias=read.flag(self.qkv_bias),
             out_bias=read.flag(self.out_bias),
             qk_norm=self.qk_norm if normed else "none",
@@ -73,8 +77,14 @@ class GqaRow:
             sinks=self.sinks,
             norm_offset=self.norm_offset if normed else 0.0,
             gated=self.gated,
+            norm_turned=self.norm_turned,
             scale=read.real(self.scale) if self.scale else None,
         )
+
+    def _rope(self, read: Reader, head_dim: int, kind: str) -> RopeSpec | None:
+        if not self._rotates(read):
+            return None
+        return rope_of(read, head_dim, interleaved=self.interleaved, layer_kind=kind)
 
     def _rotates(self, read: Reader) -> bool:
         if isinstance(self.rope, bool):

@@ -29,7 +29,8 @@ class HybridRow:
       rows: mixer rows by kind.
       lists: keys of the list, the first present one counts.
       names: kinds by other names or letters of the list.
-      interval: key of how often a full layer comes, the last of so many.
+      interval: key of how often a full layer comes, the last of so many, where no list says.
+      other: kind of the layers between.
       numbered: keys, one inside the other, of the numbers of the full layers, counted from 1.
     """
 
@@ -37,6 +38,7 @@ class HybridRow:
     lists: tuple[str, ...] = ("layer_types",)
     names: Mapping[str, str] = field(default_factory=dict)
     interval: str | None = None
+    other: str = LINEAR
     numbered: tuple[str, str] | None = None
 
     def spec(self, read: Reader, layer: int) -> MixerSpec:
@@ -55,16 +57,15 @@ class HybridRow:
           ConfigError: the list names unknown kinds, or too few.
         """
         kinds, count = self.listed(read.config), read.count("num_hidden_layers")
-        read.asked |= {*self.lists}
-        every = None if self.interval is None else read.count(self.interval, default=4)
+        read.asked |= {*self.lists, *([self.interval] if self.interval else ())}
         full = None if self.numbered is None else self._numbers(read, *self.numbered)
         if kinds is None:
             if full is not None:
-                return FULL if layer + 1 in full else LINEAR
-            if every is None:
+                return FULL if layer + 1 in full else self.other
+            if self.interval is None:
                 read.missing.append(" or ".join(self.lists))
                 return FULL
-            return LINEAR if (layer + 1) % every else FULL
+            return self.other if (layer + 1) % read.count(self.interval, default=4) else FULL
         named = [self.names.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
         if len(named) < count or any(not isinstance(kind, str) or kind not in self.rows for kind in named):
             known = sorted({*self.rows, *self.names})
