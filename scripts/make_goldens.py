@@ -17,6 +17,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers
 from golden_hybrids import HYBRIDS, as_nested, spread
 from golden_models import COMMON, GOLDENS, Golden
+from golden_moe import EXPERTS
 from safetensors.torch import load_file, save_file
 
 OUT = Path(__file__).resolve().parent.parent / "tests" / "golden"
@@ -30,6 +31,7 @@ FLOAT32 = (
 )  # fmt: skip
 ROUTERS = (
     "mlp.gate",
+    "mlp.gate.wg",
     "mlp.router",
     "block_sparse_moe.gate",
     "block_sparse_moe.router",
@@ -271,7 +273,7 @@ def reference(model: torch.nn.Module, ids: torch.Tensor) -> Tensors:
     for y, layer in enumerate(layers):
         hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
         for name, module in layer.named_modules():
-            if name in ROUTERS:
+            if name in ROUTERS and hasattr(module, "weight"):
                 hooks.append(module.register_forward_hook(partial(route, y)))
     out = {"logits": logits_of(model, ids).float().contiguous()}
     for hook in hooks:
@@ -385,6 +387,6 @@ def make(name: str, golden: Golden) -> None:
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    known = GOLDENS | HYBRIDS
+    known = GOLDENS | HYBRIDS | EXPERTS
     for chosen in sys.argv[1:] or known:
         make(chosen, known[chosen])

@@ -95,8 +95,12 @@ CONFIG = {
     "max_position_embeddings": 64,
     "eos_token_id": [0, 1],
 }
-# Text models inside of others that have a config here, or as transformers saves them.
-UNPUBLISHED = {"kimi_k25", "qwen3_5_moe_text"}
+# Text models inside of others that have a config here, or as transformers saves them; and those whose published config
+# is not at hand, but the reference alone.
+UNPUBLISHED = {
+    "kimi_k25", "qwen3_5_moe_text", "deepseek_v2", "dots1", "ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe", "hy_v3",
+    "solar_open",
+}  # fmt: skip
 FLOAT = jnp.dtype("float32")
 POLICY = make_policy(FLOAT)
 

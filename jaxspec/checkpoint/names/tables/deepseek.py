@@ -1,4 +1,4 @@
-"""Tensor names of DeepSeek-V3 and V3.2, and of Kimi and GLM, which kept them."""
+"""Tensor names of DeepSeek-V2, V3 and V3.2, and of Kimi and GLM, which kept them."""
 
 from dataclasses import replace
 
@@ -54,7 +54,7 @@ KIMI_INSIDE = replace(
 NO_COPIES = replace(DEEPSEEK, mtp_copies=())
 
 TABLES = (
-    dict.fromkeys(("deepseek_v3", "deepseek_v32", "kimi_k2"), DEEPSEEK)
+    dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), DEEPSEEK)
     | dict.fromkeys(("glm_moe_dsa", "glm4_moe_lite"), NO_COPIES)
     | {"kimi_k25": KIMI_INSIDE}
 )

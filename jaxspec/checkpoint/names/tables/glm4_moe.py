@@ -1,8 +1,30 @@
-"""Tensor names of GLM-4.5 to 4.7: Llama's attention, DeepSeek-V3's experts and its multi-token prediction."""
+"""Tensor names of GLM-4.5 to 4.7, dots.llm1, Solar Open, EXAONE-MoE, Hunyuan 3: Llama's attention, DeepSeek experts."""
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import NORMS, attention_rules
+from jaxspec.checkpoint.names.table import NORMS, attention_rules, gated_rules, router_rules
 from jaxspec.checkpoint.names.tables.deepseek import DEEPSEEK, FFN
 
-TABLES = {"glm4_moe": replace(DEEPSEEK, layer=(*NORMS, *attention_rules(), *FFN))}
+GLM = replace(DEEPSEEK, layer=(*NORMS, *attention_rules(), *FFN))
+DENSE = (*NORMS, *attention_rules(), *gated_rules("ffn/", "mlp."))
+
+TABLES = dict.fromkeys(("glm4_moe", "dots1", "solar_open"), GLM) | {
+    "exaone_moe": replace(
+        GLM,
+        layer=(
+            *DENSE,
+            *router_rules("mlp.gate.weight", "mlp.e_score_correction_bias"),
+            *gated_rules("ffn/shared/", "mlp.shared_experts."),
+        ),
+        others=("mtp.",),
+    ),
+    "hy_v3": replace(
+        GLM,
+        layer=(
+            *DENSE,
+            *router_rules("mlp.router.gate.weight", "mlp.expert_bias"),
+            *gated_rules("ffn/shared/", "mlp.shared_mlp."),
+        ),
+        others=("model.layers.80.",),  # its multi-token prediction, after 80 layers
+    ),
+}
