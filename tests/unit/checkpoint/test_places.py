@@ -61,7 +61,7 @@ def test_name_table_is_a_bijection_onto_the_parameters(arch: ArchSpec, layout):
 
 
 def packed_parts() -> list[tuple[str, tuple[int, ...]]]:
-    found = {("each", (3, 8)), ("slot", (24,))}  # of draft heads, which have no golden
+    found = {("each", (3, 8)), ("slot", (24,)), ("key_value", (16, 2, 2, 4))}  # of draft heads, which have no golden
     for source in GOLDENS:
         arch = arch_of(json.loads((source / "config.json").read_text()))
         leaves = flatten(abstract_params(Transformer(arch, make_policy(BF16))))

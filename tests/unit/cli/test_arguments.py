@@ -18,7 +18,8 @@ from jaxspec.serve.request import SamplingParams
 # Settings of single requests that are mappings or lists, or that a batch of texts has no use for: in JSON lines alone.
 IN_LINES_ALONE = {
     "allowed_token_ids", "bad_words", "detokenize", "logit_bias", "output_kind", "prompt_logprobs",
-    "truncate_prompt_tokens", "spaces_between_special_tokens",
+    "truncate_prompt_tokens", "spaces_between_special_tokens", "structured_outputs", "timeout_s",
+    "return_routed_experts",
 }  # fmt: skip
 
 
