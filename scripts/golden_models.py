@@ -59,7 +59,7 @@ class Golden:
     def published(self) -> dict[str, Any]:
         """The ``config.json`` that a hub directory of this model would hold."""
         if not self.nested[0]:
-            return self.text()
+            return {key: value for key, value in self.text().items() if key not in IN_CODE_ALONE}
         kind = self.config["model_type"]
         inside, outside = (kind, kind.removesuffix("_text")) if self.fused else ("deepseek_v3", kind)
         return {"model_type": outside, self.nested[0]: self.text() | {"model_type": inside}}
@@ -71,6 +71,8 @@ class Golden:
         return deepcopy({key: value for key, value in self.text().items() if key not in outside})
 
 
+# Sizes of chunks and of what other keys say, which change no result: transformers' classes ask for them.
+IN_CODE_ALONE = ("mamba_expand", "chunk_size", "block_size")
 MIXTRAL = {
     "model_type": "mixtral",
     "num_local_experts": 8,

@@ -1,7 +1,8 @@
 """Puts the mixture's trained draft head into the package: int8, without what the target has, with its provenance.
 
-Run ``python -m lab.upcycle.export_head RUN [RUN ...]``: runs of ``jaxspec train`` in their order, the last one's head
-ships. Its draft vocabulary are the most frequent tokens of all that the mixture wrote.
+Run ``python -m lab.upcycle.export_head OWN RUN [RUN ...]``: what the mixture wrote (``own.npz`` of
+``lab.upcycle.train``), whose most frequent tokens are the draft vocabulary, and runs of ``jaxspec train`` in their
+order, the last one's head ships.
 """
 
 import argparse
@@ -23,9 +24,9 @@ from lab.upcycle.head_texts import own
 FIGURES = ("step", "time_s", "loss", "accuracy_0", "accuracy_1", "accuracy_2")
 
 
-def frequent(size: int, vocab: int) -> np.ndarray:
+def frequent(file: Path, size: int, vocab: int) -> np.ndarray:
     """Returns the most frequent tokens of what the mixture wrote, prompts left out."""
-    written = [ids[prompt:] for ids, prompt in chain(own("chats"), own("code"))]
+    written = [ids[prompt:] for ids, prompt in chain(own(file, "chats"), own(file, "code"))]
     return choose_ids(np.bincount(np.concatenate(written), minlength=vocab), size)
 
 
@@ -40,17 +41,18 @@ def described(run: Path, head: Path) -> dict[str, Any]:
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("own", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--out", type=Path, default=HEAD)
     args = parser.parse_args()
     heads = [run / "best" if (run / "best").exists() else run / "last" for run in args.runs]
     vocab = read_config(upcycled_model_dir())["vocab_size"]
-    shrink(heads[-1], args.out, frequent(args.vocabulary, vocab))
+    shrink(heads[-1], args.out, frequent(args.own, args.vocabulary, vocab))
     about = {
         "made_by": "lab/upcycle/export_head.py",
         "weights_sha256": hashlib.sha256((args.out / FILE).read_bytes()).hexdigest(),
-        "texts": "written by the mixture (lab/upcycle/texts/own.npz), chosen by lab/upcycle/head_texts.py",
+        "texts": "written by the mixture (own.npz of lab/upcycle/train.py), chosen by lab/upcycle/head_texts.py",
         "runs": [described(run, head) for run, head in zip(args.runs, heads, strict=True)],
     }
     (args.out / "provenance.json").write_text(json.dumps(about, indent=1) + "\n")

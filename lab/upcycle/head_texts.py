@@ -1,7 +1,7 @@
-"""Writes the texts that the mixture's draft head learns from, as tokens: what the mixture wrote (``texts/own.npz``).
+"""Writes the texts that the mixture's draft head learns from, as tokens: what the mixture wrote.
 
-Run ``python -m lab.upcycle.head_texts OUT``; one chat and one piece of code of so many is held out to choose the best
-head by.
+Run ``python -m lab.upcycle.head_texts OWN OUT``, the first being ``own.npz`` of ``lab.upcycle.train``; one chat and one
+piece of code of so many is held out to choose the best head by.
 """
 
 import argparse
@@ -17,13 +17,12 @@ from jaxspec.serve.upcycled_model import upcycled_model_dir
 from lab.upcycle.documents import number
 from lab.upcycle.tokens import SYSTEM
 
-OWN = Path(__file__).parent / "texts" / "own.npz"
 HELD_OUT = 40
 
 
-def own(kind: str) -> Iterator[tuple[list[int], int]]:
+def own(file: Path, kind: str) -> Iterator[tuple[list[int], int]]:
     """Yields texts of the mixture, and the length of the prompt of each."""
-    with np.load(OWN) as arrays:
+    with np.load(file) as arrays:
         ids, lengths, prompts = (arrays[kind + part] for part in ("", "_lengths", "_prompts"))
     ends = np.cumsum(lengths.astype(np.int64))
     for begin, end, prompt in zip(ends - lengths, ends, prompts, strict=True):
@@ -33,6 +32,7 @@ def own(kind: str) -> Iterator[tuple[list[int], int]]:
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("own", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument(
         "--chats", type=int, nargs=2, default=(700, 294), help="of both parts of training, of the second"
@@ -45,7 +45,7 @@ def main() -> None:
     system = len(tokenizer.encode(SYSTEM, add_special_tokens=False).ids)
     texts: dict[str, list[tuple[list[int], int]]] = {"train": [], "more": [], "held_out": []}
     for kind, known, counts in (("chats", system, args.chats), ("code", 0, args.code)):
-        written = list(own(kind))
+        written = list(own(args.own, kind))
         texts["held_out"] += written[::HELD_OUT]
         rest = ((ids, known) for index, (ids, _) in enumerate(written) if index % HELD_OUT)
         for name, count in zip(texts, counts, strict=False):
