@@ -27,7 +27,8 @@ def log_progress(
         yield
         return
     blobs, done = cache / f"models--{name.replace('/', '--')}" / "blobs", threading.Event()
-    watcher = threading.Thread(target=_watch, args=(name, blobs, write, every_s, done), daemon=True)
+    # Measured here: what arrives before the thread runs has arrived, too.
+    watcher = threading.Thread(target=_watch, args=(name, blobs, _size_bytes(blobs), write, every_s, done), daemon=True)
     watcher.start()
     try:
         yield
@@ -42,8 +43,9 @@ def _default() -> Callable[[str], object] | None:
     return None if sys.stderr.isatty() or are_progress_bars_disabled() else sys.stderr.write
 
 
-def _watch(name: str, blobs: Path, write: Callable[[str], object], every_s: float, done: threading.Event) -> None:
-    before = _size_bytes(blobs)
+def _watch(
+    name: str, blobs: Path, before: int, write: Callable[[str], object], every_s: float, done: threading.Event
+) -> None:
     while not done.wait(every_s):
         now = _size_bytes(blobs)
         if now > before:

@@ -72,7 +72,7 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         ("--k two", "--k takes whole numbers and auto"),
         ("--k 17", "--k takes whole numbers from 0 to 16"),
         ("--drafters eagle9", "method 'eagle9' is not known"),
-        ("--workload poems", "workload 'poems' is not known"),
+        ("--workload poems", "--workload: 'poems' is not known"),
         ("--workload file", "needs --prompts"),
         ("--workload speed-bench", "give speed-bench=PATH"),
         ("--workload chat=x", "takes no path"),
