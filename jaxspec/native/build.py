@@ -19,8 +19,16 @@ import jax
 FLAGS = ("-O2", "-ftree-vectorize", "-std=gnu11", "-fPIC", "-Wno-psabi", "-Wno-ignored-optimization-argument")
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl")
-SETS = {"avx512_bf16": (*AVX512, "-mavx512bf16"), "avx512": AVX512, "avx2": AVX2, "plain": ()}  # the best one first
+AVX512_BF16 = (*AVX512, "-mavx512bf16")
+SETS = {  # the best one first
+    "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+    "avx512_bf16": AVX512_BF16,
+    "avx512": AVX512,
+    "avx2": AVX2,
+    "plain": (),
+}
 NEEDED = {
+    "amx": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"},
     "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"},
     "avx512": {"avx512f", "avx512bw", "avx512vl"},
     "avx2": {"avx2", "fma"},
@@ -86,6 +94,8 @@ def library(name: str = "") -> Library:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         return Library(None, name, f"{path.name} cannot be loaded ({error})")
+    if not handle.jaxspec_usable():  # the system does not lend the matrix unit
+        return library(instructions()[instructions().index(name) + 1])
     handle.jaxspec_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     return Library(handle, name, f"compiled for {name}")
 
@@ -105,7 +115,7 @@ def _compile(command: list[str], name: str, path: Path) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            sources = [str(SOURCE / name) for name in ("kernels.c", "tile.c", "attention_block.c", "attention.c")]
+            sources = [str(path) for path in sorted(SOURCE.glob("*.c"))]
             flags = [*FLAGS, *SETS[name], "-I", jax.ffi.include_dir(), "-shared", "-pthread", "-o", str(made)]
             done = subprocess.run(
                 [*command, *flags, *sources, "-lm"], capture_output=True, text=True, timeout=300, check=False

@@ -101,6 +101,7 @@ typedef struct {
   float *parts, *result;  // what is summed
   const uint8_t *bias;    // of each matrix, or NULL
   int wide_bias;          // whether it is float32 and not bfloat16
+  int matrix_unit;        // whether it multiplies; rows of x then lie in their order
 } Product;
 
 static void add_bias(const Product *p, float *y, size_t first, int left) {
@@ -121,7 +122,9 @@ static void product_piece(void *job, int piece) {
       float *y[ROWS_AT_ONCE], edge[ROWS_AT_ONCE][PANEL];
       int left = p->columns - panel * PANEL, rows = last - first < ROWS_AT_ONCE ? last - first : ROWS_AT_ONCE;
       for (int m = 0; m < rows; m++) y[m] = left < PANEL ? edge[m] : p->y[first + m] + panel * PANEL;
-      tile(&p->w, data + panel * panel_bytes(&p->w), scale + panel * panel_scales(&p->w), p->x + first, y, rows);
+      const uint8_t *numbers = data + panel * panel_bytes(&p->w);
+      if (p->matrix_unit) matrix_tile(&p->w, numbers, p->x[first], y, rows);
+      else tile(&p->w, numbers, scale + panel * panel_scales(&p->w), p->x + first, y, rows);
       for (int m = 0; p->bias && m < rows; m++) add_bias(p, y[m], (size_t)p->matrix[at] * p->columns + panel * PANEL, left);
       for (int m = 0; p->together && m < rows; m++)
         for (int n = 0; n < PANEL; n++) y[m][n] *= p->weight[first + m];
@@ -157,9 +160,11 @@ XLA_FFI_Error *jaxspec_product(XLA_FFI_CallFrame *frame) {
   p.scale = (const uint8_t *)arg(frame, 4)->data + layer * matrices * p.matrix_scales;
 
   int narrow = !p.w.wide, copy = narrow || p.w.depth != width;
+  p.matrix_unit = has_matrix_unit() && narrow && p.w.kind == BF16;
+  int sorted = p.matrix_unit && !all_choose;
   size_t row_bytes = (size_t)p.w.depth * (narrow ? 2 : 4);
   size_t part_bytes = p.together ? (size_t)routed * (p.columns + 1) * sizeof(float) : 0;
-  size_t size = routed * 2 * sizeof(void *) + (matrices * 3 + 1) * sizeof(int) + part_bytes + (copy ? rows * row_bytes : 0);
+  size_t size = routed * 2 * sizeof(void *) + (matrices * 3 + 1) * sizeof(int) + part_bytes + (copy ? rows * row_bytes : 0) + (sorted ? routed * row_bytes : 0);
   char *memory = malloc(size), *free_memory = memory;
   if (!memory) return out_of_memory(frame);
   p.x = (void *)memory, p.y = (void *)(p.x + routed), p.matrix = (int *)(p.y + routed), p.last = p.matrix + matrices;
@@ -195,6 +200,7 @@ XLA_FFI_Error *jaxspec_product(XLA_FFI_CallFrame *frame) {
     int e = all_choose ? 0 : chosen_by[r];
     if (e < 0 || e >= matrices) continue;
     p.x[place[e]] = base + (size_t)(r / each) * row_bytes;
+    if (sorted) p.x[place[e]] = memcpy(copied + (size_t)(rows + place[e]) * row_bytes, p.x[place[e]], row_bytes);
     if (p.together) p.weight[place[e]] = weights[r];
     p.y[place[e]++] = rows_of_y + (size_t)r * p.columns;
   }

@@ -24,3 +24,7 @@ static inline size_t panel_scales(const Weight *w) {  // bytes
 
 // Multiplies rows with one panel: y[m][0..32) = x[m] times the panel.
 typedef void Tile(const Weight *w, const void *panel, const void *scale, const void *const *x, float *const *y, int rows);
+
+// The same by the CPU's matrix unit, if these kernels are compiled for one: bfloat16 rows one after the other.
+int has_matrix_unit(void);
+void matrix_tile(const Weight *w, const uint8_t *panel, const uint8_t *x, float *const *y, int rows);

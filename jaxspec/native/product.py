@@ -39,8 +39,9 @@ def product(
 ) -> Array:
     """Computes ``x @ w``, or each row's product with the matrices that it chose.
 
-    A row's result is bit for bit the same for any number of rows, any threads and any instruction set; a bfloat16
-    weight's also that of XLA's own products. Sums are float32.
+    A row's result is bit for bit the same for any number of rows, any threads and any instruction set, but that AMX
+    adds bfloat16 products in an order of its own; a bfloat16 weight's are also those of XLA's own products of more than
+    two rows. Sums are float32.
 
     Args:
       x_MD: float rows.
