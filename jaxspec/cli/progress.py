@@ -50,19 +50,15 @@ class ShownProgress:
 
 
 class ShownTraining:
-    """Shows a training while it is entered; call it with what the loop reports.
+    """Shows a training while it is entered; call it with what the loop reports."""
 
-    Args:
-      steps: updates in all.
-    """
-
-    def __init__(self, steps: int):
+    def __init__(self) -> None:
         console = Console(stderr=True)
-        self._steps, self._bar = steps, None
+        self._steps, self._bar = 0, None
         if console.is_terminal:
             figures = TextColumn("{task.fields[figures]}")
             self._bar = Bar(BarColumn(), MofNCompleteColumn(), figures, console=console)
-            self._task = self._bar.add_task("", total=steps, figures="compiling the update ...")
+            self._task = self._bar.add_task("", total=None, figures="compiling the update ...")
 
     def __enter__(self) -> "ShownTraining":
         return self
@@ -90,7 +86,9 @@ class ShownTraining:
         elif "measuring" in entry:
             now = "measuring acceptance ..."
         else:
+            self._steps = int(entry["steps"])
             if self._bar is not None:
+                self._bar.update(self._task, total=self._steps)
                 self._bar.start()
             if step:
                 self._line(f"going on after update {step}")

@@ -26,12 +26,14 @@ class TrainArgs:
       set: A value that differs from the file's, such as train.steps=100; may come again. Texts in lists need quotes
         inside quotes: --set 'data.train=["my.jsonl"]'.
       out: Directory of the run, by default the config's. The same command started again goes on where it ended.
+      dry_run: Read the data and the target's headers, say what the run would take and what looks wrong, and end.
       features_only: Write the config's feature cache, which runs the target once over the data, and do not train.
     """
 
     config: Annotated[str, tyro.conf.Positional]
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     out: str | None = None
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     features_only: tyro.conf.FlagCreatePairsOff[bool] = False
     hosts: Annotated[HostFlags, tyro.conf.arg(name="")] = field(default_factory=HostFlags)
 
@@ -43,7 +45,7 @@ def run(args: TrainArgs) -> int:
     from jaxspec.cli.progress import ShownTraining
     from jaxspec.serve.compile_cache import use_compile_cache
     from jaxspec.serve.demo_pair import resolve_model
-    from jaxspec.train.run import train, write_features
+    from jaxspec.train.run import check, train, write_features
     from jaxspec.train.settings import load_run_settings
 
     # Without a word of the user, JAX takes three quarters of a GPU, and the target of a head often needs more.
@@ -54,20 +56,23 @@ def run(args: TrainArgs) -> int:
         use_compile_cache()
         say = sys.stderr.write if talks else _nothing
         notify = _print_facts if talks else _nothing
+        if args.dry_run:
+            check(settings, target, notify)
+            return 0
         if args.features_only:
             write_features(settings, target, notify)
             say(f"jaxspec: the features are in {settings.features.cache}\n")
             return 0
         say(f"jaxspec: {settings.head.kind} head for {target}, run in {settings.out}\n")
         try:
-            with ShownTraining(settings.train.steps) if talks else nullcontext(_nothing) as watch:
+            with ShownTraining() if talks else nullcontext(_nothing) as watch:
                 trained = train(settings, target, watch, notify)
         except KeyboardInterrupt:
             say("jaxspec: stopped; the same command goes on from the last checkpoint\n")
             raise
         kept = [name for name in ("best", "last") if (trained.run.directory / name).exists()]
         places = " and ".join(str(trained.run.directory / name) for name in kept)
-        say(f"jaxspec: {settings.train.steps} updates done; the head is in {places}\n")
+        say(f"jaxspec: {trained.run.steps} updates done; the head is in {places}\n")
     return 0
 
 

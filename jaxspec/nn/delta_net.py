@@ -6,14 +6,13 @@ from functools import partial
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.addressing import StreamSpec
 from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.dense import dense
 from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.recurrence import CHAIN_ONLY, OUT, Recurrence, RecurrentSpec, Steps, run_recurrence
+from jaxspec.nn.recurrence import OUT, Recurrence, RecurrentMixer, RecurrentSpec, Steps, run_recurrence
 from jaxspec.nn.steady import exp, row_dot, sigmoid, silu, softplus
 from jaxspec.shapes import Array
 
@@ -30,7 +29,7 @@ NORM = Param("out_norm_C", ("head_dim",), "norm")
 
 
 @dataclass(frozen=True)
-class DeltaNetSpec:
+class DeltaNetSpec(RecurrentMixer):
     """One layer.
 
     Attributes:
@@ -39,9 +38,6 @@ class DeltaNetSpec:
       taps: positions that the convolution of queries, keys and values spans.
       grouped: whether the projections' outputs lie by key head.
     """
-
-    chain_only = CHAIN_ONLY
-    one_text_only = False
 
     key_heads: int
     value_heads: int
@@ -55,11 +51,6 @@ class DeltaNetSpec:
         """Returns the sizes of its state: queries, keys and values are convolved, two gates per head are not."""
         channels = 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
         return RecurrentSpec(self.value_heads, self.key_dim, self.value_dim, channels, self.taps, 2 * self.value_heads)
-
-    @property
-    def streams(self) -> dict[str, StreamSpec]:
-        """Returns what it caches, by name."""
-        return self.recurrence.streams
 
 
 class DeltaNet(nn.Module):

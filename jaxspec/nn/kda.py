@@ -6,7 +6,6 @@ from functools import partial
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.addressing import StreamSpec
 from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.delta_net import NORM, unit
 from jaxspec.nn.dense import dense
@@ -14,7 +13,7 @@ from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.recurrence import CHAIN_ONLY, OUT, Recurrence, RecurrentSpec, Steps, run_recurrence
+from jaxspec.nn.recurrence import OUT, Recurrence, RecurrentMixer, RecurrentSpec, Steps, run_recurrence
 from jaxspec.nn.steady import exp, sigmoid, softplus
 from jaxspec.shapes import Array
 
@@ -30,7 +29,7 @@ DECAY_BIAS = Param("decay_bias_X", ("channels",), "bias", dtype=jnp.float32)
 
 
 @dataclass(frozen=True)
-class KdaSpec:
+class KdaSpec(RecurrentMixer):
     """One layer.
 
     Attributes:
@@ -39,9 +38,6 @@ class KdaSpec:
       rank: width of what decays and output gates are products of, None where they come straight from the input.
       lower_bound: of the logarithm of a decay, which is then a sigmoid's share of it; None for a softplus without one.
     """
-
-    chain_only = CHAIN_ONLY
-    one_text_only = False
 
     heads: int
     head_dim: int
@@ -54,11 +50,6 @@ class KdaSpec:
         """Returns the sizes of its state: gates are a drift per channel and a strength per head."""
         wide = self.heads * self.head_dim
         return RecurrentSpec(self.heads, self.head_dim, self.head_dim, 3 * wide, self.taps, wide + self.heads)
-
-    @property
-    def streams(self) -> dict[str, StreamSpec]:
-        """Returns what it caches, by name."""
-        return self.recurrence.streams
 
 
 class Kda(nn.Module):

@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.cache.addressing import StreamSpec
 from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.dense import dense
 from jaxspec.nn.inputs import Inputs, Mixed
@@ -16,7 +15,7 @@ from jaxspec.nn.mamba import NORM
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.recurrence import CHAIN_ONLY, Recurrence, RecurrentSpec, Steps, run_recurrence
+from jaxspec.nn.recurrence import Recurrence, RecurrentMixer, RecurrentSpec, Steps, run_recurrence
 from jaxspec.nn.short_conv import MIX_OUT
 from jaxspec.nn.steady import exp, sigmoid, silu
 from jaxspec.shapes import Array
@@ -26,7 +25,7 @@ NORM_EPS, SLOWEST = 1e-6, 1e-5  # fixed in the reference
 
 
 @dataclass(frozen=True)
-class LightningSpec:
+class LightningSpec(RecurrentMixer):
     """One layer.
 
     Attributes:
@@ -34,9 +33,6 @@ class LightningSpec:
       layers: of the model, L. Head h of 1..H of layer y keeps ``exp(-s)`` of the state at each position, with
         ``s = 2^(-8 h / H) (1 - y / (L - 1 + 1e-5) + 1e-5)``.
     """
-
-    chain_only = CHAIN_ONLY
-    one_text_only = False
 
     heads: int
     head_dim: int
@@ -46,11 +42,6 @@ class LightningSpec:
     def recurrence(self) -> RecurrentSpec:
         """Returns the sizes of its state; nothing is convolved."""
         return RecurrentSpec(self.heads, self.head_dim, self.head_dim, 0, 1, 3 * self.heads * self.head_dim)
-
-    @property
-    def streams(self) -> dict[str, StreamSpec]:
-        """Returns what it caches, by name."""
-        return self.recurrence.streams
 
 
 class Lightning(nn.Module):

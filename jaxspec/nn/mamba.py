@@ -6,7 +6,6 @@ from functools import partial
 import flax.linen as nn
 import jax.numpy as jnp
 
-from jaxspec.cache.addressing import StreamSpec
 from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.delta_net import CONV, DECAY, DECAY_BIAS
 from jaxspec.nn.dense import dense
@@ -14,7 +13,7 @@ from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.recurrence import CHAIN_ONLY, Recurrence, RecurrentSpec, Steps, run_recurrence
+from jaxspec.nn.recurrence import Recurrence, RecurrentMixer, RecurrentSpec, Steps, run_recurrence
 from jaxspec.nn.short_conv import CONV_BIAS, MIX_OUT
 from jaxspec.nn.steady import exp, silu, softplus
 from jaxspec.shapes import Array
@@ -27,7 +26,7 @@ OUT_BIAS = Param("mix_out_bias_D", ("embed",), "bias")
 
 
 @dataclass(frozen=True)
-class MambaSpec:
+class MambaSpec(RecurrentMixer):
     """One layer.
 
     Attributes:
@@ -38,9 +37,6 @@ class MambaSpec:
       norm_groups: equal parts of all channels that the gated output is normalized in.
       conv_bias, bias: whether the convolution, and the products from and to the stream, have biases.
     """
-
-    chain_only = CHAIN_ONLY
-    one_text_only = False
 
     heads: int
     head_dim: int
@@ -61,11 +57,6 @@ class MambaSpec:
         """Returns the sizes of its state; the gate of each head is its time step."""
         channels = self.inner + 2 * self.groups * self.state_dim
         return RecurrentSpec(self.heads, self.state_dim, self.head_dim, channels, self.taps, self.heads)
-
-    @property
-    def streams(self) -> dict[str, StreamSpec]:
-        """Returns what it caches, by name."""
-        return self.recurrence.streams
 
 
 class Mamba(nn.Module):

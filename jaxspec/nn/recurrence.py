@@ -46,6 +46,23 @@ class RecurrentSpec:
         return state_streams(state, self.channels, self.taps, self.gates)
 
 
+class RecurrentMixer:
+    """What the specs of all recurrent mixers have in common."""
+
+    chain_only = CHAIN_ONLY
+    one_text_only = False
+
+    @property
+    def recurrence(self) -> RecurrentSpec:
+        """Returns the sizes of its state."""
+        raise NotImplementedError
+
+    @property
+    def streams(self) -> dict[str, StreamSpec]:
+        """Returns what it caches, by name."""
+        return self.recurrence.streams
+
+
 @pytree
 class Steps:
     """What T positions do to the state, and read of it.

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 
 import flax.linen as nn
 
-from jaxspec.cache.addressing import StreamSpec
 from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.delta_net import CONV
 from jaxspec.nn.dense import dense
 from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.recurrence import CHAIN_ONLY, Recurrence, RecurrentSpec, run_recurrence
+from jaxspec.nn.recurrence import Recurrence, RecurrentMixer, RecurrentSpec, run_recurrence
 from jaxspec.shapes import Array
 
 IN = Param("in_D3X", ("embed", "gates_and_input", "channels"))
@@ -20,7 +19,7 @@ MIX_OUT = Param("mix_out_XD", ("channels", "embed"))
 
 
 @dataclass(frozen=True)
-class ShortConvSpec:
+class ShortConvSpec(RecurrentMixer):
     """One layer.
 
     Attributes:
@@ -28,9 +27,6 @@ class ShortConvSpec:
       taps: positions that the convolution spans.
       bias: whether the convolution has one.
     """
-
-    chain_only = CHAIN_ONLY
-    one_text_only = False
 
     channels: int
     taps: int
@@ -40,11 +36,6 @@ class ShortConvSpec:
     def recurrence(self) -> RecurrentSpec:
         """Returns the sizes of its state: the last inputs of the convolution."""
         return RecurrentSpec(0, 0, 0, self.channels, self.taps, 0)
-
-    @property
-    def streams(self) -> dict[str, StreamSpec]:
-        """Returns what it caches, by name."""
-        return self.recurrence.streams
 
 
 class ShortConv(nn.Module):

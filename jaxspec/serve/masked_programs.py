@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec.decode.dispatch import Report
 from jaxspec.decode.masked_step import NO_TOKEN, conclude_step, draft_step, takes_forced, verify_step
@@ -20,7 +21,7 @@ from jaxspec.serve.background import CompiledPrograms
 from jaxspec.serve.compiled import Programs, compile_program
 from jaxspec.serve.constraint import Constraint
 from jaxspec.serve.engine_spec import EngineSpec
-from jaxspec.sharding.placement import shapes_on
+from jaxspec.sharding.placement import mesh_of, settle, shapes_on
 from jaxspec.topology import AnyTopology, Topology
 
 WORD = 32
@@ -38,8 +39,11 @@ class MaskedPrograms:
         arms = dict.fromkeys([first, *programs.drafters])
         target, drafters = programs.target, programs.drafters
         self._forces = {arm: takes_forced(drafters[arm], state, self._plan) for arm in arms}
-        target, state = shapes_on(target, None), shapes_on(state, None)
-        shapes = {arm: StepShapes(target, shapes_on(drafters[arm], None), state, self._plan) for arm in arms}
+        self._mesh = mesh_of(state)
+        target, state = shapes_on(target, self._mesh), shapes_on(state, self._mesh)
+        shapes = {
+            arm: StepShapes(target, shapes_on(drafters[arm], self._mesh), state, self._plan, self._mesh) for arm in arms
+        }
         self.compiled = CompiledPrograms(
             {(name, arm): partial(StepShapes.compile, shapes[arm], name) for arm in arms for name in STEPS}
         )
@@ -64,7 +68,7 @@ class MaskedPrograms:
         draft, verify, conclude = (self.compiled[name, arm] for name in STEPS)
         target, drafter = self._programs.target, self._programs.drafters[arm]
         root_BW = self._roots(constraints)
-        root_on_device = jax.device_put(root_BW, state.length_B.sharding)
+        root_on_device = settle(root_BW, self._mesh) if self._mesh else jax.device_put(root_BW, state.length_B.sharding)
         state, (proposal, node_B2N) = draft(drafter, state, root_on_device)
         forced_BN = self._forced(arm, constraints)
         state, pending = verify(target, drafter, state, proposal, forced_BN, np.int32(min_rows))
@@ -106,12 +110,13 @@ def first_path(topology: Topology) -> list[int]:
 
 @dataclass(frozen=True)
 class StepShapes:
-    """Shapes that a step is compiled for."""
+    """Shapes that a step is compiled for, where they lie; on a mesh all but the state lies whole on each device."""
 
     target: Target
     drafter: Drafter
     state: DecodeState
     plan: StepPlan
+    mesh: Mesh | None
 
     def compile(self, name: str) -> Callable[..., Any]:
         """Compiles one of its programs."""
@@ -132,7 +137,10 @@ class StepShapes:
         return partial(STEPS[name], plan=self.plan)
 
     def _program(self, name: str, *shapes: Any) -> Callable[..., Any]:
-        return compile_program(self._step(name), shapes, mesh=None, donate=1 if name == "draft" else 2)
+        shapes = shapes_on(shapes, self.mesh)
+        return compile_program(
+            self._step(name), shapes, mesh=self.mesh, donate=1 if name == "draft" else 2, report=True
+        )
 
 
 def _shape(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from jaxspec.checkpoint.load.model import Model
@@ -22,7 +23,6 @@ from jaxspec.serve.routed_experts import RoutedExperts
 from jaxspec.serve.sample import STOP_PLACES, Sample, new_samples
 from jaxspec.serve.text import IncrementalText
 from jaxspec.serve.tool_calls import ToolCalls, form_of, tool_calls_of
-from jaxspec.sharding.placement import mesh_of
 
 if TYPE_CHECKING:
     from jaxspec.serve.engine_spec import EngineSpec
@@ -123,8 +123,8 @@ class Prompts:
     def _grammars(self) -> Grammars:
         if self.text is None:
             raise RequestError(f"structured_outputs: {self.model.directory} has no tokenizer; put its files there")
-        if mesh_of(self.model.params) is not None:
-            raise RequestError("structured_outputs: grammars need a model on one device; leave mesh out")
+        if jax.process_count() > 1:
+            raise RequestError("structured_outputs: grammars need one process; take replicas instead of several hosts")
         if not self.eos:
             raise RequestError(
                 f"structured_outputs: {self.model.directory} names no token that ends a text; give eos_token_id in its "

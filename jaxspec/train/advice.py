@@ -1,6 +1,9 @@
 """Warnings and facts about a run's settings and data, before hours go by."""
 
+import math
 from collections.abc import Iterator
+
+from msgspec.structs import replace
 
 from jaxspec.train.data import Corpus
 from jaxspec.train.settings import RunSettings
@@ -39,6 +42,15 @@ def warnings_of(settings: RunSettings, corpus: Corpus) -> Iterator[str]:
             "no document is held out: acceptance is not measured and no best/ is kept; name a file with "
             "data.held_out, or set data.held_out_fraction"
         )
+
+
+def with_steps(settings: RunSettings, corpus: Corpus) -> RunSettings:
+    """Returns the settings with the number of updates that their epochs are."""
+    t = settings.train
+    if t.epochs is None:
+        return settings
+    steps = max(1, math.ceil(t.epochs * len(corpus.rows) / (t.rows * t.accumulation)))
+    return replace(settings, train=replace(t, steps=steps, epochs=None))
 
 
 def epochs(settings: RunSettings, corpus: Corpus, updates: int) -> float:

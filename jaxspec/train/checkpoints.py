@@ -180,11 +180,24 @@ def _bind(run: Path, identity: Mapping[str, Any]) -> None:
         was = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: not readable ({error}); choose another --out") from None
-    if changed := differences(was, now):
+    if _is_longer(was, now):
+        write_whole(file, json.dumps(now, indent=2) + "\n")
+    elif changed := differences(was, now):
         raise ConfigError(
             f"{run}: begun with other settings: {'; '.join(changed)}; give what was given then to go on, choose "
             "another --out, or remove the directory to start anew"
         )
+
+
+def _is_longer(was: Any, now: Any) -> bool:
+    """Whether nothing but the number of updates differs, of which there are more now."""
+    try:
+        earlier, later = was["settings"]["train"], now["settings"]["train"]
+        longer = later["steps"] > earlier["steps"]
+    except (KeyError, TypeError):
+        return False
+    same = now | {"settings": now["settings"] | {"train": later | {"steps": earlier["steps"]}}}
+    return longer and not differences(was, same)
 
 
 def replace_directory(directory: Path, write: Callable[[Path], None]) -> None:

@@ -83,7 +83,8 @@ def train(run: TrainRun, watch: Watcher = lambda entry: None) -> Params:
 
     Args:
       run: what is trained, on what, and for how long.
-      watch: receives every logged entry, first of all ``{"step": first}``, and what takes long and is not logged:
+      watch: receives every logged entry, first of all ``{"step": first, "steps": all}``, and what takes long and is not
+        logged:
         ``{"step": n, "compiled_s": seconds}`` and, before acceptance is measured, ``{"step": n, "measuring": 1}``.
 
     Raises:
@@ -98,7 +99,7 @@ def train(run: TrainRun, watch: Watcher = lambda entry: None) -> Params:
         if store.step < run.steps:
             store.check_room(state, state.params, heads_kept=run.save is not None)
         with _open_log(run, store.step) as log:
-            watch({"step": store.step})
+            watch({"step": store.step, "steps": run.steps})
             return _Loop(run, store, log, watch, about).go(state, store.step)
     finally:
         store.close()

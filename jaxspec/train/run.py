@@ -13,7 +13,7 @@ from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.train import loop
-from jaxspec.train.advice import facts_of, warnings_of
+from jaxspec.train.advice import facts_of, warnings_of, with_steps
 from jaxspec.train.data import Corpus, load_corpus
 from jaxspec.train.features import FeatureRows, Teacher
 from jaxspec.train.fit import fit
@@ -56,7 +56,7 @@ def train(
       JaxspecError: the disk is full, a loss is not finite, or another process was lost; what went before is kept.
     """
     with hosts.explain_lost_process():
-        headers, corpus, mesh = _prepare(settings, target, notify)
+        settings, headers, corpus, mesh = _prepare(settings, target, notify)
         for warning in warnings_of(settings, corpus):
             notify({"warning": warning})
         plan = fit(settings, headers, mesh, notify, evaluated=bool(corpus.held_out))
@@ -79,23 +79,34 @@ def write_features(settings: RunSettings, target: Path, notify: Notify = lambda 
     """Writes the missing part of a run's feature cache, and trains nothing; arguments and errors as of ``train``."""
     if settings.features.cache is None:
         raise ConfigError("features: cache names no directory to write to; give --set features.cache=DIR")
-    headers, corpus, mesh = _prepare(settings, target, notify)
+    settings, headers, corpus, mesh = _prepare(settings, target, notify)
     plan = fit(settings, headers, mesh, notify, evaluated=False, trained=False)
     _, objective = make_objective(settings, headers.load(mesh), corpus, mesh)
     _cached(settings, target, corpus, mesh, objective, plan.rows, notify)
 
 
-def _prepare(settings: RunSettings, target: Path, notify: Notify) -> tuple[TargetHeaders, Corpus, Mesh | None]:
-    """Reads the target's headers and the data, and makes the mesh."""
+def check(settings: RunSettings, target: Path, notify: Notify) -> None:
+    """Reads the data and the target's headers, and says what a run would take; arguments and errors as of ``train``."""
+    settings, headers, corpus, mesh = _prepare(settings, target, notify)
+    for warning in warnings_of(settings, corpus):
+        notify({"warning": warning})
+    fit(settings, headers, mesh, notify, evaluated=bool(corpus.held_out))
+
+
+def _prepare(
+    settings: RunSettings, target: Path, notify: Notify
+) -> tuple[RunSettings, TargetHeaders, Corpus, Mesh | None]:
+    """Reads the target's headers and the data, counts the updates, and makes the mesh."""
     sizes = msgspec.structs.asdict(settings.mesh)
     mesh = make_mesh(sizes) if max(sizes.values()) > 1 or hosts.is_multiprocess() else None
     headers = read_headers(settings, target, mesh)
     arch, digest = headers.arch, fingerprint(target)
     corpus = load_corpus(settings.data, Text.load(target), arch.vocab_size, alone=arch.one_text_only, target=digest)
+    settings = with_steps(settings, corpus)
     notify(corpus.counts | facts_of(settings, corpus))
     asked = {name: value for name, value in msgspec.to_builtins(settings).items() if name != "out"}
     hosts.check_same({"settings": asked, "data": corpus.digest(), "target": digest})
-    return headers, corpus, mesh
+    return settings, headers, corpus, mesh
 
 
 def _cached(

@@ -114,7 +114,8 @@ class TrainSettings(Record, frozen=True):
     """Length of the run, size of an update, and intervals.
 
     Attributes:
-      steps: updates in all.
+      steps: updates in all; more than before extend a run, whose learning rate then follows the new length.
+      epochs: instead of ``steps``, passes over the data.
       rows: packed rows that a gradient is taken over at a time, over all devices and hosts.
       accumulation: such gradients of one update.
       micro_rows: rows that are computed together, a divisor of ``rows``; none takes as many as fit into memory. The
@@ -129,7 +130,8 @@ class TrainSettings(Record, frozen=True):
         default is the target's.
     """
 
-    steps: int
+    steps: int = 0
+    epochs: float | None = None
     rows: int = 8
     accumulation: int = 1
     micro_rows: int | None = None
@@ -143,7 +145,9 @@ class TrainSettings(Record, frozen=True):
     vocabulary: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("train", self, steps=1, rows=1, accumulation=1, save_every=1, log_every=1, micro_rows=1)
+        if (self.steps > 0) == ((self.epochs or 0) > 0):
+            raise ConfigError(f"train: one of steps and epochs must be above 0, got {self.steps} and {self.epochs}")
+        _at_least("train", self, steps=0, rows=1, accumulation=1, save_every=1, log_every=1, micro_rows=1)
         if self.micro_rows and self.rows % self.micro_rows:
             raise ConfigError(f"train: micro_rows must divide rows = {self.rows}, got {self.micro_rows}")
         if self.memory_gb is not None and self.memory_gb <= 0:
@@ -355,7 +359,7 @@ def load_run_settings(wanted: str, changes: Sequence[str] = (), out: str | None 
 def identity(settings: RunSettings) -> dict[str, Any]:
     """Returns what the result of a run depends on: the settings but for those that only say where and how often."""
     values = msgspec.to_builtins(settings)
-    for key in ("save_every", "log_every", "micro_rows", "remat", "memory_gb"):
+    for key in ("epochs", "save_every", "log_every", "micro_rows", "remat", "memory_gb"):
         del values["train"][key]
     if values["features"].pop("cache") is None:
         del values["features"]

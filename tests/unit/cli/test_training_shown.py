@@ -28,8 +28,8 @@ def test_both_lengths_are_shown_where_they_differ():
 
 
 def test_piped_lines(capsys: pytest.CaptureFixture[str]):
-    with ShownTraining(60) as shown:
-        for entry in ({"step": 4}, {"step": 5, "compiled_s": 65.0}, ENTRY, {"step": 20, "measuring": 1}):
+    with ShownTraining() as shown:
+        for entry in ({"step": 4, "steps": 60}, {"step": 5, "compiled_s": 65.0}, ENTRY, {"step": 20, "measuring": 1}):
             shown(entry)
     assert capsys.readouterr().err.splitlines() == [
         "jaxspec: going on after update 4",
@@ -41,8 +41,8 @@ def test_piped_lines(capsys: pytest.CaptureFixture[str]):
 
 
 def test_a_finished_run_compiles_nothing(capsys: pytest.CaptureFixture[str]):
-    with ShownTraining(60) as shown:
-        shown({"step": 60})
+    with ShownTraining() as shown:
+        shown({"step": 60, "steps": 60})
     assert capsys.readouterr().err == "jaxspec: going on after update 60\n"
 
 

@@ -95,7 +95,7 @@ def test_what_is_watched_and_left_beside_the_parameters(tmp_path: Path):
     seen: list[dict[str, Any]] = []
     about = {"target": {"name": "mine"}}
     train(small_run(tmp_path, log_every=6, provenance=about, progress=lambda step: {"epoch": step / 4}), seen.append)
-    assert seen[0] == {"step": 0}
+    assert seen[0] == {"step": 0, "steps": STEPS}
     assert seen[1]["step"] == 1
     assert seen[1]["compiled_s"] > 0
     assert {"step": 4, "measuring": 1} in seen
@@ -130,7 +130,7 @@ def test_the_speed_leaves_out_the_first_update_and_knows_what_is_left(monkeypatc
 def test_a_finished_run_has_nothing_to_do(whole: Path):
     before, seen = (whole / "metrics.jsonl").read_bytes(), []
     params = train(small_run(whole), seen.append)
-    assert seen == [{"step": STEPS}]
+    assert seen == [{"step": STEPS, "steps": STEPS}]
     assert (whole / "metrics.jsonl").read_bytes() == before
     assert same(params, state_of(whole).params)
 

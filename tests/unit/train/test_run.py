@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import re
+import shutil
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,36 @@ def test_the_same_command_has_nothing_more_to_do(place: Path, trained: Path, cap
     assert "jaxspec: going on after update 2" in said
     assert "jaxspec: 2 updates done; the head is in" in said
     assert (trained / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_dry_run_says_what_it_would_take(place: Path, capsys: pytest.CaptureFixture[str]):
+    changes = ("train.steps=0", "train.epochs=3", f"out={place / 'dry'}")
+    argv = [word for change in changes for word in ("--set", change)]
+    assert main(["train", str(place / "run.toml"), *argv, "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert re.search(r"rows \d+, .*epochs 3", said), said
+    assert "jaxspec: memory: 2 rows at a time" in said
+    assert [file.name for file in (place / "dry").iterdir()] == ["memory.json"], "so that the run need not count again"
+
+
+def test_a_finished_run_is_extended_by_epochs_or_updates(
+    place: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    longer = tmp_path / "longer"
+    shutil.copytree(trained, longer)
+    rows = int(re.search(r"rows (\d+)", _said(place, capsys, "--dry-run"))[1])
+    argv = ["--out", str(longer), "--set", "train.steps=0", "--set", f"train.epochs={8 / rows}"]
+    said = _said(place, capsys, *argv)
+    assert "jaxspec: going on after update 2" in said
+    assert "jaxspec: 4 updates done" in said
+    assert [entry["step"] for entry in read_metrics(longer)] == [1, 2, 3, 4]
+    assert main(["train", str(place / "run.toml"), "--out", str(longer)]) == 2, "and is not cut"
+    assert "settings.train.steps was 4 and is 2" in capsys.readouterr().err
+
+
+def _said(place: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["train", str(place / "run.toml"), *argv]) == 0
+    return capsys.readouterr().err
 
 
 def test_other_settings_are_refused_in_the_same_directory(

@@ -50,11 +50,12 @@ def test_another_head_is_chosen_by_name(config: str):
 
 
 WRONG = [
-    ("train.stepz=3", r"unknown key train\.stepz; known in \[train\] are steps, rows, accumulation"),
+    ("train.stepz=3", r"unknown key train\.stepz; known in \[train\] are steps, epochs, rows, accumulation"),
     ("speed=3", "unknown key speed; known are target, out, head"),
     ("head.tapz=[1]", r"unknown key head\.tapz; known in \[head\] are kind, layers"),
     ("train.steps=many", r"Expected `int`, got `str` - at `\$\.train\.steps`"),
-    ("train.steps=0", "train: steps must be at least 1, got 0"),
+    ("train.steps=0", "train: one of steps and epochs must be above 0, got 0 and None"),
+    ("train.epochs=2", "train: one of steps and epochs must be above 0, got 3 and 2"),
     ("head.kind=eagle9", "Invalid enum value 'eagle9'"),
     ("head=eagle9", "eagle9: no such file, and not one of the names that ship in configs/heads: dflash, dflash2, "),
     ("data.train=[]", "data: train names no file"),
