@@ -130,4 +130,20 @@ EXPERTS = {
             "tie_word_embeddings": True,
         },
     ),
+    "granitemoe": Golden(
+        "GraniteMoeForCausalLM",
+        {
+            "model_type": "granitemoe",
+            "intermediate_size": 8,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+            "embedding_multiplier": 0.1,
+            "attention_multiplier": 0.6,
+            "residual_multiplier": 0.9,
+            "logits_scaling": 2.0,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+        },
+    ),
 }

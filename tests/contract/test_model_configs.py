@@ -39,6 +39,7 @@ COUNTS = {
     "glm-5.2": (743.4, 41.25),
     "gpt-oss-120b": (116.8, 5.71),
     "gpt-oss-20b": (20.9, 4.19),
+    "granite-3.1-3b-a800m": (3.30, 0.883),
     "granite-4.0-h-tiny": (6.94, 1.465),
     "kimi-k2": (1026, 32.9),
     "kimi-linear-48b-a3b": (49.12, 3.484),
@@ -122,6 +123,8 @@ MESHES = {"one": {}, "experts": {"expert": 8}, "tensors": {"tensor": 8}, "both":
 # Where eight devices do not divide a model, and why.
 REFUSED = {
     ("glm-4.7-flash", "tensors"): "kv_b_HXR: heads = 20 over tensor = 8",
+    ("granite-3.1-3b-a800m", "tensors"): "embed_VD: vocab = 49155 over tensor = 8",
+    ("granite-3.1-3b-a800m", "both"): "embed_VD: vocab = 49155 over tensor = 2",
     ("granite-4.0-h-tiny", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
     ("nemotron-3-nano-30b-a3b", "tensors"): "qkv_DGQC: kv_heads = 2 over tensor = 8",
     ("opt-125m", "tensors"): "qkv_DGQC: kv_heads = 12 over tensor = 8",

@@ -60,7 +60,7 @@ WITH_KERNELS = ("qwen3_moe", "qwen2_moe", "gpt_oss_mxfp4", "deepseek_v3", "mixtr
 # One golden for each way of attending, caching and routing; the others are quick where one program is enough.
 MECHANISMS = ("qwen2_moe", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek_v4")
 # Nothing but mechanisms of others, in another arrangement.
-ARRANGED = ("dots1", "hy_v3", "solar_open")
+ARRANGED = ("dots1", "hy_v3", "solar_open", "granitemoe")
 # Of those with recurrent layers one is quick.
 RECURRENT = "qwen3_next"
 

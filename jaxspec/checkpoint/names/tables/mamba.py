@@ -1,4 +1,4 @@
-"""Tensor names of Granite 4 and Nemotron-H, whose recurrent layers are Mamba-2."""
+"""Tensor names of Granite 3, of Granite 4 and Nemotron-H, whose recurrent layers are Mamba-2."""
 
 from dataclasses import replace
 
@@ -32,8 +32,9 @@ def _up_down(leaf: str, hub: str) -> tuple[NameRule, ...]:
     )
 
 
-TABLES = {
-    "granitemoehybrid": Table(
+GRANITE = dict.fromkeys(
+    ("granitemoe", "granitemoehybrid"),
+    Table(
         top=EMBEDDING,
         layer=(
             *NORMS,
@@ -49,6 +50,9 @@ TABLES = {
         ),
         experts_stacked=True,
     ),
+)
+
+TABLES = GRANITE | {
     "nemotron_h": Table(
         top=(
             NameRule("embed_VD", ("backbone.embeddings.weight",)),
