@@ -267,7 +267,9 @@ def reference(model: torch.nn.Module, ids: torch.Tensor) -> Tensors:
 
     def route(y: int, gate: Any, args: Any, out: Any) -> None:
         x = args[0].reshape(-1, args[0].shape[-1])
-        routers[y] = torch.nn.functional.linear(x, gate.weight, getattr(gate, "bias", None))
+        logits = torch.nn.functional.linear(x, gate.weight, getattr(gate, "bias", None))
+        cap = getattr(gate, "router_logit_softcapping", 0)
+        routers[y] = cap * torch.tanh(logits / cap) if cap else logits
 
     hooks = [layers[-1].register_forward_hook(leave)]
     for y, layer in enumerate(layers):

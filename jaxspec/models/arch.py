@@ -98,6 +98,7 @@ class ArchSpec:
       hyper: hyper-connections between layers, None for plain residuals.
       mtp: layers of multi-token prediction after the model.
       embed_scale, logit_scale: of embeddings and logits.
+      head_bias: whether the head has one.
     """
 
     family: str
@@ -117,6 +118,7 @@ class ArchSpec:
     mtp: tuple[LayerSpec, ...] = ()
     embed_scale: float = 1.0
     logit_scale: float = 1.0
+    head_bias: bool = False
 
     @property
     def expert_layers(self) -> tuple[int, ...]:

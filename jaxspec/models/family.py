@@ -9,10 +9,10 @@ from jaxspec.models.arch import SUM, ArchSpec, Join, LayerSpec, MixerSpec, NoMix
 from jaxspec.models.mixers.gqa import GqaRow
 from jaxspec.models.mixers.hybrid import DENSE, HybridRow
 from jaxspec.models.read import Config, Reader, Switch, short
-from jaxspec.models.rotary import reach
+from jaxspec.models.rotary import limit, reach
+from jaxspec.models.rows import FfnRow, HyperRow
 from jaxspec.nn.activations import activation_named
 from jaxspec.nn.ffn import Activation, FfnSpec
-from jaxspec.nn.hyper import HyperSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.router import RouterSpec
 
@@ -23,23 +23,6 @@ class MixerRow(Protocol):
     def spec(self, read: Reader, layer: int) -> MixerSpec:
         """Attention of one layer."""
         ...
-
-
-@dataclass(frozen=True)
-class FfnRow:
-    """Where a family's config keeps its dense feed-forward numbers; a value that is a string names a config key.
-
-    Attributes:
-      hidden: key of F.
-      activation: key of the activation's name.
-      gated: whether a gate multiplies the hidden units.
-      bias: biases of the products.
-    """
-
-    hidden: str = "intermediate_size"
-    activation: str = "hidden_act"
-    gated: bool = True
-    bias: bool | str = False
 
 
 @dataclass(frozen=True)
@@ -64,18 +47,22 @@ class MoeRow:
       limit: key of the bound of the hidden units, or the bound.
       bias: whether the routed experts' products have biases.
       sparse_step: whether ``decoder_sparse_step`` and ``mlp_only_layers`` leave some layers dense.
-      first_dense: key of the number of first layers that are dense, where ``mlp_layer_types`` does not say.
+      first_dense: key of the number of first layers that are dense, where ``mlp_layer_types`` does not say, nor with
+        ``sparse_step`` ``mlp_only_layers``.
       span: keys of the first and the last layer with experts, and of how many layers come to one of them.
       floor: added to the sum that weights are divided by.
       groups: keys of the number of groups, and the key of how many are kept.
       gated: whether the experts have gates.
       latent: key of the width that the routed experts' input is brought to.
+      jitter: key of the ``sparse_mixer``'s, see ``RouterSpec``.
+      soft_cap: key of what bounds the router's logits, see ``RouterSpec``.
+      pattern: key of a list of 0 for dense layers and 1 for others, where ``mlp_layer_types`` does not say.
     """
 
     experts: tuple[str, ...]
     top_k: str | tuple[str, ...] = "num_experts_per_tok"
     hidden: str = "moe_intermediate_size"
-    router: Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus"] = "softmax"
+    router: Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "sparse_mixer"] = "softmax"
     renormalize: bool | str | tuple[str, ...] = True
     scale: float | str = 1.0
     logit_bias: bool = False
@@ -97,6 +84,9 @@ class MoeRow:
     groups: tuple[tuple[str, ...], str] = (("n_group",), "topk_group")
     gated: bool = True
     latent: str | None = None
+    jitter: str | None = None
+    soft_cap: str | None = None
+    pattern: str | None = None
 
 
 @dataclass(frozen=True)
@@ -122,15 +112,6 @@ class ScaleRow:
 
 
 @dataclass(frozen=True)
-class HyperRow:
-    """Keys of the numbers of hyper-connections."""
-
-    streams: str
-    rounds: str
-    eps: str
-
-
-@dataclass(frozen=True)
 class Family:
     """What distinguishes one ``model_type`` from another; a value that is a string names a config key.
 
@@ -149,13 +130,15 @@ class Family:
       hyper: row of hyper-connections.
       mtp: key of the number of layers of multi-token prediction.
       longest: key of the longest context.
+      head_bias: key of whether the head has a bias; None where it never has.
       tied: keys, of which the first present one is true where the head is the embedding.
       joins: how sub-layers join the stream, by ``ffn`` and by kinds of mixers, ``attention`` for all others.
       scales: row of multipliers.
       one_each: whether a layer has a mixer or a feed-forward, as its kind says.
       inside: key under which the text model's config lies, where it is not the whole.
       defaults: config values that may be left out, as in transformers.
-      implied: values that keys can only have in this family, for keys that nothing else reads; a tuple names several.
+      implied: values that keys can only have in this family, for keys that nothing else reads; a tuple names several,
+        an ellipsis all.
     """
 
     model_type: str
@@ -172,6 +155,7 @@ class Family:
     hyper: HyperRow | None = None
     mtp: str | None = None
     longest: str | tuple[str, ...] = "max_position_embeddings"
+    head_bias: str | None = None
     tied: tuple[str, ...] = ("tie_word_embeddings",)
     joins: Mapping[str, JoinRow] = field(default_factory=dict)
     scales: ScaleRow | None = None
@@ -214,6 +198,7 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
     read.asked |= _keys(family.ffn) | _keys(family.moe)  # also where no layer is of their kind
     last_out = family.final_norm is not None and read.flag(family.final_norm)
     layers = [_layer(read, family, layer) for layer in range(count + predicting)]
+    ropes = [getattr(layer.attention, "rope", None) for layer in layers]
     spec = ArchSpec(
         family=family.model_type,
         vocab_size=read.count("vocab_size"),
@@ -221,17 +206,18 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
         layers=tuple(layers[:count]),
         norm_eps=read.real(*several(family.norm_eps), default=1e-6, most=1.0),
         tied=read.flag(read.present(*family.tied)),
-        max_position=max(longest, *(reach(getattr(layer.attention, "rope", None)) for layer in layers)),
+        max_position=min(max(longest, *map(reach, ropes)), *map(limit, ropes)),
         norm=family.norm,
         norm_offset=family.norm_offset,
         norm_last=norm_last,
         final_norm=not (norm_last or last_out),
         learned_positions=longest if family.learned_positions else 0,
         embed_dim=0 if width == dim else width,
-        hyper=_hyper(read, family.hyper) if family.hyper else None,
+        hyper=family.hyper.spec(read) if family.hyper else None,
         mtp=tuple(layers[count:]),
         embed_scale=read.real(family.scales.embed, default=1.0) if family.scales else 1.0,
         logit_scale=1 / read.real(family.scales.logits, default=1.0) if family.scales else 1.0,
+        head_bias=family.head_bias is not None and read.flag(family.head_bias),
     )
     if read.missing:
         raise ConfigError(f"config of {family.model_type}: missing {sorted(set(read.missing))}")
@@ -244,12 +230,9 @@ def _keys(row: FfnRow | MoeRow | None) -> set[str]:
     keys = {
         key for value in values for key in (value if isinstance(value, tuple) else (value,)) if isinstance(key, str)
     }
+    if isinstance(row, MoeRow) and row.sparse_step:
+        keys |= {"decoder_sparse_step", "mlp_only_layers"}
     return keys | {*row.groups[0], row.groups[1]} if isinstance(row, MoeRow) and row.grouped else keys
-
-
-def _hyper(read: Reader, row: HyperRow) -> HyperSpec:
-    eps = read.real(row.eps, default=1e-6, most=1.0)
-    return HyperSpec(read.count(row.streams, default=4), read.count(row.rounds, default=20), eps)
 
 
 def _layer(read: Reader, family: Family, layer: int) -> LayerSpec:
@@ -278,6 +261,8 @@ def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
     experts, top_k = read.count(*row.experts), read.count_at(layer, *several(row.top_k))
     if top_k > experts and not read.missing:
         raise ConfigError(f"config: {row.top_k} is {top_k}, but there are only {experts} experts")
+    if row.router == "sparse_mixer" and top_k != 2 and not read.missing:
+        raise ConfigError(f"config: {row.top_k} must be 2, which a sparse mixer chooses, got {top_k}")
     shared = read.count(row.shared_hidden, default=0, least=0) if row.shared_hidden else 0
     shared *= read.count(row.shared_count, default=0, least=0) if row.shared_count else 1
     limit = row.limit
@@ -318,6 +303,8 @@ def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
         members=row.members,
         exact=row.exact,
         floor=row.floor,
+        jitter=read.real(row.jitter, default=0.01, most=1.0) if row.jitter else 0.0,
+        soft_cap=read.least(row.soft_cap, 0.0) if row.soft_cap else 0.0,
     )
 
 
@@ -349,7 +336,12 @@ def _is_dense(read: Reader, family: Family, row: MoeRow, layer: int) -> bool:
     if row.first_dense is not None:
         kinds = read.kinds("mlp_layer_types", ("dense", "sparse"), read.count("num_hidden_layers"))
         first = read.count(row.first_dense, default=0, least=0)
-        return layer < first if kinds is None else "dense" in kinds[layer : layer + 1]
+        if kinds is None and row.pattern is not None:
+            kinds = read.pattern(row.pattern, "dense", "sparse")
+        if kinds is not None:
+            return "dense" in kinds[layer : layer + 1]
+        if not row.sparse_step or read.get("mlp_only_layers", default=None) is None:
+            return layer < first
     if row.span is not None:
         first, last, every = row.span
         stop = read.count(last, default=-1, least=-1)

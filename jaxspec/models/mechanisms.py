@@ -143,7 +143,7 @@ HARMLESS = {
     "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "_attn_implementation", "auto_map",
     "aux_loss_alpha", "bos_token_id", "chunk_size_feed_forward", "dropout", "dtype", "embd_pdrop", "ep_size",
     "eos_token_id", "expert_dtype", "experts_per_token", "gradient_checkpointing", "head_dim", "hidden_dropout",
-    "id2label", "init_std", "initial_context_length", "initializer_range", "intermediate_size",
+    "id2label", "init_std", "initial_context_length", "initializer_range", "input_jitter_noise", "intermediate_size",
     "intermediate_size_mlp_only", "is_decoder", "is_encoder_decoder", "keep_residual_in_fp32", "label2id", "layerdrop",
     "max_length", "max_model_len", "max_window_layers", "model_type", "moe_intermediate_size", "num_key_value_heads",
     "num_nextn_predict_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "output_attentions",
@@ -171,7 +171,7 @@ def check_mechanisms(read: Reader, family: Family) -> None:
     for key in read.config.keys() - read.asked:
         value = read.config[key]
         if key in implied:
-            fine = value is None or _among(value, implied[key])
+            fine = value is None or implied[key] is ... or _among(value, implied[key])
         elif key in table and not (window and key == "sliding_window"):
             fine = _is_off(value) or _among(value, table[key])
         else:
@@ -206,7 +206,8 @@ def _implied(family: Family) -> Config:
         implied |= dict.fromkeys(("attention_sink", "attention_sinks"), True)
     row = family.moe
     if row is not None:
-        score = {"softmax": "softmax", "topk_softmax": "softmax", "sigmoid": "sigmoid", "sqrt_softplus": "sqrtsoftplus"}
+        score = {"softmax": "softmax", "topk_softmax": "softmax", "sigmoid": "sigmoid", "sqrt_softplus": "sqrtsoftplus",
+                 "sparse_mixer": "sparsemixer"}  # fmt: skip
         implied |= {
             "scoring_func": score[row.router],
             "topk_method": "noaux_tc" if row.choice_bias else "greedy",

@@ -68,15 +68,26 @@ class Reader:
         return checked_count(keys[0], self.get(*keys, default=default), least)
 
     def count_at(self, layer: int, *keys: str) -> int:
-        """A whole number of one layer: the same for all, or from a list with one for each."""
-        value = self.get(*keys)
-        if isinstance(value, list) and len(value) >= self.count("num_hidden_layers"):
+        """A whole number of one layer: the same for all, or from a list with one for each.
+
+        Raises:
+          ConfigError: the value is another, or the list too short.
+        """
+        value, key = self.get(*keys), self.present(*keys)
+        if isinstance(value, list) and value:
+            count = self.count("num_hidden_layers")
+            if len(value) < count and not self.missing:
+                raise ConfigError(f"config: {key} must state one number for each of {count} layers, got {short(value)}")
             value = value[min(layer, len(value) - 1)]
-        return checked_count(keys[0], value)
+        return checked_count(key, value)
 
     def real(self, *keys: str, default: Any = ..., above: float = 0.0, most: float = 1e30) -> float:
         """A finite number; see ``checked_real``."""
         return checked_real(keys[0], self.get(*keys, default=default), above, most)
+
+    def least(self, key: str, least: float) -> float:
+        """A finite number of at least so much, which it is where the key is missing."""
+        return checked_real(key, self.get(key, default=least), least=least)
 
     def flag(self, value: Switch, *, default: bool = False) -> bool:
         """A fixed answer, or that of a key.
@@ -128,6 +139,21 @@ class Reader:
                 f"config: {key} must name {' or '.join(known)} for each of the {count} layers, got {short(value)}"
             )
         return list(value)
+
+    def pattern(self, key: str, *names: str) -> list[str] | None:
+        """Reads a list of numbers of kinds, one for each of the layers; None where the key is missing or null.
+
+        Raises:
+          ConfigError: it is no list, has other numbers or fewer than there are layers.
+        """
+        value, count = self.get(key, default=None), self.count("num_hidden_layers")
+        if value is None:
+            return None
+        fits = isinstance(value, list | tuple) and all(one in range(len(names)) for one in value)
+        if not fits or (len(value) < count and not self.missing):
+            meaning = " or ".join(f"{number} ({name})" for number, name in enumerate(names))
+            raise ConfigError(f"config: {key} must say {meaning} for each of the {count} layers, got {short(value)}")
+        return [names[one] for one in value]
 
     def is_null(self, key: str) -> bool:
         """Whether a key is there and says null, which is not the same as a default."""

@@ -8,16 +8,18 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.read import POSITIONS, Reader, checked_count, checked_real, short
 from jaxspec.nn.rope import RopeScaling, RopeSpec
 
-SCALINGS = ("default", "linear", "llama3", "yarn")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 THETA = 10000.0  # where neither the config nor the family says, as in transformers
 MOST_THETA = 1e15
 # Settings with their least values; 0 means none where transformers reads it so.
 REALS = {
     "factor": 1.0, "beta_fast": 0.0, "beta_slow": 0.0, "low_freq_factor": 0.0, "high_freq_factor": 0.0,
-    "attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0, "alpha": 1.0,
+    "attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0, "alpha": 1.0, "short_mscale": 0.0,
 }  # fmt: skip
 # Not those of mrope: text alone has one position for all of its sections.
 MECHANISMS = ("xdrope_section", "short_factor", "long_factor", "alpha", "llama_4_scaling_beta")
+# And to which kind some of them belong.
+OF_KINDS = {"alpha": "dynamic", "short_factor": "longrope", "long_factor": "longrope"}
 
 
 def scaling_of(read: Reader, layer_kind: str | None = None) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"config: rope_scaling has a factor of {short(checked['factor'])}, but no rope_type; known are "
             f"{', '.join(SCALINGS)}"
         )
-    switched = [name for name in MECHANISMS if name in checked and not (widened and name == "alpha")]
+    switched = [name for name in MECHANISMS if name in checked and OF_KINDS.get(name) != kind]
     if switched:
         raise ConfigError(f"config: rope settings {switched} are of mechanisms that jaxspec does not have")
     for name in REALS.keys() & checked.keys():
@@ -106,6 +108,7 @@ def rope_of(
     interleaved: bool = False,
     layer_kind: str | None = None,
     whole: bool = False,
+    theta: str = "rope_theta",
 ) -> RopeSpec:
     """Rotation of a head: hub ``rope_theta`` + ``rope_scaling``, or transformers 5 ``rope_parameters``.
 
@@ -115,12 +118,13 @@ def rope_of(
       interleaved: layout of the pairs.
       layer_kind: see ``scaling_of``.
       whole: whether all of these channels turn, whatever part of a larger head they are.
+      theta: key of the base, where the settings have none.
 
     Raises:
       ConfigError: settings are wrong, or the turned channels are not an even number of those of a head.
     """
     settings = scaling_of(read, layer_kind)
-    theta, scaling = theta_of(read, settings), scaled(read, settings)
+    base, scaling = theta_of(read, settings, theta), scaled(read, settings)
     part = settings.get("partial_rotary_factor", read.get("partial_rotary_factor", default=1.0))
     part = checked_real("partial_rotary_factor", part, most=1.0)
     dim = head_dim if whole else read.count("rotary_dim", default=int(head_dim * part), least=0)
@@ -129,8 +133,10 @@ def rope_of(
             f"config: an even number of each head's {head_dim} channels must turn, got {dim} (head_dim, "
             "partial_rotary_factor, rotary_dim)"
         )
-    theta *= settings.get("alpha", 1.0) ** (dim / max(dim - 2, 1))
-    return RopeSpec(theta, dim, interleaved, scaling=scaling)
+    if scaling is not None and scaling.kind == "longrope" and len(scaling.divisors) != dim // 2 and not read.missing:
+        raise ConfigError(f"config: rope_scaling.short_factor must be {dim // 2} numbers, not {len(scaling.divisors)}")
+    base *= settings.get("alpha", 1.0) ** (dim / max(dim - 2, 1))
+    return RopeSpec(base, dim, interleaved, scaling=scaling)
 
 
 def scaled(read: Reader, settings: Mapping[str, Any]) -> RopeScaling | None:
@@ -142,6 +148,8 @@ def scaled(read: Reader, settings: Mapping[str, Any]) -> RopeScaling | None:
     kind: Any = _kind(settings)
     if kind in ("default", "dynamic"):
         return None
+    if kind == "longrope":
+        return _long(read, settings)
     original = settings.get("original_max_position_embeddings") or read.count("max_position_embeddings")
     if "factor" not in settings:
         read.missing.append("rope_scaling.factor")
@@ -162,15 +170,36 @@ def scaled(read: Reader, settings: Mapping[str, Any]) -> RopeScaling | None:
     )
 
 
+def _long(read: Reader, settings: Mapping[str, Any]) -> RopeScaling:
+    """LongRoPE within the original context; beyond it other divisors would hold for every position of a text."""
+    read.missing += [f"rope_scaling.{key}" for key in ("short_factor", "short_mscale") if key not in settings]
+    divisors, beside = settings.get("short_factor", []), "original_max_position_embeddings"
+    if not isinstance(divisors, list | tuple):
+        raise ConfigError(f"config: rope_scaling.short_factor must be a list of numbers, got {short(divisors)}")
+    original = read.count(beside, default=settings.get(beside, ...))
+    return RopeScaling(
+        kind="longrope",
+        factor=1.0,
+        original=settings.get(beside, original),
+        attention_factor=settings.get("short_mscale", 1.0),
+        divisors=tuple(checked_real("rope_scaling.short_factor", one, most=1e6) for one in divisors),
+    )
+
+
 def reach(rope: RopeSpec | None) -> int:
     """Longest text that an extended context is for, 0 where none is extended so.
 
     Linear and YaRN settings multiply a context that the config states as it was (Qwen's instructions, and vLLM);
     llama3's are of a config that states the extended one.
     """
-    if rope is None or rope.scaling is None or rope.scaling.kind == "llama3":
+    if rope is None or rope.scaling is None or rope.scaling.kind in ("llama3", "longrope"):
         return 0
     return min(int(rope.scaling.original * rope.scaling.factor), POSITIONS)
+
+
+def limit(rope: RopeSpec | None) -> int:
+    """Longest text that a rotation is right for, see ``_long``."""
+    return rope.scaling.original if rope and rope.scaling and rope.scaling.kind == "longrope" else POSITIONS
 
 
 def _attention_factor(settings: Mapping[str, Any]) -> float | None:

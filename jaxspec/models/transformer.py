@@ -23,6 +23,7 @@ from jaxspec.shapes import Array, Params
 
 EMBED = Param("embed_VD", ("vocab", "embed"), "weight", part="embedding")
 HEAD = Param("head_DV", ("embed", "vocab"), part="head")
+HEAD_BIAS = Param("head_bias_V", ("vocab",), "bias", part="head")
 POSITION = Param("position_SD", ("position", "embed"), "weight", part="embedding")
 PROJECT_IN = Param("project_in_XD", ("embed_in", "embed"), part="embedding")
 PROJECT_OUT = Param("project_out_DX", ("embed", "embed_in"), part="head")
@@ -65,6 +66,8 @@ class Transformer(nn.Module):
         self.embed_VD = declare(self, p, EMBED, (a.vocab_size, width))
         if p.layout.own_head or not a.tied:
             self.head_DV = declare(self, p, HEAD, (width, a.vocab_size))
+        if a.head_bias:
+            self.head_bias_V = declare(self, p, HEAD_BIAS, (a.vocab_size,))
         if a.learned_positions:
             self.position_SD = declare(self, p, POSITION, (a.learned_positions + POSITION_OFFSET, a.model_dim))
         if a.embed_dim:
@@ -147,7 +150,8 @@ class Transformer(nn.Module):
         if self.arch.embed_dim:
             last = dense(last, self.project_out_DX, dtype=self.policy.compute.dtype)
         head_DV = self.head_DV if self.policy.layout.own_head or not self.arch.tied else self.embed_VD.T
-        logits = dense(last, head_DV, dtype=self.policy.compute.dtype)
+        bias_V = self.head_bias_V if self.arch.head_bias else None
+        logits = dense(last, head_DV, bias_V, dtype=self.policy.compute.dtype)
         return logits if self.arch.logit_scale == 1 else logits * self.arch.logit_scale
 
     def logits_of(self, token_BT: Array, position_BT: Array, segment_BT: Array | None = None) -> tuple[Array, Hidden]:

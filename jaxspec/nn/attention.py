@@ -1,6 +1,6 @@
 """Grouped-query attention: projections, query and key norms, rotation, windows and sinks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import flax.linen as nn
@@ -14,13 +14,21 @@ from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
-from jaxspec.nn.steady import sigmoid
+from jaxspec.nn.steady import sigmoid, softplus
 from jaxspec.shapes import Array
 
 QKV = Param("qkv_DGQC", ("embed", "kv_heads", "group", "head_dim"))
 QKV_BIAS = Param("qkv_bias_GQC", ("kv_heads", "group", "head_dim"), "bias")
 HEAD_NORMS = Param("q_norm_C", ("head_dim",), "norm"), Param("k_norm_C", ("head_dim",), "norm")
 FULL_NORMS = Param("q_norm_HC", ("heads", "head_dim"), "norm"), Param("k_norm_GC", ("kv_heads", "head_dim"), "norm")
+QK = Param("qk_DGQC", QKV.axes)
+QK_BIAS = Param("qk_bias_GQC", QKV_BIAS.axes, "bias")
+V = Param("v_DGC", ("embed", "kv_heads", "head_dim"))
+V_BIAS = Param("v_bias_GC", ("kv_heads", "head_dim"), "bias")
+GATES = {
+    "head": Param("head_gate_DH", ("embed", "heads")),
+    "channel": Param("gate_DHC", ("embed", "heads", "head_dim")),
+}
 SINKS = Param("sinks_H", ("heads",), "weight")
 OUT = Param("out_HCD", ("heads", "head_dim", "embed"), inputs=2)
 OUT_BIAS = Param("out_bias_D", ("embed",), "bias")
@@ -41,6 +49,9 @@ class AttentionSpec:
       norm_turned: whether queries and keys are normalized after rotation.
       gated: whether a sigmoid of the input, one number per channel, multiplies what heads give.
       scale: of the scores, None for ``head_dim ** -0.5``.
+      value_dim: channels of a value head, None for C.
+      value_scale: multiplies the values.
+      softplus_gate: whether a softplus of a product of the input multiplies what heads give, and with how many numbers.
     """
 
     chain_only = None
@@ -59,18 +70,27 @@ class AttentionSpec:
     gated: bool = False
     scale: float | None = None
     norm_turned: bool = False
+    value_dim: int | None = None
+    value_scale: float = 1.0
+    softplus_gate: Literal["none", "head", "channel"] = "none"
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
         """Returns what it caches, by name."""
-        one = StreamSpec(self.kv_heads, self.head_dim, None if self.window is None else self.window - 1)
-        return {"k": one, "v": one}
+        keys = StreamSpec(self.kv_heads, self.head_dim, None if self.window is None else self.window - 1)
+        return {"k": keys, "v": replace(keys, width=self.value_width)}
+
+    @property
+    def value_width(self) -> int:
+        """Channels of a value head."""
+        return self.value_dim or self.head_dim
 
 
 class Attention(nn.Module):
     """Projections around ``attend``; query, key and value weights of one kv head lie together, [X, G, R + 2, C].
 
-    The input may be wider than the output (EAGLE-3 joins two vectors there).
+    Value weights lie apart where their heads have another width. The input may be wider than the output (EAGLE-3 joins
+    two vectors there).
     """
 
     spec: AttentionSpec
@@ -95,30 +115,49 @@ class Attention(nn.Module):
                 take_outputs(q_BTHC, window), (memory["k"], memory["v"]), inputs.of_outputs(), streams["k"], p,
                 scale=scale, span=s.window, sinks_H=sinks_H,
             )  # fmt: skip
-        w_o = declare(self, p, OUT, (s.heads, s.head_dim, self.model_dim))
+        w_o = declare(self, p, OUT, (s.heads, s.value_width, self.model_dim))
         b_o = declare(self, p, OUT_BIAS, (self.model_dim,)) if s.out_bias else None
         out = pack(out, window)
         out = out if gate_BTHC is None else out * sigmoid(take_outputs(gate_BTHC, window))
+        if s.softplus_gate != "none":
+            out = out * self._softplus(take_outputs(x_BTX, window))
         return Mixed(dense(out, w_o, b_o, dtype=p.compute.dtype, axes=2), memory)
 
     def _project(self, x_BTX: Array, inputs: Inputs) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys, values, and what gates the heads' outputs; a gate lies after the query of its head."""
-        s, p = self.spec, self.policy
+        s = self.spec
         group = s.heads // s.kv_heads * (2 if s.gated else 1)
-        shape = (x_BTX.shape[-1], s.kv_heads, group + 2, s.head_dim)
-        qkv_DGQC = declare(self, p, QKV, shape)
-        bias = declare(self, p, QKV_BIAS, shape[1:]) if s.qkv_bias else None
-        qkv = dense(x_BTX, qkv_DGQC, bias, dtype=p.compute.dtype)
+        if s.value_width == s.head_dim:
+            qkv = self._product(x_BTX, (QKV, QKV_BIAS), (s.kv_heads, group + 2, s.head_dim))
+            v = qkv[..., group + 1, :]
+        else:
+            qkv = self._product(x_BTX, (QK, QK_BIAS), (s.kv_heads, group + 1, s.head_dim))
+            v = self._product(x_BTX, (V, V_BIAS), (s.kv_heads, s.value_width))
+        v = v if s.value_scale == 1 else v * s.value_scale
         shape = (*x_BTX.shape[:2], s.heads, s.head_dim)
         gate = qkv[..., 1:group:2, :].reshape(shape) if s.gated else None
         q = qkv[..., : group : 2 if s.gated else 1, :].reshape(shape)
-        k, v = qkv[..., group, :], qkv[..., group + 1, :]
+        k = qkv[..., group, :]
         q, k = (q, k) if s.norm_turned else self._normed(q, k)
         if s.rope is not None:
             angles = inputs.rotation(s.rope)
             q, k = rotate(q, angles, s.rope), rotate(k, angles, s.rope)
         q, k = self._normed(q, k) if s.norm_turned else (q, k)
         return q, k, v, gate
+
+    def _product(self, x_BTX: Array, params: tuple[Param, Param], shape: tuple[int, ...]) -> Array:
+        """Product of the input with a weight and its bias, [B, T, *shape]."""
+        w = declare(self, self.policy, params[0], (x_BTX.shape[-1], *shape))
+        bias = declare(self, self.policy, params[1], shape) if self.spec.qkv_bias else None
+        return dense(x_BTX, w, bias, dtype=self.policy.compute.dtype)
+
+    def _softplus(self, x_BTX: Array) -> Array:
+        """Gates of the heads' outputs, one of each head or channel, [B, T, H, 1 or C']."""
+        s, p = self.spec, self.policy
+        each = () if s.softplus_gate == "head" else (s.value_width,)
+        w = declare(self, p, GATES[s.softplus_gate], (x_BTX.shape[-1], s.heads, *each))
+        gate = softplus(dense(x_BTX, w, dtype=p.compute.dtype))
+        return gate if each else gate[..., None]
 
     def _normed(self, q_BTHC: Array, k_BTGC: Array) -> tuple[Array, Array]:
         if self.spec.qk_norm == "none":

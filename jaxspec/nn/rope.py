@@ -15,21 +15,23 @@ class RopeScaling:
     """How the frequencies of a longer context are derived; unused numbers keep their defaults.
 
     Attributes:
-      kind: ``linear``, ``llama3`` or ``yarn``.
+      kind: ``linear``, ``llama3``, ``yarn`` or ``longrope``.
       factor: ratio of the new context to the original one.
       original: original context in tokens.
       low, high: llama3 frequency factors, or yarn's beta_slow and beta_fast.
       attention_factor: multiplier on cos and sin; None takes yarn's ``0.1 ln(factor) + 1``.
       truncate: whether yarn rounds its correction range to whole dimensions.
+      divisors: longrope's, of each frequency; those of texts within the original context.
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     original: int = 0
     low: float = 1.0
     high: float = 4.0
     attention_factor: float | None = None
     truncate: bool = True
+    divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,15 @@ class RopeSpec:
 
 
 def frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
-    """Inverse frequencies [dim / 2] and the multiplier of cos and sin (Su 2021; Llama 3; YaRN, Peng 2023)."""
+    """Inverse frequencies [dim / 2] and the multiplier of cos and sin (Su 2021; Llama 3; Peng 2023; Ding 2024)."""
     inv = spec.theta ** (-np.arange(0, spec.dim, 2, dtype=np.float64) / spec.dim)
     s = spec.scaling
     if s is None:
         return inv, 1.0
     if s.kind == "linear":
         return inv / s.factor, 1.0
+    if s.kind == "longrope":
+        return inv / np.asarray(s.divisors), s.attention_factor or 1.0
     if s.kind == "llama3":
         wave = 2 * math.pi / inv
         blend = (s.original / wave - s.low) / (s.high - s.low)

@@ -115,6 +115,11 @@ def sigmoid(x: Array) -> Array:
     return 1 / (1 + exp(-x))
 
 
+def tanh(x: Array) -> Array:
+    """Hyperbolic tangent, to 1e-7."""
+    return 2 / (1 + exp(-2 * x)) - 1
+
+
 def silu(x: Array) -> Array:
     """``x * sigmoid(x)`` (Elfwing 2017)."""
     return x / (1 + exp(-x))

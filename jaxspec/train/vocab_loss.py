@@ -18,7 +18,7 @@ from jaxspec.train.block_vocab import READS, block_losses
 from jaxspec.train.draft_losses import DRAFT_LOSSES, TargetPrediction, target_prediction
 from jaxspec.train.objective import HeadObjective, Net
 
-PRODUCTS = ("embed_VD", "head_DV", "project_out_DX", "head_DW", "norm")
+PRODUCTS = ("embed_VD", "head_DV", "head_bias_V", "project_out_DX", "head_DW", "norm")
 LOGIT_BYTES = 1 << 28  # what belongs to the positions that are computed at a time where nothing else is asked
 
 

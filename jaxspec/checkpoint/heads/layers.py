@@ -11,7 +11,7 @@ from jaxspec.models.family import Family, arch_from_config
 from jaxspec.models.mixers.gqa import FULL
 from jaxspec.models.mixers.latent import LatentRow
 from jaxspec.models.read import Reader
-from jaxspec.models.rotary import reach, rope_of, yarn_scale
+from jaxspec.models.rotary import reach, rope_of, scaling_of, theta_of, yarn_scale
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.latent_attention import LatentSpec
@@ -61,7 +61,11 @@ def rope_for_head(config: Mapping[str, Any], head_dim: int, theta: float | None 
     """
     keys = (*ROPE_KEYS, "max_position_embeddings")
     rotation = {key: config.get(key) for key in keys} if theta is None else {"rope_theta": theta}
-    return rope_of(Reader(rotation, {}), head_dim, layer_kind=FULL)
+    read = Reader(rotation, {})
+    settings = scaling_of(read, FULL)
+    if "short_factor" in settings:  # the target's own, which no published head has
+        read = Reader({"rope_theta": theta_of(read, settings)}, {})
+    return rope_of(read, head_dim, layer_kind=FULL)
 
 
 def layers_of(config: Mapping[str, Any], names: tuple[str, ...] = ()) -> ArchSpec:

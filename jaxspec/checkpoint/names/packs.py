@@ -90,6 +90,11 @@ def _split_qkv(leaf: np.ndarray) -> Arrays:
     return [cut.reshape(-1, *joined.shape[3:]) for cut in cuts]
 
 
+def _split_query_key(leaf: np.ndarray) -> Arrays:
+    joined = np.moveaxis(leaf, 0, -1) if leaf.ndim == 4 else leaf
+    return [cut.reshape(-1, *joined.shape[3:]) for cut in (joined[:, :-1], joined[:, -1:])]
+
+
 def _split_key_value(leaf: np.ndarray) -> Arrays:
     return _split_qkv(leaf)[1:]
 
@@ -105,6 +110,8 @@ PACKS: Mapping[str, Pack] = {
     "transpose": Pack(lambda a, _: a[0].T, lambda leaf: [leaf.T], (1, 0)),
     # three of [heads * C, D] to [D, G, R + 2, C], or three biases to [G, R + 2, C]
     "qkv": Pack(_join_qkv, _split_qkv, (1, 0, 0, 0)),
+    # two of [heads * C, D] to [D, G, R + 1, C], or two biases to [G, R + 1, C]
+    "query_key": Pack(_join_qkv, _split_query_key, (1, 0, 0, 0)),
     # two of [G * C, D] to [D, G, 2, C], or two biases to [G, 2, C]
     "key_value": Pack(_join_qkv, _split_key_value, (1, 0, 0, 0)),
     # [D, H * C] to [H, C, D]

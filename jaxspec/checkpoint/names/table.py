@@ -140,12 +140,21 @@ NORMS = (
 )
 
 
+def layer_norm_rules(leaf: str, hub: str) -> tuple[NameRule, NameRule]:
+    """Returns the rules of a norm with a bias."""
+    return NameRule(f"{leaf}_D", (f"{hub}.weight",)), NameRule(f"{leaf}_bias_D", (f"{hub}.bias",))
+
+
 def attention_rules(hub: str = "self_attn.", out: str = "o_proj") -> tuple[NameRule, ...]:
     """Returns the rules of Llama-style attention with every optional part."""
     a = "attention/"
     return (
         NameRule(f"{a}qkv_DGQC", tuple(f"{hub}{n}_proj.weight" for n in "qkv"), "qkv"),
         NameRule(f"{a}qkv_bias_GQC", tuple(f"{hub}{n}_proj.bias" for n in "qkv"), "qkv"),
+        NameRule(f"{a}qk_DGQC", tuple(f"{hub}{n}_proj.weight" for n in "qk"), "query_key"),
+        NameRule(f"{a}qk_bias_GQC", tuple(f"{hub}{n}_proj.bias" for n in "qk"), "query_key"),
+        NameRule(f"{a}v_DGC", (f"{hub}v_proj.weight",), "from_rank"),
+        NameRule(f"{a}v_bias_GC", (f"{hub}v_proj.bias",), "heads"),
         NameRule(f"{a}q_norm_C", (f"{hub}q_norm.weight",)),
         NameRule(f"{a}k_norm_C", (f"{hub}k_norm.weight",)),
         NameRule(f"{a}q_norm_HC", (f"{hub}q_norm.weight",), "heads"),

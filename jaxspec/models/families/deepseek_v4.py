@@ -1,7 +1,8 @@
 """DeepSeek-V4: compressed attention, hyper-connections, experts by token id and then by score, MTP."""
 
-from jaxspec.models.family import Family, HyperRow, MoeRow
+from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.compressed import CompressedRow
+from jaxspec.models.rows import HyperRow
 
 FAMILY = Family(
     model_type="deepseek_v4",

@@ -1,9 +1,10 @@
 """Nemotron-H and Nemotron 3: every layer is Mamba-2, attention without positions, experts, or a dense feed-forward."""
 
-from jaxspec.models.family import Family, FfnRow, MoeRow
+from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.gqa import FULL, GqaRow
 from jaxspec.models.mixers.hybrid import DENSE, LINEAR, ROUTED, HybridRow, NoMixerRow
 from jaxspec.models.mixers.recurrent import MambaRow
+from jaxspec.models.rows import FfnRow
 
 MAMBA = MambaRow(
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias",

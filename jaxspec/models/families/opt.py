@@ -1,7 +1,8 @@
 """OPT: learned positions, layer norms, biases everywhere, plain two-product feed-forward layers, tied heads."""
 
-from jaxspec.models.family import Family, FfnRow
+from jaxspec.models.family import Family
 from jaxspec.models.mixers.gqa import GqaRow
+from jaxspec.models.rows import FfnRow
 
 FAMILY = Family(
     model_type="opt",

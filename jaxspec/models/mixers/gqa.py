@@ -1,15 +1,16 @@
 """Grouped-query attention from a published config."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.read import Reader
+from jaxspec.models.read import Reader, short
 from jaxspec.models.rotary import rope_of
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.rope import RopeSpec
 
 NEAR, FULL = "sliding_attention", "full_attention"
+GATES: dict[Any, Literal["head", "channel"]] = {True: "head", "per-head": "head", "per-element": "channel"}
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,18 @@ class GqaRow:
       window_from: config key of the first layer with a window.
       window_until: config key of the first layer that has none again.
       alternating: layers with even numbers have the window.
-      sinks: whether heads have sinks.
+      sinks: whether heads have sinks, or the key of whether.
       rope: whether queries and keys are rotated, or the key that says ``rope`` where they are.
       norm_offset, gated, norm_turned: see ``AttentionSpec``.
       interleaved: layout of the pairs that turn, see ``RopeSpec``.
       scale: key of the scores' scale.
+      heads, kv_heads, head_dim: keys of H, G and C, of several the first present one counts; H may be a list.
+      kv_twice: whether there are twice as many as ``num_key_value_heads`` says, where no key of ``kv_heads`` is there.
+      value_dim: keys of the width of a value head, none where it is C.
+      value_scale: key of what multiplies the values.
+      theta: key of the base of the frequencies, where the rotary settings have none.
+      reach: key of how many positions before its own a query sees; without it ``sliding_window`` counts.
+      gate: key of how a softplus gates what heads give.
     """
 
     qkv_bias: bool | str = False
@@ -42,13 +50,22 @@ class GqaRow:
     window_from: str | None = None
     window_until: str | None = None
     alternating: bool = False
-    sinks: bool = False
+    sinks: bool | str = False
     rope: bool | str = True
     norm_offset: float = 0.0
     gated: bool = False
     norm_turned: bool = False
     interleaved: bool = False
     scale: str | None = None
+    heads: tuple[str, ...] = ("num_attention_heads",)
+    kv_heads: tuple[str, ...] = ("num_key_value_heads",)
+    kv_twice: bool = False
+    head_dim: tuple[str, ...] = ("head_dim",)
+    value_dim: tuple[str, ...] = ()
+    value_scale: str | None = None
+    theta: str = "rope_theta"
+    reach: str | None = None
+    gate: str | None = None
 
     def spec(self, read: Reader, layer: int) -> AttentionSpec:
         """Attention of one layer.
@@ -56,11 +73,11 @@ class GqaRow:
         Raises:
           ConfigError: the heads cannot share the width or the key-value heads evenly.
         """
-        dim, heads = read.count("hidden_size"), read.count("num_attention_heads")
-        kv_heads = read.count("num_key_value_heads", default=heads)
-        if dim % heads and read.config.get("head_dim") is None and "head_dim" not in read.defaults and not read.missing:
+        dim, heads = read.count("hidden_size"), read.count_at(layer, *self.heads)
+        kv_heads = self._kv_heads(read, heads)
+        if read.get(*self.head_dim, default=None) is None and dim % heads and not read.missing:
             raise ConfigError(f"config: {heads} attention heads cannot share hidden_size {dim} evenly; state head_dim")
-        head_dim = read.count("head_dim", default=dim // heads or 1)
+        head_dim = read.count(*self.head_dim, default=dim // heads or 1)
         if heads % kv_heads and not read.missing:
             raise ConfigError(f"config: {heads} attention heads cannot share {kv_heads} key-value heads evenly")
         normed = self.qk_norm_switch is None or read.flag(self.qk_norm_switch)
@@ -74,17 +91,38 @@ class GqaRow:
             out_bias=read.flag(self.out_bias),
             qk_norm=self.qk_norm if normed else "none",
             window=window,
-            sinks=self.sinks,
+            sinks=read.flag(self.sinks),
             norm_offset=self.norm_offset if normed else 0.0,
             gated=self.gated,
             norm_turned=self.norm_turned,
             scale=read.real(self.scale) if self.scale else None,
+            value_dim=read.count(*self.value_dim) if self.value_dim else None,
+            value_scale=self._value_scale(read),
+            softplus_gate=self._gate(read),
         )
+
+    def _kv_heads(self, read: Reader, heads: int) -> int:
+        default = 2 * read.count("num_key_value_heads", default=heads) if self.kv_twice else heads
+        return read.count(*self.kv_heads, default=default)
+
+    def _value_scale(self, read: Reader) -> float:
+        if self.value_scale is None:
+            return 1.0
+        scale = read.real(self.value_scale, default=1.0)
+        return 1.0 if read.is_null(self.value_scale) else scale
+
+    def _gate(self, read: Reader) -> Literal["none", "head", "channel"]:
+        if self.gate is None:
+            return "none"
+        kind = read.get(self.gate)
+        if kind is not True and (not isinstance(kind, str) or kind not in GATES):
+            raise ConfigError(f"config: {self.gate} must be true, per-head or per-element, got {short(kind)}")
+        return GATES[kind]
 
     def _rope(self, read: Reader, head_dim: int, kind: str) -> RopeSpec | None:
         if not self._rotates(read):
             return None
-        return rope_of(read, head_dim, interleaved=self.interleaved, layer_kind=kind)
+        return rope_of(read, head_dim, interleaved=self.interleaved, layer_kind=kind, theta=self.theta)
 
     def _rotates(self, read: Reader) -> bool:
         if isinstance(self.rope, bool):
@@ -94,6 +132,9 @@ class GqaRow:
 
     def _window(self, read: Reader, layer: int) -> int | None:
         """Positions that a layer sees, None for all."""
+        if self.reach is not None and read.get(self.reach, default=None) is not None:
+            read.asked.add("sliding_window")
+            return read.count(self.reach) + 1
         count = read.count("num_hidden_layers")
         kinds = read.kinds("layer_types", (FULL, NEAR), count)
         if kinds is None and self.windows == "none":

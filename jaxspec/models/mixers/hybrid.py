@@ -28,7 +28,7 @@ class HybridRow:
     Attributes:
       rows: mixer rows by kind.
       lists: keys of the list, the first present one counts.
-      names: kinds by other names or letters of the list.
+      names: kinds by other names, letters or numbers of the list.
       interval: key of how often a full layer comes, the last of so many, where no list says.
       other: kind of the layers between.
       numbered: keys, one inside the other, of the numbers of the full layers, counted from 1.
@@ -36,7 +36,7 @@ class HybridRow:
 
     rows: Mapping[str, Any]
     lists: tuple[str, ...] = ("layer_types",)
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str | int, str] = field(default_factory=dict)
     interval: str | None = None
     other: str = LINEAR
     numbered: tuple[str, str] | None = None
@@ -66,9 +66,9 @@ class HybridRow:
                 read.missing.append(" or ".join(self.lists))
                 return FULL
             return self.other if (layer + 1) % read.count(self.interval, default=4) else FULL
-        named = [self.names.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+        named: list[Any] = [self.names.get(kind, kind) if isinstance(kind, str | int) else kind for kind in kinds]
         if len(named) < count or any(not isinstance(kind, str) or kind not in self.rows for kind in named):
-            known = sorted({*self.rows, *self.names})
+            known = sorted(map(str, {*self.rows, *self.names}))
             raise ConfigError(
                 f"config: {' or '.join(self.lists)} must name {', '.join(known)} for each of the {count} layers, got "
                 f"{short(kinds)}"

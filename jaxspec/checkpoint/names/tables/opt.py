@@ -1,12 +1,8 @@
 """Tensor names of OPT."""
 
-from jaxspec.checkpoint.names.table import NameRule, Table, attention_rules
+from jaxspec.checkpoint.names.table import NameRule, Table, attention_rules, layer_norm_rules
 
 MODEL = "model.decoder."
-
-
-def _norm(leaf: str, hub: str) -> tuple[NameRule, NameRule]:
-    return NameRule(f"{leaf}_D", (f"{hub}.weight",)), NameRule(f"{leaf}_bias_D", (f"{hub}.bias",))
 
 
 TABLES = {
@@ -16,12 +12,12 @@ TABLES = {
             NameRule("position_SD", (f"{MODEL}embed_positions.weight",)),
             NameRule("project_in_XD", (f"{MODEL}project_in.weight",), "transpose"),
             NameRule("project_out_DX", (f"{MODEL}project_out.weight",), "transpose"),
-            *_norm("norm", f"{MODEL}final_layer_norm"),
+            *layer_norm_rules("norm", f"{MODEL}final_layer_norm"),
             NameRule("head_DV", ("lm_head.weight",), "transpose"),
         ),
         layer=(
-            *_norm("attention_norm", "self_attn_layer_norm"),
-            *_norm("ffn_norm", "final_layer_norm"),
+            *layer_norm_rules("attention_norm", "self_attn_layer_norm"),
+            *layer_norm_rules("ffn_norm", "final_layer_norm"),
             *attention_rules(out="out_proj"),
             NameRule("ffn/up_DF", ("fc1.weight",), "transpose"),
             NameRule("ffn/up_bias_F", ("fc1.bias",)),
