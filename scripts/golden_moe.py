@@ -146,4 +146,37 @@ EXPERTS = {
             "tie_word_embeddings": True,
         },
     ),
+    "laguna": Golden(
+        "LagunaForCausalLM",
+        {
+            "model_type": "laguna",
+            "intermediate_size": 24,
+            "head_dim": 8,
+            "num_attention_heads_per_layer": [4, 6],
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "gating": "per-element",
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 8,
+            "moe_routed_scaling_factor": 2.5,
+            "moe_router_logit_softcapping": 1.5,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500000.0,
+                    "partial_rotary_factor": 0.5,
+                    **YARN,
+                },
+                "sliding_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 1.0,
+                },
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
 }
