@@ -175,6 +175,17 @@ def test_counts_are_the_published_ones(name: str):
     assert active / 1e9 == pytest.approx(COUNTS[name][1], rel=0.01)
 
 
+def test_counts_of_a_release_by_its_sizes():
+    """Phi-3.5-MoE, 41.9 billion parameters and 6.6 active ones: the divisors of its frequencies are not at hand."""
+    sizes = {
+        "vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 16, "rope_scaling": None,
+    }  # fmt: skip
+    total, active = count_parameters(arch_of(json.loads(Path("tests/golden/phimoe/config.json").read_text()) | sizes))
+    assert total / 1e9 == pytest.approx(41.9, rel=0.01)
+    assert active / 1e9 == pytest.approx(6.6, rel=0.01)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_layers_of_their_own_are_as_many_parameters(name: str):
     alone, together = leaves_of(name, depth="unrolled"), leaves_of(name, depth="stacked")
