@@ -12,6 +12,7 @@ from jaxspec.native.product import product
 from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.expert_shards import obstacles_on, on_each_device, rows_on_each, split
 from jaxspec.nn.ffn import Activation
+from jaxspec.nn.grouped_experts import by_parts, groupable, grouped_experts, in_parts
 from jaxspec.nn.matrix import UNPACKED
 from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.router import Routing
@@ -24,6 +25,8 @@ from pallas_kernels.select import Choice, choose
 
 TRAINING_BLOCK = 128
 COMPARED_ROWS = 256
+GATHERED_BYTES = 1 << 30  # of weights that blocks take out of the stack at a time
+GROUPED_ROWS = 4096  # from which on kernels compute rows in groups, see ``grouped_experts``
 UNGATED = "its experts have no gate"
 
 
@@ -133,17 +136,24 @@ def run_stacked(
     block = TRAINING_BLOCK if routed > 32 * count else block_rows(routed, count)
     blocks = lay_out(routing.expert_MA, count, block, live)
     x_SD, weight_S = gather(x_MD, routing.weight_MA, blocks)
-    index = blocks.expert_N if layer is None else (layer, blocks.expert_N)
-    own = {name: widen(jax.tree.map(lambda leaf: leaf[index], w), dtype) for name, w in experts.items()}
     wide = hidden * experts["gate_up_ED2F"].shape[first + 2]
-    gate_up_NDF = own["gate_up_ED2F"].reshape(-1, width, wide)
-    both: Array = _batched_dot(x_SD.reshape(-1, block, width), gate_up_NDF, jnp.dtype(dtype))
-    if "gate_up_bias_E2F" in own:
-        both = both + own["gate_up_bias_E2F"].reshape(-1, 1, wide).astype(jnp.float32)
-    inner = activation(both[..., :hidden], both[..., wide - hidden :])
-    y_NZD: Array = _batched_dot(inner, own["down_EFD"], jnp.dtype(dtype))
-    if "down_bias_ED" in own:
-        y_NZD = y_NZD + own["down_bias_ED"][:, None].astype(jnp.float32)
+
+    def some(each: tuple[Array, Array]) -> Array:
+        """Computes some blocks, [N, Z, D]."""
+        x_NZD, expert_N = each
+        index = expert_N if layer is None else (layer, expert_N)
+        own = {name: widen(jax.tree.map(lambda leaf: leaf[index], w), dtype) for name, w in experts.items()}
+        both: Array = _batched_dot(x_NZD, own["gate_up_ED2F"].reshape(-1, width, wide), jnp.dtype(dtype))
+        if "gate_up_bias_E2F" in own:
+            both = both + own["gate_up_bias_E2F"].reshape(-1, 1, wide).astype(jnp.float32)
+        inner = activation(both[..., :hidden], both[..., wide - hidden :])
+        y_NZD: Array = _batched_dot(inner, own["down_EFD"], jnp.dtype(dtype))
+        if "down_bias_ED" in own:
+            y_NZD = y_NZD + own["down_bias_ED"][:, None].astype(jnp.float32)
+        return y_NZD
+
+    size = max(GATHERED_BYTES // (jnp.dtype(dtype).itemsize * (wide + hidden) * width), 1)
+    y_NZD = by_parts(some, (x_SD.reshape(-1, block, width), blocks.expert_N), size)
     return combine(added_products([(y_NZD.reshape(-1, width), weight_S[:, None])]), blocks, live)
 
 
@@ -167,22 +177,32 @@ def run_experts(
       layer: index in the stack.
       live_M: rows that are computed, None for all; the others give zeros.
     """
-    expert_MA, mesh, dtype = routing.expert_MA, policy.compute.mesh, policy.compute.dtype
-    if isinstance(experts["down_EFD"], Packed) and isinstance(experts["gate_up_ED2F"], Packed):
-        return run_packed(x_MD, routing, experts, activation, dtype, layer, live_M)
-    choice = choose_kernel(x_MD.shape[0], expert_MA.shape[1], experts, policy, stacked=layer is not None)
+    mesh, dtype = policy.compute.mesh, policy.compute.dtype
+    native = isinstance(experts["down_EFD"], Packed)
+
+    def whole(x: Array, own: Routing, live: Array | None) -> Array:
+        return (run_packed if native else run_stacked)(x, own, experts, activation, dtype, layer, live)
+
+    if native:
+        return in_parts(whole, x_MD, routing, live_M)
+    choice = choose_kernel(x_MD.shape[0], routing.expert_MA.shape[1], experts, policy, stacked=layer is not None)
     if choice.implementation == "xla" and (not split(mesh) or obstacles_on(mesh, experts)):
-        return run_stacked(x_MD, routing, experts, activation, dtype, layer, live_M)
+        return in_parts(whole, x_MD, routing, live_M)
+    expert_MA = routing.expert_MA
     if live_M is not None:
         expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
 
     def compute(x: Array, choices: Array, weights: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
-        if choice.implementation == "xla":
-            own = replace(routing, expert_MA=choices, weight_MA=weights)
-            return run_stacked(x, own, experts, activation, dtype, layer, choices >= 0)
-        return routed_experts(
-            x, choices, weights, experts, layer=layer, activation=activation, dtype=dtype, implementation=choice
-        )
+        def some(x: Array, own: Routing, live: Array | None) -> Array:
+            if choice.implementation == "xla":
+                return run_stacked(x, own, experts, activation, dtype, layer, own.expert_MA >= 0)
+            run = grouped_experts if len(x) > GROUPED_ROWS and groupable(experts, layer) else routed_experts
+            return run(
+                x, own.expert_MA, own.weight_MA, experts, layer=layer, activation=activation, dtype=dtype,
+                implementation=choice,
+            )  # fmt: skip
+
+        return in_parts(some, x, replace(routing, expert_MA=choices, weight_MA=weights), None)
 
     operands = (x_MD, expert_MA, routing.weight_MA, experts, layer)
     return on_each_device(compute, policy, *operands) if split(mesh) else compute(*operands)
