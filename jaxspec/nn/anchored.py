@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.nn.query_blocks import by_blocks, queries_at_once
 from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array
 
 MASKED = -1e30
-QUERIES = 512  # that are attended for at a time; of more, scores are computed again for the gradient
 
 
 @dataclass(frozen=True)
@@ -76,20 +76,12 @@ def attend_anchored(
         return x_BX.reshape(rows, blocks, size, *x_BX.shape[2:])
 
     each = memory.anchor_BN, *(apart(x) for x in (q_BXHC, k_BXGC, v_BXGC))
-    some, step = partial(_attend_some, memory, view, scale), max(QUERIES // size, 1)
-    if blocks <= step:
-        return some(each).reshape(q_BXHC.shape)
-    parts = -(-blocks // step)
-
-    def split(x_BN: Array) -> Array:
-        padded = jnp.pad(x_BN, [(0, 0), (0, parts * step - blocks), *[(0, 0)] * (x_BN.ndim - 2)])
-        return padded.reshape(rows, parts, step, *x_BN.shape[2:]).swapaxes(0, 1)
-
-    out = lax.map(jax.checkpoint(some), jax.tree.map(split, each)).swapaxes(0, 1)
-    return out.reshape(rows, parts * step, *out.shape[3:])[:, :blocks].reshape(q_BXHC.shape)
+    heads, keys = q_BXHC.shape[2], memory.segment_BT.shape[1] + size
+    step = max(queries_at_once(rows * heads, keys) // size, 1)
+    return by_blocks(partial(_attend_some, view, scale), memory, each, step).reshape(q_BXHC.shape)
 
 
-def _attend_some(memory: Anchored, view: BlockView, scale: float, each: tuple[Array, ...]) -> Array:
+def _attend_some(view: BlockView, scale: float, memory: Anchored, each: tuple[Array, ...]) -> Array:
     """Attention of some blocks, [B, N, S, H, C]."""
     assert memory.text is not None, "the texts' keys are there before blocks attend"
     anchor_BN, q_BNSHC, k_BNSGC, v_BNSGC = each

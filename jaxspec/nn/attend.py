@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxspec.cache.window import Window
 from jaxspec.nn.dense import fewest_rows, whole_tiles
+from jaxspec.nn.query_blocks import BLOCK, by_blocks, queries_at_once
 from jaxspec.nn.steady import exp, row_sum
 from jaxspec.shapes import Array
 
-SELF_CHUNK = 64
+SELF_CHUNK, PARTS = 64, 4  # queries of a short text, and parts of a long one, that skip the same keys
 MASKED = -1e30  # finite, so that a block without a visible key leaves the running softmax as it is
 
 
@@ -137,8 +138,9 @@ def attend_self(
 ) -> Array:
     """Computes attention of a whole sequence to itself (training and teacher forcing), float32 [B, T, H, C'].
 
-    Causal queries go in chunks that skip later keys: half the work, and heads-major products that XLA:CPU
-    runs 3 times faster than an einsum over the sequence.
+    Causal queries go in chunks that skip later keys, about half the work; those of long texts in parts, whose scores
+    are computed some queries at a time. Products are heads-major, which XLA:CPU runs 3 times faster than an einsum over
+    the sequence.
 
     Args:
       q_BTHC: queries.
@@ -150,30 +152,49 @@ def attend_self(
       sinks_H: one more logit per head that takes probability and has no value.
       segment_BT: number of the text that each position belongs to where rows hold several; others are not seen.
     """
-    rows, count, heads, width = q_BTHC.shape
+    count, heads = q_BTHC.shape[1:3]
+    causal = seen_BTS is None
+    # Of long texts queries go in fewer parts, within which scores are computed by blocks.
+    outs, long = [], count > BLOCK
+    step = -(-count // PARTS) if long else SELF_CHUNK
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        end = last if causal else k_BSGC.shape[1]
+        at_1T = jnp.arange(first, last, dtype=jnp.int32)[None]
+        seen = None if seen_BTS is None else seen_BTS[:, first:last]
+        own = None if segment_BT is None else segment_BT[:, first:last]
+        of_keys = None if segment_BT is None else segment_BT[:, :end]
+        text, each = (k_BSGC[:, :end], v_BSGC[:, :end], of_keys, sinks_H), (q_BTHC[:, first:last], at_1T, seen, own)
+        some, size = partial(_attend_some, scale, span), queries_at_once(len(q_BTHC) * heads, end)
+        outs.append(by_blocks(some, text, each, size, one_again=long))
+    return jnp.concatenate(outs, axis=1)
+
+
+def _attend_some(
+    scale: float,
+    span: int | None,
+    text: tuple[Array, Array, Array | None, Array | None],
+    each: tuple[Array, Array, Array | None, Array | None],
+) -> Array:
+    """Attention of some queries, of which ``each`` has the places, what they see and the text they belong to."""
+    (k_BSGC, v_BSGC, segment_BS, sinks_H), (q_BQHC, at_1Q, seen_BQS, segment_BQ) = text, each
+    rows, count, heads, width = q_BQHC.shape
     kv, group, wide = k_BSGC.shape[2], heads // k_BSGC.shape[2], v_BSGC.shape[-1]
-    q = (q_BTHC * scale).reshape(rows, count, kv, group, width).transpose(0, 2, 3, 1, 4)
+    q = (q_BQHC * scale).reshape(rows, count, kv, group, width).transpose(0, 2, 3, 1, 4)
     k_XSC = k_BSGC.swapaxes(1, 2).reshape(rows * kv, -1, width)
     v_XSC = v_BSGC.swapaxes(1, 2).reshape(rows * kv, -1, wide)
-    outs = []
-    for first in range(0, count, SELF_CHUNK):
-        chunk = q[:, :, :, first : first + SELF_CHUNK]
-        size = chunk.shape[3]
-        end = first + size if seen_BTS is None else k_XSC.shape[1]
-        q_XQC = chunk.reshape(rows * kv, group * size, width)
-        score = jnp.einsum("xqc,xsc->xqs", q_XQC, k_XSC[:, :end], precision=lax.Precision.HIGHEST)
-        if seen_BTS is None:
-            distance = np.arange(first, end)[:, None] - np.arange(end)[None]
-            seen = jnp.asarray((distance >= 0) & (distance < (span or count)))[None]
-        else:
-            seen = seen_BTS[:, first : first + size]
-        if segment_BT is not None:
-            seen = seen & (segment_BT[:, first : first + size, None] == segment_BT[:, None, :end])
-        score = jnp.where(seen[:, None, None], score.reshape(rows, kv, group, size, end), MASKED)
-        if sinks_H is not None:
-            sink = jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(kv, group, 1, 1), (rows, kv, group, size, 1))
-            score = jnp.concatenate([score, sink], axis=-1)
-        prob = jax.nn.softmax(score, axis=-1)[..., :end].reshape(rows * kv, group * size, end)
-        out = jnp.einsum("xqs,xsc->xqc", prob, v_XSC[:, :end], precision=lax.Precision.HIGHEST)
-        outs.append(out.reshape(rows, kv, group, size, wide))
-    return jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4).reshape(rows, count, heads, wide)
+    q_XQC, exact = q.reshape(rows * kv, group * count, width), lax.Precision.HIGHEST
+    score = jnp.einsum("xqc,xsc->xqs", q_XQC, k_XSC, precision=exact).reshape(rows, kv, group, count, -1)
+    if seen_BQS is None:
+        distance = at_1Q[:, :, None] - jnp.arange(k_XSC.shape[1], dtype=jnp.int32)
+        seen_BQS = distance >= 0 if span is None else (distance >= 0) & (distance < span)
+    if segment_BQ is not None and segment_BS is not None:
+        seen_BQS = seen_BQS & (segment_BQ[:, :, None] == segment_BS[:, None])
+    score = jnp.where(seen_BQS[:, None, None], score, MASKED)
+    if sinks_H is None:
+        prob = jax.nn.softmax(score, axis=-1)
+    else:
+        sink = jnp.broadcast_to(sinks_H.astype(jnp.float32).reshape(kv, group, 1, 1), (*score.shape[:-1], 1))
+        prob = jax.nn.softmax(jnp.concatenate([score, sink], axis=-1), axis=-1)[..., :-1]
+    out = jnp.einsum("xqs,xsc->xqc", prob.reshape(rows * kv, group * count, -1), v_XSC, precision=exact)
+    return out.reshape(rows, kv, group, count, wide).transpose(0, 3, 1, 2, 4).reshape(rows, count, heads, wide)

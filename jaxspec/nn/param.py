@@ -117,7 +117,8 @@ def declare(module: nn.Module, policy: Policy, param: Param, shape: tuple[int, .
         if isinstance(value, Matrix):
             return value if in_stack else value.own()
         if isinstance(value, Packed):
-            return Matrix(value, None, kernels) if in_stack else value
+            own = Matrix(value, None, kernels)
+            return own if in_stack else value if param.axes[0] == "expert" else own.own()
     form = policy.storage.format_of(kind_of((*module.path, name)))
 
     def init(key: Array) -> Any:

@@ -56,7 +56,7 @@ class WeightLayout:
 
     Attributes:
       depth: ``stacked`` puts equal layers into one array and runs them in a loop, so compile time does not grow with
-        depth; ``unrolled`` gives every layer arrays of its own, for training and for rows that a mesh splits.
+        depth; ``unrolled`` gives every layer arrays of its own, for what is trained and for rows that a mesh splits.
       own_head: whether a tied head is kept as an array of its own.
       slots: how experts lie in the slots of a placement, None where they lie in their own order.
     """

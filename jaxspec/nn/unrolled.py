@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec.nn.query_blocks import by_blocks, queries_at_once
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 
 MASKED = -1e30
-BLOCK = 512  # queries that are attended for at a time; of longer rows, scores are computed again for the gradient
 
 
 @pytree
@@ -63,29 +63,18 @@ def attend_unrolled(q_BXHC: Array, memory: Unrolled, *, scale: float, span: int 
       float32 [B, X, H, C].
     """
     assert memory.real is not None, "a round's keys are appended before it attends"
-    rows, count = q_BXHC.shape[:2]
-    all_1T = jnp.arange(memory.real[0].shape[1], dtype=jnp.int32)[None]
-    slot_BX = jnp.broadcast_to(all_1T, (rows, all_1T.shape[1])) if memory.slot_BX is None else memory.slot_BX
-    each = q_BXHC, slot_BX, memory.own
-    some = partial(_attend_some, memory.real, memory.segment_BT, scale, span)
-    if count <= BLOCK:
-        return some(each)
-    blocks = -(-count // BLOCK)
-
-    def split(x_BX: Array) -> Array:
-        """[B, X, ...] to [N, B, X / N, ...]."""
-        padded = jnp.pad(x_BX, [(0, 0), (0, blocks * BLOCK - count), *[(0, 0)] * (x_BX.ndim - 2)])
-        return padded.reshape(rows, blocks, BLOCK, *x_BX.shape[2:]).swapaxes(0, 1)
-
-    out_NBXHC = lax.map(jax.checkpoint(some), jax.tree.map(split, each))
-    return out_NBXHC.swapaxes(0, 1).reshape(rows, blocks * BLOCK, *out_NBXHC.shape[3:])[:, :count]
+    (rows, _, heads), length = q_BXHC.shape[:3], memory.real[0].shape[1]
+    all_1T = jnp.arange(length, dtype=jnp.int32)[None]
+    slot_BX = jnp.broadcast_to(all_1T, (rows, length)) if memory.slot_BX is None else memory.slot_BX
+    text, each = (*memory.real, memory.segment_BT), (q_BXHC, slot_BX, memory.own)
+    return by_blocks(partial(_attend_some, scale, span), text, each, queries_at_once(rows * heads, length))
 
 
 def _attend_some(
-    text: tuple[Array, Array], segment_BT: Array, scale: float, span: int | None, each: tuple[Array, Array, Any]
+    scale: float, span: int | None, text: tuple[Array, Array, Array], each: tuple[Array, Array, Any]
 ) -> Array:
     """Attention of some slots: their queries, their numbers, and what they drafted before."""
-    (k_BTGC, v_BTGC), (q_BXHC, slot_BX, rounds) = text, each
+    (k_BTGC, v_BTGC, segment_BT), (q_BXHC, slot_BX, rounds) = text, each
     rows, count, heads, width = q_BXHC.shape
     slots, kv = k_BTGC.shape[1:3]
     group, exact = heads // kv, lax.Precision.HIGHEST

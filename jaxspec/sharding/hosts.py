@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import json
+import math
 import os
 import signal
 import socket
@@ -157,18 +158,20 @@ def gather_to_host(tree: T) -> T:
     return multihost_utils.process_allgather(tree, tiled=True) if is_multiprocess() else jax.device_get(tree)
 
 
-def local_share(mesh: Mesh, axis: str) -> tuple[int, int]:
-    """Returns which part of data split over a mesh axis belongs to this process, and how many parts there are.
+def local_share(mesh: Mesh, *axes: str) -> tuple[int, int]:
+    """Returns which part of data split over mesh axes belongs to this process, and how many parts there are.
 
-    Raises ConfigError if its devices are not neighbors along the axis.
+    Raises ConfigError if its devices are not neighbors along the axes.
     """
-    along, size = mesh.axis_names.index(axis), mesh.shape[axis]
-    own = sorted({index[along] for index, device in np.ndenumerate(mesh.devices) if device in mesh.local_devices})
+    along, sizes = [mesh.axis_names.index(axis) for axis in axes], [mesh.shape[axis] for axis in axes]
+    size, local = math.prod(sizes), set(mesh.local_devices)
+    places = [index for index, device in np.ndenumerate(mesh.devices) if device in local]
+    own = sorted({int(np.ravel_multi_index([index[n] for n in along], sizes)) for index in places})
     count = len(own)
     if size % count or own[0] % count or own[-1] - own[0] >= count:
         raise ConfigError(
-            f"hosts: this process has the places {own} of {size} along {axis}, which is no even share; give each "
-            "process as many devices as the others"
+            f"hosts: this process has the places {own} of {size} along {', '.join(axes)}, which is no even share; give "
+            "each process as many devices as the others"
         )
     return own[0] // count, size // count
 

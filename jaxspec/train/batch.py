@@ -2,10 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxspec.protocol import Features
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array
+from jaxspec.sharding.placement import row_axes
+from jaxspec.train.settings import TrainSettings
 
 
 @pytree
@@ -49,3 +52,8 @@ def shift_left(x_BT: Array, by: int) -> Array:
     """Moves entries [B, T, ...] ``by`` positions to the left; the last one repeats at the end."""
     index = jnp.minimum(jnp.arange(x_BT.shape[1], dtype=jnp.int32) + by, x_BT.shape[1] - 1)
     return jnp.take(x_BT, index, axis=1)
+
+
+def rows_over(mesh: Mesh | None, settings: TrainSettings) -> tuple[str, ...]:
+    """Returns the axes of a mesh that rows computed together are split over: ``expert``, too, where it divides them."""
+    return () if mesh is None else row_axes(mesh, settings.micro_rows or settings.rows, spread=True)

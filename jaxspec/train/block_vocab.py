@@ -8,7 +8,6 @@ from jax import lax
 
 from jaxspec.models.apply import apply
 from jaxspec.models.block_head import BlockHead, BlockSpec
-from jaxspec.models.transformer import head
 from jaxspec.shapes import Array, Params
 from jaxspec.train.draft_losses import DRAFT_LOSSES, TargetPrediction, acceptance
 from jaxspec.train.objective import HeadObjective
@@ -60,7 +59,7 @@ def block_losses(
     if net.spec.draft_vocab:
         logits = apply(net, params, read.last, method="logits")
     else:
-        logits = head(objective.target, objective.target_params, read.last)
+        logits = objective.target_logits(read.last)
     logits = net.spec.shaped(logits)
     if net.spec.markov_rank:
         logits = logits + apply(net, params, read.markov, method="markov_bias")

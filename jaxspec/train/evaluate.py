@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxspec.checkpoint.load.model import Model, load_model
+from jaxspec.checkpoint.load.model import Model
 from jaxspec.decode.dispatch import Report, dispatch
 from jaxspec.decode.prefill import Chunk, admit, prefill
 from jaxspec.decode.runner import Runner
@@ -22,7 +22,6 @@ from jaxspec.models.block_head import BlockHead
 from jaxspec.models.medusa import Medusa
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.policy import policy_for
 from jaxspec.perf.moesd import mean_acceptance_length
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
@@ -202,18 +201,15 @@ def make_evaluation(
     longest = max(len(p) for p in asked) + e.new_tokens
     if longest > target.net.arch.max_position:
         raise ConfigError(f"evaluation: {longest} tokens are more than the target's {target.net.arch.max_position}")
-    # A CPU decodes with packed weights, which training cannot read.
-    policy = policy_for(settings.train.target_dtype, jax.default_backend())
-    serving = load_model(target.directory, policy) if policy.compute.kernels == "native" and mesh is None else target
     specs = [EvalSpec(e.new_tokens, t, min(ROWS, len(asked)), seed=settings.seed) for t in e.temperatures]
-    serving_target = Target(serving.params, serving.net, BLOCK)
-    evaluators = [AcceptanceEvaluator(serving_target, [p.tolist() for p in asked], spec) for spec in specs]
+    served, tokens = Target(target.params, target.net, BLOCK), [p.tolist() for p in asked]
+    evaluators = [AcceptanceEvaluator(served, tokens, spec) for spec in specs]
 
     def evaluate(params: Params) -> dict[str, float]:
         figures: dict[str, float] = {}
         for evaluator in evaluators:
             for length in e.lengths:
-                drafter = _drafter(head, params, serving, length)
+                drafter = _drafter(head, params, target, length)
                 name = _name(length, evaluator.spec.temperature)
                 figures |= acceptance_figures(name, evaluator.measure(drafter))
         return figures

@@ -1,6 +1,7 @@
 """Fits a run's updates into memory, from files' headers, before anything is loaded."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.transformer import Transformer
 from jaxspec.sharding import hosts
+from jaxspec.train.batch import rows_over
 from jaxspec.train.head_nets import net_of
 from jaxspec.train.head_start import head_policy, init_params
 from jaxspec.train.memory import GB, HOST_POSITIONS, MemoryPlan, UpdateWork, free_bytes, held_bytes, plan_memory
@@ -37,7 +39,6 @@ def fit(
     mesh: Mesh | None,
     notify: Notify,
     *,
-    evaluated: bool,
     trained: bool = True,
 ) -> MemoryPlan:
     """Chooses how the updates of a run are computed; a run that goes on computes as it began.
@@ -47,13 +48,12 @@ def fit(
       target: its headers.
       mesh: devices that rows and parameters are split over.
       notify: receives what was chosen.
-      evaluated: whether acceptance is measured.
       trained: whether a run follows, whose directory keeps what was chosen.
 
     Raises:
       ConfigError: nothing fits, or the settings are not usable.
     """
-    work, t = work_of(settings, target, mesh, evaluated=evaluated), settings.train
+    work, t = work_of(settings, target, mesh), settings.train
     file = Path(settings.out) / FILE
 
     def choose() -> dict[str, Any]:
@@ -91,20 +91,16 @@ def _as_begun(settings: TrainSettings, file: Path) -> TrainSettings:
         return settings
 
 
-def work_of(settings: RunSettings, target: TargetHeaders, mesh: Mesh | None, *, evaluated: bool) -> UpdateWork:
+def work_of(settings: RunSettings, target: TargetHeaders, mesh: Mesh | None) -> UpdateWork:
     """Returns what an update computes; arguments and errors as of ``fit``."""
-    arch = target.arch
-    net = _network(settings, target)
+    arch, net = target.arch, _network(settings, target)
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
-    target_bytes = held_bytes(unflatten(target.plan.leaves), mesh)
     # The last hidden state and the stream before its norm, what is asked for, and that once more side by side.
     vectors = 2 + (2 * net.spec.parts if isinstance(net, DraftHead | BlockHead) else 0)
-    loaded_twice = evaluated and arch.is_moe and mesh is None and jax.default_backend() == "cpu"
     width = arch.vocab_size if isinstance(net, Transformer) else net.spec.draft_vocab or arch.vocab_size
-    return UpdateWork(
-        arch, net, settings.loss, settings.data.length, width, vectors, target_bytes, held_bytes(params, mesh),
-        target_bytes if loaded_twice else 0, 1 if mesh is None else mesh.shape["data"],
-    )  # fmt: skip
+    devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in rows_over(mesh, settings.train))
+    sizes = held_bytes(unflatten(target.plan.leaves), mesh), held_bytes(params, mesh)
+    return UpdateWork(arch, net, settings.loss, settings.data.length, width, vectors, *sizes, devices)
 
 
 def _network(settings: RunSettings, target: TargetHeaders) -> Net:

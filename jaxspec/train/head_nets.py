@@ -12,6 +12,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.transformer import Transformer
+from jaxspec.native.packing import Packed, unpack
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import Policy
@@ -105,6 +106,7 @@ def start_from_target(params: Params, target: Params, ids_W: np.ndarray | None) 
     leaves: Any = target["params"]
     embed = leaves.get("embed_VD")
     head = leaves.get("head_DV", None if embed is None else embed.T)
+    head = unpack(head) if isinstance(head, Packed) else head
     given = {"embed_VD": embed, "head_DW": head if head is None or ids_W is None else head[:, ids_W]}
     if head is not None:
         given["norm_D"] = leaves.get("norm_D")

@@ -22,11 +22,12 @@ from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.models.vocab import coverage
+from jaxspec.native.packing import Packed, unpack
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding import hosts
 from jaxspec.sharding.placement import settle
 from jaxspec.train.advice import epochs
-from jaxspec.train.batch import Batch
+from jaxspec.train.batch import Batch, rows_over
 from jaxspec.train.data import Corpus, batches
 from jaxspec.train.evaluate import best_metric, make_evaluation
 from jaxspec.train.head_loss import head_loss
@@ -36,6 +37,7 @@ from jaxspec.train.objective import HeadObjective, Net
 from jaxspec.train.optimizer import optimizer_of, schedule_of
 from jaxspec.train.packed_rows import RowSource
 from jaxspec.train.settings import LossSettings, RunSettings
+from jaxspec.train.target import teacher_net
 from jaxspec.train.teacher import run_teacher
 
 
@@ -82,6 +84,7 @@ def make_run(
         seed=settings.seed,
         logging=settings.logging,
         mesh=mesh,
+        rows_over=rows_over(mesh, t),
         parts=parts,
     )
 
@@ -94,26 +97,35 @@ def make_objective(
     head = make_initial_head(settings.head, target, head_policy(settings.train), count_V)
     _check_loss(settings.loss, head.net)
     ids = None if head.ids_W is None else settle(jnp.asarray(head.ids_W), mesh)
-    product = None if ids is None or not settings.loss.draft_only else cut_product(target.params, ids)
+    product = cut_product(target.params, ids if settings.loss.draft_only else None)
     return head, HeadObjective(
-        target.params, ids, target.net, head.net, settings.loss,
+        target.params, ids, teacher_net(target.net), head.net, settings.loss,
         remat=remat, product=product, vocabulary=settings.train.vocabulary,
     )  # fmt: skip
 
 
-def cut_product(target: Params, ids_W: Array) -> Params:
-    """Returns a target's parameters with a vocabulary of some of its tokens."""
+def cut_product(target: Params, ids_W: Array | None) -> Params | None:
+    """Returns what a target's vocabulary product reads, as arrays, of some of its tokens if ``ids_W`` is given.
+
+    None if these are its own parameters.
+    """
     leaves: Any = target["params"]
+    ends: Any = {name: leaves[name] for name in ("head_DV", "project_out_DX") if name in leaves}
+    plain: Any = {name: unpack(leaf) for name, leaf in ends.items() if isinstance(leaf, Packed)}
+    if ids_W is None:
+        return plain or None
     cut = {"embed_VD": leaves["embed_VD"][ids_W]}
     if "head_DV" in leaves:
-        cut["head_DV"] = leaves["head_DV"][:, ids_W]
-    return {"params": {**leaves, **cut}}
+        cut["head_DV"] = plain.get("head_DV", leaves["head_DV"])[:, ids_W]
+    if "head_bias_V" in leaves:
+        cut["head_bias_V"] = leaves["head_bias_V"][ids_W]
+    return plain | cut
 
 
 def batches_from(settings: RunSettings, rows: RowSource, mesh: Mesh | None) -> Callable[[int], Iterator[Batch]]:
     """Returns what makes this process's batches from an update on; they must split evenly over processes."""
-    part, parts = (0, 1) if mesh is None else hosts.local_share(mesh, "data")
     t = settings.train
+    part, parts = (0, 1) if mesh is None else hosts.local_share(mesh, *rows_over(mesh, t))
     return lambda first: batches(
         rows, seed=settings.seed, size=t.rows, accumulation=t.accumulation, first=first, part=part, parts=parts
     )

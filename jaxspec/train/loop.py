@@ -50,6 +50,7 @@ class TrainRun:
       provenance: what ``best/`` and ``last/`` say of where they come from, besides the step and held-out figures.
       logging: where figures go besides ``metrics.jsonl``.
       mesh: devices that rows and parameters are split over, None for the default one.
+      rows_over: axes of the mesh that rows are split over.
       parts: how many parts the rows of a pass are computed in, for want of memory.
     """
 
@@ -72,6 +73,7 @@ class TrainRun:
     provenance: Mapping[str, Any] | None = None
     logging: LoggingSettings = FILE_ONLY
     mesh: Mesh | None = None
+    rows_over: tuple[str, ...] = ("data",)
     parts: int = 1
 
 
@@ -142,7 +144,7 @@ class _Loop:
         source = run.batches(first)
         for done in range(first + 1, run.steps + 1):
             batch, began = next(source), time.monotonic()
-            state, metrics = update(state, run.frozen, _place(batch, run.mesh))
+            state, metrics = update(state, run.frozen, _place(batch, run))
             entry = {name: float(value) for name, value in jax.device_get(metrics).items()}
             if not all(math.isfinite(entry[name]) for name in ("loss", "grad_norm")):
                 raise self._not_finite(done, entry, batch)
@@ -268,9 +270,9 @@ def _initial_state(run: TrainRun) -> TrainState:
     return TrainState(params, jax.device_put(state, state_shardings), jax.device_put(jnp.int32(0), replicated))
 
 
-def _place(batch: AnyBatch, mesh: Mesh | None) -> AnyBatch:
-    """Puts a batch on its devices: rows are split over ``data``, every process giving its own."""
-    if mesh is None:
+def _place(batch: AnyBatch, run: TrainRun) -> AnyBatch:
+    """Puts a batch on its devices, every process giving its own rows."""
+    if run.mesh is None:
         return batch
-    rows = NamedSharding(mesh, PartitionSpec(None, "data"))
+    rows = NamedSharding(run.mesh, PartitionSpec(None, run.rows_over))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, np.asarray(x)), batch)

@@ -14,11 +14,11 @@ from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block_head import BlockHead, BlockSpec
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
-from jaxspec.nn.anchored import QUERIES
 from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.grouped_experts import MOST_ROWS
 from jaxspec.nn.moe import MoeSpec
+from jaxspec.nn.query_blocks import BLOCK, queries_at_once
 from jaxspec.nn.shardings import named_shardings
-from jaxspec.nn.unrolled import BLOCK
 from jaxspec.train.objective import Net
 from jaxspec.train.settings import LossSettings, TrainSettings
 from jaxspec.train.vocab_loss import default_positions, position_bytes
@@ -26,7 +26,6 @@ from jaxspec.train.vocab_loss import default_positions, position_bytes
 HOST_SHARE, DEVICE_SHARE = 0.85, 0.95  # of what is free; the rest is the compiler's, and lost between buffers
 HOST_BYTES = 3 * 10**9 // 2  # of a host's memory that Python and the compiler take themselves
 HOST_POSITIONS = 4096  # that keep a CPU busy; more at a time only take memory
-SELF_CHUNK = 64  # queries that the target attends for at a time
 GB = 1e9
 MARGIN = 1.1  # the estimate is 0.93 to 1.6 times what XLA allots, see the tests
 
@@ -44,7 +43,6 @@ class UpdateWork:
       vectors: of the target's width that are kept at every position for the head to read.
       target_bytes: the frozen target on one device.
       head_bytes: the trained parameters on one device.
-      serving_bytes: a second copy of the target that acceptance is measured with.
       devices: that rows are split over.
     """
 
@@ -56,7 +54,6 @@ class UpdateWork:
     vectors: int
     target_bytes: int
     head_bytes: int
-    serving_bytes: int = 0
     devices: int = 1
 
 
@@ -143,7 +140,6 @@ def _listed(needed: Mapping[str, int]) -> str:
 def _needed(work: UpdateWork, rows: int, *, remat: bool, passes: int) -> Iterator[tuple[str, int]]:
     """Bytes of one device by what they are for, on the safe side of what XLA allots."""
     yield "target", work.target_bytes
-    yield "target for serving", work.serving_bytes
     # Parameters, two moments, their change, the gradient, and its sum over passes.
     yield "head with optimizer and gradients", work.head_bytes * (5 + (passes > 1))
     read = 4 * rows * work.length * work.vectors * work.arch.model_dim
@@ -153,25 +149,32 @@ def _needed(work: UpdateWork, rows: int, *, remat: bool, passes: int) -> Iterato
 
 def _target_layer(work: UpdateWork, rows: int) -> int:
     """Bytes of one layer of the target while it runs; nothing of it is kept."""
-    return max(
-        4 * rows * work.length * _layer_floats(layer, work.arch.model_dim, work.length) for layer in work.arch.layers
-    )
+    return max(_layer_bytes(layer, work.arch.model_dim, rows, work.length) for layer in work.arch.layers)
 
 
-def _layer_floats(layer: LayerSpec, dim: int, length: int) -> int:
-    """Numbers per position that a layer has at once without gradients."""
+def _layer_bytes(layer: LayerSpec, dim: int, rows: int, length: int) -> int:
+    """Bytes that a layer has at once without gradients; routed experts compute some rows at a time."""
     mixer, ffn = layer.attention, layer.ffn
     if isinstance(mixer, AttentionSpec):
-        inner, heads = (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim, mixer.heads
+        inner = (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
     else:
-        heads = getattr(mixer, "heads", 16)
-        inner = 3 * heads * 256
-    scores = 3 * heads * min(SELF_CHUNK, length)
+        inner = 3 * _heads(layer) * 256
+    places, shared = rows * length, 0 if ffn is None else 3 * ffn.hidden
+    experts = 0
     if isinstance(ffn, MoeSpec):
-        wide = 2 * ffn.top_k * (3 * ffn.hidden + dim) + 3 * ffn.shared_hidden
-    else:
-        wide = 0 if ffn is None else 3 * ffn.hidden
-    return 8 * dim + 3 * inner + wide + scores
+        shared, experts = 3 * ffn.shared_hidden, 2 * ffn.top_k * (3 * ffn.hidden + dim)
+    floats = places * (8 * dim + 3 * inner + shared) + min(places, MOST_ROWS) * experts
+    return 4 * floats + 3 * _score_bytes(layer, rows, length)
+
+
+def _heads(layer: LayerSpec) -> int:
+    return getattr(layer.attention, "heads", 16)
+
+
+def _score_bytes(layer: LayerSpec, rows: int, keys: int) -> int:
+    """Scores of the queries that are attended for at a time."""
+    heads = rows * _heads(layer)
+    return 4 * heads * min(queries_at_once(heads, keys), keys) * keys
 
 
 def _rounds(work: UpdateWork, rows: int, *, remat: bool) -> int:
@@ -191,26 +194,25 @@ def _rounds(work: UpdateWork, rows: int, *, remat: bool) -> int:
     inputs = 6 * arch.model_dim
     each = inputs + (sum(_cached_floats(layer) for layer in arch.layers) if remat else sum(layers))
     once = sum(layers) if remat else 0
-    attention = max(_block_floats(layer, t) for layer in arch.layers)
+    attention = max(6 * _score_bytes(layer, rows, t) for layer in arch.layers)
     activations = int(4 * places * (slots * each + once))
-    return activations + max(_vocabulary(work, rows, count), 4 * rows * attention)
+    return activations + max(_vocabulary(work, rows, count), attention)
 
 
 def _blocks(work: UpdateWork, spec: BlockSpec, rows: int, *, remat: bool) -> int:
     """The same of heads that draft blocks, whose rows see the whole text."""
     blocks = min(work.loss.block.anchors, work.length)
     count, drafts, dim = rows * blocks * spec.block_size, rows * blocks * spec.drafts, spec.arch.model_dim
-    scores = min(count, rows * QUERIES) * (work.length + spec.block_size)
-    attention = max(6 * getattr(layer.attention, "heads", 16) * scores for layer in spec.arch.layers)
-    kept = attention if blocks * spec.block_size <= QUERIES else 0
+    attention = max(6 * _score_bytes(layer, rows, work.length + spec.block_size) for layer in spec.arch.layers)
+    kept = attention if blocks * spec.block_size <= BLOCK else 0
     layers = sum(_kept_floats(layer, dim, BLOCK + 1, 1) + 8 * dim * (spec.conv_taps > 0) for layer in spec.arch.layers)
     text = rows * work.length * (6 * dim + sum(2 * _cached_floats(layer) for layer in spec.arch.layers))
     read = dim + 2 * spec.markov_rank + spec.selector_rank + work.arch.model_dim
     some = default_positions(rows, blocks * spec.drafts, work.arch.vocab_size, work.width, 1)
     vocabulary = 4 * work.arch.vocab_size * work.arch.model_dim
     vocabulary += rows * some * position_bytes(work.arch.vocab_size, work.width, 1)
-    activations = 4 * (count * (6 * dim + layers) + text + len(spec.arch.layers) * kept + 3 * drafts * read)
-    return int(activations / (2 if remat else 1)) + max(vocabulary, 4 * attention)
+    activations = 4 * (count * (6 * dim + layers) + text + 3 * drafts * read) + len(spec.arch.layers) * kept
+    return int(activations / (2 if remat else 1)) + max(vocabulary, attention)
 
 
 def _kept_floats(layer: LayerSpec, dim: int, length: int, rounds: int) -> int:
@@ -226,13 +228,6 @@ def _kept_floats(layer: LayerSpec, dim: int, length: int, rounds: int) -> int:
 def _cached_floats(layer: LayerSpec) -> int:
     mixer = layer.attention
     return 2 * mixer.kv_heads * mixer.head_dim if isinstance(mixer, AttentionSpec) else 0
-
-
-def _block_floats(layer: LayerSpec, length: int) -> int:
-    """Scores of a row with their gradients that exist at once."""
-    mixer = layer.attention
-    heads = mixer.heads if isinstance(mixer, AttentionSpec) else 16
-    return 6 * heads * min(length, BLOCK) * length
 
 
 def _vocabulary(work: UpdateWork, rows: int, rounds: int) -> int:

@@ -1,11 +1,12 @@
 """What a head is trained towards: the target, the draft vocabulary, and the losses."""
 
 from dataclasses import replace
+from typing import Any
 
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
-from jaxspec.models.transformer import Transformer
+from jaxspec.models.transformer import Transformer, head
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec
 from jaxspec.pytree import pytree, static
 from jaxspec.shapes import Array, Params
@@ -26,7 +27,8 @@ class HeadObjective:
       loss: losses and their weights.
       positions: of a row whose logits exist at a time, 0 for few enough.
       remat: whether each round is computed again for its gradient instead of kept.
-      product: the target's parameters with the draft vocabulary alone, None where the whole one counts.
+      product: what the target's vocabulary product reads, as XLA does, of the draft vocabulary alone where only that
+        counts; None for its own parameters.
       vocabulary: whether the network's own vocabulary product is trained.
     """
 
@@ -41,10 +43,25 @@ class HeadObjective:
     vocabulary: bool = static(default=True)
 
     @property
-    def cut_target(self) -> Transformer:
-        """The target's network with the draft vocabulary alone."""
-        assert self.ids_W is not None, "only a reduced vocabulary is cut"
-        return self.target.clone(arch=replace(self.target.arch, vocab_size=len(self.ids_W)))
+    def knows(self) -> Array | None:
+        """The draft vocabulary among the tokens that ``target_logits`` are of, None for all of them."""
+        return None if self._size != self.target.arch.vocab_size else self.ids_W
+
+    @property
+    def _size(self) -> int:
+        """Tokens of the target's vocabulary product."""
+        return len(self._ends["embed_VD"])
+
+    @property
+    def _ends(self) -> Any:
+        """The parameters that it reads, among others."""
+        leaves: Any = self.target_params["params"]
+        return {**leaves, **(self.product or {})}
+
+    def target_logits(self, last: Array) -> Array:
+        """Computes the target's logits at final hidden states, float32 [..., V]; heads may be trained through them."""
+        arch, policy = replace(self.target.arch, vocab_size=self._size), self.target.policy.update(kernels="xla")
+        return head(self.target.clone(arch=arch, policy=policy), {"params": self._ends}, last)
 
     @property
     def reads(self) -> CaptureSpec:

@@ -59,7 +59,7 @@ def train(
         settings, headers, corpus, mesh = _prepare(settings, target, notify)
         for warning in warnings_of(settings, corpus):
             notify({"warning": warning})
-        plan = fit(settings, headers, mesh, notify, evaluated=bool(corpus.held_out))
+        plan = fit(settings, headers, mesh, notify)
         notify({"loading": f"the target, {plan.needed['target'] / GB:.1f} GB"})
         model, digest = headers.load(mesh), corpus.digest()
         run = make_run(settings, model, corpus, mesh, remat=plan.remat, parts=plan.parts)
@@ -80,7 +80,7 @@ def write_features(settings: RunSettings, target: Path, notify: Notify = lambda 
     if settings.features.cache is None:
         raise ConfigError("features: cache names no directory to write to; give --set features.cache=DIR")
     settings, headers, corpus, mesh = _prepare(settings, target, notify)
-    plan = fit(settings, headers, mesh, notify, evaluated=False, trained=False)
+    plan = fit(settings, headers, mesh, notify, trained=False)
     _, objective = make_objective(settings, headers.load(mesh), corpus, mesh)
     _cached(settings, target, corpus, mesh, objective, plan.rows, notify)
 
@@ -90,7 +90,7 @@ def check(settings: RunSettings, target: Path, notify: Notify) -> None:
     settings, headers, corpus, mesh = _prepare(settings, target, notify)
     for warning in warnings_of(settings, corpus):
         notify({"warning": warning})
-    fit(settings, headers, mesh, notify, evaluated=bool(corpus.held_out))
+    fit(settings, headers, mesh, notify)
 
 
 def _prepare(

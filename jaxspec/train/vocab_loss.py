@@ -100,35 +100,31 @@ def _walk(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array
     share_SBT = _pad(task.share_SBT, axis=2, size=count * step)
 
     def visit(carry: Any, at: Array) -> tuple[Any, None]:
-        total, hit_SBT, grads = carry
+        total, hit_SBT, of_params, lasts = carry
         some = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=step)
         last_BXD = some(teacher_BTD, axis=1)
-        if o.product is None:
-            p = target_prediction(head(o.target, o.target_params, last_BXD), o.ids_W)
-        else:
-            p = target_prediction(head(o.cut_target, o.product, last_BXD), None)
+        p = target_prediction(o.target_logits(last_BXD), o.knows)
         for j, last_BTD in enumerate(lasts):
             one = partial(_one, task, rest, j, p, some(share_SBT[j], axis=1))
             here = trained, some(last_BTD, axis=1)
             if graded:
                 (loss, hit_BX), (own, x) = jax.value_and_grad(one, argnums=(0, 1), has_aux=True)(*here)
-                of_params, of_lasts = grads
                 of_params = jax.tree.map(lambda a, b: a + b.astype(a.dtype), of_params, own)
-                x = lax.dynamic_update_slice_in_dim(of_lasts[j], x, at, axis=1)
-                grads = of_params, (*of_lasts[:j], x, *of_lasts[j + 1 :])
+                x = lax.dynamic_update_slice_in_dim(last_BTD, x, at, axis=1)
+                lasts = (*lasts[:j], x, *lasts[j + 1 :])
             else:
                 loss, hit_BX = one(*here)
             total += loss
             hit_SBT = lax.dynamic_update_slice(hit_SBT, hit_BX[None], (j, 0, at))
-        return (total, hit_SBT, grads), None
+        return (total, hit_SBT, of_params, lasts), None
 
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (trained, lasts)) if graded else None
-    start = jnp.float32(0), jnp.zeros(share_SBT.shape, bool), zeros
-    (total, hit_SBT, grads), _ = lax.scan(visit, start, jnp.arange(count, dtype=jnp.int32) * step)
+    # Gradients of vectors take their place, one by one.
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained) if graded else None
+    start = jnp.float32(0), jnp.zeros(share_SBT.shape, bool), zeros, lasts
+    (total, hit_SBT, of_params, lasts), _ = lax.scan(visit, start, jnp.arange(count, dtype=jnp.int32) * step)
     if graded:
-        of_params = jax.tree.map(lambda x, like: x.astype(like.dtype), grads[0], trained)
-        grads = of_params, tuple(x[:, :length] for x in grads[1])
-    return (total, hit_SBT[..., :length]), grads
+        of_params = jax.tree.map(lambda x, like: x.astype(like.dtype), of_params, trained)
+    return (total, hit_SBT[..., :length]), (of_params, tuple(x[:, :length] for x in lasts))
 
 
 def _one(task: VocabTask, rest: Params, j: int, p: TargetPrediction, share_BX: Array, trained: Params, last_BXD: Array):
@@ -163,10 +159,10 @@ def _logits(objective: HeadObjective, params: Params, j: int, last_BXD: Array) -
         return head(net, params, last_BXD)
     if isinstance(net, Medusa):
         last_BXD = apply(net, params, j, last_BXD, method="one")
-        return last_BXD if net.spec.draft_vocab else head(objective.target, objective.target_params, last_BXD)
+        return last_BXD if net.spec.draft_vocab else objective.target_logits(last_BXD)
     if net.spec.draft_vocab:
         return apply(net, params, last_BXD, method="logits")
-    return head(objective.target, objective.target_params, last_BXD)
+    return objective.target_logits(last_BXD)
 
 
 def _pad(x: Array, *, axis: int, size: int) -> Array:

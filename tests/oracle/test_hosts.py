@@ -126,14 +126,18 @@ def test_nobody_at_the_address():
 
 
 @pytest.mark.parametrize(
-    ("own", "data", "expert"), [((0, 1), (0, 2), (0, 1)), ((2, 3), (1, 2), (0, 1)), ((1,), (0, 2), (1, 2))]
+    ("own", "data", "expert", "both"),
+    [((0, 1), (0, 2), (0, 1), (0, 2)), ((2, 3), (1, 2), (0, 1), (1, 2)), ((1,), (0, 2), (1, 2), (1, 4))],
 )
-def test_the_share_of_a_process(own: tuple[int, ...], data: tuple[int, int], expert: tuple[int, int]):
+def test_the_share_of_a_process(
+    own: tuple[int, ...], data: tuple[int, int], expert: tuple[int, int], both: tuple[int, int]
+):
     devices = np.arange(4).reshape(2, 2)
     mesh: Any = SimpleNamespace(
         axis_names=("data", "expert"), shape={"data": 2, "expert": 2}, devices=devices, local_devices=own
     )
     assert (hosts.local_share(mesh, "data"), hosts.local_share(mesh, "expert")) == (data, expert)
+    assert hosts.local_share(mesh, "data", "expert") == both
 
 
 def test_devices_that_are_no_even_share():

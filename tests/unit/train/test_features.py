@@ -85,7 +85,7 @@ def test_losses_from_a_cache_are_those_without(place: Path, capsys: pytest.Captu
     trained = run.train(offline, place / "target")
     entries = read_metrics(place / "offline")
     assert len(entries) == 3
-    _, corpus, _ = run._prepare(offline, place / "target", lambda facts: None)
+    _, _, corpus, _ = run._prepare(offline, place / "target", lambda facts: None)
     short = settings(cache=str(place / "bfloat16"))
     kept = run._cached(short, place / "target", corpus, None, trained.run.frozen, 2, lambda facts: None)
     made = [next(batches(rows, seed=0, size=2)) for rows in (corpus.rows, kept)]
@@ -227,7 +227,7 @@ def test_a_target_of_one_text_per_row_gets_it(tmp_path: Path):
     settings = load_run_settings(
         "demo", [f'data.train=["{tmp_path / "ids.jsonl"}"]', "data.length=44", "data.held_out_fraction=0.0"]
     )
-    _, corpus, _ = run._prepare(settings, GOLDEN / "deepseek_v32", lambda facts: None)
+    _, _, corpus, _ = run._prepare(settings, GOLDEN / "deepseek_v32", lambda facts: None)
     assert corpus.rows.rows == [[0], [1]]
     taught = jax.jit(run_teacher, static_argnums=(0, 3, 4))
 

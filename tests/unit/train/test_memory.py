@@ -202,7 +202,7 @@ def test_rows_in_parts_are_the_same_update(name: str):
 
 
 def test_the_plan_is_one_line():
-    plan = MemoryPlan(4, 2, True, {"target": 61 * 10**9, "target for serving": 0, "activations": 10**9}, 80 * 10**9)
+    plan = MemoryPlan(4, 2, True, {"target": 61 * 10**9, "head": 0, "activations": 10**9}, 80 * 10**9)
     assert plan.words() == (
         "4 rows at a time, 2 times, rounds computed again for their gradients; about 62.0 of 80.0 GB (target 61.0, "
         "activations 1.0)"

@@ -206,9 +206,10 @@ def test_every_kind_has_its_loss_and_its_directory(place: Path, tmp_path: Path, 
 def test_a_mesh_trains_as_one_device(place: Path, tmp_path: Path):
     head = 'head={kind="shared_expert", taps=[], commons=[0], routing=[0], intermediate_size=8, draft_vocab_size=20}'
     losses = {}
-    several = ["mesh.data=2", "mesh.expert=2", "mesh.tensor=2", "train.micro_rows=2"]
+    # Four of the eight rows at a time, one on each device along data and expert.
+    several = ["mesh.data=2", "mesh.expert=2", "mesh.tensor=2", "train.micro_rows=4"]
     for name, mesh in (("one", []), ("mesh", several)):
-        rest = ["loss.routing=0.1", "data.held_out_fraction=0.0", "train.rows=4"]
+        rest = ["loss.routing=0.1", "data.held_out_fraction=0.0", "train.rows=8"]
         changes = [head, f'out="{tmp_path / name}"', *rest, *mesh]
         settings = settings_of(place, *changes)
         train(settings, Path(settings.target))

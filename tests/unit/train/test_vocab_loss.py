@@ -13,7 +13,7 @@ from jaxspec.models.apply import apply
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa, MedusaSpec
 from jaxspec.models.transformer import Transformer, head, teacher_forced
-from jaxspec.nn import unrolled
+from jaxspec.nn import query_blocks
 from jaxspec.pytree import replace
 from jaxspec.train.batch import Batch, TeacherOutput, shift_left
 from jaxspec.train.draft_losses import DRAFT_LOSSES, target_prediction
@@ -128,7 +128,7 @@ def test_a_few_positions_at_a_time_are_all_of_them(name: str, monkeypatch: pytes
         return [jax.value_and_grad(partial(loss, remat=remat), has_aux=True)(params) for remat in (False, True)]
 
     (total, accuracy), wanted = reference(params)
-    monkeypatch.setattr(unrolled, "BLOCK", 5)
+    monkeypatch.setattr(query_blocks, "BLOCK", 5)
     found = graded(params)
     for (value, metrics), grads in found:
         np.testing.assert_allclose(value, 0.7 * total, rtol=1e-6)
