@@ -228,7 +228,8 @@ def as_nested(golden: Golden, stored: dict[str, torch.Tensor]) -> dict[str, torc
     # transformers writes Kimi-Linear's dense layers under the name of those with experts.
     stored = {re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): x for name, x in stored.items()}
     if not golden.fused:
-        return {prefix + tensor: x for tensor, x in stored.items()}
+        before = r"^model\." if prefix.startswith("model.") else "^"
+        return {re.sub(before, prefix, tensor): x for tensor, x in stored.items()}
     out = {re.sub(r"^model\.", prefix, name): x for name, x in stored.items() if ".experts." not in name}
     stacks = sorted({name.partition(".experts.")[0] for name in stored if ".experts." in name})
     for stack in stacks:

@@ -61,7 +61,7 @@ class Golden:
         if not self.nested[0]:
             return {key: value for key, value in self.text().items() if key not in IN_CODE_ALONE}
         kind = self.config["model_type"]
-        inside, outside = (kind, kind.removesuffix("_text")) if self.fused else ("deepseek_v3", kind)
+        inside, outside = (kind, kind.removesuffix("_text")) if kind.endswith("_text") else ("deepseek_v3", kind)
         return {"model_type": outside, self.nested[0]: self.text() | {"model_type": inside}}
 
     def settings(self) -> dict[str, Any]:

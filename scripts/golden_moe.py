@@ -1,12 +1,48 @@
 """The tiny models of tests/golden with ordinary attention and experts, see ``golden_models``."""
 
-from golden_models import LATENT, SHARED_EXPERT, YARN, Golden
+from golden_models import LATENT, LLAMA3, SHARED_EXPERT, YARN, Golden
 
 # Keys of ``SHARED_EXPERT`` that other families have under other names, or not at all.
 OTHER_NAMES = dict.fromkeys(("n_routed_experts", "n_shared_experts"), ...)
 NO_GROUPS = dict.fromkeys(("n_group", "topk_group"), ...)
 
+LLAMA4 = {
+    "model_type": "llama4_text",
+    "head_dim": 8,
+    "intermediate_size": 8,
+    "intermediate_size_mlp": 24,
+    "num_local_experts": 4,
+    "attention_chunk_size": 7,
+    "attn_temperature_tuning": True,
+    "attn_scale": 0.3,
+    "floor_scale": 5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
 EXPERTS = {
+    "llama4_text": Golden(
+        "Llama4ForCausalLM",
+        {
+            **LLAMA4,
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "use_qk_norm": True,
+            "rope_scaling": LLAMA3,
+        },
+    ),
+    "llama4": Golden(
+        "Llama4ForCausalLM",
+        {
+            **LLAMA4,
+            "no_rope_layer_interval": 2,
+            "interleave_moe_layer_step": 1,
+            "num_experts_per_tok": 1,
+            "use_qk_norm": False,
+        },
+        nested=("text_config", "language_model."),
+    ),
     "dots1": Golden(
         "Dots1ForCausalLM",
         {

@@ -36,6 +36,7 @@ ROUTERS = (
     "block_sparse_moe.gate",
     "block_sparse_moe.router",
     "feed_forward.gate",
+    "feed_forward.router",
     "mixer.gate",
 )
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -50,6 +50,8 @@ class MoeRow:
       first_dense: key of the number of first layers that are dense, where ``mlp_layer_types`` does not say, nor with
         ``sparse_step`` ``mlp_only_layers``.
       span: keys of the first and the last layer with experts, and of how many layers come to one of them.
+      listed: keys of the numbers of the layers with experts, and of how many layers come to one of them where no list
+        says.
       floor: added to the sum that weights are divided by.
       groups: keys of the number of groups, and the key of how many are kept.
       gated: whether the experts have gates.
@@ -57,6 +59,7 @@ class MoeRow:
       jitter: key of the ``sparse_mixer``'s, see ``RouterSpec``.
       soft_cap: key of what bounds the router's logits, see ``RouterSpec``.
       pattern: key of a list of 0 for dense layers and 1 for others, where ``mlp_layer_types`` does not say.
+      weighs_input: see ``MoeSpec``.
     """
 
     experts: tuple[str, ...]
@@ -80,6 +83,7 @@ class MoeRow:
     sparse_step: bool = False
     first_dense: str | None = None
     span: tuple[str, str, str] | None = None
+    listed: tuple[str, str] | None = None
     floor: float = 1e-20
     groups: tuple[tuple[str, ...], str] = (("n_group",), "topk_group")
     gated: bool = True
@@ -87,6 +91,7 @@ class MoeRow:
     jitter: str | None = None
     soft_cap: str | None = None
     pattern: str | None = None
+    weighs_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -280,6 +285,7 @@ def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
         activation=Activation(row.activation or activation, limit, row.gated),
         bias=row.bias,
         latent=read.count(row.latent, default=0, least=0) if row.latent else 0,
+        weighs_input=row.weighs_input,
     )
 
 
@@ -342,6 +348,9 @@ def _is_dense(read: Reader, family: Family, row: MoeRow, layer: int) -> bool:
             return "dense" in kinds[layer : layer + 1]
         if not row.sparse_step or read.get("mlp_only_layers", default=None) is None:
             return layer < first
+    if row.listed is not None:
+        chosen, every = read.layers(row.listed[0]), read.count(row.listed[1], default=1)
+        return (layer + 1) % every != 0 if chosen is None else layer not in chosen
     if row.span is not None:
         first, last, every = row.span
         stop = read.count(last, default=-1, least=-1)
@@ -349,7 +358,5 @@ def _is_dense(read: Reader, family: Family, row: MoeRow, layer: int) -> bool:
         return outside or (layer + 1) % read.count(every, default=1) != 0
     if not row.sparse_step:
         return False
-    step, dense = read.count("decoder_sparse_step", default=1), read.get("mlp_only_layers", default=[])
-    if not isinstance(dense, list | tuple) or not all(isinstance(y, int) for y in dense):
-        raise ConfigError(f"config: mlp_only_layers must be a list of layer numbers, got {short(dense)}")
+    step, dense = read.count("decoder_sparse_step", default=1), read.layers("mlp_only_layers") or ()
     return layer in dense or (layer + 1) % step != 0

@@ -151,7 +151,11 @@ HARMLESS = {
     "quantization_config", "residual_dropout", "resid_pdrop", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "seq_aux", "text_config", "tie_word_embeddings", "tokenizer_class", "torch_dtype",
     "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache", "vision_config",
-    "index_share_for_mtp_iteration", "hc_eps",
+    "index_share_for_mtp_iteration", "hc_eps", "for_llm_compressor",
+    # tokens that stand for images and sounds
+    "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "boi_token_index", "eoa_token_index",
+    "eoi_token_id", "eoi_token_index", "image_token_id", "image_token_index", "video_token_id",
+    "vision_soft_tokens_per_image",
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Reads a published config: keys with defaults and bounds, remembering which were asked for and which are missing."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxspec.errors import ConfigError
@@ -154,6 +154,17 @@ class Reader:
             meaning = " or ".join(f"{number} ({name})" for number, name in enumerate(names))
             raise ConfigError(f"config: {key} must say {meaning} for each of the {count} layers, got {short(value)}")
         return [names[one] for one in value]
+
+    def layers(self, key: str) -> Sequence[int] | None:
+        """Reads a list of layer numbers, None where the key is missing or null.
+
+        Raises:
+          ConfigError: it is another value.
+        """
+        value = self.get(key, default=None)
+        if value is not None and not (isinstance(value, list | tuple) and all(isinstance(y, int) for y in value)):
+            raise ConfigError(f"config: {key} must be a list of layer numbers, got {short(value)}")
+        return value
 
     def is_null(self, key: str) -> bool:
         """Whether a key is there and says null, which is not the same as a default."""

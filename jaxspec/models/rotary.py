@@ -143,7 +143,7 @@ def scaled(read: Reader, settings: Mapping[str, Any]) -> RopeScaling | None:
     """Context extension by checked settings.
 
     Raises:
-      ConfigError: llama3's band of frequencies is empty.
+      ConfigError: llama3's bounds of frequencies are the wrong way round.
     """
     kind: Any = _kind(settings)
     if kind in ("default", "dynamic"):
@@ -155,8 +155,8 @@ def scaled(read: Reader, settings: Mapping[str, Any]) -> RopeScaling | None:
         read.missing.append("rope_scaling.factor")
     if kind == "llama3":
         low, high = settings.get("low_freq_factor", 1.0), settings.get("high_freq_factor", 4.0)
-        if not low < high:
-            raise ConfigError(f"config: low_freq_factor must be less than high_freq_factor, got {low:g} and {high:g}")
+        if low > high:
+            raise ConfigError(f"config: low_freq_factor must not exceed high_freq_factor, got {low:g} and {high:g}")
     else:
         low, high = settings.get("beta_slow") or 1.0, settings.get("beta_fast") or 32.0
     return RopeScaling(

@@ -45,7 +45,7 @@ static void choose_queries(Work *w, const Attention *a, int piece) {
     w->last = w->position[m] > w->last ? w->position[m] : w->last;
     w->lowest = w->position[m] < w->lowest ? w->position[m] : w->lowest;
   }
-  w->lowest = a->span && w->lowest >= a->span ? w->lowest - a->span + 1 : 0;
+  w->lowest = first_seen(a, w->lowest);
 }
 
 // Takes up a piece's queries; returns whether there is memory for them.

@@ -39,6 +39,12 @@ typedef struct {
 } Work;
 
 static inline int clip(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+// The first position that a query sees: span of them, all for 0, or below 0 those from the last multiple of -span on.
+static inline int first_seen(const Attention *a, int position) {
+  if (!a->span || position < 0) return 0;
+  if (a->span < 0) return position - position % -a->span;
+  return position >= a->span ? position - a->span + 1 : 0;
+}
 static inline int node_of(const Work *w, int query) { return (w->first + query) / w->a->group; }
 
 void round_row(const Attention *a, char *to, const float *from, int n, float scale);

@@ -213,8 +213,8 @@ void score_block(Work *w) {
 }
 
 static void seen(const Work *w, int m, int *begin, int *end) {  // of the block's positions, by a query
-  const int last = w->position[m] - w->at, span = w->a->span;
-  *begin = span && last >= span ? last - span + 1 : 0;
+  const int last = w->position[m] - w->at, first = first_seen(w->a, w->position[m]) - w->at;
+  *begin = first > 0 ? first : 0;
   *end = last < w->a->block ? last + 1 : w->a->block;
 }
 

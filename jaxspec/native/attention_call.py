@@ -21,7 +21,7 @@ class Where:
       page_BJ: int32, pages of each row.
       block: positions that are read at a time; divides the page.
       base: int32 scalar, added to every page id.
-      span: most positions that a query sees, None for all.
+      span: most positions that a query sees, None for all; below 0 those from the last multiple of ``-span`` on.
       ring: whether a row's one page is addressed by position modulo its size.
       kept_BTS: which positions a query may see at all, as an indexer chooses them; None for all.
       start_B, path_BTJ: committed length of each row, and of the nodes from there on those that each query sees, by

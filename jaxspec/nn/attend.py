@@ -13,6 +13,7 @@ from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.query_blocks import BLOCK, by_blocks, queries_at_once
 from jaxspec.nn.steady import exp, row_sum
 from jaxspec.shapes import Array
+from pallas_kernels.verify_attention.reference import first_seen
 
 SELF_CHUNK, PARTS = 64, 4  # queries of a short text, and parts of a long one, that skip the same keys
 MASKED = -1e30  # finite, so that a block without a visible key leaves the running softmax as it is
@@ -39,10 +40,10 @@ def readers(window: Window, position_BT: Array) -> Array:
 
 
 def positions_seen(position_XT: Array, index: Array, block: int, span: int | None = None) -> Array:
-    """Returns which positions from ``index * block`` on a query sees: those up to its own, at most ``span`` of them."""
+    """Returns which positions from ``index * block`` on a query sees: up to its own, from ``first_seen`` on."""
     slot_Z = index * block + jnp.arange(block, dtype=jnp.int32)
     seen = slot_Z <= position_XT[..., None]
-    return seen if span is None else seen & (slot_Z > position_XT[..., None] - span)
+    return seen if span is None else seen & (slot_Z >= first_seen(position_XT, span)[..., None])
 
 
 def blocks_in_reach(window: Window, count: int, span: int | None = None) -> tuple[Array | int, Array]:
@@ -50,7 +51,7 @@ def blocks_in_reach(window: Window, count: int, span: int | None = None) -> tupl
     last = (jnp.max(window.first_B) + count + window.block - 1) // window.block
     if span is None:
         return 0, last
-    return jnp.maximum(jnp.min(window.start_B) - span + 1, 0) // window.block, last
+    return jnp.maximum(first_seen(jnp.min(window.start_B), span), 0) // window.block, last
 
 
 def attend(
@@ -147,7 +148,7 @@ def attend_self(
       k_BSGC: keys; S is T unless ``seen_BTS`` is given.
       v_BSGC: values.
       scale: of the scores.
-      span: most positions that a query sees, itself included.
+      span: what each query sees, see ``first_seen``; None for all before it.
       seen_BTS: what each query sees, instead of the causal order; B may be 1.
       sinks_H: one more logit per head that takes probability and has no value.
       segment_BT: number of the text that each position belongs to where rows hold several; others are not seen.
@@ -186,8 +187,10 @@ def _attend_some(
     q_XQC, exact = q.reshape(rows * kv, group * count, width), lax.Precision.HIGHEST
     score = jnp.einsum("xqc,xsc->xqs", q_XQC, k_XSC, precision=exact).reshape(rows, kv, group, count, -1)
     if seen_BQS is None:
-        distance = at_1Q[:, :, None] - jnp.arange(k_XSC.shape[1], dtype=jnp.int32)
-        seen_BQS = distance >= 0 if span is None else (distance >= 0) & (distance < span)
+        key_S = jnp.arange(k_XSC.shape[1], dtype=jnp.int32)
+        seen_BQS = key_S <= at_1Q[:, :, None]
+        if span is not None:
+            seen_BQS = seen_BQS & (key_S >= first_seen(at_1Q, span)[:, :, None])
     if segment_BQ is not None and segment_BS is not None:
         seen_BQS = seen_BQS & (segment_BQ[:, :, None] == segment_BS[:, None])
     score = jnp.where(seen_BQS[:, None, None], score, MASKED)

@@ -15,6 +15,7 @@ from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.steady import sigmoid, softplus
+from jaxspec.nn.temperature import Temperature
 from jaxspec.shapes import Array
 
 QKV = Param("qkv_DGQC", ("embed", "kv_heads", "group", "head_dim"))
@@ -42,8 +43,10 @@ class AttentionSpec:
       heads, kv_heads, head_dim: H, G and C.
       rope: rotation of queries and keys, None where positions are learned.
       qkv_bias, out_bias: whether the projections have biases.
-      qk_norm: ``head`` normalizes each query and key head before rotation, ``full`` the whole projection.
+      qk_norm: ``head`` normalizes each query and key head before rotation, ``bare`` without a learned scale, ``full``
+        the whole projection.
       window: keys that a query sees, itself included; None for all.
+      chunked: whether it sees those from the last multiple of ``window`` on instead.
       sinks: whether each head has a logit that takes probability and has no value.
       norm_offset: of the query and key norms, see ``rms_norm``.
       norm_turned: whether queries and keys are normalized after rotation.
@@ -52,6 +55,7 @@ class AttentionSpec:
       value_dim: channels of a value head, None for C.
       value_scale: multiplies the values.
       softplus_gate: whether a softplus of a product of the input multiplies what heads give, and with how many numbers.
+      temperature: what queries are multiplied by at their positions, None for nothing.
     """
 
     chain_only = None
@@ -63,8 +67,9 @@ class AttentionSpec:
     rope: RopeSpec | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"
+    qk_norm: Literal["none", "head", "bare", "full"] = "none"
     window: int | None = None
+    chunked: bool = False
     sinks: bool = False
     norm_offset: float = 0.0
     gated: bool = False
@@ -73,6 +78,12 @@ class AttentionSpec:
     value_dim: int | None = None
     value_scale: float = 1.0
     softplus_gate: Literal["none", "head", "channel"] = "none"
+    temperature: Temperature | None = None
+
+    @property
+    def span(self) -> int | None:
+        """Returns what a query sees, see ``first_seen``."""
+        return -self.window if self.window and self.chunked else self.window
 
     @property
     def streams(self) -> dict[str, StreamSpec]:
@@ -107,13 +118,13 @@ class Attention(nn.Module):
         sinks_H = declare(self, p, SINKS, (s.heads,)) if s.sinks else None
         scale, inputs = s.scale or s.head_dim**-0.5, inputs.unpack()
         if (cache := inputs.cache_window) is None:
-            out, memory = attend_new(q_BTHC, k_BTGC, v_BTGC, inputs, scale=scale, span=s.window, sinks_H=sinks_H)
+            out, memory = attend_new(q_BTHC, k_BTGC, v_BTGC, inputs, scale=scale, span=s.span, sinks_H=sinks_H)
         else:
             streams = s.streams
             memory = {n: write(memory[n], streams[n], cache, new) for n, new in (("k", k_BTGC), ("v", v_BTGC))}
             out = attend_cached(
                 take_outputs(q_BTHC, window), (memory["k"], memory["v"]), inputs.of_outputs(), streams["k"], p,
-                scale=scale, span=s.window, sinks_H=sinks_H,
+                scale=scale, span=s.span, sinks_H=sinks_H,
             )  # fmt: skip
         w_o = declare(self, p, OUT, (s.heads, s.value_width, self.model_dim))
         b_o = declare(self, p, OUT_BIAS, (self.model_dim,)) if s.out_bias else None
@@ -143,6 +154,8 @@ class Attention(nn.Module):
             angles = inputs.rotation(s.rope)
             q, k = rotate(q, angles, s.rope), rotate(k, angles, s.rope)
         q, k = self._normed(q, k) if s.norm_turned else (q, k)
+        if s.temperature is not None:
+            q = q * s.temperature.at(inputs.position_BT)[..., None, None]
         return q, k, v, gate
 
     def _product(self, x_BTX: Array, params: tuple[Param, Param], shape: tuple[int, ...]) -> Array:
@@ -162,6 +175,8 @@ class Attention(nn.Module):
     def _normed(self, q_BTHC: Array, k_BTGC: Array) -> tuple[Array, Array]:
         if self.spec.qk_norm == "none":
             return q_BTHC, k_BTGC
+        if self.spec.qk_norm == "bare":
+            return rms_norm(q_BTHC, None, self.norm_eps), rms_norm(k_BTGC, None, self.norm_eps)
         whole = self.spec.qk_norm == "full"
         of_q, of_k = FULL_NORMS if whole else HEAD_NORMS
         return self._norm(q_BTHC, of_q, whole=whole), self._norm(k_BTGC, of_k, whole=whole)

@@ -65,7 +65,7 @@ def attend_cached(
       stream: how pages are addressed.
       policy: what computes, and in which dtype.
       scale: of the scores.
-      span: most positions that a query sees, None for all.
+      span: what a query sees, see ``first_seen``; None for all before it.
       value_width: C' where there are no pages of values.
       sinks_H: one more logit per head that takes probability and has no value.
     """

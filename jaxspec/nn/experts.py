@@ -1,5 +1,7 @@
 """Routed experts as blocks of equal rows: every expert's weights are read once per forward, whatever the rows."""
 
+import functools
+import operator
 from functools import partial
 from typing import Any
 
@@ -206,6 +208,25 @@ def run_experts(
 
     operands = (x_MD, expert_MA, routing.weight_MA, experts, layer)
     return on_each_device(compute, policy, *operands) if split(mesh) else compute(*operands)
+
+
+def run_weighed(
+    x_MD: Array,
+    routing: Routing,
+    experts: dict[str, Weight],
+    activation: Activation,
+    policy: Policy,
+    layer: Array | None = None,
+    live_M: Array | None = None,
+) -> Array:
+    """Computes routed experts that read their rows times the weight of the choice, each choice a row; else as above."""
+    rows, top_k = routing.expert_MA.shape
+    x_RD = (x_MD[:, None] * routing.weight_MA[..., None]).reshape(rows * top_k, -1)
+    one_R1 = jnp.ones((rows * top_k, 1), jnp.float32)
+    each = replace(routing, expert_MA=routing.expert_MA.reshape(-1, 1), weight_MA=one_R1)
+    live_R = None if live_M is None else jnp.repeat(live_M, top_k)
+    out_MAD = run_experts(x_RD, each, experts, activation, policy, layer, live_R).reshape(rows, top_k, -1)
+    return functools.reduce(operator.add, (out_MAD[:, a] for a in range(top_k)))
 
 
 def run_packed(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.expert_shards import ROUTED
-from jaxspec.nn.experts import run_experts
+from jaxspec.nn.experts import run_experts, run_weighed
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.param import ZEROS, Param, declare
@@ -42,6 +42,7 @@ class MoeSpec:
       activation: of all experts.
       bias: whether the routed experts' products have biases.
       latent: width that the input of the routed experts is brought to, and their sum back from; 0 for none.
+      weighs_input: whether a choice's weight multiplies what its expert reads instead of what it returns.
     """
 
     experts: int
@@ -54,6 +55,7 @@ class MoeSpec:
     activation: Activation = SILU
     bias: bool = False
     latent: int = 0
+    weighs_input: bool = False
 
     def shapes(self, model_dim: int, redundant: int = 0) -> dict[str, tuple[int, ...]]:
         """Shapes of the routed parameters, all experts stacked, and slots beyond them."""
@@ -95,7 +97,8 @@ class Moe(nn.Module):
             for name, shape in s.shapes(dim, p.layout.slots.redundant if p.layout.slots else 0).items()
         }
         inner = dense(x_MD, declare(self, p, LATENT_IN, (dim, s.latent)), dtype=p.compute.dtype) if s.latent else x_MD
-        out_MD = run_experts(inner, placed, experts, s.activation, p, layer, live_M)
+        run = run_weighed if s.weighs_input else run_experts
+        out_MD = run(inner, placed, experts, s.activation, p, layer, live_M)
         if s.latent:
             out_MD = dense(out_MD, declare(self, p, LATENT_OUT, (s.latent, dim)), dtype=p.compute.dtype)
         if s.shared_hidden:

@@ -65,7 +65,7 @@ def frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
         return inv / np.asarray(s.divisors), s.attention_factor or 1.0
     if s.kind == "llama3":
         wave = 2 * math.pi / inv
-        blend = (s.original / wave - s.low) / (s.high - s.low)
+        blend = (s.original / wave - s.low) / max(s.high - s.low, 1e-9)  # Llama 4 has no band between
         mixed = (1 - blend) * inv / s.factor + blend * inv
         return np.where(
             wave < s.original / s.high, inv, np.where(wave > s.original / s.low, inv / s.factor, mixed)

@@ -91,7 +91,9 @@ def route(
         return _sparse_mixer(logits_ME, spec)
     score_ME = SCORES[spec.kind](logits_ME)
     if chosen_MA is None:
-        wanted_ME = score_ME if bias_E is None else score_ME + bias_E.astype(jnp.float32)
+        # A score of many experts may be rounded to 1, their logits stay in order.
+        wanted_ME = logits_ME if spec.kind == "sigmoid" and spec.groups == 1 else score_ME
+        wanted_ME = wanted_ME if bias_E is None else score_ME + bias_E.astype(jnp.float32)
         if spec.groups > 1:
             wanted_ME = _within_best_groups(wanted_ME, spec)
         _, chosen_MA = top_entries(wanted_ME, top_k)

@@ -54,7 +54,7 @@ def verify_attention(
       dtype: of the products' factors; sums are float32.
       value_width: C', where ``v_pages_PGZC`` is None.
       sinks_H: one more logit per head that takes probability and has no value.
-      span: most positions that a query sees, None for all.
+      span: most positions that a query sees, None for all; below 0 those from the last multiple of ``-span`` on.
       ring: whether a row's one page is addressed by position modulo its size.
       start_B: int32, committed length of each row, for trees.
       path_BTJ: int32, for trees: of the nodes from ``start_B`` on those that each query sees, by depth, itself the last

@@ -11,6 +11,7 @@ import numpy as np
 from pallas_kernels.backend import Implementation
 from pallas_kernels.case import Case
 from pallas_kernels.verify_attention.api import verify_attention
+from pallas_kernels.verify_attention.reference import first_seen
 
 # The root, two children, and children of both: as wide as it is deep.
 TREE = (-1, 0, 0, 1, 1, 2, 3, 5)
@@ -27,7 +28,7 @@ class Sizes:
       capacity: positions of a row, or of its ring where ``span`` is given.
       cached: dtype of the pages.
       compute: dtype of the products' factors.
-      span: most positions that a query sees, None for all.
+      span: most positions that a query sees, None for all; below 0 those from the last multiple of ``-span`` on.
       sinks: whether heads have sinks.
       page: size of the pages of a shared pool, None where every row has one page.
       layers: layers one after another in the pages; the last of them is read.
@@ -119,7 +120,7 @@ class Sizes:
     def read_bytes(self, *arguments: Any) -> int:
         """Bytes of the cached entries that some query of a row sees, each once."""
         k, v, position_BT = arguments[1], arguments[2], np.asarray(arguments[3])
-        first_B = 0 if self.span is None else np.maximum(position_BT.min(axis=1) - self.span + 1, 0)
+        first_B = 0 if self.span is None else np.maximum(first_seen(position_BT.min(axis=1), self.span), 0)
         entry = sum(x.shape[1] * x.shape[3] * x.dtype.itemsize for x in (k, v) if x is not None)
         beside = self.count - 1 - int(self.depth_T.max())  # nodes of a tree that stand beside its longest path
         return int((position_BT.max(axis=1) + 1 - first_B).sum() + beside * self.rows) * entry
@@ -167,9 +168,11 @@ def _tiny() -> dict[str, Sizes]:
         "chain-many-splits": replace(plain, capacity=9216, committed=8900, block=64),
         "ring-sinks": replace(ring, sinks=True, **bits),
         "ring-many-splits": replace(ring, span=600, capacity=640, committed=900, block=64, layers=2),
+        "ring-chunks": replace(ring, span=-14),
         "prefill": replace(plain, rows=1, row=1, count=24, committed=8),
         "tree": replace(plain, page=16, **tree),
         "tree-ring": replace(ring, **tree),
+        "tree-ring-chunks": replace(ring, span=-13, **tree),
         "latent": replace(latent, page=16),
         "latent-tree": replace(latent, **tree, **bits),
     }

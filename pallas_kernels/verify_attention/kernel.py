@@ -11,6 +11,7 @@ from jax import lax
 
 from pallas_kernels.backend import Implementation, Launch, ds, launch, load, program_id, store, whole
 from pallas_kernels.steady import exp, total
+from pallas_kernels.verify_attention.reference import first_seen
 
 MASKED = -1e30  # finite, so that what shows a query nothing leaves its running softmax as it is
 TOGETHER = 16  # splits that are put together at a time
@@ -45,7 +46,7 @@ class Plan:
       dtype: of the products' factors.
       capacity: positions of a row.
       page: of them on one page.
-      span: most positions that a query sees, None for all.
+      span: most positions that a query sees, None for all; below 0 those from the last multiple of ``-span`` on.
       ring: whether a row's page is addressed by position modulo its size.
       paths: longest path of a tree, 0 for a chain.
       tiles: see ``Tiles``.
@@ -88,7 +89,7 @@ class Plan:
     @property
     def whole_reach(self) -> bool:
         """Whether one program reads all that a tile sees; decided by the window, never by T or the capacity."""
-        return self.span is not None and self.span <= self.tiles.split
+        return self.span is not None and abs(self.span) <= self.tiles.split
 
     @property
     def splits(self) -> int:
@@ -98,7 +99,7 @@ class Plan:
         most = -(-self.capacity // self.tiles.split)
         if self.span is None:
             return most
-        return min(most + 1, (self.span + self.count - 2) // self.tiles.split + 2)
+        return min(most + 1, (abs(self.span) + self.count - 2) // self.tiles.split + 2)
 
     @property
     def tiles_of_queries(self) -> int:
@@ -201,7 +202,7 @@ def _read_cache(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     ref, outs = dict(zip(names, refs, strict=False)), refs[len(names) :]
     tile, length = _tile(plan, ref), plan.tiles.split
     low, high = jnp.min(tile.position_M), jnp.max(tile.position_M)
-    first = jnp.int32(0) if plan.span is None else jnp.maximum(low - (plan.span - 1), 0)
+    first = jnp.int32(0) if plan.span is None else jnp.maximum(first_seen(low, plan.span), 0)
     end = high + 1 if plan.ring else jnp.minimum(high + 1, plan.capacity)
     if plan.whole_reach:
         _, total_M, parts = _run(plan, ref, tile, first, end, _begin(plan, tile, ref.get("sinks")))
@@ -310,7 +311,9 @@ def _values(ref: Any) -> jax.Array:
 
 def _seen(plan: Plan, tile: _Tile, position_Z: jax.Array) -> jax.Array:
     seen_MZ = position_Z[None] <= tile.position_M[:, None]
-    return seen_MZ if plan.span is None else seen_MZ & (position_Z[None] > tile.position_M[:, None] - plan.span)
+    if plan.span is None:
+        return seen_MZ
+    return seen_MZ & (position_Z[None] >= first_seen(tile.position_M, plan.span)[:, None])
 
 
 def _visit(plan: Plan, q_parts: Any, k_parts: Any, v_parts: Any, seen_MZ: jax.Array, carry: Any) -> Any:
@@ -337,7 +340,7 @@ def _put_together(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     ref, (tops, totals, parts, result) = dict(zip(names, refs, strict=False)), refs[len(names) :]
     flat, length, how = program_id(0), plan.tiles.split, plan.implementation
     position = ref["position"][flat // plan.heads]
-    first = jnp.int32(0) if plan.span is None else jnp.maximum(position - (plan.span - 1), 0) // length
+    first = jnp.int32(0) if plan.span is None else jnp.maximum(first_seen(position, plan.span), 0) // length
     end = (position if plan.ring else jnp.minimum(position, plan.capacity - 1)) // length + 1
     chunk_S = jnp.arange(TOGETHER, dtype=jnp.int32)
 

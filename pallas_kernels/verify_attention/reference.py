@@ -5,6 +5,16 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def first_seen(position: jax.Array, span: int) -> jax.Array:
+    """Returns the first position that a query sees, or less than 0 for all.
+
+    Args:
+      position: of the query.
+      span: most positions that it sees, itself included; below 0 it sees those from the last multiple of ``-span`` on.
+    """
+    return position - span + 1 if span > 0 else position - position % -span
+
+
 def verify_attention(
     q_BTHC: jax.Array,
     k_pages_PGZC: jax.Array,
@@ -42,7 +52,7 @@ def verify_attention(
     score = jnp.einsum("btgrc,btsgc->btgrs", q_BTGRC, k_BTSGC, **exact).reshape(rows, count, heads, -1)
     seen_BTS = (place_BTS >= 0) & (place_BTS <= position_BT[..., None])
     if span is not None:
-        seen_BTS &= place_BTS > position_BT[..., None] - span
+        seen_BTS &= place_BTS >= first_seen(position_BT, span)[..., None]
     score = jnp.where(seen_BTS[:, :, None], score, -jnp.inf)
     top = jnp.max(score, axis=-1, keepdims=True)
     sink_H1 = None if sinks_H is None else sinks_H.astype(jnp.float32)[:, None]

@@ -99,7 +99,7 @@ CONFIG = {
 # is not at hand, but the reference alone.
 UNPUBLISHED = {
     "kimi_k25", "qwen3_5_moe_text", "deepseek_v2", "dots1", "ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe", "hy_v3",
-    "phimoe", "solar_open",
+    "llama4_text", "phimoe", "solar_open",
 }  # fmt: skip
 FLOAT = jnp.dtype("float32")
 POLICY = make_policy(FLOAT)

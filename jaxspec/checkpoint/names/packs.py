@@ -136,6 +136,10 @@ PACKS: Mapping[str, Pack] = {
         lambda leaf: [leaf.transpose(1, 2, 0).reshape(-1, leaf.shape[0])],
         (1, 0, 0),
     ),
+    # [D, 2 F], gate columns and then up columns, to [D, 2, F]
+    "columns": Pack(
+        lambda a, shape: a[0].reshape(shape), lambda leaf: [leaf.reshape(leaf.shape[0], -1)], (0, 1, 1), inner=0
+    ),
     # [D, 2 F], gate and up columns by turns, to [D, 2, F]
     "by_turns": Pack(
         lambda a, shape: a[0].reshape(shape[0], -1, 2).swapaxes(1, 2),

@@ -99,6 +99,7 @@ BITS = {"cached": "uint16", "compute": "bfloat16"}
 KINDS = {
     "pool": Kind(replace(GQA, page=16)),
     "window-in-splits": Kind(replace(GQA, span=21)),
+    "chunks-in-splits": Kind(replace(GQA, span=-20)),
     "window-bits": Kind(replace(GQA, span=11, sinks=True, **BITS), 24),
     "latent-bits": Kind(replace(GQA, kv_heads=1, key_width=24, value_width=16, page=16, **BITS)),
 }

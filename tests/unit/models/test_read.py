@@ -5,11 +5,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of, ignored_keys, known_families
 from jaxspec.nn.attention import AttentionSpec
+from jaxspec.nn.rope import RopeScaling, RopeSpec, frequencies
 from jaxspec.serve.defaults import end_ids
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -226,10 +228,20 @@ def test_rope_settings_that_cannot_be(name: str, key: str, value: Any):
         arch_of({**config, "rope_parameters": {**settings, key: value}})
 
 
-def test_llama3_needs_a_band():
-    settings = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}
-    with pytest.raises(ConfigError, match=r"low_freq_factor must be less than high_freq_factor"):
+def test_llama3_has_its_bounds_in_order():
+    settings = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 2.0}
+    with pytest.raises(ConfigError, match=r"low_freq_factor must not exceed high_freq_factor"):
         arch_of(config_of("llama3", ("rope_parameters",), rope_scaling=settings))
+
+
+def test_llama3_without_a_band_scales_what_is_slow():
+    """As Llama 4 Scout's config has it: both bounds are one."""
+    scaling = RopeScaling("llama3", 16.0, 8192, low=1.0, high=1.0)
+    scaled, _ = frequencies(RopeSpec(5e5, 128, scaling=scaling))
+    plain, _ = frequencies(RopeSpec(5e5, 128))
+    slow = 2 * np.pi / plain > 8192
+    assert 0 < slow.sum() < slow.size
+    np.testing.assert_allclose(scaled, np.where(slow, plain / 16, plain))
 
 
 @pytest.mark.parametrize("value", [2**63, 96, [1, 96], -1, "2", 2.0, True])
