@@ -40,6 +40,7 @@ class Golden:
       nested: key of the published config under which the text model's lies, and prefix of its tensors; where that ends
         in the name of a part, those of the head have none.
       recurrent: whether some layers carry a state.
+      embedded: deviation of the embedding's numbers; with large ones a tied model repeats itself.
       fused: whether one published tensor has the gate and up rows of all experts of a layer, and one their down rows.
     """
 
@@ -50,6 +51,7 @@ class Golden:
     nested: tuple[str, str] = ("", "")
     fused: bool = False
     recurrent: bool = False
+    embedded: float = 1.0
 
     def text(self) -> dict[str, Any]:
         """The published config of the text model."""

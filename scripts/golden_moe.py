@@ -19,7 +19,55 @@ LLAMA4 = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "hidden_act": ...,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 7,
+    "hidden_size_per_layer_input": 0,
+    "attention_bias": False,
+    "num_kv_shared_layers": 0,
+    "use_bidirectional_attention": "vision",
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+    "tie_word_embeddings": True,
+}
 EXPERTS = {
+    "gemma4_text": Golden(
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "intermediate_size": 12,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 8,
+            "final_logit_softcapping": 4.0,
+        },
+        embedded=0.1,
+    ),
+    "gemma4": Golden(
+        "Gemma4ForCausalLM",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "attention_k_eq_v": False,
+            "enable_moe_block": False,
+            "intermediate_size": 24,
+            "final_logit_softcapping": None,
+        },
+        nested=("text_config", "model.language_model."),
+        embedded=0.1,
+    ),
     "llama4_text": Golden(
         "Llama4ForCausalLM",
         {

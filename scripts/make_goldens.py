@@ -38,6 +38,7 @@ ROUTERS = (
     "feed_forward.gate",
     "feed_forward.router",
     "mixer.gate",
+    "router.proj",
 )
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -52,15 +53,17 @@ def build(golden: Golden, layers: int) -> torch.nn.Module:
     model = architecture(architecture.config_class(**settings, attn_implementation="eager")).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith(("norm.weight", "scale")):
+            if re.search(r"norm(_\d)?\.weight$|scale$", name):
                 weight.uniform_(0.5, 1.5)
             elif weight.ndim == 1:
                 weight.normal_(0, 0.3)
             else:
-                weight.normal_(0, 1.0 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5)
+                weight.normal_(0, golden.embedded if "embed" in name else 1.5 * weight.shape[-1] ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
             elif name.endswith("tid2eid"):
                 experts = torch.rand(buffer.shape[0], COMMON["vocab_size"])[:, : golden.config["n_routed_experts"]]
                 buffer.copy_(experts.argsort(dim=1)[:, : buffer.shape[1]])

@@ -52,11 +52,13 @@ class Join:
       scale: of the output.
       old: of what it is added to.
       normed: whether that is what the sub-layer read, the normalized stream.
+      out_norm: whether the output is normalized before.
     """
 
     scale: float = 1.0
     old: float = 1.0
     normed: bool = False
+    out_norm: bool = False
 
 
 SUM = Join()
@@ -70,11 +72,13 @@ class LayerSpec:
       attention: mixes positions; ``NoMixer`` for none.
       ffn: None for none.
       joins: how each joins the stream.
+      scaled: whether a learned number multiplies the stream after it.
     """
 
     attention: MixerSpec
     ffn: FfnSpec | MoeSpec | None
     joins: tuple[Join, Join] = (SUM, SUM)
+    scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class ArchSpec:
       mtp: layers of multi-token prediction after the model.
       embed_scale, logit_scale: of embeddings and logits.
       head_bias: whether the head has one.
+      logit_cap: c where logits x are ``c tanh(x / c)``, 0 where they are not capped.
     """
 
     family: str
@@ -119,6 +124,7 @@ class ArchSpec:
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     head_bias: bool = False
+    logit_cap: float = 0.0
 
     @property
     def expert_layers(self) -> tuple[int, ...]:

@@ -30,9 +30,12 @@ from jaxspec.shapes import Array
 
 NORMS = {
     name: Param(f"{name}_D", ("embed",), "norm")
-    for name in ("attention_norm", "ffn_norm", "embed_norm", "hidden_norm", "norm")
-}
+    for name in (
+        "attention_norm", "attention_out_norm", "ffn_norm", "ffn_out_norm", "embed_norm", "hidden_norm", "norm",
+    )
+}  # fmt: skip
 NORM_BIASES = {name: Param(f"{name}_bias_D", ("embed",), "norm", ZEROS) for name in NORMS}
+LAYER_SCALE = Param("layer_scale_X", ("layer_scale",), "norm")
 
 MIXERS: dict[type, Any] = {
     AttentionSpec: Attention,
@@ -118,10 +121,14 @@ class Block(nn.Module):
         inputs = inputs.of_outputs()
         u, join = self._enter("ffn", x, inputs)
         if isinstance(self.spec.ffn, MoeSpec):
-            out, routing = Moe(self.spec.ffn, arch.model_dim, p, self.layers, name="ffn")(u, inputs, layer)
+            moe = Moe(self.spec.ffn, arch.model_dim, p, self.layers, arch.norm_eps, name="ffn")
+            out, routing = moe(u, inputs, layer, stream_BTD=x)
         else:
             out, routing = DenseFfn(self.spec.ffn, arch.model_dim, p, name="ffn")(u), None
-        return LayerOutput(join(out), mixed.memory, mixed.selection, routing)
+        x = join(out)
+        if self.spec.scaled:
+            x = rounded(x * declare(self, p, LAYER_SCALE, (1,)).astype(jnp.float32), inputs.zero_BT1)
+        return LayerOutput(x, mixed.memory, mixed.selection, routing)
 
     def _enter(self, name: str, x: Array, inputs: Inputs) -> tuple[Array, Callable[[Array], Array]]:
         """Returns what a sub-layer reads, and how its output, of the positions asked for, joins the stream."""
@@ -140,9 +147,11 @@ class Block(nn.Module):
             return u, lambda out: old + out
         if how.normed:
             old = take_outputs(u, window)
+        out_norm = norm_params(self, arch, p, f"{name}_out_norm") if how.out_norm else None
 
         def join(out: Array) -> Array:
-            zero = jnp.minimum(inputs.of_outputs().position_BT, 0)[..., None]
+            zero = inputs.of_outputs().zero_BT1
+            out = out if out_norm is None else normalize(arch, out, out_norm)
             return rounded(how.old * old, zero) + rounded(how.scale * out, zero)
 
         return u, join

@@ -59,7 +59,8 @@ class MoeRow:
       jitter: key of the ``sparse_mixer``'s, see ``RouterSpec``.
       soft_cap: key of what bounds the router's logits, see ``RouterSpec``.
       pattern: key of a list of 0 for dense layers and 1 for others, where ``mlp_layer_types`` does not say.
-      weighs_input: see ``MoeSpec``.
+      weighs_input, apart: see ``MoeSpec``.
+      switch: key that must be true for layers to have experts.
     """
 
     experts: tuple[str, ...]
@@ -92,6 +93,8 @@ class MoeRow:
     soft_cap: str | None = None
     pattern: str | None = None
     weighs_input: bool = False
+    apart: bool = False
+    switch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,19 +104,22 @@ class JoinRow:
     scale: tuple[str, ...] = ()
     old: tuple[str, ...] = ()
     normed: bool = False
+    out_norm: bool = False
 
     def join(self, read: Reader) -> Join:
         """Reads the numbers."""
         scale, old = (read.real(*keys, default=1.0) if keys else 1.0 for keys in (self.scale, self.old))
-        return Join(scale, old, self.normed)
+        return Join(scale, old, self.normed, self.out_norm)
 
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """Keys of what embeddings are multiplied by, and logits divided."""
+    """Keys of what embeddings are multiplied by, logits divided and capped; ``root``: embeddings by that of D."""
 
-    embed: str
-    logits: str
+    embed: str = ""
+    logits: str = ""
+    cap: str = ""
+    root: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,7 @@ class Family:
       tied: keys, of which the first present one is true where the head is the embedding.
       joins: how sub-layers join the stream, by ``ffn`` and by kinds of mixers, ``attention`` for all others.
       scales: row of multipliers.
+      scaled: see ``LayerSpec``.
       one_each: whether a layer has a mixer or a feed-forward, as its kind says.
       inside: key under which the text model's config lies, where it is not the whole.
       defaults: config values that may be left out, as in transformers.
@@ -163,7 +170,8 @@ class Family:
     head_bias: str | None = None
     tied: tuple[str, ...] = ("tie_word_embeddings",)
     joins: Mapping[str, JoinRow] = field(default_factory=dict)
-    scales: ScaleRow | None = None
+    scales: ScaleRow = ScaleRow()
+    scaled: bool = False
     one_each: bool = False
     inside: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -220,9 +228,8 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
         embed_dim=0 if width == dim else width,
         hyper=family.hyper.spec(read) if family.hyper else None,
         mtp=tuple(layers[count:]),
-        embed_scale=read.real(family.scales.embed, default=1.0) if family.scales else 1.0,
-        logit_scale=1 / read.real(family.scales.logits, default=1.0) if family.scales else 1.0,
         head_bias=family.head_bias is not None and read.flag(family.head_bias),
+        **_scales(read, family.scales, dim),
     )
     if read.missing:
         raise ConfigError(f"config of {family.model_type}: missing {sorted(set(read.missing))}")
@@ -240,6 +247,15 @@ def _keys(row: FfnRow | MoeRow | None) -> set[str]:
     return keys | {*row.groups[0], row.groups[1]} if isinstance(row, MoeRow) and row.grouped else keys
 
 
+def _scales(read: Reader, row: ScaleRow, dim: int) -> dict[str, float]:
+    cap = row.cap and read.get(row.cap, default=None) is not None
+    return {
+        "embed_scale": dim**0.5 if row.root else read.real(row.embed, default=1.0) if row.embed else 1.0,
+        "logit_scale": 1 / read.real(row.logits, default=1.0) if row.logits else 1.0,
+        "logit_cap": read.real(row.cap) if cap else 0.0,
+    }
+
+
 def _layer(read: Reader, family: Family, layer: int) -> LayerSpec:
     mixer = family.mixer.spec(read, layer)
     if family.one_each and not isinstance(mixer, NoMixer):
@@ -250,7 +266,7 @@ def _layer(read: Reader, family: Family, layer: int) -> LayerSpec:
     kind = family.mixer.kind(read, layer) if isinstance(family.mixer, HybridRow) else ""
     rows = joins.get(kind, joins.get("attention")), joins.get("ffn")
     first, second = (SUM if row is None else row.join(read) for row in rows)
-    return LayerSpec(mixer, ffn, (first, second))
+    return LayerSpec(mixer, ffn, (first, second), family.scaled)
 
 
 def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
@@ -286,6 +302,7 @@ def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
         bias=row.bias,
         latent=read.count(row.latent, default=0, least=0) if row.latent else 0,
         weighs_input=row.weighs_input,
+        apart=row.apart,
     )
 
 
@@ -339,6 +356,8 @@ def several(value: str | tuple[str, ...]) -> tuple[str, ...]:
 def _is_dense(read: Reader, family: Family, row: MoeRow, layer: int) -> bool:
     if family.one_each and isinstance(family.mixer, HybridRow):
         return family.mixer.kind(read, layer) == DENSE
+    if row.switch is not None and not read.flag(row.switch):
+        return True
     if row.first_dense is not None:
         kinds = read.kinds("mlp_layer_types", ("dense", "sparse"), read.count("num_hidden_layers"))
         first = read.count(row.first_dense, default=0, least=0)

@@ -8,7 +8,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.read import POSITIONS, Reader, checked_count, checked_real, short
 from jaxspec.nn.rope import RopeScaling, RopeSpec
 
-SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 THETA = 10000.0  # where neither the config nor the family says, as in transformers
 MOST_THETA = 1e15
 # Settings with their least values; 0 means none where transformers reads it so.
@@ -127,6 +127,8 @@ def rope_of(
     base, scaling = theta_of(read, settings, theta), scaled(read, settings)
     part = settings.get("partial_rotary_factor", read.get("partial_rotary_factor", default=1.0))
     part = checked_real("partial_rotary_factor", part, most=1.0)
+    if _kind(settings) == "proportional":
+        return RopeSpec(base, head_dim, interleaved, turning=int(head_dim * part) // 2, scaling=scaling)
     dim = head_dim if whole else read.count("rotary_dim", default=int(head_dim * part), least=0)
     if (dim % 2 or not 2 <= dim <= head_dim) and not read.missing:
         raise ConfigError(
@@ -146,7 +148,7 @@ def scaled(read: Reader, settings: Mapping[str, Any]) -> RopeScaling | None:
       ConfigError: llama3's bounds of frequencies are the wrong way round.
     """
     kind: Any = _kind(settings)
-    if kind in ("default", "dynamic"):
+    if kind in ("default", "dynamic") or (kind == "proportional" and settings.get("factor", 1.0) == 1):
         return None
     if kind == "longrope":
         return _long(read, settings)
@@ -160,7 +162,7 @@ def scaled(read: Reader, settings: Mapping[str, Any]) -> RopeScaling | None:
     else:
         low, high = settings.get("beta_slow") or 1.0, settings.get("beta_fast") or 32.0
     return RopeScaling(
-        kind=kind,
+        kind="linear" if kind == "proportional" else kind,
         factor=settings.get("factor", 1.0),
         original=original,
         low=low,

@@ -17,6 +17,7 @@ from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import Routing
+from jaxspec.nn.steady import tanh
 from jaxspec.protocol import Features
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array, Params
@@ -152,7 +153,9 @@ class Transformer(nn.Module):
         head_DV = self.head_DV if self.policy.layout.own_head or not self.arch.tied else self.embed_VD.T
         bias_V = self.head_bias_V if self.arch.head_bias else None
         logits = dense(last, head_DV, bias_V, dtype=self.policy.compute.dtype)
-        return logits if self.arch.logit_scale == 1 else logits * self.arch.logit_scale
+        logits = logits if self.arch.logit_scale == 1 else logits * self.arch.logit_scale
+        cap = self.arch.logit_cap
+        return cap * tanh(logits / cap) if cap else logits
 
     def logits_of(self, token_BT: Array, position_BT: Array, segment_BT: Array | None = None) -> tuple[Array, Hidden]:
         """Teacher-forced logits of whole sequences, float32 [B, T, V], and the hidden states with expert choices."""

@@ -55,6 +55,8 @@ class AttentionSpec:
       value_dim: channels of a value head, None for C.
       value_scale: multiplies the values.
       softplus_gate: whether a softplus of a product of the input multiplies what heads give, and with how many numbers.
+      shared_values: whether values are the keys as they are projected, before norm and rotation.
+      value_norm: whether each value head is normalized, without a learned scale.
       temperature: what queries are multiplied by at their positions, None for nothing.
     """
 
@@ -79,6 +81,8 @@ class AttentionSpec:
     value_scale: float = 1.0
     softplus_gate: Literal["none", "head", "channel"] = "none"
     temperature: Temperature | None = None
+    shared_values: bool = False
+    value_norm: bool = False
 
     @property
     def span(self) -> int | None:
@@ -100,7 +104,7 @@ class AttentionSpec:
 class Attention(nn.Module):
     """Projections around ``attend``; query, key and value weights of one kv head lie together, [X, G, R + 2, C].
 
-    Value weights lie apart where their heads have another width. The input may be wider than the output (EAGLE-3 joins
+    Value weights lie apart where their heads have another width, and there are none where values are keys. The input may be wider than the output (EAGLE-3 joins
     two vectors there).
     """
 
@@ -138,17 +142,19 @@ class Attention(nn.Module):
         """Queries, keys, values, and what gates the heads' outputs; a gate lies after the query of its head."""
         s = self.spec
         group = s.heads // s.kv_heads * (2 if s.gated else 1)
-        if s.value_width == s.head_dim:
+        if s.value_width == s.head_dim and not s.shared_values:
             qkv = self._product(x_BTX, (QKV, QKV_BIAS), (s.kv_heads, group + 2, s.head_dim))
             v = qkv[..., group + 1, :]
         else:
             qkv = self._product(x_BTX, (QK, QK_BIAS), (s.kv_heads, group + 1, s.head_dim))
-            v = self._product(x_BTX, (V, V_BIAS), (s.kv_heads, s.value_width))
-        v = v if s.value_scale == 1 else v * s.value_scale
+            v = None if s.shared_values else self._product(x_BTX, (V, V_BIAS), (s.kv_heads, s.value_width))
         shape = (*x_BTX.shape[:2], s.heads, s.head_dim)
         gate = qkv[..., 1:group:2, :].reshape(shape) if s.gated else None
         q = qkv[..., : group : 2 if s.gated else 1, :].reshape(shape)
         k = qkv[..., group, :]
+        v = k if v is None else v
+        v = v if s.value_scale == 1 else v * s.value_scale
+        v = rms_norm(v, None, self.norm_eps) if s.value_norm else v
         q, k = (q, k) if s.norm_turned else self._normed(q, k)
         if s.rope is not None:
             angles = inputs.rotation(s.rope)

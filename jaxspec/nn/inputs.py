@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jaxspec.cache.window import AnyWindow, Window, take_outputs, unpack
 from jaxspec.nn.rope import RopeSpec, angles
 from jaxspec.protocol import NO_CAPTURE, CaptureSpec
@@ -46,6 +48,11 @@ class Inputs:
         if spec in self.rotations:
             return self.angles[self.rotations.index(spec)]
         return angles(self.position_BT, spec)
+
+    @property
+    def zero_BT1(self) -> Array:
+        """Zeros of which a compiler does not know that they are, for ``rounded``."""
+        return jnp.minimum(self.position_BT, 0)[..., None]
 
     @property
     def cache_window(self) -> Window | None:

@@ -11,10 +11,11 @@ from jaxspec.nn.expert_shards import ROUTED
 from jaxspec.nn.experts import run_experts, run_weighed
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
 from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import ZEROS, Param, declare
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import RouterSpec, Routing, route
-from jaxspec.nn.steady import sigmoid
+from jaxspec.nn.steady import rounded, sigmoid
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
@@ -23,6 +24,13 @@ ROUTER_BIAS = Param("router_bias_E", ("routed_to",), "bias", part="router")
 CHOICE_BIAS = Param("choice_bias_E", ("routed_to",), "bias", dtype=jnp.float32, part="router")
 TABLE = Param("table_VA", ("token_id", "choices"), "table", dtype=jnp.int32, part="router")
 SLOTS = Param("slots_EX", ("routed_to", "replicas"), "table", ZEROS, jnp.int32, part="router")
+EXPERT_SCALE = Param("expert_scale_E", ("routed_to",), "norm", dtype=jnp.float32, part="router")
+APART = {
+    "router_scale": Param("router_scale_D", ("embed",), "norm", part="router"),
+    "routed_norm": Param("routed_norm_D", ("embed",), "norm"),
+    "routed_out_norm": Param("routed_out_norm_D", ("embed",), "norm"),
+    "shared_out_norm": Param("shared_out_norm_D", ("embed",), "norm"),
+}
 LATENT_IN = Param("latent_in_DR", ("embed", "rank"), part="shared experts")
 LATENT_OUT = Param("latent_out_RD", ("rank", "embed"), part="shared experts")
 SHARED_GATE = Param("shared_gate_D1", ("embed", "gate"), part="shared experts")
@@ -42,6 +50,9 @@ class MoeSpec:
       activation: of all experts.
       bias: whether the routed experts' products have biases.
       latent: width that the input of the routed experts is brought to, and their sum back from; 0 for none.
+      apart: whether router and routed experts read the stream itself, each through a norm of its own, whether what
+        routed and shared experts return is normalized before it is added, and whether each expert's weight is
+        multiplied by a learned number.
       weighs_input: whether a choice's weight multiplies what its expert reads instead of what it returns.
     """
 
@@ -56,6 +67,7 @@ class MoeSpec:
     bias: bool = False
     latent: int = 0
     weighs_input: bool = False
+    apart: bool = False
 
     def shapes(self, model_dim: int, redundant: int = 0) -> dict[str, tuple[int, ...]]:
         """Shapes of the routed parameters, all experts stacked, and slots beyond them."""
@@ -69,15 +81,19 @@ class Moe(nn.Module):
 
     Attributes:
       layers: length of the stack of equal layers that the routed parameters are a part of, 0 for none.
+      norm_eps: of the norms inside.
     """
 
     spec: MoeSpec
     model_dim: int
     policy: Policy
     layers: int = 0
+    norm_eps: float = 1e-6
 
     @nn.compact
-    def __call__(self, x_BTD: Array, inputs: Inputs, layer: Array | None = None) -> tuple[Array, Routing]:
+    def __call__(
+        self, x_BTD: Array, inputs: Inputs, layer: Array | None = None, *, stream_BTD: Array | None = None
+    ) -> tuple[Array, Routing]:
         """Routes, and returns routed plus shared output [B, T, D], and the choices.
 
         Args:
@@ -85,11 +101,34 @@ class Moe(nn.Module):
           inputs: token ids for routers that read them, positions, by which replicas of an expert take turns, and which
             positions count; the others touch no expert.
           layer: index in the stack.
+          stream_BTD: the stream itself, for experts that read it.
         """
+        s, dim = self.spec, self.model_dim
+        x_MD, read_MD, token_M = x_BTD.reshape(-1, dim), x_BTD.reshape(-1, dim), inputs.token_BT.reshape(-1)
+        if s.apart:
+            assert stream_BTD is not None, "whoever calls such a layer has the stream"
+            stream_MD = stream_BTD.reshape(-1, dim)
+            read_MD = self._normed(stream_MD, "routed_norm")
+            routing = self._route(self._normed(stream_MD, "router_scale") * dim**-0.5, token_M)
+        else:
+            routing = self._route(x_MD, token_M)
+        out_MD = self._routed(read_MD, routing, inputs, layer)
+        shared_MD = self._shared(x_MD) if s.shared_hidden else None
+        if s.apart:
+            zero_M1 = inputs.zero_BT1.reshape(-1, 1)
+            out_MD = rounded(self._normed(out_MD, "routed_out_norm"), zero_M1)
+            shared_MD = None if shared_MD is None else rounded(self._normed(shared_MD, "shared_out_norm"), zero_M1)
+        out_MD = out_MD if shared_MD is None else out_MD + shared_MD
+        return out_MD.reshape(x_BTD.shape), replace(routing, shared_MD=x_MD if shared_MD is None else shared_MD)
+
+    def _normed(self, x_MD: Array, name: str) -> Array:
+        return rms_norm(x_MD, declare(self, self.policy, APART[name], (self.model_dim,)), self.norm_eps)
+
+    def _routed(self, x_MD: Array, routing: Routing, inputs: Inputs, layer: Array | None) -> Array:
+        """What the routed experts return, weighed and summed."""
         s, p, dim = self.spec, self.policy, self.model_dim
-        x_MD, live_BT = x_BTD.reshape(-1, dim), None if inputs.window is None else inputs.window.valid
+        live_BT = None if inputs.window is None else inputs.window.valid
         live_M = None if live_BT is None else live_BT.reshape(-1)
-        routing = self._route(x_MD, inputs.token_BT.reshape(-1))
         lead = (self.layers,) if self.layers else ()
         placed = self._placed(routing, inputs)
         experts = {
@@ -101,16 +140,15 @@ class Moe(nn.Module):
         out_MD = run(inner, placed, experts, s.activation, p, layer, live_M)
         if s.latent:
             out_MD = dense(out_MD, declare(self, p, LATENT_OUT, (s.latent, dim)), dtype=p.compute.dtype)
-        if s.shared_hidden:
-            gate = None
-            if s.shared_gate:
-                gate = sigmoid(dense(x_MD, declare(self, p, SHARED_GATE, (dim, 1)), dtype=p.compute.dtype))
-            shared = FfnSpec(s.shared_hidden, s.activation, s.activation.gated)
-            shared_MD = DenseFfn(shared, dim, p, name="shared")(x_MD, gate)
-            out_MD = out_MD + shared_MD
-        else:
-            shared_MD = x_MD
-        return out_MD.reshape(x_BTD.shape), replace(routing, shared_MD=shared_MD)
+        return out_MD
+
+    def _shared(self, x_MD: Array) -> Array:
+        """What the shared expert returns."""
+        s, p, dim, gate = self.spec, self.policy, self.model_dim, None
+        if s.shared_gate:
+            gate = sigmoid(dense(x_MD, declare(self, p, SHARED_GATE, (dim, 1)), dtype=p.compute.dtype))
+        shared = FfnSpec(s.shared_hidden, s.activation, s.activation.gated)
+        return DenseFfn(shared, dim, p, name="shared")(x_MD, gate)
 
     def _route(self, x_MD: Array, token_M: Array) -> Routing:
         s, p, r = self.spec, self.policy, self.spec.router
@@ -120,7 +158,11 @@ class Moe(nn.Module):
         logits_ME = product(x_MD, router_DE, logit_bias, dtype=p.compute.dtype)
         bias_E = declare(self, p, CHOICE_BIAS, (s.experts,)) if r.choice_bias else None
         if r.kind != "hash":
-            return route(logits_ME, s.top_k, r, bias_E)
+            routing = route(logits_ME, s.top_k, r, bias_E)
+            if not s.apart:
+                return routing
+            scale_E = declare(self, p, EXPERT_SCALE, (s.experts,))
+            return replace(routing, weight_MA=routing.weight_MA * scale_E[routing.expert_MA])
         table_VA = declare(self, p, replace(TABLE, init=_any_experts(s.experts)), (s.vocab_size, s.top_k))
         return route(logits_ME, s.top_k, r, bias_E, table_VA[token_M])
 

@@ -43,6 +43,7 @@ class RopeSpec:
       dim: rotated channels, even.
       interleaved: pairs are (2i, 2i + 1) instead of (i, i + dim / 2).
       last: the rotated channels are the last ones of a head instead of the first.
+      turning: how many pairs turn, the first ones, at the frequencies that they have among all; None for all.
       scaling: context extension, if any.
     """
 
@@ -50,12 +51,15 @@ class RopeSpec:
     dim: int
     interleaved: bool = False
     last: bool = False
+    turning: int | None = None
     scaling: RopeScaling | None = None
 
 
 def frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
     """Inverse frequencies [dim / 2] and the multiplier of cos and sin (Su 2021; Llama 3; Peng 2023; Ding 2024)."""
     inv = spec.theta ** (-np.arange(0, spec.dim, 2, dtype=np.float64) / spec.dim)
+    if spec.turning is not None:
+        inv[spec.turning :] = 0
     s = spec.scaling
     if s is None:
         return inv, 1.0

@@ -117,7 +117,8 @@ def sigmoid(x: Array) -> Array:
 
 def tanh(x: Array) -> Array:
     """Hyperbolic tangent, to 1e-7."""
-    return 2 / (1 + exp(-2 * x)) - 1
+    e = exp(-2 * jnp.abs(x))
+    return jnp.where(x < 0, e - 1, 1 - e) / (1 + e)
 
 
 def silu(x: Array) -> Array:

@@ -32,6 +32,8 @@ COUNTS = {
     "deepseek-v3.2": (671.9, 38.4),
     "deepseek-v4-flash": (284.3, 13.8),
     "deepseek-v4-pro": (1573, 49.8),
+    "gemma-4-26b-a4b": (25.23, 3.823),
+    "gemma-4-31b": (30.70, 30.70),
     "glm-4.5": (352.8, 33.6),
     "glm-4.5-air": (106.9, 13.4),
     "glm-4.7-flash": (29.94, 3.90),
@@ -126,6 +128,8 @@ CACHED = {
 MESHES = {"one": {}, "experts": {"expert": 8}, "tensors": {"tensor": 8}, "both": {"expert": 4, "tensor": 2}}
 # Where eight devices do not divide a model, and why.
 REFUSED = {
+    ("gemma-4-26b-a4b", "tensors"): "qk_DGQC: kv_heads = 2 over tensor = 8",
+    ("gemma-4-31b", "tensors"): "qk_DGQC: kv_heads = 4 over tensor = 8",
     ("glm-4.7-flash", "tensors"): "kv_b_HXR: heads = 20 over tensor = 8",
     ("granite-3.1-3b-a800m", "tensors"): "embed_VD: vocab = 49155 over tensor = 8",
     ("granite-3.1-3b-a800m", "both"): "embed_VD: vocab = 49155 over tensor = 2",

@@ -98,8 +98,8 @@ CONFIG = {
 # Text models inside of others that have a config here, or as transformers saves them; and those whose published config
 # is not at hand, but the reference alone.
 UNPUBLISHED = {
-    "kimi_k25", "qwen3_5_moe_text", "deepseek_v2", "dots1", "ernie4_5_moe", "exaone_moe", "hunyuan_v1_moe", "hy_v3",
-    "llama4_text", "phimoe", "solar_open",
+    "kimi_k25", "qwen3_5_moe_text", "deepseek_v2", "dots1", "ernie4_5_moe", "exaone_moe", "gemma4_text",
+    "hunyuan_v1_moe", "hy_v3", "llama4_text", "phimoe", "solar_open",
 }  # fmt: skip
 FLOAT = jnp.dtype("float32")
 POLICY = make_policy(FLOAT)
