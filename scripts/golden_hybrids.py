@@ -227,6 +227,10 @@ def as_nested(golden: Golden, stored: dict[str, torch.Tensor]) -> dict[str, torc
     prefix = golden.nested[1]
     # transformers writes Kimi-Linear's dense layers under the name of those with experts.
     stored = {re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): x for name, x in stored.items()}
+    if "zero_expert_num" in golden.config:  # transformers has weights of these that nobody reads or publishes
+        last = golden.config["n_routed_experts"]
+        numbers = {name: re.search(r"\.experts\.(\d+)\.", name) for name in stored}
+        stored = {name: x for name, x in stored.items() if not (n := numbers[name]) or int(n[1]) < last}
     if not golden.fused:
         before = r"^model\." if prefix.startswith("model.") else "^"
         return {re.sub(before, prefix, tensor): x for tensor, x in stored.items()}

@@ -38,7 +38,33 @@ GEMMA4 = {
     },
     "tie_word_embeddings": True,
 }
+LONGCAT = {
+    "model_type": "longcat_flash",
+    **dict.fromkeys(("num_hidden_layers", "num_key_value_heads", "intermediate_size"), ...),
+    "num_layers": 2,
+    "attention_bias": False,
+    "attention_method": "MLA",
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 6,
+    "ffn_hidden_size": 16,
+    "expert_ffn_hidden_size": 8,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+    "zero_expert_type": "identity",
+    "moe_topk": 3,
+    "routed_scaling_factor": 6.0,
+    "router_bias": False,
+    "rope_theta": 1e7,
+    "tie_word_embeddings": False,
+}
 EXPERTS = {
+    "longcat_flash": Golden("LongcatFlashForCausalLM", LONGCAT),
     "gemma4_text": Golden(
         "Gemma4ForCausalLM",
         {

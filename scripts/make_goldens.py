@@ -46,7 +46,7 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 def build(golden: Golden, layers: int) -> torch.nn.Module:
     """A model in float32, its weights spread widely enough that every part matters."""
     architecture = getattr(transformers, golden.architecture)
-    settings = golden.settings() | {"num_hidden_layers": layers}
+    settings = golden.settings() | ({"num_hidden_layers": layers} if layers else {})
     kinds: Any = settings.get("layer_types")
     if kinds and len(kinds) < layers:
         settings["layer_types"] = [*kinds, "sliding_attention"]
@@ -270,7 +270,7 @@ def reference(model: torch.nn.Module, ids: torch.Tensor) -> Tensors:
         streams.append(out if isinstance(out, torch.Tensor) else out[0])
 
     def route(y: int, gate: Any, args: Any, out: Any) -> None:
-        x = args[0].reshape(-1, args[0].shape[-1])
+        x, gate = args[0].reshape(-1, args[0].shape[-1]), getattr(gate, "classifier", gate)
         logits = torch.nn.functional.linear(x, gate.weight, getattr(gate, "bias", None))
         cap = getattr(gate, "router_logit_softcapping", 0)
         routers[y] = cap * torch.tanh(logits / cap) if cap else logits
@@ -279,7 +279,7 @@ def reference(model: torch.nn.Module, ids: torch.Tensor) -> Tensors:
     for y, layer in enumerate(layers):
         hooks.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
         for name, module in layer.named_modules():
-            if name in ROUTERS and hasattr(module, "weight"):
+            if name in ROUTERS and (hasattr(module, "weight") or hasattr(module, "classifier")):
                 hooks.append(module.register_forward_hook(partial(route, y)))
     out = {"logits": logits_of(model, ids).float().contiguous()}
     for hook in hooks:
@@ -361,7 +361,7 @@ def make(name: str, golden: Golden) -> None:
     directory = OUT / name
     directory.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(len(name))
-    layers = golden.text()["num_hidden_layers"]
+    layers = golden.text().get("num_hidden_layers", 0)
     tensors = published_tensors(build(golden, layers + golden.mtp), golden)
     stored, exact = quantize(golden, add_mtp(golden, tensors) if golden.mtp else tensors)
     model, core = loaded(golden, exact, layers), layer_behind(golden, exact) if golden.mtp else None

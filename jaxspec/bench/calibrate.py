@@ -285,7 +285,7 @@ def _measure(
 def _overlap(llm: LLM, arch: ArchSpec, ids: Sequence[int], grid: CalibrationGrid) -> MeasuredOverlap | None:
     """Measures shares of the independent count, on the routes of real text."""
     routed = [layer.ffn for layer in arch.layers if isinstance(layer.ffn, MoeSpec)]
-    if not routed or len({spec.top_k for spec in routed}) != 1:
+    if not routed or len({spec.top_k for spec in routed}) != 1 or any(spec.identities for spec in routed):
         return None
     size = min(OVERLAP_TEXT, llm.capacity)
     count = max(grid.all_rows[-1], 4)

@@ -32,10 +32,11 @@ def touched_experts(
       drafts: K.
 
     Returns:
-      The counts, None if the model has no experts, or as many kinds of them as cannot be averaged.
+      The counts, None if the model has no experts, or kinds of them that cannot be averaged.
     """
     layers = [layer.ffn for layer in model.net.arch.layers if isinstance(layer.ffn, MoeSpec)]
-    if not layers or len({(layer.experts, layer.top_k) for layer in layers}) != 1:
+    kinds = {(layer.experts, layer.top_k, layer.identities) for layer in layers}
+    if len(kinds) != 1 or layers[0].identities:
         return None
     experts, top_k = layers[0].experts, layers[0].top_k
     texts = [[*prompt, *ids] for prompt, ids in zip(prompts, run.token_ids, strict=True)]

@@ -80,7 +80,7 @@ def expert_layers(arch: ArchSpec) -> dict[int, MoeSpec]:
     """Returns the layers with routed experts, by number.
 
     Raises:
-      ConfigError: there are none, or they choose different numbers of experts.
+      ConfigError: there are none, they choose different numbers of experts, or some experts have no weights.
     """
     layers = {y: layer.ffn for y, layer in enumerate(arch.layers) if isinstance(layer.ffn, MoeSpec)}
     if len({spec.top_k for spec in layers.values()}) != 1:
@@ -88,6 +88,8 @@ def expert_layers(arch: ArchSpec) -> dict[int, MoeSpec]:
             f"balance: layers with the same number of chosen experts are needed, {arch.family} has "
             f"{sorted({spec.top_k for spec in layers.values()}) or 'no routed experts'}"
         )
+    if any(spec.identities for spec in layers.values()):
+        raise ConfigError(f"balance: {arch.family} has experts without weights, which are on no device")
     return layers
 
 

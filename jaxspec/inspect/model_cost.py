@@ -161,7 +161,8 @@ def _layers(arch: ArchSpec, sizes: Sizes, kind: np.dtype) -> list[LayerCost]:
     for spec in dict.fromkeys(arch.layers):
         name, repeats = stacks[spec]
         own = {path: size for path, size in sizes.items() if path.startswith(f"{name}/")}
-        costs.append(_layer(spec, own, repeats, counts[spec], _caches(spec.attention, kind, lent)))
+        caches = [cache for half in spec.halves for cache in _caches(half.attention, kind, lent)]
+        costs.append(_layer(spec, own, repeats, counts[spec], caches))
     return costs
 
 

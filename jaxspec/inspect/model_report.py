@@ -126,13 +126,17 @@ def _refused(directory: Path, *, has_weights: bool) -> dict[str, str]:
 
 def layer_kinds(layers: Iterable[LayerSpec]) -> dict[str, int]:
     """Counts layers of each kind."""
-    return dict(Counter(f"{_mixer(layer.attention)}; {_feed_forward(layer.ffn)}" for layer in layers))
+    return dict(Counter("; ".join(map(_half, layer.halves)) for layer in layers))
+
+
+def _half(layer: LayerSpec) -> str:
+    return f"{_mixer(layer.attention)}; {_feed_forward(layer.ffn)}"
 
 
 def _mixer(spec: Any) -> str:
     words = [MIXERS.get(type(spec).__name__, type(spec).__name__)]
     if getattr(spec, "window", None):
-        words.append(f"window of {spec.window}")
+        words.append(f"{'chunks' if getattr(spec, 'chunked', False) else 'window'} of {spec.window}")
     compressor = getattr(spec, "compressor", None)
     if compressor is not None:
         words.append(f"entries of {compressor.entries.stride}")
@@ -152,7 +156,8 @@ def _feed_forward(spec: Any) -> str:
         return f"dense of {spec.hidden}"
     shared = f" and a shared one of {spec.shared_hidden}" if spec.shared_hidden else ""
     by = ", by token id" if spec.router.kind == "hash" else ""
-    return f"{spec.top_k} of {spec.experts} experts of {spec.hidden}{shared}{by}"
+    none = f" or {spec.identities} that change nothing" if spec.identities else ""
+    return f"{spec.top_k} of {spec.experts} experts of {spec.hidden}{none}{shared}{by}"
 
 
 def _bytes(plan: LoadPlan, prediction: LoadPlan | None, *, on_disk: bool) -> dict[str, Any]:
@@ -230,7 +235,7 @@ def prefix_cache(arch: ArchSpec) -> dict[str, str]:
     size, kinds = BUCKETS[0], {"target": arch.layers, **({"multi-token prediction": arch.mtp} if arch.mtp else {})}
     answers = {}
     for name, layers in kinds.items():
-        streams = [layer.attention.streams for layer in layers]
+        streams = [layer.streams for layer in layers]
         why = why_not(streams, size)
         if name != "target" and len(layers) > 1:
             why = why or LATER_LAYERS

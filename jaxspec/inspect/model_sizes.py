@@ -88,7 +88,7 @@ def cached_values(arch: ArchSpec, layers: tuple[LayerSpec, ...] | None = None) -
     """Counts values by stream that each further token adds to the caches, those of windows left out."""
     values: dict[str, float] = {}
     for layer in arch.layers if layers is None else layers:
-        for name, s in layer.attention.streams.items():
+        for name, s in layer.streams.items():
             if s.reach is None and s.fixed is None:
                 values[name] = values.get(name, 0) + s.heads * s.width / s.stride
     return values
@@ -98,7 +98,7 @@ def cached_bytes(arch: ArchSpec, dtype: np.dtype) -> dict[str, float]:
     """Returns bytes by stream that each further token adds to the caches, in the stream's or the compute dtype."""
     sums: dict[str, float] = {}
     for layer in arch.layers:
-        for name, s in layer.attention.streams.items():
+        for name, s in layer.streams.items():
             if s.reach is None and s.fixed is None:
                 size = np.dtype(s.dtype or dtype).itemsize
                 sums[name] = sums.get(name, 0) + s.heads * s.width * size / s.stride
@@ -119,7 +119,7 @@ def ring_bytes(
     """
     sums: dict[str, int] = {}
     for layer in arch.layers:
-        for name, s in layer.attention.streams.items():
+        for name, s in layer.streams.items():
             size = np.dtype(s.dtype or dtype).itemsize * s.heads * s.width
             if s.fixed is not None:
                 sums[name] = sums.get(name, 0) + (s.fixed or drafts) * size

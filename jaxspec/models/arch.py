@@ -62,6 +62,7 @@ class Join:
 
 
 SUM = Join()
+SECOND = "second_"
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,26 @@ class LayerSpec:
       ffn: None for none.
       joins: how each joins the stream.
       scaled: whether a learned number multiplies the stream after it.
+      second: a further attention and dense feed-forward of the same layer, after which alone what the routed experts of
+        the first half give is added (ScMoE, Cai 2024, arXiv 2404.05019).
     """
 
     attention: MixerSpec
     ffn: FfnSpec | MoeSpec | None
     joins: tuple[Join, Join] = (SUM, SUM)
     scaled: bool = False
+    second: "LayerSpec | None" = None
+
+    @property
+    def halves(self) -> "tuple[LayerSpec, ...]":
+        """Returns the layer and what follows in it."""
+        return (self,) if self.second is None else (self, self.second)
+
+    @property
+    def streams(self) -> dict[str, StreamSpec]:
+        """Returns what it caches, by name; those of the second half as ``SECOND`` names them."""
+        second = {} if self.second is None else self.second.attention.streams
+        return {**self.attention.streams, **{SECOND + name: stream for name, stream in second.items()}}
 
 
 @dataclass(frozen=True)
@@ -186,8 +201,9 @@ def experts_of(arch: ArchSpec) -> int:
 
 
 def expert_dtype(arch: ArchSpec) -> np.dtype:
-    """Returns the smallest dtype that holds the number of any routed expert."""
-    return np.dtype(np.uint8 if experts_of(arch) <= 1 << 8 else np.uint16)
+    """Returns the smallest dtype that holds the number of whatever a router may choose."""
+    most = max((layer.ffn.choices for layer in arch.layers if isinstance(layer.ffn, MoeSpec)), default=0)
+    return np.dtype(np.uint8 if most <= 1 << 8 else np.uint16)
 
 
 def chosen_of(arch: ArchSpec) -> int:

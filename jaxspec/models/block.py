@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from jaxspec.cache.window import Window, take_outputs
-from jaxspec.models.arch import SUM, ArchSpec, LayerSpec, NoMixer
+from jaxspec.models.arch import SECOND, SUM, ArchSpec, LayerSpec, NoMixer
 from jaxspec.nn.attention import Attention, AttentionSpec
 from jaxspec.nn.compressed_attention import CompressedAttention, CompressedSpec
 from jaxspec.nn.delta_net import DeltaNet, DeltaNetSpec
@@ -105,9 +105,25 @@ class Block(nn.Module):
           inputs: with the memory of this layer.
           layer: index in the stack.
         """
-        arch, p = self.arch, self.policy
+        p, second, memory, own = self.policy, self.spec.second, inputs.memory, inputs.memory
         if isinstance(inputs.window, Window) and p.compute.splits_rows:
             inputs = replace(inputs, window=replace(inputs.window, rows_sharded=True))
+        if second is not None and memory is not None:
+            own = {name: memory[name] for name in self.spec.attention.streams}
+        done, late = self._half(x, replace(inputs, memory=own), layer)
+        if second is None:
+            return done
+        if memory is not None:
+            own = {name: memory[SECOND + name] for name in second.attention.streams}
+        last = Block(second, self.arch, p, name="second")(done.x, replace(inputs, memory=own))
+        if memory is not None:
+            memory = done.memory | {SECOND + name: pages for name, pages in last.memory.items()}
+        assert late is not None, "what a layer with two halves defers"
+        return LayerOutput(last.x + late, memory, last.selection, done.routing)
+
+    def _half(self, x: Array, inputs: Inputs, layer: Array | None) -> tuple[LayerOutput, Array | None]:
+        """Runs attention and feed-forward; what is to be added later comes by itself."""
+        arch, p, late = self.arch, self.policy, None
         if isinstance(self.spec.attention, NoMixer):
             x, mixed = take_outputs(x, inputs.window), Mixed(x, inputs.memory, inputs.selection)
         else:
@@ -117,18 +133,21 @@ class Block(nn.Module):
             mixed = attention(u, inputs)
             x = join(mixed.out_BTD)
         if self.spec.ffn is None:
-            return LayerOutput(x, mixed.memory, mixed.selection, None)
+            return LayerOutput(x, mixed.memory, mixed.selection, None), None
         inputs = inputs.of_outputs()
         u, join = self._enter("ffn", x, inputs)
         if isinstance(self.spec.ffn, MoeSpec):
             moe = Moe(self.spec.ffn, arch.model_dim, p, self.layers, arch.norm_eps, name="ffn")
             out, routing = moe(u, inputs, layer, stream_BTD=x)
+            if self.spec.ffn.deferred:
+                assert routing.shared_MD is not None, "what goes on meanwhile"
+                late, out = out, routing.shared_MD.reshape(out.shape)
         else:
             out, routing = DenseFfn(self.spec.ffn, arch.model_dim, p, name="ffn")(u), None
         x = join(out)
         if self.spec.scaled:
             x = rounded(x * declare(self, p, LAYER_SCALE, (1,)).astype(jnp.float32), inputs.zero_BT1)
-        return LayerOutput(x, mixed.memory, mixed.selection, routing)
+        return LayerOutput(x, mixed.memory, mixed.selection, routing), late
 
     def _enter(self, name: str, x: Array, inputs: Inputs) -> tuple[Array, Callable[[Array], Array]]:
         """Returns what a sub-layer reads, and how its output, of the positions asked for, joins the stream."""

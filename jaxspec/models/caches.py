@@ -22,12 +22,12 @@ def layout(arch: ArchSpec, policy: Policy) -> Layout:
     if policy.layout.depth == "unrolled":
         return unstacked(arch.layers)
     cut = segments(arch.layers)
-    return tuple((dict(layer.attention.streams), part.repeats) for part in cut for layer in part.pattern)
+    return tuple((layer.streams, part.repeats) for part in cut for layer in part.pattern)
 
 
 def unstacked(layers: Iterable[LayerSpec]) -> Layout:
     """Returns what each cache holds of layers that are never stacked: of a head, or of multi-token prediction."""
-    return tuple((dict(layer.attention.streams), 1) for layer in layers)
+    return tuple((layer.streams, 1) for layer in layers)
 
 
 def init_caches(arch: ArchSpec, policy: Policy, size: CacheSize) -> Caches:

@@ -1,16 +1,16 @@
 """A model family as a row of data, and the one reader that turns a published config into an ArchSpec."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.arch import SUM, ArchSpec, Join, LayerSpec, MixerSpec, NoMixer
+from jaxspec.models.arch import SUM, ArchSpec, LayerSpec, MixerSpec, NoMixer
 from jaxspec.models.mixers.gqa import GqaRow
 from jaxspec.models.mixers.hybrid import DENSE, HybridRow
 from jaxspec.models.read import Config, Reader, Switch, short
 from jaxspec.models.rotary import limit, reach
-from jaxspec.models.rows import FfnRow, HyperRow
+from jaxspec.models.rows import FfnRow, HyperRow, JoinRow, ScaleRow
 from jaxspec.nn.activations import activation_named
 from jaxspec.nn.ffn import Activation, FfnSpec
 from jaxspec.nn.moe import MoeSpec
@@ -61,6 +61,7 @@ class MoeRow:
       pattern: key of a list of 0 for dense layers and 1 for others, where ``mlp_layer_types`` does not say.
       weighs_input, apart: see ``MoeSpec``.
       switch: key that must be true for layers to have experts.
+      identities: key of the number of further experts that return what they read.
     """
 
     experts: tuple[str, ...]
@@ -95,31 +96,7 @@ class MoeRow:
     weighs_input: bool = False
     apart: bool = False
     switch: str | None = None
-
-
-@dataclass(frozen=True)
-class JoinRow:
-    """Keys of how a sub-layer's output joins the stream, see ``Join``; a number without keys is 1."""
-
-    scale: tuple[str, ...] = ()
-    old: tuple[str, ...] = ()
-    normed: bool = False
-    out_norm: bool = False
-
-    def join(self, read: Reader) -> Join:
-        """Reads the numbers."""
-        scale, old = (read.real(*keys, default=1.0) if keys else 1.0 for keys in (self.scale, self.old))
-        return Join(scale, old, self.normed, self.out_norm)
-
-
-@dataclass(frozen=True)
-class ScaleRow:
-    """Keys of what embeddings are multiplied by, logits divided and capped; ``root``: embeddings by that of D."""
-
-    embed: str = ""
-    logits: str = ""
-    cap: str = ""
-    root: bool = False
+    identities: str | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +123,8 @@ class Family:
       joins: how sub-layers join the stream, by ``ffn`` and by kinds of mixers, ``attention`` for all others.
       scales: row of multipliers.
       scaled: see ``LayerSpec``.
+      shortcut: whether a second attention and dense feed-forward follow in every layer, see ``LayerSpec.second``.
+      depth: key of the number of layers where it is another.
       one_each: whether a layer has a mixer or a feed-forward, as its kind says.
       inside: key under which the text model's config lies, where it is not the whole.
       defaults: config values that may be left out, as in transformers.
@@ -170,8 +149,10 @@ class Family:
     head_bias: str | None = None
     tied: tuple[str, ...] = ("tie_word_embeddings",)
     joins: Mapping[str, JoinRow] = field(default_factory=dict)
-    scales: ScaleRow = ScaleRow()
+    scales: ScaleRow = field(default_factory=ScaleRow)
     scaled: bool = False
+    shortcut: bool = False
+    depth: str | None = None
     one_each: bool = False
     inside: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -191,10 +172,14 @@ def reader_of(config: Config, family: Family) -> Reader:
     """Reads the part of a config that is about the text model."""
     if family.inside and isinstance(config.get(family.inside), Mapping):
         config = {**config, **config[family.inside]}
+    if family.depth and family.depth in config:
+        config = {**config, "num_hidden_layers": config[family.depth]}
     if isinstance(family.mixer, HybridRow) and config.get("num_hidden_layers") is None:
         listed = family.mixer.listed(config)
         config = config if listed is None else {**config, "num_hidden_layers": len(listed)}
-    return Reader(config, family.defaults)
+    read = Reader(config, family.defaults)
+    read.asked |= {family.depth} if family.depth else set()
+    return read
 
 
 def read_arch(read: Reader, family: Family) -> ArchSpec:
@@ -229,7 +214,7 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
         hyper=family.hyper.spec(read) if family.hyper else None,
         mtp=tuple(layers[count:]),
         head_bias=family.head_bias is not None and read.flag(family.head_bias),
-        **_scales(read, family.scales, dim),
+        **family.scales.numbers(read, dim),
     )
     if read.missing:
         raise ConfigError(f"config of {family.model_type}: missing {sorted(set(read.missing))}")
@@ -247,20 +232,13 @@ def _keys(row: FfnRow | MoeRow | None) -> set[str]:
     return keys | {*row.groups[0], row.groups[1]} if isinstance(row, MoeRow) and row.grouped else keys
 
 
-def _scales(read: Reader, row: ScaleRow, dim: int) -> dict[str, float]:
-    cap = row.cap and read.get(row.cap, default=None) is not None
-    return {
-        "embed_scale": dim**0.5 if row.root else read.real(row.embed, default=1.0) if row.embed else 1.0,
-        "logit_scale": 1 / read.real(row.logits, default=1.0) if row.logits else 1.0,
-        "logit_cap": read.real(row.cap) if cap else 0.0,
-    }
-
-
 def _layer(read: Reader, family: Family, layer: int) -> LayerSpec:
     mixer = family.mixer.spec(read, layer)
     if family.one_each and not isinstance(mixer, NoMixer):
         return LayerSpec(mixer, None)
     ffn, joins = _ffn(read, family, layer), family.joins
+    if family.shortcut and isinstance(ffn, MoeSpec):
+        return LayerSpec(mixer, replace(ffn, deferred=True), second=LayerSpec(mixer, _dense(read, family.ffn)))
     if not joins:
         return LayerSpec(mixer, ffn)
     kind = family.mixer.kind(read, layer) if isinstance(family.mixer, HybridRow) else ""
@@ -270,20 +248,21 @@ def _layer(read: Reader, family: Family, layer: int) -> LayerSpec:
 
 
 def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
-    activation, row = activation_named(read.get(family.ffn.activation, default="silu")), family.moe
+    row = family.moe
     if row is None or _is_dense(read, family, row, layer):
-        bias = read.flag(family.ffn.bias)
-        return FfnSpec(read.count(family.ffn.hidden), Activation(activation), family.ffn.gated, bias)
+        return _dense(read, family.ffn)
+    activation = activation_named(read.get(family.ffn.activation, default="silu"))
     if row.activation is not None and activation != "silu":
         raise ConfigError(
             f"config: {family.ffn.activation} must be silu in {family.model_type}, whose experts have an activation of "
             f"their own, got {activation!r}"
         )
     experts, top_k = read.count(*row.experts), read.count_at(layer, *several(row.top_k))
-    if top_k > experts and not read.missing:
-        raise ConfigError(f"config: {row.top_k} is {top_k}, but there are only {experts} experts")
     if row.router == "sparse_mixer" and top_k != 2 and not read.missing:
         raise ConfigError(f"config: {row.top_k} must be 2, which a sparse mixer chooses, got {top_k}")
+    identities = read.count(row.identities, default=0, least=0) if row.identities else 0
+    if top_k > experts + identities and not read.missing:
+        raise ConfigError(f"config: {row.top_k} is {top_k}, but there are only {experts + identities} experts")
     shared = read.count(row.shared_hidden, default=0, least=0) if row.shared_hidden else 0
     shared *= read.count(row.shared_count, default=0, least=0) if row.shared_count else 1
     limit = row.limit
@@ -301,9 +280,15 @@ def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
         activation=Activation(row.activation or activation, limit, row.gated),
         bias=row.bias,
         latent=read.count(row.latent, default=0, least=0) if row.latent else 0,
+        identities=identities,
         weighs_input=row.weighs_input,
         apart=row.apart,
     )
+
+
+def _dense(read: Reader, row: FfnRow) -> FfnSpec:
+    activation = activation_named(read.get(row.activation, default="silu"))
+    return FfnSpec(read.count(row.hidden), Activation(activation), row.gated, read.flag(row.bias))
 
 
 def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jaxspec.models.arch import Join
 from jaxspec.models.read import Reader
 from jaxspec.nn.hyper import HyperSpec
 
@@ -35,3 +36,37 @@ class HyperRow:
         """Reads the numbers."""
         eps = read.real(self.eps, default=1e-6, most=1.0)
         return HyperSpec(read.count(self.streams, default=4), read.count(self.rounds, default=20), eps)
+
+
+@dataclass(frozen=True)
+class JoinRow:
+    """Keys of how a sub-layer's output joins the stream, see ``Join``; a number without keys is 1."""
+
+    scale: tuple[str, ...] = ()
+    old: tuple[str, ...] = ()
+    normed: bool = False
+    out_norm: bool = False
+
+    def join(self, read: Reader) -> Join:
+        """Reads the numbers."""
+        scale, old = (read.real(*keys, default=1.0) if keys else 1.0 for keys in (self.scale, self.old))
+        return Join(scale, old, self.normed, self.out_norm)
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """Keys of what embeddings are multiplied by, logits divided and capped; ``root``: embeddings by that of D."""
+
+    embed: str = ""
+    logits: str = ""
+    cap: str = ""
+    root: bool = False
+
+    def numbers(self, read: Reader, dim: int) -> dict[str, float]:
+        """Reads the numbers, by their names in ``ArchSpec``."""
+        capped = self.cap and read.get(self.cap, default=None) is not None
+        return {
+            "embed_scale": dim**0.5 if self.root else read.real(self.embed, default=1.0) if self.embed else 1.0,
+            "logit_scale": 1 / read.real(self.logits, default=1.0) if self.logits else 1.0,
+            "logit_cap": read.real(self.cap) if capped else 0.0,
+        }

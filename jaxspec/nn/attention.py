@@ -104,8 +104,8 @@ class AttentionSpec:
 class Attention(nn.Module):
     """Projections around ``attend``; query, key and value weights of one kv head lie together, [X, G, R + 2, C].
 
-    Value weights lie apart where their heads have another width, and there are none where values are keys. The input may be wider than the output (EAGLE-3 joins
-    two vectors there).
+    Value weights lie apart where their heads have another width, and there are none where values are keys. The input
+    may be wider than the output (EAGLE-3 joins two vectors there).
     """
 
     spec: AttentionSpec

@@ -166,7 +166,7 @@ def run_experts(
     activation: Activation,
     policy: Policy,
     layer: Array | None = None,
-    live_M: Array | None = None,
+    live: Array | None = None,
 ) -> Array:
     """Computes routed experts that lie in one array, by their kernel or by XLA; on a mesh each device its own.
 
@@ -177,7 +177,7 @@ def run_experts(
       activation: of all experts.
       policy: what computes, and in which dtype.
       layer: index in the stack.
-      live_M: rows that are computed, None for all; the others give zeros.
+      live: rows [M] or choices [M, A] that are computed, None for all; the others give zeros.
     """
     mesh, dtype = policy.compute.mesh, policy.compute.dtype
     native = isinstance(experts["down_EFD"], Packed)
@@ -186,13 +186,13 @@ def run_experts(
         return (run_packed if native else run_stacked)(x, own, experts, activation, dtype, layer, live)
 
     if native:
-        return in_parts(whole, x_MD, routing, live_M)
+        return in_parts(whole, x_MD, routing, live)
     choice = choose_kernel(x_MD.shape[0], routing.expert_MA.shape[1], experts, policy, stacked=layer is not None)
     if choice.implementation == "xla" and (not split(mesh) or obstacles_on(mesh, experts)):
-        return in_parts(whole, x_MD, routing, live_M)
+        return in_parts(whole, x_MD, routing, live)
     expert_MA = routing.expert_MA
-    if live_M is not None:
-        expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
+    if live is not None:
+        expert_MA = jnp.where(live if live.ndim == 2 else live[:, None], expert_MA, -1)
 
     def compute(x: Array, choices: Array, weights: Array, experts: dict[str, Weight], layer: Array | None) -> Array:
         def some(x: Array, own: Routing, live: Array | None) -> Array:
@@ -217,15 +217,16 @@ def run_weighed(
     activation: Activation,
     policy: Policy,
     layer: Array | None = None,
-    live_M: Array | None = None,
+    live: Array | None = None,
 ) -> Array:
     """Computes routed experts that read their rows times the weight of the choice, each choice a row; else as above."""
     rows, top_k = routing.expert_MA.shape
     x_RD = (x_MD[:, None] * routing.weight_MA[..., None]).reshape(rows * top_k, -1)
     one_R1 = jnp.ones((rows * top_k, 1), jnp.float32)
     each = replace(routing, expert_MA=routing.expert_MA.reshape(-1, 1), weight_MA=one_R1)
-    live_R = None if live_M is None else jnp.repeat(live_M, top_k)
-    out_MAD = run_experts(x_RD, each, experts, activation, policy, layer, live_R).reshape(rows, top_k, -1)
+    if live is not None:
+        live = live.reshape(-1) if live.ndim == 2 else jnp.repeat(live, top_k)
+    out_MAD = run_experts(x_RD, each, experts, activation, policy, layer, live).reshape(rows, top_k, -1)
     return functools.reduce(operator.add, (out_MAD[:, a] for a in range(top_k)))
 
 
@@ -236,13 +237,13 @@ def run_packed(
     activation: Activation,
     dtype: jnp.dtype,
     layer: Array | None = None,
-    live_M: Array | None = None,
+    live: Array | None = None,
 ) -> Array:
     """Computes routed experts by native kernels, each row's products where they are; see ``run_experts``."""
     expert_MA, hidden = routing.expert_MA, experts["gate_up_ED2F"].outer[1]
     choose(OP, f"M{x_MD.shape[0]} A{expert_MA.shape[1]} {experts['gate_up_ED2F'].kind}", "native", "cpu", [])
-    if live_M is not None:
-        expert_MA = jnp.where(live_M[:, None], expert_MA, -1)
+    if live is not None:
+        expert_MA = jnp.where(live if live.ndim == 2 else live[:, None], expert_MA, -1)
 
     both_RX = product(
         x_MD, experts["gate_up_ED2F"], experts.get("gate_up_bias_E2F"), expert_MA=expert_MA, layer=layer, dtype=dtype

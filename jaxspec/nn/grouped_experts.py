@@ -19,27 +19,29 @@ MOST_ROWS = 8192  # that experts compute at a time; their hidden units take memo
 
 
 def in_parts(
-    compute: Callable[[Array, Routing, Array | None], Array], x_MD: Array, routing: Routing, live_M: Array | None
+    compute: Callable[[Array, Routing, Array | None], Array], x_MD: Array, routing: Routing, live: Array | None
 ) -> Array:
     """Computes experts for at most ``MOST_ROWS`` rows at a time.
 
     Args:
-      compute: takes rows, their choices, of which negative ones count as none, and which rows count, and returns
-        [M, D].
+      compute: takes rows, their choices, of which negative ones count as none, and which rows or choices count, and
+        returns [M, D].
       x_MD: rows.
       routing: their choices.
-      live_M: rows that are computed, None for all; the others give zeros.
+      live: rows [M] or choices [M, A] that are computed, None for all; the others give zeros.
     """
     rows = len(x_MD)
     if rows <= MOST_ROWS:
-        return compute(x_MD, routing, live_M)
+        return compute(x_MD, routing, live)
     parts = -(-rows // MOST_ROWS)
-    expert_MA = routing.expert_MA if live_M is None else jnp.where(live_M[:, None], routing.expert_MA, -1)
+    expert_MA = routing.expert_MA
+    if live is not None:
+        expert_MA = jnp.where(live if live.ndim == 2 else live[:, None], expert_MA, -1)
     each = x_MD, expert_MA, routing.weight_MA
 
     def some(part: tuple[Array, Array, Array]) -> Array:
         x, choices, weights = part
-        return compute(x, replace(routing, expert_MA=choices, weight_MA=weights), choices[:, 0] >= 0)
+        return compute(x, replace(routing, expert_MA=choices, weight_MA=weights), choices >= 0)
 
     return by_parts(some, each, -(-rows // parts))
 

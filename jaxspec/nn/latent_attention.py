@@ -54,6 +54,7 @@ class LatentSpec:
       reuses_selection: whether the selection of an earlier layer's indexer does.
       rotates: whether the rotation is applied; without it the channels are there all the same.
       gated: whether a sigmoid of the input, one number per head, multiplies what heads give.
+      latent_scale: multiplies the normalized vector.
     """
 
     chain_only = None
@@ -70,6 +71,7 @@ class LatentSpec:
     reuses_selection: bool = False
     rotates: bool = True
     gated: bool = False
+    latent_scale: float = 1.0
 
     @property
     def one_text_only(self) -> bool:
@@ -149,6 +151,7 @@ class LatentAttention(nn.Module):
         w_a, bias = declare(self, p, KV_A, (x_BTD.shape[-1], width)), self._bias(KV_A_BIAS, width)
         both = dense(x_BTD, w_a, bias, dtype=p.compute.dtype)
         c = rms_norm(both[..., : s.rank], declare(self, p, KV_NORM, (s.rank,)), RANK_NORM_EPS)
+        c = c if s.latent_scale == 1 else c * s.latent_scale
         return c, self._turned(both[:, :, None, s.rank :], position_BT)
 
     def _turned(self, x_BTHC: Array, position_BT: Array) -> Array:

@@ -15,7 +15,7 @@ from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import ZEROS, Param, declare
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.router import RouterSpec, Routing, route
-from jaxspec.nn.steady import rounded, sigmoid
+from jaxspec.nn.steady import rounded, row_sum, sigmoid
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 
@@ -53,6 +53,8 @@ class MoeSpec:
       apart: whether router and routed experts read the stream itself, each through a norm of its own, whether what
         routed and shared experts return is normalized before it is added, and whether each expert's weight is
         multiplied by a learned number.
+      identities: further experts, numbered after the others, which return what they read.
+      deferred: whether the layer returns what its routed experts give by itself, to be added later.
       weighs_input: whether a choice's weight multiplies what its expert reads instead of what it returns.
     """
 
@@ -68,6 +70,13 @@ class MoeSpec:
     latent: int = 0
     weighs_input: bool = False
     apart: bool = False
+    identities: int = 0
+    deferred: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Returns how many experts the router chooses from."""
+        return self.experts + self.identities
 
     def shapes(self, model_dim: int, redundant: int = 0) -> dict[str, tuple[int, ...]]:
         """Shapes of the routed parameters, all experts stacked, and slots beyond them."""
@@ -94,7 +103,7 @@ class Moe(nn.Module):
     def __call__(
         self, x_BTD: Array, inputs: Inputs, layer: Array | None = None, *, stream_BTD: Array | None = None
     ) -> tuple[Array, Routing]:
-        """Routes, and returns routed plus shared output [B, T, D], and the choices.
+        """Routes, and returns routed plus shared output [B, T, D], or routed alone where deferred, and the choices.
 
         Args:
           x_BTD: the normalized stream.
@@ -118,17 +127,20 @@ class Moe(nn.Module):
             zero_M1 = inputs.zero_BT1.reshape(-1, 1)
             out_MD = rounded(self._normed(out_MD, "routed_out_norm"), zero_M1)
             shared_MD = None if shared_MD is None else rounded(self._normed(shared_MD, "shared_out_norm"), zero_M1)
-        out_MD = out_MD if shared_MD is None else out_MD + shared_MD
+        out_MD = out_MD if shared_MD is None or s.deferred else out_MD + shared_MD
         return out_MD.reshape(x_BTD.shape), replace(routing, shared_MD=x_MD if shared_MD is None else shared_MD)
 
     def _normed(self, x_MD: Array, name: str) -> Array:
         return rms_norm(x_MD, declare(self, self.policy, APART[name], (self.model_dim,)), self.norm_eps)
 
     def _routed(self, x_MD: Array, routing: Routing, inputs: Inputs, layer: Array | None) -> Array:
-        """What the routed experts return, weighed and summed."""
+        """Computes what the routed experts return, weighed and summed."""
         s, p, dim = self.spec, self.policy, self.model_dim
         live_BT = None if inputs.window is None else inputs.window.valid
-        live_M = None if live_BT is None else live_BT.reshape(-1)
+        live = None if live_BT is None else live_BT.reshape(-1)
+        if s.identities:
+            own_MA = routing.expert_MA < s.experts
+            live = own_MA if live is None else own_MA & live[:, None]
         lead = (self.layers,) if self.layers else ()
         placed = self._placed(routing, inputs)
         experts = {
@@ -137,13 +149,16 @@ class Moe(nn.Module):
         }
         inner = dense(x_MD, declare(self, p, LATENT_IN, (dim, s.latent)), dtype=p.compute.dtype) if s.latent else x_MD
         run = run_weighed if s.weighs_input else run_experts
-        out_MD = run(inner, placed, experts, s.activation, p, layer, live_M)
+        out_MD = run(inner, placed, experts, s.activation, p, layer, live)
         if s.latent:
             out_MD = dense(out_MD, declare(self, p, LATENT_OUT, (s.latent, dim)), dtype=p.compute.dtype)
+        if s.identities:
+            weight_M1 = row_sum(jnp.where(routing.expert_MA < s.experts, 0.0, routing.weight_MA))
+            out_MD = out_MD + rounded(weight_M1 * x_MD, inputs.zero_BT1.reshape(-1, 1))
         return out_MD
 
     def _shared(self, x_MD: Array) -> Array:
-        """What the shared expert returns."""
+        """Computes what the shared expert returns."""
         s, p, dim, gate = self.spec, self.policy, self.model_dim, None
         if s.shared_gate:
             gate = sigmoid(dense(x_MD, declare(self, p, SHARED_GATE, (dim, 1)), dtype=p.compute.dtype))
@@ -152,11 +167,11 @@ class Moe(nn.Module):
 
     def _route(self, x_MD: Array, token_M: Array) -> Routing:
         s, p, r = self.spec, self.policy, self.spec.router
-        router_DE = declare(self, p, ROUTER, (self.model_dim, s.experts))
-        logit_bias = declare(self, p, ROUTER_BIAS, (s.experts,)) if r.logit_bias else None
+        router_DE = declare(self, p, ROUTER, (self.model_dim, s.choices))
+        logit_bias = declare(self, p, ROUTER_BIAS, (s.choices,)) if r.logit_bias else None
         product = exact_dense if r.exact else dense
         logits_ME = product(x_MD, router_DE, logit_bias, dtype=p.compute.dtype)
-        bias_E = declare(self, p, CHOICE_BIAS, (s.experts,)) if r.choice_bias else None
+        bias_E = declare(self, p, CHOICE_BIAS, (s.choices,)) if r.choice_bias else None
         if r.kind != "hash":
             routing = route(logits_ME, s.top_k, r, bias_E)
             if not s.apart:
@@ -173,7 +188,8 @@ class Moe(nn.Module):
             return routing
         slots_EX = declare(self, p, SLOTS, (s.experts, p.layout.slots.replicas))
         turn_M = (inputs.token_BT + inputs.position_BT).reshape(-1)
-        return replace(routing, expert_MA=slots_for(routing.expert_MA, turn_M, slots_EX))
+        expert_MA = jnp.minimum(routing.expert_MA, s.experts - 1) if s.identities else routing.expert_MA
+        return replace(routing, expert_MA=slots_for(expert_MA, turn_M, slots_EX))
 
 
 def _any_experts(experts: int):

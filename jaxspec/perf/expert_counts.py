@@ -67,10 +67,9 @@ def read_load(file: Path) -> ExpertLoad:
 
 
 def counted(expert_XYA: np.ndarray, experts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Counts choices of each expert of each layer among some positions."""
-    return tuple(
-        tuple(np.bincount(expert_XYA[:, y].ravel(), minlength=size).tolist()) for y, size in enumerate(experts)
-    )
+    """Counts choices of each expert of each layer among some positions; not of experts without weights."""
+    counts = (np.bincount(expert_XYA[:, y].ravel(), minlength=size)[:size] for y, size in enumerate(experts))
+    return tuple(tuple(each.tolist()) for each in counts)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def pass_of(arch: ArchSpec, policy: Policy, rows: int) -> Pass:
         math.prod(x.shape) for path, x in leaves.items() if declared(path).part not in ("routed experts", "embedding")
     )
     moe = [layer.ffn for layer in arch.layers if isinstance(layer.ffn, MoeSpec)]
-    streams = [s for layer in arch.layers for s in layer.attention.streams.values()]
+    streams = [s for layer in arch.layers for s in layer.streams.values()]
     return Pass(
         rows=rows,
         positions=1,

@@ -56,6 +56,7 @@ COUNTS = {
     "mimo-v2-flash": (308.8, 15.45),
     "minimax-m2": (228.7, 11.0),
     "minimax-text-01": (456.1, 48.40),
+    "longcat-flash": (560.7, 32.18),
     "mixtral-8x22b": (140.6, 39.2),
     "mixtral-8x7b": (46.7, 12.9),
     "nemotron-3-nano-30b-a3b": (31.58, 3.58),

@@ -15,7 +15,7 @@ from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.topology import chain
 from tests.oracle.conftest import VOCAB, Lab, Request, generate, tokens_of
-from tests.oracle.test_families_lossless import MECHANISMS, Family
+from tests.oracle.test_families_lossless import CACHED, MECHANISMS, Family
 
 KEPT = 400
 Rounds = list[list[Request]]
@@ -79,7 +79,7 @@ def test_acceptance_needs_the_drafter_s_part_of_a_prefix(lab: Lab, rounds: Round
     assert accepted < wanted
 
 
-@pytest.mark.parametrize("name", [name if name == "gpt_oss" else slow(name) for name in MECHANISMS])
+@pytest.mark.parametrize("name", [n if n == "gpt_oss" else slow(n) for n in (*MECHANISMS, *CACHED)])
 def test_every_kind_of_cache(name: str):
     """Windows, sinks, latents, indexers, compressed entries; the draft model has the target's kind, too."""
     family = Family(name)

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from jaxspec.models.family import Family, FfnRow, JoinRow, MoeRow, ScaleRow
+from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.gqa import FULL, NEAR
 from jaxspec.models.mixers.two_sizes import TwoSizesRow
+from jaxspec.models.rows import FfnRow, JoinRow, ScaleRow
 
 ROPE = {
     NEAR: {"rope_type": "default", "rope_theta": 1e4},

@@ -1,9 +1,10 @@
 """Granite 4: Mamba-2 and attention without positions, multipliers, small experts beside a shared one."""
 
-from jaxspec.models.family import Family, JoinRow, MoeRow, ScaleRow
+from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.gqa import FULL, GqaRow
 from jaxspec.models.mixers.hybrid import LINEAR, HybridRow
 from jaxspec.models.mixers.recurrent import MambaRow
+from jaxspec.models.rows import JoinRow, ScaleRow
 
 MAMBA = MambaRow(
     "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias",

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from jaxspec.models.family import Family, FfnRow, MoeRow
+from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.chunked import ChunkedRow
+from jaxspec.models.rows import FfnRow
 
 TEXT = Family(
     model_type="llama4_text",

@@ -1,9 +1,10 @@
 """MiniMax-01: lightning attention and attention; what a layer adds to is the normalized stream, both multiplied."""
 
-from jaxspec.models.family import Family, JoinRow, MoeRow
+from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.gqa import FULL, GqaRow
 from jaxspec.models.mixers.hybrid import LINEAR, HybridRow
 from jaxspec.models.mixers.recurrent import LightningRow
+from jaxspec.models.rows import JoinRow
 
 FAMILY = Family(
     model_type="minimax",

@@ -21,6 +21,8 @@ class LatentRow:
       index_interleaved: layout of the indexer's rotation, where ``indexer_rope_interleave`` does not say.
       index_sharing: whether layers may use the selection of an earlier one.
       rotates, gated: see ``LatentSpec``.
+      balanced: whether low-rank vectors are multiplied by the root of how much narrower they are than the stream, where
+        ``mla_scale_q_lora`` and ``mla_scale_kv_lora`` do not say no.
     """
 
     indexed: bool = False
@@ -28,6 +30,7 @@ class LatentRow:
     index_sharing: bool = False
     rotates: bool = True
     gated: bool = False
+    balanced: bool = False
 
     def spec(self, read: Reader, layer: int) -> LatentSpec:
         """Attention of one layer.
@@ -38,25 +41,32 @@ class LatentRow:
         turned, plain = read.count("qk_rope_head_dim"), read.count("qk_nope_head_dim")
         # A partial factor speaks of the whole head.
         rope = rope_of(read, turned, interleaved=read.flag("rope_interleave", default=True), whole=True)
-        query_rank = read.get("q_lora_rank", default=None)
+        query_rank = read.count("q_lora_rank") if read.get("q_lora_rank", default=None) else None
         kinds = self._kinds(read, layer)
         index = self._index(read, rope, kinds) if kinds[0] == "full" else None
         if index and not query_rank and not read.missing:
             raise ConfigError("config: an indexer reads the low-rank queries, but q_lora_rank is null")
+        rank = read.count("kv_lora_rank")
         return LatentSpec(
             heads=read.count("num_attention_heads"),
             plain_dim=plain,
             value_dim=read.count("v_head_dim"),
-            rank=read.count("kv_lora_rank"),
+            rank=rank,
             rope=rope,
-            scale=(plain + turned) ** -0.5 * _sharpened(read),
-            query_rank=read.count("q_lora_rank") if query_rank else None,
+            scale=(plain + turned) ** -0.5 * _sharpened(read) * self._balance(read, "mla_scale_q_lora", query_rank),
+            query_rank=query_rank,
             bias=read.flag("attention_bias"),
             index=index,
             reuses_selection=kinds[0] == "shared",
             rotates=self.rotates,
             gated=self.gated,
+            latent_scale=self._balance(read, "mla_scale_kv_lora", rank),
         )
+
+    def _balance(self, read: Reader, key: str, rank: int | None) -> float:
+        if not self.balanced or not read.flag(key, default=True) or rank is None:
+            return 1.0
+        return (read.count("hidden_size") / rank) ** 0.5
 
     def _index(self, read: Reader, rope: RopeSpec, kinds: tuple[str, str]) -> IndexSpec:
         interleaved = read.flag("indexer_rope_interleave", default=self.index_interleaved)

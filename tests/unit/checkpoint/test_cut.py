@@ -23,6 +23,8 @@ CASES = [
     ("head_rows", [(G * C, F)], (G, C, F), (True, False, True)),
     ("gate_up", [(F, D), (F, D)], (D, 2, F), (True, False, True)),
     ("by_turns", [(D, 2 * F)], (D, 2, F), (True, False, True)),
+    ("columns", [(D, 2 * F)], (D, 2, F), (True, True, False)),
+    ("query_key", [(G * R * C, D), (G * C, D)], (D, G, R + 1, C), (True, True, False, False)),
     ("heads", [(G * C,)], (G, C), (False, False)),
     ("each", [(D,), (D,)], (2, D), (False, False)),
 ]

@@ -10,10 +10,12 @@ import pytest
 from jaxspec.native.packing import pack
 from jaxspec.nn.attend import Source, attend, positions_seen
 from jaxspec.nn.dense import dense
-from jaxspec.nn.experts import lay_out, run_packed, run_stacked
+from jaxspec.nn.experts import lay_out, run_packed, run_stacked, run_weighed
 from jaxspec.nn.ffn import SILU, Activation
 from jaxspec.nn.norm import rms_norm
+from jaxspec.nn.policy import make_policy
 from jaxspec.nn.router import RouterSpec, Routing, route
+from jaxspec.pytree import replace
 
 EXPERTS, TOP_K, DIM, HIDDEN = 6, 2, 24, 20
 FLOAT32, BFLOAT16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -116,7 +118,7 @@ def test_rows_that_are_not_live_touch_no_expert(layout: str):
     weights_of = {"gate_up_ED2F": gate_up, "down_EFD": down}
     if layout == "native":
         packed = {name: pack(w, lead=1) for name, w in weights_of.items()}
-        found = run_packed(x, routing, packed, SILU, FLOAT32, live_M=jnp.asarray(live))
+        found = run_packed(x, routing, packed, SILU, FLOAT32, live=jnp.asarray(live))
     else:
         found = run_stacked(x, routing, weights_of, SILU, FLOAT32, live=jnp.asarray(live))
     clean = [jnp.nan_to_num(w) for w in (gate_up, down)]
@@ -259,3 +261,18 @@ def test_biased_choices_within_groups_equal_numpy():
         assert found.expert_MA[row].tolist() == chosen.tolist()
         weight = score_ME[row, chosen] / score_ME[row, chosen].sum() * 2.5
         np.testing.assert_allclose(found.weight_MA[row], weight, rtol=1e-5)
+
+
+def test_weights_on_the_input_equal_numpy():
+    """An expert of Llama 4 reads its row times the weight of the choice, and what it returns is not weighed again."""
+    rows, (gate_up, down) = 5, weights(FLOAT32)
+    routing, x = routing_of("even", rows), np.random.default_rng(1).normal(size=(rows, DIM)).astype(np.float32)
+    live_M = jnp.asarray([True, True, False, True, True])
+    named, policy = {"gate_up_ED2F": gate_up, "down_EFD": down}, make_policy(FLOAT32)
+    found = run_weighed(jnp.asarray(x), routing, named, SILU, policy, live=live_M)
+    one = replace(routing, weight_MA=jnp.ones((rows, 1)))
+    wanted = np.zeros((rows, DIM))
+    for a in range(TOP_K):
+        weighed = x * np.asarray(routing.weight_MA)[:, a : a + 1]
+        wanted += reference(weighed, replace(one, expert_MA=routing.expert_MA[:, a : a + 1]), gate_up, down)
+    np.testing.assert_allclose(found, np.where(live_M[:, None], wanted, 0), atol=1e-5)

@@ -82,7 +82,7 @@ def test_many_rows_are_computed_some_at_a_time(kernels: Any, monkeypatch: pytest
     text = run.lower(rows_of(), routing, own).as_text()
     assert "stablehlo.while" in text
     np.testing.assert_allclose(run(rows_of(), routing, own), wanted, rtol=0, atol=1e-5)
-    found = np.asarray(run(rows_of(), routing, own, live_M=jnp.asarray(live_M)))
+    found = np.asarray(run(rows_of(), routing, own, live=jnp.asarray(live_M)))
     np.testing.assert_allclose(found, np.where(live_M[:, None], wanted, 0), rtol=0, atol=1e-5)
 
 

@@ -1,11 +1,11 @@
-"""The first maximum of a row, found in blocks, is the one that is found number by number."""
+"""The first maximum of a row, found in blocks, is the one that is found number by number; functions near numpy's."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.nn.steady import row_argmax
+from jaxspec.nn.steady import row_argmax, tanh
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
@@ -22,3 +22,8 @@ def test_what_is_no_number_wins_as_in_argmax():
     x = np.zeros((2, 200), np.float32)
     x[0, 130] = x[0, 199] = np.nan
     np.testing.assert_array_equal(jax.jit(row_argmax)(x), np.asarray(jnp.argmax(x, axis=-1)))
+
+
+def test_tanh_is_that_of_numpy():
+    x = np.concatenate([np.linspace(-20, 20, 4001), [-1e4, -1e-8, 0, 1e-8, 1e4]]).astype(np.float32)
+    np.testing.assert_allclose(jax.jit(tanh)(x), np.tanh(x.astype(np.float64)), atol=1e-7)
