@@ -20,6 +20,7 @@ from jaxspec.models.catalog import arch_of
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.shardings import named_shardings
 from jaxspec.pytree import replace
+from jaxspec.sharding.compiler_options import compiler_options
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.placement import row_axes, state_rules, state_shardings
 from jaxspec.sharding.targets import target_context, target_devices
@@ -51,7 +52,7 @@ def compile_for(
 
     call.__name__ = name
     with target_context(devices) if len(devices) == 1 else contextlib.nullcontext():
-        return jax.jit(call, donate_argnums=donate).lower(*shapes).compile()
+        return jax.jit(call, donate_argnums=donate).lower(*shapes).compile(compiler_options("gpu"))
 
 
 def report_programs(

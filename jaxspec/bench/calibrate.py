@@ -31,6 +31,7 @@ from jaxspec.pytree import replace as with_leaves
 from jaxspec.serve.compiled import Programs
 from jaxspec.serve.engine import STOP_PLACES, Engine
 from jaxspec.serve.llm import LLM
+from jaxspec.sharding.compiler_options import compiler_options
 from jaxspec.topology import chain
 
 BUCKET, OVERLAP_TEXT = 64, 96
@@ -235,7 +236,7 @@ def _benches(engine: Engine, grid: CalibrationGrid, rows: int, ids: Sequence[int
         state = _filled(engine, rows, context, ids)
         if length not in drafting:
             args = engine.programs.drafters[chain(length)], state.draft, state.anchor, engine.spec.rule.name
-            drafting[length] = jax.jit(propose_often, static_argnums=3).lower(*args).compile()
+            drafting[length] = jax.jit(propose_often, static_argnums=3).lower(*args).compile(compiler_options())
         names = ("length_B", "anchor_B", "history_BS", "active_B")
         start = {name: np.asarray(getattr(state, name)) for name in names}
         benches.append(Bench(cell, engine.programs, state, start, drafting[length]))

@@ -23,11 +23,12 @@ from jaxspec.perf.moesd import mean_acceptance_length
 from jaxspec.protocol import Drafter, VerifyRule
 from jaxspec.serve.defaults import end_ids
 from jaxspec.serve.loading import load_draft
+from jaxspec.sharding.compiler_options import LazyJit
 from jaxspec.train.evaluate import AcceptanceEvaluator, EvalSpec
 from jaxspec.verify.rules import rule_of
 
 BLOCK = 128
-STEP = jax.jit(step, static_argnames="plan", donate_argnums=2)
+STEP = LazyJit(step, static_argnames="plan", donate_argnums=2)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from jaxspec.checkpoint.load.model import load_model
 from jaxspec.errors import ConfigError, RequestError
 from jaxspec.models.transformer import teacher_forced
 from jaxspec.nn.policy import policy_for
+from jaxspec.sharding.compiler_options import compiler_options
 
 PADDED_TO = 64
 
@@ -76,6 +77,8 @@ def _logits(directory: str | Path, quantization: str, token_ids: Sequence[int], 
     padding = -len(token_ids) % PADDED_TO
     token_BT = jnp.asarray([[*map(int, token_ids), *[0] * padding]], jnp.int32)
     position_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
-    forward = jax.jit(lambda params: teacher_forced(model.net, params, token_BT, position_BT)[0])
+    forward = jax.jit(
+        lambda params: teacher_forced(model.net, params, token_BT, position_BT)[0], compiler_options=compiler_options()
+    )
     weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     return np.asarray(forward(model.params))[0, : len(token_ids)], weight_bytes

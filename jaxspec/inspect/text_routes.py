@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec.checkpoint.load.model import Model
 from jaxspec.models.transformer import Transformer, teacher_forced
 from jaxspec.shapes import Array, Params
+from jaxspec.sharding.compiler_options import compiler_options
 
 CHUNK = 64
 
@@ -17,7 +18,7 @@ CHUNK = 64
 def routed_experts(model: Model, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Returns expert ids [layers, tokens, A] of each text, by teacher forcing; one program for all texts."""
     longest = -(-max(map(len, texts)) // CHUNK) * CHUNK
-    routes = jax.jit(partial(_routes, model.net))
+    routes = jax.jit(partial(_routes, model.net), compiler_options=compiler_options())
     position = np.arange(longest, dtype=np.int32)[None]
     chosen = []
     for text in texts:

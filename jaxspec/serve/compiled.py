@@ -27,6 +27,7 @@ from jaxspec.serve.background import CompiledPrograms
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
+from jaxspec.sharding.compiler_options import compiler_options
 from jaxspec.sharding.placement import mesh_of, settle, shapes_on
 from jaxspec.topology import AnyTopology
 
@@ -272,4 +273,4 @@ def compile_program(
         placed["out_shardings"] = (state, NamedSharding(mesh, PartitionSpec())) if report else state
     with _TRACING:
         lowered = jax.jit(function, donate_argnums=donate, **placed).lower(*shapes)
-    return lowered.compile()
+    return lowered.compile(compiler_options())

@@ -38,6 +38,7 @@ from jaxspec.serve.request import Logprob, RequestOutput, SamplingParams
 from jaxspec.serve.running_engine import RunningEngine
 from jaxspec.serve.vllm_arguments import refuse_foreign, refuse_with_request
 from jaxspec.serve.worker import Worker
+from jaxspec.sharding.compiler_options import compiler_options
 
 BLOCK = 128
 
@@ -196,7 +197,7 @@ class LLM(RunningEngine):
 
     @cached_property
     def _teacher(self) -> Callable[..., Any]:
-        return jax.jit(lambda *x, net=self.model.net: teacher_forced(net, *x)[0])
+        return jax.jit(lambda *x, net=self.model.net: teacher_forced(net, *x)[0], compiler_options=compiler_options())
 
     @property
     def default_sampling_params(self) -> SamplingParams:

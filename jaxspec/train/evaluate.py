@@ -26,6 +26,7 @@ from jaxspec.perf.moesd import mean_acceptance_length
 from jaxspec.protocol import Drafter
 from jaxspec.pytree import replace
 from jaxspec.shapes import Params
+from jaxspec.sharding.compiler_options import LazyJit
 from jaxspec.sharding.placement import allocate, mesh_of, settle, state_rules, state_shardings
 from jaxspec.topology import chain
 from jaxspec.train.data import Corpus, prompts
@@ -60,9 +61,9 @@ def _stay(state: DecodeState, mesh: Mesh | None) -> DecodeState:
 
 
 # Of the module: evaluators of all temperatures share these programs, at every update.
-PREFILL = jax.jit(_prefill, static_argnums=0, donate_argnums=3)
-ADMIT = jax.jit(_admit, static_argnums=0, donate_argnums=1)
-DISPATCH = jax.jit(_dispatch, static_argnums=(0, 1), donate_argnums=4)
+PREFILL = LazyJit(_prefill, static_argnums=0, donate_argnums=3)
+ADMIT = LazyJit(_admit, static_argnums=0, donate_argnums=1)
+DISPATCH = LazyJit(_dispatch, static_argnums=(0, 1), donate_argnums=4)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import Transformer
 from jaxspec.protocol import CaptureSpec, Features
 from jaxspec.shapes import Array, Params
+from jaxspec.sharding.compiler_options import LazyJit
 from jaxspec.train.batch import Batch, TeacherOutput
 from jaxspec.train.packed_rows import PackedRows, Row
 from jaxspec.train.run_log import Notify
@@ -35,7 +36,7 @@ SHARD_BYTES = 1 << 28
 NOTIFY_EVERY_S = 10.0
 NAMES = {"float32": "F32", "bfloat16": "BF16", "uint16": "U16"}
 UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
-RUN_TEACHER = jax.jit(run_teacher, static_argnums=(0, 3, 4))
+RUN_TEACHER = LazyJit(run_teacher, static_argnums=(0, 3, 4))
 
 
 @dataclass(frozen=True)

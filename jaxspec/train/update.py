@@ -9,6 +9,7 @@ import optax
 
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array, Params
+from jaxspec.sharding.compiler_options import compiler_options
 from jaxspec.train.run_log import SUMS, WEIGHT
 
 AnyBatch = Any  # a pytree with passes and rows as first axes
@@ -83,7 +84,8 @@ def make_update(
         return TrainState(params, held, state.step + 1), metrics | {"grad_norm": norm}
 
     # Left to the compiler, the state would move, and a resumed run would compile another program than this one.
-    return jax.jit(update, donate_argnums=0, out_shardings=None if shardings is None else (shardings, None))
+    out = None if shardings is None else (shardings, None)
+    return jax.jit(update, donate_argnums=0, out_shardings=out, compiler_options=compiler_options())
 
 
 def _split(x_AB: Array, parts: int) -> Array:

@@ -17,6 +17,7 @@ import pallas_kernels
 from jaxspec.serve.demo_pair import demo_model_dir
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
+from jaxspec.sharding.compiler_options import compiler_options
 from lab.gpu import experts, float64
 from lab.gpu.random_model import random_array, random_bits, random_quantized
 from lab.gpu.report import Section
@@ -205,4 +206,4 @@ def _case_equals_reference(section: Section, name: str, case: Case, kernel: Any)
 
 
 def _compiled(case: Case, how: Any, arguments: tuple[Any, ...]) -> Any:
-    return jax.jit(case.call(how)).lower(*arguments).compile()
+    return jax.jit(case.call(how)).lower(*arguments).compile(compiler_options())

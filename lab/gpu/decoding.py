@@ -19,6 +19,7 @@ from jaxspec.perf.cost import ModelCost
 from jaxspec.perf.moesd import speedup
 from jaxspec.protocol import NoDrafts
 from jaxspec.pytree import replace
+from jaxspec.sharding.compiler_options import compiler_options
 from lab.gpu.acceptance import PUBLISHED, Guesses
 from lab.gpu.ceilings import copy_bytes_per_s
 from lab.gpu.random_model import published_config, random_array, random_bits, random_target
@@ -184,7 +185,9 @@ def compile_cells(model: Model, cells: Iterable[Cell]) -> dict[Cell, Any]:
         target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.target)
         scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.bool_)
         run = partial(dispatch, plan=StepPlan(steps=model.sizes.steps))
-        return jax.jit(run, donate_argnums=2).lower(target, model.drafter(k), state, *scalars).compile()
+        return (
+            jax.jit(run, donate_argnums=2).lower(target, model.drafter(k), state, *scalars).compile(compiler_options())
+        )
 
     return side_by_side({cell: partial(compile_one, cell) for cell in cells})
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxspec.sharding.compiler_options import compiler_options
+
 T = TypeVar("T")
 ROUNDS = 7
 ROUND_S = 0.02
@@ -108,7 +110,7 @@ def trace_chain(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...
     lowered = jax.jit(program).lower(*held)
 
     def compile_it() -> Callable[[], Any]:
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options())
         return lambda: compiled(*held)
 
     return compile_it

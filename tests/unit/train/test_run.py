@@ -61,7 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(place: Path) -> Path:
-    programs: Any = evaluate.DISPATCH
+    programs: Any = evaluate.DISPATCH.program
     before = programs._cache_size()
     said = io.StringIO()
     with redirect_stderr(said):
