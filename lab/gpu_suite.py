@@ -1,6 +1,7 @@
 """Measures kernels and real architectures on this machine's GPU and writes one JSON; one command, under 9 minutes.
 
-Sections: a correctness, b ceilings, c experts, d attention, e decoding of real architectures with random weights. They
+Sections: a correctness, b ceilings, c experts, d attention, e decoding of real architectures with random weights. The
+most telling ones run first: ceilings, one architecture, experts, attention, the other architectures, correctness. They
 run in a process of their own, so that one that crashes or hangs costs only itself; what is found is written as it is
 found. With ``--tiny`` every section runs on the CPU in interpret mode, which proves nothing but the script itself.
 """
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LETTERS = {"b": "ceilings", "a": "correctness", "c": "experts", "e": "decoding", "d": "attention"}
-WEIGHTS = {"ceilings": 2, "correctness": 12, "experts": 16, "decoding": 8, "attention": 6}  # shares of the budget
+LETTERS = {"b": "ceilings", "e": "decoding", "c": "experts", "d": "attention", "a": "correctness"}
+WEIGHTS = {"ceilings": 2, "decoding": 10, "experts": 14, "attention": 6, "correctness": 12}  # shares of the budget
 MODELS = ("qwen3-30b-a3b", "gpt-oss-120b", "gpt-oss-20b", "mixtral-8x7b", "qwen2-57b-a14b")
 BUDGET_S, GRACE_S, LEAST_S, VERSION = 500.0, 20.0, 20.0, 1
 
@@ -42,17 +43,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def names(args: argparse.Namespace) -> list[str]:
-    """Sections in the order in which they run; each architecture is one."""
-    models = args.models.split(",")[: 1 if args.tiny else None]
+    """Sections in the order in which they run; each architecture is one, and all but the first come late."""
+    first, *others = [f"decoding {model}" for model in args.models.split(",")[: 1 if args.tiny else None]]
     wanted = [name for letter, name in LETTERS.items() if letter in args.sections.split(",")]
-    return [full for name in wanted for full in ([f"decoding {m}" for m in models] if name == "decoding" else [name])]
+    ordered = [first if name == "decoding" else name for name in wanted]
+    place = ordered.index("correctness") if "correctness" in ordered else len(ordered)
+    return ordered[:place] + (others if first in ordered else []) + ordered[place:]
 
 
 def work(args: argparse.Namespace) -> None:
     """The process that measures: runs sections and writes what they find to ``args.out``."""
     from jaxspec.inspect.describe import describe_machine, describe_versions
+    from jaxspec.serve.compile_cache import use_compile_cache
     from lab.gpu.report import Section, run_section
 
+    use_compile_cache()
     machine = {**describe_machine(), "versions": describe_versions()}
     done: dict[str, Any] = {}
     began, left = time.monotonic(), list(args.worker)

@@ -50,8 +50,9 @@ class CompiledPrograms(MutableMapping[Hashable, Any]):
     jobs. They end with them, when nobody holds the table any more, and before the interpreter ends.
     """
 
-    def __init__(self, jobs: Mapping[Hashable, Compile]):
-        """Starts to compile, in this order."""
+    def __init__(self, jobs: Mapping[Hashable, Compile], threads: int = THREADS):
+        """Starts to compile, in this order, at most ``threads`` at a time."""
+        self._threads = threads
         self._names, self._process = [], os.getpid()
         self._shared = _Shared(deque())
         self.close = partial(self._shared.closing.append, True)
@@ -67,7 +68,7 @@ class CompiledPrograms(MutableMapping[Hashable, Any]):
         self._names += list(jobs)
         shared.jobs.extend(jobs.items())
         atexit.register(self._at_exit)
-        for _ in range(min(THREADS, len(jobs))):  # those that run may be about to end
+        for _ in range(min(self._threads, len(jobs))):  # those that run may be about to end
             shared.compiling.append(True)
             shared.running.append(True)
             _thread.start_new_thread(_work, (shared, self._at_exit))

@@ -1,5 +1,6 @@
 """Ahead-of-time executables of one engine: a changed shape is an error, and only rare programs compile when called."""
 
+import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from threading import Lock
@@ -23,7 +24,7 @@ from jaxspec.decode.step import StepPlan
 from jaxspec.nn.policy import Compute
 from jaxspec.protocol import Drafter, NoDrafts
 from jaxspec.pytree import replace
-from jaxspec.serve.background import CompiledPrograms
+from jaxspec.serve.background import THREADS, CompiledPrograms
 from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.shapes import Params
 from jaxspec.sharding import hosts
@@ -72,7 +73,9 @@ class Programs(Runner):
         first = next(iter(drafters)) if first is None else first
         self._urgent = ("dispatch", first), ("prefill", self.buckets[len(self.buckets) // 2]), "admit", "retire"
         jobs = self._jobs(state, plan)
-        self.programs = CompiledPrograms({name: jobs[name] for name in (*self._urgent, *jobs)})
+        # A GPU computes while all cores of its host compile; a CPU does both itself.
+        cores = {} if jax.default_backend() == "cpu" else {"threads": os.cpu_count() or THREADS}
+        self.programs = CompiledPrograms({name: jobs[name] for name in (*self._urgent, *jobs)}, **cores)
         self._blocks = max(spec.capacity // prefix[0].size, 1) if prefix else 0  # of the longest text
         self._copies = {} if prefix is None else self._copy_jobs(state, *prefix)
         self.skipping = {k for k, one in drafters.items() if Sizes.of(target, one, state).anchors}

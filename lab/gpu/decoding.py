@@ -1,5 +1,6 @@
 """Section "decoding": steps of real architectures with random weights, plain and verifying, against the byte bound."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from lab.gpu.timing import Subject, Timing, interleaved, side_by_side
 
 MODELS = ("qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b", "qwen2-57b-a14b")
 SLACK = 8
+MANY = 1 << 20  # positions that touch every expert
 SILENT = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "opt-barrier", "while", "conditional", "call", "copy-done", "async-done",
@@ -56,7 +58,12 @@ class Sizes:
     block: int
 
 
-WAVES = (((1, 8, 32, 128), (0, 1, 3, 7)), ((2, 4, 16, 64), (0, 1, 3, 7)), ((1, 2, 4, 8, 16, 32, 64, 128), (2, 4, 5, 6)))
+WAVES = (
+    ((1, 8), (0, 3)),
+    ((1, 8, 32, 128), (0, 1, 3, 7)),
+    ((2, 4, 16, 64), (0, 1, 3, 7)),
+    ((1, 2, 4, 8, 16, 32, 64, 128), (2, 4, 5, 6)),
+)
 REAL = Sizes(WAVES, context=1024, steps=8, rounds=5, kernels="triton", block=128)
 TINY = Sizes((((1,), (0, 1)),), context=40, steps=2, rounds=1, kernels="interpret", block=16)
 
@@ -85,6 +92,11 @@ class Model:
         """Returns rows with room for a few dispatches after the context."""
         return init_state(self.target, NoDrafts(), rows, self.sizes.context + 4 * self.sizes.steps, slack=SLACK)
 
+    def cached_bytes(self, rows: int) -> float:
+        """Caches of so many rows."""
+        state = jax.eval_shape(lambda: self.empty(rows))
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state.layers))
+
     def read_bytes(self, rows: int, positions: int) -> float:
         """Weights and caches that a pass reads at least, experts by their union if routing is uniform."""
         cached = sum(
@@ -93,6 +105,12 @@ class Model:
             for cache in layer.caches
         )
         return self.cost.weight_bytes(rows, positions) + rows * cached
+
+
+def free_bytes() -> float:
+    """Bytes of this card that nothing occupies; endless where JAX does not say."""
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else math.inf
 
 
 def decoding(section: Section, name: str, sizes: Sizes | None = None) -> None:
@@ -104,8 +122,13 @@ def decoding(section: Section, name: str, sizes: Sizes | None = None) -> None:
     """
     sizes = sizes or (TINY if section.tiny else REAL)
     config = published_config(name, tiny=section.tiny)
+    copy_bytes_per_s(tiny=section.tiny)  # before the weights fill the card
+    cost, room = model_cost(config, name=name), free_bytes()
+    if (needed := cost.weight_bytes(1, MANY)) > room:
+        section.skip(name, f"weights of {needed / 1e9:.0f} GB do not fit into {room / 1e9:.0f} GB")
+        return
     target = random_target(config, make_policy(depth="stacked", kernels=sizes.kernels), block=sizes.block)
-    model = Model(name, target, model_cost(config, name=name), sizes)
+    model = Model(name, target, cost, sizes)
     section.add("weights", model=name, bytes=sum(x.nbytes for x in jax.tree.leaves(target)))
     done: set[Cell] = set()
     took_s, plain = 0.0, {}
@@ -127,6 +150,9 @@ def _measure_wave(section: Section, model: Model, wave: list[Cell], plain: dict[
             section.check(f"{model.name}: {rows} rows, {k} drafts compile", passed=False, detail=str(program)[:600])
     programs = {cell: program for cell, program in compiled.items() if not isinstance(program, Exception)}
     for rows in dict.fromkeys(b for b, _ in programs):
+        if (needed := model.cached_bytes(rows)) > (room := free_bytes()):
+            section.skip(f"{model.name}: {rows} rows", f"caches of {needed / 1e9:.1f} GB, {room / 1e9:.1f} GB are free")
+            continue
         drafts = [k for b, k in programs if b == rows]
         with section.attempt(f"{model.name}: {rows} rows") as go:
             if not go:

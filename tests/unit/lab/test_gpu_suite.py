@@ -11,10 +11,13 @@ from typing import Any, cast
 import pytest
 
 from lab import gpu_suite
+from lab.gpu import decoding
+from lab.gpu.decoding import WAVES
+from lab.gpu.report import Section
 from scripts.house_report import ROOT
 from tests.gpu.schema import Report, read
 
-ALL = ["ceilings", "correctness", "experts", "decoding qwen3-30b-a3b", "attention"]
+ALL = ["ceilings", "decoding qwen3-30b-a3b", "experts", "attention", "correctness"]
 
 
 def run(out: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], Report]:
@@ -36,7 +39,7 @@ def test_every_section_runs_and_every_check_passes(tmp_path: Path):
     assert [c.name for found in checks.values() for c in found if not c.passed] == []
     assert [s.skipped for s in report.sections.values() if s.skipped] == []
     assert {table for s in report.sections.values() for table in s.tables} >= {"bandwidth", "matmul", "calls", "cells"}
-    assert all(row["launches_per_step"] > 0 for row in report.sections[ALL[3]].tables["cells"])
+    assert all(row["launches_per_step"] > 0 for row in report.sections[ALL[1]].tables["cells"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["suite.json"]
 
 
@@ -48,6 +51,24 @@ def test_without_time_everything_is_skipped_with_the_reason(tmp_path: Path):
     )
     assert all("no time" in (s.reason or "") for s in report.sections.values())
     assert report.machine is None
+
+
+def test_what_says_most_runs_first():
+    names = gpu_suite.names(gpu_suite.arguments(["--models", "gpt-oss-20b,mixtral-8x7b"]))
+    first, other = "decoding gpt-oss-20b", "decoding mixtral-8x7b"
+    assert names == ["ceilings", first, "experts", "attention", other, "correctness"]
+    assert gpu_suite.names(gpu_suite.arguments(["--sections", "a,c"])) == ["experts", "correctness"]
+    rows, drafts = WAVES[0]
+    assert (rows, drafts) == ((1, 8), (0, 3)), "a number is there once four programs are"
+
+
+def test_what_does_not_fit_the_card_is_skipped_before_it_is_made(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(decoding, "free_bytes", lambda: 79e9)
+    monkeypatch.setattr(decoding, "copy_bytes_per_s", lambda *, tiny: 3e12)
+    monkeypatch.setattr(decoding, "random_target", lambda *_, **__: pytest.fail("weights are made"))
+    section = Section("decoding", tiny=False, budget_s=100.0, save=lambda record: None)
+    decoding.decoding(section, "mixtral-8x7b")
+    assert [entry["reason"] for entry in section.skipped] == ["weights of 93 GB do not fit into 79 GB"]
 
 
 @pytest.mark.parametrize("option", [("--sections", "z"), ("--models", "gpt-2")])
