@@ -17,7 +17,7 @@ from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, Commit, Drafter, Proposal, Verdict, VerifyRule
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
-from jaxspec.verify.logits import process
+from jaxspec.verify.logits import leaves_as_is, process
 from jaxspec.verify.logprobs import along_path
 from jaxspec.verify.rules import RULES
 from jaxspec.verify.walk import Ends, stop_at, unsound, usable
@@ -95,9 +95,20 @@ def conclude(
 ) -> tuple[DecodeState, StepOut]:
     """Accepts and commits what was verified, and shows it to the drafter; ``mask_BTW`` as of ``Context``."""
     tree = proposal.tree_of(drafter.topology)
-    score_BTV = process(verified.logits_BTV, state.sampling, state.context(inputs.token_BT, mask_BTW), tree)
-    verdict = plan.rule(proposal, score_BTV, verified.live_BT[:, 1:], state.sampling, state.length_B, tree)
-    unsound_BT = unsound(verified.logits_BTV, score_BTV, verdict, exact=plan.rule.exact)
+    context = state.context(inputs.token_BT, mask_BTW)
+
+    def judge(score_BTV: Array, rule: VerifyRule) -> tuple[Verdict, Array]:
+        verdict = rule(proposal, score_BTV, verified.live_BT[:, 1:], state.sampling, state.length_B, tree)
+        return verdict, unsound(verified.logits_BTV, score_BTV, verdict, exact=rule.exact)
+
+    def judge_scores() -> tuple[Verdict, Array]:
+        return judge(process(verified.logits_BTV, state.sampling, context, tree), plan.rule)
+
+    if plan.rule.exact:  # no scores are written where they would be the logits
+        plain = leaves_as_is(state.sampling, context, tree)
+        verdict, unsound_BT = lax.cond(plain, lambda: judge(verified.logits_BTV, RULES["greedy"]), judge_scores)
+    else:
+        verdict, unsound_BT = judge_scores()
     verdict, ends = stop_at(verdict, state.sampling, state.length_B, state.active_B, unsound_BT)
 
     layers, policy = verified.layers, target.net.policy

@@ -58,18 +58,37 @@ def process(logits_BTV: Array, sampling: Sampling, context: Context, tree: Tree)
     if context.mask_BTW is not None:
         x = jnp.where(unpack_mask(context.mask_BTW, x.shape[-1]), x, BANNED)
     x = ban(x, s, context, tree)
-    penalized_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
-    x = lax.cond(jnp.any(penalized_B), lambda x: penalize(x, s, context, tree), lambda x: x, x)
+    x = lax.cond(_penalizes(s), lambda x: penalize(x, s, context, tree), lambda x: x, x)
     warm_B = s.temperature_B > 0
     x = jnp.where(warm_B[:, None, None], x / jnp.where(warm_B, s.temperature_B, 1)[:, None, None], x)
     cut_B = warm_B & ((s.top_k_B > 0) | (s.top_p_B < 1) | (s.min_p_B > 0))
     return lax.cond(jnp.any(cut_B), lambda x: jnp.where(cut_B[:, None, None], truncate(x, s), x), lambda x: x, x)
 
 
+def leaves_as_is(sampling: Sampling, context: Context, tree: Tree) -> Array:
+    """Whether ``process`` would return the raw logits and rules add no noise, for every row is greedy and plain."""
+    if context.mask_BTW is not None:
+        return jnp.bool_(False)
+    is_warm = jnp.any(sampling.temperature_B > 0)
+    return ~(is_warm | _penalizes(sampling) | _bans(sampling, context, tree))
+
+
+def _penalizes(s: Sampling) -> Array:
+    return jnp.any((s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0))
+
+
+def _early(s: Sampling, context: Context, tree: Tree) -> Array:
+    return context.length_B[:, None] + tree.depth_BT + 2 <= s.min_length_B[:, None]
+
+
+def _bans(s: Sampling, context: Context, tree: Tree) -> Array:
+    is_worded_B = jnp.any(s.bad_words_BWL[..., 0] >= 0, axis=1)
+    return jnp.any(_early(s, context, tree)) | jnp.any(s.biased_B | is_worded_B)
+
+
 def ban(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:
     """Adds biases, and -inf to tokens that are not allowed, end bad words, or stop a text that is too short."""
-    early_BT = context.length_B[:, None] + tree.depth_BT + 2 <= s.min_length_B[:, None]
-    worded_B = jnp.any(s.bad_words_BWL[..., 0] >= 0, axis=1)
+    early_BT = _early(s, context, tree)
 
     def apply(x: Array) -> Array:
         if context.history_BS is not None:
@@ -81,7 +100,7 @@ def ban(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:
         return jnp.where(early_BT[..., None] & stops_BV[:, None], BANNED, x)
 
     # One condition for all three: on a GPU each costs as much as a kernel.
-    return lax.cond(jnp.any(early_BT) | jnp.any(s.biased_B | worded_B), apply, lambda x: x, x_BTV)
+    return lax.cond(_bans(s, context, tree), apply, lambda x: x, x_BTV)
 
 
 def _ban_words(x_BTV: Array, s: Sampling, context: Context, tree: Tree) -> Array:

@@ -9,7 +9,7 @@ from jaxspec.decode.state import init_sampling
 from jaxspec.protocol import Sampling, Tree
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
-from jaxspec.verify.logits import Context, process
+from jaxspec.verify.logits import Context, leaves_as_is, process
 
 VOCAB, STOPS, ANCHOR, MADE = 12, (3, 8), 10, 3  # the anchor's position, and generated tokens up to it
 TOPOLOGIES = {"chain": [chain(3)], "tree": [tree((2, 2))], "plain": [chain(0)]}
@@ -190,3 +190,15 @@ def test_the_best_token_survives_ties_and_bans(feature: str):
     scores = np.asarray(process(jnp.asarray(logits), settings([feature]), context, Tree.of(chain(0))))[0, 0]
     assert np.all(np.isneginf(scores[: VOCAB // 2]))
     assert np.all(scores[VOCAB // 2 :] == 0), "equal scores are kept or dropped together"
+
+
+def test_only_greedy_rows_without_features_are_left_as_they_are():
+    """In such steps the logits themselves are judged; one row that needs more is enough for scores."""
+    _, context = inputs(1, chain(3))
+    steps = Tree.of(chain(3))
+    left = [name for name in FEATURES if leaves_as_is(settings([name]), context, steps)]
+    assert left == ["nothing", "cuts of a greedy row"]
+    _, two = inputs(2, chain(3))
+    assert not leaves_as_is(settings(["nothing", "temperature"]), two, steps)
+    masked = replace(context, mask_BTW=jnp.zeros((1, 4, 1), jnp.uint32))
+    assert not leaves_as_is(settings(["nothing"]), masked, steps)
