@@ -10,10 +10,14 @@ THUNK = re.compile(r"^(\s*)(\d+): (k\w+)\s+\[[^\]]*\]\s?(.*)$")
 MARKER = re.compile(r"^\s*(?:No thunks\.\s*)?(condition|body|\w*branch\w*):$")
 KERNEL = re.compile(r"^(\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), \d+, \d+\]\s+shared_memory: (\d+)")
 IDENTITY = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
+SOURCE = re.compile(r'op_name="([^"]*)"')
 CONTROL = frozenset({
     "kWhile", "kConditional", "kCommandBuffer", "kSequential", "kDynamicSliceFusion", "kAsyncStart", "kAsyncDone",
     "kWaitForStreams",
 })  # fmt: skip
+
+CACHE, EXPERTS = ("verify_attention", "heads_to_cache"), ("experts_", "sort_rows")
+ROUTING, HEAD, LAYERS = "route/", "Transformer.logits", "/Transformer"
 
 
 @dataclass
@@ -44,6 +48,7 @@ class ListedLaunch:
       shared_bytes: of memory that a program of it asks for.
       run: how often per step.
       graph: number of the CUDA graph that it is in, None for none.
+      source: path of modules and functions that it comes from, empty where XLA names none.
     """
 
     kind: str
@@ -52,6 +57,18 @@ class ListedLaunch:
     shared_bytes: int
     run: Execution
     graph: int | None
+    source: str = ""
+
+    @property
+    def group(self) -> str:
+        """The part of a step that it belongs to, named as in ``perf.cost.PassWork``."""
+        if self.name.startswith(CACHE):
+            return "kv"
+        if self.name.startswith(EXPERTS) or f"/{ROUTING}" in self.source:
+            return "experts"
+        if HEAD in self.source:
+            return "head"
+        return "dense" if LAYERS in self.source else "sampling"
 
 
 @dataclass(frozen=True)
@@ -91,6 +108,14 @@ class Launches:
     def waits_per_step(self) -> int:
         """Counts the host's waits for the GPU in a step, once per turn in loops of unknown length."""
         return sum(run.times for run in self.waits if not run.setup)
+
+    def by_group(self) -> Counter[str]:
+        """Counts launches per step by group, those in branches and in loops of unknown length left out."""
+        counts: Counter[str] = Counter()
+        for launch in self.all:
+            if _always(launch.run):
+                counts[launch.group] += launch.run.times
+        return counts
 
     def by_kernel(self) -> Counter[str]:
         """Counts launches per step by kernel, numbered copies of a name put together."""
@@ -168,7 +193,7 @@ class _Walk:
     def visit(self, thunks: list[Thunk], run: Execution, graph: int | None) -> None:
         for thunk in thunks:
             if thunk.kind not in CONTROL:
-                self.launches.append(_launch(thunk, run, graph))
+                self.launches.append(_launch(thunk, run, graph, self._source(thunk)))
                 continue
             inner = graph
             if thunk.kind == "kCommandBuffer" and graph is None:
@@ -176,6 +201,11 @@ class _Walk:
                 inner = len(self.graphs) - 1
             for section, inside in thunk.inside.items():
                 self.visit(inside, self._run(thunk, run, section, inner), inner)
+
+    def _source(self, thunk: Thunk) -> str:
+        instruction = self.module.find(self.names.get(thunk.number, ""))
+        match = SOURCE.search(instruction.rest) if instruction is not None else None
+        return match[1] if match else ""
 
     def _run(self, thunk: Thunk, run: Execution, section: str, graph: int | None) -> Execution:
         if thunk.kind == "kConditional":
@@ -193,8 +223,9 @@ class _Walk:
         return inside
 
 
-def _launch(thunk: Thunk, run: Execution, graph: int | None) -> ListedLaunch:
+def _launch(thunk: Thunk, run: Execution, graph: int | None, source: str) -> ListedLaunch:
     match = KERNEL.match(thunk.text)
     if not match:
-        return ListedLaunch(thunk.kind, thunk.kind, 0, 0, run, graph)
-    return ListedLaunch(thunk.kind, match[1], int(match[2]) * int(match[3]) * int(match[4]), int(match[6]), run, graph)
+        return ListedLaunch(thunk.kind, thunk.kind, 0, 0, run, graph, source)
+    programs = int(match[2]) * int(match[3]) * int(match[4])
+    return ListedLaunch(thunk.kind, match[1], programs, int(match[6]), run, graph, source)

@@ -116,6 +116,7 @@ def _report(name: str, program: Program, mesh: Mesh, arch: ArchSpec) -> dict[str
             "per_step": listing.per_step(),
             "in_branches": listing.in_branches(),
             "per_turn": listing.per_turn(),
+            "by_group": dict(listing.by_group()),
             "per_position": round(listing.per_step() / max(program.positions, 1), 1),
         },
         "graphs": {

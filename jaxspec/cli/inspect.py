@@ -146,6 +146,11 @@ def _programs(args: InspectArgs) -> int:
             devices=next(iter(args.devices), 1), mesh=mesh_sizes(args.mesh), transport=args.expert_transport,
             wanted=args.programs, kernels="xla" if args.xla_only else "triton", **setting,
         )  # fmt: skip
+        from jaxspec.inspect.program_time import group_times
+
+        for name, program in report["compiled"]["programs"].items():
+            times = group_times(config, report["compiled"], args.gpu, name)
+            program["groups"] = [vars(group) | {"time_s": group.time_s} for group in times]
     if args.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:

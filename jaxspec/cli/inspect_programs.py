@@ -5,6 +5,10 @@ from typing import Any
 from jaxspec.cli.screen import Screen, amount
 
 MOST_COPIES = 12
+GROUPS = {
+    "dense": "dense products, norms", "experts": "routed experts, routing", "kv": "attention over the cache",
+    "head": "head", "sampling": "sampling, the step", "all": "all",
+}  # fmt: skip
 
 
 def show_kernels(by_program: dict[str, list[dict[str, Any]]], screen: Screen) -> None:
@@ -41,7 +45,25 @@ def show_compiled(report: dict[str, Any], screen: Screen) -> None:
         table.add_row(label, *(row.get(label, "") for row in rows))
     screen.console.print(table)
     for name, program in programs.items():
+        _show_groups(name, program["groups"], screen)
         _show_faults(name, program, screen)
+
+
+def _show_groups(name: str, groups: list[dict[str, Any]], screen: Screen) -> None:
+    """Prints what a step's groups of operations must move and compute, and the time that the card's record predicts."""
+    from rich.table import Table
+
+    if not groups:
+        return
+    title = f"{name}: a step at full length, uniform routing, predicted from the card's record, not measured"
+    table = Table("operations", "launches", "bytes", "GFLOP", "work us", "launches us", "all us", title=title)
+    for group in groups:
+        times = (f"{1e6 * group[key]:.0f}" for key in ("work_s", "launch_s", "time_s"))
+        table.add_row(
+            GROUPS[group["group"]], str(group["launches"]), amount(group["size_bytes"]), f"{group['flops'] / 1e9:.3g}",
+            *times,
+        )  # fmt: skip
+    screen.console.print(table)
 
 
 def _rows(program: dict[str, Any]) -> dict[str, str]:

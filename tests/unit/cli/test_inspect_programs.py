@@ -16,7 +16,8 @@ COMPILED: dict[str, Any] = {
     "gpu": "NVIDIA H100 80GB HBM3", "devices": 8, "mesh": {"data": 1, "expert": 8, "tensor": 1}, "rows": 4,
     "capacity": 4096, "drafts": 3, "kernels": "triton", "bucket": 256, "steps": 8,
     "programs": {"ngram": {
-        "positions": 4, "launches": {"per_step": 444, "in_branches": 48, "per_turn": 0, "per_position": 111.0},
+        "positions": 4, "launches": {"per_step": 444, "in_branches": 48, "per_turn": 0, "per_position": 111.0,
+                                       "by_group": {"dense": 300, "experts": 90, "kv": 33, "head": 1, "sampling": 20}},
         "graphs": {"per_step": 17, "launches_outside": 3, "host_waits": 1},
         "kernels": {"few_rows_dense": 49}, "shared_bytes": {"few_rows_dense": 73728},
         "collectives": {"all-reduce": {"per_step": 32, "per_moe_layer": 2.0, "bytes_per_step": 1048576}},
@@ -50,6 +51,11 @@ def test_compiled_programs_are_shown_as_a_table(capsys: pytest.CaptureFixture, m
     shown = capsys.readouterr().out
     for words in ("8 x NVIDIA H100", "(expert 8)", "444", "32 / 2", "10.7 MB", "73.7 kB", "4 times in a branch"):
         assert words in shown
+    rows = [" ".join(line.replace("│", " ").split()) for line in shown.splitlines()]
+    experts = next(line for line in rows if line.startswith("routed experts, routing 90 "))
+    everything = next(line for line in rows if line.startswith("all 444 "))
+    assert float(experts.split()[-2]) == pytest.approx(90 * 1.4), "microseconds of launches, by the card's record"
+    assert float(everything.split()[-2]) == pytest.approx(444 * 1.4, abs=1)
 
 
 def test_spills_are_a_failure(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
