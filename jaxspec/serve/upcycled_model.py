@@ -38,9 +38,9 @@ def upcycled_model_dir(say: Say | None = None) -> Path:
 
 def upcycled_head_dir(say: Say | None = None) -> Path:
     """Returns the directory of the mixture's draft head, made at the first call; arguments and errors as of it."""
-    from jaxspec.checkpoint.heads.compact import expand
+    from jaxspec.checkpoint.heads.compact import COMPACT, expand
 
-    files = [HEAD / "config.json", HEAD / "model.safetensors"]
+    files = [HEAD / "config.json", HEAD / COMPACT]
     if not all(file.exists() for file in files):
         raise ConfigError(f"{NAME}: {HEAD} is missing in this installation; draft without a head, such as by ngram")
     target = upcycled_model_dir(say)

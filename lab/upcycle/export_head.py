@@ -1,8 +1,8 @@
 """Puts the mixture's trained draft head into the package: int8, without what the target has, with its provenance.
 
-Run ``python -m lab.upcycle.export_head OWN RUN [RUN ...]``: what the mixture wrote (``own.npz`` of
-``lab.upcycle.train``), whose most frequent tokens are the draft vocabulary, and runs of ``jaxspec train`` in their
-order, the last one's head ships.
+Run ``python -m lab.upcycle.export_head RUN [RUN ...] --own OWN [OWN ...]``: runs of ``jaxspec train`` in their order,
+the last one's head ships; and what the mixture wrote (``own.npz`` of ``lab.upcycle.train`` and ``write_own``), whose
+most frequent tokens are the draft vocabulary.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.checkpoint.heads.compact import FILE, shrink
+from jaxspec.checkpoint.heads.compact import COMPACT, shrink
 from jaxspec.checkpoint.load.model import read_config
 from jaxspec.models.vocab import choose_ids
 from jaxspec.serve.upcycled_model import HEAD, upcycled_model_dir
@@ -24,9 +24,10 @@ from lab.upcycle.head_texts import own
 FIGURES = ("step", "time_s", "loss", "accuracy_0", "accuracy_1", "accuracy_2")
 
 
-def frequent(file: Path, size: int, vocab: int) -> np.ndarray:
+def frequent(files: list[Path], size: int, vocab: int) -> np.ndarray:
     """Returns the most frequent tokens of what the mixture wrote, prompts left out."""
-    written = [ids[prompt:] for ids, prompt in chain(own(file, "chats"), own(file, "code"))]
+    texts = (own(file, kind) for file in files for kind in ("chats", "code"))
+    written = [ids[prompt:] for ids, prompt in chain.from_iterable(texts)]
     return choose_ids(np.bincount(np.concatenate(written), minlength=vocab), size)
 
 
@@ -41,22 +42,26 @@ def described(run: Path, head: Path) -> dict[str, Any]:
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("own", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--own", type=Path, nargs="+", required=True)
+    parser.add_argument(
+        "--before", type=Path, help="provenance.json of the exported head that the first run began with"
+    )
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--out", type=Path, default=HEAD)
     args = parser.parse_args()
     heads = [run / "best" if (run / "best").exists() else run / "last" for run in args.runs]
     vocab = read_config(upcycled_model_dir())["vocab_size"]
     shrink(heads[-1], args.out, frequent(args.own, args.vocabulary, vocab))
+    earlier = json.loads(args.before.read_text())["runs"] if args.before else []
     about = {
         "made_by": "lab/upcycle/export_head.py",
-        "weights_sha256": hashlib.sha256((args.out / FILE).read_bytes()).hexdigest(),
-        "texts": "written by the mixture (own.npz of lab/upcycle/train.py), chosen by lab/upcycle/head_texts.py",
-        "runs": [described(run, head) for run, head in zip(args.runs, heads, strict=True)],
+        "weights_sha256": hashlib.sha256((args.out / COMPACT).read_bytes()).hexdigest(),
+        "texts": "written by the mixture (lab/upcycle/train.py and write_own.py), chosen by head_texts.py",
+        "runs": earlier + [described(run, head) for run, head in zip(args.runs, heads, strict=True)],
     }
     (args.out / "provenance.json").write_text(json.dumps(about, indent=1) + "\n")
-    print(args.out, (args.out / FILE).stat().st_size, "bytes")
+    print(args.out, (args.out / COMPACT).stat().st_size, "bytes")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,8 @@ def test_what_is_in_it(wheel: Path):
         (about,) = (archive.read(name).decode() for name in names if name.endswith("METADATA"))
     assert {f"{package}/py.typed" for package in ("jaxspec", "pallas_kernels")} <= names
     assert {"jaxspec/__main__.py", "jaxspec/configs/train/eagle3.toml"} <= names
-    assert {f"jaxspec/demo_model/{part}/model.safetensors" for part in ("target", "draft", "smollm2_moe_head")} <= names
+    assert {f"jaxspec/demo_model/{part}/model.safetensors" for part in ("target", "draft", "head")} <= names
+    assert "jaxspec/demo_model/smollm2_moe_head/head.npz" in names
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "lab/"))]
     assert f"\nVersion: {jaxspec.__version__}\n" in about
     for line in ("Author: The jaxspec authors", "Classifier: Typing :: Typed", "License-Expression: Apache-2.0"):

@@ -13,7 +13,7 @@ from jaxspec.models.vocab import check_ids, from_d2t, to_d2t, to_t2d
 
 PRODUCT, IDS, MASK, SCALE = "lm_head.weight", "d2t", "t2d", ".scale"
 ROWS = "model.embed_tokens.weight"
-FILE = "model.safetensors"
+FILE, COMPACT = "model.safetensors", "head.npz"
 
 
 def shrink(head: Path, out: Path, ids_W: np.ndarray) -> None:
@@ -26,15 +26,14 @@ def shrink(head: Path, out: Path, ids_W: np.ndarray) -> None:
     """
     out.mkdir(parents=True, exist_ok=True)
     kept = {name: x for name, x in load_file(head / FILE).items() if name not in (PRODUCT, IDS, MASK)}
-    tensors: dict[str, np.ndarray] = {IDS: to_d2t(ids_W)}
+    tensors: dict[str, np.ndarray] = {IDS: to_d2t(ids_W).astype(np.int32)}
     for name, x in kept.items():
         if x.ndim == 2:
             numbers, scale = quantize(np.asarray(x, np.float32).T[None])
             tensors |= {name: np.ascontiguousarray(numbers[0].T), name + SCALE: scale[0]}
         else:
             tensors[name] = x.astype(np.float32)
-    save_file(tensors, out / FILE, metadata={"format": "pt"})
-    (out / FILE).chmod(0o644)  # safetensors writes for the owner alone
+    np.savez_compressed(out / COMPACT, **tensors)  # an eighth smaller than as it is
     config = json.loads((head / "config.json").read_text())
     config["dtype"], config["head"]["draft_vocab"] = "bfloat16", len(ids_W)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -48,10 +47,11 @@ def expand(compact: Path, target: Path, out: Path) -> None:
       target: directory of the model that it drafts for, whose embedding is its vocabulary product, too.
       out: directory to write.
     """
-    small = load_file(compact / FILE)
+    with np.load(compact / COMPACT) as file:
+        small = dict(file)
     rows_VD = TensorFiles.of(target)[ROWS]
     ids_W = check_ids(from_d2t(small[IDS], len(rows_VD)), len(rows_VD))
-    tensors = {IDS: small[IDS], MASK: to_t2d(ids_W, len(rows_VD)), PRODUCT: rows_VD[ids_W]}
+    tensors = {IDS: small[IDS].astype(np.int64), MASK: to_t2d(ids_W, len(rows_VD)), PRODUCT: rows_VD[ids_W]}
     for name, x in small.items():
         if name + SCALE in small:
             tensors[name] = np.ascontiguousarray(dequantize(x.T[None], small[name + SCALE][None])[0].T)
