@@ -11,7 +11,7 @@ from jaxspec.serve.upcycled_model import NAME as UPCYCLED
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 SHIPPED = {
     DEMO: {"method": "shared_expert", "model": DEMO, "num_speculative_tokens": 5},
-    UPCYCLED: {"method": "eagle3", "model": UPCYCLED, "num_speculative_tokens": 1},
+    UPCYCLED: {"method": "eagle3", "model": UPCYCLED, "num_speculative_tokens": 3},
 }
 WITHOUT_MODEL = {
     "ngram": "n-gram lookup in the text so far",
