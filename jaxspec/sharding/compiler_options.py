@@ -31,7 +31,7 @@ class LazyJit:
 
     @cached_property
     def program(self) -> Any:
-        """What ``jax.jit`` makes of it."""
+        """Returns what ``jax.jit`` makes of it."""
         return jax.jit(self._function, compiler_options=compiler_options(), **self._how)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
