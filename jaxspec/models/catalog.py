@@ -44,7 +44,7 @@ def _read(config: Config) -> tuple[ArchSpec, Reader, Family]:
     family = known_families().get(kind) if isinstance(kind, str) else None
     if family is None:
         raise ConfigError(
-            f"config: model_type {short(kind)} is not known; known are {', '.join(sorted(known_families()))}"
+            f"config: model_type {short(kind)} is not known; known are {' '.join(sorted(known_families()))}"
         )
     read = reader_of(config, family)
     arch = read_arch(read, family)

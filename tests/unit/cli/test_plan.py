@@ -17,7 +17,7 @@ from jaxspec.perf.planner import plan as make_plan
 from scripts.house_report import ROOT
 
 CONFIGS = sorted(file.stem for file in (ROOT / "configs" / "models").glob("*.json"))
-DENSE = ("llama", "opt", "qwen2.5", "qwen3-8b")
+DENSE = ("llama-3", "gemma-4-31b", "opt", "qwen2.5", "qwen3-8b")
 
 
 def plan(capsys: pytest.CaptureFixture, *flags: str) -> dict[str, Any]:

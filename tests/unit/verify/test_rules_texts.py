@@ -15,6 +15,7 @@ from jaxspec.decode.dispatch import dispatch
 from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft.small_lm import SmallLm
+from jaxspec.models.arch import LayerSpec
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.policy import make_policy
 from jaxspec.nn.rope import RopeSpec
@@ -33,7 +34,7 @@ class MarkovNet:
     @property
     def arch(self):
         spec = AttentionSpec(heads=1, kv_heads=1, head_dim=1, rope=RopeSpec(10000.0, 2))
-        return SimpleNamespace(vocab_size=self.vocab, layers=(SimpleNamespace(attention=spec),))
+        return SimpleNamespace(vocab_size=self.vocab, layers=(LayerSpec(spec, None),))
 
     @property
     def policy(self):
