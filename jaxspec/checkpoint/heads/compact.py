@@ -33,7 +33,7 @@ def shrink(head: Path, out: Path, ids_W: np.ndarray) -> None:
             tensors |= {name: np.ascontiguousarray(numbers[0].T), name + SCALE: scale[0]}
         else:
             tensors[name] = x.astype(np.float32)
-    np.savez_compressed(out / COMPACT, **tensors)  # an eighth smaller than as it is
+    np.savez_compressed(out / COMPACT, allow_pickle=False, **tensors)  # an eighth smaller than as it is
     config = json.loads((head / "config.json").read_text())
     config["dtype"], config["head"]["draft_vocab"] = "bfloat16", len(ids_W)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
