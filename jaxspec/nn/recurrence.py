@@ -1,5 +1,6 @@
 """Layers that carry a state from position to position: the scan, its convolution, and rollback over a cache."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,16 +47,16 @@ class RecurrentSpec:
         return state_streams(state, self.channels, self.taps, self.gates)
 
 
-class RecurrentMixer:
+class RecurrentMixer(ABC):
     """What the specs of all recurrent mixers have in common."""
 
     chain_only = CHAIN_ONLY
     one_text_only = False
 
     @property
+    @abstractmethod
     def recurrence(self) -> RecurrentSpec:
         """Returns the sizes of its state."""
-        raise NotImplementedError
 
     @property
     def streams(self) -> dict[str, StreamSpec]:

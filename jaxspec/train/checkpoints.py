@@ -171,22 +171,26 @@ def _bind(run: Path, identity: Mapping[str, Any]) -> None:
     if not file.exists():
         if (run / "checkpoints").exists():
             raise ConfigError(f"{run}: has checkpoints but no {file.name}; choose another --out")
-        try:
-            write_whole(file, json.dumps(now, indent=2) + "\n")
-        except OSError as error:
-            raise JaxspecError(f"{run}: cannot be written ({error.strerror})") from error
+        _write_identity(file, now)
         return
     try:
         was = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file}: not readable ({error}); choose another --out") from None
     if _is_longer(was, now):
-        write_whole(file, json.dumps(now, indent=2) + "\n")
+        _write_identity(file, now)
     elif changed := differences(was, now):
         raise ConfigError(
             f"{run}: begun with other settings: {'; '.join(changed)}; give what was given then to go on, choose "
             "another --out, or remove the directory to start anew"
         )
+
+
+def _write_identity(file: Path, now: Any) -> None:
+    try:
+        write_whole(file, json.dumps(now, indent=2) + "\n")
+    except OSError as error:
+        raise JaxspecError(f"{file.parent}: cannot be written ({error.strerror})") from error
 
 
 def _is_longer(was: Any, now: Any) -> bool:

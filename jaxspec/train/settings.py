@@ -145,9 +145,20 @@ class TrainSettings(Record, frozen=True):
     vocabulary: bool = True
 
     def __post_init__(self) -> None:
-        if (self.steps > 0) == ((self.epochs or 0) > 0):
-            raise ConfigError(f"train: one of steps and epochs must be above 0, got {self.steps} and {self.epochs}")
-        _at_least("train", self, steps=0, rows=1, accumulation=1, save_every=1, log_every=1, micro_rows=1)
+        if self.epochs is not None and self.epochs <= 0:
+            raise ConfigError(f"train: epochs must be above 0, got {self.epochs}")
+        if self.epochs is not None and self.steps:
+            raise ConfigError(f"train: got both steps = {self.steps} and epochs; set train.steps=0 to count by epochs")
+        _at_least(
+            "train",
+            self,
+            steps=0 if self.epochs else 1,
+            rows=1,
+            accumulation=1,
+            save_every=1,
+            log_every=1,
+            micro_rows=1,
+        )
         if self.micro_rows and self.rows % self.micro_rows:
             raise ConfigError(f"train: micro_rows must divide rows = {self.rows}, got {self.micro_rows}")
         if self.memory_gb is not None and self.memory_gb <= 0:

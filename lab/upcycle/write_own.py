@@ -17,6 +17,7 @@ from jaxspec import LLM, SamplingParams
 from jaxspec.serve.upcycled_model import NAME, upcycled_model_dir
 from lab.upcycle.chats import asking
 from lab.upcycle.documents import number, python
+from lab.upcycle.measure_head import HELD_OUT
 from lab.upcycle.questions import FRAMES, about_code, ours
 from lab.upcycle.tokens import stream
 
@@ -25,8 +26,6 @@ LONGEST = 224
 CODE = 160
 """Tokens of a file that the mixture goes on with."""
 HEATS = (0.0, 0.7, 1.0, 0.7)
-HELD_OUT = 12
-"""One question of so many is held out, as from the experts' training."""
 TOPICS = (
     "solar panels", "honey bees", "the printing press", "sleep and memory", "knots", "the silk road", "earthquakes",
     "how planes fly", "the water supply of a city", "yoga", "tea", "cheese", "bicycles", "trains", "lighthouses",

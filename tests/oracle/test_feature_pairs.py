@@ -77,6 +77,8 @@ def run(llm: LLM, names: tuple[str, ...]) -> list[CompletionOutput]:
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     if "prefix cache" in names:
         assert any(output.num_cached_tokens for output in outputs)
+    drafts = any(output.metrics.num_draft_tokens for output in outputs)
+    assert drafts != (llm is engine("plain")), "nothing switches drafting off"
     return [choice for output in outputs for choice in output.outputs]
 
 

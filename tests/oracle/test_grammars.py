@@ -6,10 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxspec.decode import masked_step
+from jaxspec.errors import RequestError
 from jaxspec.serve import masked_programs
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
@@ -202,3 +204,11 @@ def test_forced_tokens_take_the_places_of_the_first_drafts():
     forced = masked_step.with_forced(proposal, np.asarray([[9, -1, -1]]))
     assert np.asarray(forced.token_BN).tolist() == [[9, 6, 7]]
     assert np.asarray(forced.valid_BN).tolist() == [[True, False, False]]
+
+
+def test_several_hosts_are_refused(engines: Engines, monkeypatch: pytest.MonkeyPatch):
+    llm = engines["plain"]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.delitem(vars(llm.prompts), "_grammars", raising=False)
+    with pytest.raises(RequestError, match="grammars need one process; take replicas"):
+        run(llm, 0.0)
