@@ -34,6 +34,7 @@ static void configure(int rows, int rest) {
   for (int i = 0; i < 2; i++) c.rows[W_LOW + i] = 16, c.row_bytes[W_LOW + i] = 64;
   for (int i = 0; i < 2; i++) c.rows[W_LOW_REST + i] = (uint8_t)(rest ? rest / 2 : 1), c.row_bytes[W_LOW_REST + i] = 64;
   c.row_bytes[X_REST] = (uint16_t)(rest ? rest * 2 : 4);
+  __asm__ volatile("" ::"r"(&c) : "memory");  // some compilers take the instruction to read 8 bytes, and write no others
   _tile_loadconfig(&c);
 }
 

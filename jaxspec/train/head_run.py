@@ -37,7 +37,6 @@ from jaxspec.train.objective import HeadObjective, Net
 from jaxspec.train.optimizer import optimizer_of, schedule_of
 from jaxspec.train.packed_rows import RowSource
 from jaxspec.train.settings import LossSettings, RunSettings
-from jaxspec.train.target import teacher_net
 from jaxspec.train.teacher import run_teacher
 
 
@@ -99,7 +98,7 @@ def make_objective(
     ids = None if head.ids_W is None else settle(jnp.asarray(head.ids_W), mesh)
     product = cut_product(target.params, ids if settings.loss.draft_only else None)
     return head, HeadObjective(
-        target.params, ids, teacher_net(target.net), head.net, settings.loss,
+        target.params, ids, target.net, head.net, settings.loss,
         remat=remat, product=product, vocabulary=settings.train.vocabulary,
     )  # fmt: skip
 

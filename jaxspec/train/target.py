@@ -12,9 +12,7 @@ from jaxspec.checkpoint.load.fill import fill
 from jaxspec.checkpoint.load.load_plan import LoadPlan
 from jaxspec.checkpoint.load.model import Model, plan_model, policy_on_mesh, read_config, shardings_on
 from jaxspec.models.arch import ArchSpec
-from jaxspec.models.transformer import Transformer
-from jaxspec.nn.dense import has_tiles
-from jaxspec.nn.policy import BFLOAT16, policy_for
+from jaxspec.nn.policy import policy_for
 from jaxspec.train.settings import RunSettings
 
 
@@ -41,15 +39,3 @@ def read_headers(settings: RunSettings, directory: Path, mesh: Mesh | None = Non
     policy = policy_on_mesh(policy_for(settings.train.target_dtype, jax.default_backend()), mesh)
     config = read_config(directory)
     return TargetHeaders(config, plan_model(directory, policy, config=config))
-
-
-def teacher_net(net: Transformer) -> Transformer:
-    """Returns the network that reads a served target's parameters for thousands of rows at a time.
-
-    Where a CPU has AMX tiles, XLA multiplies that many by them in a fourth of a native kernel's time: it computes all
-    but routed experts then, on weights that are unpacked a layer at a time.
-    """
-    compute = net.policy.compute
-    if compute.kernels != "native" or compute.dtype != BFLOAT16 or not has_tiles():
-        return net
-    return net.clone(policy=net.policy.update(kernels="xla"))

@@ -13,10 +13,9 @@ from jaxspec.native.packing import Packed
 from jaxspec.native.product import kernels
 from jaxspec.nn.policy import make_policy, policy_for
 from jaxspec.protocol import CaptureSpec
-from jaxspec.train import target as room
 from jaxspec.train.batch import Batch
 from jaxspec.train.settings import RunSettings, load_run_settings
-from jaxspec.train.target import read_headers, teacher_net
+from jaxspec.train.target import read_headers
 from jaxspec.train.teacher import run_teacher
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3_moe"
@@ -38,19 +37,17 @@ def taught(net: Any, params: Any) -> Any:
     return jax.jit(lambda params: run_teacher(net, params, batch(), READS, (0,)))(params)
 
 
-@pytest.mark.parametrize(("dtype", "tiles"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
-def test_served_parameters_teach_as_plain_ones(dtype: str, tiles: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(room, "has_tiles", lambda: tiles)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_served_parameters_teach_as_plain_ones(dtype: str):
     model = read_headers(settings_of(dtype), GOLDEN).load()
     assert model.net.policy.layout == policy_for(dtype, "cpu").layout
     assert model.net.policy.layout.depth == "stacked"
     packed = any(isinstance(x, Packed) for x in jax.tree.leaves(model.params, is_leaf=lambda x: isinstance(x, Packed)))
-    net = teacher_net(model.net)
     assert packed == (kernels().handle is not None)
-    assert net.policy.compute.kernels == ("xla" if tiles or not packed else "native")
+    assert model.net.policy.compute.kernels == ("native" if packed else "xla")
     plain = load_model(GOLDEN, make_policy(dtype))
     assert plain.net.policy.layout.depth == "unrolled"
-    found, wanted = taught(net, model.params), taught(plain.net, plain.params)
+    found, wanted = taught(model.net, model.params), taught(plain.net, plain.params)
     for one, other in zip(jax.tree.leaves(found.features), jax.tree.leaves(wanted.features), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 if dtype == "float32" else 0.05)
     if dtype == "float32":
