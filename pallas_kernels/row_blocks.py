@@ -1,7 +1,9 @@
 """Which rows a program computes: rows sorted by group, each group cut into blocks of equal height."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +67,7 @@ def sort(group_R: jax.Array, groups: int, height: int, implementation: Implement
       The row at each place of the sorted order (undefined after the last), and the blocks.
     """
     rows = group_R.shape[0]
-    if rows > IN_ONE_PROGRAM:
+    if rows > IN_ONE_PROGRAM or implementation == "xla":
         known = (group_R >= 0) & (group_R < groups)
         key_R = jnp.where(known, group_R, groups)
         size_E = jnp.zeros(groups, jnp.int32).at[key_R].add(1, mode="drop")
@@ -87,7 +89,7 @@ def sort(group_R: jax.Array, groups: int, height: int, implementation: Implement
 
 
 def _sort(group_ref, order_ref, block_group_ref, first_ref, count_ref, *, groups: int, height: int):
-    rows, most = order_ref.shape[0], first_ref.shape[0]
+    rows = order_ref.shape[0]
     wide, chunk = _power(groups), min(CHUNK, _power(rows))
     group_X = jnp.arange(wide, dtype=jnp.int32)
 
@@ -101,8 +103,6 @@ def _sort(group_ref, order_ref, block_group_ref, first_ref, count_ref, *, groups
     size_X = _loop(steps, lambda i, sum_X: sum_X + jnp.sum(members(i)[2], axis=0), none_X)
     size_X = jnp.where(group_X < groups, size_X, 0)
     start_X = jnp.cumsum(size_X) - size_X
-    blocks_X = (size_X + (height - 1)) // height
-    last_X = jnp.cumsum(blocks_X)
 
     def place(i, next_X):
         row, group, member_CX = members(i)
@@ -115,19 +115,30 @@ def _sort(group_ref, order_ref, block_group_ref, first_ref, count_ref, *, groups
 
     _loop(steps, place, start_X)
 
-    def describe(i, carry):
+    describe(size_X, start_X, (block_group_ref, first_ref, count_ref), groups=groups, height=height)
+
+
+def describe(size_X: jax.Array, start_X: jax.Array, refs: Sequence[Any], *, groups: int, height: int) -> None:
+    """Stores group, first row and count of every block, from each group's rows and the first of them."""
+    blocks_X = (size_X + (height - 1)) // height
+    last_X = jnp.cumsum(blocks_X)
+    group_X = jnp.arange(size_X.shape[0], dtype=jnp.int32)
+    most = refs[0].shape[0]
+    chunk = min(CHUNK, _power(most))
+
+    def one(i, carry):
         n = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         group = jnp.sum((n[:, None] >= last_X[None]).astype(jnp.int32), axis=1)
         own_CX = (group[:, None] == group_X[None]).astype(jnp.int32)
         before = (n - jnp.sum(own_CX * (last_X - blocks_X)[None], axis=1)) * height
         left = jnp.sum(own_CX * size_X[None], axis=1) - before
         fits = n < most
-        store(block_group_ref.at[n], jnp.minimum(group, groups - 1), mask=fits)
-        store(first_ref.at[n], jnp.sum(own_CX * start_X[None], axis=1) + before, mask=fits)
-        store(count_ref.at[n], jnp.where(group < groups, jnp.clip(left, 0, height), 0), mask=fits)
+        store(refs[0].at[n], jnp.minimum(group, groups - 1), mask=fits)
+        store(refs[1].at[n], jnp.sum(own_CX * start_X[None], axis=1) + before, mask=fits)
+        store(refs[2].at[n], jnp.where(group < groups, jnp.clip(left, 0, height), 0), mask=fits)
         return carry
 
-    _loop(-(-most // chunk), describe, jnp.int32(0))
+    _loop(-(-most // chunk), one, jnp.int32(0))
 
 
 def _loop(steps: int, body, start):

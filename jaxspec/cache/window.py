@@ -18,7 +18,8 @@ class Window:
       table_BJ: page ids of each row, or None without a pool.
       row_B: batch row of each row of this forward, or None when row i is batch row i.
       live_BT: positions whose results are used, None for all; the others touch no routed expert.
-      base: first page of this layer where several layers share one array, or None for page 0.
+      layer: this layer's number among several that share one array of pages, or None where it has its own.
+      layer_pages: pages of each of them.
       path_BTJ: provisional nodes that each query sees, by depth, itself the last, then anything; B may be 1. None for
         a chain, where a query sees all before it.
       output_index_B: the one of the T positions of each row whose output is computed, where a drafter observes; the
@@ -38,17 +39,23 @@ class Window:
     start_B: Array
     table_BJ: Array | None = None
     row_B: Array | None = None
-    base: Array | None = None
+    layer: Array | None = None
     live_BT: Array | None = None
     path_BTJ: Array | None = None
     output_index_B: Array | None = None
     packing: PackedTokens | None = None
     written: Array | None = None
+    layer_pages: int = static(default=1)
     offset: int = static(default=0)
     block: int = static(default=128)
     use_scatter: bool = static(default=False)
     rows_sharded: bool = static(default=False)
     committed: bool = static(default=False)
+
+    @property
+    def base(self) -> Array | None:
+        """First page of this layer where several share one array, or None for page 0; kernels compute it themselves."""
+        return None if self.layer is None else self.layer * jnp.int32(self.layer_pages)
 
     @property
     def first_B(self) -> Array:

@@ -55,7 +55,7 @@ def compact_caches(caches: Caches, arch: ArchSpec, policy: Policy, window: Windo
         pages = next(iter(cache.values())).shape[0] // layers
 
         def one(y: Array, cache: LayerCache, streams=streams, pages=pages) -> LayerCache:
-            return compact(cache, streams, replace(window, base=y * jnp.int32(pages)), path_BT)
+            return compact(cache, streams, replace(window, layer=y, layer_pages=pages), path_BT)
 
         done.append(lax.fori_loop(0, layers, one, cache))
     return tuple(done)

@@ -132,7 +132,7 @@ class Loop:
         caches = (None,) * len(self._blocks) if self.inputs.memory is None else self.inputs.memory
         before = replace(before, caches=caches)
         ropes = (getattr(spec.attention, "rope", None) for spec in self.segment.pattern)
-        self.inputs = self.inputs.turned_by(*dict.fromkeys(rope for rope in ropes if rope is not None))
+        self.inputs = self.inputs.prepared(*dict.fromkeys(rope for rope in ropes if rope is not None))
         after: Any = jax.eval_shape(self._repeat, jnp.int32(0), before)
         # Where it gives a selection that there is not before it, the first repeat runs by itself.
         first = int(repeats == 1 or jax.tree.structure(before.selection) != jax.tree.structure(after.selection))
@@ -172,7 +172,7 @@ class Loop:
             if isinstance(window, Window) and cache:
                 pages = jax.tree.leaves(cache)[0].shape[0] // self.segment.repeats
                 use_scatter = self.policy.compute.kernels == "triton"
-                window = replace(window, base=y * jnp.int32(pages), use_scatter=use_scatter)
+                window = replace(window, layer=y, layer_pages=pages, use_scatter=use_scatter)
             number = jnp.int32(self.segment.first + place) + y * jnp.int32(len(self._blocks))
             inputs = replace(self.inputs, window=window, memory=cache, selection=selection, number=number)
             out: Any = block.apply({"params": _layer(stack, y, self.policy)}, x, inputs, y)

@@ -1,15 +1,19 @@
 """Grouped-query attention: projections, query and key norms, rotation, windows and sinks."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import flax.linen as nn
 
-from jaxspec.cache.addressing import StreamSpec, write
+from jaxspec.cache.addressing import LayerCache, StreamSpec, write
 from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.cached_attention import attend_cached, attend_new
 from jaxspec.nn.dense import dense
+from jaxspec.nn.fused_heads import heads_by_kernel
+from jaxspec.nn.fused_norm import PartialSum
 from jaxspec.nn.inputs import Inputs, Mixed
+from jaxspec.nn.matrix import own_of
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
@@ -20,8 +24,10 @@ from jaxspec.shapes import Array
 
 QKV = Param("qkv_DGQC", ("embed", "kv_heads", "group", "head_dim"))
 QKV_BIAS = Param("qkv_bias_GQC", ("kv_heads", "group", "head_dim"), "bias")
-HEAD_NORMS = Param("q_norm_C", ("head_dim",), "norm"), Param("k_norm_C", ("head_dim",), "norm")
-FULL_NORMS = Param("q_norm_HC", ("heads", "head_dim"), "norm"), Param("k_norm_GC", ("kv_heads", "head_dim"), "norm")
+NORMS = {
+    "head": (Param("q_norm_C", ("head_dim",), "norm"), Param("k_norm_C", ("head_dim",), "norm")),
+    "full": (Param("q_norm_HC", ("heads", "head_dim"), "norm"), Param("k_norm_GC", ("kv_heads", "head_dim"), "norm")),
+}
 QK = Param("qk_DGQC", QKV.axes)
 QK_BIAS = Param("qk_bias_GQC", QKV_BIAS.axes, "bias")
 V = Param("v_DGC", ("embed", "kv_heads", "head_dim"))
@@ -100,75 +106,118 @@ class AttentionSpec:
         """Channels of a value head."""
         return self.value_dim or self.head_dim
 
+    @property
+    def plain(self) -> bool:
+        """Whether projections, norms of heads and a rotation are all that makes queries, keys and values."""
+        values = self.value_width == self.head_dim and self.value_scale == 1
+        values = values and not (self.shared_values or self.value_norm)
+        turned = self.qk_norm in ("none", "head") and not self.norm_turned and self.temperature is None
+        return values and turned and not self.gated
+
 
 class Attention(nn.Module):
     """Projections around ``attend``; query, key and value weights of one kv head lie together, [X, G, R + 2, C].
 
     Value weights lie apart where their heads have another width, and there are none where values are keys. The input
     may be wider than the output (EAGLE-3 joins two vectors there).
+
+    Attributes:
+      unsummed: whether the output may be left in parts, where a kernel computes it.
     """
 
     spec: AttentionSpec
     model_dim: int
     norm_eps: float
     policy: Policy
+    unsummed: bool = False
 
     @nn.compact
     def __call__(self, x_BTX: Array, inputs: Inputs) -> Mixed:
         """Projects, rotates and attends."""
         s, p, window, memory = self.spec, self.policy, inputs.window, inputs.memory
-        *qkv, gate_BTHC = self._project(x_BTX, inputs)
-        q_BTHC, k_BTGC, v_BTGC = (unpack(x, window) for x in qkv)
-        sinks_H = declare(self, p, SINKS, (s.heads,)) if s.sinks else None
+        new, gate_BTHC = None, None
+        params = self._params(x_BTX.shape[-1])
+        if (made := self._project_by_kernel(x_BTX, inputs, params)) is not None:
+            q_BTHC, memory = unpack(made[0], window), made[1]
+        else:
+            *qkv, gate_BTHC = self._project(x_BTX, inputs, params)
+            q_BTHC, *new = (unpack(x, window) for x in qkv)
+        sinks = declare(self, p, SINKS, (s.heads,), by_kernel=True) if s.sinks else None
         scale, inputs = s.scale or s.head_dim**-0.5, inputs.unpack()
         if (cache := inputs.cache_window) is None:
-            out, memory = attend_new(q_BTHC, k_BTGC, v_BTGC, inputs, scale=scale, span=s.span, sinks_H=sinks_H)
+            assert new is not None, "kernels write into a cache"
+            k_BTGC, v_BTGC = new
+            out, memory = attend_new(q_BTHC, k_BTGC, v_BTGC, inputs, scale=scale, span=s.span, sinks_H=own_of(sinks))
         else:
             streams = s.streams
-            memory = {n: write(memory[n], streams[n], cache, new) for n, new in (("k", k_BTGC), ("v", v_BTGC))}
+            if new is not None:
+                memory = {n: write(memory[n], streams[n], cache, x) for n, x in zip(("k", "v"), new, strict=True)}
             out = attend_cached(
                 take_outputs(q_BTHC, window), (memory["k"], memory["v"]), inputs.of_outputs(), streams["k"], p,
-                scale=scale, span=s.span, sinks_H=sinks_H,
+                scale=scale, span=s.span, sinks=sinks,
             )  # fmt: skip
         w_o = declare(self, p, OUT, (s.heads, s.value_width, self.model_dim))
-        b_o = declare(self, p, OUT_BIAS, (self.model_dim,)) if s.out_bias else None
+        b_o = declare(self, p, OUT_BIAS, (self.model_dim,), by_kernel=True) if s.out_bias else None
         out = pack(out, window)
         out = out if gate_BTHC is None else out * sigmoid(take_outputs(gate_BTHC, window))
         if s.softplus_gate != "none":
             out = out * self._softplus(take_outputs(x_BTX, window))
-        return Mixed(dense(out, w_o, b_o, dtype=p.compute.dtype, axes=2), memory)
+        parts = PartialSum.of(out, w_o, b_o, p.compute.dtype, 2) if self.unsummed else None
+        return Mixed(parts or dense(out, w_o, own_of(b_o), dtype=p.compute.dtype, axes=2), memory)
 
-    def _project(self, x_BTX: Array, inputs: Inputs) -> tuple[Array, Array, Array, Array | None]:
+    def _params(self, width: int) -> dict[str, Any]:
+        """Parameters of queries, keys and values, by the names that ``heads_by_kernel`` has for them."""
+        s, p = self.spec, self.policy
+        joined, group = s.value_width == s.head_dim and not s.shared_values, s.heads // s.kv_heads * (1 + s.gated)
+        shape = (s.kv_heads, group + 1 + joined, s.head_dim)
+        params = {"qkv": declare(self, p, QKV if joined else QK, (width, *shape))}
+        if s.qkv_bias:
+            params["bias"] = declare(self, p, QKV_BIAS if joined else QK_BIAS, shape, by_kernel=True)
+        if not joined and not s.shared_values:
+            params["v"] = declare(self, p, V, (width, s.kv_heads, s.value_width))
+            if s.qkv_bias:
+                params["v_bias"] = declare(self, p, V_BIAS, (s.kv_heads, s.value_width))
+        if s.qk_norm in NORMS:
+            whole = s.qk_norm == "full"
+            for name, param, heads in zip(("q_norm", "k_norm"), NORMS[s.qk_norm], (s.heads, s.kv_heads), strict=True):
+                own = (heads, s.head_dim) if whole else (s.head_dim,)
+                params[name] = declare(self, p, param, own, by_kernel=True)
+        return params
+
+    def _project_by_kernel(
+        self, x_BTX: Array, inputs: Inputs, params: dict[str, Any]
+    ) -> tuple[Array, LayerCache] | None:
+        """Queries, and the memory with keys and values in it; None where this needs more than the kernel computes."""
+        s = self.spec
+        if not s.plain:
+            return None
+        stacks = {name: param for name, param in params.items() if name != "qkv"}
+        how: Any = {"dtype": self.policy.compute.dtype, "norm": (self.norm_eps, s.norm_offset)}
+        return heads_by_kernel(x_BTX, params["qkv"], stacks, inputs, s.streams["k"], s.rope, **how)
+
+    def _project(
+        self, x_BTX: Array, inputs: Inputs, params: dict[str, Any]
+    ) -> tuple[Array, Array, Array, Array | None]:
         """Queries, keys, values, and what gates the heads' outputs; a gate lies after the query of its head."""
         s = self.spec
         group = s.heads // s.kv_heads * (2 if s.gated else 1)
-        if s.value_width == s.head_dim and not s.shared_values:
-            qkv = self._product(x_BTX, (QKV, QKV_BIAS), (s.kv_heads, group + 2, s.head_dim))
-            v = qkv[..., group + 1, :]
-        else:
-            qkv = self._product(x_BTX, (QK, QK_BIAS), (s.kv_heads, group + 1, s.head_dim))
-            v = None if s.shared_values else self._product(x_BTX, (V, V_BIAS), (s.kv_heads, s.value_width))
+        product = partial(dense, x_BTX, dtype=self.policy.compute.dtype)
+        qkv = product(params["qkv"], own_of(params.get("bias")))
         shape = (*x_BTX.shape[:2], s.heads, s.head_dim)
         gate = qkv[..., 1:group:2, :].reshape(shape) if s.gated else None
         q = qkv[..., : group : 2 if s.gated else 1, :].reshape(shape)
         k = qkv[..., group, :]
-        v = k if v is None else v
+        v = product(params["v"], params.get("v_bias")) if "v" in params else k if s.shared_values else qkv[..., -1, :]
         v = v if s.value_scale == 1 else v * s.value_scale
         v = rms_norm(v, None, self.norm_eps) if s.value_norm else v
-        q, k = (q, k) if s.norm_turned else self._normed(q, k)
+        q, k = (q, k) if s.norm_turned else self._normed(q, k, params)
         if s.rope is not None:
             angles = inputs.rotation(s.rope)
             q, k = rotate(q, angles, s.rope), rotate(k, angles, s.rope)
-        q, k = self._normed(q, k) if s.norm_turned else (q, k)
+        q, k = self._normed(q, k, params) if s.norm_turned else (q, k)
         if s.temperature is not None:
             q = q * s.temperature.at(inputs.position_BT)[..., None, None]
         return q, k, v, gate
-
-    def _product(self, x_BTX: Array, params: tuple[Param, Param], shape: tuple[int, ...]) -> Array:
-        """Product of the input with a weight and its bias, [B, T, *shape]."""
-        w = declare(self, self.policy, params[0], (x_BTX.shape[-1], *shape))
-        bias = declare(self, self.policy, params[1], shape) if self.spec.qkv_bias else None
-        return dense(x_BTX, w, bias, dtype=self.policy.compute.dtype)
 
     def _softplus(self, x_BTX: Array) -> Array:
         """Gates of the heads' outputs, one of each head or channel, [B, T, H, 1 or C']."""
@@ -178,17 +227,12 @@ class Attention(nn.Module):
         gate = softplus(dense(x_BTX, w, dtype=p.compute.dtype))
         return gate if each else gate[..., None]
 
-    def _normed(self, q_BTHC: Array, k_BTGC: Array) -> tuple[Array, Array]:
+    def _normed(self, q_BTHC: Array, k_BTGC: Array, params: dict[str, Any]) -> tuple[Array, Array]:
         if self.spec.qk_norm == "none":
             return q_BTHC, k_BTGC
-        if self.spec.qk_norm == "bare":
-            return rms_norm(q_BTHC, None, self.norm_eps), rms_norm(k_BTGC, None, self.norm_eps)
-        whole = self.spec.qk_norm == "full"
-        of_q, of_k = FULL_NORMS if whole else HEAD_NORMS
-        return self._norm(q_BTHC, of_q, whole=whole), self._norm(k_BTGC, of_k, whole=whole)
+        return self._norm(q_BTHC, params.get("q_norm")), self._norm(k_BTGC, params.get("k_norm"))
 
-    def _norm(self, x_BTHC: Array, param: Param, *, whole: bool) -> Array:
-        shape = x_BTHC.shape[2:] if whole else x_BTHC.shape[3:]
-        scale = declare(self, self.policy, param, shape).reshape(-1)
-        flat = x_BTHC.reshape(*x_BTHC.shape[:2], -1) if whole else x_BTHC
+    def _norm(self, x_BTHC: Array, param: Any) -> Array:
+        flat = x_BTHC.reshape(*x_BTHC.shape[:2], -1) if self.spec.qk_norm == "full" else x_BTHC
+        scale = None if param is None else own_of(param).reshape(-1)
         return rms_norm(flat, scale, self.norm_eps, offset=self.spec.norm_offset).reshape(x_BTHC.shape)

@@ -9,7 +9,7 @@ from jaxspec.cache.addressing import StreamSpec, write
 from jaxspec.cache.tree_reads import read_block
 from jaxspec.nn.anchored import Anchored, BlockView, attend_anchored
 from jaxspec.nn.attend import Source, attend, blocks_in_reach
-from jaxspec.nn.attention import HEAD_NORMS, OUT, OUT_BIAS, AttentionSpec
+from jaxspec.nn.attention import NORMS, OUT, OUT_BIAS, AttentionSpec
 from jaxspec.nn.cached_attention import attend_cached
 from jaxspec.nn.dense import dense
 from jaxspec.nn.inputs import Inputs
@@ -57,7 +57,9 @@ class BlockAttention(nn.Module):
         if s.qkv_bias:
             self.query_bias = declare(self, p, QUERY_BIAS, (s.heads, s.head_dim))
             self.key_value_bias = declare(self, p, KEY_VALUE_BIAS, (s.kv_heads, 2, s.head_dim))
-        self.norms_C = [declare(self, p, norm, (s.head_dim,)) for norm in HEAD_NORMS] if s.qk_norm == "head" else None
+        self.norms_C = (
+            [declare(self, p, norm, (s.head_dim,)) for norm in NORMS["head"]] if s.qk_norm == "head" else None
+        )
         self.out_HCD = declare(self, p, OUT, (s.heads, s.head_dim, dim))
         if s.out_bias:
             self.out_bias = declare(self, p, OUT_BIAS, (dim,))

@@ -1,5 +1,7 @@
 """Attention of new positions to a layer's memory: to its cache, by kernel or by XLA, or to each other."""
 
+from typing import Any
+
 from jax import lax
 
 from jaxspec.cache.addressing import StreamSpec, pages_of
@@ -8,6 +10,7 @@ from jaxspec.cache.window import segments_of
 from jaxspec.native import attention_call as native
 from jaxspec.nn.attend import Source, attend, attend_self, blocks_in_reach, positions_seen, readers
 from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.matrix import Matrix, own_of
 from jaxspec.nn.policy import Policy
 from jaxspec.nn.unrolled import Unrolled, attend_unrolled
 from jaxspec.shapes import Array
@@ -54,7 +57,7 @@ def attend_cached(
     scale: float,
     span: int | None = None,
     value_width: int | None = None,
-    sinks_H: Array | None = None,
+    sinks: Array | Matrix | None = None,
 ) -> Array:
     """Computes attention of T provisional positions per row to the cache, float32 [B, T, H, C'].
 
@@ -67,12 +70,13 @@ def attend_cached(
       scale: of the scores.
       span: what a query sees, see ``first_seen``; None for all before it.
       value_width: C' where there are no pages of values.
-      sinks_H: one more logit per head that takes probability and has no value.
+      sinks: one more logit per head that takes probability and has no value.
     """
     k_pages, v_pages = pages
     window, dtype = inputs.cache_window, policy.compute.dtype
     assert window is not None, "asked of layers with a cache"
     wide = (value_width or k_pages.shape[3]) if v_pages is None else v_pages.shape[3]
+    sinks_H: Any = own_of(sinks)
     kernels, ring = policy.compute.whole_kernels, stream.reach is not None
     case = case_name(q_BTHC.shape[2], k_pages, wide)
     if kernels == "native":
@@ -90,11 +94,13 @@ def attend_cached(
         blocked = obstacles(k_pages, value_width=wide, block=window.block, wanted=kernels, selected=selected)
         choice = choose(OP, case, kernels, "cuda", blocked)
         if choice.implementation != "xla":
+            if isinstance(sinks, Matrix) and sinks.layer is not None and window.layer is not None:
+                sinks_H = sinks.whole  # a slice of it would be a copy
             return verify_attention(
                 q_BTHC, k_pages, v_pages, inputs.position_BT, scale=scale, dtype=dtype, value_width=wide,
                 sinks_H=sinks_H, span=span, ring=ring, start_B=window.start_B,
                 path_BTJ=window.path_BTJ, table_BJ=window.table_BJ if stream.pooled else None, row_B=window.row_B,
-                base=window.base, block=window.block, implementation=choice,
+                base=window.layer, base_pages=window.layer_pages, block=window.block, implementation=choice,
             )  # fmt: skip
     source = source_of(pages, stream, inputs, wide, span)
     return attend(

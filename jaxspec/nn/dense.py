@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec.native.packing import Packed
 from jaxspec.nn.matrix import Matrix
 from jaxspec.shapes import Array
 from pallas_kernels.quantized import Quantized, widen
@@ -212,14 +211,19 @@ def _exactly(x: Array, w: Matrix, dtype: jnp.dtype) -> Array | None:
     x_MD, trail = x.reshape(-1, x.shape[-1]), w.shape[1:]
     if isinstance(w.whole, Quantized):
         return None
-    if isinstance(w.whole, Packed) or jnp.float32 in (dtype, w.whole.dtype):
-        out = w.product(x_MD, jnp.float32)
-    else:
-        out = w.product(jnp.concatenate(_parts(x_MD)), dtype)
-        if out is not None:
-            high, middle, low = jnp.split(out, 3)
-            out = high + (middle + low)
+    rows, kind, thirds = exact_rows(x_MD, w, dtype)
+    out = w.product(rows, kind)
+    if thirds and out is not None:
+        high, middle, low = jnp.split(out, 3)
+        out = high + (middle + low)
     return None if out is None else out.reshape(*x.shape[:-1], *trail)
+
+
+def exact_rows(x_MD: Array, w: Matrix, dtype: jnp.dtype) -> tuple[Array, jnp.dtype, bool]:
+    """Returns the rows and the dtype of an exact product, and whether they are three parts of x, to be added up."""
+    if not isinstance(w.whole, jax.Array) or jnp.float32 in (dtype, w.whole.dtype):
+        return x_MD, jnp.dtype("float32"), False
+    return jnp.concatenate(_parts(x_MD)), dtype, True
 
 
 def _parts(x: Array) -> list[Array]:

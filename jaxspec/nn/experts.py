@@ -14,6 +14,7 @@ from jaxspec.native.product import product
 from jaxspec.nn.dense import fewest_rows, whole_tiles
 from jaxspec.nn.expert_shards import obstacles_on, on_each_device, rows_on_each, split
 from jaxspec.nn.ffn import Activation
+from jaxspec.nn.fused_routing import SortedRows
 from jaxspec.nn.grouped_experts import by_parts, groupable, grouped_experts, in_parts
 from jaxspec.nn.matrix import UNPACKED
 from jaxspec.nn.policy import Policy, Weight
@@ -22,7 +23,7 @@ from jaxspec.nn.steady import added_products
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from pallas_kernels.quantized import widen
-from pallas_kernels.routed_experts.api import OP, case_name, obstacles, routed_experts
+from pallas_kernels.routed_experts.api import OP, case_name, obstacles, routed_experts, tiles_for
 from pallas_kernels.select import Choice, choose
 
 TRAINING_BLOCK = 128
@@ -160,24 +161,26 @@ def run_stacked(
 
 
 def run_experts(
-    x_MD: Array,
+    x: Array,
     routing: Routing,
     experts: dict[str, Weight],
     activation: Activation,
     policy: Policy,
     layer: Array | None = None,
     live: Array | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Array:
     """Computes routed experts that lie in one array, by their kernel or by XLA; on a mesh each device its own.
 
     Args:
-      x_MD: rows.
+      x: rows [M, D], or [2, M, D / 2], even columns and odd ones, as 4-bit weights are multiplied by.
       routing: their choices.
       experts: as of ``run_stacked``.
       activation: of all experts.
       policy: what computes, and in which dtype.
       layer: index in the stack.
       live: rows [M] or choices [M, A] that are computed, None for all; the others give zeros.
+      sorted_rows: those rows in the order of their experts, in blocks of ``sorted_height``.
     """
     mesh, dtype = policy.compute.mesh, policy.compute.dtype
     native = isinstance(experts["down_EFD"], Packed)
@@ -186,10 +189,11 @@ def run_experts(
         return (run_packed if native else run_stacked)(x, own, experts, activation, dtype, layer, live)
 
     if native:
-        return in_parts(whole, x_MD, routing, live)
-    choice = choose_kernel(x_MD.shape[0], routing.expert_MA.shape[1], experts, policy, stacked=layer is not None)
+        return in_parts(whole, _rows(x), routing, live)
+    rows, top_k = routing.expert_MA.shape
+    choice = choose_kernel(rows, top_k, experts, policy, stacked=layer is not None)
     if choice.implementation == "xla" and (not split(mesh) or obstacles_on(mesh, experts)):
-        return in_parts(whole, x_MD, routing, live)
+        return in_parts(whole, _rows(x), routing, live)
     expert_MA = routing.expert_MA
     if live is not None:
         expert_MA = jnp.where(live if live.ndim == 2 else live[:, None], expert_MA, -1)
@@ -198,7 +202,8 @@ def run_experts(
         def some(x: Array, own: Routing, live: Array | None) -> Array:
             if choice.implementation == "xla":
                 return run_stacked(x, own, experts, activation, dtype, layer, own.expert_MA >= 0)
-            run = grouped_experts if len(x) > GROUPED_ROWS and groupable(experts, layer) else routed_experts
+            grouped = len(own.expert_MA) > GROUPED_ROWS and groupable(experts, layer)
+            run = grouped_experts if grouped else partial(routed_experts, sorted_rows=sorted_rows)
             return run(
                 x, own.expert_MA, own.weight_MA, experts, layer=layer, activation=activation, dtype=dtype,
                 implementation=choice,
@@ -206,8 +211,20 @@ def run_experts(
 
         return in_parts(some, x, replace(routing, expert_MA=choices, weight_MA=weights), None)
 
-    operands = (x_MD, expert_MA, routing.weight_MA, experts, layer)
-    return on_each_device(compute, policy, *operands) if split(mesh) else compute(*operands)
+    operands = (expert_MA, routing.weight_MA, experts, layer)
+    return on_each_device(compute, policy, _rows(x), *operands) if split(mesh) else compute(x, *operands)
+
+
+def _rows(x: Array) -> Array:
+    return x if x.ndim == 2 else jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1)
+
+
+def sorted_height(rows: int, top_k: int, experts: dict[str, Weight], policy: Policy, *, stacked: bool) -> int | None:
+    """Returns the rows per block in which the experts' kernel wants M rows sorted, None where it sorts them itself."""
+    if rows > GROUPED_ROWS or split(policy.compute.mesh) or any(isinstance(w, Packed) for w in experts.values()):
+        return None
+    choice = choose_kernel(rows, top_k, experts, policy, stacked=stacked)
+    return None if choice.implementation == "xla" else tiles_for(experts, rows, top_k, stacked=stacked).rows
 
 
 def run_weighed(

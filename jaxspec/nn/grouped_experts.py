@@ -19,25 +19,25 @@ MOST_ROWS = 8192  # that experts compute at a time; their hidden units take memo
 
 
 def in_parts(
-    compute: Callable[[Array, Routing, Array | None], Array], x_MD: Array, routing: Routing, live: Array | None
+    compute: Callable[[Array, Routing, Array | None], Array], x: Array, routing: Routing, live: Array | None
 ) -> Array:
     """Computes experts for at most ``MOST_ROWS`` rows at a time.
 
     Args:
       compute: takes rows, their choices, of which negative ones count as none, and which rows or choices count, and
         returns [M, D].
-      x_MD: rows.
+      x: rows [M, D], or where they are few as ``compute`` takes them.
       routing: their choices.
       live: rows [M] or choices [M, A] that are computed, None for all; the others give zeros.
     """
-    rows = len(x_MD)
+    rows = len(routing.expert_MA)
     if rows <= MOST_ROWS:
-        return compute(x_MD, routing, live)
+        return compute(x, routing, live)
     parts = -(-rows // MOST_ROWS)
     expert_MA = routing.expert_MA
     if live is not None:
         expert_MA = jnp.where(live if live.ndim == 2 else live[:, None], expert_MA, -1)
-    each = x_MD, expert_MA, routing.weight_MA
+    each = x, expert_MA, routing.weight_MA
 
     def some(part: tuple[Array, Array, Array]) -> Array:
         x, choices, weights = part

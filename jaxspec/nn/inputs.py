@@ -25,7 +25,7 @@ class Inputs:
       number: inside a layer, its number in the model, int32 where equal layers run in a loop.
       reads: what is captured of the layers.
       routes: whether the expert choices of every layer are captured.
-      rotations, angles: what ``turned_by`` has computed of these positions.
+      rotations, angles, live_M: what ``prepared`` has computed of these positions.
     """
 
     token_BT: Array
@@ -38,10 +38,19 @@ class Inputs:
     routes: bool = static(default=False)
     rotations: tuple[RopeSpec, ...] = static(default=())
     angles: tuple[tuple[Array, Array], ...] = ()
+    live_M: Array | None = None
 
-    def turned_by(self, *specs: RopeSpec) -> "Inputs":
-        """Returns the inputs with the angles of rotations, for layers in a loop, which need not compute them again."""
-        return replace(self, rotations=specs, angles=tuple(angles(self.position_BT, spec) for spec in specs))
+    def prepared(self, *specs: RopeSpec) -> "Inputs":
+        """Returns the inputs with what layers in a loop need not compute again: angles, and ``counted`` positions."""
+        turned = replace(self, rotations=specs, angles=tuple(angles(self.position_BT, spec) for spec in specs))
+        return replace(turned, live_M=turned.counted)
+
+    @property
+    def counted(self) -> Array | None:
+        """Whether each position counts, int32 [M] for kernels; None where all do."""
+        if self.live_M is not None or self.window is None or self.window.valid is None:
+            return self.live_M
+        return self.window.valid.reshape(-1).astype(jnp.int32)
 
     def rotation(self, spec: RopeSpec) -> tuple[Array, Array]:
         """Returns the angles of a rotation by these positions."""
@@ -65,12 +74,12 @@ class Inputs:
 
     def of_outputs(self) -> "Inputs":
         """Returns the inputs of the positions whose output is computed, to read with after all T are written."""
-        if not isinstance(self.window, Window):
+        if not isinstance(self.window, Window) or self.window.output_index_B is None:
             return self
         token_BT, position_BT = take_outputs(self.token_BT, self.window), take_outputs(self.position_BT, self.window)
         selection = None if self.selection is None else take_outputs(self.selection, self.window)
         window = self.window.after_write
-        own = replace(self, rotations=(), angles=())
+        own = replace(self, rotations=(), angles=(), live_M=None)
         return replace(own, token_BT=token_BT, position_BT=position_BT, selection=selection, window=window)
 
 
@@ -78,11 +87,11 @@ class Mixed(NamedTuple):
     """What an attention layer returns.
 
     Attributes:
-      out_BTD: its output at the positions asked for.
+      out_BTD: its output at the positions asked for; a ``PartialSum`` where that was asked for.
       memory: with the T positions in it.
       selection: what it lets later layers see, None for all.
     """
 
-    out_BTD: Array
+    out_BTD: Any
     memory: Any
     selection: Array | None = None

@@ -10,7 +10,9 @@ from jaxspec.cache.addressing import StreamSpec, write
 from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.cached_attention import attend_cached, attend_new
 from jaxspec.nn.dense import dense, per_head_dense
+from jaxspec.nn.fused_norm import PartialSum
 from jaxspec.nn.inputs import Inputs, Mixed
+from jaxspec.nn.matrix import own_of
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy, Weight
@@ -89,12 +91,16 @@ class LatentAttention(nn.Module):
     """Over a cache the products with key and value weights are moved to queries and results, so that it is read as is.
 
     The weights of keys and values lie as published, [H, key and value channels, R].
+
+    Attributes:
+      unsummed: as of ``Attention``.
     """
 
     spec: LatentSpec
     model_dim: int
     norm_eps: float
     policy: Policy
+    unsummed: bool = False
 
     @nn.compact
     def __call__(self, x_BTD: Array, inputs: Inputs) -> Mixed:
@@ -120,13 +126,14 @@ class LatentAttention(nn.Module):
             inputs = inputs.of_outputs()
             out = _over_cache(take_outputs(q_BTHC, window), latent, inputs, kv_HXR, s, p)
         w_o = declare(self, p, OUT, (s.heads, s.value_dim, self.model_dim))
-        bias = self._bias(OUT_BIAS, self.model_dim)
+        bias = declare(self, p, OUT_BIAS, (self.model_dim,), by_kernel=True) if s.bias else None
         out = pack(out, window)
         if s.gated:
             gate_DH = declare(self, p, HEAD_GATE, (x_BTD.shape[-1], s.heads))
             gate = dense(take_outputs(x_BTD, window), gate_DH, dtype=p.compute.dtype)
             out = out * sigmoid(gate)[..., None]
-        out = dense(out, w_o, bias, dtype=p.compute.dtype, axes=2)
+        parts = PartialSum.of(out, w_o, bias, p.compute.dtype, 2) if self.unsummed else None
+        out = parts or dense(out, w_o, own_of(bias), dtype=p.compute.dtype, axes=2)
         shares = s.reuses_selection or (s.index is not None and s.index.shares_selection)
         return Mixed(out, memory, inputs.selection if shares else None)
 

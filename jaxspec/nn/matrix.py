@@ -52,15 +52,23 @@ class Matrix:
           dtype: of both factors.
           axes: how many axes of the weight are contracted.
         """
-        rows, stacked = x_MD.shape[0], self.layer is not None
         if isinstance(self.whole, Packed):
-            choose(OP, f"M{rows} weight of {self.shape}", "native", "cpu", [])
+            choose(OP, f"M{x_MD.shape[0]} weight of {self.shape}", "native", "cpu", [])
             return product(x_MD, self.whole, layer=self.layer, dtype=dtype)
+        return self._few_rows(x_MD, dtype, axes, summed=True)
+
+    def parts(self, x_MD: Array, dtype: Any, axes: int = 1) -> Array | None:
+        """The same not yet added up, [S, M, N], for a kernel that reads it; None where no GPU's kernel computes it."""
+        return None if isinstance(self.whole, Packed) else self._few_rows(x_MD, dtype, axes, summed=False)
+
+    def _few_rows(self, x_MD: Array, dtype: Any, axes: int, *, summed: bool) -> Array | None:
+        rows, stacked = x_MD.shape[0], self.layer is not None
         if self.kernels == "xla" or rows > MOST_ROWS:
             return None
         if self.kernels == "native":
             choose(OP, f"M{rows} weight of {self.shape}", "native", "cpu", [UNPACKED])
             return None
+        assert not isinstance(self.whole, Packed), "packed weights are a CPU's"
         w = flat(self.whole, int(stacked), axes)
         name, blocked = f"{rows} rows, weight of {self.shape}", ["scales shared by numbers that are no neighbors"]
         if w is not None:
@@ -68,4 +76,10 @@ class Matrix:
         choice = choose(OP, name, self.kernels, "cuda", blocked)
         if w is None or choice.implementation == "xla":
             return None
-        return few_rows_dense(x_MD, w, dtype=jnp.dtype(dtype), layer=self.layer, implementation=choice)
+        how = {"layer": self.layer, "implementation": choice, "summed": summed}
+        return few_rows_dense(x_MD, w, dtype=jnp.dtype(dtype), **how)
+
+
+def own_of(w: Any) -> Any:
+    """Returns a parameter by itself, whether or not it is in a stack."""
+    return w.own() if isinstance(w, Matrix) else w

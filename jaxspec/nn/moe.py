@@ -1,6 +1,8 @@
 """The mixture-of-experts layer: router, routed experts, shared expert."""
 
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -8,9 +10,11 @@ import jax.numpy as jnp
 
 from jaxspec.nn.dense import dense, exact_dense
 from jaxspec.nn.expert_shards import ROUTED
-from jaxspec.nn.experts import run_experts, run_weighed
+from jaxspec.nn.experts import run_experts, run_weighed, sorted_height
 from jaxspec.nn.ffn import SILU, Activation, DenseFfn, FfnSpec
+from jaxspec.nn.fused_routing import SortedRows, route_by_kernel
 from jaxspec.nn.inputs import Inputs
+from jaxspec.nn.matrix import own_of
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import ZEROS, Param, declare
 from jaxspec.nn.policy import Policy
@@ -78,6 +82,11 @@ class MoeSpec:
         """Returns how many experts the router chooses from."""
         return self.experts + self.identities
 
+    @property
+    def plain(self) -> bool:
+        """Whether one normalized row is all that router and routed experts read, and their sum all that they return."""
+        return not (self.apart or self.identities or self.deferred or self.weighs_input)
+
     def shapes(self, model_dim: int, redundant: int = 0) -> dict[str, tuple[int, ...]]:
         """Shapes of the routed parameters, all experts stacked, and slots beyond them."""
         e, f, parts, dim = self.experts + redundant, self.hidden, 1 + self.activation.gated, self.latent or model_dim
@@ -101,8 +110,9 @@ class Moe(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BTD: Array, inputs: Inputs, layer: Array | None = None, *, stream_BTD: Array | None = None
-    ) -> tuple[Array, Routing]:
+        self, x_BTD: Array, inputs: Inputs, layer: Array | None = None, *, stream_BTD: Array | None = None,
+        copy_PMX: Array | None = None,
+    ) -> tuple[Array, Routing]:  # fmt: skip
         """Routes, and returns routed plus shared output [B, T, D], or routed alone where deferred, and the choices.
 
         Args:
@@ -111,17 +121,19 @@ class Moe(nn.Module):
             positions count; the others touch no expert.
           layer: index in the stack.
           stream_BTD: the stream itself, for experts that read it.
+          copy_PMX: x as the experts' kernel reads it, where a kernel has left it so.
         """
         s, dim = self.spec, self.model_dim
-        x_MD, read_MD, token_M = x_BTD.reshape(-1, dim), x_BTD.reshape(-1, dim), inputs.token_BT.reshape(-1)
+        x_MD = x_BTD.reshape(-1, dim)
+        routed_MD = read_MD = x_MD
         if s.apart:
             assert stream_BTD is not None, "whoever calls such a layer has the stream"
             stream_MD = stream_BTD.reshape(-1, dim)
             read_MD = self._normed(stream_MD, "routed_norm")
-            routing = self._route(self._normed(stream_MD, "router_scale") * dim**-0.5, token_M)
-        else:
-            routing = self._route(x_MD, token_M)
-        out_MD = self._routed(read_MD, routing, inputs, layer)
+            routed_MD = self._normed(stream_MD, "router_scale") * dim**-0.5
+        params = self._params()
+        routing, sorted_rows = self._route(routed_MD, params, inputs, layer)
+        out_MD = self._routed(read_MD, routing, params, inputs, layer, sorted_rows, copy_PMX)
         shared_MD = self._shared(x_MD) if s.shared_hidden else None
         if s.apart:
             zero_M1 = inputs.zero_BT1.reshape(-1, 1)
@@ -133,7 +145,31 @@ class Moe(nn.Module):
     def _normed(self, x_MD: Array, name: str) -> Array:
         return rms_norm(x_MD, declare(self, self.policy, APART[name], (self.model_dim,)), self.norm_eps)
 
-    def _routed(self, x_MD: Array, routing: Routing, inputs: Inputs, layer: Array | None) -> Array:
+    def _params(self) -> dict[str, Any]:
+        """Parameters that choose, under ``router``; those of the routed experts, under ``experts``; and ``slots``."""
+        s, p, r, slots = self.spec, self.policy, self.spec.router, self.policy.layout.slots
+        router = {"router": declare(self, p, ROUTER, (self.model_dim, s.choices))}
+        if r.logit_bias:
+            router["logit"] = declare(self, p, ROUTER_BIAS, (s.choices,), by_kernel=True)
+        if r.choice_bias:
+            router["choice"] = declare(self, p, CHOICE_BIAS, (s.choices,), by_kernel=True)
+        if r.kind == "hash":
+            table = replace(TABLE, init=_any_experts(s.experts))
+            router["table"] = declare(self, p, table, (s.vocab_size, s.top_k))
+        if s.apart:
+            router["scale"] = declare(self, p, EXPERT_SCALE, (s.experts,))
+        slots_EX = None if slots is None else declare(self, p, SLOTS, (s.experts, slots.replicas))
+        lead = (self.layers,) if self.layers else ()
+        experts = {
+            name: declare(self, p, ROUTED[name], (*lead, *shape))
+            for name, shape in s.shapes(self.model_dim, slots.redundant if slots else 0).items()
+        }
+        return {"router": router, "slots": slots_EX, "experts": experts}
+
+    def _routed(
+        self, x_MD: Array, routing: Routing, params: dict[str, Any], inputs: Inputs, layer: Array | None,
+        sorted_rows: SortedRows | None, copy_PMX: Array | None,
+    ) -> Array:  # fmt: skip
         """Computes what the routed experts return, weighed and summed."""
         s, p, dim = self.spec, self.policy, self.model_dim
         live_BT = None if inputs.window is None else inputs.window.valid
@@ -141,14 +177,12 @@ class Moe(nn.Module):
         if s.identities:
             own_MA = routing.expert_MA < s.experts
             live = own_MA if live is None else own_MA & live[:, None]
-        lead = (self.layers,) if self.layers else ()
-        placed = self._placed(routing, inputs)
-        experts = {
-            name: declare(self, p, ROUTED[name], (*lead, *shape))
-            for name, shape in s.shapes(dim, p.layout.slots.redundant if p.layout.slots else 0).items()
-        }
-        inner = dense(x_MD, declare(self, p, LATENT_IN, (dim, s.latent)), dtype=p.compute.dtype) if s.latent else x_MD
-        run = run_weighed if s.weighs_input else run_experts
+        placed, experts = self._placed(routing, params["slots"], inputs), params["experts"]
+        if s.latent:
+            inner = dense(x_MD, declare(self, p, LATENT_IN, (dim, s.latent)), dtype=p.compute.dtype)
+        else:
+            inner = x_MD if copy_PMX is None else copy_PMX[0] if len(copy_PMX) == 1 else copy_PMX
+        run = run_weighed if s.weighs_input else partial(run_experts, sorted_rows=sorted_rows)
         out_MD = run(inner, placed, experts, s.activation, p, layer, live)
         if s.latent:
             out_MD = dense(out_MD, declare(self, p, LATENT_OUT, (s.latent, dim)), dtype=p.compute.dtype)
@@ -165,30 +199,33 @@ class Moe(nn.Module):
         shared = FfnSpec(s.shared_hidden, s.activation, s.activation.gated)
         return DenseFfn(shared, dim, p, name="shared")(x_MD, gate)
 
-    def _route(self, x_MD: Array, token_M: Array) -> Routing:
-        s, p, r = self.spec, self.policy, self.spec.router
-        router_DE = declare(self, p, ROUTER, (self.model_dim, s.choices))
-        logit_bias = declare(self, p, ROUTER_BIAS, (s.choices,)) if r.logit_bias else None
+    def _route(
+        self, x_MD: Array, params: dict[str, Any], inputs: Inputs, layer: Array | None
+    ) -> tuple[Routing, SortedRows | None]:
+        """The choices, and where a kernel makes them its rows sorted for that of the experts."""
+        s, p, r, router = self.spec, self.policy, self.spec.router, params["router"]
+        if s.plain:
+            height = None
+            if params["slots"] is None:
+                height = sorted_height(len(x_MD), s.top_k, params["experts"], p, stacked=layer is not None)
+            routed = route_by_kernel(x_MD, router, r, s.top_k, p.compute.dtype, live_M=inputs.counted, height=height)
+            if routed is not None:
+                return routed
         product = exact_dense if r.exact else dense
-        logits_ME = product(x_MD, router_DE, logit_bias, dtype=p.compute.dtype)
-        bias_E = declare(self, p, CHOICE_BIAS, (s.choices,)) if r.choice_bias else None
-        if r.kind != "hash":
-            routing = route(logits_ME, s.top_k, r, bias_E)
-            if not s.apart:
-                return routing
-            scale_E = declare(self, p, EXPERT_SCALE, (s.experts,))
-            return replace(routing, weight_MA=routing.weight_MA * scale_E[routing.expert_MA])
-        table_VA = declare(self, p, replace(TABLE, init=_any_experts(s.experts)), (s.vocab_size, s.top_k))
-        return route(logits_ME, s.top_k, r, bias_E, table_VA[token_M])
+        logits_ME = product(x_MD, router["router"], own_of(router.get("logit")), dtype=p.compute.dtype)
+        chosen_MA = router["table"][inputs.token_BT.reshape(-1)] if r.kind == "hash" else None
+        routing = route(logits_ME, s.top_k, r, own_of(router.get("choice")), chosen_MA)
+        if s.apart:
+            routing = replace(routing, weight_MA=routing.weight_MA * router["scale"][routing.expert_MA])
+        return routing, None
 
-    def _placed(self, routing: Routing, inputs: Inputs) -> Routing:
+    def _placed(self, routing: Routing, slots_EX: Array | None, inputs: Inputs) -> Routing:
         """The choices as slots, where there are such."""
-        s, p = self.spec, self.policy
-        if p.layout.slots is None:
+        if slots_EX is None:
             return routing
-        slots_EX = declare(self, p, SLOTS, (s.experts, p.layout.slots.replicas))
         turn_M = (inputs.token_BT + inputs.position_BT).reshape(-1)
-        expert_MA = jnp.minimum(routing.expert_MA, s.experts - 1) if s.identities else routing.expert_MA
+        last = self.spec.experts - 1
+        expert_MA = jnp.minimum(routing.expert_MA, last) if self.spec.identities else routing.expert_MA
         return replace(routing, expert_MA=slots_for(expert_MA, turn_M, slots_EX))
 
 

@@ -96,7 +96,10 @@ def kind_of(path: Sequence[str]) -> str:
     return "/".join([*folders, name])
 
 
-def declare(module: nn.Module, policy: Policy, param: Param, shape: tuple[int, ...], number: int | None = None) -> Any:
+def declare(
+    module: nn.Module, policy: Policy, param: Param, shape: tuple[int, ...], number: int | None = None, *,
+    by_kernel: bool = False,
+) -> Any:  # fmt: skip
     """Makes or reads one parameter of a module, as Flax partitioning metadata where it is made.
 
     Args:
@@ -105,13 +108,14 @@ def declare(module: nn.Module, policy: Policy, param: Param, shape: tuple[int, .
       param: what it is.
       shape: of the weight itself, whatever its format.
       number: of several, see ``Param.name``.
+      by_kernel: whether a kernel may read it, so that it stays in its stack of layers whatever its kind.
 
     Returns:
-      An array or a ``Quantized``; with kernels a ``Matrix`` where ``dense`` and ``exact_dense`` alone read it; packed
-      experts.
+      An array or a ``Quantized``; with kernels a ``Matrix`` where ``dense`` and ``exact_dense`` alone read it, or
+      ``by_kernel``; packed experts.
     """
     name, kernels = param.name.format(number), policy.compute.whole_kernels
-    in_stack = param.kind == "matrix" and kernels != "xla"
+    in_stack = (param.kind == "matrix" or by_kernel) and kernels != "xla"
     if module.has_variable("params", name):
         value = module.get_variable("params", name)
         if isinstance(value, Matrix):

@@ -27,6 +27,7 @@ def few_rows_dense(
     layer: jax.Array | None = None,
     implementation: Implementation | Choice = "xla",
     tiles: Tiles | None = None,
+    summed: bool = True,
 ) -> jax.Array:
     """``x @ w + bias`` for up to 512 rows, the weight read once for up to 64 of them.
 
@@ -41,9 +42,11 @@ def few_rows_dense(
       layer: int32, which layer of the stack; the stack is never sliced, for a slice would be a copy.
       implementation: what computes it; a case that the kernel cannot compute goes to the reference with a warning.
       tiles: sizes; those that were measured, or else a safe default, if None.
+      summed: whether the parts that the depth is cut into are added up, in their order, and the bias to them; otherwise
+        whatever reads them does that, which is a kernel less.
 
     Returns:
-      float32 [M, N].
+      float32 [M, N], or [S, M, N] parts.
 
     Raises:
       UnsupportedKernel: shapes do not fit together.
@@ -58,10 +61,11 @@ def few_rows_dense(
         implementation = choose(OP, case_name(x_MD.shape[0], w), implementation, "", reasons)
     dtype = jnp.dtype(dtype)
     if implementation.implementation == "xla":
-        return reference.few_rows_dense(x_MD, w, bias_N, dtype=dtype, layer=layer)
+        out_MN = reference.few_rows_dense(x_MD, w, bias_N if summed else None, dtype=dtype, layer=layer)
+        return out_MN if summed else out_MN[None]
     return kernel.few_rows_dense(
         x_MD, w, bias_N, dtype=dtype, layer=layer, tiles=tiles or tiles_for(w, dtype),
-        implementation=implementation.implementation,
+        implementation=implementation.implementation, summed=summed,
     )  # fmt: skip
 
 

@@ -63,6 +63,7 @@ def few_rows_dense(
     layer: jax.Array | None,
     tiles: Tiles,
     implementation: Implementation,
+    summed: bool,
 ) -> jax.Array:
     """As ``api.few_rows_dense``."""
     rows, lead = x_MD.shape[0], 0 if layer is None else 1
@@ -82,6 +83,8 @@ def few_rows_dense(
         how=Launch(tiles.num_warps, tiles.num_stages),
         implementation=implementation,
     )
+    if not summed:
+        return out_SMN
     total = out_SMN[0]
     for part in range(1, body.parts):
         total = total + out_SMN[part]

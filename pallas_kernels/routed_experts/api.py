@@ -13,6 +13,7 @@ from pallas_kernels.product import obstacles as product_obstacles
 from pallas_kernels.quantized import Quantized, Weight, form
 from pallas_kernels.routed_experts import kernel, reference
 from pallas_kernels.routed_experts.kernel import Tiles
+from pallas_kernels.row_blocks import Blocks
 from pallas_kernels.select import Choice, UnsupportedKernel, choose
 
 OP = "routed_experts"
@@ -21,7 +22,7 @@ DECODE_ROWS = 512
 
 
 def routed_experts(
-    x_MD: jax.Array,
+    x: jax.Array,
     expert_MA: jax.Array,
     weight_MA: jax.Array,
     weights: Mapping[str, Weight],
@@ -31,6 +32,7 @@ def routed_experts(
     layer: jax.Array | None = None,
     implementation: Implementation | Choice = "xla",
     tiles: Tiles | None = None,
+    sorted_rows: tuple[jax.Array, Blocks] | None = None,
 ) -> jax.Array:
     """``sum_a weight_a * down_a(activation(gate_a(x), up_a(x)))`` over each row's A experts (Shazeer 2017, 2020).
 
@@ -38,7 +40,7 @@ def routed_experts(
     same whatever the number of rows, their order and their choices. Not differentiable but by ``xla``.
 
     Args:
-      x_MD: rows.
+      x: rows [M, D], or as the kernel reads them, [planes, M, D / planes] of ``dtype``, see ``product.planes``.
       expert_MA: int32 choices, best first. A choice that is not in [0, E) adds nothing, so that a device that holds
         some of the experts can be given all choices, counted from its first expert.
       weight_MA: combine weights.
@@ -49,6 +51,7 @@ def routed_experts(
       layer: int32, which layer of the stack; the stack is never sliced, for a slice would be a copy.
       implementation: what computes it; a case that the kernel cannot compute goes to the reference with a warning.
       tiles: sizes; those that were measured, or else a safe default, if None.
+      sorted_rows: what ``row_blocks.sort`` gives for the choices and blocks of the tiles' height, if it is known.
 
     Returns:
       float32 [M, D].
@@ -56,17 +59,19 @@ def routed_experts(
     Raises:
       UnsupportedKernel: shapes or dtypes do not fit together.
     """
-    _check(x_MD, expert_MA, weight_MA, weights, layer)
+    _check(x, expert_MA, weight_MA, weights, layer)
     dtype = jnp.dtype(dtype)
     if not isinstance(implementation, Choice):
-        name = case_name(x_MD.shape[0], expert_MA.shape[1], weights, stacked=layer is not None)
+        rows, top_k = expert_MA.shape
+        name = case_name(rows, top_k, weights, stacked=layer is not None)
         implementation = choose(OP, name, implementation, "", obstacles(weights, stacked=layer is not None))
     if implementation.implementation == "xla":
+        x_MD = x if x.ndim == 2 else jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1)
         return reference.routed_experts(
             x_MD, expert_MA, weight_MA, weights, activation=activation, dtype=dtype, layer=layer
         )
     return kernel.routed_experts(
-        x_MD,
+        x,
         expert_MA,
         weight_MA,
         weights,
@@ -75,6 +80,7 @@ def routed_experts(
         layer=layer,
         tiles=tiles or tiles_for(weights, *expert_MA.shape, stacked=layer is not None),
         implementation=implementation.implementation,
+        sorted_rows=sorted_rows,
     )
 
 
@@ -123,14 +129,15 @@ DEFAULT: Mapping[str, Tiles] = {
 }
 
 
-def _check(x_MD, expert_MA, weight_MA, weights: Mapping[str, Weight], layer) -> None:
+def _check(x, expert_MA, weight_MA, weights: Mapping[str, Weight], layer) -> None:
     unknown, missing = sorted(set(weights) - set(KNOWN)), [name for name in KNOWN[:2] if name not in weights]
     if unknown or missing:
         raise UnsupportedKernel(f"{OP}: weights must be {', '.join(KNOWN)}; missing {missing}, not known {unknown}")
-    if x_MD.ndim != 2 or expert_MA.ndim != 2 or expert_MA.shape != weight_MA.shape or len(x_MD) != len(expert_MA):
+    fits = expert_MA.ndim == 2 and expert_MA.shape == weight_MA.shape
+    if not fits or x.ndim not in (2, 3) or x.shape[-2] != len(expert_MA):
         raise UnsupportedKernel(
             f"{OP}: rows [M, D], choices [M, A] and weights [M, A] must fit together, got "
-            f"{x_MD.shape}, {expert_MA.shape} and {weight_MA.shape}"
+            f"{x.shape}, {expert_MA.shape} and {weight_MA.shape}"
         )
     if expert_MA.dtype != jnp.int32:
         raise UnsupportedKernel(f"{OP}: choices must be int32, got {expert_MA.dtype}")
@@ -144,5 +151,5 @@ def _check(x_MD, expert_MA, weight_MA, weights: Mapping[str, Weight], layer) -> 
             )
         if "bias" in name and isinstance(weights.get(name), Quantized):
             raise UnsupportedKernel(f"{OP}: {name} must be a plain array")
-    if x_MD.shape[1] != width:
-        raise UnsupportedKernel(f"{OP}: rows of {x_MD.shape[1]} numbers for experts of width {width}")
+    if x.size != len(expert_MA) * width:
+        raise UnsupportedKernel(f"{OP}: rows of {x.size // len(expert_MA)} numbers for experts of width {width}")

@@ -44,7 +44,7 @@ class _Body:
 
 
 def routed_experts(
-    x_MD: jax.Array,
+    x: jax.Array,
     expert_MA: jax.Array,
     weight_MA: jax.Array,
     weights: Mapping[str, Weight],
@@ -54,6 +54,7 @@ def routed_experts(
     layer: jax.Array | None,
     tiles: Tiles,
     implementation: Implementation,
+    sorted_rows: tuple[jax.Array, Blocks] | None,
 ) -> jax.Array:
     """As ``api.routed_experts``."""
     rows, top_k = expert_MA.shape
@@ -62,7 +63,9 @@ def routed_experts(
     on_gpu = implementation == "triton"
     up, down = (layout(weights[name], lead=lead, on_gpu=on_gpu) for name in ("gate_up_ED2F", "down_EFD"))
     experts, width = weights["down_EFD"].shape[lead - 1], down.columns
-    order_R, blocks = sort(expert_MA.reshape(-1), experts, tiles.rows, implementation)
+    if sorted_rows is None:
+        sorted_rows = sort(expert_MA.reshape(-1), experts, tiles.rows, implementation)
+    order_R, blocks = sorted_rows
     common = [place, blocks.group_N, blocks.first_N, blocks.count_N, order_R]
     make = partial(_Body, tiles.rows, top_k, dtype=dtype, stacked=layer is not None)
     run = partial(_run, blocks=blocks, implementation=implementation)
@@ -71,7 +74,7 @@ def routed_experts(
     hidden_PRX = run(
         _gate_up,
         make(facts=up, tile=tiles.up, biased=gate_up_bias is not None, activation=activation),
-        [*common, planes(x_MD.astype(dtype), up.planes)],
+        [*common, planes(x.astype(dtype), up.planes) if x.ndim == 2 else x],
         weights["gate_up_ED2F"],
         gate_up_bias,
         jax.ShapeDtypeStruct((down.planes, rows * top_k, up.columns // down.planes), dtype),

@@ -36,6 +36,7 @@ def verify_attention(
     table_BJ: jax.Array | None = None,
     row_B: jax.Array | None = None,
     base: jax.Array | None = None,
+    base_pages: int = 1,
     block: int = 64,
     implementation: Implementation | Choice = "triton",
 ) -> jax.Array:
@@ -53,7 +54,7 @@ def verify_attention(
       scale: of the scores.
       dtype: of the products' factors; sums are float32.
       value_width: C', where ``v_pages_PGZC`` is None.
-      sinks_H: one more logit per head that takes probability and has no value.
+      sinks_H: one more logit per head that takes probability and has no value; [L, H] if ``base`` numbers a layer.
       span: most positions that a query sees, None for all; below 0 those from the last multiple of ``-span`` on.
       ring: whether a row's one page is addressed by position modulo its size.
       start_B: int32, committed length of each row, for trees.
@@ -61,7 +62,8 @@ def verify_attention(
         and any after it. B may be 1, for all rows alike.
       table_BJ: int32, page ids of each row, or None where every row has one page.
       row_B: int32, that page, where it is not the row's own number.
-      base: int32 scalar, added to every page id.
+      base: int32 scalar, added to every page id times ``base_pages``.
+      base_pages: multiplies ``base``.
       block: positions that may be read at a time; the kernel reads the largest power of two in it, up to its tile.
       implementation: what computes it; a case that the kernel cannot compute goes to the reference with a warning.
 
@@ -83,10 +85,12 @@ def verify_attention(
         page_BJ = table_BJ
         if page_BJ is None:
             page_BJ = (jnp.arange(rows, dtype=jnp.int32) if row_B is None else row_B)[:, None]
+        if sinks_H is not None and sinks_H.ndim == 2:
+            sinks_H = lax.dynamic_index_in_dim(sinks_H, jnp.int32(0) if base is None else base, keepdims=False)
         return reference.verify_attention(
             q_BTHC, k_pages_PGZC, v_pages_PGZC, position_BT, scale=scale, dtype=dtype, value_width=wide,
             sinks_H=sinks_H, span=span, ring=ring, start_B=start_B, path_BTJ=path_BTJ,
-            page_BJ=page_BJ if base is None else page_BJ + base,
+            page_BJ=page_BJ if base is None else page_BJ + base * base_pages,
         )  # fmt: skip
     given = {"k": k_pages_PGZC, "v": v_pages_PGZC, "table": table_BJ, "sinks": sinks_H}
     given["row"] = row_B if table_BJ is None else None
@@ -97,7 +101,7 @@ def verify_attention(
     plan = Plan(
         rows, count, heads, k_pages_PGZC.shape[1], width, wide, scale, dtype,
         page if table_BJ is None else page * table_BJ.shape[1], page, span, ring, deepest,
-        tiles_for(heads, k_pages_PGZC, wide, block), implementation.implementation,
+        tiles_for(heads, k_pages_PGZC, wide, block), implementation.implementation, base_pages,
     )  # fmt: skip
     operands = {name: x for name, x in given.items() if x is not None}
     return _in_parts(plan, q_BTHC, position_BT, operands)

@@ -51,6 +51,7 @@ class Plan:
       paths: longest path of a tree, 0 for a chain.
       tiles: see ``Tiles``.
       implementation: ``triton`` or ``interpret``.
+      base_pages: multiplies the base.
     """
 
     rows: int
@@ -68,6 +69,7 @@ class Plan:
     paths: int
     tiles: Tiles
     implementation: Implementation
+    base_pages: int = 1
 
     @property
     def group(self) -> int:
@@ -155,7 +157,7 @@ def attend_kernel(plan: Plan, operands: dict[str, jax.Array]) -> jax.Array:
     )
     if plan.whole_reach:
         return out
-    kept = {name: operands[name] for name in ("position", "sinks") if name in operands}
+    kept = {name: operands[name] for name in ("position", "sinks", "base") if name in operands}
     arrays = (*kept.values(), *out)
     return launch(
         partial(_put_together, plan, tuple(kept)),
@@ -205,7 +207,7 @@ def _read_cache(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     first = jnp.int32(0) if plan.span is None else jnp.maximum(first_seen(low, plan.span), 0)
     end = high + 1 if plan.ring else jnp.minimum(high + 1, plan.capacity)
     if plan.whole_reach:
-        _, total_M, parts = _run(plan, ref, tile, first, end, _begin(plan, tile, ref.get("sinks")))
+        _, total_M, parts = _run(plan, ref, tile, first, end, _begin(plan, tile, ref))
         inverse_M1 = (1 / jnp.maximum(total_M, 1e-30))[:, None]
         _store(plan, tile, outs[0], tuple(part * inverse_M1 for part in parts))
         return
@@ -215,7 +217,7 @@ def _read_cache(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
         split = begin + turn * plan.programs
         piece_first = jnp.maximum(split * length, first)
         piece_end = jnp.minimum((split + 1) * length, end)
-        top_M, total_M, parts = _run(plan, ref, tile, piece_first, piece_end, _begin(plan, tile, None))
+        top_M, total_M, parts = _run(plan, ref, tile, piece_first, piece_end, _begin(plan, tile, {}))
         place = split % plan.splits
         store(outs[0].at[place, tile.flat_M], top_M, mask=tile.real_M)
         store(outs[1].at[place, tile.flat_M], total_M, mask=tile.real_M)
@@ -226,13 +228,18 @@ def _read_cache(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     lax.fori_loop(0, jnp.maximum(turns, 0), attend, jnp.int32(0))
 
 
-def _begin(plan: Plan, tile: _Tile, sinks: Any) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
+def _begin(plan: Plan, tile: _Tile, ref: dict[str, Any]) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """A running softmax that has seen nothing but a sink."""
     size = plan.tiles.rows
     outs = tuple(jnp.zeros((size, width), jnp.float32) for _, width in plan.value_parts)
-    if sinks is None:
+    if "sinks" not in ref:
         return jnp.full(size, MASKED, jnp.float32), jnp.zeros(size, jnp.float32), outs
-    return load(sinks.at[tile.head_M]).astype(jnp.float32), jnp.ones(size, jnp.float32), outs
+    return load(_sinks(ref, tile.head_M)).astype(jnp.float32), jnp.ones(size, jnp.float32), outs
+
+
+def _sinks(ref: dict[str, Any], head: jax.Array) -> Any:
+    sinks = ref["sinks"]
+    return sinks.at[head] if len(sinks.shape) == 1 else sinks.at[ref["base"][0], head]
 
 
 def _store(plan: Plan, tile: _Tile, ref: Any, parts: tuple[jax.Array, ...], index: tuple[jax.Array, ...] = ()) -> None:
@@ -294,7 +301,7 @@ def _page(plan: Plan, ref: dict[str, Any], b: jax.Array, position: jax.Array) ->
     if "table" in ref:
         page = load(ref["table"].at[b, position // plan.page])
     if "base" in ref:
-        page = page + ref["base"][0]
+        page = page + ref["base"][0] * plan.base_pages
     last = ref["k"].shape[0] - 1
     return jnp.broadcast_to(jnp.clip(page, 0, last), slot.shape), slot
 
@@ -363,7 +370,7 @@ def _put_together(plan: Plan, names: tuple[str, ...], *refs: Any) -> None:
     outs = tuple(jnp.zeros(w, jnp.float32) for _, w in plan.value_parts)
     carry = (jnp.float32(MASKED), jnp.float32(0), outs)
     if "sinks" in ref:
-        carry = (ref["sinks"][flat % plan.heads].astype(jnp.float32), jnp.float32(1), outs)
+        carry = (load(_sinks(ref, flat % plan.heads)).astype(jnp.float32), jnp.float32(1), outs)
     _, weight, outs = lax.fori_loop(first // TOGETHER, (end + TOGETHER - 1) // TOGETHER, merge, carry)
     for (c, w), out in zip(plan.value_parts, outs, strict=True):
         store(result.at[flat, ds(c, w)], out / jnp.maximum(weight, 1e-30))

@@ -278,12 +278,12 @@ def test_layers_behind_one_another_do_not_meet(stream: StreamSpec):
     start_B, row_B = jnp.asarray([3], jnp.int32), jnp.ones(1, jnp.int32)
     new = [jnp.asarray(noise(y, 1, 5, KV_HEADS, WIDTH)) for y in range(layers)]
     for y in range(layers):
-        window = Window(start_B, row_B=row_B, base=jnp.int32(y * each), block=BLOCK)
+        window = Window(start_B, row_B=row_B, layer=jnp.int32(y), layer_pages=each, block=BLOCK)
         pages = write(pages, stream, window, new[y])
     for y in range(layers):
-        window = Window(start_B, row_B=row_B, base=jnp.int32(y * each), block=BLOCK)
+        window = Window(start_B, row_B=row_B, layer=jnp.int32(y), layer_pages=each, block=BLOCK)
         np.testing.assert_array_equal(read(pages, stream, window, jnp.arange(3, 8, dtype=jnp.int32)[None]), new[y])
-        whole = Window(jnp.zeros(rows, jnp.int32), base=window.base, block=BLOCK)
+        whole = Window(jnp.zeros(rows, jnp.int32), layer=window.layer, layer_pages=each, block=BLOCK)
         block = read_block(pages, stream, whole, jnp.int32(1), rows)
         np.testing.assert_array_equal(block[1], new[y][0, 1:5].swapaxes(0, 1))
         assert not np.any(block[0])

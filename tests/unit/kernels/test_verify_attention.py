@@ -177,8 +177,8 @@ def test_a_layer_computes_with_the_kernel_what_it_computes_with_xla(name: str, s
     path_BTJ = np.stack([paths(tree) for tree in trees]) if trees else None
     layer = init_layer(spec.streams, CacheSize(2, 48, 8, 8, pool), FLOAT32, layers=2)
     pages = {name: noise(8, *x.shape) for name, x in layer.items()}
-    base = np.int32(next(iter(pages.values())).shape[0] // 2)
-    window = Window(start_B, table_BJ, base=base, path_BTJ=path_BTJ, block=8)
+    each = next(iter(pages.values())).shape[0] // 2
+    window = Window(start_B, table_BJ, layer=np.int32(1), layer_pages=each, path_BTJ=path_BTJ, block=8)
     x_BTD = noise(9, 2, count, 64)
     kind: type[nn.Module] = LatentAttention if isinstance(spec, LatentSpec) else Attention
     plain = kind(spec, 64, 1e-5, make_policy(FLOAT32))  # pyright: ignore[reportCallIssue]

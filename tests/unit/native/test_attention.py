@@ -90,7 +90,7 @@ class Step:
             inputs = Inputs(self.position_BT, self.position_BT, window, {"k": k}, self.kept_XTS)
             return attend_cached(
                 q, (k, v), inputs, self.stream, policy, scale=0.125, span=self.span, value_width=self.value_width,
-                sinks_H=self.sinks_H,
+                sinks=self.sinks_H,
             )  # fmt: skip
 
         return jax.jit(compute)
@@ -159,7 +159,7 @@ def test_a_loop_over_layers_copies_no_cache():
 
         def layer(y, carry):
             x, k, v = carry
-            window = Window(start_B, base=y * rows)
+            window = Window(start_B, layer=y * rows)
             k, v = (write(pages, stream, window, x[:, :, :GROUPS]) for pages in (k, v))
             inputs = Inputs(position_BT, position_BT, window, {"k": k})
             return attend_cached(x, (k, v), inputs, stream, policy, scale=0.125), k, v

@@ -146,7 +146,7 @@ def test_layers_of_a_stack_are_apart(layer: Recurrence, one_by_one: np.ndarray):
     for start in (0, 6):
         for base in (ROWS, 0):
             start_B = jnp.full(ROWS, start, jnp.int32)
-            window = Window(start_B, base=jnp.int32(base))
+            window = Window(start_B, layer=jnp.int32(base))
             position_BT = start_B[:, None] + jnp.arange(6, dtype=jnp.int32)
             raw = RAW[:, start : start + 6] if base else -RAW[:, start : start + 6]
             out, cache = run(raw, Inputs(position_BT, position_BT, window, cache))

@@ -1,0 +1,1 @@
+"""A product's parts join the residual stream, which is normalized for the next product."""
