@@ -135,6 +135,7 @@ class _Loop:
         self.interval, self.held_out = Interval(about.get("interval")), dict(about.get("held_out", {}))
         self.began = time.monotonic() - about.get("time_s", 0.0)
         self.pace = _Pace(run.steps, store.step)
+        self.begun: list[_Begun] = []
 
     def go(self, state: TrainState, first: int) -> Params:
         """Runs the updates after ``first``."""
@@ -143,28 +144,36 @@ class _Loop:
         update = make_update(run.loss_fn, run.optimizer, run.seed, shardings, run.parts)
         source = run.batches(first)
         for done in range(first + 1, run.steps + 1):
-            batch, began = next(source), time.monotonic()
+            batch = next(source)
             state, metrics = update(state, run.frozen, _place(batch, run))
-            entry = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            if not all(math.isfinite(entry[name]) for name in ("loss", "grad_norm")):
-                raise self._not_finite(done, entry, batch)
-            self._count(done, entry, time.monotonic() - began)
             last = done == run.steps
             measured = last or done % run.evaluate_every == 0
+            logged, saved = measured or done % run.log_every == 0, last or done % run.save_every == 0
+            # The device computes while the next batch is made: an update is looked at when the next one has begun.
+            self._wait(keep=0 if logged or saved or self.pace.first else 1, begun=_Begun(done, metrics, batch))
             figures = self._evaluate(done, state.params) if measured else {}
-            if measured or done % run.log_every == 0:
+            if logged:
                 self._write(done, {**self.interval.take(), **figures})
-            if last or done % run.save_every == 0:
+            if saved:
                 self._save(done, state)
+            if measured or saved:
+                self.pace.go_on()
         self._keep("last", state.params, run.steps)
         return state.params
 
-    def _count(self, done: int, entry: Entry, spent_s: float) -> None:
-        """Adds one update to the figures; the first of a process is mostly compilation."""
-        self.interval.add(entry)
-        if self.pace.first:
-            self.watch({"step": done, "compiled_s": round(spent_s, 1)})
-        self.pace.add(entry.get("tokens", 0.0), spent_s)
+    def _wait(self, keep: int, begun: "_Begun") -> None:
+        """Counts updates that were begun, but for the last ``keep``; the first of a process is mostly compilation."""
+        self.begun.append(begun)
+        while len(self.begun) > keep:
+            one = self.begun.pop(0)
+            entry = {name: float(value) for name, value in jax.device_get(one.metrics).items()}
+            if not all(math.isfinite(entry[name]) for name in ("loss", "grad_norm")):
+                raise self._not_finite(one.step, entry, one.batch)
+            self.interval.add(entry)
+            is_first = self.pace.first
+            spent_s = self.pace.add(entry.get("tokens", 0.0))
+            if is_first:
+                self.watch({"step": one.step, "compiled_s": round(spent_s, 1)})
 
     def _evaluate(self, done: int, params: Params) -> dict[str, float]:
         """Measures, and keeps the parameters that are the best so far."""
@@ -229,19 +238,36 @@ class _Loop:
         )
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """An update that the device may still compute: its number, its figures to be, and its batch."""
+
+    step: int
+    metrics: Mapping[str, Any]
+    batch: AnyBatch
+
+
 class _Pace:
     """Speed of the updates since the last entry, and time left at this process's pace; ``before`` were done earlier."""
 
     def __init__(self, steps: int, before: int):
-        self.steps, self.before, self.began, self.first = steps, before, time.monotonic(), True
+        self.steps, self.before, self.first = steps, before, True
+        self.began = self.seen = time.monotonic()
         self.tokens = self.spent_s = 0.0
 
-    def add(self, tokens: float, spent_s: float) -> None:
-        """Counts one update; the first is mostly compilation, and starts the clock instead."""
+    def add(self, tokens: float) -> float:
+        """Counts one update; the first is mostly compilation, and starts the clock instead; returns its seconds."""
+        now = time.monotonic()
+        spent_s, self.seen = now - self.seen, now
         if self.first:
-            self.first, self.before, self.began = False, self.before + 1, time.monotonic()
+            self.first, self.before, self.began = False, self.before + 1, now
         else:
             self.tokens, self.spent_s = self.tokens + tokens, self.spent_s + spent_s
+        return spent_s
+
+    def go_on(self) -> None:
+        """Leaves out the time since the last update, which was spent on something else."""
+        self.seen = time.monotonic()
 
     def take(self, done: int) -> Entry:
         """Returns what is known of the speed; the next interval begins."""

@@ -119,12 +119,29 @@ def test_the_speed_leaves_out_the_first_update_and_knows_what_is_left(monkeypatc
     monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
     pace = loop._Pace(steps=10, before=2)
     clock[0] = 190.0
-    pace.add(1000.0, 90.0)
+    assert pace.add(1000.0) == 90.0
     assert pace.take(3) == {}
     for _ in range(2):
-        clock[0] += 4.0
-        pace.add(1000.0, 2.0)
+        clock[0] += 2.0
+        pace.go_on()
+        clock[0] += 2.0
+        assert pace.add(1000.0) == 2.0
     assert pace.take(5) == {"tokens_per_s": 500.0, "left_s": 20.0}
+
+
+def test_the_next_update_begins_before_the_last_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    events: list[str] = []
+
+    def told(first: int) -> Any:
+        for step, batch in enumerate(batches(first), first + 1):
+            events.append(f"begun {step}")
+            yield batch
+
+    add, seen = loop._Pace.add, iter(range(1, STEPS + 1))
+    monkeypatch.setattr(loop._Pace, "add", lambda *given: (events.append(f"seen {next(seen)}"), add(*given))[1])
+    train(small_run(tmp_path, batches=told, log_every=5, evaluate_every=99, save_every=99))
+    assert events[:2] == ["begun 1", "seen 1"], "the first tells how long compiling took"
+    assert events[2:10] == ["begun 2", "begun 3", "seen 2", "begun 4", "seen 3", "begun 5", "seen 4", "seen 5"]
 
 
 def test_a_finished_run_has_nothing_to_do(whole: Path):
