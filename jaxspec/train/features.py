@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
@@ -34,7 +35,9 @@ from jaxspec.whole_file import write_whole
 ABOUT = "features.json"
 SHARD_BYTES = 1 << 28
 NOTIFY_EVERY_S = 10.0
-NAMES = {"float32": "F32", "bfloat16": "BF16", "uint16": "U16"}
+NAMES = {"float32": "F32", "bfloat16": "BF16", "uint16": "U16", "uint8": "U8"}
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+SCALE = ".scale"
 UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 RUN_TEACHER = LazyJit(run_teacher, static_argnums=(0, 3, 4))
 
@@ -54,8 +57,7 @@ class Teacher:
     def __call__(self, rows: PackedRows, numbers: range) -> dict[str, Array]:
         """Computes the features of some rows, [B, T, ...] each; fewer than B rows are padded with the last one."""
         asked = [rows[min(n, numbers[-1])] for n in range(numbers[0], numbers[0] + self.rows)]
-        arrays: dict[str, Any] = {name: np.stack([row[name] for row in asked]) for name in asked[0]}
-        batch = Batch(**arrays)
+        batch = Batch(**{name: np.stack([row[name] for row in asked]) for name in asked[0]})
         if self.mesh is not None:
             batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
         output = RUN_TEACHER(self.net, self.params, batch, self.reads, self.routing)
@@ -63,9 +65,22 @@ class Teacher:
         features |= {f"tap_{b}": x for b, x in zip(self.reads.taps, output.features.taps, strict=True)}
         shared = zip(self.reads.shared_outputs, output.features.shared_outputs, strict=True)
         features |= {f"common_{y}": x for y, x in shared}
-        arrays = {name: x.astype(jnp.dtype(self.dtype)) for name, x in features.items()}
+        arrays: dict[str, Any] = {}
+        for name, x in features.items():
+            arrays |= self._stored(name, x)
         experts = zip(self.routing, output.expert_YBTA, strict=True)
         return arrays | {f"expert_{y}": x.astype(jnp.uint16) for y, x in experts}
+
+    def _stored(self, name: str, x_BTD: Array) -> dict[str, Array]:
+        """Returns the arrays of one stream; e4m3 has a scale per position, and leaves what gives the logits alone."""
+        if self.dtype != E4M3.name:
+            return {name: x_BTD.astype(jnp.dtype(self.dtype))}
+        if name == "last":
+            return {name: x_BTD.astype(jnp.bfloat16)}
+        most_BT1 = jnp.max(jnp.abs(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
+        scale_BT1 = jnp.maximum(most_BT1 / float(ml_dtypes.finfo(E4M3).max), np.finfo(np.float32).tiny)
+        bits_BTD = jax.lax.bitcast_convert_type((x_BTD / scale_BT1).astype(E4M3), jnp.uint8)
+        return {name: bits_BTD, f"{name}{SCALE}": scale_BT1}
 
 
 class FeatureRows:
@@ -119,6 +134,7 @@ class FeatureRows:
         except (OSError, SafetensorError) as error:
             raise JaxspecError(f"{file}: cannot be read ({error}); run the same command again to write it") from error
         # No head reads the stream before the final norm, so none is cached.
+        arrays = {name: _widened(x, arrays.get(name + SCALE)) for name, x in arrays.items()}
         features = Features(
             arrays["last"], arrays["last"][..., :0],
             tuple(arrays[f"tap_{b}"] for b in self._reads.taps),
@@ -188,6 +204,11 @@ class FeatureRows:
                     notified = time.monotonic()
                     notify({"features": f"{done}/{total} rows"})
             _save({name: np.concatenate([part[name] for part in parts]) for name in self._shapes}, self._file(shard))
+
+
+def _widened(x: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+    """Returns a stream as stored; one of e4m3 numbers times its scales, bfloat16."""
+    return x if scale is None else (x.view(E4M3).astype(np.float32) * scale).astype(ml_dtypes.bfloat16)
 
 
 def _save(arrays: dict[str, np.ndarray], file: Path) -> None:
