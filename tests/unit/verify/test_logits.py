@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxspec.decode.state import init_sampling
 from jaxspec.protocol import Sampling, Tree
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
-from jaxspec.verify.logits import Context, leaves_as_is, process
+from jaxspec.verify.logits import Context, heaviest, leaves_as_is, process, truncate
 
 VOCAB, STOPS, ANCHOR, MADE = 12, (3, 8), 10, 3  # the anchor's position, and generated tokens up to it
 TOPOLOGIES = {"chain": [chain(3)], "tree": [tree((2, 2))], "plain": [chain(0)]}
@@ -202,3 +204,55 @@ def test_only_greedy_rows_without_features_are_left_as_they_are():
     assert not leaves_as_is(settings(["nothing", "temperature"]), two, steps)
     masked = replace(context, mask_BTW=jnp.zeros((1, 4, 1), jnp.uint32))
     assert not leaves_as_is(settings(["nothing"]), masked, steps)
+
+
+NUMBERS = st.one_of(
+    st.sampled_from([-np.inf, 0.0, 1.0, 1.5, -1.5]), st.floats(width=32, allow_nan=False, allow_infinity=False)
+)
+
+
+@given(st.lists(st.tuples(NUMBERS, st.integers(0, 1000)), min_size=VOCAB, max_size=VOCAB), st.integers(1, 5000))
+def test_the_search_finds_what_a_sort_finds(pairs: list[tuple[float, int]], least: int):
+    x, weight = np.float32([x for x, _ in pairs]), np.int32([w for _, w in pairs])
+    reached = [value for value in x if weight[x >= value].sum() >= least]
+    two = jnp.asarray([[x, np.flip(x)]]), jnp.asarray([[weight, np.flip(weight)]]), jnp.full((1, 2), least)
+    found = jax.jit(heaviest)(*two)
+    assert found.shape == (1, 2)
+    for value in np.asarray(found)[0]:
+        if reached:
+            assert value == max(reached)
+        else:
+            assert np.isnan(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({"top_k_B": 3}, (0, 1, 2, 3)),  # the third and the fourth best are equally good
+        ({"top_k_B": 100}, range(7)),
+        ({"top_p_B": 0.5}, (0,)),  # exactly reached
+        ({"top_p_B": 0.50001}, (0, 1)),
+        ({"top_p_B": 0.8}, (0, 1, 2, 3)),
+        ({"top_k_B": 2, "top_p_B": 0.66}, (0,)),  # shares among the kept: 2/3, 1/3
+        ({"min_p_B": 0.25, "top_p_B": 0.99}, (0, 1, 2, 3)),
+    ],
+)
+def test_cuts_at_their_edges(change: dict[str, float], kept: tuple[int, ...]):
+    share = [1 / 2, 1 / 4, 1 / 8, 1 / 8, 1e-30, 1e-31, 1e-32]
+    x = jnp.log(jnp.asarray([[[*share, 0.0]] * 2] * 3, jnp.float32))
+    base = init_sampling(3, 1)
+    base = replace(base, temperature_B=jnp.ones(3), top_p_B=jnp.ones(3), top_k_B=jnp.zeros(3, jnp.int32))
+    other = replace(base, **{name: getattr(base, name).at[1].set(value) for name, value in change.items()})
+    for rows in (truncate, jax.jit(truncate)):
+        found = np.asarray(rows(x, other))
+        np.testing.assert_array_equal(found[[0, 2]], x[:2], "neighbors")
+        for node in range(2):
+            assert list(np.flatnonzero(np.isfinite(found[1, node]))) == list(kept)
+
+
+def test_sampling_sorts_nothing():
+    logits, context = inputs(2, chain(2))
+    sampling = settings(["top-k", "top-p"])
+    compiled = jax.jit(process).lower(logits, sampling, context, Tree.of(chain(2))).compile()
+    assert " while(" in compiled.as_text()
+    assert " sort(" not in compiled.as_text()
