@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jaxspec.models.transformer import chosen_experts, teacher_forced
 from jaxspec.nn.policy import make_policy
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
+from jaxspec.shapes import Array, Params
 from tests.oracle.conftest import CAPACITY, VOCAB
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
@@ -79,6 +81,12 @@ def routed(target_dir: Path) -> dict[str, LLM]:
 def test_experts_of_each_token(routed: dict[str, LLM], target_dir: Path):
     """With drafts as without, also after a failed step, and those of a forward over the whole text."""
     model = load_model(target_dir, make_policy("float32"))
+    place = jnp.arange(CAPACITY, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def experts_of(params: Params, token: Array) -> Array:
+        return chosen_experts(model.net, teacher_forced(model.net, params, token, place)[1], token)
+
     wanted = rollout(routed["plain"])
     outputs = rollout(routed["ngram"], prompt_logprobs=0)
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > 0
@@ -90,10 +98,9 @@ def test_experts_of_each_token(routed: dict[str, LLM], target_dir: Path):
             assert c.routed_experts.dtype == np.uint8
             assert c.routed_experts.shape == (len(ids) - 1, 2, 2)
             np.testing.assert_array_equal(c.routed_experts, same.routed_experts)
-            token, place = np.asarray([ids[:-1]], np.int32), np.arange(len(ids) - 1, dtype=np.int32)[None]
-            _, hidden = teacher_forced(model.net, model.params, jnp.asarray(token), jnp.asarray(place))
-            expert_TYA = chosen_experts(model.net, hidden, jnp.asarray(token))[0]
-            np.testing.assert_array_equal(c.routed_experts, np.asarray(expert_TYA))
+            token = np.zeros((1, CAPACITY), np.int32)  # one program for texts of all lengths
+            token[0, : len(ids) - 1] = ids[:-1]
+            np.testing.assert_array_equal(c.routed_experts, experts_of(model.params, token)[0, : len(ids) - 1])
 
 
 def test_experts_of_texts_that_end_early_or_are_read_again(routed: dict[str, LLM], monkeypatch: pytest.MonkeyPatch):

@@ -39,6 +39,11 @@ def stream(seed: int, arch: ArchSpec, count: int) -> Array:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
+def wide_params(layer: LayerSpec, arch: ArchSpec, key: Array) -> Any:
+    return jax.tree.map(lambda x: 3 * x, init_block(key, layer, arch, POLICY))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
 def run(
     layer: LayerSpec,
     arch: ArchSpec,
@@ -61,7 +66,7 @@ def test_it_is_that_of_all_positions_and_so_are_the_caches(family: str):
     for number, layer in enumerate(layers):
         if getattr(layer.attention, "reuses_selection", False):
             continue  # it needs an earlier layer's selection
-        params = jax.tree.map(lambda x: 3 * x, init_block(jax.random.key(number), layer, arch, POLICY))
+        params = wide_params(layer, arch, jax.random.key(number))
         memory = init_layer(dict(layer.attention.streams), CacheSize(ROWS, 32, PAST, BLOCK), jnp.dtype("float32"))
         _, memory = run(layer, arch, params, stream(1, arch, PAST), jnp.zeros(ROWS, jnp.int32), memory, None)
         start_B, x = jnp.array([17, 3, 9], jnp.int32), stream(2, arch, COUNT)
