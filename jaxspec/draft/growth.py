@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec.nn.steady import row_argmax
 from jaxspec.protocol import Proposal, Tree
 from jaxspec.shapes import Array
 from jaxspec.topology import AnyTopology, DynamicTree, Topology
@@ -58,7 +59,7 @@ class StaticGrowth(Growth):
         rank_M = [rank for node in level for rank in range(len(children[node]))]
         self._level = [child for node in level for child in children[node]]
         rows, own_M = score_BLV.shape[0], np.minimum(parent_M, score_BLV.shape[1] - 1)
-        _, best_BLX = lax.top_k(score_BLV, width)
+        best_BLX = row_argmax(score_BLV)[..., None] if width == 1 else lax.top_k(score_BLV, width)[1]
         token_BM = best_BLX[:, own_M, np.asarray(rank_M)].astype(jnp.int32)
         self._token_BM.append(token_BM)
         if logp_BLV is not None:

@@ -145,8 +145,9 @@ def penalize(x: Array, s: Sampling, context: Context, tree: Tree) -> Array:
 def truncate(x: Array, s: Sampling) -> Array:
     """Bans what min-p, then top-k, then top-p (Holtzman 2020) leave out; the best token always stays.
 
-    Top-p keeps the tokens than which better ones have less than ``top_p`` of the probability, counted in units of
-    2^-30, so that a sum is the same in any order.
+    Top-k keeps scores from the k-th largest on, top-p those than which better ones have less than ``top_p`` of the
+    probability; equal scores stay or go together. Probabilities are rounded to units of 2^-30, so that a sum is the
+    same in any order; it is off by half a unit per token at most, 7e-5 for 150,000 tokens, and by 1e-7 as a rule.
     """
     best = jnp.max(x, axis=-1, keepdims=True)
     floor = jnp.where(s.min_p_B > 0, jnp.log(jnp.maximum(s.min_p_B, np.finfo(np.float32).tiny)), -jnp.inf)
@@ -170,7 +171,8 @@ def _keep_top_p(x: Array, top_p_B: Array) -> Array:
 def heaviest(x_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:
     """Returns the largest of each node's numbers at which those that are not smaller weigh ``least`` together.
 
-    It is found bit by bit, in 32 sums: a sort costs a CPU ten times as much, and a GPU a call that no graph holds.
+    It is found by its bits, in 32 sums or 8 times 15: a sort costs a CPU twenty times as much, and a GPU a call that
+    no graph holds.
 
     Args:
       x_BTV: float32 numbers.
@@ -182,20 +184,30 @@ def heaviest(x_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:
     """
     bits_BTV = lax.bitcast_convert_type(x_BTV, jnp.int32)
     order_BTV = jnp.where(bits_BTV < 0, bits_BTV ^ MOST, bits_BTV)  # integers in the order of the numbers
-    found_BT = lax.platform_dependent(order_BTV, weight_BTV, least_BT, cpu=_search_one_by_one, default=_search)
+    given = order_BTV, weight_BTV, least_BT
+    found_BT = lax.platform_dependent(*given, cpu=search_one_by_one, default=search_four_bits_at_once)
     return lax.bitcast_convert_type(jnp.where(found_BT < 0, found_BT ^ MOST, found_BT), jnp.float32)
 
 
-def _search(order_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:
+def _search(order_BTV: Array, weight_BTV: Array, least_BT: Array, bits: int, unroll: bool) -> Array:
+    digit_X = jnp.arange(1, 1 << bits, dtype=jnp.int32).reshape(-1, *[1] * least_BT.ndim)
+
     def more(n: Array, found_BT: Array) -> Array:
-        tried_BT = found_BT ^ (jnp.int32(1) << (31 - n))  # the first bit makes a negative number one of 0
-        weighed = jnp.where(order_BTV >= tried_BT[..., None], weight_BTV, 0)
-        return jnp.where(jnp.sum(weighed, axis=-1, dtype=jnp.int32) >= least_BT, tried_BT, found_BT)
+        shift = 32 - bits - bits * n
+        tried_XBT = found_BT + (digit_X << shift)
+        weighed = jnp.where(order_BTV >= tried_XBT[..., None], weight_BTV, 0)
+        reaches_XBT = jnp.sum(weighed, axis=-1, dtype=jnp.int32) >= least_BT
+        return found_BT + (jnp.sum(reaches_XBT, axis=0, dtype=jnp.int32) << shift)
 
-    return lax.fori_loop(0, 32, more, jnp.full(least_BT.shape, -MOST - 1))
+    return lax.fori_loop(0, 32 // bits, more, jnp.full(least_BT.shape, -MOST - 1), unroll=unroll)
 
 
-def _search_one_by_one(order_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:
-    """As ``_search``, but a node's numbers stay in a core's cache."""
+def search_one_by_one(order_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:
+    """For CPUs, which do the least work bit by bit; a node's numbers stay in a core's cache."""
     nodes = (x.reshape(-1, *x.shape[2:]) for x in (order_BTV, weight_BTV, least_BT))
-    return lax.map(lambda node: _search(*node), tuple(nodes)).reshape(least_BT.shape)
+    return lax.map(lambda node: _search(*node, bits=1, unroll=False), tuple(nodes)).reshape(least_BT.shape)
+
+
+def search_four_bits_at_once(order_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:
+    """For GPUs, where few launches are few microseconds, and a loop would tear the step's CUDA graph apart."""
+    return _search(order_BTV, weight_BTV, least_BT, bits=4, unroll=True)

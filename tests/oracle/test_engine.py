@@ -8,12 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxspec.aot import hlo
 from jaxspec.errors import CapacityError
 from jaxspec.protocol import Drafter
 from jaxspec.serve import engine as engine_module
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
-from jaxspec.topology import PLAIN, chain, tree
+from jaxspec.topology import PLAIN, Topology, chain, tree
 from tests.oracle.conftest import (
     CAPACITY,
     VOCAB,
@@ -143,6 +144,16 @@ def test_the_cache_is_neither_copied_nor_doubled(llm: LLM, name: str | tuple):
     assert copies == []
     if name in (("dispatch", PLAIN), "admit", "retire"):
         assert memory.temp_size_in_bytes < cache_bytes
+
+
+@pytest.mark.parametrize("topology", [PLAIN, chain(3)], ids=str)
+def test_no_step_sorts_a_vocabulary(llm: LLM, topology: Topology):
+    """Truncation and drafts do without: on a GPU a sort is launched outside of graphs, on a CPU it takes long."""
+    module = hlo.parse(llm.engine.programs.programs["dispatch", topology].as_text(), stepped=True)
+    every = [instruction for inside in module.computations.values() for instruction in inside]
+    wide = [one for one in every if any(shape[-1:] == (VOCAB,) for _, shape in one.arrays)]
+    assert wide, "the step has scores"
+    assert [one.result for one in wide if one.opcode == "sort"] == []
 
 
 def test_requests_are_served_in_order(lab: Lab):
