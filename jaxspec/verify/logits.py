@@ -189,7 +189,7 @@ def heaviest(x_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:
     return lax.bitcast_convert_type(jnp.where(found_BT < 0, found_BT ^ MOST, found_BT), jnp.float32)
 
 
-def _search(order_BTV: Array, weight_BTV: Array, least_BT: Array, bits: int, unroll: bool) -> Array:
+def _search(order_BTV: Array, weight_BTV: Array, least_BT: Array, *, bits: int, unroll: bool) -> Array:
     digit_X = jnp.arange(1, 1 << bits, dtype=jnp.int32).reshape(-1, *[1] * least_BT.ndim)
 
     def more(n: Array, found_BT: Array) -> Array:
