@@ -248,11 +248,3 @@ def test_cuts_at_their_edges(change: dict[str, float], kept: tuple[int, ...]):
         np.testing.assert_array_equal(found[[0, 2]], x[:2], "neighbors")
         for node in range(2):
             assert list(np.flatnonzero(np.isfinite(found[1, node]))) == list(kept)
-
-
-def test_sampling_sorts_nothing():
-    logits, context = inputs(2, chain(2))
-    sampling = settings(["top-k", "top-p"])
-    compiled = jax.jit(process).lower(logits, sampling, context, Tree.of(chain(2))).compile()
-    assert " while(" in compiled.as_text()
-    assert " sort(" not in compiled.as_text()
