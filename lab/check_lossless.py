@@ -26,7 +26,7 @@ from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import SamplingParams
 
 PLAIN = "plain"
-PIECE = 8
+PIECE = 32
 TEMPERATURE = 0.8
 Run = tuple[str, int]  # a way of decoding, and rows
 Runs = dict[Run, dict[int, dict[str, Any]]]
