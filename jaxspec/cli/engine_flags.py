@@ -36,6 +36,8 @@ class EngineFlags:
         short prompts at once.
       kv_page_size: Tokens per page of a KV pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: Pages of that pool; by default enough for all rows at full length.
+      kv_cache_dtype: fp8 (or fp8_e4m3) caches keys and values in float8 with a scale per token and head; auto in the
+        dtype of activations.
       enable_prefix_caching: Copies what prompts begin with from the texts before that began alike; by default where
         the model's caches allow it.
       prefix_cache_tokens: Tokens of such beginnings that are kept; by default as many as the longest text has.
@@ -69,6 +71,7 @@ class EngineFlags:
     prefill_buckets: tuple[int, ...] | None = None
     kv_page_size: int = 0
     num_kv_pages: int = 0
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     enable_prefix_caching: bool | None = None
     prefix_cache_tokens: int | None = None
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"

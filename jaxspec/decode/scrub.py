@@ -2,8 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from jaxspec.cache.addressing import from_stored
 from jaxspec.decode.state import DecodeState
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
@@ -22,8 +22,7 @@ def scrub(state: DecodeState) -> DecodeState:
 
 
 def _finite(x: Array) -> Array:
-    bits = x.dtype == jnp.uint16  # bfloat16, see ``Window``
-    if not bits and not jnp.issubdtype(x.dtype, jnp.floating):
+    value = from_stored(x)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
         return x
-    value = lax.bitcast_convert_type(x, jnp.bfloat16) if bits else x
     return jnp.where(jnp.isfinite(value.astype(jnp.float32)), x, jnp.zeros((), x.dtype))

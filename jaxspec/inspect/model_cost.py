@@ -218,7 +218,8 @@ def _caches(spec: Any, kind: np.dtype, lent: int | None) -> list[CacheCost]:
 
     streams = spec.streams
     if isinstance(spec, AttentionSpec):
-        return [cache(stream, 2.0 * spec.heads * stream.width) for stream in (streams["k"], streams["v"])]
+        products = {name: 2.0 * spec.heads * streams[name].width for name in ("k", "v")}
+        return [cache(stream, products.get(name, 0.0)) for name, stream in streams.items()]
     if isinstance(spec, LatentSpec):
         keeps = spec.index.top_k if spec.index else lent if spec.reuses_selection else None
         caches = [cache(streams["latent"], 2.0 * spec.heads * (2 * spec.rank + spec.rope.dim), keeps)]

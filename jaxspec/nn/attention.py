@@ -7,6 +7,7 @@ from typing import Any, Literal
 import flax.linen as nn
 
 from jaxspec.cache.addressing import LayerCache, StreamSpec, write
+from jaxspec.cache.float8 import float8_streams, quantize
 from jaxspec.cache.window import pack, take_outputs, unpack
 from jaxspec.nn.cached_attention import attend_cached, attend_new
 from jaxspec.nn.dense import dense
@@ -63,6 +64,7 @@ class AttentionSpec:
       softplus_gate: whether a softplus of a product of the input multiplies what heads give, and with how many numbers.
       shared_values: whether values are the keys as they are projected, before norm and rotation.
       value_norm: whether each value head is normalized, without a learned scale.
+      float8: whether the cache holds keys and values as float8_e4m3fn, see ``jaxspec.cache.float8``.
       temperature: what queries are multiplied by at their positions, None for nothing.
     """
 
@@ -89,6 +91,7 @@ class AttentionSpec:
     temperature: Temperature | None = None
     shared_values: bool = False
     value_norm: bool = False
+    float8: bool = False
 
     @property
     def span(self) -> int | None:
@@ -99,7 +102,8 @@ class AttentionSpec:
     def streams(self) -> dict[str, StreamSpec]:
         """Returns what it caches, by name."""
         keys = StreamSpec(self.kv_heads, self.head_dim, None if self.window is None else self.window - 1)
-        return {"k": keys, "v": replace(keys, width=self.value_width)}
+        values = replace(keys, width=self.value_width)
+        return float8_streams(keys, values) if self.float8 else {"k": keys, "v": values}
 
     @property
     def value_width(self) -> int:
@@ -151,10 +155,14 @@ class Attention(nn.Module):
         else:
             streams = s.streams
             if new is not None:
-                memory = {n: write(memory[n], streams[n], cache, x) for n, x in zip(("k", "v"), new, strict=True)}
+                if s.float8:
+                    (k, k_scale), (v, v_scale) = (quantize(x) for x in new)
+                    new = [k, v, k_scale, v_scale]
+                memory = {n: write(memory[n], streams[n], cache, x) for n, x in zip(streams, new, strict=True)}
             out = attend_cached(
                 take_outputs(q_BTHC, window), (memory["k"], memory["v"]), inputs.of_outputs(), streams["k"], p,
                 scale=scale, span=s.span, sinks=sinks,
+                scales=(memory["k_scale"], memory["v_scale"]) if s.float8 else None,
             )  # fmt: skip
         w_o = declare(self, p, OUT, (s.heads, s.value_width, self.model_dim))
         b_o = declare(self, p, OUT_BIAS, (self.model_dim,), by_kernel=True) if s.out_bias else None

@@ -5,6 +5,7 @@ from typing import Any
 from jax import lax
 
 from jaxspec.cache.addressing import StreamSpec, pages_of
+from jaxspec.cache.float8 import dequantize
 from jaxspec.cache.tree_reads import read_block
 from jaxspec.cache.window import segments_of
 from jaxspec.native import attention_call as native
@@ -58,6 +59,7 @@ def attend_cached(
     span: int | None = None,
     value_width: int | None = None,
     sinks: Array | Matrix | None = None,
+    scales: tuple[Array, Array] | None = None,
 ) -> Array:
     """Computes attention of T provisional positions per row to the cache, float32 [B, T, H, C'].
 
@@ -71,6 +73,7 @@ def attend_cached(
       span: what a query sees, see ``first_seen``; None for all before it.
       value_width: C' where there are no pages of values.
       sinks: one more logit per head that takes probability and has no value.
+      scales: pages [P, G, Z, 1] of the scales of keys and values in float8_e4m3fn, which no kernel reads.
     """
     k_pages, v_pages = pages
     window, dtype = inputs.cache_window, policy.compute.dtype
@@ -102,14 +105,21 @@ def attend_cached(
                 path_BTJ=window.path_BTJ, table_BJ=window.table_BJ if stream.pooled else None, row_B=window.row_B,
                 base=window.layer, base_pages=window.layer_pages, block=window.block, implementation=choice,
             )  # fmt: skip
-    source = source_of(pages, stream, inputs, wide, span)
+    source = source_of(pages, stream, inputs, wide, span, scales)
     return attend(
         q_BTHC, [source], kv_heads=stream.heads, value_width=wide, scale=scale, dtype=dtype, sinks_H=sinks_H,
         tree=window.path_BTJ is not None,
     )  # fmt: skip
 
 
-def source_of(pages: Pages, stream: StreamSpec, inputs: Inputs, value_width: int, span: int | None = None) -> Source:
+def source_of(
+    pages: Pages,
+    stream: StreamSpec,
+    inputs: Inputs,
+    value_width: int,
+    span: int | None = None,
+    scales: tuple[Array, Array] | None = None,
+) -> Source:
     """Returns what a cache shows to queries, see ``attend_cached``."""
     (k_pages, v_pages), window, selection = pages, inputs.cache_window, inputs.selection
     assert window is not None, "asked of layers with a cache"
@@ -119,6 +129,10 @@ def source_of(pages: Pages, stream: StreamSpec, inputs: Inputs, value_width: int
     def load(index: Array) -> tuple[Array, Array, Array]:
         k = read_block(k_pages, stream, window, index, rows)
         v = k[..., :value_width] if v_pages is None else read_block(v_pages, stream, window, index, rows)
+        if scales is not None:
+            k, v = (
+                dequantize(x, read_block(y, stream, window, index, rows)) for x, y in zip((k, v), scales, strict=True)
+            )
         seen_XTZ = positions_seen(position_XT, index, window.block, span)
         if selection is not None:
             seen_XTZ &= lax.dynamic_slice_in_dim(selection, index * window.block, window.block, axis=2)

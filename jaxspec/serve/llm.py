@@ -29,7 +29,7 @@ from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
-from jaxspec.serve.loading import MeshRequest, load_draft, load_target, report_to_both
+from jaxspec.serve.loading import MeshRequest, load_draft, load_target, report_to_both, with_cache_dtype
 from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
@@ -70,6 +70,8 @@ class LLM(RunningEngine):
         chunks of several short prompts.
       kv_page_size: tokens per page of a pool that all rows share; 0 gives each row its whole capacity.
       num_kv_pages: size of that pool; by default enough for all rows at full length.
+      kv_cache_dtype: ``fp8`` (or ``fp8_e4m3``) caches the target's keys and values in float8, with a float32 scale per
+        token and head; ``auto`` in the dtype of products.
       enable_prefix_caching: copies what a prompt begins with from an earlier text that began alike, instead of reading
         it again. By default where all caches allow it (``get_metrics`` says whether, or why not); True insists on it.
       prefix_cache_tokens: tokens of prefixes that are kept, besides the rows; by default ``max_model_len``.
@@ -117,6 +119,7 @@ class LLM(RunningEngine):
         prefill_buckets: Sequence[int] | None = None,
         kv_page_size: int = 0,
         num_kv_pages: int = 0,
+        kv_cache_dtype: str = "auto",
         enable_prefix_caching: bool | None = None,
         prefix_cache_tokens: int | None = None,
         quantization: str | None = "auto",
@@ -134,7 +137,8 @@ class LLM(RunningEngine):
         check_model(model)
         check_kinds(
             mesh=mesh, quantization=quantization, files={"expert_placement": expert_placement},
-            texts={"dtype": dtype, "kernels": kernels, "expert_transport": expert_transport},
+            texts={"dtype": dtype, "kernels": kernels, "expert_transport": expert_transport,
+                "kv_cache_dtype": kv_cache_dtype},
             calls={"on_load": on_load, "on_progress": on_progress},
         )  # fmt: skip
         config, quantization = methods.parse(speculative_config), "auto" if quantization is None else quantization
@@ -145,11 +149,12 @@ class LLM(RunningEngine):
             enable_return_routed_experts=enable_return_routed_experts,
         )  # fmt: skip
         use_compile_cache(wanted=compile_cache)
-        self.model = load_target(
+        loaded = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
             kernels=kernels, quantization=quantization, rows=spec.rows,
             mesh=MeshRequest(mesh, expert_transport, expert_placement), on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
+        self.model = with_cache_dtype(loaded, kv_cache_dtype)
         self.loaded, spec = (config, quantization, expert_placement), fit_to_model(spec, max_model_len, self.model.net)
         self.spec, self.capacity, self.max_logprobs = spec, spec.capacity, spec.logprobs
         self.engine = self._engine(config, quantization, download_dir, on_progress)

@@ -28,7 +28,7 @@ _WAYS: Sequence[tuple[str, Mapping[str, tuple[Any, ...]]]] = (
     ("give kv_page_size, the tokens per page", {"block_size": ()}),
     ("nothing is swapped to the host; requests wait for rows and pages instead", {"swap_space": (0,)}),
     (f"weights stay on the devices; quantization makes them smaller, and {_MESH}", {"cpu_offload_gb": (0,)}),
-    ("the cache has the model's dtype", {"kv_cache_dtype": ("auto",), "calculate_kv_scales": (False,)}),
+    ("kv_cache_dtype='fp8' computes a scale per token and head", {"calculate_kv_scales": (False,)}),
     ("give prefill_buckets, the chunk sizes in which prompts are read", {"max_num_batched_tokens": ()}),
     ("long prompts are read one at a time, in chunks of prefill_buckets", {"max_num_partial_prefills": (1,)}),
     ("prompts are always read in chunks of prefill_buckets", {"enable_chunked_prefill": (True,)}),

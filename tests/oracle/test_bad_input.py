@@ -318,6 +318,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
         {"enable_prefix_caching": True, "prefill_buckets": (5, 7)},
         r"enable_prefix_caching=True is not possible here: prefill_buckets share no factor of at least 8",
     ),
+    "cache": ({"kv_cache_dtype": "fp8_e5m2"}, r"kv_cache_dtype 'fp8_e5m2' is not known; known are .*fp8_e4m3"),
     "pages alone": ({"num_kv_pages": 9}, r"num_kv_pages=9 needs kv_page_size"),
 }
 

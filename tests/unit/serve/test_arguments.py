@@ -95,7 +95,6 @@ ASKED = {
     "block_size": (16, "kv_page_size"),
     "max_num_batched_tokens": (4096, "prefill_buckets"),
     "prefix_caching_hash_algo": ("sha256", "BLAKE2b"),
-    "kv_cache_dtype": ("fp8", "the model's dtype"),
     "tokenizer": ("other", "the model directory's"),
     "enable_lora": (True, "merge them"),
     "disable_log_stats": (False, "get_metrics"),
