@@ -57,7 +57,8 @@ class Teacher:
     def __call__(self, rows: PackedRows, numbers: range) -> dict[str, Array]:
         """Computes the features of some rows, [B, T, ...] each; fewer than B rows are padded with the last one."""
         asked = [rows[min(n, numbers[-1])] for n in range(numbers[0], numbers[0] + self.rows)]
-        batch = Batch(**{name: np.stack([row[name] for row in asked]) for name in asked[0]})
+        arrays: dict[str, Any] = {name: np.stack([row[name] for row in asked]) for name in asked[0]}
+        batch = Batch(**arrays)
         if self.mesh is not None:
             batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
         output = RUN_TEACHER(self.net, self.params, batch, self.reads, self.routing)
@@ -65,11 +66,11 @@ class Teacher:
         features |= {f"tap_{b}": x for b, x in zip(self.reads.taps, output.features.taps, strict=True)}
         shared = zip(self.reads.shared_outputs, output.features.shared_outputs, strict=True)
         features |= {f"common_{y}": x for y, x in shared}
-        arrays: dict[str, Any] = {}
-        for name, x in features.items():
-            arrays |= self._stored(name, x)
         experts = zip(self.routing, output.expert_YBTA, strict=True)
-        return arrays | {f"expert_{y}": x.astype(jnp.uint16) for y, x in experts}
+        stored = {f"expert_{y}": x.astype(jnp.uint16) for y, x in experts}
+        for name, x in features.items():
+            stored |= self._stored(name, x)
+        return stored
 
     def _stored(self, name: str, x_BTD: Array) -> dict[str, Array]:
         """Returns the arrays of one stream; e4m3 has a scale per position, and leaves what gives the logits alone."""
@@ -206,7 +207,7 @@ class FeatureRows:
             _save({name: np.concatenate([part[name] for part in parts]) for name in self._shapes}, self._file(shard))
 
 
-def _widened(x: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
+def _widened(x: np.ndarray, scale: np.ndarray | None) -> Any:
     """Returns a stream as stored; one of e4m3 numbers times its scales, bfloat16."""
     return x if scale is None else (x.view(E4M3).astype(np.float32) * scale).astype(ml_dtypes.bfloat16)
 
