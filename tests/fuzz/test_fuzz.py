@@ -37,7 +37,8 @@ class Worker:
 
     def __init__(self, model: Path, root: Path):
         self.command = [sys.executable, "-m", "tests.fuzz.worker", str(model)]
-        self.env = {**os.environ, "FUZZ_ROOT": str(root), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+        python = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": "1"}
+        self.env = os.environ | python | {"FUZZ_ROOT": str(root)}
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, kind: str, directory: Path) -> dict[str, Any]:
