@@ -21,9 +21,9 @@ def float8_streams(keys: StreamSpec, values: StreamSpec) -> dict[str, StreamSpec
     return streams | {f"{name}_scale": replace(spec, width=1, dtype="float32") for name, spec in streams.items()}
 
 
-def quantize(x_BTGC: Array) -> tuple[Array, Array]:
-    """Computes ``x / scale`` in float8_e4m3fn and its scale ``max |x| / 448``, float32 [B, T, G, 1]."""
-    x = x_BTGC.astype(jnp.float32)
+def quantize(x: Array) -> tuple[Array, Array]:
+    """Computes ``x / scale`` in float8_e4m3fn and the scale of each vector [..., 1], ``max |x| / 448`` in float32."""
+    x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / LARGEST, LEAST_SCALE)
     return (x / scale).astype(FLOAT8), scale
 

@@ -20,6 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxspec.cache.addressing import FLOAT8
+from jaxspec.cache.float8 import quantize
 from jaxspec.config import differences
 from jaxspec.errors import ConfigError, JaxspecError
 from jaxspec.models.transformer import Transformer
@@ -36,7 +38,7 @@ ABOUT = "features.json"
 SHARD_BYTES = 1 << 28
 NOTIFY_EVERY_S = 10.0
 NAMES = {"float32": "F32", "bfloat16": "BF16", "uint16": "U16", "uint8": "U8"}
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E4M3 = np.dtype(FLOAT8)
 SCALE = ".scale"
 UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 RUN_TEACHER = LazyJit(run_teacher, static_argnums=(0, 3, 4))
@@ -74,13 +76,12 @@ class Teacher:
 
     def _stored(self, name: str, x_BTD: Array) -> dict[str, Array]:
         """Returns the arrays of one stream; e4m3 has a scale per position, and leaves what gives the logits alone."""
-        if self.dtype != E4M3.name:
+        if self.dtype != FLOAT8:
             return {name: x_BTD.astype(jnp.dtype(self.dtype))}
         if name == "last":
             return {name: x_BTD.astype(jnp.bfloat16)}
-        most_BT1 = jnp.max(jnp.abs(x_BTD.astype(jnp.float32)), axis=-1, keepdims=True)
-        scale_BT1 = jnp.maximum(most_BT1 / float(ml_dtypes.finfo(E4M3).max), np.finfo(np.float32).tiny)
-        bits_BTD = jax.lax.bitcast_convert_type((x_BTD / scale_BT1).astype(E4M3), jnp.uint8)
+        values_BTD, scale_BT1 = quantize(x_BTD)
+        bits_BTD = jax.lax.bitcast_convert_type(values_BTD, jnp.uint8)
         return {name: bits_BTD, f"{name}{SCALE}": scale_BT1}
 
 

@@ -157,7 +157,7 @@ class _Loop:
             if saved:
                 self._save(done, state)
             if measured or saved:
-                self.pace.go_on()
+                self.pace.restart_clock()
         self._keep("last", state.params, run.steps)
         return state.params
 
@@ -265,7 +265,7 @@ class _Pace:
             self.tokens, self.spent_s = self.tokens + tokens, self.spent_s + spent_s
         return spent_s
 
-    def go_on(self) -> None:
+    def restart_clock(self) -> None:
         """Leaves out the time since the last update, which was spent on something else."""
         self.seen = time.monotonic()
 

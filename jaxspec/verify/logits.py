@@ -158,21 +158,21 @@ def truncate(x: Array, s: Sampling) -> Array:
 
 def _keep_top_k(x: Array, top_k_B: Array) -> Array:
     least_BT = jnp.broadcast_to(jnp.where(top_k_B > 0, top_k_B, x.shape[-1])[:, None], x.shape[:-1])
-    return jnp.where(x < heaviest(x, jnp.ones_like(x, jnp.int32), least_BT)[..., None], BANNED, x)
+    return jnp.where(x < find_threshold(x, jnp.ones_like(x, jnp.int32), least_BT)[..., None], BANNED, x)
 
 
 def _keep_top_p(x: Array, top_p_B: Array) -> Array:
     share = jnp.round(softmax(x) * UNITS).astype(jnp.int32)
     least_BT = jnp.broadcast_to(jnp.ceil(top_p_B * UNITS).astype(jnp.int32)[:, None], x.shape[:-1])
-    is_out = x < heaviest(x, share, least_BT)[..., None]
+    is_out = x < find_threshold(x, share, least_BT)[..., None]
     return jnp.where(is_out & (top_p_B < 1)[:, None, None], BANNED, x)
 
 
-def heaviest(x_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:
+def find_threshold(x_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:
     """Returns the largest of each node's numbers at which those that are not smaller weigh ``least`` together.
 
-    It is found by its bits, in 32 sums or 8 times 15: a sort costs a CPU twenty times as much, and a GPU a call that
-    no graph holds.
+    It is found by its bits, in 32 sums or 8 times 15: a sort costs a CPU some ten times as much, and a GPU a call
+    that no graph holds.
 
     Args:
       x_BTV: float32 numbers.

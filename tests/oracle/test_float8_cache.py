@@ -13,6 +13,7 @@ from jaxspec.cache.float8 import dequantize, float8_streams, quantize
 from jaxspec.cache.window import Window
 from jaxspec.errors import ConfigError
 from jaxspec.nn.attention import AttentionSpec
+from jaxspec.serve.request import RequestOutput
 from tests.oracle.test_families_lossless import GOLDENS
 
 pytestmark = pytest.mark.filterwarnings("ignore::pallas_kernels.select.SlowKernelWarning")
@@ -29,20 +30,27 @@ def plain() -> LLM:
     return LLM(GOLDENS[FAMILY], kv_cache_dtype="fp8", enable_prefix_caching=False, **SETTINGS)
 
 
-def texts(llm: LLM) -> list[list[int]]:
+def outputs_of(llm: LLM) -> list[RequestOutput]:
     """Greedy and sampled texts; more requests than rows, and prompts that begin alike."""
     rng = np.random.default_rng(0)
     first = rng.integers(1, 90, 17).tolist()
     prompts = [first + rng.integers(1, 90, size).tolist() for size in (3, 9, 4, 5, 2)]
     params = [SamplingParams(temperature=0.8 * (n % 2), seed=n, max_tokens=20, ignore_eos=True) for n in range(5)]
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    return llm.generate(prompts, params)
+
+
+def texts(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.mark.parametrize("name", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
 def test_speculation_and_prefixes_change_no_text(plain: LLM, name: str):
     llm = LLM(GOLDENS[FAMILY], kv_cache_dtype="fp8_e4m3", speculative_config=CONFIGS[name], **SETTINGS)
-    assert texts(llm) == texts(plain)
-    assert texts(llm) == texts(plain)  # from kept prefixes
+    first, again, plainly = outputs_of(llm), outputs_of(llm), texts(outputs_of(plain))
+    assert sum(output.metrics.num_accepted_tokens for output in first) > 0
+    assert texts(first) == plainly
+    assert all(output.num_cached_tokens for output in again)
+    assert texts(again) == plainly
 
 
 def test_the_cache_is_smaller(plain: LLM):

@@ -123,7 +123,7 @@ def test_the_speed_leaves_out_the_first_update_and_knows_what_is_left(monkeypatc
     assert pace.take(3) == {}
     for _ in range(2):
         clock[0] += 2.0
-        pace.go_on()
+        pace.restart_clock()
         clock[0] += 2.0
         assert pace.add(1000.0) == 2.0
     assert pace.take(5) == {"tokens_per_s": 500.0, "left_s": 20.0}

@@ -11,7 +11,7 @@ from jaxspec.decode.state import init_sampling
 from jaxspec.protocol import Sampling, Tree
 from jaxspec.pytree import replace
 from jaxspec.topology import Topology, chain, tree
-from jaxspec.verify.logits import Context, heaviest, leaves_as_is, process, truncate
+from jaxspec.verify.logits import Context, find_threshold, leaves_as_is, process, truncate
 
 VOCAB, STOPS, ANCHOR, MADE = 12, (3, 8), 10, 3  # the anchor's position, and generated tokens up to it
 TOPOLOGIES = {"chain": [chain(3)], "tree": [tree((2, 2))], "plain": [chain(0)]}
@@ -216,7 +216,7 @@ def test_the_search_finds_what_a_sort_finds(pairs: list[tuple[float, int]], leas
     x, weight = np.float32([x for x, _ in pairs]), np.int32([w for _, w in pairs])
     reached = [value for value in x if weight[x >= value].sum() >= least]
     two = jnp.asarray([[x, np.flip(x)]]), jnp.asarray([[weight, np.flip(weight)]]), jnp.full((1, 2), least)
-    found = jax.jit(heaviest)(*two)
+    found = jax.jit(find_threshold)(*two)
     assert found.shape == (1, 2)
     for value in np.asarray(found)[0]:
         if reached:
