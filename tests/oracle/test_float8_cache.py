@@ -22,7 +22,9 @@ FAMILY, LATENT = "gpt_oss", "deepseek_v3"
 CONFIGS: dict[str, Any] = {
     "chain": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
     "tree": {"method": "ngram", "speculative_token_tree": [2, 2], "prompt_lookup_min": 1},
+    "draft model": {"method": "draft_model", "model": str(GOLDENS[FAMILY]), "num_speculative_tokens": 3},
 }
+SLOW = ("tree", "draft model")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def texts(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("name", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["chain", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_speculation_and_prefixes_change_no_text(plain: LLM, name: str):
     llm = LLM(GOLDENS[FAMILY], kv_cache_dtype="fp8_e4m3", speculative_config=CONFIGS[name], **SETTINGS)
     first, again, plainly = outputs_of(llm), outputs_of(llm), texts(outputs_of(plain))
