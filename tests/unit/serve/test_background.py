@@ -105,11 +105,13 @@ def test_what_nobody_holds_any_more_is_not_compiled():
 
 
 SCRIPT = """
+import sys
 import time
 from jaxspec.serve.background import CompiledPrograms
 def job():
     time.sleep(1)
-    print("compiled", flush=True)
+    sys.stdout.write("compiled\\n")  # one write: print makes two, and threads mix them
+    sys.stdout.flush()
 table = CompiledPrograms({i: job for i in range(50)})
 time.sleep(0.2)
 print("ends", flush=True)
