@@ -126,9 +126,9 @@ def _report(name: str, program: Program, mesh: Mesh, arch: ArchSpec) -> dict[str
         },
         "kernels": dict(listing.by_kernel().most_common()),
         "shared_bytes": _shared(listing),
-        "collectives": _collectives(module, moe),
+        "collectives": collectives_of(module, moe),
         "bytes": _memory(compiled, program, placed),
-        "copies": _copies(module),
+        "copies": copies_of(module),
         "spills": spilled,
         "compile_s": round(compile_s, 1),
     }
@@ -157,7 +157,8 @@ def _shared(listing: launches.Launches) -> dict[str, int]:
     return dict(sorted(most.items(), key=lambda item: -item[1]))
 
 
-def _collectives(module: hlo.Module, moe_layers: int) -> dict[str, dict[str, float]]:
+def collectives_of(module: hlo.Module, moe_layers: int = 1) -> dict[str, dict[str, float]]:
+    """Returns how often each collective runs, and its bytes."""
     count: Counter[str] = Counter()
     size: Counter[str] = Counter()
     for instruction, run in module.executed():
@@ -200,7 +201,7 @@ def _device_bytes(tree: Any, placed: Any) -> int:
     return sum(math.prod(where.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x, where in pairs)
 
 
-def _copies(module: hlo.Module) -> list[dict[str, Any]]:
+def copies_of(module: hlo.Module) -> list[dict[str, Any]]:
     """Returns big arrays that are written again although they are in memory, the worst first."""
     entries: dict[tuple[str, ...], dict[str, Any]] = {}
     for instruction, run in hlo.copies(module, BIG_BYTES):

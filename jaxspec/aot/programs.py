@@ -119,10 +119,14 @@ def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 def abstract_target(config: Mapping[str, Any], policy: Policy, quantization: str = "auto") -> Target:
     """Builds a model from its config alone; its parameters are shapes and dtypes."""
-    arch = arch_of(config)
-    table = known_tables()[arch.family]
-    plan = _plan(config, Transformer(arch, policy), table.rules(arch), quantization)
+    plan = target_plan(config, policy, quantization)
     return Target({"params": unflatten(plan.leaves)}, plan.net, BLOCK)
+
+
+def target_plan(config: Mapping[str, Any], policy: Policy, quantization: str = "auto") -> LoadPlan:
+    """Plans how the files of a release of this config would be loaded."""
+    arch = arch_of(config)
+    return _plan(config, Transformer(arch, policy), known_tables()[arch.family].rules(arch), quantization)
 
 
 def _target(setting: ProgramSettings) -> tuple[Target, tuple[Mtp, Any] | None]:

@@ -23,7 +23,7 @@ from jaxspec.sharding import hosts
 from jaxspec.train.checkpoints import Checkpoints, replace_directory
 from jaxspec.train.run_log import FILE_ONLY, Entry, Interval, MetricsLog, Watcher
 from jaxspec.train.settings import LoggingSettings
-from jaxspec.train.update import AnyBatch, LossFn, TrainState, make_update
+from jaxspec.train.update import AnyBatch, LossFn, TrainState, make_update, state_shardings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,15 +285,9 @@ def _initial_state(run: TrainRun) -> TrainState:
     params: Any = run.init()
     if run.mesh is None:
         return TrainState(params, run.optimizer.init(params), jnp.int32(0))
-    replicated = NamedSharding(run.mesh, PartitionSpec())
-    shardings = named_shardings(params, run.mesh, allow_replication=True)
-    params = jax.device_put(params, shardings)
-    state = run.optimizer.init(params)
-    # Moments lie where their parameters do; counters are replicated.
-    state_shardings = optax.tree.map_params(
-        run.optimizer, lambda _, sharding: sharding, state, shardings, transform_non_params=lambda _: replicated
-    )
-    return TrainState(params, jax.device_put(state, state_shardings), jax.device_put(jnp.int32(0), replicated))
+    params = jax.device_put(params, named_shardings(params, run.mesh, allow_replication=True))
+    state = TrainState(params, run.optimizer.init(params), jnp.int32(0))
+    return jax.device_put(state, state_shardings(state, run.optimizer, run.mesh))
 
 
 def _place(batch: AnyBatch, run: TrainRun) -> AnyBatch:

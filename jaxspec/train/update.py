@@ -6,7 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxspec.nn.shardings import named_shardings
 from jaxspec.pytree import pytree
 from jaxspec.shapes import Array, Params
 from jaxspec.sharding.compiler_options import compiler_options
@@ -24,6 +26,16 @@ class TrainState:
     params: Params
     optimizer: Any
     step: Array
+
+
+def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Returns where a state lies on a mesh: moments where their parameters do, counters on each device."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    params = named_shardings(state.params, mesh, allow_replication=True)
+    moments = optax.tree.map_params(
+        optimizer, lambda _, place: place, state.optimizer, params, transform_non_params=lambda _: replicated
+    )
+    return TrainState(params, moments, replicated)
 
 
 def make_update(
