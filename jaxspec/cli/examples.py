@@ -12,14 +12,20 @@ EXAMPLES = {
     ),
     "chat": ("jaxspec chat", "jaxspec chat DIR --temperature 0.7"),
     "inspect": ("jaxspec inspect DIR", "jaxspec inspect HEAD --target DIR"),
-    "sizes": ("jaxspec sizes deepseek-v3 --hardware h200x8 h200x16",),
+    "sizes": (
+        "jaxspec sizes deepseek-v3 --hardware h200x8 h200x16",
+        "jaxspec sizes qwen3-30b-a3b --hardware h100 --train eagle3 --set train.micro_rows=1",
+    ),
     "train": ("jaxspec train eagle3 --set target=DIR --set 'data.train=[\"answers.jsonl\"]' --out runs/mine",),
     "train policy": ("jaxspec train policy demo --set steps=10 --out runs/mine",),
     "plot": ("jaxspec plot runs/mine runs/other --output both.png",),
     "convert": ("jaxspec convert model.gguf DIR",),
     "export": ("jaxspec export runs/mine/best exported --format eagle3",),
     "import": ("jaxspec import PUBLISHED imported --target DIR",),
-    "plan": ("jaxspec plan --model qwen3-30b-a3b --hardware h200x8 --drafter eagle --plot plan.png",),
+    "plan": (
+        "jaxspec plan --model qwen3-30b-a3b --hardware h200x8 --drafter eagle --plot plan.png",
+        "jaxspec plan --model qwen3-30b-a3b --hardware h100 --train eagle3 --set train.rows=16",
+    ),
     "calibrate": ("jaxspec calibrate DIR --output calibration.json",),
     "bench": (
         "jaxspec bench DIR --drafters ngram draft_model=DRAFT --k 0 2 4 auto --concurrency 1 8 --output report",
@@ -29,6 +35,7 @@ EXAMPLES = {
     "demo": ("jaxspec demo --quick",),
 }
 STATUSES = {
+    "plan": f"0 done; 1 an update of --train does not fit; {COMMON}",
     "generate": (
         f"0 every request has its text; 1 some requests failed, or the disk is full or a process was lost; {COMMON}"
     ),

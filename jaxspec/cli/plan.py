@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.cli import plan_devices
+from jaxspec.cli import plan_devices, plan_train
 from jaxspec.cli.plan_devices import shape_words
 from jaxspec.cli.plan_question import PlanArgs, question_of
 from jaxspec.cli.screen import Screen, amount
@@ -20,6 +20,10 @@ COLUMNS = ("rows", "plain", "best", "tau", "speed-up", "range", "pays", "break-e
 
 def run(args: PlanArgs) -> int:
     """Plans, and prints a table or JSON."""
+    if args.train is not None:
+        return plan_train.run(args)
+    if args.set:
+        raise ConfigError("plan: --set changes the config of --train, which is not given")
     if args.price_per_hour is not None and not args.price_per_hour > 0:
         raise ConfigError(f"plan: --price-per-hour must be positive, got {args.price_per_hour}")
     if not args.batch or not args.lengths or not all(1 <= k <= 16 for k in args.lengths):

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import tyro
+
 from jaxspec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ class PlanArgs:
       calibration: What jaxspec calibrate wrote for this model; its machine is then planned for.
       dtype: Of weights that are not quantized.
       quantization: How weights lie in memory, as for generate.
+      train: A training config, a name in configs/train or a TOML file: say memory and time of its updates instead.
+      set: A value that differs from that config's, such as train.rows=16; may come again.
       rules: Hold the usual rules of thumb against this model and machine.
       json: Print JSON.
       plot: File for a picture, .png, .svg or .pdf: speed-up by batch, target efficiency, experts touched.
@@ -53,6 +57,7 @@ class PlanArgs:
     GROUPS: ClassVar = {
         "machine": ("hardware", "devices", "mesh", "price_per_hour", "calibration", "dtype", "quantization"),
         "speculation": ("drafter", "acceptance", "overlap", "lengths", "trees"),
+        "training": ("train", "set"),
         "output": ("rules", "json", "plot", "color"),
     }
 
@@ -71,6 +76,8 @@ class PlanArgs:
     calibration: Path | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
+    train: str | None = None
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     rules: bool = False
     json: bool = False
     plot: Path | None = None

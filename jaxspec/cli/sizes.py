@@ -9,6 +9,7 @@ import tyro
 
 from jaxspec.cli.engine_flags import mesh_sizes
 from jaxspec.cli.screen import Screen, amount
+from jaxspec.errors import ConfigError
 
 COLUMNS = ("model", "devices", "mesh", "weights", "KV", "state", "temp", "total", "room", "fits")
 SENT = ("model", "devices", "program", "layers", "exchanges", "other collectives")
@@ -27,6 +28,9 @@ class SizesArgs:
       context: Longest text in tokens.
       topology: Drafted tokens K.
       programs: Which of plain, ngram, mtp and prefill; by default plain, prefill, and mtp where there is one.
+      train: A training config, a name in configs/train or a TOML file: compile an update of its head instead. Rows,
+        context, topology and transport are then its own.
+      set: A value that differs from that config's, such as train.micro_rows=1; may come again.
       quantization: Of models whose config is not quantized; others lie as published.
       layers: Compile only so many layers, at full width, which is quicker; 0 compiles all. Weights and caches are of
         all layers in any case.
@@ -37,6 +41,7 @@ class SizesArgs:
     GROUPS: ClassVar = {
         "device": ("hardware", "mesh", "expert_transport"),
         "program": ("rows", "context", "topology", "programs", "quantization", "layers"),
+        "training": ("train", "set"),
         "output": ("json", "color"),
     }
 
@@ -48,6 +53,8 @@ class SizesArgs:
     context: int = 8192
     topology: int = 5
     programs: tuple[Literal["plain", "ngram", "mtp", "prefill"], ...] = ()
+    train: str | None = None
+    set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     quantization: Literal["auto", "fp8", "int8"] = "auto"
     layers: int = 0
     json: bool = False
@@ -56,18 +63,14 @@ class SizesArgs:
 
 def run(args: SizesArgs) -> int:
     """Prints the table, or JSON; returns 1 where something does not fit."""
-    from jaxspec.inspect.per_device import per_device
     from jaxspec.inspect.shipped import model_config
 
-    entries = []
-    for name, config in map(model_config, args.models):
-        for hardware in args.hardware:
-            sizes = per_device(
-                config, hardware, mesh=mesh_sizes(args.mesh), transport=args.expert_transport, rows=args.rows,
-                capacity=args.context, drafts=args.topology, wanted=args.programs, quantization=args.quantization,
-                layers=args.layers,
-            )  # fmt: skip
-            entries.append({"model": name, **sizes})
+    if args.train is None and args.set:
+        raise ConfigError("sizes: --set changes the config of --train, which is not given")
+    if args.train is not None and args.programs:
+        raise ConfigError("sizes: --train compiles an update alone; leave --programs out")
+    models = [model_config(name) for name in args.models]
+    entries = [{"model": name, **_sizes(args, config, one)} for name, config in models for one in args.hardware]
     if args.json:
         sys.stdout.write(json.dumps(entries, indent=2) + "\n")
     else:
@@ -75,13 +78,32 @@ def run(args: SizesArgs) -> int:
     return 0 if all(sizes["fits"] for sizes in entries) else 1
 
 
+def _sizes(args: SizesArgs, config: dict[str, Any], hardware: str) -> dict[str, Any]:
+    """Returns what each device holds of one model."""
+    from jaxspec.inspect.per_device import per_device, train_per_device
+
+    mesh = mesh_sizes(args.mesh)
+    if args.train is not None:
+        return train_per_device(
+            config, hardware, wanted=args.train, changes=args.set, mesh=mesh, layers=args.layers
+        )  # fmt: skip
+    return per_device(
+        config, hardware, mesh=mesh, transport=args.expert_transport, rows=args.rows, capacity=args.context,
+        drafts=args.topology, wanted=args.programs, quantization=args.quantization, layers=args.layers,
+    )  # fmt: skip
+
+
 def show(entries: list[dict[str, Any]], screen: Screen) -> None:
     """Prints a line per model and mesh, then one per program."""
     from rich.table import Table
 
     first = entries[0]
-    shape = f"{first['rows']} rows of {first['capacity']} tokens, {first['drafts']} drafts"
-    screen.line(f"{shape}, rows reach experts by {first['transport']}; bytes of one device", "bold")
+    if "length" in first:
+        shape = f"an update, {first['rows']} rows of {first['length']} tokens together, {first['rounds']} rounds"
+    else:
+        shape = f"{first['rows']} rows of {first['capacity']} tokens, {first['drafts']} drafts"
+        shape += f", rows reach experts by {first['transport']}"
+    screen.line(f"{shape}; bytes of one device", "bold")
     sizes, programs = Table(*COLUMNS, box=None, pad_edge=False), Table(*SENT, box=None, pad_edge=False)
     for column in (*sizes.columns[3:], *programs.columns[3:5]):
         column.justify, column.no_wrap = "right", True
@@ -99,6 +121,6 @@ def show(entries: list[dict[str, Any]], screen: Screen) -> None:
         screen.line()
     screen.line(
         "KV: caches at full length; temp: of the program that needs most; room: the share of the memory that may be "
-        "used; exchanges: per expert layer that runs; other collectives: per step of the layers compiled",
+        "used; state: of an update, head and optimizer; exchanges: per expert layer that runs; other collectives: per step of the layers compiled",
         "dim",
     )

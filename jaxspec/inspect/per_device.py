@@ -1,5 +1,6 @@
 """What each device of a mesh holds to run a model's compiled programs, and what devices exchange."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ from jaxspec.aot import process
 from jaxspec.aot.programs import shortened
 from jaxspec.checkpoint.load.stored import quantization_of
 from jaxspec.config import shipped
+from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.nn.moe import MoeSpec
@@ -57,6 +59,53 @@ def per_device(
         **{name: compiled[name] for name in ("mesh", "transport", "rows", "capacity", "drafts")},
         **most, "state": most["state"] - most["caches"], "total": total, "memory": int(card.memory_bytes),
         "room": room, "fits": total <= room, "programs": programs,
+    }  # fmt: skip
+
+
+def train_per_device(
+    config: Mapping[str, Any], hardware: str, *, wanted: str, changes: Sequence[str] = (),
+    mesh: Mapping[str, int] | None = None, layers: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Compiles one update of a head for devices that need not be there, and adds up what lies on each.
+
+    Args:
+      config: published config of the target.
+      hardware: device and how many, ``h200x8``.
+      wanted: a training config, a name in ``configs/train`` or a file.
+      changes: of it, ``train.rows=16`` and the like.
+      mesh: devices by axis; all along ``expert``, or ``tensor`` without experts, by default.
+      layers: how many are compiled, 0 for all; what lies on a device is that of all in any case.
+
+    Returns:
+      As ``per_device``, with ``weights`` of the target, ``state`` of head and optimizer, no ``caches``, and ``length``,
+      ``rows`` that are computed together, ``rounds``.
+
+    Raises:
+      ConfigError: config, settings, hardware or mesh are not usable, or something does not compile.
+    """
+    card, count = load_hardware(hardware, shipped("hardware"))
+    arch = arch_of(shortened(config, layers) if layers else config)
+    sizes = mesh or ({"expert" if arch.is_moe else "tensor": count} if count > 1 else {})
+    if (devices := math.prod(sizes.values())) != count:
+        raise ConfigError(f"mesh: it has {devices} devices, {hardware} has {count}; give sizes whose product is {count}")
+    found = process.run(
+        "jaxspec.aot.train_program:report_update", config=config, wanted=wanted,
+        changes=[*changes, *(f"mesh.{axis}={size}" for axis, size in sizes.items())], gpu=hardware.partition("x")[0],
+        layers=layers, timeout_s=7200,
+    )  # fmt: skip
+    total = found["weights"] + found["state"] + found["temp"] + found["results"]
+    room = int(card.memory_bytes * card.assumed.usable_memory)
+    program = {
+        "expert_layers": sum(isinstance(layer.ffn, MoeSpec) for layer in arch.layers), "exchanges": 0,
+        "collectives": {kind: x["per_step"] for kind, x in found["collectives"].items()},
+        "collective_bytes": {kind: x["bytes_per_step"] for kind, x in found["collectives"].items()},
+        **{name: found[name] for name in ("arguments", "temp", "compile_s")},
+    }  # fmt: skip
+    return {
+        "hardware": card.name, "devices": count, "compiled_layers": len(arch.layers),
+        **{name: found[name] for name in ("mesh", "rows", "length", "rounds", "weights", "state", "temp")},
+        "caches": 0, "total": total, "memory": int(card.memory_bytes), "room": room, "fits": total <= room,
+        "programs": {"train": program},
     }  # fmt: skip
 
 

@@ -163,3 +163,10 @@ def load_hardware(wanted: str, directory: Path) -> tuple[Hardware, int]:
 def known_hardware(directory: Path) -> dict[str, Path]:
     """Returns the files of known records by name."""
     return {file.stem: file for file in sorted(directory.glob("*.toml"), key=lambda file: file.stem)}
+
+
+def hardware_of(device_kind: str, directory: Path) -> Hardware | None:
+    """Returns the record of a device by what its driver calls it (``NVIDIA H100 80GB HBM3``), None if there is none."""
+    words = device_kind.lower()
+    fits = [name for name in known_hardware(directory) if all(part in words for part in name.split("-"))]
+    return load_hardware(max(fits, key=len), directory)[0] if fits else None

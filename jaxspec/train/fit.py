@@ -91,8 +91,10 @@ def _as_begun(settings: TrainSettings, file: Path) -> TrainSettings:
         return settings
 
 
-def work_of(settings: RunSettings, target: TargetHeaders, mesh: Mesh | None) -> UpdateWork:
-    """Returns what an update computes; arguments and errors as of ``fit``."""
+def work_of(
+    settings: RunSettings, target: TargetHeaders, mesh: Mesh | None, platform: str | None = None
+) -> UpdateWork:
+    """Returns what an update computes on a platform, by default this machine's; else as ``fit``."""
     arch, net = target.arch, _network(settings, target)
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))
     # The last hidden state and the stream before its norm, what is asked for, and that once more side by side.
@@ -100,7 +102,8 @@ def work_of(settings: RunSettings, target: TargetHeaders, mesh: Mesh | None) -> 
     width = arch.vocab_size if isinstance(net, Transformer) else net.spec.draft_vocab or arch.vocab_size
     devices = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in rows_over(mesh, settings.train))
     sizes = held_bytes(unflatten(target.plan.leaves), mesh), held_bytes(params, mesh)
-    return UpdateWork(arch, net, settings.loss, settings.data.length, width, vectors, *sizes, devices)
+    widens = (platform or jax.default_backend()) == "cpu" or settings.train.compute_dtype == "float32"
+    return UpdateWork(arch, net, settings.loss, settings.data.length, width, vectors, *sizes, devices, widens)
 
 
 def _network(settings: RunSettings, target: TargetHeaders) -> Net:

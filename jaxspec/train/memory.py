@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec, LayerSpec
 from jaxspec.models.block_head import BlockHead, BlockSpec
-from jaxspec.models.draft_head import DraftHead
+from jaxspec.models.draft_head import DraftHead, HeadSpec
 from jaxspec.models.medusa import Medusa
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.grouped_experts import MOST_ROWS
@@ -21,13 +21,13 @@ from jaxspec.nn.query_blocks import BLOCK, queries_at_once
 from jaxspec.nn.shardings import named_shardings
 from jaxspec.train.objective import Net
 from jaxspec.train.settings import LossSettings, TrainSettings
-from jaxspec.train.vocab_loss import default_positions, position_bytes
+from jaxspec.train.vocab_loss import LOGIT_BYTES, default_positions, position_bytes
 
 HOST_SHARE, DEVICE_SHARE = 0.85, 0.95  # of what is free; the rest is the compiler's, and lost between buffers
 HOST_BYTES = 3 * 10**9 // 2  # of a host's memory that Python and the compiler take themselves
 HOST_POSITIONS = 4096  # that keep a CPU busy; more at a time only take memory
 GB = 1e9
-MARGIN = 1.1  # the estimate is 0.93 to 1.6 times what XLA allots, see the tests
+MARGIN = 1.1  # XLA loses up to 7 % between buffers; the estimate is 0.93 to 1.6 times what it allots, see the tests
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class UpdateWork:
       target_bytes: the frozen target on one device.
       head_bytes: the trained parameters on one device.
       devices: that rows are split over.
+      widens: whether products of the head are computed in float32, as by XLA:CPU in any case.
     """
 
     arch: ArchSpec
@@ -55,6 +56,7 @@ class UpdateWork:
     target_bytes: int
     head_bytes: int
     devices: int = 1
+    widens: bool = True
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,11 @@ def _listed(needed: Mapping[str, int]) -> str:
 def _needed(work: UpdateWork, rows: int, *, remat: bool, passes: int) -> Iterator[tuple[str, int]]:
     """Bytes of one device by what they are for, on the safe side of what XLA allots."""
     yield "target", work.target_bytes
+    if isinstance(work.net, DraftHead) and not work.widens:
+        # Parameters, two moments, and the sum of gradients over passes.
+        yield "head with optimizer", work.head_bytes * (3 + (passes > 1))
+        yield "activations", int(MARGIN * draft_head_bytes(work, work.net.spec, rows, remat=remat))
+        return
     # Parameters, two moments, their change, the gradient, and its sum over passes.
     yield "head with optimizer and gradients", work.head_bytes * (5 + (passes > 1))
     read = 4 * rows * work.length * work.vectors * work.arch.model_dim
@@ -213,6 +220,46 @@ def _blocks(work: UpdateWork, spec: BlockSpec, rows: int, *, remat: bool) -> int
     vocabulary += rows * some * position_bytes(work.arch.vocab_size, work.width, 1)
     activations = 4 * (count * (6 * dim + layers) + text + 3 * drafts * read) + len(spec.arch.layers) * kept
     return int(activations / (2 if remat else 1)) + max(vocabulary, attention)
+
+
+def draft_head_bytes(work: UpdateWork, spec: HeadSpec, rows: int, *, remat: bool) -> int:
+    """Computes the most bytes that an update of a head of EAGLE's kind has at once on a GPU, besides its state.
+
+    Counted in the buffers that XLA allots for an H100, see docs/planning.md: the target's layer runs; then all rounds
+    are kept, and either the vocabulary product or a layer's gradient is computed; then parameters change. Letters as in
+    docs/architecture.md, F hidden units and Q the width of all queries; a position of a layer keeps 14 F + 6 Q bytes.
+    """
+    o, places, dim = work.loss, rows * work.length, spec.arch.model_dim
+    wide = 4 * dim * spec.draft_vocab
+    layers = work.head_bytes - wide  # bytes of the parameters that the rounds read, and of their gradients
+    slots = o.rounds if spec.mask_token is None else 1 + sum(o.counts(work.length)) / work.length
+    widths = [_widths(layer) for layer in spec.arch.layers]
+    all_kept = sum(14 * hidden + 6 * queries + 8 * keys + 18 * dim for hidden, queries, keys in widths)
+    # Recomputed rounds keep their input, the gradient of their output, and keys and values.
+    each = 8 * dim + sum(8 * keys for *_, keys in widths) if remat else all_kept
+    kept = places * (slots * each + 2 * spec.feature_dim)
+    gradient = max(20 * hidden + 8 * queries + 22 * dim for hidden, queries, _ in widths)
+    gradient += all_kept * (len(widths) - 1) // len(widths) if remat else 0
+    attention = max(6 * _score_bytes(layer, rows, work.length) for layer in spec.arch.layers)
+    backward = layers + max(places * gradient, attention)
+    # The gradients of all rounds exist before they are added.
+    vocabulary = o.rounds * wide + wide // 2 + LOGIT_BYTES + 4 * places * work.arch.model_dim
+    read = 4 * places * work.vectors * work.arch.model_dim
+    return int(
+        max(
+            read + _target_layer(work, rows),
+            layers / 2 + kept + max(vocabulary, backward),
+            2 * work.head_bytes,  # gradient and change
+        )
+    )
+
+
+def _widths(layer: LayerSpec) -> tuple[int, int, int]:
+    """Returns the hidden units of a head's layer, and the widths of its queries and keys."""
+    mixer, ffn = layer.attention, layer.ffn
+    assert isinstance(mixer, AttentionSpec), "heads have ordinary attention"
+    hidden = ffn.top_k * ffn.hidden + ffn.shared_hidden if isinstance(ffn, MoeSpec) else ffn.hidden if ffn else 0
+    return hidden, mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
 
 
 def _kept_floats(layer: LayerSpec, dim: int, length: int, rounds: int) -> int:
