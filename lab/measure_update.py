@@ -23,11 +23,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="layers of the target that are compiled, 0 for all")
     args = parser.parse_args()
     name, config = model_config(args.model)
-    found = process.run(
+    sizes = process.run(
         "jaxspec.aot.train_program:report_update", config=config, wanted=args.config, changes=args.set, gpu=args.gpu,
         layers=args.layers, timeout_s=7200,
     )  # fmt: skip
-    print(json.dumps({"model": name, "set": args.set, **found}))
+    print(json.dumps({"model": name, "set": args.set, **sizes}))
 
 
 if __name__ == "__main__":

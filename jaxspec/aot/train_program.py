@@ -109,15 +109,15 @@ def report_update(
     update: Any = make_update(loss_fn, optimizer, settings.seed, places, parts)
     with target_context(devices) if count == 1 else contextlib.nullcontext():
         compiled = update.lower(*arguments).compile()
-    found = compiled.memory_analysis()
+    analysis = compiled.memory_analysis()
     state, objective, _ = arguments_of(settings, config, mesh) if layers else arguments
     module = hlo.parse(compiled.as_text(), stepped=False)
     return {
         "gpu": gpu, "devices": count, "mesh": sizes, "length": settings.data.length,
         "rows": settings.train.rows // parts, "rounds": settings.loss.rounds,
         "weights": device_bytes(objective.target_params), "head": device_bytes(state.params),
-        "state": device_bytes(state), "arguments": found.argument_size_in_bytes, "temp": found.temp_size_in_bytes,
-        "results": found.output_size_in_bytes - found.alias_size_in_bytes,
+        "state": device_bytes(state), "arguments": analysis.argument_size_in_bytes, "temp": analysis.temp_size_in_bytes,
+        "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
         "copies": copies_of(module), "collectives": collectives_of(module),
         "compile_s": round(time.monotonic() - began, 1),
     }  # fmt: skip

@@ -43,8 +43,7 @@ def run(args: PlanArgs) -> int:
         )
     name, config = model_config(args.model)
     plan = plan_update(settings, config, hardware)
-    slow, fast = (plan_update(settings, config, hardware, scenario=one).time_s for one in ("low", "high"))
-    record = _record(name, settings, hardware, plan) | {"time_range_s": [fast, slow]}
+    record = _record(name, settings, hardware, plan)
     if args.json:
         sys.stdout.write(json.dumps(record, indent=2) + "\n")
     else:
@@ -62,7 +61,8 @@ def _record(name: str, settings: "RunSettings", hardware: "Hardware", plan: "Upd
         "micro_rows": memory.rows, "remat": memory.remat, "memory": dict(memory.needed), "total_bytes": memory.total,
         "room_bytes": memory.room, "memory_bytes": int(hardware.memory_bytes),
         "fits": memory.room is None or memory.total <= memory.room,
-        "time_s": plan.time_s, "time_by_cause_s": dict(plan.seconds), "tokens_per_s": plan.tokens_per_s,
+        "time_s": plan.time_s, "time_range_s": plan.range_s, "time_by_cause_s": dict(plan.seconds),
+        "tokens_per_s": plan.tokens_per_s,
         "flops": dict(plan.flops), "mfu": plan.mfu, "updates": t.steps or None,
         "hours": plan.time_s * t.steps / 3600 if t.steps else None,
     }  # fmt: skip
@@ -82,7 +82,7 @@ def show(record: dict[str, Any], plan: "UpdatePlan", hardware: "Hardware", scree
     screen.line(
         f"memory of a device: {parts}; {amount(record['total_bytes'])} of {amount(record['room_bytes'])} that may be "
         f"used of {amount(record['memory_bytes'])}: {fits}",
-        None if record["fits"] else "red",
+        "" if record["fits"] else "red",
     )
     fast, slow = record["time_range_s"]
     causes = ", ".join(f"{cause} {seconds:.3g}" for cause, seconds in plan.seconds.items() if seconds)

@@ -122,6 +122,8 @@ def figures_of(entry: Mapping[str, float], *, held_out: bool = True) -> str:
         words.append(f"learning rate {entry['learning_rate']:.3g}")
     if "tokens_per_s" in entry:
         words.append(f"{entry['tokens_per_s']:,.0f} tokens/s")
+    if "mfu" in entry:
+        words.append(f"MFU {entry['mfu']:.1%}")
     if "time_s" in entry:
         words.append(f"{_clock(entry['time_s'])} elapsed")
     if "left_s" in entry:

@@ -121,6 +121,7 @@ def show(entries: list[dict[str, Any]], screen: Screen) -> None:
         screen.line()
     screen.line(
         "KV: caches at full length; temp: of the program that needs most; room: the share of the memory that may be "
-        "used; state: of an update, head and optimizer; exchanges: per expert layer that runs; other collectives: per step of the layers compiled",
+        "used; state: of an update, head and optimizer; exchanges: per expert layer that runs; other collectives: per "
+        "step or update of the layers compiled",
         "dim",
     )

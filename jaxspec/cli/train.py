@@ -42,7 +42,9 @@ def run(args: TrainArgs) -> int:
     """Trains; returns the exit code."""
     if missing := [package for module, package in NEEDED.items() if find_spec(module) is None]:
         raise ConfigError(f"train: {', '.join(missing)} not installed; pip install 'jaxspec[train]'")
+    from jaxspec.checkpoint.load.model import read_config
     from jaxspec.cli.progress import ShownTraining
+    from jaxspec.inspect.train_cost import seconds_at_peak
     from jaxspec.serve.compile_cache import use_compile_cache
     from jaxspec.serve.demo_pair import resolve_model
     from jaxspec.train.run import check, train, write_features
@@ -66,7 +68,7 @@ def run(args: TrainArgs) -> int:
         say(f"jaxspec: {settings.head.kind} head for {target}, run in {settings.out}\n")
         try:
             with ShownTraining() if talks else nullcontext(_nothing) as watch:
-                trained = train(settings, target, watch, notify)
+                trained = train(settings, target, watch, notify, seconds_at_peak(settings, read_config(target)))
         except KeyboardInterrupt:
             say("jaxspec: stopped; the same command goes on from the last checkpoint\n")
             raise

@@ -87,23 +87,25 @@ def train_per_device(
     arch = arch_of(shortened(config, layers) if layers else config)
     sizes = mesh or ({"expert" if arch.is_moe else "tensor": count} if count > 1 else {})
     if (devices := math.prod(sizes.values())) != count:
-        raise ConfigError(f"mesh: it has {devices} devices, {hardware} has {count}; give sizes whose product is {count}")
-    found = process.run(
+        raise ConfigError(
+            f"mesh: it has {devices} devices, {hardware} has {count}; give sizes whose product is {count}"
+        )
+    compiled = process.run(
         "jaxspec.aot.train_program:report_update", config=config, wanted=wanted,
         changes=[*changes, *(f"mesh.{axis}={size}" for axis, size in sizes.items())], gpu=hardware.partition("x")[0],
         layers=layers, timeout_s=7200,
     )  # fmt: skip
-    total = found["weights"] + found["state"] + found["temp"] + found["results"]
+    total = compiled["weights"] + compiled["state"] + compiled["temp"] + compiled["results"]
     room = int(card.memory_bytes * card.assumed.usable_memory)
     program = {
         "expert_layers": sum(isinstance(layer.ffn, MoeSpec) for layer in arch.layers), "exchanges": 0,
-        "collectives": {kind: x["per_step"] for kind, x in found["collectives"].items()},
-        "collective_bytes": {kind: x["bytes_per_step"] for kind, x in found["collectives"].items()},
-        **{name: found[name] for name in ("arguments", "temp", "compile_s")},
+        "collectives": {kind: x["per_step"] for kind, x in compiled["collectives"].items()},
+        "collective_bytes": {kind: x["bytes_per_step"] for kind, x in compiled["collectives"].items()},
+        **{name: compiled[name] for name in ("arguments", "temp", "compile_s")},
     }  # fmt: skip
     return {
         "hardware": card.name, "devices": count, "compiled_layers": len(arch.layers),
-        **{name: found[name] for name in ("mesh", "rows", "length", "rounds", "weights", "state", "temp")},
+        **{name: compiled[name] for name in ("mesh", "rows", "length", "rounds", "weights", "state", "temp")},
         "caches": 0, "total": total, "memory": int(card.memory_bytes), "room": room, "fits": total <= room,
         "programs": {"train": program},
     }  # fmt: skip

@@ -13,10 +13,12 @@ from jaxspec.aot.programs import target_plan
 from jaxspec.checkpoint.load.model import policy_on_mesh
 from jaxspec.checkpoint.load.places import flatten
 from jaxspec.config import shipped
+from jaxspec.errors import ConfigError
 from jaxspec.inspect.model_cost import model_cost
 from jaxspec.models.block_head import BlockHead
 from jaxspec.models.draft_head import DraftHead
 from jaxspec.models.medusa import Medusa
+from jaxspec.models.transformer import Transformer
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.policy import policy_for
 from jaxspec.perf.cost import Mesh, ModelCost, Rates, works
@@ -25,7 +27,7 @@ from jaxspec.perf.overlap import AssumedOverlap
 from jaxspec.perf.pass_time import smooth_max, step_time
 from jaxspec.train.fit import work_of
 from jaxspec.train.head_start import init_params
-from jaxspec.train.memory import MemoryPlan, UpdateWork, plan_memory
+from jaxspec.train.memory import GB, MemoryPlan, UpdateWork, plan_memory
 from jaxspec.train.settings import RunSettings
 from jaxspec.train.target import TargetHeaders
 from jaxspec.train.vocab_loss import default_positions, position_bytes
@@ -40,7 +42,8 @@ class UpdatePlan:
     Attributes:
       memory: of one device, and how many rows are computed together.
       flops: products of all devices by cause; what is computed again for gradients does not count.
-      seconds: predicted, by cause.
+      seconds: predicted, by cause, with the likely ones of the record's assumed efficiencies.
+      range_s: from its high to its low ones.
       tokens: of one update.
       mfu: share of the devices' peak of bfloat16 products that ``flops`` are in that time.
     """
@@ -48,6 +51,7 @@ class UpdatePlan:
     memory: MemoryPlan
     flops: Mapping[str, float]
     seconds: Mapping[str, float]
+    range_s: tuple[float, float]
     tokens: int
     mfu: float
 
@@ -71,37 +75,43 @@ def update_work(settings: RunSettings, config: Mapping[str, Any]) -> UpdateWork:
     return work_of(settings, TargetHeaders(config, target_plan(config, policy)), mesh, "gpu")
 
 
-def plan_update(
-    settings: RunSettings, config: Mapping[str, Any], hardware: Hardware, *, scenario: str = "likely"
-) -> UpdatePlan:
+def plan_update(settings: RunSettings, config: Mapping[str, Any], hardware: Hardware) -> UpdatePlan:
     """Plans an update of a head for a target's published config on devices that need not be there.
 
     Args:
       settings: of the run; ``settings.mesh`` says how many devices.
       config: of the target.
       hardware: each device's record.
-      scenario: ``low``, ``likely`` or ``high``, which of the record's assumed efficiencies.
 
     Raises:
       ConfigError: the settings do not suit the target or the mesh, or a single row does not fit.
     """
     work, model, mesh = update_work(settings, config), model_cost(config), Mesh(**msgspec.structs.asdict(settings.mesh))
     mesh.check(model)
-    memory = plan_memory(work, settings.train, int(hardware.memory_bytes * hardware.assumed.usable_memory))
+    asked = settings.train.memory_gb
+    room = hardware.memory_bytes * hardware.assumed.usable_memory if asked is None else asked * GB
+    memory = plan_memory(work, settings.train, int(room))
     flops = update_flops(work, model, settings)
-    seconds = _seconds(work, model, settings, memory, flops, hardware.rates(scenario, scenario), mesh)
+    likely, high, low = (
+        _seconds(work, model, settings, memory, flops, hardware.rates(speed, slow), mesh)
+        for speed, slow in (("likely", "likely"), ("high", "low"), ("low", "high"))
+    )
     peak = mesh.devices * hardware.bf16_tflops * 1e12
     tokens = settings.train.rows * settings.train.accumulation * work.length
-    return UpdatePlan(memory, flops, seconds, tokens, sum(flops.values()) / (peak * sum(seconds.values())))
+    mfu = sum(flops.values()) / (peak * sum(likely.values()))
+    return UpdatePlan(memory, flops, likely, (sum(high.values()), sum(low.values())), tokens, mfu)
 
 
 def seconds_at_peak(settings: RunSettings, config: Mapping[str, Any]) -> float:
-    """Returns the seconds of an update at the peak of this machine's GPUs, 0 where their record is not known."""
+    """Returns the seconds of an update at the peak of this machine's GPUs, 0 where record or model are not known."""
     device = jax.devices()[0]
     hardware = hardware_of(device.device_kind, shipped("hardware")) if device.platform == "gpu" else None
     if hardware is None:
         return 0.0
-    flops = update_flops(update_work(settings, config), model_cost(config), settings)
+    try:
+        flops = update_flops(update_work(settings, config), model_cost(config), settings)
+    except ConfigError:  # a directory can be trained on whose published config alone does not say all of it
+        return 0.0
     devices = math.prod(msgspec.structs.asdict(settings.mesh).values())
     return sum(flops.values()) / (devices * hardware.bf16_tflops * 1e12)
 
@@ -119,18 +129,20 @@ def update_flops(work: UpdateWork, model: ModelCost, settings: RunSettings) -> d
     share = width / work.arch.vocab_size if work.loss.draft_only else 1.0
     sizes = {path: math.prod(leaf.shape) for path, leaf in _matrices(net).items()}
     own = sum(size for path, size in sizes.items() if path.endswith(("head_DW", "head_DV")))
+    if isinstance(net, Transformer) and not own:  # tied
+        own = sizes["head_DV"] = net.arch.vocab_size * net.arch.model_dim
     once = sum(size for path, size in sizes.items() if path.endswith("fc_XD"))
     each = sum(sizes.values()) - own - once
     slots, drafts = _slots(work, rows)
     vocabulary = 2.0 * own if own else model.head_flops
-    layers = () if isinstance(net, Medusa) else net.arch.layers if not hasattr(net, "spec") else net.spec.arch.layers
-    mixers = [layer.attention for layer in layers if isinstance(layer.attention, AttentionSpec)]
+    arch = None if isinstance(net, Medusa) else net.arch if isinstance(net, Transformer) else net.spec.arch
+    mixers = [layer.attention for layer in arch.layers if isinstance(layer.attention, AttentionSpec)] if arch else []
     attention = sum(4.0 * mixer.heads * mixer.head_dim * work.length / 2 for mixer in mixers)
     forward = 2.0 * once * places + slots * (2.0 * each + attention)
     backward = 2.0 * once * places + 2 * slots * (2.0 * each + attention)
     return {
         "target": target,
-        "target's vocabulary": places * share * model.head_flops,
+        "target's vocabulary": (drafts if isinstance(net, BlockHead) else places) * share * model.head_flops,
         "head": forward + backward,
         "head's vocabulary": drafts * vocabulary * (3 if own and t.vocabulary else 2),
     }
@@ -166,8 +178,10 @@ def _seconds(
 ) -> dict[str, float]:  # fmt: skip
     """Predicts the time of one update by cause, on the slowest device."""
     passes, local = memory.parts * settings.train.accumulation, memory.rows // work.devices
+    # Where the mesh does not divide the rows, devices along ``expert`` compute the same ones.
+    rows = memory.rows * (mesh.data * mesh.expert // work.devices)
     target = step_time(
-        model, rates, rows=memory.rows, positions=work.length, context=work.length // 2, mesh=mesh,
+        model, rates, rows=rows, positions=work.length, context=work.length // 2, mesh=mesh,
         overlap=AssumedOverlap(1.0), head_positions=0,
     ).total_s  # fmt: skip
     rounds = work.loss.rounds if isinstance(work.net, DraftHead) else 1
@@ -178,7 +192,6 @@ def _seconds(
     # added to the sum.
     read = chunks * (model.head_bytes + (3 * rounds + 3.5) * wide) + logits
     products = (flops["target's vocabulary"] + flops["head's vocabulary"]) / work.devices
-    # Without rows of its own every device computes all of them.
     head = flops["head"] * (4 / 3 if memory.remat else 1.0) / work.devices
     sent = passes * chunks * rounds * wide * 2 * (1 - 1 / work.devices)
     return {

@@ -91,9 +91,7 @@ def _as_begun(settings: TrainSettings, file: Path) -> TrainSettings:
         return settings
 
 
-def work_of(
-    settings: RunSettings, target: TargetHeaders, mesh: Mesh | None, platform: str | None = None
-) -> UpdateWork:
+def work_of(settings: RunSettings, target: TargetHeaders, mesh: Mesh | None, platform: str | None = None) -> UpdateWork:
     """Returns what an update computes on a platform, by default this machine's; else as ``fit``."""
     arch, net = target.arch, _network(settings, target)
     params = jax.eval_shape(lambda: init_params(net, jax.random.key(0)))

@@ -52,6 +52,8 @@ class TrainRun:
       mesh: devices that rows and parameters are split over, None for the default one.
       rows_over: axes of the mesh that rows are split over.
       parts: how many parts the rows of a pass are computed in, for want of memory.
+      seconds_at_peak: of an update if all its products were computed at the devices' peak, 0 where that is not known;
+        the log then has ``mfu``, their share of the time that updates take.
     """
 
     directory: Path
@@ -75,6 +77,7 @@ class TrainRun:
     mesh: Mesh | None = None
     rows_over: tuple[str, ...] = ("data",)
     parts: int = 1
+    seconds_at_peak: float = 0.0
 
 
 def train(run: TrainRun, watch: Watcher = lambda entry: None) -> Params:
@@ -134,7 +137,7 @@ class _Loop:
         self.best: float = about.get("best", -math.inf)
         self.interval, self.held_out = Interval(about.get("interval")), dict(about.get("held_out", {}))
         self.began = time.monotonic() - about.get("time_s", 0.0)
-        self.pace = _Pace(run.steps, store.step)
+        self.pace = _Pace(run.steps, store.step, run.seconds_at_peak)
         self.begun: list[_Begun] = []
 
     def go(self, state: TrainState, first: int) -> Params:
@@ -250,10 +253,11 @@ class _Begun:
 class _Pace:
     """Speed of the updates since the last entry, and time left at this process's pace; ``before`` were done earlier."""
 
-    def __init__(self, steps: int, before: int):
-        self.steps, self.before, self.first = steps, before, True
+    def __init__(self, steps: int, before: int, seconds_at_peak: float = 0.0):
+        self.steps, self.before, self.first, self.seconds_at_peak = steps, before, True, seconds_at_peak
         self.began = self.seen = time.monotonic()
         self.tokens = self.spent_s = 0.0
+        self.updates = 0
 
     def add(self, tokens: float) -> float:
         """Counts one update; the first is mostly compilation, and starts the clock instead; returns its seconds."""
@@ -262,7 +266,7 @@ class _Pace:
         if self.first:
             self.first, self.before, self.began = False, self.before + 1, now
         else:
-            self.tokens, self.spent_s = self.tokens + tokens, self.spent_s + spent_s
+            self.tokens, self.spent_s, self.updates = self.tokens + tokens, self.spent_s + spent_s, self.updates + 1
         return spent_s
 
     def restart_clock(self) -> None:
@@ -274,9 +278,12 @@ class _Pace:
         speed: Entry = {}
         if self.tokens and self.spent_s:
             speed["tokens_per_s"] = round(self.tokens / self.spent_s, 1)
+        if self.seconds_at_peak and self.spent_s:
+            speed["mfu"] = round(self.updates * self.seconds_at_peak / self.spent_s, 4)
         if done > self.before:
             speed["left_s"] = round((time.monotonic() - self.began) / (done - self.before) * (self.steps - done), 1)
         self.tokens = self.spent_s = 0.0
+        self.updates = 0
         return speed
 
 

@@ -27,7 +27,7 @@ HOST_SHARE, DEVICE_SHARE = 0.85, 0.95  # of what is free; the rest is the compil
 HOST_BYTES = 3 * 10**9 // 2  # of a host's memory that Python and the compiler take themselves
 HOST_POSITIONS = 4096  # that keep a CPU busy; more at a time only take memory
 GB = 1e9
-MARGIN = 1.1  # XLA loses up to 7 % between buffers; the estimate is 0.93 to 1.6 times what it allots, see the tests
+MARGIN = 1.1  # what XLA loses between buffers is up to 7 %; on a CPU the estimate is 0.93 to 1.6 times what it allots
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def draft_head_bytes(work: UpdateWork, spec: HeadSpec, rows: int, *, remat: bool
     docs/architecture.md, F hidden units and Q the width of all queries; a position of a layer keeps 14 F + 6 Q bytes.
     """
     o, places, dim = work.loss, rows * work.length, spec.arch.model_dim
-    wide = 4 * dim * spec.draft_vocab
+    wide = min(4 * dim * spec.draft_vocab, work.head_bytes)
     layers = work.head_bytes - wide  # bytes of the parameters that the rounds read, and of their gradients
     slots = o.rounds if spec.mask_token is None else 1 + sum(o.counts(work.length)) / work.length
     widths = [_widths(layer) for layer in spec.arch.layers]

@@ -39,6 +39,7 @@ def train(
     target: Path,
     watch: Watcher = lambda entry: None,
     notify: Notify = lambda facts: None,
+    seconds_at_peak: float = 0.0,
 ) -> TrainResult:
     """Trains a head, going on where an earlier run of the same settings stopped.
 
@@ -50,6 +51,7 @@ def train(
       target: model directory.
       watch: receives every logged entry, first ``{"step": first}``.
       notify: receives what is known before training begins: documents, tokens, sizes.
+      seconds_at_peak: see ``TrainRun``.
 
     Raises:
       ConfigError, CheckpointError: settings, data or target are not usable.
@@ -68,6 +70,7 @@ def train(
             run,
             identity={"settings": identity(settings), "data": digest, "target": fingerprint(target)},
             provenance=provenance_of(settings, target, digest),
+            seconds_at_peak=seconds_at_peak,
         )
         if settings.features.cache is not None:
             rows = _cached(settings, target, corpus, mesh, run.frozen, plan.rows, notify)

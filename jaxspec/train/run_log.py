@@ -18,7 +18,7 @@ Entry = dict[str, int | float]
 Watcher = Callable[[Entry], None]  # receives what is logged, as soon as it is
 Notify = Callable[[Mapping[str, object]], None]  # receives what is known before training begins, in words
 FILE_ONLY = LoggingSettings(tensorboard=False)
-TIMES = ("time_s", "tokens_per_s", "left_s")  # the only figures that differ between two runs of the same
+TIMES = ("time_s", "tokens_per_s", "mfu", "left_s")  # the only figures that differ between two runs of the same
 SUMS = ("trained_tokens", "tokens")  # figures that are counts; the others are means
 WEIGHT = SUMS[0]
 

@@ -30,7 +30,7 @@ class TrainState:
 
 def state_shardings(state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Returns where a state lies on a mesh: moments where their parameters do, counters on each device."""
-    replicated = NamedSharding(mesh, PartitionSpec())
+    replicated: Any = NamedSharding(mesh, PartitionSpec())
     params = named_shardings(state.params, mesh, allow_replication=True)
     moments = optax.tree.map_params(
         optimizer, lambda _, place: place, state.optimizer, params, transform_non_params=lambda _: replicated

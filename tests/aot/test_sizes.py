@@ -77,3 +77,35 @@ def test_the_table_and_its_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     table = " ".join(capsys.readouterr().out.split())
     assert "deepseek-v3 8 H100 e8 90 GB 1 GB 1 GB 100 MB 92.1 GB 73.6 GB no" in table
     assert "plain 61 2 3 all-reduce" in table
+
+
+def test_an_update_in_the_table_and_its_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    asked: dict[str, Any] = {}
+
+    def look(_: str, **given: Any) -> dict[str, Any]:
+        asked.update(given)
+        size = {"weights": 60 * 10**9, "state": 13 * 10**9, "temp": 20 * 10**9, "results": 420, "arguments": 10**9}
+        sums = {"all-reduce": {"per_step": 7, "bytes_per_step": 10**9}}
+        shape = {"mesh": {"expert": 16}, "rows": 16, "length": 2048, "rounds": 7}
+        return {**shape, "collectives": sums, "compile_s": 1.0, **size}
+
+    monkeypatch.setattr(sizes.process, "run", look)
+    flags = ["sizes", "deepseek-v3", "--hardware", "h200x16", "--train", "eagle3", "--set", "train.rows=16"]
+    assert cli.main([*flags, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["total"] == 93 * 10**9 + 420
+    assert found["programs"]["train"]["collective_bytes"] == {"all-reduce": 10**9}
+    assert asked["changes"] == ["train.rows=16", "mesh.expert=16"]
+    assert cli.main(flags) == 0
+    table = " ".join(capsys.readouterr().out.split())
+    assert "an update, 16 rows of 2048 tokens together, 7 rounds; bytes of one device" in table
+    assert "60 GB 0 B 13 GB 20 GB 93 GB 130 GB yes" in table
+    assert "train 61 0 7 all-reduce" in table
+    for wrong, words in (
+        (["--programs", "plain"], "--train compiles an update alone"),
+        (["--mesh", "expert=8"], "mesh: it has 8 devices, h200x16 has 16"),
+    ):
+        assert cli.main([*flags, *wrong]) == 2
+        assert words in capsys.readouterr().err
+    assert cli.main([*flags[:4], "--set", "train.rows=16"]) == 2
+    assert "--set changes the config of --train" in capsys.readouterr().err

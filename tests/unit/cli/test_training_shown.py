@@ -20,6 +20,7 @@ def test_a_line_says_all_that_is_known():
     measured = figures_of(ENTRY | {"k3/t0/acceptance_length": 1.5, "k3/t0/accepted_at_1": 0.4})
     assert "right 50.0%, tokens per pass k3/t0 1.50, learning rate" in measured
     assert figures_of({"step": 1, "loss": 1.0}) == "loss 1"
+    assert "1,234 tokens/s, MFU 12.5%, 1:02:05 elapsed" in figures_of(ENTRY | {"mfu": 0.125})
 
 
 def test_both_lengths_are_shown_where_they_differ():

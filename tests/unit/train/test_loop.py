@@ -117,7 +117,7 @@ def test_what_is_watched_and_left_beside_the_parameters(tmp_path: Path):
 def test_the_speed_leaves_out_the_first_update_and_knows_what_is_left(monkeypatch: pytest.MonkeyPatch):
     clock = [100.0]
     monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
-    pace = loop._Pace(steps=10, before=2)
+    pace = loop._Pace(steps=10, before=2, seconds_at_peak=0.5)
     clock[0] = 190.0
     assert pace.add(1000.0) == 90.0
     assert pace.take(3) == {}
@@ -126,7 +126,8 @@ def test_the_speed_leaves_out_the_first_update_and_knows_what_is_left(monkeypatc
         pace.restart_clock()
         clock[0] += 2.0
         assert pace.add(1000.0) == 2.0
-    assert pace.take(5) == {"tokens_per_s": 500.0, "left_s": 20.0}
+    assert pace.take(5) == {"tokens_per_s": 500.0, "mfu": 0.25, "left_s": 20.0}
+    assert "mfu" not in loop._Pace(steps=10, before=2).take(5)
 
 
 def test_the_next_update_begins_before_the_last_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
