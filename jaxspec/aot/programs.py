@@ -21,6 +21,7 @@ from jaxspec.decode.state import Target, init_state
 from jaxspec.decode.step import StepPlan
 from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
+from jaxspec.models.cache_dtype import with_cache_dtype
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
@@ -46,6 +47,7 @@ class ProgramSettings:
       bucket: tokens of a prefill chunk.
       steps: most steps per dispatch.
       quantization: how weights lie in memory, see ``make_plan``.
+      kv_cache_dtype: of ``LLM``.
     """
 
     config: Mapping[str, Any]
@@ -58,6 +60,7 @@ class ProgramSettings:
     bucket: int = 256
     steps: int = 8
     quantization: str = "auto"
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -117,15 +120,19 @@ def shortened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     return short
 
 
-def abstract_target(config: Mapping[str, Any], policy: Policy, quantization: str = "auto") -> Target:
+def abstract_target(
+    config: Mapping[str, Any], policy: Policy, quantization: str = "auto", kv_cache_dtype: str = "auto"
+) -> Target:
     """Builds a model from its config alone; its parameters are shapes and dtypes."""
-    plan = target_plan(config, policy, quantization)
+    plan = target_plan(config, policy, quantization, kv_cache_dtype)
     return Target({"params": unflatten(plan.leaves)}, plan.net, BLOCK)
 
 
-def target_plan(config: Mapping[str, Any], policy: Policy, quantization: str = "auto") -> LoadPlan:
+def target_plan(
+    config: Mapping[str, Any], policy: Policy, quantization: str = "auto", kv_cache_dtype: str = "auto"
+) -> LoadPlan:
     """Plans how the files of a release of this config would be loaded."""
-    arch = arch_of(config)
+    arch = with_cache_dtype(arch_of(config), kv_cache_dtype)
     return _plan(config, Transformer(arch, policy), known_tables()[arch.family].rules(arch), quantization)
 
 
@@ -133,7 +140,7 @@ def _target(setting: ProgramSettings) -> tuple[Target, tuple[Mtp, Any] | None]:
     policy = policy_for("bfloat16", "gpu", setting.kernels)
     policy = policy.update(own_head=False, mesh=setting.mesh, transport=setting.transport)
     policy = policy.update(depth="unrolled" if policy.compute.splits_rows else policy.layout.depth)
-    target = abstract_target(setting.config, policy, setting.quantization)
+    target = abstract_target(setting.config, policy, setting.quantization, setting.kv_cache_dtype)
     arch = target.net.arch
     if not arch.mtp:
         return target, None

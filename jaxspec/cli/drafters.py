@@ -21,13 +21,28 @@ WITHOUT_MODEL = {
 
 
 def default_speculation(model: str) -> dict[str, Any]:
-    """Returns a ``speculative_config`` with the head that comes with jaxspec for a model, else n-gram lookup."""
+    """Returns a ``speculative_config`` with the head that comes with jaxspec for a model, else n-gram lookup.
+
+    How many tokens it drafts is what pays on this machine (docs/results/2026-11-demo.md).
+    """
+    shipped = SHIPPED.get(model)
+    if model == UPCYCLED and _verifies_slowly():
+        shipped = {**SHIPPED[model], "num_speculative_tokens": 1}
     try:
-        config = dict(resolve_speculation(SHIPPED.get(model)) or NGRAM)
+        config = dict(resolve_speculation(shipped) or NGRAM)
     except ConfigError:  # this installation came without it
         return NGRAM
     there = "model" not in config or (Path(config["model"]) / "config.json").exists()
     return config if there else NGRAM
+
+
+def _verifies_slowly() -> bool:
+    """Whether a second position costs much: on a CPU without tiles, where one draft pays more than three."""
+    import jax
+
+    from jaxspec.nn.dense import has_tiles
+
+    return jax.default_backend() == "cpu" and not has_tiles()
 
 
 def drafter_line(speculative: dict[str, Any], target: dict[str, Any]) -> str:

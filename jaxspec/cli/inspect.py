@@ -36,6 +36,7 @@ class InspectArgs:
       dtype: Of weights that are not quantized, and of activations.
       quantization: How weights would lie in memory: auto keeps what is published quantized, none dequantizes it,
         fp8 and int8 quantize a plain checkpoint.
+      kv_cache_dtype: How keys and values would be cached, as for generate.
       logit_error: Also load the model both ways and compare logits; goes with --quantization fp8 or int8.
       compiled: Compile the model's programs for a GPU, which need not be there, and show launches, CUDA graphs,
         collectives, memory, copies and spills.
@@ -53,7 +54,7 @@ class InspectArgs:
     """
 
     GROUPS: ClassVar = {
-        "weight": ("dtype", "quantization", "logit_error"),
+        "weight": ("dtype", "quantization", "kv_cache_dtype", "logit_error"),
         "program": (
             "compiled", "kernels", "gpu", "devices", "mesh", "expert_transport", "rows", "capacity", "topology",
             "programs", "xla_only",
@@ -67,6 +68,7 @@ class InspectArgs:
     json: bool = False
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     logit_error: bool = False
     compiled: bool = False
     kernels: bool = False
@@ -104,7 +106,9 @@ def run(args: InspectArgs) -> int:
         return _programs(args)
     from jaxspec.inspect.model_report import report_model
 
-    report = report_model(args.path, dtype=args.dtype, quantization=args.quantization)
+    report = report_model(
+        args.path, dtype=args.dtype, quantization=args.quantization, kv_cache_dtype=args.kv_cache_dtype
+    )
     if args.logit_error:
         report["logit_error"] = _logit_error(args.path, args.quantization)
     if args.json:
@@ -132,7 +136,9 @@ def _programs(args: InspectArgs) -> int:
     if len(args.devices) > 1:
         raise ConfigError(f"inspect: --compiled is for one number of devices, got {args.devices}")
     config, screen, report = config_at(args.path)[0], Screen(color=args.color), {}
-    setting: dict[str, Any] = {"rows": args.rows, "capacity": args.capacity, "drafts": args.topology}
+    setting: dict[str, Any] = {
+        "rows": args.rows, "capacity": args.capacity, "drafts": args.topology, "kv_cache_dtype": args.kv_cache_dtype,
+    }  # fmt: skip
     if args.kernels:
         from jaxspec.aot.kernel_choices import kernel_choices
         from jaxspec.aot.programs import ProgramSettings

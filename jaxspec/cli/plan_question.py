@@ -46,6 +46,7 @@ class PlanArgs:
       calibration: What jaxspec calibrate wrote for this model; its machine is then planned for.
       dtype: Of weights that are not quantized.
       quantization: How weights lie in memory, as for generate.
+      kv_cache_dtype: How keys and values are cached, as for generate.
       train: A training config, a name in configs/train or a TOML file: say memory and time of its updates instead.
       set: A value that differs from that config's, such as train.rows=16; may come again.
       rules: Hold the usual rules of thumb against this model and machine.
@@ -55,7 +56,16 @@ class PlanArgs:
     """
 
     GROUPS: ClassVar = {
-        "machine": ("hardware", "devices", "mesh", "price_per_hour", "calibration", "dtype", "quantization"),
+        "machine": (
+            "hardware",
+            "devices",
+            "mesh",
+            "price_per_hour",
+            "calibration",
+            "dtype",
+            "quantization",
+            "kv_cache_dtype",
+        ),
         "speculation": ("drafter", "acceptance", "overlap", "lengths", "trees"),
         "training": ("train", "set"),
         "output": ("rules", "json", "plot", "color"),
@@ -76,6 +86,7 @@ class PlanArgs:
     calibration: Path | None = None
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     train: str | None = None
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     rules: bool = False
@@ -95,7 +106,9 @@ def question_of(args: PlanArgs) -> tuple["Question", str]:
     from jaxspec.perf.planner import TREES, Question
 
     name, config = model_config(args.model)
-    model = model_cost(config, name=name, dtype=args.dtype, quantization=args.quantization)
+    model = model_cost(
+        config, name=name, dtype=args.dtype, quantization=args.quantization, kv_cache_dtype=args.kv_cache_dtype
+    )
     if (args.hardware is None) == (args.calibration is None):
         raise ConfigError("plan: give either --hardware, for example h200x8, or --calibration")
     drafters = drafters_of(args.drafter, model)

@@ -32,6 +32,7 @@ class SizesArgs:
         context, topology and transport are then its own.
       set: A value that differs from that config's, such as train.micro_rows=1; may come again.
       quantization: Of models whose config is not quantized; others lie as published.
+      kv_cache_dtype: How keys and values are cached, as for generate.
       layers: Compile only so many layers, at full width, which is quicker; 0 compiles all. Weights and caches are of
         all layers in any case.
       json: Print JSON.
@@ -40,7 +41,7 @@ class SizesArgs:
 
     GROUPS: ClassVar = {
         "device": ("hardware", "mesh", "expert_transport"),
-        "program": ("rows", "context", "topology", "programs", "quantization", "layers"),
+        "program": ("rows", "context", "topology", "programs", "quantization", "kv_cache_dtype", "layers"),
         "training": ("train", "set"),
         "output": ("json", "color"),
     }
@@ -56,6 +57,7 @@ class SizesArgs:
     train: str | None = None
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     quantization: Literal["auto", "fp8", "int8"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     layers: int = 0
     json: bool = False
     color: bool = True
@@ -84,12 +86,11 @@ def _sizes(args: SizesArgs, config: dict[str, Any], hardware: str) -> dict[str, 
 
     mesh = mesh_sizes(args.mesh)
     if args.train is not None:
-        return train_per_device(
-            config, hardware, wanted=args.train, changes=args.set, mesh=mesh, layers=args.layers
-        )  # fmt: skip
+        return train_per_device(config, hardware, wanted=args.train, changes=args.set, mesh=mesh, layers=args.layers)
     return per_device(
         config, hardware, mesh=mesh, transport=args.expert_transport, rows=args.rows, capacity=args.context,
-        drafts=args.topology, wanted=args.programs, quantization=args.quantization, layers=args.layers,
+        drafts=args.topology, wanted=args.programs, quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype, layers=args.layers,
     )  # fmt: skip
 
 

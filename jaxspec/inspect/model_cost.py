@@ -18,6 +18,7 @@ from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.inspect.model_sizes import by_part, cached_bytes, part_of, ring_bytes
 from jaxspec.models.arch import ArchSpec, LayerSpec, NoMixer, segments
+from jaxspec.models.cache_dtype import with_cache_dtype
 from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.depth import stack_name
 from jaxspec.models.family import several
@@ -48,7 +49,12 @@ Sizes = Mapping[str, Size]
 
 
 def model_cost(
-    config: Mapping[str, Any], *, name: str = "", dtype: str = "bfloat16", quantization: str = "auto"
+    config: Mapping[str, Any],
+    *,
+    name: str = "",
+    dtype: str = "bfloat16",
+    quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> ModelCost:
     """Computes the numbers of a published config; no file is read and nothing allocated.
 
@@ -57,11 +63,12 @@ def model_cost(
       name: for messages, by default the family.
       dtype: of weights that are not quantized, and of the caches.
       quantization: how weights lie in memory, see ``make_plan``.
+      kv_cache_dtype: of ``LLM``.
 
     Raises:
       ConfigError: the config is wrong or not supported.
     """
-    arch, kind = arch_of(config), np.dtype(dtype)
+    arch, kind = with_cache_dtype(arch_of(config), kv_cache_dtype), np.dtype(dtype)
     sizes, prediction = parameter_sizes(config, kind, quantization)
     attention: Any = _attention(arch)
     head = [

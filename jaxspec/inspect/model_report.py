@@ -25,6 +25,7 @@ from jaxspec.draft.mtp_drafter import LATER_LAYERS
 from jaxspec.errors import ConfigError
 from jaxspec.inspect import model_sizes
 from jaxspec.models.arch import ArchSpec, LayerSpec
+from jaxspec.models.cache_dtype import with_cache_dtype
 from jaxspec.models.catalog import arch_of, ignored_keys
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
@@ -47,7 +48,9 @@ MIXERS = {
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def report_model(path: Path, *, dtype: str = "bfloat16", quantization: str = "auto") -> dict[str, Any]:
+def report_model(
+    path: Path, *, dtype: str = "bfloat16", quantization: str = "auto", kv_cache_dtype: str = "auto"
+) -> dict[str, Any]:
     """Sizes, caches, layout, files and possible drafters of a model, ready for JSON.
 
     Args:
@@ -55,13 +58,14 @@ def report_model(path: Path, *, dtype: str = "bfloat16", quantization: str = "au
         promised.
       dtype: of weights that are not quantized, and of products.
       quantization: how weights would lie in memory, see ``make_plan``.
+      kv_cache_dtype: of ``LLM``.
 
     Raises:
       ConfigError: there is no such config, or it is wrong or not supported.
       CheckpointError: the files are unreadable or quantized in a way that is not supported.
     """
     config, directory = config_at(path)
-    arch, block = arch_of(config), check_method(config)
+    arch, block = with_cache_dtype(arch_of(config), kv_cache_dtype), check_method(config)
     kind = np.dtype(dtype)
     policy, table = make_policy(kind, depth="stacked"), known_tables()[arch.family]
     there = directory is not None and (is_gguf(directory) or any(directory.glob("*.safetensors*")))

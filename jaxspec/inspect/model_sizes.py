@@ -84,16 +84,6 @@ def idle_parameters(layers: Iterable[LayerSpec], model_dim: int) -> int:
     )
 
 
-def cached_values(arch: ArchSpec, layers: tuple[LayerSpec, ...] | None = None) -> dict[str, float]:
-    """Counts values by stream that each further token adds to the caches, those of windows left out."""
-    values: dict[str, float] = {}
-    for layer in arch.layers if layers is None else layers:
-        for name, s in layer.streams.items():
-            if s.reach is None and s.fixed is None:
-                values[name] = values.get(name, 0) + s.heads * s.width / s.stride
-    return values
-
-
 def cached_bytes(arch: ArchSpec, dtype: np.dtype) -> dict[str, float]:
     """Returns bytes by stream that each further token adds to the caches, in the stream's or the compute dtype."""
     sums: dict[str, float] = {}

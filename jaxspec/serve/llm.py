@@ -19,7 +19,9 @@ from jaxspec.checkpoint.text.conversation import conversations
 from jaxspec.decode.state import Target
 from jaxspec.draft import methods
 from jaxspec.errors import ConfigError, JaxspecError, RequestError
-from jaxspec.models.transformer import teacher_forced
+from jaxspec.models.cache_dtype import with_cache_dtype
+from jaxspec.models.transformer import Transformer, teacher_forced
+from jaxspec.pytree import replace
 from jaxspec.serve.acceptance_alarm import alarm_of
 from jaxspec.serve.arguments import as_int, check_kinds, check_model, fit_to_model, parse_sizes, show_value
 from jaxspec.serve.compile_cache import use_compile_cache
@@ -29,7 +31,7 @@ from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
-from jaxspec.serve.loading import MeshRequest, load_draft, load_target, report_to_both, with_cache_dtype
+from jaxspec.serve.loading import MeshRequest, load_draft, load_target, report_to_both
 from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
@@ -154,7 +156,8 @@ class LLM(RunningEngine):
             kernels=kernels, quantization=quantization, rows=spec.rows,
             mesh=MeshRequest(mesh, expert_transport, expert_placement), on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
-        self.model = with_cache_dtype(loaded, kv_cache_dtype)
+        arch, policy = with_cache_dtype(loaded.net.arch, kv_cache_dtype), loaded.net.policy
+        self.model = replace(loaded, net=Transformer(arch, policy))
         self.loaded, spec = (config, quantization, expert_placement), fit_to_model(spec, max_model_len, self.model.net)
         self.spec, self.capacity, self.max_logprobs = spec, spec.capacity, spec.logprobs
         self.engine = self._engine(config, quantization, download_dir, on_progress)

@@ -1,7 +1,7 @@
 """Loads what an engine needs, the target and what drafts for it, in the layout that devices and mesh want."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,11 @@ from jaxspec.checkpoint.load.model import Model, load_model, load_mtp, policy_on
 from jaxspec.checkpoint.load.padding import check_vocabulary
 from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
-from jaxspec.models.arch import ArchSpec, LayerSpec
+from jaxspec.models.arch import ArchSpec
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
-from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.expert_transport import TRANSPORTS
 from jaxspec.nn.policy import Policy, policy_for
 from jaxspec.perf.expert_placement import load_placement
@@ -48,7 +47,6 @@ class MeshRequest:
 
 
 ONE_DEVICE = MeshRequest()
-KV_CACHE_DTYPES = "auto", "fp8", "fp8_e4m3"
 
 
 def load_target(
@@ -89,32 +87,6 @@ def load_target(
     placement = None if mesh.placement is None else load_placement(Path(mesh.placement))
     hosts.check_same({"expert_placement": placement})
     return load_model(model, policy, quantization=quantization, mesh=devices, placement=placement, show=on_load)
-
-
-def with_cache_dtype(model: Model, wanted: str) -> Model:
-    """Returns the model with its keys and values cached as ``kv_cache_dtype`` of ``LLM`` says.
-
-    Raises:
-      ConfigError: the value is not known, or a layer caches something else than keys and values of heads.
-    """
-    if wanted not in KV_CACHE_DTYPES:
-        raise ConfigError(f"LLM: kv_cache_dtype {wanted!r} is not known; known are {list(KV_CACHE_DTYPES)}")
-    if wanted == "auto":
-        return model
-
-    def change(layer: LayerSpec) -> LayerSpec:
-        if isinstance(layer.attention, AttentionSpec):
-            layer = replace(layer, attention=replace(layer.attention, float8=True))
-        elif layer.attention.streams:
-            raise ConfigError(
-                f"LLM: kv_cache_dtype {wanted!r} is for keys and values of attention heads, and a layer of this model "
-                f"({model.net.arch.family}) caches {', '.join(layer.attention.streams)}; take 'auto'"
-            )
-        return layer if layer.second is None else replace(layer, second=change(layer.second))
-
-    arch = model.net.arch
-    arch = replace(arch, layers=tuple(change(layer) for layer in arch.layers))
-    return replace(model, net=Transformer(arch, model.net.policy))
 
 
 def load_draft(

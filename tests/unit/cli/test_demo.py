@@ -22,6 +22,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.medusa import MedusaSpec
 from jaxspec.models.transformer import Transformer
+from jaxspec.nn import dense
 from jaxspec.nn.policy import Policy
 from jaxspec.serve.demo_pair import resolve_model
 from scripts.house_report import ROOT
@@ -131,6 +132,14 @@ def test_heads_that_come_with_a_model_are_the_default(monkeypatch: pytest.Monkey
     assert default_speculation("another") == NGRAM
     monkeypatch.setitem(drafters.SHIPPED, "another", {"method": "eagle3", "model": "nowhere"})
     assert default_speculation("another") == NGRAM
+
+
+@pytest.mark.parametrize(("tiles", "drafts"), [(True, 3), (False, 1)])
+def test_a_cpu_without_tiles_verifies_one_draft(tiles: bool, drafts: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dense, "has_tiles", lambda: tiles)
+    monkeypatch.setattr(drafters, "resolve_speculation", lambda config: config and {**config, "model": NGRAM["method"]})
+    monkeypatch.setattr(drafters.Path, "exists", lambda path: True)
+    assert default_speculation("smollm2-moe")["num_speculative_tokens"] == drafts
 
 
 def test_every_drafter_has_words(model: Path, tmp_path: Path):
