@@ -25,6 +25,7 @@ CONFIGS: dict[str, Any] = {
     "draft model": {"method": "draft_model", "model": str(GOLDENS[FAMILY]), "num_speculative_tokens": 3},
 }
 SLOW = ("tree", "draft model")
+POOL = {"kv_page_size": 16, "num_kv_pages": 8}  # as many as two rows at full length
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +47,28 @@ def texts(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["chain", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_speculation_and_prefixes_change_no_text(plain: LLM, name: str):
-    llm = LLM(GOLDENS[FAMILY], kv_cache_dtype="fp8_e4m3", speculative_config=CONFIGS[name], **SETTINGS)
+@pytest.mark.parametrize("pool", [{}, pytest.param(POOL, marks=pytest.mark.slow)], ids=["rows", "pages"])
+def test_speculation_and_prefixes_change_no_text(plain: LLM, name: str, pool: dict[str, int]):
+    llm = LLM(GOLDENS[FAMILY], kv_cache_dtype="fp8_e4m3", speculative_config=CONFIGS[name], **SETTINGS, **pool)
     first, again, plainly = outputs_of(llm), outputs_of(llm), texts(outputs_of(plain))
     assert sum(output.metrics.num_accepted_tokens for output in first) > 0
     assert texts(first) == plainly
     assert all(output.num_cached_tokens for output in again)
     assert texts(again) == plainly
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", [{"num_speculative_tokens": 5}, {"speculative_token_tree": [2, 2, 1]}], ids=str)
+def test_a_head_changes_no_text(topology: dict[str, Any]):
+    settings: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 2, "kv_cache_dtype": "fp8"}
+    plain = LLM("demo", **settings)
+    head = {"method": "shared_expert", "model": "demo", **topology}
+    drafting = LLM(plain.model, speculative_config=head, **{**settings, "kv_cache_dtype": "auto"})
+    prompts = ["def read(path):\n", "class Account:\n", "import os\n", "for name in sorted("]
+    params = [SamplingParams(temperature=0.7 * (n % 2), seed=n, max_tokens=64, ignore_eos=True) for n in range(4)]
+    outputs = drafting.generate(prompts, params)
+    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 64
+    assert texts(outputs) == texts(plain.generate(prompts, params))
 
 
 def test_the_cache_is_smaller(plain: LLM):
