@@ -122,12 +122,13 @@ def run_same(args: argparse.Namespace) -> int:
 def run_first_token(args: argparse.Namespace) -> int:
     """Prints medians of the time to the first token, and how much of the common prompt was not read again.
 
-    Without the cache is: each request with a salt of its own, which shares nothing.
+    Without the cache is: each request with a salt of its own, which shares nothing. The store has room for two of
+    these beside what is shared, or they would push it out.
     """
     rng = np.random.default_rng(0)
     llm = load(
         args.model, args.method, args.length, max_num_seqs=args.rows, max_model_len=args.system + 64, max_logprobs=0,
-        enable_prefix_caching=True,
+        enable_prefix_caching=True, prefix_cache_tokens=3 * (args.system + 64),
     )  # fmt: skip
     vocab, times = llm.model.net.arch.vocab_size, {"without": [], "with": []}
     system = rng.integers(3, vocab, args.system).tolist()
