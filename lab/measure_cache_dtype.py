@@ -30,20 +30,20 @@ def main() -> None:
         outputs = plain.generate(prompts, params, use_tqdm=False)
         texts = [o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]
         starts = [len(o.prompt_token_ids) for o in outputs]
-        found: list[tuple[float, bool]] = []
+        losses: list[tuple[float, bool]] = []
         for start, ours, theirs in zip(starts, plain.score(texts), half.score(texts), strict=True):
             pairs = zip(ours[start:], theirs[start:], strict=True)
-            found += [(a.logprob - b.logprob, b.rank == 1) for a, b in pairs if a is not None and b is not None]
-        print_line(file.stem, found)
-        all_of += found
+            losses += [(a.logprob - b.logprob, b.rank == 1) for a, b in pairs if a is not None and b is not None]
+        print_line(file.stem, losses)
+        all_of += losses
     print_line("all", all_of)
 
 
-def print_line(name: str, found: list[tuple[float, bool]]) -> None:
+def print_line(name: str, losses: list[tuple[float, bool]]) -> None:
     """Prints the mean loss of log-probability with its standard error, and the share of tokens that stay likeliest."""
-    lost = [x for x, _ in found]
+    lost = [x for x, _ in losses]
     error = statistics.stdev(lost) / len(lost) ** 0.5
-    same = statistics.mean(first for _, first in found)
+    same = statistics.mean(first for _, first in losses)
     print(f"{name:14} {len(lost):6} tokens: {statistics.mean(lost):+.4f} +- {error:.4f} nats, {same:.2%} likeliest")
 
 

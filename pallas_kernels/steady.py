@@ -1,5 +1,8 @@
 """Exponentials and sums of kernel bodies, which round alike in every program also where XLA:CPU interprets them."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,24 +16,33 @@ def exp(x: jax.Array, implementation: Implementation) -> jax.Array:
     return jnp.exp(x) if implementation == "triton" else polynomial_exp(x)
 
 
+@partial(jax.jit, inline=True)
 def polynomial_exp(x: jax.Array) -> jax.Array:
     """Exponential of float32 to 8e-8, by Cephes' reduction and polynomial (Moshier 1989), of what kernels can do.
 
     XLA:CPU's own has two roundings, one for full vectors and one for what is left over, and it depends on the size
     of the array which element gets which.
+
+    It stands in every program many times, so it is traced once per shape, and in ``lax``, a third of ``jnp``'s time.
     """
-    x = jnp.clip(x, -87.0, 88.0)
+
+    def constant(value: float, dtype: Any = np.float32) -> jax.Array:
+        return lax.full_like(x, value, dtype)
+
+    x = lax.min(lax.max(x, constant(-87.0)), constant(88.0))
     # The nearest whole number, without a sum that might be fused with the product.
-    twice = (x * np.float32(2 * 1.4426950408889634)).astype(jnp.int32)
-    whole = (twice + jnp.where(twice < 0, 0, 1)) >> 1
-    power = whole.astype(jnp.float32)
-    rest = x - power * np.float32(0.693359375)  # exact: the constant has 9 bits
-    rest = rest - power * np.float32(-2.12194440e-4)
-    tail = jnp.full_like(rest, 1.9875691500e-4)
+    twice = lax.convert_element_type(lax.mul(x, constant(2 * 1.4426950408889634)), np.int32)
+    zero, one = constant(0, np.int32), constant(1, np.int32)
+    whole = lax.shift_right_arithmetic(lax.add(twice, lax.select(lax.lt(twice, zero), zero, one)), one)
+    power = lax.convert_element_type(whole, np.float32)
+    rest = lax.sub(x, lax.mul(power, constant(0.693359375)))  # exact: the constant has 9 bits
+    rest = lax.sub(rest, lax.mul(power, constant(-2.12194440e-4)))
+    tail = constant(1.9875691500e-4)
     for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-        tail = tail * rest + np.float32(factor)
-    scale = lax.bitcast_convert_type((whole + 127) << 23, jnp.float32)
-    return (tail * (rest * rest) + rest + np.float32(1)) * scale
+        tail = lax.add(lax.mul(tail, rest), constant(factor))
+    bits = lax.shift_left(lax.add(whole, constant(127, np.int32)), constant(23, np.int32))
+    sum_of_all = lax.add(lax.add(lax.mul(tail, lax.mul(rest, rest)), rest), constant(1))
+    return lax.mul(sum_of_all, lax.bitcast_convert_type(bits, np.float32))
 
 
 def total(x: jax.Array, axis: int, implementation: Implementation) -> jax.Array:

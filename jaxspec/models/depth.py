@@ -121,6 +121,7 @@ class Loop:
     stacks: list[Any]
     inputs: Inputs
     _blocks: list[Block] = field(init=False)
+    _traced: Any = field(init=False)
 
     def __post_init__(self) -> None:
         repeats = self.segment.repeats
@@ -133,11 +134,13 @@ class Loop:
         before = replace(before, caches=caches)
         ropes = (getattr(spec.attention, "rope", None) for spec in self.segment.pattern)
         self.inputs = self.inputs.prepared(*dict.fromkeys(rope for rope in ropes if rope is not None))
-        after: Any = jax.eval_shape(self._repeat, jnp.int32(0), before)
+        # Traced once for its shapes and for the loop; every operation goes into the program that runs it.
+        self._traced = jax.jit(self._repeat, inline=True)
+        after: Any = jax.eval_shape(self._traced, jnp.int32(0), _carried(before))
         # Where it gives a selection that there is not before it, the first repeat runs by itself.
         first = int(repeats == 1 or jax.tree.structure(before.selection) != jax.tree.structure(after.selection))
         if first:
-            carry = self._repeat(jnp.int32(0), before)
+            carry = self._traced(jnp.int32(0), _carried(before))
         else:
             zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), after)
             carry = replace(zeros, x=before.x, caches=caches, selection=before.selection)
@@ -149,7 +152,7 @@ class Loop:
         return replace(carry, routing=tuple(each))
 
     def _body(self, y: Array, carry: ForwardState) -> ForwardState:
-        new = self._repeat(y, carry)
+        new = self._traced(y, _carried(carry))
 
         def captured(old: dict[int, Array], own: dict[int, Array]) -> dict[int, Array]:
             return {layer: jnp.where(self._index(layer)[0] == y, own[layer], x) for layer, x in old.items()}
@@ -181,6 +184,11 @@ class Loop:
             x, selection = out.x, out.selection
         layers = range(self.segment.first, self.segment.stop)
         return state_after({layer: self._index(layer)[1] for layer in layers}, entered, outs, self.inputs)
+
+
+def _carried(state: ForwardState) -> ForwardState:
+    """Returns what the next layer reads of a state."""
+    return ForwardState(state.x, state.caches, state.selection)
 
 
 def _layer(stack: Any, y: Array, policy: Policy) -> Any:

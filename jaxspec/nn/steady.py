@@ -29,10 +29,10 @@ def row_sum(x: Array) -> Array:
     """
     while x.shape[-1] > 1:
         half = (x.shape[-1] + 1) // 2
-        left, right = x[..., :half], x[..., half:]
+        left, right = (lax.slice_in_dim(x, first, end, axis=-1) for first, end in ((0, half), (half, x.shape[-1])))
         if x.shape[-1] % 2:
-            right = jnp.pad(right, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
-        x = left + right
+            right = lax.pad(right, np.zeros((), x.dtype), [(0, 0, 0)] * (x.ndim - 1) + [(0, 1, 0)])
+        x = lax.add(left, right)
     return x
 
 
@@ -173,5 +173,6 @@ def row_max(x: Array) -> Array:
     """Maximum over the last axis, kept, by halving: XLA:GPU compiles its own beside ``row_sum`` for half a minute."""
     while x.shape[-1] > 1:
         half = (x.shape[-1] + 1) // 2
-        x = jnp.maximum(x[..., :half], x[..., x.shape[-1] - half :])
+        ends = (0, half), (x.shape[-1] - half, x.shape[-1])
+        x = lax.max(*(lax.slice_in_dim(x, first, end, axis=-1) for first, end in ends))
     return x

@@ -19,9 +19,7 @@ from jaxspec.checkpoint.text.conversation import conversations
 from jaxspec.decode.state import Target
 from jaxspec.draft import methods
 from jaxspec.errors import ConfigError, JaxspecError, RequestError
-from jaxspec.models.cache_dtype import with_cache_dtype
-from jaxspec.models.transformer import Transformer, teacher_forced
-from jaxspec.pytree import replace
+from jaxspec.models.transformer import teacher_forced
 from jaxspec.serve.acceptance_alarm import alarm_of
 from jaxspec.serve.arguments import as_int, check_kinds, check_model, fit_to_model, parse_sizes, show_value
 from jaxspec.serve.compile_cache import use_compile_cache
@@ -151,13 +149,11 @@ class LLM(RunningEngine):
             enable_return_routed_experts=enable_return_routed_experts,
         )  # fmt: skip
         use_compile_cache(wanted=compile_cache)
-        loaded = load_target(
+        self.model = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
-            kernels=kernels, quantization=quantization, rows=spec.rows,
+            kernels=kernels, quantization=quantization, kv_cache_dtype=kv_cache_dtype, rows=spec.rows,
             mesh=MeshRequest(mesh, expert_transport, expert_placement), on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
-        arch, policy = with_cache_dtype(loaded.net.arch, kv_cache_dtype), loaded.net.policy
-        self.model = replace(loaded, net=Transformer(arch, policy))
         self.loaded, spec = (config, quantization, expert_placement), fit_to_model(spec, max_model_len, self.model.net)
         self.spec, self.capacity, self.max_logprobs = spec, spec.capacity, spec.logprobs
         self.engine = self._engine(config, quantization, download_dir, on_progress)

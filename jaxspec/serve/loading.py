@@ -1,7 +1,7 @@
 """Loads what an engine needs, the target and what drafts for it, in the layout that devices and mesh want."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from jaxspec.checkpoint.load.padding import check_vocabulary
 from jaxspec.draft import methods
 from jaxspec.errors import ConfigError
 from jaxspec.models.arch import ArchSpec
+from jaxspec.models.cache_dtype import with_cache_dtype
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.trained_head import Head
@@ -55,6 +56,7 @@ def load_target(
     dtype: str,
     kernels: str,
     quantization: str,
+    kv_cache_dtype: str,
     rows: int,
     mesh: MeshRequest = ONE_DEVICE,
     on_load: Callable[[int, int], None] | None = None,
@@ -73,7 +75,7 @@ def load_target(
                 "LLM: a model that is loaded already brings its mesh; leave mesh, expert_transport and "
                 "expert_placement out"
             )
-        return model
+        return _caching(model, kv_cache_dtype)
     if mesh.axes is None and transport != "auto":
         raise ConfigError(
             f"LLM: expert_transport {transport!r} is for several devices; give mesh, too, or leave it out"
@@ -86,7 +88,13 @@ def load_target(
         policy = _spread(policy, devices, rows, transport, arch_of(read_config(Path(model))))
     placement = None if mesh.placement is None else load_placement(Path(mesh.placement))
     hosts.check_same({"expert_placement": placement})
-    return load_model(model, policy, quantization=quantization, mesh=devices, placement=placement, show=on_load)
+    loaded = load_model(model, policy, quantization=quantization, mesh=devices, placement=placement, show=on_load)
+    return _caching(loaded, kv_cache_dtype)
+
+
+def _caching(model: Model, kv_cache_dtype: str) -> Model:
+    arch = with_cache_dtype(model.net.arch, kv_cache_dtype)
+    return replace(model, net=Transformer(arch, model.net.policy))
 
 
 def load_draft(

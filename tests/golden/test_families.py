@@ -63,6 +63,8 @@ MECHANISMS = ("qwen2_moe", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deep
 ARRANGED = ("dots1", "hy_v3", "solar_open", "granitemoe")
 # Of those with recurrent layers one is quick.
 RECURRENT = "qwen3_next"
+# Decoding differs by caches alone: these have all kinds of them, and the others are quick in a prefill.
+CACHES = (*MECHANISMS, RECURRENT, "llama4_text", "gemma4_text", "longcat_flash")
 
 
 def is_recurrent(directory: Path) -> bool:
@@ -70,10 +72,10 @@ def is_recurrent(directory: Path) -> bool:
     return any(stream.fixed is not None for layer in layers for stream in layer.attention.streams.values())
 
 
-def layouts(kinds: tuple[tuple[str, str], ...] = KINDS) -> list:
+def layouts(kinds: tuple[tuple[str, str], ...] = KINDS, *, decoding: bool = True) -> list:
     """Every known model with these layouts of layers, and what computes.
 
-    Slow but for the mechanisms, and but for what a CPU takes.
+    Slow but for the mechanisms, and but for what a CPU takes: in a prefill all of it, decoding for the kinds of caches.
     """
     cases = []
     for directory in (*GOLDENS, *KNOWN_ORACLES):
@@ -82,6 +84,8 @@ def layouts(kinds: tuple[tuple[str, str], ...] = KINDS) -> list:
             if kind != INTERPRETED or directory.name in WITH_KERNELS:
                 name = "-".join(kind).removesuffix("-xla")
                 is_quick = directory.name in MECHANISMS or kind in (NATIVE, INTERPRETED)
+                if decoding and kind == NATIVE and directory.name not in CACHES:
+                    is_quick = False
                 if directory.name in ARRANGED or (directory.name != RECURRENT and is_recurrent(directory)):
                     is_quick = False
                 marks = [] if is_quick else [pytest.mark.slow]
@@ -89,7 +93,7 @@ def layouts(kinds: tuple[tuple[str, str], ...] = KINDS) -> list:
     return cases
 
 
-every_layout = pytest.mark.parametrize("case", layouts(), indirect=True, scope="module")
+every_layout = pytest.mark.parametrize("case", layouts(decoding=False), indirect=True, scope="module")
 cpu_layout = pytest.mark.parametrize("case", layouts(KINDS[:1]), indirect=True, scope="module")
 
 

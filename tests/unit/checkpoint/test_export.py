@@ -22,7 +22,7 @@ from jaxspec.nn.policy import make_policy
 GOLDENS = sorted(file for file in (Path(__file__).parents[2] / "golden").glob("*/config.json"))
 ORACLES = sorted(Path(os.environ.get("JAXSPEC_ORACLES", "-")).glob("*/hub_config.json"))
 BF16 = jnp.dtype("bfloat16")
-LAYOUTS = ("unrolled", "stacked")
+LAYOUTS = (pytest.param("unrolled", marks=pytest.mark.slow), "stacked")
 
 
 def checkpoint(config: Path, tmp_path: Path) -> Path:

@@ -27,13 +27,13 @@ LAYOUTS = ("unrolled", "stacked")
 
 
 def arches() -> list:
-    """Of each golden config, with its head and with the other kind of head."""
+    """Of each golden config, in both layouts, and stacked with the other kind of head."""
     found = []
     for source in GOLDENS:
         arch = arch_of(json.loads((source / "config.json").read_text()))
         found += [
-            pytest.param(arch, id=source.name),
-            pytest.param(replace(arch, tied=not arch.tied), id=f"{source.name}-tied"),
+            *(pytest.param(arch, layout, id=f"{source.name}-{layout}") for layout in LAYOUTS),
+            pytest.param(replace(arch, tied=not arch.tied), "stacked", id=f"{source.name}-other-head"),
         ]
     return found
 
@@ -42,8 +42,7 @@ def test_every_family_has_a_name_table():
     assert set(known_tables()) >= set(known_families())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("arch", arches())
+@pytest.mark.parametrize(("arch", "layout"), arches())
 def test_name_table_is_a_bijection_onto_the_parameters(arch: ArchSpec, layout):
     table, policy = known_tables()[arch.family], make_policy(BF16, depth=layout)
     sides = [(Transformer(arch, policy), table.rules(arch))]

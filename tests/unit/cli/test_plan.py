@@ -17,6 +17,7 @@ from jaxspec.perf.planner import plan as make_plan
 from scripts.house_report import ROOT
 
 CONFIGS = sorted(file.stem for file in (ROOT / "configs" / "models").glob("*.json"))
+QUICK = ("deepseek-v3", "deepseek-v4-flash", "gpt-oss-120b", "llama-3.1-8b", "mixtral-8x7b", "qwen3-next-80b-a3b")
 DENSE = ("llama-3", "gemma-4-31b", "opt", "qwen2.5", "qwen3-8b")
 
 
@@ -30,7 +31,7 @@ def refused(capsys: pytest.CaptureFixture, *flags: str) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CONFIGS])
 def test_every_shipped_config(name: str, capsys: pytest.CaptureFixture):
     found = plan(
         capsys, "--model", name, "--hardware", "h200x8", "--batch", "1", "64", "--no-trees", "--lengths", "1", "4"

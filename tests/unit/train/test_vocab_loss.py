@@ -106,7 +106,10 @@ def all_at_once(objective: HeadObjective, params: Any, teacher: TeacherOutput, b
     return total, accuracy
 
 
-@pytest.mark.parametrize("name", NETS)
+SLOW = ("eagle", "shared-expert")  # which eagle3 and p-eagle are like
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in NETS])
 def test_a_few_positions_at_a_time_are_all_of_them(name: str, monkeypatch: pytest.MonkeyPatch):
     loss_settings, batch, key = loss_settings_of(name), packed(), jax.random.key(4)
     if name == "eagle":  # its noise is drawn inside
