@@ -56,8 +56,8 @@ def load_target(
     dtype: str,
     kernels: str,
     quantization: str,
-    kv_cache_dtype: str,
     rows: int,
+    kv_cache_dtype: str = "auto",
     mesh: MeshRequest = ONE_DEVICE,
     on_load: Callable[[int, int], None] | None = None,
 ) -> Model:

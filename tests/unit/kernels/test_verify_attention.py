@@ -166,7 +166,6 @@ LAYERS = {
 }
 
 
-@pytest.mark.served
 @pytest.mark.parametrize(("name", "shape"), [("plain", "chain"), ("ring-sinks", "tree"), ("latent", "tree")])
 def test_a_layer_computes_with_the_kernel_what_it_computes_with_xla(name: str, shape: str):
     spec, pool = LAYERS[name], (2 * 3, 16) if shape == "tree" else None
