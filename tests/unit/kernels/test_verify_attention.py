@@ -193,7 +193,9 @@ def test_a_layer_computes_with_the_kernel_what_it_computes_with_xla(name: str, s
     wanted, old = run(make_policy(FLOAT32))
     found, new = run(make_policy(FLOAT32, kernels="interpret"))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
-    jax.tree.map(np.testing.assert_array_equal, new, old)
+    for name, before in pages.items():  # two programs, which may fuse a rotation's product and sum or not
+        np.testing.assert_array_equal(new[name] != before, old[name] != before)
+        np.testing.assert_allclose(new[name], old[name], rtol=0, atol=3e-7 * np.abs(old[name]).max())
 
 
 def test_bytes_read_count_each_visible_entry_once():
