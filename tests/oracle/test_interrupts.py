@@ -107,7 +107,7 @@ def interrupted(call: Callable[[], Any], after_s: float) -> str:
 
 
 @pytest.mark.usefixtures("alarm")
-@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize("name", ["head", "paged", pytest.param("mesh", marks=pytest.mark.slow)])
 def test_interrupts_at_any_moment(llms: dict[str, LLM], name: str):
     llm, rng, ends = llms[name], random.Random(0), Counter()
     wanted, logits = text(llm), llm.logits(PROMPTS[0])

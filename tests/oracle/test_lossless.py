@@ -189,7 +189,10 @@ def check_many_rows(lab: Lab, topology: Topology, dtype: str) -> None:
     check_script(drafter, requests, outputs)
 
 
-SERVED = [("scripted", chain(4)), ("scripted", tree((2, 2))), ("self", chain(4)), ("mtp", tree((2, 2)))]
+SERVED = [
+    ("scripted", tree((2, 2))), ("mtp", tree((2, 2))),
+    *(pytest.param(kind, chain(4), marks=pytest.mark.slow) for kind in ("scripted", "self")),
+]  # fmt: skip
 
 
 @pytest.mark.served

@@ -36,7 +36,7 @@ def small_lm(draft_dir: Path) -> dict[str, Any]:
 CASES = [
     pytest.param("bfloat16", "auto", "tree", (8, 32), id="bfloat16, kernels of the CPU, a tree"),
     pytest.param("float32", "auto", "ngram", (8, 64), id="float32, kernels of the CPU, prompt lookup"),
-    pytest.param("float32", "xla", "draft", None, id="float32, XLA, a draft model"),
+    pytest.param("float32", "xla", "draft", None, id="float32, XLA, a draft model", marks=pytest.mark.slow),
     pytest.param("bfloat16", "xla", "draft", None, id="bfloat16, XLA, a draft model", marks=pytest.mark.slow),
     pytest.param("bfloat16", "auto", "none", None, id="bfloat16, plain", marks=pytest.mark.slow),
     pytest.param("float32", "xla", "tree", None, id="float32, XLA, a tree", marks=pytest.mark.slow),

@@ -81,7 +81,7 @@ def test_packs_move_every_number_and_come_back():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "deepseek_v4", "glm4_moe", "opt", "mixtral"])
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "deepseek_v4", "opt"])
 def test_abstract_parameters_are_those_of_the_network(name: str, layout):
     """One look at each kind of layer and expert finds what tracing all of them does."""
     source = next(d for d in GOLDENS if d.name == name)

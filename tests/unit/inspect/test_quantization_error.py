@@ -26,7 +26,7 @@ def test_what_is_kept_as_published_has_no_error():
     assert found["quantized_weight_bytes"] < found["weight_bytes"]
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_errors_are_those_of_the_logits(kind: str):
     directory, f32 = GOLDEN / "qwen2_moe", jnp.dtype("float32")
     found = quantization_error(directory, kind, IDS, "float32")

@@ -53,7 +53,14 @@ def computed(mesh: Mesh | None, form: str, kind: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("form", ["float32", "fp8"])
-@pytest.mark.parametrize("sizes", [{"expert": 8}, {"expert": 4, "tensor": 2}, {"data": 2, "expert": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"expert": 8}, marks=pytest.mark.slow),
+        {"expert": 4, "tensor": 2},
+        {"data": 2, "expert": 2, "tensor": 2},
+    ],
+)
 def test_devices_add_up(sizes: dict[str, int], form: str):
     found = computed(make_mesh(sizes), form, "anywhere")
     wanted = computed(None, form, "anywhere")

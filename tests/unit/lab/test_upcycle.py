@@ -111,7 +111,7 @@ def test_all_experts_are_chosen_equally_often_where_inputs_differ_in_nothing_but
     np.testing.assert_allclose(along, 0, atol=1e-5)
 
 
-@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("routed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_samples_from_its_own_next_token_distribution(routed, frozen, experts):
     scaled = {**frozen, "embed": 8 * frozen["embed"]}
     added = jax.tree.map(jnp.asarray, experts) if routed else None

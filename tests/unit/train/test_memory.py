@@ -176,7 +176,7 @@ def test_a_run_that_goes_on_computes_as_it_began(tmp_path: Path):
     assert fit._as_begun(settings, file) == settings
 
 
-@pytest.mark.parametrize("name", ["eagle", "p-eagle"])
+@pytest.mark.parametrize("name", [pytest.param("eagle", marks=pytest.mark.slow), "p-eagle"])
 def test_rows_in_parts_are_the_same_update(name: str):
     """Noise and dropped slots are drawn by row, so that they do not depend on what is computed together."""
     net = DraftHead(HEADS[name], EXACT)

@@ -120,7 +120,10 @@ def initial(net: DraftHead | Medusa) -> Params:
     return jax.tree.map(lambda x: x + 0.3 * np.random.default_rng(x.size).normal(size=x.shape).astype(x.dtype), params)
 
 
-@pytest.mark.parametrize("name", HEADS)
+QUICK = ("eagle", "eagle3-two-layers", "p-eagle", "shared-expert")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in HEADS])
 def test_rounds_are_what_drafting_does(name: str):
     net = DraftHead(HEADS[name], EXACT)
     head = Head(net, initial(net))
@@ -154,7 +157,9 @@ def test_medusa_predicts_from_the_last_hidden_state():
     np.testing.assert_allclose(jax.nn.log_softmax(found)[:, 0], logp[0], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["eagle3-two-layers", "shared-expert", "p-eagle"])
+@pytest.mark.parametrize(
+    "name", ["eagle3-two-layers", pytest.param("shared-expert", marks=pytest.mark.slow), "p-eagle"]
+)
 def test_packed_texts_do_not_see_one_another(name: str):
     net = DraftHead(HEADS[name], EXACT)
     params = initial(net)
