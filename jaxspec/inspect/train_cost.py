@@ -188,12 +188,11 @@ def _seconds(
     some = default_positions(memory.rows, work.length, model.vocab_size, work.width, rounds)
     chunks, wide = -(-work.length // some), 4.0 * work.arch.model_dim * work.width
     logits = 2.0 * local * work.length * position_bytes(model.vocab_size, work.width, rounds)
-    # Of each chunk: the target's product; the head's, narrowed, read twice per round; a gradient per round, written and
-    # added to the sum.
-    read = chunks * (model.head_bytes + (3 * rounds + 3.5) * wide) + logits
+    # Of each chunk: the target's product; the head's, narrowed and read twice; a gradient, written and then added.
+    read = chunks * (model.head_bytes + 6.5 * wide) + logits
     products = (flops["target's vocabulary"] + flops["head's vocabulary"]) / work.devices
     head = flops["head"] * (4 / 3 if memory.remat else 1.0) / work.devices
-    sent = passes * chunks * rounds * wide * 2 * (1 - 1 / work.devices)
+    sent = passes * wide * 2 * (1 - 1 / work.devices)
     return {
         "target": 0.0 if settings.features.cache else passes * target,
         "vocabulary": smooth_max(passes * read * rates.byte_s, products * rates.flop_s),

@@ -28,6 +28,7 @@ HOST_BYTES = 3 * 10**9 // 2  # of a host's memory that Python and the compiler t
 HOST_POSITIONS = 4096  # that keep a CPU busy; more at a time only take memory
 GB = 1e9
 MARGIN = 1.1  # what XLA loses between buffers is up to 7 %; on a CPU the estimate is 0.93 to 1.6 times what it allots
+GPU_MARGIN = 1.05  # of what is counted buffer by buffer
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _needed(work: UpdateWork, rows: int, *, remat: bool, passes: int) -> Iterato
     if isinstance(work.net, DraftHead) and not work.widens:
         # Parameters, two moments, and the sum of gradients over passes.
         yield "head with optimizer", work.head_bytes * (3 + (passes > 1))
-        yield "activations", int(MARGIN * draft_head_bytes(work, work.net.spec, rows, remat=remat))
+        yield "activations", int(GPU_MARGIN * draft_head_bytes(work, work.net.spec, rows, remat=remat))
         return
     # Parameters, two moments, their change, the gradient, and its sum over passes.
     yield "head with optimizer and gradients", work.head_bytes * (5 + (passes > 1))
@@ -242,8 +243,8 @@ def draft_head_bytes(work: UpdateWork, spec: HeadSpec, rows: int, *, remat: bool
     gradient += all_kept * (len(widths) - 1) // len(widths) if remat else 0
     attention = max(6 * _score_bytes(layer, rows, work.length) for layer in spec.arch.layers)
     backward = layers + max(places * gradient, attention)
-    # The gradients of all rounds exist before they are added.
-    vocabulary = o.rounds * wide + wide // 2 + LOGIT_BYTES + 4 * places * work.arch.model_dim
+    # The gradient of some positions, before it is added to that of all.
+    vocabulary = wide + wide // 2 + LOGIT_BYTES + 4 * places * work.arch.model_dim
     read = 4 * places * work.vectors * work.arch.model_dim
     return int(
         max(

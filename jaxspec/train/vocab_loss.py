@@ -1,5 +1,6 @@
 """The loss over the vocabulary, a few positions at a time: logits of all positions never exist together."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -102,21 +103,17 @@ def _walk(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array
     def visit(carry: Any, at: Array) -> tuple[Any, None]:
         total, hit_SBT, of_params, lasts = carry
         some = partial(lax.dynamic_slice_in_dim, start_index=at, slice_size=step)
-        last_BXD = some(teacher_BTD, axis=1)
-        p = target_prediction(o.target_logits(last_BXD), o.knows)
-        for j, last_BTD in enumerate(lasts):
-            one = partial(_one, task, rest, j, p, some(share_SBT[j], axis=1))
-            here = trained, some(last_BTD, axis=1)
-            if graded:
-                (loss, hit_BX), (own, x) = jax.value_and_grad(one, argnums=(0, 1), has_aux=True)(*here)
-                of_params = jax.tree.map(lambda a, b: a + b.astype(a.dtype), of_params, own)
-                x = lax.dynamic_update_slice_in_dim(last_BTD, x, at, axis=1)
-                lasts = (*lasts[:j], x, *lasts[j + 1 :])
-            else:
-                loss, hit_BX = one(*here)
-            total += loss
-            hit_SBT = lax.dynamic_update_slice(hit_SBT, hit_BX[None], (j, 0, at))
-        return (total, hit_SBT, of_params, lasts), None
+        p = target_prediction(o.target_logits(some(teacher_BTD, axis=1)), o.knows)
+        rounds = partial(_rounds, task, rest, p, some(share_SBT, axis=2))
+        here = trained, tuple(some(last_BTD, axis=1) for last_BTD in lasts)
+        if graded:
+            (loss, hit_SBX), (own, x) = jax.value_and_grad(rounds, argnums=(0, 1), has_aux=True)(*here)
+            of_params = jax.tree.map(lambda a, b: a + b.astype(a.dtype), of_params, own)
+            lasts = tuple(lax.dynamic_update_slice_in_dim(a, b, at, axis=1) for a, b in zip(lasts, x, strict=True))
+        else:
+            loss, hit_SBX = rounds(*here)
+        hit_SBT = lax.dynamic_update_slice(hit_SBT, hit_SBX, (0, 0, at))
+        return (total + loss, hit_SBT, of_params, lasts), None
 
     # Gradients of vectors take their place, one by one.
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained) if graded else None
@@ -127,11 +124,23 @@ def _walk(trained: Params, task: VocabTask, rest: Params, last_SBTD: tuple[Array
     return (total, hit_SBT[..., :length]), (of_params, tuple(x[:, :length] for x in lasts))
 
 
-def _one(task: VocabTask, rest: Params, j: int, p: TargetPrediction, share_BX: Array, trained: Params, last_BXD: Array):
-    """Loss of some positions of one round, and where the draft is the target's best token."""
-    if isinstance(net := task.objective.net, BlockHead):
-        return _of_block(task, {"params": {**rest, **trained}}, net.spec.drafts, p, share_BX, last_BXD)
-    logq = jax.nn.log_softmax(_logits(task.objective, {"params": {**rest, **trained}}, j, last_BXD), axis=-1)
+def _rounds(
+    task: VocabTask, rest: Params, p: TargetPrediction, share_SBX: Array, trained: Params, lasts: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    """Loss of some positions of all rounds, and where each draft is the target's best token."""
+    params, net = {"params": {**rest, **trained}}, task.objective.net
+    if isinstance(net, BlockHead):
+        (last_BXD,) = lasts
+        loss, hit_BX = _of_block(task, params, net.spec.drafts, p, share_SBX[0], last_BXD)
+        return loss, hit_BX[None]
+    logits = _logits(task.objective, params, lasts)
+    losses, hits = zip(*(_one(task, p, *both) for both in zip(share_SBX, logits, strict=True)), strict=True)
+    return sum(losses), jnp.stack(hits)
+
+
+def _one(task: VocabTask, p: TargetPrediction, share_BX: Array, logits_BXV: Array) -> tuple[Array, Array]:
+    """The same of one round, from its logits."""
+    logq = jax.nn.log_softmax(logits_BXV, axis=-1)
     kept = jnp.where(p.knows_BX, share_BX, 0.0) if task.objective.loss.skip_unknown else share_BX
     at_best_BX = jnp.take_along_axis(logq, p.best_BX[..., None], axis=-1)[..., 0]
     hit_BX = (at_best_BX >= jnp.max(logq, axis=-1)) & p.knows_BX  # XLA:CPU finds a maximum much faster than its index
@@ -152,17 +161,19 @@ def _of_block(task: VocabTask, params: Params, drafts: int, p: TargetPrediction,
     return jnp.sum(loss_BX * kept_BX), (best_BX == p.best_BX) & p.knows_BX
 
 
-def _logits(objective: HeadObjective, params: Params, j: int, last_BXD: Array) -> Array:
-    """The trained network's logits, with the target's product where it has none of its own."""
+def _logits(objective: HeadObjective, params: Params, lasts: tuple[Array, ...]) -> Iterable[Array]:
+    """Returns the trained network's logits by round, with the target's product where it has none of its own.
+
+    Rounds share one product of their own, so its weights are read once, and its gradient is one array.
+    """
     net = objective.net
     if isinstance(net, Transformer):
-        return head(net, params, last_BXD)
+        return head(net, params, jnp.stack(lasts))
     if isinstance(net, Medusa):
-        last_BXD = apply(net, params, j, last_BXD, method="one")
-        return last_BXD if net.spec.draft_vocab else objective.target_logits(last_BXD)
-    if net.spec.draft_vocab:
-        return apply(net, params, last_BXD, method="logits")
-    return objective.target_logits(last_BXD)
+        lasts = tuple(apply(net, params, j, x, method="one") for j, x in enumerate(lasts))
+    elif net.spec.draft_vocab:
+        return apply(net, params, jnp.stack(lasts), method="logits")
+    return lasts if net.spec.draft_vocab else [objective.target_logits(x) for x in lasts]
 
 
 def _pad(x: Array, *, axis: int, size: int) -> Array:

@@ -18,15 +18,17 @@ from jaxspec.train.settings import load_run_settings
 QWEN = ("--model", "qwen3-30b-a3b", "--hardware", "h100", "--train", "eagle3")
 # Bytes of arguments and temporaries of whole compiled updates: python -m lab.measure_update, see docs/planning.md.
 COMPILED = {
-    ("qwen3-30b-a3b", "train.rows=1", "train.remat=false"): 62807231500 + 4512735856,
-    ("qwen3-30b-a3b", "train.rows=1", "data.length=8192", "train.remat=false"): 62807311372 + 10192381808,
-    ("qwen3-30b-a3b", "train.rows=8", "data.length=4096", "train.remat=true"): 62807630860 + 12821846384,
-    ("qwen3-30b-a3b", "train.rows=4", "train.remat=false"): 62807311372 + 10191192688,
-    ("qwen3-30b-a3b", "train.rows=2", "data.length=4096", "train.remat=true"): 62807311372 + 4129993328,
-    ("qwen3-30b-a3b", "train.micro_rows=2", "train.remat=false"): 62807417868 + 6706166936,
-    ("qwen3-8b", "train.rows=2", "data.length=4096", "train.remat=false"): 21175991308 + 21277229680,
-    ("deepseek-v3", "train.rows=8", "train.remat=false", "mesh.expert=8"): 114516287852 + 15158624112,
-    ("deepseek-v3", "train.rows=16", "train.remat=false", "mesh.expert=16"): 73637011820 + 22742402416,
+    ("qwen3-30b-a3b", "train.rows=1", "train.remat=false"): 62807231500 + 3327232112,
+    ("qwen3-30b-a3b", "train.rows=1", "data.length=8192", "train.remat=false"): 62807311372 + 9640056944,
+    ("qwen3-30b-a3b", "train.rows=8", "data.length=4096", "train.remat=true"): 62807630860 + 12821842800,
+    ("qwen3-30b-a3b", "train.rows=8", "train.micro_rows=4", "data.length=4096", "train.remat=true"): 62807630860
+    + 6991299224,
+    ("qwen3-30b-a3b", "train.rows=4", "train.remat=false"): 62807311372 + 9639393136,
+    ("qwen3-30b-a3b", "train.rows=2", "data.length=4096", "train.remat=true"): 62807311372 + 4130025840,
+    ("qwen3-30b-a3b", "train.micro_rows=2", "train.remat=false"): 62807417868 + 5844627096,
+    ("qwen3-8b", "train.rows=2", "data.length=4096", "train.remat=false"): 21175991308 + 18475588208,
+    ("deepseek-v3", "train.rows=8", "train.remat=false", "mesh.expert=8"): 114516287852 + 14746958448,
+    ("deepseek-v3", "train.rows=16", "train.remat=false", "mesh.expert=16"): 73637011820 + 21989736816,
 }
 
 
