@@ -128,14 +128,19 @@ def _rounds(
     task: VocabTask, rest: Params, p: TargetPrediction, share_SBX: Array, trained: Params, lasts: tuple[Array, ...]
 ) -> tuple[Array, Array]:
     """Loss of some positions of all rounds, and where each draft is the target's best token."""
-    params, net = {"params": {**rest, **trained}}, task.objective.net
+    params: Any = {"params": {**rest, **trained}}
+    net, total = task.objective.net, jnp.float32(0)
     if isinstance(net, BlockHead):
         (last_BXD,) = lasts
         loss, hit_BX = _of_block(task, params, net.spec.drafts, p, share_SBX[0], last_BXD)
         return loss, hit_BX[None]
     logits = _logits(task.objective, params, lasts)
-    losses, hits = zip(*(_one(task, p, *both) for both in zip(share_SBX, logits, strict=True)), strict=True)
-    return sum(losses), jnp.stack(hits)
+    hits = []
+    for share_BX, logits_BXV in zip(share_SBX, logits, strict=True):
+        loss, hit_BX = _one(task, p, share_BX, logits_BXV)
+        total += loss
+        hits.append(hit_BX)
+    return total, jnp.stack(hits)
 
 
 def _one(task: VocabTask, p: TargetPrediction, share_BX: Array, logits_BXV: Array) -> tuple[Array, Array]:
