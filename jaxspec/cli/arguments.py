@@ -78,6 +78,12 @@ def _nest(kind: type[T], values: dict[tuple[str, ...], Any]) -> T:
     return kind(**inner)
 
 
+def set_aside(args: Any, taken: Sequence[str]) -> list[str]:
+    """Returns the flags that were given besides those that a way of running a command takes."""
+    others = (f for f in fields(args) if f.name not in taken)
+    return [f"--{f.name.replace('_', '-')}" for f in others if getattr(args, f.name) != f.default]
+
+
 def arguments_of(kind: type, title: str = PLAIN_GROUP) -> Iterator[Argument]:
     """Yields every argument of a command, those of nested dataclasses among them."""
     hints, words = get_type_hints(kind, include_extras=True), help_of(kind)

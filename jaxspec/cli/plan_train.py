@@ -5,6 +5,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from jaxspec.cli.arguments import set_aside
 from jaxspec.cli.plan_question import PlanArgs, machine_of, parse_mesh
 from jaxspec.cli.screen import Screen, amount
 from jaxspec.errors import ConfigError
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from jaxspec.perf.hardware import Hardware
     from jaxspec.train.settings import RunSettings
 
-ASIDE = ("devices", "drafter", "acceptance", "overlap", "calibration", "plot", "price_per_hour")
+TAKEN = ("model", "hardware", "mesh", "train", "set", "json", "color")
 
 
 def run(args: PlanArgs) -> int:
@@ -27,9 +28,9 @@ def run(args: PlanArgs) -> int:
     from jaxspec.inspect.train_cost import plan_update
     from jaxspec.train.settings import load_run_settings
 
-    given = [f"--{name.replace('_', '-')}" for name in ASIDE if getattr(args, name) not in (None, ())]
-    if args.hardware is None or given or args.rules:
-        words = ", ".join([*given, *(["--rules"] if args.rules else [])]) or "no --hardware"
+    given = set_aside(args, TAKEN)
+    if args.hardware is None or given:
+        words = ", ".join(given) or "no --hardware"
         raise ConfigError(f"plan: --train takes --hardware, --mesh, --set and --json; got {words}; leave the rest out")
     hardware, count = machine_of(args.hardware)
     mesh = parse_mesh(args.mesh)

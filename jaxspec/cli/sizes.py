@@ -7,11 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from jaxspec.cli.arguments import set_aside
 from jaxspec.cli.engine_flags import mesh_sizes
 from jaxspec.cli.screen import Screen, amount
 from jaxspec.errors import ConfigError
 
 COLUMNS = ("model", "devices", "mesh", "weights", "KV", "state", "temp", "total", "room", "fits")
+WITH_TRAIN = ("models", "hardware", "mesh", "train", "set", "layers", "json", "color")
 SENT = ("model", "devices", "program", "layers", "exchanges", "other collectives")
 
 
@@ -69,8 +71,8 @@ def run(args: SizesArgs) -> int:
 
     if args.train is None and args.set:
         raise ConfigError("sizes: --set changes the config of --train, which is not given")
-    if args.train is not None and args.programs:
-        raise ConfigError("sizes: --train compiles an update alone; leave --programs out")
+    if args.train is not None and (given := set_aside(args, WITH_TRAIN)):
+        raise ConfigError(f"sizes: --train compiles an update as its config says; leave {', '.join(given)} out")
     models = [model_config(name) for name in args.models]
     entries = [{"model": name, **_sizes(args, config, one)} for name, config in models for one in args.hardware]
     if args.json:

@@ -121,7 +121,8 @@ def _compile(command: list[str], name: str, path: Path) -> str:
                 [*command, *flags, *sources, "-lm"], capture_output=True, text=True, timeout=300, check=False
             )
             if done.returncode:
-                return f"{command[0]} failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}"
+                lines = (done.stderr.strip() or "no message").splitlines()
+                return f"{command[0]} failed: {next((line for line in lines if 'error:' in line), lines[-1])}"
             os.replace(made, path)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"

@@ -32,7 +32,7 @@ static inline float real(XLA_FFI_CallFrame *frame, const char *name) {  // a flo
 }
 
 static inline int asked_for_version(XLA_FFI_CallFrame *frame) {  // before its first call XLA asks what this was built for
-  for (XLA_FFI_Extension_Base *e = frame->extension_start; e; e = e->next)
+  for (__typeof__(frame->extension_start) e = frame->extension_start; e; e = e->next)  // jax 0.12 names the type anew
     if (e->type == XLA_FFI_Extension_Metadata) {
       XLA_FFI_Metadata *m = ((XLA_FFI_Metadata_Extension *)e)->metadata;
       m->api_version.major_version = XLA_FFI_API_MAJOR, m->api_version.minor_version = XLA_FFI_API_MINOR;

@@ -102,7 +102,7 @@ def test_an_update_in_the_table_and_its_json(monkeypatch: pytest.MonkeyPatch, ca
     assert "60 GB 0 B 13 GB 20 GB 93 GB 130 GB yes" in table
     assert "train 61 0 7 all-reduce" in table
     for wrong, words in (
-        (["--programs", "plain"], "--train compiles an update alone"),
+        (["--programs", "plain"], "--train compiles an update as its config says; leave --programs out"),
         (["--mesh", "expert=8"], "mesh: it has 8 devices, h200x16 has 16"),
     ):
         assert cli.main([*flags, *wrong]) == 2

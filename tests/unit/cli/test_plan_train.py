@@ -105,6 +105,7 @@ def test_mistakes(capsys: pytest.CaptureFixture):
     assert "--train takes --hardware, --mesh, --set and --json; got no --hardware" in refused(
         capsys, "--model", "qwen3-30b-a3b", "--train", "eagle3"
     )
+    assert "got --batch, --kv-cache-dtype" in refused(capsys, *QWEN, "--batch", "4", "--kv-cache-dtype", "fp8")
     assert "got --drafter, --rules" in refused(capsys, *QWEN, "--drafter", "mtp", "--rules")
     assert "--set changes the config of --train" in refused(capsys, *QWEN[:4], "--set", "train.rows=3")
     assert "the target and the head alone do not fit" in refused(

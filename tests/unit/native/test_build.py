@@ -29,6 +29,14 @@ def test_a_compiler_that_fails_is_the_reason(empty_cache: Path, monkeypatch: pyt
     assert not list(empty_cache.glob("**/*.so"))
 
 
+def test_the_reason_is_the_error_and_no_note_after_it(empty_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    script = empty_cache.parent.parent / "cc"
+    script.write_text("#!/bin/sh\necho 'call.h:35: error: unknown type' >&2\necho 'cc1: note: an option' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CC", str(script))
+    assert compile_again("plain").reason == f"{script} failed: call.h:35: error: unknown type"
+
+
 def test_a_compiler_that_is_not_there_is_the_reason(empty_cache: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CC", "/nowhere/cc")
     assert "/nowhere/cc" in compile_again("plain").reason

@@ -138,7 +138,7 @@ def test_a_few_positions_at_a_time_are_all_of_them(name: str, monkeypatch: pytes
         np.testing.assert_allclose(metrics["token_loss"], total, rtol=1e-6)
         np.testing.assert_allclose([metrics[f"accuracy_{j}"] for j in range(len(accuracy))], accuracy, rtol=1e-6)
         for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(one, 0.7 * other, rtol=2e-5, atol=7e-6 * float(jnp.max(jnp.abs(other))))
+            np.testing.assert_allclose(one, 0.7 * other, rtol=2e-5, atol=3e-7 if name == "eagle" else 2e-7)
     assert sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(wanted)) > 0.1
 
 
