@@ -1,6 +1,6 @@
 """Compares the greedy text of every small MoE model on every mesh with that of one device; no difference may be.
 
-Run ``python lab/check_mesh.py --out cases.jsonl``; one line per case is appended, and cases that the file has are
+Run ``python -m lab.check_mesh --out cases.jsonl``; one line per case is appended, and cases that the file has are
 not run again. Experts that a mesh does not divide get redundant slots; any other size that it does not divide is
 ``refused``. It exits with 1 if a text differs or a case fails.
 Nine tenths of the time is compiling, which therefore gets the quick options of ``scripts/test``.
@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "golden"
+from scripts.golden_files import GOLDENS, unpack_goldens
+
 XLA_FLAGS = (
     "--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true",
     "--xla_force_host_platform_device_count=8",
@@ -160,6 +161,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Runs what is not there yet; returns the exit code."""
     args, began = arguments(), time.monotonic()
+    unpack_goldens()
     archs = goldens()
     lines = args.out.read_text().splitlines() if args.out.exists() else []
     done = {_key(entry): entry["result"] for entry in map(json.loads, lines)}

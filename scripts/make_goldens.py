@@ -1,6 +1,6 @@
 """Makes tests/golden: tiny random models of every known family with reference outputs of transformers.
 
-Run it with a Python that has torch and transformers: ``python scripts/make_goldens.py [name ...]``.
+``scripts/make_goldens [NAME ...]`` runs it in an environment that has torch and transformers.
 """
 
 import json
@@ -15,12 +15,13 @@ from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 import transformers
+from golden_files import GOLDENS as OUT
+from golden_files import pack_golden
 from golden_hybrids import HYBRIDS, as_nested, spread
 from golden_models import COMMON, GOLDENS, Golden
 from golden_moe import EXPERTS
 from safetensors.torch import load_file, save_file
 
-OUT = Path(__file__).resolve().parent.parent / "tests" / "golden"
 ROWS, LENGTH, NEW, PROMPT = 2, 24, 24, 12
 SMALLEST_GAP, MOST_SPREAD = 1e-5, 5e-5
 Tensors = dict[str, torch.Tensor]
@@ -386,8 +387,9 @@ def make(name: str, golden: Golden) -> None:
     outputs |= {"input_ids": ids.int(), "greedy_ids": new.int().contiguous(), "prompt_length": prompt}
     save_file(outputs, directory / "reference.safetensors")
     save_file(as_nested(golden, stored), directory / "model.safetensors", metadata={"format": "pt"})
+    pack_golden(directory)
     (directory / "config.json").write_text(json.dumps(golden.published(), indent=2) + "\n")
-    size = sum(file.stat().st_size for file in directory.iterdir())
+    size = sum(file.stat().st_size for file in directory.iterdir() if file.suffix != ".safetensors")
     print(f"{name}: seed {seed}, gap {min(gaps):.1e}, margin {margin:.1e}, {size / 1000:.0f} kB")
 
 

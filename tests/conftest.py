@@ -12,6 +12,8 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 
+from scripts.golden_files import unpack_goldens
+
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxspec" / "tests"
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -39,9 +41,12 @@ settings.load_profile("house")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Takes halves of entries out of the compile cache, which a killed run leaves and JAX fails on."""
+    """Unpacks the goldens; takes halves of entries, which a killed run leaves and JAX fails on, out of the cache."""
+    if hasattr(config, "workerinput"):
+        return
+    unpack_goldens()
     cache = Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
-    if hasattr(config, "workerinput") or not cache.is_dir():
+    if not cache.is_dir():
         return
     with FileLock(cache / ".lockfile"):
         for entry in cache.glob("*-cache"):
