@@ -1,4 +1,4 @@
-"""Seeded ways to break a model directory, a head, a tokenizer or a job file: each case is one kind and one number."""
+"""Seeded ways to break a model directory, a head, a tokenizer, a job file or the forms in it: each case is one kind and one number."""
 
 import json
 import os
@@ -8,7 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-COUNTS = {"config": 80, "weights": 60, "index": 30, "tokenizer": 50, "generation": 20, "head": 30, "job": 30}
+COUNTS = {
+    "config": 80,
+    "weights": 60,
+    "index": 30,
+    "tokenizer": 50,
+    "generation": 20,
+    "head": 30,
+    "job": 30,
+    "forms": 60,
+}
 CASES = [f"{kind}-{number}" for kind, count in COUNTS.items() for number in range(count)]
 TRAP = "import pathlib\npathlib.Path(__file__).with_name('ran').write_text('foreign code')\n"
 ODD: list[Any] = [
@@ -21,6 +30,21 @@ MECHANISMS = [
     "clip_qkv", "attn_logit_softcapping", "final_logit_softcapping", "text_config", "eos_token_id", "pad_token_id",
     "torch_dtype", "architectures", "auto_map", "attention_chunk_size", "mlp_only_layers", "decoder_sparse_step",
 ]  # fmt: skip
+FORMS: dict[str, list[Any]] = {
+    "json": [
+        {"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, {"$ref": "https://example.org/a"},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"allOf": [{"type": "string"}, {"type": "null"}]},
+        {"type": "string", "pattern": "(a+)+$"}, {"type": "string", "minLength": 9, "maxLength": 3}, {"enum": []},
+        {"type": "integer", "minimum": 2**70, "maximum": 2**71}, {"type": "array", "minItems": 10**9}, {"not": {}},
+        {"properties": {f"k{n}": {"enum": list(range(40))} for n in range(300)}}, "{", "[]", '{"type": "object"}', True,
+    ],
+    "regex": ["(", "[a-", "a{1000000}", "(a{1000}){1000}", "(?=a)b", r"\\1", "", "(a|a)*{9}", "\\p{Nope}", ".*" * 500],
+    "grammar": [
+        "start: start", "start: x", "root ::= root", 'start: "a"*', "start: /(/", "", "start: %json {", 'start: ""',
+        'start: a\na: a "x" | "y"', "start: " + '"a" ' * 20_000, "start: (" * 2_000, '%llguidance {"x": 1}\nstart: "a"',
+    ],
+    "choice": [[], [""], ["a", "a"], "ab", [1], ["x" * 100_000], [["a"]], {"a": 1}],
+}  # fmt: skip
 
 
 def make_case(name: str, bases: dict[str, Path], directory: Path) -> None:
@@ -144,9 +168,21 @@ def _job(rng: random.Random, directory: Path) -> None:
     (directory / "in.jsonl").write_bytes(b"\n".join(lines) + b"\n")
 
 
+def _forms(rng: random.Random, directory: Path) -> None:
+    lines = [json.loads(line) for line in (directory / "in.jsonl").read_text().splitlines()]
+    for line in rng.sample(lines, rng.randrange(1, len(lines))):
+        name = rng.choice(sorted(FORMS))
+        if rng.random() < 0.5:
+            line.pop("response_format", None)
+            line["structured_outputs"] = {name: rng.choice(FORMS[name])}
+        else:
+            _mutate(rng, line, ["structured_outputs", "response_format", "tool_choice", "tools", "n", "stop", "prompt"])
+    (directory / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 BREAK: dict[str, Callable[[random.Random, Path], None]] = {
     "config": _config, "weights": _weights, "index": _index, "tokenizer": _tokenizer, "generation": _generation,
-    "head": _head, "job": _job,
+    "head": _head, "job": _job, "forms": _forms,
 }  # fmt: skip
 
 

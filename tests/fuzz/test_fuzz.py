@@ -1,4 +1,4 @@
-"""300 broken directories and job files: each ends in a named error or a right result, within 20 s, and touches nothing.
+"""360 broken directories and job files: each ends in a named error or a right result, within 20 s, and touches nothing.
 
 ``pytest tests/fuzz -s`` prints what became of them by kind.
 """
@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from jaxspec.checkpoint.heads.directory import save_head
 from scripts.house_report import ROOT
 from tests.fuzz.mutations import CASES, make_case
+from tests.oracle.grammar_model import write_grammar_model
 from tests.unit.checkpoint.head_cases import head, spec
 from tests.unit.serve.job_desk import MIXED
 from tests.unit.serve.tiny_model import write_tiny_model
@@ -30,13 +31,25 @@ BATCH = {
     "custom_id": "b", "method": "POST", "url": "/v1/chat/completions",
     "body": {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3},
 }  # fmt: skip
+OBJECT = {
+    "type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"],
+    "additionalProperties": False,
+}  # fmt: skip
+FORMS: list[dict[str, Any]] = [
+    {"prompt": "the cat", "structured_outputs": {"json": OBJECT, "disable_any_whitespace": True}},
+    {"prompt": "one", "structured_outputs": {"regex": "[a-c]{2,4}"}},
+    {"prompt": "two", "structured_outputs": {"choice": ["yes", "no"]}, "n": 2},
+    {"prompt": "a mat", "structured_outputs": {"grammar": 'start: "x" /[0-9]/', "after": "a"}},
+    {"prompt": "hello", "structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+    {"prompt": "no form"},
+]
 
 
 class Worker:
     """A process that looks at cases; it is started anew after it hung or died."""
 
-    def __init__(self, model: Path, root: Path):
-        self.command = [sys.executable, "-m", "tests.fuzz.worker", str(model)]
+    def __init__(self, bases: dict[str, Path], root: Path):
+        self.command = [sys.executable, "-m", "tests.fuzz.worker", str(bases["config"]), str(bases["letters"])]
         python = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": "1"}
         self.env = os.environ | python | {"FUZZ_ROOT": str(root)}
         self.process: subprocess.Popen[str] | None = None
@@ -108,15 +121,18 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (root / "job").mkdir()
     lines = [*MIXED[:5], BATCH]
     (root / "job" / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_grammar_model(root / "letters")
+    (root / "forms").mkdir()
+    (root / "forms" / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in FORMS))
     same = dict.fromkeys(("config", "weights", "tokenizer", "generation"), tiny)
-    return same | {"index": shards, "head": root / "head", "job": root / "job"}
+    return same | {"index": shards} | {name: root / name for name in ("head", "job", "forms", "letters")}
 
 
 @pytest.mark.parametrize("cases", [CASES[1::3], pytest.param(CASES, marks=pytest.mark.slow)], ids=["a third", "all"])
 def test_broken_files_end_in_a_named_error(bases: dict[str, Path], tmp_path: Path, cases: list[str]):
     shutil.copy(bases["weights"] / "model.safetensors", tmp_path / "outside.safetensors")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    worker, counts, bad = Worker(bases["config"], tmp_path), Counter(), []
+    worker, counts, bad = Worker(bases, tmp_path), Counter(), []
     try:
         for name in cases:
             kind, directory = name.split("-")[0], tmp_path / name
@@ -134,5 +150,6 @@ def test_broken_files_end_in_a_named_error(bases: dict[str, Path], tmp_path: Pat
     # A fuzz that breaks nothing, or lets nothing through, tests nothing.
     assert all(counts[kind, "refused"] for kind in ("config", "weights", "index", "tokenizer", "generation", "head"))
     assert all(
-        counts[kind, "fine"] for kind in ("config", "weights", "index", "tokenizer", "generation", "head", "job")
+        counts[kind, "fine"]
+        for kind in ("config", "weights", "index", "tokenizer", "generation", "head", "job", "forms")
     )

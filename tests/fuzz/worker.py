@@ -1,6 +1,6 @@
 """Reads directories from standard input and says what became of each: a process that may hang or die for the fuzz.
 
-``python -m tests.fuzz.worker MODEL``: MODEL is a sound model directory, whose engine runs the job files.
+``python -m tests.fuzz.worker MODEL LETTERS``: sound model directories, whose engines run job files and those with forms.
 """
 
 import contextlib
@@ -38,12 +38,13 @@ class Watch:
             self.wrong.append(f"ran {args[0].co_filename}")
 
 
-def look_at(kind: str, directory: Path, llm: Any) -> str:
+def look_at(kind: str, directory: Path, llms: dict[str, Any]) -> str:
     """Does with a case what a user would do; what it raises is the verdict."""
     from jaxspec.cli.main import main
     from jaxspec.serve.job import run_job
 
-    if kind == "job":
+    if kind in llms:
+        llm = llms[kind]
         progress = run_job(
             llm.model.directory, str(directory / "in.jsonl"), str(directory / "out.jsonl"), load=lambda *_, **__: llm,
             sampling={"max_tokens": 4},
@@ -80,13 +81,14 @@ def load(directory: Path) -> None:
         text.encode_chat([{"role": "user", "content": "hello"}])
 
 
-def serve(model: Path) -> None:
+def serve(models: dict[str, str]) -> None:
     """One line in, one line out."""
     import resource
 
     from jaxspec.serve.llm import LLM
 
-    llm = LLM(model, max_model_len=48, max_num_seqs=2, prefill_buckets=(16,), max_logprobs=2, steps_per_dispatch=2)
+    settings: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2, "prefill_buckets": (16,), "max_logprobs": 2}
+    llms = {kind: LLM(model, steps_per_dispatch=2, **settings) for kind, model in models.items()}
     watch = Watch()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     say({"ready": True})
@@ -94,7 +96,7 @@ def serve(model: Path) -> None:
         asked = json.loads(line)
         watch.inside, watch.wrong = Path(asked["directory"]), []
         try:
-            verdict, detail = "fine", look_at(asked["kind"], watch.inside, llm)
+            verdict, detail = "fine", look_at(asked["kind"], watch.inside, llms)
         except JaxspecError as error:
             verdict, detail = "refused", str(error)
             if "\n" in detail.strip():
@@ -114,4 +116,4 @@ def say(answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]))
+    serve(dict(zip(("job", "forms"), sys.argv[1:], strict=True)))

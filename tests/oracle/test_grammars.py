@@ -1,7 +1,10 @@
 """Structured output: the text is plain decoding's with the same grammar, and fits it, whatever drafts."""
 
 import json
+import random
 import re
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,12 @@ from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.serve.structured_outputs import StructuredOutputsParams
 from lab.grammar_schemas import make_schema
 from tests.oracle.grammar_model import write_grammar_model
+from tests.oracle.interrupting import alarms_interrupt, interrupted, is_idle
 
 LENGTH, A = 40, 65  # the id of "a", the 65th printable character
 SCHEMAS = [make_schema(seed) for seed in (3, 8)]
 PROMPTS = ["hello", '{"name": ', "abc", "12, ", "name", "value", "list", "[true, "]
+COMMON = "name value list true 12 " * 2  # more than one block of the prefix cache
 FORMS: list[dict[str, Any] | None] = [
     {"json": SCHEMAS[0].schema, "disable_any_whitespace": True}, None,
     {"json": json.dumps(SCHEMAS[1].schema)}, {"regex": "[a-c]{3,9}-[0-9]{2}"}, {"choice": ["yes", "no", "maybe é"]},
@@ -169,6 +174,25 @@ def test_a_step_that_fails_goes_on_to_the_same_text(engines: Engines, monkeypatc
             failures += 1
     assert failures == 2
     assert texts(submitted) == engines.reference(1.0)
+
+
+def test_interrupts_at_any_moment(engines: Engines):
+    llm, rng, ends = engines["lookup"], random.Random(0), Counter()
+    prompts = [f"{COMMON}{prompt}" for prompt in PROMPTS]
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate(prompts, params_of(0.0)),
+        lambda: list(llm.stream(prompts[3], params_of(0.8)[3])),
+        lambda: (llm.submit(prompts[0], params_of(0.0)[0]), llm.step(), llm.step()),
+    ]
+    wanted = texts(calls[0]())
+    assert llm.generate(prompts[0], params_of(0.0)[0])[0].num_cached_tokens
+    with alarms_interrupt():
+        for round_ in range(24):
+            ends[interrupted(calls[(0, 0, 1, 0, 2)[round_ % 5]], 10 ** rng.uniform(-4, -0.7))] += 1
+            llm.abort()
+            assert texts(calls[0]()) == wanted, round_
+            assert is_idle(llm), round_
+    assert ends["interrupted"] > 12, ends
 
 
 def test_the_form_begins_after_thinking(engines: Engines):

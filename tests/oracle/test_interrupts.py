@@ -3,7 +3,6 @@
 import copy
 import gc
 import random
-import signal
 import threading
 import weakref
 from collections import Counter
@@ -28,6 +27,7 @@ from jaxspec.serve.parameters import RequestOutputKind
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.serve.text import IncrementalText
 from tests.oracle.conftest import CAPACITY, CONFIG, SharedPrograms
+from tests.oracle.interrupting import alarms_interrupt, interrupted, is_idle
 
 ROUNDS = {"head": 70, "paged": 70, "mesh": 60}
 SETTINGS: dict[str, Any] = {
@@ -41,10 +41,6 @@ WARM = SamplingParams(
 PROMPTS = [[5, 9, 3 + i] for i in range(4)]
 
 
-class Interrupted(KeyboardInterrupt):
-    """So that pytest does not end the tests where one gets through."""
-
-
 def text(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
@@ -52,14 +48,6 @@ def text(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 def run(llm: LLM, outputs: list[RequestOutput]) -> None:
     while not all(output.finished for output in outputs):
         llm.step()
-
-
-def is_idle(llm: LLM) -> bool:
-    """Nothing is held once everything that was asked for is done."""
-    engine = llm.engine
-    llm.get_metrics()
-    full = engine.pool is None or engine.pool.free == engine.pool.total
-    return not engine.busy and full and not np.asarray(engine.state.active_B).any()
 
 
 @pytest.fixture(scope="module")
@@ -83,27 +71,8 @@ def llms(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.fixture
 def alarm() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, stop)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
-def interrupted(call: Callable[[], Any], after_s: float) -> str:
-    """How a call ended that an alarm came into."""
-    end = "whole"
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, after_s)
-            call()
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except Interrupted:
-        end = "interrupted"
-    return end
+    with alarms_interrupt():
+        yield
 
 
 @pytest.mark.usefixtures("alarm")
