@@ -1,4 +1,4 @@
-"""Seeded ways to break a model directory, a head, a tokenizer, a job file or the forms in it: each case is one kind and one number."""
+"""Seeded ways to break a model directory, a head, a tokenizer, a job file or its forms: a case is a kind and a number."""
 
 import json
 import os
