@@ -1,4 +1,4 @@
-"""Seeded ways to break a model directory, a head, a tokenizer, a job file or its forms: a case is a kind and a number."""
+"""Seeded ways to break a model directory, a head, a tokenizer, a job file or its forms: kind and number."""
 
 import json
 import os

@@ -1,6 +1,6 @@
 """Reads directories from standard input and says what became of each: a process that may hang or die for the fuzz.
 
-``python -m tests.fuzz.worker MODEL LETTERS``: sound model directories, whose engines run job files and those with forms.
+``python -m tests.fuzz.worker MODEL LETTERS``: sound models, whose engines run job files and those with forms.
 """
 
 import contextlib

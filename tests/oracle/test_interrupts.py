@@ -27,7 +27,7 @@ from jaxspec.serve.parameters import RequestOutputKind
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.serve.text import IncrementalText
 from tests.oracle.conftest import CAPACITY, CONFIG, SharedPrograms
-from tests.oracle.interrupting import alarms_interrupt, interrupted, is_idle
+from tests.oracle.interrupting import Interrupted, alarms_interrupt, interrupted, is_idle
 
 ROUNDS = {"head": 70, "paged": 70, "mesh": 60}
 SETTINGS: dict[str, Any] = {
