@@ -78,6 +78,8 @@ def _dot_bwd(dtype: jnp.dtype, saved: tuple[Array, Array], grad_MX: Array):
     # Both factors in the compute dtype: a mixed float32 x bfloat16 product is 10 times slower on CPU.
     grad_x = _typed_dot(grad_MX, w_DX, dtype, contract=1)
     grad_w = _typed_dot(_transposed(x_MD.astype(dtype)), grad_MX, dtype)
+    # The gradient of a transposed weight is transposed; XLA:CPU would move that into the product and cannot run that.
+    grad_w = lax.optimization_barrier(grad_w)
     return grad_x.astype(x_MD.dtype), grad_w.astype(w_DX.dtype)
 
 

@@ -46,3 +46,14 @@ def test_a_machine_with_tiles_pads_to_three_rows_and_whole_tiles(monkeypatch: py
         text = jax.jit(lambda x, w: dense(x, w)).lower(drawn(1, 48), drawn(48, 8)).as_text()
         assert f"(tensor<{rows}x{depth}xbf16>, tensor<{depth}x8xbf16>)" in text
     assert room.whole_tiles(jnp.zeros((2, 48)), 1, jnp.dtype("float32")).shape == (2, 48)
+
+
+def test_the_gradient_of_a_weight_that_was_transposed():
+    x_MD, w_XD = drawn(160, 128), drawn(1024, 128).astype(jnp.float32)
+
+    @jax.jit
+    def updated(w_XD: jax.Array) -> jax.Array:
+        return w_XD - jax.grad(lambda w_XD: jnp.sum(dense(x_MD, w_XD.T, dtype=BFLOAT16) ** 2))(w_XD)
+
+    x, w = np.asarray(x_MD, np.float64), np.asarray(w_XD, np.float64)
+    np.testing.assert_allclose(updated(w_XD), w - 2 * (x @ w.T).T @ x, rtol=0.02, atol=20)
