@@ -61,7 +61,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     """Returns seconds of rollouts, scores and forwards, and how far the forward is off."""
     prompts = list(load_policy_settings("demo").rollout.prompts)[: args.prompts]
     directory, length = resolve_model(args.model), args.tokens + 32
-    config = {"method": "shared_expert", "model": "demo", "num_speculative_tokens": args.k}
+    config = {"method": args.method, "model": args.draft or args.model, "num_speculative_tokens": args.k}
     llm = LLM(
         directory, speculative_config=resolve_speculation(config), dtype=args.dtype, kernels=args.kernels,
         max_model_len=length, max_num_seqs=args.rows,
@@ -99,6 +99,8 @@ def main() -> None:
     """Prints one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
+    parser.add_argument("--method", default="shared_expert")
+    parser.add_argument("--draft", help="what drafts, by default what comes with the model")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--rows", type=int, default=8)

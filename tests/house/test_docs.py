@@ -119,6 +119,8 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for block in blocks(page, "python"):
         line = text.count("\n", 0, block.start("code"))
         exec(compile("\n" * line + block["code"], str(page), "exec"), namespace)
+    for output in namespace.get("outputs", ()):
+        assert output.outputs[0].text.strip(), f"{page.name}: its first example says nothing"
 
 
 def test_links_lead_to_files():
