@@ -1,6 +1,6 @@
 """Drafting a block of tokens in one pass, as a chain or as a tree of its distributions."""
 
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,12 @@ from jaxspec.draft.parallel import draft_from
 from jaxspec.draft.vocab_map import expand_to_target_vocab
 from jaxspec.models.apply import apply
 from jaxspec.models.block_head import BlockHead
+from jaxspec.models.caches import Layout
 from jaxspec.models.transformer import Transformer, embed, head
 from jaxspec.nn.block_attention import streams_of
 from jaxspec.nn.inputs import Inputs
 from jaxspec.protocol import Anchor, CaptureSpec, Commit, Proposal, no_proposal
-from jaxspec.pytree import pytree, static
+from jaxspec.pytree import pytree, replace, static
 from jaxspec.shapes import Array, Params
 from jaxspec.topology import AnyTopology
 
@@ -75,6 +76,7 @@ class BlockDrafter(CachedDrafter):
     target: Transformer = static()
     topology: AnyTopology = static()
     block: int = static(default=128)
+    prefix_refusal = ""
     needs = "hidden"
 
     @property
@@ -90,11 +92,24 @@ class BlockDrafter(CachedDrafter):
     def slack(self) -> int:
         return max(self.topology.write_ahead, self.net.spec.block_size)
 
+    @property
+    def cache_layout(self) -> Layout:
+        specs: Any = (layer.attention for layer in self.net.spec.arch.layers)
+        return tuple((streams_of(spec), 1) for spec in specs)
+
+    def caches_of(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        return state
+
+    def with_caches(self, state: tuple[Any, ...], caches: tuple[Any, ...]) -> tuple[Any, ...]:
+        return caches
+
+    def update_target(self, params: Params) -> Self:
+        return replace(self, base=params)
+
     def init_state(self, rows: int, capacity: int, slack: int) -> tuple[Any, ...]:
         size, compute = self.cache_size(rows, capacity, slack), self.net.policy.compute
         dtype, as_bits = jnp.dtype(compute.dtype), compute.kernels != "triton"
-        specs: Any = (layer.attention for layer in self.net.spec.arch.layers)
-        return tuple(init_layer(streams_of(spec), size, dtype, as_bits=as_bits) for spec in specs)
+        return tuple(init_layer(streams, size, dtype, as_bits=as_bits) for streams, _ in self.cache_layout)
 
     def observe(self, state: tuple[Any, ...], commit: Commit) -> tuple[Any, ...]:
         c_BTD = apply(self.net, self.params, self.net.spec.feature(commit.hidden), method="join")

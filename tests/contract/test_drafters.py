@@ -120,6 +120,15 @@ def test_states_are_arrays_of_the_same_shapes_throughout(method: str, shape: dic
     assert jax.tree.map(lambda x: (x.shape, x.dtype), seen) == shapes
 
 
+@pytest.mark.parametrize("method", [m for m in METHODS if m not in ("draft_model", "early_exit")])
+def test_nothing_of_an_old_target_stays(method: str):
+    drafter, (_, params) = drafter_of(method, SHAPES[1]), model()
+    own = {id(leaf) for leaf in jax.tree.leaves(drafting(method))}
+    new = drafter.update_target(jax.tree.map(jnp.copy, params))
+    old = {id(leaf) for leaf in jax.tree.leaves(params)} - own
+    assert not [leaf.shape for leaf in jax.tree.leaves(new) if id(leaf) in old]
+
+
 @pytest.mark.parametrize("method", [m for m in methods.METHODS if m not in methods.LOOKUP])
 def test_chains_with_prices_say_how_sure_they_are(method: str):
     drafter = drafter_of(method, SHAPES[1])

@@ -6,15 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxspec.decode.state import Target
+from jaxspec.draft.block_drafter import BlockDrafter
 from jaxspec.draft.ngram import Ngram
 from jaxspec.draft.small_lm import SmallLm
 from jaxspec.protocol import NoDrafts
-from jaxspec.pytree import pytree
+from jaxspec.pytree import pytree, replace
 from jaxspec.serve.engine import Engine
+from jaxspec.serve.engine_spec import EngineSpec
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.topology import chain
-from tests.oracle.conftest import VOCAB, Lab, Request, generate, tokens_of
+from jaxspec.verify.rules import RULES
+from tests.contract import tiny_drafters
+from tests.oracle.conftest import EOS, VOCAB, Lab, Request, generate, tokens_of
 from tests.oracle.test_families_lossless import CACHED, MECHANISMS, Family
 
 KEPT = 400
@@ -77,6 +82,38 @@ def test_acceptance_needs_the_drafter_s_part_of_a_prefix(lab: Lab, rounds: Round
     assert tokens_of(got) == tokens_of(right), "the text is the target's all the same"
     accepted, wanted = (sum(o.metrics.num_accepted_tokens for o in outputs) for outputs in (got, right))
     assert accepted < wanted
+
+
+BLOCK_HEADS = [
+    ("dflash", {"num_speculative_tokens": 4}), ("dspark", {"speculative_token_tree": [2, 2]}),
+    slow("dflash", {"speculative_num_steps": 3, "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8}),
+    slow("dflash2", {"num_speculative_tokens": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "shape"), BLOCK_HEADS, ids=lambda value: value if isinstance(value, str) else "")
+def test_heads_that_draft_blocks(rounds: Rounds, method: str, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """What they keep of a position is of the target's streams there alone, in windows, too."""
+    net, params = tiny_drafters.model()
+    drafter = tiny_drafters.drafter_of(method, shape)
+    requests = [[(text, replace(params, max_tokens=40)) for text, params in turn] for turn in rounds[:2]]
+
+    def engine(tokens: int) -> Engine:
+        spec = EngineSpec(rows=3, capacity=128, logprobs=0, buckets=(8, 32), rule=RULES["match"], prefix_tokens=tokens)
+        made = Engine(Target(params, net, tiny_drafters.BLOCK), drafter, spec, {EOS})
+        made.start()
+        return made
+
+    wanted, got = run(engine(0), requests), run(engine(KEPT), requests)
+    assert tokens_of(got) == tokens_of(wanted)
+    assert [o.metrics for o in got] == [o.metrics for o in wanted]
+    assert sum(o.metrics.num_accepted_tokens for o in got)
+    assert got[1].num_cached_tokens == 32
+    assert all(o.num_cached_tokens for o in got[6:8])
+    monkeypatch.setattr(BlockDrafter, "with_caches", lambda self, state, caches: state)
+    forgetful = run(engine(KEPT), requests)
+    assert tokens_of(forgetful) == tokens_of(wanted)
+    assert [o.metrics for o in forgetful] != [o.metrics for o in wanted]
 
 
 @pytest.mark.parametrize("name", [n if n == "gpt_oss" else slow(n) for n in (*MECHANISMS, *CACHED)])
