@@ -69,7 +69,9 @@ class DeltaNet(nn.Module):
         rate_H = -exp(declare(self, p, DECAY, (s.value_heads,)))
         bias_H = declare(self, p, DECAY_BIAS, (s.value_heads,))
         conv_X1K = declare(self, p, CONV, (s.recurrence.channels, 1, s.taps))
-        layer = Recurrence(s.recurrence, partial(self._steps, rate_H, bias_H), conv_X1K)
+        layer = Recurrence(
+            s.recurrence, partial(self._steps, rate_H, bias_H), conv_X1K, kernels=p.compute.whole_kernels
+        )
         out, memory = run_recurrence(unpack(raw_BTX, window), layer, inputs.unpack())
         out = pack(take_outputs(out, window), window)
         out = rms_norm(out, declare(self, p, NORM, (s.value_dim,)), self.norm_eps) * silu(take_outputs(z_BTHC, window))

@@ -59,7 +59,7 @@ class Lightning(nn.Module):
         wide, lead = s.heads * s.head_dim, x_BTD.shape[:2]
         qkv = silu(dense(x_BTD, declare(self, p, QKV, (dim, s.heads, 3 * s.head_dim)), dtype=p.compute.dtype))
         number = jnp.asarray(0 if inputs.number is None else inputs.number, jnp.float32)
-        layer = Recurrence(s.recurrence, partial(self._steps, number))
+        layer = Recurrence(s.recurrence, partial(self._steps, number), kernels=p.compute.whole_kernels)
         out, memory = run_recurrence(unpack(qkv.reshape(*lead, -1), window), layer, inputs.unpack())
         out = pack(take_outputs(out, window), window)
         out = rms_norm(out.reshape(*out.shape[:2], wide), declare(self, p, NORM, (wide,)), NORM_EPS)

@@ -79,7 +79,9 @@ class Mamba(nn.Module):
         bias_H, skip_H = declare(self, p, DECAY_BIAS, (s.heads,)), declare(self, p, SKIP, (s.heads,))
         conv = declare(self, p, CONV, (s.recurrence.channels, 1, s.taps))
         conv_bias = declare(self, p, CONV_BIAS, (s.recurrence.channels,)) if s.conv_bias else None
-        layer = Recurrence(s.recurrence, partial(self._steps, rate_H, bias_H, skip_H), conv, conv_bias)
+        layer = Recurrence(
+            s.recurrence, partial(self._steps, rate_H, bias_H, skip_H), conv, conv_bias, kernels=p.compute.whole_kernels
+        )
         out, memory = run_recurrence(unpack(raw_BTX, window), layer, inputs.unpack())
         out = pack(take_outputs(out, window), window)
         out = out.reshape(*out.shape[:2], s.inner) * silu(take_outputs(gate, window))

@@ -14,9 +14,12 @@ from jaxspec.cache.row_state import RowState, load_state, state_streams, store_s
 from jaxspec.cache.window import Window, segments_of
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.param import Param
+from jaxspec.nn.policy import Kernels
 from jaxspec.nn.steady import added_products, rounded, silu
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
+from pallas_kernels.recurrent_steps.api import OP, Counts, Positions, case_name, obstacles, recurrent_steps
+from pallas_kernels.select import Choice, choose
 
 OUT = Param("state_out_HCD", ("heads", "head_dim", "embed"), inputs=2)
 CHAIN_ONLY = "its recurrent layers carry one state from position to position, and the branches of a tree need several"
@@ -101,6 +104,7 @@ class Recurrence:
       conv_C1K: weights of the convolution, the last tap the present position's; None for none.
       conv_bias_C: its bias.
       activated: whether SiLU follows it.
+      kernels: what computes over a cache.
     """
 
     spec: RecurrentSpec
@@ -108,6 +112,7 @@ class Recurrence:
     conv_C1K: Array | None = None
     conv_bias_C: Array | None = None
     activated: bool = True
+    kernels: Kernels = "xla"
 
     def steps(self, raw_BTX: Array, tail_BJC: Array | None, segment_BT: Array | None = None) -> Any:
         """Returns what positions do whose J predecessors' channels are ``tail_BJC``."""
@@ -174,21 +179,30 @@ def hidden_zero(position_B: Array) -> Array:
 def _cached(raw_BTX: Array, layer: Recurrence, cache: LayerCache, window: Window) -> tuple[Array, LayerCache]:
     """Brings the state to the first position, runs all, and keeps it where text ends for certain."""
     assert window.path_BTJ is None, CHAIN_ONLY
-    before, live_BT, zero = load_state(cache, window), window.live_BT, hidden_zero(window.start_B)
-    now = _replayed(before, layer, window.start_B, zero)
-    steps = layer.steps(raw_BTX, now.tail_BJC)
-    if window.committed:
-        counts_BT = jnp.ones(raw_BTX.shape[:2], bool) if live_BT is None else live_BT
-        state, out = _advanced(now.state_BHNC, steps, counts_BT, zero)
-        done = _after(now, state, layer, raw_BTX, jnp.sum(counts_BT, axis=1, dtype=jnp.int32))
-        return out, store_state(cache, window, done)
-    live_B = jnp.ones(raw_BTX.shape[0], bool) if live_BT is None else live_BT[:, 0]
-    first, rest = (jax.tree.map(lambda x, cut=cut: x[:, cut], steps) for cut in (slice(0, 1), slice(1, None)))
+    before, live_BT, (rows, count) = load_state(cache, window), window.live_BT, raw_BTX.shape[:2]
+    replay_B = jnp.clip(window.start_B - before.at_B, 0, before.draft_BWX.shape[1])
+    live_B = jnp.ones(rows, bool) if live_BT is None else live_BT[:, 0]
+    if not window.committed:
+        text_B = live_B.astype(jnp.int32)
+    elif live_BT is None:
+        text_B = jnp.full(rows, count, jnp.int32)
+    else:
+        text_B = jnp.sum(live_BT, axis=1, dtype=jnp.int32)
     # A draft's own forward must be computed though it is not text; a row that is not live may give anything.
-    state, out = _advanced(now.state_BHNC, first, None if window.written is not None else live_B[:, None], zero)
-    done = _after(now, state, layer, raw_BTX, live_B.astype(jnp.int32))
-    if raw_BTX.shape[1] > 1:
-        out = jnp.concatenate([out, _advanced(state, rest, None, zero)[1]], axis=1)
+    kept_B = text_B if window.written is None else jnp.ones_like(text_B)
+    tail_BJC = layer.tail(before.draft_BWX, before.tail_BJC, replay_B)
+    steps = layer.steps(raw_BTX, tail_BJC)
+    if before.state_BHNC is None:
+        state, out = None, steps
+    else:
+        replays = layer.steps(before.draft_BWX, before.tail_BJC) if before.draft_BWX.shape[1] else None
+        counts, choice = Counts(replay_B, kept_B, count), _choice(layer, before.state_BHNC, steps)
+        certain, zero = count if window.committed else 1, hidden_zero(window.start_B)
+        state, out = _run(before.state_BHNC, replays, steps, counts, certain, choice, zero)
+    at_B = before.at_B + replay_B + text_B
+    done = replace(before, at_B=at_B, tail_BJC=layer.tail(raw_BTX, tail_BJC, text_B), state_BHNC=state)
+    if window.committed:
+        return out, store_state(cache, window, done)
     return out, store_state(cache, window, _with_drafts(before, done, raw_BTX, window, live_B))
 
 
@@ -208,33 +222,60 @@ def _with_drafts(before: RowState, done: RowState, raw_BTX: Array, window: Windo
     )  # fmt: skip
 
 
-def _replayed(before: RowState, layer: Recurrence, start_B: Array, zero: Array) -> RowState:
-    """Runs the drafts once more that became text, of each row as many as there are before the first position."""
-    draft_BWX = before.draft_BWX
-    count_B = jnp.clip(start_B - before.at_B, 0, draft_BWX.shape[1])
-    state = before.state_BHNC
-    if state is not None:
-        counts_BW = jnp.arange(draft_BWX.shape[1], dtype=jnp.int32) < count_B[:, None]
-        steps = layer.steps(draft_BWX, before.tail_BJC).only(counts_BW)
+def _choice(layer: Recurrence, state_BHNC: Array, steps: Steps) -> Choice | None:
+    """Returns the kernel that runs a layer, None where XLA does."""
+    if layer.kernels not in ("triton", "interpret"):
+        return None
+    case = case_name(state_BHNC.shape, _positions(steps))
+    choice = choose(OP, case, layer.kernels, "cuda", obstacles(layer.spec.key_dim))
+    return None if choice.implementation == "xla" else choice
+
+
+def _positions(steps: Steps) -> Positions:
+    return Positions(steps.q_BTGN, steps.k_BTGN, steps.v_BTHC, steps.decay_BTHN, steps.beta_BTH1, steps.skip_BTHC)
+
+
+def _run(
+    state_BHNC: Array,
+    replays: Steps | None,
+    steps: Steps,
+    counts: Counts,
+    certain: int,
+    choice: Choice | None,
+    zero: Array,
+) -> tuple[Array, Array]:
+    """Runs drafts once more, then the positions of a forward.
+
+    Args:
+      state_BHNC: S.
+      replays: drafts that the state is without; None for none.
+      steps: the T positions.
+      counts: how many of the drafts became text, and after how many of the T the state is returned.
+      certain: how many of the T these are at most.
+      choice: of the kernel, None for XLA.
+      zero: see ``rounded``.
+
+    Returns:
+      That state, and what each of the T reads [B, T, H, C].
+    """
+    if choice is not None:
+        both = steps if replays is None else jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), replays, steps)
+        return recurrent_steps(state_BHNC, _positions(both), counts, implementation=choice)
+    if replays is not None:
+        own = replays.only(jnp.arange(replays.v_BTHC.shape[1], dtype=jnp.int32) < counts.replay_B[:, None])
 
         def one(t: Array, state_BHNC: Array) -> Array:
-            own = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, t, 1, keepdims=False), steps)
-            return advance(state_BHNC, own, zero)[0]
+            step = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, t, 1, keepdims=False), own)
+            return advance(state_BHNC, step, zero)[0]
 
-        state = lax.fori_loop(0, jnp.max(count_B), one, state)
-    return _after(before, state, layer, draft_BWX, count_B)
-
-
-def _after(now: RowState, state: Array | None, layer: Recurrence, raw_BTX: Array, count_B: Array) -> RowState:
-    """Returns where a row stands when ``count_B`` more positions are text, and ``state`` is that after them."""
-    tail = layer.tail(raw_BTX, now.tail_BJC, count_B)
-    return replace(now, at_B=now.at_B + count_B, tail_BJC=tail, state_BHNC=state)
-
-
-def _advanced(state: Array | None, steps: Any, counts_BT: Array | None, zero: Array) -> tuple[Array | None, Array]:
-    if state is None:
-        return None, steps
-    return scan(state, steps if counts_BT is None else steps.only(counts_BT), zero)
+        state_BHNC = lax.fori_loop(0, jnp.max(counts.replay_B), one, state_BHNC)
+    cuts = slice(certain), slice(certain, None)
+    may_be_text, rest = (jax.tree.map(lambda x, cut=cut: x[:, cut], steps) for cut in cuts)
+    is_text_BT = jnp.arange(certain, dtype=jnp.int32) < counts.kept_B[:, None]
+    state_BHNC, out = scan(state_BHNC, may_be_text.only(is_text_BT), zero)
+    if rest.v_BTHC.shape[1]:
+        out = jnp.concatenate([out, scan(state_BHNC, rest, zero)[1]], axis=1)
+    return state_BHNC, out
 
 
 def scan(state_BHNC: Array, steps: Steps, zero: Array) -> tuple[Array, Array]:

@@ -54,7 +54,10 @@ NATIVE = ("stacked", "native")
 KINDS = (NATIVE, ("stacked", "xla"), ("unrolled", "xla"))
 INTERPRETED = ("stacked", "interpret")
 # Together every mechanism that kernels compute; one that fell back would warn, and warnings are errors.
-WITH_KERNELS = ("qwen3_moe", "qwen2_moe", "gpt_oss_mxfp4", "deepseek_v3", "mixtral_window", "glm4_moe", "mimo_v2_flash")
+WITH_KERNELS = (
+    "qwen3_moe", "qwen2_moe", "gpt_oss_mxfp4", "deepseek_v3", "mixtral_window", "glm4_moe", "mimo_v2_flash",
+    "qwen3_next", "kimi_linear", "granitemoehybrid", "minimax",
+)  # fmt: skip
 
 
 # One golden for each way of attending, caching and routing; the others are quick where one program is enough.

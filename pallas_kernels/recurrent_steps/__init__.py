@@ -1,0 +1,1 @@
+"""Positions of a recurrence, one after another, with its state in registers."""
