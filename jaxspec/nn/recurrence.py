@@ -114,32 +114,42 @@ class Recurrence:
     activated: bool = True
     kernels: Kernels = "xla"
 
-    def steps(self, raw_BTX: Array, tail_BJC: Array | None, segment_BT: Array | None = None) -> Any:
-        """Returns what positions do whose J predecessors' channels are ``tail_BJC``."""
+    def steps(self, *parts: tuple[Array, Array | None], segment_BT: Array | None = None) -> Any:
+        """Returns what positions do, those of all parts together.
+
+        Args:
+          *parts: channels in front of the convolution and gates [B, T, X], and the channels of the J positions before.
+          segment_BT: text of each position of the only part.
+        """
+        raw_BTX = jnp.concatenate([raw_BTX for raw_BTX, _ in parts], axis=1)
         channels, gates = jnp.split(raw_BTX, [self.spec.channels], axis=-1)
-        if self.conv_C1K is None or tail_BJC is None:
+        if self.conv_C1K is None:
             return self.steps_of(channels, gates)
-        taps, count = self.spec.taps, channels.shape[1]
-        long = jnp.concatenate([tail_BJC, channels], axis=1)
-        weight_C1K = self.conv_C1K.astype(jnp.float32)
+        taps, weight_C1K = self.spec.taps, self.conv_C1K.astype(jnp.float32)
+        longs = [self._after_tail(*part) for part in parts]
         pairs = []
         for tap in range(taps):
-            x = long[:, tap : tap + count]
+            x = jnp.concatenate([long[:, tap : long.shape[1] - taps + 1 + tap] for long in longs], axis=1)
             if segment_BT is not None:
-                earlier = jnp.pad(segment_BT, ((0, 0), (taps - 1, 0)), constant_values=-1)[:, tap : tap + count]
-                x = jnp.where((earlier == segment_BT)[..., None], x, 0.0)
+                earlier = jnp.pad(segment_BT, ((0, 0), (taps - 1, 0)), constant_values=-1)
+                same_BT = earlier[:, tap : tap + segment_BT.shape[1]] == segment_BT
+                x = jnp.where(same_BT[..., None], x, 0.0)
             pairs.append((x, weight_C1K[:, 0, tap]))
         out = added_products(pairs)
         out = out if self.conv_bias_C is None else out + self.conv_bias_C.astype(jnp.float32)
         return self.steps_of(silu(out) if self.activated else out, gates)
 
+    def _after_tail(self, raw_BTX: Array, tail_BJC: Array | None) -> Array:
+        assert tail_BJC is not None, "a convolution needs what is before it"
+        return jnp.concatenate([tail_BJC, raw_BTX[..., : self.spec.channels]], axis=1)
+
     def tail(self, raw_BTX: Array, tail_BJC: Array | None, count_B: Array) -> Array | None:
         """Returns the channels of the last J positions once ``count_B`` more are text."""
         if tail_BJC is None:
             return None
-        long = jnp.concatenate([tail_BJC, raw_BTX[..., : self.spec.channels]], axis=1)
         index_BJ = count_B[:, None] + jnp.arange(tail_BJC.shape[1], dtype=jnp.int32)
-        return jnp.take_along_axis(long, index_BJ[..., None], axis=1)
+        long = self._after_tail(raw_BTX, tail_BJC)
+        return jnp.take_along_axis(long, index_BJ[..., None], axis=1, mode="promise_in_bounds")
 
 
 def run_recurrence(raw_BTX: Array, layer: Recurrence, inputs: Inputs) -> tuple[Array, LayerCache | None]:
@@ -161,7 +171,7 @@ def run_recurrence(raw_BTX: Array, layer: Recurrence, inputs: Inputs) -> tuple[A
         return _cached(raw_BTX, layer, inputs.memory, window)
     rows, spec, segment_BT = raw_BTX.shape[0], layer.spec, segments_of(inputs.window)
     tail = jnp.zeros((rows, spec.taps - 1, spec.channels)) if spec.taps > 1 else None
-    steps = layer.steps(raw_BTX, tail, segment_BT)
+    steps = layer.steps((raw_BTX, tail), segment_BT=segment_BT)
     if not spec.heads:
         return steps, None
     if segment_BT is not None:
@@ -191,14 +201,13 @@ def _cached(raw_BTX: Array, layer: Recurrence, cache: LayerCache, window: Window
     # A draft's own forward must be computed though it is not text; a row that is not live may give anything.
     kept_B = text_B if window.written is None else jnp.ones_like(text_B)
     tail_BJC = layer.tail(before.draft_BWX, before.tail_BJC, replay_B)
-    steps = layer.steps(raw_BTX, tail_BJC)
     if before.state_BHNC is None:
-        state, out = None, steps
+        state, out = None, layer.steps((raw_BTX, tail_BJC))
     else:
-        replays = layer.steps(before.draft_BWX, before.tail_BJC) if before.draft_BWX.shape[1] else None
-        counts, choice = Counts(replay_B, kept_B, count), _choice(layer, before.state_BHNC, steps)
-        certain, zero = count if window.committed else 1, hidden_zero(window.start_B)
-        state, out = _run(before.state_BHNC, replays, steps, counts, certain, choice, zero)
+        steps = layer.steps((before.draft_BWX, before.tail_BJC), (raw_BTX, tail_BJC))
+        counts, certain = Counts(replay_B, kept_B, count), count if window.committed else 1
+        how = _choice(layer, before.state_BHNC, steps) or hidden_zero(window.start_B)
+        state, out = _run(before.state_BHNC, steps, counts, certain, how)
     at_B = before.at_B + replay_B + text_B
     done = replace(before, at_B=at_B, tail_BJC=layer.tail(raw_BTX, tail_BJC, text_B), state_BHNC=state)
     if window.committed:
@@ -235,46 +244,38 @@ def _positions(steps: Steps) -> Positions:
     return Positions(steps.q_BTGN, steps.k_BTGN, steps.v_BTHC, steps.decay_BTHN, steps.beta_BTH1, steps.skip_BTHC)
 
 
-def _run(
-    state_BHNC: Array,
-    replays: Steps | None,
-    steps: Steps,
-    counts: Counts,
-    certain: int,
-    choice: Choice | None,
-    zero: Array,
-) -> tuple[Array, Array]:
+def _run(state_BHNC: Array, steps: Steps, counts: Counts, certain: int, how: Choice | Array) -> tuple[Array, Array]:
     """Runs drafts once more, then the positions of a forward.
 
     Args:
-      state_BHNC: S.
-      replays: drafts that the state is without; None for none.
-      steps: the T positions.
+      state_BHNC: S, without the drafts.
+      steps: the drafts, then the T positions.
       counts: how many of the drafts became text, and after how many of the T the state is returned.
       certain: how many of the T these are at most.
-      choice: of the kernel, None for XLA.
-      zero: see ``rounded``.
+      how: the kernel, or for XLA the zero of ``rounded``.
 
     Returns:
       That state, and what each of the T reads [B, T, H, C].
     """
-    if choice is not None:
-        both = steps if replays is None else jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), replays, steps)
-        return recurrent_steps(state_BHNC, _positions(both), counts, implementation=choice)
-    if replays is not None:
-        own = replays.only(jnp.arange(replays.v_BTHC.shape[1], dtype=jnp.int32) < counts.replay_B[:, None])
+    if isinstance(how, Choice):
+        return recurrent_steps(state_BHNC, _positions(steps), counts, implementation=how)
+    drafts = steps.v_BTHC.shape[1] - counts.last
+    replays, may_be_text, rest = (
+        jax.tree.map(lambda x, first=first, end=end: x[:, first:end], steps)
+        for first, end in ((0, drafts), (drafts, drafts + certain), (drafts + certain, None))
+    )
+    replays = replays.only(jnp.arange(drafts, dtype=jnp.int32) < counts.replay_B[:, None])
 
-        def one(t: Array, state_BHNC: Array) -> Array:
-            step = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, t, 1, keepdims=False), own)
-            return advance(state_BHNC, step, zero)[0]
+    def one(t: Array, state_BHNC: Array) -> Array:
+        step = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, t, 1, keepdims=False), replays)
+        return advance(state_BHNC, step, how)[0]
 
+    if drafts:
         state_BHNC = lax.fori_loop(0, jnp.max(counts.replay_B), one, state_BHNC)
-    cuts = slice(certain), slice(certain, None)
-    may_be_text, rest = (jax.tree.map(lambda x, cut=cut: x[:, cut], steps) for cut in cuts)
     is_text_BT = jnp.arange(certain, dtype=jnp.int32) < counts.kept_B[:, None]
-    state_BHNC, out = scan(state_BHNC, may_be_text.only(is_text_BT), zero)
+    state_BHNC, out = scan(state_BHNC, may_be_text.only(is_text_BT), how)
     if rest.v_BTHC.shape[1]:
-        out = jnp.concatenate([out, scan(state_BHNC, rest, zero)[1]], axis=1)
+        out = jnp.concatenate([out, scan(state_BHNC, rest, how)[1]], axis=1)
     return state_BHNC, out
 
 
