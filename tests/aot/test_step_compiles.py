@@ -20,8 +20,8 @@ LOGITS = "f32[4,4,"
 
 def compiled(name: str, program: str, **setting: Any) -> dict[str, Any]:
     config = json.loads((ROOT / "configs" / "models" / f"{name}.json").read_text())
-    shape = {"rows": ROWS, "capacity": CAPACITY, "wanted": [program]}
-    found = process.run("jaxspec.aot.program_report:report_programs", config=config, **shape, **setting)
+    setting = {"rows": ROWS, "capacity": CAPACITY, "wanted": [program], **setting}
+    found = process.run("jaxspec.aot.program_report:report_programs", config=config, **setting)
     return found["programs"][program]
 
 
@@ -71,6 +71,16 @@ def test_plain_decoding_has_every_kernel():
     assert found["launches"]["by_group"]["experts"] == 3 * 24, "route, gate and up, down"
     assert found["graphs"]["host_waits"] == 1, "once per step, for the loop over steps: truncation has none"
     assert "sort" not in found["kernels"]
+
+
+@pytest.mark.slow
+def test_recurrent_layers_run_in_one_kernel_each_and_wait_for_nobody():
+    found = compiled("qwen3-next-80b-a3b", "ngram", gpu="h200", rows=1)
+    assert found["kernels"]["recurrent_steps"] == 36
+    assert found["graphs"]["host_waits"] == 1 + 3, "none in a layer, however many drafts run once more"
+    assert found["launches"]["per_turn"] == 0
+    assert found["launches"]["per_step"] <= 1800
+    assert {kernel: size for kernel, size in found["spills"].items() if kernel in found["shared_bytes"]} == {}
 
 
 @pytest.mark.slow
