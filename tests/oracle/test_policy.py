@@ -168,7 +168,7 @@ def test_the_head_follows(tmp_path: Path):
 
 
 def test_settings_and_prompts(tmp_path: Path, target_dir: Path):
-    assert load_policy_settings("demo").rollout.per_step == 2
+    assert load_policy_settings("demo").rollout.per_step == 4
     assert sorted(file.stem for file in shipped("policy").iterdir()) == ["demo"]
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"prompt": "b", "more": 1}\n')
