@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -104,7 +105,7 @@ class Recurrence:
       conv_C1K: weights of the convolution, the last tap the present position's; None for none.
       conv_bias_C: its bias.
       activated: whether SiLU follows it.
-      kernels: what computes over a cache.
+      kernels: what computes.
     """
 
     spec: RecurrentSpec
@@ -177,8 +178,9 @@ def run_recurrence(raw_BTX: Array, layer: Recurrence, inputs: Inputs) -> tuple[A
     if segment_BT is not None:
         first_BT = jnp.pad(segment_BT[:, 1:] != segment_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         steps = replace(steps, decay_BTHN=jnp.where(first_BT[..., None, None], 0.0, steps.decay_BTHN))
-    state = jnp.zeros((rows, spec.heads, spec.key_dim, spec.value_dim))
-    return scan(state, steps, hidden_zero(inputs.position_BT[:, 0]))[1], None
+    state, zero = jnp.zeros((rows, spec.heads, spec.key_dim, spec.value_dim)), hidden_zero(inputs.position_BT[:, 0])
+    choice = _choice(layer, state, steps)
+    return scan(state, steps, zero)[1] if choice is None else _whole_text(state, steps, zero, choice), None
 
 
 def hidden_zero(position_B: Array) -> Array:
@@ -277,6 +279,27 @@ def _run(state_BHNC: Array, steps: Steps, counts: Counts, certain: int, how: Cho
     if rest.v_BTHC.shape[1]:
         out = jnp.concatenate([out, scan(state_BHNC, rest, how)[1]], axis=1)
     return state_BHNC, out
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _whole_text(state_BHNC: Array, steps: Steps, zero: Array, choice: Choice) -> Array:
+    """Computes what positions read by a kernel, which has no gradient: it is that of ``scan``."""
+    count = steps.v_BTHC.shape[1]
+    counts = Counts(zero[:, 0, 0, 0], zero[:, 0, 0, 0] + count, count)
+    return recurrent_steps(state_BHNC, _positions(steps), counts, implementation=choice)[1]
+
+
+def _whole_text_fwd(state_BHNC: Array, steps: Steps, zero: Array, choice: Choice):
+    return _whole_text(state_BHNC, steps, zero, choice), (state_BHNC, steps, zero)
+
+
+def _whole_text_bwd(choice: Choice, saved: tuple[Array, Steps, Array], grad_BTHC: Array):
+    state_BHNC, steps, zero = saved
+    _, transposed = jax.vjp(lambda state, steps: scan(state, steps, zero)[1], state_BHNC, steps)
+    return *transposed(grad_BTHC), None
+
+
+_whole_text.defvjp(_whole_text_fwd, _whole_text_bwd)
 
 
 def scan(state_BHNC: Array, steps: Steps, zero: Array) -> tuple[Array, Array]:
