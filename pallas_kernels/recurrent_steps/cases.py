@@ -57,6 +57,7 @@ def _random(s: Sizes, key: jax.Array) -> tuple[Any, ...]:
         None if x is None else jax.random.normal(own, x.shape, x.dtype) for own, x in zip(keys, like, strict=False)
     )
     assert k is not None
+    assert decay is not None
     k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
     replay_B = jax.random.randint(keys[-2], (s.rows,), 0, s.replays + 1, jnp.int32)
     kept_B = jax.random.randint(keys[-1], (s.rows,), 0, s.last + 1, jnp.int32)
