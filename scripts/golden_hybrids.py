@@ -4,8 +4,9 @@ import re
 from dataclasses import replace
 
 import torch  # pyright: ignore[reportMissingImports]
-from golden_models import SHARED_EXPERT, Golden
+from golden_models import FULL, SHARED_EXPERT, Golden
 
+LINEAR = "linear_attention"
 QWEN3_NEXT = {
     "model_type": "qwen3_next",
     "num_hidden_layers": 4,
@@ -24,6 +25,7 @@ QWEN3_NEXT = {
     "shared_expert_intermediate_size": 16,
     "tie_word_embeddings": False,
 }
+QWEN3_5_KINDS = [LINEAR, FULL, LINEAR]
 QWEN3_5 = {
     **QWEN3_NEXT,
     "model_type": "qwen3_5_moe_text",
@@ -39,7 +41,7 @@ QWEN3_5 = {
         "mrope_interleaved": True,
     },
     "full_attention_interval": ...,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "layer_types": QWEN3_5_KINDS,
     "attn_output_gate": True,
 }
 KIMI_LINEAR = {
@@ -116,13 +118,16 @@ GRANITE = {
     "position_embedding_type": "nope",
     "tie_word_embeddings": True,
 }
+NEMOTRON_KINDS = "ME*M-"
 NEMOTRON = {
     "model_type": "nemotron_h",
     "num_hidden_layers": 5,
     "rms_norm_eps": ...,
     "hidden_act": ...,
     "layer_norm_epsilon": 1e-5,
-    "hybrid_override_pattern": "ME*M-",
+    "hybrid_override_pattern": NEMOTRON_KINDS,
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*E",
     "head_dim": 8,
     "mamba_num_heads": 8,
     "mamba_head_dim": 8,
@@ -196,15 +201,27 @@ LING = {
     "rope_theta": 6e6,
 }
 HYBRIDS = {
-    "qwen3_next": Golden("Qwen3NextForCausalLM", {**QWEN3_NEXT, "mlp_only_layers": [1], "decoder_sparse_step": 1}),
+    "qwen3_next": Golden(
+        "Qwen3NextForCausalLM",
+        {**QWEN3_NEXT, "mlp_only_layers": [1], "decoder_sparse_step": 1},
+        mtp=1,
+        behind={"layer_types": [LINEAR, LINEAR, LINEAR, FULL, FULL]},
+    ),
     "qwen3_5_moe_text": Golden("Qwen3_5MoeForCausalLM", QWEN3_5),
     "qwen3_5_moe": Golden(
-        "Qwen3_5MoeForCausalLM", QWEN3_5, nested=("text_config", "model.language_model."), fused=True
+        "Qwen3_5MoeForCausalLM",
+        {**QWEN3_5, "mtp_num_hidden_layers": 1},
+        nested=("text_config", "model.language_model."),
+        fused=True,
+        mtp=1,
+        behind={"layer_types": [*QWEN3_5_KINDS, FULL]},
     ),
     "kimi_linear": Golden("KimiLinearForCausalLM", KIMI_LINEAR),
     "lfm2_moe": Golden("Lfm2MoeForCausalLM", LFM2),
     "granitemoehybrid": Golden("GraniteMoeHybridForCausalLM", GRANITE),
-    "nemotron_h": Golden("NemotronHForCausalLM", NEMOTRON),
+    "nemotron_h": Golden(
+        "NemotronHForCausalLM", NEMOTRON, mtp=2, behind={"hybrid_override_pattern": f"{NEMOTRON_KINDS}*E"}
+    ),
     "minimax": Golden("MiniMaxForCausalLM", MINIMAX),
     "bailing_hybrid": Golden("BailingHybridForCausalLM", LING),
 }

@@ -36,7 +36,8 @@ class Golden:
       architecture: its class in transformers.
       config: the published config on top of ``COMMON``; a value of ``...`` takes a common key out.
       quantized: layout of the stored weights, if they are not all bfloat16.
-      mtp: whether a layer of multi-token prediction is stored after the model.
+      mtp: how many layers of transformers hold the layer of multi-token prediction that is stored after the model.
+      behind: settings of the model with those layers.
       nested: key of the published config under which the text model's lies, and prefix of its tensors; where that ends
         in the name of a part, those of the head have none.
       recurrent: whether some layers carry a state.
@@ -47,7 +48,8 @@ class Golden:
     architecture: str
     config: dict[str, Any] = field(default_factory=dict)
     quantized: Literal["", "fp8", "mxfp4", "deepseek_v4"] = ""
-    mtp: bool = False
+    mtp: int = 0
+    behind: dict[str, Any] = field(default_factory=dict)
     nested: tuple[str, str] = ("", "")
     fused: bool = False
     recurrent: bool = False
@@ -57,6 +59,10 @@ class Golden:
         """The published config of the text model."""
         known = {"architectures": [self.architecture], "torch_dtype": "bfloat16", **COMMON, **self.config}
         return {key: value for key, value in known.items() if value is not ...}
+
+    def depth(self) -> int:
+        """Returns the number of layers."""
+        return next(self.text()[key] for key in DEPTH if key in self.text())
 
     def published(self) -> dict[str, Any]:
         """The ``config.json`` that a hub directory of this model would hold."""
@@ -73,6 +79,7 @@ class Golden:
         return deepcopy({key: value for key, value in self.text().items() if key not in outside})
 
 
+DEPTH = ("num_hidden_layers", "num_layers")
 # Sizes of chunks and of what other keys say, which change no result: transformers' classes ask for them.
 IN_CODE_ALONE = ("mamba_expand", "chunk_size", "block_size")
 MIXTRAL = {
@@ -133,6 +140,8 @@ KIMI = {
     "rope_theta": 50000.0,
 }
 INDEXER = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 8}
+NEAR, FULL = "sliding_attention", "full_attention"
+CLOSE, FAR = "compressed_sparse_attention", "heavily_compressed_attention"
 DEEPSEEK_V4 = {
     "model_type": "deepseek_v4",
     "intermediate_size": ...,
@@ -299,12 +308,12 @@ GOLDENS = {
             "rope_theta": 1e6,
             "num_nextn_predict_layers": 1,
         },
-        mtp=True,
+        mtp=1,
     ),
     "deepseek_v3": Golden(
         "DeepseekV3ForCausalLM",
         {**DEEPSEEK, "model_type": "deepseek_v3", "num_hidden_layers": 3, "num_nextn_predict_layers": 1},
-        mtp=True,
+        mtp=1,
     ),
     "deepseek_v3_fp8": Golden(
         "DeepseekV3ForCausalLM",
@@ -340,7 +349,7 @@ GOLDENS = {
             "rope_theta": 1e6,
             "num_nextn_predict_layers": 1,
         },
-        mtp=True,
+        mtp=1,
     ),
     "glm_moe_dsa_shared": Golden(
         "GlmMoeDsaForCausalLM",
@@ -362,16 +371,12 @@ GOLDENS = {
             **DEEPSEEK_V4,
             "num_hidden_layers": 4,
             "hc_mult": 2,
-            "layer_types": [
-                "sliding_attention",
-                "compressed_sparse_attention",
-                "heavily_compressed_attention",
-                "compressed_sparse_attention",
-            ],
-            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+            "layer_types": [NEAR, CLOSE, FAR, CLOSE],
+            "compress_rates": {CLOSE: 4, FAR: 8},
             "num_nextn_predict_layers": 1,
         },
-        mtp=True,
+        mtp=1,
+        behind={"layer_types": [NEAR, CLOSE, FAR, CLOSE, NEAR]},
     ),
     "deepseek_v4_fp4": Golden(
         "DeepseekV4ForCausalLM",

@@ -1,6 +1,6 @@
 """The tiny models of tests/golden with ordinary attention and experts, see ``golden_models``."""
 
-from golden_models import LATENT, LLAMA3, SHARED_EXPERT, YARN, Golden
+from golden_models import FULL, LATENT, LLAMA3, NEAR, SHARED_EXPERT, YARN, Golden
 
 # Keys of ``SHARED_EXPERT`` that other families have under other names, or not at all.
 OTHER_NAMES = dict.fromkeys(("n_routed_experts", "n_shared_experts"), ...)
@@ -64,7 +64,7 @@ LONGCAT = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {
-    "longcat_flash": Golden("LongcatFlashForCausalLM", LONGCAT),
+    "longcat_flash": Golden("LongcatFlashForCausalLM", LONGCAT, mtp=1),
     "gemma4_text": Golden(
         "Gemma4ForCausalLM",
         {
@@ -166,7 +166,10 @@ EXPERTS = {
             "attention_bias": False,
             "mlp_bias": False,
             "rope_theta": 11158840.0,
+            "num_nextn_predict_layers": 1,
         },
+        mtp=1,
+        behind={"mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
     "exaone_moe": Golden(
         "ExaoneMoeForCausalLM",
@@ -180,12 +183,15 @@ EXPERTS = {
             "num_shared_experts": 1,
             "sliding_window": 7,
             "sliding_window_pattern": "LLG",
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "layer_types": [NEAR, NEAR, FULL],
             "mlp_layer_types": ["dense", "sparse", "sparse"],
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             "rope_theta": 1e6,
+            "num_nextn_predict_layers": 1,
         },
+        mtp=1,
+        behind={"layer_types": [NEAR, NEAR, FULL, NEAR], "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]},
     ),
     "deepseek_v2": Golden(
         "DeepseekV2ForCausalLM",
@@ -322,6 +328,13 @@ EXPERTS = {
             "rope_theta": 5000000.0,
             "swa_rope_theta": 10000.0,
             "partial_rotary_factor": 0.334,
+        },
+        mtp=1,
+        behind={
+            "layer_types": [FULL, NEAR, NEAR],
+            "hybrid_layer_pattern": [0, 1, 1],
+            "mlp_layer_types": ["dense", "sparse", "dense"],
+            "moe_layer_freq": [0, 1, 0],
         },
     ),
     "phimoe": Golden(

@@ -18,8 +18,9 @@ import transformers
 from golden_files import GOLDENS as OUT
 from golden_files import pack_golden
 from golden_hybrids import HYBRIDS, as_nested, spread
-from golden_models import COMMON, GOLDENS, Golden
+from golden_models import COMMON, DEPTH, GOLDENS, Golden
 from golden_moe import EXPERTS
+from golden_mtp import add_mtp, layer_behind, mtp_reference
 from safetensors.torch import load_file, save_file
 
 ROWS, LENGTH, NEW, PROMPT = 2, 24, 24, 12
@@ -47,10 +48,9 @@ FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 def build(golden: Golden, layers: int) -> torch.nn.Module:
     """A model in float32, its weights spread widely enough that every part matters."""
     architecture = getattr(transformers, golden.architecture)
-    settings = golden.settings() | ({"num_hidden_layers": layers} if layers else {})
-    kinds: Any = settings.get("layer_types")
-    if kinds and len(kinds) < layers:
-        settings["layer_types"] = [*kinds, "sliding_attention"]
+    settings = golden.settings()
+    if layers > golden.depth():
+        settings |= {**{key: layers for key in DEPTH if key in settings}, **golden.behind}
     model = architecture(architecture.config_class(**settings, attn_implementation="eager")).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -130,38 +130,6 @@ def deepseek_v4_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Ten
             yield from ((f"{down}experts.{e}.w2.weight", one) for e, one in enumerate(x))
         else:
             yield name, x
-
-
-def mtp_names(golden: Golden) -> tuple[str, str]:
-    """Returns the prefix of the layer after the model as transformers would read it, and as it is published."""
-    depth = golden.text()["num_hidden_layers"]
-    if golden.config["model_type"] == "deepseek_v4":
-        return f"layers.{depth}.", "mtp.0."
-    return f"model.layers.{depth}.", f"model.layers.{depth}."
-
-
-def add_mtp(golden: Golden, tensors: Tensors) -> Tensors:
-    """Adds what a layer of multi-token prediction has besides its decoder layer, and gives that its published name."""
-    dim, (read, prefix) = COMMON["hidden_size"], mtp_names(golden)
-    tensors = {name.replace(read, prefix): x for name, x in tensors.items()}
-
-    def norm() -> torch.Tensor:
-        return torch.rand(dim) + 0.5
-
-    def product(*shape: int) -> torch.Tensor:
-        return torch.randn(shape) * 1.5 * shape[-1] ** -0.5
-
-    more = {"enorm.weight": norm(), "hnorm.weight": norm()}
-    if prefix == "mtp.0.":
-        more |= {"norm.weight": norm(), "e_proj.weight": product(dim, dim), "h_proj.weight": product(dim, dim)}
-        for part in ("fn", "base", "scale"):
-            main = tensors[f"hc_head_{part}"]
-            tensors[f"{prefix}hc_head_{part}"] = main + 0.1 * torch.randn(main.shape)
-    else:
-        more |= {"shared_head.norm.weight": norm(), "eh_proj.weight": product(dim, 2 * dim)}
-        more["embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        more["shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    return tensors | {prefix + name: x.bfloat16().float() for name, x in more.items()}
 
 
 def blocks_of(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -289,63 +257,6 @@ def reference(model: torch.nn.Module, ids: torch.Tensor) -> Tensors:
     return out | {f"router_logits.{y}": router.float().contiguous() for y, router in routers.items()}
 
 
-def rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root mean square norm."""
-    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-
-
-@torch.no_grad()
-def mtp_reference(
-    golden: Golden, tensors: Tensors, model: torch.nn.Module, core: torch.nn.Module, ids: torch.Tensor
-) -> torch.Tensor:
-    """Logits of multi-token prediction [B, T-1, V]: slot i joins token i + 1 with the hidden state after token i.
-
-    DeepSeek-V3 (2024), section 2.2; for DeepSeek-V4 its released inference code. The decoder layer is transformers'.
-
-    Args:
-      golden: which model.
-      tensors: its weights by published name.
-      model: the model.
-      core: the same without its head and with nothing but the layer after it.
-      ids: the text.
-    """
-    config, prefix = golden.text(), mtp_names(golden)[1]
-    w = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-    eps, kept, out = config["rms_norm_eps"], [], []
-    hook = model.model.layers[-1].register_forward_hook(lambda m, a, o: kept.append(o if torch.is_tensor(o) else o[0]))
-    logits_of(model, ids)
-    hook.remove()
-    e = rms(model.model.embed_tokens(ids[:, 1:]), w["enorm.weight"], eps)
-    hidden = kept[0][:, :-1]
-    if prefix == "mtp.0.":
-        joined = (e @ w["e_proj.weight"].T)[:, :, None] + rms(hidden, w["hnorm.weight"], eps) @ w["h_proj.weight"].T
-    else:
-        joined = torch.cat([e, rms(model.model.norm(hidden), w["hnorm.weight"], eps)], -1) @ w["eh_proj.weight"].T
-    layer = core.layers[0]
-    hooks = [
-        layer.register_forward_pre_hook(lambda m, args: (joined, *args[1:])),
-        layer.register_forward_hook(lambda m, a, o: out.append(o if torch.is_tensor(o) else o[0])),
-    ]
-    core(inputs_embeds=e, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    if prefix == "mtp.0.":
-        flat = rms(out[0].flatten(2), torch.ones(1), eps)
-        weight = torch.sigmoid(flat @ w["hc_head_fn"].T * w["hc_head_scale"] + w["hc_head_base"]) + config["hc_eps"]
-        last = rms((weight[..., None] * out[0]).sum(2), w["norm.weight"], eps)
-    else:
-        last = rms(out[0], w["shared_head.norm.weight"], eps)
-    return model.lm_head(last).float().contiguous()
-
-
-def layer_behind(golden: Golden, tensors: Tensors) -> torch.nn.Module:
-    """A model without a head that has nothing but the layer of multi-token prediction."""
-    (read, prefix), depth = mtp_names(golden), golden.text()["num_hidden_layers"]
-    core = loaded(golden, {n.replace(prefix, read): x for n, x in tensors.items()}, depth + 1).model
-    core.layers = torch.nn.ModuleList([core.layers[depth]])
-    return core
-
-
 @torch.no_grad()
 def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Continues a prompt by full forwards: new ids, whole text, smallest gap between the best two logits."""
@@ -362,10 +273,10 @@ def make(name: str, golden: Golden) -> None:
     directory = OUT / name
     directory.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(len(name))
-    layers = golden.text().get("num_hidden_layers", 0)
+    layers = golden.depth()
     tensors = published_tensors(build(golden, layers + golden.mtp), golden)
     stored, exact = quantize(golden, add_mtp(golden, tensors) if golden.mtp else tensors)
-    model, core = loaded(golden, exact, layers), layer_behind(golden, exact) if golden.mtp else None
+    model, core = loaded(golden, exact, layers), layer_behind(golden, exact, loaded) if golden.mtp else None
     for seed in range(400):
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(2, COMMON["vocab_size"], (ROWS, LENGTH), generator=generator)

@@ -72,12 +72,12 @@ def report_model(
     files = open_tensors(path) if there else release_files(config)
     arch = with_own_head(arch, table, files)
     plan = make_plan(
-        path, Transformer(arch, policy), table.rules(arch), unread=table.unread(arch), block=block,
+        path, Transformer(arch, policy), table.rules(arch, files), unread=table.unread(arch), block=block,
         quantization=quantization, files=files,
     )  # fmt: skip
     prediction = None
     if arch.mtp:
-        rules = table.mtp_rules(arch)
+        rules = table.mtp_rules(arch, files)
         prediction = make_plan(path, Mtp(arch, policy), rules, block=block, quantization=quantization, files=files)
     total = model_sizes.parameters(plan.leaves)
     active = sum(total.values()) - model_sizes.idle_parameters(arch.layers, arch.model_dim)

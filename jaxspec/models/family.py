@@ -10,7 +10,7 @@ from jaxspec.models.mixers.gqa import GqaRow
 from jaxspec.models.mixers.hybrid import DENSE, HybridRow
 from jaxspec.models.read import Config, Reader, Switch, short
 from jaxspec.models.rotary import limit, reach
-from jaxspec.models.rows import FfnRow, HyperRow, JoinRow, ScaleRow
+from jaxspec.models.rows import FfnRow, HyperRow, JoinRow, MtpRow, ScaleRow
 from jaxspec.nn.activations import activation_named
 from jaxspec.nn.ffn import Activation, FfnSpec
 from jaxspec.nn.moe import MoeSpec
@@ -116,7 +116,7 @@ class Family:
       learned_positions: whether positions are learned.
       embed_dim: key of the width of the embedding.
       hyper: row of hyper-connections.
-      mtp: key of the number of layers of multi-token prediction.
+      mtp: row of the layers of multi-token prediction, None where none are read.
       longest: key of the longest context.
       head_bias: key of whether the head has a bias; None where it never has.
       tied: keys, of which the first present one is true where the head is the embedding.
@@ -144,7 +144,7 @@ class Family:
     learned_positions: bool = False
     embed_dim: str | None = None
     hyper: HyperRow | None = None
-    mtp: str | None = None
+    mtp: MtpRow | None = None
     longest: str | tuple[str, ...] = "max_position_embeddings"
     head_bias: str | None = None
     tied: tuple[str, ...] = ("tie_word_embeddings",)
@@ -189,13 +189,14 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
       ConfigError: keys are missing (all listed) or values contradict each other.
     """
     dim, count = read.count("hidden_size"), read.count("num_hidden_layers")
-    predicting = read.count(family.mtp, "num_mtp_layers", default=0, least=0) if family.mtp else 0
+    predicting = min(read.count(*family.mtp.count, default=0, least=0), family.mtp.most) if family.mtp else 0
     longest = read.count(*several(family.longest))
     width = read.count(family.embed_dim, default=dim) if family.embed_dim else dim
     norm_last = family.norm_first is not None and not read.flag(family.norm_first, default=True)
     read.asked |= _keys(family.ffn) | _keys(family.moe)  # also where no layer is of their kind
     last_out = family.final_norm is not None and read.flag(family.final_norm)
-    layers = [_layer(read, family, layer) for layer in range(count + predicting)]
+    layers = [_layer(read, family, layer) for layer in range(count)]
+    layers += [_mtp_layer(read, family, family.mtp, count + n) for n in range(predicting) if family.mtp]
     ropes = [getattr(layer.attention, "rope", None) for layer in layers]
     spec = ArchSpec(
         family=family.model_type,
@@ -247,10 +248,25 @@ def _layer(read: Reader, family: Family, layer: int) -> LayerSpec:
     return LayerSpec(mixer, ffn, (first, second), family.scaled)
 
 
+def _mtp_layer(read: Reader, family: Family, row: MtpRow, layer: int) -> LayerSpec:
+    if row.ffn == "next":
+        return _layer(read, family, layer)
+    if isinstance(family.mixer, HybridRow) and row.like is not None:
+        mixer = family.mixer.spec_of(read, row.like)
+    else:
+        mixer = family.mixer.spec(read, layer)
+    dense = family.moe is None or row.ffn == "dense"
+    return LayerSpec(mixer, _dense(read, family.ffn) if dense else _experts(read, family, family.moe, layer))
+
+
 def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
     row = family.moe
     if row is None or _is_dense(read, family, row, layer):
         return _dense(read, family.ffn)
+    return _experts(read, family, row, layer)
+
+
+def _experts(read: Reader, family: Family, row: MoeRow, layer: int) -> MoeSpec:
     activation = activation_named(read.get(family.ffn.activation, default="silu"))
     if row.activation is not None and activation != "silu":
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Where a family's config keeps some of its numbers, see ``jaxspec.models.family``."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxspec.models.arch import Join
 from jaxspec.models.read import Reader
@@ -22,6 +23,23 @@ class FfnRow:
     activation: str = "hidden_act"
     gated: bool = True
     bias: bool | str = False
+
+
+@dataclass(frozen=True)
+class MtpRow:
+    """Where a family's config keeps its layers of multi-token prediction, and what kind of layer they are.
+
+    Attributes:
+      count: keys of their number, the first present one counts.
+      ffn: whether they have experts, or are what a further layer of the model would be.
+      like: with ``HybridRow``, the kind of layer that they have the attention of.
+      most: how many are read; further ones are passed over.
+    """
+
+    count: tuple[str, ...] = ("num_nextn_predict_layers", "num_mtp_layers")
+    ffn: Literal["next", "dense", "experts"] = "next"
+    like: str | None = None
+    most: int = 100
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jaxspec.draft import methods
 from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.errors import ConfigError
 from jaxspec.models.apply import apply
+from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import embed, head, teacher_forced
 from jaxspec.nn.inputs import Inputs
@@ -28,7 +29,7 @@ from jaxspec.topology import Topology, chain, tree
 from tests.golden.test_families import CLOSE, GOLDENS, KNOWN_ORACLES, ORACLES, config_of
 
 BLOCK, DRAFTS, SPARE = 8, 4, 8
-PROMISING = [d for d in (*GOLDENS, *KNOWN_ORACLES) if config_of(d).get("num_nextn_predict_layers")]
+PROMISING = [d for d in (*GOLDENS, *KNOWN_ORACLES) if arch_of(config_of(d)).mtp]
 
 
 def reference_of(directory: Path) -> Path:

@@ -112,7 +112,7 @@ def plan_model(
     arch = with_own_head(arch, table, files)
     net = Transformer(arch, policy.update(slots=slots_for(placement)))
     return make_plan(
-        directory, net, table.rules(arch), unread=table.unread(arch), block=check_method(config),
+        directory, net, table.rules(arch, files), unread=table.unread(arch), block=check_method(config),
         quantization=quantization, files=files, slots_by_layer=slots_of_model(placement),
     )  # fmt: skip
 
@@ -189,10 +189,11 @@ def load_mtp(
             f"{directory}: config.json ({arch.family}) has no layers of multi-token prediction "
             "(num_nextn_predict_layers); speculate with another method"
         )
-    block, rules = check_method(read_config(directory)), known_tables()[arch.family].mtp_rules(arch)
+    block, files = check_method(read_config(directory)), open_tensors(directory)
+    rules = known_tables()[arch.family].mtp_rules(arch, files)
     plan = make_plan(
         directory, Mtp(arch, policy_on_mesh(net.policy, mesh)), rules, block=block, quantization=quantization,
-        slots_by_layer=slots_of_mtp(arch, net.policy.layout.slots, mesh),
+        files=files, slots_by_layer=slots_of_mtp(arch, net.policy.layout.slots, mesh),
     )  # fmt: skip
     missing = plan.problems["missing"]
     if missing:

@@ -76,7 +76,7 @@ def _load(
     """Loads tensors as the model's own were."""
     net, table = model.net, known_tables()[model.net.arch.family]
     plan = make_plan(
-        directory, net.clone(policy=net.policy.update(formats=())), table.rules(net.arch),
+        directory, net.clone(policy=net.policy.update(formats=())), table.rules(net.arch, files),
         unread=table.unread(net.arch), block=check_method(model.config), quantization=quantization, files=files,
         slots_by_layer=slots_of_model(placement),
     )  # fmt: skip

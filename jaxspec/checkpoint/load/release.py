@@ -125,7 +125,7 @@ def unquantized_tensors(arch: ArchSpec, wide: str = "bfloat16") -> Tensors:
         if re.fullmatch(r"mtp_\d+/embed_norm_D", rule.leaf):
             prefix = rule.hub[0].removesuffix("enorm.weight")
             copy = ReleaseTensor((arch.vocab_size, arch.model_dim), dtype, is_mtp=True)
-            tensors |= {prefix + name: copy for name in table.mtp_copies}
+            tensors |= {prefix + name: copy for name in table.mtp.copies}
     return tensors
 
 

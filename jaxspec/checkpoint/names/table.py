@@ -1,6 +1,6 @@
 """Name tables: which published tensors make up which parameter, in both directions."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -51,6 +51,27 @@ class Unread(NamedTuple):
 
 
 @dataclass(frozen=True)
+class MtpNames:
+    """Rules of the layers of multi-token prediction, in addition to those of the decoder layer that each of them has.
+
+    Attributes:
+      join: of a layer; its names follow the layer's prefix.
+      shared: of what the layers have in common; whole names.
+      prefix: published prefix of a layer, ``{y}`` for its number after the last main one, ``{n}`` for its own; None for
+        the prefix of all layers.
+      layer, expert: of the decoder layer and of one of its experts, where they are not the model's.
+      copies: copies of the model's embedding and head in such a layer, which nothing reads.
+    """
+
+    join: tuple[NameRule, ...] = ()
+    shared: tuple[NameRule, ...] = ()
+    prefix: str | None = None
+    layer: tuple[NameRule, ...] | None = None
+    expert: tuple[NameRule, ...] | None = None
+    copies: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Table:
     """All rules of a family; a rule whose parameter the architecture lacks does not apply.
 
@@ -59,10 +80,8 @@ class Table:
       layer: of a layer.
       expert: one routed expert.
       experts_stacked: whether published tensors hold all experts of a layer along their first axis.
-      mtp: of a layer of multi-token prediction, in addition to ``layer`` and ``expert``.
-      mtp_prefix: published prefix of such a layer, ``{y}`` for its number after the last main one, ``{n}`` for its
-        own; None for the prefix of all layers.
-      mtp_copies: copies of the model's embedding and head in such a layer, which nothing reads.
+      expert_apart: of one routed expert in layers whose experts are not stacked, in a family where others are.
+      mtp: of multi-token prediction.
       prefix: published prefix of a layer.
       ignored: endings of published names that carry no parameter.
       others: beginnings of the published names of other models in the same files, such as an image encoder.
@@ -74,21 +93,27 @@ class Table:
     layer: tuple[NameRule, ...]
     expert: tuple[NameRule, ...] = ()
     experts_stacked: bool = False
-    mtp: tuple[NameRule, ...] = ()
-    mtp_prefix: str | None = None
-    mtp_copies: tuple[str, ...] = ()
+    expert_apart: tuple[NameRule, ...] = ()
+    mtp: MtpNames = MtpNames()
     prefix: str = "model.layers.{y}."
     ignored: tuple[str, ...] = ROTATION
     others: tuple[str, ...] = ()
     scales: Literal["weight_scale_inv", "scale", "blocks"] = "weight_scale_inv"
 
-    def rules(self, arch: ArchSpec) -> Iterator[NameRule]:
-        """Yields every rule of the model itself with layer and expert numbers filled in."""
+    def rules(self, arch: ArchSpec, names: Container[str] = ()) -> Iterator[NameRule]:
+        """Yields every rule of the model itself with layer and expert numbers filled in.
+
+        Args:
+          arch: of the model.
+          names: of the tensors that there are, which say whether experts are stacked where releases differ.
+        """
         embedding = self.hub_names("embed_VD")
         for rule in self.top:
             yield replace(rule, hub=embedding) if rule.leaf == "head_DV" and arch.tied else rule
         for y, layer in enumerate(arch.layers):
-            yield from self._layer(f"layers_{y}/", self.prefix.replace("{y}", str(y)), layer.ffn)
+            prefix = self.prefix.replace("{y}", str(y))
+            yield from _filled(self.layer, f"layers_{y}/", prefix)
+            yield from self._experts(f"layers_{y}/", prefix, layer.ffn, self.expert, names)
 
     def hub_names(self, leaf: str) -> tuple[str, ...]:
         """Returns the published names of a parameter outside the layers."""
@@ -96,31 +121,48 @@ class Table:
 
     def unread(self, arch: ArchSpec) -> Unread:
         """Returns what the model itself does not read, such as multi-token prediction or a copy of a tied head."""
+        prefix = self.mtp.prefix
         prefixes = (
             tuple(_fill(self.prefix, y=len(arch.layers) + n) for n in range(len(arch.mtp)))
-            if self.mtp_prefix is None
-            else (self.mtp_prefix.partition("{")[0],)
+            if prefix is None
+            else (prefix.partition("{")[0],)
         )
         return Unread(self.others + prefixes, self.ignored + (self.hub_names("head_DV") if arch.tied else ()))
 
-    def mtp_rules(self, arch: ArchSpec) -> Iterator[NameRule]:
-        """Yields every rule of multi-token prediction, under ``mtp_0/``; its decoder layer's under ``mtp_0/block/``."""
-        for n, layer in enumerate(arch.mtp):
-            numbers = {"y": len(arch.layers) + n, "n": n}
-            prefix = _fill(self.mtp_prefix or self.prefix, **numbers)
-            for rule in self.mtp:
-                yield NameRule(f"mtp_{n}/{rule.leaf}", tuple(prefix + name for name in rule.hub), rule.pack)
-            yield from self._layer(f"mtp_{n}/block/", prefix, layer.ffn)
+    def mtp_rules(self, arch: ArchSpec, names: Container[str] = ()) -> Iterator[NameRule]:
+        """Yields every rule of multi-token prediction, under ``mtp_0/``; its decoder layer's under ``mtp_0/block/``.
 
-    def _layer(self, path: str, prefix: str, ffn: object) -> Iterator[NameRule]:
-        for rule in self.layer:
-            yield NameRule(path + rule.leaf, tuple(prefix + name for name in rule.hub), rule.pack)
-        if isinstance(ffn, MoeSpec):
-            for e in range(ffn.experts):
-                for rule in self.expert:
-                    hub = tuple(prefix + _fill(name, e=e) for name in rule.hub)
-                    entry = e if self.experts_stacked else None
-                    yield NameRule(path + _fill(rule.leaf, e=e), hub, rule.pack, entry)
+        Args:
+          arch: of the model.
+          names: see ``rules``.
+        """
+        own = self.mtp
+        for n, layer in enumerate(arch.mtp):
+            path, prefix = f"mtp_{n}/", _fill(own.prefix or self.prefix, y=len(arch.layers) + n, n=n)
+            yield from _filled(own.join, path, prefix)
+            yield from _filled(own.shared, path, "")
+            yield from _filled(self.layer if own.layer is None else own.layer, f"{path}block/", prefix)
+            expert = self.expert if own.expert is None else own.expert
+            yield from self._experts(f"{path}block/", prefix, layer.ffn, expert, names)
+
+    def _experts(
+        self, path: str, prefix: str, ffn: object, rules: tuple[NameRule, ...], names: Container[str]
+    ) -> Iterator[NameRule]:
+        """Yields the rules of every expert of a layer, from a stack of them or each from its own tensors."""
+        if not isinstance(ffn, MoeSpec):
+            return
+        apart = any(prefix + _fill(name, e=0) in names for rule in self.expert_apart for name in rule.hub)
+        for e in range(ffn.experts):
+            for rule in self.expert_apart if apart else rules:
+                hub = tuple(prefix + _fill(name, e=e) for name in rule.hub)
+                entry = e if self.experts_stacked and not apart else None
+                yield NameRule(path + _fill(rule.leaf, e=e), hub, rule.pack, entry)
+
+
+def _filled(rules: tuple[NameRule, ...], path: str, prefix: str) -> Iterator[NameRule]:
+    """Yields rules under a path of parameters and a published prefix."""
+    for rule in rules:
+        yield NameRule(path + rule.leaf, tuple(prefix + name for name in rule.hub), rule.pack)
 
 
 def _fill(text: str, **numbers: int) -> str:
@@ -137,6 +179,20 @@ EMBEDDING = (
 NORMS = (
     NameRule("attention_norm_D", ("input_layernorm.weight",)),
     NameRule("ffn_norm_D", ("post_attention_layernorm.weight",)),
+)
+
+# Of a layer of multi-token prediction: what it joins, inside of it or, of Qwen, beside all of them.
+JOIN = (
+    NameRule("embed_norm_D", ("enorm.weight",)),
+    NameRule("hidden_norm_D", ("hnorm.weight",)),
+    NameRule("join_XD", ("eh_proj.weight",), "transpose"),
+)
+LAST_NORM = NameRule("norm_D", ("final_layernorm.weight",))
+JOIN_OUTSIDE = (
+    NameRule("embed_norm_D", ("mtp.pre_fc_norm_embedding.weight",)),
+    NameRule("hidden_norm_D", ("mtp.pre_fc_norm_hidden.weight",)),
+    NameRule("join_XD", ("mtp.fc.weight",), "transpose"),
+    NameRule("norm_D", ("mtp.norm.weight",)),
 )
 
 

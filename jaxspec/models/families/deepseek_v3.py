@@ -2,6 +2,7 @@
 
 from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.latent import LatentRow
+from jaxspec.models.rows import MtpRow
 
 DEEPSEEK_MOE = MoeRow(
     experts=("n_routed_experts",),
@@ -20,7 +21,7 @@ FAMILY = Family(
     model_type="deepseek_v3",
     mixer=LatentRow(),
     moe=DEEPSEEK_MOE,
-    mtp="num_nextn_predict_layers",
+    mtp=MtpRow(),
     defaults={
         "norm_topk_prob": True,
         "first_k_dense_replace": 3,

@@ -2,7 +2,7 @@
 
 from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.compressed import CompressedRow
-from jaxspec.models.rows import HyperRow
+from jaxspec.models.rows import HyperRow, MtpRow
 
 FAMILY = Family(
     model_type="deepseek_v4",
@@ -20,7 +20,7 @@ FAMILY = Family(
         limit="swiglu_limit",
     ),
     hyper=HyperRow("hc_mult", "hc_sinkhorn_iters", "hc_eps"),
-    mtp="num_nextn_predict_layers",
+    mtp=MtpRow(),
     defaults={
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 1,

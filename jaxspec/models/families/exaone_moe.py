@@ -6,6 +6,7 @@ from jaxspec.models.families.deepseek_v3 import DEEPSEEK_MOE
 from jaxspec.models.family import Family
 from jaxspec.models.mixers.gqa import FULL, NEAR, GqaRow
 from jaxspec.models.mixers.hybrid import HybridRow
+from jaxspec.models.rows import MtpRow
 
 FAMILY = Family(
     model_type="exaone_moe",
@@ -15,6 +16,7 @@ FAMILY = Family(
         other=NEAR,
     ),
     moe=replace(DEEPSEEK_MOE, experts=("num_experts",), shared_count="num_shared_experts"),
+    mtp=MtpRow(ffn="dense", like=NEAR),
     defaults={
         "sliding_window": 4096,
         "norm_topk_prob": True,
@@ -23,4 +25,5 @@ FAMILY = Family(
         "routed_scaling_factor": 2.5,
         "rms_norm_eps": 1e-5,
     },
+    implied={"mtp_layer_types": "sliding_attention", "mtp_sliding_windows": ()},
 )

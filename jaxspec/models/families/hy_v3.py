@@ -5,6 +5,7 @@ from dataclasses import replace
 from jaxspec.models.families.deepseek_v3 import DEEPSEEK_MOE
 from jaxspec.models.family import Family
 from jaxspec.models.mixers.gqa import GqaRow
+from jaxspec.models.rows import MtpRow
 
 FAMILY = Family(
     model_type="hy_v3",
@@ -17,6 +18,7 @@ FAMILY = Family(
         grouped=False,
         shared_count="num_shared_experts",
     ),
+    mtp=MtpRow(ffn="experts"),
     defaults={
         "first_k_dense_replace": 1,
         "num_shared_experts": 1,

@@ -2,7 +2,7 @@
 
 from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.latent import LatentRow
-from jaxspec.models.rows import FfnRow
+from jaxspec.models.rows import FfnRow, MtpRow
 
 FAMILY = Family(
     model_type="longcat_flash",
@@ -19,8 +19,15 @@ FAMILY = Family(
         shared_hidden="ffn_hidden_size",
         identities="zero_expert_num",
     ),
+    mtp=MtpRow(ffn="dense", most=1),
     shortcut=True,
     depth="num_layers",
-    defaults={"routed_scaling_factor": 6.0, "rope_theta": 1e7, "rms_norm_eps": 1e-5},
+    # Published configs do not say that there is a layer of multi-token prediction.
+    defaults={
+        "routed_scaling_factor": 6.0,
+        "rope_theta": 1e7,
+        "rms_norm_eps": 1e-5,
+        "num_nextn_predict_layers": 1,
+    },
     implied={"zero_expert_type": "identity", "attention_method": "MLA"},
 )

@@ -6,6 +6,7 @@ from jaxspec.models.families.deepseek_v3 import DEEPSEEK_MOE
 from jaxspec.models.family import Family
 from jaxspec.models.mixers.gqa import FULL, NEAR, GqaRow
 from jaxspec.models.mixers.hybrid import HybridRow
+from jaxspec.models.rows import MtpRow
 
 ATTENTION = GqaRow(
     qkv_bias="attention_bias",
@@ -36,6 +37,7 @@ FAMILY = Family(
         names={0: FULL, 1: NEAR},
     ),
     moe=replace(DEEPSEEK_MOE, shared_hidden=None, shared_count=None, pattern="moe_layer_freq"),
+    mtp=MtpRow(ffn="dense", like=NEAR, most=1),
     norm_eps=("rms_norm_eps", "layernorm_epsilon"),
     defaults={
         "sliding_window": 129,
@@ -47,6 +49,7 @@ FAMILY = Family(
         "rope_theta": 5e6,
         "swa_rope_theta": 1e4,
         "partial_rotary_factor": 0.334,
+        "num_nextn_predict_layers": 1,  # published configs do not say so
     },
     implied={"attention_chunk_size": ..., "n_shared_experts": 0},
 )

@@ -4,7 +4,7 @@ from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.gqa import FULL, GqaRow
 from jaxspec.models.mixers.hybrid import DENSE, LINEAR, ROUTED, HybridRow, NoMixerRow
 from jaxspec.models.mixers.recurrent import MambaRow
-from jaxspec.models.rows import FfnRow
+from jaxspec.models.rows import FfnRow, MtpRow
 
 MAMBA = MambaRow(
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias",
@@ -31,8 +31,14 @@ FAMILY = Family(
         gated=False,
         latent="moe_latent_size",
     ),
+    mtp=MtpRow(ffn="experts", like=FULL, most=1),
     norm_eps=("layer_norm_epsilon", "norm_eps"),
     one_each=True,
     defaults={"mlp_hidden_act": "relu2", "norm_topk_prob": True, "layer_norm_epsilon": 1e-5},
-    implied={"n_shared_experts": 1, "partial_rotary_factor": 1},
+    implied={
+        "n_shared_experts": 1,
+        "partial_rotary_factor": 1,
+        "mtp_hybrid_override_pattern": "*E",
+        "mtp_layers_block_type": ("full_attention", "attention", "moe"),
+    },
 )

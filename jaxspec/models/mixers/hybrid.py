@@ -45,6 +45,11 @@ class HybridRow:
         """Mixer of one layer."""
         return self.rows[self.kind(read, layer)].spec(read, layer)
 
+    def spec_of(self, read: Reader, kind: str) -> MixerSpec:
+        """Mixer of the first layer of a kind, also where there is none."""
+        count = read.count("num_hidden_layers")
+        return self.rows[kind].spec(read, next((y for y in range(count) if self.kind(read, y) == kind), count))
+
     def listed(self, config: Config) -> Sequence[Any] | None:
         """Returns the list of kinds, None without one."""
         values = (config.get(key) for key in self.lists)

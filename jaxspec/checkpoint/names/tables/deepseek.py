@@ -2,7 +2,16 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, NameRule, Table, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import (
+    EMBEDDING,
+    JOIN,
+    NORMS,
+    MtpNames,
+    NameRule,
+    Table,
+    gated_rules,
+    router_rules,
+)
 
 A, HUB = "attention/", "self_attn."
 LATENT = (
@@ -34,13 +43,10 @@ DEEPSEEK = Table(
     top=EMBEDDING,
     layer=(*NORMS, *LATENT, *INDEXER, *FFN),
     expert=gated_rules("ffn/", "mlp.experts.{e}."),
-    mtp=(
-        NameRule("embed_norm_D", ("enorm.weight",)),
-        NameRule("hidden_norm_D", ("hnorm.weight",)),
-        NameRule("join_XD", ("eh_proj.weight",), "transpose"),
-        NameRule("norm_D", ("shared_head.norm.weight",)),
+    mtp=MtpNames(
+        (*JOIN, NameRule("norm_D", ("shared_head.norm.weight",))),
+        copies=("embed_tokens.weight", "shared_head.head.weight"),
     ),
-    mtp_copies=("embed_tokens.weight", "shared_head.head.weight"),
 )
 KIMI = "language_model."
 KIMI_INSIDE = replace(
@@ -51,7 +57,7 @@ KIMI_INSIDE = replace(
 )
 
 # GLM-5's repositories leave the copies out.
-NO_COPIES = replace(DEEPSEEK, mtp_copies=())
+NO_COPIES = replace(DEEPSEEK, mtp=replace(DEEPSEEK.mtp, copies=()))
 
 TABLES = (
     dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), DEEPSEEK)

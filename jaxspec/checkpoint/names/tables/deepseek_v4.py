@@ -1,6 +1,6 @@
 """Tensor names of DeepSeek-V4, which are those of its released code."""
 
-from jaxspec.checkpoint.names.table import NameRule, Table, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import MtpNames, NameRule, Table, gated_rules, router_rules
 
 A, HUB = "attention/", "attn."
 
@@ -57,15 +57,17 @@ TABLES = {
             *gated_rules("ffn/shared/", "ffn.shared_experts.", *W),
         ),
         expert=gated_rules("ffn/", "ffn.experts.{e}.", *W),
-        mtp=(
-            NameRule("embed_norm_D", ("enorm.weight",)),
-            NameRule("hidden_norm_D", ("hnorm.weight",)),
-            NameRule("norm_D", ("norm.weight",)),
-            NameRule("embed_proj_DX", ("e_proj.weight",), "transpose"),
-            NameRule("hidden_proj_DX", ("h_proj.weight",), "transpose"),
-            *_hyper("hyper_head/head", "hc_head", "N"),
+        mtp=MtpNames(
+            (
+                NameRule("embed_norm_D", ("enorm.weight",)),
+                NameRule("hidden_norm_D", ("hnorm.weight",)),
+                NameRule("norm_D", ("norm.weight",)),
+                NameRule("embed_proj_DX", ("e_proj.weight",), "transpose"),
+                NameRule("hidden_proj_DX", ("h_proj.weight",), "transpose"),
+                *_hyper("hyper_head/head", "hc_head", "N"),
+            ),
+            prefix="mtp.{n}.",
         ),
-        mtp_prefix="mtp.{n}.",
         prefix="layers.{y}.",
         scales="scale",
     )

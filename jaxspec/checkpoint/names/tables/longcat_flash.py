@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import EMBEDDING, NameRule, Table, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, MtpNames, NameRule, Table, gated_rules, router_rules
 from jaxspec.checkpoint.names.tables.deepseek import HUB, LATENT
 
 
@@ -35,6 +35,16 @@ TABLES = {
             *router_rules("mlp.router.classifier.weight", "mlp.router.e_score_correction_bias"),
         ),
         expert=gated_rules("ffn/", "mlp.experts.{e}."),
+        mtp=MtpNames(
+            (
+                NameRule("embed_norm_D", ("enorm.m.weight",)),
+                NameRule("hidden_norm_D", ("hnorm.m.weight",)),
+                NameRule("join_XD", ("eh_proj.weight",), "transpose"),
+            ),
+            shared=(NameRule("norm_D", ("model.mtp.norm.weight",)),),
+            prefix="model.mtp.layers.{n}.",
+            layer=(*NORMS, *LATENT, *gated_rules("ffn/", "transformer_layer.mlp.")),
+        ),
         others=("model.mtp.",),
     )
 }

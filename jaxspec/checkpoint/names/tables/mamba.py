@@ -2,7 +2,16 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, NameRule, Table, attention_rules, router_rules
+from jaxspec.checkpoint.names.table import (
+    EMBEDDING,
+    JOIN,
+    NORMS,
+    MtpNames,
+    NameRule,
+    Table,
+    attention_rules,
+    router_rules,
+)
 
 A, MOE, MIXER = "attention/", "block_sparse_moe.", "mixer."
 
@@ -29,6 +38,30 @@ def _up_down(leaf: str, hub: str) -> tuple[NameRule, ...]:
         NameRule(f"{leaf}up_bias_F", (f"{hub}up_proj.bias",)),
         NameRule(f"{leaf}down_FD", (f"{hub}down_proj.weight",), "transpose"),
         NameRule(f"{leaf}down_bias_D", (f"{hub}down_proj.bias",)),
+    )
+
+
+def nemotron_rules(first: str, second: str) -> tuple[NameRule, ...]:
+    """Returns the rules of a layer of Nemotron-H by the prefixes of what mixes positions and of its feed-forward."""
+    mixer, ffn = first + MIXER, second + MIXER
+    return (
+        NameRule("attention_norm_D", (f"{first}norm.weight",)),
+        NameRule("ffn_norm_D", (f"{second}norm.weight",)),
+        *attention_rules(mixer),
+        *mamba_rules(mixer),
+        *router_rules(f"{ffn}gate.weight", f"{ffn}gate.e_score_correction_bias"),
+        NameRule("ffn/latent_in_DR", (f"{ffn}fc1_latent_proj.weight",), "transpose"),
+        NameRule("ffn/latent_out_RD", (f"{ffn}fc2_latent_proj.weight",), "transpose"),
+        *_up_down("ffn/", ffn),
+        *_up_down("ffn/shared/", f"{ffn}shared_experts."),
+    )
+
+
+def nemotron_expert(prefix: str) -> tuple[NameRule, ...]:
+    """Returns the rules of an expert of Nemotron-H by the prefix of its layer."""
+    return (
+        NameRule("ffn/gate_up_D2F_{e}", (prefix + MIXER + "experts.{e}.up_proj.weight",), "gate_up"),
+        NameRule("ffn/down_FD_{e}", (prefix + MIXER + "experts.{e}.down_proj.weight",), "transpose"),
     )
 
 
@@ -59,19 +92,17 @@ TABLES = GRANITE | {
             NameRule("norm_D", ("backbone.norm_f.weight",)),
             *EMBEDDING[2:],
         ),
-        layer=(
-            *(replace(rule, hub=("norm.weight",)) for rule in NORMS),
-            *attention_rules(MIXER),
-            *mamba_rules(MIXER),
-            *router_rules(f"{MIXER}gate.weight", f"{MIXER}gate.e_score_correction_bias"),
-            NameRule("ffn/latent_in_DR", (f"{MIXER}fc1_latent_proj.weight",), "transpose"),
-            NameRule("ffn/latent_out_RD", (f"{MIXER}fc2_latent_proj.weight",), "transpose"),
-            *_up_down("ffn/", MIXER),
-            *_up_down("ffn/shared/", f"{MIXER}shared_experts."),
-        ),
-        expert=(
-            NameRule("ffn/gate_up_D2F_{e}", (MIXER + "experts.{e}.up_proj.weight",), "gate_up"),
-            NameRule("ffn/down_FD_{e}", (MIXER + "experts.{e}.down_proj.weight",), "transpose"),
+        layer=nemotron_rules("", ""),
+        expert=nemotron_expert(""),
+        # Attention and experts of a layer of prediction have numbers of their own.
+        mtp=MtpNames(
+            (
+                *(replace(rule, hub=(f"0.{rule.hub[0]}",)) for rule in JOIN),
+                NameRule("norm_D", ("1.final_layernorm.weight",)),
+            ),
+            prefix="mtp.layers.",
+            layer=nemotron_rules("0.", "1."),
+            expert=nemotron_expert("1."),
         ),
         prefix="backbone.layers.{y}.",
         others=("mtp.",),

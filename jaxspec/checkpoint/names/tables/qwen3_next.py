@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import EMBEDDING, NameRule
+from jaxspec.checkpoint.names.table import EMBEDDING, JOIN_OUTSIDE, MtpNames, NameRule
 from jaxspec.checkpoint.names.tables.qwen2_moe import TABLES as QWEN2
 
 A, HUB = "attention/", "linear_attn."
@@ -23,7 +23,12 @@ FLAT = (
     NameRule(f"{A}ba_D2H", (f"{HUB}in_proj_b.weight", f"{HUB}in_proj_a.weight"), "gate_up"),
 )
 MOE = QWEN2["qwen2_moe"]
-NEXT = replace(MOE, layer=(*MOE.layer, *DELTA_NET, *GROUPED), others=("mtp.",))
+NEXT = replace(
+    MOE,
+    layer=(*MOE.layer, *DELTA_NET, *GROUPED),
+    mtp=MtpNames(shared=JOIN_OUTSIDE, prefix="mtp.layers.{n}."),
+    others=("mtp.",),
+)
 
 INSIDE = "model.language_model."
 LATER = replace(NEXT, layer=(*MOE.layer, *DELTA_NET, *FLAT))
@@ -39,6 +44,7 @@ TABLES = {
             NameRule("ffn/down_FD_{e}", ("mlp.experts.down_proj",), "transpose"),
         ),
         experts_stacked=True,
+        expert_apart=MOE.expert,  # quantized releases, and the prediction of Qwen3.5 but not of 3.6
         prefix=INSIDE + "layers.{y}.",
         others=("mtp.", "model.visual."),
     ),
