@@ -76,7 +76,15 @@ LOOKUP_LENGTH, SUFFIX_LENGTH, PAST_TOKENS = 4, 8, 16_384
 WITH_MODEL = ("draft_model", "hybrid", *HEADS)
 LOOKUP = ("ngram", "suffix", "hybrid")
 METHODS = ("ngram", "suffix", "mtp", "early_exit", *WITH_MODEL)
-ALIASES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "eagle2": "eagle", "p_eagle": "peagle"}
+# vLLM's older names.
+MTP_NAMES = tuple(
+    f"{family}_mtp"
+    for family in (
+        "deepseek", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5", "mimo_v2", "longcat_flash", "exaone_moe",
+        "hy_v3", "nemotron_h",
+    )
+)  # fmt: skip
+ALIASES = {**dict.fromkeys(MTP_NAMES, "mtp"), "eagle2": "eagle", "p_eagle": "peagle"}
 
 
 def parse(config: Mapping[str, Any] | None) -> SpeculativeConfig:

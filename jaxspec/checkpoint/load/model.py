@@ -20,7 +20,7 @@ from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.load.tied import with_own_head
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import CheckpointError, ConfigError
-from jaxspec.models.catalog import arch_of
+from jaxspec.models.catalog import arch_of, known_families
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.policy import Policy
@@ -185,9 +185,11 @@ def load_mtp(
     """
     directory, arch = Path(directory), net.arch
     if not arch.mtp:
+        row = known_families()[arch.family].mtp
+        why = "none are read of this family" if row is None else " or ".join(row.count[:1])
         raise ConfigError(
-            f"{directory}: config.json ({arch.family}) has no layers of multi-token prediction "
-            "(num_nextn_predict_layers); speculate with another method"
+            f"{directory}: config.json ({arch.family}) has no layers of multi-token prediction ({why}); speculate with "
+            "another method"
         )
     block, files = check_method(read_config(directory)), open_tensors(directory)
     rules = known_tables()[arch.family].mtp_rules(arch, files)
