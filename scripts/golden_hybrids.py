@@ -1,9 +1,7 @@
 """The tiny models of tests/golden whose layers are recurrent or of several kinds, see ``golden_models``."""
 
-import re
 from dataclasses import replace
 
-import torch  # pyright: ignore[reportMissingImports]
 from golden_models import FULL, SHARED_EXPERT, Golden
 
 LINEAR = "linear_attention"
@@ -205,7 +203,7 @@ HYBRIDS = {
         "Qwen3NextForCausalLM",
         {**QWEN3_NEXT, "mlp_only_layers": [1], "decoder_sparse_step": 1},
         mtp=1,
-        behind={"layer_types": [LINEAR, LINEAR, LINEAR, FULL, FULL]},
+        longer={"layer_types": [LINEAR, LINEAR, LINEAR, FULL, FULL]},
     ),
     "qwen3_5_moe_text": Golden("Qwen3_5MoeForCausalLM", QWEN3_5),
     "qwen3_5_moe": Golden(
@@ -214,51 +212,15 @@ HYBRIDS = {
         nested=("text_config", "model.language_model."),
         fused=True,
         mtp=1,
-        behind={"layer_types": [*QWEN3_5_KINDS, FULL]},
+        longer={"layer_types": [*QWEN3_5_KINDS, FULL]},
     ),
     "kimi_linear": Golden("KimiLinearForCausalLM", KIMI_LINEAR),
     "lfm2_moe": Golden("Lfm2MoeForCausalLM", LFM2),
     "granitemoehybrid": Golden("GraniteMoeHybridForCausalLM", GRANITE),
     "nemotron_h": Golden(
-        "NemotronHForCausalLM", NEMOTRON, mtp=2, behind={"hybrid_override_pattern": f"{NEMOTRON_KINDS}*E"}
+        "NemotronHForCausalLM", NEMOTRON, mtp=2, longer={"hybrid_override_pattern": f"{NEMOTRON_KINDS}*E"}
     ),
     "minimax": Golden("MiniMaxForCausalLM", MINIMAX),
     "bailing_hybrid": Golden("BailingHybridForCausalLM", LING),
 }
 HYBRIDS = {name: replace(golden, recurrent=True) for name, golden in HYBRIDS.items()}
-
-
-@torch.no_grad()
-def spread(model: torch.nn.Module, ids: torch.Tensor) -> float:
-    """Largest difference between logits of whole texts and of single steps: a recurrence may enlarge roundings."""
-    cache, steps = None, []
-    for t in range(ids.shape[1]):
-        out = model(ids[:, t : t + 1], past_key_values=cache, position_ids=torch.full((len(ids), 1), t), use_cache=True)
-        cache = out.past_key_values
-        steps.append(out.logits)
-    return float((torch.cat(steps, 1) - model(ids, use_cache=False).logits).abs().max())
-
-
-def as_nested(golden: Golden, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """dict[str, torch.Tensor] of a text model under the names that they have in a larger one."""
-    prefix = golden.nested[1]
-    # transformers writes Kimi-Linear's dense layers under the name of those with experts.
-    stored = {re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): x for name, x in stored.items()}
-    if "zero_expert_num" in golden.config:  # transformers has weights of these that nobody reads or publishes
-        last = golden.config["n_routed_experts"]
-        numbers = {name: re.search(r"\.experts\.(\d+)\.", name) for name in stored}
-        stored = {name: x for name, x in stored.items() if not (n := numbers[name]) or int(n[1]) < last}
-    if not golden.fused:
-        before = r"^model\." if prefix.startswith("model.") else "^"
-        return {re.sub(before, prefix, tensor): x for tensor, x in stored.items()}
-    out = {re.sub(r"^model\.", prefix, name): x for name, x in stored.items() if ".experts." not in name}
-    stacks = sorted({name.partition(".experts.")[0] for name in stored if ".experts." in name})
-    for stack in stacks:
-        experts = range(sum(name.startswith(f"{stack}.experts.") for name in stored) // 3)
-
-        def each(part: str, stack: str = stack, experts: range = experts) -> torch.Tensor:
-            return torch.stack([stored[f"{stack}.experts.{e}.{part}_proj.weight"] for e in experts])
-
-        fused = {"gate_up": torch.cat([each("gate"), each("up")], 1), "down": each("down")}
-        out |= {f"{re.sub(r'^model.', prefix, stack)}.experts.{n}_proj": x.contiguous() for n, x in fused.items()}
-    return out

@@ -37,7 +37,7 @@ class Golden:
       config: the published config on top of ``COMMON``; a value of ``...`` takes a common key out.
       quantized: layout of the stored weights, if they are not all bfloat16.
       mtp: how many layers of transformers hold the layer of multi-token prediction that is stored after the model.
-      behind: settings of the model with those layers.
+      longer: settings of the model with those layers.
       nested: key of the published config under which the text model's lies, and prefix of its tensors; where that ends
         in the name of a part, those of the head have none.
       recurrent: whether some layers carry a state.
@@ -49,7 +49,7 @@ class Golden:
     config: dict[str, Any] = field(default_factory=dict)
     quantized: Literal["", "fp8", "mxfp4", "deepseek_v4"] = ""
     mtp: int = 0
-    behind: dict[str, Any] = field(default_factory=dict)
+    longer: dict[str, Any] = field(default_factory=dict)
     nested: tuple[str, str] = ("", "")
     fused: bool = False
     recurrent: bool = False
@@ -376,7 +376,7 @@ GOLDENS = {
             "num_nextn_predict_layers": 1,
         },
         mtp=1,
-        behind={"layer_types": [NEAR, CLOSE, FAR, CLOSE, NEAR]},
+        longer={"layer_types": [NEAR, CLOSE, FAR, CLOSE, NEAR]},
     ),
     "deepseek_v4_fp4": Golden(
         "DeepseekV4ForCausalLM",

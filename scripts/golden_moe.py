@@ -169,7 +169,7 @@ EXPERTS = {
             "num_nextn_predict_layers": 1,
         },
         mtp=1,
-        behind={"mlp_layer_types": ["dense", "sparse", "sparse"]},
+        longer={"mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
     "exaone_moe": Golden(
         "ExaoneMoeForCausalLM",
@@ -191,7 +191,7 @@ EXPERTS = {
             "num_nextn_predict_layers": 1,
         },
         mtp=1,
-        behind={"layer_types": [NEAR, NEAR, FULL, NEAR], "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]},
+        longer={"layer_types": [NEAR, NEAR, FULL, NEAR], "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]},
     ),
     "deepseek_v2": Golden(
         "DeepseekV2ForCausalLM",
@@ -330,7 +330,7 @@ EXPERTS = {
             "partial_rotary_factor": 0.334,
         },
         mtp=1,
-        behind={
+        longer={
             "layer_types": [FULL, NEAR, NEAR],
             "hybrid_layer_pattern": [0, 1, 1],
             "mlp_layer_types": ["dense", "sparse", "dense"],

@@ -12,7 +12,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Published:
-    """Names of a layer behind a model of ``{y}`` layers.
+    """Names of a layer after a model of ``{y}`` layers.
 
     Attributes:
       layer: beginnings of names of its decoder layer in transformers, and of the published ones, the first that fits
@@ -22,7 +22,7 @@ class Published:
     """
 
     layer: tuple[tuple[str, str], ...]
-    join: tuple[str, str, str, str]
+    join: tuple[str, ...]
     copies: tuple[str, ...] = ()
 
 
@@ -32,11 +32,11 @@ def _inside(prefix: str, last: str, *copies: str, layer: tuple[tuple[str, str], 
     return Published((*layer, ("model.layers.{y}.", prefix)), names, tuple(prefix + name for name in copies))
 
 
-BEHIND = "model.layers.{y}."
+NEXT = "model.layers.{y}."
 MIMO = "model.mtp.layers.0."
-DEEPSEEK = _inside(BEHIND, "shared_head.norm.weight", "embed_tokens.weight", "shared_head.head.weight")
+DEEPSEEK = _inside(NEXT, "shared_head.norm.weight", "embed_tokens.weight", "shared_head.head.weight")
 QWEN = Published(
-    ((BEHIND, "mtp.layers.0."),),
+    ((NEXT, "mtp.layers.0."),),
     ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.norm.weight", "mtp.fc.weight"),
 )
 PUBLISHED = {
@@ -46,19 +46,19 @@ PUBLISHED = {
     "qwen3_next": QWEN,
     "qwen3_5_moe_text": QWEN,
     "exaone_moe": QWEN,
-    "hy_v3": _inside(BEHIND, "final_layernorm.weight"),
+    "hy_v3": _inside(NEXT, "final_layernorm.weight"),
     "mimo_v2_flash": _inside(
         MIMO,
         "final_layernorm.weight",
-        layer=((f"{BEHIND}post_attention_layernorm.", f"{MIMO}pre_mlp_layernorm."),),
+        layer=((f"{NEXT}post_attention_layernorm.", f"{MIMO}pre_mlp_layernorm."),),
     ),
     # Half of one of its layers, without experts.
     "longcat_flash": Published(
         (
-            (f"{BEHIND}self_attn.0.", f"{MIMO}self_attn."),
-            (f"{BEHIND}input_layernorm.0.", f"{MIMO}input_layernorm."),
-            (f"{BEHIND}post_attention_layernorm.0.", f"{MIMO}post_attention_layernorm."),
-            (f"{BEHIND}mlps.0.", f"{MIMO}transformer_layer.mlp."),
+            (f"{NEXT}self_attn.0.", f"{MIMO}self_attn."),
+            (f"{NEXT}input_layernorm.0.", f"{MIMO}input_layernorm."),
+            (f"{NEXT}post_attention_layernorm.0.", f"{MIMO}post_attention_layernorm."),
+            (f"{NEXT}mlps.0.", f"{MIMO}transformer_layer.mlp."),
         ),
         (f"{MIMO}enorm.m.weight", f"{MIMO}hnorm.m.weight", "model.mtp.norm.weight", f"{MIMO}eh_proj.weight"),
         ("model.mtp.embed_tokens.weight",),
@@ -86,7 +86,7 @@ def published_of(golden: Golden) -> Published:
 
     return Published(
         tuple((filled(core), filled(hub)) for core, hub in names.layer),
-        tuple(map(filled, names.join)),  # pyright: ignore[reportArgumentType]
+        tuple(map(filled, names.join)),
         tuple(map(filled, names.copies)),
     )
 
@@ -126,7 +126,7 @@ def add_mtp(golden: Golden, tensors: Tensors) -> Tensors:
 
 
 def norm_offset(golden: Golden) -> float:
-    """What is added to the weights of the norms."""
+    """Returns what is added to the weights of the norms."""
     return 1.0 if golden.config["model_type"].startswith("qwen3_") else 0.0
 
 
@@ -179,7 +179,7 @@ def mtp_reference(
 
 
 def hidden_of(model: torch.nn.Module, ids: torch.Tensor, *, streams: bool) -> torch.Tensor:
-    """What the head reads, or the streams after the last layer."""
+    """Returns what the head reads, or the streams after the last layer."""
     kept: list[Any] = []
     if streams:
         hook = model.model.layers[-1].register_forward_hook(lambda m, a, o: kept.append(o))
@@ -190,7 +190,7 @@ def hidden_of(model: torch.nn.Module, ids: torch.Tensor, *, streams: bool) -> to
     return kept[0] if torch.is_tensor(kept[0]) else kept[0][0]
 
 
-def layer_behind(
+def layer_after(
     golden: Golden, tensors: Tensors, load: Callable[[Golden, Tensors, int], torch.nn.Module]
 ) -> torch.nn.Module:
     """A model without a head that has nothing but the layer of multi-token prediction."""
@@ -199,7 +199,7 @@ def layer_behind(
     core.layers = core.layers[depth:]
     if golden.config["model_type"] == "longcat_flash":
         silence(core.layers[0])
-    elif getattr(core.config, "layer_types", None) and "layer_types" in golden.behind:
+    elif getattr(core.config, "layer_types", None) and "layer_types" in golden.longer:
         core.config.layer_types = core.config.layer_types[depth:]
     return core
 

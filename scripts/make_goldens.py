@@ -17,10 +17,10 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers
 from golden_files import GOLDENS as OUT
 from golden_files import pack_golden
-from golden_hybrids import HYBRIDS, as_nested, spread
+from golden_hybrids import HYBRIDS
 from golden_models import COMMON, DEPTH, GOLDENS, Golden
 from golden_moe import EXPERTS
-from golden_mtp import add_mtp, layer_behind, mtp_reference
+from golden_mtp import add_mtp, layer_after, mtp_reference
 from safetensors.torch import load_file, save_file
 
 ROWS, LENGTH, NEW, PROMPT = 2, 24, 24, 12
@@ -50,7 +50,7 @@ def build(golden: Golden, layers: int) -> torch.nn.Module:
     architecture = getattr(transformers, golden.architecture)
     settings = golden.settings()
     if layers > golden.depth():
-        settings |= {**{key: layers for key in DEPTH if key in settings}, **golden.behind}
+        settings |= {**{key: layers for key in DEPTH if key in settings}, **golden.longer}
     model = architecture(architecture.config_class(**settings, attn_implementation="eager")).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -268,6 +268,42 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> tuple[torch.Tensor, 
     return ids[:, prompt.shape[1] :], ids, gap
 
 
+@torch.no_grad()
+def spread(model: torch.nn.Module, ids: torch.Tensor) -> float:
+    """Returns how far logits of whole texts and of single steps lie apart: a recurrence may enlarge roundings."""
+    cache, steps = None, []
+    for t in range(ids.shape[1]):
+        out = model(ids[:, t : t + 1], past_key_values=cache, position_ids=torch.full((len(ids), 1), t), use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    return float((torch.cat(steps, 1) - model(ids, use_cache=False).logits).abs().max())
+
+
+def as_nested(golden: Golden, stored: Tensors) -> Tensors:
+    """Returns the tensors of a text model under the names that they have in a larger one."""
+    prefix = golden.nested[1]
+    # transformers writes Kimi-Linear's dense layers under the name of those with experts.
+    stored = {re.sub(r"block_sparse_moe\.(gate|up|down)_proj", r"mlp.\1_proj", name): x for name, x in stored.items()}
+    if "zero_expert_num" in golden.config:  # transformers has weights of these that nobody reads or publishes
+        last = golden.config["n_routed_experts"]
+        numbers = {name: re.search(r"\.experts\.(\d+)\.", name) for name in stored}
+        stored = {name: x for name, x in stored.items() if not (n := numbers[name]) or int(n[1]) < last}
+    if not golden.fused:
+        before = r"^model\." if prefix.startswith("model.") else "^"
+        return {re.sub(before, prefix, tensor): x for tensor, x in stored.items()}
+    out = {re.sub(r"^model\.", prefix, name): x for name, x in stored.items() if ".experts." not in name}
+    stacks = sorted({name.partition(".experts.")[0] for name in stored if ".experts." in name})
+    for stack in stacks:
+        experts = range(sum(name.startswith(f"{stack}.experts.") for name in stored) // 3)
+
+        def each(part: str, stack: str = stack, experts: range = experts) -> torch.Tensor:
+            return torch.stack([stored[f"{stack}.experts.{e}.{part}_proj.weight"] for e in experts])
+
+        fused = {"gate_up": torch.cat([each("gate"), each("up")], 1), "down": each("down")}
+        out |= {f"{re.sub(r'^model.', prefix, stack)}.experts.{n}_proj": x.contiguous() for n, x in fused.items()}
+    return out
+
+
 def make(name: str, golden: Golden) -> None:
     """Writes one directory, with the first inputs in which no choice is close to a tie."""
     directory = OUT / name
@@ -276,7 +312,7 @@ def make(name: str, golden: Golden) -> None:
     layers = golden.depth()
     tensors = published_tensors(build(golden, layers + golden.mtp), golden)
     stored, exact = quantize(golden, add_mtp(golden, tensors) if golden.mtp else tensors)
-    model, core = loaded(golden, exact, layers), layer_behind(golden, exact, loaded) if golden.mtp else None
+    model, core = loaded(golden, exact, layers), layer_after(golden, exact, loaded) if golden.mtp else None
     for seed in range(400):
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(2, COMMON["vocab_size"], (ROWS, LENGTH), generator=generator)

@@ -255,8 +255,8 @@ def _mtp_layer(read: Reader, family: Family, row: MtpRow, layer: int) -> LayerSp
         mixer = family.mixer.spec_of(read, row.like)
     else:
         mixer = family.mixer.spec(read, layer)
-    dense = family.moe is None or row.ffn == "dense"
-    return LayerSpec(mixer, _dense(read, family.ffn) if dense else _experts(read, family, family.moe, layer))
+    moe = None if row.ffn == "dense" else family.moe
+    return LayerSpec(mixer, _dense(read, family.ffn) if moe is None else _experts(read, family, moe, layer))
 
 
 def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
