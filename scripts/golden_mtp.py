@@ -117,7 +117,7 @@ def add_mtp(golden: Golden, tensors: Tensors) -> Tensors:
         more |= {f"mtp.0.{part}_proj.weight": product(dim, dim) for part in "eh"}
         for part in ("fn", "base", "scale"):
             main = tensors[f"hc_head_{part}"]
-            more[f"mtp.0.hc_head_{part}"] = main + 0.1 * torch.randn(main.shape)
+            tensors[f"mtp.0.hc_head_{part}"] = main + 0.1 * torch.randn(main.shape)
     else:
         more[names.join[3]] = product(dim, 2 * dim)
     for name in names.copies:

@@ -22,7 +22,7 @@ FAMILY = Family(
     mtp=MtpRow(ffn="dense", most=1),
     shortcut=True,
     depth="num_layers",
-    # Published configs do not say that there is a layer of multi-token prediction.
+    # Configs need not say that there is a layer of multi-token prediction.
     defaults={
         "routed_scaling_factor": 6.0,
         "rope_theta": 1e7,

@@ -49,7 +49,7 @@ FAMILY = Family(
         "rope_theta": 5e6,
         "swa_rope_theta": 1e4,
         "partial_rotary_factor": 0.334,
-        "num_nextn_predict_layers": 1,  # published configs do not say so
+        "num_nextn_predict_layers": 1,  # configs need not say so
     },
     implied={"attention_chunk_size": ..., "n_shared_experts": 0},
 )

@@ -24,7 +24,7 @@ NEXT = Family(
     moe=EXPERTS,
     norm_offset=1.0,
     mtp=MtpRow(ffn="experts", like=FULL),
-    # Published configs do not say that there is a layer of multi-token prediction.
+    # Configs need not say that there is a layer of multi-token prediction.
     defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True, "num_nextn_predict_layers": 1},
     implied={"attn_output_gate": True},
 )
