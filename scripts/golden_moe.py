@@ -226,7 +226,9 @@ EXPERTS = {
             "use_bias": False,
             "rope_theta": 500000.0,
             "tie_word_embeddings": True,
+            "num_nextn_predict_layers": 1,
         },
+        mtp=1,
     ),
     "hunyuan_v1_moe": Golden(
         "HunYuanMoEV1ForCausalLM",

@@ -52,6 +52,16 @@ PUBLISHED = {
         "final_layernorm.weight",
         layer=((f"{NEXT}post_attention_layernorm.", f"{MIMO}pre_mlp_layernorm."),),
     ),
+    # The last norm is the model's own.
+    "ernie4_5_moe": Published(
+        ((NEXT, "model.mtp_block.0."),),
+        (
+            "model.mtp_emb_norm.0.weight",
+            "model.mtp_hidden_norm.0.weight",
+            "model.norm.weight",
+            "model.mtp_linear_proj.0.weight",
+        ),
+    ),
     # Half of one of its layers, without experts.
     "longcat_flash": Published(
         (
@@ -142,7 +152,8 @@ def mtp_reference(
     """Logits of multi-token prediction [B, T-1, V]: slot i joins token i + 1 with the hidden state after token i.
 
     DeepSeek-V3 (2024), section 2.2; for DeepSeek-V4 its released inference code; for the others the order of the join
-    and the norms are those of vLLM 0.32 (``*_mtp.py``). The decoder layer is transformers'.
+    and the norms are those of vLLM 0.32 (``*_mtp.py``), but for ERNIE-4.5's last norm, which is PaddlePaddle's (vLLM
+    has none). The decoder layer is transformers'.
 
     Args:
       golden: which model.

@@ -81,7 +81,7 @@ MTP_NAMES = tuple(
     f"{family}_mtp"
     for family in (
         "deepseek", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5", "mimo_v2", "longcat_flash", "exaone_moe",
-        "hy_v3", "nemotron_h",
+        "hy_v3", "nemotron_h", "ernie",
     )
 )  # fmt: skip
 ALIASES = {**dict.fromkeys(MTP_NAMES, "mtp"), "eagle2": "eagle", "p_eagle": "peagle"}

@@ -20,7 +20,16 @@ from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-FAMILIES = ("qwen3_next", "qwen3_5_moe", "nemotron_h", "mimo_v2_flash", "longcat_flash", "exaone_moe", "hy_v3")
+FAMILIES = (
+    "qwen3_next",
+    "qwen3_5_moe",
+    "nemotron_h",
+    "mimo_v2_flash",
+    "longcat_flash",
+    "exaone_moe",
+    "hy_v3",
+    "ernie4_5_moe",
+)
 OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 SETTINGS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "max_logprobs": 0, "prefill_buckets": (16,)}
 DRAFTS, NEW, IDENTITIES = 3, 30, slice(4, None)

@@ -120,7 +120,7 @@ def unquantized_tensors(arch: ArchSpec, wide: str = "bfloat16") -> Tensors:
     if not arch.mtp:
         return tensors
     rules, dtype = list(table.mtp_rules(arch)), np.dtype(DTYPES[wide])
-    tensors |= _tensors(Mtp(arch, policy), rules, wide)
+    tensors = {**tensors, **{n: t for n, t in _tensors(Mtp(arch, policy), rules, wide).items() if n not in tensors}}
     for rule in rules:
         if re.fullmatch(r"mtp_\d+/embed_norm_D", rule.leaf):
             prefix = rule.hub[0].removesuffix("enorm.weight")

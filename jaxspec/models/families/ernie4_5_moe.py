@@ -2,6 +2,7 @@
 
 from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.gqa import GqaRow
+from jaxspec.models.rows import MtpRow
 
 FAMILY = Family(
     model_type="ernie4_5_moe",
@@ -15,6 +16,7 @@ FAMILY = Family(
         shared_count="moe_num_shared_experts",
         span=("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
     ),
+    mtp=MtpRow(ffn="dense", most=1),
     defaults={
         "moe_k": 6,
         "moe_num_shared_experts": 2,

@@ -67,10 +67,19 @@ def test_the_layer_has_the_attention_of_a_kind():
 def test_experts_of_the_layer():
     kinds = {
         name: type(arch_of(config_of(name)).mtp[0].ffn)
-        for name in ("qwen3_next", "qwen3_5_moe", "nemotron_h", "hy_v3", "exaone_moe", "mimo_v2_flash", "longcat_flash")
+        for name in (
+            "qwen3_next",
+            "qwen3_5_moe",
+            "nemotron_h",
+            "hy_v3",
+            "exaone_moe",
+            "mimo_v2_flash",
+            "longcat_flash",
+            "ernie4_5_moe",
+        )
     }
     assert kinds == dict.fromkeys(("qwen3_next", "qwen3_5_moe", "nemotron_h", "hy_v3"), MoeSpec) | dict.fromkeys(
-        ("exaone_moe", "mimo_v2_flash", "longcat_flash"), FfnSpec
+        ("exaone_moe", "mimo_v2_flash", "longcat_flash", "ernie4_5_moe"), FfnSpec
     )
     assert arch_of(config_of("longcat_flash")).mtp[0].second is None
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import NameRule, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import MtpNames, NameRule, gated_rules, router_rules
 from jaxspec.checkpoint.names.tables.glm4_moe import DENSE, GLM
 
 TABLES = {
@@ -14,6 +14,15 @@ TABLES = {
             NameRule("ffn/choice_bias_E", ("mlp.moe_statics.e_score_correction_bias",), "row"),
             *gated_rules("ffn/shared/", "mlp.shared_experts."),
         ),
-        others=("mtp.", "model.mtp_"),  # multi-token prediction
+        mtp=MtpNames(
+            shared=(
+                NameRule("embed_norm_D", ("model.mtp_emb_norm.0.weight",)),
+                NameRule("hidden_norm_D", ("model.mtp_hidden_norm.0.weight",)),
+                NameRule("join_XD", ("model.mtp_linear_proj.0.weight",), "transpose"),
+                NameRule("norm_D", ("model.norm.weight",)),  # the model's own
+            ),
+            prefix="model.mtp_block.{n}.",
+        ),
+        others=("mtp.", "model.mtp_"),
     )
 }
