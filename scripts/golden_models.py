@@ -69,7 +69,7 @@ class Golden:
         if not self.nested[0]:
             return {key: value for key, value in self.text().items() if key not in IN_CODE_ALONE}
         kind = self.config["model_type"]
-        inside, outside = (kind, kind.removesuffix("_text")) if kind.endswith("_text") else ("deepseek_v3", kind)
+        inside, outside = (kind, kind.removesuffix("_text")) if kind.endswith("_text") else (WRAPPED[kind], kind)
         return {"model_type": outside, self.nested[0]: self.text() | {"model_type": inside}}
 
     def settings(self) -> dict[str, Any]:
@@ -80,6 +80,7 @@ class Golden:
 
 
 DEPTH = ("num_hidden_layers", "num_layers")
+WRAPPED = {"kimi_k25": "deepseek_v3", "mistral3": "mistral4", "step3p7": "step3p5"}
 # Sizes of chunks and of what other keys say, which change no result: transformers' classes ask for them.
 IN_CODE_ALONE = ("mamba_expand", "chunk_size", "block_size")
 MIXTRAL = {

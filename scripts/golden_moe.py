@@ -1,5 +1,6 @@
 """The tiny models of tests/golden with ordinary attention and experts, see ``golden_models``."""
 
+from golden_2026 import EXPERTS_2026
 from golden_models import FULL, LATENT, LLAMA3, NEAR, SHARED_EXPERT, YARN, Golden
 
 # Keys of ``SHARED_EXPERT`` that other families have under other names, or not at all.
@@ -364,4 +365,4 @@ EXPERTS = {
             "tie_word_embeddings": False,
         },
     ),
-}
+} | EXPERTS_2026

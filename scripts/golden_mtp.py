@@ -46,7 +46,7 @@ PUBLISHED = {
     "qwen3_next": QWEN,
     "qwen3_5_moe_text": QWEN,
     "exaone_moe": QWEN,
-    "hy_v3": _inside(NEXT, "final_layernorm.weight"),
+    **dict.fromkeys(("hy_v3", "bailing_moe"), _inside(NEXT, "final_layernorm.weight")),
     "mimo_v2_flash": _inside(
         MIMO,
         "final_layernorm.weight",

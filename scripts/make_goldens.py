@@ -29,19 +29,12 @@ Tensors = dict[str, torch.Tensor]
 # Kept in float32 by those who publish: biases of choices, and what DeepSeek-V4 computes in float32.
 FLOAT32 = (
     "e_score_correction_bias", "ffn.gate.bias", "attn_sink", ".ape", "_base", "_scale", "_fn", "expert_bias", "A_log",
-    "dt_bias", ".D",
+    "dt_bias", ".D", ".router_bias",
 )  # fmt: skip
 ROUTERS = (
-    "mlp.gate",
-    "mlp.gate.wg",
-    "mlp.router",
-    "block_sparse_moe.gate",
-    "block_sparse_moe.router",
-    "feed_forward.gate",
-    "feed_forward.router",
-    "mixer.gate",
-    "router.proj",
-)
+    "mlp.gate", "mlp.gate.wg", "mlp.router", "mlp.router.gate", "block_sparse_moe.gate", "block_sparse_moe.router",
+    "feed_forward.gate", "feed_forward.router", "mixer.gate", "router.proj",
+)  # fmt: skip
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -288,6 +281,8 @@ def as_nested(golden: Golden, stored: Tensors) -> Tensors:
         last = golden.config["n_routed_experts"]
         numbers = {name: re.search(r"\.experts\.(\d+)\.", name) for name in stored}
         stored = {name: x for name, x in stored.items() if not (n := numbers[name]) or int(n[1]) < last}
+    if golden.architecture == "SarvamMoEForCausalLM":  # transformers saves its own name of this one
+        stored = {name.replace("embed_tokens", "word_embeddings"): x for name, x in stored.items()}
     if not golden.fused:
         before = r"^model\." if prefix.startswith("model.") else "^"
         return {re.sub(before, prefix, tensor): x for tensor, x in stored.items()}

@@ -8,6 +8,12 @@ from jaxspec.pytree import replace
 KV_CACHE_DTYPES = "auto", "fp8", "fp8_e4m3"
 
 
+def cache_dtype_of(arch: ArchSpec) -> str:
+    """Returns what ``with_cache_dtype`` was given."""
+    float8 = any(isinstance(layer.attention, AttentionSpec) and layer.attention.float8 for layer in arch.layers)
+    return "fp8" if float8 else "auto"
+
+
 def with_cache_dtype(arch: ArchSpec, wanted: str) -> ArchSpec:
     """Returns the architecture with its keys and values cached as ``kv_cache_dtype`` of ``LLM`` says.
 

@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from difflib import get_close_matches
 from functools import cache
 
 from jaxspec.errors import ConfigError
@@ -9,6 +10,8 @@ from jaxspec.models import families, mechanisms
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.family import Family, read_arch, reader_of
 from jaxspec.models.read import Config, Reader, short
+
+NEAREST = 6  # names in the message about an unknown one
 
 
 @cache
@@ -24,8 +27,8 @@ def arch_of(config: Config) -> ArchSpec:
     """The architecture of a published config.
 
     Raises:
-      ConfigError: the ``model_type`` is missing or unknown (the known ones are listed), the config is wrong, or it
-        switches on a mechanism that its family does not have.
+      ConfigError: the ``model_type`` is missing or unknown (the nearest known ones are named), the config is wrong, or
+        it switches on a mechanism that its family does not have.
     """
     return _read(config)[0]
 
@@ -43,8 +46,10 @@ def _read(config: Config) -> tuple[ArchSpec, Reader, Family]:
     kind = config.get("model_type")
     family = known_families().get(kind) if isinstance(kind, str) else None
     if family is None:
+        near = get_close_matches(str(kind), known_families(), NEAREST, cutoff=0.0)
         raise ConfigError(
-            f"config: model_type {short(kind)} is not known; known are {' '.join(sorted(known_families()))}"
+            f"config: model_type {short(kind)} is not known; the nearest of the {len(known_families())} known ones are "
+            f"{' '.join(near)}, and docs/models.md lists them all"
         )
     read = reader_of(config, family)
     arch = read_arch(read, family)

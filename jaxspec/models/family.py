@@ -31,20 +31,21 @@ class MoeRow:
 
     Attributes:
       experts, top_k, hidden: keys of E, A and F, of several the first present one counts.
-      router: kind of router.
+      router, score: kind of router; key of it, ``sigmoid`` or ``softmax``, where it says.
       renormalize: whether chosen weights are divided by their sum.
       scale: multiplies the weights.
-      logit_bias, choice_bias: biases of the router, see ``RouterSpec``.
+      logit_bias, choice_bias: biases of the router, see ``RouterSpec``, or the key of whether.
       grouped: whether ``n_group`` and ``topk_group`` limit the choice to some groups of experts, or the key of whether:
         ``group_limited_greedy`` or ``greedy``.
       members: see ``RouterSpec``.
       exact: whether router logits are computed in float32.
       hash_layers: key of the number of first layers that are routed by token id.
-      shared_hidden: key of the shared expert's F; with ``shared_count`` the F of one of them.
-      shared_count: key of the number of shared experts, stored as one.
+      shared_hidden: keys of the shared expert's F; with ``shared_count`` the F of one of them.
+      shared_count: keys of the number of shared experts, stored as one.
       shared_gate: whether the shared expert is gated.
       activation: kind that replaces the config's own, which must be ``silu``.
-      limit: key of the bound of the hidden units, or the bound.
+      limit, shared_limit: key of the bound of the hidden units, or the bound; key of the shared expert's own.
+      late: whether they bound what the gate's function gives.
       bias: whether the routed experts' products have biases.
       sparse_step: whether ``decoder_sparse_step`` and ``mlp_only_layers`` leave some layers dense.
       first_dense: key of the number of first layers that are dense, where ``mlp_layer_types`` does not say, nor with
@@ -68,19 +69,22 @@ class MoeRow:
     top_k: str | tuple[str, ...] = "num_experts_per_tok"
     hidden: str = "moe_intermediate_size"
     router: Literal["softmax", "topk_softmax", "sigmoid", "sqrt_softplus", "sparse_mixer"] = "softmax"
+    score: str | None = None
     renormalize: bool | str | tuple[str, ...] = True
     scale: float | str = 1.0
     logit_bias: bool = False
-    choice_bias: bool = False
+    choice_bias: bool | str = False
     grouped: bool | str = False
     members: int = 2
     exact: bool = False
     hash_layers: str | None = None
-    shared_hidden: str | None = None
-    shared_count: str | None = None
+    shared_hidden: str | tuple[str, ...] | None = None
+    shared_count: str | tuple[str, ...] | None = None
     shared_gate: bool = False
     activation: str | None = None
     limit: str | float | None = None
+    shared_limit: str | None = None
+    late: bool = False
     bias: bool = False
     sparse_step: bool = False
     first_dense: str | None = None
@@ -127,6 +131,7 @@ class Family:
       depth: key of the number of layers where it is another.
       one_each: whether a layer has a mixer or a feed-forward, as its kind says.
       inside: key under which the text model's config lies, where it is not the whole.
+      text_type: the ``model_type`` that must be said there, where others are published in the same wrapper.
       defaults: config values that may be left out, as in transformers.
       implied: values that keys can only have in this family, for keys that nothing else reads; a tuple names several,
         an ellipsis all.
@@ -155,6 +160,7 @@ class Family:
     depth: str | None = None
     one_each: bool = False
     inside: str | None = None
+    text_type: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
 
@@ -171,6 +177,10 @@ def arch_from_config(config: Config, family: Family) -> ArchSpec:
 def reader_of(config: Config, family: Family) -> Reader:
     """Reads the part of a config that is about the text model."""
     if family.inside and isinstance(config.get(family.inside), Mapping):
+        kind = config[family.inside].get("model_type")
+        if family.text_type not in (None, kind):
+            wanted = f"{family.inside}.model_type must be {family.text_type} in {family.model_type}"
+            raise ConfigError(f"config: {wanted}, got {short(kind)}")
         config = {**config, **config[family.inside]}
     if family.depth and family.depth in config:
         config = {**config, "num_hidden_layers": config[family.depth]}
@@ -239,7 +249,7 @@ def _layer(read: Reader, family: Family, layer: int) -> LayerSpec:
         return LayerSpec(mixer, None)
     ffn, joins = _ffn(read, family, layer), family.joins
     if family.shortcut and isinstance(ffn, MoeSpec):
-        return LayerSpec(mixer, replace(ffn, deferred=True), second=LayerSpec(mixer, _dense(read, family.ffn)))
+        return LayerSpec(mixer, replace(ffn, deferred=True), second=LayerSpec(mixer, _dense(read, family.ffn, layer)))
     if not joins:
         return LayerSpec(mixer, ffn)
     kind = family.mixer.kind(read, layer) if isinstance(family.mixer, HybridRow) else ""
@@ -256,13 +266,13 @@ def _mtp_layer(read: Reader, family: Family, row: MtpRow, layer: int) -> LayerSp
     else:
         mixer = family.mixer.spec(read, layer)
     moe = None if row.ffn == "dense" else family.moe
-    return LayerSpec(mixer, _dense(read, family.ffn) if moe is None else _experts(read, family, moe, layer))
+    return LayerSpec(mixer, _dense(read, family.ffn, layer) if moe is None else _experts(read, family, moe, layer))
 
 
 def _ffn(read: Reader, family: Family, layer: int) -> FfnSpec | MoeSpec:
     row = family.moe
     if row is None or _is_dense(read, family, row, layer):
-        return _dense(read, family.ffn)
+        return _dense(read, family.ffn, layer)
     return _experts(read, family, row, layer)
 
 
@@ -279,11 +289,11 @@ def _experts(read: Reader, family: Family, row: MoeRow, layer: int) -> MoeSpec:
     identities = read.count(row.identities, default=0, least=0) if row.identities else 0
     if top_k > experts + identities and not read.missing:
         raise ConfigError(f"config: {row.top_k} is {top_k}, but there are only {experts + identities} experts")
-    shared = read.count(row.shared_hidden, default=0, least=0) if row.shared_hidden else 0
-    shared *= read.count(row.shared_count, default=0, least=0) if row.shared_count else 1
-    limit = row.limit
-    if isinstance(limit, str):
-        limit = None if read.get(limit, default=None) is None else read.real(limit)
+    shared = read.count(*several(row.shared_hidden), default=0, least=0) if row.shared_hidden else 0
+    shared *= read.count(*several(row.shared_count), default=0, least=0) if row.shared_count else 1
+    limit = read.bound_at(layer, row.limit) if isinstance(row.limit, str) else row.limit
+    kind = row.activation or activation
+    shared_limit = read.bound_at(layer, row.shared_limit) if row.shared_limit else limit
     router = _router(read, row, layer, experts)
     return MoeSpec(
         experts=experts,
@@ -293,7 +303,8 @@ def _experts(read: Reader, family: Family, row: MoeRow, layer: int) -> MoeSpec:
         vocab_size=read.count("vocab_size") if router.kind == "hash" else 0,
         shared_hidden=shared,
         shared_gate=row.shared_gate,
-        activation=Activation(row.activation or activation, limit, row.gated),
+        activation=Activation(kind, limit, row.gated, row.late),
+        shared_activation=None if shared_limit == limit else Activation(kind, shared_limit, row.gated, row.late),
         bias=row.bias,
         latent=read.count(row.latent, default=0, least=0) if row.latent else 0,
         identities=identities,
@@ -302,9 +313,10 @@ def _experts(read: Reader, family: Family, row: MoeRow, layer: int) -> MoeSpec:
     )
 
 
-def _dense(read: Reader, row: FfnRow) -> FfnSpec:
+def _dense(read: Reader, row: FfnRow, layer: int) -> FfnSpec:
     activation = activation_named(read.get(row.activation, default="silu"))
-    return FfnSpec(read.count(row.hidden), Activation(activation), row.gated, read.flag(row.bias))
+    limit = read.bound_at(layer, row.limit) if row.limit else None
+    return FfnSpec(read.count(row.hidden), Activation(activation, limit, late=row.late), row.gated, read.flag(row.bias))
 
 
 def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
@@ -315,13 +327,13 @@ def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
     if (experts % groups or kept > groups) and not read.missing:
         raise ConfigError(f"config: {experts} experts cannot lie in {groups} equal groups of which {kept} are kept")
     return RouterSpec(
-        kind="hash" if hashed else row.router,
+        kind="hash" if hashed else _router_kind(read, row),
         renormalize=read.flag(
             read.present(*row.renormalize) if isinstance(row.renormalize, tuple) else row.renormalize
         ),
         scale=read.number(row.scale),
         logit_bias=row.logit_bias,
-        choice_bias=row.choice_bias and not hashed,
+        choice_bias=read.flag(row.choice_bias) and not hashed,
         groups=groups,
         kept_groups=kept,
         members=row.members,
@@ -330,6 +342,13 @@ def _router(read: Reader, row: MoeRow, layer: int, experts: int) -> RouterSpec:
         jitter=read.real(row.jitter, default=0.01, most=1.0) if row.jitter else 0.0,
         soft_cap=read.least(row.soft_cap, 0.0) if row.soft_cap else 0.0,
     )
+
+
+def _router_kind(read: Reader, row: MoeRow) -> Any:
+    kind = read.get(row.score, default=row.router) if row.score else row.router
+    if row.score and kind not in ("sigmoid", "softmax"):
+        raise ConfigError(f"config: {row.score} must be sigmoid or softmax, got {short(kind)}")
+    return kind
 
 
 def _is_grouped(read: Reader, grouped: Switch) -> bool:
@@ -359,15 +378,14 @@ def _is_dense(read: Reader, family: Family, row: MoeRow, layer: int) -> bool:
         return family.mixer.kind(read, layer) == DENSE
     if row.switch is not None and not read.flag(row.switch):
         return True
-    if row.first_dense is not None:
+    if row.first_dense is not None or row.listed is not None:
         kinds = read.kinds("mlp_layer_types", ("dense", "sparse"), read.count("num_hidden_layers"))
-        first = read.count(row.first_dense, default=0, least=0)
         if kinds is None and row.pattern is not None:
             kinds = read.pattern(row.pattern, "dense", "sparse")
         if kinds is not None:
             return "dense" in kinds[layer : layer + 1]
-        if not row.sparse_step or read.get("mlp_only_layers", default=None) is None:
-            return layer < first
+    if row.first_dense is not None and (not row.sparse_step or read.get("mlp_only_layers", default=None) is None):
+        return layer < read.count(row.first_dense, default=0, least=0)
     if row.listed is not None:
         chosen, every = read.layers(row.listed[0]), read.count(row.listed[1], default=1)
         return (layer + 1) % every != 0 if chosen is None else layer not in chosen

@@ -54,7 +54,7 @@ MECHANISMS: dict[str, tuple[Any, ...]] = {
             "alibi", "use_alibi", "rope_local_base_freq", "local_rope_theta", "global_rope_theta", "swa_rope_theta",
             "layer_rope_theta", "use_dynamic_ntk", "use_logn_attn", "use_mem_rope", "mrope_section", "rope_ratio",
             "original_rope", "sinusoidal_embeddings", "learned_pos_emb", "rope_parameters", "rope_scaling",
-            "swa_rope_parameters", "rope_interleave", "rope_interleaved",
+            "swa_rope_parameters", "rope_interleave", "rope_interleaved", "use_rope_layers",
         ),
         NEVER,
     ),
@@ -216,7 +216,7 @@ def _implied(family: Family) -> Config:
             "scoring_func": score[row.router],
             "topk_method": "noaux_tc" if row.choice_bias else "greedy",
             "mlp_layer_types": ("sparse", "moe"),
-            "use_routing_bias": row.choice_bias,
+            "use_routing_bias": row.choice_bias is True,
         }
         if isinstance(row.renormalize, bool):
             implied["norm_topk_prob"] = row.renormalize

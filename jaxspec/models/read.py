@@ -81,6 +81,20 @@ class Reader:
             value = value[min(layer, len(value) - 1)]
         return checked_count(key, value)
 
+    def bound_at(self, layer: int, key: str) -> float | None:
+        """A bound in one layer: the same for all, or from a list, in which null and 0 mean none; None without any.
+
+        Raises:
+          ConfigError: the value is another, or the list too short.
+        """
+        value = self.get(key, default=None)
+        if isinstance(value, list | tuple):
+            count = self.count("num_hidden_layers")
+            if value and len(value) < count and not self.missing:
+                raise ConfigError(f"config: {key} must state a bound for each of {count} layers, got {short(value)}")
+            value = value[min(layer, len(value) - 1)] or None if value else None
+        return None if value is None else checked_real(key, value)
+
     def real(self, *keys: str, default: Any = ..., above: float = 0.0, most: float = 1e30) -> float:
         """A finite number; see ``checked_real``."""
         return checked_real(keys[0], self.get(*keys, default=default), above, most)
@@ -156,12 +170,14 @@ class Reader:
         return [names[one] for one in value]
 
     def layers(self, key: str) -> Sequence[int] | None:
-        """Reads a list of layer numbers, None where the key is missing or null.
+        """Reads a list of layer numbers, or a text of them between commas; None where the key is missing or null.
 
         Raises:
           ConfigError: it is another value.
         """
         value = self.get(key, default=None)
+        if isinstance(value, str) and all(number.strip().isdecimal() for number in value.split(",")):
+            value = [int(number) for number in value.split(",")]
         if value is not None and not (isinstance(value, list | tuple) and all(isinstance(y, int) for y in value)):
             raise ConfigError(f"config: {key} must be a list of layer numbers, got {short(value)}")
         return value

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxspec.errors import ConfigError
@@ -15,19 +16,22 @@ MOST_THETA = 1e15
 REALS = {
     "factor": 1.0, "beta_fast": 0.0, "beta_slow": 0.0, "low_freq_factor": 0.0, "high_freq_factor": 0.0,
     "attention_factor": 0.0, "mscale": 0.0, "mscale_all_dim": 0.0, "alpha": 1.0, "short_mscale": 0.0,
+    "long_mscale": 0.0,
 }  # fmt: skip
 # Not those of mrope: text alone has one position for all of its sections.
-MECHANISMS = ("xdrope_section", "short_factor", "long_factor", "alpha", "llama_4_scaling_beta")
+TEMPERATURE = "llama_4_scaling_beta"
+MECHANISMS = ("xdrope_section", "short_factor", "long_factor", "alpha", TEMPERATURE)
 # And to which kind some of them belong.
 OF_KINDS = {"alpha": "dynamic", "short_factor": "longrope", "long_factor": "longrope"}
 
 
-def scaling_of(read: Reader, layer_kind: str | None = None) -> dict[str, Any]:
+def scaling_of(read: Reader, layer_kind: str | None = None, known: tuple[str, ...] = ()) -> dict[str, Any]:
     """Checked settings: hub ``rope_scaling``, or transformers 5 ``rope_parameters``, whose gaps the first fills.
 
     Args:
       read: the config.
       layer_kind: whose settings count where they are listed by kind of layer; None in a family without kinds.
+      known: mechanisms among the settings that the caller honors.
 
     Raises:
       ConfigError: they are malformed, or there are none for this kind.
@@ -51,14 +55,15 @@ def scaling_of(read: Reader, layer_kind: str | None = None) -> dict[str, Any]:
             whose = f"{layer_kind} layers" if layer_kind else "a family whose layers all turn alike"
             raise ConfigError(f"config: rope_parameters has settings for {sorted(nested)}, but none for {whose}")
         settings = {k: v for k, v in settings.items() if k not in nested} | dict(nested[layer_kind])
-    return checked(settings)
+    return checked(settings, known)
 
 
 def _kind(settings: Mapping[str, Any]) -> Any:
-    return settings.get("rope_type") or settings.get("type") or "default"
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    return "yarn" if kind == "deepseek_yarn" else kind
 
 
-def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+def checked(settings: Mapping[str, Any], known: tuple[str, ...] = ()) -> dict[str, Any]:
     """Settings whose values are of the types and within the bounds that their names promise; null ones are left out.
 
     Raises:
@@ -74,7 +79,7 @@ def checked(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"config: rope_scaling has a factor of {short(checked['factor'])}, but no rope_type; known are "
             f"{', '.join(SCALINGS)}"
         )
-    switched = [name for name in MECHANISMS if name in checked and OF_KINDS.get(name) != kind]
+    switched = [name for name in MECHANISMS if name in checked and name not in known and OF_KINDS.get(name) != kind]
     if switched:
         raise ConfigError(f"config: rope settings {switched} are of mechanisms that jaxspec does not have")
     for name in REALS.keys() & checked.keys():
@@ -109,6 +114,7 @@ def rope_of(
     layer_kind: str | None = None,
     whole: bool = False,
     theta: str = "rope_theta",
+    known: tuple[str, ...] = (),
 ) -> RopeSpec:
     """Rotation of a head: hub ``rope_theta`` + ``rope_scaling``, or transformers 5 ``rope_parameters``.
 
@@ -119,11 +125,12 @@ def rope_of(
       layer_kind: see ``scaling_of``.
       whole: whether all of these channels turn, whatever part of a larger head they are.
       theta: key of the base, where the settings have none.
+      known: see ``scaling_of``.
 
     Raises:
       ConfigError: settings are wrong, or the turned channels are not an even number of those of a head.
     """
-    settings = scaling_of(read, layer_kind)
+    settings = scaling_of(read, layer_kind, known)
     base, scaling = theta_of(read, settings, theta), scaled(read, settings)
     part = settings.get("partial_rotary_factor", read.get("partial_rotary_factor", default=1.0))
     part = checked_real("partial_rotary_factor", part, most=1.0)
@@ -135,8 +142,12 @@ def rope_of(
             f"config: an even number of each head's {head_dim} channels must turn, got {dim} (head_dim, "
             "partial_rotary_factor, rotary_dim)"
         )
-    if scaling is not None and scaling.kind == "longrope" and len(scaling.divisors) != dim // 2 and not read.missing:
-        raise ConfigError(f"config: rope_scaling.short_factor must be {dim // 2} numbers, not {len(scaling.divisors)}")
+    if scaling is not None and scaling.kind == "longrope" and not read.missing:
+        for which, one in (("short", scaling), ("long", scaling.beyond or scaling)):
+            if len(one.divisors) != dim // 2:
+                raise ConfigError(
+                    f"config: rope_scaling.{which}_factor must be {dim // 2} numbers, not {len(one.divisors)}"
+                )
     base *= settings.get("alpha", 1.0) ** (dim / max(dim - 2, 1))
     return RopeSpec(base, dim, interleaved, scaling=scaling)
 
@@ -173,19 +184,21 @@ def scaled(read: Reader, settings: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def _long(read: Reader, settings: Mapping[str, Any]) -> RopeScaling:
-    """LongRoPE within the original context; beyond it other divisors would hold for every position of a text."""
-    read.missing += [f"rope_scaling.{key}" for key in ("short_factor", "short_mscale") if key not in settings]
-    divisors, beside = settings.get("short_factor", []), "original_max_position_embeddings"
-    if not isinstance(divisors, list | tuple):
-        raise ConfigError(f"config: rope_scaling.short_factor must be a list of numbers, got {short(divisors)}")
-    original = read.count(beside, default=settings.get(beside, ...))
-    return RopeScaling(
-        kind="longrope",
-        factor=1.0,
-        original=settings.get(beside, original),
-        attention_factor=settings.get("short_mscale", 1.0),
-        divisors=tuple(checked_real("rope_scaling.short_factor", one, most=1e6) for one in divisors),
-    )
+    """LongRoPE within the original context, and what turns every position of longer texts instead."""
+    beside, longest = "original_max_position_embeddings", read.count("max_position_embeddings")
+    original = settings.get(beside, read.count(beside, default=settings.get(beside, ...)))
+
+    def of(which: str, most: int) -> RopeScaling:
+        keys = [f"{which}_{part}" for part in ("factor", "mscale")]
+        read.missing += [f"rope_scaling.{key}" for key in keys if key not in settings]
+        divisors, factor = (settings.get(key, default) for key, default in zip(keys, ([], 1.0), strict=True))
+        if not isinstance(divisors, list | tuple):
+            raise ConfigError(f"config: rope_scaling.{which}_factor must be a list of numbers, got {short(divisors)}")
+        numbers = tuple(checked_real(f"rope_scaling.{which}_factor", one, most=1e6) for one in divisors)
+        return RopeScaling("longrope", 1.0, original, attention_factor=factor, divisors=numbers, longest=most)
+
+    known = longest > original and "long_factor" in settings
+    return replace(of("short", original), beyond=of("long", longest) if known else None)
 
 
 def reach(rope: RopeSpec | None) -> int:
@@ -201,7 +214,7 @@ def reach(rope: RopeSpec | None) -> int:
 
 def limit(rope: RopeSpec | None) -> int:
     """Longest text that a rotation is right for, see ``_long``."""
-    return rope.scaling.original if rope and rope.scaling and rope.scaling.kind == "longrope" else POSITIONS
+    return (rope.scaling.chosen.longest if rope and rope.scaling else 0) or POSITIONS
 
 
 def _attention_factor(settings: Mapping[str, Any]) -> float | None:

@@ -17,12 +17,16 @@ class FfnRow:
       activation: key of the activation's name.
       gated: whether a gate multiplies the hidden units.
       bias: biases of the products.
+      limit: key of the bound of the hidden units.
+      late: whether it bounds what the gate's function gives.
     """
 
     hidden: str = "intermediate_size"
     activation: str = "hidden_act"
     gated: bool = True
     bias: bool | str = False
+    limit: str | None = None
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,18 +77,22 @@ class JoinRow:
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """Keys of what embeddings are multiplied by, logits divided and capped; ``root``: embeddings by that of D."""
+    """Keys of what embeddings are multiplied by, logits divided and capped; ``root``: the first by that of D."""
 
     embed: str = ""
     logits: str = ""
     cap: str = ""
-    root: bool = False
+    root: bool | str = False
 
     def numbers(self, read: Reader, dim: int) -> dict[str, float]:
         """Reads the numbers, by their names in ``ArchSpec``."""
         capped = self.cap and read.get(self.cap, default=None) is not None
         return {
-            "embed_scale": dim**0.5 if self.root else read.real(self.embed, default=1.0) if self.embed else 1.0,
+            "embed_scale": dim**0.5
+            if read.flag(self.root)
+            else read.real(self.embed, default=1.0)
+            if self.embed
+            else 1.0,
             "logit_scale": 1 / read.real(self.logits, default=1.0) if self.logits else 1.0,
             "logit_cap": read.real(self.cap) if capped else 0.0,
         }

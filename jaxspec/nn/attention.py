@@ -61,7 +61,9 @@ class AttentionSpec:
       scale: of the scores, None for ``head_dim ** -0.5``.
       value_dim: channels of a value head, None for C.
       value_scale: multiplies the values.
-      softplus_gate: whether a softplus of a product of the input multiplies what heads give, and with how many numbers.
+      outer_gate: whether a function of a further product of the input multiplies what heads give, and with how many
+        numbers.
+      gate_function: that function.
       shared_values: whether values are the keys as they are projected, before norm and rotation.
       value_norm: whether each value head is normalized, without a learned scale.
       float8: whether the cache holds keys and values as float8_e4m3fn, see ``jaxspec.cache.float8``.
@@ -87,7 +89,8 @@ class AttentionSpec:
     norm_turned: bool = False
     value_dim: int | None = None
     value_scale: float = 1.0
-    softplus_gate: Literal["none", "head", "channel"] = "none"
+    outer_gate: Literal["none", "head", "channel"] = "none"
+    gate_function: Literal["softplus", "sigmoid"] = "softplus"
     temperature: Temperature | None = None
     shared_values: bool = False
     value_norm: bool = False
@@ -168,8 +171,8 @@ class Attention(nn.Module):
         b_o = declare(self, p, OUT_BIAS, (self.model_dim,), by_kernel=True) if s.out_bias else None
         out = pack(out, window)
         out = out if gate_BTHC is None else out * sigmoid(take_outputs(gate_BTHC, window))
-        if s.softplus_gate != "none":
-            out = out * self._softplus(take_outputs(x_BTX, window))
+        if s.outer_gate != "none":
+            out = out * self._outer_gate(take_outputs(x_BTX, window))
         parts = PartialSum.of(out, w_o, b_o, p.compute.dtype, 2) if self.unsummed else None
         return Mixed(parts or dense(out, w_o, own_of(b_o), dtype=p.compute.dtype, axes=2), memory)
 
@@ -227,12 +230,13 @@ class Attention(nn.Module):
             q = q * s.temperature.at(inputs.position_BT)[..., None, None]
         return q, k, v, gate
 
-    def _softplus(self, x_BTX: Array) -> Array:
+    def _outer_gate(self, x_BTX: Array) -> Array:
         """Gates of the heads' outputs, one of each head or channel, [B, T, H, 1 or C']."""
         s, p = self.spec, self.policy
-        each = () if s.softplus_gate == "head" else (s.value_width,)
-        w = declare(self, p, GATES[s.softplus_gate], (x_BTX.shape[-1], s.heads, *each))
-        gate = softplus(dense(x_BTX, w, dtype=p.compute.dtype))
+        each = () if s.outer_gate == "head" else (s.value_width,)
+        w = declare(self, p, GATES[s.outer_gate], (x_BTX.shape[-1], s.heads, *each))
+        function = softplus if s.gate_function == "softplus" else sigmoid
+        gate = function(dense(x_BTX, w, dtype=p.compute.dtype))
         return gate if each else gate[..., None]
 
     def _normed(self, q_BTHC: Array, k_BTGC: Array, params: dict[str, Any]) -> tuple[Array, Array]:

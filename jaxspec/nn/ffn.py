@@ -28,18 +28,23 @@ class Activation:
       kind: a key of ``ACTIVATIONS``, or ``swigluoai``, gpt-oss's own, which no config can ask for.
       limit: bound of the gate from above and of the up projection from both sides, None for none.
       gated: whether the function of the gate multiplies the up projection; without, it is all.
+      late: whether the bound is of what the function gives instead of what it takes.
     """
 
     kind: str = "silu"
     limit: float | None = None
     gated: bool = True
+    late: bool = False
 
     def __call__(self, gate: Array, up: Array) -> Array:
         """Hidden units; without a gate that is the up projection."""
         if not self.gated:
             return ACTIVATIONS[self.kind](gate)
         if self.limit is not None:
-            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+            up = jnp.clip(up, -self.limit, self.limit)
+            if self.late:
+                return jnp.minimum(ACTIVATIONS[self.kind](gate), self.limit) * up
+            gate = jnp.minimum(gate, self.limit)
         if self.kind == "swigluoai":
             return (up + 1) * (gate / (1 + exp(-1.702 * gate)))
         return ACTIVATIONS[self.kind](gate) * up

@@ -19,6 +19,7 @@ from jaxspec.nn.policy import Policy, Weight
 from jaxspec.nn.rope import RopeSpec, rotate
 from jaxspec.nn.sparse_index import STREAM, Indexer, IndexSpec
 from jaxspec.nn.steady import sigmoid
+from jaxspec.nn.temperature import Temperature
 from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 from pallas_kernels.quantized import widen
@@ -57,6 +58,7 @@ class LatentSpec:
       rotates: whether the rotation is applied; without it the channels are there all the same.
       gated: whether a sigmoid of the input, one number per head, multiplies what heads give.
       latent_scale: multiplies the normalized vector.
+      temperature: what queries are multiplied by at their positions, None for nothing.
     """
 
     chain_only = None
@@ -74,6 +76,7 @@ class LatentSpec:
     rotates: bool = True
     gated: bool = False
     latent_scale: float = 1.0
+    temperature: Temperature | None = None
 
     @property
     def one_text_only(self) -> bool:
@@ -149,7 +152,8 @@ class LatentAttention(nn.Module):
             low = rms_norm(low, declare(self, p, Q_NORM, (s.query_rank,)), RANK_NORM_EPS)
             q = dense(low, declare(self, p, Q_B, (s.query_rank, *each)), dtype=p.compute.dtype)
         turned = self._turned(q[..., s.plain_dim :], position_BT)
-        return jnp.concatenate([q[..., : s.plain_dim], turned], axis=-1), low
+        q = jnp.concatenate([q[..., : s.plain_dim], turned], axis=-1)
+        return (q if s.temperature is None else q * s.temperature.at(position_BT)[..., None, None]), low
 
     def _latent(self, x_BTD: Array, position_BT: Array) -> tuple[Array, Array]:
         """The normalized vector of each position, and its rotated key."""

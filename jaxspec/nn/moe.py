@@ -52,6 +52,7 @@ class MoeSpec:
       shared_hidden: F of the shared expert, 0 for none.
       shared_gate: whether a sigmoid of the input scales the shared expert.
       activation: of all experts.
+      shared_activation: of the shared expert, None where it is that of all.
       bias: whether the routed experts' products have biases.
       latent: width that the input of the routed experts is brought to, and their sum back from; 0 for none.
       apart: whether router and routed experts read the stream itself, each through a norm of its own, whether what
@@ -70,6 +71,7 @@ class MoeSpec:
     shared_hidden: int = 0
     shared_gate: bool = False
     activation: Activation = SILU
+    shared_activation: Activation | None = None
     bias: bool = False
     latent: int = 0
     weighs_input: bool = False
@@ -196,7 +198,8 @@ class Moe(nn.Module):
         s, p, dim, gate = self.spec, self.policy, self.model_dim, None
         if s.shared_gate:
             gate = sigmoid(dense(x_MD, declare(self, p, SHARED_GATE, (dim, 1)), dtype=p.compute.dtype))
-        shared = FfnSpec(s.shared_hidden, s.activation, s.activation.gated)
+        activation = s.shared_activation or s.activation
+        shared = FfnSpec(s.shared_hidden, activation, activation.gated)
         return DenseFfn(shared, dim, p, name="shared")(x_MD, gate)
 
     def _route(

@@ -21,7 +21,10 @@ class RopeScaling:
       low, high: llama3 frequency factors, or yarn's beta_slow and beta_fast.
       attention_factor: multiplier on cos and sin; None takes yarn's ``0.1 ln(factor) + 1``.
       truncate: whether yarn rounds its correction range to whole dimensions.
-      divisors: longrope's, of each frequency; those of texts within the original context.
+      divisors: longrope's, of each frequency.
+      longest: longest text that longrope's are for.
+      beyond: what holds instead, for every position, where texts may be longer; None where that is not known.
+      far: whether they may.
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
@@ -32,6 +35,14 @@ class RopeScaling:
     attention_factor: float | None = None
     truncate: bool = True
     divisors: tuple[float, ...] = ()
+    longest: int = 0
+    beyond: "RopeScaling | None" = None
+    far: bool = False
+
+    @property
+    def chosen(self) -> "RopeScaling":
+        """Returns what holds for the texts that there may be."""
+        return self.beyond if self.far and self.beyond is not None else self
 
 
 @dataclass(frozen=True)
@@ -60,9 +71,9 @@ def frequencies(spec: RopeSpec) -> tuple[np.ndarray, float]:
     inv = spec.theta ** (-np.arange(0, spec.dim, 2, dtype=np.float64) / spec.dim)
     if spec.turning is not None:
         inv[spec.turning :] = 0
-    s = spec.scaling
-    if s is None:
+    if spec.scaling is None:
         return inv, 1.0
+    s = spec.scaling.chosen
     if s.kind == "linear":
         return inv / s.factor, 1.0
     if s.kind == "longrope":

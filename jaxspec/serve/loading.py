@@ -18,6 +18,7 @@ from jaxspec.models.arch import ArchSpec
 from jaxspec.models.cache_dtype import with_cache_dtype
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
+from jaxspec.models.text_length import for_texts
 from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.expert_transport import TRANSPORTS
@@ -95,6 +96,11 @@ def load_target(
 def _caching(model: Model, kv_cache_dtype: str) -> Model:
     arch = with_cache_dtype(model.net.arch, kv_cache_dtype)
     return replace(model, net=Transformer(arch, model.net.policy))
+
+
+def fit_to_texts(model: Model, max_model_len: int | None) -> Model:
+    """Returns the model as it turns its heads for texts of at most so many tokens."""
+    return replace(model, net=Transformer(for_texts(model.net.arch, max_model_len), model.net.policy))
 
 
 def load_draft(

@@ -48,15 +48,19 @@ COUNTS = {
     "laguna-xs.2": (33.44, 3.017),
     "lfm2-8b-a1b": (8.34, 1.558),
     "ling-3": (124.4, 5.506),
+    "ling-lite-1.5": (16.80, 2.753),
+    "ling-mini-2.0": (16.26, 1.433),
     "llama-3.1-8b": (8.03, 8.03),
     "llama-3.2-1b": (1.236, 1.236),
     "llama-3.3-70b": (70.55, 70.55),
     "llama-4-maverick": (400.7, 17.18),
     "llama-4-scout": (107.8, 17.17),
+    "mellum-2-12b": (12.15, 2.439),
     "mimo-v2-flash": (308.8, 15.45),
     "minimax-m2": (228.7, 11.0),
     "minimax-text-01": (456.1, 48.40),
     "longcat-flash": (560.7, 32.18),
+    "mistral-small-4": (119.0, 6.633),
     "mixtral-8x22b": (140.6, 39.2),
     "mixtral-8x7b": (46.7, 12.9),
     "nemotron-3-nano-30b-a3b": (31.58, 3.58),
@@ -72,6 +76,9 @@ COUNTS = {
     "qwen3-8b": (8.19, 8.19),
     "qwen3-next-80b-a3b": (79.67, 3.875),
     "qwen3.5-35b-a3b": (34.66, 3.455),
+    "sarvam-30b": (32.15, 4.521),
+    "step-3.5-flash": (196.8, 11.99),
+    "trinity-mini": (26.12, 3.475),
 }
 # ``total_size`` of the release's weight index: bytes of all tensors, to the byte.
 TOTAL_SIZES = {
@@ -135,6 +142,9 @@ REFUSED = {
     ("granite-3.1-3b-a800m", "tensors"): "embed_VD: vocab = 49155 over tensor = 8",
     ("granite-3.1-3b-a800m", "both"): "embed_VD: vocab = 49155 over tensor = 2",
     ("granite-4.0-h-tiny", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
+    ("ling-lite-1.5", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
+    ("ling-mini-2.0", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
+    ("mellum-2-12b", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
     ("mimo-v2-flash", "tensors"): "qk_DGQC: kv_heads = 4 over tensor = 8",
     ("nemotron-3-nano-30b-a3b", "tensors"): "qkv_DGQC: kv_heads = 2 over tensor = 8",
     ("opt-125m", "tensors"): "qkv_DGQC: kv_heads = 12 over tensor = 8",
@@ -145,6 +155,8 @@ REFUSED = {
     ("qwen3-30b-a3b", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
     ("qwen3-next-80b-a3b", "tensors"): "qkv_DGQC: kv_heads = 2 over tensor = 8",
     ("qwen3.5-35b-a3b", "tensors"): "qkv_DGQC: kv_heads = 2 over tensor = 8",
+    ("sarvam-30b", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
+    ("trinity-mini", "tensors"): "qkv_DGQC: kv_heads = 4 over tensor = 8",
 }
 # The products in front of their recurrences are on every device whole.
 RECURRENT = ("kimi-linear-48b-a3b", "lfm2-8b-a1b", "ling-3", "minimax-text-01")
@@ -182,8 +194,8 @@ def test_counts_are_the_published_ones(name: str):
     assert active / 1e9 == pytest.approx(COUNTS[name][1], rel=0.01)
 
 
-def test_counts_of_a_release_by_its_sizes():
-    """Phi-3.5-MoE, 41.9 billion parameters and 6.6 active ones: the divisors of its frequencies are not at hand."""
+def test_counts_of_releases_by_their_sizes():
+    """Phi-3.5-MoE and Sarvam-105B, whose rotary settings are not at hand."""
     sizes = {
         "vocab_size": 32064, "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 16, "rope_scaling": None,
@@ -191,6 +203,16 @@ def test_counts_of_a_release_by_its_sizes():
     total, active = count_parameters(arch_of(json.loads(Path("tests/golden/phimoe/config.json").read_text()) | sizes))
     assert total / 1e9 == pytest.approx(41.9, rel=0.01)
     assert active / 1e9 == pytest.approx(6.6, rel=0.01)
+    sizes = {
+        "vocab_size": 262144, "hidden_size": 4096, "intermediate_size": 16384, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 32, "num_attention_heads": 64, "num_experts": 128, "num_experts_per_tok": 8,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    }  # fmt: skip
+    total, active = count_parameters(
+        arch_of(json.loads(Path("tests/golden/sarvam_mla/config.json").read_text()) | sizes)
+    )
+    assert total / 1e9 == pytest.approx(106.0, rel=0.01)
+    assert active / 1e9 == pytest.approx(12.4, rel=0.01)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -57,6 +57,12 @@ def test_speculation_and_prefixes_change_no_text(plain: LLM, name: str, pool: di
     assert texts(again) == plainly
 
 
+def test_a_new_target_of_the_same_directory(plain: LLM):
+    before = texts(outputs_of(plain))
+    plain.update_target(GOLDENS[FAMILY])
+    assert texts(outputs_of(plain)) == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", [{"num_speculative_tokens": 5}, {"speculative_token_tree": [2, 2, 1]}], ids=str)
 def test_a_head_changes_no_text(topology: dict[str, Any]):

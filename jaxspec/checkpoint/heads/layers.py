@@ -11,7 +11,7 @@ from jaxspec.models.family import Family, arch_from_config
 from jaxspec.models.mixers.gqa import FULL
 from jaxspec.models.mixers.latent import LatentRow
 from jaxspec.models.read import Reader
-from jaxspec.models.rotary import reach, rope_of, scaling_of, theta_of, yarn_scale
+from jaxspec.models.rotary import TEMPERATURE, reach, rope_of, scaling_of, theta_of, yarn_scale
 from jaxspec.nn.attention import AttentionSpec
 from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.latent_attention import LatentSpec
@@ -60,12 +60,19 @@ def rope_for_head(config: Mapping[str, Any], head_dim: int, theta: float | None 
       ConfigError: an odd number of channels would turn, or theta is out of bounds.
     """
     keys = (*ROPE_KEYS, "max_position_embeddings")
-    rotation = {key: config.get(key) for key in keys} if theta is None else {"rope_theta": theta}
+    rotation = {key: _of_heads(config.get(key)) for key in keys} if theta is None else {"rope_theta": theta}
     read = Reader(rotation, {})
     settings = scaling_of(read, FULL)
     if "short_factor" in settings:  # the target's own, which no published head has
         read = Reader({"rope_theta": theta_of(read, settings)}, {})
     return rope_of(read, head_dim, layer_kind=FULL)
+
+
+def _of_heads(setting: Any) -> Any:
+    """A rotary setting of a target without what no head has: the first of those by layer, no growth of the queries."""
+    if isinstance(setting, list) and setting:
+        return setting[0]
+    return {k: v for k, v in setting.items() if k != TEMPERATURE} if isinstance(setting, Mapping) else setting
 
 
 def layers_of(config: Mapping[str, Any], names: tuple[str, ...] = ()) -> ArchSpec:

@@ -22,7 +22,9 @@ from jaxspec.checkpoint.load.slots import slots_of_model
 from jaxspec.checkpoint.load.stored import check_method
 from jaxspec.checkpoint.names.known import known_tables
 from jaxspec.errors import ConfigError
+from jaxspec.models.cache_dtype import cache_dtype_of, with_cache_dtype
 from jaxspec.models.catalog import arch_of
+from jaxspec.models.text_length import for_texts
 from jaxspec.native.packing import Packed, pack_like
 from jaxspec.perf.expert_placement import Placement
 from jaxspec.shapes import Params
@@ -51,8 +53,9 @@ def refill(
     """
     if isinstance(given, str | Path):
         directory = Path(given)
-        arch = arch_of(read_config(directory))
-        if replace(arch, tied=model.net.arch.tied) != model.net.arch:
+        own = model.net.arch
+        arch = with_cache_dtype(for_texts(arch_of(read_config(directory)), own.max_position), cache_dtype_of(own))
+        if replace(arch, tied=own.tied) != own:
             raise ConfigError(f"update_target: {directory} is of another architecture than {model.directory}")
         return _load(model, directory, open_tensors(directory), quantization, mesh, placement)
     if not isinstance(given, Mapping) or not given:

@@ -90,6 +90,12 @@ def _split_qkv(leaf: np.ndarray) -> Arrays:
     return [cut.reshape(-1, *joined.shape[3:]) for cut in cuts]
 
 
+def _join_rows(arrays: Arrays, shape: Shape) -> np.ndarray:
+    *_, kv_heads, parts, width = shape
+    query = kv_heads * (parts - 2) * width
+    return _join_qkv(np.split(arrays[0], [query, query + kv_heads * width]), shape)
+
+
 def _split_query_key(leaf: np.ndarray) -> Arrays:
     joined = np.moveaxis(leaf, 0, -1) if leaf.ndim == 4 else leaf
     return [cut.reshape(-1, *joined.shape[3:]) for cut in (joined[:, :-1], joined[:, -1:])]
@@ -110,6 +116,8 @@ PACKS: Mapping[str, Pack] = {
     "transpose": Pack(lambda a, _: a[0].T, lambda leaf: [leaf.T], (1, 0)),
     # three of [heads * C, D] to [D, G, R + 2, C], or three biases to [G, R + 2, C]
     "qkv": Pack(_join_qkv, _split_qkv, (1, 0, 0, 0)),
+    # [all heads * C, D], queries before keys before values, to [D, G, R + 2, C], or a bias to [G, R + 2, C]
+    "qkv_rows": Pack(_join_rows, lambda leaf: [np.concatenate(_split_qkv(leaf))]),
     # two of [heads * C, D] to [D, G, R + 1, C], or two biases to [G, R + 1, C]
     "query_key": Pack(_join_qkv, _split_query_key, (1, 0, 0, 0)),
     # two of [G * C, D] to [D, G, 2, C], or two biases to [G, 2, C]

@@ -38,7 +38,8 @@ class GqaRow:
       value_scale: key of what multiplies the values.
       theta: key of the base of the frequencies, where the rotary settings have none.
       reach: key of how many positions before its own a query sees; without it ``sliding_window`` counts.
-      gate: key of how a softplus gates what heads give.
+      gate: key of how the heads' outputs are gated.
+      gate_function: see ``AttentionSpec``.
     """
 
     qkv_bias: bool | str = False
@@ -66,6 +67,7 @@ class GqaRow:
     theta: str = "rope_theta"
     reach: str | None = None
     gate: str | None = None
+    gate_function: Literal["softplus", "sigmoid"] = "softplus"
 
     def spec(self, read: Reader, layer: int) -> AttentionSpec:
         """Attention of one layer.
@@ -98,7 +100,8 @@ class GqaRow:
             scale=read.real(self.scale) if self.scale else None,
             value_dim=read.count(*self.value_dim) if self.value_dim else None,
             value_scale=self._value_scale(read),
-            softplus_gate=self._gate(read),
+            outer_gate=self._gate(read),
+            gate_function=self.gate_function,
         )
 
     def _kv_heads(self, read: Reader, heads: int) -> int:

@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.read import Reader, short
-from jaxspec.models.rotary import rope_of, scaled, scaling_of, yarn_scale
+from jaxspec.models.read import Reader, checked_real, short
+from jaxspec.models.rotary import TEMPERATURE, reach, rope_of, scaled, scaling_of, yarn_scale
 from jaxspec.nn.latent_attention import LatentSpec
 from jaxspec.nn.rope import RopeSpec
 from jaxspec.nn.sparse_index import IndexSpec
+from jaxspec.nn.temperature import Temperature
 
 KINDS = {"full": "full", "shared": "shared", "F": "full", "S": "shared"}
 
@@ -40,7 +41,8 @@ class LatentRow:
         """
         turned, plain = read.count("qk_rope_head_dim"), read.count("qk_nope_head_dim")
         # A partial factor speaks of the whole head.
-        rope = rope_of(read, turned, interleaved=read.flag("rope_interleave", default=True), whole=True)
+        interleaved = read.flag("rope_interleave", default=True)
+        rope = rope_of(read, turned, interleaved=interleaved, whole=True, known=(TEMPERATURE,))
         query_rank = read.count("q_lora_rank") if read.get("q_lora_rank", default=None) else None
         kinds = self._kinds(read, layer)
         index = self._index(read, rope, kinds) if kinds[0] == "full" else None
@@ -61,6 +63,7 @@ class LatentRow:
             rotates=self.rotates,
             gated=self.gated,
             latent_scale=self._balance(read, "mla_scale_kv_lora", rank),
+            temperature=_temperature(read, rope),
         )
 
     def _balance(self, read: Reader, key: str, rank: int | None) -> float:
@@ -110,8 +113,18 @@ class LatentRow:
 
 def _sharpened(read: Reader) -> float:
     """Returns the factor of the scores in an extended context (DeepSeek-V3's use of YaRN)."""
-    scaling = scaling_of(read)
+    scaling = scaling_of(read, known=(TEMPERATURE,))
     all_dim = scaling.get("mscale_all_dim")
     if scaled(read, scaling) is None or not all_dim:
         return 1.0
     return yarn_scale(scaling, all_dim) ** 2
+
+
+def _temperature(read: Reader, rope: RopeSpec) -> Temperature | None:
+    """Growth of the queries with their position (Mistral 4), None where the rotary settings do not ask for it."""
+    scaling = scaling_of(read, known=(TEMPERATURE,))
+    if not scaling.get(TEMPERATURE):
+        return None
+    step = scaling.get("original_max_position_embeddings") or read.count("original_max_position_embeddings")
+    longest = max(read.count("max_position_embeddings"), reach(rope))
+    return Temperature(checked_real(TEMPERATURE, scaling[TEMPERATURE], most=1e6), step, longest, first=0)

@@ -38,7 +38,7 @@ def test_heads_by_layer():
     ("gating", "kind"), [(True, "head"), ("per-head", "head"), ("per-element", "channel"), (None, "head")]
 )
 def test_gates(gating: Any, kind: str):
-    assert attention(read("laguna", gating=gating), 1).softplus_gate == kind
+    assert attention(read("laguna", gating=gating), 1).outer_gate == kind
 
 
 def test_kinds_of_layers_by_lists_of_either_dialect():
@@ -70,8 +70,8 @@ def test_a_value_scale_of_null_is_none():
     assert attention(read("mimo_v2_flash", ("attention_value_scale",)), 0).value_scale == 0.707
 
 
-def test_long_texts_of_longrope_are_not_read():
-    """Other divisors would hold for all of their positions."""
+def test_the_original_context_of_longrope():
+    """In longer texts other divisors hold for all positions, see test_text_length."""
     assert read("phimoe").max_position == 128
     assert read("phimoe", ("rope_scaling",)).max_position == 256
 

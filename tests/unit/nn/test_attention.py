@@ -12,7 +12,7 @@ from jaxspec.nn.attention import Attention, AttentionSpec
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.policy import make_policy
 
-DIM, SPEC = 16, AttentionSpec(heads=4, kv_heads=2, head_dim=8, value_dim=6, softplus_gate="head")
+DIM, SPEC = 16, AttentionSpec(heads=4, kv_heads=2, head_dim=8, value_dim=6, outer_gate="head")
 
 
 def attention(spec: AttentionSpec) -> Any:
@@ -35,7 +35,7 @@ def test_a_gate_for_each_head_is_one_for_each_of_its_channels():
     by_head = outputs(SPEC, params, x_BTD)
     gate_DH = params.pop("head_gate_DH")
     params["gate_DHC"] = jnp.repeat(gate_DH[..., None], SPEC.value_width, axis=2)
-    np.testing.assert_allclose(outputs(replace(SPEC, softplus_gate="channel"), params, x_BTD), by_head, atol=1e-5)
-    scaled = outputs(replace(SPEC, softplus_gate="channel", value_scale=0.5), params, x_BTD)
+    np.testing.assert_allclose(outputs(replace(SPEC, outer_gate="channel"), params, x_BTD), by_head, atol=1e-5)
+    scaled = outputs(replace(SPEC, outer_gate="channel", value_scale=0.5), params, x_BTD)
     np.testing.assert_allclose(scaled, by_head / 2, atol=1e-5)
     assert np.abs(by_head).max() > 0.1

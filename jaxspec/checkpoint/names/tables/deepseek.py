@@ -60,7 +60,7 @@ KIMI_INSIDE = replace(
 NO_COPIES = replace(DEEPSEEK, mtp=replace(DEEPSEEK.mtp, copies=()))
 
 TABLES = (
-    dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), DEEPSEEK)
+    dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "sarvam_mla"), DEEPSEEK)
     | dict.fromkeys(("glm_moe_dsa", "glm4_moe_lite"), NO_COPIES)
     | {"kimi_k25": KIMI_INSIDE}
 )

@@ -66,7 +66,7 @@ def nemotron_expert(prefix: str) -> tuple[NameRule, ...]:
 
 
 GRANITE = dict.fromkeys(
-    ("granitemoe", "granitemoehybrid"),
+    ("granitemoe", "granitemoeshared", "granitemoehybrid"),
     Table(
         top=EMBEDDING,
         layer=(

@@ -1,19 +1,19 @@
 """Tensor names of Qwen2-MoE, and of the families that kept them without its shared expert."""
 
+from dataclasses import replace
+
 from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, NameRule, Table, attention_rules, gated_rules, router_rules
 
-TABLES = dict.fromkeys(
-    ("qwen2_moe", "qwen3_moe", "olmoe"),
-    Table(
-        top=EMBEDDING,
-        layer=(
-            *NORMS,
-            *attention_rules(),
-            *gated_rules("ffn/", "mlp."),
-            *router_rules("mlp.gate.weight"),
-            NameRule("ffn/shared_gate_D1", ("mlp.shared_expert_gate.weight",), "transpose"),
-            *gated_rules("ffn/shared/", "mlp.shared_expert."),
-        ),
-        expert=gated_rules("ffn/", "mlp.experts.{e}."),
+QWEN = Table(
+    top=EMBEDDING,
+    layer=(
+        *NORMS,
+        *attention_rules(),
+        *gated_rules("ffn/", "mlp."),
+        *router_rules("mlp.gate.weight"),
+        NameRule("ffn/shared_gate_D1", ("mlp.shared_expert_gate.weight",), "transpose"),
+        *gated_rules("ffn/shared/", "mlp.shared_expert."),
     ),
+    expert=gated_rules("ffn/", "mlp.experts.{e}."),
 )
+TABLES = dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), QWEN) | {"mellum": replace(QWEN, others=("mtp.",))}
