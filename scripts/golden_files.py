@@ -6,6 +6,8 @@ from pathlib import Path
 
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "golden"
 PACKED = ".xz"
+# Numbers of four bytes each.
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 1, "lp": 2, "pb": 0}]
 
 
 def unpack_goldens() -> None:
@@ -24,6 +26,6 @@ def pack_golden(directory: Path) -> None:
     """Packs the tensor files of one golden, after which both forms are of the same time."""
     for plain in directory.glob("*.safetensors"):
         packed = plain.with_name(plain.name + PACKED)
-        packed.write_bytes(lzma.compress(plain.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
+        packed.write_bytes(lzma.compress(plain.read_bytes(), filters=FILTERS))
         when = packed.stat().st_mtime_ns
         os.utime(plain, ns=(when, when))
