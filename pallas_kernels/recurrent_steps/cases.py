@@ -36,6 +36,14 @@ class Sizes:
     skip: bool = False
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"heads": 32, "groups": 16, "keys": 128, "values": 128},
+    "kimi_linear": {"heads": 32, "groups": 32, "keys": 128, "values": 128, "by_channel": True},
+    "nemotron_3_nano": {"heads": 64, "groups": 8, "keys": 128, "values": 64, "delta": False, "skip": True},
+    "minimax_01": {"heads": 64, "groups": 64, "keys": 128, "values": 128, "delta": False},
+}
+
+
 def _abstract(s: Sizes) -> tuple[Any, ...]:
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((s.rows, *shape), jnp.float32)
@@ -78,8 +86,9 @@ def _case(name: str, size: Literal["tiny", "real"], s: Sizes) -> Case:
     return Case(name, size, partial(_abstract, s), partial(_random, s), partial(_call, s), 5e-6)
 
 
-def _published(name: str, s: Sizes) -> Case:
-    return _case(f"{name}_B{s.rows}_T{s.last}", "real", s)
+def published(name: str, rows: int, last: int) -> Case:
+    """A layer of a published model, with as many drafts that may run once more as positions after the first."""
+    return _case(f"{name}_B{rows}_T{last}", "real", Sizes(rows, last, last - 1, **PUBLISHED[name]))
 
 
 CASES: tuple[Case, ...] = (
@@ -87,9 +96,5 @@ CASES: tuple[Case, ...] = (
     _case("delta_by_channel", "tiny", Sizes(2, 3, 0, 2, 2, 16, 16, by_channel=True)),
     _case("mamba", "tiny", Sizes(2, 2, 1, 6, 2, 8, 20, delta=False, skip=True)),
     _case("lightning", "tiny", Sizes(1, 5, 2, 3, 3, 8, 8, delta=False)),
-    _published("qwen3_next", Sizes(1, 1, 1, 32, 16, 128, 128)),
-    _published("qwen3_next", Sizes(8, 4, 3, 32, 16, 128, 128)),
-    _published("kimi_linear", Sizes(1, 4, 3, 32, 32, 128, 128, by_channel=True)),
-    _published("nemotron_3_nano", Sizes(8, 8, 7, 64, 8, 128, 64, delta=False, skip=True)),
-    _published("minimax_01", Sizes(1, 8, 7, 64, 64, 128, 128, delta=False)),
+    *(published(name, rows, last) for name in PUBLISHED for rows, last in ((1, 1), (8, 8))),
 )

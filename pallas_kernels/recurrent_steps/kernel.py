@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.backend import Implementation, Launch, launch, load, program_id, store, when, whole
+from pallas_kernels.backend import Implementation, Launch, launch, load, program_id, store, whole
 from pallas_kernels.steady import total
 
 NUMBERS = 4096  # of the state in one program
@@ -73,7 +73,7 @@ def _part_of_head(body: _Body, names: tuple[str, ...], *refs: Any) -> None:
     zero = jnp.minimum(replays, 0)
 
     def rounded(x: jax.Array) -> jax.Array:
-        """A product, rounded before it is added; on a GPU one loop is one code for all positions."""
+        """A product, rounded before it is added; Triton's own products say so to ptxas (``mul.rn``)."""
         if body.how == "triton":
             return x
         return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) ^ zero, jnp.float32)
@@ -84,13 +84,9 @@ def _part_of_head(body: _Body, names: tuple[str, ...], *refs: Any) -> None:
     def values_of(name: str, x: jax.Array) -> jax.Array:
         return load(ref[name].at[b, x, h, value_C], mask=is_value_C, other=0.0)
 
-    def keep(state_NC: jax.Array) -> None:
-        store(ref["new"].at[b, h, key_N[:, None], value_C[None]], state_NC, mask=inside_NC)
-
     def one(i: jax.Array, state_NC: jax.Array) -> jax.Array:
         t = i - replays  # of the last positions; negative for those that run once more
         x = jnp.where(t < 0, i, body.replays + t)
-        when(t == kept)(lambda: keep(state_NC))
         if ref["decay"].shape[3] == 1:
             decay_N1 = ref["decay"][b, x, h, 0]
         else:
@@ -107,7 +103,9 @@ def _part_of_head(body: _Body, names: tuple[str, ...], *refs: Any) -> None:
         store(ref["out"].at[b, jnp.maximum(t, 0), h, value_C], out_C, mask=is_value_C & (t >= 0))
         return state_NC
 
-    state_NC = load(ref["state"].at[b, h, key_N[:, None], value_C[None]], mask=inside_NC, other=0.0)
-    last = ref["out"].shape[1]
-    state_NC = lax.fori_loop(np.int32(0), replays + np.int32(last), one, state_NC)
-    when(kept == last)(lambda: keep(state_NC))
+    place = (b, h, key_N[:, None], value_C[None])
+    state_NC = load(ref["state"].at[place], mask=inside_NC, other=0.0)
+    # In one loop the store would be under a condition, and its addresses would lie in registers beside the state.
+    state_NC = lax.fori_loop(np.int32(0), replays + kept, one, state_NC)
+    store(ref["new"].at[place], state_NC, mask=inside_NC)
+    lax.fori_loop(replays + kept, replays + np.int32(ref["out"].shape[1]), one, state_NC)

@@ -5,6 +5,7 @@ import pytest
 from jaxspec.aot import process
 from jaxspec.aot.kernel_cases import operations
 from jaxspec.errors import ConfigError
+from pallas_kernels.recurrent_steps.cases import PUBLISHED
 
 pytestmark = pytest.mark.served
 
@@ -21,6 +22,20 @@ def test_every_case_compiles(op: str):
     assert {
         name: case["shared_bytes"] for name, case in found.items() if case["shared_bytes"] > MOST_SHARED_BYTES
     } == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", PUBLISHED)
+def test_a_recurrence_rounds_alike_for_any_rows_and_cuts(layer: str):
+    """One call of eight positions or eight calls of one: the same sums in the same order, no product fused into any."""
+    found = process.run("tests.aot.rounding:float_steps", gate=True, name=layer, rows=[1, 8], counts=[1, 4, 8])
+    first, *others = found.values()
+    assert len(others) == 5
+    assert all(steps == first for steps in others)
+    operations = {step.split()[0] for step in first}
+    floats = {name for name in operations if "f32" in name}
+    assert {"mul.rn.f32", "add.rn.f32"} <= floats <= {"mul.rn.f32", "add.rn.f32", "sub.rn.f32"}
+    assert any(name.startswith("shfl") for name in operations)
 
 
 def test_a_kernel_that_spills_does_not_compile():
