@@ -18,7 +18,7 @@ def test_what_is_needed_fits_the_pinned_jax():
     )
     names = {name: version for name, _, version in (package.partition("==") for package in process.packages())}
     assert {version for name, version in names.items() if name.startswith("jax-")} == {jax}
-    assert len(names) == 3
+    assert len(names) == (3 if old else 4), "libdevice is a package of its own from CUDA 13 on"
     assert all(names.values()), "every version is pinned"
 
 
