@@ -17,6 +17,7 @@ from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.catalog import known_families
 from jaxspec.nn.policy import make_policy
 from jaxspec.sharding.mesh import make_mesh
+from scripts.house_report import ROOT
 
 GOLDENS = sorted(file.parent for file in (Path(__file__).parents[2] / "golden").glob("*/config.json"))
 BF16 = jnp.dtype(ml_dtypes.bfloat16)
@@ -69,12 +70,16 @@ def test_corrupt_config(directory: Path, text: str):
     assert "config.json" in complaint(directory, ConfigError)
 
 
-@pytest.mark.parametrize("model_type", ["bert", None, 7])
-def test_unknown_family_lists_the_known_ones(directory: Path, model_type):
+@pytest.mark.parametrize(("model_type", "nearest"), [("bert", ""), (None, ""), (7, ""), ("qwen3moe", "qwen3_moe")])
+def test_an_unknown_family_names_the_nearest_and_the_page_that_lists_all(directory: Path, model_type, nearest: str):
     edit_config(directory, model_type=model_type)
     text = complaint(directory, ConfigError)
     assert repr(model_type) in text
-    assert all(family in text for family in known_families())
+    assert sum(f" {family}" in text for family in known_families()) >= 6
+    assert f" {nearest}" in text
+    assert "docs/models.md" in text
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert [family for family in known_families() if f"`{family}`" not in page] == []
 
 
 def test_all_missing_keys_are_listed(directory: Path):
