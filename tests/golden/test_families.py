@@ -63,7 +63,10 @@ WITH_KERNELS = (
 # One golden for each way of attending, caching and routing; the others are quick where one program is enough.
 MECHANISMS = ("qwen2_moe", "gpt_oss", "deepseek_v3", "glm_moe_dsa_shared", "deepseek_v4")
 # Nothing but mechanisms of others, in another arrangement.
-ARRANGED = ("dots1", "hy_v3", "solar_open", "granitemoe")
+ARRANGED = (
+    "dots1", "hy_v3", "solar_open", "granitemoe", "granitemoeshared", "mellum", "mistral3", "sarvam_mla", "sarvam_moe",
+    "step3p7",
+)  # fmt: skip
 # Of those with recurrent layers one is quick.
 RECURRENT = "qwen3_next"
 # Decoding differs by caches alone: these have all kinds of them, and the others are quick in a prefill.
