@@ -78,9 +78,8 @@ def test_a_whole_text_without_a_cache(layer: Recurrence, one_by_one: np.ndarray)
     np.testing.assert_array_equal(whole(RAW, position_BT), one_by_one)
 
 
+@pytest.mark.parametrize("layer", BY_KERNEL, indirect=True)
 def test_a_kernel_has_the_gradient_of_the_scan(layer: Recurrence):
-    if layer.kernels == "xla":
-        pytest.skip("a scan has its own")
     position_BT = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (ROWS, LENGTH))
 
     def slope(raw, layer):
