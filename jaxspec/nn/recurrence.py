@@ -141,8 +141,8 @@ class Recurrence:
         return self.steps_of(silu(out) if self.activated else out, gates)
 
     def _after_tail(self, raw_BTX: Array, tail_BJC: Array | None) -> Array:
-        assert tail_BJC is not None, "a convolution needs what is before it"
-        return jnp.concatenate([tail_BJC, raw_BTX[..., : self.spec.channels]], axis=1)
+        channels_BTC = raw_BTX[..., : self.spec.channels]
+        return channels_BTC if tail_BJC is None else jnp.concatenate([tail_BJC, channels_BTC], axis=1)
 
     def tail(self, raw_BTX: Array, tail_BJC: Array | None, count_B: Array) -> Array | None:
         """Returns the channels of the last J positions once ``count_B`` more are text."""

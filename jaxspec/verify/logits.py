@@ -185,19 +185,19 @@ def find_threshold(x_BTV: Array, weight_BTV: Array, least_BT: Array) -> Array:
     bits_BTV = lax.bitcast_convert_type(x_BTV, jnp.int32)
     order_BTV = jnp.where(bits_BTV < 0, bits_BTV ^ MOST, bits_BTV)  # integers in the order of the numbers
     given = order_BTV, weight_BTV, least_BT
-    found_BT = lax.platform_dependent(*given, cpu=search_one_by_one, default=search_four_bits_at_once)
-    return lax.bitcast_convert_type(jnp.where(found_BT < 0, found_BT ^ MOST, found_BT), jnp.float32)
+    threshold_BT = lax.platform_dependent(*given, cpu=search_one_by_one, default=search_four_bits_at_once)
+    return lax.bitcast_convert_type(jnp.where(threshold_BT < 0, threshold_BT ^ MOST, threshold_BT), jnp.float32)
 
 
 def _search(order_BTV: Array, weight_BTV: Array, least_BT: Array, *, bits: int, unroll: bool) -> Array:
     digit_X = jnp.arange(1, 1 << bits, dtype=jnp.int32).reshape(-1, *[1] * least_BT.ndim)
 
-    def more(n: Array, found_BT: Array) -> Array:
+    def more(n: Array, threshold_BT: Array) -> Array:
         shift = 32 - bits - bits * n
-        tried_XBT = found_BT + (digit_X << shift)
+        tried_XBT = threshold_BT + (digit_X << shift)
         weighed = jnp.where(order_BTV >= tried_XBT[..., None], weight_BTV, 0)
         reaches_XBT = jnp.sum(weighed, axis=-1, dtype=jnp.int32) >= least_BT
-        return found_BT + (jnp.sum(reaches_XBT, axis=0, dtype=jnp.int32) << shift)
+        return threshold_BT + (jnp.sum(reaches_XBT, axis=0, dtype=jnp.int32) << shift)
 
     return lax.fori_loop(0, 32 // bits, more, jnp.full(least_BT.shape, -MOST - 1), unroll=unroll)
 

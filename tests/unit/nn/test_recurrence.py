@@ -90,6 +90,14 @@ def test_a_kernel_has_the_gradient_of_the_scan(layer: Recurrence):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
+def test_a_convolution_of_one_position_is_a_product():
+    spec = RecurrentSpec(0, 0, 0, SPEC.channels, 1, SPEC.gates)
+    weight = jnp.asarray(np.random.default_rng(3).normal(size=(SPEC.channels, 1, 1)), FLOAT)
+    layer = Recurrence(spec, lambda channels, gates: channels, weight, activated=False)
+    whole = Text(layer).forward(RAW, [0] * ROWS, committed=True)
+    np.testing.assert_allclose(whole, RAW[..., : SPEC.channels] * np.asarray(weight)[:, 0, 0], rtol=1e-6, atol=1e-6)
+
+
 def test_texts_side_by_side(layer: Recurrence, one_by_one: np.ndarray):
     """Each begins with nothing of the one before it."""
     packed = jnp.concatenate([RAW[:1, :9], RAW[1:2, :6], RAW[2:, :4]], axis=1)
