@@ -117,10 +117,7 @@ def source_of(params: StructuredOutputsParams) -> str:
     """
     try:
         if params.json is not None or params.json_object:
-            spaces: Any = {"whitespace_flexible": not params.disable_any_whitespace}
-            if params.whitespace_pattern is not None:
-                spaces["whitespace_pattern"] = params.whitespace_pattern
-            return LLMatcher.grammar_from_json_schema(params.schema, overrides=spaces)
+            return grammar_from("json_schema", json.dumps(_with_spaces(params)))
         if params.regex is not None:
             return grammar_from("regex", params.regex)
         if params.choice is not None:
@@ -130,6 +127,19 @@ def source_of(params: StructuredOutputsParams) -> str:
     except ValueError as error:
         raise _refused(str(error)) from error
     raise _refused("a form is needed besides after, such as json, where no call of a tool is forced")
+
+
+def _with_spaces(params: StructuredOutputsParams) -> dict[str, Any]:
+    """Returns a schema that says where white space may be, too.
+
+    llguidance takes this beside a schema as well, but loses an interrupt that comes while it reads a mapping.
+    """
+    schema = params.schema
+    own = schema.get("x-guidance")
+    spaces: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+    if params.whitespace_pattern is not None:
+        spaces["whitespace_pattern"] = params.whitespace_pattern
+    return {**schema, "x-guidance": (own if isinstance(own, dict) else {}) | spaces}
 
 
 def _refused(message: str) -> RequestError:

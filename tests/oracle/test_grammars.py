@@ -16,6 +16,7 @@ import pytest
 from jaxspec.decode import masked_step
 from jaxspec.errors import RequestError
 from jaxspec.serve import masked_programs
+from jaxspec.serve.grammar import source_of
 from jaxspec.serve.llm import LLM
 from jaxspec.serve.request import RequestOutput, SamplingParams
 from jaxspec.serve.structured_outputs import StructuredOutputsParams
@@ -193,6 +194,15 @@ def test_interrupts_at_any_moment(engines: Engines):
             assert texts(calls[0]()) == wanted, round_
             assert is_idle(llm), round_
     assert ends["interrupted"] > 12, ends
+
+
+def test_interrupts_while_schemas_are_read():
+    schema: Any = {"type": "object", "properties": {"kind": {"anyOf": [{"type": "array"}, {"type": "string"}]}}}
+    params, rng, ends = StructuredOutputsParams(json=schema), random.Random(0), Counter()
+    with alarms_interrupt():
+        for _ in range(400):
+            ends[interrupted(lambda: [source_of(params) for _ in range(30)], 10 ** rng.uniform(-5, -3.3))] += 1
+    assert ends["interrupted"] > 40, ends
 
 
 def test_the_form_begins_after_thinking(engines: Engines):
