@@ -31,7 +31,7 @@ class Golden:
       architecture: its class in transformers.
       config: the published config on top of ``COMMON``; a value of ``...`` takes a common key out.
       quantized: layout of the stored weights, if they are not all bfloat16.
-      mtp: how many layers of transformers hold the layer of multi-token prediction that is stored after the model.
+      mtp: how many layers of transformers hold the layers of multi-token prediction that are stored after the model.
       longer: settings of the model with those layers.
       nested: key of the published config under which the text model's lies, and prefix of its tensors; where that ends
         in the name of a part, those of the head have none.

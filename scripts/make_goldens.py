@@ -20,7 +20,7 @@ from golden_files import pack_golden
 from golden_hybrids import HYBRIDS
 from golden_models import COMMON, DEPTH, GOLDENS, Golden
 from golden_moe import EXPERTS
-from golden_mtp import add_mtp, layer_after, mtp_reference
+from golden_mtp import add_mtp, layers_after, mtp_reference
 from safetensors.torch import load_file, save_file
 
 ROWS, LENGTH, NEW, PROMPT = 2, 24, 24, 12
@@ -307,7 +307,7 @@ def make(name: str, golden: Golden) -> None:
     layers = golden.depth()
     tensors = published_tensors(build(golden, layers + golden.mtp), golden)
     stored, exact = quantize(golden, add_mtp(golden, tensors) if golden.mtp else tensors)
-    model, core = loaded(golden, exact, layers), layer_after(golden, exact, loaded) if golden.mtp else None
+    model, cores = loaded(golden, exact, layers), layers_after(golden, exact, loaded) if golden.mtp else []
     for seed in range(400):
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(2, COMMON["vocab_size"], (ROWS, LENGTH), generator=generator)
@@ -319,8 +319,8 @@ def make(name: str, golden: Golden) -> None:
         with watched_choices() as gaps, torch.no_grad():
             outputs = reference(model, ids)
             logits_of(model, text)
-            if core is not None:
-                outputs["mtp_logits"] = mtp_reference(golden, exact, model, core, ids)
+            if cores:
+                outputs |= mtp_reference(golden, exact, model, cores, ids)
         if min(gaps) >= SMALLEST_GAP:
             break
     else:

@@ -10,6 +10,7 @@ from jaxspec.draft.autoregress import Root, draft
 from jaxspec.draft.last_hidden import committed_rows, gather_last, last_index, scatter_last
 from jaxspec.draft.network_drafter import CachedDrafter
 from jaxspec.models.apply import apply
+from jaxspec.models.arch import MtpForm
 from jaxspec.models.caches import Layout, init_layer_caches, unstacked
 from jaxspec.models.mtp import Caches, Mtp, feature_shape
 from jaxspec.models.transformer import Transformer, embed, head
@@ -28,7 +29,8 @@ class MtpState:
 
     Attributes:
       caches: one per layer.
-      features: what each layer returned at the last committed position, [B, D] or [B, N, D].
+      features: what each layer returned at the last committed position, [B, D] or [B, N, D]; where layers are not
+        chained, what all but the last joined there, and then what the first returned.
     """
 
     caches: Caches
@@ -60,6 +62,9 @@ class MtpHeads(CachedDrafter):
     the committed positions. Draft k + 1 is what layer min(k, n - 1) predicts; the last layer goes on from its own
     output. Positions without a real hidden state are written ahead and overwritten by the next observation.
 
+    Layers that are not chained (MiMo-V2-Flash) join the target's hidden state of their slot each, with a token that
+    lies m positions further on: as SGLang's ``multi_layer_eagle_worker_v2.py`` runs them, for which it was contributed.
+
     Attributes:
       base: the target's parameters, whose embedding and head are used.
       net: the layers.
@@ -87,6 +92,10 @@ class MtpHeads(CachedDrafter):
     def _layers(self) -> int:
         return len(self.net.arch.mtp)
 
+    @property
+    def _form(self) -> MtpForm:
+        return self.net.arch.mtp_form
+
     def update_target(self, params: Params) -> Self:
         return replace(self, base=params)
 
@@ -112,9 +121,8 @@ class MtpHeads(CachedDrafter):
 
     def propose(self, state: MtpState, anchor: Anchor, rule: str) -> tuple[Proposal, MtpState]:
         features = tuple(x[:, None] for x in state.features)
-        root = Root(
-            apply(self.net, self.params, 0, features[0], method="last"), features, anchor.length_B >= self._layers
-        )
+        first = features[0 if self._form.chained else -1]
+        root = Root(apply(self.net, self.params, 0, first, method="last"), features, anchor.length_B >= self._layers)
         proposal, caches = draft(self, state.caches, anchor, rule, root)
         return proposal, replace(state, caches=caches)
 
@@ -127,25 +135,30 @@ class MtpHeads(CachedDrafter):
         lasts = {}
         for layer in range(first, self._layers):
             before = feature[layer - 1 if stage < self.stages else layer]
-            lasts[layer], features[layer], caches[layer] = self._layer(layer, inputs, before, caches[layer])
+            lasts[layer], out, caches[layer] = self._layer(layer, inputs, before, caches[layer])
+            features[layer] = out if self._form.chained or layer == self._layers - 1 else before
         return lasts[first], tuple(features), tuple(caches)
 
     def observe(self, state: MtpState, commit: Commit) -> MtpState:
         embedded_BTD = embed(self.target, self.base, commit.next_BT)
         inputs = LayerInputs(commit.next_BT, embedded_BTD, commit.position_BT, self.window_of(commit))
-        x = commit.hidden.last_BTD if self.target.arch.hyper is None else commit.hidden.stream
-        caches, features = [], []
+        x, chained = commit.hidden.stream if self._form.stream else commit.hidden.last_BTD, self._form.chained
+        caches, joined, returned = [], [], []
         for layer, (cache, old) in enumerate(zip(state.caches, state.features, strict=True)):
-            final_B = last_index(commit) if layer == self._layers - 1 else None
-            x, cache = self._observe_layer(layer, inputs, x, cache, final_B)
+            final_B = None if chained and layer < self._layers - 1 else last_index(commit)
+            out, cache = self._observe_layer(layer, inputs, x, cache, final_B)
             caches.append(cache)
-            features.append(scatter_last(old, gather_last(x, commit) if final_B is None else x[:, 0], commit))
-            # The next layer joins what this one returned one position earlier.
-            x = jnp.concatenate([committed_rows(old, commit)[:, None], x[:, :-1]], axis=1)
-        return MtpState(tuple(caches), tuple(features))
+            joined.append(gather_last(x, commit))
+            returned.append(gather_last(out, commit) if final_B is None else out[:, 0])
+            # The next layer joins what this one returned, or joined, one position earlier.
+            passed = out if chained else x
+            x = jnp.concatenate([committed_rows(old, commit)[:, None], passed[:, :-1]], axis=1)
+        features = returned if chained else [*joined[:-1], returned[0]]
+        kept = (scatter_last(old, new, commit) for old, new in zip(state.features, features, strict=True))
+        return MtpState(tuple(caches), tuple(kept))
 
     def logits(self, last_BTD: Array) -> Array:
-        return head(self.target, self.base, last_BTD)
+        return last_BTD if self._form.own_heads else head(self.target, self.base, last_BTD)
 
     def _observe_layer(
         self, layer: int, inputs: LayerInputs, feature: Array, cache: Any, output_index_B: Array | None

@@ -61,6 +61,21 @@ class Join:
     out_norm: bool = False
 
 
+@dataclass(frozen=True)
+class MtpForm:
+    """How layers of multi-token prediction go together.
+
+    Attributes:
+      stream: whether what they join is the stream, before the last norm: the model's, and what they return themselves.
+      chained: whether a later layer joins what the one before returned, and not what the model did.
+      own_heads: whether each has a head of its own.
+    """
+
+    stream: bool = False
+    chained: bool = True
+    own_heads: bool = False
+
+
 SUM = Join()
 SECOND = "second_"
 
@@ -116,6 +131,7 @@ class ArchSpec:
       embed_dim: width of the embedding where projections lead from and to it, 0 where it is D.
       hyper: hyper-connections between layers, None for plain residuals.
       mtp: layers of multi-token prediction after the model.
+      mtp_form: how they go together.
       embed_scale, logit_scale: of embeddings and logits.
       head_bias: whether the head has one.
       logit_cap: c where logits x are ``c tanh(x / c)``, 0 where they are not capped.
@@ -136,6 +152,7 @@ class ArchSpec:
     embed_dim: int = 0
     hyper: HyperSpec | None = None
     mtp: tuple[LayerSpec, ...] = ()
+    mtp_form: MtpForm = MtpForm()
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     head_bias: bool = False

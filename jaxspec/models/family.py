@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.arch import SUM, ArchSpec, LayerSpec, MixerSpec, NoMixer
+from jaxspec.models.arch import SUM, ArchSpec, LayerSpec, MixerSpec, MtpForm, NoMixer
 from jaxspec.models.mixers.gqa import GqaRow
 from jaxspec.models.mixers.hybrid import DENSE, HybridRow
 from jaxspec.models.read import Config, Reader, Switch, short
@@ -22,7 +22,6 @@ class MixerRow(Protocol):
 
     def spec(self, read: Reader, layer: int) -> MixerSpec:
         """Attention of one layer."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -199,14 +198,14 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
       ConfigError: keys are missing (all listed) or values contradict each other.
     """
     dim, count = read.count("hidden_size"), read.count("num_hidden_layers")
-    predicting = min(read.count(*family.mtp.count, default=0, least=0), family.mtp.most) if family.mtp else 0
     longest = read.count(*several(family.longest))
     width = read.count(family.embed_dim, default=dim) if family.embed_dim else dim
     norm_last = family.norm_first is not None and not read.flag(family.norm_first, default=True)
     read.asked |= _keys(family.ffn) | _keys(family.moe)  # also where no layer is of their kind
     last_out = family.final_norm is not None and read.flag(family.final_norm)
     layers = [_layer(read, family, layer) for layer in range(count)]
-    layers += [_mtp_layer(read, family, family.mtp, count + n) for n in range(predicting) if family.mtp]
+    if family.mtp:
+        layers += [_mtp_layer(read, family, family.mtp, y) for y in family.mtp.layers(read, count)]
     ropes = [getattr(layer.attention, "rope", None) for layer in layers]
     spec = ArchSpec(
         family=family.model_type,
@@ -224,6 +223,7 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
         embed_dim=0 if width == dim else width,
         hyper=family.hyper.spec(read) if family.hyper else None,
         mtp=tuple(layers[count:]),
+        mtp_form=family.mtp.form if family.mtp else MtpForm(),
         head_bias=family.head_bias is not None and read.flag(family.head_bias),
         **family.scales.numbers(read, dim),
     )
@@ -264,7 +264,7 @@ def _mtp_layer(read: Reader, family: Family, row: MtpRow, layer: int) -> LayerSp
     if isinstance(family.mixer, HybridRow) and row.like is not None:
         mixer = family.mixer.spec_of(read, row.like)
     else:
-        mixer = family.mixer.spec(read, layer)
+        mixer = family.mixer.spec(row.reader(read, layer), layer)
     moe = None if row.ffn == "dense" else family.moe
     return LayerSpec(mixer, _dense(read, family.ffn, layer) if moe is None else _experts(read, family, moe, layer))
 

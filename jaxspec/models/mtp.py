@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxspec.cache.addressing import LayerCache
 from jaxspec.models.arch import ArchSpec
 from jaxspec.models.block import Block, norm_params, normalize
+from jaxspec.models.transformer import HEAD
 from jaxspec.nn.dense import dense
 from jaxspec.nn.hyper import HyperHead
 from jaxspec.nn.inputs import Inputs
@@ -24,7 +25,7 @@ class MtpLayer(nn.Module):
     """One layer: joins a token with the feature of the token before it, and runs a decoder block.
 
     DeepSeek-V3 (2024), section 2.2, and GLM-4.5 join by one product; DeepSeek-V4 adds a projection of the token to
-    a projection of each residual stream. Embedding and head are the model's own.
+    a projection of each residual stream. The embedding is the model's own, and most often the head.
 
     Attributes:
       number: place among the layers of prediction.
@@ -47,6 +48,8 @@ class MtpLayer(nn.Module):
             self.embed_proj_DX = declare(self, p, EMBED_PROJ, (a.model_dim, a.model_dim))
             self.hidden_proj_DX = declare(self, p, HIDDEN_PROJ, (a.model_dim, a.model_dim))
             self.hyper_head = HyperHead(a.hyper, a.model_dim, a.norm_eps, p)
+        if a.mtp_form.own_heads:
+            self.head_DV = declare(self, p, HEAD, (a.model_dim, a.vocab_size))
         self.block = Block(a.mtp[self.number], a, p)
 
     def __call__(self, embedded_BTD: Array, feature: Array, inputs: Inputs) -> tuple[Array, LayerCache | None]:
@@ -54,12 +57,12 @@ class MtpLayer(nn.Module):
 
         Args:
           embedded_BTD: embeddings of the tokens.
-          feature: the model's hidden state after its final norm [B, T, D], or with hyper-connections its streams
-            [B, T, N, D]; after the first draft, what the slot before returned.
+          feature: the model's hidden state after its final norm or, as ``MtpForm`` says, its stream before it
+            [B, T, D], with hyper-connections its streams [B, T, N, D]; or what a layer returned.
           inputs: the tokens, the positions i, and the cache of this layer.
 
         Returns:
-          The feature after each slot asked for, normalized or as streams like the one that came in, and the cache.
+          The feature after each slot asked for, normalized or as stream like the one that came in, and the cache.
         """
         a, dtype = self.arch, self.policy.compute.dtype
         e_BTD = normalize(a, embedded_BTD, self.embed_norm)
@@ -69,13 +72,14 @@ class MtpLayer(nn.Module):
         else:
             x = dense(e_BTD, self.embed_proj_DX, dtype=dtype)[:, :, None] + dense(h, self.hidden_proj_DX, dtype=dtype)
         out = self.block(x, inputs)
-        return normalize(a, out.x, self.norm) if a.hyper is None else out.x, out.memory
+        return out.x if a.mtp_form.stream else normalize(a, out.x, self.norm), out.memory
 
     def last(self, feature: Array) -> Array:
-        """Returns what the head reads, [..., D]; it predicts the token of position i + 2."""
-        if self.arch.hyper is None:
-            return feature
-        return normalize(self.arch, self.hyper_head(feature), self.norm)
+        """Returns what the model's head reads [..., D], or of a head of its own the logits [..., V], for place i + 2."""
+        a, x = self.arch, feature
+        if a.mtp_form.stream:
+            x = normalize(a, x if a.hyper is None else self.hyper_head(x), self.norm)
+        return dense(x, self.head_DV, dtype=self.policy.compute.dtype) if a.mtp_form.own_heads else x
 
 
 class Mtp(nn.Module):
@@ -96,13 +100,13 @@ class Mtp(nn.Module):
     def __call__(
         self, layer: int, embedded_BTD: Array, feature: Array, inputs: Inputs
     ) -> tuple[Array, Array, LayerCache | None]:
-        """Runs T slots of one layer: what the head reads, the feature after each slot, and the cache."""
+        """Runs T slots of one layer: what ``last`` returns, the feature after each slot, and the cache."""
         module = self.mtp[layer]
         feature, cache = module(embedded_BTD, feature, inputs)
         return module.last(feature), feature, cache
 
     def last(self, layer: int, feature: Array) -> Array:
-        """Returns what the head reads of a layer's feature, [..., D]."""
+        """Returns what the head reads of a layer's feature, or what its own says, see ``MtpLayer.last``."""
         return self.mtp[layer].last(feature)
 
     def everything(self) -> None:

@@ -89,7 +89,7 @@ class Reader:
         """
         value = self.get(key, default=None)
         if isinstance(value, list | tuple):
-            count = self.count("num_hidden_layers")
+            count = max(self.count("num_hidden_layers"), layer + 1)
             if value and len(value) < count and not self.missing:
                 raise ConfigError(f"config: {key} must state a bound for each of {count} layers, got {short(value)}")
             value = value[min(layer, len(value) - 1)] or None if value else None

@@ -1,9 +1,10 @@
 """Where a family's config keeps some of its numbers, see ``jaxspec.models.family``."""
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxspec.models.arch import Join
+from jaxspec.models.arch import Join, MtpForm
 from jaxspec.models.read import Reader
 from jaxspec.nn.hyper import HyperSpec
 
@@ -36,14 +37,32 @@ class MtpRow:
     Attributes:
       count: keys of their number, the first present one counts.
       ffn: whether they have experts, or are what a further layer of the model would be.
-      like: with ``HybridRow``, the kind of layer that they have the attention of.
+      like: the kind of layer that they have the attention of.
       most: how many are read; further ones are passed over.
+      listed: key of a list of kinds of layers; where it names those of the model alone, none are read.
+      form: how they go together.
     """
 
     count: tuple[str, ...] = ("num_nextn_predict_layers", "num_mtp_layers")
     ffn: Literal["next", "dense", "experts"] = "next"
     like: str | None = None
     most: int = 100
+    listed: str | None = None
+    form: MtpForm = MtpForm()
+
+    def layers(self, read: Reader, count: int) -> range:
+        """Returns the numbers of those that are read, after so many layers of the model."""
+        number = min(read.count(*self.count, default=0, least=0), self.most)
+        kinds = read.get(self.listed, default=None) if self.listed else None
+        return range(count, min(count + number, len(kinds)) if isinstance(kinds, list) else count + number)
+
+    def reader(self, read: Reader, layer: int) -> Reader:
+        """Returns a reader of a config whose list of layers' kinds names this one's."""
+        if self.like is None:
+            return read
+        alone = copy(read)
+        alone.config = {**read.config, "layer_types": [self.like] * (layer + 1)}
+        return alone
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """DeepSeek-V4: compressed attention, hyper-connections, experts by token id and then by score, MTP."""
 
+from jaxspec.models.arch import MtpForm
 from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.compressed import CompressedRow
 from jaxspec.models.rows import HyperRow, MtpRow
@@ -20,7 +21,7 @@ FAMILY = Family(
         limit="swiglu_limit",
     ),
     hyper=HyperRow("hc_mult", "hc_sinkhorn_iters", "hc_eps"),
-    mtp=MtpRow(),
+    mtp=MtpRow(form=MtpForm(stream=True)),
     defaults={
         "norm_topk_prob": True,
         "num_nextn_predict_layers": 1,

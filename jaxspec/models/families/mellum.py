@@ -2,6 +2,7 @@
 
 from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.gqa import FULL, NEAR, GqaRow
+from jaxspec.models.rows import MtpRow
 
 FAMILY = Family(
     model_type="mellum",
@@ -9,6 +10,7 @@ FAMILY = Family(
     moe=MoeRow(
         experts=("num_experts", "num_local_experts"), renormalize="norm_topk_prob", first_dense="first_k_dense_replace"
     ),
+    mtp=MtpRow(ffn="experts", like=NEAR, most=1),
     defaults={
         "head_dim": 128,
         "norm_topk_prob": True,
@@ -18,5 +20,9 @@ FAMILY = Family(
             NEAR: {"rope_type": "default", "rope_theta": 1e4},
         },
     },
-    implied={"sliding_window": ...},  # of layers that are all full where no list says otherwise
+    implied={
+        "sliding_window": ...,  # of layers that are all full where no list says otherwise
+        "mtp_layer_types": NEAR,
+        "mtp_mlp_layer_types": "sparse",
+    },
 )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from jaxspec.models.families.deepseek_v3 import DEEPSEEK_MOE
+from jaxspec.models.arch import MtpForm
 from jaxspec.models.family import Family
 from jaxspec.models.mixers.gqa import FULL, NEAR, GqaRow
 from jaxspec.models.mixers.hybrid import HybridRow
@@ -37,7 +38,7 @@ FAMILY = Family(
         names={0: FULL, 1: NEAR},
     ),
     moe=replace(DEEPSEEK_MOE, shared_hidden=None, shared_count=None, pattern="moe_layer_freq"),
-    mtp=MtpRow(ffn="dense", like=NEAR, most=1),
+    mtp=MtpRow(ffn="dense", like=NEAR, form=MtpForm(stream=True, chained=False)),
     norm_eps=("rms_norm_eps", "layernorm_epsilon"),
     defaults={
         "sliding_window": 129,
@@ -49,7 +50,7 @@ FAMILY = Family(
         "rope_theta": 5e6,
         "swa_rope_theta": 1e4,
         "partial_rotary_factor": 0.334,
-        "num_nextn_predict_layers": 1,  # configs need not say so
+        "num_nextn_predict_layers": 3,  # configs need not say so
     },
     implied={"attention_chunk_size": ..., "n_shared_experts": 0},
 )

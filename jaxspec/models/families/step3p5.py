@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+from jaxspec.models.arch import MtpForm
 from jaxspec.models.family import Family, MoeRow
 from jaxspec.models.mixers.by_layer import ByLayerRow
 from jaxspec.models.mixers.gqa import GqaRow
-from jaxspec.models.rows import FfnRow
+from jaxspec.models.rows import FfnRow, MtpRow
 
 ATTENTION = GqaRow(
     qkv_bias="attention_bias",
@@ -35,6 +36,7 @@ STEP = Family(
         late=True,
         listed=("moe_layers_enum", "moe_every_n_layer"),
     ),
+    mtp=MtpRow(ffn="dense", listed="layer_types", form=MtpForm(stream=True, own_heads=True)),
     norm_offset=1.0,
     defaults={
         "rms_norm_eps": 1e-5,

@@ -45,7 +45,7 @@ class ByLayerRow:
     def _turns(read: Reader, layer: int) -> dict[str, Any]:
         """Base and turned part of the layer, where they are lists."""
         listed = {plain: read.get(key, default=None) for key, plain in TURNS.items()}
-        turns, count = {}, read.count("num_hidden_layers")
+        turns, count = {}, max(read.count("num_hidden_layers"), layer + 1)
         for key, values in listed.items():
             if isinstance(values, list):
                 if len(values) < count and not read.missing:

@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, NameRule, Table, attention_rules, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import (
+    EMBEDDING,
+    JOIN_OUTSIDE,
+    NORMS,
+    MtpNames,
+    NameRule,
+    Table,
+    attention_rules,
+    gated_rules,
+    router_rules,
+)
 
 QWEN = Table(
     top=EMBEDDING,
@@ -16,4 +26,6 @@ QWEN = Table(
     ),
     expert=gated_rules("ffn/", "mlp.experts.{e}."),
 )
-TABLES = dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), QWEN) | {"mellum": replace(QWEN, others=("mtp.",))}
+TABLES = dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), QWEN) | {
+    "mellum": replace(QWEN, mtp=MtpNames(shared=JOIN_OUTSIDE, prefix="mtp.layers.{n}."), others=("mtp.",))
+}

@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, NameRule, Table, attention_rules, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import (
+    EMBEDDING,
+    JOIN,
+    NORMS,
+    MtpNames,
+    NameRule,
+    Table,
+    attention_rules,
+    gated_rules,
+    router_rules,
+)
 
 STEP = Table(
     top=EMBEDDING,
@@ -19,6 +29,13 @@ STEP = Table(
         NameRule("ffn/down_FD_{e}", ("moe.down_proj.weight",), "transpose"),
     ),
     experts_stacked=True,
+    mtp=MtpNames(
+        (
+            *JOIN,
+            NameRule("norm_D", ("transformer.shared_head.norm.weight",)),
+            NameRule("head_DV", ("transformer.shared_head.output.weight",), "transpose"),
+        )
+    ),
     others=("model.layers.45.", "model.layers.46.", "model.layers.47."),  # multi-token prediction, after 45 layers
 )
 
