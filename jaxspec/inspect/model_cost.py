@@ -182,7 +182,8 @@ def routed_order(arch: ArchSpec) -> list[int]:
 def _prediction_layers(arch: ArchSpec, sizes: Sizes, kind: np.dtype) -> list[LayerCost]:
     costs = []
     for number, spec in enumerate(arch.mtp):
-        own = {path: size for path, size in sizes.items() if path.startswith(f"mtp_{number}/")}
+        # A head of its own is as large as the model's, which counts already.
+        own = {p: x for p, x in sizes.items() if p.startswith(f"mtp_{number}/") and declared(p).part != "head"}
         costs.append(_layer(spec, own, 1, 1, _caches(spec.attention, kind, None)))
     return costs
 

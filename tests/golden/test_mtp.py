@@ -30,7 +30,10 @@ from tests.golden.test_families import CLOSE, GOLDENS, KNOWN_ORACLES, ORACLES, c
 
 BLOCK, DRAFTS, SPARE = 8, 4, 8
 # Ways to join, kinds of layer and their names; the others are like these.
-QUICK = ("deepseek_v3", "deepseek_v4", "ernie4_5_moe", "longcat_flash", "nemotron_h", "qwen3_next")
+QUICK = (
+    "deepseek_v3", "deepseek_v4", "ernie4_5_moe", "longcat_flash", "mimo_v2_flash", "nemotron_h", "qwen3_next",
+    "step3p5", "step3p7",
+)  # fmt: skip
 PROMISING = [d for d in (*GOLDENS, *KNOWN_ORACLES) if arch_of(config_of(d)).mtp]
 
 
@@ -38,9 +41,13 @@ def reference_of(directory: Path) -> Path:
     return directory / ("io.safetensors" if directory in ORACLES else "reference.safetensors")
 
 
-def layouts() -> list:
+def layouts(most: int = 100) -> list:
     """Models with a reference for prediction, layers apart and stacked; of some, one layout is quick."""
-    known = [d for d in PROMISING if b'"mtp_logits"' in reference_of(d).read_bytes()[:10000]]
+    known = [
+        d
+        for d in PROMISING
+        if b'"mtp_logits"' in reference_of(d).read_bytes()[:10000] and len(arch_of(config_of(d)).mtp) <= most
+    ]
     return [
         pytest.param(
             (d, e),
@@ -58,6 +65,7 @@ class Case:
 
     Attributes:
       feature: the target's hidden states that prediction starts from, after every token.
+      says: what else the reference says.
     """
 
     model: Model
@@ -67,19 +75,20 @@ class Case:
     feature: np.ndarray
     features: Features
     logits_BTV: np.ndarray
+    says: TensorFiles
 
-    def run(self, token_BT: np.ndarray, feature: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, token_BT: np.ndarray, feature: np.ndarray, layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Logits and features of whole sequences of slots."""
-        return tuple(
-            np.asarray(x) for x in _run(self.net, self.model.net, self.params, self.model.params, token_BT, feature)
-        )
+        nets = self.net, self.model.net
+        return tuple(np.asarray(x) for x in _run(*nets, layer, self.params, self.model.params, token_BT, feature))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _run(net, target, params, base, token_BT: Array, feature: Array) -> tuple[Array, Array]:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(net, target, layer: int, params, base, token_BT: Array, feature: Array) -> tuple[Array, Array]:
     position_BT = jnp.broadcast_to(jnp.arange(token_BT.shape[1], dtype=jnp.int32), token_BT.shape)
-    last, feature, _ = apply(net, params, 0, embed(target, base, token_BT), feature, Inputs(token_BT, position_BT))
-    return head(target, base, last), feature
+    embedded = embed(target, base, token_BT)
+    last, feature, _ = apply(net, params, layer, embedded, feature, Inputs(token_BT, position_BT))
+    return last if net.arch.mtp_form.own_heads else head(target, base, last), feature
 
 
 @pytest.fixture(scope="module", params=layouts())
@@ -95,9 +104,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ids_BT = np.asarray(says["input_ids"]).astype(np.int32)
     position_BT = np.broadcast_to(np.arange(ids_BT.shape[1], dtype=np.int32), ids_BT.shape)
     _, hidden = jax.jit(teacher_forced, static_argnums=0)(model.net, model.params, ids_BT, position_BT)
-    feature = hidden.stream if model.net.arch.hyper else hidden.last_BTD
+    feature = hidden.stream if model.net.arch.mtp_form.stream else hidden.last_BTD
     features = Features(hidden.last_BTD, hidden.stream)
-    return Case(model, net, params, ids_BT, np.asarray(feature), features, np.asarray(says["mtp_logits"]))
+    return Case(model, net, params, ids_BT, np.asarray(feature), features, np.asarray(says["mtp_logits"]), says)
 
 
 def test_a_config_that_promises_prediction_has_a_reference_for_it():
@@ -105,8 +114,11 @@ def test_a_config_that_promises_prediction_has_a_reference_for_it():
 
 
 def test_teacher_forced(case: Case):
-    logits_BTV, _ = case.run(case.ids_BT[:, 1:], case.feature[:, :-1])
-    np.testing.assert_allclose(logits_BTV, case.logits_BTV, **CLOSE)
+    feature = case.feature
+    for layer in range(len(case.net.arch.mtp)):
+        logits_BTV, out = case.run(case.ids_BT[:, layer + 1 :], feature[:, :-1], layer)
+        np.testing.assert_allclose(logits_BTV, case.says[f"mtp_logits.{layer}" if layer else "mtp_logits"], **CLOSE)
+        feature = out if case.net.arch.mtp_form.chained else feature[:, :-1]
 
 
 class Plain:
@@ -171,6 +183,8 @@ def check_law(proposal, node: int, logits_BV: np.ndarray, rows: np.ndarray) -> N
     np.testing.assert_allclose(np.asarray(proposal.logp_BNV)[rows, node - 1], wanted[rows], **CLOSE)
 
 
+# What several layers draft together is compared in tests/unit/draft/test_mtp.py.
+@pytest.mark.parametrize("case", layouts(most=1), indirect=True)
 def test_drafting_a_chain_behind_observed_text(case: Case):
     propose = None
     for length_B, drafter, state, anchor in observed(case, chain(DRAFTS)):
@@ -190,6 +204,7 @@ def test_drafting_a_chain_behind_observed_text(case: Case):
             plain.take(token_B)
 
 
+@pytest.mark.parametrize("case", layouts(most=1), indirect=True)
 def test_drafting_a_tree_behind_observed_text(case: Case):
     arch = case.model.net.arch
     if arch.chain_only or replace(arch, layers=arch.mtp).chain_only:

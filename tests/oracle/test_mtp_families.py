@@ -29,6 +29,9 @@ FAMILIES = (
     "exaone_moe",
     "hy_v3",
     "ernie4_5_moe",
+    "mellum",
+    "step3p5",
+    "step3p7",
 )
 OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 SETTINGS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "max_logprobs": 0, "prefill_buckets": (16,)}
@@ -51,11 +54,14 @@ def edited(name: str, share: float, sign: float, directory: Path) -> Path:
             tensors[key] = (x * (0.0 if key in behind else share)).astype(x.dtype)
         elif name == "longcat_flash" and key.endswith("e_score_correction_bias"):
             x[IDENTITIES] = -1e3  # what they add cannot be scaled
-    (embed_norm,), (join,), (norm,) = (rules[f"mtp_0/{leaf}"] for leaf in ("embed_norm_D", "join_XD", "norm_D"))
-    dtype, dim = tensors[join].dtype, arch.model_dim
-    tensors[embed_norm] = np.full(dim, 1 - arch.norm_offset, dtype)
-    tensors[join] = np.concatenate([sign * np.eye(dim), np.zeros((dim, dim))], axis=1).astype(dtype)
-    tensors[norm] = tensors[table.hub_names("norm_D")[0]]
+    for n in range(len(arch.mtp)):
+        (embed_norm,), (join,), (norm,) = (rules[f"mtp_{n}/{leaf}"] for leaf in ("embed_norm_D", "join_XD", "norm_D"))
+        dtype, dim = tensors[join].dtype, arch.model_dim
+        tensors[embed_norm] = np.full(dim, 1 - arch.norm_offset, dtype)
+        tensors[join] = np.concatenate([sign * np.eye(dim), np.zeros((dim, dim))], axis=1).astype(dtype)
+        tensors[norm] = tensors[table.hub_names("norm_D")[0]]
+        for head in rules.get(f"mtp_{n}/head_DV", ()):
+            tensors[head] = tensors[table.hub_names("head_DV")[0]]
     save_file(tensors, directory / "model.safetensors")
     return directory
 

@@ -44,13 +44,13 @@ class ByLayerRow:
     @staticmethod
     def _turns(read: Reader, layer: int) -> dict[str, Any]:
         """Base and turned part of the layer, where they are lists."""
-        listed = {plain: read.get(key, default=None) for key, plain in TURNS.items()}
         turns, count = {}, max(read.count("num_hidden_layers"), layer + 1)
-        for key, values in listed.items():
+        for key, plain in TURNS.items():
+            values = read.get(key, default=None)
             if isinstance(values, list):
                 if len(values) < count and not read.missing:
                     raise ConfigError(f"config: {key} must be listed for each of {count} layers, got {short(values)}")
-                turns[key] = checked_real(key, values[min(layer, len(values) - 1)])
+                turns[plain] = checked_real(key, values[min(layer, len(values) - 1)])
         return turns
 
     @staticmethod

@@ -40,8 +40,10 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
         ("qwen3-next-80b-a3b", 1, 1553, 1650.5),
         # As in Qwen3.6-35B-A3B; Qwen3.5-35B-A3B has the 785 of its experts one by one.
         ("qwen3.5-35b-a3b", 1, 19, 844.6),
-        # MiMo-V2-Flash's report: 0.33 billion parameters.
-        ("mimo-v2-flash", 1, 14, 329.3),
+        # MiMo-V2-Flash's report: 0.33 billion parameters each.
+        ("mimo-v2-flash", 3, 3 * 14, 3 * 329.27),
+        # A head of 528 million in each.
+        ("step-3.5-flash", 3, 3 * 17, 3 * 809.39),
         ("longcat-flash", 1, 16, 392.6),
         ("nemotron-3-nano-30b-a3b", 0, 0, 0),
     ],
@@ -56,12 +58,33 @@ def test_published_configs(name: str, layers: int, tensors: int, millions: float
 
 def test_the_layer_has_the_attention_of_a_kind():
     """Not that of the layer before: the last ones of these models are recurrent, full, or have no attention."""
-    for name, kind in (("qwen3_5_moe", 1), ("exaone_moe", 0), ("nemotron_h", 2), ("longcat_flash", 0)):
+    for name, kind in (
+        ("qwen3_5_moe", 1),
+        ("exaone_moe", 0),
+        ("nemotron_h", 2),
+        ("longcat_flash", 0),
+        ("mellum", 0),
+        ("step3p7", 0),
+    ):
         arch = arch_of(config_of(name))
         assert [layer.attention for layer in arch.mtp] == [arch.layers[kind].attention], name
     lists = {"hybrid_layer_pattern": [1, 0], "layer_types": ["sliding_attention", "full_attention"]}
     near = arch_of(config_of("mimo_v2_flash", **lists))
     assert near.mtp[0].attention == near.layers[0].attention != near.layers[1].attention
+    full = arch_of(config_of("mellum", layer_types=["full_attention"] * 2))
+    assert full.mtp[0].attention == arch_of(config_of("mellum")).layers[0].attention != full.layers[0].attention
+
+
+def test_lists_of_step_speak_of_the_layers_of_prediction():
+    step = arch_of(config_of("step3p5", layer_types=["sliding_attention"] * 4 + ["full_attention"]))
+    assert [layer.attention.heads for layer in step.mtp] == [6, 4]
+    assert [layer.ffn.activation.limit for layer in step.mtp] == [None, 0.4]
+    # A copy that was saved again has lists of the model's layers alone: no layer of prediction is read.
+    short = {key: config_of("step3p5")[key][:3] for key in ("layer_types", "rope_theta", "partial_rotary_factors")}
+    assert not arch_of(config_of("step3p5", **short)).mtp
+    for key in ("rope_theta", "partial_rotary_factors", "swiglu_limits_shared"):
+        with pytest.raises(ConfigError, match=rf"config: {key} must .* for each of 4 layers"):
+            arch_of(config_of("step3p5", **{key: config_of("step3p5")[key][:3]}))
 
 
 def test_experts_of_the_layer():
@@ -72,20 +95,23 @@ def test_experts_of_the_layer():
             "qwen3_5_moe",
             "nemotron_h",
             "hy_v3",
+            "mellum",
+            "step3p5",
             "exaone_moe",
             "mimo_v2_flash",
             "longcat_flash",
             "ernie4_5_moe",
         )
     }
-    assert kinds == dict.fromkeys(("qwen3_next", "qwen3_5_moe", "nemotron_h", "hy_v3"), MoeSpec) | dict.fromkeys(
-        ("exaone_moe", "mimo_v2_flash", "longcat_flash", "ernie4_5_moe"), FfnSpec
-    )
+    routed = ("qwen3_next", "qwen3_5_moe", "nemotron_h", "hy_v3", "mellum")
+    assert kinds == {name: MoeSpec if name in routed else FfnSpec for name in kinds}
     assert arch_of(config_of("longcat_flash")).mtp[0].second is None
 
 
 def test_numbers_of_layers():
-    assert len(arch_of(config_of("mimo_v2_flash", num_nextn_predict_layers=3)).mtp) == 1, "the first alone is read"
+    assert len(arch_of(config_of("mimo_v2_flash", num_nextn_predict_layers=...)).mtp) == 3
+    assert len(arch_of(config_of("mellum", num_nextn_predict_layers=..., num_mtp_layers=1)).mtp) == 1
+    assert not arch_of(config_of("mellum", num_nextn_predict_layers=...)).mtp
     for name in ("qwen3_next", "mimo_v2_flash", "longcat_flash"):
         assert not arch_of(config_of(name, num_nextn_predict_layers=0)).mtp
     assert not arch_of(config_of("qwen3_5_moe_text")).mtp
@@ -99,6 +125,8 @@ def test_numbers_of_layers():
         ("nemotron_h", {"mtp_layers_block_type": ["mamba", "moe"]}),
         ("exaone_moe", {"mtp_layer_types": ["full_attention"]}),
         ("exaone_moe", {"mtp_sliding_windows": [512]}),
+        ("mellum", {"mtp_layer_types": ["full_attention"]}),
+        ("mellum", {"mtp_mlp_layer_types": ["dense"]}),
         ("qwen3_5_moe_text", {"mtp_use_dedicated_embeddings": True}),
     ],
 )

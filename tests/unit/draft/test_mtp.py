@@ -23,6 +23,7 @@ from jaxspec.decode.step import StepPlan
 from jaxspec.draft.mtp_drafter import MtpHeads
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.models.apply import apply
+from jaxspec.models.arch import MtpForm
 from jaxspec.models.catalog import arch_of
 from jaxspec.models.mtp import Mtp
 from jaxspec.models.transformer import Transformer, embed, head, teacher_forced
@@ -56,10 +57,14 @@ CONFIG = {
 }
 
 
+# As published with DeepSeek-V3, Step 3.5 and MiMo-V2-Flash.
+FORMS = (MtpForm(), MtpForm(stream=True, own_heads=True), MtpForm(stream=True, chained=False))
+
+
 @cache
-def random_pair(layers: int) -> tuple[Transformer, Params, Mtp, Params]:
+def random_pair(layers: int, form: MtpForm = FORMS[0]) -> tuple[Transformer, Params, Mtp, Params]:
     """A target and its layers of prediction, with weights large enough that texts vary."""
-    arch = arch_of({**CONFIG, "num_nextn_predict_layers": layers})
+    arch = replace(arch_of({**CONFIG, "num_nextn_predict_layers": layers}), mtp_form=form)
     nets = Transformer(arch, POLICY), Mtp(arch, POLICY)
     params = [
         jax.tree.map(lambda x: x * (7.0 if x.ndim > 1 else 1.0), jax.jit(net.initial)(jax.random.key(seed)))
@@ -144,53 +149,60 @@ def test_drafts_that_the_target_would_have_chosen_are_all_accepted(rule: str, te
 class Several:
     """Prediction by several layers without caches, DeepSeek-V3 (2024) equations 21 to 23, one row.
 
-    Layer m joins what layer m - 1 says at place i (the target for m = 0) with token i + m + 1.
+    Layer m joins what layer m - 1 says at place i (the target for m = 0, or for all) with token i + m + 1.
     """
 
-    def __init__(self, layers: int, text: list[int], hidden_TD: np.ndarray):
-        self.net, self.params, self.mtp, self.weights = random_pair(layers)
-        self.layers, self.text, self.hidden_TD = layers, list(text), hidden_TD
+    def __init__(self, layers: int, form: MtpForm, text: list[int], hidden_TD: np.ndarray):
+        self.net, self.params, self.mtp, self.weights = random_pair(layers, form)
+        self.layers, self.form, self.text, self.hidden_TD = layers, form, list(text), hidden_TD
 
     def run(self, layer: int, token: list[int], feature_TD: np.ndarray) -> np.ndarray:
         size = 40
         token_T, feature = np.zeros((1, size), np.int32), np.zeros((1, size, DIM), np.float32)
         token_T[0, : len(token)], feature[0, : len(token)] = token, feature_TD
-        return np.asarray(_slots(layer, self.layers, token_T, feature))[0, : len(token)]
+        return np.asarray(_slots(layer, self.layers, self.form, token_T, feature))[0, : len(token)]
+
+    def before(self, layer: int) -> np.ndarray:
+        """What a layer joins at the places that the target has seen, [T, D]."""
+        if layer == 0 or not self.form.chained:
+            return self.hidden_TD
+        return self.run(layer - 1, self.text[layer:][: len(self.hidden_TD)], self.before(layer - 1))
 
     def next(self) -> np.ndarray:
         """Logits of the next draft, [V]."""
         known = len(self.hidden_TD)
         depth = len(self.text) - known - 1
-        feature = self.hidden_TD
-        for layer in range(min(depth, self.layers - 1) + 1):
-            feature = self.run(layer, self.text[layer + 1 : layer + 1 + known], feature)
-            last = feature if layer < self.layers - 1 else self._extended(feature, depth)
-        return np.asarray(head(self.net, self.params, last[-1:]))[0]
+        layer = min(depth, self.layers - 1)
+        feature = self.run(layer, self.text[layer + 1 :][:known], self.before(layer))
+        feature = feature if layer < self.layers - 1 else self._extended(feature, depth)
+        last = apply(self.mtp, self.weights, layer, feature[-1:], method="last")
+        return np.asarray(last if self.form.own_heads else head(self.net, self.params, last))[0]
 
     def _extended(self, feature_TD: np.ndarray, depth: int) -> np.ndarray:
         """The last layer goes on from its own output."""
-        before = self.hidden_TD
-        for layer in range(self.layers - 1):
-            before = self.run(layer, self.text[layer + 1 : layer + 1 + len(self.hidden_TD)], before)
+        before = self.before(self.layers - 1)
         for _ in range(depth - self.layers + 1):
             before = np.concatenate([before, feature_TD[-1:]])
             feature_TD = self.run(self.layers - 1, self.text[self.layers :][: len(before)], before)
         return feature_TD
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _slots(layer: int, layers: int, token_BT: Array, feature: Array) -> Array:
-    net, params, mtp, weights = random_pair(layers)
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _slots(layer: int, layers: int, form: MtpForm, token_BT: Array, feature: Array) -> Array:
+    net, params, mtp, weights = random_pair(layers, form)
     position_BT = jnp.arange(token_BT.shape[1], dtype=jnp.int32)[None]
     return apply(mtp, weights, layer, embed(net, params, token_BT), feature, Inputs(token_BT, position_BT))[1]
 
 
 @pytest.mark.parametrize(
+    "form", [pytest.param(FORMS[0], marks=pytest.mark.slow), *FORMS[1:]], ids=["deepseek", "step", "mimo"]
+)
+@pytest.mark.parametrize(
     "topology", [pytest.param(chain(5), marks=pytest.mark.slow), tree((2, 1, 1, 2))], ids=["chain", "tree"]
 )
-def test_several_layers_follow_the_paper(topology):
+def test_several_layers_draft_as_whole_sequences_do(topology, form):
     layers, rng = 3, np.random.default_rng(1)
-    net, params, mtp, weights = random_pair(layers)
+    net, params, mtp, weights = random_pair(layers, form)
     drafter = MtpHeads(weights, params, mtp, net, topology, BLOCK)
     text_BT = rng.integers(0, VOCAB, (2, 24)).astype(np.int32)
     position_BT = np.broadcast_to(np.arange(24, dtype=np.int32), text_BT.shape)
@@ -201,9 +213,12 @@ def test_several_layers_follow_the_paper(topology):
     def commit(rows: slice, start_B: np.ndarray, count_B: list[int], row: int | None) -> Commit:
         place_BT = np.minimum(start_B[:, None] + np.arange(CHUNK), 22)
         tokens = (np.take_along_axis(text_BT[rows], place_BT + shift, axis=1) for shift in (0, 1))
-        last_BTD = np.take_along_axis(np.asarray(hidden.last_BTD)[rows], place_BT[..., None], axis=1)
+        both = (
+            np.take_along_axis(np.asarray(x)[rows], place_BT[..., None], axis=1)
+            for x in (hidden.last_BTD, hidden.stream)
+        )
         where = None if row is None else jnp.full(1, row, jnp.int32)
-        return Commit(*tokens, Features(last_BTD, last_BTD), np.asarray(count_B, np.int32), start_B, None, where)
+        return Commit(*tokens, Features(*both), np.asarray(count_B, np.int32), start_B, None, where)
 
     for row, chunks in enumerate([(1, 4, 2), (4,)]):  # prompts of 8 and 5 tokens
         for count in chunks:
@@ -221,7 +236,8 @@ def test_several_layers_follow_the_paper(topology):
         for row in range(2):
             length = int(length_B[row])
             for path in leaf_paths(topology):
-                slow = Several(layers, text_BT[row, : length + 1].tolist(), np.asarray(hidden.last_BTD)[row, :length])
+                seen_TD = np.asarray(hidden.stream if form.stream else hidden.last_BTD)[row, :length]
+                slow = Several(layers, form, text_BT[row, : length + 1].tolist(), seen_TD)
                 for node in path:
                     wanted = jax.nn.log_softmax(slow.next())
                     np.testing.assert_allclose(logp_BNV[row, node - 1], wanted, rtol=0, atol=1e-4)
