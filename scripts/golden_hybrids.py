@@ -197,6 +197,7 @@ LING = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
     "rope_theta": 6e6,
+    "num_nextn_predict_layers": 1,
 }
 HYBRIDS = {
     "qwen3_next": Golden(
@@ -221,6 +222,8 @@ HYBRIDS = {
         "NemotronHForCausalLM", NEMOTRON, mtp=2, longer={"hybrid_override_pattern": f"{NEMOTRON_KINDS}*E"}
     ),
     "minimax": Golden("MiniMaxForCausalLM", MINIMAX),
-    "bailing_hybrid": Golden("BailingHybridForCausalLM", LING),
+    "bailing_hybrid": Golden(
+        "BailingHybridForCausalLM", LING, mtp=1, longer={"layer_types": [LINEAR, LINEAR, FULL, FULL]}
+    ),
 }
 HYBRIDS = {name: replace(golden, recurrent=True) for name, golden in HYBRIDS.items()}

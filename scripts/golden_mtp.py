@@ -31,9 +31,7 @@ class Published:
 NEXT = "model.layers.{y}."
 
 
-def _inside(
-    prefix: str, last: str, *copies: str, layer: tuple[tuple[str, str], ...] = (), head: str = ""
-) -> Published:
+def _inside(prefix: str, last: str, *copies: str, layer: tuple[tuple[str, str], ...] = (), head: str = "") -> Published:
     """Names of a layer that has the norms and the product of its join inside."""
     names = (prefix + "enorm.weight", prefix + "hnorm.weight", prefix + last, prefix + "eh_proj.weight")
     return Published((*layer, (NEXT, prefix)), names, tuple(prefix + name for name in copies), head and prefix + head)
@@ -57,7 +55,7 @@ PUBLISHED = {
         ("step3p5", "step3p7"),
         _inside(NEXT, "transformer.shared_head.norm.weight", head="transformer.shared_head.output.weight"),
     ),
-    **dict.fromkeys(("hy_v3", "bailing_moe"), _inside(NEXT, "final_layernorm.weight")),
+    **dict.fromkeys(("hy_v3", "bailing_moe", "bailing_hybrid"), _inside(NEXT, "final_layernorm.weight")),
     "mimo_v2_flash": _inside(
         MIMO,
         "final_layernorm.weight",

@@ -227,7 +227,7 @@ def drafters(arch: ArchSpec, prediction: LoadPlan | None = None) -> dict[str, st
     shapes = f"chains only: {chains_only}" if chains_only else "chains and trees"
     methods = {"ngram": shapes, "draft_model": f"{shapes}; needs a model of {arch.vocab_size} tokens"}
     if prediction is None:
-        return methods | {"mtp": "no: the config has no layers of multi-token prediction"}
+        return methods | {"mtp": "no: the config has no layers of multi-token prediction that are read"}
     if prediction.problems["missing"]:
         return methods | {"mtp": f"no: {len(prediction.problems['missing'])} of its tensors are missing"}
     why = chains_only or replace(arch, layers=arch.mtp).chain_only

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, Protocol
 
 from jaxspec.errors import ConfigError
-from jaxspec.models.arch import SUM, ArchSpec, LayerSpec, MixerSpec, MtpForm, NoMixer
+from jaxspec.models.arch import SUM, ArchSpec, LayerSpec, MixerSpec, NoMixer
 from jaxspec.models.mixers.gqa import GqaRow
 from jaxspec.models.mixers.hybrid import DENSE, HybridRow
 from jaxspec.models.read import Config, Reader, Switch, short
 from jaxspec.models.rotary import limit, reach
-from jaxspec.models.rows import FfnRow, HyperRow, JoinRow, MtpRow, ScaleRow
+from jaxspec.models.rows import NORMED, FfnRow, HyperRow, JoinRow, MtpRow, ScaleRow
 from jaxspec.nn.activations import activation_named
 from jaxspec.nn.ffn import Activation, FfnSpec
 from jaxspec.nn.moe import MoeSpec
@@ -22,6 +22,7 @@ class MixerRow(Protocol):
 
     def spec(self, read: Reader, layer: int) -> MixerSpec:
         """Attention of one layer."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,6 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
     width = read.count(family.embed_dim, default=dim) if family.embed_dim else dim
     norm_last = family.norm_first is not None and not read.flag(family.norm_first, default=True)
     read.asked |= _keys(family.ffn) | _keys(family.moe)  # also where no layer is of their kind
-    last_out = family.final_norm is not None and read.flag(family.final_norm)
     layers = [_layer(read, family, layer) for layer in range(count)]
     if family.mtp:
         layers += [_mtp_layer(read, family, family.mtp, y) for y in family.mtp.layers(read, count)]
@@ -218,12 +218,12 @@ def read_arch(read: Reader, family: Family) -> ArchSpec:
         norm=family.norm,
         norm_offset=family.norm_offset,
         norm_last=norm_last,
-        final_norm=not (norm_last or last_out),
+        final_norm=not (norm_last or (family.final_norm is not None and read.flag(family.final_norm))),
         learned_positions=longest if family.learned_positions else 0,
         embed_dim=0 if width == dim else width,
         hyper=family.hyper.spec(read) if family.hyper else None,
         mtp=tuple(layers[count:]),
-        mtp_form=family.mtp.form if family.mtp else MtpForm(),
+        mtp_form=family.mtp.form if family.mtp else NORMED,
         head_bias=family.head_bias is not None and read.flag(family.head_bias),
         **family.scales.numbers(read, dim),
     )

@@ -75,7 +75,7 @@ class MtpLayer(nn.Module):
         return out.x if a.mtp_form.stream else normalize(a, out.x, self.norm), out.memory
 
     def last(self, feature: Array) -> Array:
-        """Returns what the model's head reads [..., D], or of a head of its own the logits [..., V], for place i + 2."""
+        """Returns what the model's head reads [..., D], or logits [..., V] of a head of its own, for position i + 2."""
         a, x = self.arch, feature
         if a.mtp_form.stream:
             x = normalize(a, x if a.hyper is None else self.hyper_head(x), self.norm)

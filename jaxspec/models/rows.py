@@ -30,6 +30,9 @@ class FfnRow:
     late: bool = False
 
 
+NORMED = MtpForm()
+
+
 @dataclass(frozen=True)
 class MtpRow:
     """Where a family's config keeps its layers of multi-token prediction, and what kind of layer they are.
@@ -48,7 +51,7 @@ class MtpRow:
     like: str | None = None
     most: int = 100
     listed: str | None = None
-    form: MtpForm = MtpForm()
+    form: MtpForm = NORMED
 
     def layers(self, read: Reader, count: int) -> range:
         """Returns the numbers of those that are read, after so many layers of the model."""

@@ -29,6 +29,9 @@ from jaxspec.perf.expert_placement import Placement
 from jaxspec.shapes import Params
 from jaxspec.sharding.axis_rules import REPLICABLE
 
+# Keys in which configs promise layers of multi-token prediction.
+PROMISES = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
+
 
 @dataclass(frozen=True)
 class Model:
@@ -185,12 +188,8 @@ def load_mtp(
     """
     directory, arch = Path(directory), net.arch
     if not arch.mtp:
-        row = known_families()[arch.family].mtp
-        why = "none are read of this family" if row is None else " or ".join(row.count[:1])
-        raise ConfigError(
-            f"{directory}: config.json ({arch.family}) has no layers of multi-token prediction ({why}); speculate with "
-            "another method"
-        )
+        why = _without_prediction(read_config(directory), arch.family)
+        raise ConfigError(f"{directory}: config.json ({arch.family}) {why}; speculate with another method")
     block, files = check_method(read_config(directory)), open_tensors(directory)
     rules = known_tables()[arch.family].mtp_rules(arch, files)
     plan = make_plan(
@@ -207,3 +206,13 @@ def load_mtp(
     plan.check()
     params = fill(plan, shardings_on(mesh), show)
     return plan.net, params
+
+
+def _without_prediction(config: Mapping[str, Any], family: str) -> str:
+    """Says why no layers of multi-token prediction are read."""
+    row, promised = known_families()[family].mtp, next((key for key in PROMISES if config.get(key)), None)
+    if row is None and promised:
+        return f"promises layers of multi-token prediction ({promised}), but none are read of this family"
+    where = "none are read of this family" if row is None else row.count[0]
+    where += f", and {row.listed} must name them, too" if row is not None and row.listed else ""
+    return f"has no layers of multi-token prediction ({where})"

@@ -8,6 +8,7 @@ from jaxspec.models.mixers.gqa import FULL
 from jaxspec.models.mixers.hybrid import LINEAR, HybridRow
 from jaxspec.models.mixers.latent import LatentRow
 from jaxspec.models.mixers.recurrent import KdaRow
+from jaxspec.models.rows import MtpRow
 
 FAMILY = Family(
     model_type="bailing_hybrid",
@@ -20,6 +21,12 @@ FAMILY = Family(
         shared_count="num_shared_experts",
         groups=(("n_group", "num_expert_group"), "topk_group"),
     ),
+    mtp=MtpRow(ffn="experts", like=FULL),
     longest=("max_position_embeddings", "model_max_length"),
-    defaults={"norm_topk_prob": True, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5},
+    defaults={
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 1,  # as in transformers
+    },
 )

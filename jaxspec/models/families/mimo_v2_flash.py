@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from jaxspec.models.families.deepseek_v3 import DEEPSEEK_MOE
 from jaxspec.models.arch import MtpForm
+from jaxspec.models.families.deepseek_v3 import DEEPSEEK_MOE
 from jaxspec.models.family import Family
 from jaxspec.models.mixers.gqa import FULL, NEAR, GqaRow
 from jaxspec.models.mixers.hybrid import HybridRow

@@ -18,6 +18,7 @@ from jaxspec.checkpoint.load.model import load_model, load_mtp
 from jaxspec.checkpoint.load.release import release_tensors
 from jaxspec.errors import ConfigError
 from jaxspec.models.catalog import arch_of
+from jaxspec.models.transformer import Transformer
 from jaxspec.nn.ffn import FfnSpec
 from jaxspec.nn.moe import MoeSpec
 from jaxspec.nn.policy import make_policy
@@ -45,7 +46,9 @@ def config_of(name: str, **changes: Any) -> dict[str, Any]:
         # A head of 528 million in each.
         ("step-3.5-flash", 3, 3 * 17, 3 * 809.39),
         ("longcat-flash", 1, 16, 392.6),
+        ("ling-3", 1, 1553, 3072.2),
         ("nemotron-3-nano-30b-a3b", 0, 0, 0),
+        ("mellum-2-12b", 0, 0, 0),
     ],
 )
 def test_published_configs(name: str, layers: int, tensors: int, millions: float):
@@ -54,6 +57,12 @@ def test_published_configs(name: str, layers: int, tensors: int, millions: float
     behind = [tensor for tensor in release_tensors(config).values() if tensor.is_mtp]
     assert len(behind) == tensors
     assert sum(np.prod(tensor.shape) for tensor in behind) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+def test_mellum_with_the_layer_that_its_report_describes():
+    behind = [x for x in release_tensors(config_of("mellum-2-12b", num_mtp_layers=1)).values() if x.is_mtp]
+    assert len(behind) == 3 * 64 + 13
+    assert sum(np.prod(tensor.shape) for tensor in behind) / 1e6 == pytest.approx(428.4, abs=0.05)
 
 
 def test_the_layer_has_the_attention_of_a_kind():
@@ -65,6 +74,7 @@ def test_the_layer_has_the_attention_of_a_kind():
         ("longcat_flash", 0),
         ("mellum", 0),
         ("step3p7", 0),
+        ("bailing_hybrid", 2),
     ):
         arch = arch_of(config_of(name))
         assert [layer.attention for layer in arch.mtp] == [arch.layers[kind].attention], name
@@ -96,6 +106,7 @@ def test_experts_of_the_layer():
             "nemotron_h",
             "hy_v3",
             "mellum",
+            "bailing_hybrid",
             "step3p5",
             "exaone_moe",
             "mimo_v2_flash",
@@ -103,7 +114,7 @@ def test_experts_of_the_layer():
             "ernie4_5_moe",
         )
     }
-    routed = ("qwen3_next", "qwen3_5_moe", "nemotron_h", "hy_v3", "mellum")
+    routed = ("qwen3_next", "qwen3_5_moe", "nemotron_h", "hy_v3", "mellum", "bailing_hybrid")
     assert kinds == {name: MoeSpec if name in routed else FfnSpec for name in kinds}
     assert arch_of(config_of("longcat_flash")).mtp[0].second is None
 
@@ -135,10 +146,19 @@ def test_layers_of_another_kind_are_refused(name: str, changes: dict[str, Any]):
         arch_of(config_of(name, **changes))
 
 
-def test_a_family_without():
+def test_a_family_without(tmp_path: Path):
     model = load_model(GOLDEN / "solar_open", POLICY)
     with pytest.raises(ConfigError, match=r"solar_open\) has no layers of .* \(none are read of this family\)"):
         load_mtp(GOLDEN / "solar_open", model.net)
+    model = load_model(GOLDEN / "minimax_m2", POLICY)
+    shutil.copy(PUBLISHED / "minimax-m2.json", tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"minimax_m2\) promises layers of .* \(num_mtp_modules\), but none are read"):
+        load_mtp(tmp_path, model.net)
+    short = {"layer_types": config_of("step3p5")["layer_types"][:3]}
+    (tmp_path / "config.json").write_text(json.dumps(config_of("step3p5", **short)))
+    step = Transformer(arch_of(config_of("step3p5", **short)), POLICY)
+    with pytest.raises(ConfigError, match=r"\(num_nextn_predict_layers, and layer_types must name them, too\)"):
+        load_mtp(tmp_path, step)
     model = load_model(GOLDEN / "qwen3_5_moe_text", POLICY)
     with pytest.raises(ConfigError, match=r"has no layers of multi-token prediction \(mtp_num_hidden_layers\)"):
         load_mtp(GOLDEN / "qwen3_5_moe_text", model.net)

@@ -2,7 +2,17 @@
 
 from dataclasses import replace
 
-from jaxspec.checkpoint.names.table import EMBEDDING, NORMS, NameRule, Table, gated_rules, router_rules
+from jaxspec.checkpoint.names.table import (
+    EMBEDDING,
+    JOIN,
+    LAST_NORM,
+    NORMS,
+    MtpNames,
+    NameRule,
+    Table,
+    gated_rules,
+    router_rules,
+)
 from jaxspec.checkpoint.names.tables.deepseek import LATENT
 
 A, KIMI, LING, MOE = "attention/", "self_attn.", "attention.", "block_sparse_moe."
@@ -56,5 +66,6 @@ TABLES = {
             *gated_rules("ffn/shared/", "mlp.shared_experts."),
         ),
         expert=gated_rules("ffn/", "mlp.experts.{e}."),
+        mtp=MtpNames((*JOIN, LAST_NORM)),
     ),
 }
