@@ -34,7 +34,7 @@ FAMILIES = (
     "step3p7",
     "bailing_hybrid",
 )
-OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
+OUTPUTS = ("o_proj.weight", "out_proj.weight", "attention.dense.weight", "down_proj.weight", "down_proj")
 SETTINGS = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 2, "max_logprobs": 0, "prefill_buckets": (16,)}
 DRAFTS, NEW, IDENTITIES = 3, 30, slice(4, None)
 LENGTHS = (19, 2, 9)  # of prompts
