@@ -204,7 +204,8 @@ def exact_dense(x: Array, w_DX: Array | Matrix, bias: Array | None = None, *, dt
         return dense(x, w_DX.astype(jnp.float32), bias, dtype=dtype)
     parts_x, parts_w = _parts(x), _parts(w_DX) if w_DX.dtype == jnp.float32 else [w_DX]
     pairs = [(i, j) for j in range(len(parts_w)) for i in range(3) if i + j < 3]
-    long_x = jnp.concatenate([parts_x[i] for i, _ in pairs], axis=-1)
+    # Where weights are constants, XLA makes several products of that with a plain concatenation, and adds them up.
+    long_x = lax.optimization_barrier(jnp.concatenate([parts_x[i] for i, _ in pairs], axis=-1))
     return dense(long_x, jnp.concatenate([parts_w[j] for _, j in pairs], axis=0), bias, dtype=dtype)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.nn import dense as room
-from jaxspec.nn.dense import batched_dense, dense
+from jaxspec.nn.dense import batched_dense, dense, exact_dense
 
 BFLOAT16 = jnp.dtype("bfloat16")
 COUNTS = (1, 2, 3, 5, 8, 17, 40)
@@ -57,3 +57,11 @@ def test_the_gradient_of_a_weight_that_was_transposed():
 
     x, w = np.asarray(x_MD, np.float64), np.asarray(w_XD, np.float64)
     np.testing.assert_allclose(updated(w_XD), w - 2 * (x @ w.T).T @ x, rtol=0.02, atol=20)
+
+
+@pytest.mark.served
+def test_an_exact_product_by_constants_stays_one():
+    """XLA would make three of it, one for each part of x, and their sums round unlike those of a single row."""
+    w_DX = drawn(32, 4)
+    program = jax.jit(lambda x_MD: exact_dense(x_MD, w_DX, dtype=BFLOAT16)).lower(jnp.zeros((5, 32))).compile()
+    assert str(program.as_text()).count(" dot(") == 1
