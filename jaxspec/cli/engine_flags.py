@@ -45,6 +45,8 @@ class EngineFlags:
         quantize the matrices of a plain checkpoint.
       kernels: What computes experts, attention and small products: Pallas kernels (triton, or interpret: the same as
         plain JAX, slow) or xla; auto takes kernels on a GPU.
+      recurrence: How recurrent layers read prompts: in steps, in the bits of decoding, or in chunks, which are faster
+        on long ones.
       mesh: Devices along the axes data, expert and tensor, for example expert=4,tensor=2; by default one device.
       expert_transport: How rows reach the devices that hold their experts: sum (rows are everywhere), padded or ragged
         (rows are exchanged; ragged on GPUs only).
@@ -76,6 +78,7 @@ class EngineFlags:
     prefix_cache_tokens: int | None = None
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
     kernels: Literal["auto", "triton", "native", "interpret", "xla"] = "auto"
+    recurrence: Literal["steps", "chunks"] = "steps"
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     expert_transport: Literal["auto", "sum", "padded", "ragged"] = "auto"
     expert_placement: Path | None = None

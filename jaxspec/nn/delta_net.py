@@ -12,7 +12,8 @@ from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.recurrence import OUT, Recurrence, RecurrentMixer, RecurrentSpec, Steps, run_recurrence
+from jaxspec.nn.recurrence import OUT, Recurrence, RecurrentMixer, RecurrentSpec, run_recurrence
+from jaxspec.nn.recurrent_steps import Steps
 from jaxspec.nn.steady import exp, row_dot, sigmoid, silu, softplus
 from jaxspec.shapes import Array
 
@@ -69,9 +70,7 @@ class DeltaNet(nn.Module):
         rate_H = -exp(declare(self, p, DECAY, (s.value_heads,)))
         bias_H = declare(self, p, DECAY_BIAS, (s.value_heads,))
         conv_X1K = declare(self, p, CONV, (s.recurrence.channels, 1, s.taps))
-        layer = Recurrence(
-            s.recurrence, partial(self._steps, rate_H, bias_H), conv_X1K, kernels=p.compute.whole_kernels
-        )
+        layer = Recurrence(s.recurrence, partial(self._steps, rate_H, bias_H), conv_X1K, compute=p.compute)
         out, memory = run_recurrence(unpack(raw_BTX, window), layer, inputs.unpack())
         out = pack(take_outputs(out, window), window)
         out = rms_norm(out, declare(self, p, NORM, (s.value_dim,)), self.norm_eps) * silu(take_outputs(z_BTHC, window))

@@ -13,7 +13,8 @@ from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.recurrence import OUT, Recurrence, RecurrentMixer, RecurrentSpec, Steps, run_recurrence
+from jaxspec.nn.recurrence import OUT, Recurrence, RecurrentMixer, RecurrentSpec, run_recurrence
+from jaxspec.nn.recurrent_steps import Steps
 from jaxspec.nn.steady import exp, sigmoid, softplus
 from jaxspec.shapes import Array
 
@@ -72,7 +73,7 @@ class Kda(nn.Module):
         factor_H = exp(declare(self, p, DECAY, (s.heads,)))
         bias_X = declare(self, p, DECAY_BIAS, (wide,))
         conv = declare(self, p, CONV, (3, wide, 1, s.taps)).reshape(3 * wide, 1, s.taps)
-        layer = Recurrence(s.recurrence, partial(self._steps, factor_H, bias_X), conv, kernels=p.compute.whole_kernels)
+        layer = Recurrence(s.recurrence, partial(self._steps, factor_H, bias_X), conv, compute=p.compute)
         out, memory = run_recurrence(unpack(raw_BTX, window), layer, inputs.unpack())
         out = rms_norm(pack(take_outputs(out, window), window), declare(self, p, NORM, (s.head_dim,)), self.norm_eps)
         gate = take_outputs(self._product(x_BTD, GATE, (GATE_A, GATE_B)), window)

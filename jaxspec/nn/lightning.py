@@ -15,7 +15,8 @@ from jaxspec.nn.mamba import NORM
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.recurrence import Recurrence, RecurrentMixer, RecurrentSpec, Steps, run_recurrence
+from jaxspec.nn.recurrence import Recurrence, RecurrentMixer, RecurrentSpec, run_recurrence
+from jaxspec.nn.recurrent_steps import Steps
 from jaxspec.nn.short_conv import MIX_OUT
 from jaxspec.nn.steady import exp, sigmoid, silu
 from jaxspec.shapes import Array
@@ -59,7 +60,7 @@ class Lightning(nn.Module):
         wide, lead = s.heads * s.head_dim, x_BTD.shape[:2]
         qkv = silu(dense(x_BTD, declare(self, p, QKV, (dim, s.heads, 3 * s.head_dim)), dtype=p.compute.dtype))
         number = jnp.asarray(0 if inputs.number is None else inputs.number, jnp.float32)
-        layer = Recurrence(s.recurrence, partial(self._steps, number), kernels=p.compute.whole_kernels)
+        layer = Recurrence(s.recurrence, partial(self._steps, number), compute=p.compute)
         out, memory = run_recurrence(unpack(qkv.reshape(*lead, -1), window), layer, inputs.unpack())
         out = pack(take_outputs(out, window), window)
         out = rms_norm(out.reshape(*out.shape[:2], wide), declare(self, p, NORM, (wide,)), NORM_EPS)

@@ -13,7 +13,8 @@ from jaxspec.nn.inputs import Inputs, Mixed
 from jaxspec.nn.norm import rms_norm
 from jaxspec.nn.param import Param, declare
 from jaxspec.nn.policy import Policy
-from jaxspec.nn.recurrence import Recurrence, RecurrentMixer, RecurrentSpec, Steps, run_recurrence
+from jaxspec.nn.recurrence import Recurrence, RecurrentMixer, RecurrentSpec, run_recurrence
+from jaxspec.nn.recurrent_steps import Steps
 from jaxspec.nn.short_conv import CONV_BIAS, MIX_OUT
 from jaxspec.nn.steady import exp, silu, softplus
 from jaxspec.shapes import Array
@@ -80,7 +81,7 @@ class Mamba(nn.Module):
         conv = declare(self, p, CONV, (s.recurrence.channels, 1, s.taps))
         conv_bias = declare(self, p, CONV_BIAS, (s.recurrence.channels,)) if s.conv_bias else None
         layer = Recurrence(
-            s.recurrence, partial(self._steps, rate_H, bias_H, skip_H), conv, conv_bias, kernels=p.compute.whole_kernels
+            s.recurrence, partial(self._steps, rate_H, bias_H, skip_H), conv, conv_bias, compute=p.compute
         )
         out, memory = run_recurrence(unpack(raw_BTX, window), layer, inputs.unpack())
         out = pack(take_outputs(out, window), window)

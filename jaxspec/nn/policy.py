@@ -80,12 +80,15 @@ class Compute:
       transport: how rows reach the devices along ``expert`` that hold their experts: ``sum`` (all rows are everywhere,
         outputs are summed), ``padded`` or ``ragged`` (devices have rows of their own, and exchange them twice per
         layer); see ``jaxspec.nn.expert_transport`` and ``jaxspec.serve.transport``.
+      recurrence: how recurrent layers run prompts and whole texts: in ``steps``, in the bits of decoding, or in
+        ``chunks`` of positions, see ``jaxspec.nn.recurrent_chunks``.
     """
 
     dtype: jnp.dtype = BFLOAT16
     kernels: Kernels = "xla"
     mesh: AbstractMesh | None = None
     transport: Literal["sum", "padded", "ragged"] = "sum"
+    recurrence: Literal["steps", "chunks"] = "steps"
 
     @property
     def whole_kernels(self) -> Kernels:

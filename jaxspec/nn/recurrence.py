@@ -1,4 +1,4 @@
-"""Layers that carry a state from position to position: the scan, its convolution, and rollback over a cache."""
+"""Layers that carry a state from position to position: their convolution, what runs them, and rollback over a cache."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,14 +15,17 @@ from jaxspec.cache.row_state import RowState, load_state, state_streams, store_s
 from jaxspec.cache.window import Window, segments_of
 from jaxspec.nn.inputs import Inputs
 from jaxspec.nn.param import Param
-from jaxspec.nn.policy import Kernels
-from jaxspec.nn.steady import added_products, rounded, silu
-from jaxspec.pytree import pytree, replace
+from jaxspec.nn.policy import Compute
+from jaxspec.nn.recurrent_chunks import run_chunks
+from jaxspec.nn.recurrent_steps import Steps, advance, scan
+from jaxspec.nn.steady import added_products, silu
+from jaxspec.pytree import replace
 from jaxspec.shapes import Array
 from pallas_kernels.recurrent_steps.api import OP, Counts, Positions, case_name, obstacles, recurrent_steps
 from pallas_kernels.select import Choice, choose
 
 OUT = Param("state_out_HCD", ("heads", "head_dim", "embed"), inputs=2)
+STEPS = Compute()
 CHAIN_ONLY = "its recurrent layers carry one state from position to position, and the branches of a tree need several"
 
 
@@ -68,33 +71,6 @@ class RecurrentMixer(ABC):
         return self.recurrence.streams
 
 
-@pytree
-class Steps:
-    """What T positions do to the state, and read of it.
-
-    Attributes:
-      q_BTGN, k_BTGN: queries and keys, each for H / G heads that follow each other.
-      v_BTHC: values.
-      decay_BTHN: what is left of S, one number per head or one per key channel.
-      beta_BTH1: strength of the delta rule, which stores the error of what S says; None stores the value itself.
-      skip_BTHC: added to what is read.
-    """
-
-    q_BTGN: Array
-    k_BTGN: Array
-    v_BTHC: Array
-    decay_BTHN: Array
-    beta_BTH1: Array | None = None
-    skip_BTHC: Array | None = None
-
-    def only(self, counts_BT: Array) -> "Steps":
-        """Returns the steps, where the others leave the state as it is."""
-        counts = counts_BT[..., None, None]
-        beta = None if self.beta_BTH1 is None else jnp.where(counts, self.beta_BTH1, 0.0)
-        value, decay = jnp.where(counts, self.v_BTHC, 0.0), jnp.where(counts, self.decay_BTHN, 1.0)
-        return replace(self, v_BTHC=value, decay_BTHN=decay, beta_BTH1=beta)
-
-
 @dataclass(frozen=True)
 class Recurrence:
     """A recurrent layer's weights at work.
@@ -105,7 +81,7 @@ class Recurrence:
       conv_C1K: weights of the convolution, the last tap the present position's; None for none.
       conv_bias_C: its bias.
       activated: whether SiLU follows it.
-      kernels: what computes.
+      compute: what computes, and how.
     """
 
     spec: RecurrentSpec
@@ -113,7 +89,7 @@ class Recurrence:
     conv_C1K: Array | None = None
     conv_bias_C: Array | None = None
     activated: bool = True
-    kernels: Kernels = "xla"
+    compute: Compute = STEPS
 
     def steps(self, *parts: tuple[Array, Array | None], segment_BT: Array | None = None) -> Any:
         """Returns what positions do, those of all parts together.
@@ -156,8 +132,9 @@ class Recurrence:
 def run_recurrence(raw_BTX: Array, layer: Recurrence, inputs: Inputs) -> tuple[Array, LayerCache | None]:
     """Runs T positions of each row.
 
-    Every position is computed by itself, after the one before, in products that are rounded each: whatever else a
-    forward computes, how ever a text is cut into forwards, the same bits come out.
+    In steps, every position is computed by itself, after the one before, in products that are rounded each: whatever
+    else a forward computes, how ever a text is cut into forwards, the same bits come out. In chunks, whole texts and
+    those of prompts are computed some positions at a time from a forward's first one on, whose bits depend on that.
 
     Args:
       raw_BTX: channels in front of the convolution, then gates, float32.
@@ -179,6 +156,8 @@ def run_recurrence(raw_BTX: Array, layer: Recurrence, inputs: Inputs) -> tuple[A
         first_BT = jnp.pad(segment_BT[:, 1:] != segment_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         steps = replace(steps, decay_BTHN=jnp.where(first_BT[..., None, None], 0.0, steps.decay_BTHN))
     state, zero = jnp.zeros((rows, spec.heads, spec.key_dim, spec.value_dim)), hidden_zero(inputs.position_BT[:, 0])
+    if layer.compute.recurrence == "chunks":
+        return run_chunks(state, steps)[1], None
     choice = _choice(layer, state, steps)
     return scan(state, steps, zero)[1] if choice is None else _whole_text(state, steps, zero, choice), None
 
@@ -208,8 +187,12 @@ def _cached(raw_BTX: Array, layer: Recurrence, cache: LayerCache, window: Window
     else:
         steps = layer.steps((before.draft_BWX, before.tail_BJC), (raw_BTX, tail_BJC))
         counts, certain = Counts(replay_B, kept_B, count), count if window.committed else 1
-        how = _choice(layer, before.state_BHNC, steps) or hidden_zero(window.start_B)
-        state, out = _run(before.state_BHNC, steps, counts, certain, how)
+        chunks = layer.compute.recurrence == "chunks" and window.committed
+        choice, zero = None if chunks else _choice(layer, before.state_BHNC, steps), hidden_zero(window.start_B)
+        if choice is None:
+            state, out = _run(before.state_BHNC, steps, counts, certain, zero, chunks=chunks)
+        else:
+            state, out = recurrent_steps(before.state_BHNC, _positions(steps), counts, implementation=choice)
     at_B = before.at_B + replay_B + text_B
     done = replace(before, at_B=at_B, tail_BJC=layer.tail(raw_BTX, tail_BJC, text_B), state_BHNC=state)
     if window.committed:
@@ -235,10 +218,11 @@ def _with_drafts(before: RowState, done: RowState, raw_BTX: Array, window: Windo
 
 def _choice(layer: Recurrence, state_BHNC: Array, steps: Steps) -> Choice | None:
     """Returns the kernel that runs a layer, None where XLA does."""
-    if layer.kernels not in ("triton", "interpret"):
+    kernels = layer.compute.whole_kernels
+    if kernels not in ("triton", "interpret"):
         return None
     case = case_name(state_BHNC.shape, _positions(steps))
-    choice = choose(OP, case, layer.kernels, "cuda", obstacles(layer.spec.key_dim))
+    choice = choose(OP, case, kernels, "cuda", obstacles(layer.spec.key_dim))
     return None if choice.implementation == "xla" else choice
 
 
@@ -246,7 +230,9 @@ def _positions(steps: Steps) -> Positions:
     return Positions(steps.q_BTGN, steps.k_BTGN, steps.v_BTHC, steps.decay_BTHN, steps.beta_BTH1, steps.skip_BTHC)
 
 
-def _run(state_BHNC: Array, steps: Steps, counts: Counts, certain: int, how: Choice | Array) -> tuple[Array, Array]:
+def _run(
+    state_BHNC: Array, steps: Steps, counts: Counts, certain: int, zero: Array, *, chunks: bool
+) -> tuple[Array, Array]:
     """Runs drafts once more, then the positions of a forward.
 
     Args:
@@ -254,13 +240,12 @@ def _run(state_BHNC: Array, steps: Steps, counts: Counts, certain: int, how: Cho
       steps: the drafts, then the T positions.
       counts: how many of the drafts became text, and after how many of the T the state is returned.
       certain: how many of the T these are at most.
-      how: the kernel, or for XLA the zero of ``rounded``.
+      zero: see ``rounded``.
+      chunks: whether these run in chunks.
 
     Returns:
       That state, and what each of the T reads [B, T, H, C].
     """
-    if isinstance(how, Choice):
-        return recurrent_steps(state_BHNC, _positions(steps), counts, implementation=how)
     drafts = steps.v_BTHC.shape[1] - counts.last
     replays, may_be_text, rest = (
         jax.tree.map(lambda x, first=first, end=end: x[:, first:end], steps)
@@ -270,14 +255,15 @@ def _run(state_BHNC: Array, steps: Steps, counts: Counts, certain: int, how: Cho
 
     def one(t: Array, state_BHNC: Array) -> Array:
         step = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, t, 1, keepdims=False), replays)
-        return advance(state_BHNC, step, how)[0]
+        return advance(state_BHNC, step, zero)[0]
 
     if drafts:
         state_BHNC = lax.fori_loop(0, jnp.max(counts.replay_B), one, state_BHNC)
     is_text_BT = jnp.arange(certain, dtype=jnp.int32) < counts.kept_B[:, None]
-    state_BHNC, out = scan(state_BHNC, may_be_text.only(is_text_BT), how)
+    may_be_text = may_be_text.only(is_text_BT)
+    state_BHNC, out = run_chunks(state_BHNC, may_be_text) if chunks else scan(state_BHNC, may_be_text, zero)
     if rest.v_BTHC.shape[1]:
-        out = jnp.concatenate([out, scan(state_BHNC, rest, how)[1]], axis=1)
+        out = jnp.concatenate([out, scan(state_BHNC, rest, zero)[1]], axis=1)
     return state_BHNC, out
 
 
@@ -300,48 +286,3 @@ def _whole_text_bwd(choice: Choice, saved: tuple[Array, Steps, Array], grad_BTHC
 
 
 _whole_text.defvjp(_whole_text_fwd, _whole_text_bwd)
-
-
-def scan(state_BHNC: Array, steps: Steps, zero: Array) -> tuple[Array, Array]:
-    """Runs positions one after another: the state after them, and what each reads [B, T, H, C]."""
-
-    def one(state: Array, step: Steps) -> tuple[Array, Array]:
-        return advance(state, step, zero)
-
-    if steps.v_BTHC.shape[1] == 1:
-        state, out_BHC = one(state_BHNC, jax.tree.map(lambda x: x[:, 0], steps))
-        return state, out_BHC[:, None]
-    state, out_TBHC = lax.scan(one, state_BHNC, jax.tree.map(lambda x: x.swapaxes(0, 1), steps))
-    return state, out_TBHC.swapaxes(0, 1)
-
-
-def advance(state_BHNC: Array, step: Steps, zero: Array) -> tuple[Array, Array]:
-    """Runs one position: ``S <- decay S + k v``, or with the delta rule ``k beta (v - S k)``; then reads ``S q``.
-
-    Gated delta rule: Yang 2024 (2412.06464); a decay per key channel: Kimi (2510.26692); without delta rule: Mamba-2
-    (Dao 2024, 2405.21060) and lightning attention (Qin 2024, 2405.17381).
-
-    Args:
-      state_BHNC: S.
-      step: of one position, without its axis.
-      zero: see ``rounded``.
-    """
-    heads = state_BHNC.shape[1]
-    q, k = (jnp.repeat(x, heads // x.shape[1], axis=1)[..., None] for x in (step.q_BTGN, step.k_BTGN))
-    state, value = rounded(state_BHNC * step.decay_BTHN[..., None], zero), step.v_BTHC
-    if step.beta_BTH1 is not None:
-        value = step.beta_BTH1 * (value - _sum_over_keys(rounded(state * k, zero)))
-    state = state + rounded(k * value[:, :, None], zero)
-    out = _sum_over_keys(rounded(state * q, zero))
-    return state, out if step.skip_BTHC is None else out + rounded(step.skip_BTHC, zero[..., 0])
-
-
-def _sum_over_keys(x_BHNC: Array) -> Array:
-    """Sum over N in a fixed order: halves are added, so that each addition is one of long rows."""
-    while x_BHNC.shape[2] > 1:
-        half = (x_BHNC.shape[2] + 1) // 2
-        low, high = x_BHNC[:, :, :half], x_BHNC[:, :, half:]
-        if x_BHNC.shape[2] % 2:
-            high = jnp.pad(high, ((0, 0), (0, 0), (0, 1), (0, 0)))
-        x_BHNC = low + high
-    return x_BHNC[:, :, 0]

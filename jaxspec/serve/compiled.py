@@ -260,8 +260,11 @@ def reads_alike(compute: Compute) -> bool:
     """Whether a position's numbers have the same bits in chunks of any size.
 
     XLA:CPU's products of bfloat16 have them, and all of the kernels in C; those of float32 round 64 rows and more in
-    another order than fewer. Where sizes differ, the chunks of a prompt may depend on nothing but its length.
+    another order than fewer, and recurrences in chunks begin them where a chunk of the prompt does. Where sizes differ,
+    the chunks of a prompt may depend on nothing but its length.
     """
+    if compute.recurrence == "chunks":
+        return False
     on_cpu = jax.default_backend() == "cpu" and compute.mesh is None
     return on_cpu and (compute.kernels == "native" or (compute.kernels == "xla" and compute.dtype == jnp.bfloat16))
 

@@ -29,7 +29,7 @@ from jaxspec.serve.defaults import end_ids_of
 from jaxspec.serve.demo_pair import resolve_model
 from jaxspec.serve.driver import Driver
 from jaxspec.serve.engine import Engine, OnProgress
-from jaxspec.serve.loading import MeshRequest, fit_to_texts, load_draft, load_target, report_to_both
+from jaxspec.serve.loading import Form, MeshRequest, fit_to_texts, load_draft, load_target, report_to_both
 from jaxspec.serve.progress_bar import MakeBar, show_progress
 from jaxspec.serve.prompt_logprobs import own_logprobs
 from jaxspec.serve.prompts import Prompt, Prompts
@@ -81,6 +81,8 @@ class LLM(RunningEngine):
       kernels: ``auto`` computes experts, attention and small products with Pallas kernels on a GPU, and all
         three with kernels in C on a CPU, where a C compiler can be found, else with XLA; ``triton``, ``native``,
         ``interpret`` (the GPU's as plain JAX, slow) and ``xla`` ask for one of them.
+      recurrence: how recurrent layers read prompts: in ``steps``, in the bits of decoding, or in ``chunks`` of 64
+        positions, several times faster on long ones; ``docs/recurrent-layers.md`` says what then holds.
       mesh: devices along ``data`` (rows), ``expert`` (routed experts) and ``tensor`` (heads, hidden units, vocabulary);
         axes left out have one. None is one device. Greedy text is that of one device but for ties within the last
         bits of float32 sums, which devices add in another order.
@@ -124,6 +126,7 @@ class LLM(RunningEngine):
         prefix_cache_tokens: int | None = None,
         quantization: str | None = "auto",
         kernels: str = "auto",
+        recurrence: str = "steps",
         mesh: Mapping[str, int] | None = None,
         expert_transport: str = "auto",
         expert_placement: str | Path | None = None,
@@ -149,9 +152,10 @@ class LLM(RunningEngine):
             enable_return_routed_experts=enable_return_routed_experts,
         )  # fmt: skip
         use_compile_cache(wanted=compile_cache)
+        form = Form(kv_cache_dtype, recurrence)
         loaded = load_target(
             model if isinstance(model, Model) else resolve_model(model, revision, download_dir), dtype=dtype,
-            kernels=kernels, quantization=quantization, kv_cache_dtype=kv_cache_dtype, rows=spec.rows,
+            kernels=kernels, quantization=quantization, form=form, rows=spec.rows,
             mesh=MeshRequest(mesh, expert_transport, expert_placement), on_load=report_to_both(on_load, on_progress),
         )  # fmt: skip
         self.model = fit_to_texts(loaded, max_model_len)

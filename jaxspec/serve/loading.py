@@ -23,7 +23,9 @@ from jaxspec.models.trained_head import Head
 from jaxspec.models.transformer import Transformer
 from jaxspec.nn.expert_transport import TRANSPORTS
 from jaxspec.nn.policy import Policy, policy_for
+from jaxspec.nn.recurrence import RecurrentMixer
 from jaxspec.perf.expert_placement import load_placement
+from jaxspec.serve.arguments import show_value
 from jaxspec.serve.demo_pair import demo_part, resolve_model
 from jaxspec.serve.transport import transport_for
 from jaxspec.shapes import Params
@@ -31,6 +33,7 @@ from jaxspec.sharding import hosts
 from jaxspec.sharding.mesh import make_mesh
 from jaxspec.sharding.placement import mesh_of, row_axes
 
+RECURRENCES = "steps", "chunks"
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 
 
@@ -48,7 +51,35 @@ class MeshRequest:
     placement: str | Path | None = None
 
 
-ONE_DEVICE = MeshRequest()
+@dataclass(frozen=True)
+class Form:
+    """How a target runs, whatever it was loaded as; fields are arguments of ``LLM``."""
+
+    kv_cache_dtype: str = "auto"
+    recurrence: str = "steps"
+
+    def __post_init__(self) -> None:
+        if self.recurrence not in RECURRENCES:
+            raise ConfigError(
+                f"LLM: recurrence {show_value(self.recurrence)} is not known; known are {list(RECURRENCES)}"
+            )
+
+    def of(self, model: Model) -> Model:
+        """Returns the model as it then runs.
+
+        Raises:
+          ConfigError: a cache cannot be of that dtype, or recurrences are asked for that the model does not have.
+        """
+        arch = with_cache_dtype(model.net.arch, self.kv_cache_dtype)
+        if self.recurrence != "steps" and not any(isinstance(layer.attention, RecurrentMixer) for layer in arch.layers):
+            raise ConfigError(
+                f"LLM: recurrence {self.recurrence!r}, but {arch.family} has no recurrent layers; leave it out"
+            )
+        policy = model.net.policy.update(recurrence=self.recurrence)
+        return replace(model, net=Transformer(arch, policy))
+
+
+ONE_DEVICE, USUAL = MeshRequest(), Form()
 
 
 def load_target(
@@ -58,7 +89,7 @@ def load_target(
     kernels: str,
     quantization: str,
     rows: int,
-    kv_cache_dtype: str = "auto",
+    form: Form = USUAL,
     mesh: MeshRequest = ONE_DEVICE,
     on_load: Callable[[int, int], None] | None = None,
 ) -> Model:
@@ -76,7 +107,7 @@ def load_target(
                 "LLM: a model that is loaded already brings its mesh; leave mesh, expert_transport and "
                 "expert_placement out"
             )
-        return _caching(model, kv_cache_dtype)
+        return form.of(model)
     if mesh.axes is None and transport != "auto":
         raise ConfigError(
             f"LLM: expert_transport {transport!r} is for several devices; give mesh, too, or leave it out"
@@ -90,12 +121,7 @@ def load_target(
     placement = None if mesh.placement is None else load_placement(Path(mesh.placement))
     hosts.check_same({"expert_placement": placement})
     loaded = load_model(model, policy, quantization=quantization, mesh=devices, placement=placement, show=on_load)
-    return _caching(loaded, kv_cache_dtype)
-
-
-def _caching(model: Model, kv_cache_dtype: str) -> Model:
-    arch = with_cache_dtype(model.net.arch, kv_cache_dtype)
-    return replace(model, net=Transformer(arch, model.net.policy))
+    return form.of(loaded)
 
 
 def fit_to_texts(model: Model, max_model_len: int | None) -> Model:

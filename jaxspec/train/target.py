@@ -36,6 +36,9 @@ class TargetHeaders:
 
 def read_headers(settings: RunSettings, directory: Path, mesh: Mesh | None = None) -> TargetHeaders:
     """Reads a model directory's config and the headers of its files; raises ConfigError and CheckpointError."""
-    policy = policy_on_mesh(policy_for(settings.train.target_dtype, jax.default_backend()), mesh)
+    platform = jax.default_backend()
+    policy = policy_on_mesh(policy_for(settings.train.target_dtype, platform), mesh)
+    # A GPU's kernel reads a whole text in one launch.
+    policy = policy.update(recurrence="chunks" if platform == "cpu" else "steps")
     config = read_config(directory)
     return TargetHeaders(config, plan_model(directory, policy, config=config))

@@ -91,6 +91,8 @@ class PolicySettings(Record, frozen=True):
       steps: rollouts in all.
       dtype: of the engine's weights and products, and of the trainer's products; masters are float32.
       kernels: of the engine, see ``LLM``.
+      recurrence: how the trainer runs recurrent layers: in ``steps``, in the engine's bits, or in ``chunks``, whose
+        gradients are faster and take a small part of the memory; ``objective.check`` must be off then.
       seed: of sampling and of the order of prompts.
       rollout, objective, optimizer, head: see there.
     """
@@ -101,6 +103,7 @@ class PolicySettings(Record, frozen=True):
     rollout: RolloutSettings
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     kernels: str = "auto"
+    recurrence: Literal["steps", "chunks"] = "steps"
     seed: int = 0
     objective: ObjectiveSettings = ObjectiveSettings()
     optimizer: OptimizerSettings = OptimizerSettings(learning_rate=1e-5, schedule="constant", warmup=0)
@@ -112,6 +115,10 @@ class PolicySettings(Record, frozen=True):
             raise ConfigError(f"steps must be at least 1 and seed at least 0, got {self.steps} and {self.seed}")
         if rows % self.objective.micro_rows:
             raise ConfigError(f"objective: micro_rows must divide per_step * group = {rows}")
+        if self.recurrence == "chunks" and self.objective.check:
+            raise ConfigError(
+                'recurrence = "chunks" rounds otherwise than the engine; set objective.check = false, or take "steps"'
+            )
         if self.head.updates and self.rollout.speculative_config is None:
             raise ConfigError("head: updates are for a head that drafts; give rollout.speculative_config, or updates 0")
 

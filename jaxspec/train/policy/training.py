@@ -71,7 +71,8 @@ class PolicyTraining:
             directory, speculative_config=config, dtype=s.dtype, kernels=s.kernels,
             max_model_len=s.length, max_num_seqs=r.rows, seed=s.seed,
         )  # fmt: skip
-        model = load_model(directory, make_policy(s.dtype, param=jnp.dtype("float32")), quantization="none")
+        policy = make_policy(s.dtype, param=jnp.dtype("float32"), recurrence=s.recurrence)
+        model = load_model(directory, policy, quantization="none")
         self.net: Transformer = model.net
         trained, self.fixed = divided(flatten(model.params["params"]), s.objective.train)
         optimizer = adamw(s.optimizer, s.steps * s.objective.updates)

@@ -11,7 +11,9 @@ import pytest
 from jaxspec.cache.addressing import CacheSize, init_layer
 from jaxspec.cache.window import Segments, Window
 from jaxspec.nn.inputs import Inputs
-from jaxspec.nn.recurrence import Recurrence, RecurrentSpec, Steps, run_recurrence
+from jaxspec.nn.policy import Compute
+from jaxspec.nn.recurrence import Recurrence, RecurrentSpec, run_recurrence
+from jaxspec.nn.recurrent_steps import Steps
 from jaxspec.nn.steady import exp, sigmoid
 
 pytestmark = pytest.mark.served
@@ -42,8 +44,8 @@ def layer(request: pytest.FixtureRequest) -> Recurrence:
         spec = RecurrentSpec(0, 0, 0, SPEC.channels, TAPS, SPEC.gates)
         return Recurrence(spec, lambda channels, gates: channels, conv, activated=False)
     rule, _, kernel = request.param.partition(" by ")
-    kernels = "interpret" if kernel else "xla"
-    return Recurrence(SPEC, partial(steps_of, delta=rule == "delta"), conv, kernels=kernels)
+    compute = Compute(kernels="interpret" if kernel else "xla")
+    return Recurrence(SPEC, partial(steps_of, delta=rule == "delta"), conv, compute=compute)
 
 
 RAW = np.random.default_rng(0).normal(size=(ROWS, LENGTH, SPEC.channels + SPEC.gates)).astype(np.float32)
@@ -86,7 +88,9 @@ def test_a_kernel_has_the_gradient_of_the_scan(layer: Recurrence):
         out = run_recurrence(raw, layer, Inputs(position_BT, position_BT))[0]
         return jnp.sum(out * jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
 
-    got, wanted = (jax.jit(jax.grad(partial(slope, layer=of)))(RAW) for of in (layer, replace(layer, kernels="xla")))
+    got, wanted = (
+        jax.jit(jax.grad(partial(slope, layer=of)))(RAW) for of in (layer, replace(layer, compute=Compute()))
+    )
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
