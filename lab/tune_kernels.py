@@ -2,6 +2,9 @@
 
 A file is written as soon as one of its shapes is measured, so that a cut leaves what there is. Sizes are searched from
 an operation's default; candidates that do not compile, or that spill registers, are skipped and printed.
+
+``--mosaic`` measures the kernels of Mosaic GPU instead, on the cases of more than 512 rows, and beside them Triton's: a
+file ``<operation>_mosaic.toml`` whose times are shorter makes programs on this card take them.
 """
 
 import argparse
@@ -15,6 +18,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+INSTEAD_OF = {"triton": "mosaic", "interpret": "mosaic_interpret"}
 SPILLING_FAILS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
 
 
@@ -26,6 +30,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=500.0, help="seconds; shapes that do not fit are named")
     parser.add_argument("--tries", type=int, default=24, help="most candidates per shape")
     parser.add_argument("--folder", type=Path, default=None, help="where the files lie, by default configs/kernels")
+    parser.add_argument("--mosaic", action="store_true", help="kernels of Mosaic GPU for many rows, beside Triton's")
     parser.add_argument("--tiny", action="store_true", help="tiny cases in interpret mode; proves the script only")
     return parser.parse_args(argv)
 
@@ -38,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     import pallas_kernels
     from lab.gpu.tuning import groups
     from pallas_kernels import blocks
+    from pallas_kernels.routed_experts.api import DECODE_ROWS
 
     if args.tiny == bool(blocks.card()):
         print("tune_kernels: needs a GPU, or --tiny without one", file=sys.stderr)
@@ -47,7 +53,11 @@ def main(argv: list[str] | None = None) -> int:
     for op in args.ops.split(",") if args.ops else known:
         cases = [c for c in import_module(f"pallas_kernels.{op}.cases").CASES if c.name.startswith(args.cases)]
         wanted = [c for c in cases if c.size == ("tiny" if args.tiny else "real")]
-        for group in groups(op, wanted, "interpret" if args.tiny else "triton"):
+        how = "interpret" if args.tiny else "triton"
+        if args.mosaic:
+            op, how = f"{op}_mosaic", INSTEAD_OF[how]
+            wanted = [c for c in wanted if c.mosaic and (args.tiny or c.abstract()[0].shape[0] > DECODE_ROWS)]
+        for group in groups(op, wanted, how):
             name = f"{op} {group.key.shape} {group.key.form}"
             if time.monotonic() - began > args.budget:
                 print(f"{name}: no time")
@@ -62,8 +72,10 @@ def tune_group(op: str, group: Any, args: argparse.Namespace, command: str, name
     from pallas_kernels import blocks
 
     rounds = {"rounds": 1, "round_s": 0.0} if args.tiny else {}
+    plain = "interpret" if args.tiny else "triton"
+    kernel, against = (INSTEAD_OF[plain], plain) if args.mosaic else (plain, None)
     try:
-        tuned = tune(op, group, "interpret" if args.tiny else "triton", tries=args.tries, **rounds)
+        tuned = tune(op, group, kernel, tries=args.tries, against=against, **rounds)
     except Exception as error:  # the default itself cannot run here; the other shapes may
         print(f"{name}: {type(error).__name__}: {str(error)[:300]}")
         return

@@ -1,4 +1,4 @@
-"""The only file that names the Pallas backend: how kernels are launched, load, store, and are compiled."""
+"""The only file that names Pallas' Triton backend: how kernels are launched, load, store, and are compiled."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,8 +8,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-Implementation = Literal["triton", "native", "interpret", "xla"]
+Implementation = Literal["triton", "mosaic", "native", "interpret", "mosaic_interpret", "xla"]
 """``triton`` compiles for a GPU, ``interpret`` runs the same body as plain JAX anywhere, ``xla`` is the reference;
+``mosaic`` and ``mosaic_interpret`` are the second backend for GPUs and a simulation of it, see ``mosaic.py``;
 ``native`` is a kernel in C for the CPU, outside of this package."""
 
 BlockSpec = pl.BlockSpec

@@ -42,7 +42,7 @@ class Measured:
       date: of the measurement, ISO.
       command: that measured.
       time_us: per call, summed over the cases of this shape.
-      default_time_us: the same with the operation's default.
+      default_time_us: the same with the operation's default; of a Mosaic kernel, the time of Triton's.
       tiles: fields of the operation's record of tile sizes that differ from its default.
     """
 
@@ -74,10 +74,15 @@ def look_up(op: str, default: T, *, shape: str, form: str) -> T:
         return default
     if trial is not None and trial[0] == op:
         return trial[1]
+    entry = measurement(op, key)
+    return default if entry is None else changed(default, entry.tiles, f"{op}: tiles of {shape} {form}")
+
+
+def measurement(op: str, key: Key) -> Measured | None:
+    """Returns what was measured for a shape of an operation on the card that this process computes on, if anything."""
     known = measured(op)
     here = card() if known else ""
-    entry = next((m for m in known if (m.card, m.shape, m.form) == (here, shape, form)), None)
-    return default if entry is None else changed(default, entry.tiles, f"{op}: tiles of {shape} {form}")
+    return next((m for m in known if (m.card, m.shape, m.form) == (here, key.shape, key.form)), None)
 
 
 _trial: ContextVar[tuple[str, Any] | None] = ContextVar("trial", default=None)

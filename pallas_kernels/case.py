@@ -21,6 +21,7 @@ class Case:
       call: the operation with everything static bound, for an implementation.
       tolerance: largest allowed difference to the reference, relative to the largest magnitude of the result.
       read_bytes: bytes that the operation must read at least, for given concrete arguments; None if not counted.
+      mosaic: whether Mosaic GPU computes it, too.
     """
 
     name: str
@@ -30,3 +31,4 @@ class Case:
     call: Callable[[Implementation], Callable[..., Any]]
     tolerance: float
     read_bytes: Callable[..., int] | None = None
+    mosaic: bool = False

@@ -1,14 +1,17 @@
 """Which implementation of an operation runs, and why."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 from pallas_kernels.backend import Implementation
 
-WANTED = ("auto", "triton", "native", "interpret", "xla")
+WANTED = ("auto", "triton", "mosaic", "native", "interpret", "mosaic_interpret", "xla")
+INSTEAD = {"mosaic": "triton", "mosaic_interpret": "interpret"}
+NO_MOSAIC = ("there is none of this operation",)
 
 
 class UnsupportedKernel(ValueError):
@@ -36,7 +39,16 @@ class Choice:
     reason: str
 
 
-def choose(op: str, case: str, wanted: str, platform: str, obstacles: list[str]) -> Choice:
+def choose(
+    op: str,
+    case: str,
+    wanted: str,
+    platform: str,
+    obstacles: list[str],
+    *,
+    mosaic: Sequence[str] = NO_MOSAIC,
+    faster: str = "",
+) -> Choice:
     """Chooses for one case of an operation.
 
     Args:
@@ -44,14 +56,23 @@ def choose(op: str, case: str, wanted: str, platform: str, obstacles: list[str])
       case: the shape, in words.
       wanted: ``auto`` takes the kernel on a GPU where nothing stands in the way, and the reference elsewhere;
         ``triton``, ``interpret`` and, on a CPU, ``native`` take the kernel or warn once and take the reference; ``xla``
-        takes the reference.
+        takes the reference. ``mosaic`` and ``mosaic_interpret`` take that kernel where nothing stands in its way, and
+        are ``triton`` and ``interpret`` elsewhere.
       platform: that the program is compiled for: ``cuda``, ``cpu``, ...
       obstacles: why the kernel cannot compute this case, each a sentence; empty if it can.
+      mosaic: the same of the Mosaic kernel.
+      faster: the measurement by which that kernel takes the place of Triton's; empty if there is none.
 
     Raises:
       UnsupportedKernel: ``wanted`` is none of these.
     """
-    choice = _choose(op, case, wanted, platform, obstacles)
+    choice = _choose(op, case, INSTEAD.get(wanted, wanted), platform, obstacles)
+    if wanted in INSTEAD and not mosaic:
+        choice = Choice(op, case, cast(Implementation, wanted), "asked for")
+    elif wanted in INSTEAD and choice.implementation != "xla":
+        choice = replace(choice, reason=f"no Mosaic kernel: {'; '.join(mosaic)}")
+    elif choice.implementation == "triton" and faster and not mosaic:
+        choice = replace(choice, implementation="mosaic", reason=faster)
     record = _record.get()
     if record is not None:
         record.append(choice)

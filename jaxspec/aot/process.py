@@ -22,7 +22,7 @@ DIRECTORY = Path(sys.prefix) / "aot"
 every program that sees it complains."""
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-DUMP, LOG = "JAXSPEC_AOT_DUMP", "log.txt"
+DUMP, LOG, MOSAIC = "JAXSPEC_AOT_DUMP", "log.txt", "mosaic"
 FLAGS = ("--xla_gpu_autotune_level=0", "--xla_dump_hlo_as_text")
 SPILLING_FAILS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
 SPILL = re.compile(r"Registers are spilled to local memory in function '([^']+)', (\d+) bytes spill stores")
@@ -71,6 +71,7 @@ def run(entry: str, *, gate: bool = False, timeout_s: float = 1800, **arguments:
         raise ConfigError(why)
     with tempfile.TemporaryDirectory(prefix="jaxspec-aot-") as name:
         directory = Path(name)
+        (directory / MOSAIC).mkdir()
         request = {"entry": entry, "arguments": arguments, "reply": str(directory / "reply.json")}
         with (directory / LOG).open("wb") as log:
             try:
@@ -99,6 +100,7 @@ def _environment(inherited: Mapping[str, str], directory: Path, *, gate: bool) -
         "TF_CPP_MIN_LOG_LEVEL": "0",  # spills are logged as information
         "XLA_FLAGS": " ".join(flags),
         DUMP: str(directory),
+        "MOSAIC_GPU_DUMP_TO": str(directory / MOSAIC),
     }
 
 
@@ -124,6 +126,20 @@ def spills() -> dict[str, int]:
     """Returns the bytes of registers that each spilling kernel compiled in this process stores to memory."""
     text = (Path(os.environ[DUMP]) / LOG).read_text(errors="replace")
     return {name: int(size) for name, size in SPILL.findall(text)}
+
+
+def mosaic_files() -> dict[str, dict[str, str]]:
+    """Reads what Mosaic GPU left about each kernel compiled in this process since the last call, and removes it.
+
+    Returns:
+      By kernel the texts by ending: ``ptx``, ``ptxas`` and ``log``.
+    """
+    texts: dict[str, dict[str, str]] = {}
+    for file in sorted((Path(os.environ[DUMP]) / MOSAIC).iterdir()):
+        kernel = re.sub(r"_\d+\..*$", "", file.name)
+        texts.setdefault(kernel, {})[file.suffix[1:]] = file.read_text()
+        file.unlink()
+    return texts
 
 
 def target_text(gpu: str) -> str:

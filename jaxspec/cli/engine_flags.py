@@ -43,8 +43,8 @@ class EngineFlags:
       prefix_cache_tokens: Tokens of such beginnings that are kept; by default as many as the longest text has.
       quantization: auto keeps weights that were published quantized as they are, none dequantizes them; fp8 and int8
         quantize the matrices of a plain checkpoint.
-      kernels: What computes experts, attention and small products: Pallas kernels (triton, or interpret: the same as
-        plain JAX, slow) or xla; auto takes kernels on a GPU.
+      kernels: What computes experts, attention and small products: Pallas kernels (triton; mosaic: Mosaic GPU's for
+        experts, for comparison; interpret: triton's as plain JAX, slow) or xla; auto takes kernels on a GPU.
       recurrence: How recurrent layers read prompts: in steps, in the bits of decoding, or in chunks, which are faster
         on long ones.
       mesh: Devices along the axes data, expert and tensor, for example expert=4,tensor=2; by default one device.
@@ -77,7 +77,7 @@ class EngineFlags:
     enable_prefix_caching: bool | None = None
     prefix_cache_tokens: int | None = None
     quantization: Literal["auto", "none", "fp8", "int8"] = "auto"
-    kernels: Literal["auto", "triton", "native", "interpret", "xla"] = "auto"
+    kernels: Literal["auto", "triton", "mosaic", "native", "interpret", "xla"] = "auto"
     recurrence: Literal["steps", "chunks"] = "steps"
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=N,...")] = None
     expert_transport: Literal["auto", "sum", "padded", "ragged"] = "auto"

@@ -23,14 +23,23 @@ from jaxspec.nn.steady import added_products
 from jaxspec.pytree import pytree, replace
 from jaxspec.shapes import Array
 from pallas_kernels.quantized import widen
-from pallas_kernels.routed_experts.api import OP, case_name, obstacles, routed_experts, tiles_for
-from pallas_kernels.select import Choice, choose
+from pallas_kernels.routed_experts.api import (
+    OP,
+    case_name,
+    mosaic_is_faster,
+    mosaic_obstacles,
+    obstacles,
+    routed_experts,
+    tiles_for,
+)
+from pallas_kernels.select import INSTEAD, Choice, choose
 
 TRAINING_BLOCK = 128
 COMPARED_ROWS = 256
 GATHERED_BYTES = 1 << 30  # of weights that blocks take out of the stack at a time
 GROUPED_ROWS = 4096  # from which on kernels compute rows in groups, see ``grouped_experts``
 UNGATED = "its experts have no gate"
+DIFFERENTIABLE = f"more than {GROUPED_ROWS:,} rows, as in training, have gradients"
 
 
 @pytree
@@ -202,7 +211,8 @@ def run_experts(
         def some(x: Array, own: Routing, live: Array | None) -> Array:
             if choice.implementation == "xla":
                 return run_stacked(x, own, experts, activation, dtype, layer, own.expert_MA >= 0)
-            grouped = len(own.expert_MA) > GROUPED_ROWS and groupable(experts, layer)
+            grouped = choice.implementation not in INSTEAD and len(own.expert_MA) > GROUPED_ROWS
+            grouped = grouped and groupable(experts, layer)
             run = grouped_experts if grouped else partial(routed_experts, sorted_rows=sorted_rows)
             return run(
                 x, own.expert_MA, own.weight_MA, experts, layer=layer, activation=activation, dtype=dtype,
@@ -224,7 +234,7 @@ def sorted_height(rows: int, top_k: int, experts: dict[str, Weight], policy: Pol
     if rows > GROUPED_ROWS or split(policy.compute.mesh) or any(isinstance(w, Packed) for w in experts.values()):
         return None
     choice = choose_kernel(rows, top_k, experts, policy, stacked=stacked)
-    return None if choice.implementation == "xla" else tiles_for(experts, rows, top_k, stacked=stacked).rows
+    return None if choice.implementation == "xla" else tiles_for(experts, rows, top_k, by=choice.implementation).rows
 
 
 def run_weighed(
@@ -276,12 +286,17 @@ def choose_kernel(rows: int, top_k: int, experts: dict[str, Weight], policy: Pol
     kernels = policy.compute.kernels
     if kernels == "xla":
         return Choice(OP, "", "xla", "no kernels are wanted")
-    name = case_name(rows_on_each(policy, rows), top_k, experts, stacked=stacked)
-    blocked = obstacles(experts, stacked=stacked) + obstacles_on(policy.compute.mesh, experts)
-    blocked += [UNGATED] if experts["gate_up_ED2F"].shape[-2] == 1 else []
+    name = case_name(rows_on_each(policy, rows), top_k, experts)
     if kernels == "native":
         return choose(OP, name, kernels, "cpu", [UNPACKED])
-    return choose(OP, name, kernels, "cuda", blocked)
+    blocked = obstacles_on(policy.compute.mesh, experts)
+    blocked += [UNGATED] if experts["gate_up_ED2F"].shape[-2] == 1 else []
+    mosaic = blocked + mosaic_obstacles(experts, policy.compute.dtype)
+    mosaic += [DIFFERENTIABLE] if rows > GROUPED_ROWS else []
+    return choose(
+        OP, name, policy.compute.wanted_kernels, "cuda", obstacles(experts, stacked=stacked) + blocked,
+        mosaic=mosaic, faster=mosaic_is_faster(experts, rows),
+    )  # fmt: skip
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

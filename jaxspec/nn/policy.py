@@ -16,7 +16,7 @@ from pallas_kernels.select import SlowKernelWarning
 
 BFLOAT16 = jnp.dtype("bfloat16")
 Kernels = Literal["triton", "native", "interpret", "xla"]
-KERNELS = ("auto", *get_args(Kernels))
+KERNELS = ("auto", "mosaic", *get_args(Kernels))
 Weight = Array | Quantized
 
 
@@ -75,6 +75,8 @@ class Compute:
       kernels: what computes the operations that have kernels: ``triton`` on a GPU, ``native`` kernels in C on one CPU,
         ``interpret`` those of the GPU as plain JAX anywhere, ``xla`` none; a case that a kernel does not cover falls
         back with a warning.
+      mosaic: whether Mosaic GPU's kernels take the place of Triton's where there are some; otherwise they do where a
+        measurement of the card says that they are faster.
       mesh: devices that parameters are split over, None for one device. Kernels of routed experts compute each device's
         part; others compute only where every device has all rows and all heads.
       transport: how rows reach the devices along ``expert`` that hold their experts: ``sum`` (all rows are everywhere,
@@ -86,9 +88,19 @@ class Compute:
 
     dtype: jnp.dtype = BFLOAT16
     kernels: Kernels = "xla"
+    mosaic: bool = False
     mesh: AbstractMesh | None = None
     transport: Literal["sum", "padded", "ragged"] = "sum"
     recurrence: Literal["steps", "chunks"] = "steps"
+
+    @property
+    def wanted_kernels(self) -> str:
+        """Returns what operations ask for that Mosaic GPU computes, too."""
+        return (
+            {"triton": "mosaic", "interpret": "mosaic_interpret"}.get(self.kernels, self.kernels)
+            if self.mosaic
+            else self.kernels
+        )
 
     @property
     def whole_kernels(self) -> Kernels:
@@ -133,16 +145,16 @@ def policy_for(dtype: str, platform: str, kernels: str = "auto") -> Policy:
       dtype: of plain weights and of products.
       platform: ``cpu``, or ``gpu`` or ``cuda``.
       kernels: ``auto`` takes ``triton`` on a GPU, ``native`` on a CPU for which they could be compiled, and ``xla``
-        elsewhere; see ``Compute.kernels`` for the others.
+        elsewhere; ``mosaic`` is ``triton`` with ``Compute.mosaic``; see ``Compute.kernels`` for the others.
 
     Raises:
-      ConfigError: kernels is none of these, or ``native`` and not to be had.
+      ConfigError: kernels is none of these, ``native`` and not to be had, or ``mosaic`` and not for a GPU.
     """
     chosen, _ = kernels_for(platform, kernels)
     kind = jnp.dtype(dtype)
     # A tied head by itself is 4 times faster on CPU, and on a GPU its products have a kernel.
     own_head = platform == "cpu" or chosen != "xla"
-    return make_policy(kind, depth="stacked", kernels=chosen, own_head=own_head)
+    return make_policy(kind, depth="stacked", kernels=chosen, mosaic=kernels == "mosaic", own_head=own_head)
 
 
 def kernels_for(platform: str, wanted: str = "auto") -> tuple[Kernels, str]:
@@ -152,6 +164,10 @@ def kernels_for(platform: str, wanted: str = "auto") -> tuple[Kernels, str]:
     on_cpu, asked_for = platform == "cpu", cast(Kernels, wanted)
     if wanted == "native" and not on_cpu:
         raise ConfigError(f"kernels 'native' are for a CPU, this is {platform}; take 'auto'")
+    if wanted == "mosaic":
+        if on_cpu:
+            raise ConfigError("kernels 'mosaic' are for a GPU, this is cpu; take 'auto'")
+        return "triton", "asked for, Mosaic's where there are some"
     if wanted == "native" or (on_cpu and wanted == "auto"):
         library = native_kernels()
         if library.handle is not None:

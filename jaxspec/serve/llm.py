@@ -79,8 +79,8 @@ class LLM(RunningEngine):
         ``dtype``; ``fp8`` and ``int8`` quantize the matrices of attention and feed-forward layers of a plain
         checkpoint. None is ``auto``.
       kernels: ``auto`` computes experts, attention and small products with Pallas kernels on a GPU, and all
-        three with kernels in C on a CPU, where a C compiler can be found, else with XLA; ``triton``, ``native``,
-        ``interpret`` (the GPU's as plain JAX, slow) and ``xla`` ask for one of them.
+        three with kernels in C on a CPU, where a C compiler can be found, else with XLA; ``triton``, ``mosaic``
+        (experts by Mosaic GPU), ``native``, ``interpret`` (the GPU's as plain JAX, slow) and ``xla`` ask for one.
       recurrence: how recurrent layers read prompts: in ``steps``, in the bits of decoding, or in ``chunks`` of 64
         positions, several times faster on long ones; ``docs/recurrent-layers.md`` says what then holds.
       mesh: devices along ``data`` (rows), ``expert`` (routed experts) and ``tensor`` (heads, hidden units, vocabulary);

@@ -67,12 +67,16 @@ def _invariant(section: Section, name: str, run: Callable[..., Any], rows: list[
 
 def _experts(section: Section, kernel: Any) -> None:
     """routed_experts by its rows, and near float64."""
-    for name, shape in (experts.TINY if section.tiny else experts.REAL).items():
+    shapes = {(name, kernel): shape for name, shape in (experts.TINY if section.tiny else experts.REAL).items()}
+    if not section.tiny:
+        plain = {name: shape for (name, _), shape in shapes.items() if shape.form == "bfloat16"}
+        shapes |= {(name, "mosaic"): shape for name, shape in plain.items()}
+    for (name, by), shape in shapes.items():
         inputs = experts.random_inputs(replace(shape, layers=2))
         count = 3 if section.tiny else 64
         rows = list(inputs.rows(count)[0])
         run = jax.jit(
-            lambda x, ids, w, stack, shape=shape: routed_experts(
+            lambda x, ids, w, stack, shape=shape, by=by: routed_experts(
                 x,
                 ids,
                 w,
@@ -80,16 +84,15 @@ def _experts(section: Section, kernel: Any) -> None:
                 activation=shape.activation,
                 dtype=shape.dtype,
                 layer=jnp.int32(1),
-                implementation=kernel,
+                implementation=by,
             )
         )
-        whole = _invariant(
-            section, f"experts {name}", lambda *r, run=run, i=inputs: run(*r, i.stack), rows, _prefixes(count)
-        )
+        title = f"experts {name}" if by == kernel else f"experts {name} by {by}"
+        whole = _invariant(section, title, lambda *r, run=run, i=inputs: run(*r, i.stack), rows, _prefixes(count))
         exact = float64.routed_experts(
             rows[0], rows[1], rows[2], inputs.stack, 1, oss=shape.activation is gpt_oss, rows=COMPARED
         )
-        _near(section, f"experts {name}", whole[:COMPARED], exact)
+        _near(section, title, whole[:COMPARED], exact)
 
 
 def _dense(section: Section, kernel: Any) -> None:
@@ -189,6 +192,8 @@ def references(section: Section, kernel: Any) -> None:
             with section.attempt(name, needed_s=0 if section.tiny else 6) as go:
                 if go:
                     _case_equals_reference(section, name, case, kernel)
+                if go and case.mosaic and not section.tiny:
+                    _case_equals_reference(section, f"{name} by mosaic", case, "mosaic")
 
 
 def _case_equals_reference(section: Section, name: str, case: Case, kernel: Any) -> None:

@@ -17,10 +17,10 @@ from lab.gpu.random_model import random_array, random_quantized
 from lab.gpu.report import Section
 from lab.gpu.timing import Subject, chained, interleaved, side_by_side
 from pallas_kernels.quantized import Quantized
-from pallas_kernels.routed_experts.api import routed_experts
+from pallas_kernels.routed_experts.api import mosaic_obstacles, routed_experts
 from pallas_kernels.routed_experts.cases import Shape, gpt_oss
 
-OWN = "jaxspec"
+OWN, MOSAIC = "jaxspec", "jaxspec by mosaic"
 AGREE = 2e-2  # of the largest entry: both round hidden units to bfloat16, from sums in different orders
 REAL = {
     "qwen3-30b-a3b": Shape(1, 128, 8, 2048, 768, "bfloat16"),
@@ -31,7 +31,7 @@ REAL = {
     "deepseek-v3 on one of 8": Shape(1, 32, 8, 7168, 2048, "fp8", chosen=256),
 }
 TINY = {"plain": Shape(1, 4, 2, 64, 32, "bfloat16")}
-WAVES = {False: ((1, 8, 64, 256), (2, 4, 6, 16, 32, 128)), True: ((3,),)}
+WAVES = {False: ((1, 8, 64, 256), (2048,), (2, 4, 6, 16, 32, 128)), True: ((3,),)}
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,14 @@ def _programs(section: Section, inputs: Inputs, rows: list[Any]) -> dict[str, Ca
     s = inputs.shape
     kernel = "interpret" if section.tiny else "triton"
 
-    def own(x: Any, choice: Any, weight: Any, layer: Any, weights: Any) -> jax.Array:
-        run = partial(routed_experts, activation=s.activation, dtype=s.dtype, implementation=kernel)
+    def own(by: Any, x: Any, choice: Any, weight: Any, layer: Any, weights: Any) -> jax.Array:
+        run = partial(routed_experts, activation=s.activation, dtype=s.dtype, implementation=by)
         return run(x, choice, weight, weights, layer=layer)
 
-    numbers = [jnp.int32(y) for y in range(s.layers)]
-    jobs = {OWN: partial(chained, own, [(*r, y, inputs.stack) for r, y in zip(rows, numbers, strict=True)])}
+    calls = [(*r, jnp.int32(y), inputs.stack) for y, r in enumerate(rows)]
+    jobs = {OWN: partial(chained, partial(own, kernel), calls)}
+    if not section.tiny and not mosaic_obstacles(inputs.stack, s.dtype):
+        jobs[MOSAIC] = partial(chained, partial(own, "mosaic"), calls)
     if not inputs.layers:
         return jobs
     peers: dict[str, Dot] = {"ragged_dot": xla_dot}

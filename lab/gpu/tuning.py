@@ -69,7 +69,9 @@ def neighbors(tiles: Any) -> Iterator[Any]:
             yield from (replace(tiles, **{f.name: n}) for n in (value // 2, value * 2) if n >= 1)
 
 
-def tune(op: str, group: Group, kernel: Any, *, tries: int, rounds: int = 5, round_s: float = 0.01) -> Tuned:
+def tune(
+    op: str, group: Group, kernel: Any, *, tries: int, rounds: int = 5, round_s: float = 0.01, against: Any = None
+) -> Tuned:
     """Searches from the default, the neighbors of the best one at a time; what does not compile or spills is skipped.
 
     Args:
@@ -79,13 +81,14 @@ def tune(op: str, group: Group, kernel: Any, *, tries: int, rounds: int = 5, rou
       tries: most candidates.
       rounds: of a timing.
       round_s: of a round.
+      against: implementation whose time stands for that of the default, None for the same.
     """
     arguments = {c.name: [c.random(jax.random.key(n)) for n in range(COPIES)] for c in group.cases}
     skipped: dict[str, str] = {}
 
-    def measure(candidates: list[Any]) -> dict[Any, float]:
+    def measure(candidates: list[Any], by: Any = kernel) -> dict[Any, float]:
         """Microseconds of the candidates that run."""
-        programs = _programs(op, group, kernel, candidates, arguments)
+        programs = _programs(op, group, by, candidates, arguments)
         times = {}
         for tiles in candidates:
             mine = {case.name: programs[tiles, case.name] for case in group.cases}
@@ -102,7 +105,8 @@ def tune(op: str, group: Group, kernel: Any, *, tries: int, rounds: int = 5, rou
     times = measure([best])
     if not times:
         raise RuntimeError(skipped[str(best)])
-    default_us = best_us = times[best]
+    best_us = times[best]
+    default_us = best_us if against is None else measure([best], against)[best]
     while candidates := [c for c in neighbors(best) if c not in tried][: tries + 1 - len(tried)]:
         tried.update(candidates)
         times = measure(candidates)

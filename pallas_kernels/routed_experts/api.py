@@ -8,17 +8,20 @@ import jax.numpy as jnp
 
 from pallas_kernels import blocks
 from pallas_kernels.backend import Implementation
+from pallas_kernels.blocks import Key
 from pallas_kernels.product import Product
 from pallas_kernels.product import obstacles as product_obstacles
 from pallas_kernels.quantized import Quantized, Weight, form
-from pallas_kernels.routed_experts import kernel, reference
+from pallas_kernels.routed_experts import kernel, kernel_mosaic, reference
 from pallas_kernels.routed_experts.kernel import Tiles
+from pallas_kernels.routed_experts.kernel_mosaic import MosaicTiles
 from pallas_kernels.row_blocks import Blocks
-from pallas_kernels.select import Choice, UnsupportedKernel, choose
+from pallas_kernels.select import INSTEAD, Choice, UnsupportedKernel, choose
 
 OP = "routed_experts"
 KNOWN = ("gate_up_ED2F", "down_EFD", "gate_up_bias_E2F", "down_bias_ED")
 DECODE_ROWS = 512
+MOSAIC = "routed_experts_mosaic"
 
 
 def routed_experts(
@@ -31,7 +34,7 @@ def routed_experts(
     dtype: jnp.dtype,
     layer: jax.Array | None = None,
     implementation: Implementation | Choice = "xla",
-    tiles: Tiles | None = None,
+    tiles: Tiles | MosaicTiles | None = None,
     sorted_rows: tuple[jax.Array, Blocks] | None = None,
 ) -> jax.Array:
     """``sum_a weight_a * down_a(activation(gate_a(x), up_a(x)))`` over each row's A experts (Shazeer 2017, 2020).
@@ -63,13 +66,22 @@ def routed_experts(
     dtype = jnp.dtype(dtype)
     if not isinstance(implementation, Choice):
         rows, top_k = expert_MA.shape
-        name = case_name(rows, top_k, weights, stacked=layer is not None)
-        implementation = choose(OP, name, implementation, "", obstacles(weights, stacked=layer is not None))
+        name = case_name(rows, top_k, weights)
+        implementation = choose(
+            OP, name, implementation, "", obstacles(weights, stacked=layer is not None),
+            mosaic=kernel_mosaic.obstacles(weights, dtype),
+        )  # fmt: skip
     if implementation.implementation == "xla":
         x_MD = x if x.ndim == 2 else jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1)
         return reference.routed_experts(
             x_MD, expert_MA, weight_MA, weights, activation=activation, dtype=dtype, layer=layer
         )
+    tiles = tiles or tiles_for(weights, *expert_MA.shape, by=implementation.implementation)
+    if isinstance(tiles, MosaicTiles):
+        return kernel_mosaic.routed_experts(
+            x, expert_MA, weight_MA, weights, activation=activation, layer=layer, tiles=tiles,
+            interpret=implementation.implementation == "mosaic_interpret", sorted_rows=sorted_rows,
+        )  # fmt: skip
     return kernel.routed_experts(
         x,
         expert_MA,
@@ -78,7 +90,7 @@ def routed_experts(
         activation=activation,
         dtype=dtype,
         layer=layer,
-        tiles=tiles or tiles_for(weights, *expert_MA.shape, stacked=layer is not None),
+        tiles=tiles,
         implementation=implementation.implementation,
         sorted_rows=sorted_rows,
     )
@@ -95,29 +107,49 @@ def obstacles(weights: Mapping[str, Weight], *, stacked: bool) -> list[str]:
     return reasons
 
 
-def case_name(rows: int, top_k: int, weights: Mapping[str, Weight], *, stacked: bool) -> str:
+def case_name(rows: int, top_k: int, weights: Mapping[str, Weight]) -> str:
     """The shape in words, for the choice's record."""
-    return f"M{rows} A{top_k} {shape_of(weights, stacked=stacked)} {form(weights['gate_up_ED2F'])}"
+    return f"M{rows} A{top_k} {shape_of(weights)} {form(weights['gate_up_ED2F'])}"
 
 
-def shape_of(weights: Mapping[str, Weight], *, stacked: bool) -> str:
+def shape_of(weights: Mapping[str, Weight]) -> str:
     """Sizes that tile sizes are measured for; not the rows, on which they must not depend."""
     experts, hidden, width = weights["down_EFD"].shape[-3:]
     return f"E{experts} D{width} F{hidden}"
 
 
-def tiles_for(weights: Mapping[str, Weight], rows: int, top_k: int, *, stacked: bool) -> Tiles:
+def tiles_for(
+    weights: Mapping[str, Weight], rows: int, top_k: int, *, by: Implementation = "triton"
+) -> Tiles | MosaicTiles:
     """Measured tile sizes of this card and shape, or a safe default; taller blocks for many rows per expert.
 
-    Blocks of 16 and 32 rows sum alike (``mma.sync`` takes 16 of them), those of 64 do not (``wgmma``).
+    Triton's blocks of 16 and 32 rows sum alike (``mma.sync`` takes 16 of them), those of 64 do not (``wgmma``).
     """
     kind = form(weights["gate_up_ED2F"])
-    tiles = blocks.look_up(OP, DEFAULT.get(kind, Tiles()), shape=shape_of(weights, stacked=stacked), form=kind)
+    if by in INSTEAD:
+        return blocks.look_up(MOSAIC, MosaicTiles(), shape=shape_of(weights), form=kind)
+    tiles = blocks.look_up(OP, DEFAULT.get(kind, Tiles()), shape=shape_of(weights), form=kind)
     tallest = PREFILL_ROWS.get(kind, 64)
     if rows > DECODE_ROWS:
         return replace(tiles, rows=max(tiles.rows, tallest))
     many = rows * top_k >= MANY_PER_EXPERT * weights["down_EFD"].shape[-3]
     return replace(tiles, rows=max(tiles.rows, min(tallest, 32))) if many else tiles
+
+
+def mosaic_obstacles(weights: Mapping[str, Weight], dtype: jnp.dtype) -> list[str]:
+    """Returns why the Mosaic kernel cannot compute with these weights, each a sentence; empty if it can."""
+    return kernel_mosaic.obstacles(weights, dtype)
+
+
+def mosaic_is_faster(weights: Mapping[str, Weight], rows: int) -> str:
+    """Returns the measurement of this card by which Mosaic's kernel takes the place of Triton's, empty if none.
+
+    Never for up to 512 rows, of which Triton gives the same bits for any number.
+    """
+    entry = blocks.measurement(MOSAIC, Key(shape_of(weights), form(weights["gate_up_ED2F"])))
+    if rows <= DECODE_ROWS or entry is None or entry.time_us >= entry.default_time_us:
+        return ""
+    return f"measured on {entry.date}: {entry.time_us:.0f} us, Triton {entry.default_time_us:.0f}"
 
 
 MANY_PER_EXPERT = 8

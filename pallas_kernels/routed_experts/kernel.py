@@ -87,7 +87,7 @@ def routed_experts(
         down_bias,
         jax.ShapeDtypeStruct((rows * top_k, width), jnp.float32),
     )
-    return _combined(y_RD.reshape(rows, top_k, width), (expert_MA >= 0) & (expert_MA < experts))
+    return combined(y_RD.reshape(rows, top_k, width), (expert_MA >= 0) & (expert_MA < experts))
 
 
 def _bias(weights: Mapping[str, Weight], name: str) -> jax.Array | None:
@@ -96,7 +96,7 @@ def _bias(weights: Mapping[str, Weight], name: str) -> jax.Array | None:
     return bias
 
 
-def _combined(y_MAD: jax.Array, known_MA: jax.Array) -> jax.Array:
+def combined(y_MAD: jax.Array, known_MA: jax.Array) -> jax.Array:
     """Sum of each row's outputs in order of preference; what no expert computed is undefined and left out."""
     y_MAD = jnp.where(known_MA[..., None], y_MAD, 0)
     total = y_MAD[:, 0]

@@ -25,6 +25,30 @@ def test_every_case_compiles(op: str):
 
 
 @pytest.mark.slow
+def test_every_case_of_mosaic_compiles_to_tma_and_wgmma():
+    reports = process.run("jaxspec.aot.kernel_cases:compile_cases", gate=True, op="routed_experts", by="mosaic")
+    assert {"qwen3_30b_a3b_1", "qwen3_30b_a3b_2048", "mixtral_8x7b_2048", "qwen2_57b_a14b_64"} < set(reports)
+    assert {name: case["error"] for name, case in reports.items() if case["error"]} == {}
+    for case in reports.values():
+        assert set(case["kernels"]) == {"experts_gate_up", "experts_down"}
+        assert case["launches"]["kCustomCall"] == 2
+        for kernel in case["kernels"].values():
+            assert (kernel["target"], kernel["spilled_bytes"], kernel["serialized"]) == ("sm_90a", 0, False)
+            assert kernel["products"] in (["m64n64k16.f32.bf16.bf16"], ["m64n128k16.f32.bf16.bf16"])
+            assert kernel["reads"] >= 4  # rows and weights, ahead and in the loop
+            assert kernel["writes"] == 1
+            assert kernel["warpgroup_registers"] == [40, 232]
+            assert kernel["shared_bytes"] <= MOST_SHARED_BYTES
+
+
+@pytest.mark.slow
+def test_activations_of_all_families_compile_by_mosaic():
+    spilled = process.run("tests.aot.small_programs:compile_activations")
+    assert len(spilled) >= 8
+    assert set(spilled.values()) == {0}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", PUBLISHED)
 def test_a_recurrence_rounds_alike_for_any_rows_and_cuts(layer: str):
     """One call of eight positions or eight calls of one: the same sums in the same order, no product fused into any."""

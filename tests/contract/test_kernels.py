@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import warnings
 from pathlib import Path
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.case import Case
+from pallas_kernels.select import SlowKernelWarning
 
 HOUSE = Path(pallas_kernels.__file__).parent
 OPS = sorted(file.parent.name for file in HOUSE.glob("*/__init__.py"))
@@ -18,6 +20,7 @@ FILES = {"__init__.py", "api.py", "reference.py", "kernel.py", "cases.py"}
 CASES = {op: importlib.import_module(f"pallas_kernels.{op}.cases").CASES for op in OPS}
 TINY = [(op, case) for op in OPS for case in CASES[op] if case.size == "tiny"]
 FIRST = [next(pair for pair in TINY if pair[0] == op) for op in OPS]
+MOSAIC = [pair for pair in TINY if pair[1].mosaic]
 EVERY = [(op, case) for op in OPS for case in CASES[op]]
 
 
@@ -60,6 +63,16 @@ def test_the_kernel_equals_its_reference(op: str, case: Case):
     assert_close(jax.jit(case.call("interpret"))(*arguments), wanted, case.tolerance)
     if case.read_bytes is not None:
         assert 0 < case.read_bytes(*arguments) <= sum(leaf.nbytes for leaf in jax.tree.leaves(arguments))
+
+
+@pytest.mark.parametrize(("op", "case"), MOSAIC, ids=name_of)
+def test_the_mosaic_kernel_equals_the_reference_and_has_no_race(op: str, case: Case, capfd: pytest.CaptureFixture[str]):
+    arguments = case.random(jax.random.key(7))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SlowKernelWarning)
+        got = jax.jit(case.call("mosaic_interpret"))(*arguments)
+    assert_close(got, jax.jit(case.call("xla"))(*arguments), case.tolerance)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(("op", "case"), FIRST, ids=name_of)

@@ -79,7 +79,7 @@ def test_blocks_of_16_and_of_32_rows_give_the_same():
 
 def test_tiles_sum_alike_for_any_decoding_rows():
     *_, weights, _ = SHAPES["bfloat16"].abstract()
-    tiles = {rows: tiles_for(weights, rows, 2, stacked=False) for rows in (1, 2, 64, 511, 512, 4096)}
+    tiles = {rows: tiles_for(weights, rows, 2) for rows in (1, 2, 64, 511, 512, 4096)}
     few, many = 16, 32  # rows of a block that sum alike
     assert {replace(t, rows=few) for rows, t in tiles.items() if rows <= 512} == {replace(tiles[1], rows=few)}
     assert [t.rows for t in tiles.values()] == [few, few, many, many, many, 64]
